@@ -42,14 +42,6 @@ def test_verb_serves_a_directory_until_a_signal_ends_it(root, number):
     assert agent.find(root) is None
 
 
-def test_end_of_its_standard_input_ends_it_cleanly(root):
-    with served.agent_process(root) as (process, _):
-        process.stdin.close()
-        assert process.wait() == 0
-        assert process.stderr.read() == ""
-    assert agent.find(root) is None
-
-
 def test_it_ends_with_a_parent_that_is_killed(root):
     command = [sys.executable, "-c", PARENT, str(root)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:

@@ -118,15 +118,3 @@ def answered(*arguments):
     """The JSON that a verb prints, without what it says on standard error."""
     output = runs.verb(*arguments)
     return output[: output.rindex("}") + 1]
-
-
-@pytest.mark.parametrize(
-    ("question", "message"),
-    [
-        (("--find", "a.parquet"), "--find a.parquet: write FILE:RECORD"),
-        (("--step", 6), "no attempt of the run trained step 6; its steps are 1 to 5"),
-    ],
-)
-def test_question_without_an_answer(run, question, message):
-    text = runs.verb("audit", run[0], "--data", NAME, *question, code=1)
-    assert message in text

@@ -29,6 +29,7 @@ def config(bucket, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("bucket", ["s3"], indirect=True)
 def test_every_verb_takes_urls(config, bucket):
     run = f"{bucket}/tiny"
     assert f'base_output_directory: "{bucket}"' in runs.verb("config", config)

@@ -57,12 +57,3 @@ def test_number_that_makes_no_sense_is_refused():
             message = f"argument {option}: {number!r} is not a"
             assert message in refused(parser, arguments)
     assert found > ZERO | {"--days", "--hosts", "--max-bytes", "--slices", "--size"}
-
-
-def test_name_without_a_number_is_refused():
-    parser = main.build_parser()
-    for option in ("--fails", "--cost"):
-        for given in ("machine", "=1", "a b=1"):
-            message = f"argument {option}: {given!r}: write NAME=NUMBER"
-            arguments = ["simulate", "run.yml", option, given]
-            assert message in refused(parser, arguments)

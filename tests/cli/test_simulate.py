@@ -65,11 +65,3 @@ def test_trace_replaces_random_failures_and_runs_until_the_steps_are_done(
     assert main.main(arguments) == 0
     (result,) = json.loads(capsys.readouterr().out)
     assert (result["steps"], result["losses"], result["hosts"]) == (100, 1, 4)
-
-
-def test_state_of_the_configured_model_is_the_default(capsys):
-    arguments = [*CONFIG, "vocab_size=259", "--days", "0.1", "--json"]
-    assert main.main(["simulate", *arguments]) == 0
-    (result,) = json.loads(capsys.readouterr().out)
-    per_save = result["bytes"]["backed_up"] / 1e6
-    assert per_save > 1

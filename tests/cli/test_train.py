@@ -2,8 +2,6 @@
 
 import errno
 import os
-import pathlib
-import time
 
 import pytest
 
@@ -94,32 +92,3 @@ def test_step_that_full_storage_lacks_at_the_end_is_one_error(config, tmp_path):
     causes = {each["cause"] for each in runs.events(tmp_path / "tiny", "degraded")}
     # A step that is due while the one before is tried waits for it.
     assert causes - {"slow"} == {"full"}
-
-
-@pytest.mark.slow
-def test_hosts_of_a_run_whose_storage_goes_away_end_with_one_error(config, tmp_path):
-    run, away = tmp_path / "tiny", tmp_path / "away"
-    output = pathlib.Path(tmp_path, "output.txt")
-    settings = ("hosts=2", "slices=2", "steps=1000000")
-    (run / "checkpoints").parent.mkdir()
-    away.mkdir()
-    (run / "checkpoints").symlink_to(away)
-    with runs.Started("train", config, *settings, output=output) as started:
-        deadline = time.monotonic() + LIMIT_SECS
-        while not (run / "events.jsonl").exists() or not runs.events(run, "backed_up"):
-            assert time.monotonic() < deadline, output.read_text()
-            time.sleep(0.02)
-        # A file is where the directory was.
-        (tmp_path / "file").write_text("not a directory")
-        (tmp_path / "file").replace(run / "checkpoints")
-        while not runs.events(run, "degraded"):
-            assert time.monotonic() < deadline, output.read_text()
-            time.sleep(0.02)
-        started.terminate()
-        assert started.wait() == 1, output.read_text()
-    lines = output.read_text().splitlines()
-    (error,) = (line for line in lines if line.startswith("elastic-ckpt train:"))
-    # The step that it ended with.
-    step = runs.events(run, "saved")[-1]["step"]
-    assert f"step {step} was due in persistent storage and is not there" in error
-    assert not [line for line in lines if line.startswith("Traceback")]

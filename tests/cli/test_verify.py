@@ -171,33 +171,6 @@ def loaded(steps):
         return stock_program.digests(orbax.load_checkpointables(2, {"state": None}))
 
 
-def test_metadata_that_orbax_cannot_read_is_told(saved):
-    step = saved / "steps" / "1"
-    for file in ("_CHECKPOINT_METADATA", "state/_METADATA", "state/_sharding"):
-        before = (step / file).read_bytes()
-        (step / file).write_bytes(before[:-1])
-        (problem,) = problems(step)
-        assert (problem["kind"], problem["part"]) == ("orbax", file)
-        assert problem["why"] == "is not what was saved: its digest differs"
-        (step / file).unlink()
-        (problem,) = problems(step)
-        assert (problem["part"], problem["why"]) == (file, "is missing")
-        (step / file).write_bytes(before)
-
-
-def test_values_that_only_our_manifests_find_are_told(saved):
-    step = saved / "steps" / "2" / "state"
-    other = saved / "steps" / "1" / "state"
-    for name in ("manifest.ocdbt", "d"):
-        path = step / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    shutil.copy(other / "manifest.ocdbt", step)
-    shutil.copytree(other / "d", step / "d")
-    reported = problems(saved / "steps", saved / "ram")
-    assert {each["kind"] for each in reported} == {"orbax"}
-    assert "state/params/w[6:8, 0:6]" in {each["part"] for each in reported}
-
-
 def test_step_that_is_not_complete_says_what_is_missing(saved):
     manifest_path = next(in_ram(saved).glob("manifest-*"))
     held = manifest_file.parse(manifest_path.read_bytes())

@@ -64,24 +64,6 @@ def test_every_point_is_drawn_within_the_frame(points, kind, is_log, from_zero):
 SECONDS = st.integers(1, 10**6).map(lambda number: number / 8)
 
 
-@settings(max_examples=3)
-@given(st.lists(st.lists(SECONDS, min_size=2, max_size=2), min_size=1, max_size=8))
-def test_bars_of_one_name_are_as_long_as_their_parts(rows):
-    parts = plot.coloured(["a", "b"])
-    root = drawn(plot.bars([("same", values) for values in rows], parts, unit="s"))
-    bars = [g for g in root.iter(f"{SVG}g") if "mark-rect" in g.get("class", "")]
-    lengths = dict.fromkeys(parts.values(), 0.0)
-    for path in bars[0]:
-        lengths[path.get("fill")] += float(re.search("h([0-9.e-]+)", path.get("d"))[1])
-    of_parts = [sum(values) for values in zip(*rows, strict=True)]
-    assert lengths[plot.COLOURS[0]] / sum(lengths.values()) == pytest.approx(
-        of_parts[0] / sum(of_parts)
-    )
-    assert texts(root).count("same") == len(rows)
-    for values in rows:
-        assert f"{plot.number(sum(values))} s" in texts(root)
-
-
 def test_without_the_extra_an_error_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     with pytest.raises(errors.ConfigError, match=r"vl-convert .*'\.\[report\]'"):
@@ -123,12 +105,6 @@ def test_steps_that_a_later_attempt_repeats_do_not_count():
     assert [step for step, _ in counted.losses(is_counted=False)] == [9, 10, 11, 12]
 
 
-def test_failed_audit_is_shown_with_its_reason():
-    audit = {"passed": False, "first_difference": "step 3, row 1", "num_steps": 9}
-    page = report.report(record(audit=audit | {"missing_checkpoint": ""}))
-    assert '<strong class="bad">FAILED</strong> step 3, row 1' in page
-
-
 def test_interruption_is_shown_with_its_evidence_and_what_it_cost():
     judged = {
         "event": "verdict", "time": 60.0, "world": 1, "kind": "slice_lost",
@@ -149,27 +125,3 @@ def test_interruption_is_shown_with_its_evidence_and_what_it_cost():
     cells = ["2.50", "storage", "full", "; ".join(judged["evidence"]), "leave out"]
     assert "".join(f"<td>{cell}</td>" for cell in [*cells, "", ""]) in page
     assert "Nothing failed." in report.report(record(events=[began]))
-
-
-def test_replicas_that_differ_are_listed_with_step_leaf_and_hosts():
-    compared = {
-        "event": "validated", "step": 30, "level": "quick", "findings": 1,
-        "secs": 0.1, "time": 2.0,
-    }  # fmt: skip
-    differ = {
-        "event": "replicas_differ", "step": 30, "leaf": "opt/mu", "hosts": [1, 3],
-        "devices": [4], "is_certain": True, "why": "device 4 differs", "time": 1.0,
-    }  # fmt: skip
-    page = report.report(record(events=[differ, compared]))
-    assert '<strong class="bad">DIFFER</strong>' in page
-    assert "1 parts differed, in 1 steps" in page
-    row = ["30", "opt/mu", "1, 3", "device 4 differs"]
-    assert "".join(f"<td>{cell}</td>" for cell in row) in page
-    assert '<strong class="good">EQUAL</strong>' in report.report(
-        record(events=[compared])
-    )
-    page = report.report(record())
-    assert "Replicas" not in page
-    assert "Run &lt;r&gt;" in page
-    assert "The slices did not change." in page
-    assert "<script" not in page

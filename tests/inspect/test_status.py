@@ -64,15 +64,6 @@ def test_run_whose_process_is_gone_is_not_running():
     assert (ended.phase, ended.progress.step) == ("finished", 9)
 
 
-def test_world_that_lost_a_slice_has_no_hosts_until_the_next_one_starts():
-    chosen = event("world_started", world=1, slices=[0, 2], spares=[])
-    assert at(chosen, STARTED).world == status.World(
-        hosts=4, slices=2, devices=8, slice_numbers=(0, 2)
-    )
-    assert at(chosen, STARTED, event("slice_lost", slice=2)).world.hosts == 0
-    assert at(chosen, event("slice_lost", slice=2), STARTED).world.hosts == 4
-
-
 def test_newest_value_of_each_metric_counts_whichever_file_it_is_in():
     files = {
         "run": [
@@ -119,16 +110,6 @@ def test_nothing_of_an_older_step_or_start_is_shown_as_of_the_present_one():
     assert progress.goodput_percent is progress.data_wait_percent is None
     before = at({**STARTED, "time": 80.0}, files=files, tiers=()).progress
     assert (before.step, before.loss, before.steps_per_sec) == (29, 1.5, 1.5)
-
-
-def test_saved_step_is_done_although_the_metrics_of_a_killed_run_end_before_it():
-    files = {"run": [line(metrics.TRAIN_STEPS, 27, 111.0)]}
-    assert at(STARTED, files=files).progress.step == 30
-    # Of MaxText's step 30 thirty-one are done.
-    content = at(STARTED, files=files, from_zero=True)
-    assert content.progress.step == 31
-    screen = verb.describe(content, now=131.0)
-    assert "slices 0, 2: each restores step 20, 10 steps to train again" in screen
 
 
 def test_backlog_is_what_storage_lacks_and_why():

@@ -121,17 +121,9 @@ REFUSALS = {
         *("inspect", "DIR"),
         error=errors.ElasticCkptError,
     ),
-    "verification of nothing": verb(
-        "give a PATH", "verify", error=errors.ElasticCkptError
-    ),
     "verification of a missing directory": verb(
         "none: there is no such directory",
         *("verify", "DIR/none"),
-        error=errors.ElasticCkptError,
-    ),
-    "verification of a missing step": verb(
-        r"there is no step 5 in the given places; they contain the steps \[\]",
-        *("verify", "DIR", "--step", 5),
         error=errors.ElasticCkptError,
     ),
     "URL of a peer": verb(
@@ -156,9 +148,6 @@ REFUSALS = {
         *("agent", "DIR/none"),
         error=errors.ElasticCkptError,
     ),
-    "agent without its secret": on_files(
-        verb("no such file", "agent", "DIR", *SECRET, error=errors.ElasticCkptError)
-    ),
     "agent with a short secret": on_files(
         verb(
             "secret holds no secret",
@@ -174,9 +163,6 @@ REFUSALS = {
         *("agent", "DIR", "--domains", "rack=r7"),
         error=errors.ElasticCkptError,
     ),
-    "domain without a kind": verb(
-        "is not `kind=name`", "agent", "DIR", "--node", "--domains", "r7"
-    ),
     "pin of no step": verb(
         "is not the directory of a step", "pin", "DIR", error=errors.ElasticCkptError
     ),
@@ -190,9 +176,6 @@ REFUSALS = {
         elastic_enabled=False,
     ),
     "too many slices": scale("--slices 5: the run trains on 4 to 4 slices", 5),
-    "too few slices": scale(
-        "--slices 1: the run trains on 2 to 4 slices", 1, elastic_min_slice_count=2
-    ),
     "slices that cannot share the batch": scale(
         "16 rows do not divide over the 3 devices of 3",
         3,
@@ -205,18 +188,13 @@ REFUSALS = {
     "setting to vary without values": simulated(
         "--vary spares: write a key", "--vary", "spares"
     ),
-    "value to vary": simulated("--vary spares=x", "--vary", "spares=x"),
     "spares that leave nothing": simulated(
         "spares=8 leaves none of 8", "--vary", "spares=8"
     ),
     "unknown key to vary": simulated("peer_copy", "--vary", "peer_copy=1"),
-    "hosts of slices": simulated(
-        "16 hosts do not divide into 5 slices", "--slices", "5"
-    ),
     "rate of failures": simulated(
         "--fails machine=0: name one of", "--fails", "machine=0"
     ),
-    "name of a cost": simulated("--cost steps=1", "--cost", "steps=1"),
     "costs of no run": simulated(
         "nowhere is not the directory of a run",
         *("--costs", "nowhere"),
@@ -226,29 +204,15 @@ REFUSALS = {
     "cost of nothing": Refusal(
         lambda _: costs.Costs().with_values({"step_secs": 0.0}), "--cost step_secs"
     ),
-    "repair of a process": Refusal(
-        lambda _: cluster.FailureModel(repair_hours={"process": 1.0}),
-        "--repair process=1",
-    ),
     "trace of another version": Refusal(
         lambda _: cluster.parse(b'{"version": 2}\n', path="t", hardware=None),
         "does not begin with",
     ),
-    "missing trace": Refusal(
-        lambda path: cluster.read(str(path / "missing"), hardware=None), "missing"
-    ),
     "trace that is not JSON": trace("line 2, is not JSON", "{"),
-    "list in a trace": trace(r"line 2, has \[\]", "[]"),
-    "failure before the begin": trace(
-        "time -1", '{"time": -1, "what": "kill_slice", "which": 0}'
-    ),
     "unknown failure": trace(
         "'burn'; it is one of", '{"time": 1, "what": "burn", "which": 0}'
     ),
     "slice that is not there": trace(
         "numbers 0 to 3", '{"time": 1, "what": "kill_slice", "which": 4}'
-    ),
-    "part of a rack": trace(
-        "which 0.5", '{"time": 1, "what": "kill_rack", "which": 0.5}'
     ),
 }

@@ -60,17 +60,6 @@ def test_cached_decisions_are_those_of_the_functions(
     assert cached == [each for is_cached, each in outcomes if not is_cached]
 
 
-@settings(max_examples=8)
-@given(restores(), st.integers(1, 3))
-def test_lost_host_loses_nothing_that_has_copies(restore, copies):
-    shape, *_ = restore
-    layout = WorldLayout(state_bytes=1000)
-    decisions = Decisions(layout, placement.Policy(copies=copies))
-    held = decisions.held(shape)
-    for dead in range(shape.hosts):
-        assert decisions.is_complete(held, {dead}, is_stored=False) == (shape.hosts > 1)
-
-
 def test_hosts_read_their_own_parts_and_newcomers_those_of_others():
     shape = Shape(slices=3, hosts_per_slice=2)
     decisions = Decisions(WorldLayout(state_bytes=4000), placement.Policy(copies=2))

@@ -111,16 +111,6 @@ def test_without_copies_a_lost_machine_costs_the_steps_since_the_last_backup():
     assert without.restores == {"persistent": 1, "distant": 1}
 
 
-def test_loss_of_all_memory_before_a_backup_begins_the_run_anew():
-    events = [at(25.5, "kill_slice", n) for n in range(4)]
-    back = [at(30.0, "return_slice", n) for n in range(4)]
-    outcome = simulate(plan(), *events, *back)
-    assert outcome.restores == {"none": 1}
-    assert outcome.steps_lost == 19
-    assert (outcome.steps, outcome.restarts) == (100, 0)
-    assert outcome.secs["wait"] > 0
-
-
 def test_run_that_waits_too_long_is_started_anew():
     events = [at(25.5, "kill_slice", n) for n in range(3)]
     back = [at(500.0, "return_slice", n) for n in range(3)]
@@ -130,34 +120,6 @@ def test_run_that_waits_too_long_is_started_anew():
     assert outcome.secs["wait"] == pytest.approx(500 - 27.5)
     # Its slices may never return.
     assert simulate(plan(), *events).steps == 19
-
-
-def test_steps_whose_copies_are_not_made_yet_are_lost_with_a_machine():
-    slow = COSTS.with_values({"copy_secs": 15.0})
-    # Steps 20 and 30 are saved at 26 and 36 s; the copies of 10 are made.
-    events = [at(40.5, "kill_machine", 1)]
-    assert simulate(plan(costs=slow), *events).steps_lost == 24
-    assert simulate(plan(), *events).steps_lost == 4
-
-
-@pytest.mark.parametrize(("check_secs", "planned"), [(5.0, 0), (3.0, 1), (0.0, 1)])
-def test_slice_whose_processes_have_died_is_checked_and_used_again(check_secs, planned):
-    # As a run does: unless the check takes too long, which is then a slice that is
-    # back, and settles.
-    costs = COSTS.with_values({"recheck_secs": 4.0, "check_secs": 6.0})
-    policy = dataclasses.replace(POLICY, check_secs=check_secs)
-    outcome = simulate(plan(costs=costs, policy=policy), at(35.5, "kill_host", 1))
-    assert (outcome.losses, outcome.planned) == (1, planned)
-    assert outcome.steps_lost == 9
-    # A start, the detection, the wait for the check, and the start of the next world; a
-    # planned one costs nothing here. Besides, a step is broken off.
-    secs = 7 + 2 + min(4.0, check_secs) + 7
-    trained = outcome.secs["productive"] + outcome.secs["again"]
-    assert sum(outcome.secs.values()) - trained == pytest.approx(secs + 0.5, abs=0.5)
-    # A slice that is lost meanwhile is left out.
-    events = [at(35.5, "kill_host", 1), at(37.8, "kill_slice", 1)]
-    outcome = simulate(plan(costs=costs, policy=policy), *events)
-    assert (outcome.losses, outcome.planned) == (1, 0)
 
 
 @settings(max_examples=4)

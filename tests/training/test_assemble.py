@@ -88,28 +88,6 @@ def test_worlds_of_one_process_repeat_the_steps_after_the_checkpoint(
     assert losses(others[-1], (4, 5)) == losses(first, (4, 5))
 
 
-@pytest.mark.slow
-def test_jobs_that_exist_together_share_nothing(tmp_path, corpus):
-    settings = {"enable_checkpointing": False, "eval_interval": 4}
-    settings |= {"steps": 3, "grain_eval_files": corpus}
-    together = [
-        assembled(configured(tmp_path / name, corpus, **settings), slices, num_devices)
-        for name, slices, num_devices in (("a", 2, 4), ("b", 1, 2), ("c", 2, 4))
-    ]
-    states = [job.restore_or_init() for job in together]
-    evaluated = []
-    for job, state in zip(together, states, strict=True):
-        assert job.loop.saver is None
-        evaluated.append(job.loop.evaluation.run(0, state))
-        job.run(state)
-    for job in together:
-        job.close()
-    (a,), (b,), (c,) = (step_log.read(tmp_path / name / "tiny") for name in "abc")
-    assert batches(a, range(3)) == batches(b, range(3)) == batches(c, range(3))
-    assert losses(a, range(3)) == losses(c, range(3))
-    np.testing.assert_allclose(evaluated, evaluated[:1] * 3, rtol=LOSS_RTOL)
-
-
 def test_devices_of_another_topology_are_refused(tmp_path, corpus):
     world = topology.Topology(hosts=2, slices=2, devices=4)
     with pytest.raises(

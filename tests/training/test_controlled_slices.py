@@ -2,8 +2,7 @@
 
 import pytest
 
-from elastic_ckpt.core import errors
-from elastic_ckpt.training import elastic_run, load, step_log
+from elastic_ckpt.training import step_log
 from tests import runs, shared_memory
 
 
@@ -20,18 +19,6 @@ def configured(directory, corpus, **settings):
         **settings,
     }
     return runs.write_config(directory, corpus, **values)
-
-
-class Journal:
-    def stopped_without_a_save(self):
-        pass
-
-
-def test_faults_of_hosts_are_refused(tmp_path, corpus):
-    fault = [{"kill_host": 1, "at_step": 3}]
-    config = load.load(configured(tmp_path, corpus, faults=fault))
-    with pytest.raises(errors.ConfigError, match="faults contains kill_host"):
-        elastic_run.run_here(config, Journal())
 
 
 @pytest.mark.slow

@@ -3,12 +3,10 @@
 import jax
 import numpy as np
 import pytest
-from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.persistent import leases, persistent_root
-from elastic_ckpt.universal import loading, shipped_layouts
-from elastic_ckpt.universal.rules.layout import Layout
+from elastic_ckpt.universal import loading
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from tests import jobs
 from tests.universal import safetensors_files
@@ -157,24 +155,3 @@ def test_error_in_a_layout_names_its_file_and_line(tmp_path, corpus, foreign):
     layout.write_text(LAYOUT.replace("params/embedding", "params/embed"))
     with pytest.raises(LayoutError, match=rf"{layout}.*line 3: rules\[0\]"):
         begun(configured(tmp_path / "run", corpus, **foreign))
-
-
-@pytest.mark.slow
-def test_error_names_the_weights_that_a_step_lacks(tmp_path, corpus, params):
-    some = {name: leaf for name, leaf in params.items() if name != "mlp_norm"}
-    ocp.save_checkpointables(tmp_path / "2", {"state": {"params": some}})
-    keys = {"init_from": str(tmp_path / "2")}
-    with pytest.raises(errors.CheckpointError, match=r"params/mlp_norm"):
-        begun(configured(tmp_path / "run", corpus, **keys))
-
-
-def test_checkpoint_without_a_layout_is_refused_with_those_that_fit(
-    tmp_path, corpus, params, foreign, monkeypatch
-):
-    monkeypatch.setattr(shipped_layouts, "shipped", lambda: ["llama_to_demo"])
-    monkeypatch.setattr(shipped_layouts, "load", lambda _: Layout.parse(LAYOUT))
-    keys = {**foreign, "init_from_layout": ""}
-    with pytest.raises(errors.OtherModelError, match=r"fit its names: llama_to_demo\)"):
-        begun(configured(tmp_path / "run", corpus, **keys))
-    keys["init_from_layout"] = "llama_to_demo"
-    check_begun(begun(configured(tmp_path / "named", corpus, **keys)), params)

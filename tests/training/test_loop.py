@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from elastic_ckpt.core import events
+from elastic_ckpt.core import events, metrics
 from elastic_ckpt.data import batch_size
 from elastic_ckpt.training import callbacks, loop, train_step
 
@@ -64,6 +64,9 @@ class Journal:
         self.calls.append(f"emit {fields['step']}/{fields['steps']}: {fields['loss']}")
 
 
+NO_CALLBACKS = callbacks.Callbacks().get_state()
+
+
 class Batches:
     """So many batches, which are numbers."""
 
@@ -102,12 +105,13 @@ def looped(journal, *, steps=3, **changes):
 
 
 def run(journal, **changes):
+    """The state and the step at the end."""
     ended = looped(journal, **changes)
     assert ended.is_stopped == ("is_stopping" in changes)
     return ended.state, ended.step
 
 
-def test_what_is_saved_is_logged_and_durable_before(journal):
+def test_what_is_saved_is_logged_and_durable_before(journal, recorded):
     barrier = journal.calls.append
     assert run(journal, barrier=lambda: barrier("all have compiled")) == (3, 3)
     assert journal.calls == [
@@ -127,6 +131,25 @@ def test_what_is_saved_is_logged_and_durable_before(journal):
         "save 3: 3",
         "sync",
     ]
+    assert recorded[metrics.TRAIN_GRADIENT_NORM] == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("count", [3, 100])
+def test_state_is_validated_before_each_save(journal, count):
+    class Validation:
+        def is_due(self, step, *, is_saving):
+            del step
+            return is_saving
+
+        def run(self, step, state, *, components):
+            assert (state, components) == (step, {"callbacks": NO_CALLBACKS})
+            journal.calls.append(f"validate {step}")
+
+    run(journal, validation=Validation(), batches=Batches(journal, count), steps=4)
+    calls = [call for call in journal.calls if call.startswith(("save", "validate"))]
+    last = min(count, 4)
+    expected = ["validate 2", "save 2: 2", f"validate {last}", f"save {last}: {last}"]
+    assert calls == expected
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,13 @@ def check_outcome(found, size, name):
         assert found.outcome in ("read_ahead", "not_yet_used")
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "everything" else name
+        for name in PIPELINES
+    ],
+)
 def test_documents_of_a_step_and_steps_of_a_document(parts, name):
     sizes = [12, 12, 4, 24, 8, 12]
     run = Run().attempt(formats.data(parts["parquet"], name), sizes, saves=(2, 4))
@@ -351,10 +357,10 @@ def test_rows_that_no_step_has_are_those_of_the_next_steps(curriculum):
 def test_documents_of_a_run_that_was_given_stages(curriculum):
     run = Run().attempt(curriculum.stages[0].data, [12] * 4, saves=(2, 3))
     run.attempt(curriculum, [12] * 4 + [6] * 3, start=3, saves=(4, 6, 7))
-    readings = check_steps(run, "mixture", range(5, 10))
+    readings = check_steps(run, "mixture", (6, 9))
     # Reading begins at the last state, of whichever stage.
-    assert [each.from_step for each in readings][-4:] == [6, 7, 7, 7]
-    outcomes = check_found(run, "mixture", samples=4, datasets=formats.DATASETS)
+    assert [each.from_step for each in readings] == [6, 7]
+    outcomes = check_found(run, "mixture", samples=2, datasets=formats.DATASETS)
     assert outcomes["used"]
 
 
@@ -401,7 +407,7 @@ TWICE = [(0, [12] * 6 + [6] * 2), (3, [18, 4, 4, 4]), (7, [18] * 4 + [4] * 3)]
     starts=st.lists(STARTS, min_size=1, max_size=3),
     saves=st.sets(st.integers(1, 14), max_size=6),
 )
-@settings(max_examples=12)
+@settings(max_examples=6)
 @example(
     [{"length": 12, "packing": "first_fit", "weights": formats.WEIGHTS}] * 2,
     TWICE,

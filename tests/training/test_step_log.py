@@ -147,6 +147,9 @@ def test_later_attempt_overrules_the_steps_from_its_first_one_on(tmp_path):
     write_attempt(tmp_path, 0, {0: [1], 1: [2], 2: [3], 3: [4]})
     write_attempt(tmp_path, 2, {2: [30]})
     assert ids_of(tmp_path) == {0: (1,), 1: (2,), 2: (30,)}
+    # Also if it did not get as far.
+    write_attempt(tmp_path, 1, {})
+    assert ids_of(tmp_path) == {0: (1,)}
 
 
 def test_steps_that_a_replaced_start_logs_do_not_count(tmp_path):

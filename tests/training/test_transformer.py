@@ -47,6 +47,18 @@ def test_token_sees_those_before_it_and_none_after(params):
     assert not np.allclose(before[0, 7:], after[0, 7:])
 
 
+def test_layers_that_say_nothing_leave_each_token_as_it_is(params):
+    silent = {
+        name: jnp.zeros_like(leaf) if name in ("attention_out", "mlp_out") else leaf
+        for name, leaf in params.items()
+    }
+    embedded = np.asarray(params["embedding"])[words(1)]
+    scale = np.sqrt((embedded**2).mean(axis=1, keepdims=True) + 1e-6)
+    expected = embedded / scale @ np.asarray(params["embedding"]).T
+    found = logits(silent, {"inputs": row(*words(1))})[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-3)
+
+
 def test_loss_is_the_negative_log_likelihood_of_all_targets_but_padding(params):
     inputs, targets = row(2, 70, 71, 72), row(70, 71, 72, 1)
     summed, count = loss(params, {"inputs": inputs, "targets": targets})
