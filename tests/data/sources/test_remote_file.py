@@ -1,7 +1,6 @@
 """Files in stores are read in blocks, ahead of the reader, by parallel requests."""
 
 import errno
-import os
 import pathlib
 import threading
 
@@ -11,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import bucket_clients, errors, storage
-from elastic_ckpt.data import records
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data.lm import text
 from elastic_ckpt.data.sources import (
     arrayrecord,
@@ -23,7 +21,6 @@ from elastic_ckpt.data.sources import (
     source,
     tfrecord,
 )
-from tests import azure_container
 
 # Small, as the bytes of a block change nothing but the time of the tests.
 BLOCK = 2**14
@@ -98,35 +95,6 @@ def test_a_file_that_is_read_through_is_requested_once_in_order(system, blocks):
     assert sorted(system.ranges) == list(zip(range(0, SIZE, BLOCK), ends, strict=True))
 
 
-def test_a_reader_that_goes_on_has_more_and_more_requests_ahead(system, blocks):
-    num_ahead = []
-    for number in range(20):
-        # Opened anew for each read, as TFRecords are.
-        reader = opened(system, blocks)
-        reader.seek(number * BLOCK)
-        read_all(reader, 100)
-        num_ahead.append(max(each for _, each in blocks._blocks) - number)
-    assert num_ahead == [*range(17), 16, 16, 16]
-
-
-def test_a_reader_that_jumps_requests_one_block_each_time(system, blocks):
-    reader = opened(system, blocks)
-    for number in (30, 3, 21, 9):
-        reader.seek(number * BLOCK + 17)
-        read_all(reader, 100)
-    starts = [start // BLOCK for start, _ in system.ranges]
-    assert starts == [30, 3, 21, 9]
-
-
-def test_what_is_read_next_is_requested_before_up_to_a_limit(system, blocks):
-    reader = opened(system, blocks)
-    blocks.read_ahead(reader._remote, 3, 35)
-    assert [number for _, number in blocks._blocks] == [*range(3, 19)]
-    reader.seek(3 * BLOCK)
-    assert read_all(reader, 16 * BLOCK) == CONTENT[3 * BLOCK : 19 * BLOCK]
-    assert len(system.ranges) == len(set(system.ranges))
-
-
 def test_blocks_that_were_not_read_yet_leave_room_for_other_readers(system):
     blocks = remote_file.Blocks(max_blocks=32)
     readers = [opened(system, blocks) for _ in range(6)]
@@ -140,35 +108,6 @@ def test_blocks_that_were_not_read_yet_leave_room_for_other_readers(system):
         start = 6 * number * BLOCK
         assert read_all(reader, 6 * BLOCK) == CONTENT[start : start + 6 * BLOCK]
     assert len(system.ranges) == len(set(system.ranges))
-
-
-def test_a_unit_is_requested_before_the_one_before_it_ends(tmp_path, monkeypatch):
-    file = "memory://ahead/part.tfrecord"
-    tfrecord.write(tmp_path / "part", (b"%d" % n for n in range(3000)))
-    fsspec.filesystem("memory").pipe(file, (tmp_path / "part").read_bytes())
-    dataset = tfrecord.TFRecord(files=(file,), record_format="bytes")
-    starts = source.indexes(dataset)[0].block_bytes
-    requests = []
-    monkeypatch.setattr(
-        remote_file, "read_ahead", lambda *request: requests.append(request[1])
-    )
-    rows = iter(records.Records(dataset, shard=0, num_shards=1))
-    by_row = {
-        int(next(rows)["text"]): [starts.index(start) for start in requests]
-        for _ in range(2049)
-    }
-    assert by_row[0] == [0]
-    assert by_row[511] == [0, 1]
-    assert by_row[1023] == [0, 1]
-    assert by_row[1024] == [0, 1, 1]
-    assert by_row[2048] == [0, 1, 1, 2, 2]
-
-
-def test_blocks_in_memory_are_bounded(system, blocks):
-    read_all(opened(system, blocks), SIZE)
-    few = remote_file.Blocks(max_blocks=4)
-    read_all(opened(system, few), SIZE)
-    assert len(few._blocks) <= 4
 
 
 def test_a_block_that_failed_is_requested_again(system, blocks):
@@ -238,50 +177,9 @@ def test_blocks_of_an_object_that_was_overwritten_are_not_used(tmp_path):
     assert pathlib.Path(files.local_copy(url)).read_bytes() == b"other"
 
 
-@pytest.mark.usefixtures("looks")
-def test_blocks_of_an_object_that_was_removed_are_not_used(tmp_path):
-    url = write_object(tmp_path, b"first")
-    version = files.content(url).version
-    assert first_bytes(url) == b"first"
-    fsspec.filesystem("memory").rm(f"/{tmp_path.name}/file")
-    with pytest.raises(FileNotFoundError):
-        first_bytes(url)
-    assert files.has_changed(url, version)
-
-
-def test_an_object_is_looked_at_once_in_a_while(tmp_path, monkeypatch):
-    url = write_object(tmp_path, b"first")
-    looks = []
-    system = type(fsspec.filesystem("memory"))
-    info = system.info
-    monkeypatch.setattr(
-        system, "info", lambda *args, **more: looks.append(args) or info(*args, **more)
-    )
-    monkeypatch.setattr(files, "_LOOK_SECS", 3600.0)
-    files.content(url)
-    for _ in range(10):
-        assert first_bytes(url) == b"first"
-    assert len(looks) <= 2
-
-
-def test_a_copy_on_this_machine_ends_with_the_process(tmp_path):
-    url = write_object(tmp_path, CONTENT)
-    copy = pathlib.Path(files.local_copy(url))
-    assert copy.read_bytes() == CONTENT
-    assert files.local_copy(url) == str(copy)
-    assert copy.parent.name.startswith(f"elastic_ckpt-{os.getpid()}-")
-
-
-# The clients are those of the other tests, and slower for S3.
-one_store = pytest.mark.parametrize(
-    "bucket",
-    ["gs", pytest.param("s3", marks=pytest.mark.slow)],
-    indirect=True,
-)
-
-
-@one_store
-@pytest.mark.parametrize("kind", ["arrayrecord", "parquet", "tfrecord"])
+@pytest.mark.slow
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+@pytest.mark.parametrize("kind", ["arrayrecord", "parquet"])
 def test_data_in_a_bucket_is_that_on_a_disk(bucket, tmp_path, kind):
     texts = tmp_path / "texts"
     for number in range(30):
@@ -299,21 +197,6 @@ def test_data_in_a_bucket_is_that_on_a_disk(bucket, tmp_path, kind):
     assert len(elements(kind, remote)) == 30
 
 
-@pytest.mark.slow
-def test_data_in_a_container_of_azure_is_that_on_a_disk(tmp_path, monkeypatch):
-    local = tmp_path / "texts.tfrecord"
-    tfrecord.write(local, (b"text %d" % number * 5000 for number in range(100)))
-    objects = {f"container/{tmp_path.name}/texts.tfrecord": local.read_bytes()}
-    with azure_container.serving(objects) as environment:
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        (remote,) = files.find_files(f"az://container/{tmp_path.name}/*.tfrecord")
-        assert elements("tfrecord", remote) == elements("tfrecord", str(local))
-        assert files.content(remote).version
-        with pytest.raises(errors.DataError, match="matches no file"):
-            files.find_files(f"az://container/{tmp_path.name}/others")
-
-
 def elements(kind, file):
     made = {
         "arrayrecord": arrayrecord.ArrayRecord(files=(file,)),
@@ -322,14 +205,3 @@ def elements(kind, file):
     }[kind]
     (unit,) = source.cut(made, 1)
     return list(made.read(unit, 0))
-
-
-@pytest.mark.parametrize("protocol", ["az", "abfs", "abfss"])
-def test_containers_of_azure_hold_data_alone(protocol, monkeypatch):
-    with pytest.raises(errors.ConfigError, match="can only hold training data"):
-        storage.absolute(f"{protocol}://container/run")
-    _, extra = bucket_clients._CLIENTS[protocol]
-    monkeypatch.setitem(bucket_clients._CLIENTS, protocol, ("no_such_package", extra))
-    bucket_clients._prepare_protocol.cache_clear()
-    with pytest.raises(errors.ConfigError, match=r"'\.\[azure\]'"):
-        files.find_files(f"{protocol}://container/*.parquet")
