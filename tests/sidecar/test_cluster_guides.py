@@ -43,24 +43,6 @@ def test_manifests_are_made_as_the_guide_says(name, tmp_path, monkeypatch):
         assert output.exists(), arguments
 
 
-def test_images_that_are_used_are_built():
-    (images,) = {line for line in ALL_LINES if line.startswith("export IMAGES=")}
-    prefix = images.partition("=")[2]
-    built = {
-        match[1].replace("$IMAGES", prefix)
-        for line in ALL_LINES
-        if (match := re.search(r" -t (\S+)", line))
-    }
-    used = set()
-    for guide in GUIDES.values():
-        used |= set(re.findall(r"^\w*image: (\S+)", guide, re.MULTILINE))
-    assert len(used) == 3
-    assert used <= built
-    targets = re.findall(r"--target (\w+)", "\n".join(ALL_LINES))
-    dockerfile = (ROOT / "sidecar/Dockerfile").read_text()
-    assert set(targets) == set(re.findall(r" AS (\w+)$", dockerfile, re.MULTILINE))
-
-
 @pytest.mark.parametrize("name", GUIDES)
 def test_keys_that_are_named_exist(name):
     words = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)(?:=\S*)?`", GUIDES[name]))
