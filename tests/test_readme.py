@@ -45,12 +45,6 @@ def test_the_commands_that_need_no_other_step_are_there():
     ]
 
 
-def test_what_it_links_to_is_there():
-    links = re.findall(r"\]\(([^)#]+)\)", README)
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
-
-
 @pytest.mark.slow
 def test_its_program_continues_when_it_is_run_again(tmp_path):
     (program,) = pages.blocks(README)

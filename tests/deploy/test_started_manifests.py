@@ -19,7 +19,7 @@ from elastic_ckpt.core import storage
 from elastic_ckpt.deploy import nodes, slurm
 from elastic_ckpt.training import load
 from tests import runs, shared_memory
-from tests.deploy import fake_slurm, jobsets, local_pods
+from tests.deploy import fake_slurm, jobsets
 
 LACKING = {
     "gpu": "hardware=gpu, but JAX finds only CPUs",
@@ -85,37 +85,6 @@ def test_a_host_with_tpus_comes_to_its_first_device(bucket, ram, tmp_path):
     assert LACKING["tpu"] in ended.stderr, ended.stdout + ended.stderr
 
 
-def configured(name, directory, bucket, data, **settings):
-    """A shipped configuration with the places of this machine."""
-    base = {"base_config": str(jobsets.SHIPPED / f"{name}.yml"), "run_name": "tiny"}
-    path = directory / "config.yml"
-    values = {
-        **base,
-        "base_output_directory": bucket,
-        "grain_train_files": data,
-        **settings,
-    }
-    # JSON is YAML.
-    path.write_text(json.dumps(values))
-    return path
-
-
-@pytest.mark.night
-@in_gs
-def test_supervisors_meet_and_their_hosts_come_to_their_first_devices(
-    bucket, data, ram, tmp_path
-):
-    config = configured(
-        *("elastic_h100", tmp_path, bucket, data), local_checkpoint_directory=ram
-    )
-    with local_pods.Pods(config, ram) as pods:
-        every = list(pods.started)
-        outputs = [pods.ended(number, may=every) for number in every]
-    assert {code for code, _ in outputs} == {1}
-    for _, output in outputs:
-        assert LACKING["gpu"] in output, output
-
-
 @pytest.mark.night
 @pytest.mark.usefixtures("data")
 @in_s3
@@ -172,14 +141,19 @@ def test_the_agent_of_a_node_comes_to_the_api_of_its_cluster(ram, monkeypatch):
 @pytest.mark.night
 @in_gs
 def test_the_script_for_slurm_comes_to_its_first_devices(bucket, data, ram, tmp_path):
-    config = configured(
-        *("slurm_h100", tmp_path, bucket, data),
-        slurm_ram_directory=ram,
-        slurm_setup=f"cd {runs.ROOT}",
-        max_restarts=0,
-    )
-    text = slurm.script(load.load(config))
-    job = fake_slurm.start(text, tmp_path)
+    values = {
+        "base_config": str(jobsets.SHIPPED / "slurm_h100.yml"),
+        "run_name": "tiny",
+        "base_output_directory": bucket,
+        "grain_train_files": data,
+        "slurm_ram_directory": ram,
+        "slurm_setup": f"cd {runs.ROOT}",
+        "max_restarts": 0,
+    }
+    # JSON is YAML.
+    config = tmp_path / "config.yml"
+    config.write_text(json.dumps(values))
+    job = fake_slurm.start(slurm.script(load.load(config)), tmp_path)
     output, _ = job.communicate()
     assert job.returncode == 1, output
     assert LACKING["gpu"] in output, output

@@ -201,6 +201,25 @@ def test_in_tiers_a_failed_run_leaves_hosts_and_ram_to_the_next(
     assert (tmp_path / "checkpoints" / "4").is_dir()
 
 
+@pytest.mark.slow
+def test_it_goes_back_to_storage_if_the_loss_after_a_restore_is_not_finite(
+    installed, run, ram, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(program(), "SAVES_STEPS", True)
+    chosen = tiers(
+        ram,
+        local_checkpoint_period=1,
+        multi_tier_checkpointing_backup_interval_steps=2,
+    )
+    run(steps=4, **chosen)
+    names = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    good = max(int(name) for name in names if name.isdigit() and name != "3")
+    monkeypatch.setattr(program(), "LOSSES", {4: float("nan")})
+    again = run(steps=7, distrust_steps=5, **chosen)
+    assert f"goes back to step {good} in" in capsys.readouterr().out
+    assert equal(again, list(our_batches(installed, [8] * 7))[good + 1 :])
+
+
 # RAM has the last step already, or it does not.
 @pytest.mark.slow
 @pytest.mark.parametrize("period", [1, 100])

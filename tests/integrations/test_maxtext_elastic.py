@@ -133,7 +133,7 @@ def test_the_metrics_of_a_run_on_several_hosts_are_recorded(tmp_path):
     assert recorded_losses(tmp_path / "a") == [(1, 5), (2, 4), (3, 3)]
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_a_world_has_the_hosts_of_two_machines(tmp_path):
     stand_in.write(tmp_path)
     given = [

@@ -30,11 +30,6 @@ STAGES = {
 # By layout: the settings of MaxText, and its hosts.
 FORMS = {
     "maxtext_unscanned_to_scanned": ({"scan_layers": False}, 1),
-    "maxtext_stages_to_scanned": (STAGES, 2),
-    "maxtext_scanned_stages_to_scanned": (
-        {**STAGES, "scan_layers_per_stage": True},
-        2,
-    ),
     "maxtext_circular_to_scanned": ({**STAGES, "num_layers_per_pipeline_stage": 1}, 2),
 }
 

@@ -1,21 +1,18 @@
 """The guide to MaxText works as it is written."""
 
-import json
 import os
 import re
 import shlex
 import subprocess
 
-import numpy as np
 import pytest
 import yaml
 
 from elastic_ckpt.cli import main as cli
 from elastic_ckpt.integrations import maxtext_config, maxtext_seam
 from elastic_ckpt.training import keys
-from tests import corpora, pages, shared_memory
-from tests.maxtext import environment, small_models
-from tests.universal import safetensors_files
+from tests import pages, shared_memory
+from tests.maxtext import environment
 
 GUIDE = (environment.ROOT / "docs/pages/guides/maxtext.md").read_text()
 # By the name in their first lines.
@@ -117,45 +114,3 @@ def test_its_elastic_run_loses_a_slice_and_continues(tmp_path):
         ended = shell(f"{exports_and_data}\n{LIVE}", tmp_path)
     assert "slice 1 is lost: host 1 failed: killed by SIGKILL" in ended.stdout
     assert "world 2 starts on slices 0" in ended.stdout
-
-
-@pytest.mark.night
-def test_the_command_for_weights_of_hugging_face_writes_what_maxtext_begins_with(
-    tmp_path,
-):
-    environment.set_up()
-    source, name = tmp_path / "Llama-3.1-8B", "llama3.1"
-    source.mkdir()
-    vocab_size = 259
-    tensors = small_models.tensors(name)
-    for each in ("model.embed_tokens.weight", "lm_head.weight"):
-        tensors[each] = np.resize(tensors[each], (vocab_size, small_models.EMBED))
-    config = {**small_models.hf_config(name), "vocab_size": vocab_size}
-    (source / "config.json").write_text(json.dumps(config))
-    safetensors_files.write(source / "model.safetensors", tensors)
-    texts = [{"text": f"text {number}"} for number in range(20)]
-    corpora.write_arrayrecord(tmp_path / "a.array_record", texts)
-    settings = {
-        **small_models.maxtext_settings(name),
-        "load_parameters_path": "$PWD/runs/llama/0/items",
-        "hardware": "cpu",
-        "skip_jax_distributed_system": True,
-        "override_model_config": True,
-        "run_name": "begun",
-        "base_output_directory": "$PWD/runs",
-        "steps": 2,
-        "attention": "dot_product",
-        "enable_goodput_recording": False,
-        "grain_train_files": "$PWD/a.array_record",
-        "num_logical_shards": 2,
-        "tokenizer_type": "bytes",
-        "vocab_size": vocab_size,
-        "per_device_batch_size": 2,
-        "max_target_length": 16,
-    }
-    assert CONVERTED.startswith("elastic-ckpt convert ")
-    assert CONVERTED.count("\n") == 1
-    written = " ".join(f"{key}={value}" for key, value in settings.items())
-    exports = FIRST.splitlines()[0]
-    ended = shell(f"{exports}\n{CONVERTED}elastic-ckpt maxtext {written}", tmp_path)
-    assert "completed step: 1," in ended.stderr

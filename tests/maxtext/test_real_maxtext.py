@@ -261,34 +261,6 @@ def test_a_run_on_other_numbers_of_hosts_is_that_of_one(
     check_verbs(maxtext, case, hosts=[num_hosts for _, num_hosts in stages])
 
 
-def test_a_ramp_of_batches_is_that_of_one_host_however_often_it_is_continued(maxtext):
-    # Batches of 16, 24 and 32 rows, which move the shards between the hosts.
-    ramp = {
-        "enable_rampup_batch_size": True,
-        "global_rampup_samples": 80,
-        "num_logical_shards": 12,
-    }
-
-    def of_hosts(num_hosts):
-        return ramp | {
-            "per_device_batch_size": 32 // num_hosts,
-            "per_device_batch_size_start": 16 // num_hosts,
-            "per_device_batch_size_increment": 8 // num_hosts,
-        }
-
-    case, name = "packed_parquet", "ramp"
-    whole = maxtext.run(case, f"{name}-whole", steps=8, num_hosts=1, **of_hosts(1))
-    expected = environment.batches(whole)["train"]
-    assert list(map(len, expected)) == [16, 16, 16, 24, 24, 32, 32, 32]
-    begin = 0
-    for end, num_hosts in ((4, 2), (5, 4), (8, 2)):
-        settings = of_hosts(num_hosts) | IN_SIDECAR
-        logs = maxtext.run(case, name, steps=end, num_hosts=num_hosts, **settings)
-        assert environment.batches(logs)["train"] == expected[begin:end]
-        begin = end
-    assert run_audit.RunAudit(str(maxtext.checkpoints(name).parent)).outcome().passed
-
-
 def check_verbs(maxtext, name, *, hosts, steps=STEPS):
     """The verbs that read a run's directory take this one."""
     directory = str(maxtext.checkpoints(name).parent)
@@ -341,26 +313,6 @@ def test_in_tiers_it_goes_on_from_ram_and_without_it_from_storage(maxtext):
                 assert any(4 <= each < steps - 1 for each in stored)
             begin = steps
         check_verbs(maxtext, name, hosts=[num_hosts for _, num_hosts in STAGES])
-
-
-def test_the_last_step_is_saved_where_the_data_ends(maxtext, files):
-    written = corpora.write_arrayrecord(files / "ends", texts("e", ROWS * 5))
-    with shared_memory.directory("maxtext") as ram:
-        settings = {
-            "num_epoch": 1,
-            "checkpoint_period": 3,
-            "save_checkpoint_on_completion": True,
-            "grain_train_files": written,
-            "enable_multi_tier_checkpointing": True,
-            "local_checkpoint_directory": ram,
-            "local_checkpoint_period": 3,
-            "multi_tier_checkpointing_backup_interval_steps": 1000,
-        }
-        logs = maxtext.run("arrayrecord", "ends", steps=20, num_hosts=2, **settings)
-    assert len(environment.batches(logs)["train"]) == 5
-    assert "the data ended after step 5 of 20" in (logs / "0.log").read_text()
-    assert 4 in stored_steps(maxtext, "ends")
-    check_verbs(maxtext, "ends", hosts=[2], steps=5)
 
 
 def test_an_error_of_one_host_s_data_ends_the_others_too_and_is_named(maxtext, files):

@@ -5,7 +5,6 @@ import re
 import shlex
 
 import pytest
-import yaml
 
 from elastic_ckpt.training import keys
 from tests import pages, runs
@@ -42,55 +41,6 @@ def test_manifests_are_made_as_the_guide_says(name, tmp_path, monkeypatch):
         output.unlink(missing_ok=True)
         runs.verb(*arguments)
         assert output.exists(), arguments
-
-
-@pytest.mark.parametrize("name", ["kubernetes", "pathways"])
-def test_jobs_and_containers_that_are_named_are_those_of_the_manifest(
-    name, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    (file, *_), (content, *_) = (
-        FILE.findall(GUIDES[name]),
-        pages.blocks(GUIDES[name], "yaml"),
-    )
-    (tmp_path / file).write_text(content)
-    runs.verb("manifest", file, "--output", "job.yaml")
-    (jobset,) = (
-        each
-        for each in yaml.safe_load_all((tmp_path / "job.yaml").read_text())
-        if each["kind"] == "JobSet"
-    )
-    jobs = {
-        f"{jobset['metadata']['name']}-{job['name']}-0": job["template"]["spec"]
-        for job in jobset["spec"]["replicatedJobs"]
-    }
-    logs = [line for line in lines(name) if line.startswith("kubectl logs")]
-    for line in logs:
-        job, container = re.search(r"job/(\S+)(?: -c (\S+))?", line).groups()
-        pod = jobs[job]["template"]["spec"]
-        every = [*pod["containers"], *pod.get("initContainers", [])]
-        assert container in [None, *(one["name"] for one in every)]
-    assert len(logs) == len(jobs)
-    named = [line.split()[-1] for line in lines(name) if "jobset" in line.split()]
-    assert set(named) == {jobset["metadata"]["name"]}
-
-
-def test_images_that_are_used_are_built():
-    (images,) = {line for line in ALL_LINES if line.startswith("export IMAGES=")}
-    prefix = images.partition("=")[2]
-    built = {
-        match[1].replace("$IMAGES", prefix)
-        for line in ALL_LINES
-        if (match := re.search(r" -t (\S+)", line))
-    }
-    used = set()
-    for guide in GUIDES.values():
-        used |= set(re.findall(r"^\w*image: (\S+)", guide, re.MULTILINE))
-    assert len(used) == 3
-    assert used <= built
-    targets = re.findall(r"--target (\w+)", "\n".join(ALL_LINES))
-    dockerfile = (ROOT / "sidecar/Dockerfile").read_text()
-    assert set(targets) == set(re.findall(r" AS (\w+)$", dockerfile, re.MULTILINE))
 
 
 @pytest.mark.parametrize("name", GUIDES)

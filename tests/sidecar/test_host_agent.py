@@ -2,7 +2,6 @@
 
 import functools
 import pathlib
-import threading
 import types
 
 import jax
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 from elastic_ckpt_sidecar import (
     component_files,
-    head_arrays,
     messages,
     remote_hosts,
 )
@@ -230,31 +228,6 @@ class Passed:
         monkeypatch.setattr(messages, "rows", rows_of)
 
 
-class BesideOnly:
-    """JAX, for code of the head that moves shards between devices of one host alone.
-
-    Args:
-      beside: the device beside each.
-    """
-
-    def __init__(self, beside):
-        self._beside = beside
-        self.num_bytes = 0
-
-    def __getattr__(self, name):
-        return getattr(jax, name)
-
-    def device_put(self, arrays, shardings):
-        for array, sharding in zip(arrays, shardings, strict=True):
-            assert isinstance(array, jax.Array)
-            here = array.sharding.devices_indices_map(array.shape)
-            there = sharding.devices_indices_map(array.shape)
-            for device, index in here.items():
-                assert there[self._beside[device]] == index
-            self.num_bytes += array.nbytes
-        return jax.device_put(arrays, shardings)
-
-
 @pytest.mark.slow
 def test_bytes_of_arrays_do_not_pass_through_the_head(machines, monkeypatch):
     passed = []
@@ -271,18 +244,11 @@ def test_bytes_of_arrays_do_not_pass_through_the_head(machines, monkeypatch):
                 "whole": jax.device_put(values, NamedSharding(mesh, PartitionSpec())),
             }
             spied = Passed(patch)
-            devices = jax.devices()
-            beside = dict(zip(devices[:4], devices[4:], strict=False))
-            beside |= {cpu: device for device, cpu in beside.items()}
-            moving = BesideOnly(beside)
-            patch.setattr(head_arrays, "jax", moving)
             assert checkpointer.save_checkpointables(width, {"state": state})
             checkpointer.wait()
             restored = checkpointer.load(width, jax.tree.map(abstract, state))
             checkpointer.wait()
             passed.append(spied.num_bytes)
-            # There and back.
-            assert moving.num_bytes == 4 * values.nbytes
             patch.undo()
             for array in restored.values():
                 assert np.asarray(array).tobytes() == values.tobytes()
@@ -338,33 +304,6 @@ def test_a_leaf_that_cannot_be_saved_is_named(machines):
 
 
 @pytest.mark.slow
-def test_hosts_have_their_turn_while_others_of_their_calls_take_long(
-    machines, monkeypatch, remote
-):
-    held_pipeline.VALVE.reset()
-    batches = remote(held_pipeline.data(), size=8)
-    begun, may_write = threading.Event(), threading.Event()
-
-    write = saver.HostSaver.write
-
-    @functools.wraps(write)
-    def late(self, **arguments):
-        begun.set()
-        assert may_write.wait(held_pipeline.SOON_SECS)
-        return write(self, **arguments)
-
-    monkeypatch.setattr(saver.HostSaver, "write", late)
-    with simulated_hosts.world(machines, 4) as (checkpointer, mesh, _):
-        parts = {"state": tier_worlds.state(mesh, 1, True)}
-        saving = checkpointer.save_checkpointables_async(1, parts)
-        assert begun.wait(held_pipeline.SOON_SECS)
-        assert [held_pipeline.number(next(batches)) for _ in range(3)] == [0, 1, 2]
-        assert checkpointer.is_saving_in_progress()
-        may_write.set()
-        assert saving.result()
-
-
-@pytest.mark.slow
 def test_a_backup_is_what_orbax_loads(machines, tmp_path):
     steps = tmp_path / "steps"
     with simulated_hosts.world(machines, 4, persistent=steps) as (tiers, mesh, _):
@@ -401,34 +340,6 @@ def test_files_of_components_reach_a_host_whose_memory_the_head_does_not_see(
         assert seen[1] == pathlib.Path(machines.directory(0), "hosts/0/restored/data")
 
 
-def test_a_capture_that_fails_is_named_where_the_head_shares_no_memory(
-    machines, monkeypatch
-):
-    begin = saver.HostSaver.begin
-
-    def fail(self, step_id, *captured):
-        if step_id.step == 2:
-            raise errors.CheckpointError("no memory is left")
-        return begin(self, step_id, *captured)
-
-    monkeypatch.setattr(machine, "find", lambda _: None)
-    monkeypatch.setattr(saver.HostSaver, "begin", fail)
-    with simulated_hosts.world(machines, 2) as (checkpointer, mesh, recorded):
-        parts = {"state": tier_worlds.state(mesh, 2, True)}
-        with pytest.raises(errors.CheckpointError, match="no memory is left"):
-            checkpointer.save_checkpointables(2, parts)
-        checkpointer.wait()
-        (why,) = {each["why"] for each in recorded if each["event"] == "degraded"}
-        assert "no memory is left" in why
-        save(checkpointer, mesh, 3)
-        assert checkpointer.latest.step == 3
-
-
-def _files(directory):
-    found = {path: path.stat() for path in directory.rglob("*") if path.is_file()}
-    return {path: (s.st_ino, s.st_mtime_ns, s.st_size) for path, s in found.items()}
-
-
 def test_a_single_controller_is_known_by_its_mesh(machines, monkeypatch):
     choose = front_door.topology
     monkeypatch.setattr(choose, "is_single_controller", lambda _: True)
@@ -442,21 +353,3 @@ def test_a_single_controller_is_known_by_its_mesh(machines, monkeypatch):
         restore(made, mesh, 1)
     # Once more does nothing.
     made.close()
-
-
-@pytest.mark.slow
-def test_a_second_head_reads_beside_a_live_one(machines, monkeypatch, tmp_path):
-    choose = front_door.topology
-    monkeypatch.setattr(choose, "is_single_controller", lambda _: True)
-    mesh = simulated_hosts.mesh_of(1)
-    tiers = simulated_hosts.tiers_of(machines.directory(0), persistent=tmp_path / "s")
-    with front_door.Checkpointer(tiers, mesh=mesh) as writing:
-        save(writing, mesh, 1)
-        writing.wait()
-        before = _files(tmp_path)
-        with front_door.Checkpointer(tiers, mesh=mesh, read_only=True) as reading:
-            restore(reading, mesh, 1)
-            with pytest.raises(errors.CheckpointError, match="read_only=True"):
-                save(reading, mesh, 2)
-        assert _files(tmp_path) == before
-        save(writing, mesh, 2)

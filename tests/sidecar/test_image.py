@@ -9,11 +9,30 @@ import subprocess
 import sys
 import tomllib
 
+import cloudpickle
 import pytest
+from elastic_ckpt_sidecar import worker
 
-from tests.sidecar import image_work
+from elastic_ckpt.data import data_keys, rows
+from elastic_ckpt.data.lm import pipeline
 
 ROOT = pathlib.Path(__file__).parents[2]
+ROOMS = (
+    *(
+        f"elastic_ckpt/{room}"
+        for room in ("core", "data", "steps", "tiers", "checkpoint/host")
+    ),
+    "sidecar",
+)
+SOURCES = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+MODULES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    .removesuffix(".__init__")
+    .removeprefix("sidecar.")
+    for path in SOURCES
+]
+# A bridge to PyTorch's loader, for loops without a sidecar.
+OUTSIDE = "elastic_ckpt.data.torch_dataset"
 DIRECTORY = ROOT / "sidecar"
 DOCKERFILE = (DIRECTORY / "Dockerfile").read_text()
 # Not imported by name: colocated Python's pickler, and the file system of gs://.
@@ -39,8 +58,8 @@ def imported():
     # A namespace of many distributions.
     of_module["google"] = ["protobuf"]
     modules = set()
-    for path, module in zip(image_work.SOURCES, image_work.MODULES, strict=True):
-        if module == image_work.OUTSIDE:
+    for path, module in zip(SOURCES, MODULES, strict=True):
+        if module == OUTSIDE:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
@@ -103,18 +122,59 @@ def test_the_dockerfile_copies_what_there_is_and_ends_in_an_import():
     assert last.strip() == f'python -c "import {modules}"'
 
 
+# Not there in the image, or with nothing to do there.
+ABSENT = [
+    "optax",
+    "orbax",
+    *(
+        f"elastic_ckpt.{each}"
+        for each in (
+            *("checkpoint.checkpointer", "checkpoint.components", "checkpoint.hosts"),
+            *("cli", "deploy", "elastic", "frontend", "inspect", "integrations"),
+            *("monitoring", "training"),
+        )
+    ),
+]
+WORKER = """
+import importlib, pathlib, pickle, sys
+
+class Absent:
+    @staticmethod
+    def find_spec(name, *_):
+        if any(name == each or name.startswith(f"{each}.") for each in absent):
+            raise ModuleNotFoundError(f"the image has no {name}", name=name)
+
+file, modules, absent = sys.argv[1], sys.argv[2].split(","), sys.argv[3].split(",")
+sys.meta_path.insert(0, Absent)
+for module in modules:
+    importlib.import_module(module)
+worker, data, place = pickle.loads(pathlib.Path(file).read_bytes())
+assert worker.__module__ == "elastic_ckpt_sidecar.worker"
+print(next(data.host_batches(place))["inputs"].tolist())
+"""
+
+
 @pytest.mark.slow
-def test_without_orbax_and_the_command_line_workers_have_the_same_values(
-    corpus, tmp_path
-):
-    files, read_here = image_work.write(tmp_path, corpus)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+def test_without_orbax_and_the_command_line_a_worker_reads_the_same(corpus, tmp_path):
+    data = pipeline.from_config(
+        data_keys.DataKeys(
+            grain_train_files=corpus,
+            num_logical_shards=4,
+            max_target_length=32,
+            packing=True,
+        )
+    )
+    place = rows.Placement.in_order(0, num_hosts=1, global_batch_size=8)
+    file = tmp_path / "worker"
+    file.write_bytes(cloudpickle.dumps((worker._HostWorker, data, place)))
+    modules = ",".join(set(MODULES) - {OUTSIDE})
     ended = subprocess.run(
-        image_work.command(sys.executable, files),
-        env=environment,
+        [sys.executable, "-c", WORKER, file, modules, ",".join(ABSENT)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split() == read_here
+    here = next(data.host_batches(place))["inputs"].tolist()
+    assert ended.stdout == f"{here}\n"

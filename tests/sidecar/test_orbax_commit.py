@@ -1,6 +1,5 @@
 """Orbax's commit, by a rename as on a POSIX directory and by a file as in a store."""
 
-import contextlib
 import threading
 
 import jax
@@ -9,7 +8,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
-from elastic_ckpt.core import errors, topology
+from elastic_ckpt.core import topology
 from elastic_ckpt.data import cursors
 from tests.sidecar import held_pipeline
 
@@ -94,32 +93,3 @@ def test_the_commit_waits_for_a_host_that_writes_late(
         loaded = steps.load_checkpointables(1, parts(batches))
         np.testing.assert_array_equal(loaded["state"]["w"], WEIGHTS["w"])
         assert held_pipeline.number(next(batches)) == 1
-
-
-@pytest.mark.slow
-def test_a_step_whose_data_state_cannot_be_written_does_not_count(
-    batches, mode, tmp_path, monkeypatch
-):
-    def fail(*_):
-        raise OSError("the disk is full")
-
-    steps = checkpointer(tmp_path / "steps", mode)
-    next(batches)
-    steps.save_checkpointables(1, parts(batches))
-    next(batches)
-    with monkeypatch.context() as patch:
-        patch.setattr(cursors, "write", fail)
-        with pytest.raises(Exception, match="the disk is full"):
-            steps.save_checkpointables(2, parts(batches))
-    # Orbax raises the error again.
-    with contextlib.suppress(OSError, errors.DataError):
-        steps.close()
-    assert not (tmp_path / "steps" / "2" / MARKER).exists()
-    # The training could have gone on, and the next start does.
-    assert held_pipeline.number(next(batches)) == 2
-    with checkpointer(tmp_path / "steps", mode) as steps:
-        assert [checkpoint.step for checkpoint in steps.checkpoints] == [1]
-        steps.load_checkpointables(1, parts(batches))
-        assert [held_pipeline.number(next(batches)) for _ in range(2)] == [1, 2]
-        steps.save_checkpointables(3, parts(batches))
-        assert steps.latest.step == 3

@@ -1,6 +1,5 @@
 """The same lines in every kind of job."""
 
-import asyncio
 import types
 
 import jax
@@ -99,21 +98,3 @@ def test_the_same_lines_give_the_same_bytes_and_files_in_either_place(
             np.testing.assert_array_equal(feature, other[name])
     assert files[0] == files[1]
     assert sorted(files[0]) == ["data_state.json", "shards-00000-00007.json"]
-
-
-@pytest.mark.slow
-def test_either_place_reads_what_the_other_has_written(tmp_path):
-    mesh = topology.mesh_of(topology.present(2))
-    for step, colocated in enumerate([False, True, False, True]):
-        batches = ec.batches(
-            held_pipeline.data(), mesh=mesh, global_batch_size=8, colocated=colocated
-        )
-        if step:
-            iterator_contract.run(batches.load(epath.Path(tmp_path)))
-        assert held_pipeline.number(next(batches)) == step
-        asyncio.run(saved(batches, tmp_path))
-        batches.close()
-
-
-async def saved(batches, directory):
-    await (await batches.save(iterator_contract.Created(directory)))

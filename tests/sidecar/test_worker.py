@@ -48,14 +48,6 @@ def test_a_host_says_that_it_has_written_as_often_as_it_is_asked(
     assert (tmp_path / "data_state.json").exists()
 
 
-def test_what_the_writing_raised_is_raised_where_it_is_asked_for(host, tmp_path):
-    (tmp_path / "file").write_text("")
-    host("take_state", ticket=0, batches=0)
-    host("write_state", ticket=0, directory=str(tmp_path / "file"))
-    with pytest.raises(failures.WorkerFailure, match=r"\[Errno"):
-        written(host, ticket=0)
-
-
 def test_states_of_the_last_batches_can_be_kept_and_of_no_older_one(host):
     for _ in range(5):
         host("next")

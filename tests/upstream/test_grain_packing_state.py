@@ -90,13 +90,6 @@ def test_states_of_the_release_continue_and_rows_are_the_same(
     assert refused > 0
 
 
-def test_what_it_gains_is_measured():
-    program = upstream.PAGES / "measure_packing_state.py"
-    words = [program, "--files", 2, "--documents", 200, "--rounds", 1]
-    rates = json.loads(upstream.ran(words, os.environ))["tokens_per_sec"]
-    assert min(rates["released"], rates["patched"]) > 0
-
-
 def test_it_applies_to_the_release_that_is_installed(patched):
     program = f"import {TRANSFORMATIONS}.packing as p; print(p.__file__)"
     found = upstream.ran(["-c", program], patched).strip()
