@@ -16,10 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from benchmarks import report
+from benchmarks import report, turns
 
 _DEMO = pathlib.Path(__file__).parent.parent / "configs" / "demo_cpu.yml"
 _NUM_DEMOS = 3
@@ -29,23 +29,11 @@ _BATCHES_A_ROUND = 40
 
 def measure() -> dict[str, report.Figure]:
     """Runs the suite."""
-    demos = [_time_demo() for _ in range(_NUM_DEMOS)]
-    first_steps, wholes = zip(*demos, strict=True)
-    colocated, in_process = _next_ratios()
-    grain = "the same Grain iterator called in process"
+    first_steps, wholes = zip(*(_time_demo() for _ in range(_NUM_DEMOS)), strict=True)
     return {
-        "demo_secs": report.Figure(
-            unit="s", against="at most 90 on 2 cores", samples=wholes
-        ),
-        "first_step_secs": report.Figure(
-            unit="s", against="at most 20 on 2 cores", samples=first_steps
-        ),
-        "colocated_next_ratio": report.Figure(
-            unit="ratio", against=grain, samples=colocated
-        ),
-        "in_process_next_ratio": report.Figure(
-            unit="ratio", against=grain, samples=in_process
-        ),
+        "demo_secs": report.figure("s", "at most 90 on 2 cores", wholes),
+        "first_step_secs": report.figure("s", "at most 20 on 2 cores", first_steps),
+        **_nexts(),
     }
 
 
@@ -76,9 +64,8 @@ def _has_a_step(log: pathlib.Path) -> bool:
     return log.exists() and log.read_bytes().count(b"\n") > 1
 
 
-def _next_ratios() -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _nexts() -> dict[str, report.Figure]:
     import jax
-    import numpy as np
     from elastic_ckpt_sidecar import RemoteIterator
 
     from elastic_ckpt.core import topology
@@ -88,6 +75,14 @@ def _next_ratios() -> tuple[tuple[float, ...], tuple[float, ...]]:
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
+
+    def taken(batches: Any) -> Callable[[], None]:
+        def take() -> None:
+            for _ in range(_BATCHES_A_ROUND):
+                jax.block_until_ready(next(batches))
+
+        return take
+
     with tempfile.TemporaryDirectory() as directory:
         file = f"{directory}/python_stdlib.array_record"
         text.write_arrayrecord(text.PYTHON_STDLIB, file)
@@ -95,27 +90,22 @@ def _next_ratios() -> tuple[tuple[float, ...], tuple[float, ...]]:
         data = positional_data.from_config(config.data)
         mesh = topology.mesh_of(topology.present(config.world.slices))
         size = config.data.global_batch_size
-        sides: dict[str, Any] = {
-            "colocated": RemoteIterator(data, mesh=mesh, global_batch_size=size),
-            "in_process": iterator.Batches(data, mesh=mesh, global_batch_size=size),
-            "grain": data.host_batches(
-                rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
-            ),
-        }
-        secs = _in_turns(sides, jax.block_until_ready)
-    colocated, in_process, grain = (np.array(samples) for samples in secs.values())
-    return tuple(colocated / grain), tuple(in_process / grain)
-
-
-def _in_turns(
-    sides: dict[str, Iterator[Any]], wait: Callable[[Any], Any]
-) -> dict[str, list[float]]:
-    secs: dict[str, list[float]] = {name: [] for name in sides}
-    for round_ in range(_NUM_ROUNDS + 1):
-        for name, batches in sides.items():
-            began = time.perf_counter()
-            for _ in range(_BATCHES_A_ROUND):
-                wait(next(batches))
-            if round_:  # the first round warms up
-                secs[name].append(time.perf_counter() - began)
-    return secs
+        placement = rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
+        secs = turns.timed(
+            {
+                "colocated": taken(
+                    RemoteIterator(data, mesh=mesh, global_batch_size=size)
+                ),
+                "in_process": taken(
+                    iterator.Batches(data, mesh=mesh, global_batch_size=size)
+                ),
+                "grain": taken(data.host_batches(placement)),
+            },
+            _NUM_ROUNDS,
+        )
+    return {
+        f"{name}_next_ratio": report.ratio(
+            secs[name], secs["grain"], "the same Grain iterator called in process"
+        )
+        for name in ("colocated", "in_process")
+    }

@@ -11,11 +11,8 @@ one, if there are two, as it would be on another machine.
 * `follow_slowdown_percent`: the median step beside the follower, over that while it
   stands still. They take turns of a few steps, a sample is of many turns, and which of
   two turns is first alternates.
-* `follow_cpu_percent`: likewise, of the time that the trainer and its agent spend on
-  processors; what else a machine does disturbs it less.
 * `follow_lag_steps`: how many steps were complete in RAM after the one whose weights
   the follower has just loaded.
-* `follow_delay_ms`: from when a step was complete in RAM until its weights are arrays.
 """
 
 from __future__ import annotations
@@ -37,42 +34,22 @@ from concurrent import futures
 from typing import Any
 
 from benchmarks import follow_sides, relay, report
-from elastic_ckpt.tiers.peers import agent
 from elastic_ckpt.tiers.persistent import run_agents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much is measured.
+    """How much is measured."""
 
-    Attributes:
-      num_leaves: of the weights.
-      leaf_kib: of each of them.
-      products: matrix products in a step.
-      byte_steps: steps of which the bytes are counted.
-      samples: of the slowdown.
-      pairs: of turns with and without the follower, of each sample.
-      turn_steps: of a turn; the first one is not counted.
-    """
-
-    num_leaves: int
-    leaf_kib: int
-    products: int
-    byte_steps: int
-    samples: int
-    pairs: int
-    turn_steps: int
+    num_leaves: int = 8  # of the weights
+    leaf_kib: int = 4096
+    products: int = 12  # matrix products in a step
+    byte_steps: int = 9  # of which the bytes are counted
+    samples: int = 9  # of the slowdown
+    pairs: int = 8  # of turns with and without the follower, of each sample
+    turn_steps: int = 5  # the first one is not counted
 
 
-FULL = Size(
-    num_leaves=8,
-    leaf_kib=4096,
-    products=12,
-    byte_steps=9,
-    samples=9,
-    pairs=8,
-    turn_steps=5,
-)
 # Shows that the suite runs, and measures nothing.
 SMALL = Size(
     num_leaves=4,
@@ -85,7 +62,7 @@ SMALL = Size(
 )
 
 
-def measure(size: Size = FULL) -> dict[str, report.Figure]:
+def measure(size: Size = Size()) -> dict[str, report.Figure]:
     """Runs the suite."""
     figures = {}
     with _trainer(size) as trainer:
@@ -109,12 +86,6 @@ class _Trainer:
     def steps(self) -> pathlib.Path:
         """The directory of its steps in storage."""
         return self.directory / "steps"
-
-    def cpu_secs(self) -> float:
-        """The seconds that it and its agent have spent on processors."""
-        found = agent.find(self.directory / "ram")
-        assert found is not None
-        return sum(map(_cpu_secs, (self._process.pid, found.pid)))
 
     def turn(self, num_steps: int) -> list[float]:
         """Trains some steps; returns the seconds of each."""
@@ -160,8 +131,8 @@ def _bytes_over_changed(trainer: _Trainer, size: Size) -> list[float]:
 
 
 def _beside(trainer: _Trainer, size: Size) -> dict[str, report.Figure]:
-    slowdowns, more_cpu = [], []
-    loaded: queue.SimpleQueue[dict[str, float]] = queue.SimpleQueue()
+    slowdowns = []
+    loaded: queue.SimpleQueue[int] = queue.SimpleQueue()
     with _following(trainer) as follower, futures.ThreadPoolExecutor(1) as reading:
         # It begins with the step that is there.
         _loaded(follower)
@@ -169,63 +140,41 @@ def _beside(trainer: _Trainer, size: Size) -> dict[str, report.Figure]:
         trainer.turn(size.turn_steps)
         for _ in range(size.samples):
             secs: dict[bool, list[float]] = {True: [], False: []}
-            cpu_secs = {True: 0.0, False: 0.0}
             for pair in range(size.pairs):
                 for is_followed in (True, False) if pair % 2 else (False, True):
                     number = signal.SIGCONT if is_followed else signal.SIGSTOP
                     os.kill(follower.pid, number)
-                    before_secs = trainer.cpu_secs()
                     secs[is_followed] += trainer.turn(size.turn_steps)[1:]
-                    cpu_secs[is_followed] += trainer.cpu_secs() - before_secs
             with_it, without = map(statistics.median, (secs[True], secs[False]))
             slowdowns.append(100 * (with_it / without - 1))
-            more_cpu.append(100 * (cpu_secs[True] / cpu_secs[False] - 1))
         os.kill(follower.pid, signal.SIGCONT)
         # It stood still while it loaded some of the steps so far.
         trainer.turn(1)
         _taken(loaded)
-        lines = []
+        lags = []
         for _ in range(size.byte_steps):
             trainer.turn(size.turn_steps)
-            lines += _taken(loaded)
+            lags += _taken(loaded)
         follower.kill()
     return {
         "follow_slowdown_percent": report.figure(
             "percent", "steps while the follower stands still; at most 5", slowdowns
         ),
-        "follow_cpu_percent": report.figure(
-            "percent", "likewise, by the time on processors", more_cpu
-        ),
         "follow_lag_steps": report.figure(
-            "steps",
-            "the newest step that is complete in RAM; at most 1",
-            (line["lag"] for line in lines),
-        ),
-        "follow_delay_ms": report.figure(
-            "ms",
-            "none",
-            (1000 * line["delay_secs"] for line in lines if "delay_secs" in line),
+            "steps", "the newest step that is complete in RAM; at most 1", lags
         ),
     }
 
 
-def _cpu_secs(pid: int) -> float:
-    text = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    ticks = text.rpartition(")")[2].split()[11:13]
-    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
-
-
-def _taken(loaded: queue.SimpleQueue[dict[str, float]]) -> list[dict[str, float]]:
+def _taken(loaded: queue.SimpleQueue[int]) -> list[int]:
     # At least the newest step is loaded.
-    lines = [loaded.get()]
+    lags = [loaded.get()]
     while not loaded.empty():
-        lines.append(loaded.get())
-    return lines
+        lags.append(loaded.get())
+    return lags
 
 
-def _read_all(
-    follower: subprocess.Popen[str], loaded: queue.SimpleQueue[dict[str, float]]
-) -> None:
+def _read_all(follower: subprocess.Popen[str], loaded: queue.SimpleQueue[int]) -> None:
     assert follower.stdout is not None
     for line in follower.stdout:
         loaded.put(json.loads(line))

@@ -82,24 +82,17 @@ def _follower(directory: pathlib.Path) -> None:
     secret = directory / "ram" / "secret"
     for step in ec.watch_steps(directory / "steps", secret_file=secret):
         jax.block_until_ready(step.load())
-        now_secs = time.time()
-        complete = _complete(directory)
-        line: dict[str, float] = {"lag": sum(each > step.step for each in complete)}
-        if step.step in complete:
-            line["delay_secs"] = now_secs - complete[step.step]
-        print(json.dumps(line), flush=True)
+        print(sum(each > step.step for each in _complete(directory)), flush=True)
 
 
-def _complete(directory: pathlib.Path) -> dict[int, float]:
-    # The steps of the only host, with the times of their manifests.
-    steps = {}
-    for saved in os.listdir(directory / "ram" / "hosts" / "0"):
+def _complete(directory: pathlib.Path) -> list[int]:
+    # The steps of the only host.
+    steps = []
+    for saved in (directory / "ram" / "hosts" / "0").iterdir():
         # The run removes steps meanwhile.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for manifest in (directory / "ram" / "hosts" / "0" / saved).iterdir():
-                if manifest.name.startswith("manifest-"):
-                    number = int(saved.partition("-")[0])
-                    steps[number] = manifest.stat().st_mtime
+            if any(each.name.startswith("manifest-") for each in saved.iterdir()):
+                steps.append(int(saved.name.partition("-")[0]))
     return steps
 
 

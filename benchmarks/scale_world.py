@@ -13,7 +13,6 @@ import dataclasses
 import gc
 import itertools
 import pathlib
-import tempfile
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,7 +59,7 @@ class Traffic:
         self.num_bytes[host] += num_bytes
 
 
-class CountedStore:
+class _CountedStore:
     """The coordination service as one host after the other uses it.
 
     Attributes:
@@ -90,58 +89,38 @@ class CountedStore:
             del self._values[each]
 
 
-class PostOffice:
-    """The messages that hosts leave in their RAM disks."""
+class _Mail:
+    # Of one host; all can read what any of them has left in its RAM disk.
 
-    def __init__(self, traffic: Traffic) -> None:
+    def __init__(
+        self, posted: dict[int, dict[str, bytes]], traffic: Traffic, host: int
+    ) -> None:
+        self._posted = posted
+        self._own = posted[host]
         self._traffic = traffic
-        self._posted: dict[int, dict[str, bytes]] = collections.defaultdict(dict)
-
-    def box(self, host: int) -> _Box:
-        """The mail of a host."""
-        return _Box(self, host)
-
-    def post(self, host: int, name: str, content: bytes) -> None:
-        """Leaves a message of a host."""
-        self._posted[host][name] = content
-
-    def read(self, reader: int, host: int, name: str) -> bytes:
-        """Reads a message that a host has left."""
-        content = self._posted[host].get(name)
-        if content is None:
-            raise ReadError(f"cannot be read: host {host} has no {name}")
-        self._traffic.add(reader, len(content))
-        self._traffic.add(host, len(content))
-        return content
-
-    def remove(self, host: int, prefix: str) -> None:
-        """Removes messages of a host."""
-        of_host = self._posted[host]
-        for name in [name for name in of_host if name.startswith(prefix)]:
-            del of_host[name]
-
-
-class _Box:
-    def __init__(self, office: PostOffice, host: int) -> None:
-        self._office = office
         self._host = host
 
     def post(self, name: str, content: bytes) -> None:
-        self._office.post(self._host, name, content)
+        self._own[name] = content
 
     def read(self, host: int, name: str) -> bytes:
-        return self._office.read(self._host, host, name)
+        content = self._posted[host].get(name)
+        if content is None:
+            raise ReadError(f"cannot be read: host {host} has no {name}")
+        self._traffic.add(self._host, len(content))
+        self._traffic.add(host, len(content))
+        return content
 
     def deliver(self, host: int, name: str, content: bytes) -> None:
-        """See `Mail`: all messages can be read here."""
         del host, name, content
 
     def remove(self, prefix: str) -> None:
-        self._office.remove(self._host, prefix)
+        for name in [name for name in self._own if name.startswith(prefix)]:
+            del self._own[name]
 
 
 class _WorldAlone(HostWorld):
-    # Without agents: messages pass through a `PostOffice`, and no values are read.
+    # Without agents: messages pass through `_Mail`, and no values are read.
 
     @property
     def is_connected(self) -> bool:
@@ -266,8 +245,8 @@ class SimulatedHosts:
     ) -> None:
         self.traffic = Traffic()
         self.secs = 0.0
-        self._store = CountedStore(self.traffic)
-        office = PostOffice(self.traffic)
+        self._store = _CountedStore(self.traffic)
+        posted: dict[int, dict[str, bytes]] = collections.defaultdict(dict)
         hosts: list[Host] = []
         worlds = []
         self.step = 0
@@ -275,7 +254,7 @@ class SimulatedHosts:
             hosts.append(manifest.host)
             self.step = manifest.step
             world = _world(directory / str(number), manifest, hosts, number)
-            world.mail = office.box(number)  # type: ignore[assignment]
+            world.mail = cast(Any, _Mail(posted, self.traffic, number))
             worlds.append(world)
         assert len(hosts) == num_hosts
         self.num_hosts = num_hosts
@@ -370,7 +349,10 @@ class SimulatedHosts:
             began = time.process_time()
             self._store.host = number
             self._allgathers[number].pass_up(
-                kind, turn, _returned(values[number]), timeout_secs=_BRIEF_SECS
+                kind,
+                turn,
+                lambda value=values[number]: {"answer": value},
+                timeout_secs=_BRIEF_SECS,
             )
             level, secs = self._tree.level(number), time.process_time() - began
             of_level[level] = max(of_level[level], secs)
@@ -393,15 +375,6 @@ class SimulatedHosts:
                 self._store.blocking_key_value_get_bytes(f"{prefix}/{parent}", 0)
             if self._tree.children(number):
                 self._store.key_value_set_bytes(f"{prefix}/{number}", b"")
-
-
-def _returned(answer: Any) -> Callable[[], Any]:
-    return lambda: {"answer": answer}
-
-
-def directory() -> tempfile.TemporaryDirectory[str]:
-    """A directory in memory for the RAM disks of a world."""
-    return tempfile.TemporaryDirectory(prefix="elastic-ckpt-scale-", dir="/dev/shm")
 
 
 def _world(

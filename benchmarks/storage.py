@@ -1,16 +1,15 @@
 """Suite `storage`: what a run writes to and reads from its storage.
 
-Object stores are emulators on this machine (`tests.buckets`). The step log:
+Object stores are emulators in another process, with which neither side shares a Python
+interpreter. The step log:
 
 * `log_bytes_per_step`: bytes of the log of `elastic-ckpt train` over its steps, at a
   batch of 4,096 shuffled rows.
 * `log_write_ratio`: the write of the log before a checkpoint at step 100,000 over that
   at step 100, in a bucket of GCS; `_s3` and `_disk` are the others. A checkpoint is
   saved every 100 steps, of 4,096 rows each.
-* `log_write_ms`: the write at step 100,000 in a bucket of GCS; `_s3`, `_disk`.
-* `log_append_ms`: what a step adds to the log without it, on a disk.
 
-Data and steps in buckets, with the emulators in another process (`storage_buckets`):
+Data and steps in buckets (`storage_buckets`):
 
 * `bucket_read_ratio`: the speed of reading TFRecords from a bucket of GCS over that of
   ranged reads of the same bytes, 16 at a time, of 2 MiB each; `_s3`, and `_late` with
@@ -30,7 +29,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -82,10 +80,16 @@ def measure(size: Size = Size()) -> dict[str, report.Figure]:
 def _log_bytes(size: Size) -> dict[str, report.Figure]:
     with tempfile.TemporaryDirectory() as directory:
         root = pathlib.Path(directory)
+        corpus = str(root / "texts.array_record")
+        with contextlib.closing(
+            array_record_module.ArrayRecordWriter(corpus, "group_size:1")
+        ) as writer:
+            for number in range(100_000):
+                writer.write(b"text %d" % number)
         settings = {
             "run_name": "log",
             "base_output_directory": directory,
-            "grain_train_files": _corpus(root / "texts.array_record"),
+            "grain_train_files": corpus,
             "max_target_length": 16,
             "global_batch_size": size.rows,
             "base_emb_dim": 16,
@@ -108,36 +112,25 @@ def _log_bytes(size: Size) -> dict[str, report.Figure]:
     return {"log_bytes_per_step": report.figure("bytes", "at most 2,000", [per_step])}
 
 
-def _corpus(path: pathlib.Path) -> str:
-    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
-    for number in range(100_000):
-        writer.write(b"text %d" % number)
-    writer.close()
-    return str(path)
-
-
 def _log_writes(size: Size) -> dict[str, report.Figure]:
     figures: dict[str, report.Figure] = {}
-    with tempfile.TemporaryDirectory() as disk, _buckets() as buckets:
-        directories = {"": buckets["gs"], "_s3": buckets["s3"], "_disk": disk}
-        for ending, directory in directories.items():
-            early, late, appended = _checkpoints(directory, size)
-            figures[f"log_write_ratio{ending}"] = report.ratio(
-                late, early, "at most 1.5"
-            )
-            figures[f"log_write_ms{ending}"] = report.figure("ms", "no bound", late)
-            figures["log_append_ms"] = report.figure("ms", "no bound", appended)
+    with tempfile.TemporaryDirectory() as disk, storage_buckets.stores() as environment:
+        bucket = environment["BUCKET"]
+        directories = {"": f"gs://{bucket}", "_s3": f"s3://{bucket}", "_disk": disk}
+        with mock.patch.dict(os.environ, environment):
+            for ending, directory in directories.items():
+                early, late = _checkpoints(directory, size)
+                figures[f"log_write_ratio{ending}"] = report.ratio(
+                    late, early, "at most 1.5"
+                )
     return figures
 
 
-def _checkpoints(
-    directory: str, size: Size
-) -> tuple[list[float], list[float], list[float]]:
-    # Milliseconds of the writes at step 100, of those at the late step, and of a step
-    # between them.
+def _checkpoints(directory: str, size: Size) -> tuple[list[float], list[float]]:
+    # The seconds of the writes at step 100, and of those at the late step.
     generator = np.random.default_rng(0)
     reports = [_report(generator, size.rows) for _ in range(_PERIOD)]
-    early, late, appended = [], [], []
+    early, late = [], []
     with contextlib.closing(_Log(f"{directory}/late", reports)) as long:
         for _ in range(size.late_step // _PERIOD - 1):
             long.checkpoint()
@@ -148,11 +141,8 @@ def _checkpoints(
                 # They take turns to be first, as a flush may leave work to the next.
                 sides = [(short, early), (long, late)][:: 1 if number % 2 else -1]
                 for log, samples in sides:
-                    append_ms, sync_ms = log.checkpoint()
-                    if number:
-                        samples.append(sync_ms)
-                        appended.append(append_ms)
-    return early, late, appended
+                    samples.append(log.checkpoint())
+    return early[1:], late[1:]
 
 
 class _Log:
@@ -164,16 +154,14 @@ class _Log:
         self._reports = reports
         self._step = 0
 
-    def checkpoint(self) -> tuple[float, float]:
-        # Milliseconds of each step until the next checkpoint, and of its write.
-        began = time.perf_counter()
+    def checkpoint(self) -> float:
+        """Logs the steps until the next checkpoint; the seconds of its write."""
         for each in self._reports:
             self._log.append(self._step, each)
             self._step += 1
-        appended = time.perf_counter()
+        began = time.perf_counter()
         self._log.sync()
-        ended = time.perf_counter()
-        return 1e3 * (appended - began) / len(self._reports), 1e3 * (ended - appended)
+        return time.perf_counter() - began
 
     def close(self) -> None:
         self._log.close()
@@ -188,12 +176,3 @@ def _report(generator: np.random.Generator, rows: int) -> train_step.StepReport:
     }
     scalars = ("loss", "learning_rate", "gradient_norm")
     return train_step.StepReport(**fields | dict.fromkeys(scalars, np.float32(0.1)))
-
-
-@contextlib.contextmanager
-def _buckets() -> Iterator[dict[str, str]]:
-    # The URL of a bucket of each kind, by protocol.
-    from tests import buckets
-
-    with buckets.serving() as environment, mock.patch.dict(os.environ, environment):
-        yield {kind: f"{kind}://{buckets.BUCKET}" for kind in ("gs", "s3")}

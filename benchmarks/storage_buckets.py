@@ -1,17 +1,14 @@
 """Buckets: reading training data beside plain ranged reads, and saving beside Orbax.
 
 Data is read as a loop does it by default: TFRecords in shards, verified, in batches.
-The object stores are emulators in another process, so that neither side shares a Python
-interpreter with them. They answer at once, but the first byte of real stores takes tens
-of milliseconds: data is read with late answers, too. The sides take turns, and each
-reads or writes the same bytes.
-Files are looked up and indexed once before, as by a run.
-Orbax itself writes to `gs://` alone. Prints all samples as JSON.
+The object stores answer at once, but the first byte of real ones takes tens of
+milliseconds: data is read with late answers, too. Each side reads or writes the same
+bytes. Files are looked up and indexed once before, as by a run. Orbax itself writes to
+`gs://` alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -23,9 +20,9 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, cast
+from unittest import mock
 
 import fsspec
 import grain
@@ -34,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from benchmarks import report
+from benchmarks import report, turns
 from elastic_ckpt import data, frontend
 from elastic_ckpt.core import storage
 from elastic_ckpt.data.sources import remote_file, tfrecord
@@ -81,41 +78,29 @@ class Size:
 
 def measure(size: Size) -> dict[str, report.Figure]:
     """Measures in a process that begins with the addresses of the stores."""
-    samples = _measured(size)
-    late = _measured(size, late_secs=_LATE_SECS)
-    samples |= {f"{side}_late": late[f"{side}_gs"] for side in ("plain", "ours")}
-    figures = {}
-    for kind, ending in (("gs", ""), ("s3", "_s3"), ("late", "_late")):
-        figures[f"bucket_read_ratio{ending}"] = report.ratio(
-            samples[f"plain_{kind}"],
-            samples[f"ours_{kind}"],
-            "at least 0.8; speed over that of plain ranged reads",
-        )
-        mib = size.data_files * size.file_mib
-        figures[f"bucket_read_mib_per_sec{ending}"] = report.figure(
-            "MiB/s", "no bound", [mib / each for each in samples[f"ours_{kind}"]]
-        )
-    return figures | {
+    ratios, saves = {}, {}
+    for ending, kind, late_secs in (
+        ("", "gs", 0.0),
+        ("_s3", "s3", 0.0),
+        ("_late", "gs", _LATE_SECS),
+    ):
+        with stores(late_secs) as environment, mock.patch.dict(os.environ, environment):
+            url = f"{kind}://{environment['BUCKET']}"
+            secs = turns.in_new_process(_reads, f"{url}/data", size)
+            ratios[f"bucket_read_ratio{ending}"] = report.ratio(
+                secs["plain"],
+                secs["ours"],
+                "at least 0.8; speed over that of plain ranged reads",
+            )
+            if not ending:
+                saves = turns.in_new_process(_saves, f"{url}/steps", size)
+    return ratios | {
         "upload_ratio_orbax": report.ratio(
-            samples["save_ours"],
-            samples["save_orbax"],
+            saves["ours"],
+            saves["orbax"],
             "at most 1.1; until a step is in gs://, over Orbax's",
-        ),
-        "upload_secs": report.figure("secs", "no bound", samples["save_ours"]),
-    }
-
-
-def _measured(size: Size, *, late_secs: float = 0.0) -> dict[str, list[float]]:
-    # Late stores are read from alone.
-    command = [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(size))]
-    with stores(late_secs) as environment:
-        done = subprocess.run(
-            [*command, *["--late"] * bool(late_secs)],
-            stdout=subprocess.PIPE,
-            env={**os.environ, **environment},
-            check=True,
         )
-    return json.loads(done.stdout)
+    }
 
 
 @contextlib.contextmanager
@@ -148,23 +133,9 @@ def _reads(url: str, size: Size) -> dict[str, list[float]]:
             "plain": lambda: sum(readers.map(_read_range, ranges)),
             "ours": lambda: _read_records(paths, num_batches),
         }
-        # Threads are started, and files indexed, in a round that is not counted.
         num_bytes = {side: read() for side, read in sides.items()}
         assert len(set(num_bytes.values())) == 1, num_bytes
-        return _timed(sides, size.rounds)
-
-
-def _timed(
-    sides: Mapping[str, Callable[[], object]], rounds: int
-) -> dict[str, list[float]]:
-    # The seconds of each; they take turns to be first.
-    secs: dict[str, list[float]] = {side: [] for side in sides}
-    for number in range(rounds):
-        for side in list(sides)[:: 1 if number % 2 else -1]:
-            began = time.perf_counter()
-            sides[side]()
-            secs[side].append(time.perf_counter() - began)
-    return secs
+        return turns.timed(sides, size.rounds)
 
 
 def _write_data(url: str, size: Size) -> tuple[str, ...]:
@@ -244,31 +215,7 @@ def _saves(url: str, size: Size) -> dict[str, list[float]]:
         assert checkpointer.save_async(step, state, force=True).result()
 
     sides = {"ours": lambda: save(ours), "orbax": lambda: save(orbax)}
-    # Clients connect, and programs are compiled, in a round that is not counted.
-    for act in sides.values():
-        act()
-    secs = _timed(sides, size.rounds)
+    secs = turns.timed(sides, size.rounds)
     ours.close()
     orbax.close()
     return secs
-
-
-def main() -> None:
-    """Measures, and prints the samples of each side."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("size", type=json.loads)
-    parser.add_argument("--late", action="store_true")
-    arguments = parser.parse_args()
-    size = Size(**arguments.size)
-    samples: dict[str, list[float]] = {}
-    for kind in ("gs",) if arguments.late else ("gs", "s3"):
-        secs = _reads(f"{kind}://{os.environ['BUCKET']}/data", size)
-        samples |= {f"{side}_{kind}": values for side, values in secs.items()}
-    if not arguments.late:
-        secs = _saves(f"gs://{os.environ['BUCKET']}/steps", size)
-        samples |= {f"save_{side}": values for side, values in secs.items()}
-    print(json.dumps(samples))
-
-
-if __name__ == "__main__":
-    main()

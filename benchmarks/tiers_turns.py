@@ -1,7 +1,7 @@
-"""How hosts of suite `tiers` take turns, and the state that they save.
+"""How the hosts of suite `tiers` take turns, and the state that they save.
 
-All hosts begin a turn together. Before it the garbage of the turn before is collected,
-and free memory is touched.
+All sides of a comparison take turns in one world. All hosts begin a turn together, and
+it takes as long as on the slowest of them.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ import functools
 import gc
 import itertools
 import json
+import os
+import pathlib
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import multihost
 
-from benchmarks import free_memory
+from benchmarks import memory, turns
 from elastic_ckpt import frontend
-from elastic_ckpt.core import topology
-from elastic_ckpt.elastic import member, multicontroller
+from elastic_ckpt.core import events, topology
+from elastic_ckpt.elastic import member, multicontroller, supervisor
 from elastic_ckpt.tiers import choices
 from elastic_ckpt.training import schema
 
-_RUN = "benchmark"
+HOSTS = 4
 _TIMEOUT_MS = 600_000
 _barriers = itertools.count()
 
 State = dict[str, jax.Array]
-# By side, the secs that each round took here.
-Secs = dict[str, list[float]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,6 @@ class Place:
       leaf_mib: of each of these.
       num_small: leaves of 8 KiB besides.
       rounds: that are counted; one before them is not.
-      check_pairs: of a save and a load with and without digests.
     """
 
     machines: tuple[str, ...]
@@ -60,7 +59,6 @@ class Place:
     leaf_mib: int
     num_small: int
     rounds: int
-    check_pairs: int
 
     @property
     def num_bytes(self) -> int:
@@ -70,17 +68,16 @@ class Place:
 
 @contextlib.contextmanager
 def joined(
-    host: member.Member, place: Place, *, copies: int
+    host: member.Member, place: Place
 ) -> Iterator[tuple[Mesh, frontend.Checkpointer]]:
-    """Joins the world, with a checkpointer over the local tier and `copies` of it."""
+    """Joins the world, with a checkpointer over RAM, and no copies."""
     multicontroller.configure(schema.WorldSection())
     with multicontroller.joined(host):
         mesh = topology.mesh_of(topology.present(1))
-        local = choices.Local(place.machines[host.host])
-        made = frontend.Checkpointer(
-            [local, choices.Peers(copies=copies)], run=_RUN, slice_name=str(host.host)
-        )
-        with made:
+        tiers = [choices.Local(place.machines[host.host]), choices.Peers(copies=0)]
+        with frontend.Checkpointer(
+            tiers, run="benchmark", slice_name=str(host.host)
+        ) as made:
             yield mesh, made
 
 
@@ -124,47 +121,67 @@ def states(place: Place, sharding: NamedSharding) -> Callable[[], State]:
     return step
 
 
-def views(state: State) -> Iterator[np.ndarray]:
-    """Views of the memory of this host's devices."""
-    for array in state.values():
-        for shard in array.addressable_shards:
-            yield np.asarray(shard.data)
+def in_turns(
+    place: Place,
+    sides: Mapping[str, Callable[[Any], Any]],
+    *,
+    prepare: Callable[[], Any] = lambda: None,
+    finish: Callable[[Any], object] = lambda _: None,
+) -> turns.Secs:
+    """The seconds of each side on this host, of one round more than are counted.
+
+    Args:
+      place: of the world.
+      sides: what is timed.
+      prepare: makes what a side gets, before its turn.
+      finish: gets what a side has returned, after its turn.
+    """
+    secs: turns.Secs = {name: [] for name in sides}
+    for name in [*sides] * (place.rounds + 1):
+        given = prepare()
+        # Garbage of one side is not collected in the turn of another.
+        gc.collect()
+        _meet()
+        memory.touch(place.num_bytes // jax.process_count())
+        _meet()
+        began = time.perf_counter()
+        done = sides[name](given)
+        secs[name].append(time.perf_counter() - began)
+        finish(done)
+    return secs
 
 
-def timed(place: Place, work: Callable[[], Any]) -> tuple[float, Any]:
-    """The secs that `work` takes here, when all hosts begin it together; its result."""
-    # Garbage of one side is not collected in the turn of another.
-    gc.collect()
-    meet()
-    free_memory.touch(place.num_bytes // jax.process_count())
-    meet()
-    began = time.perf_counter()
-    result = work()
-    return time.perf_counter() - began, result
-
-
-def meet() -> None:
-    """Returns when all hosts are here."""
+def _meet() -> None:
+    # Returns when all hosts are here.
     client = multihost.get_jax_distributed_client()
     client.wait_at_barrier(f"turn-{next(_barriers)}", _TIMEOUT_MS)
 
 
-def turns(sides: Mapping[str, Any], rounds: int) -> Iterator[str]:
-    """Each side once a round, and one round more than are counted."""
-    for _ in range(rounds + 1):
-        yield from sides
+def run(
+    program: Callable[..., None], place: Place, *, num_hosts: int = HOSTS
+) -> turns.Secs:
+    """Runs a program on all hosts.
+
+    Returns:
+      What they `report`: by side, of the slowest host in each round but the first.
+    """
+    os.makedirs(place.results)
+    supervisor.HostProcesses(
+        functools.partial(program, place=place),
+        num_hosts=num_hosts,
+        log_directory=f"{place.results}/logs",
+        emit=events.nobody,
+    ).run()
+    files = sorted(pathlib.Path(place.results).glob("*.json"))
+    of_hosts = [json.loads(file.read_bytes()) for file in files]
+    shutil.rmtree(place.results)
+    return {
+        name: list(map(max, *(host[name] for host in of_hosts)))[1:]
+        for name in of_hosts[0]
+    }
 
 
-def pairs(names: tuple[str, str], pairs: int) -> Iterator[str]:
-    """Both names again and again, one pair more than are counted."""
-    # Whichever is first has what the other left behind: they take turns in that too.
-    for number in range(pairs + 1):
-        yield from names if number % 2 else reversed(names)
-
-
-def report(
-    place: Place, world: str, host: member.Member, samples: Mapping[str, list[float]]
-) -> None:
+def report(place: Place, host: member.Member, secs: turns.Secs) -> None:
     """Writes this host's measurements for the process that started the world."""
-    with open(f"{place.results}/{world}-{host.host}.json", "w") as file:
-        json.dump(samples, file)
+    with open(f"{place.results}/{host.host}.json", "w") as file:
+        json.dump(secs, file)

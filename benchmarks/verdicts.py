@@ -49,21 +49,13 @@ _PATIENT = watch.Limits(most_secs=120.0, heartbeat_secs=60.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InProcesses:
-    """A fault in real processes.
-
-    Attributes:
-      fault: of `verdict_worlds.FAULTS`; empty for one of the supervisor.
-      everywhere: whether it is on all hosts.
-      injected: by the supervisor; empty for one of `fault`.
-      limits: of the hosts.
-      late_secs: how long after its begin it is noticed.
-    """
+    """A fault in real processes: of `verdict_worlds`, or injected by the supervisor."""
 
     fault: str = ""
     everywhere: bool = False
     injected: str = ""
     limits: watch.Limits = _PATIENT
-    late_secs: float = 0.0
+    late_secs: float = 0.0  # after its begin it is noticed
 
 
 _hangs = functools.partial(InProcesses, limits=_HANG, late_secs=_HANG.most_secs)
@@ -105,21 +97,13 @@ IN_PROCESSES: dict[str, InProcesses] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judged:
-    """A fault, and what was said of it.
+    """A fault, and what was said of it."""
 
-    Attributes:
-      meant: the kind of the fault, and a variant.
-      verdicts: the events, in order.
-      host: that had it.
-      secs: from when it was noticed to its verdict; 0 in scripted worlds.
-      failed: why the run ended; empty if it did not fail.
-    """
-
-    meant: str
+    meant: str  # its kind, and a variant
     verdicts: Sequence[dict[str, Any]]
     host: int
-    secs: float = 0.0
-    failed: str = ""
+    secs: float = 0.0  # from when it was noticed to its verdict; 0 in scripted worlds
+    failed: str = ""  # why the run ended
 
     @property
     def said(self) -> str:
