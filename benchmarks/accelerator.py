@@ -8,11 +8,7 @@ one of them.
 * `step_slowdown_percent`: of a step, for all that its data costs the loop; packed rows
   of 2048 tokens from Parquet by `from_config` as it is by default, in global batches of
   64, and `..._worker` with `grain_worker_count=1`. `..._slow` is that of rows whose
-  making takes 0.7 of a step of Python, by `ec.data.sharded` as it is by default;
-  `..._slow_thread` and `..._slow_worker` with the reading in a thread and in a worker
-  process from the start.
-* `next_ratio`: `next()` of `ec.batches` for trivial rows over Grain's batches of the
-  same rows with `jax.make_array_from_process_local_data`, and nothing else in the loop.
+  making takes 0.7 of a step of Python, by `ec.data.sharded`.
 * `save_block_ms`: how long `save_async` of a state of 4 GiB to RAM holds the loop up;
   `save_secs` until it is committed, `load_secs` until it is back on the device, and
   their ratios to `jax.device_get` and `jax.device_put` of the same arrays.
@@ -65,7 +61,7 @@ def measure() -> dict[str, report.Figure]:
     step = _step()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         figures = _slowdowns(mesh, step, pathlib.Path(directory))
-    return figures | _nexts(mesh) | _saves(mesh, step) | _replicas(mesh)
+    return figures | _saves(mesh, step) | _replicas(mesh)
 
 
 def _step() -> _Step:
@@ -97,17 +93,14 @@ def _slowdowns(
 
     def packed(**more: Any) -> Any:
         files = ",".join(documents.files)
-        made = data.configured(grain_train_files=files, **more)
+        more |= {"grain_train_files": files, "grain_shuffle_buffer_size": 100}
+        made = data.configured(**more)
         return ec.batches(made, mesh=mesh, global_batch_size=data.NUM_SHARDS)
 
-    slow = sidecar.SLOW
     sides = {
         "": packed(),
         "_worker": packed(grain_worker_count=1),
-        "_slow": sidecar.in_process(mesh, slow),
-        "_slow_thread": sidecar.in_process(mesh, slow, num_workers=0),
-        "_slow_worker": sidecar.in_process(mesh, slow, num_workers=1),
-        "_plain": sidecar.plain(mesh, slow),
+        "_slow": sidecar.in_process(mesh, sidecar.SLOW),
     }
     resident = {name: next(batches) for name, batches in sides.items()}
     slower: turns.Secs = {name: [] for name in sides}
@@ -126,19 +119,6 @@ def _slowdowns(
         )
         for name, samples in slower.items()
     }
-
-
-def _nexts(mesh: Mesh) -> dict[str, report.Figure]:
-    trivial = sidecar.TRIVIAL
-    ours, plain = sidecar.in_process(mesh, trivial), sidecar.plain(mesh, trivial)
-    sides = {
-        "ours": lambda: sidecar.nexts(ours, 100),
-        "plain": lambda: sidecar.nexts(plain, 100),
-    }
-    secs = turns.timed(sides, _ROUNDS)
-    ours.close()
-    against = "at most 1.1; Grain's batches of the same rows"
-    return {"next_ratio": report.ratio(secs["ours"], secs["plain"], against)}
 
 
 def _replicas(mesh: Mesh) -> dict[str, report.Figure]:

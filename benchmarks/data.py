@@ -135,7 +135,6 @@ def of_rows(
 
         figures |= peers.compared(
             peers.in_turns(sides, num_tokens=num_tokens, num_rounds=rounds),
-            ours="ours",
             name=rate,
             ratio=ratio,
             bounds=_BOUNDS,

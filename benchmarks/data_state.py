@@ -5,8 +5,6 @@ and cut to rows of 2048 tokens, here also shuffled in windows of 100.
 
 * `state_bytes_per_shard`: of the cursor files after 300 batches, as `train` writes them
   for one dataset, shuffled; the largest of all packings, trimmed and chunked.
-* `idle_shard_mib`: memory that a process has more, for each of 64 opened shards, when
-  each has given a row.
 * `resume_64_shards_secs`: from a state in files to the first batch, with no file or
   footer open yet; the slowest of the positions 0, half and end of an epoch, which
   follow.
@@ -26,7 +24,7 @@ from collections.abc import Callable
 import grain
 
 from benchmarks import data as data_suite
-from benchmarks import many_datasets, memory, report, turns
+from benchmarks import many_datasets, report, turns
 from benchmarks.peers import peer
 from benchmarks.peers.documents import COLUMN, Documents
 from elastic_ckpt.data import cursors, datasets, elastic_data, records, rows
@@ -41,17 +39,11 @@ _PROCESSES = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much is measured.
+    """How much is measured."""
 
-    Attributes:
-      files: of the corpus.
-      batches: before the state is taken.
-      datasets: of the process that has many.
-    """
-
-    files: int = 16
-    batches: int = 300
-    datasets: int = 1000
+    files: int = 16  # of the corpus
+    batches: int = 300  # before the state is taken
+    datasets: int = 1000  # of the process that has many
 
 
 # Shows that the suite runs, and measures nothing.
@@ -70,11 +62,9 @@ def measure(size: Size = Size()) -> dict[str, report.Figure]:
         ).make_shard
         files = tuple(source.files)
         state_bytes = _state_bytes(files, directory / "state", size.batches)
-        idle = [turns.in_new_process(_idle_mib, make_shard) for _ in range(_PROCESSES)]
         return {
             **many_datasets.measure(directory / "thousand", num_datasets=size.datasets),
             "state_bytes_per_shard": report.figure("B", "at most 200", [state_bytes]),
-            "idle_shard_mib": report.figure("MiB", "at most 1", idle),
             **_resume(make_shard, source, directory),
         }
 
@@ -150,14 +140,3 @@ def _resume_secs(make_shard: _MakeShard, directory: str, text: str) -> float:
     secs = time.perf_counter() - began
     host.close()
     return secs
-
-
-def _idle_mib(make_shard: _MakeShard) -> float:
-    # All 64 shards share the modules and footers that one shard needs.
-    _advanced(make_shard, 0).close()
-    next(iter(make_shard(0)))
-    before = memory.resident_bytes("RssAnon")
-    host = _advanced(make_shard, 1)
-    num_bytes = memory.resident_bytes("RssAnon") - before
-    host.close()
-    return num_bytes / 2**20 / _NUM_SHARDS

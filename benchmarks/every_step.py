@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
-from benchmarks import report, tiers_turns, turns
+from benchmarks import report, tiers_hosts, turns
 from elastic_ckpt import frontend
 from elastic_ckpt.core import events
 from elastic_ckpt.elastic import member, supervisor
@@ -33,18 +33,11 @@ from elastic_ckpt.tiers import choices
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much is measured.
+    """How much is measured."""
 
-    Attributes:
-      leaf_mib: of each of eight leaves, all hosts together.
-      step_secs: about, of a step.
-      steps: of a turn.
-      rounds: of all turns that are counted; one before them is not.
-    """
-
-    leaf_mib: int = 128
-    step_secs: float = 1.7
-    steps: int = 6
+    leaf_mib: int = 128  # of each of eight leaves, all hosts together
+    step_secs: float = 1.7  # about
+    steps: int = 6  # of a turn
     rounds: int = 5
 
 
@@ -57,8 +50,8 @@ def measure(size: Size = Size()) -> dict[str, report.Figure]:
     supervisor.warm_up([__name__])
     prefix = f"elastic_ckpt_benchmark_{os.getpid()}_"
     with tempfile.TemporaryDirectory(prefix=prefix, dir="/dev/shm") as d:
-        place = tiers_turns.Place(
-            machines=tuple(f"{d}/{number}" for number in range(tiers_turns.HOSTS)),
+        place = tiers_hosts.Place(
+            machines=tuple(f"{d}/{number}" for number in range(tiers_hosts.HOSTS)),
             results=f"{d}/results",
             orbax="",
             num_leaves=8,
@@ -66,7 +59,7 @@ def measure(size: Size = Size()) -> dict[str, report.Figure]:
             num_small=0,
             rounds=size.rounds,
         )
-        secs = tiers_turns.run(functools.partial(_host, size=size), place)
+        secs = tiers_hosts.run(functools.partial(_host, size=size), place)
 
     def more(name: str, less: list[float]) -> list[float]:
         rounds = zip(secs[name], less, secs["alone"], strict=True)
@@ -96,7 +89,7 @@ def measure(size: Size = Size()) -> dict[str, report.Figure]:
 
 
 def _host(
-    host: member.Member, emit: events.Emit, *, place: tiers_turns.Place, size: Size
+    host: member.Member, emit: events.Emit, *, place: tiers_hosts.Place, size: Size
 ) -> None:
     del emit
 
@@ -108,7 +101,7 @@ def _host(
         )
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: tiers_turns.State, count: Any) -> tiers_turns.State:
+    def step(state: tiers_hosts.State, count: Any) -> tiers_hosts.State:
         # All hosts wait for each other, as they do for gradients.
         mean = sum(jnp.mean(each) for each in state.values()) / len(state)
         matrix = jnp.full((512, 512), 1e-3) + mean * 0
@@ -116,8 +109,8 @@ def _host(
         more = 1 + 0 * done[0, 0]
         return {name: each + more for name, each in state.items()}
 
-    with tiers_turns.joined(host, place) as (mesh, _):
-        state = tiers_turns.states(place, tiers_turns.sharded(mesh))()
+    with tiers_hosts.joined(host, place) as (mesh, _):
+        state = tiers_hosts.states(place, tiers_hosts.sharded(mesh))()
         count = 8
         for _ in range(4):
             state = jax.block_until_ready(step(state, count))
@@ -145,4 +138,4 @@ def _host(
                 secs.setdefault(side, []).append(took / size.steps)
                 of_side = secs.setdefault(f"{side}_blocked", [])
                 of_side.append(blocked / size.steps)
-        tiers_turns.report(place, host, secs)
+        tiers_hosts.report(place, host, secs)

@@ -19,22 +19,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
+import multiprocessing
 import os
 import pathlib
-import queue
-import shutil
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent import futures
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks import follow_sides, relay, report
+from benchmarks import relay, report
 from elastic_ckpt.tiers.persistent import run_agents
+
+_NEVER = 10**9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,98 +63,107 @@ SMALL = Size(
 
 def measure(size: Size = Size()) -> dict[str, report.Figure]:
     """Runs the suite."""
-    figures = {}
-    with _trainer(size) as trainer:
-        trainer.turn(1)
-        ratios = _bytes_over_changed(trainer, size)
-        figures["follow_bytes_over_changed"] = report.figure(
-            "ratio", "the bytes of the weights that changed; at most 1.1", ratios
-        )
-        figures |= _beside(trainer, size)
+    with (
+        tempfile.TemporaryDirectory(prefix="follow-", dir="/dev/shm") as name,
+        _started(_train, pathlib.Path(name), size) as (_, trainer),
+    ):
+
+        def turn(num_steps: int) -> list[float]:
+            trainer.send(num_steps)
+            return trainer.recv()
+
+        directory = pathlib.Path(name)
+        turn(1)
+        figures = _bytes_over_changed(directory, turn, size)
+        figures |= _beside(directory, turn, size)
+        # It ends, and with it the agent.
+        trainer.send(0)
     return figures
 
 
-class _Trainer:
-    """A process that trains and saves."""
-
-    def __init__(self, process: subprocess.Popen[str], directory: pathlib.Path) -> None:
-        self._process = process
-        self.directory = directory
-
-    @property
-    def steps(self) -> pathlib.Path:
-        """The directory of its steps in storage."""
-        return self.directory / "steps"
-
-    def turn(self, num_steps: int) -> list[float]:
-        """Trains some steps; returns the seconds of each."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{num_steps}\n")
-        self._process.stdin.flush()
-        return list(json.loads(self._process.stdout.readline()))
+@contextlib.contextmanager
+def _started(
+    program: Callable[..., None], *arguments: Any
+) -> Iterator[tuple[int, Connection[Any, Any]]]:
+    # A process that has done nothing else, its id, and a pipe to it.
+    context = multiprocessing.get_context("spawn")
+    ours, its = context.Pipe()
+    process = context.Process(target=program, args=(its, *arguments))
+    process.start()
+    assert process.pid is not None
+    try:
+        yield process.pid, ours
+    except BaseException:
+        process.kill()
+        raise
+    finally:
+        process.join()
 
 
 @contextlib.contextmanager
-def _trainer(size: Size) -> Iterator[_Trainer]:
-    directory = pathlib.Path(tempfile.mkdtemp(prefix="follow-", dir="/dev/shm"))
-    command = _command("trainer", directory, dataclasses.asdict(size))
-    try:
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as process:
-            # Leaving the block closes its standard input, which ends it.
-            yield _Trainer(process, directory)
-    finally:
-        shutil.rmtree(directory)
+def _following(directory: pathlib.Path) -> Iterator[tuple[int, Connection[Any, Any]]]:
+    with _started(_follow, directory) as (pid, loaded):
+        # It begins with the step that is there.
+        loaded.recv()
+        yield pid, loaded
+        os.kill(pid, signal.SIGKILL)
 
 
-def _bytes_over_changed(trainer: _Trainer, size: Size) -> list[float]:
-    agents = run_agents.read(trainer.steps)
+def _bytes_over_changed(
+    directory: pathlib.Path, turn: Callable[[int], list[float]], size: Size
+) -> dict[str, report.Figure]:
+    agents = run_agents.read(directory / "steps")
     assert agents is not None
     ((machine, url),) = agents.urls.items()
     changed_bytes = size.num_leaves // 2 * size.leaf_kib * 2**10
     with relay.Relay(url) as between:
         counted = dataclasses.replace(agents, urls={machine: between.url})
-        run_agents.write(trainer.steps, counted)
-        with _following(trainer) as follower:
-            _loaded(follower)
+        run_agents.write(directory / "steps", counted)
+        with _following(directory) as (_, loaded):
             ratios = []
             for _ in range(size.byte_steps):
                 before = between.num_bytes
-                trainer.turn(1)
-                _loaded(follower)
+                turn(1)
+                loaded.recv()
                 ratios.append((between.num_bytes - before) / changed_bytes)
-    run_agents.write(trainer.steps, agents)
-    return ratios
+    run_agents.write(directory / "steps", agents)
+    return {
+        "follow_bytes_over_changed": report.figure(
+            "ratio", "the bytes of the weights that changed; at most 1.1", ratios
+        )
+    }
 
 
-def _beside(trainer: _Trainer, size: Size) -> dict[str, report.Figure]:
+def _beside(
+    directory: pathlib.Path, turn: Callable[[int], list[float]], size: Size
+) -> dict[str, report.Figure]:
     slowdowns = []
-    loaded: queue.SimpleQueue[int] = queue.SimpleQueue()
-    with _following(trainer) as follower, futures.ThreadPoolExecutor(1) as reading:
-        # It begins with the step that is there.
-        _loaded(follower)
-        reading.submit(_read_all, follower, loaded)
-        trainer.turn(size.turn_steps)
+    with _following(directory) as (pid, loaded):
+
+        def taken() -> list[int]:
+            # At least the newest step is loaded.
+            lags = [loaded.recv()]
+            while loaded.poll():
+                lags.append(loaded.recv())
+            return lags
+
+        turn(size.turn_steps)
         for _ in range(size.samples):
             secs: dict[bool, list[float]] = {True: [], False: []}
             for pair in range(size.pairs):
                 for is_followed in (True, False) if pair % 2 else (False, True):
-                    number = signal.SIGCONT if is_followed else signal.SIGSTOP
-                    os.kill(follower.pid, number)
-                    secs[is_followed] += trainer.turn(size.turn_steps)[1:]
+                    os.kill(pid, signal.SIGCONT if is_followed else signal.SIGSTOP)
+                    secs[is_followed] += turn(size.turn_steps)[1:]
             with_it, without = map(statistics.median, (secs[True], secs[False]))
             slowdowns.append(100 * (with_it / without - 1))
-        os.kill(follower.pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
         # It stood still while it loaded some of the steps so far.
-        trainer.turn(1)
-        _taken(loaded)
+        turn(1)
+        taken()
         lags = []
         for _ in range(size.byte_steps):
-            trainer.turn(size.turn_steps)
-            lags += _taken(loaded)
-        follower.kill()
+            turn(size.turn_steps)
+            lags += taken()
     return {
         "follow_slowdown_percent": report.figure(
             "percent", "steps while the follower stands still; at most 5", slowdowns
@@ -166,35 +174,83 @@ def _beside(trainer: _Trainer, size: Size) -> dict[str, report.Figure]:
     }
 
 
-def _taken(loaded: queue.SimpleQueue[int]) -> list[int]:
-    # At least the newest step is loaded.
-    lags = [loaded.get()]
-    while not loaded.empty():
-        lags.append(loaded.get())
-    return lags
+def _use_core(number: int) -> None:
+    # Before JAX has threads; the agent inherits it.
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) > 1:
+        os.sched_setaffinity(0, {cores[number]})
 
 
-def _read_all(follower: subprocess.Popen[str], loaded: queue.SimpleQueue[int]) -> None:
-    assert follower.stdout is not None
-    for line in follower.stdout:
-        loaded.put(json.loads(line))
+def _train(turns: Connection[Any, Any], directory: pathlib.Path, size: Size) -> None:
+    _use_core(0)
+    import jax
+    import jax.numpy as jnp
+
+    import elastic_ckpt as ec
+
+    half = size.num_leaves // 2
+    keys = jax.random.split(jax.random.key(0), 2 * half)
+
+    def leaves(keys: Any) -> list[Any]:
+        return [jax.random.normal(key, (size.leaf_kib * 2**10 // 4,)) for key in keys]
+
+    # Half of the weights are frozen; the others have two moments each.
+    state = {
+        "params": {"frozen": leaves(keys[:half]), "trained": leaves(keys[half:])},
+        "moments": leaves(keys),
+    }
+
+    @jax.jit
+    def train(state: Any, product: Any) -> tuple[Any, Any]:
+        for _ in range(size.products):
+            product = jnp.tanh(product @ product)
+        change = 1 + product[0, 0] * 1e-3
+        params = {
+            "frozen": state["params"]["frozen"],
+            "trained": [each * 0.999 + change for each in state["params"]["trained"]],
+        }
+        moments = [each * 0.9 + change for each in state["moments"]]
+        return {"params": params, "moments": moments}, product
+
+    product = jax.random.normal(jax.random.key(1), (1024, 1024))
+    tiers = [
+        ec.Local(directory / "ram"),
+        ec.Peers(interface="127.0.0.1"),
+        ec.Persistent(directory / "steps", every=_NEVER),
+    ]
+    step = 0
+    with ec.Checkpointer(tiers) as checkpointer:
+        while num_steps := turns.recv():
+            secs = []
+            for _ in range(num_steps):
+                began_secs = time.perf_counter()
+                step += 1
+                state, product = train(state, product)
+                jax.block_until_ready(state)
+                checkpointer.save_checkpointables_async(step, {"state": state})
+                secs.append(time.perf_counter() - began_secs)
+            checkpointer.wait()
+            turns.send(secs)
 
 
-@contextlib.contextmanager
-def _following(trainer: _Trainer) -> Iterator[subprocess.Popen[str]]:
-    command = _command("follower", trainer.directory, None)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+def _follow(loaded: Connection[Any, Any], directory: pathlib.Path) -> None:
+    _use_core(1)
+    import jax
+
+    import elastic_ckpt as ec
+
+    secret = directory / "ram" / "secret"
+    for step in ec.watch_steps(directory / "steps", secret_file=secret):
+        jax.block_until_ready(step.load())
+        loaded.send(sum(each > step.step for each in _complete(directory)))
 
 
-def _loaded(follower: subprocess.Popen[str]) -> Any:
-    assert follower.stdout is not None
-    return json.loads(follower.stdout.readline())
-
-
-def _command(side: str, directory: pathlib.Path, more: Any) -> Sequence[str]:
-    module = follow_sides.__name__
-    return [sys.executable, "-m", module, side, str(directory), json.dumps(more)]
+def _complete(directory: pathlib.Path) -> list[int]:
+    # The steps of the only host.
+    steps = []
+    for saved in (directory / "ram" / "hosts" / "0").iterdir():
+        # The run removes steps meanwhile.
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if any(each.name.startswith("manifest-") for each in saved.iterdir()):
+                steps.append(int(saved.name.partition("-")[0]))
+    return steps

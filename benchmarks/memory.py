@@ -15,30 +15,19 @@ _WARM_SECS_PER_GIB = 0.25
 
 
 def resident_bytes(kind: str) -> int:
-    """Bytes of this process that Linux calls `VmRSS`, or `VmHWM`, the most so far.
-
-    `RssAnon` leaves out mapped files, whose pages the kernel takes back at will.
-    """
+    """Bytes of this process that Linux calls `VmRSS`, or `VmHWM`, the most so far."""
     for line in pathlib.Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{kind}:"):
             return int(line.split()[1]) * 1024
     raise AssertionError(kind)
 
 
-def reset_peak() -> None:
-    """Resets `VmHWM`, the peak of this process's memory."""
-    # If the system refuses, the peak is that of the whole process.
-    pathlib.Path("/proc/self/clear_refs").write_text("5")
-
-
 def touch(num_bytes: int) -> None:
     """Touches free memory until the machine has it, three times at most.
 
     A virtual machine gives free memory back to its host after two seconds, and gets it
-    again page by page, which can take longer than all that is measured.
-
-    Args:
-      num_bytes: that the turn will allocate; twice as many are touched.
+    again page by page, which can take longer than all that is measured. Twice as much
+    is touched as the turn will allocate.
     """
     touched = _TIMES_TURN * num_bytes
     for _ in range(_MOST_TOUCHES):

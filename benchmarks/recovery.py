@@ -73,20 +73,12 @@ _COMMON = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much is measured.
+    """How much is measured."""
 
-    Attributes:
-      large: the model of most figures, by keys of the configuration.
-      small: of the figure of the loop: its step takes about 50 ms.
-      kills: of a host of the run.
-      large_turns: of the loop, the steps of each and how many are counted.
-      small_turns: likewise.
-    """
-
-    large: dict[str, int]
-    small: dict[str, int]
-    kills: int
-    large_turns: tuple[int, int]
+    large: dict[str, int]  # the model of most figures, by keys of the configuration
+    small: dict[str, int]  # of the figure of the loop: its step takes about 50 ms
+    kills: int  # of a host
+    large_turns: tuple[int, int]  # of the loop: steps, and how many are counted
     small_turns: tuple[int, int]
 
 

@@ -25,13 +25,7 @@ _RESULTS = "turns.json"
 def measure(
     settings: dict[str, Any], directory: pathlib.Path, steps: int, rounds: int
 ) -> turns.Secs:
-    """Runs the turns.
-
-    Args:
-      settings: keys and values of the run's configuration.
-      directory: for its files, which is made.
-      steps: of a turn.
-      rounds: that are counted; one before them is not.
+    """Runs the turns, of so many steps each.
 
     Returns:
       The seconds of a step in each turn, of the sides `bare` and `loop`; and, by `bare

@@ -40,12 +40,6 @@ def restart_secs(
 ) -> float:
     """From the death of a process to the first step after it.
 
-    Args:
-      manager: `plain` or `emergency`.
-      config: of the job.
-      directory: for its files, empty.
-      hosts: its processes.
-
     Raises:
       RestartError: if it did not restart.
     """

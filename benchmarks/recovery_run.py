@@ -31,16 +31,10 @@ _PATIENCE_SECS = 600.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change of slices.
+    """A change of slices; times are seconds since the epoch."""
 
-    Attributes:
-      began: when a host was killed or stopped. In seconds since the epoch, as all times
-        here.
-      recovered: the event of that name, after the first step of the next world.
-    """
-
-    began: float
-    recovered: Event
+    began: float  # when a host was killed
+    recovered: Event  # of that name, after the first step of the next world
 
     @property
     def secs(self) -> float:
@@ -54,12 +48,7 @@ class Change:
 
 
 class LiveRun:
-    """A run that trains in another process.
-
-    Args:
-      settings: keys and values of its configuration.
-      directory: for its configuration, its output and its files, empty.
-    """
+    """A run that trains in another process, with its files in a new directory."""
 
     def __init__(self, settings: Mapping[str, Any], directory: pathlib.Path) -> None:
         directory.mkdir(parents=True)
@@ -180,11 +169,6 @@ def live(settings: Mapping[str, Any], directory: pathlib.Path) -> Iterator[LiveR
 
 
 def pause_secs(step_times: Sequence[tuple[float, int]], started: Event) -> float:
-    """How long no step was done because of a planned change.
-
-    Args:
-      step_times: of the run.
-      started: the event `world_started` of the next world.
-    """
+    """How long no step was done before and after an event `world_started`."""
     last = max(time for time, _ in step_times if time <= started["time"])
     return min(time for time, _ in step_times if time > started["time"]) - last

@@ -24,7 +24,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, cast
 
-from benchmarks import memory, report, scale_manifests, scale_world, turns
+from benchmarks import memory, report, scale_world, turns
 from elastic_ckpt.checkpoint import restore, save_stages
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.trees import WantedLeaf
@@ -41,19 +41,12 @@ _STEP = 30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """The cost of a save or a restore.
+    """The cost of a save or a restore."""
 
-    Attributes:
-      messages: of the host that passes the most of them.
-      num_bytes: of the host that sends and receives the most of them.
-      secs: from the first request to the last answer, without what is written and read.
-      peak_gib: of the process that simulates all hosts, until then.
-    """
-
-    messages: int
-    num_bytes: int
-    secs: float
-    peak_gib: float
+    messages: int  # of the host that passes the most of them
+    num_bytes: int  # of the host that sends and receives the most of them
+    secs: float  # without what is written and read
+    peak_gib: float  # of the process that simulates all hosts
 
 
 def measure() -> dict[str, report.Figure]:
@@ -80,7 +73,7 @@ def costs(num_hosts: int) -> tuple[Cost, Cost]:
     with tempfile.TemporaryDirectory(prefix="scale-", dir="/dev/shm") as directory:
         hosts = scale_world.SimulatedHosts(
             pathlib.Path(directory),
-            scale_manifests.manifests(num_hosts, step=_STEP),
+            scale_world.manifests(num_hosts, step=_STEP),
             num_hosts,
         )
         saved = _save(hosts)

@@ -29,7 +29,14 @@ from elastic_ckpt.core import boxes, calls, codec, host_tree
 from elastic_ckpt.core.tree_allgather import TreeAllgather
 from elastic_ckpt.steps import manifest_file
 from elastic_ckpt.steps.holdings import Holdings
-from elastic_ckpt.steps.manifest import Contents, Fragments, Host, Manifest
+from elastic_ckpt.steps.manifest import (
+    ComponentFile,
+    Contents,
+    Fragments,
+    Host,
+    Leaf,
+    Manifest,
+)
 from elastic_ckpt.steps.part_table import PartTable
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.choices import Peers
@@ -39,6 +46,11 @@ from elastic_ckpt.tiers.source import ReadError, Source
 AnswerT = TypeVar("AnswerT")
 P = ParamSpec("P")
 _BRIEF_SECS = 60.0
+# Of a host: one box of each leaf.
+_LEAVES = 100
+# Each host has as many of a leaf.
+_ROWS = 16
+_BOX_BYTES = 2**20
 
 
 class Traffic:
@@ -60,11 +72,7 @@ class Traffic:
 
 
 class _CountedStore:
-    """The coordination service as one host after the other uses it.
-
-    Attributes:
-      host: that uses it now.
-    """
+    """The coordination service as one `host` after the other uses it."""
 
     def __init__(self, traffic: Traffic) -> None:
         self.host = 0
@@ -72,18 +80,15 @@ class _CountedStore:
         self._values: dict[str, bytes] = {}
 
     def key_value_set_bytes(self, key: str, value: bytes) -> None:
-        """See `tree_allgather.KeyValueStore`."""
         self._traffic.add(self.host, len(value))
         self._values[key] = value
 
     def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
-        """See `tree_allgather.KeyValueStore`; all values are there when it is asked."""
         del timeout_in_ms
         self._traffic.add(self.host, len(self._values[key]))
         return self._values[key]
 
     def key_value_delete(self, key: str) -> None:
-        """See `tree_allgather.KeyValueStore`."""
         self._traffic.add(self.host, 0)
         for each in [each for each in self._values if each.startswith(key)]:
             del self._values[each]
@@ -177,29 +182,16 @@ class _ReaderAlone(reader.HostReader):
 
 
 def _with_copies(own: Manifest, copied: Sequence[Manifest]) -> Manifest:
-    parts = [own.fragments, *(each.fragments for each in copied)]
-    before = np.cumsum([0, *(len(part.files) for part in parts)])
-    columns = {
-        name: np.concatenate([getattr(part, name) for part in parts])
-        for name in ("leaf", "digest", "offset", "stored_bytes")
-    }
+    fragments = [
+        each.fragments.row(number, contents=own.contents)
+        for each in (own, *copied)
+        for number in range(len(each.fragments))
+    ]
+    files = [file for each in (own, *copied) for file in each.component_files]
     return dataclasses.replace(
         own,
-        fragments=Fragments(
-            boxes=boxes.Boxes(
-                start=np.concatenate([part.boxes.start for part in parts]),
-                stop=np.concatenate([part.boxes.stop for part in parts]),
-            ),
-            file=np.concatenate(
-                [part.file + n for part, n in zip(parts, before, strict=False)]
-            ),
-            files=tuple(file for part in parts for file in part.files),
-            **columns,
-        ),
-        component_files=(
-            *own.component_files,
-            *(file for each in copied for file in each.component_files),
-        ),
+        fragments=Fragments.from_rows(fragments, contents=own.contents),
+        component_files=tuple(files),
     )
 
 
@@ -211,15 +203,14 @@ class _SaverAlone:
         self._written = Written(files={"data": (name,)}, time_ms=number)
 
     def write(self, **arguments: Any) -> Written:
-        """See `HostSaver.write`."""
         del arguments
         return self._written
 
     def commit(self, written: WrittenStep) -> None:
-        """See `HostSaver.commit`."""
+        del written
 
     def collect(self, **arguments: Any) -> None:
-        """See `HostSaver.collect`."""
+        del arguments
 
 
 class SimulatedHosts:
@@ -231,8 +222,6 @@ class SimulatedHosts:
       num_hosts: of the world.
 
     Attributes:
-      own: the number of the host whose driver this is.
-      num_hosts: of the world.
       traffic: the messages so far.
       secs: the time that the calls so far took, of the slowest host each.
       step: that the manifests are of.
@@ -317,11 +306,7 @@ class SimulatedHosts:
         self.secs = 0.0
 
     def select(self, wanted: Callable[[int], Sequence[trees.WantedLeaf]]) -> None:
-        """Selects what the hosts read of the step that is open.
-
-        Args:
-          wanted: returns the leaves that a host needs, by its number.
-        """
+        """Selects what the hosts read of the step that is open, by their numbers."""
         for number, host in enumerate(self._hosts):
             of_host = host.part("HostReader")
             of_host.wanted = wanted(number)
@@ -395,29 +380,73 @@ def _world(
         ),
     )
     own = types.SimpleNamespace(slot=0, host=manifest.host, disk=disk)
-    agents: Mapping[str, Any] = {}
-    return _WorldAlone(
-        cast(Any, config),
-        own=cast(Any, own),
-        hosts=hosts,
-        client=cast(Any, None),
-        agents=agents,
-        service=None,
-    )
+    more: Any = {"own": own, "hosts": hosts, "client": None, "agents": {}}
+    return _WorldAlone(cast(Any, config), service=None, **more)
 
 
 class _Endpoint:
     # The parts of a host that a save and a restore call.
 
     def __init__(self, world: HostWorld) -> None:
-        of_restore = _ReaderAlone(world)
+        reader_of_host = _ReaderAlone(world)
         self._parts = {
             "HostWorld": world,
             "HostSaver": _SaverAlone(world.number),
             "HostCopies": _CopiesAlone(world),
-            "HostReader": of_restore,
-            "StepSearch": of_restore.sharing,
+            "HostReader": reader_of_host,
+            "StepSearch": reader_of_host.sharing,
         }
 
     def part(self, name: str) -> Any:
         return self._parts[name]
+
+
+def _contents(num_hosts: int) -> Contents:
+    shape = (num_hosts * _ROWS, 512)
+    leaves = [
+        Leaf(path=f"params/layer_{number:03d}/w", shape=shape, dtype="float32")
+        for number in range(_LEAVES)
+    ]
+    return Contents(leaves=tuple(leaves), components={"data": num_hosts})
+
+
+def manifests(num_hosts: int, *, step: int) -> Iterator[Manifest]:
+    """The manifests that hosts write when they save, by number."""
+    contents = _contents(num_hosts)
+    slice_hosts = max(10, num_hosts // 100)
+    generator = np.random.default_rng(step)
+    for number in range(num_hosts):
+        yield Manifest(
+            run="scale",
+            step=step,
+            save="0",
+            host=Host(
+                id=f"{number:016x}.0",
+                number=number,
+                domains={"slice": str(number // slice_hosts)},
+            ),
+            contents=contents,
+            fragments=_fragments(number, generator),
+            component_files=(
+                ComponentFile(
+                    component="data",
+                    parts=(number, number + 1),
+                    path=f"data/shards-{number:05d}-{number:05d}.json",
+                    digest=generator.bytes(16),
+                    stored_bytes=150,
+                ),
+            ),
+        )
+
+
+def _fragments(number: int, generator: np.random.Generator) -> Fragments:
+    start = np.tile([number * _ROWS, 0], (_LEAVES, 1))
+    return Fragments(
+        leaf=np.arange(_LEAVES, dtype=np.int32),
+        boxes=boxes.Boxes(start=start, stop=start + np.array([_ROWS, 512])),
+        digest=generator.integers(0, 2**64, (_LEAVES, 2), np.uint64),
+        file=np.zeros(_LEAVES, np.int32),
+        offset=np.arange(_LEAVES) * _BOX_BYTES,
+        stored_bytes=np.full(_LEAVES, _BOX_BYTES),
+        files=("arrays.bin",),
+    )

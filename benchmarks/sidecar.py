@@ -160,7 +160,10 @@ def _nexts(mesh: Mesh) -> dict[str, report.Figure]:
     for name in in_turns(sides):
         steps(sides[name], step, _STEPS_UNCOUNTED)
         in_a_loop[name].append(steps(sides[name], step, _BATCHES_A_ROUND)[0])
-        back_to_back[name].append(nexts(sides[name], _BATCHES_A_ROUND))
+        began = time.perf_counter()
+        for _ in range(_BATCHES_A_ROUND):
+            _ready(next(sides[name]))
+        back_to_back[name].append(time.perf_counter() - began)
     close(sides)
     figures = {}
     for how, measured in (("", back_to_back), ("_between_steps", in_a_loop)):
@@ -174,14 +177,6 @@ def _nexts(mesh: Mesh) -> dict[str, report.Figure]:
             secs["_maxtext"], secs["_colocated"], "next(), theirs over ours colocated"
         )
     return figures
-
-
-def nexts(batches: Batches, number: int) -> float:
-    """Seconds of so many calls of `next()`, and nothing else in the loop."""
-    began = time.perf_counter()
-    for _ in range(number):
-        _ready(next(batches))
-    return time.perf_counter() - began
 
 
 def _saves(mesh: Mesh) -> dict[str, report.Figure]:

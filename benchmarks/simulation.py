@@ -68,11 +68,7 @@ def costs_of(run: pathlib.Path) -> Costs:
 def simulated(run: pathlib.Path, costs: Costs) -> Outcome:
     """The run in a directory under its own faults, until it has done its steps.
 
-    Its trace is written beside its events.
-
-    Args:
-      run: its directory.
-      costs: of this run, or of another one.
+    Its trace is written beside its events. The costs may be those of another run.
     """
     config = run_directory.read_config(str(run))
     plan = study.plan(config, study.Cluster(), costs=costs, state_bytes=_STATE_BYTES)
@@ -98,10 +94,6 @@ def trace_of(
 
     Hosts of faults are numbered as in the world that runs; those of a trace as in the
     cluster.
-
-    Args:
-      events: of the run, in order.
-      hosts_per_slice: of the run.
     """
     slices: Sequence[int] = ()
     trace = []
@@ -129,11 +121,7 @@ def measure() -> dict[str, report.Figure]:
 
 
 def large() -> dict[str, report.Figure]:
-    """Simulates 10,000 hosts.
-
-    Raises:
-      RuntimeError: if the results with a cache and without one differ.
-    """
+    """Simulates 10,000 hosts, whose results with a cache and without one are equal."""
     month, _ = _simulated_large("--days", "30")
     _, cached = _simulated_large("--days", "1")
     day, uncached = _simulated_large("--days", "1", "--no-cache")

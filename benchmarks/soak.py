@@ -51,16 +51,9 @@ _MARK = "ELASTIC_CKPT_SOAK"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The remains of a soaked run.
+    """The remains of a soaked run."""
 
-    Attributes:
-      audit: of the run, as `elastic-ckpt audit --json` prints it.
-      events: of the run, in order.
-      goodput_percent: of its time.
-      processes_left: ids.
-    """
-
-    audit: dict[str, Any]
+    audit: dict[str, Any]  # as `elastic-ckpt audit --json` prints it
     events: list[dict[str, Any]]
     goodput_percent: float
     processes_left: list[int]
@@ -83,9 +76,7 @@ class Outcome:
 def faults(num_events: int, seed: int) -> list[dict[str, int]]:
     """Random faults, by their steps; at least `_LEAST_SLICES` slices are always there.
 
-    Args:
-      num_events: how many; those that bring a slice back at the end are added.
-      seed: of the draw.
+    Those that bring a slice back at the end are not among the `num_events`.
     """
     draw = random.Random(seed)
     there, gone, step = set(range(_NUM_SLICES)), set[int](), 0
@@ -113,12 +104,7 @@ def faults(num_events: int, seed: int) -> list[dict[str, int]]:
 
 
 def mixed_faults(num_faults: int, seed: int) -> list[dict[str, Any]]:
-    """Random faults of all kinds, and the returns of slices between them.
-
-    Args:
-      num_faults: how many, without the returns.
-      seed: of the draw.
-    """
+    """Random faults of all kinds, and the returns of slices between them."""
     draw = random.Random(seed)
     there, gone, step, num = set(range(_NUM_SLICES)), set[int](), 0, 0
     listed: list[dict[str, Any]] = []
@@ -165,16 +151,10 @@ def mixed_faults(num_faults: int, seed: int) -> list[dict[str, Any]]:
 def soak(
     directory: str, ram: str, config: pathlib.Path, listed: list[dict[str, Any]]
 ) -> Outcome:
-    """Trains through faults, and audits what is left.
+    """Trains through the listed faults, and audits what is left.
 
-    Args:
-      directory: of the run's files, empty; a path, or a URL of a bucket.
-      ram: a directory on a RAM disk, empty.
-      config: of the run.
-      listed: the faults.
-
-    Raises:
-      RuntimeError: if a command fails, with its output.
+    The run's files are in `directory`, a path or a URL of a bucket, and in `ram`, a
+    directory on a RAM disk; both are empty.
     """
     run = f"{directory}/{RUN}"
     mark = f"{_MARK}={uuid.uuid4()}"
@@ -240,34 +220,26 @@ def _measure(directory: str, seed: int) -> Mapping[str, report.Figure]:
         event["kind"] for event in outcome.named("fault_injected")
     )
     print(f"{directory}: {dict(injected)}")
-    counts = {
-        "faults": injected.total() - injected["return_slice"],
-        "worlds": len(outcome.named("world_started")),
-        "examples_lost": outcome.audit["num_lost"],
-        "examples_repeated": outcome.audit["num_repeated"],
-        "committed_steps_lost": outcome.committed_steps_lost(),
-        "processes_left": len(outcome.processes_left),
-    }
-    against = {"faults": f"{_NUM_FAULTS}, seed {seed}", "worlds": "of one run"}
-    units = {name: name.split("_")[0] for name in counts} | {
-        "committed_steps_lost": "worlds"
-    }
-    changes = outcome.named("recovered")
+    audit, changes = outcome.audit, outcome.named("recovered")
+    num_faults = injected.total() - injected["return_slice"]
+    num_worlds = len(outcome.named("world_started"))
+    lost = outcome.committed_steps_lost()
+    left = len(outcome.processes_left)
+    figure = report.figure
     return {
-        name: report.figure(units[name], against.get(name, "0"), [count])
-        for name, count in counts.items()
-    } | {
-        "steps_lost": report.figure(
+        "faults": figure("faults", f"{_NUM_FAULTS}, seed {seed}", [num_faults]),
+        "worlds": figure("worlds", "of one run", [num_worlds]),
+        "examples_lost": figure("examples", "0", [audit["num_lost"]]),
+        "examples_repeated": figure("examples", "0", [audit["num_repeated"]]),
+        "committed_steps_lost": figure("worlds", "0", [lost]),
+        "processes_left": figure("processes", "0", [left]),
+        "steps_lost": figure(
             "steps",
             "local_checkpoint_period=5",
             [each["steps_lost"] for each in changes],
         ),
-        "recover_secs": report.figure(
-            "s", "a change", [each["secs"] for each in changes]
-        ),
-        "goodput_percent": report.figure(
-            "%", "of the run's time", [outcome.goodput_percent]
-        ),
+        "recover_secs": figure("s", "a change", [each["secs"] for each in changes]),
+        "goodput_percent": figure("%", "of its time", [outcome.goodput_percent]),
     }
 
 

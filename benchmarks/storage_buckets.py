@@ -61,19 +61,15 @@ with buckets.serving(float(sys.argv[1])) as environment:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """The size of the measurement.
-
-    Attributes:
-      data_files: of training data.
-      file_mib: of each.
-      state_mib: of the state that is saved.
-      rounds: that are counted.
-    """
+    """The size of the measurement."""
 
     data_files: int = 8
     file_mib: int = 64
     state_mib: int = 64
     rounds: int = 7
+
+
+FULL = Size()
 
 
 def measure(size: Size) -> dict[str, report.Figure]:
@@ -127,7 +123,7 @@ def stores(late_secs: float = 0.0) -> Iterator[dict[str, str]]:
 def _reads(url: str, size: Size) -> dict[str, list[float]]:
     paths = _write_data(url, size)
     num_batches = size.data_files * size.file_mib * 2**20 // _RECORD_BYTES // _ROWS
-    ranges = _ranges(paths)
+    ranges = list(_ranges(paths))
     with concurrent.futures.ThreadPoolExecutor(_READERS) as readers:
         sides: dict[str, Callable[[], int]] = {
             "plain": lambda: sum(readers.map(_read_range, ranges)),
@@ -153,16 +149,12 @@ def _write_data(url: str, size: Size) -> tuple[str, ...]:
     return tuple(paths)
 
 
-def _ranges(paths: tuple[str, ...]) -> list[tuple[Any, str, int, int]]:
-    ranges = []
+def _ranges(paths: tuple[str, ...]) -> Iterator[tuple[Any, str, int, int]]:
     for path in paths:
         system, name = fsspec.url_to_fs(path)
         num_bytes = system.info(name)["size"]
-        ranges += [
-            (system, name, start, min(start + _RANGE_BYTES, num_bytes))
-            for start in range(0, num_bytes, _RANGE_BYTES)
-        ]
-    return ranges
+        for start in range(0, num_bytes, _RANGE_BYTES):
+            yield system, name, start, min(start + _RANGE_BYTES, num_bytes)
 
 
 def _read_range(part: tuple[Any, str, int, int]) -> int:

@@ -83,7 +83,6 @@ def measure(
     )
     return peers.compared(
         rates,
-        ours="ours",
         name="text_packed_mtok",
         ratio=lambda name: f"text_ratio_{name}",
         bounds={"text_ratio_tokenizer": "at least 0.9"},

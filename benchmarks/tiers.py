@@ -55,7 +55,6 @@ from benchmarks import (
     tiers_alone,
     tiers_hosts,
     tiers_managers,
-    tiers_turns,
     turns,
 )
 from elastic_ckpt.core import host_memory, storage
@@ -70,29 +69,17 @@ _SERVED = "hosts/0/1-served/file"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much is measured.
+    """How much is measured."""
 
-    Attributes:
-      num_leaves: large ones of the state.
-      leaf_mib: of each of these.
-      num_small: leaves of 8 KiB besides.
-      rounds: that are counted.
-      file_bytes: read from an agent at once.
-      small_alone: leaves of 1 kB that one process saves.
-      huge_mib: of the one leaf that one process saves.
-      rounds_alone: of both that are counted.
-      managers: whether Orbax's managers take part, one of which hangs now and then.
-    """
-
-    num_leaves: int = 32
+    num_leaves: int = 32  # large ones of the state
     leaf_mib: int = 32
-    num_small: int = 64
+    num_small: int = 64  # leaves of 8 KiB besides
     rounds: int = 7
-    file_bytes: int = _GIB
-    small_alone: int = 20_000
-    huge_mib: int = 1024
+    file_bytes: int = _GIB  # read from an agent at once
+    small_alone: int = 20_000  # leaves of 1 kB that one process saves
+    huge_mib: int = 1024  # of the one leaf that one process saves
     rounds_alone: int = 3
-    managers: bool = True
+    managers: bool = True  # of Orbax, one of which hangs now and then
 
 
 # Shows that the suite runs, and measures nothing.
@@ -113,8 +100,8 @@ def measure(size: Size = Size()) -> dict[str, report.Figure]:
     supervisor.warm_up([tiers_managers.__name__])
     prefix = f"elastic_ckpt_benchmark_{os.getpid()}_"
     with tempfile.TemporaryDirectory(prefix=prefix, dir="/dev/shm") as d:
-        machines = [f"{d}/machine-{number}" for number in range(tiers_turns.HOSTS)]
-        place = tiers_turns.Place(
+        machines = [f"{d}/machine-{number}" for number in range(tiers_hosts.HOSTS)]
+        place = tiers_hosts.Place(
             machines=tuple(machines),
             results=f"{d}/results",
             orbax=f"{d}/orbax",
@@ -124,10 +111,10 @@ def measure(size: Size = Size()) -> dict[str, report.Figure]:
             rounds=size.rounds,
         )
         with _agents(machines) as urls:
-            saved = tiers_turns.run(tiers_hosts.save, place)
-            restored = tiers_turns.run(tiers_hosts.restore, place)
+            saved = tiers_hosts.run(tiers_hosts.save, place)
+            restored = tiers_hosts.run(tiers_hosts.restore, place)
             program = functools.partial(tiers_hosts.restore_half, urls=tuple(urls))
-            half = tiers_turns.run(program, place, num_hosts=tiers_turns.HOSTS // 2)
+            half = tiers_hosts.run(program, place, num_hosts=tiers_hosts.HOSTS // 2)
         figures = _of_hosts(saved, restored, half, place.num_bytes / _GIB)
         for directory in (*machines, place.orbax):
             shutil.rmtree(directory)
@@ -141,7 +128,7 @@ def measure(size: Size = Size()) -> dict[str, report.Figure]:
         if size.managers:
             # As large on each host, of which two have the same.
             halved = dataclasses.replace(place, num_leaves=size.num_leaves // 2)
-            figures |= _beside(tiers_turns.run(tiers_managers.save_and_restore, halved))
+            figures |= _beside(tiers_hosts.run(tiers_managers.save_and_restore, halved))
         return figures | _transferred(f"{d}/served", size)
 
 

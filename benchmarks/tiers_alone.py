@@ -30,14 +30,7 @@ _State = dict[str, jax.Array]
 def figures(
     directory: str, *, leaves: int, mib: int, rounds: int
 ) -> dict[str, report.Figure]:
-    """Measures in a new process.
-
-    Args:
-      directory: for all sides.
-      leaves: small ones of a state.
-      mib: of all large ones, or of the only one.
-      rounds: that are counted.
-    """
+    """Measures in a new process; `mib` is of all large leaves, or of the only one."""
     samples = turns.in_new_process(_measure, directory, leaves, mib, rounds)
     few = "until in storage, storage alone"
     by_name = {

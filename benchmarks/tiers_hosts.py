@@ -1,25 +1,187 @@
-"""The hosts of suite `tiers`: each function is the program of one host."""
+"""The hosts of suite `tiers`, how they take turns, and the state that they save.
+
+All sides of a comparison take turns in one world. All hosts begin a turn together, and
+it takes as long as on the slowest of them. `save`, `restore` and `restore_half` are the
+programs of one host.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
+import gc
 import itertools
+import json
 import os
 import pathlib
 import shutil
 import subprocess
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
 
-from benchmarks import tiers_turns
-from benchmarks.tiers_turns import Place, State
-from elastic_ckpt.core import events
-from elastic_ckpt.elastic import member
+from benchmarks import memory, turns
+from elastic_ckpt import frontend
+from elastic_ckpt.core import events, topology
+from elastic_ckpt.elastic import member, multicontroller, supervisor
+from elastic_ckpt.tiers import choices
 from elastic_ckpt.tiers.peers import peer_client
+from elastic_ckpt.training import schema
+
+HOSTS = 4
+_TIMEOUT_MS = 600_000
+_barriers = itertools.count()
+
+State = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """The directories of a world on the RAM disk, and the state that its hosts save."""
+
+    machines: tuple[str, ...]  # host n is on machine n
+    results: str  # of what is measured
+    orbax: str  # of Orbax's checkpoints
+    num_leaves: int  # large ones of the state
+    leaf_mib: int
+    num_small: int  # leaves of 8 KiB besides
+    rounds: int  # that are counted; one before them is not
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the whole state."""
+        return self.num_leaves * self.leaf_mib * 2**20 + self.num_small * 8 * 2**10
+
+
+@contextlib.contextmanager
+def joined(
+    host: member.Member, place: Place
+) -> Iterator[tuple[Mesh, frontend.Checkpointer]]:
+    """Joins the world, with a checkpointer over RAM, and no copies."""
+    multicontroller.configure(schema.WorldSection())
+    with multicontroller.joined(host):
+        mesh = topology.mesh_of(topology.present(1))
+        tiers = [choices.Local(place.machines[host.host]), choices.Peers(copies=0)]
+        with frontend.Checkpointer(
+            tiers, run="benchmark", slice_name=str(host.host)
+        ) as made:
+            yield mesh, made
+
+
+def sharded(mesh: Mesh) -> NamedSharding:
+    """Over all devices: no two hosts have the same."""
+    return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+
+
+def abstract(place: Place, sharding: NamedSharding) -> dict[str, Any]:
+    """The state as it is wanted under a sharding."""
+    large = (place.leaf_mib * 128, 2048)
+    shapes = {f"kernel_{number:03d}": large for number in range(place.num_leaves)}
+    small = {f"scale_{number:04d}": (2048,) for number in range(place.num_small)}
+    return {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+        for name, shape in (shapes | small).items()
+    }
+
+
+def states(place: Place, sharding: NamedSharding) -> Callable[[], State]:
+    """Each call gives the state after one more step: new arrays, the old are gone."""
+    wanted = abstract(place, sharding)
+
+    @functools.partial(jax.jit, out_shardings=sharding)
+    def first() -> State:
+        return {
+            name: jax.lax.broadcasted_iota(leaf.dtype, leaf.shape, 0)
+            for name, leaf in wanted.items()
+        }
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def after(state: State) -> State:
+        return {name: array + 1 for name, array in state.items()}
+
+    held = [first()]
+
+    def step() -> State:
+        held.append(jax.block_until_ready(after(held.pop())))
+        return held[0]
+
+    return step
+
+
+def in_turns(
+    place: Place,
+    sides: Mapping[str, Callable[[Any], Any]],
+    *,
+    prepare: Callable[[], Any] = lambda: None,
+    finish: Callable[[Any], object] = lambda _: None,
+) -> turns.Secs:
+    """The seconds of each side on this host, of one round more than are counted.
+
+    Args:
+      place: of the world.
+      sides: what is timed.
+      prepare: makes what a side gets, before its turn.
+      finish: gets what a side has returned, after its turn.
+    """
+    secs: turns.Secs = {name: [] for name in sides}
+    for name in [*sides] * (place.rounds + 1):
+        given = prepare()
+        # Garbage of one side is not collected in the turn of another.
+        gc.collect()
+        _meet()
+        memory.touch(place.num_bytes // jax.process_count())
+        _meet()
+        began = time.perf_counter()
+        done = sides[name](given)
+        secs[name].append(time.perf_counter() - began)
+        finish(done)
+    return secs
+
+
+def _meet() -> None:
+    # Returns when all hosts are here.
+    client = multihost.get_jax_distributed_client()
+    client.wait_at_barrier(f"turn-{next(_barriers)}", _TIMEOUT_MS)
+
+
+def run(
+    program: Callable[..., None], place: Place, *, num_hosts: int = HOSTS
+) -> turns.Secs:
+    """Runs a program on all hosts.
+
+    Returns:
+      What they `report`: by side, of the slowest host in each round but the first.
+    """
+    os.makedirs(place.results)
+    supervisor.HostProcesses(
+        functools.partial(program, place=place),
+        num_hosts=num_hosts,
+        log_directory=f"{place.results}/logs",
+        emit=events.nobody,
+    ).run()
+    files = sorted(pathlib.Path(place.results).glob("*.json"))
+    of_hosts = [json.loads(file.read_bytes()) for file in files]
+    shutil.rmtree(place.results)
+    return {
+        name: list(map(max, *(host[name] for host in of_hosts)))[1:]
+        for name in of_hosts[0]
+    }
+
+
+def report(place: Place, host: member.Member, secs: turns.Secs) -> None:
+    """Writes this host's measurements for the process that started the world."""
+    with open(f"{place.results}/{host.host}.json", "w") as file:
+        json.dump(secs, file)
+
 
 # Threads that read files without any more ado.
 _THREADS = 4
@@ -28,8 +190,8 @@ _THREADS = 4
 def save(host: member.Member, emit: events.Emit, *, place: Place) -> None:
     """Saves, and copies the same bytes."""
     del emit
-    with tiers_turns.joined(host, place) as (mesh, ours):
-        fresh_state = tiers_turns.states(place, tiers_turns.sharded(mesh))
+    with joined(host, place) as (mesh, ours):
+        fresh_state = states(place, sharded(mesh))
         steps = itertools.count(1)
         kept = [np.empty_like(view) for view in _views(fresh_state())]
         orbax = _orbax_checkpointer(place)
@@ -59,18 +221,18 @@ def save(host: member.Member, emit: events.Emit, *, place: Place) -> None:
 
         sides = {"copy": copy, "block": save_ours, "block_orbax": save_orbax}
         # The last save is restored.
-        secs = tiers_turns.in_turns(
+        secs = in_turns(
             place, sides | {"save": committed}, prepare=fresh_state, finish=finish
         )
         orbax.close()
-        tiers_turns.report(place, host, secs)
+        report(place, host, secs)
 
 
 def restore(host: member.Member, emit: events.Emit, *, place: Place) -> None:
     """Restores what the same number of hosts has saved, and copies the same files."""
     del emit
-    with tiers_turns.joined(host, place) as (mesh, ours):
-        wanted = tiers_turns.abstract(place, tiers_turns.sharded(mesh))
+    with joined(host, place) as (mesh, ours):
+        wanted = abstract(place, sharded(mesh))
         orbax = _orbax_checkpointer(place)
         copied = os.path.join(place.machines[host.host], "copied")
         step = _step_directory(place.machines[host.host])
@@ -86,13 +248,13 @@ def restore(host: member.Member, emit: events.Emit, *, place: Place) -> None:
                 orbax.load_checkpointables(None, parts)
             ),
         }
-        secs = tiers_turns.in_turns(
+        secs = in_turns(
             place,
             sides,
             finish=lambda _: shutil.rmtree(copied, ignore_errors=True),
         )
         orbax.close()
-        tiers_turns.report(place, host, secs)
+        report(place, host, secs)
 
 
 def restore_half(
@@ -100,8 +262,8 @@ def restore_half(
 ) -> None:
     """Restores on half of the hosts, and reads the same files without any more ado."""
     del emit
-    with tiers_turns.joined(host, place) as (mesh, ours):
-        wanted = tiers_turns.abstract(place, tiers_turns.sharded(mesh))
+    with joined(host, place) as (mesh, ours):
+        wanted = abstract(place, sharded(mesh))
         secret = pathlib.Path(place.machines[host.host], "secret").read_text()
         client = peer_client.PeerClient(secret)
         # Hosts need rows in their order: this one what two of the four have saved.
@@ -126,9 +288,9 @@ def restore_half(
             "load": lambda _: jax.block_until_ready(ours.load(None, wanted)),
             "read_peers_files": read_peers_files,
         }
-        secs = tiers_turns.in_turns(place, sides)
+        secs = in_turns(place, sides)
         client.close()
-        tiers_turns.report(place, host, secs)
+        report(place, host, secs)
 
 
 def _views(state: State) -> list[np.ndarray]:

@@ -28,7 +28,7 @@ from orbax.checkpoint.experimental.emergency.p2p import args as p2p_args
 from orbax.checkpoint.experimental.emergency.p2p import checkpoint_manager as p2p
 from orbax.checkpoint.experimental.emergency.p2p import options as p2p_options
 
-from benchmarks import tiers_turns
+from benchmarks import tiers_hosts
 from elastic_ckpt.core import events, storage
 from elastic_ckpt.elastic import member
 
@@ -43,15 +43,15 @@ class Side(NamedTuple):
 
 
 def save_and_restore(
-    host: member.Member, emit: events.Emit, *, place: tiers_turns.Place
+    host: member.Member, emit: events.Emit, *, place: tiers_hosts.Place
 ) -> None:
     """Saves and loads through each of them, and through ours."""
     del emit
-    with tiers_turns.joined(host, place) as (_, ours):
+    with tiers_hosts.joined(host, place) as (_, ours):
         initialize()
         mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("replica", "data"))
         sharding = NamedSharding(mesh, PartitionSpec("data"))
-        abstract = tiers_turns.abstract(place, sharding)
+        abstract = tiers_hosts.abstract(place, sharding)
         directory = place.machines[host.host]
         managers = {
             "p2p": p2p.CheckpointManager(
@@ -82,9 +82,9 @@ def save_and_restore(
         for name, manager in managers.items():
             made = p2p_args.Composite if name == "p2p" else ocp.args.Composite
             sides[name] = side_of(manager, made, abstract)
-        fresh_state = tiers_turns.states(place, sharding)
+        fresh_state = tiers_hosts.states(place, sharding)
         steps = {name: itertools.count(1) for name in sides}
-        secs = tiers_turns.in_turns(
+        secs = tiers_hosts.in_turns(
             place,
             {
                 f"block_{name}": lambda state, name=name: sides[name].save(
@@ -96,7 +96,7 @@ def save_and_restore(
             finish=lambda wait: wait(),
         )
         last = place.rounds + 1
-        secs |= tiers_turns.in_turns(
+        secs |= tiers_hosts.in_turns(
             place,
             {
                 f"load_{name}": lambda _, side=side: jax.block_until_ready(
@@ -107,7 +107,7 @@ def save_and_restore(
         )
         for manager in managers.values():
             manager.close()
-        tiers_turns.report(place, host, secs)
+        tiers_hosts.report(place, host, secs)
 
 
 def initialize() -> None:

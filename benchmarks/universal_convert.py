@@ -12,9 +12,12 @@ import os
 import pathlib
 import shutil
 import tempfile
+from collections.abc import Mapping
 from typing import Any
 
-from benchmarks import report, turns, universal_files
+import numpy as np
+
+from benchmarks import report, turns
 from elastic_ckpt.universal.writing import conversion, convert
 
 _ROWS, _COLUMNS = 4096, 2048
@@ -26,15 +29,9 @@ _RULE = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """The size of the checkpoint, and how often it is converted.
+    """The size of the checkpoint, and how often it is converted."""
 
-    Attributes:
-      file_matrices: of 32 MiB, in each file.
-      files: that are converted.
-      rounds: that are counted.
-    """
-
-    file_matrices: int = 32
+    file_matrices: int = 32  # of 32 MiB, in each file
     files: int = 4
     rounds: int = 3
 
@@ -52,7 +49,7 @@ def measure(size: Size = Size()) -> dict[str, report.Figure]:
         for number in range(size.files):
             first = number * size.file_matrices
             matrices = range(first, first + size.file_matrices)
-            universal_files.write(
+            write(
                 source / f"{number:05d}.safetensors",
                 {f"layers.{each}.weight": (_ROWS, _COLUMNS) for each in matrices},
                 seed=number,
@@ -93,3 +90,21 @@ def measure(size: Size = Size()) -> dict[str, report.Figure]:
         side: report.ratio(copies, taken, "a durable copy of the same bytes, at least")
         for side, taken in secs.items()
     }
+
+
+def write(
+    path: pathlib.Path, shapes: Mapping[str, tuple[int, ...]], *, seed: int
+) -> None:
+    """Writes random float32 tensors, in their order, into one file."""
+    header = {}
+    stop = 0
+    for name, shape in shapes.items():
+        start, stop = stop, stop + 4 * int(np.prod(shape))
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, stop]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    generator = np.random.default_rng(seed)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for shape in shapes.values():
+            file.write(generator.random(shape, np.float32).data)

@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from benchmarks import report, turns, universal_files
+from benchmarks import report, turns, universal_convert
 from elastic_ckpt import universal
 from elastic_ckpt.universal.rules.layout import Layout
 
@@ -41,19 +41,11 @@ _STACKED = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """The size of the state, and how often it is loaded.
+    """The size of the state, and how often it is loaded."""
 
-    Attributes:
-      layers: of 10 matrices of `embed` x `embed` elements altogether, if `hidden` is
-        two times `embed`.
-      embed: the size of the dim between layers.
-      hidden: the size of the dim within the perceptron of a layer.
-      rounds: that are counted.
-    """
-
-    layers: int = 26
+    layers: int = 26  # of 10 matrices of `embed` x `embed` elements altogether
     embed: int = 2048
-    hidden: int = 4096
+    hidden: int = 4096  # within the perceptron of a layer
     rounds: int = 3
 
     @property
@@ -97,7 +89,7 @@ def _measured(size: Size) -> dict[str, report.Figure]:
         raw.mkdir()
         for number in range(size.layers):
             file = raw / f"{number:05d}.safetensors"
-            universal_files.write(file, size.layer(number), seed=number)
+            universal_convert.write(file, size.layer(number), seed=number)
         ocp.save(str(layers), _unchanged(raw, size, 1))
         ocp.save(str(stacked), _relayout(raw, size))
         context = ocp.Context()

@@ -4,10 +4,9 @@
 * 1e6 matrices of 100 layers, which become stacks, are opened from files of PyTorch's
   distributed checkpoints, the format that takes longest.
 * 128 hosts read a ZeRO-1 of 32 data-parallel ranks, with masters and moments as flat
-  partitions, and a Megatron of 4 tensor-parallel ranks and 4 pipeline stages, in files
-  of torch.save. They have one CRC-32 an entry: counted are the bytes of the plans, and
-  those that hosts read beside them to compare the checksums of all entries that they
-  use.
+  partitions in files of torch.save. They have one CRC-32 an entry: counted are the
+  bytes of the plans, and those that hosts read beside them to compare the checksums of
+  all entries that they use.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ def measure(num_tensors: int = 10**6) -> dict[str, report.Figure]:
         ),
         "read_over_needed_percent_torch": report.figure(
             "percent",
-            f"at most 5; {_HOSTS} hosts, ZeRO-1 of 32 ranks and Megatron of tp 4, pp 4",
-            [_over_needed(*_zero()), _over_needed(*_megatron())],
+            f"at most 5; {_HOSTS} hosts, ZeRO-1 of 32 ranks",
+            [_over_needed(*_zero())],
         ),
     }
 
@@ -102,12 +101,19 @@ def _experts() -> float:
     shapes = {"gate": (rows, embed), "up": (rows, embed), "down": (embed, rows)}
     dims = {"gate": "ff@tp embed", "up": "ff@tp embed", "down": "embed ff@tp"}
     tensors = [
-        _in_a_file(
-            f"layers.{layer}.experts.{expert}.{name}.weight",
-            shape,
-            f"rank-{rank}.bin",
-            _DTYPE.itemsize * rows * embed * number,
+        StoredTensor(
+            name=f"layers.{layer}.experts.{expert}.{name}.weight",
+            dtype=_DTYPE,
+            shape=shape,
             ranks=(("tp", rank),),
+            fragments=(
+                Fragment(
+                    box=boxes.whole(shape),
+                    file=f"rank-{rank}.bin",
+                    offset=_DTYPE.itemsize * rows * embed * number,
+                    strides=row_major(shape, _DTYPE.itemsize),
+                ),
+            ),
         )
         for rank in range(ranks)
         for layer in range(layers)
@@ -162,20 +168,6 @@ def _open_dcp(path: pathlib.Path) -> float:
     volume = len(tensors) * rows * columns // 8
     assert plan.total().needed_bytes == volume * _DTYPE.itemsize
     return secs
-
-
-def _in_a_file(
-    name: str, shape: tuple[int, ...], file: str, offset: int, **more: Any
-) -> StoredTensor:
-    fragment = Fragment(
-        box=boxes.whole(shape),
-        file=file,
-        offset=offset,
-        strides=row_major(shape, _DTYPE.itemsize),
-    )
-    return StoredTensor(
-        name=name, dtype=_DTYPE, shape=shape, fragments=(fragment,), **more
-    )
 
 
 def _zero() -> tuple[OpenedCheckpoint, Layout, dict[str, TargetTensor]]:
@@ -236,50 +228,6 @@ def _of_ranks(
     return tuple(fragments)
 
 
-def _megatron() -> tuple[OpenedCheckpoint, Layout, dict[str, TargetTensor]]:
-    tp, pp = 4, 4
-    dims = {
-        name: "out in@tp" if name in ("out", "down") else "out@tp in"
-        for name in _MATRICES
-    }
-    tensors: list[StoredTensor] = []
-    entries: dict[str, list[Checksum]] = {}
-    for stage, rank in itertools.product(range(pp), range(tp)):
-        file, at = f"mp_rank_{rank:02}_{stage:03}/model_optim_rng.pt", 0
-        entries[file] = []
-        for local, name in itertools.product(range(_LAYERS // pp), _MATRICES):
-            rows, columns = _MATRICES[name]
-            is_rows = dims[name].startswith("out@tp")
-            held = (rows // tp, columns) if is_rows else (rows, columns // tp)
-            ranks = (("pp", stage), ("tp", rank))
-            name = f"layers.{local}.{name}.weight"
-            tensors.append(_in_a_file(name, held, file, at, ranks=ranks))
-            end = at + math.prod(held) * _DTYPE.itemsize
-            entries[file].append(Checksum(at, end, 0))
-            at = end
-    checkpoint = OpenedCheckpoint(
-        format="Megatron mp_rank",
-        tensors=tensors,
-        axes={"tp": tp, "pp": pp},
-        checksums=entries.__getitem__,
-    )
-    rules = [
-        {
-            "from": {f"layers.{{local}}.{name}.weight": dims[name]},
-            "to": {f"layers.{{(pp local)}}.{name}": "out in"},
-        }
-        for name in _MATRICES
-    ]
-    targets = _targets(
-        {
-            f"layers.{layer}.{name}": shape
-            for layer in range(_LAYERS)
-            for name, shape in _MATRICES.items()
-        }
-    )
-    return checkpoint, Layout.from_dict({"rules": rules}), targets
-
-
 def _over_needed(
     checkpoint: OpenedCheckpoint, layout: Layout, targets: Mapping[str, TargetTensor]
 ) -> float:
@@ -296,12 +244,15 @@ def _over_needed(
         return load_plan.plan(checkpoint.tensors, matched.moves, matched.fills, needed)
 
     plans = [planned(host) for host in range(_HOSTS)]
-    world = _World()
+    barrier, gathered = threading.Barrier(_HOSTS), [None] * _HOSTS
     with futures.ThreadPoolExecutor(_HOSTS) as pool:
         checks = list(
             pool.map(
                 lambda host: ReadChecks(
-                    checkpoint, plans[host], plans[host].files, _Host(world, host)
+                    checkpoint,
+                    plans[host],
+                    plans[host].files,
+                    _Host(barrier, gathered, host),
                 ),
                 range(_HOSTS),
             )
@@ -312,28 +263,22 @@ def _over_needed(
     return 100 * (read / sum(total.needed_bytes for total in totals) - 1)
 
 
-class _World:
-    # What hosts that are threads gather is what all have.
-    def __init__(self) -> None:
-        self.barrier = threading.Barrier(_HOSTS)
-        self.values: list[Any] = [None] * _HOSTS
-
-
 @dataclasses.dataclass(frozen=True)
 class _Host:
-    """See `allgather.Allgather`."""
+    """An `allgather.Allgather` of hosts that are threads."""
 
-    world: _World
+    barrier: threading.Barrier
+    gathered: list[Any]
     host: int
     num_hosts: int = _HOSTS
 
     def gather(self, kind: str, value: Any, *, timeout_secs: float) -> list[Any]:
         """See `allgather.Allgather`."""
         del kind, timeout_secs
-        self.world.values[self.host] = value
-        self.world.barrier.wait()
-        values = list(self.world.values)
-        self.world.barrier.wait()
+        self.gathered[self.host] = value
+        self.barrier.wait()
+        values = list(self.gathered)
+        self.barrier.wait()
         return values
 
     def run(

@@ -12,6 +12,7 @@ times that, or the timed stretch would hold no decoding at all.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -19,7 +20,7 @@ import pathlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -42,21 +43,16 @@ PEERS = (
 
 
 # By name: a fresh iterator over at least `warm_up_tokens + num_tokens` tokens, arrays
-# of shape (2048,) or (rows, 2048). Its `close` is called where it has one.
+# of shape (2048,) or (rows, 2048). It is a generator, and closed at the end.
 Sides = dict[str, Callable[[], Iterator[Tokens]]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Millions of tokens of a side, one sample a round.
+    """Millions of tokens of a side, one sample a round."""
 
-    Attributes:
-      per_sec: by the clock.
-      per_cpu_sec: by the processor time of all threads of this process.
-    """
-
-    per_sec: tuple[float, ...]
-    per_cpu_sec: tuple[float, ...]
+    per_sec: tuple[float, ...]  # by the clock
+    per_cpu_sec: tuple[float, ...]  # by the processors, of all threads of this process
 
 
 def in_turns(
@@ -75,14 +71,12 @@ def in_turns(
     for _ in range(num_rounds):
         for name, make in sides.items():
             gc.collect()  # what the side before has left is not this one's time
-            rows = make()
-            try:
+            rows = cast(Any, make())
+            with contextlib.closing(rows):
                 _take(name, rows, warm_up_tokens)
                 began = (time.perf_counter(), time.process_time())
                 taken = _take(name, rows, num_tokens)
                 ended = (time.perf_counter(), time.process_time())
-            finally:
-                _close(rows)
             secs, cpu_secs = (b - a for a, b in zip(began, ended, strict=True))
             samples[name].append((taken / secs / 1e6, taken / cpu_secs / 1e6))
     rates = {}
@@ -95,31 +89,28 @@ def in_turns(
 def compared(
     rates: Mapping[str, Rates],
     *,
-    ours: str,
-    name: str | None,
+    name: str,
     ratio: Callable[[str], str],
     bounds: Mapping[str, str],
 ) -> dict[str, report.Figure]:
-    """The figures of one side beside the others, each by clock and by processor.
+    """The figures of the side "ours" beside the others, each by clock and by processor.
 
     Args:
       rates: of all sides.
-      ours: the side that is compared.
-      name: of the figures of its rates, without `_per_sec` and `_per_cpu_sec`; None
-        leaves them out.
+      name: of the figures of our rates, without `_per_sec` and `_per_cpu_sec`.
       ratio: the name of the figure of a ratio to another side; `cpu_` comes before that
         of the processor.
       bounds: of figures by the clock.
     """
-    own = rates[ours]
-    figures = {}
-    if name is not None:
-        by_clock, by_cpu = f"{name}_per_sec", f"{name}_per_cpu_sec"
-        bound = bounds.get(by_clock, "no bound")
-        figures[by_clock] = report.figure("Mtok/s", bound, own.per_sec)
-        figures[by_cpu] = report.figure("Mtok/cpu-s", "no bound", own.per_cpu_sec)
+    own = rates["ours"]
+    by_clock, by_cpu = f"{name}_per_sec", f"{name}_per_cpu_sec"
+    bound = bounds.get(by_clock, "no bound")
+    figures = {
+        by_clock: report.figure("Mtok/s", bound, own.per_sec),
+        by_cpu: report.figure("Mtok/cpu-s", "no bound", own.per_cpu_sec),
+    }
     for peer, theirs in rates.items():
-        if peer == ours:
+        if peer == "ours":
             continue
         named = ratio(peer)
         rate = statistics.median(theirs.per_sec)
@@ -176,10 +167,3 @@ def _take(name: str, rows: Iterator[Tokens], num_tokens: int) -> int:
     raise ValueError(
         f"{name} ended after {taken} of {num_tokens} tokens: write more documents"
     )
-
-
-def _close(rows: Any) -> None:
-    # A generator has `close`, and so have Grain's iterators; a plain iterator has not.
-    close = getattr(rows, "close", None)
-    if close is not None:
-        close()

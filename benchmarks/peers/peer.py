@@ -59,20 +59,15 @@ Tokens = NDArray[np.int32]
 class Peer:
     """Another loader, and how it does the jobs.
 
-    Attributes:
-      name: in the figure `ratio_<name>`.
-      packages: the distributions that it needs, the one that it is about first.
-      lacks: why it does not do a setting; it does all that are not in here.
-      prepare: writes the corpus in the peer's own format below a directory that is its
-        own and does not exist yet. Not timed.
-      rows: the tokens of a setting, from the corpus or from what `prepare` wrote: a
-        fresh iterator over one pass, arrays of shape (2048,) or (rows, 2048), int32.
-        Closing it ends the peer's threads.
+    `prepare` writes the corpus in the peer's own format below a directory that is its
+    own and does not exist yet; it is not timed. `rows` is a generator of the tokens of
+    a setting, from the corpus or from what `prepare` wrote: one pass, int32 arrays of
+    shape (2048,) or (rows, 2048). Closing it ends the peer's threads.
     """
 
-    name: str
-    packages: tuple[str, ...]
-    lacks: Mapping[Setting, str]
+    name: str  # in the figure `ratio_<name>`
+    packages: tuple[str, ...]  # that it needs, the one that it is about first
+    lacks: Mapping[Setting, str]  # why it does not do a setting
     prepare: Callable[[Documents, pathlib.Path], None]
     rows: Callable[[Setting, Documents, pathlib.Path], Iterator[Tokens]]
 
