@@ -15,14 +15,14 @@ SUITES = {
     "scale": "the decisions of a save and a restore: 10,000 hosts, 1e6 boxes",
     "tiers": "saves and restores in RAM, beside plain copies and Orbax; peers",
     "every_step": "a save in each step, with a copy at a peer and without",
-    "follow": "a follower of steps in RAM: bytes over changed ones, slowdown, lag",
+    "follow": "a follower of steps in RAM: bytes over changed ones, slowdown",
     "recovery": "lost slices: until the first step, steps lost; loop; beside Orbax",
     "soak": "runs that a hundred faults hit, on disk and in buckets",
     "simulation": "real runs that fail beside simulations of the same failures",
     "verdicts": "faults of 80 kinds, and what the run says of each",
-    "storage": "a run's step log; data and steps in buckets, beside plain reads, Orbax",
+    "storage": "data and steps in buckets, beside plain ranged reads and Orbax",
     "universal": "loads of other layouts over plain ones, conversions, plans",
-    "data_state": "what a state costs: its bytes, its memory, resuming",
+    "data_state": "the bytes of a state; a thousand datasets in one process",
 }
 
 

@@ -11,8 +11,6 @@ one, if there are two, as it would be on another machine.
 * `follow_slowdown_percent`: the median step beside the follower, over that while it
   stands still. They take turns of a few steps, a sample is of many turns, and which of
   two turns is first alternates.
-* `follow_lag_steps`: how many steps were complete in RAM after the one whose weights
-  the follower has just loaded.
 """
 
 from __future__ import annotations
@@ -138,15 +136,7 @@ def _beside(
     directory: pathlib.Path, turn: Callable[[int], list[float]], size: Size
 ) -> dict[str, report.Figure]:
     slowdowns = []
-    with _following(directory) as (pid, loaded):
-
-        def taken() -> list[int]:
-            # At least the newest step is loaded.
-            lags = [loaded.recv()]
-            while loaded.poll():
-                lags.append(loaded.recv())
-            return lags
-
+    with _following(directory) as (pid, _):
         turn(size.turn_steps)
         for _ in range(size.samples):
             secs: dict[bool, list[float]] = {True: [], False: []}
@@ -156,20 +146,9 @@ def _beside(
                     secs[is_followed] += turn(size.turn_steps)[1:]
             with_it, without = map(statistics.median, (secs[True], secs[False]))
             slowdowns.append(100 * (with_it / without - 1))
-        os.kill(pid, signal.SIGCONT)
-        # It stood still while it loaded some of the steps so far.
-        turn(1)
-        taken()
-        lags = []
-        for _ in range(size.byte_steps):
-            turn(size.turn_steps)
-            lags += taken()
     return {
         "follow_slowdown_percent": report.figure(
             "percent", "steps while the follower stands still; at most 5", slowdowns
-        ),
-        "follow_lag_steps": report.figure(
-            "steps", "the newest step that is complete in RAM; at most 1", lags
         ),
     }
 
@@ -242,15 +221,4 @@ def _follow(loaded: Connection[Any, Any], directory: pathlib.Path) -> None:
     secret = directory / "ram" / "secret"
     for step in ec.watch_steps(directory / "steps", secret_file=secret):
         jax.block_until_ready(step.load())
-        loaded.send(sum(each > step.step for each in _complete(directory)))
-
-
-def _complete(directory: pathlib.Path) -> list[int]:
-    # The steps of the only host.
-    steps = []
-    for saved in (directory / "ram" / "hosts" / "0").iterdir():
-        # The run removes steps meanwhile.
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            if any(each.name.startswith("manifest-") for each in saved.iterdir()):
-                steps.append(int(saved.name.partition("-")[0]))
-    return steps
+        loaded.send(step.step)

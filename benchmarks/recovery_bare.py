@@ -17,9 +17,7 @@ from elastic_ckpt.elastic import host_start
 def worlds_secs(hosts: int, worlds: int) -> list[float]:
     """Of each world, from the fork of its first process to the result in the last one.
 
-    Args:
-      hosts: the number of processes, of one device each.
-      worlds: one after the other; one before them is not counted.
+    Processes have one device each. One world before those that are counted is not.
     """
     forkserver.set_forkserver_preload(["jax", __name__])
     forkserver.ensure_running()

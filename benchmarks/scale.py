@@ -4,9 +4,9 @@ The world is 100 slices, or one for each 10 hosts if there are fewer, whose host
 100 boxes each: one of each of 100 leaves, no two alike. It saves a step with copies,
 and restores it when hosts have changed places.
 
-* `messages_per_host_10k`, `bytes_per_host_10k`: of a save to RAM with copies, at the
-  host that passes the most messages of decisions; requests for values are not among
-  them. `restore_messages_per_host_10k` of the restore.
+* `messages_per_host_10k`: of a save to RAM with copies, at the host that passes the
+  most messages of decisions; requests for values are not among them.
+  `restore_messages_per_host_10k` of the restore.
 * `decision_secs_10k`: of that save and of a restore, from manifests on disks to the
   reads of all hosts: processor time of the slowest host in each pass (`scale_world`).
   Objects of the simulation that are there before are left out of garbage collection.
@@ -44,7 +44,6 @@ class Cost:
     """The cost of a save or a restore."""
 
     messages: int  # of the host that passes the most of them
-    num_bytes: int  # of the host that sends and receives the most of them
     secs: float  # without what is written and read
     peak_gib: float  # of the process that simulates all hosts
 
@@ -56,7 +55,6 @@ def measure() -> dict[str, report.Figure]:
         saved, restored = turns.in_new_process(costs, num_hosts)
         values = {
             "messages_per_host": (saved.messages, "messages", "at most 200"),
-            "bytes_per_host": (saved.num_bytes, "bytes", "no bound"),
             "restore_messages_per_host": (restored.messages, "messages", "no bound"),
             "decision_secs": (saved.secs + restored.secs, "secs", "at most 10"),
             "traffic_peak_gib": (restored.peak_gib, "gib", "no bound"),
@@ -141,8 +139,7 @@ def _wanted(contents: Contents, number: int, num_hosts: int) -> Sequence[WantedL
 
 def _cost(hosts: scale_world.SimulatedHosts) -> Cost:
     return Cost(
-        messages=max(hosts.traffic.messages.values()),
-        num_bytes=max(hosts.traffic.num_bytes.values()),
+        messages=max(hosts.messages.values()),
         secs=hosts.secs,
         peak_gib=memory.resident_bytes("VmHWM") / 2**30,
     )

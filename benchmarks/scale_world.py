@@ -53,43 +53,31 @@ _ROWS = 16
 _BOX_BYTES = 2**20
 
 
-class Traffic:
-    """The messages and bytes of each host.
-
-    A message counts at the host that reads it and, if another host has left it in its
-    RAM disk, at that host too. A request to the coordination service counts at the host
-    that makes it.
-    """
-
-    def __init__(self) -> None:
-        self.messages: collections.Counter[int] = collections.Counter()
-        self.num_bytes: collections.Counter[int] = collections.Counter()
-
-    def add(self, host: int, num_bytes: int) -> None:
-        """Counts a message of a host."""
-        self.messages[host] += 1
-        self.num_bytes[host] += num_bytes
+# By host. A message counts at the host that reads it and, if another host has left it
+# in its RAM disk, at that host too; a request to the coordination service at the host
+# that makes it.
+Messages = collections.Counter[int]
 
 
 class _CountedStore:
     """The coordination service as one `host` after the other uses it."""
 
-    def __init__(self, traffic: Traffic) -> None:
+    def __init__(self, messages: Messages) -> None:
         self.host = 0
-        self._traffic = traffic
+        self._messages = messages
         self._values: dict[str, bytes] = {}
 
     def key_value_set_bytes(self, key: str, value: bytes) -> None:
-        self._traffic.add(self.host, len(value))
+        self._messages[self.host] += 1
         self._values[key] = value
 
     def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
         del timeout_in_ms
-        self._traffic.add(self.host, len(self._values[key]))
+        self._messages[self.host] += 1
         return self._values[key]
 
     def key_value_delete(self, key: str) -> None:
-        self._traffic.add(self.host, 0)
+        self._messages[self.host] += 1
         for each in [each for each in self._values if each.startswith(key)]:
             del self._values[each]
 
@@ -98,11 +86,11 @@ class _Mail:
     # Of one host; all can read what any of them has left in its RAM disk.
 
     def __init__(
-        self, posted: dict[int, dict[str, bytes]], traffic: Traffic, host: int
+        self, posted: dict[int, dict[str, bytes]], messages: Messages, host: int
     ) -> None:
         self._posted = posted
         self._own = posted[host]
-        self._traffic = traffic
+        self._messages = messages
         self._host = host
 
     def post(self, name: str, content: bytes) -> None:
@@ -112,8 +100,8 @@ class _Mail:
         content = self._posted[host].get(name)
         if content is None:
             raise ReadError(f"cannot be read: host {host} has no {name}")
-        self._traffic.add(self._host, len(content))
-        self._traffic.add(host, len(content))
+        self._messages[self._host] += 1
+        self._messages[host] += 1
         return content
 
     def deliver(self, host: int, name: str, content: bytes) -> None:
@@ -222,7 +210,7 @@ class SimulatedHosts:
       num_hosts: of the world.
 
     Attributes:
-      traffic: the messages so far.
+      messages: so far, of each host.
       secs: the time that the calls so far took, of the slowest host each.
       step: that the manifests are of.
     """
@@ -232,9 +220,9 @@ class SimulatedHosts:
     def __init__(
         self, directory: pathlib.Path, manifests: Iterator[Manifest], num_hosts: int
     ) -> None:
-        self.traffic = Traffic()
+        self.messages: Messages = collections.Counter()
         self.secs = 0.0
-        self._store = _CountedStore(self.traffic)
+        self._store = _CountedStore(self.messages)
         posted: dict[int, dict[str, bytes]] = collections.defaultdict(dict)
         hosts: list[Host] = []
         worlds = []
@@ -243,7 +231,7 @@ class SimulatedHosts:
             hosts.append(manifest.host)
             self.step = manifest.step
             world = _world(directory / str(number), manifest, hosts, number)
-            world.mail = cast(Any, _Mail(posted, self.traffic, number))
+            world.mail = cast(Any, _Mail(posted, self.messages, number))
             worlds.append(world)
         assert len(hosts) == num_hosts
         self.num_hosts = num_hosts
@@ -301,8 +289,7 @@ class SimulatedHosts:
 
     def forget_costs(self) -> None:
         """Begins to count messages and time anew."""
-        self.traffic.messages.clear()
-        self.traffic.num_bytes.clear()
+        self.messages.clear()
         self.secs = 0.0
 
     def select(self, wanted: Callable[[int], Sequence[trees.WantedLeaf]]) -> None:

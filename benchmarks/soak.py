@@ -36,7 +36,7 @@ from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
-from benchmarks import report, storage_buckets
+from benchmarks import report, storage
 from elastic_ckpt.inspect import run_files
 
 CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "demo_cpu.yml"
@@ -73,62 +73,67 @@ class Outcome:
         return lost
 
 
+class _Draw(random.Random):
+    # Of faults and returns of slices.
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.there, self.gone = set(range(_NUM_SLICES)), set[int]()
+
+    def lost(self) -> int:
+        """A slice that is gone from now on."""
+        self.gone.add(lost := self.choice(sorted(self.there)))
+        self.there.remove(lost)
+        return lost
+
+    def back(self) -> int:
+        """A slice that is back from now on."""
+        self.there.add(back := self.choice(sorted(self.gone)))
+        self.gone.remove(back)
+        return back
+
+    def host(self) -> int:
+        """A host that is there: those of the least slices are."""
+        return self.randrange(_LEAST_SLICES)
+
+
 def faults(num_events: int, seed: int) -> list[dict[str, int]]:
     """Random faults, by their steps; at least `_LEAST_SLICES` slices are always there.
 
-    Those that bring a slice back at the end are not among the `num_events`.
+    The last one is a return, if a slice is gone.
     """
-    draw = random.Random(seed)
-    there, gone, step = set(range(_NUM_SLICES)), set[int](), 0
+    draw, step = _Draw(seed), 0
     listed = []
     for number in range(num_events):
         step += draw.randint(*_STEPS_BETWEEN)
         kinds = ["kill_host", "hang_host"]
-        kinds += ["kill_slice"] * 2 * (len(there) > _LEAST_SLICES)
-        kinds += ["return_slice"] * 3 * bool(gone)
+        kinds += ["kill_slice"] * 2 * (len(draw.there) > _LEAST_SLICES)
+        kinds += ["return_slice"] * 3 * bool(draw.gone)
         kind = draw.choice(kinds)
-        if number == num_events - 1 and gone:
+        if number == num_events - 1 and draw.gone:
             kind = "return_slice"
-        if kind == "kill_slice":
-            target = draw.choice(sorted(there))
-            there.remove(target)
-            gone.add(target)
-        elif kind == "return_slice":
-            target = draw.choice(sorted(gone))
-            gone.remove(target)
-            there.add(target)
-        else:
-            target = draw.randrange(_LEAST_SLICES)
-        listed.append({kind: target, "at_step": step})
+        which = {"kill_slice": draw.lost, "return_slice": draw.back}
+        listed.append({kind: which.get(kind, draw.host)(), "at_step": step})
     return listed
 
 
 def mixed_faults(num_faults: int, seed: int) -> list[dict[str, Any]]:
     """Random faults of all kinds, and the returns of slices between them."""
-    draw = random.Random(seed)
-    there, gone, step, num = set(range(_NUM_SLICES)), set[int](), 0, 0
+    draw, step, num = _Draw(seed), 0, 0
     listed: list[dict[str, Any]] = []
-    while num < num_faults or gone:
+    while num < num_faults or draw.gone:
         step += draw.randint(*_STEPS_BETWEEN)
-        kinds = ["return"] * 6 * bool(gone)
+        kinds = ["return"] * 6 * bool(draw.gone)
         if num < num_faults:
-            kinds += ["host", "host_in_save", "host_hangs"]
+            kinds += ["kill_host", "host_in_save", "hang_host"]
             kinds += ["hosts", "host_in_restore"] * (num < num_faults - 1)
-            kinds += ["slice", "slice_cut_off"] * (len(there) > _LEAST_SLICES)
-        kind = draw.choice(kinds)
-        # There are two hosts at least.
-        host = draw.randrange(_LEAST_SLICES)
+            kinds += ["kill_slice", "cut_off"] * (len(draw.there) > _LEAST_SLICES)
+        kind, host = draw.choice(kinds), draw.host()
         match kind:
             case "return":
-                target = draw.choice(sorted(gone))
-                gone.remove(target)
-                there.add(target)
-                found = [{"return_slice": target}]
-            case "slice" | "slice_cut_off":
-                target = draw.choice(sorted(there))
-                there.remove(target)
-                gone.add(target)
-                found = [{"kill_slice" if kind == "slice" else "cut_off": target}]
+                found = [{"return_slice": draw.back()}]
+            case "kill_slice" | "cut_off":
+                found = [{kind: draw.lost()}]
             case "hosts":
                 found = [{"kill_host": 0}, {"kill_host": 1}]
             case "host_in_save":
@@ -139,10 +144,8 @@ def mixed_faults(num_faults: int, seed: int) -> list[dict[str, Any]]:
                     {"kill_host": 1 - host},
                     {"kill_host": host, "in_phase": "restore"},
                 ]
-            case "host_hangs":
-                found = [{"hang_host": host}]
             case _:
-                found = [{"kill_host": host}]
+                found = [{kind: host}]
         num += len(found) * (kind != "return")
         listed += [each | {"at_step": step} for each in found]
     return listed
@@ -197,7 +200,7 @@ def measure() -> dict[str, report.Figure]:
     """Runs the suite."""
     figures: dict[str, report.Figure] = {}
     loads = [os.getloadavg()[0]]
-    with storage_buckets.stores() as environment:
+    with storage.stores() as environment:
         bucket = environment["BUCKET"]
         for ending, url in (("", ""), ("_gs", "gs://"), ("_s3", "s3://")):
             with (

@@ -1,87 +1,219 @@
-"""Suite `storage`: what a run writes to and reads from its storage.
-
-The step log:
-
-* `log_bytes_per_step`: bytes of the log of `elastic-ckpt train` over its steps, at a
-  batch of 4,096 shuffled rows.
-
-Data and steps in buckets (`storage_buckets`), of emulators in another process, with
-which neither side shares a Python interpreter:
+"""Suite `storage`: buckets, beside plain ranged reads and beside Orbax.
 
 * `bucket_read_ratio`: the speed of reading TFRecords from a bucket of GCS over that of
   ranged reads of the same bytes, 16 at a time, of 2 MiB each; `_s3`, and `_late` with
-  answers that take 20 ms longer.
+  answers that take 20 ms longer, as the first byte of real stores takes tens of
+  milliseconds.
 * `upload_ratio_orbax`: the time until a state is saved to a bucket of GCS over that of
-  plain Orbax.
+  plain Orbax, which writes to `gs://` alone.
+
+Data is read as a loop does it by default: TFRecords in shards, verified, in batches.
+The object stores are emulators in another process, so that neither side shares a Python
+interpreter with them. Files are looked up and indexed once before, as by a run.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
+import functools
+import itertools
 import json
+import os
 import pathlib
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+from unittest import mock
 
-from array_record.python import array_record_module
+import fsspec
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+from orbax.checkpoint import v1 as ocp
 
-from benchmarks import report, storage_buckets
-from elastic_ckpt.training import step_log
+from benchmarks import report, turns
+from elastic_ckpt import data, frontend
+from elastic_ckpt.core import storage
+from elastic_ckpt.data.sources import remote_file, tfrecord
+from elastic_ckpt.tiers import choices
+
+_RECORD_BYTES = 64 * 1024
+# The length of a record and the checksums.
+_FRAME_BYTES = 16
+_SHARDS = 4
+# The records of a batch.
+_ROWS = 32
+# The number of plain reads at a time, and the bytes of each.
+_READERS = 16
+_RANGE_BYTES = remote_file.BLOCK_BYTES
+# Within the first bytes of real stores, which take tens of milliseconds.
+_LATE_SECS = 0.02
+_LARGE_LEAVES = 8
+_SMALL_LEAVES = 64
+_SERVING = """
+import json, sys
+from tests import buckets
+with buckets.serving(float(sys.argv[1])) as environment:
+    print(json.dumps(environment | {"BUCKET": buckets.BUCKET}), flush=True)
+    sys.stdin.read()
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """The size of the runs."""
+    """The size of the measurement."""
 
-    rows: int = 4096  # of a batch
-    train_steps: int = 20
-    buckets: storage_buckets.Size = storage_buckets.FULL
+    data_files: int = 8
+    file_mib: int = 64
+    state_mib: int = 64
+    rounds: int = 7
 
 
-SMALL = Size(
-    rows=512,
-    train_steps=2,
-    buckets=storage_buckets.Size(data_files=2, file_mib=4, state_mib=1, rounds=1),
-)
+# Shows that the suite runs, and measures nothing.
+SMALL = Size(data_files=2, file_mib=4, state_mib=1, rounds=1)
 
 
 def measure(size: Size = Size()) -> dict[str, report.Figure]:
-    """Runs the suite."""
-    return _log_bytes(size) | storage_buckets.measure(size.buckets)
-
-
-def _log_bytes(size: Size) -> dict[str, report.Figure]:
-    with tempfile.TemporaryDirectory() as directory:
-        root = pathlib.Path(directory)
-        corpus = str(root / "texts.array_record")
-        with contextlib.closing(
-            array_record_module.ArrayRecordWriter(corpus, "group_size:1")
-        ) as writer:
-            for number in range(100_000):
-                writer.write(b"text %d" % number)
-        settings = {
-            "run_name": "log",
-            "base_output_directory": directory,
-            "grain_train_files": corpus,
-            "max_target_length": 16,
-            "global_batch_size": size.rows,
-            "base_emb_dim": 16,
-            "base_num_query_heads": 2,
-            "head_dim": 8,
-            "base_mlp_dim": 16,
-            "base_num_decoder_layers": 1,
-            "enable_checkpointing": False,
-            "steps": size.train_steps,
-        }
-        # JSON is YAML.
-        (root / "config.yml").write_text(json.dumps(settings))
-        command = [sys.executable, "-m", "elastic_ckpt.cli.main", "train"]
-        subprocess.run(
-            [*command, str(root / "config.yml")], check=True, stdout=subprocess.DEVNULL
+    """Measures in a process that begins with the addresses of the stores."""
+    ratios, saves = {}, {}
+    for ending, kind, late_secs in (
+        ("", "gs", 0.0),
+        ("_s3", "s3", 0.0),
+        ("_late", "gs", _LATE_SECS),
+    ):
+        with stores(late_secs) as environment, mock.patch.dict(os.environ, environment):
+            url = f"{kind}://{environment['BUCKET']}"
+            secs = turns.in_new_process(_reads, f"{url}/data", size)
+            ratios[f"bucket_read_ratio{ending}"] = report.ratio(
+                secs["plain"],
+                secs["ours"],
+                "at least 0.8; speed over that of plain ranged reads",
+            )
+            if not ending:
+                saves = turns.in_new_process(_saves, f"{url}/steps", size)
+    return ratios | {
+        "upload_ratio_orbax": report.ratio(
+            saves["ours"],
+            saves["orbax"],
+            "at most 1.1; until a step is in gs://, over Orbax's",
         )
-        files = (root / "log" / step_log.DIRECTORY).iterdir()
-        num_bytes = sum(file.stat().st_size for file in files)
-    per_step = num_bytes / size.train_steps
-    return {"log_bytes_per_step": report.figure("bytes", "at most 2,000", [per_step])}
+    }
+
+
+@contextlib.contextmanager
+def stores(late_secs: float = 0.0) -> Iterator[dict[str, str]]:
+    """Runs both stores in another process; `gs://` answers after `late_secs`.
+
+    Yields:
+      The environment of their clients, and the name of their `BUCKET`.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", _SERVING, str(late_secs)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as serving:
+        assert serving.stdin is not None
+        assert serving.stdout is not None
+        try:
+            yield json.loads(serving.stdout.readline())
+        finally:
+            serving.stdin.close()
+
+
+def _reads(url: str, size: Size) -> dict[str, list[float]]:
+    paths = _write_data(url, size)
+    num_batches = size.data_files * size.file_mib * 2**20 // _RECORD_BYTES // _ROWS
+    ranges = list(_ranges(paths))
+    with concurrent.futures.ThreadPoolExecutor(_READERS) as readers:
+        sides: dict[str, Callable[[], int]] = {
+            "plain": lambda: sum(readers.map(_read_range, ranges)),
+            "ours": lambda: _read_records(paths, num_batches),
+        }
+        num_bytes = {side: read() for side, read in sides.items()}
+        assert len(set(num_bytes.values())) == 1, num_bytes
+        return turns.timed(sides, size.rounds)
+
+
+def _write_data(url: str, size: Size) -> tuple[str, ...]:
+    generator = np.random.default_rng(0)
+    num_records = size.file_mib * 2**20 // _RECORD_BYTES
+    paths = []
+    for number in range(size.data_files):
+        path = f"{url}/part-{number}.tfrecord"
+        records = (generator.bytes(_RECORD_BYTES) for _ in range(num_records))
+        with tempfile.TemporaryDirectory() as directory:
+            local = pathlib.Path(directory, "part")
+            tfrecord.write(local, records)
+            storage.write_atomic(path, local.read_bytes())
+        paths.append(path)
+    return tuple(paths)
+
+
+def _ranges(paths: tuple[str, ...]) -> Iterator[tuple[Any, str, int, int]]:
+    for path in paths:
+        system, name = fsspec.url_to_fs(path)
+        num_bytes = system.info(name)["size"]
+        for start in range(0, num_bytes, _RANGE_BYTES):
+            yield system, name, start, min(start + _RANGE_BYTES, num_bytes)
+
+
+def _read_range(part: tuple[Any, str, int, int]) -> int:
+    system, name, start, stop = part
+    return len(system.cat_file(name, start=start, end=stop))
+
+
+def _read_records(paths: tuple[str, ...], num_batches: int) -> int:
+    # The bytes of all records with their frames, as a loop on one host takes them.
+    remote_file.forget()
+    batches = data.LocalBatches(
+        data.sharded(functools.partial(_shard, paths), pipeline="rows"),
+        global_batch_size=_ROWS,
+    )
+    num_bytes = 0
+    for batch in itertools.islice(batches, num_batches):
+        rows = batch["bytes"]
+        num_bytes += rows.nbytes + len(rows) * _FRAME_BYTES
+    return num_bytes
+
+
+def _shard(paths: tuple[str, ...], shard: int) -> grain.IterDataset:
+    source = data.TFRecord(files=paths, record_format="bytes")
+    return data.Records(source, shard=shard, num_shards=_SHARDS).map(_row)
+
+
+def _row(record: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {"bytes": np.frombuffer(record["text"], np.uint8)}
+
+
+def _saves(url: str, size: Size) -> dict[str, list[float]]:
+    keep = cast(Any, ocp.training.preservation_policies.LatestN(1))
+    ours = frontend.Checkpointer(
+        [choices.Persistent(f"{url}/ours", every=1, keep=keep)]
+    )
+    orbax = ocp.training.Checkpointer(f"{url}/orbax", preservation_policy=keep)
+    steps = itertools.count(1)
+    items = size.state_mib * 2**18 // _LARGE_LEAVES
+
+    @jax.jit
+    def make(number: float) -> dict[str, jax.Array]:
+        large = jnp.sin(jnp.arange(items, dtype=jnp.float32) * number)
+        state = {f"large_{n}": large + n for n in range(_LARGE_LEAVES)}
+        small = {f"small_{n:02d}": large[:256] * n for n in range(_SMALL_LEAVES)}
+        return state | small
+
+    def save(checkpointer: Any) -> None:
+        step = next(steps)
+        state = jax.block_until_ready(make(step + 0.5))
+        assert checkpointer.save_async(step, state, force=True).result()
+
+    sides = {"ours": lambda: save(ours), "orbax": lambda: save(orbax)}
+    secs = turns.timed(sides, size.rounds)
+    ours.close()
+    orbax.close()
+    return secs

@@ -26,10 +26,15 @@ import numpy as np
 
 from benchmarks import report
 from benchmarks.peers.documents import Documents
-from benchmarks.peers.grain_peers import GRAIN_ELASTIC, GRAIN_INTERLEAVE
 from benchmarks.peers.hf_datasets import HF_DATASETS, HF_DATASETS_ARROW
+from benchmarks.peers.loaders import (
+    GRAIN_ELASTIC,
+    GRAIN_INTERLEAVE,
+    LANCEDB,
+    LITDATA,
+    MOSAICML_STREAMING,
+)
 from benchmarks.peers.peer import ROW_LENGTH, Setting, Tokens
-from benchmarks.peers.streaming_peers import LANCEDB, LITDATA, MOSAICML_STREAMING
 
 PEERS = (
     GRAIN_INTERLEAVE,
