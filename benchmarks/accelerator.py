@@ -8,15 +8,13 @@ one of them.
 * `step_slowdown_percent`: of a step, for all that its data costs the loop; packed rows
   of 2048 tokens from Parquet by `from_config` as it is by default, in global batches of
   64, and `..._worker` with `grain_worker_count=1`. `..._slow` is that of rows whose
-  making takes 0.7 of a step of Python, by `ec.data.sharded` as it is by default;
-  `..._slow_thread` and `..._slow_worker` with the reading in a thread and in a worker
-  process from the start.
-* `next_ratio`: `next()` of `ec.batches` for trivial rows over Grain's batches of the
-  same rows with `jax.make_array_from_process_local_data`, and nothing else in the loop.
+  making takes 0.7 of a step of Python, by `ec.data.sharded`.
 * `save_block_ms`: how long `save_async` of a state of 4 GiB to RAM holds the loop up;
   `save_secs` until it is committed, `load_secs` until it is back on the device, and
   their ratios to `jax.device_get` and `jax.device_put` of the same arrays.
 * `save_slowdown_percent`: of a step, while one of forty is saved.
+* `tensor_ratio_read`: the digests by which `ec.components.validate` compares replicas,
+  of all leaves on all devices, over a read of the same leaves by the same devices.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import pathlib
 import tempfile
 import time
@@ -36,8 +35,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 import elastic_ckpt as ec
-from benchmarks import report, sidecar
-from benchmarks.peers.documents import COLUMN, Documents
+from benchmarks import data, report, sidecar, turns
+from benchmarks.peers.documents import Documents
+from elastic_ckpt.checkpoint.components import device_digests
 from elastic_ckpt.core import errors
 
 _STEP_SECS = 0.05
@@ -61,7 +61,7 @@ def measure() -> dict[str, report.Figure]:
     step = _step()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         figures = _slowdowns(mesh, step, pathlib.Path(directory))
-    return figures | _nexts(mesh) | _saves(mesh, step)
+    return figures | _saves(mesh, step) | _replicas(mesh)
 
 
 def _step() -> _Step:
@@ -92,71 +92,55 @@ def _slowdowns(
     documents.write()
 
     def packed(**more: Any) -> Any:
-        data = ec.data.from_config(
-            grain_train_files=",".join(documents.files),
-            grain_file_type="parquet",
-            train_data_columns=COLUMN,
-            tokenize_train_data=False,
-            num_logical_shards=_ROWS,
-            max_target_length=2048,
-            use_truncation=False,
-            packing=True,
-            grain_packing_type="concat_then_split",
-            **more,
-        )
-        return ec.batches(data, mesh=mesh, global_batch_size=_ROWS)
+        files = ",".join(documents.files)
+        more |= {"grain_train_files": files, "grain_shuffle_buffer_size": 100}
+        made = data.configured(**more)
+        return ec.batches(made, mesh=mesh, global_batch_size=data.NUM_SHARDS)
 
-    slow = sidecar.SLOW
     sides = {
         "": packed(),
         "_worker": packed(grain_worker_count=1),
-        "_slow": sidecar.in_process(mesh, slow),
-        "_slow_thread": sidecar.in_process(mesh, slow, num_workers=0),
-        "_slow_worker": sidecar.in_process(mesh, slow, num_workers=1),
-        "_plain": sidecar.plain(mesh, slow),
+        "_slow": sidecar.in_process(mesh, sidecar.SLOW),
     }
     resident = {name: next(batches) for name, batches in sides.items()}
-    slower: dict[str, list[float]] = {name: [] for name in sides}
+    slower: turns.Secs = {name: [] for name in sides}
     alone: list[float] = []
-    for name in sidecar.turns(sides):
-        without = sidecar.steps(_repeated(resident[name]), step, _STEPS_A_ROUND)[1]
+    for name in sidecar.in_turns(sides):
+        repeated = (dict(resident[name]) for _ in itertools.count())
+        without = sidecar.steps(repeated, step, _STEPS_A_ROUND)[1]
         sidecar.steps(sides[name], step, _STEPS_UNCOUNTED)
         secs = sidecar.steps(sides[name], step, _STEPS_A_ROUND)[1]
         slower[name].append(100 * (secs / without - 1))
         alone.append(1000 * without)
     sidecar.close(sides)
-    figures = {
+    return {"step_ms": report.figure("ms", "a step alone", alone[len(sides) :])} | {
         f"step_slowdown_percent{name}": report.figure(
             "%", "at most 5" if not name else "beside it", samples[1:]
         )
         for name, samples in slower.items()
     }
-    return {
-        "step_ms": report.figure("ms", "a step alone", alone[len(sides) :])
-    } | figures
 
 
-def _repeated(batch: dict[str, jax.Array]) -> Iterator[dict[str, jax.Array]]:
-    while True:
-        yield dict(batch)
+def _replicas(mesh: Mesh) -> dict[str, report.Figure]:
+    leaves = list(_new_state(mesh, 0).values())
 
+    @jax.jit
+    @jax.shard_map(
+        mesh=mesh, in_specs=jax.P(), out_specs=jax.P("data"), check_vma=False
+    )
+    def read(leaves: list[jax.Array]) -> jax.Array:
+        bits = [jax.lax.bitcast_convert_type(leaf, jnp.uint32) for leaf in leaves]
+        return jnp.stack([each.sum(dtype=jnp.uint32) for each in bits])[None]
 
-def _nexts(mesh: Mesh) -> dict[str, report.Figure]:
-    trivial = sidecar.TRIVIAL
-    sides = {
-        "ours": sidecar.in_process(mesh, trivial),
-        "plain": sidecar.plain(mesh, trivial),
-    }
-    secs: dict[str, list[float]] = {name: [] for name in sides}
-    for name in sidecar.turns(sides):
-        next(sides[name])
-        began = time.perf_counter()
-        for _ in range(100):
-            jax.block_until_ready(next(sides[name]))
-        secs[name].append(time.perf_counter() - began)
-    sidecar.close(sides)
-    against = "at most 1.1; Grain's batches of the same rows"
-    return {"next_ratio": report.ratio(secs["ours"][1:], secs["plain"][1:], against)}
+    secs = turns.timed(
+        {
+            "digest": lambda: device_digests.look(leaves, "tensor"),
+            "read": lambda: np.asarray(read(leaves)),
+        },
+        _ROUNDS,
+    )
+    against = "at most 1.5; a jitted sum of the bits of the same leaves"
+    return {"tensor_ratio_read": report.ratio(secs["digest"], secs["read"], against)}
 
 
 def _saves(mesh: Mesh, step: _Step) -> dict[str, report.Figure]:
@@ -208,23 +192,23 @@ def _saves(mesh: Mesh, step: _Step) -> dict[str, report.Figure]:
                 _forty(step, batch)
             response.result()
     warm = {name: samples[1:] for name, samples in secs.items()}
-    gib = _LEAVES * _LEAF_MIB / 1024
+    gib = f"{_LEAVES * _LEAF_MIB / 1024:g} GiB"
     ratios = zip(warm["steps and a save"], warm["steps"], strict=True)
     return {
         "save_block_ms": report.figure(
-            "ms", f"{gib:g} GiB to RAM", [1000 * each for each in warm["block"]]
+            "ms", f"{gib} to RAM", [1000 * each for each in warm["block"]]
         ),
-        "save_secs": report.figure("s", f"{gib:g} GiB to RAM", warm["save"]),
+        "save_secs": report.figure("s", f"{gib} to RAM", warm["save"]),
         "save_ratio": report.ratio(
             warm["save"], warm["get"], "jax.device_get of the same"
         ),
-        "load_secs": report.figure("s", f"{gib:g} GiB, verified", warm["load"]),
+        "load_secs": report.figure("s", f"{gib}, verified", warm["load"]),
         "load_ratio": report.ratio(
             warm["load"], warm["put"], "jax.device_put of the same"
         ),
         "save_slowdown_percent": report.figure(
             "%",
-            f"a save of {gib:g} GiB in forty steps",
+            f"a save of {gib} in forty steps",
             [100 * (a / b - 1) for a, b in ratios],
         ),
     }

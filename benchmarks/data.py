@@ -20,8 +20,7 @@ device. A ratio is ours over the peer's in the same round. Ours is the pipeline 
 * `..._per_cpu_sec`, `cpu_ratio_...`: the same by the processor time of all threads.
 * `text_...`: from text, see `benchmarks.text`.
 * `elastic_overhead_percent`: the same pipelines of 64 shards called in turn by hand,
-  without a stream, positions or cursors, against them in the elastic engine; and
-  `read_ahead_overhead_percent` likewise, with a thread that is a batch ahead.
+  without a stream, positions or cursors, against them in the elastic engine.
 """
 
 from __future__ import annotations
@@ -30,55 +29,53 @@ import contextlib
 import functools
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from benchmarks import report, text
-from benchmarks.peers import measure as sides
+from benchmarks.peers import measure as peers
 from benchmarks.peers import peer
 from benchmarks.peers.documents import COLUMN, Documents
-from elastic_ckpt.data import data_keys, prefetch, rows, sharded_data
+from elastic_ckpt.data import prefetch, rows, sharded_data
 from elastic_ckpt.data.lm import pipeline
 
 NUM_SHARDS = 64
 _ROUNDS = 5
-_OVERHEAD_ROUNDS = 15
 
-_OURS = "ours"
-_INPUTS = "inputs"
-_RATES: dict[peer.Setting, str] = {
-    "packed": "packed_parquet_mtok",
-    "packed_shuffled": "packed_shuffled_mtok",
-    "packed_first_fit": "packed_first_fit_mtok",
-    "packed_best_fit": "packed_best_fit_mtok",
-    "unpacked": "unpacked_mtok",
-    "fixed_rows": "fixed_rows_mtok",
+# Of each setting: the name of our rate, the ending of a ratio, and how ours is packed.
+_SETTINGS: dict[peer.Setting, tuple[str, str, dict[str, Any]]] = {
+    "packed": ("packed_parquet_mtok", "", {}),
+    "packed_shuffled": (
+        "packed_shuffled_mtok",
+        "_shuffled",
+        {"grain_shuffle_buffer_size": peer.SHUFFLE_WINDOW},
+    ),
+    "packed_first_fit": (
+        "packed_first_fit_mtok",
+        "_first_fit",
+        {"grain_packing_type": "first_fit"},
+    ),
+    "packed_best_fit": (
+        "packed_best_fit_mtok",
+        "_best_fit",
+        {"grain_packing_type": "best_fit"},
+    ),
+    "unpacked": ("unpacked_mtok", "_unpacked", {"packing": False}),
+    "fixed_rows": ("fixed_rows_mtok", "_fixed_rows", {"packing": False}),
 }
-_SUFFIXES: dict[peer.Setting, str] = {
-    "packed": "",
-    "packed_shuffled": "_shuffled",
-    "packed_first_fit": "_first_fit",
-    "packed_best_fit": "_best_fit",
-    "unpacked": "_unpacked",
-    "fixed_rows": "_fixed_rows",
-}
-_RENAMED: dict[tuple[str, str], str] = {
-    ("packed_shuffled", "grain_interleave"): "ratio_grain_window_shuffle",
-}
+_RENAMED = {"ratio_grain_interleave_shuffled": "ratio_grain_window_shuffle"}
 _BOUNDS = {
     "packed_parquet_mtok_per_sec": "at least 20",
     "ratio_grain_interleave": "at least 10",
     "ratio_grain_window_shuffle": "at least 10",
     "ratio_grain_interleave_first_fit": "at least 5",
     "ratio_grain_interleave_best_fit": "at least 5",
-    "ratio_hf_datasets_arrow": "at least 1",
-    "ratio_hf_datasets_arrow_shuffled": "at least 1",
-    "ratio_hf_datasets_arrow_first_fit": "at least 1",
-    "ratio_hf_datasets_arrow_best_fit": "at least 1",
-    "ratio_hf_datasets_arrow_unpacked": "at least 1",
-    "ratio_hf_datasets_arrow_fixed_rows": "at least 1",
+    **{
+        f"ratio_hf_datasets_arrow{ending}": "at least 1"
+        for _, ending, _ in _SETTINGS.values()
+    },
     "ratio_lancedb": "at least 3",
     "ratio_lancedb_fixed_rows": "at least 1",
     "ratio_grain_elastic_fixed_rows": "at least 1",
@@ -89,133 +86,105 @@ _BOUNDS = {
 def measure() -> dict[str, report.Figure]:
     """Runs the suite, with its files on the RAM disk."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        figures = _measure(pathlib.Path(directory))
+        figures = of_rows(pathlib.Path(directory))
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         return figures | text.measure(pathlib.Path(directory) / "text")
 
 
-def configured(
-    files: Sequence[str], *, window: int = 0, packing: str = "concat_then_split"
-) -> sharded_data.ShardedData:
-    """The pipeline of `from_config` for files that have a column of tokens.
+def configured(**more: Any) -> sharded_data.ShardedData:
+    """The pipeline of `from_config` for Parquet files that have a column of tokens.
 
     Args:
-      files: Parquet files.
-      window: examples shuffled at a time; 0 shuffles none.
-      packing: how documents are packed; empty if each is padded, or a row already.
+      more: keys; unless they say otherwise, 64 shards are joined and cut to rows, in
+        the order of the files.
     """
-    built = pipeline.from_config(
-        data_keys.DataKeys(
-            grain_train_files=",".join(files),
-            grain_file_type="parquet",
-            train_data_columns=COLUMN,
-            tokenize_train_data=False,
-            num_logical_shards=NUM_SHARDS,
-            max_target_length=peer.ROW_LENGTH,
-            use_truncation=packing != "concat_then_split",
-            packing=bool(packing),
-            grain_packing_type=packing or "first_fit",
-            grain_shuffle_buffer_size=window,
-        )
-    )
+    keys = {
+        "grain_file_type": "parquet",
+        "train_data_columns": COLUMN,
+        "tokenize_train_data": False,
+        "num_logical_shards": NUM_SHARDS,
+        "max_target_length": peer.ROW_LENGTH,
+        "packing": True,
+        "grain_packing_type": "concat_then_split",
+        "grain_shuffle_buffer_size": 0,
+        **more,
+    }
+    is_cut = keys["packing"] and keys["grain_packing_type"] == "concat_then_split"
+    built = pipeline.from_config(keys | {"use_truncation": not is_cut})
     assert isinstance(built, sharded_data.ShardedData)
     return built
 
 
-def _measure(directory: pathlib.Path) -> dict[str, report.Figure]:
+def of_rows(
+    directory: pathlib.Path, *, num_tokens: int = 16_000_000, rounds: int = _ROUNDS
+) -> dict[str, report.Figure]:
+    """The figures of tokens, with files below `directory`."""
     source = Documents(directory=directory / "corpus")
     source.write()
-    files = tuple(source.files)
-    ours = {
-        "packed": configured(files),
-        "packed_shuffled": configured(files, window=peer.SHUFFLE_WINDOW),
-        "packed_first_fit": configured(files, packing="first_fit"),
-        "packed_best_fit": configured(files, packing="best_fit"),
-        "unpacked": configured(files, packing=""),
-        "fixed_rows": configured(_fixed_rows(source, directory), packing=""),
-    }
+    corpus = ",".join(source.files)
     figures: dict[str, report.Figure] = {}
-    for setting in peer.SETTINGS:
-        rates = sides.in_turns(
-            [
-                sides.Side(name=_OURS, make=_elastic(ours[setting])),
-                *sides.sides_of(setting, source=source, directory=directory / "peers"),
-            ],
-            num_rounds=_ROUNDS,
-        )
-        figures |= sides.compared(
-            rates,
-            ours=_OURS,
-            name=_RATES[setting],
-            ratio=functools.partial(_ratio, setting),
+    for setting, (rate, ending, keys) in _SETTINGS.items():
+        files = corpus if setting != "fixed_rows" else _fixed_rows(source, directory)
+        data = configured(grain_train_files=files, **keys)
+        sides = {"ours": functools.partial(_elastic, data)}
+        sides |= peers.sides_of(setting, source, directory / "peers")
+
+        def ratio(name: str, ending: str = ending) -> str:
+            named = f"ratio_{name}{ending}"
+            return _RENAMED.get(named, named)
+
+        figures |= peers.compared(
+            peers.in_turns(sides, num_tokens=num_tokens, num_rounds=rounds),
+            name=rate,
+            ratio=ratio,
             bounds=_BOUNDS,
         )
-        for line in sides.absent(setting):
-            print(f"{setting}: {line}")
-    return figures | _overhead(ours["packed"])
-
-
-def _ratio(setting: peer.Setting, name: str) -> str:
-    return _RENAMED.get((setting, name), f"ratio_{name}{_SUFFIXES[setting]}")
-
-
-def _overhead(data: sharded_data.ShardedData) -> dict[str, report.Figure]:
-    rates = sides.in_turns(
-        [
-            sides.Side(name="elastic", make=_elastic(data)),
-            sides.Side(name="ahead", make=_elastic(data, read_ahead=1)),
-            sides.Side(name="by hand", make=_by_hand(data)),
-        ],
-        num_tokens=8_000_000,
-        num_rounds=_OVERHEAD_ROUNDS,
+    return figures | _overhead(
+        configured(grain_train_files=corpus), num_tokens // 2, 3 * rounds
     )
 
-    def percent(name: str) -> tuple[float, ...]:
-        pairs = zip(rates["by hand"].per_sec, rates[name].per_sec, strict=True)
-        return tuple(100 * (bare / elastic - 1) for bare, elastic in pairs)
 
-    against = "the same 64 pipelines called in turn by hand"
+def _overhead(
+    data: sharded_data.ShardedData, num_tokens: int, rounds: int
+) -> dict[str, report.Figure]:
+    rates = peers.in_turns(
+        {
+            "elastic": functools.partial(_elastic, data),
+            "by hand": functools.partial(_by_hand, data),
+        },
+        num_tokens=num_tokens,
+        num_rounds=rounds,
+    )
+    pairs = zip(rates["by hand"].per_sec, rates["elastic"].per_sec, strict=True)
     return {
-        "elastic_overhead_percent": report.Figure(
-            unit="%", against=f"at most 5; {against}", samples=percent("elastic")
-        ),
-        "read_ahead_overhead_percent": report.Figure(
-            unit="%", against=f"a thread ahead, to {against}", samples=percent("ahead")
-        ),
+        "elastic_overhead_percent": report.figure(
+            "%",
+            "at most 5; the same 64 pipelines called in turn by hand",
+            [100 * (bare / elastic - 1) for bare, elastic in pairs],
+        )
     }
 
 
-def _elastic(
-    data: sharded_data.ShardedData, *, read_ahead: int = 0
-) -> Callable[[], Iterator[Any]]:
-    def make() -> Iterator[Any]:
-        placement = rows.Placement.in_order(
-            0, num_hosts=1, global_batch_size=NUM_SHARDS
+def _elastic(data: sharded_data.ShardedData) -> Iterator[Any]:
+    placement = rows.Placement.in_order(0, num_hosts=1, global_batch_size=NUM_SHARDS)
+    with contextlib.closing(
+        prefetch.Prefetched(
+            data.host_batches(placement), make=dict, read_ahead=prefetch.IN_CALLER
         )
-        rows_of_host = prefetch.Prefetched(
-            data.host_batches(placement),
-            make=dict,
-            read_ahead=prefetch.ReadAhead(batches=read_ahead),
-        )
-        with contextlib.closing(rows_of_host) as batches:
-            while True:
-                yield next(batches)[_INPUTS]
-
-    return make
-
-
-def _by_hand(data: sharded_data.ShardedData) -> Callable[[], Iterator[Any]]:
-    def make() -> Iterator[Any]:
-        pipelines = [iter(data.make_shard(number)) for number in range(NUM_SHARDS)]
+    ) as batches:
         while True:
-            drawn = [next(pipeline) for pipeline in pipelines]
-            batch = {name: np.stack([row[name] for row in drawn]) for name in drawn[0]}
-            yield batch[_INPUTS]
-
-    return make
+            yield next(batches)["inputs"]
 
 
-def _fixed_rows(source: Documents, directory: pathlib.Path) -> tuple[str, ...]:
+def _by_hand(data: sharded_data.ShardedData) -> Iterator[Any]:
+    pipelines = [iter(data.make_shard(number)) for number in range(NUM_SHARDS)]
+    while True:
+        drawn = [next(pipeline) for pipeline in pipelines]
+        batch = {name: np.stack([row[name] for row in drawn]) for name in drawn[0]}
+        yield batch["inputs"]
+
+
+def _fixed_rows(source: Documents, directory: pathlib.Path) -> str:
     import pyarrow as pa
     from pyarrow import parquet as pq
 
@@ -233,4 +202,4 @@ def _fixed_rows(source: Documents, directory: pathlib.Path) -> tuple[str, ...]:
         compression="none",
         use_dictionary=False,
     )
-    return (str(path),)
+    return str(path)

@@ -1,12 +1,9 @@
-"""Suite `first_light`: the demo of the README, and what `next()` costs when colocated.
+"""Suite `first_light`: the demo of the README.
 
 * `demo_secs`: the whole demo as a person starts it, the training file not yet written.
 * `first_step_secs`: from the same command to the first step in the log.
-* `colocated_next_ratio`: `next()` of `RemoteIterator`, which hands over global
-  arrays on the devices, over `next()` of the very Grain iterator that it runs, called
-  in process, which hands over NumPy rows. Both give the batches of the demo, in turns.
-* `in_process_next_ratio`: likewise `ec.data.Batches`; the difference of the two is what
-  colocated Python itself adds.
+
+Suite `sidecar` has the cost of `next()` when colocated.
 """
 
 from __future__ import annotations
@@ -16,36 +13,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
 
 from benchmarks import report
 
 _DEMO = pathlib.Path(__file__).parent.parent / "configs" / "demo_cpu.yml"
 _NUM_DEMOS = 3
-_NUM_ROUNDS = 15
-_BATCHES_A_ROUND = 40
 
 
 def measure() -> dict[str, report.Figure]:
     """Runs the suite."""
-    demos = [_time_demo() for _ in range(_NUM_DEMOS)]
-    first_steps, wholes = zip(*demos, strict=True)
-    colocated, in_process = _next_ratios()
-    grain = "the same Grain iterator called in process"
+    first_steps, wholes = zip(*(_time_demo() for _ in range(_NUM_DEMOS)), strict=True)
     return {
-        "demo_secs": report.Figure(
-            unit="s", against="at most 90 on 2 cores", samples=wholes
-        ),
-        "first_step_secs": report.Figure(
-            unit="s", against="at most 20 on 2 cores", samples=first_steps
-        ),
-        "colocated_next_ratio": report.Figure(
-            unit="ratio", against=grain, samples=colocated
-        ),
-        "in_process_next_ratio": report.Figure(
-            unit="ratio", against=grain, samples=in_process
-        ),
+        "demo_secs": report.figure("s", "at most 90 on 2 cores", wholes),
+        "first_step_secs": report.figure("s", "at most 20 on 2 cores", first_steps),
     }
 
 
@@ -74,48 +54,3 @@ def _time_demo() -> tuple[float, float]:
 def _has_a_step(log: pathlib.Path) -> bool:
     # The first line is the attempt itself.
     return log.exists() and log.read_bytes().count(b"\n") > 1
-
-
-def _next_ratios() -> tuple[tuple[float, ...], tuple[float, ...]]:
-    import jax
-    import numpy as np
-    from elastic_ckpt_sidecar import RemoteIterator
-
-    from elastic_ckpt.core import topology
-    from elastic_ckpt.data import iterator, positional_data, rows
-    from elastic_ckpt.data.lm import text
-    from elastic_ckpt.training import load
-
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 2)
-    with tempfile.TemporaryDirectory() as directory:
-        file = f"{directory}/python_stdlib.array_record"
-        text.write_arrayrecord(text.PYTHON_STDLIB, file)
-        config = load.load(_DEMO, [f"grain_train_files={file}"])
-        data = positional_data.from_config(config.data)
-        mesh = topology.mesh_of(topology.present(config.world.slices))
-        size = config.data.global_batch_size
-        sides: dict[str, Any] = {
-            "colocated": RemoteIterator(data, mesh=mesh, global_batch_size=size),
-            "in_process": iterator.Batches(data, mesh=mesh, global_batch_size=size),
-            "grain": data.host_batches(
-                rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
-            ),
-        }
-        secs = _in_turns(sides, jax.block_until_ready)
-    colocated, in_process, grain = (np.array(samples) for samples in secs.values())
-    return tuple(colocated / grain), tuple(in_process / grain)
-
-
-def _in_turns(
-    sides: dict[str, Iterator[Any]], wait: Callable[[Any], Any]
-) -> dict[str, list[float]]:
-    secs: dict[str, list[float]] = {name: [] for name in sides}
-    for round_ in range(_NUM_ROUNDS + 1):
-        for name, batches in sides.items():
-            began = time.perf_counter()
-            for _ in range(_BATCHES_A_ROUND):
-                wait(next(batches))
-            if round_:  # the first round warms up
-                secs[name].append(time.perf_counter() - began)
-    return secs

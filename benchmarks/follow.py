@@ -11,68 +11,42 @@ one, if there are two, as it would be on another machine.
 * `follow_slowdown_percent`: the median step beside the follower, over that while it
   stands still. They take turns of a few steps, a sample is of many turns, and which of
   two turns is first alternates.
-* `follow_cpu_percent`: likewise, of the time that the trainer and its agent spend on
-  processors; what else a machine does disturbs it less.
-* `follow_lag_steps`: how many steps were complete in RAM after the one whose weights
-  the follower has just loaded.
-* `follow_delay_ms`: from when a step was complete in RAM until its weights are arrays.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
+import multiprocessing
 import os
 import pathlib
-import queue
-import shutil
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent import futures
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks import follow_sides, relay, report
-from elastic_ckpt.tiers.peers import agent
+from benchmarks import relay, report
 from elastic_ckpt.tiers.persistent import run_agents
+
+_NEVER = 10**9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much is measured.
+    """How much is measured."""
 
-    Attributes:
-      num_leaves: of the weights.
-      leaf_kib: of each of them.
-      products: matrix products in a step.
-      byte_steps: steps of which the bytes are counted.
-      samples: of the slowdown.
-      pairs: of turns with and without the follower, of each sample.
-      turn_steps: of a turn; the first one is not counted.
-    """
-
-    num_leaves: int
-    leaf_kib: int
-    products: int
-    byte_steps: int
-    samples: int
-    pairs: int
-    turn_steps: int
+    num_leaves: int = 8  # of the weights
+    leaf_kib: int = 4096
+    products: int = 12  # matrix products in a step
+    byte_steps: int = 9  # of which the bytes are counted
+    samples: int = 9  # of the slowdown
+    pairs: int = 8  # of turns with and without the follower, of each sample
+    turn_steps: int = 5  # the first one is not counted
 
 
-FULL = Size(
-    num_leaves=8,
-    leaf_kib=4096,
-    products=12,
-    byte_steps=9,
-    samples=9,
-    pairs=8,
-    turn_steps=5,
-)
 # Shows that the suite runs, and measures nothing.
 SMALL = Size(
     num_leaves=4,
@@ -85,167 +59,166 @@ SMALL = Size(
 )
 
 
-def measure(size: Size = FULL) -> dict[str, report.Figure]:
+def measure(size: Size = Size()) -> dict[str, report.Figure]:
     """Runs the suite."""
-    figures = {}
-    with _trainer(size) as trainer:
-        trainer.turn(1)
-        ratios = _bytes_over_changed(trainer, size)
-        figures["follow_bytes_over_changed"] = report.figure(
-            "ratio", "the bytes of the weights that changed; at most 1.1", ratios
-        )
-        figures |= _beside(trainer, size)
+    with (
+        tempfile.TemporaryDirectory(prefix="follow-", dir="/dev/shm") as name,
+        _started(_train, pathlib.Path(name), size) as (_, trainer),
+    ):
+
+        def turn(num_steps: int) -> list[float]:
+            trainer.send(num_steps)
+            return trainer.recv()
+
+        directory = pathlib.Path(name)
+        turn(1)
+        figures = _bytes_over_changed(directory, turn, size)
+        figures |= _beside(directory, turn, size)
+        # It ends, and with it the agent.
+        trainer.send(0)
     return figures
 
 
-class _Trainer:
-    """A process that trains and saves."""
-
-    def __init__(self, process: subprocess.Popen[str], directory: pathlib.Path) -> None:
-        self._process = process
-        self.directory = directory
-
-    @property
-    def steps(self) -> pathlib.Path:
-        """The directory of its steps in storage."""
-        return self.directory / "steps"
-
-    def cpu_secs(self) -> float:
-        """The seconds that it and its agent have spent on processors."""
-        found = agent.find(self.directory / "ram")
-        assert found is not None
-        return sum(map(_cpu_secs, (self._process.pid, found.pid)))
-
-    def turn(self, num_steps: int) -> list[float]:
-        """Trains some steps; returns the seconds of each."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{num_steps}\n")
-        self._process.stdin.flush()
-        return list(json.loads(self._process.stdout.readline()))
+@contextlib.contextmanager
+def _started(
+    program: Callable[..., None], *arguments: Any
+) -> Iterator[tuple[int, Connection[Any, Any]]]:
+    # A process that has done nothing else, its id, and a pipe to it.
+    context = multiprocessing.get_context("spawn")
+    ours, its = context.Pipe()
+    process = context.Process(target=program, args=(its, *arguments))
+    process.start()
+    assert process.pid is not None
+    try:
+        yield process.pid, ours
+    except BaseException:
+        process.kill()
+        raise
+    finally:
+        process.join()
 
 
 @contextlib.contextmanager
-def _trainer(size: Size) -> Iterator[_Trainer]:
-    directory = pathlib.Path(tempfile.mkdtemp(prefix="follow-", dir="/dev/shm"))
-    command = _command("trainer", directory, dataclasses.asdict(size))
-    try:
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as process:
-            # Leaving the block closes its standard input, which ends it.
-            yield _Trainer(process, directory)
-    finally:
-        shutil.rmtree(directory)
+def _following(directory: pathlib.Path) -> Iterator[tuple[int, Connection[Any, Any]]]:
+    with _started(_follow, directory) as (pid, loaded):
+        # It begins with the step that is there.
+        loaded.recv()
+        yield pid, loaded
+        os.kill(pid, signal.SIGKILL)
 
 
-def _bytes_over_changed(trainer: _Trainer, size: Size) -> list[float]:
-    agents = run_agents.read(trainer.steps)
+def _bytes_over_changed(
+    directory: pathlib.Path, turn: Callable[[int], list[float]], size: Size
+) -> dict[str, report.Figure]:
+    agents = run_agents.read(directory / "steps")
     assert agents is not None
     ((machine, url),) = agents.urls.items()
     changed_bytes = size.num_leaves // 2 * size.leaf_kib * 2**10
     with relay.Relay(url) as between:
         counted = dataclasses.replace(agents, urls={machine: between.url})
-        run_agents.write(trainer.steps, counted)
-        with _following(trainer) as follower:
-            _loaded(follower)
+        run_agents.write(directory / "steps", counted)
+        with _following(directory) as (_, loaded):
             ratios = []
             for _ in range(size.byte_steps):
                 before = between.num_bytes
-                trainer.turn(1)
-                _loaded(follower)
+                turn(1)
+                loaded.recv()
                 ratios.append((between.num_bytes - before) / changed_bytes)
-    run_agents.write(trainer.steps, agents)
-    return ratios
+    run_agents.write(directory / "steps", agents)
+    return {
+        "follow_bytes_over_changed": report.figure(
+            "ratio", "the bytes of the weights that changed; at most 1.1", ratios
+        )
+    }
 
 
-def _beside(trainer: _Trainer, size: Size) -> dict[str, report.Figure]:
-    slowdowns, more_cpu = [], []
-    loaded: queue.SimpleQueue[dict[str, float]] = queue.SimpleQueue()
-    with _following(trainer) as follower, futures.ThreadPoolExecutor(1) as reading:
-        # It begins with the step that is there.
-        _loaded(follower)
-        reading.submit(_read_all, follower, loaded)
-        trainer.turn(size.turn_steps)
+def _beside(
+    directory: pathlib.Path, turn: Callable[[int], list[float]], size: Size
+) -> dict[str, report.Figure]:
+    slowdowns = []
+    with _following(directory) as (pid, _):
+        turn(size.turn_steps)
         for _ in range(size.samples):
             secs: dict[bool, list[float]] = {True: [], False: []}
-            cpu_secs = {True: 0.0, False: 0.0}
             for pair in range(size.pairs):
                 for is_followed in (True, False) if pair % 2 else (False, True):
-                    number = signal.SIGCONT if is_followed else signal.SIGSTOP
-                    os.kill(follower.pid, number)
-                    before_secs = trainer.cpu_secs()
-                    secs[is_followed] += trainer.turn(size.turn_steps)[1:]
-                    cpu_secs[is_followed] += trainer.cpu_secs() - before_secs
+                    os.kill(pid, signal.SIGCONT if is_followed else signal.SIGSTOP)
+                    secs[is_followed] += turn(size.turn_steps)[1:]
             with_it, without = map(statistics.median, (secs[True], secs[False]))
             slowdowns.append(100 * (with_it / without - 1))
-            more_cpu.append(100 * (cpu_secs[True] / cpu_secs[False] - 1))
-        os.kill(follower.pid, signal.SIGCONT)
-        # It stood still while it loaded some of the steps so far.
-        trainer.turn(1)
-        _taken(loaded)
-        lines = []
-        for _ in range(size.byte_steps):
-            trainer.turn(size.turn_steps)
-            lines += _taken(loaded)
-        follower.kill()
     return {
         "follow_slowdown_percent": report.figure(
             "percent", "steps while the follower stands still; at most 5", slowdowns
         ),
-        "follow_cpu_percent": report.figure(
-            "percent", "likewise, by the time on processors", more_cpu
-        ),
-        "follow_lag_steps": report.figure(
-            "steps",
-            "the newest step that is complete in RAM; at most 1",
-            (line["lag"] for line in lines),
-        ),
-        "follow_delay_ms": report.figure(
-            "ms",
-            "none",
-            (1000 * line["delay_secs"] for line in lines if "delay_secs" in line),
-        ),
     }
 
 
-def _cpu_secs(pid: int) -> float:
-    text = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    ticks = text.rpartition(")")[2].split()[11:13]
-    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+def _use_core(number: int) -> None:
+    # Before JAX has threads; the agent inherits it.
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) > 1:
+        os.sched_setaffinity(0, {cores[number]})
 
 
-def _taken(loaded: queue.SimpleQueue[dict[str, float]]) -> list[dict[str, float]]:
-    # At least the newest step is loaded.
-    lines = [loaded.get()]
-    while not loaded.empty():
-        lines.append(loaded.get())
-    return lines
+def _train(turns: Connection[Any, Any], directory: pathlib.Path, size: Size) -> None:
+    _use_core(0)
+    import jax
+    import jax.numpy as jnp
+
+    import elastic_ckpt as ec
+
+    half = size.num_leaves // 2
+    keys = jax.random.split(jax.random.key(0), 2 * half)
+
+    def leaves(keys: Any) -> list[Any]:
+        return [jax.random.normal(key, (size.leaf_kib * 2**10 // 4,)) for key in keys]
+
+    # Half of the weights are frozen; the others have two moments each.
+    state = {
+        "params": {"frozen": leaves(keys[:half]), "trained": leaves(keys[half:])},
+        "moments": leaves(keys),
+    }
+
+    @jax.jit
+    def train(state: Any, product: Any) -> tuple[Any, Any]:
+        for _ in range(size.products):
+            product = jnp.tanh(product @ product)
+        change = 1 + product[0, 0] * 1e-3
+        params = {
+            "frozen": state["params"]["frozen"],
+            "trained": [each * 0.999 + change for each in state["params"]["trained"]],
+        }
+        moments = [each * 0.9 + change for each in state["moments"]]
+        return {"params": params, "moments": moments}, product
+
+    product = jax.random.normal(jax.random.key(1), (1024, 1024))
+    tiers = [
+        ec.Local(directory / "ram"),
+        ec.Peers(interface="127.0.0.1"),
+        ec.Persistent(directory / "steps", every=_NEVER),
+    ]
+    step = 0
+    with ec.Checkpointer(tiers) as checkpointer:
+        while num_steps := turns.recv():
+            secs = []
+            for _ in range(num_steps):
+                began_secs = time.perf_counter()
+                step += 1
+                state, product = train(state, product)
+                jax.block_until_ready(state)
+                checkpointer.save_checkpointables_async(step, {"state": state})
+                secs.append(time.perf_counter() - began_secs)
+            checkpointer.wait()
+            turns.send(secs)
 
 
-def _read_all(
-    follower: subprocess.Popen[str], loaded: queue.SimpleQueue[dict[str, float]]
-) -> None:
-    assert follower.stdout is not None
-    for line in follower.stdout:
-        loaded.put(json.loads(line))
+def _follow(loaded: Connection[Any, Any], directory: pathlib.Path) -> None:
+    _use_core(1)
+    import jax
 
+    import elastic_ckpt as ec
 
-@contextlib.contextmanager
-def _following(trainer: _Trainer) -> Iterator[subprocess.Popen[str]]:
-    command = _command("follower", trainer.directory, None)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def _loaded(follower: subprocess.Popen[str]) -> Any:
-    assert follower.stdout is not None
-    return json.loads(follower.stdout.readline())
-
-
-def _command(side: str, directory: pathlib.Path, more: Any) -> Sequence[str]:
-    module = follow_sides.__name__
-    return [sys.executable, "-m", module, side, str(directory), json.dumps(more)]
+    secret = directory / "ram" / "secret"
+    for step in ec.watch_steps(directory / "steps", secret_file=secret):
+        jax.block_until_ready(step.load())
+        loaded.send(step.step)

@@ -2,39 +2,29 @@
 
 Four processes train a model with 267 MiB of state (weights and AdamW's moments), of
 which each slice has a replica, by `elastic-ckpt train` with its defaults. Processes are
-killed and stopped from outside, by their ids; all else is read from the run's events
-and metrics. Beside the seconds stand the processor seconds and the load of the machine.
+killed from outside, by their ids; all else is read from the run's events and metrics.
 
 * `recover_secs`: from `kill -9` of a host to the first step of the next world, on the
   same slices, as the host's machine proves to be sound; `recover_..._secs`: its phases
-  (`elastic.timeline`), where `detect` comes before them; `recover_cpu_secs`: of a host
-  of the new world until then.
+  (`elastic.timeline`), where `detect_secs` comes before them, until the death of a
+  process is noticed.
 * `recover_over_bare_ratio`: what of it comes before the first step, over the time of a
-  bare world of as many processes (`recovery_bare`), `bare_world_secs`.
+  bare world of as many processes (`recovery_bare`).
 * `recover_cold_secs`: the same where the slice is not used again and the program for
   the others is not compiled ahead; `recover_cold_over_compile_secs`: less the phases
   `restore` and `compile`.
 * `shrink_pause_secs`: from the last step on four slices to the first on three, whose
   program was compiled ahead, as `elastic-ckpt scale` requests; `grow_pause_secs`: from
   three to four.
-* `steps_lost`: at a kill at a random time; `steps_lost_uncopied`: those of them before
-  a save that had begun and had no copies yet; `steps_lost_planned`: of a growth.
-* `detect_secs`: until the death of a process is noticed; `detect_hang_over_timeout`:
-  until a stopped process (SIGSTOP) is, less `elastic_heartbeat_timeout_seconds`.
+* `steps_lost`: at a kill at a random time.
 * `ratio_full_restart_orbax`: a job on three processes that saves with plain Orbax, from
   the death of one to the first step when all were started anew, over `recover_secs`.
   `ratio_emergency_manager`: with Orbax's emergency CheckpointManager, on four. See
   `recovery_orbax`. NaN if it does not restart; the error is printed.
-* `loop_overhead_percent`: what elastic_ckpt's loop adds to a step of 50 ms over a bare
-  loop (`recovery_loops`), of a small model on as many processes;
-  `loop_thread_percent`: in processor time of the loop's thread, which other processes
-  of a busy machine hardly change; `loop_step_ms`: the step's real time here.
-* `save_each_step_percent`: what a save of the large state to RAM in each step adds to
-  the step. `save_cost_secs` is what one of few saves adds; from it comes
-  `smallest_period_under_5_percent`, in steps.
-* `compile_ahead_percent`: what compiling for three slices adds to a step meanwhile.
-
-`goodput_percent` is a figure of suite `soak`.
+* `loop_thread_percent`: what elastic_ckpt's loop adds to a step of 50 ms over a bare
+  loop (`recovery_loops`), of a small model on as many processes, in processor time of
+  the loop's thread, which other processes of a busy machine hardly change.
+* `large_step_ms`: a step of the large model in that loop, without saves.
 """
 
 from __future__ import annotations
@@ -42,14 +32,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import pathlib
 import random
 import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import (
@@ -59,12 +48,11 @@ from benchmarks import (
     recovery_run,
     report,
 )
-from benchmarks.recovery_run import Change, Planned
+from benchmarks.recovery_run import Change
 from elastic_ckpt.elastic import timeline
 
 _HOSTS = 4
 _PERIOD = 10
-_TIMEOUT_SECS = 30
 _STEP_MS = 50
 # Before the run, and as many after it.
 _BARE_WORLDS = 5
@@ -77,7 +65,6 @@ _COMMON = {
     "elastic_enabled": True,
     # Fewer are of no use to this suite, and need not be compiled for.
     "elastic_min_slice_count": _HOSTS - 1,
-    "elastic_heartbeat_timeout_seconds": _TIMEOUT_SECS,
     "enable_multi_tier_checkpointing": True,
     "local_checkpoint_period": _PERIOD,
     "multi_tier_checkpointing_backup_interval_steps": 10 * _PERIOD,
@@ -86,21 +73,13 @@ _COMMON = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much is measured.
+    """How much is measured."""
 
-    Attributes:
-      large: the model of most figures, by keys of the configuration.
-      small: of the figure of the loop: its step takes about 50 ms.
-      kills: of a host of the run.
-      large_turns: of saves.
-      small_turns: of the loop.
-    """
-
-    large: dict[str, int]
-    small: dict[str, int]
-    kills: int
-    large_turns: recovery_loops.Turns
-    small_turns: recovery_loops.Turns
+    large: dict[str, int]  # the model of most figures, by keys of the configuration
+    small: dict[str, int]  # of the figure of the loop: its step takes about 50 ms
+    kills: int  # of a host
+    large_turns: tuple[int, int]  # of the loop: steps, and how many are counted
+    small_turns: tuple[int, int]
 
 
 FULL = Size(
@@ -121,8 +100,8 @@ FULL = Size(
         "max_target_length": 32,
     },
     kills=2,
-    large_turns=recovery_loops.Turns(steps=10, rounds=2, periods=(1, 10)),
-    small_turns=recovery_loops.Turns(steps=50, rounds=15),
+    large_turns=(10, 2),
+    small_turns=(50, 15),
 )
 # Shows that the suite runs, and measures nothing.
 _TINY = {
@@ -133,50 +112,50 @@ _TINY = {
     "base_num_decoder_layers": 1,
     "max_target_length": 8,
 }
-SMALL = Size(
-    large=_TINY,
-    small=_TINY,
-    kills=1,
-    large_turns=recovery_loops.Turns(steps=10, rounds=1, periods=(1, 10)),
-    small_turns=recovery_loops.Turns(steps=10, rounds=1),
-)
+SMALL = Size(large=_TINY, small=_TINY, kills=1, large_turns=(5, 1), small_turns=(5, 1))
 
 
 def measure(size: Size = FULL) -> dict[str, report.Figure]:
     """Runs the suite."""
-    loads = [os.getloadavg()[0]]
     with (
         tempfile.TemporaryDirectory() as d,
         tempfile.TemporaryDirectory(dir="/dev/shm") as ram,
     ):
         directory = pathlib.Path(d)
-        common = _COMMON | {"grain_train_files": f"{d}/text.array_record"}
 
         def settings(keys: dict[str, int], name: str) -> dict[str, Any]:
-            # A run that finds the memory of another would go on from it.
-            memory = {"local_checkpoint_directory": f"{ram}/{name}"}
-            return common | keys | memory
+            return {
+                **_COMMON,
+                **keys,
+                "grain_train_files": f"{d}/text.array_record",
+                # A run that finds the memory of another would go on from it.
+                "local_checkpoint_directory": f"{ram}/{name}",
+            }
+
+        def loops(keys: dict[str, int], name: str, turns: tuple[int, int]) -> Any:
+            return recovery_loops.measure(
+                settings(keys, name), directory / name, *turns
+            )
 
         figures = _warm(settings(size.large, "warm"), directory / "warm", size.kills)
-        recover_secs = figures["recover_secs"].value
         figures |= _cold(settings(size.large, "cold"), directory / "cold")
-        loads.append(os.getloadavg()[0])
-        orbax = settings(size.large, "orbax")
-        figures |= _beside_orbax(orbax, directory, ram, recover_secs)
-        loads.append(os.getloadavg()[0])
-        figures |= of_loop(
-            recovery_loops.measure(
-                settings(size.small, "small"), directory / "small", size.small_turns
-            )
+        figures |= _beside_orbax(
+            settings(size.large, "orbax"),
+            {"plain": directory, "emergency": pathlib.Path(ram)},
+            figures["recover_secs"].value,
         )
-        figures |= of_saves(
-            recovery_loops.measure(
-                settings(size.large, "large"), directory / "large", size.large_turns
-            )
-        )
-    loads.append(os.getloadavg()[0])
+        small = loops(size.small, "small", size.small_turns)
+        large = loops(size.large, "large", size.large_turns)
+    pairs = zip(small["loop thread"], small["bare thread"], strict=True)
     return figures | {
-        "load": report.figure("processes", "running, in a minute; 4 are ours", loads)
+        "loop_thread_percent": report.figure(
+            "%",
+            f"processor time of the loop's thread; of a step of {_STEP_MS} ms",
+            [100 * 1000 * (loop - bare) / _STEP_MS for loop, bare in pairs],
+        ),
+        "large_step_ms": report.figure(
+            "ms", "no save", [1000 * each for each in large["loop"]]
+        ),
     }
 
 
@@ -184,54 +163,49 @@ def _warm(
     settings: dict[str, Any], directory: pathlib.Path, kills: int
 ) -> dict[str, report.Figure]:
     lost: list[Change] = []
-    shrunk: list[Planned] = []
-    grown: list[Planned] = []
-    bare_secs = _bare_secs()
+    started: dict[str, list[recovery_run.Event]] = {"shrink": [], "grow": []}
+    bare_secs = recovery_bare.worlds_secs(_HOSTS, _BARE_WORLDS)
     with recovery_run.live(settings, directory) as run:
-        ready = _ready(run, after=0)
+        _ready(run, after=0)
         for number in range(kills):
             time.sleep(random.uniform(0, _period_secs(run)))
-            # Each slice once, so that none is quarantined; the last one is stopped.
+            # Each slice once, so that none is quarantined.
             change = run.disturb(1 + number % (_HOSTS - 1), signal.SIGKILL)
             lost.append(change)
             _ready(run, after=run.events.index(change.recovered))
-            shrunk.append(run.scale(_HOSTS - 1))
-            grown.append(run.scale(_HOSTS))
-            _ready(run, after=run.events.index(grown[-1].recovered))
-        hung = run.disturb(0, signal.SIGSTOP)
-    bare_secs += _bare_secs()
+            started["shrink"].append(run.scale(_HOSTS - 1))
+            started["grow"].append(run.scale(_HOSTS))
+            _ready(run, after=run.events.index(started["grow"][-1]))
+    bare_secs += recovery_bare.worlds_secs(_HOSTS, _BARE_WORLDS)
     times = run.step_times()
-    compiled = run.named("compiled")[0]["time"]
-    meanwhile = statistics.median(recovery_run.step_secs(times, compiled, ready))
-    alone = statistics.median(recovery_run.step_secs(times, ready, lost[0].began))
     return (
-        of_kills(lost)
-        | of_bare(lost, bare_secs)
-        | of_planned(times, shrunk=shrunk, grown=grown)
+        _of_kills(lost)
         | {
-            "detect_hang_over_timeout_secs": report.figure(
-                "s", "at most 1", [hung.detect_secs - _TIMEOUT_SECS]
-            ),
-            "compile_ahead_percent": report.figure(
-                "%",
-                "of a step, while the program for 3 slices is compiled",
-                [_more_percent(meanwhile, alone)],
-            ),
+            "recover_over_bare_ratio": report.figure(
+                "ratio",
+                "at most 2; without the first step",
+                [
+                    (change.secs - change.recovered["step_secs"])
+                    / statistics.median(bare_secs)
+                    for change in lost
+                ],
+            )
+        }
+        | {
+            f"{name}_pause_secs": report.figure(
+                "s",
+                "at most recover_secs",
+                [recovery_run.pause_secs(times, each) for each in worlds],
+            )
+            for name, worlds in started.items()
         }
     )
 
 
-def _bare_secs() -> list[float]:
-    recovery_bare.warm_up()
-    # The fork server is still importing at the first one.
-    return [recovery_bare.world_secs(_HOSTS) for _ in range(_BARE_WORLDS + 1)][1:]
-
-
-def _ready(run: recovery_run.LiveRun, *, after: int) -> float:
+def _ready(run: recovery_run.LiveRun, *, after: int) -> None:
     # The program for a slice fewer is there, and a save has its copies.
     ready = run.wait_for("compiled_ahead", after=after)
     run.wait_for("replicated", after=run.events.index(ready))
-    return ready["time"]
 
 
 def _period_secs(run: recovery_run.LiveRun) -> float:
@@ -242,194 +216,64 @@ def _period_secs(run: recovery_run.LiveRun) -> float:
     return last - before
 
 
-def _cold(
-    settings: dict[str, Any], directory: pathlib.Path
-) -> dict[str, report.Figure]:
-    # On the same slices the program of the world before would be there.
-    cold = settings | {
-        "elastic_compile_ahead_seconds": 0,
-        "elastic_quarantine_failures": 1,
-    }
-    with recovery_run.live(cold, directory) as run:
-        run.wait_for("replicated")
-        change = run.disturb(1, signal.SIGKILL)
-    return of_cold([change])
-
-
-def of_kills(changes: Sequence[Change]) -> dict[str, report.Figure]:
-    """The figures of hosts that were killed, with the next program present."""
-    secs = report.figure("s", "at most 3 on 2 idle cores", [c.secs for c in changes])
+def _of_kills(changes: Sequence[Change]) -> dict[str, report.Figure]:
     figures = {
-        "recover_secs": secs,
-        "recover_cpu_secs": report.figure(
-            "s", "of a host", [s for change in changes for s in change.cpu_secs]
+        "recover_secs": report.figure(
+            "s", "at most 3 on 2 idle cores", [change.secs for change in changes]
         ),
         "detect_secs": report.figure(
             "s", "at most 0.2; in recover_secs", [c.detect_secs for c in changes]
+        ),
+        "steps_lost": report.figure(
+            "steps",
+            f"local_checkpoint_period={_PERIOD}, and a save without copies yet",
+            [change.recovered["steps_lost"] for change in changes],
         ),
     }
     for phase in timeline.PHASES:
         figures[f"recover_{phase}_secs"] = report.figure(
             "s", "in recover_secs", [c.recovered[f"{phase}_secs"] for c in changes]
         )
-    lost = [change.steps_lost() for change in changes]
-    return figures | {
-        "steps_lost": report.figure(
-            "steps",
-            f"at most local_checkpoint_period={_PERIOD} and the next line",
-            [total for total, _ in lost],
-        ),
-        "steps_lost_uncopied": report.figure(
-            "steps", "of a save without copies yet", [uncopied for _, uncopied in lost]
-        ),
-    }
+    return figures
 
 
-def of_bare(
-    changes: Sequence[Change], bare_secs: Sequence[float]
+def _cold(
+    settings: dict[str, Any], directory: pathlib.Path
 ) -> dict[str, report.Figure]:
-    """The figures of recoveries beside bare worlds."""
-    bare = statistics.median(bare_secs)
-    return {
-        "recover_over_bare_ratio": report.figure(
-            "ratio",
-            "at most 2; without the first step",
-            [
-                (change.secs - change.recovered["step_secs"]) / bare
-                for change in changes
-            ],
-        ),
-        "bare_world_secs": report.figure("s", "no bound", bare_secs),
-    }
-
-
-def of_planned(
-    times: Sequence[tuple[float, int]],
-    *,
-    shrunk: Sequence[Planned],
-    grown: Sequence[Planned],
-) -> dict[str, report.Figure]:
-    """The figures of changes that were requested.
-
-    Args:
-      times: of the steps of the run.
-      shrunk: the changes to a slice less.
-      grown: the changes to a slice more.
-    """
-    lost = [planned.recovered["steps_lost"] for planned in (*shrunk, *grown)]
-    return {
-        f"{name}_pause_secs": report.figure(
-            "s",
-            "at most recover_secs",
-            [recovery_run.pause_secs(times, planned.started) for planned in changes],
-        )
-        for name, changes in (("shrink", shrunk), ("grow", grown))
-    } | {"steps_lost_planned": report.figure("steps", "0", lost)}
-
-
-def of_cold(changes: Sequence[Change]) -> dict[str, report.Figure]:
-    """The figures of hosts that were killed, with no program present."""
-    compiled = [
-        change.recovered["compile_secs"] + change.recovered["restore_secs"]
-        for change in changes
-    ]
-    secs = [change.secs for change in changes]
+    # On the same slices the program of the world before would be there.
+    cold = {"elastic_compile_ahead_seconds": 0, "elastic_quarantine_failures": 1}
+    with recovery_run.live(settings | cold, directory) as run:
+        run.wait_for("replicated")
+        change = run.disturb(1, signal.SIGKILL)
+    phases = change.recovered["compile_secs"] + change.recovered["restore_secs"]
     return {
         "recover_cold_secs": report.figure(
-            "s", "on a slice fewer, nothing compiled", secs
+            "s", "on a slice fewer, nothing compiled", [change.secs]
         ),
         "recover_cold_over_compile_secs": report.figure(
-            "s",
-            "at most 1.5; without compiling and restoring",
-            [a - b for a, b in zip(secs, compiled, strict=True)],
+            "s", "at most 1.5; without compiling and restoring", [change.secs - phases]
         ),
     }
-
-
-def of_loop(turns: dict[str, list[float]]) -> dict[str, report.Figure]:
-    """The figures of turns with a small model."""
-    bare, loop = recovery_loops.BARE, recovery_loops.LOOP
-    of_thread = recovery_loops.thread_of
-    return {
-        "loop_overhead_percent": report.figure(
-            "%",
-            f"below 1; of a step of {_STEP_MS} ms",
-            _percent_of_step(turns[loop], turns[bare]),
-        ),
-        "loop_thread_percent": report.figure(
-            "%",
-            f"processor time of the loop's thread; of a step of {_STEP_MS} ms",
-            _percent_of_step(turns[of_thread(loop)], turns[of_thread(bare)]),
-        ),
-        "loop_step_ms": report.figure(
-            "ms", "the bare step", [1000 * s for s in turns[recovery_loops.BARE]]
-        ),
-    }
-
-
-def _percent_of_step(more: Sequence[float], less: Sequence[float]) -> list[float]:
-    pairs = zip(more, less, strict=True)
-    return [100 * 1000 * (a - b) / _STEP_MS for a, b in pairs]
-
-
-def of_saves(turns: dict[str, list[float]]) -> dict[str, report.Figure]:
-    """The figures of turns with the large model; periods are their names."""
-    step_secs = turns[recovery_loops.LOOP]
-    periods = sorted(int(name) for name in turns if name.isdigit())
-    each, longest = turns[str(periods[0])], turns[str(periods[-1])]
-    costs = [
-        max(0.0, (with_saves - step) * periods[-1])
-        for with_saves, step in zip(longest, step_secs, strict=True)
-    ]
-    return {
-        "large_step_ms": report.figure("ms", "no save", [1000 * s for s in step_secs]),
-        "save_each_step_percent": report.figure(
-            "%",
-            "of a step; a save to RAM in each",
-            [_more_percent(a, b) for a, b in zip(each, step_secs, strict=True)],
-        ),
-        "save_cost_secs": report.figure(
-            "s", f"of a save, each {periods[-1]} steps", costs
-        ),
-        "smallest_period_under_5_percent": report.figure(
-            "steps",
-            "from save_cost_secs",
-            [
-                smallest_period(cost, step)
-                for cost, step in zip(costs, step_secs, strict=True)
-            ],
-        ),
-    }
-
-
-def smallest_period(cost_secs: float, step_secs: float, *, percent: float = 5) -> int:
-    """The least steps between saves at which these cost less than `percent`."""
-    return 1 + math.floor(cost_secs / (step_secs * percent / 100))
 
 
 def _beside_orbax(
-    settings: dict[str, Any], directory: pathlib.Path, ram: str, recover_secs: float
+    settings: dict[str, Any], places: Mapping[str, pathlib.Path], recover_secs: float
 ) -> dict[str, report.Figure]:
     figures = {}
-    for name, manager, hosts, place in (
-        ("ratio_full_restart_orbax", "plain", _HOSTS - 1, directory),
-        ("ratio_emergency_manager", "emergency", _HOSTS, pathlib.Path(ram)),
+    for name, manager, hosts, least in (
+        ("ratio_full_restart_orbax", "plain", _HOSTS - 1, 6),
+        ("ratio_emergency_manager", "emergency", _HOSTS, 9),
     ):
-        config = directory / f"{manager}.yml"
-        cached = {"jax_cache_dir": f"{directory}/{manager}_cache"}
+        config = places["plain"] / f"{manager}.yml"
+        cached = {"jax_cache_dir": f"{places['plain']}/{manager}_cache"}
         config.write_text(json.dumps(settings | cached))
         try:
             secs = recovery_orbax.restart_secs(
-                manager, config, place / manager, hosts=hosts
+                manager, config, places[manager] / manager, hosts=hosts
             )
         except recovery_orbax.RestartError as error:
             print(f"{name}: it does not work here:\n{error}")
             secs = math.nan
-        least = 6 if manager == "plain" else 9
         what = f"at least {least}; {secs:.1f} s on {hosts} processes, over recover_secs"
         figures[name] = report.figure("ratio", what, [secs / recover_secs])
     return figures
-
-
-def _more_percent(more: float, less: float) -> float:
-    return 100 * (more / less - 1)

@@ -14,18 +14,18 @@ from multiprocessing import connection, forkserver
 from elastic_ckpt.elastic import host_start
 
 
-def warm_up() -> None:
-    """Starts the fork server, which imports JAX."""
-    forkserver.set_forkserver_preload(["jax", "benchmarks.recovery_bare"])
-    forkserver.ensure_running()
+def worlds_secs(hosts: int, worlds: int) -> list[float]:
+    """Of each world, from the fork of its first process to the result in the last one.
 
-
-def world_secs(hosts: int) -> float:
-    """From the fork of the first process to the result in the last one.
-
-    Args:
-      hosts: the number of processes, of one device each.
+    Processes have one device each. One world before those that are counted is not.
     """
+    forkserver.set_forkserver_preload(["jax", __name__])
+    forkserver.ensure_running()
+    # The fork server is still importing at the first one.
+    return [_world_secs(hosts) for _ in range(worlds + 1)][1:]
+
+
+def _world_secs(hosts: int) -> float:
     context = multiprocessing.get_context("forkserver")
     port = host_start.ReservedPort(host_start.LOOPBACK)
     began_secs = time.monotonic()

@@ -12,7 +12,6 @@ machine is there at once, and JAX's compilation cache is warm. A process of the 
 
 from __future__ import annotations
 
-import argparse
 import json
 import pathlib
 import signal
@@ -27,7 +26,6 @@ from elastic_ckpt.elastic import member, multicontroller
 from elastic_ckpt.training import load
 
 _SAVED_STEP = 3
-_NEVER = 10**9
 _LOOK_SECS = 0.01
 _PATIENCE_SECS = 600.0
 _STEPS = "steps.jsonl"
@@ -41,12 +39,6 @@ def restart_secs(
     manager: str, config: pathlib.Path, directory: pathlib.Path, *, hosts: int
 ) -> float:
     """From the death of a process to the first step after it.
-
-    Args:
-      manager: `plain` or `emergency`.
-      config: of the job.
-      directory: for its files, empty.
-      hosts: its processes.
 
     Raises:
       RestartError: if it did not restart.
@@ -62,7 +54,7 @@ def restart_secs(
         while job[1].poll() is None:
             time.sleep(_LOOK_SECS)
         _end(job)
-        _steps(directory).unlink()
+        (directory / _STEPS).unlink()
         job[:] = _started(manager, config, directory, hosts)
         return _wait_for(job, directory, lambda step: step == _SAVED_STEP + 1) - began
     finally:
@@ -93,10 +85,6 @@ def _free_address() -> str:
         return f"127.0.0.1:{reserved.getsockname()[1]}"
 
 
-def _steps(directory: pathlib.Path) -> pathlib.Path:
-    return directory / _STEPS
-
-
 def _wait_for(
     job: Sequence[subprocess.Popen[bytes]],
     directory: pathlib.Path,
@@ -105,8 +93,8 @@ def _wait_for(
     # Until a step is done; its time.
     until = time.monotonic() + _PATIENCE_SECS
     while True:
-        if _steps(directory).exists():
-            for line in _steps(directory).read_text().splitlines():
+        if (directory / _STEPS).exists():
+            for line in (directory / _STEPS).read_text().splitlines():
                 step, at = json.loads(line)
                 if is_awaited(step):
                     return at
@@ -154,52 +142,26 @@ def _emergency(
     directory: pathlib.Path, mesh: Any, abstract: Any, host: int
 ) -> _Manager:
     import orbax.checkpoint as ocp
-    from absl import flags
-    from orbax.checkpoint._src.multihost import multihost
-    from orbax.checkpoint.experimental.emergency import checkpoint_manager as emergency
 
-    from elastic_ckpt.core import storage
+    from benchmarks import tiers_managers
 
-    # The manager expects this from the program that uses it.
-    flags.FLAGS.mark_as_parsed()
-    multihost.initialize_runtime_to_distributed_ids()
-    multihost.initialize_distributed_to_device_ids()
-    manager = emergency.CheckpointManager(
-        storage.make_directory(str(directory / f"ram-{host}")),
-        storage.make_directory(str(directory / "persistent")),
+    tiers_managers.initialize()
+    manager = tiers_managers.emergency_manager(
+        str(directory / f"ram-{host}"),
+        str(directory / "persistent"),
         mesh,
         abstract,
-        options=emergency.CheckpointManagerOptions(
-            local=emergency.LocalCheckpointOptions(
-                save_interval_steps=_SAVED_STEP, max_to_keep=2
-            ),
-            persistent=emergency.PersistentCheckpointOptions(
-                save_interval_steps=_NEVER
-            ),
-            replica_axis_index=0,
-        ),
+        every=_SAVED_STEP,
     )
-    restore = ocp.args.PyTreeRestore(
-        abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract)
-    )
-
-    def save(step: int, state: Any) -> object:
-        composite = ocp.args.Composite(state=ocp.args.PyTreeSave(state))
-        assert manager.save(step, args=composite)
-        return manager.wait_until_finished()
-
+    side = tiers_managers.side_of(manager, ocp.args.Composite, abstract)
     return _Manager(
-        manager.latest_step,
-        lambda step: (
-            manager.restore(step, args=ocp.args.Composite(state=restore)).state
-        ),
-        save,
+        manager.latest_step, side.load, lambda step, state: side.save(step, state)()
     )
 
 
 def _train(
     make: Callable[..., _Manager],
-    config_path: str,
+    config_path: pathlib.Path,
     directory: pathlib.Path,
     place: member.Member,
 ) -> None:
@@ -234,24 +196,13 @@ def _train(
             if newest is None and step == _SAVED_STEP:
                 manager.save(step, state)
             if place.host == 0:
-                with _steps(directory).open("a") as file:
+                with (directory / _STEPS).open("a") as file:
                     file.write(json.dumps([step, time.time()]) + "\n")
 
 
-def main() -> None:
-    """Runs one process of the job, until it is killed."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("manager", choices=("plain", "emergency"))
-    parser.add_argument("config")
-    parser.add_argument("directory", type=pathlib.Path)
-    parser.add_argument("address")
-    parser.add_argument("hosts", type=int)
-    parser.add_argument("host", type=int)
-    given = parser.parse_args()
-    place = member.Member(address=given.address, num_hosts=given.hosts, host=given.host)
-    make = _plain if given.manager == "plain" else _emergency
-    _train(make, given.config, given.directory, place)
-
-
 if __name__ == "__main__":
-    main()
+    # One process of the job, until it is killed.
+    manager, *paths, address, num_hosts, host = sys.argv[1:]
+    config, directory = map(pathlib.Path, paths)
+    place = member.Member(address=address, num_hosts=int(num_hosts), host=int(host))
+    _train(_plain if manager == "plain" else _emergency, config, directory, place)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import pathlib
@@ -17,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from elastic_ckpt.elastic import scale_request
 from elastic_ckpt.inspect import run_files
@@ -32,20 +31,10 @@ _PATIENCE_SECS = 600.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change of slices.
+    """A change of slices; times are seconds since the epoch."""
 
-    Attributes:
-      began: when a host was killed or stopped. In seconds since the epoch, as all times
-        here.
-      recovered: the event of that name, after the first step of the next world.
-      cpu_secs: of each host of that world until then, in order.
-      before: the events until the change began, in order.
-    """
-
-    began: float
-    recovered: Event
-    cpu_secs: tuple[float, ...] = ()
-    before: tuple[Event, ...] = ()
+    began: float  # when a host was killed
+    recovered: Event  # of that name, after the first step of the next world
 
     @property
     def secs(self) -> float:
@@ -57,37 +46,9 @@ class Change:
         """From the fault until the supervisor has noticed it."""
         return self.secs - self.recovered["secs"]
 
-    def steps_lost(self) -> tuple[int, int]:
-        """The steps lost, and those among them before a save that was under way."""
-        lost = self.recovered["steps_lost"]
-        begun = [each["step"] for each in self.before if each["event"] in _SAVES]
-        kept = [each["step"] for each in self.before if each["event"] == "replicated"]
-        uncopied = max(begun, default=0) - max(kept, default=0)
-        return lost, min(lost, uncopied)
-
-
-class Planned(NamedTuple):
-    """A change of the number of slices that was requested.
-
-    Attributes:
-      started: the event `world_started` of the next world.
-      recovered: the event of that name, after its first step.
-    """
-
-    started: Event
-    recovered: Event
-
-
-_SAVES = ("save_started", "restored_from")
-
 
 class LiveRun:
-    """A run that trains in another process.
-
-    Args:
-      settings: keys and values of its configuration.
-      directory: for its configuration, its output and its files, empty.
-    """
+    """A run that trains in another process, with its files in a new directory."""
 
     def __init__(self, settings: Mapping[str, Any], directory: pathlib.Path) -> None:
         directory.mkdir(parents=True)
@@ -132,25 +93,23 @@ class LiveRun:
     def disturb(self, host: int, number: signal.Signals) -> Change:
         """Sends a signal to a host, and returns when the next world has recovered."""
         self._read()
-        before = tuple(self.events)
-        pid = self._hosts()[host]
+        after = len(self.events)
         began = time.time()
-        os.kill(pid, number)
-        recovered = self.wait_for("recovered", after=len(before))
-        cpu_secs = tuple(map(_cpu_secs, self._hosts().values()))
-        return Change(
-            began=began, recovered=recovered, cpu_secs=cpu_secs, before=before
-        )
+        os.kill(self._hosts()[host], number)
+        return Change(began=began, recovered=self.wait_for("recovered", after=after))
 
-    def scale(self, slices: int) -> Planned:
-        """Requests a number of slices; returns when the next world has recovered."""
+    def scale(self, slices: int) -> Event:
+        """Requests a number of slices.
+
+        Returns:
+          The event `world_started` of the next world, when that has recovered.
+        """
         self._read()
         after = len(self.events)
         scale_request.write(self.directory, slices)
-        return Planned(
-            started=self.wait_for("world_started", after=after),
-            recovered=self.wait_for("recovered", after=after),
-        )
+        started = self.wait_for("world_started", after=after)
+        self.wait_for("recovered", after=after)
+        return started
 
     def named(self, name: str) -> list[Event]:
         """The events of a name so far."""
@@ -196,7 +155,7 @@ class LiveRun:
                 if log.parent.parent == logs and log.stem.startswith("host-"):
                     host = int(log.stem.removeprefix("host-"))
                     worlds.setdefault(log.parent.name, {})[host] = int(entry.name)
-        return dict(sorted(worlds[min(worlds)].items()))
+        return worlds[min(worlds)]
 
 
 @contextlib.contextmanager
@@ -210,25 +169,6 @@ def live(settings: Mapping[str, Any], directory: pathlib.Path) -> Iterator[LiveR
 
 
 def pause_secs(step_times: Sequence[tuple[float, int]], started: Event) -> float:
-    """How long no step was done because of a planned change.
-
-    Args:
-      step_times: of the run.
-      started: the event `world_started` of the next world.
-    """
+    """How long no step was done before and after an event `world_started`."""
     last = max(time for time, _ in step_times if time <= started["time"])
     return min(time for time, _ in step_times if time > started["time"]) - last
-
-
-def step_secs(
-    step_times: Sequence[tuple[float, int]], since: float, until: float
-) -> list[float]:
-    """The seconds of each step between two times."""
-    times = [time for time, _ in step_times if since <= time <= until]
-    return [later - earlier for earlier, later in itertools.pairwise(times)]
-
-
-def _cpu_secs(pid: int) -> float:
-    # The sum over all threads, in user and kernel mode.
-    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

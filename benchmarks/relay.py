@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import socketserver
 import threading
 import urllib.parse
-from types import TracebackType
+from typing import Any
 
 
 class Relay:
@@ -19,59 +20,49 @@ class Relay:
 
     def __init__(self, url: str) -> None:
         behind = urllib.parse.urlsplit(url)
-        assert behind.hostname is not None
-        assert behind.port is not None
-        self._behind = behind.hostname, behind.port
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
-        self.num_bytes = 0
+        address = (behind.hostname, behind.port)
+        relay = self
+
+        class Connection(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                with socket.create_connection(address) as agent:
+                    relay._open += [self.request, agent]
+                    asking = threading.Thread(
+                        target=_pass_on, args=(self.request, agent)
+                    )
+                    asking.start()
+                    _pass_on(agent, self.request, relay._count)
+                    asking.join()
+
+        self._server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Connection)
+        self._serving = threading.Thread(target=self._server.serve_forever)
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept)]
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.num_bytes = 0
 
     def __enter__(self) -> Relay:
-        self._threads[0].start()
+        self._serving.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._listening.shutdown(socket.SHUT_RDWR)
-        self._threads[0].join()
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
         for each in self._open:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads[1:]:
-            thread.join()
-        for each in [*self._open, self._listening]:
-            each.close()
+        # Waits for the threads of all connections.
+        self._server.server_close()
+        self._serving.join()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._listening.accept()
-            except OSError:
-                return
-            agent = socket.create_connection(self._behind)
-            self._open += [client, agent]
-            for source, target in ((client, agent), (agent, client)):
-                thread = threading.Thread(
-                    target=self._pass_on, args=(source, target, source is agent)
-                )
-                self._threads.append(thread)
-                thread.start()
+    def _count(self, num_bytes: int) -> None:
+        with self._lock:
+            self.num_bytes += num_bytes
 
-    def _pass_on(
-        self, source: socket.socket, target: socket.socket, is_answer: bool
-    ) -> None:
-        with contextlib.suppress(OSError):
-            while piece := source.recv(2**18):
-                if is_answer:
-                    with self._lock:
-                        self.num_bytes += len(piece)
-                target.sendall(piece)
-        with contextlib.suppress(OSError):
-            target.shutdown(socket.SHUT_RDWR)
+
+def _pass_on(source: Any, target: Any, count: Any = lambda _: None) -> None:
+    with contextlib.suppress(OSError):
+        while piece := source.recv(2**18):
+            count(len(piece))
+            target.sendall(piece)
+    with contextlib.suppress(OSError):
+        target.shutdown(socket.SHUT_WR)

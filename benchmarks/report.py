@@ -18,40 +18,20 @@ if TYPE_CHECKING:
     import jax
 
 _PACKAGES = (
-    "elastic-ckpt",
-    "jax",
-    "jaxlib",
-    "grain",
-    "orbax-checkpoint",
-    "array-record",
-    "tensorstore",
-    "numpy",
-    "pyarrow",
-)
-# Those that a suite is compared with; printed where they are installed.
-_PEERS = (
-    "maxtext",
-    "mosaicml-streaming",
-    "litdata",
-    "lancedb",
-    "datasets",
-    "torchdata",
+    *("elastic-ckpt", "jax", "jaxlib", "grain", "orbax-checkpoint", "array-record"),
+    *("tensorstore", "numpy", "pyarrow"),
+    # Those that a suite is compared with; printed where they are installed.
+    *("maxtext", "mosaicml-streaming", "litdata", "lancedb", "datasets", "torchdata"),
     "torch",
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A measured figure: the median of `samples`.
-
-    Attributes:
-      unit: of the samples.
-      against: what to hold it against: a bound, or the other side of a ratio.
-      samples: one a run, in order.
-    """
+    """A measured figure: the median of `samples`."""
 
     unit: str
-    against: str
+    against: str  # a bound, or the other side of a ratio
     samples: tuple[float, ...]
 
     @property
@@ -139,8 +119,8 @@ def _cpu() -> str:
 
 
 def _versions() -> dict[str, str]:
-    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
-    for name in _PEERS:
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    return {"python": platform.python_version()} | versions
+    return versions

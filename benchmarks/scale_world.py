@@ -13,7 +13,6 @@ import dataclasses
 import gc
 import itertools
 import pathlib
-import tempfile
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +29,14 @@ from elastic_ckpt.core import boxes, calls, codec, host_tree
 from elastic_ckpt.core.tree_allgather import TreeAllgather
 from elastic_ckpt.steps import manifest_file
 from elastic_ckpt.steps.holdings import Holdings
-from elastic_ckpt.steps.manifest import Contents, Fragments, Host, Manifest
+from elastic_ckpt.steps.manifest import (
+    ComponentFile,
+    Contents,
+    Fragments,
+    Host,
+    Leaf,
+    Manifest,
+)
 from elastic_ckpt.steps.part_table import PartTable
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.choices import Peers
@@ -40,108 +46,74 @@ from elastic_ckpt.tiers.source import ReadError, Source
 AnswerT = TypeVar("AnswerT")
 P = ParamSpec("P")
 _BRIEF_SECS = 60.0
+# Of a host: one box of each leaf.
+_LEAVES = 100
+# Each host has as many of a leaf.
+_ROWS = 16
+_BOX_BYTES = 2**20
 
 
-class Traffic:
-    """The messages and bytes of each host.
-
-    A message counts at the host that reads it and, if another host has left it in its
-    RAM disk, at that host too. A request to the coordination service counts at the host
-    that makes it.
-    """
-
-    def __init__(self) -> None:
-        self.messages: collections.Counter[int] = collections.Counter()
-        self.num_bytes: collections.Counter[int] = collections.Counter()
-
-    def add(self, host: int, num_bytes: int) -> None:
-        """Counts a message of a host."""
-        self.messages[host] += 1
-        self.num_bytes[host] += num_bytes
+# By host. A message counts at the host that reads it and, if another host has left it
+# in its RAM disk, at that host too; a request to the coordination service at the host
+# that makes it.
+Messages = collections.Counter[int]
 
 
-class CountedStore:
-    """The coordination service as one host after the other uses it.
+class _CountedStore:
+    """The coordination service as one `host` after the other uses it."""
 
-    Attributes:
-      host: that uses it now.
-    """
-
-    def __init__(self, traffic: Traffic) -> None:
+    def __init__(self, messages: Messages) -> None:
         self.host = 0
-        self._traffic = traffic
+        self._messages = messages
         self._values: dict[str, bytes] = {}
 
     def key_value_set_bytes(self, key: str, value: bytes) -> None:
-        """See `tree_allgather.KeyValueStore`."""
-        self._traffic.add(self.host, len(value))
+        self._messages[self.host] += 1
         self._values[key] = value
 
     def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
-        """See `tree_allgather.KeyValueStore`; all values are there when it is asked."""
         del timeout_in_ms
-        self._traffic.add(self.host, len(self._values[key]))
+        self._messages[self.host] += 1
         return self._values[key]
 
     def key_value_delete(self, key: str) -> None:
-        """See `tree_allgather.KeyValueStore`."""
-        self._traffic.add(self.host, 0)
+        self._messages[self.host] += 1
         for each in [each for each in self._values if each.startswith(key)]:
             del self._values[each]
 
 
-class PostOffice:
-    """The messages that hosts leave in their RAM disks."""
+class _Mail:
+    # Of one host; all can read what any of them has left in its RAM disk.
 
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic = traffic
-        self._posted: dict[int, dict[str, bytes]] = collections.defaultdict(dict)
-
-    def box(self, host: int) -> _Box:
-        """The mail of a host."""
-        return _Box(self, host)
-
-    def post(self, host: int, name: str, content: bytes) -> None:
-        """Leaves a message of a host."""
-        self._posted[host][name] = content
-
-    def read(self, reader: int, host: int, name: str) -> bytes:
-        """Reads a message that a host has left."""
-        content = self._posted[host].get(name)
-        if content is None:
-            raise ReadError(f"cannot be read: host {host} has no {name}")
-        self._traffic.add(reader, len(content))
-        self._traffic.add(host, len(content))
-        return content
-
-    def remove(self, host: int, prefix: str) -> None:
-        """Removes messages of a host."""
-        of_host = self._posted[host]
-        for name in [name for name in of_host if name.startswith(prefix)]:
-            del of_host[name]
-
-
-class _Box:
-    def __init__(self, office: PostOffice, host: int) -> None:
-        self._office = office
+    def __init__(
+        self, posted: dict[int, dict[str, bytes]], messages: Messages, host: int
+    ) -> None:
+        self._posted = posted
+        self._own = posted[host]
+        self._messages = messages
         self._host = host
 
     def post(self, name: str, content: bytes) -> None:
-        self._office.post(self._host, name, content)
+        self._own[name] = content
 
     def read(self, host: int, name: str) -> bytes:
-        return self._office.read(self._host, host, name)
+        content = self._posted[host].get(name)
+        if content is None:
+            raise ReadError(f"cannot be read: host {host} has no {name}")
+        self._messages[self._host] += 1
+        self._messages[host] += 1
+        return content
 
     def deliver(self, host: int, name: str, content: bytes) -> None:
-        """See `Mail`: all messages can be read here."""
         del host, name, content
 
     def remove(self, prefix: str) -> None:
-        self._office.remove(self._host, prefix)
+        for name in [name for name in self._own if name.startswith(prefix)]:
+            del self._own[name]
 
 
 class _WorldAlone(HostWorld):
-    # Without agents: messages pass through a `PostOffice`, and no values are read.
+    # Without agents: messages pass through `_Mail`, and no values are read.
 
     @property
     def is_connected(self) -> bool:
@@ -198,29 +170,16 @@ class _ReaderAlone(reader.HostReader):
 
 
 def _with_copies(own: Manifest, copied: Sequence[Manifest]) -> Manifest:
-    parts = [own.fragments, *(each.fragments for each in copied)]
-    before = np.cumsum([0, *(len(part.files) for part in parts)])
-    columns = {
-        name: np.concatenate([getattr(part, name) for part in parts])
-        for name in ("leaf", "digest", "offset", "stored_bytes")
-    }
+    fragments = [
+        each.fragments.row(number, contents=own.contents)
+        for each in (own, *copied)
+        for number in range(len(each.fragments))
+    ]
+    files = [file for each in (own, *copied) for file in each.component_files]
     return dataclasses.replace(
         own,
-        fragments=Fragments(
-            boxes=boxes.Boxes(
-                start=np.concatenate([part.boxes.start for part in parts]),
-                stop=np.concatenate([part.boxes.stop for part in parts]),
-            ),
-            file=np.concatenate(
-                [part.file + n for part, n in zip(parts, before, strict=False)]
-            ),
-            files=tuple(file for part in parts for file in part.files),
-            **columns,
-        ),
-        component_files=(
-            *own.component_files,
-            *(file for each in copied for file in each.component_files),
-        ),
+        fragments=Fragments.from_rows(fragments, contents=own.contents),
+        component_files=tuple(files),
     )
 
 
@@ -232,15 +191,14 @@ class _SaverAlone:
         self._written = Written(files={"data": (name,)}, time_ms=number)
 
     def write(self, **arguments: Any) -> Written:
-        """See `HostSaver.write`."""
         del arguments
         return self._written
 
     def commit(self, written: WrittenStep) -> None:
-        """See `HostSaver.commit`."""
+        del written
 
     def collect(self, **arguments: Any) -> None:
-        """See `HostSaver.collect`."""
+        del arguments
 
 
 class SimulatedHosts:
@@ -252,9 +210,7 @@ class SimulatedHosts:
       num_hosts: of the world.
 
     Attributes:
-      own: the number of the host whose driver this is.
-      num_hosts: of the world.
-      traffic: the messages so far.
+      messages: so far, of each host.
       secs: the time that the calls so far took, of the slowest host each.
       step: that the manifests are of.
     """
@@ -264,10 +220,10 @@ class SimulatedHosts:
     def __init__(
         self, directory: pathlib.Path, manifests: Iterator[Manifest], num_hosts: int
     ) -> None:
-        self.traffic = Traffic()
+        self.messages: Messages = collections.Counter()
         self.secs = 0.0
-        self._store = CountedStore(self.traffic)
-        office = PostOffice(self.traffic)
+        self._store = _CountedStore(self.messages)
+        posted: dict[int, dict[str, bytes]] = collections.defaultdict(dict)
         hosts: list[Host] = []
         worlds = []
         self.step = 0
@@ -275,7 +231,7 @@ class SimulatedHosts:
             hosts.append(manifest.host)
             self.step = manifest.step
             world = _world(directory / str(number), manifest, hosts, number)
-            world.mail = office.box(number)  # type: ignore[assignment]
+            world.mail = cast(Any, _Mail(posted, self.messages, number))
             worlds.append(world)
         assert len(hosts) == num_hosts
         self.num_hosts = num_hosts
@@ -333,16 +289,11 @@ class SimulatedHosts:
 
     def forget_costs(self) -> None:
         """Begins to count messages and time anew."""
-        self.traffic.messages.clear()
-        self.traffic.num_bytes.clear()
+        self.messages.clear()
         self.secs = 0.0
 
     def select(self, wanted: Callable[[int], Sequence[trees.WantedLeaf]]) -> None:
-        """Selects what the hosts read of the step that is open.
-
-        Args:
-          wanted: returns the leaves that a host needs, by its number.
-        """
+        """Selects what the hosts read of the step that is open, by their numbers."""
         for number, host in enumerate(self._hosts):
             of_host = host.part("HostReader")
             of_host.wanted = wanted(number)
@@ -370,7 +321,10 @@ class SimulatedHosts:
             began = time.process_time()
             self._store.host = number
             self._allgathers[number].pass_up(
-                kind, turn, _returned(values[number]), timeout_secs=_BRIEF_SECS
+                kind,
+                turn,
+                lambda value=values[number]: {"answer": value},
+                timeout_secs=_BRIEF_SECS,
             )
             level, secs = self._tree.level(number), time.process_time() - began
             of_level[level] = max(of_level[level], secs)
@@ -395,15 +349,6 @@ class SimulatedHosts:
                 self._store.key_value_set_bytes(f"{prefix}/{number}", b"")
 
 
-def _returned(answer: Any) -> Callable[[], Any]:
-    return lambda: {"answer": answer}
-
-
-def directory() -> tempfile.TemporaryDirectory[str]:
-    """A directory in memory for the RAM disks of a world."""
-    return tempfile.TemporaryDirectory(prefix="elastic-ckpt-scale-", dir="/dev/shm")
-
-
 def _world(
     root: pathlib.Path, manifest: Manifest, hosts: Sequence[Host], number: int
 ) -> HostWorld:
@@ -422,29 +367,73 @@ def _world(
         ),
     )
     own = types.SimpleNamespace(slot=0, host=manifest.host, disk=disk)
-    agents: Mapping[str, Any] = {}
-    return _WorldAlone(
-        cast(Any, config),
-        own=cast(Any, own),
-        hosts=hosts,
-        client=cast(Any, None),
-        agents=agents,
-        service=None,
-    )
+    more: Any = {"own": own, "hosts": hosts, "client": None, "agents": {}}
+    return _WorldAlone(cast(Any, config), service=None, **more)
 
 
 class _Endpoint:
     # The parts of a host that a save and a restore call.
 
     def __init__(self, world: HostWorld) -> None:
-        of_restore = _ReaderAlone(world)
+        reader_of_host = _ReaderAlone(world)
         self._parts = {
             "HostWorld": world,
             "HostSaver": _SaverAlone(world.number),
             "HostCopies": _CopiesAlone(world),
-            "HostReader": of_restore,
-            "StepSearch": of_restore.sharing,
+            "HostReader": reader_of_host,
+            "StepSearch": reader_of_host.sharing,
         }
 
     def part(self, name: str) -> Any:
         return self._parts[name]
+
+
+def _contents(num_hosts: int) -> Contents:
+    shape = (num_hosts * _ROWS, 512)
+    leaves = [
+        Leaf(path=f"params/layer_{number:03d}/w", shape=shape, dtype="float32")
+        for number in range(_LEAVES)
+    ]
+    return Contents(leaves=tuple(leaves), components={"data": num_hosts})
+
+
+def manifests(num_hosts: int, *, step: int) -> Iterator[Manifest]:
+    """The manifests that hosts write when they save, by number."""
+    contents = _contents(num_hosts)
+    slice_hosts = max(10, num_hosts // 100)
+    generator = np.random.default_rng(step)
+    for number in range(num_hosts):
+        yield Manifest(
+            run="scale",
+            step=step,
+            save="0",
+            host=Host(
+                id=f"{number:016x}.0",
+                number=number,
+                domains={"slice": str(number // slice_hosts)},
+            ),
+            contents=contents,
+            fragments=_fragments(number, generator),
+            component_files=(
+                ComponentFile(
+                    component="data",
+                    parts=(number, number + 1),
+                    path=f"data/shards-{number:05d}-{number:05d}.json",
+                    digest=generator.bytes(16),
+                    stored_bytes=150,
+                ),
+            ),
+        )
+
+
+def _fragments(number: int, generator: np.random.Generator) -> Fragments:
+    start = np.tile([number * _ROWS, 0], (_LEAVES, 1))
+    return Fragments(
+        leaf=np.arange(_LEAVES, dtype=np.int32),
+        boxes=boxes.Boxes(start=start, stop=start + np.array([_ROWS, 512])),
+        digest=generator.integers(0, 2**64, (_LEAVES, 2), np.uint64),
+        file=np.zeros(_LEAVES, np.int32),
+        offset=np.arange(_LEAVES) * _BOX_BYTES,
+        stored_bytes=np.full(_LEAVES, _BOX_BYTES),
+        files=("arrays.bin",),
+    )

@@ -4,13 +4,11 @@ A step here takes no time of the host's processors, as that of an accelerator; t
 waits for each step before it asks for the next batch, as one that prints losses. Rows
 of a batch cost 0.7 of a step to make (`slow`), or next to nothing (`trivial`).
 
-* `data_wait_percent`: of a step's time that the loop waits for slow rows, from
-  `RemoteIterator`; `data_wait_percent_in_process` from `ec.data.Batches`, and
-  `data_wait_percent_synchronous` from the same without reading ahead.
-* `step_slowdown_percent`: of a step, for all that its data costs the loop. Slow rows
-  are made by Python here, and hold the interpreter, which the loop needs now and then,
-  if a thread makes them (`..._thread`); not if a worker process does, as from the start
-  in `..._worker_process`, or once that was measured, as by default, or the sidecar of
+* `step_slowdown_percent`: of a step, for all that its data costs the loop, from
+  `RemoteIterator`; `..._in_process` from `ec.data.Batches`. Slow rows are made by
+  Python here, and hold the interpreter, which the loop needs now and then, if a thread
+  makes them (`..._thread`); not if a worker process does, as from the start in
+  `..._worker_process`, or once that was measured, as by default, or the sidecar of
   Pathways.
 * `next_ratio_in_process`: `next()` of `ec.data.Batches` for trivial rows in a loop that
   does nothing else, so that what is read ahead is waited for, over the plain way in
@@ -49,9 +47,9 @@ from elastic_ckpt_sidecar import RemoteIterator
 from etils import epath
 from jax.sharding import Mesh
 
-from benchmarks import report
+from benchmarks import report, turns
 from elastic_ckpt.core import errors, topology
-from elastic_ckpt.data import iterator, prefetch, sharded_data
+from elastic_ckpt.data import iterator, sharded_data
 
 _ROWS = 64
 _LENGTH = 1024
@@ -101,48 +99,36 @@ def measure() -> dict[str, report.Figure]:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     mesh = topology.mesh_of(topology.present(1))
-    return _waits(mesh) | _nexts(mesh) | _saves(mesh)
+    return _slowdowns(mesh) | _nexts(mesh) | _saves(mesh)
 
 
-def _waits(mesh: Mesh) -> dict[str, report.Figure]:
+def _slowdowns(mesh: Mesh) -> dict[str, report.Figure]:
     sides = {
         "": _colocated(mesh, SLOW),
         "_in_process": in_process(mesh, SLOW),
         "_thread": in_process(mesh, SLOW, num_workers=0),
         "_worker_process": in_process(mesh, SLOW, num_workers=1),
-        "_synchronous": in_process(mesh, SLOW, read_ahead=prefetch.IN_CALLER),
         "_maxtext": _maxtext_wrapper(mesh, SLOW),
     }
     step = _accelerator_step()
-    waited: dict[str, list[float]] = {name: [] for name in sides}
-    slower: dict[str, list[float]] = {name: [] for name in sides}
-    for name in turns(sides):
+    secs: turns.Secs = {name: [] for name in sides}
+    for name in in_turns(sides):
         steps(sides[name], step, _STEPS_UNCOUNTED)
-        wait_secs, secs = steps(sides[name], step, _STEPS_A_ROUND)
-        waited[name].append(100 * wait_secs / _STEP_SECS)
-        slower[name].append(100 * (secs / _STEP_SECS - 1))
+        secs[name].append(steps(sides[name], step, _STEPS_A_ROUND)[1])
     close(sides)
-    bounds = {"": "below 2", "_in_process": "below 2", "_synchronous": "about 70"}
-    theirs, ours = ([100 + p for p in slower[name]] for name in ("_maxtext", ""))
-    return (
-        {
-            f"data_wait_percent{name}": report.Figure(
-                unit="%", against=f"{bound}; of a step", samples=_warm(waited[name])
-            )
-            for name, bound in bounds.items()
-        }
-        | {
-            f"step_slowdown_percent{name}": report.Figure(
-                unit="%", against="a step without data", samples=_warm(percents)
-            )
-            for name, percents in slower.items()
-        }
-        | {
-            "ratio_maxtext_wrapper": _ratio(
-                theirs, ours, "steps with slow rows, theirs over ours"
-            )
-        }
-    )
+    figures = {
+        f"step_slowdown_percent{name}": report.figure(
+            "%",
+            "a step without data",
+            [100 * (each / _STEP_SECS - 1) for each in of_side[1:]],
+        )
+        for name, of_side in secs.items()
+    }
+    return figures | {
+        "ratio_maxtext_wrapper": report.ratio(
+            secs["_maxtext"][1:], secs[""][1:], "steps with slow rows, theirs over ours"
+        )
+    }
 
 
 def steps(
@@ -169,9 +155,9 @@ def _nexts(mesh: Mesh) -> dict[str, report.Figure]:
         "_maxtext": _maxtext_wrapper(mesh, TRIVIAL),
     }
     step = _accelerator_step(_SHORT_STEP_SECS)
-    in_a_loop: dict[str, list[float]] = {name: [] for name in sides}
-    back_to_back: dict[str, list[float]] = {name: [] for name in sides}
-    for name in turns(sides):
+    in_a_loop: turns.Secs = {name: [] for name in sides}
+    back_to_back: turns.Secs = {name: [] for name in sides}
+    for name in in_turns(sides):
         steps(sides[name], step, _STEPS_UNCOUNTED)
         in_a_loop[name].append(steps(sides[name], step, _BATCHES_A_ROUND)[0])
         began = time.perf_counter()
@@ -180,40 +166,36 @@ def _nexts(mesh: Mesh) -> dict[str, report.Figure]:
         back_to_back[name].append(time.perf_counter() - began)
     close(sides)
     figures = {}
-    for how, secs in (("", back_to_back), ("_between_steps", in_a_loop)):
+    for how, measured in (("", back_to_back), ("_between_steps", in_a_loop)):
+        secs = {name: samples[1:] for name, samples in measured.items()}
         bound = "at most 1.1 over" if not how else "over"
         for name in ("_in_process", "_colocated"):
-            figures[f"next_ratio{name}{how}"] = _ratio(
+            figures[f"next_ratio{name}{how}"] = report.ratio(
                 secs[name], secs["_plain"], f"{bound} Grain's batches in process"
             )
-        figures[f"ratio_maxtext_wrapper_trivial{how}"] = _ratio(
+        figures[f"ratio_maxtext_wrapper_trivial{how}"] = report.ratio(
             secs["_maxtext"], secs["_colocated"], "next(), theirs over ours colocated"
         )
     return figures
 
 
 def _saves(mesh: Mesh) -> dict[str, report.Figure]:
-    figures = {}
-    for name, make in (("", _colocated), ("_in_process", in_process)):
-        batches = make(mesh, SLOW)
-        step = _accelerator_step()
-        millis = []
-        for _ in range(30):
-            step(next(batches)).block_until_ready()
-            with tempfile.TemporaryDirectory() as directory:
-                began = time.perf_counter()
-                writing = asyncio.run(batches.save(_Created(directory)))
-                millis.append(1000 * (time.perf_counter() - began))
-                # As Orbax does, beside the loop.
-                thread = threading.Thread(target=asyncio.run, args=(writing,))
-                thread.start()
-                next(batches)
-                thread.join()
-        close({name: batches})
-        figures[f"save_block_ms{name}"] = report.Figure(
-            unit="ms", against="below 2", samples=tuple(millis[5:])
-        )
-    return figures
+    batches = _colocated(mesh, SLOW)
+    step = _accelerator_step()
+    millis = []
+    for _ in range(30):
+        step(next(batches)).block_until_ready()
+        with tempfile.TemporaryDirectory() as directory:
+            began = time.perf_counter()
+            writing = asyncio.run(batches.save(_Created(directory)))
+            millis.append(1000 * (time.perf_counter() - began))
+            # As Orbax does, beside the loop.
+            thread = threading.Thread(target=asyncio.run, args=(writing,))
+            thread.start()
+            next(batches)
+            thread.join()
+    batches.close()
+    return {"save_block_ms": report.figure("ms", "below 2", millis[5:])}
 
 
 class _Created:
@@ -229,12 +211,12 @@ def _shard(row: Row, shard: int) -> grain.IterDataset:
     return records.map(row).to_iter_dataset(_IN_CALLER)
 
 
-def _data(row: Row, **more: Any) -> sharded_data.ShardedData:
+def _data(row: Row, num_workers: int | None = None) -> sharded_data.ShardedData:
     return sharded_data.sharded(
         functools.partial(_shard, row),
         num_shards=_NUM_SHARDS,
         pipeline="benchmark",
-        **more,
+        num_workers=num_workers,
     )
 
 
@@ -243,17 +225,10 @@ def _colocated(mesh: Mesh, row: Row) -> RemoteIterator:
 
 
 def in_process(
-    mesh: Mesh,
-    row: Row,
-    *,
-    read_ahead: prefetch.ReadAhead = prefetch.TWO_BATCHES,
-    num_workers: int | None = None,
+    mesh: Mesh, row: Row, *, num_workers: int | None = None
 ) -> iterator.Batches:
     """The rows from `ec.data.sharded`."""
-    data = _data(row, num_workers=num_workers)
-    return iterator.Batches(
-        data, mesh=mesh, global_batch_size=_ROWS, read_ahead=read_ahead
-    )
+    return iterator.Batches(_data(row, num_workers), mesh=mesh, global_batch_size=_ROWS)
 
 
 def plain(mesh: Mesh, row: Row) -> Batches:
@@ -306,24 +281,12 @@ def _ready(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return batch
 
 
-def turns(sides: dict[str, Any]) -> Iterator[str]:
+def in_turns(sides: dict[str, Any]) -> Iterator[str]:
     """The side whose turn it is; each has one that is not counted, to get warm."""
-    for _ in range(_NUM_ROUNDS + 1):
-        for name in sides:
-            # Gives the side before time to finish the reads that it has begun.
-            time.sleep(_SETTLE_SECS)
-            yield name
-
-
-def _warm(samples: list[float]) -> tuple[float, ...]:
-    return tuple(samples[1:])
-
-
-def _ratio(above: list[float], below: list[float], against: str) -> report.Figure:
-    pairs = zip(_warm(above), _warm(below), strict=True)
-    return report.Figure(
-        unit="ratio", against=against, samples=tuple(a / b for a, b in pairs)
-    )
+    for name in [*sides] * (_NUM_ROUNDS + 1):
+        # Gives the side before time to finish the reads that it has begun.
+        time.sleep(_SETTLE_SECS)
+        yield name
 
 
 def close(sides: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
-from benchmarks import report, storage_buckets
+from benchmarks import report, storage
 from elastic_ckpt.inspect import run_files
 
 CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "demo_cpu.yml"
@@ -51,16 +51,9 @@ _MARK = "ELASTIC_CKPT_SOAK"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The remains of a soaked run.
+    """The remains of a soaked run."""
 
-    Attributes:
-      audit: of the run, as `elastic-ckpt audit --json` prints it.
-      events: of the run, in order.
-      goodput_percent: of its time.
-      processes_left: ids.
-    """
-
-    audit: dict[str, Any]
+    audit: dict[str, Any]  # as `elastic-ckpt audit --json` prints it
     events: list[dict[str, Any]]
     goodput_percent: float
     processes_left: list[int]
@@ -80,69 +73,67 @@ class Outcome:
         return lost
 
 
+class _Draw(random.Random):
+    # Of faults and returns of slices.
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.there, self.gone = set(range(_NUM_SLICES)), set[int]()
+
+    def lost(self) -> int:
+        """A slice that is gone from now on."""
+        self.gone.add(lost := self.choice(sorted(self.there)))
+        self.there.remove(lost)
+        return lost
+
+    def back(self) -> int:
+        """A slice that is back from now on."""
+        self.there.add(back := self.choice(sorted(self.gone)))
+        self.gone.remove(back)
+        return back
+
+    def host(self) -> int:
+        """A host that is there: those of the least slices are."""
+        return self.randrange(_LEAST_SLICES)
+
+
 def faults(num_events: int, seed: int) -> list[dict[str, int]]:
     """Random faults, by their steps; at least `_LEAST_SLICES` slices are always there.
 
-    Args:
-      num_events: how many; those that bring a slice back at the end are added.
-      seed: of the draw.
+    The last one is a return, if a slice is gone.
     """
-    draw = random.Random(seed)
-    there, gone, step = set(range(_NUM_SLICES)), set[int](), 0
+    draw, step = _Draw(seed), 0
     listed = []
     for number in range(num_events):
         step += draw.randint(*_STEPS_BETWEEN)
         kinds = ["kill_host", "hang_host"]
-        kinds += ["kill_slice"] * 2 * (len(there) > _LEAST_SLICES)
-        kinds += ["return_slice"] * 3 * bool(gone)
+        kinds += ["kill_slice"] * 2 * (len(draw.there) > _LEAST_SLICES)
+        kinds += ["return_slice"] * 3 * bool(draw.gone)
         kind = draw.choice(kinds)
-        if number == num_events - 1 and gone:
+        if number == num_events - 1 and draw.gone:
             kind = "return_slice"
-        if kind == "kill_slice":
-            target = draw.choice(sorted(there))
-            there.remove(target)
-            gone.add(target)
-        elif kind == "return_slice":
-            target = draw.choice(sorted(gone))
-            gone.remove(target)
-            there.add(target)
-        else:
-            target = draw.randrange(_LEAST_SLICES)
-        listed.append({kind: target, "at_step": step})
+        which = {"kill_slice": draw.lost, "return_slice": draw.back}
+        listed.append({kind: which.get(kind, draw.host)(), "at_step": step})
     return listed
 
 
 def mixed_faults(num_faults: int, seed: int) -> list[dict[str, Any]]:
-    """Random faults of all kinds, and the returns of slices between them.
-
-    Args:
-      num_faults: how many, without the returns.
-      seed: of the draw.
-    """
-    draw = random.Random(seed)
-    there, gone, step, num = set(range(_NUM_SLICES)), set[int](), 0, 0
+    """Random faults of all kinds, and the returns of slices between them."""
+    draw, step, num = _Draw(seed), 0, 0
     listed: list[dict[str, Any]] = []
-    while num < num_faults or gone:
+    while num < num_faults or draw.gone:
         step += draw.randint(*_STEPS_BETWEEN)
-        kinds = ["return"] * 6 * bool(gone)
+        kinds = ["return"] * 6 * bool(draw.gone)
         if num < num_faults:
-            kinds += ["host", "host_in_save", "host_hangs"]
+            kinds += ["kill_host", "host_in_save", "hang_host"]
             kinds += ["hosts", "host_in_restore"] * (num < num_faults - 1)
-            kinds += ["slice", "slice_cut_off"] * (len(there) > _LEAST_SLICES)
-        kind = draw.choice(kinds)
-        # There are two hosts at least.
-        host = draw.randrange(_LEAST_SLICES)
+            kinds += ["kill_slice", "cut_off"] * (len(draw.there) > _LEAST_SLICES)
+        kind, host = draw.choice(kinds), draw.host()
         match kind:
             case "return":
-                target = draw.choice(sorted(gone))
-                gone.remove(target)
-                there.add(target)
-                found = [{"return_slice": target}]
-            case "slice" | "slice_cut_off":
-                target = draw.choice(sorted(there))
-                there.remove(target)
-                gone.add(target)
-                found = [{"kill_slice" if kind == "slice" else "cut_off": target}]
+                found = [{"return_slice": draw.back()}]
+            case "kill_slice" | "cut_off":
+                found = [{kind: draw.lost()}]
             case "hosts":
                 found = [{"kill_host": 0}, {"kill_host": 1}]
             case "host_in_save":
@@ -153,10 +144,8 @@ def mixed_faults(num_faults: int, seed: int) -> list[dict[str, Any]]:
                     {"kill_host": 1 - host},
                     {"kill_host": host, "in_phase": "restore"},
                 ]
-            case "host_hangs":
-                found = [{"hang_host": host}]
             case _:
-                found = [{"kill_host": host}]
+                found = [{kind: host}]
         num += len(found) * (kind != "return")
         listed += [each | {"at_step": step} for each in found]
     return listed
@@ -165,16 +154,10 @@ def mixed_faults(num_faults: int, seed: int) -> list[dict[str, Any]]:
 def soak(
     directory: str, ram: str, config: pathlib.Path, listed: list[dict[str, Any]]
 ) -> Outcome:
-    """Trains through faults, and audits what is left.
+    """Trains through the listed faults, and audits what is left.
 
-    Args:
-      directory: of the run's files, empty; a path, or a URL of a bucket.
-      ram: a directory on a RAM disk, empty.
-      config: of the run.
-      listed: the faults.
-
-    Raises:
-      RuntimeError: if a command fails, with its output.
+    The run's files are in `directory`, a path or a URL of a bucket, and in `ram`, a
+    directory on a RAM disk; both are empty.
     """
     run = f"{directory}/{RUN}"
     mark = f"{_MARK}={uuid.uuid4()}"
@@ -217,7 +200,7 @@ def measure() -> dict[str, report.Figure]:
     """Runs the suite."""
     figures: dict[str, report.Figure] = {}
     loads = [os.getloadavg()[0]]
-    with storage_buckets.stores() as environment:
+    with storage.stores() as environment:
         bucket = environment["BUCKET"]
         for ending, url in (("", ""), ("_gs", "gs://"), ("_s3", "s3://")):
             with (
@@ -240,34 +223,26 @@ def _measure(directory: str, seed: int) -> Mapping[str, report.Figure]:
         event["kind"] for event in outcome.named("fault_injected")
     )
     print(f"{directory}: {dict(injected)}")
-    counts = {
-        "faults": injected.total() - injected["return_slice"],
-        "worlds": len(outcome.named("world_started")),
-        "examples_lost": outcome.audit["num_lost"],
-        "examples_repeated": outcome.audit["num_repeated"],
-        "committed_steps_lost": outcome.committed_steps_lost(),
-        "processes_left": len(outcome.processes_left),
-    }
-    against = {"faults": f"{_NUM_FAULTS}, seed {seed}", "worlds": "of one run"}
-    units = {name: name.split("_")[0] for name in counts} | {
-        "committed_steps_lost": "worlds"
-    }
-    changes = outcome.named("recovered")
+    audit, changes = outcome.audit, outcome.named("recovered")
+    num_faults = injected.total() - injected["return_slice"]
+    num_worlds = len(outcome.named("world_started"))
+    lost = outcome.committed_steps_lost()
+    left = len(outcome.processes_left)
+    figure = report.figure
     return {
-        name: report.figure(units[name], against.get(name, "0"), [count])
-        for name, count in counts.items()
-    } | {
-        "steps_lost": report.figure(
+        "faults": figure("faults", f"{_NUM_FAULTS}, seed {seed}", [num_faults]),
+        "worlds": figure("worlds", "of one run", [num_worlds]),
+        "examples_lost": figure("examples", "0", [audit["num_lost"]]),
+        "examples_repeated": figure("examples", "0", [audit["num_repeated"]]),
+        "committed_steps_lost": figure("worlds", "0", [lost]),
+        "processes_left": figure("processes", "0", [left]),
+        "steps_lost": figure(
             "steps",
             "local_checkpoint_period=5",
             [each["steps_lost"] for each in changes],
         ),
-        "recover_secs": report.figure(
-            "s", "a change", [each["secs"] for each in changes]
-        ),
-        "goodput_percent": report.figure(
-            "%", "of the run's time", [outcome.goodput_percent]
-        ),
+        "recover_secs": figure("s", "a change", [each["secs"] for each in changes]),
+        "goodput_percent": figure("%", "of its time", [outcome.goodput_percent]),
     }
 
 

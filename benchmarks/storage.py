@@ -1,199 +1,219 @@
-"""Suite `storage`: what a run writes to and reads from its storage.
-
-Object stores are emulators on this machine (`tests.buckets`). The step log:
-
-* `log_bytes_per_step`: bytes of the log of `elastic-ckpt train` over its steps, at a
-  batch of 4,096 shuffled rows.
-* `log_write_ratio`: the write of the log before a checkpoint at step 100,000 over that
-  at step 100, in a bucket of GCS; `_s3` and `_disk` are the others. A checkpoint is
-  saved every 100 steps, of 4,096 rows each.
-* `log_write_ms`: the write at step 100,000 in a bucket of GCS; `_s3`, `_disk`.
-* `log_append_ms`: what a step adds to the log without it, on a disk.
-
-Data and steps in buckets, with the emulators in another process (`storage_buckets`):
+"""Suite `storage`: buckets, beside plain ranged reads and beside Orbax.
 
 * `bucket_read_ratio`: the speed of reading TFRecords from a bucket of GCS over that of
   ranged reads of the same bytes, 16 at a time, of 2 MiB each; `_s3`, and `_late` with
-  answers that take 20 ms longer.
+  answers that take 20 ms longer, as the first byte of real stores takes tens of
+  milliseconds.
 * `upload_ratio_orbax`: the time until a state is saved to a bucket of GCS over that of
-  plain Orbax.
+  plain Orbax, which writes to `gs://` alone.
+
+Data is read as a loop does it by default: TFRecords in shards, verified, in batches.
+The object stores are emulators in another process, so that neither side shares a Python
+interpreter with them. Files are looked up and indexed once before, as by a run.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
+import functools
+import itertools
 import json
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 from unittest import mock
 
+import fsspec
+import grain
+import jax
+import jax.numpy as jnp
 import numpy as np
-from array_record.python import array_record_module
+from orbax.checkpoint import v1 as ocp
 
-from benchmarks import report, storage_buckets
-from elastic_ckpt.core import topology
-from elastic_ckpt.training import step_log, train_step
+from benchmarks import report, turns
+from elastic_ckpt import data, frontend
+from elastic_ckpt.core import storage
+from elastic_ckpt.data.sources import remote_file, tfrecord
+from elastic_ckpt.tiers import choices
 
-_PERIOD = 100
+_RECORD_BYTES = 64 * 1024
+# The length of a record and the checksums.
+_FRAME_BYTES = 16
+_SHARDS = 4
+# The records of a batch.
+_ROWS = 32
+# The number of plain reads at a time, and the bytes of each.
+_READERS = 16
+_RANGE_BYTES = remote_file.BLOCK_BYTES
+# Within the first bytes of real stores, which take tens of milliseconds.
+_LATE_SECS = 0.02
+_LARGE_LEAVES = 8
+_SMALL_LEAVES = 64
+_SERVING = """
+import json, sys
+from tests import buckets
+with buckets.serving(float(sys.argv[1])) as environment:
+    print(json.dumps(environment | {"BUCKET": buckets.BUCKET}), flush=True)
+    sys.stdin.read()
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """The size of the runs.
+    """The size of the measurement."""
 
-    Attributes:
-      rows: of a batch.
-      train_steps: of the run whose log is measured.
-      late_step: of the late checkpoint.
-      rounds: of checkpoints that are timed.
-      buckets: the size of what is read from buckets and saved to them.
-    """
-
-    rows: int = 4096
-    train_steps: int = 20
-    late_step: int = 100_000
-    rounds: int = 31
-    buckets: storage_buckets.Size = dataclasses.field(
-        default_factory=storage_buckets.Size
-    )
+    data_files: int = 8
+    file_mib: int = 64
+    state_mib: int = 64
+    rounds: int = 7
 
 
-SMALL = Size(
-    rows=512,
-    train_steps=2,
-    late_step=300,
-    rounds=2,
-    buckets=storage_buckets.Size(data_files=2, file_mib=4, state_mib=1, rounds=1),
-)
+# Shows that the suite runs, and measures nothing.
+SMALL = Size(data_files=2, file_mib=4, state_mib=1, rounds=1)
 
 
 def measure(size: Size = Size()) -> dict[str, report.Figure]:
-    """Runs the suite."""
-    return _log_bytes(size) | _log_writes(size) | storage_buckets.measure(size.buckets)
-
-
-def _log_bytes(size: Size) -> dict[str, report.Figure]:
-    with tempfile.TemporaryDirectory() as directory:
-        root = pathlib.Path(directory)
-        settings = {
-            "run_name": "log",
-            "base_output_directory": directory,
-            "grain_train_files": _corpus(root / "texts.array_record"),
-            "max_target_length": 16,
-            "global_batch_size": size.rows,
-            "base_emb_dim": 16,
-            "base_num_query_heads": 2,
-            "head_dim": 8,
-            "base_mlp_dim": 16,
-            "base_num_decoder_layers": 1,
-            "enable_checkpointing": False,
-            "steps": size.train_steps,
-        }
-        # JSON is YAML.
-        (root / "config.yml").write_text(json.dumps(settings))
-        command = [sys.executable, "-m", "elastic_ckpt.cli.main", "train"]
-        subprocess.run(
-            [*command, str(root / "config.yml")], check=True, stdout=subprocess.DEVNULL
-        )
-        files = (root / "log" / step_log.DIRECTORY).iterdir()
-        num_bytes = sum(file.stat().st_size for file in files)
-    per_step = num_bytes / size.train_steps
-    return {"log_bytes_per_step": report.figure("bytes", "at most 2,000", [per_step])}
-
-
-def _corpus(path: pathlib.Path) -> str:
-    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
-    for number in range(100_000):
-        writer.write(b"text %d" % number)
-    writer.close()
-    return str(path)
-
-
-def _log_writes(size: Size) -> dict[str, report.Figure]:
-    figures: dict[str, report.Figure] = {}
-    with tempfile.TemporaryDirectory() as disk, _buckets() as buckets:
-        directories = {"": buckets["gs"], "_s3": buckets["s3"], "_disk": disk}
-        for ending, directory in directories.items():
-            early, late, appended = _checkpoints(directory, size)
-            figures[f"log_write_ratio{ending}"] = report.ratio(
-                late, early, "at most 1.5"
+    """Measures in a process that begins with the addresses of the stores."""
+    ratios, saves = {}, {}
+    for ending, kind, late_secs in (
+        ("", "gs", 0.0),
+        ("_s3", "s3", 0.0),
+        ("_late", "gs", _LATE_SECS),
+    ):
+        with stores(late_secs) as environment, mock.patch.dict(os.environ, environment):
+            url = f"{kind}://{environment['BUCKET']}"
+            secs = turns.in_new_process(_reads, f"{url}/data", size)
+            ratios[f"bucket_read_ratio{ending}"] = report.ratio(
+                secs["plain"],
+                secs["ours"],
+                "at least 0.8; speed over that of plain ranged reads",
             )
-            figures[f"log_write_ms{ending}"] = report.figure("ms", "no bound", late)
-            figures["log_append_ms"] = report.figure("ms", "no bound", appended)
-    return figures
-
-
-def _checkpoints(
-    directory: str, size: Size
-) -> tuple[list[float], list[float], list[float]]:
-    # Milliseconds of the writes at step 100, of those at the late step, and of a step
-    # between them.
-    generator = np.random.default_rng(0)
-    reports = [_report(generator, size.rows) for _ in range(_PERIOD)]
-    early, late, appended = [], [], []
-    with contextlib.closing(_Log(f"{directory}/late", reports)) as long:
-        for _ in range(size.late_step // _PERIOD - 1):
-            long.checkpoint()
-        # One more round, which is not counted: clients connect in it.
-        for number in range(size.rounds + 1):
-            new = _Log(f"{directory}/early-{number}", reports)
-            with contextlib.closing(new) as short:
-                # They take turns to be first, as a flush may leave work to the next.
-                sides = [(short, early), (long, late)][:: 1 if number % 2 else -1]
-                for log, samples in sides:
-                    append_ms, sync_ms = log.checkpoint()
-                    if number:
-                        samples.append(sync_ms)
-                        appended.append(append_ms)
-    return early, late, appended
-
-
-class _Log:
-    # The log of a run of which only the log exists.
-    def __init__(self, run: str, reports: list[train_step.StepReport]) -> None:
-        world = topology.Topology(hosts=1, slices=1, devices=1)
-        start = step_log.Start(step=0, world=world, data={})
-        self._log = step_log.StepLog(run, start)
-        self._reports = reports
-        self._step = 0
-
-    def checkpoint(self) -> tuple[float, float]:
-        # Milliseconds of each step until the next checkpoint, and of its write.
-        began = time.perf_counter()
-        for each in self._reports:
-            self._log.append(self._step, each)
-            self._step += 1
-        appended = time.perf_counter()
-        self._log.sync()
-        ended = time.perf_counter()
-        return 1e3 * (appended - began) / len(self._reports), 1e3 * (ended - appended)
-
-    def close(self) -> None:
-        self._log.close()
-
-
-def _report(generator: np.random.Generator, rows: int) -> train_step.StepReport:
-    # Outputs of a step, on the host.
-    fields: Any = {
-        "example_id": generator.integers(0, 2**32, (rows, 2), np.uint32),
-        "row_digests": generator.integers(0, 2**32, rows, np.uint32),
-        "tokens": np.int32(rows),
+            if not ending:
+                saves = turns.in_new_process(_saves, f"{url}/steps", size)
+    return ratios | {
+        "upload_ratio_orbax": report.ratio(
+            saves["ours"],
+            saves["orbax"],
+            "at most 1.1; until a step is in gs://, over Orbax's",
+        )
     }
-    scalars = ("loss", "learning_rate", "gradient_norm")
-    return train_step.StepReport(**fields | dict.fromkeys(scalars, np.float32(0.1)))
 
 
 @contextlib.contextmanager
-def _buckets() -> Iterator[dict[str, str]]:
-    # The URL of a bucket of each kind, by protocol.
-    from tests import buckets
+def stores(late_secs: float = 0.0) -> Iterator[dict[str, str]]:
+    """Runs both stores in another process; `gs://` answers after `late_secs`.
 
-    with buckets.serving() as environment, mock.patch.dict(os.environ, environment):
-        yield {kind: f"{kind}://{buckets.BUCKET}" for kind in ("gs", "s3")}
+    Yields:
+      The environment of their clients, and the name of their `BUCKET`.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", _SERVING, str(late_secs)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as serving:
+        assert serving.stdin is not None
+        assert serving.stdout is not None
+        try:
+            yield json.loads(serving.stdout.readline())
+        finally:
+            serving.stdin.close()
+
+
+def _reads(url: str, size: Size) -> dict[str, list[float]]:
+    paths = _write_data(url, size)
+    num_batches = size.data_files * size.file_mib * 2**20 // _RECORD_BYTES // _ROWS
+    ranges = list(_ranges(paths))
+    with concurrent.futures.ThreadPoolExecutor(_READERS) as readers:
+        sides: dict[str, Callable[[], int]] = {
+            "plain": lambda: sum(readers.map(_read_range, ranges)),
+            "ours": lambda: _read_records(paths, num_batches),
+        }
+        num_bytes = {side: read() for side, read in sides.items()}
+        assert len(set(num_bytes.values())) == 1, num_bytes
+        return turns.timed(sides, size.rounds)
+
+
+def _write_data(url: str, size: Size) -> tuple[str, ...]:
+    generator = np.random.default_rng(0)
+    num_records = size.file_mib * 2**20 // _RECORD_BYTES
+    paths = []
+    for number in range(size.data_files):
+        path = f"{url}/part-{number}.tfrecord"
+        records = (generator.bytes(_RECORD_BYTES) for _ in range(num_records))
+        with tempfile.TemporaryDirectory() as directory:
+            local = pathlib.Path(directory, "part")
+            tfrecord.write(local, records)
+            storage.write_atomic(path, local.read_bytes())
+        paths.append(path)
+    return tuple(paths)
+
+
+def _ranges(paths: tuple[str, ...]) -> Iterator[tuple[Any, str, int, int]]:
+    for path in paths:
+        system, name = fsspec.url_to_fs(path)
+        num_bytes = system.info(name)["size"]
+        for start in range(0, num_bytes, _RANGE_BYTES):
+            yield system, name, start, min(start + _RANGE_BYTES, num_bytes)
+
+
+def _read_range(part: tuple[Any, str, int, int]) -> int:
+    system, name, start, stop = part
+    return len(system.cat_file(name, start=start, end=stop))
+
+
+def _read_records(paths: tuple[str, ...], num_batches: int) -> int:
+    # The bytes of all records with their frames, as a loop on one host takes them.
+    remote_file.forget()
+    batches = data.LocalBatches(
+        data.sharded(functools.partial(_shard, paths), pipeline="rows"),
+        global_batch_size=_ROWS,
+    )
+    num_bytes = 0
+    for batch in itertools.islice(batches, num_batches):
+        rows = batch["bytes"]
+        num_bytes += rows.nbytes + len(rows) * _FRAME_BYTES
+    return num_bytes
+
+
+def _shard(paths: tuple[str, ...], shard: int) -> grain.IterDataset:
+    source = data.TFRecord(files=paths, record_format="bytes")
+    return data.Records(source, shard=shard, num_shards=_SHARDS).map(_row)
+
+
+def _row(record: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {"bytes": np.frombuffer(record["text"], np.uint8)}
+
+
+def _saves(url: str, size: Size) -> dict[str, list[float]]:
+    keep = cast(Any, ocp.training.preservation_policies.LatestN(1))
+    ours = frontend.Checkpointer(
+        [choices.Persistent(f"{url}/ours", every=1, keep=keep)]
+    )
+    orbax = ocp.training.Checkpointer(f"{url}/orbax", preservation_policy=keep)
+    steps = itertools.count(1)
+    items = size.state_mib * 2**18 // _LARGE_LEAVES
+
+    @jax.jit
+    def make(number: float) -> dict[str, jax.Array]:
+        large = jnp.sin(jnp.arange(items, dtype=jnp.float32) * number)
+        state = {f"large_{n}": large + n for n in range(_LARGE_LEAVES)}
+        small = {f"small_{n:02d}": large[:256] * n for n in range(_SMALL_LEAVES)}
+        return state | small
+
+    def save(checkpointer: Any) -> None:
+        step = next(steps)
+        state = jax.block_until_ready(make(step + 0.5))
+        assert checkpointer.save_async(step, state, force=True).result()
+
+    sides = {"ours": lambda: save(ours), "orbax": lambda: save(orbax)}
+    secs = turns.timed(sides, size.rounds)
+    ours.close()
+    orbax.close()
+    return secs

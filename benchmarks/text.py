@@ -1,14 +1,13 @@
 """The part of suite `data` that reads text: from Parquet to packed rows of tokens.
 
 All sides read the same documents, the sources of Python's standard library cut into
-texts of log-normal length, with a tokenizer trained on some of them; in one process,
-in turns. Grain's and ours make rows of 2048 tokens.
+texts of log-normal length, with a byte-level BPE of Hugging Face trained on some of
+them; in one process, in turns. Grain's and ours make rows of 2048 tokens.
 
-* `text_packed_mtok_per_sec`: what `from_config` builds, 64 logical shards, with a
-  byte-level BPE of Hugging Face and as many threads as there are cores.
-* `text_ratio_tokenizer`, `text_ratio_tiktoken`, `text_ratio_sentencepiece`: over the
-  library's own batch call on lists of 1000 of these texts, which reads no file, makes
-  no array and packs nothing.
+* `text_packed_mtok_per_sec`: what `from_config` builds, 64 logical shards, with as many
+  threads as there are cores.
+* `text_ratio_tokenizer`: over the library's own `encode_batch_fast` on lists of 1000 of
+  these texts, which reads no file, makes no array and packs nothing.
 * `text_ratio_grain_map`: over Grain's interleave of the files, `map` of each record,
   and packer.
 * `text_ratio_hf_datasets_map`: over `map(batched=True)` of Hugging Face `datasets`,
@@ -19,39 +18,33 @@ in turns. Grain's and ours make rows of 2048 tokens.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
+import functools
 import itertools
 import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from benchmarks import report, text_corpus
+from benchmarks import report
 from benchmarks.peers import hf_datasets, peer
-from benchmarks.peers import measure as sides
-from elastic_ckpt.data import data_keys, prefetch, rows
-from elastic_ckpt.data.lm import pipeline
+from benchmarks.peers import measure as peers
+from elastic_ckpt.data import prefetch, rows
+from elastic_ckpt.data.lm import pipeline, text
 
 NUM_SHARDS = 64
+_COLUMN = "text"
+_NUM_FILES = 8
+_MEAN_CHARACTERS = 2000
+# The standard deviation of the logarithm of the length.
+_SIGMA = 0.8
+_TRAINING_TEXTS = 2500
+_VOCAB_SIZE = 32_000
 _TEXTS_A_CALL = 1000
 _ROUNDS = 5
 _NUM_TOKENS = 6_000_000
-
-_OURS = "ours"
 _PARALLELISM = "TOKENIZERS_PARALLELISM"
-# The figure of each library's own batch call.
-_RATIOS = {
-    "huggingface": "text_ratio_tokenizer",
-    "tiktoken": "text_ratio_tiktoken",
-    "sentencepiece": "text_ratio_sentencepiece",
-}
-_BOUNDS = {
-    "text_ratio_tokenizer": "at least 0.9",
-    "text_ratio_tiktoken": "no bound",
-    "text_ratio_sentencepiece": "no bound",
-}
 
 
 def measure(
@@ -67,141 +60,157 @@ def measure(
       directory: made anew.
       num_tokens: timed of each side in each round.
       num_rounds: how often each side has its turn.
-      num_characters: of the corpus; None takes all.
+      num_characters: of the corpus; None takes all, some 31 million.
     """
     directory.mkdir(parents=True)
-    texts = text_corpus.texts(directory, num_characters)
-    files = text_corpus.write(texts, directory)
-    figures: dict[str, report.Figure] = {}
-    for kind, tokenizer in text_corpus.train(texts, directory).items():
-        compared = [
-            sides.Side(name=_OURS, make=_from_config(files, kind, tokenizer)),
-            sides.Side(name=kind, make=_library(texts, kind, tokenizer)),
-        ]
-        if kind == "huggingface":
-            compared += _peers(files, tokenizer)
-        rates = sides.in_turns(
-            compared,
-            num_tokens=num_tokens,
-            warm_up_tokens=num_tokens // 8,
-            num_rounds=num_rounds,
-        )
-        figures |= sides.compared(
-            rates,
-            ours=_OURS,
-            name="text_packed_mtok" if kind == "huggingface" else None,
-            ratio=lambda name: _RATIOS.get(name, f"text_ratio_{name}"),
-            bounds=_BOUNDS,
-        )
-    return figures
+    texts = _texts(directory, num_characters)
+    files = _write(texts, directory)
+    path = _train(texts, directory)
+    sides: peers.Sides = {
+        "ours": functools.partial(_from_config, files, path),
+        "tokenizer": functools.partial(_library, texts, path),
+        "grain_map": functools.partial(_grain_map, files, path),
+    }
+    if peer.is_installed("datasets"):
+        sides["hf_datasets_map"] = functools.partial(_hf_map, files, path)
+    else:
+        print(f"text: hf_datasets_map: not installed: datasets; {peer.INSTALL}")
+    rates = peers.in_turns(
+        sides,
+        num_tokens=num_tokens,
+        warm_up_tokens=num_tokens // 8,
+        num_rounds=num_rounds,
+    )
+    return peers.compared(
+        rates,
+        name="text_packed_mtok",
+        ratio=lambda name: f"text_ratio_{name}",
+        bounds={"text_ratio_tokenizer": "at least 0.9"},
+    )
 
 
-def _from_config(
-    files: list[str], kind: str, tokenizer: str
-) -> Callable[[], Iterator[Any]]:
-    config = data_keys.DataKeys(
+def _texts(directory: pathlib.Path, num_characters: int | None) -> list[str]:
+    from pyarrow import parquet as pq
+
+    sources = directory / "sources.parquet"
+    text.write(text.PYTHON_STDLIB, str(sources), file_type="parquet")
+    column = pq.read_table(sources)["text"].to_pylist()
+    sources.unlink()
+    whole = "\n".join(column)[:num_characters]
+    generator = np.random.default_rng(0)
+    mu, place = np.log(_MEAN_CHARACTERS) - _SIGMA**2 / 2, 0
+    texts = []
+    while place < len(whole):
+        length = max(1, int(generator.lognormal(mu, _SIGMA)))
+        texts.append(whole[place : place + length])
+        place += length
+    return texts
+
+
+def _write(texts: list[str], directory: pathlib.Path) -> list[str]:
+    import pyarrow as pa
+    from pyarrow import parquet as pq
+
+    files = [str(directory / f"texts-{number}.parquet") for number in range(_NUM_FILES)]
+    for number, file in enumerate(files):
+        table = pa.table({_COLUMN: texts[number::_NUM_FILES]})
+        pq.write_table(table, file, row_group_size=100)
+    return files
+
+
+def _train(texts: list[str], directory: pathlib.Path) -> str:
+    import tokenizers
+
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=_VOCAB_SIZE,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts[:_TRAINING_TEXTS], trainer)
+    path = directory / "tokenizer.json"
+    tokenizer.save(str(path))
+    return str(path)
+
+
+def _from_config(files: list[str], path: str) -> Iterator[Any]:
+    os.environ[_PARALLELISM] = "false"
+    data = pipeline.from_config(
         grain_train_files=",".join(files),
         grain_file_type="parquet",
         num_logical_shards=NUM_SHARDS,
-        tokenizer_type=kind,
-        tokenizer_path=tokenizer,
+        tokenizer_type="huggingface",
+        tokenizer_path=path,
         max_target_length=peer.ROW_LENGTH,
         use_truncation=False,
         packing=True,
         grain_packing_type="concat_then_split",
         grain_shuffle_buffer_size=0,
     )
+    placement = rows.Placement.in_order(0, num_hosts=1, global_batch_size=NUM_SHARDS)
+    rows_of_host = prefetch.Prefetched(
+        data.host_batches(placement),
+        make=dict,
+        read_ahead=prefetch.ReadAhead(batches=1),
+    )
+    with contextlib.closing(rows_of_host) as batches:
+        while True:
+            yield next(batches)["inputs"]
 
-    def make() -> Iterator[Any]:
-        os.environ[_PARALLELISM] = "false"
-        placement = rows.Placement.in_order(
-            0, num_hosts=1, global_batch_size=NUM_SHARDS
+
+def _library(texts: list[str], path: str) -> Iterator[Any]:
+    import tokenizers
+
+    os.environ[_PARALLELISM] = "true"
+    tokenizer = tokenizers.Tokenizer.from_file(path)
+    left = 0
+    for first in itertools.cycle(range(0, len(texts), _TEXTS_A_CALL)):
+        some = texts[first : first + _TEXTS_A_CALL]
+        encoded = tokenizer.encode_batch_fast(some, add_special_tokens=False)
+        # As many rows, so that the driver counts them.
+        num_rows, left = divmod(left + sum(map(len, encoded)), peer.ROW_LENGTH)
+        yield np.empty((num_rows, peer.ROW_LENGTH), np.int32)
+
+
+def _grain_map(files: list[str], path: str) -> Iterator[Any]:
+    import tokenizers
+    from grain import experimental
+
+    tokenizer = tokenizers.Tokenizer.from_file(path)
+
+    def encode(record: dict[str, Any]) -> dict[str, Any]:
+        encoded = tokenizer.encode(record[_COLUMN], add_special_tokens=False)
+        return {"tokens": np.array(encoded.ids, np.int32)}
+
+    read = [experimental.ParquetIterDataset(file) for file in files]
+    documents = experimental.InterleaveIterDataset(read, cycle_length=len(files))
+    packed = iter(
+        experimental.ConcatThenSplitIterDataset(
+            documents.map(encode), length_struct={"tokens": peer.ROW_LENGTH}
         )
-        rows_of_host = prefetch.Prefetched(
-            pipeline.from_config(config).host_batches(placement),
-            make=dict,
-            read_ahead=prefetch.ReadAhead(batches=1),
+    )
+    with contextlib.closing(packed):
+        for row in packed:
+            yield row["tokens"]
+
+
+def _hf_map(files: list[str], path: str) -> Iterator[Any]:
+    import tokenizers
+
+    os.environ[_PARALLELISM] = "true"
+    tokenizer = tokenizers.Tokenizer.from_file(path)
+
+    def encode(records: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        encoded = tokenizer.encode_batch_fast(
+            records[_COLUMN], add_special_tokens=False
         )
-        with contextlib.closing(rows_of_host) as batches:
-            while True:
-                yield next(batches)["inputs"]
+        return {hf_datasets.COLUMN: [encoding.ids for encoding in encoded]}
 
-    return make
-
-
-def _library(
-    texts: list[str], kind: str, tokenizer: str
-) -> Callable[[], Iterator[Any]]:
-    def make() -> Iterator[Any]:
-        os.environ[_PARALLELISM] = "true"
-        count = text_corpus.COUNTERS[kind](tokenizer)
-        left = 0
-        for first in itertools.cycle(range(0, len(texts), _TEXTS_A_CALL)):
-            left += count(texts[first : first + _TEXTS_A_CALL])
-            # As many rows, so that the driver counts them.
-            num_rows, left = divmod(left, peer.ROW_LENGTH)
-            yield np.empty((num_rows, peer.ROW_LENGTH), np.int32)
-
-    return make
-
-
-def _peers(files: list[str], tokenizer: str) -> list[sides.Side]:
-    peers = [sides.Side(name="grain_map", make=_grain_map(files, tokenizer))]
-    try:
-        importlib.metadata.version("datasets")
-    except importlib.metadata.PackageNotFoundError:
-        print(f"text: hf_datasets_map: not installed: datasets; {peer.INSTALL}")
-        return peers
-    return [*peers, sides.Side(name="hf_datasets_map", make=_hf_map(files, tokenizer))]
-
-
-def _grain_map(files: list[str], path: str) -> Callable[[], Iterator[Any]]:
-    def make() -> Iterator[Any]:
-        import tokenizers
-        from grain import experimental
-
-        tokenizer = tokenizers.Tokenizer.from_file(path)
-
-        def encode(record: dict[str, Any]) -> dict[str, Any]:
-            encoded = tokenizer.encode(
-                record[text_corpus.COLUMN], add_special_tokens=False
-            ).ids
-            return {"tokens": np.array(encoded, np.int32)}
-
-        read = [experimental.ParquetIterDataset(file) for file in files]
-        documents = experimental.InterleaveIterDataset(read, cycle_length=len(files))
-        packed = iter(
-            experimental.ConcatThenSplitIterDataset(
-                documents.map(encode), length_struct={"tokens": peer.ROW_LENGTH}
-            )
-        )
-        with contextlib.closing(packed):
-            for row in packed:
-                yield row["tokens"]
-
-    return make
-
-
-def _hf_map(files: list[str], path: str) -> Callable[[], Iterator[Any]]:
-    def make() -> Iterator[Any]:
-        import tokenizers
-
-        os.environ[_PARALLELISM] = "true"
-        tokenizer = tokenizers.Tokenizer.from_file(path)
-
-        def encode(records: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-            encoded = tokenizer.encode_batch_fast(
-                records[text_corpus.COLUMN], add_special_tokens=False
-            )
-            return {hf_datasets.COLUMN: [encoding.ids for encoding in encoded]}
-
-        tokenised = hf_datasets.streamed(files).map(
-            encode,
-            batched=True,
-            batch_size=_TEXTS_A_CALL,
-            remove_columns=[text_corpus.COLUMN],
-        )
-        for row in tokenised.map(hf_datasets.group_texts, batched=True):
-            yield np.asarray(row[hf_datasets.COLUMN], np.int32)
-
-    return make
+    tokenised = hf_datasets.streamed(files).map(
+        encode, batched=True, batch_size=_TEXTS_A_CALL, remove_columns=[_COLUMN]
+    )
+    for row in tokenised.map(hf_datasets.group_texts, batched=True):
+        yield np.asarray(row[hf_datasets.COLUMN], np.int32)

@@ -1,53 +1,204 @@
-"""The hosts of suite `tiers`: each function is the program of one host.
+"""The hosts of suite `tiers`, how they take turns, and the state that they save.
 
-All sides of a comparison take turns in one world. The hosts wait for each other before
-each turn, and a turn of a round takes as long as on the slowest of them.
+All sides of a comparison take turns in one world. All hosts begin a turn together, and
+it takes as long as on the slowest of them. `save`, `restore` and `restore_half` are the
+programs of one host.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import gc
 import itertools
+import json
 import os
+import pathlib
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from typing import Any, cast
-from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
 
-from benchmarks import tiers_turns
-from benchmarks.tiers_turns import Place, Secs, State
-from elastic_ckpt.core import digest, events
-from elastic_ckpt.elastic import member
+from benchmarks import memory, turns
+from elastic_ckpt import frontend
+from elastic_ckpt.core import events, topology
+from elastic_ckpt.elastic import member, multicontroller, supervisor
+from elastic_ckpt.tiers import choices
 from elastic_ckpt.tiers.peers import peer_client
+from elastic_ckpt.training import schema
+
+HOSTS = 4
+_TIMEOUT_MS = 600_000
+_barriers = itertools.count()
+
+State = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """The directories of a world on the RAM disk, and the state that its hosts save."""
+
+    machines: tuple[str, ...]  # host n is on machine n
+    results: str  # of what is measured
+    orbax: str  # of Orbax's checkpoints
+    num_leaves: int  # large ones of the state
+    leaf_mib: int
+    num_small: int  # leaves of 8 KiB besides
+    rounds: int  # that are counted; one before them is not
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the whole state."""
+        return self.num_leaves * self.leaf_mib * 2**20 + self.num_small * 8 * 2**10
+
+
+@contextlib.contextmanager
+def joined(
+    host: member.Member, place: Place
+) -> Iterator[tuple[Mesh, frontend.Checkpointer]]:
+    """Joins the world, with a checkpointer over RAM, and no copies."""
+    multicontroller.configure(schema.WorldSection())
+    with multicontroller.joined(host):
+        mesh = topology.mesh_of(topology.present(1))
+        tiers = [choices.Local(place.machines[host.host]), choices.Peers(copies=0)]
+        with frontend.Checkpointer(
+            tiers, run="benchmark", slice_name=str(host.host)
+        ) as made:
+            yield mesh, made
+
+
+def sharded(mesh: Mesh) -> NamedSharding:
+    """Over all devices: no two hosts have the same."""
+    return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+
+
+def abstract(place: Place, sharding: NamedSharding) -> dict[str, Any]:
+    """The state as it is wanted under a sharding."""
+    large = (place.leaf_mib * 128, 2048)
+    shapes = {f"kernel_{number:03d}": large for number in range(place.num_leaves)}
+    small = {f"scale_{number:04d}": (2048,) for number in range(place.num_small)}
+    return {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+        for name, shape in (shapes | small).items()
+    }
+
+
+def states(place: Place, sharding: NamedSharding) -> Callable[[], State]:
+    """Each call gives the state after one more step: new arrays, the old are gone."""
+    wanted = abstract(place, sharding)
+
+    @functools.partial(jax.jit, out_shardings=sharding)
+    def first() -> State:
+        return {
+            name: jax.lax.broadcasted_iota(leaf.dtype, leaf.shape, 0)
+            for name, leaf in wanted.items()
+        }
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def after(state: State) -> State:
+        return {name: array + 1 for name, array in state.items()}
+
+    held = [first()]
+
+    def step() -> State:
+        held.append(jax.block_until_ready(after(held.pop())))
+        return held[0]
+
+    return step
+
+
+def in_turns(
+    place: Place,
+    sides: Mapping[str, Callable[[Any], Any]],
+    *,
+    prepare: Callable[[], Any] = lambda: None,
+    finish: Callable[[Any], object] = lambda _: None,
+) -> turns.Secs:
+    """The seconds of each side on this host, of one round more than are counted.
+
+    Args:
+      place: of the world.
+      sides: what is timed.
+      prepare: makes what a side gets, before its turn.
+      finish: gets what a side has returned, after its turn.
+    """
+    secs: turns.Secs = {name: [] for name in sides}
+    for name in [*sides] * (place.rounds + 1):
+        given = prepare()
+        # Garbage of one side is not collected in the turn of another.
+        gc.collect()
+        _meet()
+        memory.touch(place.num_bytes // jax.process_count())
+        _meet()
+        began = time.perf_counter()
+        done = sides[name](given)
+        secs[name].append(time.perf_counter() - began)
+        finish(done)
+    return secs
+
+
+def _meet() -> None:
+    # Returns when all hosts are here.
+    client = multihost.get_jax_distributed_client()
+    client.wait_at_barrier(f"turn-{next(_barriers)}", _TIMEOUT_MS)
+
+
+def run(
+    program: Callable[..., None], place: Place, *, num_hosts: int = HOSTS
+) -> turns.Secs:
+    """Runs a program on all hosts.
+
+    Returns:
+      What they `report`: by side, of the slowest host in each round but the first.
+    """
+    os.makedirs(place.results)
+    supervisor.HostProcesses(
+        functools.partial(program, place=place),
+        num_hosts=num_hosts,
+        log_directory=f"{place.results}/logs",
+        emit=events.nobody,
+    ).run()
+    files = sorted(pathlib.Path(place.results).glob("*.json"))
+    of_hosts = [json.loads(file.read_bytes()) for file in files]
+    shutil.rmtree(place.results)
+    return {
+        name: list(map(max, *(host[name] for host in of_hosts)))[1:]
+        for name in of_hosts[0]
+    }
+
+
+def report(place: Place, host: member.Member, secs: turns.Secs) -> None:
+    """Writes this host's measurements for the process that started the world."""
+    with open(f"{place.results}/{host.host}.json", "w") as file:
+        json.dump(secs, file)
+
 
 # Threads that read files without any more ado.
 _THREADS = 4
 
 
 def save(host: member.Member, emit: events.Emit, *, place: Place) -> None:
-    """Saves, and copies the same bytes in other ways."""
+    """Saves, and copies the same bytes."""
     del emit
-    with tiers_turns.joined(host, place, copies=0) as (mesh, ours):
-        fresh_state = tiers_turns.states(place, tiers_turns.sharded(mesh))
+    with joined(host, place) as (mesh, ours):
+        fresh_state = states(place, sharded(mesh))
         steps = itertools.count(1)
-        kept = [np.empty_like(view) for view in tiers_turns.views(fresh_state())]
+        kept = [np.empty_like(view) for view in _views(fresh_state())]
         orbax = _orbax_checkpointer(place)
 
         def copy(state: State) -> None:
-            for into, view in zip(kept, tiers_turns.views(state), strict=True):
+            for into, view in zip(kept, _views(state), strict=True):
                 np.copyto(into, view)
-
-        def copy_to_fresh(state: State) -> list[np.ndarray]:
-            return [np.array(view) for view in tiers_turns.views(state)]
 
         def save_ours(state: State) -> Callable[[], Any]:
             response = ours.save_async(next(steps), state)
@@ -55,280 +206,116 @@ def save(host: member.Member, emit: events.Emit, *, place: Place) -> None:
             return response.result
 
         def save_orbax(state: State) -> Callable[[], Any]:
-            response = orbax.save_checkpointables_async(
-                next(steps), {"state": state}, force=True
-            )
+            parts = {"state": state}
+            response = orbax.save_checkpointables_async(next(steps), parts, force=True)
             assert response is not None
             return response.result
 
-        sides = {
-            "copy": copy,
-            "copy_to_fresh": copy_to_fresh,
-            "block": save_ours,
-            "block_orbax": save_orbax,
-        }
-        secs: Secs = {name: [] for name in sides}
-        for name in tiers_turns.turns(sides, place.rounds):
-            state = fresh_state()
-            turn = functools.partial(sides[name], state)
-            took, done = tiers_turns.timed(place, turn)
-            secs[name].append(took)
-            if callable(done):
-                done()
+        def committed(state: State) -> None:
+            assert save_ours(state)()
+
+        def finish(wait: Callable[[], Any] | None) -> None:
+            if wait is not None:
+                wait()
             ours.wait()
+
+        sides = {"copy": copy, "block": save_ours, "block_orbax": save_orbax}
+        # The last save is restored.
+        secs = in_turns(
+            place, sides | {"save": committed}, prepare=fresh_state, finish=finish
+        )
         orbax.close()
-        # The last one is restored.
-        assert save_ours(fresh_state())()
-        ours.wait()
-        tiers_turns.report(place, "save", host, secs)
+        report(place, host, secs)
 
 
 def restore(host: member.Member, emit: events.Emit, *, place: Place) -> None:
     """Restores what the same number of hosts has saved, and copies the same files."""
     del emit
-    with tiers_turns.joined(host, place, copies=0) as (mesh, ours):
-        wanted = tiers_turns.abstract(place, tiers_turns.sharded(mesh))
+    with joined(host, place) as (mesh, ours):
+        wanted = abstract(place, sharded(mesh))
         orbax = _orbax_checkpointer(place)
-        machine = place.machines[host.host]
-        copied = os.path.join(machine, "copied")
-        (step,) = _step_directories(machine)
+        copied = os.path.join(place.machines[host.host], "copied")
+        step = _step_directory(place.machines[host.host])
+        parts = {"state": wanted}
 
-        def load_ours() -> State:
-            return jax.block_until_ready(ours.load(None, wanted))
-
-        def load_orbax() -> State:
-            parts = {"state": wanted}
-            return jax.block_until_ready(orbax.load_checkpointables(None, parts))
-
-        def copy() -> None:
+        def copy(_: object) -> None:
             subprocess.run(["cp", "-r", step, copied], check=True)
 
-        sides = {"load": load_ours, "copy": copy, "load_orbax": load_orbax}
-        secs: Secs = {name: [] for name in sides}
-        for name in tiers_turns.turns(sides, place.rounds):
-            secs[name].append(tiers_turns.timed(place, sides[name])[0])
-            shutil.rmtree(copied, ignore_errors=True)
+        sides = {
+            "load": lambda _: jax.block_until_ready(ours.load(None, wanted)),
+            "copy": copy,
+            "load_orbax": lambda _: jax.block_until_ready(
+                orbax.load_checkpointables(None, parts)
+            ),
+        }
+        secs = in_turns(
+            place,
+            sides,
+            finish=lambda _: shutil.rmtree(copied, ignore_errors=True),
+        )
         orbax.close()
-        tiers_turns.report(place, "restore", host, secs)
-
-
-def check(host: member.Member, emit: events.Emit, *, place: Place) -> None:
-    """Saves until it is committed, and loads, with digests and without."""
-    del emit
-    with tiers_turns.joined(host, place, copies=0) as (mesh, ours):
-        fresh_state = tiers_turns.states(place, tiers_turns.sharded(mesh))
-        wanted = tiers_turns.abstract(place, tiers_turns.sharded(mesh))
-        steps = itertools.count(1)
-        secs: Secs = {}
-
-        def compare(verb: str, work: Callable[[State], Any]) -> None:
-            for name in tiers_turns.pairs(
-                (verb, f"{verb}_unchecked"), place.check_pairs
-            ):
-                with _digests(as_they_are=name == verb):
-                    turn = functools.partial(work, fresh_state())
-                    took, done = tiers_turns.timed(place, turn)
-                assert done
-                secs.setdefault(name, []).append(took)
-                ours.wait()
-            for _ in range(place.rounds + 1):
-                with _timed_digests() as spent:
-                    turn = functools.partial(_cpu_secs, work, fresh_state())
-                    _, cpu_secs = tiers_turns.timed(place, turn)
-                secs.setdefault(f"{verb}_cpu", []).append(cpu_secs)
-                secs.setdefault(f"{verb}_digests_cpu", []).append(sum(spent))
-                ours.wait()
-
-        compare("save", lambda state: ours.save(next(steps), state))
-        assert ours.save(next(steps), fresh_state())
-        compare("load", lambda _: jax.block_until_ready(ours.load(None, wanted)))
-        tiers_turns.report(place, "check", host, secs)
+        report(place, host, secs)
 
 
 def restore_half(
-    host: member.Member,
-    emit: events.Emit,
-    *,
-    place: Place,
-    urls: tuple[str, ...],
+    host: member.Member, emit: events.Emit, *, place: Place, urls: tuple[str, ...]
 ) -> None:
     """Restores on half of the hosts, and reads the same files without any more ado."""
     del emit
-    with tiers_turns.joined(host, place, copies=0) as (mesh, ours):
-        wanted = tiers_turns.abstract(place, tiers_turns.sharded(mesh))
+    with joined(host, place) as (mesh, ours):
+        wanted = abstract(place, sharded(mesh))
+        secret = pathlib.Path(place.machines[host.host], "secret").read_text()
+        client = peer_client.PeerClient(secret)
         # Hosts need rows in their order: this one what two of the four have saved.
-        needed = range(2 * host.host, 2 * host.host + 2)
-        with open(f"{place.machines[host.host]}/secret", encoding="ascii") as file:
-            client = peer_client.PeerClient(file.read())
-        memory = {
-            path: np.ones(os.path.getsize(path), np.uint8)
-            for number in needed
-            for path in _files(_step_directories(place.machines[number])[0])
-        }
+        peers = {2 * host.host, 2 * host.host + 1} - {host.host}
+        files = [
+            (urls[number], os.path.relpath(path, machine), path)
+            for number in sorted(peers)
+            for machine in [place.machines[number]]
+            for path in _files(_step_directory(machine))
+        ]
+        into = {path: np.ones(os.path.getsize(path), np.uint8) for *_, path in files}
 
-        def read_file(path: str) -> None:
-            with open(path, "rb", buffering=0) as file:
-                file.readinto(memory[path].data)
+        def read(url: str, name: str, path: str) -> None:
+            client.endpoint(url).read_into(f"/v1/{name}", 0, into[path].data)
 
-        def read_peers_file(number: int, path: str) -> None:
-            name = os.path.relpath(path, place.machines[number])
-            client.endpoint(urls[number]).read_into(f"/v1/{name}", 0, memory[path].data)
-
-        def read_files(*, own: bool) -> None:
+        def read_peers_files(_: object) -> None:
             with futures.ThreadPoolExecutor(_THREADS) as pool:
-                reads = []
-                for path in memory:
-                    number = _machine_of(path, place)
-                    if number != host.host:
-                        reads.append(pool.submit(read_peers_file, number, path))
-                    elif own:
-                        reads.append(pool.submit(read_file, path))
-                for read in reads:
-                    read.result()
+                for done in [pool.submit(read, *each) for each in files]:
+                    done.result()
 
-        def load() -> State:
-            return jax.block_until_ready(ours.load(None, wanted))
-
-        sides: dict[str, Callable[[], Any]] = {
-            "load": load,
-            "read_files": functools.partial(read_files, own=True),
-            "read_peers_files": functools.partial(read_files, own=False),
+        sides = {
+            "load": lambda _: jax.block_until_ready(ours.load(None, wanted)),
+            "read_peers_files": read_peers_files,
         }
-        secs: Secs = {name: [] for name in sides}
-        for name in tiers_turns.turns(sides, place.rounds):
-            secs[name].append(tiers_turns.timed(place, sides[name])[0])
+        secs = in_turns(place, sides)
         client.close()
-        tiers_turns.report(place, "restore_half", host, secs)
+        report(place, host, secs)
 
 
-def replicate(host: member.Member, emit: events.Emit, *, place: Place) -> None:
-    """Counts what is sent for copies of replicated, and of sharded state."""
-    del emit
-    with tiers_turns.joined(host, place, copies=2) as (mesh, ours), _counted() as sent:
-        counts: dict[str, list[float]] = {}
-        layouts = {"replicated": NamedSharding(mesh, PartitionSpec())}
-        layouts["sharded"] = tiers_turns.sharded(mesh)
-        for step, (name, sharding) in enumerate(layouts.items(), start=1):
-            before = dict(sent)
-            assert ours.save(step, tiers_turns.states(place, sharding)())
-            ours.wait()
-            for kind in sent:
-                counts[f"{name}_{kind}"] = [sent[kind] - before[kind]]
-        tiers_turns.report(place, "replicate", host, counts)
-
-
-def _cpu_secs(work: Callable[[State], Any], state: State) -> float:
-    # The processor time of all threads of this process.
-    began = time.process_time()
-    assert work(state)
-    return time.process_time() - began
-
-
-@contextlib.contextmanager
-def _timed_digests() -> Iterator[list[float]]:
-    # The secs of a processor that each call for a digest takes.
-    spent: list[float] = []
-    values_hash = digest.values_hash
-
-    def timed(work: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            began = time.thread_time()
-            result = work(*arguments)
-            spent.append(time.thread_time() - began)
-            return result
-
-        return call
-
-    class Hash:
-        def __init__(self) -> None:
-            hashing = values_hash()
-            self.update, self.digest = timed(hashing.update), timed(hashing.digest)
-
-    with (
-        mock.patch.object(digest, "values_digest", timed(digest.values_digest)),
-        mock.patch.object(digest, "values_hash", Hash),
-    ):
-        yield spent
-
-
-class _NoHash:
-    # Takes no time.
-
-    def update(self, piece: memoryview) -> None:
-        pass
-
-    def digest(self) -> bytes:
-        return _Any()
-
-
-class _Any(bytes):
-    # Equal to every digest.
-
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    def __hash__(self) -> int:
-        return 0
+def _views(state: State) -> list[np.ndarray]:
+    # Views of the memory of this host's devices.
+    return [
+        np.asarray(shard.data)
+        for array in state.values()
+        for shard in array.addressable_shards
+    ]
 
 
 def _orbax_checkpointer(place: Place) -> ocp.training.Checkpointer:
-    return ocp.training.Checkpointer(
-        place.orbax,
-        preservation_policy=cast(Any, ocp.training.preservation_policies.LatestN(1)),
-    )
+    keep = cast(Any, ocp.training.preservation_policies.LatestN(1))
+    return ocp.training.Checkpointer(place.orbax, preservation_policy=keep)
 
 
-@contextlib.contextmanager
-def _digests(*, as_they_are: bool) -> Iterator[None]:
-    if as_they_are:
-        yield
-        return
-    with (
-        mock.patch.object(digest, "values_digest", return_value=bytes(16)),
-        mock.patch.object(digest, "values_hash", _NoHash),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _counted() -> Iterator[dict[str, int]]:
-    # Bytes that this host has taken from agents: parts of leaves, and what was listed.
-    sent = {"parts": 0, "listings": 0}
-    read_into = peer_client.Endpoint.read_into
-    read = peer_client.Endpoint.read
-
-    def counted_into(
-        self: Any, path: str, offset: int, into: memoryview, *args: Any, **keywords: Any
-    ) -> None:
-        read_into(self, path, offset, into, *args, **keywords)
-        sent["parts"] += len(into)
-
-    def counted(self: Any, path: str, **keywords: Any) -> bytes:
-        content = read(self, path, **keywords)
-        sent["listings"] += len(content)
-        return content
-
-    with (
-        mock.patch.object(peer_client.Endpoint, "read_into", counted_into),
-        mock.patch.object(peer_client.Endpoint, "read", counted),
-    ):
-        yield sent
-
-
-def _step_directories(machine: str) -> list[str]:
-    slot = os.path.join(machine, "hosts", "0")
-    entries = [entry for entry in os.scandir(slot) if entry.is_dir()]
+def _step_directory(machine: str) -> str:
     # Others are of messages and of files that a restore unpacks.
-    return [entry.path for entry in entries if entry.name[0].isdigit()]
-
-
-def _machine_of(path: str, place: Place) -> int:
-    (number,) = (
-        number
-        for number, machine in enumerate(place.machines)
-        if path.startswith(f"{machine}/")
-    )
-    return number
+    slot = os.path.join(machine, "hosts", "0")
+    (step,) = [
+        entry.path
+        for entry in os.scandir(slot)
+        if entry.is_dir() and entry.name[0].isdigit()
+    ]
+    return step
 
 
 def _files(directory: str) -> list[str]:

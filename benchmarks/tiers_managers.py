@@ -6,7 +6,7 @@ state: two replicas over two hosts each.
 
 from __future__ import annotations
 
-import functools
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -28,29 +28,30 @@ from orbax.checkpoint.experimental.emergency.p2p import args as p2p_args
 from orbax.checkpoint.experimental.emergency.p2p import checkpoint_manager as p2p
 from orbax.checkpoint.experimental.emergency.p2p import options as p2p_options
 
-from benchmarks import tiers_turns
+from benchmarks import tiers_hosts
 from elastic_ckpt.core import events, storage
 from elastic_ckpt.elastic import member
 
 _NEVER = 10**9
 
 
-class _Side(NamedTuple):
-    # Begins a save and returns what waits for it; loads a step.
+class Side(NamedTuple):
+    """Begins a save and returns what waits for it; loads a step."""
+
     save: Callable[[int, Any], Callable[[], Any]]
     load: Callable[[int], Any]
 
 
 def save_and_restore(
-    host: member.Member, emit: events.Emit, *, place: tiers_turns.Place
+    host: member.Member, emit: events.Emit, *, place: tiers_hosts.Place
 ) -> None:
     """Saves and loads through each of them, and through ours."""
     del emit
-    with tiers_turns.joined(host, place, copies=0) as (_, ours):
-        _initialize()
+    with tiers_hosts.joined(host, place) as (_, ours):
+        initialize()
         mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("replica", "data"))
         sharding = NamedSharding(mesh, PartitionSpec("data"))
-        abstract = tiers_turns.abstract(place, sharding)
+        abstract = tiers_hosts.abstract(place, sharding)
         directory = place.machines[host.host]
         managers = {
             "p2p": p2p.CheckpointManager(
@@ -61,20 +62,8 @@ def save_and_restore(
                     local=p2p_options.LocalCheckpointOptions(save_interval_steps=1)
                 ),
             ),
-            "emergency": emergency.CheckpointManager(
-                _made(directory, "emergency"),
-                _made(place.orbax, "emergency"),
-                mesh,
-                abstract,
-                options=emergency.CheckpointManagerOptions(
-                    local=emergency.LocalCheckpointOptions(
-                        save_interval_steps=1, max_to_keep=1
-                    ),
-                    persistent=emergency.PersistentCheckpointOptions(
-                        save_interval_steps=_NEVER
-                    ),
-                    replica_axis_index=0,
-                ),
+            "emergency": emergency_manager(
+                directory, place.orbax, mesh, abstract, every=1
             ),
             "replicator": replicator.ReplicatorCheckpointManager(
                 _made(directory, "replicator"),
@@ -85,41 +74,80 @@ def save_and_restore(
             ),
         }
         sides = {
-            "ours": _Side(
+            "ours": Side(
                 save=lambda step, state: _begun(ours.save_async(step, state)),
                 load=lambda step: ours.load(step, abstract),
             )
         }
         for name, manager in managers.items():
             made = p2p_args.Composite if name == "p2p" else ocp.args.Composite
-            sides[name] = _side(manager, made, abstract)
-        fresh_state = tiers_turns.states(place, sharding)
-        secs: dict[str, list[float]] = {
-            f"{kind}_{name}": [] for kind in ("block", "load") for name in sides
-        }
-        for step in range(1, place.rounds + 2):
-            for name, side in sides.items():
-                begin = functools.partial(side.save, step, fresh_state())
-                took, wait = tiers_turns.timed(place, begin)
-                wait()
-                secs[f"block_{name}"].append(took)
-            for name, side in sides.items():
-                load = functools.partial(side.load, step)
-                took, _ = tiers_turns.timed(place, functools.partial(_ready, load))
-                secs[f"load_{name}"].append(took)
+            sides[name] = side_of(manager, made, abstract)
+        fresh_state = tiers_hosts.states(place, sharding)
+        steps = {name: itertools.count(1) for name in sides}
+        secs = tiers_hosts.in_turns(
+            place,
+            {
+                f"block_{name}": lambda state, name=name: sides[name].save(
+                    next(steps[name]), state
+                )
+                for name in sides
+            },
+            prepare=fresh_state,
+            finish=lambda wait: wait(),
+        )
+        last = place.rounds + 1
+        secs |= tiers_hosts.in_turns(
+            place,
+            {
+                f"load_{name}": lambda _, side=side: jax.block_until_ready(
+                    side.load(last)
+                )
+                for name, side in sides.items()
+            },
+        )
         for manager in managers.values():
             manager.close()
-        tiers_turns.report(place, "managers", host, secs)
+        tiers_hosts.report(place, host, secs)
 
 
-def _initialize() -> None:
-    # The managers expect this from the program that uses them.
+def initialize() -> None:
+    """Does what the managers expect of the program that uses them."""
     flags.FLAGS.mark_as_parsed()
     orbax_processes.initialize_runtime_to_distributed_ids()
     orbax_processes.initialize_distributed_to_device_ids()
 
 
-def _side(manager: Any, composite: Any, abstract: Any) -> _Side:
+def emergency_manager(
+    ram: str, stored: str, mesh: Mesh, abstract: Any, *, every: int
+) -> emergency.CheckpointManager:
+    """Orbax's emergency manager, which saves to `ram` alone.
+
+    Args:
+      ram: a directory of this host, on the RAM disk.
+      stored: a directory of all hosts.
+      mesh: whose first axis is that of the replicas.
+      abstract: state.
+      every: steps between two saves.
+    """
+    return emergency.CheckpointManager(
+        _made(ram, "emergency"),
+        _made(stored, "emergency"),
+        mesh,
+        abstract,
+        options=emergency.CheckpointManagerOptions(
+            local=emergency.LocalCheckpointOptions(
+                save_interval_steps=every, max_to_keep=1
+            ),
+            persistent=emergency.PersistentCheckpointOptions(
+                save_interval_steps=_NEVER
+            ),
+            replica_axis_index=0,
+        ),
+    )
+
+
+def side_of(manager: Any, composite: Any, abstract: Any) -> Side:
+    """A manager as a side; `composite` makes the arguments of its calls."""
     restore = ocp.args.PyTreeRestore(
         abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract)
     )
@@ -128,7 +156,7 @@ def _side(manager: Any, composite: Any, abstract: Any) -> _Side:
         assert manager.save(step, args=composite(state=ocp.args.PyTreeSave(state)))
         return manager.wait_until_finished
 
-    return _Side(
+    return Side(
         save=save,
         load=lambda step: manager.restore(step, args=composite(state=restore)).state,
     )
@@ -137,10 +165,6 @@ def _side(manager: Any, composite: Any, abstract: Any) -> _Side:
 def _begun(response: Any) -> Callable[[], Any]:
     assert response is not None
     return response.result
-
-
-def _ready(load: Callable[[], Any]) -> None:
-    jax.block_until_ready(load())
 
 
 def _made(directory: str, name: str) -> epath.Path:

@@ -1,39 +1,37 @@
 """Suite `universal`: conversions of raw files, beside a durable copy of the same bytes.
 
-A round copies all files and syncs them, and then converts them in each way; each side
-is removed before the next. All are in the page cache.
+A round copies all files and syncs them, and then converts them in each way; what a side
+has written is removed before the next. All are in the page cache.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import json
 import os
 import pathlib
 import shutil
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
 
-from benchmarks import report, universal_files
+import numpy as np
+
+from benchmarks import report, turns
 from elastic_ckpt.universal.writing import conversion, convert
 
 _ROWS, _COLUMNS = 4096, 2048
-_DIMS = {"": "out embed", "_transposed": "embed out"}
+_RULE = {
+    "from": {"layers.{layer}.weight": "out embed"},
+    "to": {"layers/{layer}/w": "out embed"},
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """The size of the checkpoint, and how often it is converted.
+    """The size of the checkpoint, and how often it is converted."""
 
-    Attributes:
-      file_matrices: of 32 MiB, in each file.
-      files: that are converted.
-      rounds: that are counted; one before them is not.
-    """
-
-    file_matrices: int = 32
+    file_matrices: int = 32  # of 32 MiB, in each file
     files: int = 4
     rounds: int = 3
 
@@ -45,22 +43,48 @@ def measure(size: Size = Size()) -> dict[str, report.Figure]:
     """Runs the suite's part on conversions."""
     with tempfile.TemporaryDirectory() as directory:
         path = pathlib.Path(directory)
-        (path / "source").mkdir()
+        source, target = path / "source", path / "target"
+        source.mkdir()
+        target.mkdir()
         for number in range(size.files):
             first = number * size.file_matrices
             matrices = range(first, first + size.file_matrices)
-            universal_files.write(
-                path / "source" / f"{number:05d}.safetensors",
+            write(
+                source / f"{number:05d}.safetensors",
                 {f"layers.{each}.weight": (_ROWS, _COLUMNS) for each in matrices},
                 seed=number,
             )
-        for name, dims in _DIMS.items():
-            (path / f"rules{name}.yml").write_text(_rules(dims))
-        secs: dict[str, list[float]] = collections.defaultdict(list)
-        for number in range(size.rounds + 1):
-            for side, taken in _round(path).items():
-                if number:
-                    secs[side].append(taken)
+        rules = path / "rules.yml"
+        rules.write_text(json.dumps({"version": 1, "rules": [_RULE]}))
+
+        def copy() -> None:
+            for file in sorted(source.iterdir()):
+                copied = target / file.name
+                shutil.copyfile(file, copied)
+                with copied.open("rb") as opened:
+                    os.fsync(opened.fileno())
+
+        def converted(name: str, to: Any) -> None:
+            convert.convert(
+                conversion.Job(
+                    source=str(source),
+                    target=str(target / name),
+                    rules=str(rules),
+                    to=to,
+                )
+            )
+
+        def remove() -> None:
+            shutil.rmtree(target)
+            target.mkdir()
+            os.sync()
+
+        sides = {
+            "copy": copy,
+            "convert_ratio_cp": lambda: converted("0", "orbax"),
+            "convert_ratio_cp_safetensors": lambda: converted("model", "safetensors"),
+        }
+        secs = turns.timed(sides, size.rounds, after=remove)
     copies = secs.pop("copy")
     return {
         side: report.ratio(copies, taken, "a durable copy of the same bytes, at least")
@@ -68,42 +92,19 @@ def measure(size: Size = Size()) -> dict[str, report.Figure]:
     }
 
 
-def _round(path: pathlib.Path) -> dict[str, float]:
-    taken = {"copy": _timed(path, lambda: _copy(path))}
-    for name in _DIMS:
-        for to, target in (("orbax", "0"), ("safetensors", "model")):
-            job = conversion.Job(
-                source=str(path / "source"),
-                target=str(path / "target" / target),
-                rules=str(path / f"rules{name}.yml"),
-                to=to,
-            )
-            shown = "" if to == "orbax" else f"_{to}"
-            taken[f"convert_ratio_cp{shown}{name}"] = _timed(
-                path, lambda job=job: convert.convert(job)
-            )
-    return taken
-
-
-def _timed(path: pathlib.Path, act: Callable[[], object]) -> float:
-    (path / "target").mkdir()
-    began_secs = time.monotonic()
-    act()
-    secs = time.monotonic() - began_secs
-    shutil.rmtree(path / "target")
-    os.sync()
-    return secs
-
-
-def _copy(path: pathlib.Path) -> None:
-    for file in sorted((path / "source").iterdir()):
-        copied = path / "target" / file.name
-        shutil.copyfile(file, copied)
-        with copied.open("rb") as opened:
-            os.fsync(opened.fileno())
-
-
-def _rules(dims: str) -> str:
-    name = "layers.{layer}.weight"
-    rule = {"from": {name: "out embed"}, "to": {"layers/{layer}/w": dims}}
-    return json.dumps({"version": 1, "rules": [rule]})
+def write(
+    path: pathlib.Path, shapes: Mapping[str, tuple[int, ...]], *, seed: int
+) -> None:
+    """Writes random float32 tensors, in their order, into one file."""
+    header = {}
+    stop = 0
+    for name, shape in shapes.items():
+        start, stop = stop, stop + 4 * int(np.prod(shape))
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, stop]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    generator = np.random.default_rng(seed)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for shape in shapes.values():
+            file.write(generator.random(shape, np.float32).data)

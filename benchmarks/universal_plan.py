@@ -1,74 +1,104 @@
-"""The time from a checkpoint of 1e6 tensors and a layout to the plan of a host.
+"""Plans of suite `universal`: how long they take, and what they read.
 
-The tensors are matrices of 100 layers, which become stacks. The host needs a part of
-each, or all. They are described in memory, or opened from files of PyTorch's
-distributed checkpoints, the format that takes longest.
+* A model of experts, saved by 8 ranks, is described in memory.
+* 1e6 matrices of 100 layers, which become stacks, are opened from files of PyTorch's
+  distributed checkpoints, the format that takes longest.
+* 128 hosts read a ZeRO-1 of 32 data-parallel ranks, with masters and moments as flat
+  partitions in files of torch.save. They have one CRC-32 an entry: counted are the
+  bytes of the plans, and those that hosts read beside them to compare the checksums of
+  all entries that they use.
 """
 
 from __future__ import annotations
 
-import json
-import multiprocessing
+import dataclasses
+import itertools
+import math
 import pathlib
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from typing import Any
 
 import numpy as np
 
-from benchmarks import dcp_writer, process_memory, report
+from benchmarks import dcp_writer, report, turns
 from elastic_ckpt.core import boxes
-from elastic_ckpt.universal import opening
+from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.universal import flat_ranges, opening
+from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
 from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.plan import load_plan
+from elastic_ckpt.universal.reading.read_checks import ReadChecks
 from elastic_ckpt.universal.rules import matching
 from elastic_ckpt.universal.rules.layout import Layout
-from elastic_ckpt.universal.stored import Fragment, StoredTensor
+from elastic_ckpt.universal.stored import Checksum, Fragment, StoredTensor
+from elastic_ckpt.universal.strides import row_major
 
-_LAYERS, _ROWS, _COLUMNS, _FILES = 100, 64, 48, 100
-# In distributed checkpoints, whose values are not read.
-_SMALL_ROWS, _SMALL_COLUMNS, _SMALL_FILES = 8, 8, 8
 _DTYPE = np.dtype(np.float32)
+_HOSTS = 128
+# Of the distributed checkpoint, whose values are not read.
+_DCP_LAYERS, _DCP_FILES, _DCP_SHAPE = 100, 8, (8, 8)
+# Of the files of torch.save.
+_LAYERS, _EMBED, _MLP, _VOCAB = 16, 2048, 5632, 32000
+_KINDS = ("master", "first_moment", "second_moment")
+_MATRICES = {
+    **dict.fromkeys(("query", "key", "value", "out"), (_EMBED, _EMBED)),
+    **dict.fromkeys(("gate", "up"), (_MLP, _EMBED)),
+    "down": (_EMBED, _MLP),
+}
+
+_Shapes = Mapping[str, tuple[int, ...]]
 
 
 def measure(num_tensors: int = 10**6) -> dict[str, report.Figure]:
     """Runs the suite's part on plans."""
-    spawn = multiprocessing.get_context("spawn")
-    with spawn.Pool(1) as pool:
-        match_secs, plan_secs = pool.apply(_measured, (num_tensors,))
-    with spawn.Pool(1) as pool:
-        experts_secs = pool.apply(_experts)
+    experts_secs = turns.in_new_process(_experts)
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "dcp"
-        with spawn.Pool(1) as pool:
-            pool.apply(_write, (path, num_tensors))
-        with spawn.Pool(1) as pool:
-            secs, processor_secs, peak_gib = pool.apply(_opened, (path,))
-    bound = f"at most 120; {num_tensors} tensors"
+        turns.in_new_process(_write_dcp, path, num_tensors)
+        dcp_secs = turns.in_new_process(_open_dcp, path)
     return {
-        "match_and_plan_secs": report.figure(
-            "secs", bound, [match_secs + each for each in plan_secs]
-        ),
         "plan_experts_secs": report.figure(
             "secs", "at most 10; 60 layers of 256 experts, tp=8", [experts_secs]
         ),
-        "match_secs": report.figure("secs", "no bound", [match_secs]),
-        "plan_secs": report.figure("secs", "one host of all, and of 8", plan_secs),
-        "open_match_and_plan_dcp_secs": report.figure("secs", bound, [secs]),
-        "open_match_and_plan_dcp_processor_secs": report.figure(
-            "secs", "no bound", [processor_secs]
+        "open_match_and_plan_dcp_secs": report.figure(
+            "secs", f"at most 120; {num_tensors} tensors", [dcp_secs]
         ),
-        "open_match_and_plan_dcp_peak_gib": report.figure(
-            "GiB", "resident memory of the process", [peak_gib]
+        "read_over_needed_percent_torch": report.figure(
+            "percent",
+            f"at most 5; {_HOSTS} hosts, ZeRO-1 of 32 ranks",
+            [_over_needed(*_zero())],
         ),
     }
 
 
+def _targets(shapes: _Shapes) -> dict[str, TargetTensor]:
+    return {
+        name: TargetTensor(name=name, dtype=_DTYPE, shape=shape)
+        for name, shape in shapes.items()
+    }
+
+
+def _planned(
+    tensors: Sequence[StoredTensor],
+    layout: Layout,
+    targets: Mapping[str, TargetTensor],
+    part: Callable[[tuple[int, ...]], Box],
+    axes: Mapping[str, int] | None = None,
+) -> load_plan.LoadPlan:
+    # What a host reads that needs a part of each target.
+    matched = matching.moves(layout, tensors, axes or {}, targets)
+    needed = {target: [part(target.shape)] for target in targets.values()}
+    return load_plan.plan(tensors, matched.moves, matched.fills, needed)
+
+
 def _experts() -> float:
-    """Seconds to match and plan a model of experts, saved by 8 ranks of tp."""
     layers, experts, ranks, embed, width = 60, 256, 8, 64, 32
-    part = width // ranks
-    shapes = {"gate": (part, embed), "up": (part, embed), "down": (embed, part)}
+    rows = width // ranks
+    shapes = {"gate": (rows, embed), "up": (rows, embed), "down": (embed, rows)}
     dims = {"gate": "ff@tp embed", "up": "ff@tp embed", "down": "embed ff@tp"}
     tensors = [
         StoredTensor(
@@ -80,8 +110,8 @@ def _experts() -> float:
                 Fragment(
                     box=boxes.whole(shape),
                     file=f"rank-{rank}.bin",
-                    offset=_DTYPE.itemsize * part * embed * number,
-                    strides=(_DTYPE.itemsize * shape[1], _DTYPE.itemsize),
+                    offset=_DTYPE.itemsize * rows * embed * number,
+                    strides=row_major(shape, _DTYPE.itemsize),
                 ),
             ),
         )
@@ -99,94 +129,161 @@ def _experts() -> float:
     ]
     layout = Layout.from_dict({"rules": rules})
     shape = (layers, experts, embed, width)
-    targets = {
-        name: TargetTensor(name=name, dtype=_DTYPE, shape=shape)
-        for name in (f"layers/moe/{each}" for each in shapes)
-    }
-    host = boxes.Box(start=(0, 0, 0, 0), stop=(layers, experts // ranks, embed, width))
+    targets = _targets({f"layers/moe/{each}": shape for each in shapes})
+    host = Box(start=(0, 0, 0, 0), stop=(layers, experts // ranks, embed, width))
     began = time.perf_counter()
-    matched = matching.moves(layout, tensors, {"tp": ranks}, targets)
-    needed = {target: [host] for target in targets.values()}
-    load_plan.plan(tensors, matched.moves, matched.fills, needed)
+    _planned(tensors, layout, targets, lambda _: host, {"tp": ranks})
     return time.perf_counter() - began
 
 
-def _measured(num_tensors: int) -> tuple[float, list[float]]:
-    tensors = [_tensor(number) for number in range(num_tensors)]
-    return _match_and_plan(tensors, (_ROWS, _COLUMNS), hosts=(1, 8))
-
-
-def _write(path: pathlib.Path, num_tensors: int) -> None:
-    dcp_writer.write(
-        path,
-        [_name(number) for number in range(num_tensors)],
-        shape=(_SMALL_ROWS, _SMALL_COLUMNS),
-        files=_SMALL_FILES,
-    )
-
-
-def _opened(path: pathlib.Path) -> tuple[float, float, float]:
-    # Seconds, those of the processor, and GiB.
-    began, processor_began = time.perf_counter(), time.process_time()
-    tensors = opening.open_checkpoint(path).tensors
-    _match_and_plan(tensors, (_SMALL_ROWS, _SMALL_COLUMNS), hosts=(8,))
-    return (
-        time.perf_counter() - began,
-        time.process_time() - processor_began,
-        process_memory.resident_bytes("VmHWM") / 2**30,
-    )
-
-
-def _match_and_plan(
-    tensors: Sequence[StoredTensor], matrix: tuple[int, int], hosts: Sequence[int]
-) -> tuple[float, list[float]]:
-    # The seconds of both, the latter for each number of hosts.
-    rows, columns = matrix
-    shape = (columns, _LAYERS, rows)
-    targets = {
-        name: TargetTensor(name=name, dtype=_DTYPE, shape=shape)
-        for name in (f"experts/{n}/w" for n in range(len(tensors) // _LAYERS))
-    }
-    began = time.perf_counter()
-    matched = matching.moves(_layout(), tensors, {}, targets)
-    match_secs = time.perf_counter() - began
-    plan_secs = []
-    for count in hosts:
-        part = boxes.Box(start=(0, 0, 0), stop=(columns // count, _LAYERS, rows))
-        needed = {target: [part] for target in targets.values()}
-        began = time.perf_counter()
-        plan = load_plan.plan(tensors, matched.moves, matched.fills, needed)
-        plan_secs.append(time.perf_counter() - began)
-        volume = len(tensors) * rows * columns // count
-        assert plan.total().needed_bytes == volume * _DTYPE.itemsize
-    return match_secs, plan_secs
-
-
-def _layout() -> Layout:
-    name = "layers.{layer}.experts.{expert}.weight"
-    rules = [
-        {"from": {name: "out embed"}, "to": {"experts/{expert}/w": "embed layer out"}}
+def _write_dcp(path: pathlib.Path, num_tensors: int) -> None:
+    names = [
+        f"layers.{layer}.experts.{expert}.weight"
+        for expert in range(num_tensors // _DCP_LAYERS)
+        for layer in range(_DCP_LAYERS)
     ]
-    return Layout.parse(json.dumps({"version": 1, "rules": rules}), file="layout.yml")
+    dcp_writer.write(path, names, shape=_DCP_SHAPE, files=_DCP_FILES)
 
 
-def _name(number: int) -> str:
-    expert, layer = divmod(number, _LAYERS)
-    return f"layers.{layer}.experts.{expert}.weight"
-
-
-def _tensor(number: int) -> StoredTensor:
-    row_bytes = _COLUMNS * _DTYPE.itemsize
-    return StoredTensor(
-        name=_name(number),
-        dtype=_DTYPE,
-        shape=(_ROWS, _COLUMNS),
-        fragments=(
-            Fragment(
-                box=boxes.whole((_ROWS, _COLUMNS)),
-                file=f"model-{number % _FILES:05d}.safetensors",
-                offset=number // _FILES * _ROWS * row_bytes,
-                strides=(row_bytes, _DTYPE.itemsize),
-            ),
-        ),
+def _open_dcp(path: pathlib.Path) -> float:
+    began = time.perf_counter()
+    tensors = opening.open_checkpoint(path).tensors
+    rows, columns = _DCP_SHAPE
+    experts = range(len(tensors) // _DCP_LAYERS)
+    layout = Layout.from_dict(
+        {
+            "rules": [
+                {
+                    "from": {"layers.{layer}.experts.{expert}.weight": "out embed"},
+                    "to": {"experts/{expert}/w": "embed layer out"},
+                }
+            ]
+        }
     )
+    shape = (columns, _DCP_LAYERS, rows)
+    part = Box(start=(0, 0, 0), stop=(columns // 8, _DCP_LAYERS, rows))
+    targets = _targets({f"experts/{number}/w": shape for number in experts})
+    plan = _planned(tensors, layout, targets, lambda _: part)
+    secs = time.perf_counter() - began
+    volume = len(tensors) * rows * columns // 8
+    assert plan.total().needed_bytes == volume * _DTYPE.itemsize
+    return secs
+
+
+def _zero() -> tuple[OpenedCheckpoint, Layout, dict[str, TargetTensor]]:
+    ranks = 32
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (_VOCAB, _EMBED)}
+    for layer in range(_LAYERS):
+        for name, shape in _MATRICES.items():
+            shapes[f"layers.{layer}.{name}.weight"] = shape
+        shapes[f"layers.{layer}.norm.weight"] = (_EMBED,)
+    part = -(-sum(map(math.prod, shapes.values())) // ranks)
+    part_bytes = part * _DTYPE.itemsize
+    begins = itertools.accumulate(map(math.prod, shapes.values()), initial=0)
+    tensors = [
+        StoredTensor(
+            name=name,
+            dtype=_DTYPE,
+            shape=shape,
+            kind=kind,
+            fragments=_of_ranks(shape, begin, part, number * part_bytes),
+        )
+        for (name, shape), begin in zip(shapes.items(), begins, strict=False)
+        for number, kind in enumerate(_KINDS)
+    ]
+    entries = [
+        Checksum(number * part_bytes, (number + 1) * part_bytes, 0)
+        for number in range(len(_KINDS))
+    ]
+    checkpoint = OpenedCheckpoint(
+        format="DeepSpeed ZeRO-1", tensors=tensors, checksums=lambda _: entries
+    )
+    states = {kind: {"from": "{}", "to": f"{kind}/{{}}"} for kind in _KINDS}
+    rules = [{"from": {"{name:path}": "..."}, "to": {"{name}": "..."}}]
+    targets = _targets(
+        {f"{kind}/{name}": shape for kind in _KINDS for name, shape in shapes.items()}
+    )
+    return checkpoint, Layout.from_dict({"states": states, "rules": rules}), targets
+
+
+def _of_ranks(
+    shape: tuple[int, ...], begin: int, part: int, at: int
+) -> tuple[Fragment, ...]:
+    # A tensor of a flat buffer that is cut in equal parts for ranks.
+    strides = row_major(shape, _DTYPE.itemsize)
+    end = begin + math.prod(shape)
+    fragments = []
+    for rank in range(begin // part, (end - 1) // part + 1):
+        start, stop = max(begin, rank * part), min(end, (rank + 1) * part)
+        for box in flat_ranges.boxes_of_range(shape, start - begin, stop - begin):
+            offset = sum(n * each for n, each in zip(box.start, strides, strict=True))
+            fragments.append(
+                Fragment(
+                    box=box,
+                    file=f"rank-{rank}_optim_states.pt",
+                    offset=at + (begin - rank * part) * _DTYPE.itemsize + offset,
+                    strides=strides,
+                )
+            )
+    return tuple(fragments)
+
+
+def _over_needed(
+    checkpoint: OpenedCheckpoint, layout: Layout, targets: Mapping[str, TargetTensor]
+) -> float:
+    # Every host needs a 128th of each target, along its outer dim.
+    matched = matching.moves(layout, checkpoint.tensors, checkpoint.axes, targets)
+
+    def planned(host: int) -> load_plan.LoadPlan:
+        needed = {}
+        for target in targets.values():
+            part = target.shape[0] // _HOSTS
+            start, stop = [0] * len(target.shape), list(target.shape)
+            start[0], stop[0] = host * part, (host + 1) * part
+            needed[target] = [Box(start=tuple(start), stop=tuple(stop))]
+        return load_plan.plan(checkpoint.tensors, matched.moves, matched.fills, needed)
+
+    plans = [planned(host) for host in range(_HOSTS)]
+    barrier, gathered = threading.Barrier(_HOSTS), [None] * _HOSTS
+    with futures.ThreadPoolExecutor(_HOSTS) as pool:
+        checks = list(
+            pool.map(
+                lambda host: ReadChecks(
+                    checkpoint,
+                    plans[host],
+                    plans[host].files,
+                    _Host(barrier, gathered, host),
+                ),
+                range(_HOSTS),
+            )
+        )
+    totals = [plan.total() for plan in plans]
+    read = sum(total.read_bytes for total in totals)
+    read += sum(each.extra_bytes for each in checks)
+    return 100 * (read / sum(total.needed_bytes for total in totals) - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Host:
+    """An `allgather.Allgather` of hosts that are threads."""
+
+    barrier: threading.Barrier
+    gathered: list[Any]
+    host: int
+    num_hosts: int = _HOSTS
+
+    def gather(self, kind: str, value: Any, *, timeout_secs: float) -> list[Any]:
+        """See `allgather.Allgather`."""
+        del kind, timeout_secs
+        self.gathered[self.host] = value
+        self.barrier.wait()
+        values = list(self.gathered)
+        self.barrier.wait()
+        return values
+
+    def run(
+        self, kind: str, part: Any, *, order: Any = "together", timeout_secs: float
+    ) -> list[Any]:
+        """See `allgather.Allgather`."""
+        del order
+        return self.gather(kind, part(), timeout_secs=timeout_secs)

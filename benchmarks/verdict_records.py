@@ -17,7 +17,6 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 
@@ -45,25 +44,13 @@ _SETTLED_SECS = 1e6
 
 @dataclasses.dataclass(kw_only=True)
 class World:
-    """A world in which something is recorded.
-
-    Attributes:
-      draw: random numbers.
-      emit: called for events.
-      hosts: how many there are, one of each slice.
-      host: that has the fault.
-      step: after which it has.
-    """
+    """A world of one host a slice, in which `host` has a fault after `step`."""
 
     draw: random.Random
     emit: events.Emit
     hosts: int
     host: int
     step: int
-
-    def others(self) -> list[int]:
-        """All hosts but the one with the fault."""
-        return [host for host in range(self.hosts) if host != self.host]
 
 
 Records = Callable[[World], Sequence[HostFailure]]
@@ -72,11 +59,8 @@ Records = Callable[[World], Sequence[HostFailure]]
 class ScriptedCluster:
     """A cluster whose first worlds fail as they are told; an `elastic.Cluster`.
 
-    Args:
-      draw: random numbers.
-      records: of each world that has a fault.
-      gone: whether the slice of the host with the fault is gone with its memory.
-      is_machine: whether it is with its machine.
+    If `gone`, the slice of the host with the fault is gone with its memory, and if
+    `is_machine` with its machine.
     """
 
     devices_per_slice = 1
@@ -122,11 +106,7 @@ class ScriptedCluster:
         if not self._records:
             return True
         world = World(
-            draw=self._draw,
-            emit=emit,
-            hosts=self.hosts,
-            host=self.host,
-            step=self.step,
+            draw=self._draw, emit=emit, hosts=self.hosts, host=self.host, step=self.step
         )
         failures = self._records.pop(0)(world)
         if not failures:
@@ -171,7 +151,9 @@ _ABORTED_LOG = (
 def _followers(world: World) -> list[HostFailure]:
     # What other hosts report when one has left a collective: not all of them in time.
     seen = []
-    for host in world.others():
+    for host in range(world.hosts):
+        if host == world.host:
+            continue
         kind = world.draw.choice(["connection", "aborted", "nothing"])
         if kind == "connection":
             text = world.draw.choice(_GLOO)
@@ -200,14 +182,12 @@ def _on_one(*texts: str) -> Records:
 def _on_all(*texts: str, kind: type[Exception] = jax.errors.JaxRuntimeError) -> Records:
     def records(world: World) -> Sequence[HostFailure]:
         text = world.draw.choice(texts)
+
+        def drawn() -> str:
+            return text.format(world.draw.randint(1, 99), world.draw.randint(1, 99))
+
         order = world.draw.sample(range(world.hosts), world.hosts)
-        return [
-            _raised(
-                host,
-                kind(text.format(world.draw.randint(1, 99), world.draw.randint(1, 99))),
-            )
-            for host in order
-        ]
+        return [_raised(host, kind(drawn())) for host in order]
 
     return records
 
@@ -308,16 +288,13 @@ def _is_slow(kind: str) -> Records:
 
 
 def _diverges(loss: float) -> Records:
+    above = divergence.AboveBest(smoothing=0.5, factor=1.5)
+
     def records(world: World) -> Sequence[HostFailure]:
-        detectors: dict[str, Any] = {
-            "non_finite": divergence.Detector(
-                divergence.NonFinite(), action=callbacks.Action.WARN
-            ),
-            "loss_above_best": divergence.Detector(
-                divergence.AboveBest(smoothing=0.5, factor=1.5),
-                action=callbacks.Action.WARN,
-                patience=2,
-            ),
+        warn = callbacks.Action.WARN
+        detectors = {
+            "non_finite": divergence.Detector(divergence.NonFinite(), action=warn),
+            "loss_above_best": divergence.Detector(above, action=warn, patience=2),
         }
         for step in range(1, 9):
             report = callbacks.Report(
@@ -327,14 +304,14 @@ def _diverges(loss: float) -> Records:
                 learning_rate=0.1,
             )
             for name, detector in detectors.items():
-                finding = detector.after_step(step, report)
-                if finding is not None:
+                found = detector.after_step(step, report)
+                if found is not None:
                     world.emit(
                         "divergence_found",
                         step=step,
                         callback=name,
-                        action=finding.action.value,
-                        why=finding.why,
+                        action=found.action.value,
+                        why=found.why,
                     )
                     return []
         return []
@@ -362,39 +339,34 @@ def _leads_no_more(world: World) -> Sequence[HostFailure]:
     return []
 
 
-def _restores_bad_copies(world: World) -> Sequence[HostFailure]:
-    with tempfile.TemporaryDirectory() as directory:
-        root = pathlib.Path(directory)
-        tiers = [
-            ec.Local(root / "ram", every=1),
-            ec.Persistent(root / "storage", every=1),
-        ]
-        with ec.Checkpointer(tiers) as checkpointer:
-            checkpointer.save(1, {"w": jax.numpy.full(1000, 1.0)})
-        files = [each for each in (root / "ram").rglob("*") if each.is_file()]
-        largest = max(files, key=lambda each: each.stat().st_size)
-        content = bytearray(largest.read_bytes())
-        content[world.draw.randrange(len(content))] ^= 1
-        largest.write_bytes(content)
-        with ec.Checkpointer(tiers, emit=world.emit) as checkpointer:
-            checkpointer.load()
-    return []
+def _flip_a_bit(world: World, file: pathlib.Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[world.draw.randrange(len(content))] ^= 1
+    file.write_bytes(content)
 
 
-def _restores_what_was_corrupt(world: World) -> Sequence[HostFailure]:
-    with tempfile.TemporaryDirectory() as directory:
-        root = pathlib.Path(directory)
-        tiers = [
-            ec.Local(root / "ram", every=1),
-            ec.Persistent(root / "storage", every=2),
-        ]
-        with ec.Checkpointer(tiers) as checkpointer:
-            for step in (2, 3):
-                checkpointer.save(step, {"w": jax.numpy.full(1000, 1.0)})
-        with ec.Checkpointer(tiers, emit=world.emit) as checkpointer:
-            checkpointer.load()
-            checkpointer.distrust(4)
-    return []
+def _restores(*, is_distrusted: bool) -> Records:
+    # A step whose copy in RAM is bad, or all of which was corrupt when it was captured.
+    def records(world: World) -> Sequence[HostFailure]:
+        with tempfile.TemporaryDirectory() as directory:
+            root = pathlib.Path(directory)
+            tiers = [
+                ec.Local(root / "ram", every=1),
+                ec.Persistent(root / "storage", every=2),
+            ]
+            with ec.Checkpointer(tiers) as checkpointer:
+                for step in (2, 3) if is_distrusted else (2,):
+                    checkpointer.save(step, {"w": jax.numpy.full(1000, 1.0)})
+            if not is_distrusted:
+                files = [each for each in (root / "ram").rglob("*") if each.is_file()]
+                _flip_a_bit(world, max(files, key=lambda each: each.stat().st_size))
+            with ec.Checkpointer(tiers, emit=world.emit) as checkpointer:
+                checkpointer.load()
+                if is_distrusted:
+                    checkpointer.distrust(4)
+        return []
+
+    return records
 
 
 def _loads_a_damaged_program(world: World) -> Sequence[HostFailure]:
@@ -408,12 +380,8 @@ def _loads_a_damaged_program(world: World) -> Sequence[HostFailure]:
         values = jax.device_put(jax.numpy.zeros(8), whole)
         keeper.compiled(step, values)
         # The smallest is of the directory itself.
-        *_, file = sorted(
-            pathlib.Path(kept.directory).iterdir(), key=lambda each: each.stat().st_size
-        )
-        content = bytearray(file.read_bytes())
-        content[world.draw.randrange(len(content))] ^= 1
-        file.write_bytes(content)
+        files = pathlib.Path(kept.directory).iterdir()
+        _flip_a_bit(world, max(files, key=lambda each: each.stat().st_size))
         keeper.compiled(step, values)
     return []
 
@@ -433,6 +401,135 @@ _FULL = _os_error(errno.ENOSPC, "/dev/shm/run/hosts/0/40")
 _CHECK_LOG = (
     "F1126 11:35:33.808 hlo_verifier.cc:91] Check failed: instruction->shape() == shape"
 )
+# By kind: what JAX says on the host that has the fault.
+_ON_ONE = {
+    "device_memory_bad": (
+        "INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error encountered",
+        "INTERNAL: stream did not block host until done; NVRM: Xid (PCI:0000:44:00):"
+        " 94, pid=871, Contained ECC error",
+    ),
+    "device_lost": (
+        "INTERNAL: CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected",
+        "INTERNAL: NVRM: Xid (PCI:0000:b3:00): 79, GPU has fallen off the bus",
+        "INTERNAL: TPU chip 3 is unhealthy",
+    ),
+    "device_link_down": (
+        "INTERNAL: CUDA_ERROR_NVLINK_UNCORRECTABLE: uncorrectable NVLink error",
+        "INTERNAL: NVRM: Xid (PCI:0000:44:00): 74, NVLink: fatal error detected",
+        "INTERNAL: an ICI link of the slice has failed",
+    ),
+    "device_memory_taken": (
+        "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 bytes",
+    ),
+    "device_failed": (
+        "INTERNAL: Core halted unexpectedly: Accelerator device halted prematurely",
+        "INTERNAL: CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure",
+    ),
+}
+# What it says on all hosts.
+_ON_ALL = {
+    "program_fails_on_devices": (
+        "INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access at 0x{}{}",
+        "INTERNAL: Core halted unexpectedly: semaphore {} has a nonzero value",
+    ),
+    "device_memory_exhausted": (
+        "RESOURCE_EXHAUSTED: Out of memory allocating {}{}000 bytes",
+    ),
+    "program_refused_by_xla": (
+        "INVALID_ARGUMENT: Argument 0 of {} is sharded otherwise",
+        "UNIMPLEMENTED: no kernel for f8e4m3 on device {}",
+    ),
+    "fabric_failed": (
+        "INTERNAL: NCCL operation ncclGroupEnd() failed: unhandled system error (run"
+        " with NCCL_DEBUG=INFO for details)",
+        "INTERNAL: NET/IB : Got completion from peer 10.0.35.{}<49189> with error 12,"
+        " opcode 0, len 0, vendor err 129 (Recv)",
+    ),
+    "name_not_resolved": (
+        "INTERNAL: DNS resolution failed for host-{}.run.default: NXDOMAIN",
+    ),
+    "coordination_timed_out": (
+        "DEADLINE_EXCEEDED: Barrier timed out. Id: restore/{}. Tasks: {}",
+    ),
+    "coordination_lost": (
+        "UNAVAILABLE: failed to connect to all addresses; last error: UNKNOWN:"
+        " ipv4:10.0.0.{}:8476: Failed to connect to remote host",
+    ),
+}
+# What else is raised on all hosts.
+_RAISED: dict[str, tuple[type[Exception], *tuple[str, ...]]] = {
+    "connections_lost": (ValueError, *_GLOO),
+    "cannot_go_on": (
+        errors.RunError,
+        "hosts of this world have two versions of jax: 0.10.2 and 0.11.{}",
+        "the mesh has an axis of {}, which does not divide the {} rows of a batch",
+    ),
+    "program_failed": (ValueError, "shapes ({}, {}) do not fit", "layer {}"),
+    "program_failed: it speaks of devices": (
+        AssertionError,
+        "CUDA_ERROR_ECC_UNCORRECTABLE is no dataset",
+    ),
+    "diverged": (errors.DivergedError, "loss_above_best: the loss is {}"),
+    "replaced": (errors.ReplacedError, "another start continues the run"),
+    "other_model": (
+        errors.OtherModelError,
+        "the saved step has no leaf params/layer_{}/w",
+    ),
+    "data_changed": (
+        errors.DataError,
+        "the data state was saved by another pipeline (shards: saved {}, now {})",
+    ),
+    "data_unusable": (
+        errors.DataError,
+        "an example to pack has features of several lengths, [{}, {}]",
+    ),
+    "step_of_another_run": (
+        errors.CheckpointError,
+        "/mnt/run contains the steps of another run, 'a', and this run is 'b'",
+    ),
+    "step_not_stored": (
+        errors.NotStoredError,
+        "step {} is not in /mnt/run: No space left on device",
+    ),
+    "grace_exceeded": (
+        errors.StoppedError,
+        "hosts {} did not save and end within {} s",
+    ),
+}
+# The errors of saves to storage.
+_STORAGE: dict[str, tuple[OSError, ...]] = {
+    "tier_failed": (OSError("INTERNAL: cannot be encoded"),),
+    "storage_full": (_os_error(errno.ENOSPC, "/mnt/run"),),
+    "storage_read_only": (_os_error(errno.EROFS, "/mnt/r"),),
+    "storage_throttled": (
+        OSError("HTTP status 429: rateLimitExceeded: the object exceeded its rate"),
+        OSError("An error occurred (SlowDown): Please reduce your request rate"),
+    ),
+    "storage_refused": (
+        OSError(f"PERMISSION_DENIED: {_BUCKET}: HTTP status 403"),
+        OSError("An error occurred (AccessDenied) when calling PutObject"),
+        PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/mnt/run"),
+    ),
+    "storage_stale": (_os_error(errno.ESTALE, "/mnt/run"),),
+    "storage_io_error": (_os_error(errno.EIO, "/mnt/run"),),
+    "storage_slow": (
+        TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)),
+        OSError(f"DEADLINE_EXCEEDED: {_BUCKET}: no answer within 60 s"),
+    ),
+    "storage_unreachable": (
+        OSError(f"UNAVAILABLE: {_BUCKET}: HTTP status 503"),
+        ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
+    ),
+    "storage_missing": (
+        OSError("NOT_FOUND: the bucket does not exist"),
+        _os_error(errno.ENOENT, "/mnt/run/checkpoints"),
+    ),
+    "component_failed": (OSError("components were not written: ['metrics']"),),
+    "wrong_clock": (
+        OSError("An error occurred (RequestTimeTooSkewed) when calling PutObject"),
+        OSError("certificate verify failed: certificate is not yet valid"),
+    ),
+}
 # By kind of the verdict, and a variant: what each of the first worlds records. The
 # slice of those in `GONE` is gone.
 RECORDS: dict[str, tuple[Records, ...]] = {
@@ -465,182 +562,18 @@ RECORDS: dict[str, tuple[Records, ...]] = {
     "device_check_failed": (
         _is_refused(slice_check.problem_of_failure(1, "/runs/a/logs/check-of-slice-0")),
     ),
-    "state_corrupt": (_restores_what_was_corrupt,),
+    "state_corrupt": (_restores(is_distrusted=True),),
     "executable_damaged": (_loads_a_damaged_program,),
-    "cannot_go_on": (
-        _on_all(
-            "hosts of this world have two versions of jax: 0.10.2 and 0.11.{}",
-            "the mesh has an axis of {}, which does not divide the {} rows of a batch",
-            kind=errors.RunError,
-        ),
-    ),
-    "device_memory_bad": (
-        _on_one(
-            "INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error"
-            " encountered",
-            "INTERNAL: stream did not block host until done; NVRM: Xid"
-            " (PCI:0000:44:00): 94, pid=871, Contained ECC error",
-        ),
-    ),
-    "device_lost": (
-        _on_one(
-            "INTERNAL: CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected",
-            "INTERNAL: NVRM: Xid (PCI:0000:b3:00): 79, GPU has fallen off the bus",
-            "INTERNAL: TPU chip 3 is unhealthy",
-        ),
-    ),
-    "device_link_down": (
-        _on_one(
-            "INTERNAL: CUDA_ERROR_NVLINK_UNCORRECTABLE: uncorrectable NVLink error"
-            " detected during the execution",
-            "INTERNAL: NVRM: Xid (PCI:0000:44:00): 74, NVLink: fatal error detected",
-            "INTERNAL: an ICI link of the slice has failed",
-        ),
-    ),
-    "device_memory_taken": (
-        _on_one(
-            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592"
-            " bytes",
-        ),
-    ),
-    "device_failed": (
-        _on_one(
-            "INTERNAL: Core halted unexpectedly: Accelerator device halted prematurely",
-            "INTERNAL: CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure",
-        ),
-    ),
-    "program_fails_on_devices": (
-        _on_all(
-            "INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was"
-            " encountered at 0x{}{}",
-            "INTERNAL: Core halted unexpectedly: semaphore {} has a nonzero value",
-        ),
-    ),
-    "device_memory_exhausted": (
-        _on_all("RESOURCE_EXHAUSTED: Out of memory allocating {}{}000 bytes"),
-    ),
-    "program_refused_by_xla": (
-        _on_all(
-            "INVALID_ARGUMENT: Argument 0 of {} is sharded otherwise",
-            "UNIMPLEMENTED: no kernel for f8e4m3 on device {}",
-        ),
-    ),
     "program_fails_again": (
         _on_one("INTERNAL: device-side assert at index 512 of 512"),
         _on_one("INTERNAL: device-side assert at index 519 of 512"),
     ),
-    "program_failed": (
-        _on_all("shapes ({}, {}) do not fit", "layer {}", kind=ValueError),
-    ),
-    "program_failed: it speaks of devices": (
-        _on_all("CUDA_ERROR_ECC_UNCORRECTABLE is no dataset", kind=AssertionError),
-    ),
-    "fabric_failed": (
-        _on_all(
-            "INTERNAL: NCCL operation ncclGroupEnd() failed: unhandled system error"
-            " (run with NCCL_DEBUG=INFO for details)",
-            "INTERNAL: NET/IB : Got completion from peer 10.0.35.{}<49189> with error"
-            " 12, opcode 0, len 0, vendor err 129 (Recv)",
-        ),
-    ),
-    "name_not_resolved": (
-        _on_all("INTERNAL: DNS resolution failed for host-{}.run.default: NXDOMAIN"),
-    ),
-    "coordination_timed_out": (
-        _on_all("DEADLINE_EXCEEDED: Barrier timed out. Id: restore/{}. Tasks: {}"),
-    ),
-    "coordination_lost": (
-        _on_all(
-            "UNAVAILABLE: failed to connect to all addresses; last error: UNKNOWN:"
-            " ipv4:10.0.0.{}:8476: Failed to connect to remote host",
-        ),
-    ),
-    "connections_lost": (_on_all(*_GLOO, kind=ValueError),),
     "device_wrong": (_computes_wrongly,),
     "host_slow": (_is_slow(host_load.LATE),),
     "data_slow": (_is_slow("data"),),
     "loss_not_finite": (_diverges(float("nan")),),
     "loss_diverges": (_diverges(9.0),),
-    "diverged": (
-        _on_all("loss_above_best: the loss is {}", kind=errors.DivergedError),
-    ),
-    "replaced": (
-        _on_all("another start continues the run", kind=errors.ReplacedError),
-    ),
-    "other_model": (
-        _on_all(
-            "the saved step has no leaf params/layer_{}/w", kind=errors.OtherModelError
-        ),
-    ),
-    "data_changed": (
-        _on_all(
-            "the data state was saved by another pipeline (shards: saved {}, now {})",
-            kind=errors.DataError,
-        ),
-    ),
-    "data_unusable": (
-        _on_all(
-            "an example to pack has features of several lengths, [{}, {}]",
-            kind=errors.DataError,
-        ),
-    ),
-    "step_of_another_run": (
-        _on_all(
-            "/mnt/run contains the steps of another run, 'a', and this run is 'b'",
-            kind=errors.CheckpointError,
-        ),
-    ),
-    "step_not_stored": (
-        _on_all(
-            "step {} is not in /mnt/run: No space left on device",
-            kind=errors.NotStoredError,
-        ),
-    ),
-    "grace_exceeded": (
-        _on_all("hosts {} did not save and end within {} s", kind=errors.StoppedError),
-    ),
-    "copies_damaged": (_restores_bad_copies,),
-    "tier_failed": (_degrades("persistent", OSError("INTERNAL: cannot be encoded")),),
-    "storage_full": (_degrades("persistent", _os_error(errno.ENOSPC, "/mnt/run")),),
-    "storage_read_only": (_degrades("persistent", _os_error(errno.EROFS, "/mnt/r")),),
-    "storage_throttled": (
-        _degrades(
-            "persistent",
-            OSError("HTTP status 429: rateLimitExceeded: the object exceeded its rate"),
-            OSError("An error occurred (SlowDown): Please reduce your request rate"),
-        ),
-    ),
-    "storage_refused": (
-        _degrades(
-            "persistent",
-            OSError(f"PERMISSION_DENIED: {_BUCKET}: HTTP status 403"),
-            OSError("An error occurred (AccessDenied) when calling PutObject"),
-            PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/mnt/run"),
-        ),
-    ),
-    "storage_stale": (_degrades("persistent", _os_error(errno.ESTALE, "/mnt/run")),),
-    "storage_io_error": (_degrades("persistent", _os_error(errno.EIO, "/mnt/run")),),
-    "storage_slow": (
-        _degrades(
-            "persistent",
-            TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)),
-            OSError(f"DEADLINE_EXCEEDED: {_BUCKET}: no answer within 60 s"),
-        ),
-    ),
-    "storage_unreachable": (
-        _degrades(
-            "persistent",
-            OSError(f"UNAVAILABLE: {_BUCKET}: HTTP status 503"),
-            ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
-        ),
-    ),
-    "storage_missing": (
-        _degrades(
-            "persistent",
-            OSError("NOT_FOUND: the bucket does not exist"),
-            _os_error(errno.ENOENT, "/mnt/run/checkpoints"),
-        ),
-    ),
+    "copies_damaged": (_restores(is_distrusted=False),),
     "peer_unreachable": (
         _degrades(
             "peer",
@@ -654,15 +587,12 @@ RECORDS: dict[str, tuple[Records, ...]] = {
     "copies_differ": (
         _degrades("local", OSError("the digest differs of params/w at hosts 1 and 3")),
     ),
-    "component_failed": (
-        _degrades("persistent", OSError("components were not written: ['metrics']")),
-    ),
-    "wrong_clock": (
-        _degrades(
-            "persistent",
-            OSError("An error occurred (RequestTimeTooSkewed) when calling PutObject"),
-            OSError("certificate verify failed: certificate is not yet valid"),
-        ),
-    ),
+    **{kind: (_on_one(*texts),) for kind, texts in _ON_ONE.items()},
+    **{kind: (_on_all(*texts),) for kind, texts in _ON_ALL.items()},
+    **{
+        kind: (_on_all(*texts, kind=error),)
+        for kind, (error, *texts) in _RAISED.items()
+    },
+    **{kind: (_degrades("persistent", *found),) for kind, found in _STORAGE.items()},
 }
 GONE = ("slice_lost", "machine_lost", "too_few_slices")

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 
+import elastic_ckpt as ec
 from elastic_ckpt.core import topology
 from elastic_ckpt.elastic.world import World
 
@@ -24,12 +25,7 @@ _LONG_SECS = 3600.0
 def train(world: World, *, fault: str, host: int, at_step: int, steps: int) -> None:
     """Adds up numbers over all devices, and has a fault in the first world.
 
-    Args:
-      world: the hosts.
-      fault: a name of `FAULTS` or `HANGS`; empty for none.
-      host: on which it is; -1 for all.
-      at_step: the step that it is in.
-      steps: of the run.
+    The fault is one of `FAULTS` or `HANGS`, or empty; host -1 stands for all.
     """
     import jax
     import numpy as np
@@ -56,25 +52,15 @@ def train(world: World, *, fault: str, host: int, at_step: int, steps: int) -> N
             return
 
 
-def _signal(number: signal.Signals) -> Callable[[World], None]:
-    def fault(world: World) -> None:
-        del world
-        if number not in (signal.SIGKILL, signal.SIGSTOP):
-            # A launcher may have it ignored, as nohup does.
-            signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-        time.sleep(_LONG_SECS)
-
-    return fault
+def _signal(number: signal.Signals) -> None:
+    if number not in (signal.SIGKILL, signal.SIGSTOP):
+        # A launcher may have it ignored, as nohup does.
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    time.sleep(_LONG_SECS)
 
 
-def _segfault(world: World) -> None:
-    del world
-    ctypes.string_at(0)
-
-
-def _bus_error(world: World) -> None:
-    del world
+def _bus_error() -> None:
     # As a file on a RAM disk that is full: it is longer than what it has.
     with tempfile.TemporaryFile() as file:
         file.truncate(2 * mmap.PAGESIZE)
@@ -83,29 +69,17 @@ def _bus_error(world: World) -> None:
         mapped[mmap.PAGESIZE]
 
 
-def _exit(world: World) -> None:
-    del world
-    os._exit(3)
-
-
 def _raise(world: World) -> None:
     raise ValueError(f"the shapes of layer {world.number} do not fit")
 
 
-def _need_device_memory(world: World) -> None:
+def _need_device_memory() -> None:
     import jax
 
-    del world
     jax.numpy.zeros((1 << 50,), "float32").block_until_ready()
 
 
-def _need_memory(world: World) -> None:
-    del world
-    bytearray(1 << 60)
-
-
-def _open_files(world: World) -> None:
-    del world
+def _open_files() -> None:
     soft = len(os.listdir("/proc/self/fd")) + 16
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -113,19 +87,12 @@ def _open_files(world: World) -> None:
     del kept
 
 
-def _fill_disk(world: World) -> None:
-    del world
+def _fill_disk() -> None:
     with open("/dev/full", "wb", buffering=0) as file:
         file.write(b"a step")
 
 
-def _import(world: World) -> None:
-    del world
-    __import__("a_package_that_is_not_installed")
-
-
-def _use_service(world: World) -> None:
-    del world
+def _use_service() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
@@ -133,36 +100,22 @@ def _use_service(world: World) -> None:
         pass
 
 
-def _resolve(world: World) -> None:
-    del world
-    socket.getaddrinfo("storage.invalid", 443)
-
-
-def _read_missing_data(world: World) -> None:
-    import elastic_ckpt as ec
-
-    files = (f"/nowhere/{time.monotonic_ns()}/*.array_record",)
-    data = ec.data.positional(files=files, max_target_length=8)
-    ec.batches(data, mesh=world.mesh, global_batch_size=6)
+def _read(world: World, *files: str) -> None:
+    data = ec.data.positional(files=files, max_target_length=64)
+    batches = ec.batches(data, mesh=world.mesh, global_batch_size=6)
+    while True:
+        next(batches)
 
 
 def _read_damaged_data(world: World) -> None:
-    import elastic_ckpt as ec
-
     with tempfile.TemporaryDirectory() as directory:
         path = f"{directory}/texts.array_record"
         ec.data.lm.write_arrayrecord("python-stdlib/email", path)
-        size = os.path.getsize(path)
-        os.truncate(path, size // 2)
-        data = ec.data.positional(files=(path,), max_target_length=64)
-        batches = ec.batches(data, mesh=world.mesh, global_batch_size=6)
-        while True:
-            next(batches)
+        os.truncate(path, os.path.getsize(path) // 2)
+        _read(world, path)
 
 
 def _load_nothing(world: World) -> None:
-    import elastic_ckpt as ec
-
     with (
         tempfile.TemporaryDirectory() as directory,
         ec.Checkpointer([ec.Persistent(directory, every=1)], mesh=world.mesh) as steps,
@@ -170,32 +123,27 @@ def _load_nothing(world: World) -> None:
         steps.load(7)
 
 
-def _configure_wrongly(world: World) -> None:
-    import elastic_ckpt as ec
-
-    ec.Persistent("steps", every=-1)
-    del world
-
-
 # The phase of each fault in which a host goes on no further.
 HANGS = {"hang": "step", "hang_in_restore": "restore", "hang_in_compile": "compile"}
-FAULTS: dict[str, Callable[[World], None]] = {
-    "kill": _signal(signal.SIGKILL),
-    "stop": _signal(signal.SIGSTOP),
-    "hang_up": _signal(signal.SIGHUP),
-    "segfault": _segfault,
-    "bus_error": _bus_error,
-    "exit": _exit,
+FAULTS: dict[str, Callable[[World], object]] = {
+    "kill": lambda _: _signal(signal.SIGKILL),
+    "stop": lambda _: _signal(signal.SIGSTOP),
+    "hang_up": lambda _: _signal(signal.SIGHUP),
+    "segfault": lambda _: ctypes.string_at(0),
+    "bus_error": lambda _: _bus_error(),
+    "exit": lambda _: os._exit(3),
     "raise": _raise,
-    "need_device_memory": _need_device_memory,
-    "need_memory": _need_memory,
-    "open_files": _open_files,
-    "fill_disk": _fill_disk,
-    "import": _import,
-    "use_service": _use_service,
-    "resolve": _resolve,
-    "read_missing_data": _read_missing_data,
+    "need_device_memory": lambda _: _need_device_memory(),
+    "need_memory": lambda _: bytearray(1 << 60),
+    "open_files": lambda _: _open_files(),
+    "fill_disk": lambda _: _fill_disk(),
+    "import": lambda _: __import__("a_package_that_is_not_installed"),
+    "use_service": lambda _: _use_service(),
+    "resolve": lambda _: socket.getaddrinfo("storage.invalid", 443),
+    "read_missing_data": lambda world: _read(
+        world, f"/nowhere/{time.monotonic_ns()}/*.array_record"
+    ),
     "read_damaged_data": _read_damaged_data,
     "load_nothing": _load_nothing,
-    "configure_wrongly": _configure_wrongly,
+    "configure_wrongly": lambda _: ec.Persistent("steps", every=-1),
 }

@@ -40,6 +40,10 @@ _KINDS = {kind.name: kind for kind in verdict.KINDS}
 _UNNUMBERED = ("slice_restarted", "wrong_clock", "state_corrupt", "too_few_slices")
 # What is said before.
 _FIRST = {"program_fails_again": "device_failed", "too_few_slices": "slice_lost"}
+_NUMBERED = (
+    *(verdict.What.HOST, verdict.What.SLICE),
+    *(verdict.What.MACHINE, verdict.What.DEVICE),
+)
 _NUMBERED_LINKS = ("host_cut_off", "host_unreachable")
 # A check of a slice takes up to ten seconds on a machine that is busy.
 _HANG = watch.Limits(most_secs=20.0, heartbeat_secs=60.0)
@@ -49,21 +53,13 @@ _PATIENT = watch.Limits(most_secs=120.0, heartbeat_secs=60.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InProcesses:
-    """A fault in real processes.
-
-    Attributes:
-      fault: of `verdict_worlds.FAULTS`; empty for one of the supervisor.
-      everywhere: whether it is on all hosts.
-      injected: by the supervisor; empty for one of `fault`.
-      limits: of the hosts.
-      late_secs: how long after its begin it is noticed.
-    """
+    """A fault in real processes: of `verdict_worlds`, or injected by the supervisor."""
 
     fault: str = ""
     everywhere: bool = False
     injected: str = ""
     limits: watch.Limits = _PATIENT
-    late_secs: float = 0.0
+    late_secs: float = 0.0  # after its begin it is noticed
 
 
 _hangs = functools.partial(InProcesses, limits=_HANG, late_secs=_HANG.most_secs)
@@ -105,21 +101,13 @@ IN_PROCESSES: dict[str, InProcesses] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judged:
-    """A fault, and what was said of it.
+    """A fault, and what was said of it."""
 
-    Attributes:
-      meant: the kind of the fault, and a variant.
-      verdicts: the events, in order.
-      host: that had it.
-      secs: from when it was noticed to its verdict; 0 in scripted worlds.
-      failed: why the run ended; empty if it did not fail.
-    """
-
-    meant: str
+    meant: str  # its kind, and a variant
     verdicts: Sequence[dict[str, Any]]
     host: int
-    secs: float = 0.0
-    failed: str = ""
+    secs: float = 0.0  # from when it was noticed to its verdict; 0 in scripted worlds
+    failed: str = ""  # why the run ended
 
     @property
     def said(self) -> str:
@@ -137,20 +125,13 @@ class Judged:
         return [each["kind"] for each in self.verdicts] == kinds and self._is_named()
 
     def _is_named(self) -> bool:
-        last = self.verdicts[-1]
-        what = _KINDS[last["kind"]].what
-        numbered = (
-            verdict.What.HOST,
-            verdict.What.SLICE,
-            verdict.What.MACHINE,
-            verdict.What.DEVICE,
-        )
-        if last["kind"] in _UNNUMBERED:
+        said, which = self.verdicts[-1]["kind"], self.verdicts[-1]["which"]
+        if said in _UNNUMBERED:
             return True
-        if what in numbered or last["kind"] in _NUMBERED_LINKS:
-            return str(self.host) in last["which"].split()
-        if last["kind"] in ("data_missing", "data_damaged"):
-            return "array_record" in last["which"] or "/nowhere" in last["which"]
+        if _KINDS[said].what in _NUMBERED or said in _NUMBERED_LINKS:
+            return str(self.host) in which.split()
+        if said in ("data_missing", "data_damaged"):
+            return "array_record" in which or "/nowhere" in which
         return True
 
 
@@ -252,12 +233,7 @@ def _row(meant: str, judged: Sequence[Judged]) -> str:
 def measure(
     times: int = _TIMES, num_healthy: int = _HEALTHY
 ) -> dict[str, report.Figure]:
-    """Runs the suite.
-
-    Args:
-      times: how often each fault is injected.
-      num_healthy: how many healthy runs there are.
-    """
+    """Runs the suite, with each fault so many `times`."""
     seed = random.randrange(2**16)
     print(f"seed {seed}\n{'meant':<38} right  judged")
     draw = random.Random(seed)

@@ -3,11 +3,7 @@
 `Documents` describes the corpus and writes it as Parquet files with one column,
 `tokens` (list<int32>). Lengths are log-normal with a mean of about `mean_length`
 tokens. Tokens are at least `FIRST_TOKEN`, so that they differ from the end-of-document
-and the padding token. All is a function of the seed and of the index of
-the file: the same description gives the same bytes with the same pyarrow.
-
-    source = Documents(directory=pathlib.Path("/dev/shm/corpus"))
-    source.write()  # 16 files, 80,000 documents, 40 million tokens, 1 s
+and the padding token. All is a function of the seed and of the index of the file.
 """
 
 from __future__ import annotations
@@ -32,24 +28,14 @@ _SIGMA = 0.8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Documents:
-    """A corpus of `num_files` Parquet files in `directory`.
-
-    Attributes:
-      directory: of the files; made by `write` where it is missing.
-      num_files: of the same number of documents each.
-      documents_a_file: of log-normal length.
-      documents_a_row_group: what a reader of Parquet decodes at a time.
-      mean_length: of a document, in tokens.
-      vocabulary_size: tokens are below it, drawn evenly.
-      seed: of lengths and tokens.
-    """
+    """A corpus of `num_files` Parquet files in `directory`."""
 
     directory: pathlib.Path
     num_files: int = 16
     documents_a_file: int = 5000
-    documents_a_row_group: int = 1000
+    documents_a_row_group: int = 1000  # what a reader of Parquet decodes at a time
     mean_length: int = 500
-    vocabulary_size: int = 32_000
+    vocabulary_size: int = 32_000  # tokens are below it, drawn evenly
     seed: int = 0
 
     @property
@@ -59,11 +45,6 @@ class Documents:
             str(self.directory / f"documents-{file:05d}.parquet")
             for file in range(self.num_files)
         ]
-
-    @property
-    def num_documents(self) -> int:
-        """In all files."""
-        return self.num_files * self.documents_a_file
 
     @property
     def num_tokens(self) -> int:

@@ -24,7 +24,7 @@ import itertools
 import pathlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -288,20 +288,18 @@ _TABLES: dict[Setting, Callable[[Any], Any]] = {
 }
 
 
-def _peer(
-    name: str,
-    rows: Callable[[Setting, Documents, pathlib.Path], Iterator[Tokens]],
-    *packages: str,
-    lacks: Mapping[Setting, str],
-) -> Peer:
-    return Peer(
-        name=name,
-        packages=("datasets", "torchdata", "torch", "pyarrow", *packages),
-        lacks=lacks,
-        prepare=_prepare,
-        rows=rows,
-    )
-
-
-HF_DATASETS = _peer("hf_datasets", _rows_from_lists, lacks=FITTED)
-HF_DATASETS_ARROW = _peer("hf_datasets_arrow", _rows_from_arrow, "trl", lacks={})
+_PACKAGES = ("datasets", "torchdata", "torch", "pyarrow")
+HF_DATASETS = Peer(
+    name="hf_datasets",
+    packages=_PACKAGES,
+    lacks=FITTED,
+    prepare=_prepare,
+    rows=_rows_from_lists,
+)
+HF_DATASETS_ARROW = Peer(
+    name="hf_datasets_arrow",
+    packages=(*_PACKAGES, "trl"),
+    lacks={},
+    prepare=_prepare,
+    rows=_rows_from_arrow,
+)

@@ -44,6 +44,7 @@ ROW_LENGTH = 2048
 ROWS_A_BATCH = 16
 SHUFFLE_WINDOW = 100
 
+PACKED: tuple[Setting, ...] = ("packed", "packed_shuffled")
 # Of settings that other loaders have no feature for.
 FITTED: dict[Setting, str] = dict.fromkeys(
     ("packed_first_fit", "packed_best_fit", "unpacked"),
@@ -58,37 +59,22 @@ Tokens = NDArray[np.int32]
 class Peer:
     """Another loader, and how it does the jobs.
 
-    Attributes:
-      name: in the figure `ratio_<name>`.
-      packages: the distributions that it needs, the one that it is about first.
-      lacks: why it does not do a setting; it does all that are not in here.
-      prepare: writes the corpus in the peer's own format below a directory that is its
-        own and does not exist yet. Not timed.
-      rows: the tokens of a setting, from the corpus or from what `prepare` wrote: a
-        fresh iterator over one pass, arrays of shape (2048,) or (rows, 2048), int32.
-        Closing it ends the peer's threads.
+    `prepare` writes the corpus in the peer's own format below a directory that is its
+    own and does not exist yet; it is not timed. `rows` is a generator of the tokens of
+    a setting, from the corpus or from what `prepare` wrote: one pass, int32 arrays of
+    shape (2048,) or (rows, 2048). Closing it ends the peer's threads.
     """
 
-    name: str
-    packages: tuple[str, ...]
-    lacks: Mapping[Setting, str]
+    name: str  # in the figure `ratio_<name>`
+    packages: tuple[str, ...]  # that it needs, the one that it is about first
+    lacks: Mapping[Setting, str]  # why it does not do a setting
     prepare: Callable[[Documents, pathlib.Path], None]
     rows: Callable[[Setting, Documents, pathlib.Path], Iterator[Tokens]]
 
     @property
-    def settings(self) -> tuple[Setting, ...]:
-        """The settings that it does."""
-        return tuple(setting for setting in SETTINGS if setting not in self.lacks)
-
-    @property
-    def versions(self) -> dict[str, str | None]:
-        """The versions of its packages; None for one that is not installed."""
-        return {package: _version(package) for package in self.packages}
-
-    @property
     def not_installed(self) -> str | None:
         """The missing packages and how to install them; None if there are none."""
-        missing = [name for name, version in self.versions.items() if version is None]
+        missing = [package for package in self.packages if not is_installed(package)]
         if not missing:
             return None
         return f"{self.name}: not installed: {', '.join(missing)}; {INSTALL}"
@@ -99,8 +85,10 @@ def prepare_nothing(source: Documents, directory: pathlib.Path) -> None:
     del source, directory
 
 
-def _version(package: str) -> str | None:
+def is_installed(package: str) -> bool:
+    """Whether a distribution is."""
     try:
-        return importlib.metadata.version(package)
+        importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return None
+        return False
+    return True

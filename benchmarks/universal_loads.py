@@ -3,8 +3,7 @@
 The state is a decoder's layers in float32, one tensor for each matrix of a layer, as
 `[out, in]`. The target has all layers stacked and every matrix transposed, `[layer, in,
 out]`. Orbax loads that target from a checkpoint that it wrote of the same arrays; ours
-makes it of the layers, from a checkpoint of Orbax and from raw files. Both also load
-the safetensors as they are.
+makes it of the layers that Orbax wrote. Both also load the safetensors as they are.
 
 Every leaf is sharded over two CPU devices of one process. All files are in the page
 cache, sides take turns, and a ratio is that of two turns of a round.
@@ -13,14 +12,12 @@ cache, sides take turns, and a ratio is that of two turns of a round.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
-import multiprocessing
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -28,7 +25,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from benchmarks import report, universal_files, universal_turns
+from benchmarks import report, turns, universal_convert
 from elastic_ckpt import universal
 from elastic_ckpt.universal.rules.layout import Layout
 
@@ -43,19 +40,11 @@ _STACKED = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """The size of the state, and how often it is loaded.
+    """The size of the state, and how often it is loaded."""
 
-    Attributes:
-      layers: of 10 matrices of `embed` x `embed` elements altogether, if `hidden` is
-        two times `embed`.
-      embed: the size of the dim between layers.
-      hidden: the size of the dim within the perceptron of a layer.
-      rounds: that are counted; one before them is not, and compares the values.
-    """
-
-    layers: int = 26
+    layers: int = 26  # of 10 matrices of `embed` x `embed` elements altogether
     embed: int = 2048
-    hidden: int = 4096
+    hidden: int = 4096  # within the perceptron of a layer
     rounds: int = 3
 
     @property
@@ -84,9 +73,8 @@ SMALL = Size(layers=2, embed=64, hidden=128, rounds=1)
 
 
 def measure(size: Size = Size()) -> dict[str, report.Figure]:
-    """Runs the suite's part on loads by Orbax."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_measured, (size,))
+    """Runs the suite's part on loads."""
+    return turns.in_new_process(_measured, size)
 
 
 def _measured(size: Size) -> dict[str, report.Figure]:
@@ -94,69 +82,60 @@ def _measured(size: Size) -> dict[str, report.Figure]:
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={_DEVICES}"
     jax.config.update("jax_platforms", "cpu")
     with tempfile.TemporaryDirectory() as directory:
-        path = pathlib.Path(directory)
-        (path / "safetensors").mkdir()
+        raw, layers, stacked = (
+            pathlib.Path(directory, name) for name in ("raw", "layers", "stacked")
+        )
+        raw.mkdir()
         for number in range(size.layers):
-            file = path / "safetensors" / f"{number:05d}.safetensors"
-            universal_files.write(file, size.layer(number), seed=number)
-        return {**_unchanged_loads(path, size), **_relayouts(path, size)}
+            file = raw / f"{number:05d}.safetensors"
+            universal_convert.write(file, size.layer(number), seed=number)
+        ocp.save(str(layers), _unchanged(raw, size, 1))
+        ocp.save(str(stacked), _relayout(raw, size))
+        context = ocp.Context()
+        context.checkpoint_layout = ocp.options.CheckpointLayout.SAFETENSORS
 
+        def by_orbax() -> Any:
+            with context:
+                return ocp.load(str(raw), _layers(size, 0))
 
-def _unchanged_loads(path: pathlib.Path, size: Size) -> dict[str, report.Figure]:
-    path = path / "safetensors"
-    context = ocp.Context()
-    context.checkpoint_layout = ocp.options.CheckpointLayout.SAFETENSORS
-
-    def by_orbax(dim: int) -> Any:
-        with context:
-            return ocp.load(str(path), _layers(size, dim))
-
-    figures = {}
-    for dim, name in enumerate(("outer", "inner")):
         sides = {
-            "ours": functools.partial(_unchanged, path, size, dim),
-            "orbax": functools.partial(by_orbax, dim),
+            "ours": lambda: _unchanged(raw, size, 0),
+            "orbax": by_orbax,
+            "plain": lambda: ocp.load(str(stacked), _stacked(size)),
+            "plain_layers": lambda: ocp.load(str(layers), _layers(size, 1)),
+            "relayout": lambda: _relayout(layers, size),
         }
-        secs = _timed(sides, size)
-        figures[f"safetensors_load_ratio_orbax_{name}"] = report.ratio(
+        # Those of one structure are the same values.
+        loaded = {name: sides[name]() for name in ("plain", "relayout")}
+        assert jax.tree.all(jax.tree.map(_is_same, *loaded.values()))
+        del loaded
+        secs = turns.timed(
+            {
+                name: lambda load=load: jax.block_until_ready(load())
+                for name, load in sides.items()
+            },
+            size.rounds,
+            num_bytes=size.num_bytes,
+        )
+    return {
+        "safetensors_load_ratio_orbax_outer": report.ratio(
             secs["ours"],
             secs["orbax"],
-            f"at most 1.0; Orbax's load of safetensors, sharded on the {name} dim",
-        )
-    return figures
-
-
-def _relayouts(path: pathlib.Path, size: Size) -> dict[str, report.Figure]:
-    raw, layers, stacked = path / "safetensors", path / "layers", path / "stacked"
-    ocp.save(str(layers), _unchanged(raw, size, 1))
-    ocp.save(str(stacked), _relayout(raw, size))
-    unchanged, target = _layers(size, 1), _stacked(size)
-    sides: dict[str, Callable[[], Any]] = {
-        "plain": lambda: ocp.load(str(stacked), target),
-        "plain_layers": lambda: ocp.load(str(layers), unchanged),
-        "orbax": lambda: _relayout(layers, size),
-        "raw": lambda: _relayout(raw, size),
+            "at most 1.0; Orbax's load of safetensors, sharded on the outer dim",
+        ),
+        "relayout_load_ratio_plain_orbax": report.ratio(
+            secs["relayout"], secs["plain"], "at most 1.2; Orbax's load of the target"
+        ),
+        "relayout_load_ratio_plain_orbax_unchanged": report.ratio(
+            secs["relayout"],
+            secs["plain_layers"],
+            "Orbax's load of the same files, unchanged",
+        ),
     }
-    secs = _timed(sides, size)
-    plain, bounds = "Orbax's load of the target", {"orbax": "at most 1.2"}
-    figures = {
-        f"relayout_load_ratio_plain_{name}": report.ratio(
-            secs[name], secs["plain"], f"{bounds.get(name, 'at most 1.0')}; {plain}"
-        )
-        for name in ("orbax", "raw")
-    }
-    figures["relayout_load_ratio_plain_orbax_unchanged"] = report.ratio(
-        secs["orbax"], secs["plain_layers"], "Orbax's load of the same files, unchanged"
-    )
-    return figures
 
 
-def _timed(
-    sides: Mapping[str, Callable[[], Any]], size: Size
-) -> dict[str, list[float]]:
-    return universal_turns.timed(
-        sides, size.rounds, num_bytes=size.num_bytes, alike=sides
-    )
+def _is_same(a: jax.Array, b: jax.Array) -> bool:
+    return bool((a == b).all())
 
 
 def _unchanged(path: pathlib.Path, size: Size, dim: int) -> Any:

@@ -1,11 +1,8 @@
-"""The state of free memory before a turn, so that no side pays for another.
-
-A virtual machine gives free memory back to its host after two seconds, and gets it
-again page by page, which can take longer than all that is measured.
-"""
+"""The memory of this process, and that of the machine before a turn."""
 
 from __future__ import annotations
 
+import pathlib
 import time
 
 from elastic_ckpt.core import host_memory
@@ -17,11 +14,20 @@ _TIMES_TURN = 2
 _WARM_SECS_PER_GIB = 0.25
 
 
+def resident_bytes(kind: str) -> int:
+    """Bytes of this process that Linux calls `VmRSS`, or `VmHWM`, the most so far."""
+    for line in pathlib.Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{kind}:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(kind)
+
+
 def touch(num_bytes: int) -> None:
     """Touches free memory until the machine has it, three times at most.
 
-    Args:
-      num_bytes: that the turn will allocate; twice as many are touched.
+    A virtual machine gives free memory back to its host after two seconds, and gets it
+    again page by page, which can take longer than all that is measured. Twice as much
+    is touched as the turn will allocate.
     """
     touched = _TIMES_TURN * num_bytes
     for _ in range(_MOST_TOUCHES):
