@@ -11,16 +11,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import pathlib
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent import futures
-from typing import Any
 
 import numpy as np
 
@@ -244,46 +240,8 @@ def _over_needed(
         return load_plan.plan(checkpoint.tensors, matched.moves, matched.fills, needed)
 
     plans = [planned(host) for host in range(_HOSTS)]
-    barrier, gathered = threading.Barrier(_HOSTS), [None] * _HOSTS
-    with futures.ThreadPoolExecutor(_HOSTS) as pool:
-        checks = list(
-            pool.map(
-                lambda host: ReadChecks(
-                    checkpoint,
-                    plans[host],
-                    plans[host].files,
-                    _Host(barrier, gathered, host),
-                ),
-                range(_HOSTS),
-            )
-        )
+    checks = [ReadChecks(checkpoint, plan, plan.files) for plan in plans]
     totals = [plan.total() for plan in plans]
     read = sum(total.read_bytes for total in totals)
     read += sum(each.extra_bytes for each in checks)
     return 100 * (read / sum(total.needed_bytes for total in totals) - 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Host:
-    """An `allgather.Allgather` of hosts that are threads."""
-
-    barrier: threading.Barrier
-    gathered: list[Any]
-    host: int
-    num_hosts: int = _HOSTS
-
-    def gather(self, kind: str, value: Any, *, timeout_secs: float) -> list[Any]:
-        """See `allgather.Allgather`."""
-        del kind, timeout_secs
-        self.gathered[self.host] = value
-        self.barrier.wait()
-        values = list(self.gathered)
-        self.barrier.wait()
-        return values
-
-    def run(
-        self, kind: str, part: Any, *, order: Any = "together", timeout_secs: float
-    ) -> list[Any]:
-        """See `allgather.Allgather`."""
-        del order
-        return self.gather(kind, part(), timeout_secs=timeout_secs)
