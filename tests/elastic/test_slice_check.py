@@ -112,18 +112,6 @@ def fail(*_):
     raise SystemExit(1)
 
 
-def test_the_processes_of_a_check_have_the_devices_of_the_slice(tmp_path):
-    checks = slice_check.SliceChecks(
-        schema.WorldSection(),
-        machine=host_start.ThisMachine(),
-        hosts_per_slice=2,
-        first_slice=4,
-        log_directory=str(tmp_path),
-        limits=watch.unlimited(),
-    )
-    assert checks._slots(5) == range(2, 4)
-
-
 def test_a_slice_whose_processes_die_is_refused(checks, monkeypatch):
     monkeypatch.setattr(slice_check, "run", fail)
     checks.begin(0)

@@ -46,24 +46,6 @@ def compiles(world, *, gate=None):
         time.sleep(0.02)
 
 
-def stops_at_a_step(world, *, steps):
-    """Trains, and names no steps; host 1 stops at the second of the first world."""
-    for step in range(1, steps + 1):
-        if world.number == 1 and step == 2 and topology.this_host() == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if world.should_stop(step):
-            return
-
-
-def dies_once(world, *, steps):
-    """Trains; host 1 of the first world dies at its second step."""
-    for step in range(1, steps + 1):
-        if world.number == 1 and step == 2 and topology.this_host() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if world.should_stop(step):
-            return
-
-
 def compiles_for_ever(world, *, steps):
     """Trains, but the first world does not end to compile."""
     if world.number == 1:

@@ -154,24 +154,6 @@ def test_a_port_is_reserved_on_the_other_machine(linked):
     assert linked.far.receive() == {"release": "127.0.0.2:77"}
 
 
-def test_a_peer_that_gives_no_sign_is_lost_though_its_connection_stays():
-    linked = Linked(lost_secs=0.5)
-    # It sends no beats.
-    linked._serving.join()
-    assert linked.machine.is_lost
-    linked.close()
-
-
-@pytest.mark.slow
-def test_beats_show_that_a_peer_is_alive():
-    linked = Linked(lost_secs=5)
-    linked.near.begin_beats()
-    for _ in range(3):
-        assert linked.far.receive() == {"beat": True}
-    assert not linked.far.is_silent
-    linked.close()
-
-
 def test_an_address_at_which_nothing_listens_refuses():
     listener = machine_link.Listener("127.0.0.1", 600)
     listener.close()
