@@ -73,7 +73,7 @@ hypothesis.settings.register_profile("night", _untimed, max_examples=300)
 hypothesis.settings.load_profile("ci")
 
 # The rooms of tests that start hosts.
-STARTS_HOSTS = ("elastic", "faults", "multiprocess", "processes")
+STARTS_HOSTS = ("elastic", "processes")
 
 ROOT = pathlib.Path(__file__).parent.parent
 GOLDEN = ROOT / "tests" / "golden"
@@ -86,7 +86,7 @@ def pytest_addoption(parser):
 
 
 # Rooms whose files take longest begin first, so that the cores end together.
-FIRST = ("processes", "multiprocess", "model", "data", "checkpoint", "elastic")
+FIRST = ("processes", "model", "data", "checkpoint", "elastic")
 
 
 def pytest_collection_modifyitems(items):

@@ -16,8 +16,8 @@ from elastic_ckpt.deploy import manifest, program
 from elastic_ckpt.training import load, run_directory
 from tests import runs
 from tests.deploy import jobsets
-from tests.multiprocess import backup_hosts as started_backups
-from tests.multiprocess import supervisors as started_supervisors
+from tests.processes import backup_hosts as started_backups
+from tests.processes import supervisors as started_supervisors
 
 
 class Pods(started_supervisors.Supervisors):

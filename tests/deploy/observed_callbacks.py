@@ -3,7 +3,7 @@
 import time
 
 from elastic_ckpt.core import topology
-from tests.multiprocess.callbacks import Stateless
+from tests.processes.callbacks import Stateless
 
 _STEP_SECS = 0.05
 

@@ -22,7 +22,7 @@ from elastic_ckpt.deploy import nodes, slurm
 from elastic_ckpt.training import load
 from tests import runs, shared_memory
 from tests.deploy import fake_slurm, jobsets, local_pods
-from tests.multiprocess import outer_launcher
+from tests.processes import outer_launcher
 
 LACKING = {
     "gpu": "hardware=gpu, but JAX finds only CPUs",
@@ -105,9 +105,8 @@ def test_hosts_with_gpus_join_and_come_to_their_first_devices(
         monkeypatch.setenv(key, value)
     # JAX finds the hosts by the variables of Slurm instead of the API of Kubernetes.
     with outer_launcher.tasks(config) as hosts:
-        for host in hosts:
-            output, complaint = host.communicate()
-            assert LACKING["gpu"] in complaint, output + complaint
+        for output in outer_launcher.outputs(hosts):
+            assert LACKING["gpu"] in output, output
 
 
 def configured(name, directory, bucket, data, **settings):

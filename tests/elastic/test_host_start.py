@@ -82,28 +82,22 @@ def work(*slices, spares=()):
     return decision.Train(slices=slices, spares=spares, rows=8, accumulated=1)
 
 
+AHEAD = CompileAhead(compiles=print, work=work(0))
+
+
 @pytest.mark.parametrize(
-    ("assignment", "is_for"),
+    ("is_for", "number", "wanted", "more"),
     [
-        (Assignment(number=2, work=work(0, 1)), True),
-        (Assignment(number=2, work=work(0, 1, spares=(2,))), True),
-        (
-            Assignment(number=2, work=work(0, 1), claimant=claims.new_claimant()),
-            True,
-        ),
-        (
-            Assignment(
-                number=2,
-                work=work(0, 1),
-                compile_ahead=CompileAhead(compiles=print, work=work(0)),
-            ),
-            True,
-        ),
-        (Assignment(number=3, work=work(0, 1)), False),
-        (Assignment(number=2, work=work(0, 2)), False),
+        (True, 2, work(0, 1), {}),
+        (True, 2, work(0, 1, spares=(2,)), {"claimant": claims.new_claimant()}),
+        (True, 2, work(0, 1), {"compile_ahead": AHEAD}),
+        (False, 3, work(0, 1), {}),
+        (False, 2, work(0, 2), {}),
     ],
 )
-def test_a_prepared_world_is_taken_if_its_hosts_are_those(tmp_path, assignment, is_for):
+def test_a_prepared_world_is_taken_if_its_hosts_are_those(
+    tmp_path, is_for, number, wanted, more
+):
     prepared = process_world.ProcessWorld(
         print,
         Assignment(number=2, work=work(0, 1)),
@@ -111,4 +105,5 @@ def test_a_prepared_world_is_taken_if_its_hosts_are_those(tmp_path, assignment, 
         limits=watch.unlimited(),
         machines=[host_start.ThisMachine()] * 2,
     )
+    assignment = Assignment(number=number, work=wanted, **more)
     assert prepared.is_for(assignment) == is_for

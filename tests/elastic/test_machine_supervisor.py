@@ -237,15 +237,6 @@ def test_a_leader_that_cannot_be_reached_is_named_with_its_claim(machines):
     assert "let the machines reach each other at all ports" in said
 
 
-def test_claims_that_cannot_be_read_are_named(machines):
-    (machines.directory / leader_claim.DIRECTORY).write_text("no directory")
-    with pytest.raises(errors.RunError) as refused:
-        machines.supervisor(1, None, wait_secs=0.0).run()
-    directory = machines.directory / leader_claim.DIRECTORY
-    assert f"the claims of the run's leaders, {directory} (" in str(refused.value)
-    assert "bring the storage back" in str(refused.value)
-
-
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_second_start_of_a_machine_that_is_there_is_refused(machines, number):
     leads = threading.Event()

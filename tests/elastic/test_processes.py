@@ -1,6 +1,5 @@
 """`ec.elastic.Processes` with plain values, from a script as users write it."""
 
-import dataclasses
 import functools
 import os
 import subprocess
@@ -67,13 +66,6 @@ def test_a_training_function_that_hosts_cannot_get_is_refused_in_one_line(tmp_pa
     assert "the training function cannot be sent to host processes" in last_line(ended)
     assert "<lambda>" in last_line(ended)
     assert "define it with `def` at the top of a module" in last_line(ended)
-
-
-def test_limits_are_there_by_default():
-    limits = ec.elastic.Limits()
-    assert (limits.most_secs, limits.heartbeat_secs) == (600.0, 30.0)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        limits.most_secs = 1.0
 
 
 class Worlds:

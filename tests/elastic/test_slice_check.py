@@ -61,25 +61,6 @@ def result(checks):
     raise AssertionError("the check has not ended")
 
 
-@pytest.mark.slow
-def test_a_sound_slice_passes_and_a_broken_one_is_checked_again(checks, monkeypatch):
-    monkeypatch.setattr(slice_check, "_RETRY_SECS", 0.0)
-    checks.begin(1)
-    assert checks.unsound == {1}
-    assert result(checks) == slice_check.Checked(slice=1, problem=None)
-    assert not checks.unsound
-    checks.broken.add(2)
-    checks.begin(2)
-    for _ in range(2):
-        assert "device 1 of its host 0 computed" in result(checks).problem
-        assert checks.unsound == {2}
-    # It is repaired.
-    checks.broken.clear()
-    while result(checks).problem is not None:
-        pass
-    assert not checks.unsound
-
-
 def test_a_slice_whose_devices_are_gone_does_not_pass_on_cpus(tmp_path):
     checks = slice_check.SliceChecks(
         schema.WorldSection(hardware="gpu"),

@@ -11,8 +11,8 @@ import elastic_ckpt as ec
 from elastic_ckpt.core import topology
 from elastic_ckpt.data import iterator
 from tests import iterator_contract
-from tests.multiprocess import test_shared_rows
-from tests.multiprocess.test_shared_rows import BATCHES_A_WORLD, SEQUENCE, TENSOR
+from tests.processes import test_shared_rows
+from tests.processes.test_shared_rows import BATCHES_A_WORLD, SEQUENCE, TENSOR
 
 SINGLE_CONTROLLER, ONE_PROCESS = True, False
 PLACES = {SINGLE_CONTROLLER: RemoteIterator, ONE_PROCESS: iterator.Batches}

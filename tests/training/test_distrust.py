@@ -11,7 +11,7 @@ from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.training import step_log
 from elastic_ckpt.training.callbacks import Action, Finding
 from tests import jobs, runs
-from tests.multiprocess.callbacks import Stateless
+from tests.processes.callbacks import Stateless
 from tests.recorded_events import RecordedEvents
 
 
