@@ -16,6 +16,8 @@ from elastic_ckpt.elastic import executables, kept_executables
 pytestmark = pytest.mark.usefixtures("without_jax_cache")
 
 ROWS = 8
+# What was unpickled although it was altered, or loaded before.
+UNPICKLED = []
 
 
 class Events:
@@ -28,9 +30,11 @@ class Events:
 
 @pytest.fixture
 def kept():
+    UNPICKLED.clear()
     with kept_executables.kept() as kept:
         yield kept
     assert not os.path.exists(kept.directory)
+    assert not UNPICKLED
 
 
 def arguments(num_devices=4, rows=ROWS):
@@ -169,7 +173,8 @@ def test_an_altered_executable_is_refused_and_compiled_anew(kept, at, monkeypatc
     assert run(kept)[1] == LOADED
 
 
-def refuse_to_unpickle(_):
+def refuse_to_unpickle(content):
+    UNPICKLED.append(content)
     raise AssertionError("an altered executable was unpickled")
 
 

@@ -229,17 +229,24 @@ def test_an_event_that_interrupts_has_its_verdict(event, fields, kind):
     assert verdict.judge(seen).kind == kind
 
 
-def test_what_goes_on_failing_has_one_verdict_in_a_world():
+def test_what_goes_on_failing_has_one_verdict_in_each_world():
     records = verdict_records.RECORDS["storage_full"][0]
+    (killed,) = verdict_records.RECORDS["host_killed"]
 
     def twice(world):
         return [*records(world), *records(world)]
 
+    def twice_and_killed(world):
+        return [*twice(world), *killed(world)]
+
     recorded = RecordedEvents()
-    cluster = verdict_records.ScriptedCluster(random.Random(0), [twice])
+    cluster = verdict_records.ScriptedCluster(
+        random.Random(0), [twice_and_killed, twice]
+    )
     runtime.run(print, cluster=cluster, emit=recorded)
-    assert len(recorded.named("degraded")) > 1
-    assert len(recorded.named("verdict")) == 1
+    assert len(recorded.named("degraded")) > 2
+    kinds = [each["kind"] for each in recorded.named("verdict")]
+    assert kinds == ["storage_full", "host_killed", "storage_full"]
 
 
 def test_every_fault_is_of_a_kind_of_the_table():
