@@ -74,7 +74,7 @@ hypothesis.settings.register_profile("night", _untimed, max_examples=300)
 hypothesis.settings.load_profile("ci")
 
 # The rooms of tests that start hosts.
-STARTS_HOSTS = ("elastic", "faults", "multiprocess", "processes")
+STARTS_HOSTS = ("elastic", "processes")
 
 ROOT = pathlib.Path(__file__).parent.parent
 GOLDEN = ROOT / "tests" / "golden"

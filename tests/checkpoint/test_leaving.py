@@ -1,6 +1,6 @@
 """An exception or Ctrl-C in the block of a checkpointer: saves in flight are finished.
 
-In one process here; `tests/multiprocess/test_leaving_hosts.py` has several.
+In one process here; `tests/processes/test_hosts.py` has several.
 """
 
 import threading

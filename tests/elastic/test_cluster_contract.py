@@ -112,20 +112,13 @@ def test_hosts_get_the_world_that_was_decided_on(case):
     assert case.named("world_joined") == [{"world": 7}]
 
 
-def test_a_lost_slice_is_reported_and_missing(case):
-    case.open(kill_slice=3)
+def test_a_lost_slice_is_reported_and_missing_and_new_when_it_returns(case):
+    case.open(kill_slice=2, return_slice=4)
     with pytest.raises(WorldLostError):
         case.run(steps=MANY)
     assert [each["slice"] for each in case.named("slice_lost")] == [1]
     left = case.cluster.slices(BOTH)
     assert (left.current, set(left.present_secs)) == ({0}, {0})
-    assert case.run(slices=(0,), number=2)
-
-
-def test_a_slice_that_returns_is_there_and_new(case):
-    case.open(kill_slice=2, return_slice=4)
-    with pytest.raises(WorldLostError):
-        case.run(steps=MANY)
 
     def has_changed():
         return 1 in case.cluster.slices(frozenset({0})).present_secs

@@ -23,40 +23,66 @@ def decide(slices, *, work=WORK, waited_secs=0.0, **policy):
     return decision.decide(slices, chosen, work, waited_secs=waited_secs)
 
 
-def test_all_slices_train_at_the_start():
-    slices = decision.Slices(present_secs=present(0, 1, 2, 3, secs=0))
-    assert decide(slices) == decision.Train(
-        slices=(0, 1, 2, 3), spares=(), rows=24, accumulated=1
-    )
-
-
-def test_the_rest_keeps_the_global_batch_in_parts_that_fit_into_memory():
-    slices = decision.Slices(current=frozenset(range(4)), present_secs=present(0, 2, 3))
+ALL = (0, 1, 2, 3)
+# The current slices, those that are there, what is special of them, the policy, and
+# the slices, spares, rows and parts that are decided on.
+DECISIONS = {
+    "all at the start": ((), present(*ALL, secs=0), {}, {}, (ALL, (), 24, 1)),
     # Four rows a device, of which three fit.
-    assert decide(slices) == decision.Train(
-        slices=(0, 2, 3), spares=(), rows=24, accumulated=2
+    "the rest, in parts that fit into memory": (
+        *(ALL, present(0, 2, 3), {}, {}),
+        ((0, 2, 3), (), 24, 2),
+    ),
+    "the rest, with the rows of each device": (
+        *(ALL, present(0, 2, 3), {}, {"batch": "keep_per_device"}),
+        ((0, 2, 3), (), 18, 1),
+    ),
+    "a spare for a lost slice": (
+        *((0, 1, 2), present(0, 2, 3, 4), {}, {"max_slices": 3}),
+        ((0, 2, 3), (4,), 24, 2),
+    ),
+    "without one that has to settle": (
+        *((0, 2, 3), present(0, 2, 3) | {1: 5.0}, {}, {"settle_secs": 6.0}),
+        ((0, 2, 3), (), 24, 2),
+    ),
+    "with one that has settled": (
+        *((0, 2, 3), present(0, 2, 3) | {1: 5.0}, {}, {"settle_secs": 5.0}),
+        (ALL, (), 24, 1),
+    ),
+    "without a quarantined one": (
+        *((), present(*ALL), {"quarantined": frozenset((1,))}, {}),
+        ((0, 2, 3), (), 24, 2),
+    ),
+    # 24 rows do not divide over the ten devices of five slices.
+    "those of the current world, if not all fit": (
+        *((1, 2, 3, 4), present(0, 1, 2, 3, 4), {}, {}),
+        ((1, 2, 3, 4), (0,), 24, 1),
+    ),
+    "without a slow one, if that is asked for and enough are left": (
+        *(ALL, present(*ALL), {"slow": frozenset((1,))}),
+        {"min_slices": 3, "leave_out_slow": True},
+        ((0, 2, 3), (), 24, 2),
+    ),
+    "with a slow one, if too few are left": (
+        *(ALL, present(*ALL), {"slow": frozenset((1,))}),
+        {"min_slices": 4, "leave_out_slow": True},
+        (ALL, (), 24, 1),
+    ),
+    "with a slow one, if nothing is asked for": (
+        *(ALL, present(*ALL), {"slow": frozenset((1,))}, {"min_slices": 2}),
+        (ALL, (), 24, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+def test_run_trains_on(name):
+    current, there, special, policy, decided = DECISIONS[name]
+    slices = decision.Slices(current=frozenset(current), present_secs=there, **special)
+    trains, spares, rows, parts = decided
+    assert decide(slices, **policy) == decision.Train(
+        slices=trains, spares=spares, rows=rows, accumulated=parts
     )
-
-
-def test_the_rest_keeps_the_rows_of_each_device_if_asked_to():
-    slices = decision.Slices(current=frozenset(range(4)), present_secs=present(0, 2, 3))
-    decided = decide(slices, batch="keep_per_device")
-    assert (decided.rows, decided.accumulated) == (18, 1)
-
-
-def test_a_spare_replaces_a_lost_slice():
-    slices = decision.Slices(
-        current=frozenset((0, 1, 2)), present_secs=present(0, 2, 3, 4)
-    )
-    decided = decide(slices, max_slices=3)
-    assert (decided.slices, decided.spares) == ((0, 2, 3), (4,))
-
-
-def test_a_slice_that_came_back_has_to_settle_and_then_the_run_grows():
-    current = frozenset((0, 2, 3))
-    back = decision.Slices(current=current, present_secs=present(0, 2, 3) | {1: 5.0})
-    assert decide(back, settle_secs=6.0).slices == (0, 2, 3)
-    assert decide(back, settle_secs=5.0).slices == (0, 1, 2, 3)
 
 
 def test_a_world_that_would_be_larger_waits_for_the_check_of_a_slice():
@@ -80,34 +106,6 @@ def test_a_world_that_would_be_larger_waits_for_the_check_of_a_slice():
     # With the slice, the batch divides no better.
     work = dataclasses.replace(WORK, objection=lambda n, _: "no" if n > 3 else None)
     assert decide(left, work=work).slices == (0, 2, 3)
-
-
-def test_a_quarantined_slice_is_not_used():
-    slices = decision.Slices(
-        present_secs=present(0, 1, 2, 3), quarantined=frozenset((1,))
-    )
-    assert decide(slices).slices == (0, 2, 3)
-
-
-@pytest.mark.parametrize(
-    ("least", "leave_out", "chosen"),
-    [
-        (2, True, (0, 2, 3)),
-        (3, True, (0, 2, 3)),
-        (4, True, (0, 1, 2, 3)),
-        (2, False, (0, 1, 2, 3)),
-    ],
-)
-def test_slow_slices_are_left_out_if_that_is_asked_for_and_enough_are_left(
-    least, leave_out, chosen
-):
-    slices = decision.Slices(
-        current=frozenset(range(4)),
-        present_secs=present(0, 1, 2, 3),
-        slow=frozenset((1,)),
-    )
-    decided = decide(slices, min_slices=least, leave_out_slow=leave_out)
-    assert (decided.slices, decided.spares) == (chosen, ())
 
 
 def test_the_reason_names_slices_that_are_quarantined():
@@ -139,15 +137,6 @@ def test_a_slice_that_fails_repeatedly_is_quarantined(at_secs, is_quarantined):
     quarantined = decision.quarantined([*others, *failures], policy)
     assert quarantined == (frozenset((1,)) if is_quarantined else frozenset())
     assert not decision.quarantined(failures, decision.Policy())
-
-
-def test_slices_of_the_current_world_stay_if_not_all_fit():
-    # 24 rows do not divide over the ten devices of five slices.
-    slices = decision.Slices(
-        current=frozenset((1, 2, 3, 4)), present_secs=present(0, 1, 2, 3, 4)
-    )
-    decided = decide(slices)
-    assert (decided.slices, decided.spares) == ((1, 2, 3, 4), (0,))
 
 
 def test_too_few_slices_are_waited_for_and_then_the_run_stops():

@@ -1,6 +1,3 @@
-import pytest
-
-from elastic_ckpt.core import errors
 from elastic_ckpt.elastic import faults
 from elastic_ckpt.elastic.faults import Fault, Kind
 
@@ -43,33 +40,3 @@ def test_faults_of_a_phase_are_due_when_a_host_of_their_target_is_in_it():
     assert not is_due(3, 3, "save")
     assert not is_due(4, 2, "save")
     assert not is_due(4, 3, "step")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "kill_slice",
-            r"'kill_slice' is not a list; write it as \[\{kill_slice",
-        ),
-        ('{"kill_slice": 1}', "is not a list"),
-        (
-            "[3]",
-            "the entry 3 is not a fault; give one of .*kill_slice.* either at_step",
-        ),
-        ('[{"kill_slice": 1}]', "the entry .* is not a fault"),
-        ('[{"burn_slice": 1, "at_step": 2}]', "burn_slice"),
-        ('[{"kill_slice": -1, "at_step": 2}]', "-1"),
-        ('[{"kill_slice": true, "at_step": 2}]', "True"),
-        ('[{"kill_slice": 1, "at_step": "2"}]', "at_step"),
-        ('[{"kill_slice": 1, "in_phase": "lunch"}]', "in_phase with one of"),
-        ('[{"kill_slice": 1, "in_world": 2}]', "the entry .* is not a fault"),
-        (
-            '[{"kill_slice": 1, "kill_host": 1, "at_step": 2}]',
-            "the entry .* is not a fault",
-        ),
-    ],
-)
-def test_another_entry_is_refused_by_name(text, message):
-    with pytest.raises(errors.ConfigError, match=message):
-        faults.parse(text)

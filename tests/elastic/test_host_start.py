@@ -7,7 +7,9 @@ import signal
 
 import pytest
 
-from elastic_ckpt.elastic import host_start
+from elastic_ckpt.elastic import decision, host_start, process_world, watch
+from elastic_ckpt.elastic.cluster import Assignment, CompileAhead
+from elastic_ckpt.tiers.persistent import claims
 
 
 def of_nothing(member, channel):
@@ -74,3 +76,34 @@ def test_a_killed_process_is_ending_before_it_has_ended(machine):
         assert process.is_ending
         process.wait()
         assert process.is_ending
+
+
+def work(*slices, spares=()):
+    return decision.Train(slices=slices, spares=spares, rows=8, accumulated=1)
+
+
+AHEAD = CompileAhead(compiles=print, work=work(0))
+
+
+@pytest.mark.parametrize(
+    ("is_for", "number", "wanted", "more"),
+    [
+        (True, 2, work(0, 1), {}),
+        (True, 2, work(0, 1, spares=(2,)), {"claimant": claims.new_claimant()}),
+        (True, 2, work(0, 1), {"compile_ahead": AHEAD}),
+        (False, 3, work(0, 1), {}),
+        (False, 2, work(0, 2), {}),
+    ],
+)
+def test_a_prepared_world_is_taken_if_its_hosts_are_those(
+    tmp_path, is_for, number, wanted, more
+):
+    prepared = process_world.ProcessWorld(
+        print,
+        Assignment(number=2, work=work(0, 1)),
+        log_directory=tmp_path,
+        limits=watch.unlimited(),
+        machines=[host_start.ThisMachine()] * 2,
+    )
+    assignment = Assignment(number=number, work=wanted, **more)
+    assert prepared.is_for(assignment) == is_for

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-import math
+import socket
 import threading
 import time
 import types
@@ -12,12 +12,28 @@ import pytest
 from elastic_ckpt.core import errors, events, process
 from elastic_ckpt.elastic import machine_supervisor, processes, termination
 from elastic_ckpt.elastic.machines import leader_claim, places, slice_machines
-from tests.elastic.machines import test_several_machines
 
 
 def far(number):
     """A process of another machine, which this one cannot tell to be alive."""
     return dataclasses.replace(process.this(), host=f"m{number}", boot_id=f"b{number}")
+
+
+class NoSignal:
+    """No signal reaches a supervisor in a thread."""
+
+    def __init__(self):
+        self._reader, self._writer = socket.socketpair()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._reader.close()
+        self._writer.close()
+
+    def fileno(self):
+        return self._reader.fileno()
 
 
 class Machines:
@@ -125,7 +141,7 @@ class Machines:
 @pytest.fixture
 def machines(tmp_path, monkeypatch):
     # Only the main thread receives signals.
-    monkeypatch.setattr(termination, "Notice", test_several_machines.NoSignal)
+    monkeypatch.setattr(termination, "Notice", NoSignal)
     with contextlib.closing(Machines(tmp_path)) as machines:
         yield machines
 
@@ -157,20 +173,6 @@ def test_the_other_machines_end_with_a_run_that_fails(machines, kind):
     assert machines.leaders() == [0]
 
 
-@pytest.mark.slow
-def test_a_run_that_has_ended_has_ended_for_all_and_its_claim_is_given_back(machines):
-    machines.start(1, await_other)
-    machines.await_event(1, "leader_found")
-    machines.start(0, await_other)
-    machines.join()
-    assert machines.ends == {0: False, 1: False}
-    # The next start leads at once, and waits for the others until they are lost.
-    machines.start(0, lambda *_: None, lost_secs=2.0)
-    machines.join()
-    assert machines.leaders() == [1, 0]
-    assert not [each for each in machines.events if each[1] == "leader_lost"]
-
-
 def test_a_leader_that_stood_still_follows_the_one_that_has_its_claim(machines):
     # On a slow machine the claim may change hands again: each does the same.
     stale = machines.start(0, await_other, lost_secs=4.0)
@@ -185,23 +187,6 @@ def test_a_leader_that_stood_still_follows_the_one_that_has_its_claim(machines):
     assert machines.leaders()[:2] == [0, 1]
     assert ("machine", 0) in machines.events[-1][2].items()
     assert not stale._claims.has_lead
-
-
-@pytest.mark.slow
-def test_a_lost_leader_gets_a_verdict(machines):
-    first = machines.supervisor(0, None)
-    machines.taken(first)
-    second = machines.supervisor(1, lambda *_: None, lost_secs=2.0)
-    second._claims.look()
-    second._claims.note_end(1, "nothing listens at 10.0.0.1:7 any more")
-    assert second.run() is False
-    (lost,) = [each for _, name, each in machines.events if name == "leader_lost"]
-    assert lost == {"machine": 0, "why": "nothing listens at 10.0.0.1:7 any more"}
-    (verdict,) = [each for _, name, each in machines.events if name == "verdict"]
-    assert (verdict["kind"], verdict["what"]) == ("leader_lost", "machine")
-    assert verdict["which"] == "0"
-    assert verdict["action"] == "leave out"
-    assert "nothing listens at 10.0.0.1:7 any more" in verdict["evidence"][0]
 
 
 def test_the_next_leader_comes_at_once_when_nothing_listens_any_more(machines):
@@ -252,15 +237,6 @@ def test_a_leader_that_cannot_be_reached_is_named_with_its_claim(machines):
     assert "let the machines reach each other at all ports" in said
 
 
-def test_claims_that_cannot_be_read_are_named(machines):
-    (machines.directory / leader_claim.DIRECTORY).write_text("no directory")
-    with pytest.raises(errors.RunError) as refused:
-        machines.supervisor(1, None, wait_secs=0.0).run()
-    directory = machines.directory / leader_claim.DIRECTORY
-    assert f"the claims of the run's leaders, {directory} (" in str(refused.value)
-    assert "bring the storage back" in str(refused.value)
-
-
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_second_start_of_a_machine_that_is_there_is_refused(machines, number):
     leads = threading.Event()
@@ -297,39 +273,3 @@ def test_a_machine_with_another_configuration_is_refused_and_the_run_goes_on(mac
     machines.start(1, await_other)
     machines.join()
     assert machines.ends == {0: False, 1: False}
-
-
-@pytest.mark.slow
-def test_a_leader_without_enough_slices_gives_way_once_to_those_it_does_not_reach(
-    machines,
-):
-    leads_until = []
-
-    def lead(cluster, emit):
-        if not leads_until:
-            await_other(cluster)
-        emit("waiting_for_slices", why="1 slice is missing", within_secs=600)
-        leads_until.append(cluster._machines.leads_until_secs)
-        while leads_until[1:] == []:
-            cluster._machines.poll()
-            time.sleep(0.01)
-        await_other(cluster)
-
-    machines.start(0, lead, lost_secs=2.0)
-    machines.await_event(0, "leader_found")
-    machines.start(1, lead, lost_secs=2.0)
-    machines.join()
-    assert set(machines.ends.values()) == {False}
-    # The claim was free for a while, and then each of them may take it.
-    assert len(machines.leaders()) >= 2
-    assert leads_until[0] < math.inf
-    assert leads_until[1] == math.inf
-
-
-@pytest.mark.slow
-def test_the_other_machines_are_waited_for_until_they_count_as_lost(machines):
-    first = machines.supervisor(0, None, lost_secs=2.0)
-    others = machines.taken(first)
-    others.await_machines([0, 1])
-    assert others.slices() == {0}
-    others.close()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.core import errors, events
-from elastic_ckpt.elastic import decision, faults, pathways, simulated_slices
+from elastic_ckpt.elastic import decision, pathways, simulated_slices
 from elastic_ckpt.elastic.cluster import Assignment
 from elastic_ckpt.elastic.host_failure import WorldLostError
 
@@ -81,17 +81,6 @@ def test_the_arrays_of_a_lost_world_are_released(cluster):
     assert kept.value.__context__ is None
 
 
-def test_any_error_with_a_lost_slice_is_the_loss_of_a_world(cluster):
-    def train(world):
-        del world
-        cluster.simulated.lose(3)
-        raise errors.DataError("a worker does not answer")
-
-    with pytest.raises(WorldLostError, match="does not answer"):
-        cluster.train(train, 0, 1, 2, 3)
-    assert set(cluster.slices(frozenset()).present_secs) == {0, 1, 2}
-
-
 def test_an_error_of_a_slice_that_is_there_again_is_the_loss_of_a_world(cluster):
     def train(world):
         del world
@@ -130,17 +119,6 @@ def test_slices_beside_a_world_are_lost_and_come_back(cluster):
         ("slice_lost", lost),
         ("slice_returned", {"slice": 3}),
     ]
-
-
-def test_faults_that_one_process_cannot_have_are_refused():
-    hang = faults.Fault(kind=faults.Kind.HANG_HOST, target=0, at_step=1)
-    slices = simulated_slices.SimulatedSlices(2)
-    with pytest.raises(errors.ConfigError, match="the only host is the process that"):
-        pathways.Pathways(slices, injected=[hang])
-    with pytest.raises(
-        errors.ConfigError, match=r"slices=3: .* cannot be divided evenly"
-    ):
-        simulated_slices.SimulatedSlices(3)
 
 
 def test_a_world_that_is_to_end_is_left_before_its_first_step(cluster):

@@ -118,30 +118,81 @@ def run(cluster, events=None, present_policy=None, **policy):
     )
 
 
-def test_a_run_that_ends_has_one_world():
-    cluster = ScriptedCluster(range(4), [ends])
-    run(cluster)
-    assert cluster.ran == [(1, (0, 1, 2, 3))]
+def named(events, name):
+    return [fields for each, fields in events if each == name]
 
 
-def test_a_lost_slice_is_left_out_and_taken_in_again_when_it_has_settled():
-    cluster = ScriptedCluster(range(4), [loses(1), grows(1), ends])
+BACK = {"returned_secs": SETTLED}
+ALL, LEFT = (0, 1, 2, 3), (0, 2, 3)
+# The slices there are, what happens in each world, the policy, and the slices of each.
+RUNS = {
+    "ends": (4, [ends], {}, [ALL]),
+    "loses a slice, which returns and settles": (
+        *(4, [loses(1), grows(1), ends], {"min_slices": 2}),
+        [ALL, LEFT, ALL],
+    ),
+    "loses one that is back at once, and has to settle": (
+        *(4, [loses(1, returned_secs=0.0), ends], {"min_slices": 2}),
+        [ALL, LEFT],
+    ),
+    "takes one that is back at once where there are too few": (
+        *(2, [loses(1, returned_secs=0.0), ends], {"min_slices": 2}),
+        [(0, 1), (0, 1)],
+    ),
+    "has new retries after new steps": (
+        *(
+            4,
+            [loses(0, step=1), loses(1, step=1), loses(2, step=2), ends],
+        ),
+        {"max_retries": 2},
+        [ALL, (1, 2, 3), (2, 3), (3,)],
+    ),
+    "quarantines one that is lost repeatedly": (
+        *(3, [loses(1, step=1, **BACK), loses(1, step=2, **BACK), ends]),
+        {"min_slices": 2, "quarantine_failures": 2},
+        [(0, 1, 2), (0, 1, 2), (0, 2)],
+    ),
+    "replaces one by a spare": (
+        *(4, [loses(1, returned_secs=0.0), ends], {"max_slices": 3}),
+        [(0, 1, 2), (0, 2, 3)],
+    ),
+    "takes one again that passes its check after a crash": (
+        *(4, [crashes(1, is_sound=True), ends], {"check_secs": 600}),
+        [ALL, ALL],
+    ),
+    "leaves out one that does not pass": (
+        *(4, [crashes(1, is_sound=False), ends], {"check_secs": 600}),
+        [ALL, LEFT],
+    ),
+    "leaves out one that does not pass in time": (
+        *(4, [crashes(1), ends], {"check_secs": 0.01}),
+        [ALL, LEFT],
+    ),
+    "replaces one that crashed at once": (
+        *(4, [crashes(1, is_sound=True), ends], {"max_slices": 3, "check_secs": 600}),
+        [(0, 1, 2), (0, 2, 3)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_worlds_have_the_slices_that_are_decided_on(name):
+    present, worlds, policy, ran = RUNS[name]
+    cluster = ScriptedCluster(range(present), worlds)
     events = []
-    run(cluster, events, min_slices=2)
-    assert cluster.ran == [(1, (0, 1, 2, 3)), (2, (0, 2, 3)), (3, (0, 1, 2, 3))]
-    assert [fields["world"] for name, fields in events] == [1, 2, 3]
-
-
-def test_a_slice_that_is_back_at_once_has_to_settle_as_well():
-    cluster = ScriptedCluster(range(4), [loses(1, returned_secs=0.0), ends])
-    run(cluster, min_slices=2)
-    assert cluster.ran[1] == (2, (0, 2, 3))
-
-
-def test_below_the_least_number_a_slice_that_is_back_is_taken_at_once():
-    cluster = ScriptedCluster(range(2), [loses(1, returned_secs=0.0), ends])
-    run(cluster, min_slices=2)
-    assert cluster.ran[1] == (2, (0, 1))
+    run(cluster, events, **policy)
+    assert cluster.ran == [*enumerate(ran, start=1)]
+    started = named(events, "world_started")
+    assert [each["world"] for each in started] == [number for number, _ in cluster.ran]
+    spares = [each["spares"] for each in started]
+    assert spares == ([[3], []] if "max_slices" in policy else [[]] * len(ran))
+    quarantined = {"slice": 1, "why": "it has failed 2 times in this run"}
+    assert named(events, "slice_quarantined") == (
+        [quarantined] if "quarantine_failures" in policy else []
+    )
+    assert not named(events, "waiting_for_slices")
+    # A spare is there at once.
+    assert "max_slices" not in policy or not cluster.waited
 
 
 def test_a_run_waits_for_slices_and_ends_if_none_comes():
@@ -164,13 +215,6 @@ def test_worlds_that_are_lost_without_a_new_step_end_the_run_with_the_first_caus
     assert len(cluster.ran) == 3
 
 
-def test_new_steps_give_new_retries():
-    worlds = [loses(0, step=1), loses(1, step=1), loses(2, step=2), ends]
-    cluster = ScriptedCluster(range(4), worlds)
-    run(cluster, max_retries=2)
-    assert len(cluster.ran) == 4
-
-
 def test_without_retries_the_loss_itself_is_raised():
     cluster = ScriptedCluster(range(4), [loses(3)])
     with pytest.raises(WorldLostError, match="the loss of"):
@@ -188,34 +232,11 @@ def test_an_error_of_the_training_is_not_retried():
     assert len(cluster.ran) == 1
 
 
-def named(events, name):
-    return [fields for each, fields in events if each == name]
-
-
-def test_a_slice_that_is_lost_repeatedly_is_quarantined_and_named():
-    back = {"returned_secs": SETTLED}
-    worlds = [loses(1, step=1, **back), loses(1, step=2, **back), ends]
-    cluster = ScriptedCluster(range(3), worlds)
-    events = []
-    run(cluster, events, min_slices=2, quarantine_failures=2)
-    assert [slices for _, slices in cluster.ran] == [(0, 1, 2), (0, 1, 2), (0, 2)]
-    (quarantined,) = named(events, "slice_quarantined")
-    assert quarantined == {"slice": 1, "why": "it has failed 2 times in this run"}
-
-
 def test_a_run_that_lacks_slices_because_of_a_quarantine_names_them_in_its_error():
     cluster = ScriptedCluster(range(2), [loses(1, returned_secs=SETTLED)])
     message = r"slices \[1\] quarantined after repeated failures, for 0 s; bring"
     with pytest.raises(errors.RunError, match=message):
         run(cluster, min_slices=2, quarantine_failures=1, wait_secs=0)
-
-
-def test_a_spare_replaces_a_lost_slice():
-    cluster = ScriptedCluster(range(4), [loses(1, returned_secs=0.0), ends])
-    events = []
-    run(cluster, events, max_slices=3)
-    assert cluster.ran == [(1, (0, 1, 2)), (2, (0, 2, 3))]
-    assert [each["spares"] for each in named(events, "world_started")] == [[3], []]
 
 
 def requests(scaled):
@@ -258,25 +279,3 @@ def test_without_retries_a_run_ends_when_a_slice_is_preempted():
     cluster = ScriptedCluster(range(2), [preempts(1)])
     run(cluster, min_slices=2, max_retries=0)
     assert cluster.decided is None
-
-
-def test_a_slice_that_passes_its_check_after_a_crash_costs_one_change():
-    cluster = ScriptedCluster(range(4), [crashes(1, is_sound=True), ends])
-    events = []
-    run(cluster, events, check_secs=600)
-    assert cluster.ran == [(1, (0, 1, 2, 3)), (2, (0, 1, 2, 3))]
-    assert not named(events, "waiting_for_slices")
-
-
-@pytest.mark.parametrize(("is_sound", "check_secs"), [(False, 600), (None, 0.01)])
-def test_a_slice_that_does_not_pass_in_time_is_left_out(is_sound, check_secs):
-    cluster = ScriptedCluster(range(4), [crashes(1, is_sound=is_sound), ends])
-    run(cluster, check_secs=check_secs)
-    assert cluster.ran[1] == (2, (0, 2, 3))
-
-
-def test_a_spare_replaces_a_slice_that_crashed_at_once():
-    cluster = ScriptedCluster(range(4), [crashes(1, is_sound=True), ends])
-    run(cluster, max_slices=3, check_secs=600)
-    assert cluster.ran[1] == (2, (0, 2, 3))
-    assert not cluster.waited

@@ -61,25 +61,6 @@ def result(checks):
     raise AssertionError("the check has not ended")
 
 
-@pytest.mark.slow
-def test_a_sound_slice_passes_and_a_broken_one_is_checked_again(checks, monkeypatch):
-    monkeypatch.setattr(slice_check, "_RETRY_SECS", 0.0)
-    checks.begin(1)
-    assert checks.unsound == {1}
-    assert result(checks) == slice_check.Checked(slice=1, problem=None)
-    assert not checks.unsound
-    checks.broken.add(2)
-    checks.begin(2)
-    for _ in range(2):
-        assert "device 1 of its host 0 computed" in result(checks).problem
-        assert checks.unsound == {2}
-    # It is repaired.
-    checks.broken.clear()
-    while result(checks).problem is not None:
-        pass
-    assert not checks.unsound
-
-
 def test_a_slice_whose_devices_are_gone_does_not_pass_on_cpus(tmp_path):
     checks = slice_check.SliceChecks(
         schema.WorldSection(hardware="gpu"),
@@ -110,18 +91,6 @@ def test_a_slice_that_does_not_compute_is_refused_in_time(checks, monkeypatch):
 
 def fail(*_):
     raise SystemExit(1)
-
-
-def test_the_processes_of_a_check_have_the_devices_of_the_slice(tmp_path):
-    checks = slice_check.SliceChecks(
-        schema.WorldSection(),
-        machine=host_start.ThisMachine(),
-        hosts_per_slice=2,
-        first_slice=4,
-        log_directory=str(tmp_path),
-        limits=watch.unlimited(),
-    )
-    assert checks._slots(5) == range(2, 4)
 
 
 def test_a_slice_whose_processes_die_is_refused(checks, monkeypatch):

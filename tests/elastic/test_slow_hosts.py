@@ -31,25 +31,10 @@ def world():
     return World()
 
 
-def test_a_host_without_a_processor_is_slow_in_the_phase_that_it_is_in(world):
-    assert world.passes(30, QUICK, STARVED, QUICK) == [(1, "step")]
-
-
-def test_a_host_that_waits_for_data_is_slow_in_that(world):
-    assert world.passes(30, WAITING, QUICK) == [(0, "data")]
-
-
 def test_a_slow_host_is_named_once(world):
     assert len(world.passes(300, QUICK, STARVED, QUICK)) == 1
     world.passes(10, QUICK, QUICK, QUICK)
     assert len(world.passes(30, QUICK, STARVED, QUICK)) == 1
-
-
-def test_hosts_that_are_equally_slow_are_not_slow(world):
-    assert not world.passes(300, STARVED, STARVED, STARVED, QUICK)
-    # As on a machine that has too few processors for them.
-    late = [{"late": part} for part in (0.2, 0.3, 0.5, 0.25)]
-    assert not world.passes(300, *late)
 
 
 @pytest.mark.parametrize("pause_secs", [1, 10, 20])
@@ -59,23 +44,29 @@ def test_a_pause_of_a_host_is_not_slow(world, pause_secs):
         assert not world.passes(30, QUICK, QUICK, QUICK)
 
 
+@pytest.mark.parametrize(
+    ("secs", "loads", "named"),
+    [
+        (30, [QUICK, STARVED, QUICK], [(1, "step")]),
+        (30, [WAITING, QUICK], [(0, "data")]),
+        # Those that are equally slow, as on a machine that has too few processors.
+        (300, [STARVED, STARVED, STARVED, QUICK], []),
+        (300, [{"late": part} for part in (0.2, 0.3, 0.5, 0.25)], []),
+        # A small part of its time.
+        (300, [{"late": 0.25}, {"late": 0.001}, {"late": 0.001}], []),
+        # Nothing to compare it with.
+        (300, [STARVED], []),
+        (100, [{}], []),
+        (100, [], []),
+    ],
+)
+def test_a_host_is_slow_in_a_phase_if_it_is_so_alone(world, secs, loads, named):
+    assert world.passes(secs, *loads) == named
+
+
 def test_a_long_wait_that_ends_in_one_window_is_not_slow(world):
     assert not world.passes(1, {"data": 60.0}, QUICK, QUICK)
     assert not world.passes(60, QUICK, QUICK, QUICK)
-
-
-def test_a_host_is_not_slow_for_a_small_part_of_its_time(world):
-    assert not world.passes(300, {"late": 0.25}, {"late": 0.001}, {"late": 0.001})
-
-
-def test_a_host_alone_is_not_slow(world):
-    assert not world.passes(300, STARVED)
-
-
-def test_hosts_that_send_nothing_or_just_began_are_not_compared(world):
-    assert not world.passes(100, {})
-    assert not world.passes(100)
-    assert not slow_hosts.slow_in({})
 
 
 def test_the_reason_has_both_numbers():

@@ -1,4 +1,3 @@
-import ctypes
 import functools
 import os
 import queue
@@ -43,16 +42,6 @@ def test_a_notice_is_of_sigterm_alone():
         end()
         assert notice.received()
     signal.signal(signal.SIGUSR1, before)
-
-
-def test_a_wait_ends_with_the_notice():
-    answers = []
-    with termination.Notice() as notice:
-        waiting = threading.Thread(target=lambda: answers.append(notice.received()))
-        waiting.start()
-        notice.stop()
-        waiting.join()
-    assert answers == [False]
 
 
 def test_no_signal_is_lost_while_a_notice_opens_and_closes(monkeypatch):
@@ -103,14 +92,6 @@ def test_a_block_that_takes_longer_than_the_grace_expires():
         assert calls.expired.wait(600)
 
 
-def test_without_a_signal_nothing_is_called():
-    calls = Calls()
-    with calls.agreed(0):
-        pass
-    assert not calls.requested.is_set()
-    assert not calls.expired.is_set()
-
-
 RELEASED = """
 import os, signal
 from elastic_ckpt.elastic import termination
@@ -129,36 +110,6 @@ def test_what_is_started_in_the_block_holds_the_signal_until_it_is_released():
     with child:
         assert child.stdout.read() == "True\n"
     assert child.returncode == -signal.SIGTERM
-
-
-COUNTED = """
-import os, signal, threading, time
-from elastic_ckpt.elastic import termination
-
-def deep(frames):
-    if frames:
-        return deep(frames - 1)
-    for number in range(3):
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert counted.acquire(timeout=600)
-
-counted = threading.Semaphore(0)
-calls = []
-signal.signal(signal.SIGUSR1, lambda *_: None)
-termination.call_beside(
-    signal.SIGUSR1, lambda: (calls.append(1), counted.release())
-)
-deep(90)
-time.sleep(0.2)
-print(len(calls))
-"""
-
-
-def test_each_signal_is_one_call_however_deep_the_stack_is():
-    ended = subprocess.run(
-        [sys.executable, "-c", COUNTED], capture_output=True, text=True, check=True
-    )
-    assert ended.stdout == "3\n"
 
 
 def test_each_signal_in_the_block_is_one_call():
@@ -193,16 +144,3 @@ def test_blocks_for_the_same_and_for_other_signals_are_nested():
             assert send(signal.SIGUSR2) == "other"
         assert send(signal.SIGUSR1) == "outer"
     assert called.empty()
-
-
-def test_a_signal_may_arrive_in_a_thread_that_is_none_of_pythons():
-    # XLA has many, and one gets the signal if the main thread blocks it, or at times
-    # when it has another one to handle.
-    called = threading.Event()
-    libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
-    with termination.calling(signal.SIGUSR1, called.set):
-        assert not libc.pthread_create(ctypes.byref(thread), None, libc.pause, None)
-        signal.pthread_kill(thread.value, signal.SIGUSR1)
-        assert called.wait(600)
-    assert not libc.pthread_cancel(thread)
-    assert not libc.pthread_join(thread, None)

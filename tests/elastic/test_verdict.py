@@ -1,7 +1,6 @@
-"""Verdicts: what a run says of each fault, and the page that lists them."""
+"""Verdicts: what a run says of each fault."""
 
 import dataclasses
-import pathlib
 import random
 import signal
 
@@ -12,39 +11,33 @@ from elastic_ckpt.core import errors, events
 from elastic_ckpt.elastic import decision, host_failure, runtime, supervisor, verdict
 from tests.recorded_events import RecordedEvents
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs/pages/guides/verdicts.md"
-WRITE = "uv run --group dev pytest -n 0 --update-golden tests/elastic/test_verdict.py"
+# Those that run before a change lands; the other ones run before a release.
+SOON = ("host_crashed", "host_hangs", "program_failed", "step_unreadable")
 
 
 @pytest.mark.parametrize("meant", verdict_records.RECORDS)
-@pytest.mark.parametrize("seed", range(3))
-def test_a_fault_has_its_verdict_whatever_host_and_step_it_hits(meant, seed):
-    judged = verdicts.in_records(meant, random.Random(seed))
+def test_a_fault_has_its_verdict_whatever_host_and_step_it_hits(meant):
+    judged = verdicts.in_records(meant, random.Random(meant))
     assert judged.is_right, judged
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", verdicts.IN_PROCESSES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(
+            kind, marks=pytest.mark.slow if kind in SOON else pytest.mark.night
+        )
+        for kind in verdicts.IN_PROCESSES
+    ],
+)
 def test_a_fault_in_real_processes_has_its_verdict(kind):
     judged = verdicts.in_processes(kind, random.Random(kind))
     assert judged.is_right, judged
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_a_healthy_run_has_no_verdict_though_its_slices_change():
     assert verdicts.healthy(random.Random(0)) == []
-
-
-@pytest.mark.slow
-def test_a_program_that_fails_ends_the_run_with_its_traceback_first():
-    judged = verdicts.in_processes("program_failed", random.Random(0))
-    first, *_ = judged.failed.split("\n\n")
-    assert first.startswith("Traceback (most recent call last):\n")
-    assert "elastic_ckpt/elastic/" not in first
-    assert first.endswith("ValueError: the shapes of layer 1 do not fit")
-    (said,) = judged.verdicts
-    assert (said["what"], said["action"]) == ("program", "stop")
-    assert "verdict_worlds.py:" in said["which"]
 
 
 def raised(host, error):
@@ -54,7 +47,7 @@ def raised(host, error):
         return host_failure.of_exception(host, caught)
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2, 5])
+@pytest.mark.parametrize("num_hosts", [1, 3])
 @pytest.mark.parametrize(
     "error",
     [
@@ -236,17 +229,24 @@ def test_an_event_that_interrupts_has_its_verdict(event, fields, kind):
     assert verdict.judge(seen).kind == kind
 
 
-def test_what_goes_on_failing_has_one_verdict_in_a_world():
+def test_what_goes_on_failing_has_one_verdict_in_each_world():
     records = verdict_records.RECORDS["storage_full"][0]
+    (killed,) = verdict_records.RECORDS["host_killed"]
 
     def twice(world):
         return [*records(world), *records(world)]
 
+    def twice_and_killed(world):
+        return [*twice(world), *killed(world)]
+
     recorded = RecordedEvents()
-    cluster = verdict_records.ScriptedCluster(random.Random(0), [twice])
+    cluster = verdict_records.ScriptedCluster(
+        random.Random(0), [twice_and_killed, twice]
+    )
     runtime.run(print, cluster=cluster, emit=recorded)
-    assert len(recorded.named("degraded")) > 1
-    assert len(recorded.named("verdict")) == 1
+    assert len(recorded.named("degraded")) > 2
+    kinds = [each["kind"] for each in recorded.named("verdict")]
+    assert kinds == ["storage_full", "host_killed", "storage_full"]
 
 
 def test_every_fault_is_of_a_kind_of_the_table():
@@ -256,62 +256,3 @@ def test_every_fault_is_of_a_kind_of_the_table():
     assert recorded | verdicts.IN_PROCESSES.keys() == {*names}
     assert len(verdicts.IN_PROCESSES) >= 15
     assert events.NAMES.keys() >= verdict.EVENTS
-
-
-def evidence_of(sign):
-    """What a sign asks for, as the page says it."""
-    parts = []
-    if sign.event:
-        fields = [f"{name} `{shown(text)}`" for name, text in sign.fields.items()]
-        parts.append(f"event `{sign.event}`{': ' if fields else ''}{', '.join(fields)}")
-    if sign.gone:
-        parts.append(f"the {sign.gone} does not answer")
-    if sign.signals:
-        parts.append(f"ended by {', '.join(each.name for each in sign.signals)}")
-    if sign.aborted:
-        parts.append("ended by JAX, without its coordination service")
-    if sign.exited:
-        parts.append("ended by itself")
-    if sign.hangs:
-        parts.append("no progress")
-    if sign.phases:
-        parts.append(f"in phase {', '.join(f'`{each}`' for each in sign.phases)}")
-    if sign.error:
-        parts.append(f"raised {', '.join(f'`{each}`' for each in sign.error)}")
-    if sign.of_devices:
-        parts.append("raised by JAX for devices")
-    if sign.says:
-        parts.append(f"says `{shown(sign.says)}`")
-    if sign.after:
-        parts.append(f"after `degraded` with `{shown(sign.after)}`")
-    if sign.again:
-        parts.append("the same again, at the same step")
-    if sign.hosts:
-        parts.append({"one": "not on all hosts", "all": "on all hosts"}[sign.hosts])
-    assert parts, sign
-    return ", ".join(parts)
-
-
-def shown(pattern):
-    return pattern.replace("|", "\\|")
-
-
-def table():
-    lines = [
-        "| Kind | What failed | It | Evidence | Action | Remedy |",
-        "|---|---|---|---|---|---|",
-    ]
-    for kind in verdict.KINDS:
-        evidence = "; or ".join(map(evidence_of, kind.signs))
-        cells = (f"`{kind.name}`", kind.what, kind.meaning, evidence, kind.action)
-        lines.append(f"| {' | '.join(cells)} | {kind.remedy} |")
-    return "\n".join(lines) + "\n"
-
-
-def test_the_page_lists_all_kinds(request):
-    heading = "## Kinds\n\n"
-    prose, _, listed = PAGE.read_text().partition(heading)
-    if request.config.getoption("--update-golden"):
-        PAGE.write_text(f"{prose}{heading}{table()}")
-    else:
-        assert listed == table(), f"write it anew: {WRITE}"

@@ -4,245 +4,207 @@ import pytest
 
 from elastic_ckpt.elastic import watch
 
-
-@pytest.fixture
-def limits():
-    return watch.Limits(most_secs=600.0, heartbeat_secs=20.0)
+LIMITS = watch.Limits(most_secs=600.0, heartbeat_secs=20.0)
+ALL = (0, 1, 2)
 
 
 class World:
     """Three hosts whose clocks, heartbeats and phases the test moves."""
 
-    def __init__(self, limits):
+    def __init__(self, limits=LIMITS):
         self.secs = 1000.0
         self.watch = watch.Watch(limits, 3, now_secs=self.secs)
-
-    def passes(self, secs, hosts=(0, 1, 2)):
-        self.secs += secs
-        for host in hosts:
-            self.watch.heartbeat(host, now_secs=self.secs)
-
-    def begins(self, phase, hosts=(0, 1, 2)):
-        for host in hosts:
-            self.watch.begin(host, phase, now_secs=self.secs)
 
     @property
     def hang(self):
         return self.watch.hang(now_secs=self.secs)
 
 
-@pytest.fixture
-def world(limits):
-    return World(limits)
+def passes(secs, hosts=ALL):
+    """Time passes; these hosts send a heartbeat at its end."""
+
+    def act(world):
+        world.secs += secs
+        for host in hosts:
+            world.watch.heartbeat(host, now_secs=world.secs)
+
+    return act
 
 
-def test_a_host_without_heartbeats_hangs_in_any_phase(world):
-    world.passes(1)
-    for _ in range(20):
-        world.passes(1, hosts=(0, 2))
+def begins(phase, hosts=ALL):
+    def act(world):
+        for host in hosts:
+            world.watch.begin(host, phase, now_secs=world.secs)
+
+    return act
+
+
+def starts_again(world):
+    world.watch.start_again(now_secs=world.secs)
+
+
+def looks(world):
+    world.watch.look(now_secs=world.secs)
+
+
+def knows(phase, secs):
+    """All hosts have been in a phase three times."""
+    return [begins(phase), passes(secs)] * 3 + [begins(phase)]
+
+
+reaches, joins = begins(watch.REACH), begins(watch.JOIN, (0, 1))
+# What happens, and who hangs after the last act, but not before it.
+HANGS = {
+    "no heartbeat in any phase": (
+        [passes(1), *[passes(1, (0, 2))] * 21],
+        ({1}, "no heartbeat for 21 s, in ['start']"),
+    ),
+    "no heartbeat yet, so it has the time of its phase": (
+        [passes(1, (0, 2))] * 601,
+        (None, "phase 'start'"),
+    ),
+    "a phase that is not known": (
+        [begins("compile"), passes(600), passes(1)],
+        (set(), "hangs in phase 'compile' for 601 s"),
+    ),
+    "a short phase, for at least a minute": (
+        [*knows("step", 0.1), passes(59.5), passes(1)],
+        (set(), "phase 'step'"),
+    ),
+    "a known phase, for ten times its longest": (
+        [*knows("step", 12), passes(119.5), passes(1)],
+        (set(), "phase 'step'"),
+    ),
+    "a long phase, for at most the whole bound": (
+        [*knows("step", 100), passes(599.5), passes(1)],
+        (set(), "phase 'step'"),
+    ),
+    "the host that is behind": (
+        [begins("step"), passes(1), begins("step", (0, 2)), passes(599), passes(2)],
+        ({1}, "phase 'step'"),
+    ),
+    "a host that does not reach host 0": (
+        [reaches, joins, passes(30), passes(1)],
+        ({2}, "hangs in phase 'reach' for 31 s"),
+    ),
+    "host 0, if nobody reaches it": (
+        [reaches, begins(watch.JOIN, (0,)), passes(30), passes(1)],
+        ({0}, ""),
+    ),
+    "nobody, if all have joined": (
+        [reaches, begins(watch.JOIN), passes(600), passes(1)],
+        (set(), ""),
+    ),
+    "time counts when host 0 has begun to listen": (
+        [
+            *(begins(watch.REACH, (1, 2)), passes(100), begins(watch.REACH, (0,))),
+            *(joins, passes(30), passes(1)),
+        ],
+        ({2}, ""),
+    ),
+    "hosts that were prepared have all the time": (
+        [reaches, joins, passes(30), starts_again, passes(30), passes(1)],
+        ({2}, ""),
+    ),
+    "one that has not started, for which the others wait": (
+        [begins(watch.REACH, (0, 1)), joins, passes(600), passes(1)],
+        ({2}, ""),
+    ),
+    "host 0 has not started": (
+        [begins(watch.REACH, (1, 2)), passes(600), passes(1)],
+        ({0}, ""),
+    ),
+    "one that compiles while another had the program": (
+        [
+            *(begins("compile"), passes(1), begins(watch.TRAIN, (0,))),
+            *(passes(598), passes(3)),
+        ],
+        ({1, 2}, "hangs in phase 'compile' for 602 s"),
+    ),
+    "those in a step have the time of the one that compiles": (
+        [
+            *(*knows("step", 1), begins("compile", (1,)), begins("step", (0, 2))),
+            *(passes(599), passes(2)),
+        ],
+        (None, ""),
+    ),
+    "a program is not judged by another one": (
+        [
+            *(begins("compile"), passes(1), begins("step"), passes(1)),
+            *(begins("compile"), passes(599), passes(2)),
+        ],
+        (set(), "phase 'compile'"),
+    ),
+    "storage is not judged by memory": (
+        [
+            *(begins("restore"), passes(1), begins("step"), passes(1)),
+            *(begins("restore"), passes(599), passes(2)),
+        ],
+        (set(), "phase 'restore'"),
+    ),
+    "a training that names no phases": (
+        [*knows(watch.TRAIN, 1), passes(600), passes(1)],
+        (set(), "phase 'train'"),
+    ),
+    "the watching process stood still, which does not count": (
+        [
+            *(begins("step"), passes(1), looks, passes(900, ())),
+            # The message of one host is received first.
+            *(passes(0, (0,)), looks),
+            *[passes(1, (0, 2)), looks] * 19,
+            passes(1, (0, 2)),
+        ],
+        ({1}, ""),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_hang_is_found_when_its_time_is_over_and_not_before(name):
+    (*acts, last), (hosts, why) = HANGS[name]
+    world = World()
+    for act in acts:
+        act(world)
     assert world.hang is None
-    world.passes(1, hosts=(0, 2))
-    assert world.hang.hosts == {1}
-    assert world.hang.why == "no heartbeat for 21 s, in ['start']"
+    last(world)
+    assert hosts is None or world.hang.hosts == hosts
+    assert why in world.hang.why
 
 
-def test_a_host_that_has_not_begun_to_send_heartbeats_has_the_time_of_its_phase(world):
-    for _ in range(600):
-        world.passes(1, hosts=(0, 2))
-    assert world.hang is None
-    world.passes(1, hosts=(0, 2))
-    assert "phase 'start'" in world.hang.why
-
-
-def test_a_phase_that_is_not_known_has_the_whole_bound(world):
-    world.begins("compile")
-    world.passes(600)
-    assert world.hang is None
-    world.passes(1)
-    assert world.hang.why == "hangs in phase 'compile' for 601 s"
-
-
-@pytest.mark.parametrize(
-    ("step_secs", "limit_secs"), [(0.1, 60), (12, 120), (100, 600)]
-)
-def test_a_phase_that_is_known_has_ten_times_its_longest(world, step_secs, limit_secs):
-    for _ in range(3):
-        world.begins("step")
-        world.passes(step_secs)
-    world.begins("step")
-    world.passes(limit_secs - 0.5)
-    assert world.hang is None
-    world.passes(1)
-    assert "phase 'step'" in world.hang.why
-
-
-def test_the_host_that_is_behind_is_the_culprit(world):
-    world.begins("step")
-    world.passes(1)
-    world.begins("step", hosts=(0, 2))
-    world.passes(601)
-    assert world.hang.hosts == {1}
-
-
-def test_hosts_that_are_equally_far_are_no_culprits(world):
-    world.begins("step")
-    world.passes(601)
-    assert world.hang.hosts == frozenset()
-
-
-@pytest.mark.parametrize(
-    ("joined", "culprits"),
-    [((0, 1), {2}), ((0, 2), {1}), ((0,), {0}), ((0, 1, 2), set())],
-)
-def test_a_host_that_does_not_reach_host_0_is_lost_unless_most_do_not(
-    world, joined, culprits
-):
-    world.begins(watch.REACH)
-    world.begins(watch.JOIN, hosts=joined)
-    world.passes(601)
-    assert world.hang.hosts == culprits
-
-
-@pytest.mark.parametrize("joined", [(0, 1), (0,)])
-def test_once_host_0_waits_little_time_is_needed_to_reach_it(world, joined):
-    world.begins(watch.REACH, hosts=(1, 2))
-    world.passes(100)
-    world.begins(watch.REACH, hosts=(0,))
-    world.begins(watch.JOIN, hosts=joined)
-    # As long as host 0 had not begun to listen, nobody could reach it.
-    world.passes(30)
-    assert world.hang is None
-    world.passes(1)
-    assert world.hang.hosts == ({2} if len(joined) == 2 else {0})
-
-
-def test_a_host_that_reaches_host_0_slowly_has_as_long_as_for_a_heartbeat():
+def test_a_host_reaches_host_0_as_slowly_as_a_heartbeat_may_take():
     world = World(watch.Limits(most_secs=600.0, heartbeat_secs=90.0))
-    world.begins(watch.REACH)
-    world.begins(watch.JOIN, hosts=(0, 1))
-    world.passes(90)
+    for act in (reaches, joins, passes(90)):
+        act(world)
     assert world.hang is None
-    world.passes(1)
+    passes(1)(world)
     assert world.hang.why == "hangs in phase 'reach' for 91 s"
 
 
-def test_hosts_that_were_prepared_have_all_the_time_when_their_world_starts(world):
-    world.begins(watch.REACH)
-    world.begins(watch.JOIN, hosts=(0, 1))
-    world.passes(300)
-    world.watch.start_again(now_secs=world.secs)
-    world.passes(30)
-    assert world.hang is None
-    world.passes(1)
-    assert world.hang.hosts == {2}
-
-
-def test_hosts_that_have_reached_host_0_wait_for_one_that_has_not_started(world):
-    world.begins(watch.REACH, hosts=(0, 1))
-    world.begins(watch.JOIN, hosts=(0, 1))
-    world.passes(600)
-    assert world.hang is None
-    world.passes(1)
-    assert world.hang.hosts == {2}
-
-
-def test_a_host_that_has_not_started_is_the_culprit_if_the_others_wait_for_it(world):
-    world.begins(watch.REACH, hosts=(1, 2))
-    world.passes(601)
-    assert world.hang.hosts == {0}
-
-
-def test_a_host_that_compiles_is_not_judged_by_one_that_had_the_program(world):
-    # A warm cache on host 0.
-    world.begins("compile")
-    world.passes(1)
-    world.begins(watch.TRAIN, hosts=(0,))
-    world.passes(598)
-    assert world.hang is None
-    world.passes(3)
-    assert world.hang.hosts == {1, 2}
-    assert world.hang.why == "hangs in phase 'compile' for 602 s"
-
-
 @pytest.mark.parametrize("phase", ["start", "prepare", "restore", "compile", "step"])
-def test_a_host_is_judged_by_no_other_host_and_no_other_world(limits, phase):
-    first = World(limits)
-    first.begins(phase)
-    first.passes(1)
-    first.begins("evaluate")
+def test_a_host_is_judged_by_no_other_host_and_no_other_world(phase):
     # Its slice may have lost its memory, its machine may be new.
-    second = World(limits)
-    second.begins(phase)
-    second.passes(1)
-    second.begins("evaluate", hosts=(0,))
-    second.passes(598)
-    assert second.hang is None
-    second.passes(3)
-    assert second.hang.hosts == {1, 2}
-
-
-def test_hosts_that_wait_in_a_step_have_the_time_of_the_one_that_compiles(world):
-    for _ in range(3):
-        world.begins("step")
-        world.passes(1)
-    world.begins("compile", hosts=(1,))
-    world.begins("step", hosts=(0, 2))
-    world.passes(599)
+    for act in (begins(phase), passes(1), begins("evaluate")):
+        act(World())
+    world = World()
+    for act in (begins(phase), passes(1), begins("evaluate", (0,)), passes(598)):
+        act(world)
     assert world.hang is None
-    world.passes(2)
-    assert world.hang is not None
+    passes(3)(world)
+    assert world.hang.hosts == {1, 2}
 
 
-@pytest.mark.parametrize("phase", ["compile", "restore"])
-def test_a_program_is_not_judged_by_another_one_nor_storage_by_memory(world, phase):
-    world.begins(phase)
-    world.passes(1)
-    world.begins("step")
-    world.passes(1)
-    world.begins(phase)
-    world.passes(599)
+def test_uploads_at_the_end_may_take_any_time():
+    world = World()
+    begins(watch.CLOSE)(world)
+    passes(100_000)(world)
     assert world.hang is None
 
 
-def test_nothing_is_learned_from_a_training_that_names_no_phases(world):
-    for _ in range(3):
-        world.begins(watch.TRAIN)
-        world.passes(1)
-    world.begins(watch.TRAIN)
-    world.passes(600)
-    assert world.hang is None
-    world.passes(1)
-    assert "phase 'train'" in world.hang.why
-
-
-def test_uploads_at_the_end_may_take_any_time(world):
-    world.begins(watch.CLOSE)
-    world.passes(100_000)
-    assert world.hang is None
-
-
-def test_a_host_that_has_ended_is_not_waited_for(world):
-    world.begins("step")
-    world.passes(1)
-    for host in range(3):
+def test_a_host_that_has_ended_is_not_waited_for():
+    world = World()
+    begins("step")(world)
+    passes(1)(world)
+    for host in ALL:
         world.watch.end(host)
-    world.passes(1000, hosts=())
+    passes(1000, ())(world)
     assert world.hang is None
-
-
-def test_time_in_which_the_watching_process_stood_still_does_not_count(world):
-    world.begins("step")
-    world.passes(1)
-    world.watch.look(now_secs=world.secs)
-    world.passes(900, hosts=())
-    # The message of one host is received first.
-    world.passes(0, hosts=(0,))
-    world.watch.look(now_secs=world.secs)
-    assert world.hang is None
-    for _ in range(19):
-        world.passes(1, hosts=(0, 2))
-        world.watch.look(now_secs=world.secs)
-    assert world.hang is None
-    world.passes(1, hosts=(0, 2))
-    world.watch.look(now_secs=world.secs)
-    assert world.hang.hosts == {1}

@@ -34,36 +34,6 @@ def counts(world, *, steps, directory, action="", at_step=0):
             return
 
 
-def compiles(world, *, gate=None):
-    """Compiles a step; then trains until there is a file `gate`."""
-    sharding = topology.over_all_devices(world.mesh)
-    x = jax.ShapeDtypeStruct((8,), np.float32, sharding=sharding)
-    world.compiled(jax.jit(lambda x: x * 2), x)
-    while gate is not None:
-        world.emit("step", step=1, steps=1, loss=0.0, secs=0.0, **RATES)
-        if pathlib.Path(gate).exists():
-            return
-        time.sleep(0.02)
-
-
-def stops_at_a_step(world, *, steps):
-    """Trains, and names no steps; host 1 stops at the second of the first world."""
-    for step in range(1, steps + 1):
-        if world.number == 1 and step == 2 and topology.this_host() == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if world.should_stop(step):
-            return
-
-
-def dies_once(world, *, steps):
-    """Trains; host 1 of the first world dies at its second step."""
-    for step in range(1, steps + 1):
-        if world.number == 1 and step == 2 and topology.this_host() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if world.should_stop(step):
-            return
-
-
 def compiles_for_ever(world, *, steps):
     """Trains, but the first world does not end to compile."""
     if world.number == 1:

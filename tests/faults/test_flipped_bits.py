@@ -24,7 +24,7 @@ from elastic_ckpt.steps import layout
 from elastic_ckpt.tiers import choices
 from elastic_ckpt.tiers.peers import agent, known_agents
 from tests.faults import spoilt_files
-from tests.multiprocess import machines, tier_worlds
+from tests.processes import machines, tier_worlds
 
 STEPS = (1, 2)
 MACHINES = range(4)

@@ -14,7 +14,7 @@ from elastic_ckpt.inspect import status
 from elastic_ckpt.training import report, run_audit
 from tests import corpora, runs, shared_memory
 from tests.maxtext import environment
-from tests.multiprocess import supervisors
+from tests.processes import supervisors
 
 pytestmark = pytest.mark.night
 

@@ -25,7 +25,7 @@ from elastic_ckpt.steps import search
 from elastic_ckpt.tiers.peers import peer_client
 from elastic_ckpt.tiers.ram import machine
 from tests.checkpoint import orbax_steps
-from tests.multiprocess import tier_worlds
+from tests.processes import tier_worlds
 from tests.sidecar import held_pipeline, simulated_hosts
 
 

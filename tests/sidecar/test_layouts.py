@@ -3,8 +3,8 @@
 import pytest
 
 from elastic_ckpt.core import errors
-from tests.multiprocess import tier_worlds
-from tests.multiprocess.test_layout_tiers import NUM_BYTES, STEP, load, restored
+from tests.processes import tier_worlds
+from tests.processes.test_layout_tiers import NUM_BYTES, STEP, load, restored
 from tests.sidecar import simulated_hosts
 
 

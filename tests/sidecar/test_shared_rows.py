@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 import elastic_ckpt as ec
 from elastic_ckpt.core import topology
 from tests import iterator_contract
-from tests.multiprocess import test_shared_rows
-from tests.multiprocess.test_shared_rows import BATCHES_A_WORLD, SEQUENCE, TENSOR
+from tests.processes import test_shared_rows
+from tests.processes.test_shared_rows import BATCHES_A_WORLD, SEQUENCE, TENSOR
 
 
 def batches_on(data, layout):

@@ -1,0 +1,194 @@
+"""Peers that hang, lie or are slow: no step waits for them, and none is lost.
+
+`tests/checkpoint/test_save_stages.py` has what goes wrong in each stage.
+"""
+
+import contextlib
+import functools
+import os
+import pathlib
+import random
+import signal
+import threading
+import time
+
+import pytest
+
+from elastic_ckpt.core import errors, topology
+from elastic_ckpt.tiers.peers import agent
+from elastic_ckpt.tiers.ram import ram_disk
+from tests.processes import machines, middleman, tier_worlds
+from tests.processes.test_memory import on, reasons, restored, saved
+from tests.sidecar import simulated_hosts
+
+TIMEOUT_SECS = 0.25
+# Before these steps the agent of a machine stops, and goes on.
+STOPPED, CONTINUED = 3, 7
+
+
+@pytest.fixture
+def ram():
+    """Machines whose agents are separate processes."""
+    with machines.Machines() as started:
+        started.start_agents(range(4))
+        yield started
+
+
+@pytest.fixture
+def simulated():
+    """Machines whose agents are in this process."""
+    with simulated_hosts.Machines() as started:
+        yield started
+
+
+def save_while_an_agent_hangs(checkpointer, mesh, *, root, of_host_0, gates):
+    """Saves step after step in the background; host 0 stops the agent meanwhile."""
+    own = topology.this_host()
+    for step in range(1, 10):
+        if step in (STOPPED, CONTINUED):
+            checkpointer.wait()
+            gate = pathlib.Path(gates, str(step))
+            if own == 0:
+                if step == CONTINUED:
+                    # It has its copies, or an older one would be there too.
+                    saves = ram_disk.RamDisk(of_host_0, run="run").saves(0)
+                    assert [each for each, _ in saves] == [CONTINUED - 1]
+                sent = signal.SIGSTOP if step == STOPPED else signal.SIGCONT
+                os.kill(agent.find(root).pid, sent)
+                gate.touch()
+            while not gate.exists():
+                time.sleep(0.01)
+        state = tier_worlds.state(mesh, step, True)
+        parts = {"state": state, "data": tier_worlds.Counter(step)}
+        assert checkpointer.save_checkpointables_async(step, parts) is not None
+    checkpointer.wait()
+
+
+def steps(events, name):
+    return [each["step"] for each in events if each["event"] == name]
+
+
+@pytest.mark.slow
+def test_an_agent_hangs_for_a_while_and_its_host_does_without(ram, tmp_path):
+    train = functools.partial(
+        save_while_an_agent_hangs,
+        root=ram.directory(1),
+        of_host_0=ram.directory(0),
+        gates=str(tmp_path),
+    )
+    events = on(ram, range(4), train, tmp_path, slices=2, timeout_secs=3.0)
+    assert steps(events, "saved") == list(range(1, 10))
+    # While copies wait for the agent, and for another one, steps are saved.
+    first = next(
+        n
+        for n, each in enumerate(events)
+        if each["event"] == "replicated" and each["step"] >= STOPPED
+    )
+    assert steps(events[:first], "saved")[-1] > STOPPED
+    assert steps(events, "replicated")[-1] == 9
+    ram.lose(2)
+    on(ram, [0, 1, 3], restored(9), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_peer_that_lies_is_believed_nothing(ram, tmp_path):
+    liar = pathlib.Path(ram.directory(1), "machine").read_text()
+    with middleman.instead_of(ram.directory(1), lie=middleman.flip_values):
+        events = on(ram, range(4), saved([1, 2]), tmp_path, slices=2)
+        assert steps(events, "saved") == [1, 2]
+        assert any(
+            f"at host {liar}.0 it is not what was saved: its digest differs" in why
+            for why in reasons(events, "degraded")
+        )
+        # Parts that only this host had were copied nowhere.
+        with pytest.raises(errors.RunError, match=r"no good copy of .* is left"):
+            on(ram, [0, 2, 3], restored(2), tmp_path)
+    # Its own reads return the true values.
+    on(ram, range(4), restored(2), tmp_path)
+
+
+@pytest.mark.slow
+def test_no_step_is_lost_where_all_peers_are_slow_at_random(simulated, tmp_path):
+    generator = random.Random(0)
+
+    def late_secs():
+        # Some requests wait until clients have given up.
+        return 2 * TIMEOUT_SECS * (generator.random() < 0.3)
+
+    storage = {"persistent": str(tmp_path / "steps")}
+    tiers = {"copies": 0, "timeout_secs": TIMEOUT_SECS}
+    with contextlib.ExitStack() as stack:
+        for number in range(4):
+            directory = simulated.directory(number)
+            stack.enter_context(middleman.instead_of(directory, late_secs=late_secs))
+        with simulated_hosts.world(simulated, 4, **storage, **tiers) as opened:
+            checkpointer, mesh, recorded = opened
+            for step in range(1, 4):
+                tier_worlds.save(checkpointer, mesh, steps=[step], sharded=True)
+        assert steps(recorded, "backed_up") == [1, 2, 3]
+        # Half of the machines are idle now, and all parts are in memory alone.
+        for num_hosts in (2, 4):
+            with simulated_hosts.world(simulated, num_hosts, **tiers) as opened:
+                checkpointer, mesh, recorded = opened
+                tier_worlds.restore(checkpointer, mesh, step=3, sharded=True)
+            assert not steps(recorded, "step_passed_over")
+
+
+@contextlib.contextmanager
+def stopped(ram, number, *, secs=None):
+    """The agent of a machine is stopped, for a while or as long as the block lasts."""
+    pid = agent.find(ram.directory(number)).pid
+    os.kill(pid, signal.SIGSTOP)
+    timer = threading.Timer(secs or 0.0, os.kill, (pid, signal.SIGCONT))
+    if secs is not None:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if secs is not None:
+            timer.join()
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def killed(ram, number):
+    """The agent of a machine is killed, and started again when the block ends."""
+    ram.stop_agent(number)
+    try:
+        yield
+    finally:
+        ram.start_agents([number])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("without_agent", [stopped, killed])
+def test_the_last_backup_does_not_depend_on_the_agent_of_a_living_host(
+    ram, tmp_path, without_agent
+):
+    tiers = {"persistent": str(tmp_path / "steps"), "timeout_secs": 1.0}
+    for number in range(2):
+        with (
+            contextlib.ExitStack() as until_closed,
+            simulated_hosts.world(ram, 2, copies=0, **tiers) as opened,
+        ):
+            until_closed.enter_context(without_agent(ram, number))
+            checkpointer, mesh, recorded = opened
+            tier_worlds.save(checkpointer, mesh, steps=[number + 1], sharded=True)
+        assert steps(recorded, "backed_up") == [number + 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_hosts", "secs"), [(2, None), (1, 3.0)])
+def test_a_start_waits_only_for_an_idle_machine_whose_agent_is_stopped(
+    ram, num_hosts, secs
+):
+    tiers = {"copies": 0, "timeout_secs": 2.0}
+    with simulated_hosts.world(ram, 2, **tiers) as (checkpointer, mesh, _):
+        tier_worlds.save(checkpointer, mesh, steps=[1, 2], sharded=True)
+    with (
+        stopped(ram, 1, secs=secs),
+        simulated_hosts.world(ram, num_hosts, **tiers) as (checkpointer, mesh, told),
+    ):
+        tier_worlds.restore(checkpointer, mesh, step=2, sharded=True)
+    assert not steps(told, "step_passed_over")

@@ -1,0 +1,88 @@
+"""Mistakes in the faults of a run, and in a cluster of processes."""
+
+import os
+
+import elastic_ckpt as ec
+from elastic_ckpt.elastic import faults, pathways, simulated_slices
+from tests.refusals import Refusal
+
+
+def listed(text):
+    return lambda _: faults.parse(text)
+
+
+def processes(**values):
+    return lambda _: ec.elastic.Processes(**values)
+
+
+def served_elsewhere(directory):
+    served = f"{directory}/slice-0/x"
+    world = ec.elastic.World(
+        number=1, slices=(0,), slice_name="0", ram_directory=served
+    )
+    storage = ec.Persistent(directory / "storage", every=1)
+    world.checkpointer([ec.Local(f"{served}/x"), ec.Peers(), storage])
+
+
+def hanging_pathways(_):
+    hang = faults.Fault(kind=faults.Kind.HANG_HOST, target=0, at_step=1)
+    pathways.Pathways(simulated_slices.SimulatedSlices(2), injected=[hang])
+
+
+SHARED = {"slices": 2, "machines": 2, "shared": "shared"}
+RAM = {"slices": 2, "run": "x"}
+
+REFUSALS = {
+    "faults: a word": Refusal(
+        listed("kill_slice"), r"'kill_slice' is not a list; write it as \[\{kill_slice"
+    ),
+    "faults: no step": Refusal(listed('[{"kill_slice": 1}]'), "is not a fault"),
+    "faults: no such kind": Refusal(
+        listed('[{"burn_slice": 1, "at_step": 2}]'), "burn_slice"
+    ),
+    "faults: no slice": Refusal(listed('[{"kill_slice": true, "at_step": 2}]'), "True"),
+    "faults: no such phase": Refusal(
+        listed('[{"kill_slice": 1, "in_phase": "lunch"}]'), "in_phase with one of"
+    ),
+    "processes: no slice": Refusal(
+        processes(slices=0), r"slices=0\): give a whole number of at least 1"
+    ),
+    "processes: on TPUs": Refusal(
+        processes(slices=2, hardware="tpu"), r"use ec\.elastic\.Pathways"
+    ),
+    "processes: memory of no run": Refusal(
+        processes(slices=2, ram=os.sep), "needs the name of the run"
+    ),
+    "processes: memory that cannot be made": Refusal(
+        processes(**RAM, ram="/proc/x"), r"ram='/proc/x'\): .*name a dir"
+    ),
+    "processes: memory in a bucket": Refusal(
+        processes(**RAM, ram="gs://b/c"), "ram='gs://b/c' is not a direct"
+    ),
+    "processes: logs in a bucket": Refusal(
+        processes(slices=2, logs="s3://b/c"), "logs='s3://b/c' is not a directory of"
+    ),
+    "processes: a path for a name": Refusal(
+        processes(slices=2, run="a/b"), "give a name that a directory can have"
+    ),
+    "machines: nothing shared": Refusal(
+        processes(slices=2, machines=2), "needs a directory that all of them share"
+    ),
+    "machines: slices that they do not divide": Refusal(
+        processes(**{**SHARED, "slices": 3}), "evenly among machines=2"
+    ),
+    "machines: no number": Refusal(processes(**SHARED), "machine is not set"),
+    "machines: a number too many": Refusal(
+        processes(**SHARED, machine=2), "from 0 to 1"
+    ),
+    "a checkpointer beside the agent": Refusal(
+        served_elsewhere, "is not where the agent of slice 0"
+    ),
+    "a fault that one process cannot have": Refusal(
+        hanging_pathways, "the only host is the process that"
+    ),
+    "slices that do not divide the devices": Refusal(
+        lambda _: simulated_slices.SimulatedSlices(3),
+        r"slices=3: .* cannot be divided evenly",
+    ),
+}
