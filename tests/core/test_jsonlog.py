@@ -1,0 +1,248 @@
+"""Logs of JSON lines, in a file and in segments of a bucket: no line is lost."""
+
+import contextlib
+import errno
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from elastic_ckpt.core import append_log, errors, segmented_log, storage
+
+
+class Filling:
+    """A file on a disk that has room for a few bytes more."""
+
+    def __init__(self, file, room):
+        self._file = file
+        self.room = room
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+    def write(self, content):
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = content[: self.room]
+        self.room -= len(taken)
+        return self._file.write(taken)
+
+
+class TestAppendLog:
+    def test_it_keeps_every_appended_line_when_its_process_is_killed(self, tmp_path):
+        path = tmp_path / "log"
+        program = (
+            "import os, signal, sys; from elastic_ckpt.core import append_log\n"
+            "log = append_log.AppendLog(sys.argv[1])\n"
+            "for n in range(3): log.append({'n': n})\n"
+            "os.kill(os.getpid(), signal.SIGKILL)\n"
+        )
+        killed = subprocess.run([sys.executable, "-c", program, path], check=False)
+        assert killed.returncode == -9
+        assert numbers(append_log.read(path)) == [0, 1, 2]
+        last = [append_log.read(path, last_bytes=most) for most in (9, 18, 99)]
+        assert [numbers(each) for each in last] == [[2], [1, 2], [0, 1, 2]]
+
+    @pytest.mark.parametrize("num_torn_bytes", [1, 2**16 - 1, 2**16, 2**16 + 1, 2**18])
+    def test_a_torn_last_line_is_dropped_and_it_goes_on(self, tmp_path, num_torn_bytes):
+        path = tmp_path / "log"
+        for whole in (b"", b'{"n":0}\n'):
+            path.write_bytes(whole + b"x" * num_torn_bytes)
+            assert len(append_log.read(path)) == bool(whole)
+            with contextlib.closing(append_log.AppendLog(path)) as log:
+                assert path.read_bytes() == whole
+                log.append({"n": 1})
+            assert path.read_bytes() == whole + b'{"n":1}\n'
+
+    def test_a_spoilt_line_in_the_middle_is_an_error_that_names_it(self, tmp_path):
+        path = tmp_path / "log"
+        path.write_bytes(b'{"n":0}\n{"n":\n{"n":2}\n')
+        with pytest.raises(errors.DataError, match="log, line 2: not a JSON object"):
+            append_log.read(path)
+
+    def test_in_an_object_store_it_is_readable_after_each_sync(
+        self, tmp_path, monkeypatch
+    ):
+        # The branch for object stores, with a directory in the store's place.
+        monkeypatch.setattr(storage, "is_local", lambda _: False)
+        path = tmp_path / "log"
+        log = append_log.AppendLog(path)
+        log.append({"n": 0})
+        log.sync()
+        log.append({"n": 1})
+        assert numbers(append_log.read(path)) == [0]
+        log.close()
+        with contextlib.closing(append_log.AppendLog(path)) as log:
+            log.append({"n": 2})
+        assert numbers(append_log.read(path)) == [0, 1, 2]
+
+    def test_lines_that_a_full_disk_does_not_take_wait_in_memory(self, tmp_path):
+        log = append_log.AppendLog(tmp_path / "log")
+        log.append({"n": 0})
+        log._file = disk = Filling(log._file, room=12)
+        for number in (1, 2):
+            log.append({"n": number})
+        # A line and a part of the next one.
+        assert log.late_bytes == 4
+        assert numbers(append_log.read(tmp_path / "log")) == [0, 1]
+        with pytest.raises(OSError, match="No space left"):
+            log.sync()
+        disk.room = 10**6
+        log.append({"n": 3})
+        assert log.late_bytes == 0
+        log.sync()
+        log.close()
+        assert numbers(append_log.read(tmp_path / "log")) == [0, 1, 2, 3]
+        # It is closed on a full disk all the same.
+        log = append_log.AppendLog("/dev/full")
+        log.append({"n": 0})
+        with pytest.raises(OSError, match="No space left"):
+            log.close()
+        assert log._file.closed
+
+    def test_the_memory_of_lines_is_bounded_and_none_is_lost(
+        self, tmp_path, monkeypatch
+    ):
+        monkeypatch.setattr(append_log, "MOST_LATE_BYTES", 20)
+        log = append_log.AppendLog(tmp_path / "log")
+        log._file = disk = Filling(log._file, room=0)
+        for number in (0, 1):
+            log.append({"n": number})
+        with pytest.raises(OSError, match="No space left"):
+            log.append({"n": 2})
+        disk.room = 10**6
+        log.close()
+        assert numbers(append_log.read(tmp_path / "log")) == [0, 1, 2]
+
+
+class TestSegmentedLog:
+    def test_each_sync_uploads_the_lines_since_the_last_one(self, bucket, monkeypatch):
+        uploads = []
+        write = storage.write_atomic
+
+        def counted(path, content):
+            uploads.append((path.name, len(content)))
+            write(path, content)
+
+        monkeypatch.setattr(storage, "write_atomic", counted)
+        path = f"{bucket}/log"
+        assert segmented_log.read(path) == []
+        with contextlib.closing(segmented_log.SegmentedLog(path)) as log:
+            for number in range(100, 130):
+                log.append({"n": number})
+                if number % 10 == 9:
+                    log.sync()
+            log.sync()
+        log.close()
+        assert uploads == [(f"0000000{number}.jsonl", 100) for number in (1, 2, 3)]
+        assert numbers(segmented_log.read(path)) == list(range(100, 130))
+        assert names(path) == [name for name, _ in uploads]
+
+    def test_a_writer_holds_no_more_than_a_segment(self, tmp_path):
+        log = segmented_log.SegmentedLog(tmp_path / "log", max_bytes=64)
+        most = 0
+        for number in range(10, 99):
+            log.append({"n": number})
+            most = max(most, log.pending_bytes)
+        log.append({"n": "x" * 100})
+        log.append({"n": 99})
+        log.close()
+        assert most == 63  # of 9 bytes each
+        assert log.pending_bytes == 0
+        read = numbers(segmented_log.read(tmp_path / "log"))
+        assert read == [*range(10, 99), "x" * 100, 99]
+        sizes = [each.stat().st_size for each in (tmp_path / "log").iterdir()]
+        assert sorted(sizes)[-2:] == [63, 109]
+
+    def test_a_segment_whose_upload_failed_is_uploaded_with_the_lines_after_it(
+        self, tmp_path, monkeypatch
+    ):
+        log = segmented_log.SegmentedLog(tmp_path / "log")
+        log.append({"n": 1})
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, "write_atomic", refused)
+            for _ in range(2):
+                with pytest.raises(OSError, match="503"):
+                    log.sync()
+                log.append({"n": 2})
+        log.close()
+        assert numbers(segmented_log.read(tmp_path / "log")) == [1, 2, 2]
+        assert names(tmp_path / "log") == ["00000001.jsonl"]
+
+    def test_an_upload_that_hangs_is_reported_and_its_lines_are_uploaded_once(
+        self, tmp_path, monkeypatch
+    ):
+        write, is_answering = storage.write_atomic, threading.Event()
+
+        def late(path, content):
+            is_answering.wait()
+            write(path, content)
+
+        monkeypatch.setattr(storage, "write_atomic", late)
+        path = tmp_path / "log"
+        log = segmented_log.SegmentedLog(path, max_bytes=18, wait_secs=0.0)
+        for number in range(10, 15):
+            log.append({"n": number})
+            with pytest.raises(TimeoutError, match="timed out"):
+                log.sync()
+        assert log.pending_bytes == 5 * 9
+        is_answering.set()
+        log.close()
+        assert numbers(segmented_log.read(path)) == list(range(10, 15))
+        assert names(path) == ["00000001.jsonl", "00000002.jsonl"]
+
+    def test_lines_that_no_store_takes_are_bounded(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(storage, "write_atomic", refused)
+        monkeypatch.setattr(append_log, "MOST_LATE_BYTES", 90)
+        log = segmented_log.SegmentedLog(tmp_path / "log", max_bytes=18)
+
+        def append():
+            for number in range(10, 30):
+                log.append({"n": number})
+
+        with pytest.raises(OSError, match=r"503|timed out"):
+            append()
+        assert log.pending_bytes == 90
+
+    def test_killed_before_or_after_an_upload_it_has_all_lines_that_were_synced(
+        self, tmp_path, monkeypatch
+    ):
+        write = storage.write_atomic
+        for number, is_after in ((2, False), (2, True), (4, True)):
+            path = tmp_path / f"{number}{is_after}"
+            uploads = []
+
+            def killed(at, content, number=number, is_after=is_after, uploads=uploads):
+                uploads.append(at)
+                if len(uploads) >= number and not is_after:
+                    raise KeyboardInterrupt
+                write(at, content)
+                if len(uploads) >= number:
+                    raise KeyboardInterrupt
+
+            monkeypatch.setattr(storage, "write_atomic", killed)
+            log = segmented_log.SegmentedLog(path)
+
+            def append(log=log):
+                for n in range(9):
+                    log.append({"n": n})
+                    if n % 2:
+                        log.sync()
+
+            with pytest.raises(KeyboardInterrupt):
+                append()
+            read = numbers(segmented_log.read(path))
+            assert read == list(range(2 * (number - 1 + is_after)))
+
+
+def refused(*_):
+    raise OSError("503")
+
+
+def numbers(records):
+    return [record["n"] for record in records]
+
+
+def names(log):
+    return sorted(each.name for each in storage.absolute(log).iterdir())
