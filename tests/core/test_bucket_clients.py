@@ -1,6 +1,7 @@
 """Clients of object stores: set up once, and their failures known for what they are."""
 
 import os
+import time
 
 import fsspec
 import pytest
@@ -68,6 +69,8 @@ def test_a_client_of_before_lists_what_other_processes_write(bucket):
     assert names(before.ls(f"{bucket}/steps")) == ["1", "2"]
     other.pipe(f"{bucket}/steps/3", b"")
     assert names(before.ls(f"{bucket}/steps")) == ["1", "2", "3"]
+    age_secs = time.time() - bucket_clients.last_written(f"{bucket}/steps")
+    assert -60 < age_secs < 600
 
 
 def names(paths):
