@@ -140,16 +140,6 @@ def test_a_take_that_is_interrupted_loses_no_result(start):
     assert [one.take(), one.take()] == [3, 4]
 
 
-def test_a_closed_one_raises_and_can_be_closed_again(start):
-    one = start(Numbers())
-    one.take()
-    one.close()
-    one.close()
-    for use in (one.take, lambda: one.submit(list)):
-        with pytest.raises(errors.DataError, match="was closed; make a new one"):
-            use()
-
-
 def held_up(start):
     """One whose call does not return, and what it calls."""
     numbers = Numbers()
@@ -172,6 +162,10 @@ def test_a_call_that_hangs_is_left_alone_after_a_while_or_at_once(
     one, numbers = held_up(start)
     wait_until(lambda: len(numbers.made) == 4)
     one.close()
+    one.close()
+    for use in (one.take, lambda: one.submit(list)):
+        with pytest.raises(errors.DataError, match="was closed; make a new one"):
+            use()
     assert "has not returned within 0.05 s; its thread is abandoned" in caplog.text
     numbers.may_go_on.set()
 
@@ -292,10 +286,3 @@ def test_a_program_ends_though_a_call_hangs():
     done = ended(program)
     assert done.stdout == "end\n"
     assert "its thread is abandoned" in done.stderr
-
-
-def test_a_call_in_its_own_thread_gives_its_result_or_its_error():
-    assert background.in_thread(lambda: 7, name="seven").result(SOON_SECS) == 7
-    failed = background.in_thread(lambda: {}["x"], name="failing")
-    with pytest.raises(KeyError, match="x"):
-        failed.result(SOON_SECS)

@@ -144,16 +144,6 @@ def test_an_array_that_is_tiled_is_covered_once(arrays):
         assert said or not is_grid
 
 
-def test_a_grid_of_a_hundred_thousand_boxes_has_one_gap_where_one_is_taken_out():
-    at = np.stack(np.meshgrid(np.arange(1000), np.arange(100), indexing="ij"), -1)
-    at = at.reshape(-1, 2)
-    grid = boxes.Boxes(start=at * [4, 7], stop=(at + 1) * [4, 7])
-    assert not len(box_cover.gaps((4000, 700), grid))
-    left = grid.take(np.arange(len(grid)) != 4321)
-    actual = box_cover.gaps((4000, 700), left)
-    assert [actual[n] for n in range(len(actual))] == [grid[4321]]
-
-
 def test_a_scalar_has_one_box_and_an_empty_array_needs_none():
     scalar = boxes.of_index((), ())
     assert (scalar.volume, str(scalar)) == (1, "[]")

@@ -1,17 +1,13 @@
-import contextlib
 import json
 import logging
 import os
-import pathlib
 import socket
 import stat
-import threading
-import time
 
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.tiers.peers import agent, agent_connections, bandwidth, secret
+from elastic_ckpt.tiers.peers import agent, agent_connections, secret
 from elastic_ckpt.tiers.ram import machine
 from tests.tiers import served
 
@@ -242,21 +238,6 @@ class TestAttacks:
                     connection.sendall(begun)
                     assert served.until_closed(connection) == b""
 
-    def test_a_client_that_does_not_read_is_waited_for_no_longer_than_patience(
-        self, root, service, monkeypatch
-    ):
-        (root / "hosts/0/30-0/data/big").write_bytes(bytes(2**25))
-        monkeypatch.setattr(agent_connections, "PATIENCE_SECS", 0.2)
-        # It is logged nowhere, and the file does not stay open.
-        with served.serving(service) as address, served.connect(address.url) as slow:
-            known = secret.read_or_create(root)
-            request = f"GET {PART[:-4]}big HTTP/1.1\r\nHost: there\r\n"
-            slow.sendall(f"{request}Authorization: Bearer {known}\r\n\r\n".encode())
-            slow.recv(1)
-            while any("data/big" in each for each in open_files()):
-                pass
-            assert len(served.until_closed(slow)) < 2**25
-
 
 class TestLimits:
     def test_one_client_gets_so_many_connections_and_others_get_theirs(self, root):
@@ -275,66 +256,6 @@ class TestLimits:
                 three = alive(address.url, root)
             for connection in (two, three, other):
                 connection.close()
-
-    def test_connections_without_the_secret_take_no_room(self, root, monkeypatch):
-        # However long they may stay.
-        monkeypatch.setattr(agent_connections, "SECRET_WITHIN_SECS", 600.0)
-        limits = {"max_connections": 3, "max_connections_of_client": 2}
-        with (
-            served.serving(agent.Service(root=str(root), **limits)) as address,
-            contextlib.ExitStack() as idle,
-        ):
-            strangers = [
-                idle.enter_context(served.connect(address.url, source=source))
-                for source in ("127.0.0.1", "127.0.0.1", "127.0.0.2")
-            ]
-            one = alive(address.url, root)
-            assert one is not None
-            # The oldest one of the same address is closed, or else of any address.
-            assert served.until_closed(strangers[0]) == b""
-            other = alive(address.url, root, source="127.0.0.3")
-            assert other is not None
-            assert served.until_closed(strangers[1]) == b""
-            for connection in (one, other):
-                connection.sendall(b"HEAD / HTTP/1.1\r\nHost: a\r\n\r\n")
-                assert b"401" in connection.recv(2**12)
-                connection.close()
-
-    def test_all_bytes_are_taken_from_the_bandwidth(self, root, monkeypatch):
-        taken = []
-        monkeypatch.setattr(
-            bandwidth.Bandwidth, "take", lambda _, n: taken.append(n) or 0
-        )
-        service = agent.Service(root=str(root), max_bytes_per_sec=32 * 100)
-        with served.serving(service) as address:
-            known = secret.read_or_create(root)
-            assert served.ask(address.url, PART, known) == (200, CONTENT)
-        assert sum(taken) == len(CONTENT)
-        assert max(taken) == 100
-
-    def test_a_client_that_dies_while_it_reads_is_no_error_of_the_agent(
-        self, root, monkeypatch, caplog
-    ):
-        died = threading.Event()
-
-        def die(*_):
-            # What it has not read makes that a reset.
-            connection.close()
-            died.set()
-            return 0.1
-
-        monkeypatch.setattr(bandwidth.Bandwidth, "take", die)
-        service = agent.Service(root=str(root), max_bytes_per_sec=32 * 100)
-        with served.serving(service) as address:
-            known = secret.read_or_create(root)
-            connection = alive(address.url, root)
-            assert connection is not None
-            head = f"GET {PART} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {known}"
-            connection.sendall(f"{head}\r\n\r\n".encode())
-            assert died.wait(600)
-            time.sleep(0.5)
-            assert served.ask(address.url, "/v1/machine", known)[0] == 200
-        assert not [each for each in caplog.records if each.exc_info]
 
 
 class TestSecret:
@@ -422,12 +343,3 @@ def alive(url, root, **options):
         pass
     connection.close()
     return None
-
-
-def open_files():
-    """The files that this process has open."""
-    for entry in pathlib.Path("/proc/self/fd").iterdir():
-        try:
-            yield os.readlink(entry)
-        except FileNotFoundError:
-            continue

@@ -23,7 +23,7 @@ from elastic_ckpt.steps import layout, line, manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import source, stored_part
 from elastic_ckpt.tiers.captured import CapturedLeaf
-from elastic_ckpt.tiers.ram import local, machine, ram_disk, step_writer
+from elastic_ckpt.tiers.ram import local, machine, ram_disk
 from tests import shared_memory
 from tests.checkpoint.host.test_capture import random_bits
 from tests.tiers import local_steps
@@ -165,19 +165,6 @@ def test_the_directories_of_two_hosts_together_are_one_array(disk, host, tmp_pat
     joined = open_array(tmp_path / "union", "params/w")
     assert joined.tobytes() == values.tobytes()
     assert restored(disk, 3)["params/w"].tobytes() == values.tobytes()
-
-
-def test_a_step_that_is_not_committed_is_not_offered(disk, host):
-    captured = capture.capture({"w": np.ones(8)}, capture.Memory())
-    contents = manifest.Contents(leaves=captured.leaves, components={})
-    writer = host.begin(StepId(3, "0"), contents, num_bytes=64)
-    writer.write(captured)
-    assert host.being_written == {(3, "0")}
-    assert not offered(disk, 3)
-    assert host.held() == []
-    writer.abandon()
-    assert host.being_written == set()
-    assert disk.steps() == []
 
 
 def test_saves_of_a_step_are_offered_and_held_apart(disk, host):
@@ -334,16 +321,6 @@ def test_a_write_that_fails_halfway_is_a_clear_error_and_leaves_nothing(disk, ho
     assert host.being_written == set()
 
 
-def test_copies_are_listed_beside_what_the_host_saved(disk, host):
-    own = local_steps.save(host, 3, only={"params/b"})
-    values = local_steps.state(3)["params/w"]
-    held = local_steps.copies(host, 3, values)
-    assert len(held.fragments) == len(own.fragments) + 4
-    assert restored(disk, 3)["params/w"].tobytes() == values.tobytes()
-    assert len(offered(disk, 3)) == 1
-    assert held.host == host.host
-
-
 @pytest.mark.parametrize("is_spoilt", [False, True])
 def test_a_host_without_a_manifest_holds_the_copies_alone(disk, host, is_spoilt):
     if is_spoilt:
@@ -394,21 +371,6 @@ def test_copies_that_are_abandoned_leave_the_step_as_it_was(disk, host, is_full)
         "zarr.json",
         disk.manifest_path(0, StepId(3, "0")).name,
     }
-
-
-def test_what_a_component_wrote_is_listed_with_its_digest(host):
-    contents = manifest.Contents(leaves=(), components={"data": 2})
-    writer = host.begin(StepId(3, "0"), contents, num_bytes=9)
-    directory = writer.directory / "data"
-    storage.write_atomic(directory / "b.json", b"bb")
-    storage.write_atomic(directory / "below" / "a.json", b"")
-    written = step_writer.written_files(writer.directory, ["data"])
-    for file, path, content in zip(
-        written, ("b.json", "below/a.json"), (b"bb", b""), strict=True
-    ):
-        assert (file.path, file.stored_bytes) == (f"data/{path}", len(content))
-        assert file.digest == digest.values_digest(np.frombuffer(content, np.uint8))
-    writer.abandon()
 
 
 def test_a_slot_has_one_live_process(disk, host):

@@ -2,7 +2,6 @@
 
 import datetime
 import errno
-import os
 import pathlib
 import random
 import threading
@@ -110,18 +109,6 @@ def test_an_upload_that_was_cut_short_is_repeated_on_other_hosts(root, tier, wor
     assert "manifest-m0.0.json" not in names
     assert "data/shards-00007.json" not in names
     assert not any(ocdbt.store_name("m0.0", "0") in name for name in names)
-
-
-def test_one_host_alone_may_repeat_its_part(root, tier, world):
-    saved = uploaded.saved_step()
-    uploaded.write_all(root, saved, world)
-    share = uploaded.items(saved)[1::3]
-    uploaded.write(root, saved, world[1], share, finish=False)
-    with pytest.raises(errors.CheckpointError, match=r"not finished.*m1\.0"):
-        uploaded.commit_all(root, saved, world)
-    uploaded.write(root, saved, world[1], share)
-    uploaded.commit_all(root, saved, world)
-    uploaded.read(tier, 5)
 
 
 def test_a_rename_that_seemed_to_fail_but_did_not_is_a_commit(
@@ -339,18 +326,6 @@ def healthy(held, reader):
     return True
 
 
-def test_a_part_of_a_chunk_can_be_read(root, tier, world):
-    put(root, world)
-    offer, reader = next(iter(tier.offers(5).sources.items()))
-    held = offer.manifest
-    for number in range(len(held.fragments)):
-        fragment = held.fragments.row(number, contents=held.contents)
-        whole, last = bytearray(fragment.stored_bytes), bytearray(4)
-        reader.read_into(fragment.file, 0, memoryview(whole))
-        reader.read_into(fragment.file, len(whole) - 4, memoryview(last))
-        assert last == whole[-4:]
-
-
 def test_steps_that_cannot_be_listed_are_an_error_that_says_so(tmp_path):
     storage.write_atomic(tmp_path / "steps", b"a file")
     tier = persistent_tier.PersistentTier(
@@ -427,26 +402,6 @@ def test_what_will_not_pass_is_an_error_at_once():
     with pytest.raises(ValueError, match="a bug"):
         policy.call("writing /a", failing(ValueError("a bug")))
     assert not slept
-
-
-def test_an_upload_waits_for_storage_that_is_away(root, world):
-    saved = uploaded.saved_step()
-    # The steps lie behind a link, and what it points to is not there at first.
-    blocked = persistent_root.PersistentRoot(
-        path=root.path.parent / "link" / "steps", in_place=root.in_place
-    )
-    os.symlink(root.path.parent / "gone", root.path.parent / "link")
-    reports = []
-
-    def put_right(secs):
-        assert secs > 0
-        storage.make_directory(root.path.parent / "gone")
-
-    policy = retries.Retries(report=reports.append, sleep=put_right)
-    uploaded.write_all(blocked, saved, world, retries=policy)
-    assert reports
-    uploaded.commit_all(blocked, saved, world)
-    uploaded.read(persistent_tier.PersistentTier(blocked, run=uploaded.RUN), 5)
 
 
 def test_an_upload_that_was_killed_is_continued_and_no_part_is_written_twice(

@@ -255,14 +255,6 @@ class TestLeases:
                 lease(root.final(1))
         assert lease_files(root) == []
 
-    def test_a_step_in_storage_that_cannot_be_written_to_is_read_without_a_lease(
-        self, root, caplog
-    ):
-        (root.path / leases.DIRECTORY).write_text("no directory")
-        with leases.leased_if_ours(root.final(1)):
-            pass
-        assert "without a lease" in caplog.text
-
 
 def put(root, step, save, *, commit=False):
     """Uploads all of a step, and commits it or not."""
