@@ -208,34 +208,6 @@ def test_garbage_is_closed_and_waits_for_no_call():
         wait_until(lambda: threads() == before)
 
 
-def test_garbage_can_be_collected_in_any_thread_at_any_time():
-    before = threads()
-
-    def churn():
-        for _ in range(30):
-            owner = owned(Numbers())
-            owner.calls.take()
-            in_a_cycle(owner)
-            del owner
-            gc.collect(0)
-
-    # The thread that reads ahead closes itself.
-    owner = owned(Numbers())
-    owner.calls.take()
-    reading = owner.calls
-    in_a_cycle(owner)
-    del owner
-    reading.submit(gc.collect).result(SOON_SECS)
-    churning = [threading.Thread(target=churn, daemon=True) for _ in range(4)]
-    for one in churning:
-        one.start()
-    for one in churning:
-        one.join(SOON_SECS)
-        assert not one.is_alive()
-    gc.collect()
-    wait_until(lambda: threads() == before)
-
-
 PROGRAM = """
 import gc, sys, threading, time
 from elastic_ckpt.core import background

@@ -1,4 +1,3 @@
-import concurrent.futures
 import pathlib
 import resource
 
@@ -28,21 +27,6 @@ def test_memory_that_was_given_back_is_used_again_for_the_same_size_alone():
     other = pool.take(2**20)
     assert address(other) != first
     assert address(pool.take(3 * 2**20)) == first
-
-
-def test_memory_that_is_out_is_given_to_nobody_else():
-    pool = host_memory.Pool()
-
-    def take_and_give_back(number):
-        memory = pool.take(4096)
-        memory[:] = number
-        alone = (memory == number).all()
-        pool.give_back(memory)
-        return alone
-
-    with concurrent.futures.ThreadPoolExecutor(8) as threads:
-        numbers = [n % 251 for n in range(500)]
-        assert all(threads.map(take_and_give_back, numbers))
 
 
 @pytest.mark.parametrize("limit", [resource.RLIMIT_DATA, resource.RLIMIT_AS])

@@ -139,22 +139,6 @@ class TestSegmentedLog:
         assert numbers(segmented_log.read(path)) == list(range(100, 130))
         assert names(path) == [name for name, _ in uploads]
 
-    def test_a_writer_holds_no_more_than_a_segment(self, tmp_path):
-        log = segmented_log.SegmentedLog(tmp_path / "log", max_bytes=64)
-        most = 0
-        for number in range(10, 99):
-            log.append({"n": number})
-            most = max(most, log.pending_bytes)
-        log.append({"n": "x" * 100})
-        log.append({"n": 99})
-        log.close()
-        assert most == 63  # of 9 bytes each
-        assert log.pending_bytes == 0
-        read = numbers(segmented_log.read(tmp_path / "log"))
-        assert read == [*range(10, 99), "x" * 100, 99]
-        sizes = [each.stat().st_size for each in (tmp_path / "log").iterdir()]
-        assert sorted(sizes)[-2:] == [63, 109]
-
     def test_a_segment_whose_upload_failed_is_uploaded_with_the_lines_after_it(
         self, tmp_path, monkeypatch
     ):

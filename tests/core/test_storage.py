@@ -85,26 +85,6 @@ def test_of_many_that_create_an_object_one_does(bucket):
     assert storage.absolute(path).read_bytes() == b"%d" % actual.index(True)
 
 
-def test_what_is_removed_may_be_a_file_a_tree_or_nothing(tmp_path):
-    storage.write_atomic(tmp_path / "file", b"one")
-    storage.write_atomic(tmp_path / "tree" / "below" / "file", b"x")
-    for _ in range(2):
-        storage.remove(tmp_path / "file")
-        storage.remove(tmp_path / "tree")
-        assert os.listdir(tmp_path) == []
-
-
-def test_a_directory_is_renamed_but_never_over_one_that_holds_something(tmp_path):
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "file").write_bytes(b"new")
-    storage.rename(tmp_path / "new", tmp_path / "step")
-    assert (tmp_path / "step" / "file").read_bytes() == b"new"
-    (tmp_path / "other").mkdir()
-    with pytest.raises(OSError, match="not empty"):
-        storage.rename(tmp_path / "other", tmp_path / "step")
-    assert (tmp_path / "step" / "file").read_bytes() == b"new"
-
-
 def test_all_that_comes_into_a_private_directory_is_its_owners_alone(
     tmp_path, monkeypatch
 ):

@@ -1,6 +1,5 @@
 import contextlib
 import dataclasses
-import errno
 import json
 import os
 import pathlib
@@ -334,43 +333,6 @@ def test_a_host_without_a_manifest_holds_the_copies_alone(disk, host, is_spoilt)
     ((offer, _),) = offered(disk, 3).items()
     assert fragments(offer.manifest) == fragments(held)
     assert not host.clean()
-
-
-def no_room(change, path):
-    if change == "create":
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-
-
-@pytest.mark.parametrize("is_full", [False, True])
-def test_copies_that_are_abandoned_leave_the_step_as_it_was(disk, host, is_full):
-    own = local_steps.save(host, 3, only={"params/b"})
-    directory = pathlib.Path(disk.step_directory(0, StepId(3, "0")))
-    values = local_steps.state(3)["params/w"]
-    writer = host.copy_writer(StepId(3, "0"), own.contents, num_bytes=99)
-    local_steps.put(writer, 0, values[:1])
-    if is_full:
-        # The copy before is dropped, too, and none after it is taken.
-        file, content = local_steps.file_of_peer(3), local_steps.cursors(3)
-        with (
-            storage.watched(no_room),
-            pytest.raises(errors.CheckpointError, match="No space"),
-        ):
-            writer.put_file(file, content)
-        with pytest.raises(errors.CheckpointError, match="No space"):
-            local_steps.put(writer, 1, values[1:2])
-        with pytest.raises(errors.CheckpointError, match="No space"):
-            writer.commit()
-    else:
-        writer.abandon()
-    ((offer, _),) = offered(disk, 3).items()
-    assert fragments(offer.manifest) == fragments(own)
-    left = {path.name for path in directory.rglob("*") if path.is_file()}
-    assert left == {
-        "0",
-        "0.json",
-        "zarr.json",
-        disk.manifest_path(0, StepId(3, "0")).name,
-    }
 
 
 def test_a_slot_has_one_live_process(disk, host):

@@ -153,14 +153,6 @@ def test_a_program_and_an_agent_of_other_versions_are_one_error_that_names_both(
         pytest.raises(source.ReadError, match=f"speaks version {too_new}"),
     ):
         client.endpoint(peer.url).read(PART, most_bytes=9)
-    record = {"protocol": too_new, "domains": {}, "agents": {}}
-    (tmp_path / node_record.FILE).write_bytes(storage.canonical_json(record))
-    with (
-        storage.exclusive_lock(tmp_path / node_record.LOCK_FILE),
-        pytest.raises(errors.RunError, match=rf"version {too_new}.*upgrade"),
-        attached(root),
-    ):
-        pass
 
 
 class TestRunsThatEnded:

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core import checked_json
 from elastic_ckpt.steps import manifest, manifest_file
-from elastic_ckpt.tiers import find, source
+from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.peers import (
     agent,
-    agent_connections,
     agent_url,
     bandwidth,
     peer,
@@ -216,33 +215,6 @@ class TestOffers:
         with ScriptedPeer(nested) as lying:
             sources, problems = peer.Peer(lying.url, client, served.RUN).offers(30)[:2]
         assert (sources, len(problems)) == ({}, 1)
-
-
-def test_a_peer_that_lists_many_steps_is_asked_for_few(url, client):
-    # It may be broken, or an enemy.
-    entry = {"slot": "0", "save": "0", "manifest": "manifest-a.json"}
-    listing = json.dumps([entry | {"step": step} for step in range(1000, 3000)])
-
-    def respond(connection, request):
-        if request.startswith(b"GET /v1/steps "):
-            connection.sendall(answer(listing.encode()))
-        else:
-            connection.sendall(answer(b"", status="404 Nowhere"))
-
-    with ScriptedPeer(respond) as lying:
-        tiers = [
-            peer.Peers([peer.Peer(lying.url, client, served.RUN)]),
-            peer.Peer(url, client, served.RUN),
-        ]
-        outcome = find.Search(tiers).newest()
-        asked = [request.split()[1] for request in lying.requests]
-    assert outcome.found_step.step.step == 30
-    assert asked.count(b"/v1/steps") == 1
-    assert len(asked) == 1 + peer.MOST_UNREADABLE
-    assert len(outcome.passed_over) == peer.MOST_STEPS
-    newest, *_, last = outcome.passed_over.values()
-    assert "lists 2000 steps; the newest 256 are looked at" in newest
-    assert "was not asked for more manifests: 8 of them" in last
 
 
 LIES = [
@@ -596,24 +568,3 @@ class TestTls:
             pytest.raises(source.ReadError),
         ):
             read(client, address.url.replace("https", "http"))
-
-    def test_a_handshake_that_does_not_end_ends(
-        self, serve, authority, hasty, monkeypatch, caplog
-    ):
-        monkeypatch.setattr(agent_connections, "SECRET_WITHIN_SECS", 0.5)
-        with serve("ca-127.0.0.1", max_connections_of_client=2) as address:
-            with served.connect(address.url) as silent:
-                assert served.until_closed(silent) == b""
-            # One that needs its place ends it at once.
-            monkeypatch.setattr(agent_connections, "SECRET_WITHIN_SECS", 600.0)
-            with (
-                served.connect(address.url) as silent,
-                served.connect(address.url),
-            ):
-                assert self.content(address, authority / "ca.pem") == CONTENT
-                assert served.until_closed(silent) == b""
-        assert not caplog.records
-        with ScriptedPeer(lambda *_: None) as silent:
-            url = silent.url.replace("http", "https")
-            with pytest.raises(source.ReadError, match="timed out"):
-                read(hasty, url)

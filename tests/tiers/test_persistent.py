@@ -4,14 +4,13 @@ import datetime
 import errno
 import pathlib
 import random
-import threading
 from concurrent import futures
 
 import numpy as np
 import pytest
 
 from elastic_ckpt.core import digest, errors, storage
-from elastic_ckpt.steps import line, manifest
+from elastic_ckpt.steps import line
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.persistent import (
@@ -20,7 +19,6 @@ from elastic_ckpt.tiers.persistent import (
     ocdbt,
     persistent_root,
     persistent_tier,
-    progress,
     retries,
     upload,
 )
@@ -111,26 +109,6 @@ def test_an_upload_that_was_cut_short_is_repeated_on_other_hosts(root, tier, wor
     assert not any(ocdbt.store_name("m0.0", "0") in name for name in names)
 
 
-def test_a_rename_that_seemed_to_fail_but_did_not_is_a_commit(
-    tmp_path, world, monkeypatch
-):
-    root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
-    saved = uploaded.saved_step()
-    uploaded.write_all(root, saved, world)
-    rename = storage.rename
-
-    def seems_to_fail(source_path, target):
-        rename(source_path, target)
-        raise OSError(errno.EIO, "the answer was lost")
-
-    monkeypatch.setattr(storage, "rename", seems_to_fail)
-    reports = []
-    policy = retries.Retries(report=reports.append, sleep=lambda _: None)
-    uploaded.commit_all(root, saved, world, retries=policy)
-    assert len(reports) == 1
-    uploaded.read(persistent_tier.PersistentTier(root, run=uploaded.RUN), 5)
-
-
 def test_a_committed_step_is_replaced_by_no_older_save(root, world):
     put(root, world, save="1")
     before = tree(root.final(5))
@@ -196,35 +174,6 @@ def test_a_removed_step_is_gone_at_once_and_a_killed_removal_leaves_a_leftover(
     assert leftover.step == 6
     storage.remove(leftover.path)
     assert not root.leftovers()
-
-
-def test_an_object_store_is_asked_once_about_each_step(tmp_path, world, monkeypatch):
-    root = persistent_root.PersistentRoot(
-        path=storage.absolute(tmp_path / "steps"), in_place=True
-    )
-    for step in (5, 6, 7):
-        put(root, world, step=step)
-    root.uncommit(7)
-    listed, asked = [], []
-    names, is_committed = storage.names, persistent_root.PersistentRoot.is_committed
-    monkeypatch.setattr(
-        storage, "names", lambda path: listed.append(path.name) or names(path)
-    )
-    monkeypatch.setattr(
-        persistent_root.PersistentRoot,
-        "is_committed",
-        lambda root, step: asked.append(step) or is_committed(root, step),
-    )
-    assert list(root.manifests()) == [5, 6]
-    assert (sorted(listed), asked) == (["5", "6", "7", "steps"], [7])
-    # No answer comes before all are asked for; asked in turn, the first one fails.
-    together = threading.Barrier(8, timeout=120)
-    answers = root.of_each(lambda _: together.wait() < 8, range(8))
-    assert answers == dict.fromkeys(range(8), True)
-    # Who looks for the newest one asks about no older one.
-    listed.clear(), asked.clear()
-    assert next(root.newest_first()) == 6
-    assert (listed, asked) == (["steps"], [7, 6])
 
 
 def test_a_search_has_the_steps_of_when_it_began(root, tier, world):
@@ -402,51 +351,3 @@ def test_what_will_not_pass_is_an_error_at_once():
     with pytest.raises(ValueError, match="a bug"):
         policy.call("writing /a", failing(ValueError("a bug")))
     assert not slept
-
-
-def test_an_upload_that_was_killed_is_continued_and_no_part_is_written_twice(
-    root, tier, monkeypatch
-):
-    monkeypatch.setattr(upload, "_PROGRESS_SECS", 0.0)
-    monkeypatch.setattr(upload, "_PROGRESS_SHARE", 0)
-    saved = uploaded.saved_step()
-    items = uploaded.items(saved)
-
-    def part(item):
-        if isinstance(item, manifest.ComponentFile):
-            return item
-        leaf, box = item
-        whole = uploaded.values(saved.contents.leaves[leaf].path)
-        piece = whole[tuple(map(slice, box.start, box.stop))].copy()
-        return manifest.Fragment(
-            leaf=leaf,
-            box=box,
-            digest=digest.values_digest(piece),
-            file="",
-            offset=0,
-            stored_bytes=piece.nbytes,
-        )
-
-    def go_on(host, share, *, finish=True):
-        ours = upload.Upload(root, saved, host)
-        ours.begin(lambda: {progress.part_of(part(item)) for item in items})
-        missing = [item for item in share if not ours.has(part(item))]
-        for item in missing:
-            uploaded.put(ours, saved, item)
-        if finish:
-            ours.finish()
-        return len(missing)
-
-    # Parts with other values are written anew.
-    uploaded.write(root, saved, uploaded.hosts(3)[2], items[:2], seed=1, finish=False)
-    counts = [
-        go_on(host, items[n::3][:2], finish=False)
-        for n, host in enumerate(uploaded.hosts(3))
-    ]
-    world = uploaded.hosts(2)
-    counts += [go_on(host, items[n::2]) for n, host in enumerate(world)]
-    assert sum(counts) == len(items)
-    assert 0 < sum(counts[-2:]) < len(items)
-    uploaded.commit_all(root, saved, world)
-    uploaded.read(tier, 5)
-    assert not list(root.final(5).glob("progress-*"))
