@@ -124,9 +124,5 @@ def test_every_command_runs_as_written_on_a_fresh_clone_with_a_bare_python(
     for name in ("demo_cpu", "demo_packed"):
         verified = run(f"uv run elastic-ckpt verify --strict runs/{name}")
         assert verified.endswith("\nPASSED: every copy is what was saved\n")
-    flip = "uv run python -m tests.faults.flipped_runs 10 configs/demo_packed.yml"
-    refused, unharmed = map(int, re.findall(r"[0-9]+", run(flip)))
-    assert refused > unharmed
-    assert refused + unharmed == 10
     # Neither the lock file nor a run shows up as something to commit.
     assert run("git status --porcelain") == " M configs/demo_cpu.yml\n"

@@ -235,8 +235,10 @@ def watch_steps(
         path = root.final(found)
         try:
             save = persistent_root.committed_save(path)
+            # A step that is being removed is passed over, even if the removal was cut
+            # short and the step is still listed.
+            stored.yielded[found] = save
             with leases.lease(path, duration_secs=duration_secs):
-                stored.yielded[found] = save
                 if save is None:
                     manifest = persistent_root.any_manifest(path)
                     save = "" if manifest is None else manifest.save

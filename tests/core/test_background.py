@@ -55,11 +55,6 @@ def no_thread_is_left():
     wait_until(lambda: threads() <= before)
 
 
-@pytest.fixture
-def short_close(monkeypatch):
-    monkeypatch.setattr(background, "_CLOSE_SECS", 0.05)
-
-
 def threads():
     return {t for t in threading.enumerate() if t.name == NAME}
 
@@ -87,40 +82,29 @@ def test_results_and_errors_come_in_the_order_of_the_calls(start):
     assert actual == [0, "KeyError(1)", 2, 3, "KeyError(4)", 5, 6]
 
 
-@pytest.mark.parametrize("error", [StopIteration, KeyboardInterrupt, SystemExit])
-def test_an_error_of_any_kind_is_raised_where_the_result_is_taken(start, error):
-    def fail():
-        raise error
+def test_an_error_of_any_kind_is_raised_where_the_result_is_taken(start):
+    for error in (StopIteration, KeyboardInterrupt, SystemExit):
 
-    one = start(fail)
-    for _ in range(3):
-        with pytest.raises(error):
+        def fail(error=error):
+            raise error
+
+        one = start(fail)
+        for _ in range(3):
+            with pytest.raises(error):
+                one.take()
+
+
+def test_it_is_never_further_ahead_than_its_depth_and_always_so_far(start):
+    for depth in (1, 2, 5):
+        numbers = Numbers()
+        one = start(numbers, depth=depth)
+        assert numbers.made == []
+        for taken in range(1, 10):
             one.take()
-
-
-@pytest.mark.parametrize("depth", [1, 2, 5])
-def test_it_is_never_further_ahead_than_its_depth_and_always_so_far(start, depth):
-    numbers = Numbers()
-    one = start(numbers, depth=depth)
-    assert numbers.made == []
-    for taken in range(1, 10):
-        one.take()
-        assert len(numbers.made) <= taken + depth
-        settled(one)
-        assert len(numbers.made) == taken + depth
-        assert one.num_ready() == depth
-
-
-def test_what_is_not_ready_is_not_counted(start):
-    numbers = Numbers()
-    one = start(numbers)
-    numbers.hold()
-    threading.Timer(0, numbers.may_go_on.set).start()
-    one.take()
-    settled(one)
-    numbers.hold()
-    assert one.num_ready() == 2
-    numbers.may_go_on.set()
+            assert len(numbers.made) <= taken + depth
+            settled(one)
+            assert len(numbers.made) == taken + depth
+            assert one.num_ready() == depth
 
 
 def test_dropped_results_are_not_called_for_and_the_next_are_new(start):
@@ -140,21 +124,14 @@ def test_dropped_results_are_not_called_for_and_the_next_are_new(start):
     assert one.take() == 5
 
 
-def test_a_call_submitted_comes_after_those_that_are_pending(start):
-    numbers = Numbers()
-    one = start(numbers)
-    one.take()
-    assert one.submit(lambda: list(numbers.made)).result(SOON_SECS) == [0, 1, 2]
-    with pytest.raises(ZeroDivisionError):
-        one.submit(lambda: 1 / 0).result(SOON_SECS)
-    assert one.take() == 1
-
-
 def test_a_take_that_is_interrupted_loses_no_result(start):
     numbers = Numbers()
     one = start(numbers)
     one.take()
-    settled(one)
+    # What is submitted comes after the calls that are pending.
+    assert one.submit(lambda: list(numbers.made)).result(SOON_SECS) == [0, 1, 2]
+    with pytest.raises(ZeroDivisionError):
+        one.submit(lambda: 1 / 0).result(SOON_SECS)
     numbers.hold()
     assert [one.take(), one.take()] == [1, 2]
     with pytest.raises(KeyboardInterrupt):
@@ -163,66 +140,34 @@ def test_a_take_that_is_interrupted_loses_no_result(start):
     assert [one.take(), one.take()] == [3, 4]
 
 
-def test_a_closed_one_raises_and_can_be_closed_again(start):
-    one = start(Numbers())
+def held_up(start):
+    """One whose call does not return, and what it calls."""
+    numbers = Numbers()
+    one = start(numbers)
     one.take()
+    settled(one)
+    numbers.hold()
+    one.take()
+    return one, numbers
+
+
+def test_a_call_that_hangs_is_left_alone_after_a_while_or_at_once(
+    start, caplog, monkeypatch
+):
+    one, numbers = held_up(start)
+    one.close(wait=False)
+    assert not numbers.may_go_on.is_set()
+    numbers.may_go_on.set()
+    monkeypatch.setattr(background, "_CLOSE_SECS", 0.05)
+    one, numbers = held_up(start)
+    wait_until(lambda: len(numbers.made) == 4)
     one.close()
     one.close()
     for use in (one.take, lambda: one.submit(list)):
         with pytest.raises(errors.DataError, match="was closed; make a new one"):
             use()
-
-
-def test_what_is_to_be_called_last_is_called_last_in_the_thread(start):
-    numbers = Numbers()
-    one = start(numbers)
-    one.take()
-    numbers.hold()
-    one.take()
-    called = []
-    threading.Timer(0.01, numbers.may_go_on.set).start()
-    one.close(lambda: called.append((threading.current_thread().name, *numbers.made)))
-    (call,) = called
-    assert call[0] == NAME
-    # No call began after `close`, but for the one that was under way.
-    assert len(numbers.made) == len(call) - 1
-
-
-@pytest.mark.usefixtures("short_close")
-def test_a_call_that_hangs_is_left_alone_after_a_while(start, caplog):
-    numbers = Numbers()
-    one = start(numbers)
-    one.take()
-    settled(one)
-    numbers.hold()
-    one.take()
-    wait_until(lambda: len(numbers.made) == 4)
-    began = time.monotonic()
-    one.close()
-    assert time.monotonic() - began < SOON_SECS / 2
     assert "has not returned within 0.05 s; its thread is abandoned" in caplog.text
     numbers.may_go_on.set()
-
-
-def test_closing_without_waiting_does_not_wait_for_a_call_that_hangs(start):
-    numbers = Numbers()
-    one = start(numbers)
-    one.take()
-    settled(one)
-    numbers.hold()
-    one.take()
-    one.close(wait=False)
-    assert not numbers.may_go_on.is_set()
-    numbers.may_go_on.set()
-
-
-def test_it_can_be_closed_from_its_own_thread(start, caplog, monkeypatch):
-    monkeypatch.setattr(background, "_CLOSE_SECS", SOON_SECS)
-    one = start(Numbers())
-    began = time.monotonic()
-    one.submit(one.close).result(SOON_SECS)
-    assert time.monotonic() - began < SOON_SECS / 2
-    assert caplog.text == ""
 
 
 class Owner:
@@ -243,66 +188,24 @@ def in_a_cycle(owner):
     owner.itself = owner
 
 
-@pytest.mark.parametrize("tie", [lambda _: None, in_a_cycle])
-def test_garbage_is_closed_and_its_thread_ends(tie):
+def test_garbage_is_closed_and_waits_for_no_call():
     before = threads()
-    numbers = Numbers()
-    owner = owned(numbers)
-    owner.calls.take()
-    tie(owner)
-    assert len(threads() - before) == 1
-    del owner
-    gc.collect()
-    wait_until(lambda: threads() == before)
-
-
-def test_garbage_does_not_wait_for_a_call_that_hangs():
-    numbers = Numbers()
-    owner = owned(numbers)
-    owner.calls.take()
-    settled(owner.calls)
-    numbers.hold()
-    owner.calls.take()
-    del owner
-    assert not numbers.may_go_on.is_set()
-    numbers.may_go_on.set()
-
-
-def test_garbage_can_be_collected_in_the_thread_that_reads_ahead():
-    before = threads()
-    numbers = Numbers()
-    owner = owned(numbers)
-    owner.calls.take()
-    thread = owner.calls
-    in_a_cycle(owner)
-    del owner
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(background, "_CLOSE_SECS", SOON_SECS)
-        began = time.monotonic()
-        thread.submit(gc.collect).result(SOON_SECS)
-    assert time.monotonic() - began < SOON_SECS / 2
-    wait_until(lambda: threads() == before)
-
-
-def test_garbage_can_be_collected_in_any_thread_at_any_time():
-    before = threads()
-
-    def churn():
-        for _ in range(30):
-            owner = owned(Numbers())
-            owner.calls.take()
+    for in_cycle in (False, True):
+        numbers = Numbers()
+        owner = owned(numbers)
+        owner.calls.take()
+        settled(owner.calls)
+        if in_cycle:
             in_a_cycle(owner)
-            del owner
-            gc.collect(0)
-
-    churning = [threading.Thread(target=churn, daemon=True) for _ in range(4)]
-    for one in churning:
-        one.start()
-    for one in churning:
-        one.join(SOON_SECS)
-        assert not one.is_alive()
-    gc.collect()
-    wait_until(lambda: threads() == before)
+        else:
+            numbers.hold()
+            owner.calls.take()
+        assert len(threads() - before) == 1
+        del owner
+        gc.collect()
+        assert in_cycle or not numbers.may_go_on.is_set()
+        numbers.may_go_on.set()
+        wait_until(lambda: threads() == before)
 
 
 PROGRAM = """
@@ -325,48 +228,33 @@ def owned():
 """
 
 
-@pytest.mark.parametrize(
-    ("ending", "printed"),
-    [
-        ("one = owned()", "closed True\n"),
-        ("one = owned(); del one; time.sleep(0.2)", "closed False\n"),
-        ("one = owned(); sys.exit(0)", "closed True\n"),
-        ("one, two = owned(), owned()", "closed True\n" * 2),
-        # Collected while it is closed.
-        ("one = owned(); one.itself = one; del one", "closed True\n"),
-    ],
-)
-def test_a_program_that_ends_closes_what_is_open_without_a_word(ending, printed):
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM + ending],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=600,
+def ended(ending):
+    program = [sys.executable, "-c", PROGRAM + ending]
+    return subprocess.run(
+        program, capture_output=True, text=True, check=True, timeout=SOON_SECS
     )
-    assert (ended.stdout, ended.stderr) == (printed, "")
+
+
+def test_a_program_that_ends_closes_what_is_open_without_a_word():
+    one = "one = owned(); del one; time.sleep(0.2)\n"
+    two = "one, two = owned(), owned(); sys.exit(0)"
+    # Collected while it is closed.
+    garbage = "one = owned(); one.itself = one; del one"
+    for ending, printed in (
+        (one + two, "closed False\n" + "closed True\n" * 2),
+        (garbage, "closed True\n"),
+    ):
+        done = ended(ending)
+        assert (done.stdout, done.stderr) == (printed, "")
 
 
 def test_a_program_ends_though_a_call_hangs():
-    program = PROGRAM + (
+    program = (
         "background._CLOSE_SECS = 0.05\n"
         "one = owned()\n"
         "one.calls.submit(threading.Event().wait)\n"
         "print('end', flush=True)"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=600,
-    )
-    assert ended.stdout == "end\n"
-    assert "its thread is abandoned" in ended.stderr
-
-
-def test_a_call_in_its_own_thread_gives_its_result_or_its_error():
-    assert background.in_thread(lambda: 7, name="seven").result(SOON_SECS) == 7
-    failed = background.in_thread(lambda: {}["x"], name="failing")
-    with pytest.raises(KeyError, match="x"):
-        failed.result(SOON_SECS)
+    done = ended(program)
+    assert done.stdout == "end\n"
+    assert "its thread is abandoned" in done.stderr

@@ -1,13 +1,9 @@
 """Clients of object stores: set up once, and their failures known for what they are."""
 
-import logging
 import os
+import time
 
-import aiohttp
-import botocore.exceptions
 import fsspec
-import gcsfs.retry
-import google.auth.exceptions
 import pytest
 from etils import epath
 
@@ -15,15 +11,22 @@ from elastic_ckpt.core import append_log, bucket_clients, errors, storage
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier, retries
 from tests import runs
 
-FAILURES = [
-    botocore.exceptions.EndpointConnectionError(endpoint_url="http://store"),
-    botocore.exceptions.NoCredentialsError(),
-    gcsfs.retry.HttpError({"code": 503, "message": "later"}),
-    aiohttp.ServerDisconnectedError(),
-    google.auth.exceptions.DefaultCredentialsError("none"),
-    PermissionError(13, "Permission denied"),
-]
-failing = pytest.mark.parametrize("failure", FAILURES, ids=lambda it: type(it).__name__)
+
+@pytest.fixture(scope="module")
+def failures():
+    """Errors of clients, which take a while to import."""
+    import aiohttp
+    import botocore.exceptions
+    import gcsfs.retry
+    import google.auth.exceptions
+
+    return [
+        botocore.exceptions.EndpointConnectionError(endpoint_url="http://store"),
+        botocore.exceptions.NoCredentialsError(),
+        gcsfs.retry.HttpError({"code": 503, "message": "later"}),
+        aiohttp.ServerDisconnectedError(),
+        google.auth.exceptions.DefaultCredentialsError("none"),
+    ]
 
 
 @pytest.fixture
@@ -52,18 +55,6 @@ def test_an_object_store_without_its_client_is_an_error_that_names_the_extra(
             touch(f"{protocol}://bucket/run")
 
 
-@pytest.mark.parametrize(
-    ("chosen", "level"),
-    [(logging.NOTSET, logging.CRITICAL), (logging.DEBUG, logging.DEBUG)],
-)
-def test_clients_log_no_tracebacks_unless_a_user_asks(chosen, level, monkeypatch):
-    client = logging.getLogger("gcsfs")
-    monkeypatch.setattr(client, "level", chosen)
-    bucket_clients._prepare_protocol.cache_clear()
-    bucket_clients.prepare("gs://bucket/run")
-    assert client.level == level
-
-
 def test_a_client_of_before_lists_what_other_processes_write(bucket):
     protocol = bucket.partition("://")[0]
     # No other test has a client of these settings.
@@ -78,6 +69,8 @@ def test_a_client_of_before_lists_what_other_processes_write(bucket):
     assert names(before.ls(f"{bucket}/steps")) == ["1", "2"]
     other.pipe(f"{bucket}/steps/3", b"")
     assert names(before.ls(f"{bucket}/steps")) == ["1", "2", "3"]
+    age_secs = time.time() - bucket_clients.last_written(f"{bucket}/steps")
+    assert -60 < age_secs < 600
 
 
 def names(paths):
@@ -85,51 +78,42 @@ def names(paths):
     return [os.path.basename(path) for path in paths]
 
 
-@failing
-def test_steps_that_are_out_of_reach_are_an_error_of_storage(failure, away):
+def test_a_store_that_is_out_of_reach_is_one_clear_error(failures, away):
     root = persistent_root.PersistentRoot.from_path("gs://bucket/run")
     tier = persistent_tier.PersistentTier(root, run="run")
-    away(failure)
-    with pytest.raises(errors.CheckpointError, match="cannot be listed"):
-        tier.steps()
-    (problem,) = tier.offers(3).problems
-    assert "cannot be" in problem
+    for failure in [*failures, PermissionError(13, "Permission denied")]:
+        away(failure)
+        with pytest.raises(errors.CheckpointError, match="cannot be listed"):
+            tier.steps()
+        (problem,) = tier.offers(3).problems
+        assert "cannot be" in problem
+        for verb in ("inspect", "verify"):
+            (line,) = runs.verb(verb, "gs://bucket/run", code=1).splitlines()
+            said = f"elastic-ckpt {verb}: gs://bucket/run cannot be read"
+            assert line.startswith(said)
 
 
-@failing
-def test_a_run_that_is_out_of_reach_is_one_clear_error(failure, away):
-    away(failure)
-    for verb in ("inspect", "verify"):
-        output = runs.verb(verb, "gs://bucket/run", code=1)
-        assert output.startswith(f"elastic-ckpt {verb}: gs://bucket/run cannot be read")
-        assert "cannot be read" in output
-        assert len(output.splitlines()) == 1
+def test_a_write_is_tried_again_when_a_client_fails_but_not_when_it_is_refused(
+    failures,
+):
+    def failing(*problems):
+        pending, calls = list(problems), []
 
+        def write():
+            calls.append(1)
+            if pending:
+                raise pending.pop()
+            return "written"
 
-@pytest.mark.parametrize("failure", FAILURES[:-1], ids=lambda it: type(it).__name__)
-def test_a_write_is_tried_again_when_a_client_fails(failure):
-    failures = [failure, failure]
+        return write, calls
 
-    def write():
-        if failures:
-            raise failures.pop()
-        return "written"
-
-    policy = retries.Retries(sleep=lambda _: None)
-    assert policy.call("writing /a", write) == "written"
-    assert not failures
-
-
-@pytest.mark.parametrize(
-    "failure", [PermissionError("Access Denied"), OSError("Forbidden: /bucket/a")]
-)
-def test_a_write_that_a_bucket_refuses_is_not_tried_again(failure):
-    calls = []
-
-    def write():
-        calls.append(1)
-        raise failure
-
-    with pytest.raises(errors.CheckpointError, match="check who may write there"):
-        retries.PATIENT.call("writing /a", write)
-    assert len(calls) == 1
+    patient = retries.Retries(sleep=lambda _: None)
+    for failure in failures:
+        write, calls = failing(failure, failure)
+        assert patient.call("writing /a", write) == "written"
+        assert len(calls) == 3
+    for failure in (PermissionError("Access Denied"), OSError("Forbidden: /bucket/a")):
+        write, calls = failing(failure)
+        with pytest.raises(errors.CheckpointError, match="check who may write there"):
+            retries.PATIENT.call("writing /a", write)
+        assert len(calls) == 1

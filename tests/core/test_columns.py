@@ -36,11 +36,6 @@ def test_packed_columns_order_rows_as_the_columns_do(listed):
     assert len({tuple(row) for row in np.array(packed).T.tolist()}) == len(rows)
 
 
-def test_small_numbers_are_packed_into_one_column():
-    assert len(columns.packed(*np.full((6, 3), 2**10 - 1))) == 1
-    assert len(columns.packed(*np.full((7, 3), 2**10 - 1))) == 2
-
-
 @given(
     np_st.arrays(
         np.int64,

@@ -3,8 +3,6 @@ import itertools
 import pickle
 import pkgutil
 
-import pytest
-
 import elastic_ckpt
 from elastic_ckpt.checkpoint.host import answers
 from elastic_ckpt.core import errors
@@ -12,16 +10,10 @@ from elastic_ckpt.data.sources import source
 from elastic_ckpt.elastic import host_failure
 
 
-@pytest.mark.parametrize(
-    ("number", "expected"),
-    [(0, ""), (1, "0"), (5, "0, 1, 2, 3, 4"), (6, "0, 1, 2, 3, 4, ...")],
-)
-def test_a_message_names_the_first_five(number, expected):
-    assert errors.first_of(map(str, range(number))) == expected
-
-
-def test_no_more_names_are_made_than_a_message_has():
-    assert errors.first_of(map(str, itertools.count())).endswith("4, ...")
+def test_a_message_names_the_first_five():
+    assert errors.first_of([]) == ""
+    assert errors.first_of(map(str, range(5))) == "0, 1, 2, 3, 4"
+    assert errors.first_of(map(str, itertools.count())) == "0, 1, 2, 3, 4, ..."
 
 
 def subclasses(kind):

@@ -1,4 +1,5 @@
-import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic_ckpt.core import preemption
 
@@ -31,20 +32,20 @@ def test_steps_count_from_the_first_and_go_on_when_a_run_goes_back():
     assert numbers_of([9]) == [9]
 
 
-@pytest.mark.parametrize("saved", [lambda step: step + 1, lambda step: 1000 * step])
-def test_a_loop_that_counts_otherwise_than_its_checkpointer_leaves_no_number_out(saved):
-    def asked(steps):
-        return [number for step in steps for number in (saved(step), step)]
+def test_a_loop_that_counts_otherwise_than_its_checkpointer_leaves_no_number_out():
+    for saved in (lambda step: step + 1, lambda step: 1000 * step):
 
-    with preemption.counting():
-        numbers = numbers_of(asked(range(100, 110)))
-        assert numbers == [n for number in range(1, 11) for n in (number, number)]
-        # Then it goes back.
-        assert numbers_of(asked([3, 4])) == [11, 11, 12, 12]
+        def asked(steps, saved=saved):
+            return [number for step in steps for number in (saved(step), step)]
+
+        with preemption.counting():
+            numbers = numbers_of(asked(range(100, 110)))
+            assert numbers == [n for number in range(1, 11) for n in (number, number)]
+            # Then it goes back.
+            assert numbers_of(asked([3, 4])) == [11, 11, 12, 12]
 
 
-@pytest.mark.parametrize("agreed", range(1, 13))
-@pytest.mark.parametrize("often", [1, 2, 3])
+@given(st.integers(1, 12), st.integers(1, 3))
 def test_the_loop_leaves_whoever_asked_by_the_number_that_was_agreed(agreed, often):
     # Its checkpointer may ask about a step more than once, and a callback about others.
     with preemption.counting():

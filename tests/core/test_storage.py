@@ -1,17 +1,17 @@
 import concurrent.futures
 import errno
-import json
 import os
 import pathlib
 import stat
 import subprocess
 import sys
 
-import fsspec
 import pytest
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import errors, storage, storage_cause
 from tests import shared_memory
+
+ERRNOS = errno.errorcode
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
@@ -31,9 +31,10 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
 
 def test_a_write_creates_the_directory_and_replaces_the_file(tmp_path):
     path = tmp_path / "a" / "b" / "file"
-    storage.write_atomic(path, b"one")
-    storage.write_atomic(path, b"two")
-    assert path.read_bytes() == b"two"
+    for content in (b"one", b"two"):
+        storage.write_atomic(path, content, mode=0o600)
+        assert path.read_bytes() == content
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert os.listdir(path.parent) == ["file"]
 
 
@@ -56,18 +57,6 @@ def test_a_lock_is_refused_while_its_process_lives_and_free_once_it_is_killed(tm
         holder.wait()
     with storage.exclusive_lock(path):
         pass
-
-
-def test_an_object_store_s_path_is_absolute_as_it_is(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert os.fspath(storage.absolute("a/b")) == f"{tmp_path}/a/b"
-    assert os.fspath(storage.absolute("gs://bucket/a")) == "gs://bucket/a"
-
-
-def test_canonical_json_does_not_depend_on_the_order_of_keys():
-    one, other = {"a": 1, "b": [None, "x"]}, {"b": [None, "x"], "a": 1}
-    assert storage.canonical_json(one) == storage.canonical_json(other)
-    assert json.loads(storage.canonical_json(one)) == one
 
 
 def test_of_many_that_create_a_file_one_does_and_all_find_what_it_wrote(tmp_path):
@@ -96,56 +85,9 @@ def test_of_many_that_create_an_object_one_does(bucket):
     assert storage.absolute(path).read_bytes() == b"%d" % actual.index(True)
 
 
-def test_a_private_file_is_private_when_it_is_replaced_too(tmp_path):
-    for content in (b"one", b"two"):
-        storage.write_atomic(tmp_path / "file", content, mode=0o600)
-        assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
-        assert (tmp_path / "file").read_bytes() == content
-
-
-def test_what_is_removed_may_be_a_file_a_tree_or_nothing(tmp_path):
-    storage.write_atomic(tmp_path / "file", b"one")
-    storage.write_atomic(tmp_path / "tree" / "below" / "file", b"x")
-    for _ in range(2):
-        storage.remove(tmp_path / "file")
-        storage.remove(tmp_path / "tree")
-        assert os.listdir(tmp_path) == []
-
-
-def test_a_tree_is_flushed_with_every_file_and_directory(tmp_path, monkeypatch):
-    storage.write_atomic(tmp_path / "a", b"x")
-    storage.write_atomic(tmp_path / "below" / "b", b"x")
-    flushed = []
-    monkeypatch.setattr(
-        os, "fsync", lambda file: flushed.append(os.readlink(f"/proc/self/fd/{file}"))
-    )
-    storage.sync_tree(tmp_path)
-    paths = [tmp_path, tmp_path / "a", tmp_path / "below", tmp_path / "below" / "b"]
-    assert sorted(flushed) == list(map(str, paths))
-
-
-def test_a_directory_is_renamed_but_never_over_one_that_holds_something(tmp_path):
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "file").write_bytes(b"new")
-    storage.rename(tmp_path / "new", tmp_path / "step")
-    assert (tmp_path / "step" / "file").read_bytes() == b"new"
-    (tmp_path / "other").mkdir()
-    with pytest.raises(OSError, match="not empty"):
-        storage.rename(tmp_path / "other", tmp_path / "step")
-    assert (tmp_path / "step" / "file").read_bytes() == b"new"
-
-
-def test_what_another_process_has_written_into_a_bucket_is_listed(bucket):
-    directory = storage.make_directory(f"{bucket}/steps")
-    storage.write_atomic(directory / "1", b"")
-    assert [each.name for each in directory.iterdir()] == ["1"]
-    other = fsspec.filesystem(bucket.partition("://")[0], skip_instance_cache=True)
-    other.pipe(f"{directory}/2", b"")
-    assert sorted(each.name for each in directory.iterdir()) == ["1", "2"]
-    assert (directory / "2").exists()
-
-
-def test_all_that_comes_into_a_private_directory_is_its_owners_alone():
+def test_all_that_comes_into_a_private_directory_is_its_owners_alone(
+    tmp_path, monkeypatch
+):
     with shared_memory.directory("private") as parent:
         root = pathlib.Path(parent, "run")
         storage.make_private_directory(root)
@@ -161,10 +103,7 @@ def test_all_that_comes_into_a_private_directory_is_its_owners_alone():
         storage.create(root / "c", b"")
         assert modes(root) == {0o700, 0o600}
 
-
-def test_a_private_directory_without_access_control_lists_cannot_be_entered(
-    tmp_path, monkeypatch
-):
+    # Without access control lists nobody else can enter it.
     def unsupported(*_):
         raise OSError(errno.EOPNOTSUPP, "not here")
 
@@ -188,3 +127,34 @@ def test_new_files_have_the_mode_that_the_process_gives(tmp_path):
         os.umask(before)
     for name in "ab":
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o640
+
+
+def test_a_failure_has_a_cause_by_what_systems_and_clients_write():
+    for message, cause in {
+        errno.ENOSPC: "full",
+        errno.EDQUOT: "full",
+        errno.EROFS: "read_only",
+        errno.EACCES: "refused",
+        errno.ETIMEDOUT: "slow",
+        errno.ECONNREFUSED: "unreachable",
+        errno.ESTALE: "unreachable",
+        errno.EIO: "unreachable",
+        errno.ENOTDIR: "missing",
+        "step 3 needs 9 bytes in /ram, and 3 are free; raise the limit": "full",
+        "PERMISSION_DENIED: Error writing local file": "refused",
+        "UNAUTHENTICATED: HTTP response code: 401": "refused",
+        "gcsfs: Forbidden, 403": "refused",
+        "An error occurred (AccessDenied) when calling PutObject": "refused",
+        "the backup of an earlier step is not done; it comes next": "slow",
+        "UNAVAILABLE: HTTP response code: 503": "unreachable",
+        "HTTP status 429": "unreachable",
+        "is not what was saved: its digest differs": "damaged",
+        "host 1: components were not written: Connection refused": "component",
+        "host 1: components were not written: No space left on device": "full",
+        "step 401 has 503 boxes at 403 hosts": "other",
+    }.items():
+        error = OSError(message, os.strerror(message)) if message in ERRNOS else message
+        assert storage_cause.of_message(str(error)).name == cause, message
+    known = [each for each in vars(storage_cause).values() if isinstance(each, tuple)]
+    causes = [each for each in known if isinstance(each, storage_cause.Cause)]
+    assert [each.name for each in causes if not each.advice] == ["other"]

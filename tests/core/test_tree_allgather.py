@@ -30,17 +30,15 @@ def gathered(num_hosts, value_of, *, absent=(), rounds=1, timeout_secs=60):
         return [each.exception() or each.result() for each in doing], store
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2, FAN_IN + 1, FAN_IN + 2, 80])
-def test_every_host_gets_the_value_of_each_host_in_order(num_hosts):
-    results, _ = gathered(num_hosts, lambda host: {"host": host, "parity": host % 2})
-    values = [{"host": host, "parity": host % 2} for host in range(num_hosts)]
-    assert results == [values] * num_hosts
-
-
-def test_no_host_makes_more_requests_in_a_larger_world():
-    _, store = gathered(100, str, rounds=4)
-    assert max(store.requests.values()) <= 4 * (FAN_IN + 3)
-    assert sum(store.requests.values()) <= 4 * 3 * 100 + 2
+@pytest.mark.parametrize("num_hosts", [1, FAN_IN + 2, 80])
+def test_every_host_gets_the_value_of_each_host_by_few_requests(num_hosts):
+    value_of = lambda host: {"host": host, "parity": host % 2}  # noqa: E731
+    results, store = gathered(num_hosts, value_of, rounds=4)
+    assert results == [list(map(value_of, range(num_hosts)))] * num_hosts
+    # No host makes more in a larger world, and old values are removed.
+    assert max(store.requests.values(), default=0) <= 4 * (FAN_IN + 3)
+    assert sum(store.requests.values()) <= 4 * 3 * num_hosts + 2
+    assert len({key.split("/")[2] for key in store.values}) <= 1
 
 
 @pytest.mark.parametrize("order", ["up", "down"])
@@ -75,22 +73,16 @@ def test_each_host_waits_for_those_of_its_branch_that_come_before(order):
     assert {key.split("/")[2] for key in store.values} == {"1"}
 
 
-def test_old_values_are_removed():
-    _, store = gathered(20, str, rounds=6)
-    assert {key.split("/")[2] for key in store.values} == {"2"}
-
-
-@pytest.mark.slow
 def test_a_host_that_is_missing_is_named_on_all_hosts():
-    results, _ = gathered(12, str, absent=[10], timeout_secs=0.2)
+    results, _ = gathered(4, str, absent=[2], timeout_secs=0.01)
     assert {type(each) for each in results} == {errors.RunError}
-    assert all(" waited for 10 (kind-0)" in str(each) for each in results)
+    assert all(" waited for 2 (kind-0)" in str(each) for each in results)
 
 
 def test_equal_values_of_all_hosts_take_as_many_bytes_as_one():
     one = GroupedValues.of_host(0, {"answer": None})
     many = GroupedValues.merged(
-        GroupedValues.of_host(host, {"answer": None}) for host in range(10_000)
+        GroupedValues.of_host(host, {"answer": None}) for host in range(1000)
     )
     assert len(many.to_bytes()) < len(one.to_bytes()) + 16
 
@@ -105,17 +97,6 @@ def test_grouped_values_survive_their_encoding(values):
 
 
 @hypothesis.given(st.integers(1, 300), st.integers(1, 30))
-def test_the_hosts_of_a_group_follow_their_children_or_their_parents(num_hosts, fan_in):
-    tree = HostTree(num_hosts=num_hosts, fan_in=fan_in)
-    down = tree.in_order("down")
-    assert tree.in_order("up") == down[::-1]
-    for level, group in enumerate(down):
-        assert {tree.level(host) for host in group} == {level}
-    assert sorted(host for group in down for host in group) == list(range(num_hosts))
-
-
-@pytest.mark.slow
-@hypothesis.given(st.integers(1, 300), st.integers(1, 30))
 def test_every_host_is_below_exactly_one_child_of_its_ancestors(num_hosts, fan_in):
     tree = HostTree(num_hosts=num_hosts, fan_in=fan_in)
     below = [host for child in tree.children(0) for host in tree.below(child)]
@@ -127,6 +108,11 @@ def test_every_host_is_below_exactly_one_child_of_its_ancestors(num_hosts, fan_i
     for host in range(1, num_hosts):
         assert host in tree.children(tree.parent(host))
         assert tree.level(host) == tree.level(tree.parent(host)) + 1
+    down = tree.in_order("down")
+    assert tree.in_order("up") == down[::-1]
+    for level, group in enumerate(down):
+        assert {tree.level(host) for host in group} == {level}
+    assert sorted(host for group in down for host in group) == list(range(num_hosts))
 
 
 def test_what_fails_on_one_host_fails_on_all_and_later_calls_do_not():

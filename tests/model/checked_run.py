@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import random
+import time
+from unittest import mock
 
+import pytest
+
+from elastic_ckpt.checkpoint import follow, modified_step, number_edit
 from elastic_ckpt.core import errors
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import leases
 from elastic_ckpt.tiers.ram import ram_disk
+from tests.faults import spoilt_files
 from tests.model import simulated_world
-from tests.model.model import Model
+from tests.model.model import Model, Save
 from tests.model.simulated_world import Crash, Gone
 
 
@@ -26,6 +34,7 @@ class CheckedRun:
       num_machines: how many there are.
       stored_steps: how many steps storage keeps; None for all.
       in_place: whether storage is as a bucket is.
+      claims: whether each world is one of another start, which claims the run.
       **tiers: see `Simulation.open`.
     """
 
@@ -36,11 +45,16 @@ class CheckedRun:
         num_machines=4,
         stored_steps=None,
         in_place=False,
+        claims=False,
         **tiers,
     ):
         self.sim = simulated_world.Simulation(
-            pathlib.Path(directory), num_machines=num_machines, in_place=in_place
+            pathlib.Path(directory),
+            num_machines=num_machines,
+            in_place=in_place,
+            claims=claims,
         )
+        self._claims = claims
         self.model = Model(stored_steps=stored_steps)
         self._tiers = tiers
         if stored_steps is not None:
@@ -55,6 +69,11 @@ class CheckedRun:
         self._is_spoilt = False
         self.machines = ()
         self.head = None
+        self.has_ended = False
+        # What was loaded to go on from, and whether some of it was in RAM.
+        self._loaded, self._is_from_ram = None, False
+        # An edit of a step that was begun, under a save that nobody knows yet.
+        self._edited = None
 
     def __enter__(self):
         self.sim.__enter__()
@@ -93,6 +112,7 @@ class CheckedRun:
 
     def end(self):
         """Ends all hosts at once."""
+        self.has_ended = True
         self.sim.end()
         self.sim.files.full_at = None
         self.sim.threads.late = frozenset()
@@ -111,7 +131,7 @@ class CheckedRun:
 
     def open(self, machines):
         """Begins a world on some machines, which restores the newest step."""
-        self.machines = tuple(machines)
+        self.machines, self.has_ended = tuple(machines), False
         out_of_reach = self._out_of_reach()
         self.head, self._by_step = None, {}
         # A restore without room for files of components takes an older step.
@@ -151,7 +171,7 @@ class CheckedRun:
             go_back=go_back,
         )
         step_id = self.sim.hosts.opened_id
-        save = self.model.saves[step_id]
+        save = self._known(step_id)
         read = {name: leaf.tobytes() for name, leaf in restored["state"].items()}
         assert (read, position.value) == save.values
         if step is None:
@@ -161,8 +181,21 @@ class CheckedRun:
             )
         # It stays until a newer one has its copies.
         save.is_covered = True
+        self._go_on_from(save)
+        self._note_events()
+        if go_back is not False:
+            self._loaded = save
+
+    def _go_on_from(self, save):
         self.head = save
         self._by_step = {each.step: each for each in reversed(list(save.line()))}
+
+    def _known(self, step_id):
+        # The save of an edit is known once it is found.
+        edited = self._edited
+        if step_id not in self.model.saves and edited and edited.step == step_id.step:
+            self.model.saves[step_id], self._edited = edited, None
+        return self.model.saves[step_id]
 
     def save(self, step, *, overwrite=False):
         """Saves a new state."""
@@ -248,6 +281,10 @@ class CheckedRun:
 
     def flip(self, machine, number):
         """Flips a bit of what a machine has in RAM; whether there was any."""
+        return self.spoil(machine, number, "flipped")
+
+    def spoil(self, machine, number, kind):
+        """Spoils a part that a machine has in RAM; whether there was any."""
         disk = ram_disk.RamDisk(self.sim.roots[machine], run=simulated_world.RUN)
         files = []
         for slot, step_id in disk.all_saves():
@@ -255,17 +292,161 @@ class CheckedRun:
                 listed = disk.manifest(slot, step_id)
                 names = [*listed.fragments.files]
                 names += [each.path for each in listed.component_files]
-                directory = disk.step_directory(slot, step_id)
+                directory = pathlib.Path(disk.step_directory(slot, step_id))
                 files += [directory / name for name in names]
-        if not files:
+        if not self._spoil(files, number, kind):
             return False
-        path = files[number % len(files)]
-        content = bytearray(path.read_bytes())
-        content[number % len(content)] ^= 1
-        path.write_bytes(content)
-        self._is_spoilt = True
         self.model.lose(machine)
         return True
+
+    def spoil_stored(self, number, kind):
+        """Spoils any file of a step in storage; whether there was any."""
+        stored = [save for save in self.model.saves.values() if save.is_stored]
+        if not stored:
+            return False
+        save = stored[number % len(stored)]
+        directory = self.sim.storage / str(save.step)
+        files = [each for each in sorted(directory.rglob("*")) if each.is_file()]
+        save.is_spoilt = self._spoil(files, number, kind)
+        return save.is_spoilt
+
+    def _spoil(self, files, number, kind):
+        files = [each for each in files if each.exists() and each.stat().st_size]
+        if not files:
+            return False
+        chance = random.Random(number)
+        path = files[number % len(files)]
+        spoilt_files.spoil(path, kind, chance, other=chance.randbytes(20))
+        self._is_spoilt = True
+        return True
+
+    def delete(self, save):
+        """Removes a step that is not the newest from all tiers."""
+        save.in_ram = save.stored = False
+        with self._may_end():
+            self.sim.world.delete(save.step, missing_ok=True)
+            self._note_events()
+
+    def evaluate(self, save):
+        """Records a metric of a step that storage has."""
+        self._seed += 1
+        with self._may_end():
+            self.sim.world.record_metrics(save.step, {"loss": self._seed})
+            if "degraded" not in [name for name, _ in self.sim.events]:
+                save.loss = self._seed
+                self.check_evaluations()
+
+    def check_evaluations(self):
+        """Checks the metrics of the steps that storage has."""
+        recorded = self.sim.world.evaluations()
+        for save in self.sure_steps():
+            loss = recorded.get(save.step, {}).get("loss")
+            assert loss == save.loss, (save.step, recorded)
+
+    def follow(self):
+        """Another program reads all steps in storage, each as it was saved."""
+        read = set()
+        with self.sim.files.by_others():
+            for step in follow.watch_steps(
+                self.sim.storage, poll_secs=0, timeout_secs=0
+            ):
+                save = self._known(StepId(step.step, step.save))
+                try:
+                    loaded = step.load(simulated_world.abstract())
+                except errors.CheckpointError:
+                    assert save.is_spoilt or not save.stored
+                    continue
+                values = {name: leaf.tobytes() for name, leaf in loaded.items()}
+                assert values == save.values[0]
+                read.add(save)
+        # One that was being replaced may be set aside, or its successor is there; and
+        # a removal that was cut short is finished by the next one.
+        numbers = {save.step for save in read}
+        announced = list((self.sim.storage / leases.DIRECTORY).glob("removing-*"))
+        for save in self.model.saves.values():
+            is_there = (self.sim.storage / str(save.step)).exists()
+            is_due = save.is_stored and is_there and not announced
+            assert save.step in numbers or not is_due
+
+    def distrust(self):
+        """The loss is bad: a run that came from RAM goes back to storage."""
+        with self._may_end():
+            self.sim.world.wait()
+            self._note_events()
+            loaded = self._loaded
+            earlier = [] if loaded is None else list(loaded.line())[1:]
+            stored = [save for save in earlier if save.is_stored]
+            before = {save: vars(save).copy() for save in self.model.saves.values()}
+            if stored:
+                # They count no more, or if it is cut short, perhaps still.
+                for save in set(before) - set(stored[0].line()):
+                    save.in_ram = save.stored = False
+            found = self.sim.world.distrust(self.head.step + 1 if self.head else 1)
+            self._loaded = None
+            if found is None:
+                degraded = [name for name, _ in self.sim.events if name == "degraded"]
+                assert not (stored and self._is_from_ram) or degraded
+                for save, fields in before.items():
+                    vars(save).update(fields)
+                return
+            save = self.model.saves[found.step_id]
+            assert self._is_from_ram
+            assert save in earlier
+            assert not stored or save.step >= stored[0].step
+            self.model.leave(save)
+            self._load(None, frozenset())
+            assert self.head is save
+
+    def edit(self):
+        """Has a person edit the newest step in storage, while nothing else runs."""
+        if self.is_open:
+            self.close()
+        save = self.model.newest()
+        if self.is_open or save is None or not save.is_stored:
+            return
+        self._seed += 1
+        state, data = save.values
+        edited = bytes([self._seed % 256]) * len(state["b"])
+        values = ({**state, "b": edited}, data)
+        self._edited = Save(step=save.step, values=values, parent=save.parent)
+        change = number_edit.Change(
+            path="state/b", dtype="uint8", before=0, after=edited[0]
+        )
+        with self._may_end():
+            try:
+                step = modified_step.ModifiedStep(self.sim.storage / str(save.step))
+            except errors.CheckpointError:
+                # A later one is there, of which it is not sure that it stays.
+                steps = [int(each.name) for each in self.sim.storage.glob("[0-9]*")]
+                assert max(steps) > save.step
+                self._edited = None
+                return
+            # What followed it counts no more.
+            for each in set(self.model.saves.values()) - set(save.line()):
+                each.in_ram = each.stored = False
+            virtual = mock.patch.object(time, "time_ns", self.sim.clock.time_ns)
+            with step.alone(), virtual:
+                made = self._known(StepId(save.step, step.modify([change])))
+            self.model.store(made)
+
+    def be_replaced(self, machines, step):
+        """Another start continues the run, while this one is alive and saves, too."""
+        old = self.sim.world, self.sim.hosts
+        old[1].on_capture = lambda _: None
+        self.sim.world = self.sim.hosts = None
+        try:
+            self.open(machines)
+            if self.is_open:
+                self.save(step if self.head is None else self.head.step + 1)
+            if self.is_open:
+                self.wait()
+            if self.is_open and self.sure_steps():
+                with pytest.raises(errors.ReplacedError):
+                    _save_more(old[0], step)
+        finally:
+            old[1].close()
+            with contextlib.suppress(Crash):
+                old[0].abandon()
 
     def check_nothing_is_left(self):
         """Checks that the hosts of the world, and storage, have no unfinished files."""
@@ -282,7 +463,9 @@ class CheckedRun:
                     for path in directory.rglob("*")
                     if path.is_file() and path.name != "zarr.json"
                 }
-                assert there - {preserved.FILE} == named
+                assert there - {preserved.FILE} <= named
+                # What went bad and no host has read since is not put right.
+                assert self._is_spoilt or named <= there
         if not self._is_spoilt:
             # An upload of parts that went bad waits for good ones.
             assert not list(self.sim.storage.glob("*.orbax-checkpoint-tmp*"))
@@ -292,7 +475,7 @@ class CheckedRun:
         return [
             each
             for each in self.model.saves.values()
-            if each.stored and self.head is not None and each in self.head.line()
+            if each.is_stored and self.head is not None and each in self.head.line()
         ]
 
     def _out_of_reach(self):
@@ -307,6 +490,9 @@ class CheckedRun:
         can_copy = distinct and self._tiers.get("copies", 1) > 0
         newest = None
         for name, fields in events:
+            if name == "restored_from":
+                near = ("local_bytes", "close_bytes", "distant_bytes")
+                self._is_from_ram = any(fields[each] for each in near)
             save = self._by_step.get(fields.get("step"))
             if save is None:
                 continue
@@ -324,3 +510,11 @@ class CheckedRun:
                 self.model.store(save)
         if newest is not None:
             self.model.collect(newest)
+
+
+def _save_more(world, step):
+    # A restore that finds it fails: no model knows it.
+    for number in range(step, step + 3):
+        state, data = simulated_world.state_of(0), simulated_world.Position(0)
+        world.save_checkpointables(number, {"state": state, "data": data})
+        world.wait()

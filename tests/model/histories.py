@@ -6,11 +6,12 @@ python -m tests.model.histories NUMBER
 import contextlib
 import sys
 
-from hypothesis import HealthCheck, settings, stateful
+from hypothesis import HealthCheck, Phase, settings, stateful
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from tests import shared_memory
+from tests.faults import spoilt_files
 from tests.model.checked_run import CheckedRun
 
 MACHINES = 4
@@ -32,10 +33,11 @@ class Histories(stateful.RuleBasedStateMachine):
         copies=st.sampled_from([1, 1, 0, 2]),
         store_every=st.sampled_from([1, 1, 2, 1000]),
         stored_steps=st.sampled_from([None, None, 1, 2]),
+        claims=st.booleans(),
         world=WORLDS,
         number=st.integers(1, 4),
     )
-    def begin(self, copies, store_every, stored_steps, world, number):
+    def begin(self, copies, store_every, stored_steps, claims, world, number):
         self.resources = contextlib.ExitStack()
         self.run = CheckedRun(
             self.resources.enter_context(shared_memory.directory("model")),
@@ -43,7 +45,9 @@ class Histories(stateful.RuleBasedStateMachine):
             copies=copies,
             store_every=store_every,
             stored_steps=stored_steps,
+            claims=claims,
         )
+        self.claims = claims
         self.resources.enter_context(self.run)
         self.run.open(world)
         for step in range(1, number + 1):
@@ -118,6 +122,35 @@ class Histories(stateful.RuleBasedStateMachine):
     def end_leases(self):
         self.run.end_leases()
 
+    @rule()
+    def follow(self):
+        self.run.follow()
+
+    @precondition(lambda self: self.run.is_open and self.run.sure_steps())
+    @rule(data=st.data())
+    def evaluate(self, data):
+        sure = self.sure_steps()
+        if sure and self.run.is_open:
+            self.run.evaluate(data.draw(st.sampled_from(sure)))
+
+    @precondition(lambda self: self.run.is_open and self.run.head is not None)
+    @rule()
+    def distrust(self):
+        self.run.distrust()
+
+    @rule(world=WORLDS)
+    def edit(self, world):
+        self.run.edit()
+        self.run.end()
+        self.run.open(world)
+
+    @precondition(lambda self: self.run.is_open and self.claims)
+    @rule(world=WORLDS)
+    def replace(self, world):
+        others = [n for n in world if n not in self.run.machines]
+        if others:
+            self.run.be_replaced(others, self.next_step())
+
     @precondition(is_open)
     @rule(loses_memory=st.booleans(), world=WORLDS)
     def preempt(self, loses_memory, world):
@@ -159,12 +192,20 @@ class Histories(stateful.RuleBasedStateMachine):
         self.run.sim.threads.late = frozenset(late)
 
     @precondition(is_open)
-    @rule(machine=st.integers(0, MACHINES - 1), fails=st.booleans(), number=NUMBERS)
-    def spoil(self, machine, fails, number):
-        if fails:
+    @rule(
+        machine=st.integers(0, MACHINES - 1),
+        how=st.sampled_from(["fails", *spoilt_files.KINDS]),
+        number=NUMBERS,
+    )
+    def spoil(self, machine, how, number):
+        if how == "fails":
             self.run.fail(machine)
         else:
-            self.run.flip(machine, number)
+            self.run.spoil(machine, number, how)
+
+    @rule(kind=st.sampled_from(spoilt_files.KINDS), number=NUMBERS)
+    def spoil_stored(self, kind, number):
+        self.run.spoil_stored(number, kind)
 
     @invariant()
     def nothing_is_wrong(self):
@@ -179,6 +220,7 @@ SETTINGS = settings(
     derandomize=True,
     database=None,
     print_blob=True,
+    phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
 

@@ -28,6 +28,9 @@ class Save:
       kept: by whom storage has to keep it: `pin` and `lease`.
       lost: the machines that have lost it, or have a bad copy.
       is_covered: whether it has the copies that could be made.
+      is_spoilt: whether a file of it in storage went bad.
+      is_abandoned: whether no restore may find it any more.
+      loss: the metric that was recorded for it; None for none.
     """
 
     step: int
@@ -40,11 +43,19 @@ class Save:
     kept: set = dataclasses.field(default_factory=set)
     lost: set = dataclasses.field(default_factory=set)
     is_covered: bool = False
+    is_spoilt: bool = False
+    is_abandoned: bool = False
+    loss: int | None = None
+
+    @property
+    def is_stored(self):
+        """Whether it is known to be in storage, as it was saved."""
+        return self.stored and not self.is_spoilt
 
     def is_sure(self, out_of_reach=frozenset()):
         """Whether it can be loaded by those who do not reach some machines."""
         lost = self.machines & (self.lost | out_of_reach)
-        return self.stored or (self.in_ram and len(lost) <= self.spare)
+        return self.is_stored or (self.in_ram and len(lost) <= self.spare)
 
     def line(self):
         """This save and all that led to it."""
@@ -106,6 +117,13 @@ class Model:
         for each in filter(is_left, list(self.saves.values())):
             each.in_ram = each.stored = False
 
+    def leave(self, save):
+        """Notes that the run has left all saves that did not lead to one, on record."""
+        line = set(save.line())
+        self._drop(lambda each: each not in line)
+        for each in set(self.saves.values()) - line:
+            each.is_abandoned = True
+
     def lose(self, machine):
         """Notes that a machine has lost its memory, or a part of it."""
         for each in self.saves.values():
@@ -119,6 +137,8 @@ class Model:
     def may_be_restored(self, save, out_of_reach=frozenset()):
         """Whether a restore of the newest step may find a save, or None for none."""
         newest, order = self.newest(out_of_reach), list(self.saves.values())
+        if save is not None and save.is_abandoned:
+            return False
         if newest is None or save is None:
             return newest is save or newest is None
         return order.index(save) >= order.index(newest)

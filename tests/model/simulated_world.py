@@ -25,6 +25,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -49,6 +50,7 @@ from elastic_ckpt.core import (
     clock,
     codec,
     errors,
+    process,
     storage,
 )
 from elastic_ckpt.core.host_tree import HostTree
@@ -56,6 +58,7 @@ from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.tiers import choices, run_identity, source
 from elastic_ckpt.tiers.peers import agent, agent_tree, network
 from elastic_ckpt.tiers.persistent import persistent_root
+from elastic_ckpt.tiers.persistent.claims import Claimant
 from elastic_ckpt.tiers.ram import file_repair, machine
 
 RUN = "run"
@@ -601,8 +604,10 @@ class Simulation:
       directory: in memory.
       num_machines: how many there are.
       in_place: whether storage commits a step by a file, as a bucket does.
+      claims: whether each world is one of another start, which claims the run.
 
     Attributes:
+      in_place: as given.
       files: counts changes, and ends hosts.
       threads: of all hosts.
       network: between the machines.
@@ -614,8 +619,9 @@ class Simulation:
       order: returns the order in which hosts run a call.
     """
 
-    def __init__(self, directory, *, num_machines=4, in_place=False):
-        self._in_place = in_place
+    def __init__(self, directory, *, num_machines=4, in_place=False, claims=False):
+        self.in_place = in_place
+        self._claims = claims
         self.files = Files()
         self.threads = ScriptedThreads()
         self.clock = VirtualClock()
@@ -626,6 +632,7 @@ class Simulation:
         self.bugs = []
         self.order = lambda num_hosts: list(range(num_hosts))
         self._generation = 0
+        self._starts = itertools.count(1)
         self._resources = contextlib.ExitStack()
         self.world = None
         self.hosts = None
@@ -636,7 +643,7 @@ class Simulation:
         self._resources.enter_context(storage.watched(self.files))
         self._resources.enter_context(background.made_by(self.threads))
         self._resources.enter_context(clock.replaced(self.clock))
-        if self._in_place:
+        if self.in_place:
             in_place = mock.patch.object(
                 persistent_root.PersistentRoot,
                 "from_path",
@@ -727,12 +734,24 @@ class Simulation:
             found=run_identity.find_run(chosen),
             layouts=NoLayouts(),
             world=RunWorld(
-                is_left=lambda: self.is_left, loses_memory=lambda: self.loses_memory
+                claimant=self._claimant(),
+                is_left=lambda: self.is_left,
+                loses_memory=lambda: self.loses_memory,
             ),
             emit=self._note,
             context=None,
         )
         return self.world
+
+    def _claimant(self):
+        # Starts on different machines cannot tell whether the other one is alive.
+        if not self._claims:
+            return None
+        number = next(self._starts)
+        far = dataclasses.replace(
+            process.this(), host=f"h{number}", boot_id=f"{number}"
+        )
+        return Claimant(name=f"start-{number}", owner=far)
 
     def end(self):
         """Ends all hosts now, as a crash does."""

@@ -6,7 +6,10 @@ Each history is run once to count its changes, and then once for each of them.
 import contextlib
 
 import pytest
+from orbax.checkpoint import v1 as ocp
 
+from elastic_ckpt.core import storage
+from elastic_ckpt.tiers.persistent import persistent_root
 from tests import shared_memory
 from tests.model.checked_run import CheckedRun
 
@@ -44,24 +47,48 @@ HISTORIES["storage alone"] = (
     lambda run: run.save(2),
     {"store_every": 1, "local": False},
 )
+HISTORIES["edit"] = ((1, 2, "evict"), lambda run: run.edit(), {"store_every": 1})
+HISTORIES["delete"] = (
+    (1, 2),
+    lambda run: run.delete(run.sure_steps()[0]),
+    {"store_every": 1},
+)
+HISTORIES["distrust"] = (
+    (1, 2, "close", "open"),
+    lambda run: run.distrust(),
+    {"store_every": 1},
+)
 HISTORIES |= {
     f"{name}, in place": (*history, {**tiers, "in_place": True})
     for name, (*history, tiers) in HISTORIES.items()
-    if name in ("back up", "clean", "retention")
+    if name in ("back up", "clean", "retention", "edit", "delete")
 }
 
 
-def _sampled(fast):
-    """Each history with each kind of victims; slow ones but for some of all hosts."""
-    return [
-        pytest.param(
-            name,
-            victims,
-            marks=() if name in fast and victims == "all" else pytest.mark.slow,
-        )
-        for name in HISTORIES
-        for victims in ("all", "one")
+# Those that crash at each change by default, and at each ninth.
+ALWAYS = {"overwrite": 1, "back up, in place": 1, "delete": 1, "edit": 9}
+
+
+# Before a change lands, and before a release.
+OFTEN = {("edit", "all"), ("distrust", "all"), ("go back", "one")}
+
+
+def _sampled():
+    """Each history with each kind of victims at each change, or at some."""
+    sampled = [
+        pytest.param(name, "all", every, id=f"{name}-some")
+        for name, every in ALWAYS.items()
     ]
+    for name in HISTORIES:
+        for victims in ("all", "one"):
+            mark = "slow" if (name, victims) in OFTEN else "night"
+            if victims == "one" or ALWAYS.get(name) != 1:
+                marks = getattr(pytest.mark, mark)
+                each = pytest.param(
+                    name, victims, 1, id=f"{name}-{victims}", marks=marks
+                )
+                sampled.append(each)
+    return sampled
 
 
 @contextlib.contextmanager
@@ -76,6 +103,13 @@ def prepared(before, tiers):
                 assert run.flip(0, 0)
             elif each == "close":
                 run.close()
+            elif each == "open":
+                run.open(WORLD)
+            elif each == "evict":
+                # What was edited is in storage alone.
+                run.close()
+                for machine in WORLD:
+                    run.evict(machine)
             elif each == "cut short":
                 run.sim.files.crash_at = run.sim.files.count + 70
                 run.save(2)
@@ -92,7 +126,7 @@ def num_changes(before, act, tiers):
     with prepared(before, tiers) as run:
         count = run.sim.files.count
         act(run)
-        assert run.is_open
+        assert run.is_open or not run.has_ended
         return run.sim.files.count - count
 
 
@@ -105,25 +139,47 @@ def crash_at(name, victims, number, *, torn):
         files.crash_at, files.victims = files.count + number, victims
         files.torn = torn
         act(run)
-        assert not run.is_open, number
+        assert run.has_ended, number
         yield run
 
 
-@pytest.mark.parametrize(
-    ("name", "victims"), _sampled({"save", "overwrite", "back up, in place"})
-)
-def test_a_crash_at_any_change_loses_nothing_that_is_sure(name, victims):
-    for number in range(1, num_changes(*HISTORIES[name]) + 1):
+@pytest.mark.parametrize(("name", "victims", "every"), _sampled())
+def test_a_crash_at_any_change_loses_nothing_that_is_sure(name, victims, every):
+    for number in range(1, num_changes(*HISTORIES[name]) + 1, every):
         with crash_at(name, victims, number, torn=bool(number % 2)) as run:
+            check_orbax_sees_the_same_steps(run)
             # It compares what it restores with the model.
             run.open(WORLD)
             run.wait()
             assert run.is_open
             run.check_nothing_is_left()
+            run.follow()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["save", "back up", "overwrite", "go back"])
+def check_orbax_sees_the_same_steps(run):
+    """A step is committed for us if it is for stock Orbax, and only then."""
+    in_place = run.sim.in_place
+    path = storage.absolute(run.sim.storage)
+    root = persistent_root.PersistentRoot(path=path, in_place=in_place)
+    there = [each for each in run.sim.storage.glob("*") if each.name.isdecimal()]
+    for directory in there:
+        committed = root.is_committed(int(directory.name))
+        assert committed or in_place
+        assert ocp.is_orbax_checkpoint(directory) or not committed
+        for name in ("_CHECKPOINT_METADATA", "state/manifest.ocdbt"):
+            assert (directory / name).exists() or not committed
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("save", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, marks=pytest.mark.night)
+            for name in ("back up", "overwrite", "go back")
+        ),
+    ],
+)
 def test_a_lack_of_room_at_any_change_loses_nothing_that_is_sure(name):
     before, act, tiers = HISTORIES[name]
     for number in range(1, num_changes(*HISTORIES[name]) + 1):

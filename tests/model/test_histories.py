@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[2]
     "number",
     [
         30,
-        pytest.param(250, marks=pytest.mark.slow),
+        pytest.param(100, marks=pytest.mark.slow),
         pytest.param(1_000, marks=pytest.mark.night),
     ],
 )

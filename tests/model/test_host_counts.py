@@ -14,11 +14,11 @@ MOST_HOSTS = 8
 @pytest.mark.parametrize(
     "pairs",
     [
-        pytest.param([(1, 8), (8, 1), (3, 5), (5, 3), (7, 7)], id="some"),
+        pytest.param([(1, 8), (8, 1), (3, 5)], id="some"),
         pytest.param(
             list(itertools.product(range(1, MOST_HOSTS + 1), repeat=2)),
             id="all",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.night,
         ),
     ],
 )

@@ -30,44 +30,35 @@ class ReadContract:
         assert recorded == into
         return bytes(into)
 
-    @pytest.mark.parametrize("file", FILES)
-    def test_a_whole_file_is_read(self, file_source, file):
-        assert self.read(file_source, file, 0, len(FILES[file])) == FILES[file]
+    def test_whole_files_and_ranges_are_read(self, file_source):
+        for file, content in FILES.items():
+            assert file_source.size(file) == len(content)
+            assert self.read(file_source, file, 0, len(content)) == content
+        (file, content), *_ = FILES.items()
+        for offset, num_bytes in (
+            *((0, 1), (5, 2**20), (2**20 - 1, 2), (2**21, 2**20 + 17)),
+            (len(RANDOM) - 1, 1),
+        ):
+            read = self.read(file_source, file, offset, num_bytes)
+            assert read == content[offset : offset + num_bytes]
 
     @pytest.mark.parametrize(
-        ("offset", "num_bytes"),
-        [(0, 1), (5, 2**20), (2**20 - 1, 2), (2**21, 2**20 + 17), (len(RANDOM) - 1, 1)],
+        ("file", "offset", "num_bytes"),
+        [
+            ("data/none", 0, 0),
+            ("data/none", 0, 1),
+            ("state", 0, 1),
+            *[("data/shards-00000-00063.json", *at) for at in ((0, 3), (2, 1), (9, 1))],
+        ],
     )
-    def test_a_range_is_read(self, file_source, offset, num_bytes):
-        (file, content), *_ = FILES.items()
-        actual = self.read(file_source, file, offset, num_bytes)
-        assert actual == content[offset : offset + num_bytes]
-
-    @pytest.mark.parametrize("file", FILES)
-    def test_the_size_is_that_of_the_whole_file(self, file_source, file):
-        assert file_source.size(file) == len(FILES[file])
-
-    def test_a_missing_file_has_no_size(self, file_source):
+    def test_what_is_not_there_is_an_error_and_others_can_be_read_after_it(
+        self, file_source, file, offset, num_bytes
+    ):
         with pytest.raises(source.ReadError):
-            file_source.size("data/none")
-
-    @pytest.mark.parametrize("num_bytes", [0, 1])
-    def test_a_missing_file_is_an_error(self, file_source, num_bytes):
-        with pytest.raises(source.ReadError):
-            self.read(file_source, "data/none", 0, num_bytes)
-
-    @pytest.mark.parametrize(("offset", "num_bytes"), [(0, 3), (1, 2), (2, 1), (9, 1)])
-    def test_a_file_that_is_too_short_is_an_error(self, file_source, offset, num_bytes):
-        with pytest.raises(source.ReadError):
-            self.read(file_source, "data/shards-00000-00063.json", offset, num_bytes)
-
-    def test_a_directory_is_an_error(self, file_source):
-        with pytest.raises(source.ReadError):
-            self.read(file_source, "state", 0, 1)
-
-    def test_it_can_be_read_after_an_error(self, file_source):
-        with pytest.raises(source.ReadError):
-            self.read(file_source, "data/none", 0, 1)
+            self.read(file_source, file, offset, num_bytes)
+        if file == "data/none":
+            with pytest.raises(source.ReadError):
+                file_source.size(file)
         assert self.read(file_source, "data/shards-00000-00063.json", 0, 2) == b"{}"
 
     def test_many_threads_read_at_once(self, file_source):

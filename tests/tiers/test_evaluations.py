@@ -42,16 +42,6 @@ def waiting(root):
     return sorted(each.name for each in (root.path / "evaluations").iterdir())
 
 
-@pytest.mark.parametrize(
-    ("evaluated", "steps", "saved"),
-    [(4, [2, 4, 6], 4), (5, [2, 4, 6], 4), (1, [2, 4], None), (9, [2, 4], 4)],
-)
-def test_an_evaluation_counts_for_the_newest_saved_step_before_it(
-    evaluated, steps, saved
-):
-    assert evaluations.saved_step(evaluated, steps) == saved
-
-
 def test_an_evaluation_that_did_not_save_counts_for_the_step_before(root):
     committed(root, 2)
     record(root, 3, 0.5)
@@ -67,21 +57,21 @@ def test_an_evaluation_that_did_not_save_counts_for_the_step_before(root):
     committed(root, 1, 6)
     settle(root)
     assert metrics(root, 1) is None
+    # One before all saved steps counts for none.
+    assert evaluations.saved_step(1, [2, 4]) is None
+    assert evaluations.saved_step(5, [2, 4, 6]) == 4
 
 
 def test_the_nearest_evaluation_counts_and_a_later_one_of_the_same_step(root):
     committed(root, 2, 6)
-    record(root, 4, 0.4)
-    record(root, 3, 0.3)
-    record(root, 5, 0.5)
+    for step, loss in ((4, 0.4), (3, 0.3), (5, 0.5)):
+        record(root, step, loss)
     settle(root)
     assert metrics(root, 2) == {"loss": 0.3}
-    record(root, 2, 0.2)
-    settle(root)
-    assert metrics(root, 2) == {"loss": 0.2}
-    record(root, 2, 0.1)
-    settle(root)
-    assert metrics(root, 2) == {"loss": 0.1}
+    for loss in (0.2, 0.1):
+        record(root, 2, loss)
+        settle(root)
+        assert metrics(root, 2) == {"loss": loss}
 
 
 def test_metrics_of_a_save_count_unless_the_step_itself_was_evaluated_later(root):
@@ -117,14 +107,6 @@ def test_a_world_that_was_replaced_leaves_the_evaluations_of_its_successor(root)
     assert evaluations.counted(root, LINE, run=uploaded.RUN) == []
 
 
-def test_an_evaluation_of_a_step_that_was_saved_again_does_not_count(root):
-    committed(root, 2, 4, save=f"{200:015d}")
-    record(root, 2, 0.1)
-    settle(root, Line(save=f"{200:015d}", parents=()))
-    assert metrics(root, 2) is None
-    assert waiting(root) == []
-
-
 def test_settled_and_recorded_evaluations_are_listed(root):
     committed(root, 2, 4)
     record(root, 2, 0.2)
@@ -135,15 +117,6 @@ def test_settled_and_recorded_evaluations_are_listed(root):
     assert listed == [(2, '{"loss":0.2}')]
     record(root, 5, 0.5)
     assert [step for step, _ in evaluations.counted(root, LINE, run="run-7")] == [2, 5]
-
-
-def test_damaged_evaluations_count_as_none(root):
-    committed(root, 2, 4)
-    record(root, 2, 0.2)
-    settle(root)
-    path = root.final(2) / evaluations.FILE
-    path.write_bytes(path.read_bytes().replace(b"0.2", b"0.3"))
-    assert metrics(root, 2, {"loss": 1.0}) == {"loss": 1.0}
 
 
 def test_settling_again_after_a_crash_changes_nothing(root, monkeypatch):
@@ -161,3 +134,7 @@ def test_settling_again_after_a_crash_changes_nothing(root, monkeypatch):
     settle(root)
     assert metrics(root, 2) == {"loss": 0.2}
     assert waiting(root) == []
+    # A damaged one counts as none.
+    path = root.final(2) / evaluations.FILE
+    path.write_bytes(path.read_bytes().replace(b"0.2", b"0.3"))
+    assert metrics(root, 2, {"loss": 1.0}) == {"loss": 1.0}

@@ -1,12 +1,13 @@
 import contextlib
 import dataclasses
-import errno
 import json
 import os
 import pathlib
+import re
 import resource
 import shutil
-import threading
+import stat
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +22,11 @@ from elastic_ckpt.steps import layout, line, manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import source, stored_part
 from elastic_ckpt.tiers.captured import CapturedLeaf
-from elastic_ckpt.tiers.ram import local, ram_disk, step_writer
+from elastic_ckpt.tiers.ram import local, machine, ram_disk
+from tests import shared_memory
 from tests.checkpoint.host.test_capture import random_bits
 from tests.tiers import local_steps
 
-ROOT = pathlib.Path(__file__).parents[2]
 RUN = local_steps.RUN
 
 
@@ -111,13 +112,14 @@ def open_array(directory, path):
     return ts.open(spec, open=True, read=True).result().read().result()
 
 
-@pytest.mark.parametrize("spec", [("a", "b"), ("b", None), (None, ("a", "b")), ()])
-def test_a_step_is_read_as_it_was_saved_under_any_sharding(disk, host, spec):
+def test_a_step_is_read_as_it_was_saved_under_any_sharding(disk, host):
     values = random_bits("float32", 512).reshape(16, 32)
-    state = {"w": sharded(values, *spec), "zero": jnp.zeros((4, 4)), "n": np.int32(-1)}
-    save(host, state)
+    specs = [("a", "b"), ("b", None), (None, ("a", "b")), ()]
+    state = {f"w{n}": sharded(values, *spec) for n, spec in enumerate(specs)}
+    save(host, {**state, "zero": jnp.zeros((4, 4)), "n": np.int32(-1)})
     tree = restored(disk, 3)
-    assert tree["w"].tobytes() == values.tobytes()
+    for name in state:
+        assert tree[name].tobytes() == values.tobytes()
     assert tree["zero"].tobytes() == bytes(64)
     assert tree["n"] == -1
 
@@ -140,6 +142,9 @@ def test_large_shards_are_cut_into_chunks_that_tensorstore_joins(
     saved = save(host, {"w": sharded(values, "a", "b")})
     assert len(saved.fragments) > 8
     assert max(saved.fragments.stored_bytes) <= 100 + layout.CHECKSUM_BYTES
+    directory = disk.step_directory(0, StepId(3, "0"))
+    for fragment in fragments(saved):
+        assert (directory / fragment.file).stat().length == fragment.stored_bytes
     assert restored(disk, 3)["w"].tobytes() == values.tobytes()
     joined = open_array(disk.step_directory(0, StepId(3, "0")), "w")
     assert joined.tobytes() == values.tobytes()
@@ -159,26 +164,6 @@ def test_the_directories_of_two_hosts_together_are_one_array(disk, host, tmp_pat
     joined = open_array(tmp_path / "union", "params/w")
     assert joined.tobytes() == values.tobytes()
     assert restored(disk, 3)["params/w"].tobytes() == values.tobytes()
-
-
-def test_files_have_the_bytes_that_the_manifest_says(disk, host):
-    saved = save(host, {"w": sharded(np.arange(64.0).reshape(8, 8), "a", "b")})
-    directory = disk.step_directory(0, StepId(3, "0"))
-    for fragment in fragments(saved):
-        assert (directory / fragment.file).stat().length == fragment.stored_bytes
-
-
-def test_a_step_that_is_not_committed_is_not_offered(disk, host):
-    captured = capture.capture({"w": np.ones(8)}, capture.Memory())
-    contents = manifest.Contents(leaves=captured.leaves, components={})
-    writer = host.begin(StepId(3, "0"), contents, num_bytes=64)
-    writer.write(captured)
-    assert host.being_written == {(3, "0")}
-    assert not offered(disk, 3)
-    assert host.held() == []
-    writer.abandon()
-    assert host.being_written == set()
-    assert disk.steps() == []
 
 
 def test_saves_of_a_step_are_offered_and_held_apart(disk, host):
@@ -207,18 +192,14 @@ def test_what_is_held_has_the_time_and_metrics_of_its_save(disk, host):
     assert (spoilt.step, spoilt.metrics, spoilt.complete) == (4, None, False)
 
 
-def test_a_committed_step_is_not_saved_over(host):
-    local_steps.save(host, 3)
-    with pytest.raises(errors.CheckpointError, match=r"step 3, save '0', is in .*/3-0"):
-        local_steps.save(host, 3)
-    assert host.being_written == set()
-
-
-def test_a_leftover_of_the_same_step_is_removed_before_it_is_written(disk, host):
+def test_a_committed_step_is_not_saved_over_and_a_leftover_of_it_is(disk, host):
     junk = disk.step_directory(0, StepId(3, "0")) / "junk" / "c"
     storage.write_atomic(junk / "0", b"of a dead process")
     local_steps.save(host, 3)
     assert not junk.exists()
+    with pytest.raises(errors.CheckpointError, match=r"step 3, save '0', is in .*/3-0"):
+        local_steps.save(host, 3)
+    assert host.being_written == set()
 
 
 def test_any_flipped_bit_of_a_chunk_is_found_and_put_right(disk, host):
@@ -241,48 +222,38 @@ def test_any_flipped_bit_of_a_chunk_is_found_and_put_right(disk, host):
     assert read(files, offer.manifest, fragment)[1]
 
 
-def test_a_file_of_a_component_is_put_right(disk, host):
-    saved = local_steps.save(host, 3)
-    (file,) = saved.component_files
-    path = pathlib.Path(disk.step_directory(0, StepId(3, "0")) / file.path)
+def test_a_file_that_cannot_give_the_bytes_is_a_read_error(disk, host, tmp_path):
+    save(host, {"w": np.arange(12.0)})
+    ((offer, files),) = offered(disk, 3).items()
+    (fragment,) = fragments(offer.manifest)
+    path = pathlib.Path(disk.step_directory(0, StepId(3, "0")) / fragment.file)
+
+    def check(message):
+        with pytest.raises(source.ReadError, match=message):
+            read(files, offer.manifest, fragment)
+
+    for num_bytes in (90, 0):
+        os.truncate(path, num_bytes)
+        check(f"ends after {num_bytes} bytes, and 96")
     path.unlink()
-    host.put_right(saved.step_id, file.path, local_steps.cursors(3))
-    assert path.read_bytes() == local_steps.cursors(3)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda path: path.unlink(), "is missing"),
-        (lambda path: os.truncate(path, 90), "ends after 90 bytes, and 96"),
-        (lambda path: os.truncate(path, 0), "ends after 0 bytes"),
-        (lambda path: (path.unlink(), path.mkdir()), "cannot be read"),
-        (lambda path: (path.unlink(), path.symlink_to("/dev/zero")), "behind a link"),
-    ],
-)
-def test_a_file_that_cannot_give_the_bytes_is_a_read_error(disk, host, spoil, message):
-    save(host, {"w": np.arange(12.0)})
-    ((offer, files),) = offered(disk, 3).items()
-    (fragment,) = fragments(offer.manifest)
-    spoil(pathlib.Path(disk.step_directory(0, StepId(3, "0")) / fragment.file))
-    with pytest.raises(source.ReadError, match=message):
-        read(files, offer.manifest, fragment)
-
-
-def test_a_directory_that_is_a_link_is_not_followed(disk, host, tmp_path):
-    save(host, {"w": np.arange(12.0)})
-    ((offer, files),) = offered(disk, 3).items()
-    (fragment,) = fragments(offer.manifest)
+    check("is missing")
+    path.symlink_to("/dev/zero")
+    check("behind a link")
+    path.unlink()
+    path.mkdir()
+    check("cannot be read")
     inside = pathlib.Path(disk.step_directory(0, StepId(3, "0")) / "w")
     inside.rename(tmp_path / "outside")
     inside.symlink_to(tmp_path / "outside")
-    with pytest.raises(source.ReadError, match="behind a link"):
-        read(files, offer.manifest, fragment)
+    check("behind a link")
 
 
-def test_a_spoilt_manifest_is_a_sentence_and_its_neighbours_are_offered(disk, host):
+def test_a_manifest_that_is_spoilt_or_of_another_save_is_a_problem_beside_others(
+    disk, host
+):
     local_steps.save(host, 3, save="0")
     local_steps.save(host, 3, save="1")
+    local_steps.save(host, 4)
     path = pathlib.Path(disk.manifest_path(0, StepId(3, "0")))
     path.write_bytes(path.read_bytes()[:-9])
     offered = disk.offers(3)
@@ -290,17 +261,8 @@ def test_a_spoilt_manifest_is_a_sentence_and_its_neighbours_are_offered(disk, ho
     (problem,) = offered.problems
     assert "is cut short" in problem
     assert str(path) in problem
-
-
-def test_a_manifest_of_another_step_or_save_is_not_taken(disk, host):
-    local_steps.save(host, 3, save="0")
-    local_steps.save(host, 3, save="1")
-    local_steps.save(host, 4)
-    name = disk.manifest_path(0, StepId(3, "0")).name
     for other, message in (("4-0", "step 4"), ("3-1", "save '1'")):
-        shutil.copy(
-            disk.host_directory(0) / other / name, disk.manifest_path(0, StepId(3, "0"))
-        )
+        shutil.copy(disk.host_directory(0) / other / path.name, path)
         (problem,) = disk.offers(3).problems
         assert message in problem
 
@@ -330,15 +292,10 @@ def test_the_limit_counts_all_slots_and_what_they_are_about_to_write(disk, host)
         two.begin(StepId(4, "0"), contents, num_bytes=2**20).abandon()
 
 
-def test_what_the_file_system_cannot_take_is_refused_at_once(disk, host):
+def test_what_the_file_system_cannot_take_is_refused_at_once_or_later(disk, host):
     contents = manifest.Contents(leaves=(), components={})
     with pytest.raises(errors.CheckpointError, match="without a limit"):
         host.begin(StepId(3, "0"), contents, num_bytes=2**60)
-    assert disk.steps() == []
-
-
-def test_room_that_is_looked_for_later_is_refused_alike(disk, host):
-    contents = manifest.Contents(leaves=(), components={})
     writer = host.begin(StepId(3, "0"), contents, num_bytes=None)
     assert host.being_written == {(3, "0")}
     with pytest.raises(errors.CheckpointError, match="without a limit"):
@@ -363,92 +320,19 @@ def test_a_write_that_fails_halfway_is_a_clear_error_and_leaves_nothing(disk, ho
     assert host.being_written == set()
 
 
-def test_copies_are_listed_beside_what_the_host_saved(disk, host):
-    own = local_steps.save(host, 3, only={"params/b"})
+@pytest.mark.parametrize("is_spoilt", [False, True])
+def test_a_host_without_a_manifest_holds_the_copies_alone(disk, host, is_spoilt):
+    if is_spoilt:
+        local_steps.save(host, 3)
+        pathlib.Path(disk.manifest_path(0, StepId(3, "0"))).write_bytes(b"{}")
     values = local_steps.state(3)["params/w"]
     held = local_steps.copies(host, 3, values)
-    assert len(held.fragments) == len(own.fragments) + 4
-    assert restored(disk, 3)["params/w"].tobytes() == values.tobytes()
-    assert len(offered(disk, 3)) == 1
-    assert held.host == host.host
-
-
-def test_a_host_that_saved_nothing_holds_copies(disk, host):
-    values = local_steps.state(3)["params/w"]
-    held = local_steps.copies(host, 3, values)
-    assert restored(disk, 3)["params/w"].tobytes() == values.tobytes()
-    assert held.component_files == (local_steps.file_of_peer(3),)
-
-
-def test_copies_take_the_place_of_what_a_spoilt_manifest_listed(disk, host):
-    local_steps.save(host, 3)
-    pathlib.Path(disk.manifest_path(0, StepId(3, "0"))).write_bytes(b"{}")
-    held = local_steps.copies(host, 3, local_steps.state(3)["params/w"])
     assert len(held.fragments) == 4
+    assert held.component_files == (local_steps.file_of_peer(3),)
+    assert restored(disk, 3)["params/w"].tobytes() == values.tobytes()
     ((offer, _),) = offered(disk, 3).items()
     assert fragments(offer.manifest) == fragments(held)
     assert not host.clean()
-
-
-def test_what_a_restore_unpacked_is_a_leftover(disk, host):
-    unpacked = pathlib.Path(disk.host_directory(0), ram_disk.RESTORED)
-    storage.write_atomic(unpacked / "data" / "0.json", b"{}")
-    assert host.clean() == [str(unpacked)]
-    assert not unpacked.exists()
-
-
-def no_room(change, path):
-    if change == "create":
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-
-
-@pytest.mark.parametrize("is_full", [False, True])
-def test_copies_that_are_abandoned_leave_the_step_as_it_was(disk, host, is_full):
-    own = local_steps.save(host, 3, only={"params/b"})
-    directory = pathlib.Path(disk.step_directory(0, StepId(3, "0")))
-    values = local_steps.state(3)["params/w"]
-    writer = host.copy_writer(StepId(3, "0"), own.contents, num_bytes=99)
-    local_steps.put(writer, 0, values[:1])
-    if is_full:
-        # The copy before is dropped, too, and none after it is taken.
-        file, content = local_steps.file_of_peer(3), local_steps.cursors(3)
-        with (
-            storage.watched(no_room),
-            pytest.raises(errors.CheckpointError, match="No space"),
-        ):
-            writer.put_file(file, content)
-        with pytest.raises(errors.CheckpointError, match="No space"):
-            local_steps.put(writer, 1, values[1:2])
-        with pytest.raises(errors.CheckpointError, match="No space"):
-            writer.commit()
-    else:
-        writer.abandon()
-    ((offer, _),) = offered(disk, 3).items()
-    assert fragments(offer.manifest) == fragments(own)
-    left = {path.name for path in directory.rglob("*") if path.is_file()}
-    assert left == {
-        "0",
-        "0.json",
-        "zarr.json",
-        disk.manifest_path(0, StepId(3, "0")).name,
-    }
-
-
-def test_what_a_component_wrote_is_listed_with_its_digest(host):
-    contents = manifest.Contents(leaves=(), components={"data": 2})
-    writer = host.begin(StepId(3, "0"), contents, num_bytes=9)
-    directory = writer.directory / "data"
-    storage.write_atomic(directory / "b.json", b"bb")
-    storage.write_atomic(directory / "below" / "a.json", b"")
-    assert step_writer.written_files(writer.directory, ["data"]) == [
-        step_writer.WrittenFile(
-            path=path,
-            digest=digest.values_digest(np.frombuffer(content, np.uint8)),
-            stored_bytes=len(content),
-        )
-        for path, content in (("data/b.json", b"bb"), ("data/below/a.json", b""))
-    ]
-    writer.abandon()
 
 
 def test_a_slot_has_one_live_process(disk, host):
@@ -459,20 +343,30 @@ def test_a_slot_has_one_live_process(disk, host):
 
 
 def test_a_machine_gets_one_id_however_many_processes_ask(disk):
-    ids = []
-    threads = [
-        threading.Thread(
-            target=lambda: ids.append(ram_disk.RamDisk(disk.root, run=RUN).machine)
+    with futures.ThreadPoolExecutor(16) as threads:
+        ids = threads.map(
+            lambda _: ram_disk.RamDisk(disk.root, run=RUN).machine, range(16)
         )
-        for _ in range(16)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
     assert set(ids) == {disk.machine}
-    assert len(disk.machine) == 16
+    assert re.fullmatch("[0-9a-f]{16}", disk.machine)
     assert os.listdir(disk.root) == ["machine"]
+    assert stat.S_IMODE(os.stat(disk.root).st_mode) == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to other users")
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_directory_that_belongs_to_another_user_is_refused(is_used):
+    with shared_memory.directory("owner") as parent:
+        root = os.path.join(parent, "run")
+        os.mkdir(root)
+        if is_used:
+            machine.machine_id(root)
+        os.chown(root, 65534, 65534)
+        before = os.listdir(root)
+        refused = r"belongs to user 65534.* set"
+        with pytest.raises(errors.CheckpointError, match=refused):
+            machine.machine_id(root)
+        assert os.listdir(root) == before
 
 
 def test_cleaning_leaves_what_is_committed_or_being_written(disk, host):
@@ -499,14 +393,18 @@ def test_cleaning_leaves_what_is_committed_or_being_written(disk, host):
     writer.abandon()
 
 
-def test_a_spoilt_manifest_is_cleaned_but_not_that_of_another_version(disk, host):
+def test_what_is_spoilt_or_unpacked_is_cleaned_but_no_other_version(disk, host):
     for step in (3, 4):
         local_steps.save(host, step)
         path = pathlib.Path(disk.manifest_path(0, StepId(step, "0")))
         content = json.loads(path.read_bytes())
         content["version" if step == 4 else "step"] = 77
         path.write_text(json.dumps(content))
-    assert host.clean() == [str(disk.step_directory(0, StepId(3, "0")))]
+    unpacked = pathlib.Path(disk.host_directory(0), ram_disk.RESTORED)
+    storage.write_atomic(unpacked / "data" / "0.json", b"{}")
+    spoilt = str(disk.step_directory(0, StepId(3, "0")))
+    assert sorted(host.clean()) == sorted([spoilt, str(unpacked)])
+    assert not unpacked.exists()
     assert disk.saves(0) == [(4, "0")]
 
 

@@ -1,7 +1,6 @@
 import contextlib
 import os
 import shutil
-import socket
 import time
 from typing import ClassVar
 
@@ -68,35 +67,20 @@ def test_programs_attach_to_the_agent_of_their_node(tmp_path, path):
         assert served.ask(url, PART, known)[0] == 401
 
 
-def test_each_run_has_a_secret_that_opens_no_other(tmp_path):
-    with served_nodes.serving(tmp_path):
-        roots = [served_nodes.save_run(tmp_path, name) for name in ("a", "b")]
-        urls = [agent.wait_for(root).url for root in roots]
-        secrets = [secret.read_or_create(root) for root in roots]
-        for one, url in enumerate(urls):
-            for other, known in enumerate(secrets):
-                status = 200 if one == other else 401
-                assert served.ask(url, PART, known)[0] == status
-
-
 def test_a_new_agent_has_the_addresses_of_the_one_before(tmp_path):
-    root = served_nodes.save_run(tmp_path)
+    roots = [served_nodes.save_run(tmp_path, name) for name in ("a", "b")]
     urls = []
     for _ in range(2):
         with served_nodes.serving(tmp_path):
-            urls.append(agent.wait_for(root).url)
-            known = secret.read_or_create(root)
-            assert served.ask(urls[-1], PART, known) == (200, b"part")
-        assert node_record.find(root) is None
+            urls.append([agent.wait_for(root).url for root in roots])
+            secrets = [secret.read_or_create(root) for root in roots]
+            # The secret of each run opens no other.
+            for one, url in enumerate(urls[-1]):
+                for other, known in enumerate(secrets):
+                    status = 200 if one == other else 401
+                    assert served.ask(url, PART, known)[0] == status
+        assert node_record.find(roots[0]) is None
     assert urls[0] == urls[1]
-
-
-def test_a_port_that_is_given_is_that_of_a_run(tmp_path):
-    root = served_nodes.save_run(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with served_nodes.serving(tmp_path, port=port):
-        assert agent.wait_for(root).url == f"http://127.0.0.1:{port}"
 
 
 def test_without_the_agent_of_its_node_a_program_starts_one_that_is_replaced_later(
@@ -126,28 +110,12 @@ def test_a_directory_that_takes_the_place_of_another_is_served_in_its_turn(tmp_p
         assert served.ask(agent.wait_for(root).url, PART, known)[0] == 200
 
 
-def test_an_address_that_a_killed_agent_has_left_is_not_believed(tmp_path):
-    root = served_nodes.save_run(tmp_path)
-    left = {"url": "http://127.0.0.1:1", "pid": 1, "machine": served.MACHINE}
-    (root / agent.ADDRESS_FILE).write_bytes(storage.canonical_json(left))
-    with served_nodes.serving(tmp_path), attached(root) as url:
-        assert served.ask(url, PART, secret.read_or_create(root)) == (200, b"part")
-
-
 def test_two_agents_of_one_node_are_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(node_agent, "_LOCK_SECS", 0)
     with (
         served_nodes.serving(tmp_path),
         pytest.raises(errors.RunError, match="another agent serves the runs"),
         served_nodes.serving(tmp_path),
-    ):
-        pass
-
-
-def test_a_missing_directory_is_an_error(tmp_path):
-    with (
-        pytest.raises(errors.RunError, match="no such directory"),
-        served_nodes.serving(tmp_path / "none"),
     ):
         pass
 
@@ -164,96 +132,27 @@ def test_directories_that_are_no_runs_are_not_served(tmp_path):
         until(lambda: not node_record.read(str(tmp_path)).agents)
 
 
-class TestVersions:
-    @pytest.mark.parametrize("distance", [-1, 0, 1])
-    def test_one_version_older_or_newer_works(self, distance):
-        assert protocol.problem(str(protocol.VERSION + distance)) is None
-
-    @pytest.mark.parametrize("version", ["0", "4", "17", "-2", "2.1", "x", ""])
-    def test_others_are_one_error_that_names_both(self, version):
-        problem = protocol.problem(version)
-        assert f"version {version} of" in problem
-        assert "version 2, which works with 1 to 3" in problem
-
-    def test_a_side_without_the_header_has_the_first(self):
-        assert protocol.problem(None) == protocol.problem("1")
-
-    def test_an_agent_refuses_clients_that_are_too_new(self, tmp_path):
-        served.save(tmp_path, 30, served_nodes.FILES)
-        with served.serving(agent.Service(root=str(tmp_path))) as address:
-            known = secret.read_or_create(tmp_path)
-            for version, status in ((1, 200), (3, 200), (4, 426)):
-                header = f"{protocol.HEADER}: {version}"
-                assert served.ask(address.url, PART, known, header)[0] == status
-
-    def test_a_client_takes_nothing_from_agents_that_are_too_new(self):
-        def respond(version):
-            headers = [f"{protocol.HEADER}: {version}"]
-            return lambda connection, _: connection.sendall(
-                answer(b"part", headers=headers)
-            )
-
-        with contextlib.closing(peer_client.PeerClient("the-secret-of-it")) as client:
-            with ScriptedPeer(respond(3)) as peer:
-                read = client.endpoint(peer.url).read(PART, most_bytes=9)
-                assert read == b"part"
-            with (
-                ScriptedPeer(respond(4)) as peer,
-                pytest.raises(source.ReadError, match="speaks version 4"),
-            ):
-                client.endpoint(peer.url).read(PART, most_bytes=9)
-
-    @pytest.mark.parametrize("distance", [-1, 0, 1, 2])
-    def test_a_program_reads_from_agents_of_nodes_one_version_away(
-        self, tmp_path, distance
-    ):
-        version = protocol.VERSION + distance
-        root = served_nodes.save_run(tmp_path)
+def test_a_program_and_an_agent_of_other_versions_are_one_error_that_names_both(
+    tmp_path,
+):
+    assert protocol.problem(str(protocol.VERSION)) is None
+    for version in ("0", "17", "2.1", "x", ""):
+        assert f"version {version} of" in protocol.problem(version)
+    root = served_nodes.save_run(tmp_path)
+    too_new = protocol.VERSION + 2
+    with served.serving(agent.Service(root=str(root))) as address:
+        header = f"{protocol.HEADER}: {too_new}"
         known = secret.read_or_create(root)
-        of_version = ("tests.tiers.agent_of_version", str(version))
-        with (
-            served.agent_process(tmp_path, "--node", verb=of_version),
-            contextlib.closing(peer_client.PeerClient(known)) as client,
-        ):
-            until(lambda: agent.find(root) is not None)
-            endpoint = client.endpoint(agent.find(root).url)
-            if distance <= 1:
-                until(lambda: node_record.read(str(tmp_path)).agents)
-                with attached(root) as url:
-                    assert url == endpoint.url
-                assert endpoint.read(PART, most_bytes=9) == b"part"
-                return
-            both = f"version {version} of.*program version {protocol.VERSION}"
-            until((tmp_path / node_record.FILE).exists)
-            with pytest.raises(errors.RunError, match=both), attached(root):
-                pass
-            with pytest.raises(source.ReadError, match="version"):
-                endpoint.read(PART, most_bytes=9)
-
-    def test_a_program_does_not_start_beside_an_agent_that_is_too_new(self, tmp_path):
-        root = served_nodes.save_run(tmp_path)
-        record = {"protocol": protocol.VERSION + 2, "domains": {}, "agents": {}}
-        (tmp_path / node_record.FILE).write_bytes(storage.canonical_json(record))
-        lock = tmp_path / node_record.LOCK_FILE
-        with (
-            storage.exclusive_lock(lock),
-            pytest.raises(errors.RunError, match=r"speaks version 4.*upgrade"),
-            attached(root),
-        ):
-            pass
-
-    def test_fields_of_a_later_version_are_ignored(self, tmp_path):
-        address = {"url": "http://10.0.0.7:1", "pid": 7, "machine": served.MACHINE}
-        record = {
-            "protocol": protocol.VERSION + 1,
-            "domains": {"rack": "r7"},
-            "agents": {"run": address | {"later": 1}},
-            "later": {},
-        }
-        (tmp_path / node_record.FILE).write_bytes(storage.canonical_json(record))
-        read = node_record.read(str(tmp_path))
-        assert read.domains == {"rack": "r7"}
-        assert read.agents == {"run": agent.Address(**address)}
+        assert served.ask(address.url, PART, known, header)[0] == 426
+    respond = lambda connection, _: connection.sendall(  # noqa: E731
+        answer(b"part", headers=[header])
+    )
+    with (
+        contextlib.closing(peer_client.PeerClient(known)) as client,
+        ScriptedPeer(respond) as peer,
+        pytest.raises(source.ReadError, match=f"speaks version {too_new}"),
+    ):
+        client.endpoint(peer.url).read(PART, most_bytes=9)
 
 
 class TestRunsThatEnded:
@@ -285,28 +184,14 @@ class TestRunsThatEnded:
         assert os.listdir(tmp_path) == ["slice-1"]
         assert list((tmp_path / "slice-1").iterdir()) == [kept]
 
-    def test_the_time_since_the_last_change_counts(self, tmp_path):
-        root = served_nodes.save_run(tmp_path)
-        for path in (root, *root.rglob("*")):
-            os.utime(path, (1, 1))
-        assert node_runs.unused_secs(str(root)) > 10**9
-        served.save(root, 31, served_nodes.FILES)
-        assert node_runs.unused_secs(str(root)) < LIMIT_SECS
-
-    @pytest.mark.parametrize(
-        ("limit_bytes", "removed"),
-        [(None, ["a"]), (30, ["a"]), (19, ["a", "b"]), (0, ["a", "b"])],
-    )
-    def test_the_limit_removes_those_that_were_unused_the_longest(
-        self, limit_bytes, removed
-    ):
-        unused = {"a": 5000.0, "b": 900.0, "c": 30.0}
-        lifetime = node_runs.Lifetime(unused_secs=3600, limit_bytes=limit_bytes)
+    def test_the_limit_removes_those_that_were_unused_the_longest(self):
         uses = {
             path: node_runs.Use(unused_secs=secs, num_bytes=10)
-            for path, secs in unused.items()
+            for path, secs in {"a": 5000.0, "b": 900.0, "c": 30.0}.items()
         }
-        assert node_runs.to_remove(uses, lifetime) == removed
+        for limit_bytes, removed in ((None, "a"), (30, "a"), (19, "ab"), (0, "ab")):
+            lifetime = node_runs.Lifetime(unused_secs=3600, limit_bytes=limit_bytes)
+            assert node_runs.to_remove(uses, lifetime) == list(removed)
 
 
 class TestRoomForRuns:
@@ -318,17 +203,19 @@ class TestRoomForRuns:
         "older": node_runs.Use(unused_secs=99, num_bytes=20),
     }
 
-    @pytest.mark.parametrize(
-        ("num_bytes", "removed"),
-        [(20, []), (21, ["older"]), (40, ["older"]), (60, ["older", "old"])],
-    )
-    def test_runs_that_ended_make_room_oldest_first(self, num_bytes, removed):
-        to_remove = node_runs.to_remove(
-            self.OTHERS, self.LIFETIME, needed_bytes=num_bytes
-        )
-        assert to_remove == removed
-        staying = {path: self.OTHERS[path] for path in {*self.OTHERS} - {*removed}}
-        node_runs.check_room("run", num_bytes, staying, self.LIFETIME)
+    def test_runs_that_ended_make_room_oldest_first(self):
+        for num_bytes, removed in (
+            (20, []),
+            (21, ["older"]),
+            (40, ["older"]),
+            (60, ["older", "old"]),
+        ):
+            to_remove = node_runs.to_remove(
+                self.OTHERS, self.LIFETIME, needed_bytes=num_bytes
+            )
+            assert to_remove == removed
+            staying = {path: self.OTHERS[path] for path in {*self.OTHERS} - {*removed}}
+            node_runs.check_room("run", num_bytes, staying, self.LIFETIME)
 
     def test_live_runs_stay_and_the_error_has_the_figures(self):
         live = {path: self.OTHERS[path] for path in ("live", "new")}
@@ -342,11 +229,6 @@ class TestRoomForRuns:
             "run run needs 61 bytes of this node's memory, but only 60 of 100 are"
         )
         assert "live 30 bytes (in use), new 10 bytes (unused for 59 s)" in message
-
-    def test_without_a_limit_nothing_is_removed(self):
-        lifetime = node_runs.Lifetime()
-        assert node_runs.to_remove(self.OTHERS, lifetime, needed_bytes=10**9) == []
-        node_runs.check_room("run", 10**9, self.OTHERS, lifetime)
 
     def test_a_run_that_starts_has_those_that_ended_removed(self, tmp_path):
         limit_bytes = 2**20

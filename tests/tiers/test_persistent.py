@@ -2,16 +2,15 @@
 
 import datetime
 import errno
-import os
 import pathlib
 import random
-import threading
+from concurrent import futures
 
 import numpy as np
 import pytest
 
 from elastic_ckpt.core import digest, errors, storage
-from elastic_ckpt.steps import line, manifest_file
+from elastic_ckpt.steps import line
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.persistent import (
@@ -23,6 +22,7 @@ from elastic_ckpt.tiers.persistent import (
     retries,
     upload,
 )
+from tests.faults import spoilt_files
 from tests.tiers import uploaded
 
 KINDS = ("renamed", "in place")
@@ -109,45 +109,6 @@ def test_an_upload_that_was_cut_short_is_repeated_on_other_hosts(root, tier, wor
     assert not any(ocdbt.store_name("m0.0", "0") in name for name in names)
 
 
-def test_one_host_alone_may_repeat_its_part(root, tier, world):
-    saved = uploaded.saved_step()
-    uploaded.write_all(root, saved, world)
-    share = uploaded.items(saved)[1::3]
-    uploaded.write(root, saved, world[1], share, finish=False)
-    with pytest.raises(errors.CheckpointError, match=r"not finished.*m1\.0"):
-        uploaded.commit_all(root, saved, world)
-    uploaded.write(root, saved, world[1], share)
-    uploaded.commit_all(root, saved, world)
-    uploaded.read(tier, 5)
-
-
-def test_a_commit_may_be_repeated(root, world):
-    saved = put(root, world)
-    before = tree(root.final(5))
-    uploaded.commit_all(root, saved, world)
-    assert tree(root.final(5)) == before
-
-
-def test_a_rename_that_seemed_to_fail_but_did_not_is_a_commit(
-    tmp_path, world, monkeypatch
-):
-    root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
-    saved = uploaded.saved_step()
-    uploaded.write_all(root, saved, world)
-    rename = storage.rename
-
-    def seems_to_fail(source_path, target):
-        rename(source_path, target)
-        raise OSError(errno.EIO, "the answer was lost")
-
-    monkeypatch.setattr(storage, "rename", seems_to_fail)
-    reports = []
-    policy = retries.Retries(report=reports.append, sleep=lambda _: None)
-    uploaded.commit_all(root, saved, world, retries=policy)
-    assert len(reports) == 1
-    uploaded.read(persistent_tier.PersistentTier(root, run=uploaded.RUN), 5)
-
-
 def test_a_committed_step_is_replaced_by_no_older_save(root, world):
     put(root, world, save="1")
     before = tree(root.final(5))
@@ -186,24 +147,17 @@ def test_chunks_may_be_written_by_many_threads(root, tier, world):
     saved = uploaded.saved_step()
     ours = upload.Upload(root, saved, world[0])
     ours.begin()
-
-    def one(item):
-        leaf, box = item
-        whole = uploaded.values(saved.contents.leaves[leaf].path)
-        part = np.array(whole[tuple(map(slice, box.start, box.stop))], order="C")
-        ours.write_chunks([upload.Chunk(leaf, box, part, digest.values_digest(part))])
-
-    chunks = uploaded.items(saved)[:-2]
-    threads = [threading.Thread(target=one, args=[item]) for item in chunks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for file in uploaded.files():
-        ours.write_file(file, uploaded.COMPONENT[file.path])
+    with futures.ThreadPoolExecutor(16) as threads:
+        list(
+            threads.map(
+                lambda item: uploaded.put(ours, saved, item), uploaded.items(saved)
+            )
+        )
     ours.finish()
-    uploaded.commit_all(root, saved, world[:1])
-    uploaded.read(tier, 5)
+    for _ in range(2):
+        # A commit may be repeated.
+        uploaded.commit_all(root, saved, world[:1])
+        uploaded.read(tier, 5)
 
 
 def test_a_removed_step_is_gone_at_once_and_a_killed_removal_leaves_a_leftover(
@@ -220,41 +174,6 @@ def test_a_removed_step_is_gone_at_once_and_a_killed_removal_leaves_a_leftover(
     assert leftover.step == 6
     storage.remove(leftover.path)
     assert not root.leftovers()
-
-
-def test_an_object_store_is_asked_about_many_steps_at_once(tmp_path):
-    root = persistent_root.PersistentRoot(
-        path=storage.absolute(tmp_path / "steps"), in_place=True
-    )
-    # No answer comes before all are asked for; asked in turn, the first one fails.
-    together = threading.Barrier(8, timeout=120)
-    answers = root.of_each(lambda _: together.wait() < 8, range(8))
-    assert answers == dict.fromkeys(range(8), True)
-
-
-def test_an_object_store_is_asked_once_about_each_step(tmp_path, world, monkeypatch):
-    root = persistent_root.PersistentRoot(
-        path=storage.absolute(tmp_path / "steps"), in_place=True
-    )
-    for step in (5, 6, 7):
-        put(root, world, step=step)
-    root.uncommit(7)
-    listed, asked = [], []
-    names, is_committed = storage.names, persistent_root.PersistentRoot.is_committed
-    monkeypatch.setattr(
-        storage, "names", lambda path: listed.append(path.name) or names(path)
-    )
-    monkeypatch.setattr(
-        persistent_root.PersistentRoot,
-        "is_committed",
-        lambda root, step: asked.append(step) or is_committed(root, step),
-    )
-    assert list(root.manifests()) == [5, 6]
-    assert (sorted(listed), asked) == (["5", "6", "7", "steps"], [7])
-    # Who looks for the newest one asks about no older one.
-    listed.clear(), asked.clear()
-    assert next(root.newest_first()) == 6
-    assert (listed, asked) == (["steps"], [7, 6])
 
 
 def test_a_search_has_the_steps_of_when_it_began(root, tier, world):
@@ -290,18 +209,6 @@ def test_retention_hears_of_time_metrics_and_completeness(root, tier, world):
     assert (second.step, second.metrics, second.complete) == (7, None, False)
 
 
-def test_a_manifest_that_was_altered_is_a_problem_and_no_offer(root, tier, world):
-    put(root, world)
-    path = root.final(5) / "manifest-m1.0.json"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    storage.write_atomic(path, bytes(content))
-    offered = tier.offers(5)
-    assert {offer.host.id for offer in offered.sources} == {"m0.0", "m2.0"}
-    (problem,) = offered.problems
-    assert "manifest-m1.0.json" in problem
-
-
 def test_a_step_of_another_run_is_offered_as_nothing(root, world):
     put(root, world)
     other = persistent_tier.PersistentTier(root, run="another")
@@ -312,68 +219,42 @@ def test_a_step_of_another_run_is_offered_as_nothing(root, world):
     assert not other.held()
 
 
-@pytest.mark.parametrize(
-    ("file", "offset", "message"),
-    [
-        ("data/shards-00002.json", 1, "ends after 3 bytes, before 9"),
-        ("data/none.json", 0, "is missing"),
-        (
-            f"state/{ocdbt.store_name('m0.0', '0')}//params.w/c/9/9",
-            0,
-            "ends after 0 bytes",
-        ),
-        (
-            f"state/{ocdbt.store_name('m9.0', '0')}//params.w/c/0/0",
-            0,
-            "ends after 0 bytes",
-        ),
-    ],
-)
-def test_what_cannot_be_read_is_said(root, tier, world, file, offset, message):
+def test_what_cannot_be_read_is_said(root, tier, world):
     put(root, world)
     reader = next(iter(tier.offers(5).sources.values()))
-    with pytest.raises(source.ReadError, match=message):
-        reader.read_into(file, offset, memoryview(bytearray(8)))
+    chunks = [
+        f"state/{ocdbt.store_name(host, '0')}//params.w/c/{chunk}"
+        for host, chunk in (("m0.0", "9/9"), ("m9.0", "0/0"))
+    ]
+    for file, offset, message in (
+        ("data/shards-00002.json", 1, "ends after 3 bytes, before 9"),
+        ("data/none.json", 0, "is missing"),
+        (chunks[0], 0, "ends after 0 bytes"),
+        (chunks[1], 0, "ends after 0 bytes"),
+    ):
+        with pytest.raises(source.ReadError, match=message):
+            reader.read_into(file, offset, memoryview(bytearray(8)))
 
 
-def flip(content, generator):
-    place = generator.randrange(len(content))
-    changed = bytes([content[place] ^ 1 << generator.randrange(8)])
-    return content[:place] + changed + content[place + 1 :]
-
-
-def swap(content, generator):
-    return generator.randbytes(len(content))
-
-
-DAMAGES = {
-    "a bit is flipped": flip,
-    "it is cut short": lambda content, generator: content[
-        : generator.randrange(len(content))
-    ],
-    "it is empty": lambda *_: b"",
-    "it is another": swap,
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
 def test_of_a_damaged_file_comes_no_wrong_value_that_passes_its_digest(
-    root, tier, world, damage
+    root, tier, world
 ):
     put(root, world)
-    noticed = 0
+    kept = tree(root.final(5))
     generator = random.Random(7)
-    for name, content in tree(root.final(5)).items():
-        path = pathlib.Path(root.final(5), name)
-        path.write_bytes(DAMAGES[damage](content, generator))
-        offered = tier.offers(5)
-        noticed += len(offered.problems) + sum(
-            not healthy(offer.manifest, reader)
-            for offer, reader in offered.sources.items()
-        )
-        path.write_bytes(content)
-    # Each host has a manifest and a file of values at least.
-    assert noticed >= 2 * len(world)
+    for damage in ("flipped", "cut short", "emptied", "scrambled"):
+        noticed = 0
+        for name, content in kept.items():
+            path = pathlib.Path(root.final(5), name)
+            spoilt_files.spoil(path, damage, generator, other=b"")
+            offered = tier.offers(5)
+            noticed += len(offered.problems) + sum(
+                not healthy(offer.manifest, reader)
+                for offer, reader in offered.sources.items()
+            )
+            path.write_bytes(content)
+        # Each host has a manifest and a file of values at least.
+        assert noticed >= 2 * len(world)
     uploaded.read(tier, 5)
 
 
@@ -394,18 +275,6 @@ def healthy(held, reader):
     return True
 
 
-def test_a_part_of_a_chunk_can_be_read(root, tier, world):
-    put(root, world)
-    offer, reader = next(iter(tier.offers(5).sources.items()))
-    held = offer.manifest
-    for number in range(len(held.fragments)):
-        fragment = held.fragments.row(number, contents=held.contents)
-        whole, last = bytearray(fragment.stored_bytes), bytearray(4)
-        reader.read_into(fragment.file, 0, memoryview(whole))
-        reader.read_into(fragment.file, len(whole) - 4, memoryview(last))
-        assert last == whole[-4:]
-
-
 def test_steps_that_cannot_be_listed_are_an_error_that_says_so(tmp_path):
     storage.write_atomic(tmp_path / "steps", b"a file")
     tier = persistent_tier.PersistentTier(
@@ -415,9 +284,9 @@ def test_steps_that_cannot_be_listed_are_an_error_that_says_so(tmp_path):
         tier.steps()
 
 
-@pytest.mark.parametrize("place", ["gs://bucket/run", "s3://bucket/run"])
-def test_object_stores_commit_by_a_file_and_paths_by_a_rename(place, tmp_path):
-    assert persistent_root.PersistentRoot.from_path(place).in_place
+def test_object_stores_commit_by_a_file_and_paths_by_a_rename(tmp_path):
+    for place in ("gs://bucket/run", "s3://bucket/run"):
+        assert persistent_root.PersistentRoot.from_path(place).in_place
     assert not persistent_root.PersistentRoot.from_path(tmp_path).in_place
 
 
@@ -445,81 +314,40 @@ def failing(*problems):
     return act
 
 
-@pytest.mark.parametrize(
-    "problem",
-    [
+def test_what_may_pass_is_waited_for_longer_and_longer_and_reported():
+    for problem in (
         OSError(errno.EIO, "input/output error"),
         TimeoutError("timed out"),
         ValueError("UNAVAILABLE: the store is away"),
-    ],
-)
-def test_what_may_pass_is_waited_for_longer_and_longer_and_reported(problem):
-    policy, slept, reports = waits()
-    assert policy.call("writing /a", failing(problem, problem, problem)) == "done"
-    assert [0.5 <= slept[0] <= 1, 1 <= slept[1] <= 2, 1.5 <= slept[2] <= 3] == [
-        True
-    ] * 3
-    assert len(reports) == 3
-    assert "writing /a failed, attempt 1 of 4" in reports[0]
-
-
-def test_in_the_end_waiting_is_given_up():
-    policy, slept, _ = waits()
-    problem = OSError(errno.EIO, "input/output error")
-    with pytest.raises(
-        errors.CheckpointError, match=r"writing /a failed 4 times.*again"
     ):
-        policy.call("writing /a", failing(*[problem] * 4))
-    assert len(slept) == 3
+        policy, slept, reports = waits()
+        act = failing(problem, problem, problem)
+        assert policy.call("writing /a", act) == "done"
+        assert 0.5 <= slept[0] <= 1 <= slept[1] <= 2
+        assert 1.5 <= slept[2] <= 3
+        assert len(reports) == 3
+        assert "writing /a failed, attempt 1 of 4" in reports[0]
+        # In the end waiting is given up.
+        policy, slept, _ = waits()
+        given_up = r"writing /a failed 4 times.*again"
+        with pytest.raises(errors.CheckpointError, match=given_up):
+            policy.call("writing /a", failing(*[problem] * 4))
+        assert len(slept) == 3
 
 
-@pytest.mark.parametrize(
-    "problem",
-    [
+def test_what_will_not_pass_is_an_error_at_once():
+    for problem in (
         PermissionError(errno.EACCES, "no"),
         OSError(errno.EROFS, "read-only"),
         OSError(errno.ENOSPC, "no space left"),
         ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device"),
         ValueError("PERMISSION_DENIED: no"),
-    ],
-)
-def test_what_will_not_pass_is_an_error_at_once(problem):
-    policy, slept, _ = waits()
-    with pytest.raises(
-        errors.CheckpointError, match="tries again with its next backup"
     ):
-        policy.call("writing /a", failing(problem))
-    assert not slept
-
-
-def test_what_storage_did_not_say_is_not_retried():
-    policy, slept, _ = waits()
+        policy, slept, _ = waits()
+        with pytest.raises(errors.CheckpointError, match="with its next backup"):
+            policy.call("writing /a", failing(problem))
+        assert not slept
+    # What storage did not say is an error of the program.
     with pytest.raises(ValueError, match="a bug"):
         policy.call("writing /a", failing(ValueError("a bug")))
     assert not slept
-
-
-def test_an_upload_waits_for_storage_that_is_away(root, world):
-    saved = uploaded.saved_step()
-    # The steps lie behind a link, and what it points to is not there at first.
-    blocked = persistent_root.PersistentRoot(
-        path=root.path.parent / "link" / "steps", in_place=root.in_place
-    )
-    os.symlink(root.path.parent / "gone", root.path.parent / "link")
-    reports = []
-
-    def put_right(secs):
-        assert secs > 0
-        storage.make_directory(root.path.parent / "gone")
-
-    policy = retries.Retries(report=reports.append, sleep=put_right)
-    uploaded.write_all(blocked, saved, world, retries=policy)
-    assert reports
-    uploaded.commit_all(blocked, saved, world)
-    uploaded.read(persistent_tier.PersistentTier(blocked, run=uploaded.RUN), 5)
-
-
-def test_names_of_manifests_are_told_from_others():
-    assert manifest_file.is_file_name("manifest-m0.0.json")
-    assert not manifest_file.is_file_name("manifest.ocdbt")
-    assert not manifest_file.is_file_name("manifest-.json")

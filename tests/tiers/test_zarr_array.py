@@ -52,24 +52,18 @@ def content(context, path):
     return {key: bytes(opened.read(key).result().value) for key in keys}
 
 
-@pytest.mark.parametrize("encoded_by", ["us", "TensorStore"])
-@pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("dtype", sorted(capture.STORABLE))
-def test_what_is_stored_is_what_tensorstore_stores(
-    dtype, kind, encoded_by, monkeypatch
-):
-    if encoded_by == "TensorStore":
-        monkeypatch.setattr(zarr_array, "_SMALL_BYTES", -1)
-    shape, chunk = SHAPES[kind]
-    size = int(np.prod(shape))
-    values = random_bits(dtype, size).reshape(shape)
-    expected = by_tensorstore(dtype, shape, chunk, values)
-    assert stored(dtype, shape, chunk, values) == expected
-    num_chunks = size // max(1, int(np.prod(chunk)))
-    assert len(expected) == 1 + num_chunks
-
-
-def test_chunks_that_do_not_lie_in_one_piece_are_stored_in_their_order():
+@pytest.mark.parametrize("small_bytes", [zarr_array._SMALL_BYTES, -1])
+def test_what_is_stored_is_what_tensorstore_stores(small_bytes, monkeypatch):
+    # Small chunks are encoded here, large ones by TensorStore.
+    monkeypatch.setattr(zarr_array, "_SMALL_BYTES", small_bytes)
+    for dtype in sorted(capture.STORABLE):
+        for shape, chunk in SHAPES.values():
+            size = int(np.prod(shape))
+            values = random_bits(dtype, size).reshape(shape)
+            expected = by_tensorstore(dtype, shape, chunk, values)
+            assert stored(dtype, shape, chunk, values) == expected
+            assert len(expected) == 1 + size // max(1, int(np.prod(chunk)))
+    # Chunks that do not lie in one piece are stored in their order.
     values = np.arange(24, dtype=np.float32).reshape(6, 4).T
-    content = stored("float32", (4, 6), (2, 3), values)
-    assert content == by_tensorstore("float32", (4, 6), (2, 3), values)
+    expected = by_tensorstore("float32", (4, 6), (2, 3), values)
+    assert stored("float32", (4, 6), (2, 3), values) == expected

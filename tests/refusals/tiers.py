@@ -1,0 +1,196 @@
+"""Mistakes in the tiers of a checkpointer, and at agents and steps in storage."""
+
+import functools
+
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.tiers import choices
+from elastic_ckpt.tiers.peers import agent, kubernetes_node, peer_client, secret
+from elastic_ckpt.tiers.persistent import leases
+from tests.refusals import Refusal
+from tests.tiers import served
+
+POLICY = ocp.training.preservation_policies.LatestN(3)
+LOCAL = choices.Local("/ram/run")
+TLS = choices.TlsFiles(certificate="a.pem", key="a.pem", authority="b.pem")
+persistent = functools.partial(choices.Persistent, "/steps")
+local = functools.partial(choices.Local, "/ram")
+
+# Wrong settings of a tier: the message begins with the setting.
+SETTINGS = [
+    (choices.Local, {"directory": ""}),
+    (choices.Local, {"directory": None}),
+    (local, {"every": 0}),
+    (local, {"every": 2.5}),
+    (local, {"every": True}),
+    (local, {"every": "5"}),
+    (local, {"limit_bytes": "64Gi"}),
+    (local, {"limit_bytes": 0}),
+    (local, {"keep": 3}),
+    (local, {"keep": POLICY.should_preserve}),
+    (choices.Persistent, {"directory": " "}),
+    (persistent, {"every": -5}),
+    (persistent, {"every": "5"}),
+    (persistent, {"keep": "LatestN"}),
+    (persistent, {"every_minutes": 0}),
+    (persistent, {"every_minutes": float("nan")}),
+    (persistent, {"every_minutes": "20"}),
+    (persistent, {"save_decision_policy": 5}),
+    (choices.Peers, {"copies": -1}),
+    (choices.Peers, {"copies": "2"}),
+    (choices.Peers, {"port": 65536}),
+    (choices.Peers, {"assume_data_parallelism": "yes"}),
+    (choices.Peers, {"domain": ["zone"]}),
+    (choices.Peers, {"domains": "rack=r7"}),
+    (choices.Peers, {"interface": ""}),
+    (choices.Peers, {"secret_file": 7}),
+    (choices.Peers, {"max_bytes_per_sec": "1G"}),
+    (choices.Peers, {"max_bytes_per_sec": -1}),
+    (choices.Peers, {"tls": "a.pem"}),
+    (choices.Peers, {"known": 7}),
+    (choices.Peers, {"backups": 7}),
+    (functools.partial(choices.TlsFiles, key="a", authority="b"), {"certificate": ""}),
+]
+URLS = [
+    *("10.0.0.7:8470", "http://", "http://a:0", "http://a:65536", "http://a:port"),
+    *("http://a:8470/v1/steps", "http://a:8470?secret=x", "http://user:word@a:8470"),
+    *("http://a b:8470", "http://a:8470\n", "ftp://a:8470", "http://[fd00::7:8470"),
+    *(b"http://a:8470", None),
+]
+
+
+def _chosen(*tiers):
+    return lambda _: choices.Chosen.from_choices(list(tiers))
+
+
+def _link(path):
+    (path / "link").symlink_to(path / "ram", target_is_directory=True)
+    stored = choices.Persistent(path / "link" / "steps", every=1)
+    choices.Chosen.from_choices([choices.Local(path / "ram"), stored])
+
+
+def _served(**options):
+    def call(path):
+        with served.serving(agent.Service(root=str(path), **options)):
+            pass
+
+    return call
+
+
+def _secret(path, content):
+    secret.adopt(path, "x" * 32)
+    (path / "secret").write_text(content)
+    secret.read_or_create(path)
+
+
+def _open_secret(path):
+    secret.read_or_create(path)
+    (path / "secret").chmod(0o640)
+    secret.read_or_create(path)
+
+
+def _setting(kind, given):
+    ((name, value),) = given.items()
+    tier = getattr(kind, "func", kind).__name__
+    escaped = repr(value)
+    for special in "[]()*.+\\":
+        escaped = escaped.replace(special, ".")
+    return Refusal(lambda _: kind(**given), rf"^{tier}\({name}={escaped}\).*give ")
+
+
+REFUSALS = {
+    **{f"{kind}-{given}": _setting(kind, given) for kind, given in SETTINGS},
+    **{
+        f"URL {url}": Refusal(
+            lambda _, url=url: choices.Peers(known=("http://a:1", url)),
+            "is not the URL of an agent; give it",
+        )
+        for url in URLS
+    },
+    "one string for URLs": Refusal(
+        lambda _: choices.Peers(known="http://10.0.0.7:8470"), "give a tuple of URLs"
+    ),
+    "a URL that does not encrypt, with TLS": Refusal(
+        lambda _: choices.Peers(known=("http://a:1",), tls=TLS),
+        "does not encrypt, and this run does",
+    ),
+    "a RAM disk in a bucket": Refusal(
+        lambda _: choices.Local("gs://bucket/ram"),
+        r"gs://bucket/ram'\) is not a direct",
+    ),
+    "two intervals": Refusal(
+        lambda _: persistent(every=1, every_minutes=2),
+        "has every and every_minutes; give one of",
+    ),
+    "no interval": Refusal(
+        _chosen(persistent()), "has no interval; give one of every="
+    ),
+    "one tier": Refusal(
+        lambda _: choices.Chosen.from_choices(LOCAL),
+        r"Local\(\.\.\.\) is one tier; give a list of tiers, such as \[ec\.Local",
+    ),
+    "a path for the tiers": Refusal(
+        lambda _: choices.Chosen.from_choices("/dev/shm/run"),
+        "'/dev/shm/run' is not a list of tiers; give",
+    ),
+    "a path for a tier": Refusal(
+        _chosen(LOCAL, "gs://bucket"), "which is not a tier; give ec.Persistent"
+    ),
+    "a class for a tier": Refusal(_chosen(choices.Local), "which is not a tier"),
+    "a tier twice": Refusal(
+        _chosen(LOCAL, LOCAL), r"contains Local\(\.\.\.\) twice; give at most one"
+    ),
+    "no tier": Refusal(_chosen(), "tiers is empty; give ec.Persistent"),
+    "peers without RAM": Refusal(
+        _chosen(choices.Peers(), persistent(every=1)),
+        r"Peers\(\.\.\.\) without ec.Local",
+    ),
+    "storage inside of RAM": Refusal(
+        _chosen(LOCAL, choices.Persistent("/ram/x/../run/steps", every=1)),
+        r"is inside Local\('/ram/run'\)",
+    ),
+    "storage inside of RAM, behind a link": Refusal(
+        _link, "is inside Local", writes=True
+    ),
+    "an agent for every network": Refusal(
+        _served(interface="0.0.0.0"),
+        "every network of this machine",
+        errors.RunError,
+        writes=True,
+    ),
+    "no certificate for an agent": Refusal(
+        _served(tls_certificate="/none.pem"),
+        r"cannot use the certificate .*none",
+        errors.RunError,
+        writes=True,
+    ),
+    "no certificate for a client": Refusal(
+        lambda _: peer_client.PeerClient("x" * 32, tls_ca="/none.pem"), r"none\.pem"
+    ),
+    "a secret that others can read": Refusal(
+        _open_secret, "not a file of mode 0600", errors.RunError, writes=True
+    ),
+    **{
+        f"the secret {text!r}": Refusal(
+            lambda path, text=text: _secret(path, text),
+            "holds no secret",
+            errors.RunError,
+            writes=True,
+        )
+        for text in ("", "short", "with a space in it", "é")
+    },
+    "a secret that can be guessed": Refusal(
+        lambda path: secret.adopt(path, "short"),
+        "16 to 1024 characters",
+        errors.RunError,
+    ),
+    "outside of a pod": Refusal(
+        lambda path: kubernetes_node.read_labels("node-7", account_directory=str(path)),
+        "--domains",
+        errors.RunError,
+    ),
+    "a lease of no time": Refusal(
+        lambda path: leases.lease(path / "1", duration_secs=0).__enter__(), "positive"
+    ),
+}
