@@ -13,8 +13,7 @@ from elastic_ckpt.checkpoint.host.copies import HostCopies
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.ram import ram_disk
-from tests import shared_memory
-from tests.faults import spoilt_files
+from tests import shared_memory, spoilt_files
 from tests.model import simulated_world
 
 

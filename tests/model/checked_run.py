@@ -20,7 +20,7 @@ from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import leases
 from elastic_ckpt.tiers.ram import ram_disk
-from tests.faults import spoilt_files
+from tests import spoilt_files
 from tests.model import simulated_world
 from tests.model.model import Model, Save
 from tests.model.simulated_world import Crash, Gone

@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, Phase, settings, stateful
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from tests import shared_memory
-from tests.faults import spoilt_files
+from tests import shared_memory, spoilt_files
 from tests.model.checked_run import CheckedRun
 
 MACHINES = 4

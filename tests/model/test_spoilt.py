@@ -18,8 +18,7 @@ from elastic_ckpt.inspect import tier_locations, verification
 from elastic_ckpt.steps import layout
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
 from elastic_ckpt.tiers.ram import ram_disk
-from tests import shared_memory
-from tests.faults import spoilt_files
+from tests import shared_memory, spoilt_files
 from tests.model import simulated_world
 from tests.model.checked_run import CheckedRun
 

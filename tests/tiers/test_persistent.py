@@ -22,7 +22,7 @@ from elastic_ckpt.tiers.persistent import (
     retries,
     upload,
 )
-from tests.faults import spoilt_files
+from tests import spoilt_files
 from tests.tiers import uploaded
 
 KINDS = ("renamed", "in place")
