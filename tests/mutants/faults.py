@@ -67,13 +67,6 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/steps/test_retention.py",),
     ),
     Fault(
-        "retention removes the newest complete step",
-        "elastic_ckpt/steps/retention.py",
-        "and step.step < newest_complete",
-        "and step.step <= newest_complete",
-        ("tests/steps/test_retention.py",),
-    ),
-    Fault(
         "a step counts although its holders disagree",
         "elastic_ckpt/steps/search.py",
         "return not (self.gaps or self.missing_parts or diverged)",
@@ -150,6 +143,27 @@ FAULTS: tuple[Fault, ...] = (
         "        self.files.recycle(os.fspath(directory))\n",
         "        self.files.recycle(os.fspath(directory))\n",
         ("tests/tiers/test_local.py", "tests/model/test_crash_points.py"),
+    ),
+    Fault(
+        "an agent follows a link out of its directory",
+        "elastic_ckpt/tiers/no_follow.py",
+        "_PLACE = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC",
+        "_PLACE = os.O_PATH | os.O_CLOEXEC",
+        ("tests/tiers/test_agent.py",),
+    ),
+    Fault(
+        "an agent answers to any token",
+        "elastic_ckpt/tiers/peers/agent_server.py",
+        'return hmac.compare_digest(given, f"Bearer {known}".encode())',
+        'return given.startswith(b"Bearer ")',
+        ("tests/tiers/test_agent.py",),
+    ),
+    Fault(
+        "an older evaluation replaces a newer one",
+        "elastic_ckpt/tiers/persistent/evaluations.py",
+        "if is_same and (before is None or evaluation.step <= before.step):",
+        "if is_same:",
+        ("tests/tiers/test_evaluations.py",),
     ),
     Fault(
         "a component's state is loaded unchecked",
