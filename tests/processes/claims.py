@@ -92,7 +92,7 @@ class Claims:
         page = tmp_path / "report.html"
         runs.verb("report", run.path, "--output", page)
         text = page.read_text()
-        assert f"Each of the {len(run.records)} steps used the examples" in text
+        assert f"Each of the {len(run.records):,} steps used the examples" in text
         for event in run.events("slice_lost"):
             assert f"slice {event['slice']} lost" in text
 
