@@ -52,23 +52,6 @@ def ending(shard):
     return rows.to_iter_dataset(pipelines.IN_CALLER)
 
 
-class OwnMapDataset(grain.MapDataset):
-    """A user's own source."""
-
-    def __len__(self):
-        return 500
-
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return self.slice(index)
-        return {"x": np.full(3, index % len(self), np.float32)}
-
-
-def of_own_map_dataset(shard):
-    mine = OwnMapDataset().seed(3).shuffle()[shard::NUM_SHARDS].repeat()
-    return mine.to_iter_dataset(pipelines.IN_CALLER).filter(lambda e: e["x"][0] % 5)
-
-
 class OwnIterDataset(grain.IterDataset):
     """A user's own iterator: numbers of which each depends on all before it."""
 
@@ -109,7 +92,6 @@ class TestOwnIterDataset(ShardedContract):
 ENGINES = {
     "in place": lambda data, _: data,
     "elastic": lambda data, _: dataclasses.replace(data, in_place=False),
-    "own map": lambda *_: of_shards(of_own_map_dataset),
     "everything": lambda _, parts: formats.data(parts(), "everything"),
     "workers": lambda *_: of_shards(
         functools.partial(pipelines.filtered, num_shards=NUM_SHARDS), num_workers=2
