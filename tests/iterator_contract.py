@@ -55,10 +55,6 @@ class IteratorContract:
         yield made
         made.close()
 
-    @pytest.fixture
-    def mesh(self):
-        return topology.mesh_of(topology.present(2))
-
     def expected(self, data, num_batches):
         host = data.host_batches(
             rows.Placement.in_order(0, num_hosts=1, global_batch_size=GLOBAL_BATCH_SIZE)
@@ -66,19 +62,14 @@ class IteratorContract:
         return [next(host) for _ in range(num_batches)]
 
     def test_batches_are_those_of_the_pipeline_row_for_row(self, batches, data):
+        over_the_mesh = topology.batch_sharding(topology.mesh_of(topology.present(2)))
         for expected in self.expected(data, 8):
             batch = next(batches)
             assert batch.keys() == expected.keys()
             for name, array in expected.items():
                 np.testing.assert_array_equal(batch[name], array)
-
-    def test_rows_lie_sharded_over_the_whole_mesh(self, batches, mesh):
-        wanted = topology.batch_sharding(mesh)
-        for array in next(batches).values():
-            assert array.sharding.is_equivalent_to(wanted, array.ndim)
-
-    def test_it_is_a_checkpointable_to_orbax(self, batches):
-        assert isinstance(batches, ocp.StatefulCheckpointable)
+                sharding = batch[name].sharding
+                assert sharding.is_equivalent_to(over_the_mesh, array.ndim)
 
     def test_the_state_is_that_of_the_moment_of_the_save(self, batches, data, tmp_path):
         expected = self.expected(data, 6)
@@ -209,18 +200,6 @@ class IteratorContract:
         other = self.make(other_data)
         with pytest.raises(errors.DataError, match=difference):
             run(other.load(epath.Path(tmp_path)))
-        other.close()
-
-    def test_stock_orbax_reports_a_refused_state_in_its_own_words(
-        self, batches, data, tmp_path
-    ):
-        other_data, difference = self.other(data)
-        other = self.make(other_data)
-        weights = {"w": np.arange(4.0)}
-        with ocp.training.Checkpointer(tmp_path / "steps") as checkpointer:
-            checkpointer.save_checkpointables(1, {"state": weights, "data": batches})
-            with pytest.raises(errors.DataError, match=difference):
-                checkpointer.load_checkpointables(1, {"data": other})
         other.close()
 
     def other(self, data):

@@ -15,7 +15,6 @@ README = (ROOT / "README.md").read_text()
 GUIDES = ROOT / "docs/pages"
 FIRST_RUN = (GUIDES / "start/first-run.md").read_text()
 OWN_DATA = (GUIDES / "guides/own-data.md").read_text()
-SET_UP = "pip install uv && uv run "
 # Beside load the demo may end before its fault, or before the check of the slice.
 SLICE_IS_BACK = ", {return_slice: 1, at_step: 60}"
 SLOWLY = (
@@ -34,14 +33,6 @@ def commands(page):
     """The lines of all shell blocks, but for the tests themselves: these run this."""
     lines = "".join(pages.blocks(page, "sh")).splitlines()
     return [line for line in lines if "pytest" not in line]
-
-
-def test_the_commands_that_need_no_other_step_are_there():
-    lines = "".join(pages.blocks(README, "sh")).splitlines()
-    assert [line for line in lines if line.startswith(SET_UP)] == [
-        SET_UP + "elastic-ckpt train configs/demo_cpu.yml",
-        SET_UP + "--group dev pytest",
-    ]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.deploy import machine, manifest, names, nodes, patch, slurm, template
+from elastic_ckpt.deploy import machine, manifest, names, nodes, patch, slurm
 from elastic_ckpt.integrations import maxtext_elastic
 from elastic_ckpt.training import configured, keys, load
 from tests import runs
@@ -162,25 +162,6 @@ def test_the_name_that_an_error_proposes_is_taken(name, pods):
         names.check_jobset_name(name, jobs)
     except errors.ConfigError as error:
         names.check_jobset_name(str(error).rpartition("run_name=")[2], jobs)
-
-
-def test_a_hole_is_filled_by_its_value_or_left_out_with_what_has_nothing_else():
-    values = {"number": 0, "text": "a", "members": [1], "none": None, "empty": []}
-    document = {
-        "kept": {},
-        "number": "${number}",
-        "words": ["exit ${number} of ${text}", "$(POD_IP)", "${LONG%.*}"],
-        "gone": {"rules": [{"count": "${none}"}]},
-        "some": [{"count": "${empty}", "name": "a"}, "${none}", "${members}"],
-    }
-    assert template.fill(document, values) == {
-        "kept": {},
-        "number": 0,
-        "words": ["exit 0 of a", "$(POD_IP)", "${LONG%.*}"],
-        "some": [{"name": "a"}, [1]],
-    }
-    with pytest.raises(KeyError, match="hole"):
-        template.fill({"a": ["${hole}"]}, {})
 
 
 def test_a_patch_merges_what_has_names_and_replaces_other_lists():

@@ -185,26 +185,6 @@ def test_a_wrong_configuration_ends_the_run_and_other_failures_restart_what_they
         assert ("podFailurePolicy" in spec) == runs_once
 
 
-def test_a_supervisors_pod_is_replaced_so_often_and_then_the_run_has_failed():
-    built = jobsets.documents(ELASTIC, "max_restarts=7")
-    (job,) = jobsets.jobs(built).values()
-    assert job["backoffLimitPerIndex"] == 7
-    # It would count the failures of all pods together.
-    assert "backoffLimit" not in job
-    assert jobsets.only("JobSet", built)["spec"]["failurePolicy"]["maxRestarts"] == 0
-    assert job["successPolicy"] == {"rules": [{"succeededCount": 1}]}
-
-
-def test_in_place_every_failure_but_a_wrong_configuration_restarts_all_containers():
-    (job,) = jobsets.jobs(jobsets.documents(GPU, *IN_PLACE)).values()
-    spec = job["template"]["spec"]
-    agent, program = (*spec["initContainers"], *spec["containers"])
-    for container, codes in ((agent, [0]), (program, [0, errors.CONFIG_EXIT_CODE])):
-        exit_codes = {"operator": "NotIn", "values": codes}
-        rule = {"action": "RestartAllContainers", "exitCodes": exit_codes}
-        assert container["restartPolicyRules"] == [rule]
-
-
 KUSTOMIZE = jobsets.SHIPPED / "kustomize"
 IMAGE = "docker_image=us-docker.pkg.dev/my-project/my-images/elastic-ckpt:1"
 

@@ -352,12 +352,3 @@ def test_it_serves_metrics_to_prometheus(run, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     run(prometheus_port=port, code=errors.CONFIG_EXIT_CODE)
     assert "pip install '.[prometheus]'" in capsys.readouterr().err
-
-
-def test_a_library_that_maxtext_lacks_is_not_taken_for_another_version(tmp_path):
-    change = ("import numpy", "import nowhere; import numpy")
-    with (
-        stand_in.installed(tmp_path, checkpointing=change),
-        pytest.raises(ModuleNotFoundError, match="nowhere"),
-    ):
-        maxtext_seam.check_installed()

@@ -21,30 +21,6 @@ def test_the_keys_that_are_read_are_those_of_the_stand_in():
     assert set(maxtext_config.MAXTEXT_KEYS) == stand_in.DEFAULTS.keys()
 
 
-def test_our_keys_are_taken_out_of_what_maxtext_sees():
-    raw = {
-        "steps": 5,
-        "num_logical_shards": 12,
-        "drop_remainder": True,
-        "corrupt_records": "skip",
-        "grain_record_format": "bytes",
-        "tokenizer_type": "bytes",
-    }
-    before = dict(raw)
-    theirs, own = maxtext_config.divide(raw)
-    assert theirs == {
-        "steps": 5,
-        "dataset_type": "grain",
-        "grain_use_elastic_iterator": False,
-        "colocated_python_data_input": False,
-    }
-    assert own.values == {key: before[key] for key in before if key != "steps"}
-    assert not own.in_sidecar
-    # An elastic event has MaxText read its configuration again.
-    assert raw == before
-    assert maxtext_config.divide(raw) == (theirs, own)
-
-
 def test_what_maxtext_refuses_and_we_support_is_switched_off_for_maxtext():
     raw = {
         "num_logical_shards": 12,
@@ -149,12 +125,6 @@ def test_fine_tuning_and_evaluation_have_columns_of_their_own():
     assert maxtext_config.eval_section(config(**settings), own) == dataclasses.replace(
         made, train_data_columns="question,answer", tokenize_train_data=False
     )
-
-
-@pytest.mark.parametrize("path", ["gs://models/gemma", __file__])
-def test_a_hugging_face_tokenizer_that_is_there_is_taken(path):
-    settings = config(tokenizer_type="huggingface", tokenizer_path=path)
-    assert maxtext_config.train_section(settings, OWN).tokenizer_path == path
 
 
 def test_data_that_has_tokens_needs_no_tokenizer():

@@ -1,9 +1,5 @@
 """The configuration of MaxText's hosts, and what each world gives to MaxText."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import numpy as np
 import pytest
@@ -14,7 +10,6 @@ from elastic_ckpt.elastic import kept_executables, world
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.integrations import maxtext, maxtext_config, maxtext_elastic
 from elastic_ckpt.training import configured, machine_run
-from tests import runs
 from tests.integrations import stand_in
 
 RUN = ["run_name=a", "base_output_directory=/runs", "per_device_batch_size=6"]
@@ -131,40 +126,6 @@ def test_the_metrics_of_a_run_on_several_hosts_are_recorded(tmp_path):
             train=report_steps,
         )
     assert recorded_losses(tmp_path / "a") == [(1, 5), (2, 4), (3, 3)]
-
-
-@pytest.mark.night
-def test_a_world_has_the_hosts_of_two_machines(tmp_path):
-    stand_in.write(tmp_path)
-    given = [
-        *RUN,
-        f"base_output_directory={tmp_path}",
-        *("hosts=2", "slices=2", "steps=3", "elastic_enabled=true"),
-        "enable_multi_tier_checkpointing=true",
-        f"local_checkpoint_directory={tmp_path}/ram",
-        "local_checkpoint_period=1",
-        "multi_tier_checkpointing_backup_interval_steps=100",
-        "elastic_machines=2",
-        # Neither is lost, however slow this machine is.
-        "elastic_machine_timeout_seconds=600",
-    ]
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    machines = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "tests.integrations.maxtext_machine"),
-                *(*given, f"elastic_machine={number}"),
-            ],
-            cwd=runs.ROOT,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        for number in range(2)
-    ]
-    assert [each.wait() for each in machines] == [0, 0]
-    run = tmp_path / "a"
-    (world,) = runs.events(run, "world_started")
-    assert world["slices"] == [0, 1]
-    assert recorded_losses(run) == [(1, 5), (2, 4), (3, 3)]
 
 
 @pytest.mark.usefixtures("without_jax_cache")

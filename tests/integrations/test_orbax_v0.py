@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1
 from orbax.checkpoint._src.metadata import checkpoint as checkpoint_metadata
@@ -107,16 +106,6 @@ def test_a_tree_comes_back_with_its_bits_on_another_mesh(asynchronous, tmp_path)
     assert bits(of_v0) == bits(of_v1) == bits(state())
 
 
-def test_arrays_may_be_donated_once_save_returned(tmp_path):
-    array = jax.numpy.arange(2**20, dtype="float32")
-    with manager(tmp_path) as saving:
-        saving.save(1, args=composite(state=ec.orbax_v0.TreeSave({"w": array})))
-        array = jax.jit(lambda w: w * 0, donate_argnums=0)(array)
-        array.block_until_ready()
-    restored = restore(tmp_path, state=ec.orbax_v0.TreeRestore()).state
-    assert bits(restored) == bits({"w": np.arange(2**20, dtype="float32")})
-
-
 def test_our_checkpointer_restores_and_verifies_steps_of_the_manager(tmp_path):
     path = tmp_path / "run"
     batches = batches_of(tmp_path)
@@ -164,29 +153,6 @@ def test_items_that_plain_orbax_saved_are_restored(save_args, tmp_path, caplog):
     wanted = ec.orbax_v0.TreeRestore(abstract(tree, mesh_of(2, 4)))
     assert bits(restore(tmp_path, state=wanted).state) == bits(tree)
     assert "cannot be verified" in caplog.text
-
-
-def test_the_batches_continue_with_another_size(tmp_path):
-    batches = batches_of(tmp_path, size=8)
-    for _ in range(3):
-        next(batches)
-    with manager(tmp_path) as saving:
-        saving.save(3, args=composite(data=ec.orbax_v0.StatefulSave(batches)))
-        # The state is that of the call, whatever is read meanwhile.
-        expected = [next(batches) for _ in range(2)]
-    again = batches_of(tmp_path, size=16)
-    restore(tmp_path, data=ec.orbax_v0.StatefulRestore(again))
-    rows = [np.concatenate([np.asarray(b["inputs"]) for b in expected])]
-    assert bits(rows) == bits([np.asarray(next(again)["inputs"])])
-
-
-def test_the_manager_keeps_max_to_keep_steps(tmp_path):
-    with manager(tmp_path, max_to_keep=2, save_interval_steps=2) as saving:
-        for step in range(8):
-            args = composite(state=ec.orbax_v0.TreeSave({"n": step}))
-            assert saving.save(step, args=args) == (step % 2 == 0)
-    with manager(tmp_path) as looking:
-        assert looking.all_steps() == [4, 6]
 
 
 def flip(path, at):
@@ -284,11 +250,6 @@ def test_an_item_is_saved_however_late_orbax_writes_its_metadata(tmp_path):
         saving.wait_until_finished()
     restored = restore(tmp_path, state=ec.orbax_v0.TreeRestore())
     assert restored.state == {"n": 12}
-
-
-def test_storage_that_takes_no_metadata_is_an_error_that_names_it(tmp_path):
-    with pytest.raises(errors.CheckpointError, match="has not written _CHECKPOINT_MET"):
-        orbax_v0_steps.is_item(epath.Path(tmp_path / "1" / "state"), timeout_secs=0.05)
 
 
 @pytest.mark.parametrize(

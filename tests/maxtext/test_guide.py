@@ -2,15 +2,11 @@
 
 import os
 import re
-import shlex
 import subprocess
 
 import pytest
-import yaml
 
-from elastic_ckpt.cli import main as cli
 from elastic_ckpt.integrations import maxtext_config, maxtext_seam
-from elastic_ckpt.training import keys
 from tests import pages, shared_memory
 from tests.maxtext import environment
 
@@ -52,28 +48,6 @@ def test_the_way_to_set_it_up_is_that_of_the_dependency_group():
 def test_it_installs_the_version_that_the_seam_is_written_for():
     assert f'"maxtext=={maxtext_seam.TESTED_VERSION}"' in environment.GROUP.read_text()
     assert f"MaxText {maxtext_seam.TESTED_VERSION} from PyPI" in GUIDE
-
-
-def test_each_key_of_ours_is_in_the_reference_and_each_refused_one_in_the_guide():
-    # The reference is written of the keys of base.yml.
-    assert set(maxtext_config.OWN_KEYS) <= set(keys.keys())
-    for key in maxtext_config.OWN_DATA_KEYS:
-        assert f"`{key}`" in GUIDE
-    for key in maxtext_config._REMEDIES:
-        assert f"`{key}`" in GUIDE
-
-
-def test_its_file_of_a_job_makes_a_manifest_that_runs_maxtext(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tpu.yml").write_text(FILES["tpu.yml"])
-    assert cli.main(shlex.split(CLUSTER)[1:]) == 0
-    manifest = (tmp_path / "job.yaml").read_text()
-    (jobset,) = (
-        each for each in yaml.safe_load_all(manifest) if each["kind"] == "JobSet"
-    )
-    (job,) = jobset["spec"]["replicatedJobs"]
-    assert job["replicas"] == 2
-    assert "num_logical_shards: 768" in manifest
 
 
 @pytest.mark.night

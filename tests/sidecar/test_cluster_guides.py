@@ -6,7 +6,6 @@ import shlex
 
 import pytest
 
-from elastic_ckpt.training import keys
 from tests import pages, runs
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -19,9 +18,6 @@ FILE = re.compile(r"```yaml\n# (\S+\.yml)\n")
 
 def lines(name):
     return "".join(pages.blocks(GUIDES[name], "sh")).splitlines()
-
-
-ALL_LINES = [line for name in GUIDES for line in lines(name)]
 
 
 @pytest.mark.parametrize("name", GUIDES)
@@ -41,14 +37,3 @@ def test_manifests_are_made_as_the_guide_says(name, tmp_path, monkeypatch):
         output.unlink(missing_ok=True)
         runs.verb(*arguments)
         assert output.exists(), arguments
-
-
-@pytest.mark.parametrize("name", GUIDES)
-def test_keys_that_are_named_exist(name):
-    words = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)(?:=\S*)?`", GUIDES[name]))
-    # Values of keys that name a volume or a strategy.
-    values = {"empty_dir", "node_agent", "gke_multitier", "in_place", "restart_job"}
-    unknown = words - set(keys.keys()) - values
-    # A flag of Slurm, and a name of Python.
-    assert unknown <= {"jax_local_device_ids"}
-    assert len(words) > 6

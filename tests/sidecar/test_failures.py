@@ -56,26 +56,19 @@ def noted():
     ("error", "depth", "shown"),
     [
         (OfTheUser(place=3, reason="stop"), 0, "failed with OfTheUser: stop at 3"),
-        (OSError(28, "No space left on device"), 0, "No space left on device"),
-        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), 0, "UnicodeDecodeError"),
         (ValueError('größer \U0001f600 \ud800 "\\ {}'), 0, '\ud800 "\\ {}'),
-        (ValueError(""), 0, "failed with ValueError: \n"),
         (ExceptionGroup("two", [ValueError("a"), KeyError("b")]), 0, "two (2 sub-exc"),
-        (StopIteration(), 0, "failed with StopIteration"),
         (Unspeakable(), 0, "failed with Unspeakable: <exception str() failed>"),
         (ValueError("x" * 100_000 + "end"), 200, "x" * 100_000 + "end"),
         (noted(), 0, "OSError: the disk is gone"),
-        (noted(), 0, "in the pipeline of logical shard 3"),
     ],
     ids=lambda value: type(value).__name__,
 )
-@pytest.mark.parametrize(
-    ("before", "behind"),
-    [("", ""), ("XlaRuntimeError: UNKNOWN: [host7] {1}\u2028{\n", '\n} ["a\\"]')],
-)
 def test_any_exception_reaches_the_head_with_its_host_and_traceback(
-    error, depth, shown, before, behind
+    error, depth, shown
 ):
+    # What the runtime adds may look like a report.
+    before, behind = "XlaRuntimeError: UNKNOWN: [host7] {1}\u2028{\n", '\n} ["a\\"]'
     raised = at_the_head(before + text_of(error, depth=depth) + behind)
     assert type(raised) is errors.DataError
     message = str(raised)
@@ -93,10 +86,9 @@ def test_the_first_of_two_reports_counts():
     assert "KeyError" not in message
 
 
-@pytest.mark.parametrize("kind", [errors.ConfigError, errors.CheckpointError])
-def test_our_own_errors_keep_their_class_and_need_no_traceback(kind):
-    raised = at_the_head(text_of(kind("the problem; the remedy")))
-    assert type(raised) is kind
+def test_our_own_errors_keep_their_class_and_need_no_traceback():
+    raised = at_the_head(text_of(errors.CheckpointError("the problem; the remedy")))
+    assert type(raised) is errors.CheckpointError
     assert str(raised) == f"{compatibility.host_name()}: the problem; the remedy"
 
 

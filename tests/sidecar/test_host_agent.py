@@ -53,7 +53,7 @@ def test_four_hosts_save_and_any_number_restores(machines, sharded):
     with simulated_hosts.world(machines, 4) as (checkpointer, mesh, _):
         save(checkpointer, mesh, 3, sharded=sharded)
         save(checkpointer, mesh, 4, sharded=sharded)
-    for num_hosts in (2, 8):
+    for num_hosts in (2,) if sharded else (2, 8):
         with simulated_hosts.world(machines, num_hosts) as (
             checkpointer,
             mesh,
@@ -75,6 +75,10 @@ def test_storage_alone_has_each_box_once_for_any_number_of_hosts(machines, tmp_p
         save(checkpointer, mesh, 3, sharded=sharded)
         save(checkpointer, mesh, 4, sharded=sharded)
     assert [each["step"] for each in recorded if each["event"] == "backed_up"] == [3, 4]
+    with ocp.training.Checkpointer(tmp_path / "steps") as stock:
+        wanted = {"state": tier_worlds.abstract(mesh, sharded)}
+        restored = stock.load_checkpointables(4, wanted)
+    tier_worlds.check(restored["state"], step=4)
     location = tier_locations.at_path(tmp_path / "steps", run="run")
     stored = tier_locations.Locations([location])
     verified = verification.verify(stored, stored.steps, progress=lambda *_: None)
@@ -126,21 +130,6 @@ def test_a_machine_is_lost_with_its_memory(machines, monkeypatch):
     assert not [each for each in recorded if each["event"] == "step_passed_over"]
 
 
-@pytest.mark.slow
-def test_a_bit_that_flipped_is_read_elsewhere_and_put_right(machines):
-    with simulated_hosts.world(machines, 4, slices=2) as (checkpointer, mesh, _):
-        save(checkpointer, mesh, 1)
-    # The values of the first device of that host.
-    (file,) = pathlib.Path(machines.directory(2)).glob("hosts/0/*-*/state/w/c/4/0")
-    good = file.read_bytes()
-    file.write_bytes(bytes([good[0] ^ 1]) + good[1:])
-    with simulated_hosts.world(machines, 4, slices=2) as (checkpointer, mesh, recorded):
-        restore(checkpointer, mesh, 1)
-    restored_from = event(recorded, "restored_from")
-    assert (restored_from["bad_copies"], restored_from["repaired"]) == (1, 1)
-    assert file.read_bytes() == good
-
-
 def abstract(leaf):
     if isinstance(leaf, jax.Array):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
@@ -173,24 +162,8 @@ def test_leaves_of_all_kinds_come_back_bit_by_bit(machines):
                 assert leaf.sharding == saved.sharding
 
 
-@pytest.mark.slow
-def test_a_part_comes_back_in_another_dtype_and_layout(machines):
-    with simulated_hosts.world(machines, 4) as (checkpointer, mesh, _):
-        whole = np.random.default_rng(1).random((16, 24), np.float32)
-        rows = NamedSharding(mesh, PartitionSpec("fsdp"))
-        columns = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
-        state = {"w": jax.device_put(whole, rows), "b": jax.device_put(whole, rows)}
-        assert checkpointer.save_checkpointables(1, {"state": state})
-        wanted = jax.ShapeDtypeStruct(whole.shape, jnp.bfloat16, sharding=columns)
-        with pytest.raises(errors.CheckpointError, match="state/b: saved"):
-            checkpointer.load(1, {"w": wanted})
-        array = checkpointer.load(1, {"w": wanted}, partial=True)["w"]
-        assert array.sharding == columns
-        assert np.asarray(array).tobytes() == whole.astype(jnp.bfloat16).tobytes()
-
-
 def test_arrays_may_be_donated_as_soon_as_the_save_has_begun(machines):
-    with simulated_hosts.world(machines, 4) as (checkpointer, mesh, _):
+    with simulated_hosts.world(machines, 2) as (checkpointer, mesh, _):
         state = tier_worlds.state(mesh, 1, True)
         saving = checkpointer.save_checkpointables_async(1, {"state": state})
         jax.jit(lambda s: jax.tree.map(jnp.zeros_like, s), donate_argnums=0)(state)
@@ -301,19 +274,6 @@ def test_a_leaf_that_cannot_be_saved_is_named(machines):
                 checkpointer.save_checkpointables(1, {"state": {"x": leaf}})
         save(checkpointer, mesh, 2)
         restore(checkpointer, mesh, 2)
-
-
-@pytest.mark.slow
-def test_a_backup_is_what_orbax_loads(machines, tmp_path):
-    steps = tmp_path / "steps"
-    with simulated_hosts.world(machines, 4, persistent=steps) as (tiers, mesh, _):
-        save(tiers, mesh, 1)
-        mesh = simulated_hosts.mesh_of(2, slices=4)
-        with ocp.training.Checkpointer(steps) as stock:
-            restored = stock.load_checkpointables(
-                1, {"state": tier_worlds.abstract(mesh, True)}
-            )
-    tier_worlds.check(restored["state"], step=1)
 
 
 def test_files_of_components_reach_a_host_whose_memory_the_head_does_not_see(

@@ -10,18 +10,12 @@ def sharding():
     return topology.batch_sharding(topology.mesh_of(topology.present(2)))
 
 
-def test_a_message_arrives_as_it_was_sent(sharding):
-    content = {"ticket": 3, "directory": "/a/b ü"}
-    sent = messages.encode(content, sharding)
-    assert messages.decode(sent) == content
-    assert len(sent.sharding.device_set) == 8
-
-
 def test_messages_of_any_length_arrive_and_have_few_lengths(sharding):
     lengths = set()
     for length in (0, 1, 490, 511, 512, 513, 5000):
-        content = {"directory": "ü" * length}
+        content = {"ticket": 3, "directory": "ü" * length}
         sent = messages.encode(content, sharding)
+        assert len(sent.sharding.device_set) == 8
         assert messages.decode(sent) == content
         lengths.add(sent.shape[1])
     assert lengths == {512, 4096, 32768}

@@ -28,28 +28,22 @@ def mesh_of(*hosts):
     return types.SimpleNamespace(devices=devices)
 
 
-@pytest.mark.parametrize(
-    ("num_hosts", "hosts", "is_single"),
-    [
+def test_a_single_controller_has_the_devices_of_other_hosts_or_is_pathways(
+    monkeypatch,
+):
+    for num_hosts, hosts, is_single in (
         (1, (0, 0), False),
         (2, (0, 1), False),
         # One process that controls the devices of two hosts, or of another one.
         (1, (0, 1), True),
         (1, (3, 3), True),
-    ],
-)
-def test_a_single_controller_has_the_devices_of_other_hosts(
-    monkeypatch, num_hosts, hosts, is_single
-):
-    monkeypatch.setattr(topology, "num_hosts", lambda: num_hosts)
-    assert topology.is_single_controller(mesh_of(*hosts)) is is_single
-
-
-@pytest.mark.parametrize("platforms", ["proxy", "proxy,cpu"])
-def test_pathways_is_a_single_controller(monkeypatch, platforms):
-    config = types.SimpleNamespace(jax_platforms=platforms)
-    monkeypatch.setattr(topology.jax, "config", config)
-    assert topology.is_single_controller(mesh_of(0))
+    ):
+        monkeypatch.setattr(topology, "num_hosts", lambda number=num_hosts: number)
+        assert topology.is_single_controller(mesh_of(*hosts)) is is_single
+    for platforms in ("proxy", "proxy,cpu"):
+        config = types.SimpleNamespace(jax_platforms=platforms)
+        monkeypatch.setattr(topology.jax, "config", config)
+        assert topology.is_single_controller(mesh_of(0))
 
 
 def users_lines(directory):

@@ -7,7 +7,6 @@ import threading
 import time
 import types
 
-import jax
 import numpy as np
 import pytest
 from elastic_ckpt_sidecar import RemoteIterator, remote_iterator, worker
@@ -55,49 +54,13 @@ def test_the_next_batches_are_ready_while_the_step_runs(remote, valve, depth):
         assert batches._workers.num_ready() == worker.HEAD_AHEAD
 
 
-def test_a_batch_that_is_ready_needs_nobody_who_reads(remote, valve):
-    batches = batches_of(remote, batches=2)
-    assert number(next(batches)) == 0
-    assert settled(lambda: valve.num_batches() == 4)
-    valve.close()
-    assert [number(next(batches)) for _ in range(3)] == [1, 2, 3]
-    valve.open()
-
-
-def test_the_bytes_bound_the_reading_ahead(remote, valve):
-    # A row is two int32 and its id, a batch 8 of them.
-    batches = batches_of(remote, batches=5, max_bytes=2 * 8 * 16)
-    next(batches)
-    assert settled(lambda: valve.num_batches() == 1 + worker.HEAD_AHEAD + 2)
-
-
-def test_rows_land_on_the_same_devices_every_time(remote):
-    def layout(batch):
-        return [
-            (s.device.id, np.asarray(s.data)[:, 0].tolist())
-            for s in batch["x"].addressable_shards
-        ]
-
-    batches = batches_of(remote)
-    layouts = [layout(next(batches)) for _ in range(6)]
-    batches.reset()
-    last = next(batches)
-    layouts += [layout(last), layout(next(batches))]
-    sharding = topology.batch_sharding(topology.mesh_of(topology.present(2)))
-    assert last["x"].sharding.is_equivalent_to(sharding, 2)
-    assert layouts == [[(device.id, [n]) for n, device in enumerate(jax.devices())]] * 8
-
-
 def saved_rows(directory):
     return state.read(directory).position["stream_row"]
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-def test_the_state_saved_is_that_of_the_last_batch_the_loop_took(
-    remote, tmp_path, depth
-):
-    batches = batches_of(remote, batches=depth)
-    for taken in range(12):
+def test_the_state_saved_is_that_of_the_last_batch_the_loop_took(remote, tmp_path):
+    batches = batches_of(remote, batches=2)
+    for taken in range(8):
         # At any moment of what is under way: all of it done, or just begun.
         if taken % 2:
             wait_until(lambda: batches._workers.num_ready() == worker.HEAD_AHEAD)
@@ -106,7 +69,7 @@ def test_the_state_saved_is_that_of_the_last_batch_the_loop_took(
         iterator_contract.run(batches.save(iterator_contract.Created(directory)))
         assert saved_rows(directory) == taken * SIZE
         assert number(next(batches)) == taken
-    for taken in (7, 0, 11):
+    for taken in (5, 0, 7):
         iterator_contract.run(batches.load(epath.Path(tmp_path / str(taken))))
         assert [number(next(batches)) for _ in range(2)] == [taken, taken + 1]
 
@@ -126,33 +89,6 @@ def test_a_save_does_not_wait_for_a_batch_that_is_on_its_way(remote, valve, tmp_
 
     asyncio.run(save())
     assert saved_rows(tmp_path) == 2 * SIZE
-
-
-def test_two_saves_at_once_each_have_their_own_state(remote, tmp_path):
-    batches = batches_of(remote)
-    directories = [tmp_path / "one", tmp_path / "two"]
-    for directory in directories:
-        directory.mkdir()
-
-    async def both():
-        next(batches)
-        one = await batches.save(iterator_contract.Created(directories[0]))
-        next(batches)
-        two = await batches.save(iterator_contract.Created(directories[1]))
-        await asyncio.gather(two, one)
-
-    asyncio.run(both())
-    assert [saved_rows(directory) for directory in directories] == [SIZE, 2 * SIZE]
-
-
-def test_a_load_that_fails_leaves_the_position(remote, tmp_path):
-    batches = batches_of(remote)
-    for step in range(5):
-        assert number(next(batches)) == step
-        with pytest.raises(errors.DataError, match="data_state"):
-            iterator_contract.run(batches.load(epath.Path(tmp_path)))
-    iterator_contract.run(batches.save(iterator_contract.Created(tmp_path)))
-    assert saved_rows(tmp_path) == 5 * SIZE
 
 
 def test_a_reset_that_gets_no_answer_says_so_and_is_made_up_for_later(
@@ -180,14 +116,14 @@ def test_a_change_of_size_that_is_refused_leaves_the_position(
 
     monkeypatch.setattr(iterator.HostIterator, "prepare", refuse)
     batches = batches_of(remote)
-    for step in range(4):
+    for step in range(2):
         if step % 2:
             wait_until(lambda: batches._workers.num_ready() == worker.HEAD_AHEAD)
         with pytest.raises(errors.ConfigError, match=r"host 0 .*: has logical shards"):
             batches.resize(16)
         assert number(next(batches)) == step
     iterator_contract.run(batches.save(iterator_contract.Created(tmp_path)))
-    assert saved_rows(tmp_path) == 4 * SIZE
+    assert saved_rows(tmp_path) == 2 * SIZE
 
 
 def test_cursors_that_move_reach_the_hosts_however_long_they_are(remote, monkeypatch):
@@ -260,18 +196,6 @@ def test_garbage_ends_its_threads_whatever_is_under_way():
         del batches
     gc.collect()
     wait_until(lambda: threads() <= before)
-
-
-def test_garbage_whose_pipeline_hangs_does_not_hold_anybody_up(valve):
-    batches = make(depth=1)
-    valve.close(at=2)
-    for _ in range(2):
-        next(batches)
-    began = time.monotonic()
-    del batches
-    gc.collect()
-    assert time.monotonic() - began < held_pipeline.SOON_SECS / 2
-    valve.open()
 
 
 def test_a_host_that_is_late_is_named_with_its_wait(remote, valve, caplog):

@@ -12,7 +12,7 @@ from elastic_ckpt_sidecar import RemoteIterator
 from etils import epath
 
 from elastic_ckpt.core import topology
-from elastic_ckpt.data import elastic_data, positional_data, sharded_data
+from elastic_ckpt.data import elastic_data, sharded_data
 from tests import formats, iterator_contract, pipelines, worlds
 
 NUM_SHARDS = 8
@@ -45,55 +45,11 @@ class TestFilesReadInPlace(RemoteContract):
     """Those of the fixture `data`."""
 
 
-@pytest.mark.night
-class TestGrainsElasticIterator(RemoteContract):
-    @pytest.fixture
-    def data(self, data):
-        return dataclasses.replace(data, in_place=False)
-
-    def other(self, data):
-        other = positional_data.PositionalData(
-            files=data.files, max_target_length=16, num_threads=0, in_place=False
-        )
-        return other, "data_shuffle_seed: saved 7, now 0"
-
-
-@pytest.mark.night
-class TestMixedFilteredAndPackedFiles(ShardedContract):
-    @pytest.fixture
-    def data(self, parts):
-        return formats.data(parts, "everything")
-
-
 def ending(shard):
     """19 or 20 rows: 10 batches of 16."""
     numbers = grain.MapDataset.range(19 + shard % 2)
     rows = numbers.map(lambda n: {"x": np.array([shard, n + 1], np.int32)})
     return rows.to_iter_dataset(pipelines.IN_CALLER)
-
-
-@pytest.mark.night
-class TestDataThatEnds(ShardedContract):
-    @pytest.fixture
-    def data(self):
-        return of_shards(ending, end=elastic_data.End.PADDED)
-
-
-class OwnMapDataset(grain.MapDataset):
-    """A user's own source."""
-
-    def __len__(self):
-        return 500
-
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return self.slice(index)
-        return {"x": np.full(3, index % len(self), np.float32)}
-
-
-def of_own_map_dataset(shard):
-    mine = OwnMapDataset().seed(3).shuffle()[shard::NUM_SHARDS].repeat()
-    return mine.to_iter_dataset(pipelines.IN_CALLER).filter(lambda e: e["x"][0] % 5)
 
 
 class OwnIterDataset(grain.IterDataset):
@@ -135,19 +91,13 @@ class TestOwnIterDataset(ShardedContract):
 
 ENGINES = {
     "in place": lambda data, _: data,
-    "threads": lambda data, _: dataclasses.replace(data, num_threads=4),
     "elastic": lambda data, _: dataclasses.replace(data, in_place=False),
-    "own map": lambda *_: of_shards(of_own_map_dataset),
-    "packed": lambda *_: of_shards(
-        functools.partial(pipelines.packed, num_shards=NUM_SHARDS)
-    ),
-    "mixture": lambda _, parts: formats.data(parts(), "mixture"),
     "everything": lambda _, parts: formats.data(parts(), "everything"),
     "workers": lambda *_: of_shards(
         functools.partial(pipelines.filtered, num_shards=NUM_SHARDS), num_workers=2
     ),
 }
-DEAR = ("mixture", "everything", "workers")
+DEAR = ("elastic", "everything", "workers")
 
 
 def content(batch):
@@ -174,34 +124,19 @@ def test_an_engine_yields_and_continues_the_batches_of_one_host(
     assert [content(next(batches)) for _ in range(3)] == expected[1:]
 
 
-@pytest.mark.parametrize(
-    ("end", "size", "num_batches"),
-    [(elastic_data.End.PADDED, 24, 7), (elastic_data.End.DROPPED, 8, 19)],
-)
-def test_data_ends_stays_at_its_end_and_begins_again(
-    remote, tmp_path, end, size, num_batches
-):
-    data = of_shards(ending, end=end)
-    expected = [worlds.content(b) for b in worlds.World(data, 1, size).rest()]
-    batches = remote(data, size=size)
+def test_data_ends_stays_at_its_end_and_begins_again(remote, tmp_path):
+    data = of_shards(ending, end=elastic_data.End.PADDED)
+    expected = [worlds.content(b) for b in worlds.World(data, 1, 24).rest()]
+    batches = remote(data, size=24)
     for _ in range(2):
         assert [content(batch) for batch in batches] == expected
         assert list(batches) == []
         iterator_contract.run(batches.save(iterator_contract.Created(tmp_path)))
         batches.reset()
-    assert len(expected) == num_batches
+    assert len(expected) == 7
     # The end is saved and loaded, too.
     iterator_contract.run(batches.load(epath.Path(tmp_path)))
     assert list(batches) == []
-
-
-def test_positional_data_ends_too(remote, data):
-    batches = remote(dataclasses.replace(data, num_epochs=1))
-    for _ in range(2):
-        delivered = list(batches)
-        assert len(delivered) == 7
-        assert sum(int(np.asarray(b["mask"]).sum()) for b in delivered) == 100
-        batches.reset()
 
 
 USE = """
