@@ -164,12 +164,6 @@ def test_saved_state_changes_only_what_is_read(parts):
         assert (reading.num_bytes is None) == (not saved)
 
 
-def test_only_the_shards_of_a_small_batch_are_read(parts):
-    run = Run().attempt(formats.data(parts["parquet"], "first_fit"), [4] * 7)
-    (reading,) = check_steps(run, "first_fit", (4,))
-    assert (reading.shards, reading.num_rows) == ((4, 5, 6, 7), 2 * 4)
-
-
 @pytest.mark.parametrize(
     ("skip", "batches"),
     [(0, [((1, 2), True, 48)]), (24, [((1,), False, 48), ((2,), True, 72)])],
@@ -184,20 +178,6 @@ def test_step_that_was_trained_again_has_one_batch_unless_rows_were_left_out(
     assert [(b.attempts, b.is_current, b.position) for b in found] == batches
     check_steps(run, "chunk", (2, 4, 5))
     assert bool(check_found(run, "chunk", samples=30)["left_out"]) == bool(skip)
-
-
-def test_weights_that_change_when_a_run_continues(parts):
-    before, after = (
-        of_stage(parts["parquet"], weights=formats.WEIGHTS | {"web": web})
-        for web in (0.5, 5.0)
-    )
-    run = Run().attempt(before, [12] * 5, saves=(3, 5))
-    run.attempt(after, [12] * 4, start=3, saves=(6,))
-    # Of the steps 3 and 4 there are two versions, so the state of step 5 is of no use.
-    readings = check_steps(run, "mixture", (1, 4, 6))
-    assert {each.from_step for each in readings} == {None, 3, 6}
-    assert run.inputs[1, 4].tolist() != run.inputs[2, 4].tolist()
-    check_found(run, "mixture", samples=4)
 
 
 @pytest.mark.parametrize(("name", "size"), [("plain", 24), ("chunk", 4)])
@@ -319,14 +299,6 @@ def test_code_of_the_users_after_the_tokens_is_refused(parts):
 def without_records(attempt, number):
     """An attempt whose log ends early."""
     return dataclasses.replace(attempt, records=attempt.records[:number])
-
-
-def test_log_without_the_step_before_a_start_is_refused(parts):
-    data = formats.data(parts["parquet"], "plain")
-    run = Run().attempt(data, [12] * 2).attempt(data, [12] * 2, start=2)
-    run.attempts[0] = without_records(run.attempts[0], 1)
-    with pytest.raises(errors.DataError, match="step 1 is missing from the step log"):
-        run.provenance()
 
 
 @pytest.fixture(scope="module")
