@@ -9,7 +9,6 @@ import pytest
 
 from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.core import boxes, digest, storage
-from elastic_ckpt.inspect import stored_steps
 from elastic_ckpt.steps import manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import preserved
@@ -218,20 +217,3 @@ def test_it_shows_the_line_of_a_run_and_the_one_that_was_abandoned(tmp_path):
     assert "step 3: complete\n" in abandoned
     # Each is verified where it lies.
     assert "PASSED" in runs.verb("verify", *roots)
-
-
-def test_documents_that_were_taken_are_counted_for_each_dataset():
-    datasets = {name: {"weight": 1, "files": ["f"]} for name in ("code", "web")}
-    data = stored_steps.SavedData(
-        engine="sharded",
-        position={"stream_row": 32},
-        pipeline={"datasets": datasets},
-        taken={"code": 29, "web": 87},
-        skipped=3,
-    )
-    step = stored_steps.SavedStep(step=4, num_bytes=0, state=(), data=data)
-    stored = stored_steps.StoredSteps(run="r", known=(4,), steps=(step,))
-    lines = stored_steps.describe(stored, known="one").splitlines()
-    (web,) = (line for line in lines if "dataset web" in line)
-    assert any("corrupt records skipped: 3" in line for line in lines)
-    assert "weight 50.00%, 87 documents taken so far, 75.00%, 1 files" in web

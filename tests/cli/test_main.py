@@ -110,13 +110,6 @@ def test_interrupted_verb_says_so_and_returns_130(monkeypatch, capsys):
     assert capsys.readouterr().err == "elastic-ckpt data: interrupted\n"
 
 
-def test_verb_is_required(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main.main([])
-    assert ended.value.code == 2
-    assert "VERB" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_reader_that_has_had_enough_hears_no_complaint():
     command = runs.command("plan", "--hosts", "1,2", "--batches", "8")

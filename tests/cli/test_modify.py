@@ -116,24 +116,22 @@ def test_numbers_of_a_component_are_edited(steps):
     runs.verb("verify", "--strict", str(steps))
 
 
-@pytest.mark.parametrize(
-    ("edit", "why"),
-    [
-        (["--component", "schedule", "--set", "lr=1"], "global.npz has no number 'lr'"),
-        (["--component", "schedule", "--set", "count=1.5"], "cannot become 1.5"),
-        (["--set", "nothing=1"], "its numbers are"),
-        (["--set", "w=1"], "only single numbers can be edited"),
-        (["--scale", "step=0.3"], "cannot become times 0.3"),
-        (["--scale", "opt/lr=1e300"], "inf is not a number of float32"),
-        (["--set", "opt/on=2"], "give true or false"),
-        (["--set", "step"], "write PATH=VALUE"),
-        (["--set", "step=1", "--scale", "step=2"], "once"),
-        (["--set", "step=1", "--component", "other"], "no number 'other/step'"),
-        ([], "nothing is to be edited"),
-    ],
-)
-def test_edit_that_cannot_be_made_is_refused_and_nothing_is_written(steps, edit, why):
-    assert why in modify(steps / "2", *edit, code=1)
+REFUSED = [
+    (["--component", "schedule", "--set", "lr=1"], "global.npz has no number 'lr'"),
+    (["--component", "schedule", "--set", "count=1.5"], "cannot become 1.5"),
+    (["--set", "nothing=1"], "its numbers are"),
+    (["--set", "w=1"], "only single numbers can be edited"),
+    (["--scale", "step=0.3"], "cannot become times 0.3"),
+    (["--scale", "opt/lr=1e300"], "inf is not a number of float32"),
+    (["--set", "opt/on=2"], "give true or false"),
+    (["--set", "step=1", "--component", "other"], "no number 'other/step'"),
+    ([], "nothing is to be edited"),
+]
+
+
+def test_edit_that_cannot_be_made_is_refused_and_nothing_is_written(steps):
+    for edit, why in REFUSED:
+        assert why in modify(steps / "2", *edit, code=1)
     assert "step 2 was trained from it" in modify(steps / "1", *SET, code=1)
     assert "state/step (int64): 2 -> 3\nnothing was written" in modify(
         steps / "2", *SET, "--dry-run"

@@ -1,6 +1,5 @@
 import io
 import string
-import threading
 
 import pytest
 
@@ -191,49 +190,6 @@ def test_log_is_reminded_of_a_step_that_takes_ten_times_as_long_as_others(clock)
     assert stream.getvalue().endswith("\r\033[Kstep 2/9, for 4 s now")
     shown.close()
     assert stream.getvalue().endswith("now\n")
-
-
-def test_thread_breaks_silences_while_it_is_open(monkeypatch):
-    monkeypatch.setattr(progress, "_SILENCE_SECS", 0.0)
-    reminded = threading.Event()
-
-    class Stream(io.StringIO):
-        def write(self, text):
-            reminded.set()
-            return super().write(text)
-
-    stream = Stream()
-    with progress.Progress(1, stream) as shown:
-        assert reminded.wait(600)
-    text = stream.getvalue()
-    assert text.startswith("starting, for 0 s now\n")
-    shown.remind()
-    assert stream.getvalue() == text
-
-
-FAILED_AT_7 = ("run_failed", {"step": 7, "why": "x"})
-SAVED = ("saved", {"step": 4, "secs": 1.0})
-REPEAT = "; once its cause is removed, the same command"
-
-
-@pytest.mark.parametrize(
-    ("events", "line"),
-    [
-        (
-            [FAILED_AT_7],
-            f"the run failed after step 7{REPEAT} starts it at step 0, for nothing was"
-            " saved",
-        ),
-        (
-            [SAVED, FAILED_AT_7],
-            f"the run failed after step 7{REPEAT} continues it from the newest complete"
-            " step",
-        ),
-    ],
-)
-def test_last_line_says_what_rerunning_the_command_does(events, line):
-    started = ("run_started", STARTED)
-    assert lines_of(started, ("save_started", {"step": 4}), *events)[-1] == line
 
 
 @pytest.mark.parametrize("name", events.NAMES)

@@ -38,21 +38,9 @@ def test_run_that_is_on_these_slices_needs_no_change():
     assert scale.result(events, 2, known=4) == "the run is on slices 0, 1"
 
 
-def test_slices_that_are_not_there_are_named():
-    requested = event("scale_requested", slices=5, chosen=[0, 1, 2, 3])
-    assert scale.result([FOUR, requested], 5, known=1) == (
-        "the run is on slices 0, 1, 2, 3; 5 are requested, and it takes more when they"
-        " are there"
-    )
-
-
-@pytest.mark.parametrize("place", ["local", "gs"])
-def test_requests_are_read_once_each_and_end_with_the_start(
-    steps_in, monkeypatch, place
-):
-    directory = steps_in(place)
+def test_requests_are_read_once_each_and_end_with_the_start(tmp_path, monkeypatch):
+    directory = str(tmp_path)
     monkeypatch.setattr(scale_request, "_LOOK_SECS", 0.0)
-    monkeypatch.setattr(scale_request, "_BUCKET_LOOK_SECS", 0.0)
     run_directory.write_config(directory, schema.Config())
     configured = decision.Policy(min_slices=2, max_slices=4)
     scale_request.write(directory, 3)

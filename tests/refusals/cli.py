@@ -6,7 +6,7 @@ import pathlib
 
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import errors
-from elastic_ckpt.simulation import cluster, costs
+from elastic_ckpt.simulation import cluster
 from elastic_ckpt.training import configured, load, run_directory
 from tests import runs
 from tests.refusals import Refusal
@@ -97,10 +97,6 @@ REFUSALS = {
         **{"elastic_enabled": True, "enable_checkpointing": False},
         **{"hosts": 2, "slices": 2},
     ),
-    "mistyped key": on_files(
-        verb("unknown key 'hots'; the nearest key is 'hosts'", "config", "DIR/a.yml"),
-        **{"a.yml": "hots: 4"},
-    ),
     "Azure container for a run": verb(
         "az://container/runs.*can only hold training data",
         *("inspect", "az://container/runs/tiny"),
@@ -111,10 +107,6 @@ REFUSALS = {
     ),
     "audit of no run": verb(
         "is not the directory of a run", "audit", "DIR", error=errors.ElasticCkptError
-    ),
-    "audit of a run without a log": on_files(
-        verb("no step log in it", "audit", "DIR", error=errors.DataError),
-        **{"config.json": "{}"},
     ),
     "inspection of nothing": verb(
         "neither the directory of a run .* nor one with steps",
@@ -191,7 +183,6 @@ REFUSALS = {
     "spares that leave nothing": simulated(
         "spares=8 leaves none of 8", "--vary", "spares=8"
     ),
-    "unknown key to vary": simulated("peer_copy", "--vary", "peer_copy=1"),
     "rate of failures": simulated(
         "--fails machine=0: name one of", "--fails", "machine=0"
     ),
@@ -200,15 +191,6 @@ REFUSALS = {
         *("--costs", "nowhere"),
         error=errors.ElasticCkptError,
     ),
-    "racks without a size": simulated("--rack-hosts", "--vary", "peer_domain=rack"),
-    "cost of nothing": Refusal(
-        lambda _: costs.Costs().with_values({"step_secs": 0.0}), "--cost step_secs"
-    ),
-    "trace of another version": Refusal(
-        lambda _: cluster.parse(b'{"version": 2}\n', path="t", hardware=None),
-        "does not begin with",
-    ),
-    "trace that is not JSON": trace("line 2, is not JSON", "{"),
     "unknown failure": trace(
         "'burn'; it is one of", '{"time": 1, "what": "burn", "which": 0}'
     ),

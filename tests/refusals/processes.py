@@ -22,8 +22,6 @@ def _made() -> pathlib.Path:
     directory = pathlib.Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, directory)
     corpora.write_texts(directory / "texts.array_record", num_texts=100)
-    texts = [{"text": f"text {number} " * 4} for number in range(60)]
-    corpora.write_parquet(directory / "a.parquet", texts)
     _train(_config(directory), "steps=4")
     return directory
 
@@ -64,31 +62,7 @@ def starting(**settings):
     """Starts a run in an empty directory."""
 
     def call(directory):
-        config = _config(directory, **settings)
-        _train(config)
-
-    return call
-
-
-def checking(**settings):
-    """Checks the settings of a run of several hosts before they start."""
-
-    def call(directory):
-        del directory
-        configured.check_local(load.load(_config(_made(), **settings)))
-
-    return call
-
-
-def sharded(**settings):
-    """Starts a run on a Parquet file."""
-
-    def call(directory):
-        file = str(_made() / "a.parquet")
-        chosen = {"grain_train_files": file, "packing": True, "num_logical_shards": 8}
-        chosen |= {"grain_file_type": "parquet", **settings}
-        chosen["grain_train_files"] = chosen["grain_train_files"].format(file)
-        starting(**chosen)(directory)
+        _train(_config(directory, **settings))
 
     return call
 
@@ -100,9 +74,18 @@ def continuing(*overrides, spoil=lambda _: None):
         shutil.copytree(_made() / "tiny", directory / "tiny")
         config = _config(directory)
         spoil(directory / "tiny")
-        _train(config, *overrides)
+        before = _steps(directory)
+        try:
+            _train(config, *overrides)
+        finally:
+            assert _steps(directory) == before
 
     return call
+
+
+def _steps(directory):
+    files = (directory / "tiny" / "checkpoints").rglob("*")
+    return {path: path.read_bytes() for path in files if path.is_file()}
 
 
 def while_another_writes(directory):
@@ -116,24 +99,7 @@ def on_empty_data(directory):
     starting(grain_train_files=str(directory / "empty"))(directory)
 
 
-def on_a_wrong_mixture(directory):
-    path = directory / "mixture.json"
-    path.write_text('{"web": {"files": "a", "weight": 1}}')
-    sharded(grain_train_mixture_config_path=str(path))(directory)
-
-
-def data_state_of(change):
-    """Changes the state of the data of step 4."""
-    return lambda run: change(run / "checkpoints" / "4" / "data" / "data_state.json")
-
-
-NO_COPY = "step 4: no good copy of data/data_state.json is left .*restore it from a"
-
 REFUSALS = {
-    "mistyped key": Refusal(
-        lambda _: load.load(_config(_made()), ["hots=2"]),
-        "unknown key 'hots'; the nearest key is 'hosts'",
-    ),
     "memory that cannot be made": Refusal(
         starting(
             enable_multi_tier_checkpointing=True,
@@ -145,75 +111,7 @@ REFUSALS = {
         errors.ElasticCkptError,
         writes=True,
     ),
-    "missing data": Refusal(
-        starting(grain_train_files="/nowhere/*.array_record"),
-        r"/nowhere/\*\.array_record matches no file; check the path, or write one with",
-        errors.DataError,
-    ),
-    "texts written to a pattern": Refusal(
-        starting(grain_train_files="*.array_record", text_directory="python-stdlib"),
-        r"\*\.array_record matches no file",
-        errors.DataError,
-    ),
-    "texts of another format than their name": Refusal(
-        starting(grain_train_files="texts.parquet", text_directory="python-stdlib"),
-        "set grain_file_type=parquet, or change",
-    ),
     "no record": Refusal(on_empty_data, "not one record", errors.DataError, True),
-    "hosts that do not divide the batch": Refusal(
-        checking(hosts=3),
-        "a global batch of 8 rows cannot be divided evenly among 3 devices, as JAX",
-    ),
-    "hosts on one accelerator": Refusal(
-        checking(hosts=2, hardware="tpu"),
-        "start one process per host with Slurm or a JobSet",
-    ),
-    "slices of half a host": Refusal(
-        checking(hosts=2, slices=4, elastic_enabled=True),
-        "a slice must consist of whole hosts",
-    ),
-    "more slices needed than there are": Refusal(
-        checking(hosts=4, slices=4, elastic_enabled=True, elastic_min_slice_count=5),
-        "is more than slices=4; lower it",
-    ),
-    "no such fault": Refusal(
-        checking(hosts=4, slices=4, elastic_enabled=True, faults=[{"burn": 1}]),
-        "is not a fault; give one of",
-    ),
-    "a weight below zero": Refusal(
-        sharded(grain_train_files="x.parquet,-1;{},2"),
-        r"dataset x\.parquet has the weight -1\.0; weights are finite",
-    ),
-    "no weight above zero": Refusal(
-        sharded(grain_train_files="x.parquet,0;{},0"),
-        r"all weights of \['a\.parquet', 'x\.parquet'\] are 0; raise one",
-    ),
-    "a dataset without a weight": Refusal(
-        sharded(grain_train_files="x.parquet,1;{}"),
-        "has no weight; write patterns,weight;patterns,weight",
-    ),
-    "a wrong entry of a mixture": Refusal(
-        on_a_wrong_mixture,
-        r"web has \['files', 'weight'\]; give it weight, and path",
-        writes=True,
-    ),
-    "no logical shards": Refusal(
-        sharded(num_logical_shards=0),
-        "grain_file_type=parquet needs logical shards; set num_logical",
-        writes=True,
-    ),
-    "files of another format": Refusal(
-        sharded(grain_file_type="tfrecord"),
-        r"a\.parquet, byte 0: not a TFRecord file, or damaged there",
-        errors.DataError,
-        writes=True,
-    ),
-    "a column that is not there": Refusal(
-        sharded(train_data_columns="body"),
-        r"a\.parquet: no column \['body'\], only \['text', 'tokens'\]",
-        errors.DataError,
-        writes=True,
-    ),
     "fewer steps than are done": Refusal(
         continuing("steps=3"),
         "tiny is already at step 4: steps counts over all starts.* set it above 4",
@@ -238,17 +136,11 @@ REFUSALS = {
         writes=True,
     ),
     "a state of the data that is gone": Refusal(
-        continuing("steps=8", spoil=data_state_of(pathlib.Path.unlink)),
-        NO_COPY,
-        errors.CheckpointError,
-        writes=True,
-    ),
-    "a state of the data that is cut": Refusal(
         continuing(
             "steps=8",
-            spoil=data_state_of(lambda file: file.write_bytes(file.read_bytes()[:50])),
+            spoil=lambda run: (run / "checkpoints/4/data/data_state.json").unlink(),
         ),
-        NO_COPY,
+        "step 4: no good copy of data/data_state.json is left .*restore it from a",
         errors.CheckpointError,
         writes=True,
     ),

@@ -1,7 +1,6 @@
 """A run whose copy in RAM was corrupt when it was saved goes back to storage."""
 
 import json
-import shutil
 
 import jax
 import numpy as np
@@ -13,149 +12,63 @@ from tests import jobs, runs
 from tests.recorded_events import RecordedEvents
 
 
-def poisoned(state, factor=np.nan):
-    """A state whose weights are corrupt."""
-    return {**state, "params": jax.tree.map(lambda w: w * factor, state["params"])}
-
-
-def poison(monkeypatch, *steps, factor=np.nan):
-    """Has the state be corrupt when some steps are captured, and the training go on."""
+def poison(monkeypatch, poisoned):
+    """Has the weights be corrupt when a step is captured, and the training go on."""
     save = run_saver.RunSaver.save
 
     def save_poisoned(saver, step, state, *, last):
-        state = poisoned(state, factor) if step in steps else state
+        if step == poisoned:
+            weights = jax.tree.map(lambda w: w * np.nan, state["params"])
+            state = {**state, "params": weights}
         save(saver, step, state, last=last)
 
     monkeypatch.setattr(run_saver.RunSaver, "save", save_poisoned)
 
 
-class DeadError(Exception):
-    """In place of the death of the process."""
+def train(directory, corpus, steps):
+    """Trains in a new world; its end, the phases, and the restores it distrusts."""
+    config = jobs.configured(
+        directory,
+        corpus,
+        steps=steps,
+        enable_multi_tier_checkpointing=True,
+        local_checkpoint_directory=str(directory / "ram"),
+        local_checkpoint_period=2,
+        multi_tier_checkpointing_backup_interval_steps=4,
+        save_checkpoint_on_completion=False,
+    )
+    recorded, phases = RecordedEvents(), []
+    job = jobs.assembled(config, slices=1, emit=recorded)
+    ended = job.run(job.restore_or_init(), begin=phases.append)
+    job.close()
+    return ended, phases, recorded.named("restore_distrusted")
 
 
-class Run:
-    """Worlds of one run in this process."""
-
-    def __init__(self, directory, corpus, **settings):
-        self._directory = directory
-        self._corpus = corpus
-        self._settings = {
-            "enable_multi_tier_checkpointing": True,
-            "local_checkpoint_directory": str(directory / "ram"),
-            "local_checkpoint_period": 2,
-            "multi_tier_checkpointing_backup_interval_steps": 4,
-            "save_checkpoint_on_completion": False,
-            **settings,
-        }
-        self.path = directory / "tiny"
-        self.phases = []
-        self.events = []
-
-    def train(self, steps, *, handed_over=lambda *_: None, callbacks=None):
-        """Trains in a new world; returns how its loop ended."""
-        values = {**self._settings, "steps": steps}
-        config = jobs.configured(self._directory, self._corpus, **values)
-        recorded = RecordedEvents()
-        job = jobs.assembled(config, slices=1, callbacks=callbacks, emit=recorded)
-        try:
-            state = job.restore_or_init(handed_over=handed_over)
-            ended = job.run(state, begin=self.phases.append)
-        except DeadError:
-            job.abandon()
-            raise
-        job.close()
-        self.events = recorded.named("restore_distrusted")
-        return ended
-
-    def starts(self):
-        """The first step of each attempt."""
-        return [each.start_step for each in step_log.read(self.path)]
-
-    def audit(self):
-        outcome = json.loads(runs.verb("audit", self.path, "--json"))
-        assert outcome["passed"], outcome
-        return outcome
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, corpus):
-    """The same run in one world, with the state at its end."""
-    run = Run(tmp_path_factory.mktemp("undisturbed") / "run", corpus)
-    return run, run.train(12).state
-
-
-def check_same(run, state, undisturbed):
-    """A run has the rows, losses and weights of the one that was not disturbed."""
-    other, expected = undisturbed
-    jax.tree.map(np.testing.assert_array_equal, state, expected)
-    steps, others = runs.steps(run.path), runs.steps(other.path)
-    assert [(s.digest, s.loss) for s in steps] == [(s.digest, s.loss) for s in others]
+def logged(directory):
+    return [(step.digest, step.loss) for step in runs.steps(directory / "tiny")]
 
 
 @pytest.mark.slow
 def test_poisoned_copy_in_ram_is_left_for_storage_and_the_rows_come_again(
-    tmp_path, corpus, undisturbed, monkeypatch
+    tmp_path, corpus, monkeypatch
 ):
-    run = Run(tmp_path / "run", corpus)
+    one, other = tmp_path / "one", tmp_path / "other"
+    undisturbed, _, _ = train(other, corpus, 12)
     poison(monkeypatch, 6)
-    run.train(6)
-    ended = run.train(12)
-    assert run.events == [
+    train(one, corpus, 6)
+    ended, phases, distrusted = train(one, corpus, 12)
+    assert distrusted == [
         {"step": 7, "restored_step": 6, "to_step": 4, "why": "the loss is nan"}
     ]
     assert ended.finding is None
     # A watch does not take the wait for uploads for a step that hangs.
-    assert run.phases.count("restore") == 1
-    check_same(run, ended.state, undisturbed)
-    assert run.starts() == [0, 6, 4]
-    outcome = run.audit()
+    assert phases.count("restore") == 1
+    # It has the rows, losses and weights of the one that was not disturbed.
+    jax.tree.map(np.testing.assert_array_equal, ended.state, undisturbed.state)
+    assert logged(one) == logged(other)
+    assert [each.start_step for each in step_log.read(one / "tiny")] == [0, 6, 4]
+    outcome = json.loads(runs.verb("audit", one / "tiny", "--json"))
+    assert outcome["passed"], outcome
     # Steps 5 and 6, and those of the corrupt state until the loss was known.
     assert outcome["num_redone_steps"] >= 3
     assert outcome["num_left_out"] == 0
-
-
-@pytest.mark.slow
-def test_divergence_that_a_detector_finds_is_first_a_reason_to_distrust(
-    tmp_path, corpus, undisturbed, monkeypatch
-):
-    settings = {
-        "divergence_action": "rollback",
-        "divergence_loss_factor": 1.01,
-        "divergence_loss_smoothing": 0.0,
-        "divergence_patience_steps": 2,
-        "divergence_warmup_steps": 0,
-    }
-    run = Run(tmp_path / "run", corpus, **settings)
-    poison(monkeypatch, 6, factor=30)
-    run.train(6)
-    ended = run.train(12)
-    (event,) = run.events
-    assert (event["step"], event["to_step"]) == (8, 4)
-    assert event["why"].startswith("loss_above_best: the smoothed loss is ")
-    check_same(run, ended.state, undisturbed)
-    assert run.audit()["num_left_out"] == 0
-
-
-@pytest.mark.slow
-def test_run_that_dies_while_it_goes_back_continues_from_storage(
-    tmp_path, corpus, undisturbed, monkeypatch
-):
-    run = Run(tmp_path / "run", corpus)
-    poison(monkeypatch, 6)
-    run.train(6)
-    distrust = run_saver.RunSaver.distrust
-
-    def distrust_and_die(saver, *arguments, **options):
-        assert distrust(saver, *arguments, **options)
-        raise DeadError
-
-    monkeypatch.setattr(run_saver.RunSaver, "distrust", distrust_and_die)
-    with pytest.raises(DeadError):
-        run.train(12)
-    monkeypatch.setattr(run_saver.RunSaver, "distrust", distrust)
-    shutil.rmtree(tmp_path / "run" / "ram")
-    ended = run.train(12)
-    assert run.events == []
-    assert run.starts() == [0, 6, 4]
-    check_same(run, ended.state, undisturbed)
-    run.audit()

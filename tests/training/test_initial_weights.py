@@ -11,31 +11,6 @@ from elastic_ckpt.universal.rules.layout_error import LayoutError
 from tests import jobs
 from tests.universal import safetensors_files
 
-LAYOUT = """version: 1
-rules:
-  - from: {"model.embed_tokens.weight": "vocab embed"}
-    to: {"params/embedding": "vocab embed"}
-  - from:
-      "model.layers.{layer}.q_proj.weight": "q embed"
-      "model.layers.{layer}.k_proj.weight": "k embed"
-      "model.layers.{layer}.v_proj.weight": "v embed"
-    to: {"params/qkv": "layer embed (q + k + v)"}
-  - from: {"model.layers.{layer}.o_proj.weight": "embed heads"}
-    to: {"params/attention_out": "layer heads embed"}
-  - from:
-      "model.layers.{layer}.gate_proj.weight": "gate embed"
-      "model.layers.{layer}.up_proj.weight": "up embed"
-    to: {"params/mlp_in": "layer embed (gate + up)"}
-  - from: {"model.layers.{layer}.down_proj.weight": "embed mlp"}
-    to: {"params/mlp_out": "layer mlp embed"}
-  - from: {"model.layers.{layer}.attention_norm.weight": "embed"}
-    to: {"params/attention_norm": "layer embed"}
-  - from: {"model.layers.{layer}.mlp_norm.weight": "embed"}
-    to: {"params/mlp_norm": "layer embed"}
-  - from: {"model.norm.weight": "embed"}
-    to: {"params/final_norm": "embed"}
-"""
-
 
 def configured(directory, corpus, **settings):
     values = {"base_num_decoder_layers": 2, "steps": 2, **settings}
@@ -61,34 +36,16 @@ def params(tmp_path_factory, corpus):
 
 @pytest.fixture
 def foreign(tmp_path, params):
-    """The same weights as another program has them, as two keys."""
+    """The same weights as another program names them, as two keys."""
     path, layout = tmp_path / "model.safetensors", tmp_path / "layout.yml"
-    safetensors_files.write(path, as_other_program_has_it(params))
-    layout.write_text(LAYOUT)
+    safetensors_files.write(path, {f"model.{n}": leaf for n, leaf in params.items()})
+    lines = ["version: 1", "rules:"]
+    for name, leaf in params.items():
+        dims = "a b c"[: 2 * leaf.ndim - 1]
+        lines += [f'  - from: {{"model.{name}": "{dims}"}}']
+        lines += [f'    to: {{"params/{name}": "{dims}"}}']
+    layout.write_text("\n".join(lines))
     return {"init_from": str(path), "init_from_layout": str(layout)}
-
-
-def as_other_program_has_it(params):
-    """The weights in the names and layouts of a LLaMA for PyTorch."""
-    tensors = {
-        "model.embed_tokens.weight": params["embedding"],
-        "model.norm.weight": params["final_norm"],
-    }
-    for layer in range(len(params["qkv"])):
-        parts = {
-            **dict(zip("qkv", np.split(params["qkv"][layer].T, 3), strict=True)),
-            "o": params["attention_out"][layer].T,
-            **dict(
-                zip(("gate", "up"), np.split(params["mlp_in"][layer].T, 2), strict=True)
-            ),
-            "down": params["mlp_out"][layer].T,
-        }
-        start = f"model.layers.{layer}."
-        for name, values in parts.items():
-            tensors[f"{start}{name}_proj.weight"] = np.ascontiguousarray(values)
-        for name in ("attention", "mlp"):
-            tensors[f"{start}{name}_norm.weight"] = params[f"{name}_norm"][layer]
-    return tensors
 
 
 def check_begun(state, params):
@@ -152,6 +109,6 @@ def test_run_begins_with_a_step_of_ours_and_reads_it_once(
 
 def test_error_in_a_layout_names_its_file_and_line(tmp_path, corpus, foreign):
     layout = tmp_path / "layout.yml"
-    layout.write_text(LAYOUT.replace("params/embedding", "params/embed"))
-    with pytest.raises(LayoutError, match=rf"{layout}.*line 3: rules\[0\]"):
+    layout.write_text(layout.read_text().replace("params/embedding", "params/embed"))
+    with pytest.raises(LayoutError, match=rf"{layout}.*line \d: rules\["):
         begun(configured(tmp_path / "run", corpus, **foreign))

@@ -91,6 +91,14 @@ def test_every_verb_reads_a_loop_that_failed_and_changed_its_devices(
     code, output = run_verb(capsys, "audit", "run", "--data", "program:other_data")
     assert code == 1
     assert "FAILED: step 1, row 0: example" in output
+    asked = ("audit", "run", "--data", "program:data")
+    _, output = run_verb(capsys, *asked, "--step", "8", "--json")
+    (batch,) = json.loads(output)["batches"]
+    assert (batch["step"], len(batch["rows"])) == (8, 16)
+    record = batch["rows"][3]["documents"][0]["record"]
+    _, output = run_verb(capsys, *asked, "--find", f"texts.array_record:{record}")
+    assert output.startswith(f"texts.array_record:{record}, epoch 0")
+    assert "  step 8, row 3, attempt 2\n" in output
     _, output = run_verb(capsys, "status", "run")
     for text in (
         "run: finished",
