@@ -40,6 +40,11 @@ def test_a_healthy_run_has_no_verdict_though_its_slices_change():
     assert verdicts.healthy(random.Random(0)) == []
 
 
+def test_what_a_run_does_after_each_verdict(golden):
+    kinds = [f"{kind.name}: {kind.what}, {kind.action}\n" for kind in verdict.KINDS]
+    golden("verdicts.txt", "".join(kinds))
+
+
 def raised(host, error):
     try:
         raise error

@@ -127,7 +127,7 @@ FAULTS: tuple[Fault, ...] = (
         "elastic_ckpt/core/storage.py",
         "fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))",
         "fcntl.flock(file, fcntl.LOCK_SH | (0 if waits else fcntl.LOCK_NB))",
-        ("tests/core/test_storage.py",),
+        ("tests/tiers/test_local.py",),
     ),
     Fault(
         "a manifest lacks the files of components",
@@ -142,7 +142,7 @@ FAULTS: tuple[Fault, ...] = (
         "        storage.remove(self.disk.manifest_path(self.slot, step_id))\n"
         "        self.files.recycle(os.fspath(directory))\n",
         "        self.files.recycle(os.fspath(directory))\n",
-        ("tests/tiers/test_local.py", "tests/model/test_crash_points.py"),
+        ("tests/tiers/test_local.py",),
     ),
     Fault(
         "an agent follows a link out of its directory",

@@ -202,6 +202,15 @@ def test_a_committed_step_is_not_saved_over_and_a_leftover_of_it_is(disk, host):
     assert host.being_written == set()
 
 
+def test_a_manifest_goes_before_the_files_that_it_names(disk, host):
+    local_steps.save(host, 3)
+    removed = []
+    with storage.watched(lambda change, path: removed.append((change, path))):
+        host.remove(StepId(3, "0"))
+    manifest_path = disk.manifest_path(host.slot, StepId(3, "0"))
+    assert removed[0] == ("remove", os.fspath(manifest_path))
+
+
 def test_any_flipped_bit_of_a_chunk_is_found_and_put_right(disk, host):
     values = random_bits("float32", 6).reshape(3, 2)
     save(host, {"w": values})
