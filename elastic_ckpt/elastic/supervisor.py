@@ -298,7 +298,10 @@ class HostProcesses:
                 if wait_secs <= 0 or self._have_others_not_died():
                     return
             else:
-                self._on_watch(self)
+                # What ends this process may have been sent to the hosts, too: then
+                # they are not about to leave without it.
+                if notice is None or not notice.is_coming():
+                    self._on_watch(self)
                 wait_secs = _WATCH_SECS
             channels: list[connection.Connection | int] = [*self._channels]
             if notice is not None:

@@ -34,6 +34,8 @@ _BEGIN_OF_STACK = b"Stack (most recent call first):"
 _interrupted = threading.Event()
 # What `calling` calls, by the number of the signal.
 _calls: dict[int, Callable[[], object]] = {}
+# The signals that the main thread has seen; what they call may not have begun.
+_seen: set[int] = set()
 
 
 def exit_code() -> int:
@@ -108,7 +110,7 @@ def calling(number: signal.Signals, call: Callable[[], object]) -> Iterator[None
         before = _calls.get(number)
         _calls[number] = call
         # One that arrives here goes to the handler of before, not to none.
-        handler = signal.signal(number, _do_nothing)
+        handler = signal.signal(number, _see)
         try:
             yield
         finally:
@@ -181,6 +183,7 @@ class Notice:
     def __enter__(self) -> Notice:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
+        _seen.discard(signal.SIGTERM)
         self._signals = contextlib.ExitStack()
         self._signals.enter_context(calling(signal.SIGTERM, self._notify))
         return self
@@ -196,7 +199,14 @@ class Notice:
 
     def received(self) -> bool:
         """Waits for SIGTERM; returns False if another thread calls `stop` first."""
-        return bool(self._reader.recv(4096))
+        has_come = bool(self._reader.recv(4096))
+        _seen.discard(signal.SIGTERM)
+        return has_come
+
+    @staticmethod
+    def is_coming() -> bool:
+        """Whether the signal has arrived, and is about to be received."""
+        return signal.SIGTERM in _seen
 
     def stop(self) -> None:
         """Ends `received` in another thread."""
@@ -312,6 +322,7 @@ def in_this_process(
         yield is_ending
 
 
-def _do_nothing(number: int, frame: types.FrameType | None) -> None:
+def _see(number: int, frame: types.FrameType | None) -> None:
     # A handler in Python is required for signals to be written to the descriptor.
-    del number, frame
+    del frame
+    _seen.add(number)

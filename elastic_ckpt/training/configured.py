@@ -481,8 +481,11 @@ def num_used(config: schema.Config, groups: Groups) -> int:
 def policy(config: schema.Config, groups: Groups) -> decision.Policy:
     """The policy of a run for groups that are lost and come back."""
     section = config.elastic
+    # A run that is not elastic saves and ends when one of its hosts is asked to.
+    most = num_used(config, groups)
+    least = section.elastic_min_slice_count if section.elastic_enabled else most
     return decision.Policy(
-        min_slices=section.elastic_min_slice_count or num_used(config, groups),
+        min_slices=least or most,
         max_slices=section.elastic_max_slice_count or None,
         batch="keep_global" if config.data.global_batch_size else "keep_per_device",
         wait_secs=section.elastic_timeout_seconds,

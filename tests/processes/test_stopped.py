@@ -29,7 +29,6 @@ def stop_in_each_way(run):
     run.stops += [
         run.stop_after(
             "tiny: ",
-            "elastic_enabled=false",
             act=lambda started: fake_slurm.signal_all([started.pid]),
             leads_group=True,
         )

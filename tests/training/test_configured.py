@@ -98,6 +98,15 @@ def test_devices_of_one_process_stand_for_slices_if_the_run_is_elastic():
         assert not configured.is_simulated(refusals.read(simulated | change))
 
 
+def test_a_run_that_is_not_elastic_trains_on_all_of_its_slices_or_ends():
+    # Hosts that get SIGTERM before their supervisor are no slice to go on without.
+    world = {"hosts": 2, "slices": 2, "elastic_min_slice_count": 1}
+    for is_elastic, least in ((True, 1), (False, 2)):
+        config = refusals.read(world | {"elastic_enabled": is_elastic})
+        chosen = configured.policy(config, configured.groups(config))
+        assert chosen.min_slices == least
+
+
 def test_hosts_of_a_machine_see_different_gpus(monkeypatch):
     updates = {}
     monkeypatch.setattr(jax.config, "update", updates.__setitem__)
