@@ -2,7 +2,6 @@
 
 from etils import epy
 
-from elastic_ckpt.core import renamed
 from elastic_ckpt.core.errors import ElasticCkptError
 
 with epy.lazy_api_imports(globals()):
@@ -18,14 +17,6 @@ with epy.lazy_api_imports(globals()):
     from elastic_ckpt.tiers.preserved import pin, unpin
     from elastic_ckpt.training.load import load as load_config
     from elastic_ckpt.training.own_loop import RunDirectory
-
-renamed.in_module(
-    globals(),
-    follow="ec.watch_steps",
-    leased="ec.lease",
-    preserve="ec.pin",
-    release="ec.unpin",
-)
 
 __version__ = "0.1.0"
 __all__ = [

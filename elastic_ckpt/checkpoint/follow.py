@@ -34,7 +34,7 @@ from etils import epath
 from elastic_ckpt.checkpoint import asked_trees, foreign_steps, tree_structure
 from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.checkpoint.host.kept_values import KeptValues
-from elastic_ckpt.core import bucket_clients, errors, renamed, storage, user_json
+from elastic_ckpt.core import bucket_clients, errors, storage, user_json
 from elastic_ckpt.steps import failure_domains
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Contents, Host, Manifest
@@ -66,7 +66,6 @@ _WEIGHTS = ("params", "model")
 T = TypeVar("T")
 
 
-@renamed.attributes(name="step.path.name", parent="step.path.parent")
 class Step:
     """A complete step of a run that is followed; `ec.watch_steps` yields it.
 
@@ -249,7 +248,6 @@ def watch_steps(
             time.sleep(every_secs)
 
 
-@renamed.parameters(step_path="step")
 def record_metrics(step: Step | epath.PathLike, metrics: Mapping[str, Any]) -> None:
     """Records metrics of a saved step, so that its run ranks it by them (`ec.BestN`).
 

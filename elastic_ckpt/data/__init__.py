@@ -2,8 +2,6 @@
 
 from etils import epy
 
-from elastic_ckpt.core import renamed
-
 with epy.lazy_api_imports(globals()):
     from elastic_ckpt.data import lm
     from elastic_ckpt.data.data_keys import DataKeys
@@ -28,26 +26,6 @@ with epy.lazy_api_imports(globals()):
     from elastic_ckpt.data.sources.webdataset import WebDataset
     from elastic_ckpt.data.stages import Stage, staged
     from elastic_ckpt.data.torch_dataset import TorchDataset
-
-renamed.in_module(
-    globals(),
-    PositionalData="ec.data.positional",
-    Reading="ec.data.ReadOptions",
-    ShardedData="ec.data.sharded",
-    **{
-        name: f"ec.data.lm.{name}"
-        for name in (
-            "ConcatThenSplit",
-            "Documents",
-            "Examples",
-            "Tokenizer",
-            "Tokens",
-            "load_tokenizer",
-            "packed",
-            "write_arrayrecord",
-        )
-    },
-)
 
 __all__ = [
     "ArrayRecord",

@@ -21,7 +21,7 @@ import grain
 import numpy as np
 from absl import logging
 
-from elastic_ckpt.core import errors, renamed, storage
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import blocks, cursors, shard_steps, units
 from elastic_ckpt.data.sources import files, kept_blocks, source
 
@@ -136,7 +136,6 @@ class Records(shard_steps.Step[source.Element]):
       read_options: the order, and the number of epochs.
     """
 
-    @renamed.parameters(reading="read_options")
     def __init__(
         self,
         source: source.Source,

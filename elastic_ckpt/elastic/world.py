@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elastic_ckpt.core import errors, events, renamed, storage
+from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import watch
 
 if TYPE_CHECKING:
@@ -46,13 +46,6 @@ class BetweenWorlds:
     loses_memory: Callable[[], bool] = lambda: False
 
 
-@renamed.attributes(
-    is_leaving="should_stop",
-    is_ending="should_stop_early",
-    is_left="will_resume",
-    hand_over="put_state",
-    handed_over="take_state",
-)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class World:
     """The hosts that train together, until one is lost or another is added.

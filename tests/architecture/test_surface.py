@@ -5,10 +5,7 @@ import enum
 import importlib
 import inspect
 import pathlib
-import re
 import tomllib
-
-import pytest
 
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import events, metrics
@@ -16,16 +13,6 @@ from elastic_ckpt.training import keys, load, schema
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = ("elastic_ckpt", "elastic_ckpt_sidecar")
-# What was renamed or moved, and some of the names that did.
-FORMER = {
-    "elastic_ckpt": {"follow": "ec.watch_steps", "release": "ec.unpin"},
-    "elastic_ckpt.components": {"PerRank": 'Component(state, "per_host")'},
-    "elastic_ckpt.data": {
-        "PositionalData": "ec.data.positional",
-        "packed": "ec.data.lm.packed",
-    },
-    "elastic_ckpt.universal": {"side": "a part of ec.universal.Layout.from_dict"},
-}
 PUBLIC = [
     "elastic_ckpt",
     "elastic_ckpt.components",
@@ -105,16 +92,6 @@ def test_public_names_with_their_parameters(golden):
             is_here = name != "TorchDataset"
             lines += described(full, getattr(imported, name)) if is_here else [full]
     golden("public_names.txt", "\n".join(lines) + "\n")
-
-
-@pytest.mark.parametrize("module", FORMER)
-def test_a_former_name_is_an_error_that_names_the_present_one(module):
-    imported = importlib.import_module(module)
-    for name, present in FORMER[module].items():
-        with pytest.raises(ImportError, match=re.escape(f"is called {present}")):
-            getattr(imported, name)
-    with pytest.raises(AttributeError, match="no attribute 'absent'"):
-        _ = imported.absent
 
 
 def test_command_line(golden):
