@@ -19,7 +19,6 @@ from mkdocs.structure.files import File, Files
 
 import elastic_ckpt as ec
 from elastic_ckpt.cli import main as cli
-from elastic_ckpt.deploy import runbook
 
 ROOT = pathlib.Path(__file__).parent.parent
 # The directory of the pages that are not written here.
@@ -124,7 +123,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/command-line.md": command_line(),
         "reference/json.md": json_of_verbs(),
         "reference/errors.md": errors(),
-        "reference/runbook.md": runbook.page(),
         "about/benchmarks.md": benchmarks(),
     }
     pages |= {f"reference/api/{_page(name)}.md": api(name) for name in API}
