@@ -15,10 +15,10 @@ from unittest import mock
 import pytest
 
 from elastic_ckpt.checkpoint import follow, modified_step, number_edit
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import preserved
-from elastic_ckpt.tiers.persistent import leases
+from elastic_ckpt.tiers.persistent import leases, persistent_root
 from elastic_ckpt.tiers.ram import ram_disk
 from tests import spoilt_files
 from tests.model import simulated_world
@@ -359,12 +359,15 @@ class CheckedRun:
                 values = {name: leaf.tobytes() for name, leaf in loaded.items()}
                 assert values == save.values[0]
                 read.add(save)
-        # One that was being replaced may be set aside, or its successor is there; and
-        # a removal that was cut short is finished by the next one.
+        # One that was being replaced may be set aside, or its successor is there, if
+        # only in part; and a removal that was cut short is finished by the next one.
         numbers = {save.step for save in read}
         announced = list((self.sim.storage / leases.DIRECTORY).glob("removing-*"))
+        root = persistent_root.PersistentRoot(
+            path=storage.absolute(self.sim.storage), in_place=self.sim.in_place
+        )
         for save in self.model.saves.values():
-            is_there = (self.sim.storage / str(save.step)).exists()
+            is_there = root.is_committed(save.step)
             is_due = save.is_stored and is_there and not announced
             assert save.step in numbers or not is_due
 

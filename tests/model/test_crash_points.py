@@ -139,7 +139,8 @@ def crash_at(name, victims, number, *, torn):
         files.crash_at, files.victims = files.count + number, victims
         files.torn = torn
         act(run)
-        assert run.has_ended, number
+        # A file after the other is set aside, and TensorStore writes more or fewer.
+        assert run.has_ended or name == "edit, in place", number
         yield run
 
 
