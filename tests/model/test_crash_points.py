@@ -141,6 +141,7 @@ def crash_at(name, victims, number, *, torn):
         act(run)
         # A file after the other is set aside, and TensorStore writes more or fewer.
         assert run.has_ended or name == "edit, in place", number
+        files.crash_at = None
         yield run
 
 
