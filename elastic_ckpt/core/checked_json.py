@@ -22,11 +22,7 @@ class UnreadableError(ValueError):
     """The content of a file is invalid; the message continues `<file> ...`."""
 
 
-class OtherVersionError(UnreadableError):
-    """The content is of a version that the caller does not read."""
-
-
-class LaterVersionError(OtherVersionError):
+class LaterVersionError(UnreadableError):
     """The content is of a version that came after the one that the caller reads."""
 
 
@@ -47,7 +43,6 @@ def parse(
     *,
     what: str,
     version: int,
-    oldest: int | None = None,
     exact: bool = False,
 ) -> dict[str, Any]:
     """Checks the content of a file and returns its fields, including `version`.
@@ -55,8 +50,7 @@ def parse(
     Args:
       text: the content of a file that `to_bytes` made.
       what: the kind of file, for messages.
-      version: the newest version that the caller reads.
-      oldest: the oldest; None reads no other.
+      version: the one that the caller reads.
       exact: whether the layout, too, must be that of `to_bytes`, byte by byte.
 
     Raises:
@@ -73,37 +67,34 @@ def parse(
         if began_well and not text.endswith(_END):
             raise UnreadableError(f"is cut short (after {len(text)} bytes)") from None
         raise UnreadableError(f"is not JSON ({error})") from None
-    fields = unsealed(content, what=what, version=version, oldest=oldest)
+    fields = unsealed(content, what=what, version=version)
     if exact and _laid_out(content) != text:
         raise UnreadableError("was altered after it was saved (its layout differs)")
     return fields
 
 
-def unsealed(
-    content: Any, *, what: str, version: int, oldest: int | None = None
-) -> dict[str, Any]:
+def unsealed(content: Any, *, what: str, version: int) -> dict[str, Any]:
     """Checks an object that `sealed` made and returns its fields with `version`.
 
     Args:
       content: the object.
       what: the kind of object, for messages.
-      version: the newest version that the caller reads.
-      oldest: the oldest; None reads no other.
+      version: the one that the caller reads.
 
     Raises:
       UnreadableError: if it is something else, altered, or of another version.
     """
     if not isinstance(content, dict) or "version" not in content:
         raise UnreadableError(f"is not a {what}")
-    versions = range(version if oldest is None else oldest, version + 1)
-    if type(content["version"]) is not int or content["version"] not in versions:
+    found = content["version"]
+    if type(found) is not int or found != version:
         problem = (
-            f"has version {content['version']!r}, and this program reads version"
+            f"has version {found!r}, and this program reads version"
             f" {version}; continue the run with the program that wrote it"
         )
-        if isinstance(content["version"], int) and content["version"] > version:
+        if isinstance(found, int) and found > version:
             raise LaterVersionError(f"{problem}, a newer elastic_ckpt")
-        raise OtherVersionError(problem)
+        raise UnreadableError(problem)
     fields = {name: value for name, value in content.items() if name != "digest"}
     try:
         actual = digest.json_digest(fields)
@@ -114,24 +105,21 @@ def unsealed(
     return fields
 
 
-def read(
-    path: epath.Path, *, what: str, version: int, oldest: int | None = None
-) -> dict[str, Any]:
+def read(path: epath.Path, *, what: str, version: int) -> dict[str, Any]:
     """The fields in the file at `path`, as `parse` gives them.
 
     Args:
       path: a file of a data state, two levels below its step's parent.
       what: the kind of file, for messages.
-      version: the newest version that the caller reads.
-      oldest: the oldest; None reads no other.
+      version: the one that the caller reads.
 
     Raises:
       DataError: if the file is missing or `parse` rejects it; the message names the
         file and the remedy.
     """
     try:
-        return parse(path.read_bytes(), what=what, version=version, oldest=oldest)
-    except OtherVersionError as problem:
+        return parse(path.read_bytes(), what=what, version=version)
+    except LaterVersionError as problem:
         raise errors.DataError(f"{what} {path} {problem}") from None
     except (FileNotFoundError, UnreadableError) as problem:
         missing = isinstance(problem, FileNotFoundError)

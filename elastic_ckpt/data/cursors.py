@@ -1,7 +1,7 @@
 """Cursors: the position of each logical shard in its pipeline, in files by shard range.
 
 Consecutive shards `[first, last]` of one host are saved in one file,
-`shards-00000-00011.json`: a `checked_json` file of version 2 with the fields
+`shards-00000-00011.json`: a `checked_json` file of version 1 with the fields
 
 * `position`: the position of the data state that the cursors belong to
 * `shapes`: the cursors with 0 in place of each whole number; those of most shards are
@@ -9,9 +9,9 @@ Consecutive shards `[first, last]` of one host are saved in one file,
 * `cursors`: for each shard, from `first` to `last`, the index of its shape, and the
   whole numbers in it, in the order in which the shape has them
 
-The cursor of a shard that has not yielded a row is null. Files of version 1 have the
-cursors themselves. The file names contain the ranges, so a host reads only the files
-with its own shards, regardless of how many hosts wrote them.
+The cursor of a shard that has not yielded a row is null. The file names contain the
+ranges, so a host reads only the files with its own shards, regardless of how many hosts
+wrote them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from etils import epath
 
 from elastic_ckpt.core import checked_json, errors, storage
 
-VERSION = 2
+VERSION = 1
 # The field of a cursor with an older cursor, from which documents are read again.
 HELD = "held"
 _NAME = re.compile(r"shards-(\d{5,})-(\d{5,})\.json")
@@ -84,8 +84,6 @@ def _whole(shape: storage.Json, numbers: Iterator[int]) -> storage.Json:
 
 
 def _cursor(content: dict[str, Any], index: int) -> Cursor:
-    if content["version"] == 1:
-        return content["cursors"][index]
     shape, *numbers = content["cursors"][index]
     left = iter(numbers)
     cursor = _whole(content["shapes"][shape], left)
@@ -123,9 +121,7 @@ def read(
                 f"{directory} has logical shards {repeated} twice, the second time in"
                 f" {path.name}; remove the file that does not belong there"
             )
-        content = checked_json.read(
-            path, what="shard cursors", version=VERSION, oldest=1
-        )
+        content = checked_json.read(path, what="shard cursors", version=VERSION)
         values = content["cursors"]
         if content["position"] != position or len(values) != last + 1 - first:
             raise errors.DataError(

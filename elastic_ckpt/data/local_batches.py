@@ -33,9 +33,7 @@ from elastic_ckpt.data import (
     state,
 )
 
-_VERSION = 2
-# States of this version have no digest.
-_FIRST_VERSION = 1
+_VERSION = 1
 
 # The fields that only states of workers have.
 _OF_WORKERS = ("num_workers", "worker", "skips")
@@ -429,7 +427,7 @@ def ended(saved: Mapping[str, Any]) -> StateDict:
 
 
 def of_fields(fields: Mapping[str, Any]) -> StateDict:
-    """The state with these fields, and with the present version and digest."""
+    """The state with these fields, and with version and digest."""
     kept = {
         name: each for name, each in fields.items() if name not in ("version", "digest")
     }
@@ -447,14 +445,11 @@ def _has_rows(shard: int, passed: range, pipeline: Mapping[str, Any]) -> bool:
 
 
 def _checked(saved: Any, rank: int) -> dict[str, Any]:
-    # The fields of a state of any version, checked.
+    # The fields of a state, checked.
+    what = "state of LocalBatches"
+    content = dict(saved) if isinstance(saved, Mapping) else saved
     try:
-        if isinstance(saved, Mapping) and saved.get("version") == _FIRST_VERSION:
-            fields = dict(saved)
-        else:
-            what = "state of LocalBatches"
-            content = dict(saved) if isinstance(saved, Mapping) else saved
-            fields = checked_json.unsealed(content, what=what, version=_VERSION)
+        fields = checked_json.unsealed(content, what=what, version=_VERSION)
         wrong = [
             name
             for name, kind in _FIELDS.items()

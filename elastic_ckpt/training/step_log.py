@@ -35,8 +35,7 @@ from elastic_ckpt.training import step_record, train_step
 from elastic_ckpt.training.step_record import StepRecord
 
 DIRECTORY = "step_log"
-VERSION = 5
-_READABLE = (1, 2, 3, 4, 5)
+VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,7 +188,7 @@ def read(run_directory: epath.PathLike) -> list[Attempt]:
     """Every attempt of a run, in the order of their worlds.
 
     Raises:
-      DataError: if there is none, or a file is not a step log of a readable version.
+      DataError: if there is none, or a file is not a step log of this version.
     """
     attempts = [
         attempt
@@ -251,15 +250,13 @@ def _read_attempt(path: epath.Path) -> Attempt | None:
         return None
     header: dict[str, Any] = lines[0]
     version = header.pop("version", None)
-    if version not in _READABLE:
+    if version != VERSION:
         raise errors.DataError(
-            f"{path} has version {version!r}, and this program reads versions"
-            f" {_READABLE[0]} to {VERSION}; audit the run with the program that wrote"
-            " it"
+            f"{path} has version {version!r}, and this program reads version {VERSION};"
+            " audit the run with the program that wrote it"
         )
-    header.setdefault("data", {})
-    left_out = header.pop("left_out", ())
     try:
+        left_out = header.pop("left_out")
         return Attempt(
             records=tuple(
                 step_record.parse(line, attempt=header["attempt"])

@@ -28,9 +28,8 @@ from elastic_ckpt.core import digest, storage
 
 PROOF = "proof"
 SUMMARY = "summary"
-# BLAKE2b-128; versions 1 to 4 have BLAKE2b-64.
+# BLAKE2b-128.
 _DIGEST_BYTES = 16
-_READABLE_DIGEST_BYTES = (8, 16)
 # The most rows of a batch: a damaged file must not exhaust the memory of a reader.
 _MAX_ROWS = 2**24
 # The most JSON text of the ids of a step; if it is longer, they are not listed.
@@ -55,9 +54,9 @@ class Rows:
     ids: np.ndarray
     digests: np.ndarray
 
-    def digest(self, *, num_bytes: int = _DIGEST_BYTES) -> str:
+    def digest(self) -> str:
         """The digest of ids and tokens in row order, in hex digits."""
-        return digest.batch_digest(self.ids, self.digests, num_bytes=num_bytes)
+        return digest.batch_digest(self.ids, self.digests, num_bytes=_DIGEST_BYTES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +104,7 @@ class StepRecord:
     Attributes:
       step: its number, from 0.
       loss: over the global batch, before the update; NaN if it was not logged.
-      digest: of ids and tokens in row order; 32 hex digits, 16 in versions 1 to 4.
+      digest: of ids and tokens in row order; 32 hex digits.
       num_rows: of the global batch.
       attempt: the number of the attempt that logged it.
       runs: example ids in row order; empty if they are not listed.
@@ -130,7 +129,7 @@ class StepRecord:
         """The record that these rows would have in its place, in the same detail."""
         return dataclasses.replace(
             self,
-            digest=rows.digest(num_bytes=len(self.digest) // 2),
+            digest=rows.digest(),
             num_rows=len(rows.ids),
             runs=rows.ids.tolist() if self.runs else (),
             digests=BatchDigests.of_rows(rows) if self.digests else None,
@@ -229,19 +228,19 @@ def line(
 
 
 def parse(line: dict[str, Any], *, attempt: int) -> StepRecord:
-    """The record of a line of any version.
+    """The record of a line.
 
     Raises:
       KeyError, TypeError, ValueError: if it is not the line of a step.
     """
     runs = line.get("ids", [])
     num_ids = sum(map(_count, runs))
-    num_rows = line.get("rows", num_ids)
+    num_rows = line["rows"]
     if "ids" in line and num_rows != num_ids:
         raise ValueError(f"{num_ids} ids of {num_rows} rows")
     if not 0 < num_rows <= _MAX_ROWS:
         raise ValueError(f"a batch of {num_rows} rows")
-    if len(bytes.fromhex(line["digest"])) not in _READABLE_DIGEST_BYTES:
+    if len(bytes.fromhex(line["digest"])) != _DIGEST_BYTES:
         raise ValueError(f"digest {line['digest']}")
     return StepRecord(
         step=line["step"],

@@ -56,7 +56,7 @@ def test_the_golden_files_are_of_the_schemas(tmp_path):
     for name, kept in (
         ("data_state.json", "data_state_v1.json"),
         ("data_state.json", "data_state_v1_left_out.json"),
-        ("shards-00003-00005.json", "cursors_v2.json"),
+        ("shards-00003-00005.json", "cursors_v1.json"),
     ):
         path = tmp_path / name
         path.write_bytes((GOLDEN / kept).read_bytes())

@@ -201,10 +201,10 @@ def test_a_renamed_file_is_named(tmp_path):
         cursors.read(tmp_path, [3], POSITION)
 
 
-def test_version_2_has_these_bytes(tmp_path, golden):
+def test_cursors_have_these_bytes(tmp_path, golden):
     values = {3: None, 4: {"next_index": 7}, 5: {"next_index": 9}}
     cursors.write(tmp_path, values, POSITION)
-    golden("cursors_v2.json", (tmp_path / "shards-00003-00005.json").read_text())
+    golden("cursors_v1.json", (tmp_path / "shards-00003-00005.json").read_text())
 
 
 SIMPLE = (
@@ -248,6 +248,6 @@ def test_a_file_that_is_not_of_the_format_is_named(tmp_path, spoilt):
     path = tmp_path / "shards-00000-00001.json"
     content = json.loads(path.read_text())
     fields = {name: content[name] for name in ("position", "shapes", "cursors")}
-    path.write_bytes(checked_json.to_bytes(fields | spoilt, version=2))
-    with refused("shards-00000-00001.json do not have the format of their version 2"):
+    path.write_bytes(checked_json.to_bytes(fields | spoilt, version=1))
+    with refused("shards-00000-00001.json do not have the format of their version 1"):
         cursors.read(tmp_path, [0, 1], POSITION)

@@ -119,7 +119,7 @@ def files(says: str, error: type[Exception], **keys: str) -> Refusal:
 
 
 HEADER = (
-    '{"version":5,"attempt":1,"start_step":0,"hosts":2,"slices":1,"devices":4,'
+    '{"version":1,"attempt":1,"start_step":0,"hosts":2,"slices":1,"devices":4,'
     '"data":{},"world":1,"left_out":[]}\n'
 )
 STEP = f'{{"step":0,"loss":1.5,"digest":"{"00" * 16}",'
@@ -260,10 +260,11 @@ REFUSALS = {
         grain_train_files="DIR/texts.parquet",
         text_directory="python-stdlib",
     ),
-    "later step log": log('{"version":6}\n', "has version 6, and this program reads"),
+    "later step log": log('{"version":2}\n', "has version 2, and this program reads"),
     "batch of nothing": log(HEADER + STEP + '"rows":0}\n', "a batch of 0 rows"),
     "batch beyond all memory": log(
-        HEADER + STEP + '"ids":[[0,99999999999,1]]}\n', "a batch of 99999999999 rows"
+        HEADER + STEP + '"rows":99999999999,"ids":[[0,99999999999,1]]}\n',
+        "a batch of 99999999999 rows",
     ),
     "fewer ids than rows": log(
         HEADER + STEP + '"rows":3,"ids":[[7,2,1]]}\n', "not a step log.*2 ids of 3"

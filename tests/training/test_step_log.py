@@ -92,7 +92,7 @@ def test_lines_are_those_of_the_format_and_its_schema(tmp_path, golden):
     write_attempt(tmp_path, 3, {3: [9, 1]}, number=6, detail="summary")
     paths = sorted((tmp_path / "step_log").iterdir())
     text = "".join(path.read_text() for path in paths)
-    golden("step_log_v5.jsonl", text)
+    golden("step_log_v1.jsonl", text)
     schema = pathlib.Path(training.__file__).parent / "schemas/step_log.json"
     validator = jsonschema.Draft202012Validator(json.loads(schema.read_text()))
     for line in text.splitlines():
@@ -180,7 +180,7 @@ def test_of_two_starts_at_the_same_time_each_has_a_file(tmp_path, monkeypatch):
 
 def test_attempt_that_was_killed_in_its_first_line_counts_for_nothing(tmp_path):
     write_attempt(tmp_path, 0, {0: [1]})
-    (tmp_path / "step_log/attempt-00002.jsonl").write_text('{"version":5,"att')
+    (tmp_path / "step_log/attempt-00002.jsonl").write_text('{"version":1,"att')
     assert len(step_log.read(tmp_path)) == 1
     write_attempt(tmp_path, 1, {1: [2]})
     assert [attempt.attempt for attempt in step_log.read(tmp_path)] == [1, 3]

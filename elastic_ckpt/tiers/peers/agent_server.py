@@ -7,7 +7,7 @@
     PUT       /v1/backup                                 a request to a backup host
 
 Everything needs the run's secret (`Authorization: Bearer ...`), and all else is 404.
-Clients whose version of the protocol is too far away get 426 (`protocol`).
+Clients of another version of the protocol get 426 (`protocol`).
 
 Of a file the agent takes only bytes that the manifest of the slot lists, for a slot
 whose process is gone or lets others repair it (`ram.file_repair`). It answers with 204,

@@ -1,7 +1,6 @@
 """The files of a backup host in its RAM disk, besides those of every machine.
 
-backup_host        the RAM disk is that of a backup host: how it fetches parts, as JSON;
-                   empty if a program of an earlier version made it
+backup_host        the RAM disk is that of a backup host: how it fetches parts, as JSON
 backup_request     the newest request that it has not taken yet
 backup_refused     the request that it could not do last, and why, as JSON
 """

@@ -105,7 +105,7 @@ def find(root: epath.PathLike) -> NodeRecord | None:
       None if no agent of a node runs.
 
     Raises:
-      RunError: if its version is too far away from this program's.
+      RunError: if its version is not this program's.
     """
     directory = os.fspath(root)
     for _ in range(MOST_LEVELS):

@@ -252,7 +252,7 @@ def written_files(root: epath.Path, components: Iterable[str]) -> list[WrittenFi
 def sweep(path: epath.Path) -> list[str]:
     """Removes the files of a step that the manifest at `path` does not name.
 
-    Without a readable manifest these are all of them. Files that a program of another
+    Without a readable manifest these are all of them. Files that a program of a later
     version wrote stay.
 
     Returns:
@@ -261,7 +261,7 @@ def sweep(path: epath.Path) -> list[str]:
     directory = path.parent
     try:
         manifest = manifest_file.parse(path.read_bytes())
-    except checked_json.OtherVersionError:
+    except checked_json.LaterVersionError:
         return []
     except (FileNotFoundError, checked_json.UnreadableError):
         # After a crash between the two it is still a leftover.
