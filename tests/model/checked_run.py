@@ -7,6 +7,7 @@ is then `open`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pathlib
 import random
 import time
@@ -15,7 +16,7 @@ from unittest import mock
 import pytest
 
 from elastic_ckpt.checkpoint import follow, modified_step, number_edit
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import errors, process, storage
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import leases, persistent_root
@@ -71,6 +72,7 @@ class CheckedRun:
         self.head = None
         self.has_ended = False
         # What was loaded to go on from, and whether some of it was in RAM.
+        self._is_near, self._trusted = False, -1
         self._loaded, self._is_from_ram = None, False
         # An edit of a step that was begun, under a save that nobody knows yet.
         self._edited = None
@@ -134,6 +136,7 @@ class CheckedRun:
         self.machines, self.has_ended = tuple(machines), False
         out_of_reach = self._out_of_reach()
         self.head, self._by_step = None, {}
+        self._loaded, self._is_from_ram, self._trusted = None, False, -1
         # A restore without room for files of components takes an older step.
         self.sim.files.full_at = None
         with self._may_end():
@@ -181,10 +184,14 @@ class CheckedRun:
             )
         # It stays until a newer one has its copies.
         save.is_covered = True
+        # Nobody can do otherwise than go on from the newest one.
+        goes_on = go_back is not False or save is self.head
         self._go_on_from(save)
         self._note_events()
-        if go_back is not False:
-            self._loaded = save
+        if goes_on:
+            # A step may be loaded in several calls.
+            was_near = self._is_from_ram and self._loaded is save
+            self._loaded, self._is_from_ram = save, was_near or self._is_near
 
     def _go_on_from(self, save):
         self.head = save
@@ -388,7 +395,9 @@ class CheckedRun:
             self._loaded = None
             if found is None:
                 degraded = [name for name, _ in self.sim.events if name == "degraded"]
-                assert not (stored and self._is_from_ram) or degraded
+                # What the training went back to, and before, is not distrusted.
+                is_due = stored and self._is_from_ram and loaded.step > self._trusted
+                assert not is_due or degraded
                 for save, fields in before.items():
                     vars(save).update(fields)
                 return
@@ -396,8 +405,16 @@ class CheckedRun:
             assert self._is_from_ram
             assert save in earlier
             assert not stored or save.step >= stored[0].step
+            self._trusted = save.step
             self.model.leave(save)
-            self._load(None, frozenset())
+            try:
+                self._load(None, frozenset())
+            except errors.CheckpointError:
+                # All that storage has is spoilt, and the run ends.
+                assert save.is_spoilt
+                assert not stored
+                self.end()
+                return
             assert self.head is save
 
     def edit(self):
@@ -428,7 +445,10 @@ class CheckedRun:
             for each in set(self.model.saves.values()) - set(save.line()):
                 each.in_ram = each.stored = False
             virtual = mock.patch.object(time, "time_ns", self.sim.clock.time_ns)
-            with step.alone(), virtual:
+            # Once it has crashed, its process is not there.
+            editor = dataclasses.replace(process.this(), start_ticks=1)
+            own = mock.patch.object(process, "this", return_value=editor)
+            with own, step.alone(), virtual:
                 made = self._known(StepId(save.step, step.modify([change])))
             self.model.store(made)
 
@@ -444,7 +464,8 @@ class CheckedRun:
             if self.is_open:
                 self.wait()
             if self.is_open and self.sure_steps():
-                with pytest.raises(errors.ReplacedError):
+                # It has ended before if a message of it was lost.
+                with pytest.raises((errors.ReplacedError, Gone)):
                     _save_more(old[0], step)
         finally:
             old[1].close()
@@ -495,7 +516,7 @@ class CheckedRun:
         for name, fields in events:
             if name == "restored_from":
                 near = ("local_bytes", "close_bytes", "distant_bytes")
-                self._is_from_ram = any(fields[each] for each in near)
+                self._is_near = any(fields[each] for each in near)
             save = self._by_step.get(fields.get("step"))
             if save is None:
                 continue

@@ -215,6 +215,9 @@ class PersistentRoot:
 
     def set_aside(self, step_id: StepId) -> None:
         """Moves a committed step to the directory `aside`; can be repeated."""
+        if not self.in_place and self.aside(step_id).exists():
+            # An edit was cut short, and a run has stored the same save from RAM again.
+            self.discard_aside(step_id)
         self._move(self.final(step_id.step), self.aside(step_id))
 
     def bring_back(self, step_id: StepId) -> None:
