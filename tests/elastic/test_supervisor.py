@@ -123,6 +123,13 @@ def test_hosts_are_not_lost_after_the_supervisor_stood_still(
     hosts.run(clock.stand_still)
 
 
+def test_a_host_that_has_ended_is_in_no_phase_while_others_go_on(tmp_path, recorded):
+    seen = tmp_path / "seen"
+    program = functools.partial(failing_hosts.end_before_host_0, path=str(seen))
+    world(program, tmp_path, recorded).run(lambda hosts: hosts.phase(1) or seen.touch())
+    assert seen.exists()
+
+
 def test_hosts_that_do_not_end_in_time_after_sigterm_are_killed(tmp_path, recorded):
     def emit(name, **fields):
         recorded(name, **fields)
