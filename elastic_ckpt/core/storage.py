@@ -16,7 +16,6 @@ import pathlib
 import secrets
 import shutil
 import socket
-import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -29,14 +28,8 @@ from elastic_ckpt.core import bucket_clients, errors
 if TYPE_CHECKING:
     import numpy as np
 
-# The mode of new files, before the umask and the directory's ACL apply.
+# The mode of new files, before the umask applies.
 _MODE = 0o666
-# The default ACL of a directory, as Linux encodes it: version 2, then tag, permissions
-# and id of the owner, its group and others.
-_PRIVATE_ACL = struct.pack("<I", 2) + b"".join(
-    struct.pack("<HHI", tag, permissions, 2**32 - 1)
-    for tag, permissions in ((0x01, 0o7), (0x04, 0), (0x20, 0))
-)
 
 # Called before each change of a file or directory; see `watched`.
 _before: Callable[[str, str], None] | None = None
@@ -109,10 +102,23 @@ def atomic_path(path: epath.PathLike, *, mode: int = _MODE) -> Iterator[str]:
     the temporary file is removed and a file at `path` is left unchanged.
 
     Args:
-      path: the final path, on this machine; its directory is created.
-      mode: the file's permissions, before the umask and the directory's ACL apply.
+      path: the final path; its directory is created. To an object store the file is
+        uploaded in the end.
+      mode: the file's permissions, before the umask applies; ignored in object stores.
+
+    Raises:
+      OSError: if storage fails, or another of `bucket_clients.failures`.
     """
     final = os.fspath(path)
+    if not is_local(final):
+        import fsspec
+
+        bucket_clients.prepare(final)
+        filesystem, name = fsspec.url_to_fs(final)
+        with tempfile.NamedTemporaryFile() as file:
+            yield file.name
+            filesystem.put_file(file.name, name)
+        return
     descriptor, temporary = _temporary_file(final, mode)
     os.close(descriptor)
     with _becomes(final, temporary):
@@ -251,18 +257,14 @@ def make_directory(path: epath.PathLike) -> epath.Path:
 
 
 def make_private_directory(path: epath.PathLike) -> None:
-    """Creates a local directory that only its owner can read, with all its content.
+    """Creates a local directory of mode 0700: only its owner reads what is in it.
 
-    The directory has mode 0700. If the file system supports access control lists, files
-    that any program creates in it get mode 0600, directories 0700. A directory that
-    belongs to another user is left unchanged.
+    A directory that belongs to another user is left unchanged.
     """
     before("make", path)
     os.makedirs(path, mode=0o700, exist_ok=True)
     with contextlib.suppress(PermissionError):
         os.chmod(path, 0o700)
-    with contextlib.suppress(OSError):
-        os.setxattr(path, "system.posix_acl_default", _PRIVATE_ACL)
 
 
 def rename(source: epath.PathLike, target: epath.PathLike) -> None:

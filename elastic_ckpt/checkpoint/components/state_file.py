@@ -18,7 +18,7 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.checkpoint.components.encoding import Encoded
-from elastic_ckpt.core import checked_json, digest, errors, staged_file, storage
+from elastic_ckpt.core import checked_json, digest, errors, storage
 
 VERSION = 1
 _WHAT = "state of a component"
@@ -38,7 +38,7 @@ def to_bytes(encoded: Encoded) -> bytes:
 
 def write(path: epath.Path, encoded: Encoded) -> None:
     """Writes the file of a state, whole or not at all, without a copy of its values."""
-    with staged_file.staged_path(path) as temporary, open(temporary, "w+b") as file:
+    with storage.atomic_path(path) as temporary, open(temporary, "w+b") as file:
         _archive(encoded, file)
         value = _file_digest(file)
         file.seek(-_DIGEST_LENGTH, os.SEEK_END)

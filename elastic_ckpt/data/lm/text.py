@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from etils import epath
 
-from elastic_ckpt.core import errors, staged_file, storage
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data.lm import tokenizers
 from elastic_ckpt.data.sources import files, parquet, tfrecord
 
@@ -94,7 +94,7 @@ def write(
     else:
         contents = _stored_contents(directory)
     counted = _Counted(contents, column)
-    with staged_file.staged_path(file) as temporary:
+    with storage.atomic_path(file) as temporary:
         _WRITERS[file_type](temporary, counted)
         if not counted.num_documents:
             raise errors.DataError(

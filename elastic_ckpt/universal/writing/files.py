@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.core import bucket_clients, digest, host_memory, staged_file, storage
+from elastic_ckpt.core import bucket_clients, digest, host_memory, storage
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal.moves import TargetTensor
 
@@ -166,9 +166,7 @@ def created(path: epath.Path, num_bytes: int) -> Iterator[OpenFile]:
     storage.before("write", path)
     local = storage.is_local(path)
     staged = (
-        contextlib.nullcontext(os.fspath(path))
-        if local
-        else staged_file.staged_path(path)
+        contextlib.nullcontext(os.fspath(path)) if local else storage.atomic_path(path)
     )
     if local:
         storage.make_directory(path.parent)
