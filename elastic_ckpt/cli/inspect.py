@@ -1,10 +1,10 @@
 """`elastic-ckpt inspect PATH...`: the steps of a run, and in which tiers they are.
 
 For the directory of a run of `elastic-ckpt train` or `maxtext` it shows arrays and data
-state; for RAM disks, persistent steps and peers the steps, their holders, and what the
-loss of a host or slice would take; for a run whose steps are in tiers both. It shows
-the newest step briefly, with --step one step with all of its arrays, with --all every
-step. The JSON has all steps unless --step names one.
+state; for RAM disks, persistent steps and peers the steps and their holders; for a run
+whose steps are in tiers both. It shows the newest step briefly, with --step one step
+with all of its arrays, with --all every step. The JSON has all steps unless --step
+names one.
 """
 
 from __future__ import annotations
@@ -26,14 +26,6 @@ with epy.lazy_imports():
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
     locations.add_arguments(parser)
-    parser.add_argument(
-        "--domain",
-        action="append",
-        default=[],
-        metavar="KIND",
-        help="show the loss of another kind of failure domain too, such as rack or"
-        " zone",
-    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--step",
@@ -68,8 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     with locations.opened(arguments) as (name, tiers):
         # Without manifests there are no tiers.
         if arguments.peer or tiers.steps or not is_run:
-            domains = ["host", "slice", *arguments.domain]
-            report = survey.survey(tiers, domains, step=step, newest_only=newest_only)
+            report = survey.survey(tiers, step=step, newest_only=newest_only)
             if not report.steps:
                 tiers.check_versions()
             if not (report.known or report.leftovers or report.problems or is_run):

@@ -36,8 +36,8 @@ VERBS = {
     "status": "show how far a run is, its hosts, its newest steps, and what a loss"
     " would cost",
     "report": "write an HTML page about a run, with plots",
-    "inspect": "show the steps of a run: their arrays, their data state, the tiers"
-    " that have them, and what the loss of a host or slice would cost",
+    "inspect": "show the steps of a run: their arrays, their data state, and the tiers"
+    " that have them",
     "verify": "read every copy of a checkpoint, in every tier, and compare them",
     "convert": "convert a checkpoint, of this or another program, to another layout",
     "modify": "change numbers in the newest step, such as the learning rate",

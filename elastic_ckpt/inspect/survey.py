@@ -20,7 +20,6 @@ from elastic_ckpt.core import digest, errors
 from elastic_ckpt.core.errors import MOST_NAMED, first_of
 from elastic_ckpt.inspect.tier_locations import Locations
 from elastic_ckpt.steps import search
-from elastic_ckpt.steps.coverage import coverage
 from elastic_ckpt.steps.holdings import Holdings, Offer
 from elastic_ckpt.tiers.source import Source
 
@@ -107,44 +106,6 @@ class SurveyedStep:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Loss:
-    """The items that are lost with one failure domain.
-
-    Attributes:
-      name: of the domain.
-      num_items: boxes and files that are lost.
-      first: names of the first of them.
-    """
-
-    name: str
-    num_items: int
-    first: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CoveredStep:
-    """The items of a step that survive the loss of any one failure domain of a kind.
-
-    Attributes:
-      step: its number.
-      save: which save of it.
-      domain: the kind, such as `slice`.
-      num_domains: of this kind that hold something in memory.
-      num_items: boxes and files of the step.
-      num_survivors: of these, that outlast the loss of any one.
-      losses: of the domains that take something with them.
-    """
-
-    step: int
-    save: str
-    domain: str
-    num_domains: int
-    num_items: int
-    num_survivors: int
-    losses: tuple[Loss, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class UncommittedStep:
     """A part of a step that is not committed: it is being written, or was interrupted.
 
@@ -164,42 +125,34 @@ class Survey:
     Attributes:
       known: the numbers of all steps of which there may be something, ascending.
       steps: that were looked at, ascending by step and save.
-      coverage: of one step, by kind of failure domain; empty if none is complete.
       leftovers: what is not committed: it is being written, or was cut short.
       problems: manifests that cannot be had.
     """
 
     known: tuple[int, ...]
     steps: tuple[SurveyedStep, ...]
-    coverage: tuple[CoveredStep, ...]
     leftovers: tuple[UncommittedStep, ...]
     problems: tuple[str, ...]
 
 
 def survey(
-    locations: Locations,
-    domains: Sequence[str],
-    *,
-    step: int | None,
-    newest_only: bool = False,
+    locations: Locations, *, step: int | None, newest_only: bool = False
 ) -> Survey:
     """Looks at the steps of some locations.
 
     Args:
       locations: together.
-      domains: kinds of failure domains, whose loss is looked at: that of the newest
-        complete step, or of `step`.
       step: the only one to look at; None for all.
       newest_only: whether the newest complete one is enough, with those after it.
     """
     surveyed: list[SurveyedStep] = []
     problems: list[str] = []
-    covered: tuple[CoveredStep, ...] = ()
+    is_found = False
     preserved = set(locations.preserved())
     known = sorted({*locations.steps, *locations.foreign_steps})
     # Newest first, so that no more is read than it takes.
     for number in reversed(known):
-        if step not in (None, number) or (newest_only and covered):
+        if step not in (None, number) or (newest_only and is_found):
             continue
         of_number = []
         is_preserved = number in preserved
@@ -207,17 +160,13 @@ def survey(
             of_number.append(_foreign(number, preserved=is_preserved))
         copies, unread = locations.look(number)
         problems += unread
-        newest: tuple[CoveredStep, ...] = ()
         for offers in reversed(search.saves(list(copies))):
             examined = search.Step.from_offers(offers)
             abandoned = locations.line.abandons(examined.step_id)
             of_number.append(
                 _surveyed(examined, copies, preserved=is_preserved, abandoned=abandoned)
             )
-            is_asked = step == number or not abandoned
-            if examined.complete and is_asked and not covered:
-                newest = tuple(_covered(examined, domain) for domain in domains)
-        covered = covered or newest
+            is_found |= examined.complete and not abandoned
         surveyed = [*of_number, *surveyed]
     if not known:
         # Locations that cannot be read have no steps, either.
@@ -225,7 +174,6 @@ def survey(
     return Survey(
         known=tuple(known),
         steps=tuple(surveyed),
-        coverage=covered,
         leftovers=tuple(
             UncommittedStep(step=each.step, path=str(each.path))
             for each in locations.leftovers()
@@ -278,27 +226,6 @@ def _foreign(step: int, *, preserved: bool) -> SurveyedStep:
         abandoned=False,
         parent=None,
         tiers=(tier,),
-    )
-
-
-def _covered(step: search.Step, domain: str) -> CoveredStep:
-    covered = coverage(step.holdings, domain)
-    return CoveredStep(
-        step=step.step,
-        save=step.save,
-        domain=domain,
-        num_domains=len(covered.lost),
-        num_items=step.holdings.num_items,
-        num_survivors=covered.num_survivors,
-        losses=tuple(
-            Loss(
-                name=name,
-                num_items=len(items),
-                first=tuple(map(step.holdings.name, items[:MOST_NAMED].tolist())),
-            )
-            for name, items in covered.lost.items()
-            if len(items)
-        ),
     )
 
 
@@ -408,10 +335,6 @@ def describe(run: str, survey: Survey) -> str:
         )
     for step in abandoned:
         lines += _step_lines(step, goes_on=False)
-    for covered in survey.coverage:
-        # Without steps in memory there is nothing to lose with a host.
-        if covered.num_domains:
-            lines += _coverage_lines(covered)
     lines += [
         f"step {each.step} is being written, or was cut short: {each.path}"
         for each in survey.leftovers
@@ -469,18 +392,3 @@ def _component_lines(parts: Sequence[StepComponent]) -> Iterator[str]:
             f" ({first_of(each.hosts)}), digest {each.digest[:12]}; resize:"
             f" {each.resize}"
         )
-
-
-def _coverage_lines(covered: CoveredStep) -> Iterator[str]:
-    yield (
-        f"step {covered.step}, any one {covered.domain} of {covered.num_domains} lost:"
-        f" {covered.num_survivors:,} of {covered.num_items:,} parts survive"
-    )
-    for loss in covered.losses[:MOST_NAMED]:
-        more = ", ..." if loss.num_items > len(loss.first) else ""
-        yield (
-            f"  with {covered.domain} {loss.name!r} goes {loss.num_items:,}:"
-            f" {', '.join(loss.first)}{more}"
-        )
-    if covered.losses[MOST_NAMED:]:
-        yield f"  and with {len(covered.losses) - MOST_NAMED:,} more; --json lists all"
