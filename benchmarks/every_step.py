@@ -12,7 +12,6 @@ step to RAM (`every=1`) with no copy, and with one at a peer.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import os
@@ -24,28 +23,19 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
-from benchmarks import report, tiers_hosts, turns
+from benchmarks import report, sized, tiers_hosts, turns
 from elastic_ckpt import frontend
 from elastic_ckpt.core import events
 from elastic_ckpt.elastic import member, supervisor
 from elastic_ckpt.tiers import choices
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Size:
-    """How much is measured."""
-
-    leaf_mib: int = 128  # of each of eight leaves, all hosts together
-    step_secs: float = 1.7  # about
-    steps: int = 6  # of a turn
-    rounds: int = 5
+_LEAF_MIB = sized(128, 1)  # of each of eight leaves, all hosts together
+_STEP_SECS = sized(1.7, 0.01)  # about
+_STEPS = sized(6, 2)  # of a turn
+_ROUNDS = sized(5, 1)
 
 
-# Shows that the suite runs, and measures nothing.
-SMALL = Size(leaf_mib=1, step_secs=0.01, steps=2, rounds=1)
-
-
-def measure(size: Size = Size()) -> dict[str, report.Figure]:
+def measure() -> dict[str, report.Figure]:
     """Runs the suite."""
     supervisor.warm_up([__name__])
     prefix = f"elastic_ckpt_benchmark_{os.getpid()}_"
@@ -55,17 +45,17 @@ def measure(size: Size = Size()) -> dict[str, report.Figure]:
             results=f"{d}/results",
             orbax="",
             num_leaves=8,
-            leaf_mib=size.leaf_mib,
+            leaf_mib=_LEAF_MIB,
             num_small=0,
-            rounds=size.rounds,
+            rounds=_ROUNDS,
         )
-        secs = tiers_hosts.run(functools.partial(_host, size=size), place)
+        secs = tiers_hosts.run(_host, place)
 
     def more(name: str, less: list[float]) -> list[float]:
         rounds = zip(secs[name], less, secs["alone"], strict=True)
         return [100 * (each - part - step) / step for each, part, step in rounds]
 
-    nothing = [0.0] * size.rounds
+    nothing = [0.0] * _ROUNDS
     return {
         "each_step_ms": report.figure(
             "ms", "a step without saves", [1000 * each for each in secs["alone"]]
@@ -88,9 +78,7 @@ def measure(size: Size = Size()) -> dict[str, report.Figure]:
     }
 
 
-def _host(
-    host: member.Member, emit: events.Emit, *, place: tiers_hosts.Place, size: Size
-) -> None:
+def _host(host: member.Member, emit: events.Emit, *, place: tiers_hosts.Place) -> None:
     del emit
 
     def checkpointer(name: str, copies: int) -> frontend.Checkpointer:
@@ -117,16 +105,16 @@ def _host(
             began = time.perf_counter()
             state = jax.block_until_ready(step(state, count))
             took = time.perf_counter() - began
-            count = max(1, round(count * size.step_secs / took))
+            count = max(1, round(count * _STEP_SECS / took))
             count = int(multihost_utils.broadcast_one_to_all(jnp.int32(count)))
         secs: turns.Secs = {}
         numbers = itertools.count(1)
         with checkpointer("ram", 0) as ram, checkpointer("sent", 1) as sent:
-            for side in ["alone", "ram", "sent"] * (size.rounds + 1):
+            for side in ["alone", "ram", "sent"] * (_ROUNDS + 1):
                 into = {"ram": ram, "sent": sent}.get(side)
                 multihost_utils.sync_global_devices(side)
                 began, blocked = time.perf_counter(), 0.0
-                for _ in range(size.steps):
+                for _ in range(_STEPS):
                     state = jax.block_until_ready(step(state, count))
                     if into is not None:
                         save_began = time.perf_counter()
@@ -135,7 +123,7 @@ def _host(
                 took = time.perf_counter() - began
                 if into is not None:
                     into.wait()
-                secs.setdefault(side, []).append(took / size.steps)
+                secs.setdefault(side, []).append(took / _STEPS)
                 of_side = secs.setdefault(f"{side}_blocked", [])
-                of_side.append(blocked / size.steps)
+                of_side.append(blocked / _STEPS)
         tiers_hosts.report(place, host, secs)
