@@ -126,31 +126,27 @@ def in_turns(
 ) -> turns.Secs:
     """The seconds of each side on this host, of one round more than are counted.
 
-    Args:
-      place: of the world.
-      sides: what is timed.
-      prepare: makes what a side gets, before its turn.
-      finish: gets what a side has returned, after its turn.
+    Before its turn, `prepare` makes what a side gets; after it, `finish` gets what the
+    side has returned.
     """
+    client = multihost.get_jax_distributed_client()
+
+    def meet() -> None:
+        client.wait_at_barrier(f"turn-{next(_barriers)}", _TIMEOUT_MS)
+
     secs: turns.Secs = {name: [] for name in sides}
     for name in [*sides] * (place.rounds + 1):
         given = prepare()
         # Garbage of one side is not collected in the turn of another.
         gc.collect()
-        _meet()
+        meet()
         memory.touch(place.num_bytes // jax.process_count())
-        _meet()
+        meet()
         began = time.perf_counter()
         done = sides[name](given)
         secs[name].append(time.perf_counter() - began)
         finish(done)
     return secs
-
-
-def _meet() -> None:
-    # Returns when all hosts are here.
-    client = multihost.get_jax_distributed_client()
-    client.wait_at_barrier(f"turn-{next(_barriers)}", _TIMEOUT_MS)
 
 
 def run(
@@ -200,30 +196,31 @@ def save(host: member.Member, emit: events.Emit, *, place: Place) -> None:
             for into, view in zip(kept, _views(state), strict=True):
                 np.copyto(into, view)
 
-        def save_ours(state: State) -> Callable[[], Any]:
-            response = ours.save_async(next(steps), state)
-            assert response is not None
-            return response.result
+        def begin(state: State) -> Any:
+            return ours.save_async(next(steps), state)
 
-        def save_orbax(state: State) -> Callable[[], Any]:
+        def begin_orbax(state: State) -> Any:
             parts = {"state": state}
-            response = orbax.save_checkpointables_async(next(steps), parts, force=True)
-            assert response is not None
-            return response.result
+            return orbax.save_checkpointables_async(next(steps), parts, force=True)
 
-        def committed(state: State) -> None:
-            assert save_ours(state)()
+        def commit(state: State) -> Any:
+            response = begin(state)
+            assert response.result()
+            return response
 
-        def finish(wait: Callable[[], Any] | None) -> None:
-            if wait is not None:
-                wait()
+        def finish(response: Any) -> None:
+            if response is not None:
+                response.result()
             ours.wait()
 
-        sides = {"copy": copy, "block": save_ours, "block_orbax": save_orbax}
         # The last save is restored.
-        secs = in_turns(
-            place, sides | {"save": committed}, prepare=fresh_state, finish=finish
-        )
+        sides = {
+            "copy": copy,
+            "block": begin,
+            "block_orbax": begin_orbax,
+            "save": commit,
+        }
+        secs = in_turns(place, sides, prepare=fresh_state, finish=finish)
         orbax.close()
         report(place, host, secs)
 
@@ -249,9 +246,7 @@ def restore(host: member.Member, emit: events.Emit, *, place: Place) -> None:
             ),
         }
         secs = in_turns(
-            place,
-            sides,
-            finish=lambda _: shutil.rmtree(copied, ignore_errors=True),
+            place, sides, finish=lambda _: shutil.rmtree(copied, ignore_errors=True)
         )
         orbax.close()
         report(place, host, secs)

@@ -73,38 +73,34 @@ def save_and_restore(
                 global_mesh=mesh,
             ),
         }
-        sides = {
-            "ours": Side(
-                save=lambda step, state: _begun(ours.save_async(step, state)),
-                load=lambda step: ours.load(step, abstract),
-            )
-        }
+
+        def save_ours(step: int, state: Any) -> Callable[[], Any]:
+            response = ours.save_async(step, state)
+            assert response is not None
+            return response.result
+
+        sides = {"ours": Side(save_ours, lambda step: ours.load(step, abstract))}
         for name, manager in managers.items():
             made = p2p_args.Composite if name == "p2p" else ocp.args.Composite
             sides[name] = side_of(manager, made, abstract)
         fresh_state = tiers_hosts.states(place, sharding)
         steps = {name: itertools.count(1) for name in sides}
+        saves = {
+            f"block_{name}": lambda state, name=name, side=side: side.save(
+                next(steps[name]), state
+            )
+            for name, side in sides.items()
+        }
         secs = tiers_hosts.in_turns(
-            place,
-            {
-                f"block_{name}": lambda state, name=name: sides[name].save(
-                    next(steps[name]), state
-                )
-                for name in sides
-            },
-            prepare=fresh_state,
-            finish=lambda wait: wait(),
+            place, saves, prepare=fresh_state, finish=lambda wait: wait()
         )
-        last = place.rounds + 1
-        secs |= tiers_hosts.in_turns(
-            place,
-            {
-                f"load_{name}": lambda _, side=side: jax.block_until_ready(
-                    side.load(last)
-                )
-                for name, side in sides.items()
-            },
-        )
+        loads = {
+            f"load_{name}": lambda _, side=side: jax.block_until_ready(
+                side.load(place.rounds + 1)
+            )
+            for name, side in sides.items()
+        }
+        secs |= tiers_hosts.in_turns(place, loads)
         for manager in managers.values():
             manager.close()
         tiers_hosts.report(place, host, secs)
@@ -120,14 +116,9 @@ def initialize() -> None:
 def emergency_manager(
     ram: str, stored: str, mesh: Mesh, abstract: Any, *, every: int
 ) -> emergency.CheckpointManager:
-    """Orbax's emergency manager, which saves to `ram` alone.
+    """Orbax's emergency manager, which saves to `ram`, a directory of this host, alone.
 
-    Args:
-      ram: a directory of this host, on the RAM disk.
-      stored: a directory of all hosts.
-      mesh: whose first axis is that of the replicas.
-      abstract: state.
-      every: steps between two saves.
+    Replicas are along the first axis of `mesh`; `stored` is a directory of all hosts.
     """
     return emergency.CheckpointManager(
         _made(ram, "emergency"),
@@ -160,11 +151,6 @@ def side_of(manager: Any, composite: Any, abstract: Any) -> Side:
         save=save,
         load=lambda step: manager.restore(step, args=composite(state=restore)).state,
     )
-
-
-def _begun(response: Any) -> Callable[[], Any]:
-    assert response is not None
-    return response.result
 
 
 def _made(directory: str, name: str) -> epath.Path:
