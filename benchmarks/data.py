@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import report, text
+from benchmarks import report, sized, text
 from benchmarks.peers import measure as peers
 from benchmarks.peers import peer
 from benchmarks.peers.documents import COLUMN, Documents
@@ -42,7 +42,10 @@ from elastic_ckpt.data import prefetch, rows, sharded_data
 from elastic_ckpt.data.lm import pipeline
 
 NUM_SHARDS = 64
-_ROUNDS = 5
+_ROUNDS = sized(5, 1)
+# Timed of each side in each round, and before that.
+_NUM_TOKENS = sized(16_000_000, 1_000_000)
+_WARM_UP_TOKENS = 1_000_000
 
 # Of each setting: the name of our rate, the ending of a ratio, and how ours is packed.
 _SETTINGS: dict[peer.Setting, tuple[str, str, dict[str, Any]]] = {
@@ -86,9 +89,9 @@ _BOUNDS = {
 def measure() -> dict[str, report.Figure]:
     """Runs the suite, with its files on the RAM disk."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        figures = of_rows(pathlib.Path(directory))
+        figures = _of_rows(pathlib.Path(directory))
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        return figures | text.measure(pathlib.Path(directory) / "text")
+        return figures | text.measure(pathlib.Path(directory))
 
 
 def configured(**more: Any) -> sharded_data.ShardedData:
@@ -115,10 +118,7 @@ def configured(**more: Any) -> sharded_data.ShardedData:
     return built
 
 
-def of_rows(
-    directory: pathlib.Path, *, num_tokens: int = 16_000_000, rounds: int = _ROUNDS
-) -> dict[str, report.Figure]:
-    """The figures of tokens, with files below `directory`."""
+def _of_rows(directory: pathlib.Path) -> dict[str, report.Figure]:
     source = Documents(directory=directory / "corpus")
     source.write()
     corpus = ",".join(source.files)
@@ -133,30 +133,25 @@ def of_rows(
             named = f"ratio_{name}{ending}"
             return _RENAMED.get(named, named)
 
-        figures |= peers.compared(
-            peers.in_turns(sides, num_tokens=num_tokens, num_rounds=rounds),
-            name=rate,
-            ratio=ratio,
-            bounds=_BOUNDS,
+        rates = peers.in_turns(
+            sides,
+            num_tokens=_NUM_TOKENS,
+            warm_up_tokens=_WARM_UP_TOKENS,
+            num_rounds=_ROUNDS,
         )
-    return figures | _overhead(
-        configured(grain_train_files=corpus), num_tokens // 2, 3 * rounds
-    )
-
-
-def _overhead(
-    data: sharded_data.ShardedData, num_tokens: int, rounds: int
-) -> dict[str, report.Figure]:
+        figures |= peers.compared(rates, name=rate, ratio=ratio, bounds=_BOUNDS)
+    data = configured(grain_train_files=corpus)
     rates = peers.in_turns(
         {
             "elastic": functools.partial(_elastic, data),
             "by hand": functools.partial(_by_hand, data),
         },
-        num_tokens=num_tokens,
-        num_rounds=rounds,
+        num_tokens=_NUM_TOKENS // 2,
+        warm_up_tokens=_WARM_UP_TOKENS,
+        num_rounds=3 * _ROUNDS,
     )
-    pairs = zip(rates["by hand"].per_sec, rates["elastic"].per_sec, strict=True)
-    return {
+    pairs = zip(rates["by hand"]["per_sec"], rates["elastic"]["per_sec"], strict=True)
+    return figures | {
         "elastic_overhead_percent": report.figure(
             "%",
             "at most 5; the same 64 pipelines called in turn by hand",

@@ -46,7 +46,6 @@ from benchmarks.peers.peer import (
     Peer,
     Setting,
     Tokens,
-    prepare_nothing,
 )
 
 _FILES_AT_A_TIME = 16
@@ -94,15 +93,6 @@ def _padded(document: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {COLUMN: np.pad(tokens, (0, ROW_LENGTH - len(tokens)))}
 
 
-GRAIN_INTERLEAVE = Peer(
-    name="grain_interleave",
-    packages=("grain", "pyarrow"),
-    lacks={"fixed_rows": "see grain_elastic, which reads at random"},
-    prepare=prepare_nothing,
-    rows=_interleaved_rows,
-)
-
-
 _FILE = "rows.array_record"
 
 
@@ -138,15 +128,6 @@ def _elastic_rows(
 
 def _decoded(record: bytes) -> Tokens:
     return np.frombuffer(record, np.int32)
-
-
-GRAIN_ELASTIC = Peer(
-    name="grain_elastic",
-    packages=("grain", "array-record"),
-    lacks=FITTED | dict.fromkeys(PACKED, "ElasticIterator takes no packer"),
-    prepare=_prepare_elastic,
-    rows=_elastic_rows,
-)
 
 
 _SPLITS = 24
@@ -215,15 +196,6 @@ def _unstacked(batch: Any) -> list[Tokens]:
     return list(batch.column(0).flatten().to_numpy().reshape(-1, ROW_LENGTH))
 
 
-LANCEDB = Peer(
-    name="lancedb",
-    packages=("lancedb", "torch", "pyarrow"),
-    lacks=FITTED,
-    prepare=_prepare_lancedb,
-    rows=_lancedb_rows,
-)
-
-
 _CHUNK = "64MB"
 
 
@@ -263,15 +235,6 @@ def _litdata_rows(
         dataset, batch_size=ROWS_A_BATCH, num_workers=0
     ):
         yield batch.numpy()
-
-
-LITDATA = Peer(
-    name="litdata",
-    packages=("litdata", "torch"),
-    lacks=FITTED | {"packed_shuffled": "it shuffles packed rows, not documents"},
-    prepare=_prepare_litdata,
-    rows=_litdata_rows,
-)
 
 
 # Importing it imports torchvision. The registry's torchvision cannot load its compiled
@@ -322,10 +285,40 @@ def _declare_operators() -> None:
         _declared.append(library)
 
 
-MOSAICML_STREAMING = Peer(
-    name="mosaicml_streaming",
-    packages=("mosaicml-streaming", "torch", "torchvision"),
-    lacks=FITTED | dict.fromkeys(PACKED, "it packs nothing"),
-    prepare=_prepare_mosaicml,
-    rows=_mosaicml_rows,
+PEERS = (
+    Peer(
+        name="grain_interleave",
+        packages=("grain", "pyarrow"),
+        lacks={"fixed_rows": "see grain_elastic, which reads at random"},
+        prepare=None,
+        rows=_interleaved_rows,
+    ),
+    Peer(
+        name="grain_elastic",
+        packages=("grain", "array-record"),
+        lacks=FITTED | dict.fromkeys(PACKED, "ElasticIterator takes no packer"),
+        prepare=_prepare_elastic,
+        rows=_elastic_rows,
+    ),
+    Peer(
+        name="mosaicml_streaming",
+        packages=("mosaicml-streaming", "torch", "torchvision"),
+        lacks=FITTED | dict.fromkeys(PACKED, "it packs nothing"),
+        prepare=_prepare_mosaicml,
+        rows=_mosaicml_rows,
+    ),
+    Peer(
+        name="litdata",
+        packages=("litdata", "torch"),
+        lacks=FITTED | {"packed_shuffled": "it shuffles packed rows, not documents"},
+        prepare=_prepare_litdata,
+        rows=_litdata_rows,
+    ),
+    Peer(
+        name="lancedb",
+        packages=("lancedb", "torch", "pyarrow"),
+        lacks=FITTED,
+        prepare=_prepare_lancedb,
+        rows=_lancedb_rows,
+    ),
 )
