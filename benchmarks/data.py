@@ -25,7 +25,6 @@ device. A ratio is ours over the peer's in the same round. Ours is the pipeline 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import pathlib
 import tempfile
@@ -38,10 +37,10 @@ from benchmarks import report, sized, text
 from benchmarks.peers import measure as peers
 from benchmarks.peers import peer
 from benchmarks.peers.documents import COLUMN, Documents
-from elastic_ckpt.data import prefetch, rows, sharded_data
+from elastic_ckpt.data import prefetch, sharded_data
 from elastic_ckpt.data.lm import pipeline
 
-NUM_SHARDS = 64
+NUM_SHARDS = text.NUM_SHARDS
 _ROUNDS = sized(5, 1)
 # Timed of each side in each round, and before that.
 _NUM_TOKENS = sized(16_000_000, 1_000_000)
@@ -126,7 +125,7 @@ def _of_rows(directory: pathlib.Path) -> dict[str, report.Figure]:
     for setting, (rate, ending, keys) in _SETTINGS.items():
         files = corpus if setting != "fixed_rows" else _fixed_rows(source, directory)
         data = configured(grain_train_files=files, **keys)
-        sides = {"ours": functools.partial(_elastic, data)}
+        sides = {"ours": functools.partial(text.inputs, data, prefetch.IN_CALLER)}
         sides |= peers.sides_of(setting, source, directory / "peers")
 
         def ratio(name: str, ending: str = ending) -> str:
@@ -143,7 +142,7 @@ def _of_rows(directory: pathlib.Path) -> dict[str, report.Figure]:
     data = configured(grain_train_files=corpus)
     rates = peers.in_turns(
         {
-            "elastic": functools.partial(_elastic, data),
+            "elastic": functools.partial(text.inputs, data, prefetch.IN_CALLER),
             "by hand": functools.partial(_by_hand, data),
         },
         num_tokens=_NUM_TOKENS // 2,
@@ -158,17 +157,6 @@ def _of_rows(directory: pathlib.Path) -> dict[str, report.Figure]:
             [100 * (bare / elastic - 1) for bare, elastic in pairs],
         )
     }
-
-
-def _elastic(data: sharded_data.ShardedData) -> Iterator[Any]:
-    placement = rows.Placement.in_order(0, num_hosts=1, global_batch_size=NUM_SHARDS)
-    with contextlib.closing(
-        prefetch.Prefetched(
-            data.host_batches(placement), make=dict, read_ahead=prefetch.IN_CALLER
-        )
-    ) as batches:
-        while True:
-            yield next(batches)["inputs"]
 
 
 def _by_hand(data: sharded_data.ShardedData) -> Iterator[Any]:

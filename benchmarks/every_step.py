@@ -25,8 +25,7 @@ from jax.experimental import multihost_utils
 
 from benchmarks import report, sized, tiers_hosts, turns
 from elastic_ckpt import frontend
-from elastic_ckpt.core import events
-from elastic_ckpt.elastic import member, supervisor
+from elastic_ckpt.elastic import supervisor
 from elastic_ckpt.tiers import choices
 
 _LEAF_MIB = sized(128, 1)  # of each of eight leaves, all hosts together
@@ -78,14 +77,12 @@ def measure() -> dict[str, report.Figure]:
     }
 
 
-def _host(host: member.Member, emit: events.Emit, *, place: tiers_hosts.Place) -> None:
-    del emit
-
+def _host(host: tiers_hosts.Host) -> turns.Secs:
     def checkpointer(name: str, copies: int) -> frontend.Checkpointer:
-        local = choices.Local(f"{place.machines[host.host]}/{name}", every=1)
+        local = choices.Local(f"{host.place.machines[host.number]}/{name}", every=1)
         peers = choices.Peers(copies=copies)
         return frontend.Checkpointer(
-            [local, peers], run=name, slice_name=str(host.host)
+            [local, peers], run=name, slice_name=str(host.number)
         )
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -97,33 +94,32 @@ def _host(host: member.Member, emit: events.Emit, *, place: tiers_hosts.Place) -
         more = 1 + 0 * done[0, 0]
         return {name: each + more for name, each in state.items()}
 
-    with tiers_hosts.joined(host, place) as (mesh, _):
-        state = tiers_hosts.states(place, tiers_hosts.sharded(mesh))()
-        count = 8
-        for _ in range(4):
-            state = jax.block_until_ready(step(state, count))
-            began = time.perf_counter()
-            state = jax.block_until_ready(step(state, count))
-            took = time.perf_counter() - began
-            count = max(1, round(count * _STEP_SECS / took))
-            count = int(multihost_utils.broadcast_one_to_all(jnp.int32(count)))
-        secs: turns.Secs = {}
-        numbers = itertools.count(1)
-        with checkpointer("ram", 0) as ram, checkpointer("sent", 1) as sent:
-            for side in ["alone", "ram", "sent"] * (_ROUNDS + 1):
-                into = {"ram": ram, "sent": sent}.get(side)
-                multihost_utils.sync_global_devices(side)
-                began, blocked = time.perf_counter(), 0.0
-                for _ in range(_STEPS):
-                    state = jax.block_until_ready(step(state, count))
-                    if into is not None:
-                        save_began = time.perf_counter()
-                        into.save_async(next(numbers), state)
-                        blocked += time.perf_counter() - save_began
-                took = time.perf_counter() - began
+    state = tiers_hosts.states(host.place, tiers_hosts.sharded(host.mesh))()
+    count = 8
+    for _ in range(4):
+        state = jax.block_until_ready(step(state, count))
+        began = time.perf_counter()
+        state = jax.block_until_ready(step(state, count))
+        took = time.perf_counter() - began
+        count = max(1, round(count * _STEP_SECS / took))
+        count = int(multihost_utils.broadcast_one_to_all(jnp.int32(count)))
+    secs: turns.Secs = {}
+    numbers = itertools.count(1)
+    with checkpointer("ram", 0) as ram, checkpointer("sent", 1) as sent:
+        for side in ["alone", "ram", "sent"] * (_ROUNDS + 1):
+            into = {"ram": ram, "sent": sent}.get(side)
+            multihost_utils.sync_global_devices(side)
+            began, blocked = time.perf_counter(), 0.0
+            for _ in range(_STEPS):
+                state = jax.block_until_ready(step(state, count))
                 if into is not None:
-                    into.wait()
-                secs.setdefault(side, []).append(took / _STEPS)
-                of_side = secs.setdefault(f"{side}_blocked", [])
-                of_side.append(blocked / _STEPS)
-        tiers_hosts.report(place, host, secs)
+                    save_began = time.perf_counter()
+                    into.save_async(next(numbers), state)
+                    blocked += time.perf_counter() - save_began
+            took = time.perf_counter() - began
+            if into is not None:
+                into.wait()
+            secs.setdefault(side, []).append(took / _STEPS)
+            of_side = secs.setdefault(f"{side}_blocked", [])
+            of_side.append(blocked / _STEPS)
+    return secs

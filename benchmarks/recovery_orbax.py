@@ -121,7 +121,7 @@ def _emergency(
         every=_SAVED_STEP,
     )
     side = tiers_managers.side_of(manager, ocp.args.Composite, abstract)
-    newest = manager.latest_step()
+    newest: Any = manager.latest_step()
     return _Manager(
         newest=newest,
         load=lambda: side.load(newest),

@@ -36,7 +36,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
-from benchmarks import memory, report, sized, turns
+from benchmarks import report, sized, turns
 from elastic_ckpt.checkpoint import restore, save_stages
 from elastic_ckpt.checkpoint.host import copies, reader, recovery
 from elastic_ckpt.checkpoint.host.answers import Replicated, Written
@@ -110,7 +110,7 @@ def _costs(num_hosts: int) -> dict[str, float]:
         "messages_per_host": saved,
         "restore_messages_per_host": max(hosts.messages.values()),
         "decision_secs": hosts.secs,
-        "traffic_peak_gib": memory.resident_bytes("VmHWM") / 2**30,
+        "traffic_peak_gib": turns.peak_gib(),
     }
 
 

@@ -30,7 +30,7 @@ import numpy as np
 from benchmarks import report, sized
 from benchmarks.peers import hf_datasets, peer
 from benchmarks.peers import measure as peers
-from elastic_ckpt.data import prefetch, rows
+from elastic_ckpt.data import prefetch, rows, sharded_data
 from elastic_ckpt.data.lm import pipeline, text
 
 NUM_SHARDS = 64
@@ -125,6 +125,19 @@ def _train(texts: list[str], directory: pathlib.Path) -> str:
     return str(path)
 
 
+def inputs(
+    data: sharded_data.ShardedData, read_ahead: prefetch.ReadAhead
+) -> Iterator[Any]:
+    """The inputs of the batches of a run on one host."""
+    placement = rows.Placement.in_order(0, num_hosts=1, global_batch_size=NUM_SHARDS)
+    rows_of_host = prefetch.Prefetched(
+        data.host_batches(placement), make=dict, read_ahead=read_ahead
+    )
+    with contextlib.closing(rows_of_host) as batches:
+        while True:
+            yield next(batches)["inputs"]
+
+
 def _from_config(files: list[str], path: str) -> Iterator[Any]:
     os.environ[_PARALLELISM] = "false"
     data = pipeline.from_config(
@@ -139,15 +152,8 @@ def _from_config(files: list[str], path: str) -> Iterator[Any]:
         grain_packing_type="concat_then_split",
         grain_shuffle_buffer_size=0,
     )
-    placement = rows.Placement.in_order(0, num_hosts=1, global_batch_size=NUM_SHARDS)
-    rows_of_host = prefetch.Prefetched(
-        data.host_batches(placement),
-        make=dict,
-        read_ahead=prefetch.ReadAhead(batches=1),
-    )
-    with contextlib.closing(rows_of_host) as batches:
-        while True:
-            yield next(batches)["inputs"]
+    assert isinstance(data, sharded_data.ShardedData)
+    yield from inputs(data, prefetch.ReadAhead(batches=1))
 
 
 def _library(texts: list[str], path: str) -> Iterator[Any]:
