@@ -46,38 +46,32 @@ _ROUNDS = sized(5, 1)
 _NUM_TOKENS = sized(16_000_000, 1_000_000)
 _WARM_UP_TOKENS = 1_000_000
 
-# Of each setting: the name of our rate, the ending of a ratio, and how ours is packed.
-_SETTINGS: dict[peer.Setting, tuple[str, str, dict[str, Any]]] = {
-    "packed": ("packed_parquet_mtok", "", {}),
-    "packed_shuffled": (
-        "packed_shuffled_mtok",
-        "_shuffled",
-        {"grain_shuffle_buffer_size": peer.SHUFFLE_WINDOW},
-    ),
-    "packed_first_fit": (
-        "packed_first_fit_mtok",
-        "_first_fit",
-        {"grain_packing_type": "first_fit"},
-    ),
-    "packed_best_fit": (
-        "packed_best_fit_mtok",
-        "_best_fit",
-        {"grain_packing_type": "best_fit"},
-    ),
-    "unpacked": ("unpacked_mtok", "_unpacked", {"packing": False}),
-    "fixed_rows": ("fixed_rows_mtok", "_fixed_rows", {"packing": False}),
+# How ours is packed in each setting.
+_SETTINGS: dict[peer.Setting, dict[str, Any]] = {
+    "packed": {},
+    "packed_shuffled": {"grain_shuffle_buffer_size": peer.SHUFFLE_WINDOW},
+    "packed_first_fit": {"grain_packing_type": "first_fit"},
+    "packed_best_fit": {"grain_packing_type": "best_fit"},
+    "unpacked": {"packing": False},
+    "fixed_rows": {"packing": False},
 }
 _RENAMED = {"ratio_grain_interleave_shuffled": "ratio_grain_window_shuffle"}
+
+
+def _ratio(name: str, setting: peer.Setting) -> str:
+    # The figure of a ratio to a peer.
+    ending = "" if setting == "packed" else f"_{setting.removeprefix('packed_')}"
+    named = f"ratio_{name}{ending}"
+    return _RENAMED.get(named, named)
+
+
 _BOUNDS = {
     "packed_parquet_mtok_per_sec": "at least 20",
     "ratio_grain_interleave": "at least 10",
     "ratio_grain_window_shuffle": "at least 10",
     "ratio_grain_interleave_first_fit": "at least 5",
     "ratio_grain_interleave_best_fit": "at least 5",
-    **{
-        f"ratio_hf_datasets_arrow{ending}": "at least 1"
-        for _, ending, _ in _SETTINGS.values()
-    },
+    **{_ratio("hf_datasets_arrow", each): "at least 1" for each in _SETTINGS},
     "ratio_lancedb": "at least 3",
     "ratio_lancedb_fixed_rows": "at least 1",
     "ratio_grain_elastic_fixed_rows": "at least 1",
@@ -96,9 +90,8 @@ def measure() -> dict[str, report.Figure]:
 def configured(**more: Any) -> sharded_data.ShardedData:
     """The pipeline of `from_config` for Parquet files that have a column of tokens.
 
-    Args:
-      more: keys; unless they say otherwise, 64 shards are joined and cut to rows, in
-        the order of the files.
+    Unless its keys say otherwise, 64 shards are joined and cut to rows, in the order of
+    the files.
     """
     keys = {
         "grain_file_type": "parquet",
@@ -122,23 +115,23 @@ def _of_rows(directory: pathlib.Path) -> dict[str, report.Figure]:
     source.write()
     corpus = ",".join(source.files)
     figures: dict[str, report.Figure] = {}
-    for setting, (rate, ending, keys) in _SETTINGS.items():
+    for setting, keys in _SETTINGS.items():
         files = corpus if setting != "fixed_rows" else _fixed_rows(source, directory)
         data = configured(grain_train_files=files, **keys)
         sides = {"ours": functools.partial(text.inputs, data, prefetch.IN_CALLER)}
         sides |= peers.sides_of(setting, source, directory / "peers")
-
-        def ratio(name: str, ending: str = ending) -> str:
-            named = f"ratio_{name}{ending}"
-            return _RENAMED.get(named, named)
-
         rates = peers.in_turns(
             sides,
             num_tokens=_NUM_TOKENS,
             warm_up_tokens=_WARM_UP_TOKENS,
             num_rounds=_ROUNDS,
         )
-        figures |= peers.compared(rates, name=rate, ratio=ratio, bounds=_BOUNDS)
+        figures |= peers.compared(
+            rates,
+            name="packed_parquet_mtok" if setting == "packed" else f"{setting}_mtok",
+            ratio=functools.partial(_ratio, setting=setting),
+            bounds=_BOUNDS,
+        )
     data = configured(grain_train_files=corpus)
     rates = peers.in_turns(
         {

@@ -164,17 +164,6 @@ def measure() -> dict[str, report.Figure]:
     }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Change:
-    # When a host was killed, and the event after the first step of the next world.
-    began: float
-    recovered: Event
-
-    @property
-    def secs(self) -> float:
-        return self.recovered["time"] - self.began
-
-
 class _Run:
     # A run that trains in another process. Processes of hosts are found by the logs
     # that they write to.
@@ -210,10 +199,13 @@ class _Run:
         ready = self.wait_for("compiled_ahead", after=after)
         self.wait_for("replicated", after=ready["time"])
 
-    def kill(self, host: int) -> _Change:
+    def kill(self, host: int) -> Event:
+        # The event after the first step of the next world, with the seconds until then.
+        process = self._hosts()[host]
         began = time.time()
-        os.kill(self._hosts()[host], signal.SIGKILL)
-        return _Change(began=began, recovered=self.wait_for("recovered", after=began))
+        os.kill(process, signal.SIGKILL)
+        recovered = self.wait_for("recovered", after=began)
+        return {**recovered, "recover_secs": recovered["time"] - began}
 
     def scale(self, slices: int) -> Event:
         # The event `world_started` of the next world, when that has recovered.
@@ -263,8 +255,7 @@ def _live(config: pathlib.Path) -> Iterator[_Run]:
 
 
 def _warm(config: pathlib.Path) -> dict[str, report.Figure]:
-    lost: list[_Change] = []
-    shrunk, grown = [], []
+    lost, shrunk, grown = [], [], []
     bare_secs = recovery_bare.worlds_secs(_HOSTS, _BARE_WORLDS)
     with _live(config) as run:
         run.wait_until_ready()
@@ -275,32 +266,31 @@ def _warm(config: pathlib.Path) -> dict[str, report.Figure]:
             time.sleep(random.uniform(0, saves[-1]["time"] - saves[-2]["time"]))
             # Each slice once, so that none is quarantined.
             lost.append(run.kill(1 + number % (_HOSTS - 1)))
-            run.wait_until_ready(after=lost[-1].recovered["time"])
+            run.wait_until_ready(after=lost[-1]["time"])
             shrunk.append(run.scale(_HOSTS - 1))
             grown.append(run.scale(_HOSTS))
             run.wait_until_ready(after=grown[-1]["time"])
     bare_secs += recovery_bare.worlds_secs(_HOSTS, _BARE_WORLDS)
     bare = statistics.median(bare_secs)
     against = "at most recover_secs"
-    recovered = [change.recovered for change in lost]
     figures = {
         "recover_secs": report.figure(
-            "s", "at most 3 on 2 idle cores", [change.secs for change in lost]
+            "s", "at most 3 on 2 idle cores", [each["recover_secs"] for each in lost]
         ),
         "detect_secs": report.figure(
             "s",
             "at most 0.2; in recover_secs",
-            [change.secs - change.recovered["secs"] for change in lost],
+            [each["recover_secs"] - each["secs"] for each in lost],
         ),
         "steps_lost": report.figure(
             "steps",
             f"local_checkpoint_period={_PERIOD}, and a save without copies yet",
-            [each["steps_lost"] for each in recovered],
+            [each["steps_lost"] for each in lost],
         ),
         "recover_over_bare_ratio": report.figure(
             "ratio",
             "at most 2; without the first step",
-            [(change.secs - change.recovered["step_secs"]) / bare for change in lost],
+            [(each["recover_secs"] - each["step_secs"]) / bare for each in lost],
         ),
         "shrink_pause_secs": report.figure("s", against, run.pauses_secs(shrunk)),
         "grow_pause_secs": report.figure("s", against, run.pauses_secs(grown)),
@@ -308,7 +298,7 @@ def _warm(config: pathlib.Path) -> dict[str, report.Figure]:
     for phase in timeline.PHASES:
         name = f"{phase}_secs"
         figures[f"recover_{name}"] = report.figure(
-            "s", "in recover_secs", [each[name] for each in recovered]
+            "s", "in recover_secs", [each[name] for each in lost]
         )
     return figures
 
@@ -317,13 +307,14 @@ def _cold(config: pathlib.Path) -> dict[str, report.Figure]:
     with _live(config) as run:
         run.wait_for("replicated")
         change = run.kill(1)
-    phases = change.recovered["compile_secs"] + change.recovered["restore_secs"]
+    secs = change["recover_secs"]
+    rest = secs - change["compile_secs"] - change["restore_secs"]
     return {
         "recover_cold_secs": report.figure(
-            "s", "on a slice fewer, nothing compiled", [change.secs]
+            "s", "on a slice fewer, nothing compiled", [secs]
         ),
         "recover_cold_over_compile_secs": report.figure(
-            "s", "at most 1.5; without compiling and restoring", [change.secs - phases]
+            "s", "at most 1.5; without compiling and restoring", [rest]
         ),
     }
 

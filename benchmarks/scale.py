@@ -248,7 +248,19 @@ class _CopiesAlone(copies.HostCopies):
         held = Holdings.from_offers(offers)
         step_id = tables[0].saved.step_id
         own = self._disk.manifest(0, step_id)
-        copied = _with_copies(own, [offer.manifest for offer in offers])
+        manifests = [own, *(offer.manifest for offer in offers)]
+        fragments = [
+            each.fragments.row(number, contents=own.contents)
+            for each in manifests
+            for number in range(len(each.fragments))
+        ]
+        copied = dataclasses.replace(
+            own,
+            fragments=Fragments.from_rows(fragments, contents=own.contents),
+            component_files=tuple(
+                f for each in manifests for f in each.component_files
+            ),
+        )
         manifest_file.write(self._disk.step_directory(0, step_id), copied)
         num_bytes = int(held.stored_bytes.sum())
         return Replicated(copies=held.num_items, num_bytes=num_bytes)
@@ -276,20 +288,6 @@ class _ReaderAlone(reader.HostReader):
             domain=world.peers.domain,
         )
         return {"planned": len(plan)}
-
-
-def _with_copies(own: Manifest, copied: Sequence[Manifest]) -> Manifest:
-    fragments = [
-        each.fragments.row(number, contents=own.contents)
-        for each in (own, *copied)
-        for number in range(len(each.fragments))
-    ]
-    files = [file for each in (own, *copied) for file in each.component_files]
-    return dataclasses.replace(
-        own,
-        fragments=Fragments.from_rows(fragments, contents=own.contents),
-        component_files=tuple(files),
-    )
 
 
 class _SaverAlone:

@@ -48,15 +48,8 @@ _LARGE = (
     *("--vary", "spares=2", "--json"),
 )
 _PERIOD = "local_checkpoint_period=5"
-
-
 # Other faults are no events of a trace.
-_KINDS = {
-    faults.Kind.KILL_SLICE: cluster.EventKind.KILL_SLICE,
-    faults.Kind.RETURN_SLICE: cluster.EventKind.RETURN_SLICE,
-    faults.Kind.KILL_HOST: cluster.EventKind.KILL_HOST,
-    faults.Kind.HANG_HOST: cluster.EventKind.HANG_HOST,
-}
+_KINDS = {kind.value for kind in cluster.EventKind}
 
 
 def costs_of(run: pathlib.Path) -> Costs:
@@ -107,7 +100,8 @@ def _trace_of(
                 continue
             which = slices[place] * hosts_per_slice + host
         secs = event["time"] - events[0]["time"]
-        trace.append(cluster.Event(time=secs, what=_KINDS[kind], which=which))
+        what = cluster.EventKind(kind.value)
+        trace.append(cluster.Event(time=secs, what=what, which=which))
     return trace
 
 

@@ -80,19 +80,19 @@ class _Draw(random.Random):
         self.there, self.gone = set(range(_NUM_SLICES)), set[int]()
 
     def lost(self) -> int:
-        """A slice that is gone from now on."""
+        # A slice that is gone from now on.
         self.gone.add(lost := self.choice(sorted(self.there)))
         self.there.remove(lost)
         return lost
 
     def back(self) -> int:
-        """A slice that is back from now on."""
+        # A slice that is back from now on.
         self.there.add(back := self.choice(sorted(self.gone)))
         self.gone.remove(back)
         return back
 
     def host(self) -> int:
-        """A host that is there: those of the least slices are."""
+        # A host that is there: those of the least slices are.
         return self.randrange(_LEAST_SLICES)
 
 

@@ -1,5 +1,7 @@
-"""Suite `storage`: buckets, beside plain ranged reads and beside Orbax.
+"""Suite `storage`: the step log; buckets, beside plain ranged reads and beside Orbax.
 
+* `log_bytes_per_step`: bytes of the log of `elastic-ckpt train` over its steps, at a
+  batch of 4,096 shuffled rows.
 * `bucket_read_ratio`: the speed of reading TFRecords from a bucket of GCS over that of
   ranged reads of the same bytes, 16 at a time, of 2 MiB each; `_s3`, and `_late` with
   answers that take 20 ms longer, as the first byte of real stores takes tens of
@@ -33,6 +35,7 @@ import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
+from array_record.python import array_record_module
 from orbax.checkpoint import v1 as ocp
 
 from benchmarks import report, sized, turns
@@ -40,6 +43,7 @@ from elastic_ckpt import data, frontend
 from elastic_ckpt.core import storage
 from elastic_ckpt.data.sources import remote_file, tfrecord
 from elastic_ckpt.tiers import choices
+from elastic_ckpt.training import step_log
 
 _RECORD_BYTES = 64 * 1024
 # The length of a record and the checksums.
@@ -65,6 +69,20 @@ _FILES = sized(8, 2)
 _FILE_BYTES = sized(64 << 20, 4 << 20)
 _STATE_ITEMS = sized(16 << 20, 1 << 18)
 _ROUNDS = sized(7, 1)
+# Of the run whose log is measured.
+_STEPS = sized(20, 2)
+_LOGGED = {
+    "run_name": "log",
+    "max_target_length": 16,
+    "global_batch_size": sized(4096, 512),
+    "base_emb_dim": 16,
+    "base_num_query_heads": 2,
+    "head_dim": 8,
+    "base_mlp_dim": 16,
+    "base_num_decoder_layers": 1,
+    "enable_checkpointing": False,
+    "steps": _STEPS,
+}
 
 
 def measure() -> dict[str, report.Figure]:
@@ -86,12 +104,33 @@ def measure() -> dict[str, report.Figure]:
             if not ending:
                 saves = turns.in_new_process(_saves, f"{url}/steps")
     return ratios | {
+        "log_bytes_per_step": report.figure("bytes", "at most 2,000", [_log_bytes()]),
         "upload_ratio_orbax": report.ratio(
             saves["ours"],
             saves["orbax"],
             "at most 1.1; until a step is in gs://, over Orbax's",
-        )
+        ),
     }
+
+
+def _log_bytes() -> float:
+    with tempfile.TemporaryDirectory() as directory:
+        corpus = f"{directory}/texts.array_record"
+        writer = array_record_module.ArrayRecordWriter(corpus, "group_size:1")
+        for number in range(100_000):
+            writer.write(b"text %d" % number)
+        writer.close()
+        settings = {"base_output_directory": directory, "grain_train_files": corpus}
+        config = pathlib.Path(directory, "config.yml")
+        # JSON is YAML.
+        config.write_text(json.dumps(_LOGGED | settings))
+        subprocess.run(
+            [sys.executable, "-m", "elastic_ckpt.cli.main", "train", str(config)],
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
+        files = pathlib.Path(directory, "log", step_log.DIRECTORY).iterdir()
+        return sum(file.stat().st_size for file in files) / _STEPS
 
 
 @contextlib.contextmanager

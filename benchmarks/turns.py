@@ -33,17 +33,12 @@ def timed(
     num_bytes: int = 0,
     after: Callable[[], object] = lambda: None,
 ) -> Secs:
-    """The seconds of each side, one sample a round.
+    """The seconds of each side, which waits for its work; one sample a round.
 
     A round before those that are counted is not. Each round begins with another side,
     and before each turn the garbage of the one before is collected, its memory is given
-    back to the system, and free memory is touched.
-
-    Args:
-      sides: each does its work and waits for it.
-      rounds: that are counted.
-      num_bytes: that a side will allocate.
-      after: called after each turn, whose result is gone by then.
+    back to the system, and the `num_bytes` that a side will allocate are touched.
+    `after` is called after each turn, whose result is gone by then.
     """
     secs: Secs = {name: [] for name in sides}
     names = list(sides)

@@ -135,16 +135,14 @@ class Judged:
 
 
 class _Said:
-    # An `Emit` that keeps the verdicts.
+    # An `Emit` that keeps the verdicts, with the time of each.
     def __init__(self) -> None:
         self.verdicts: list[dict[str, Any]] = []
-        self.times: list[float] = []
 
     def __call__(self, name: str, **fields: Any) -> None:
         events.check(name, fields)
         if name == "verdict":
-            self.verdicts.append(fields)
-            self.times.append(time.time())
+            self.verdicts.append({**fields, "at": time.time()})
 
 
 def in_processes(kind: str, draw: random.Random) -> Judged:
@@ -166,7 +164,8 @@ def in_processes(kind: str, draw: random.Random) -> Judged:
     failed = _run(train, said, limits=case.limits, injected=injected)
     secs = 0.0
     if said.verdicts:
-        secs = said.times[0] - said.verdicts[0]["since"] - case.late_secs
+        first = said.verdicts[0]
+        secs = first["at"] - first["since"] - case.late_secs
     return Judged(
         meant=kind, verdicts=said.verdicts, host=host, secs=secs, failed=failed
     )

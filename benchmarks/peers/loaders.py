@@ -30,6 +30,7 @@ The last three stack rows by their own `StreamingDataLoader`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -241,7 +242,6 @@ def _litdata_rows(
 # operators beside a CPU build of torch, and then fails where it describes two of them:
 # so those two are declared first. Nothing here calls them.
 _OPERATOR = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-_declared: list[Any] = []  # a torch library that is collected takes its operators along
 
 
 def _prepare_mosaicml(source: Documents, directory: pathlib.Path) -> None:
@@ -275,14 +275,16 @@ def _mosaicml_rows(
         dataset._iterator.exit()
 
 
-def _declare_operators() -> None:
+@functools.cache
+def _declare_operators() -> Any:
+    # A torch library that is collected takes its operators along.
     import torch
 
-    if torch.version.cuda is None and not _declared:
-        library = torch.library.Library("torchvision", "DEF")
+    library = torch.version.cuda is None and torch.library.Library("torchvision", "DEF")
+    if library:
         library.define(f"nms{_OPERATOR}")
         library.define(f"qnms{_OPERATOR}")
-        _declared.append(library)
+    return library
 
 
 PEERS = (

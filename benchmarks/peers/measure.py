@@ -72,12 +72,9 @@ def compared(
 ) -> dict[str, report.Figure]:
     """The figures of the side "ours" beside the others, each by clock and by processor.
 
-    Args:
-      rates: of all sides.
-      name: of the figures of our rates, without `_per_sec` and `_per_cpu_sec`.
-      ratio: the name of the figure of a ratio to another side; `cpu_` comes before that
-        of the processor.
-      bounds: of figures.
+    `name` is that of our rates, without `_per_sec` and `_per_cpu_sec`; `ratio` names the
+    figure of a ratio to a side, with `cpu_` before it by processor. Bounds are by
+    figure.
     """
     figures = {}
     for clock, unit, before in (
