@@ -72,9 +72,9 @@ def compared(
 ) -> dict[str, report.Figure]:
     """The figures of the side "ours" beside the others, each by clock and by processor.
 
-    `name` is that of our rates, without `_per_sec` and `_per_cpu_sec`; `ratio` names the
-    figure of a ratio to a side, with `cpu_` before it by processor. Bounds are by
-    figure.
+    `name` is that of our rates, without `_per_sec` and `_per_cpu_sec`; `ratio` names
+    the figure of a ratio to a side, which by processor begins with `cpu_`. Bounds are
+    by figure.
     """
     figures = {}
     for clock, unit, before in (
