@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 
-from benchmarks import report
+from benchmarks import SMALL, report
 
 SUITES = {
     "first_light": "the demo: secs until it computes and ends; colocated next()",
@@ -20,7 +21,7 @@ SUITES = {
     "soak": "runs that a hundred faults hit, on disk and in buckets",
     "simulation": "real runs that fail beside simulations of the same failures",
     "verdicts": "faults of 80 kinds, and what the run says of each",
-    "storage": "data and steps in buckets, beside plain ranged reads and Orbax",
+    "storage": "bytes of the step log; data and steps in buckets, beside Orbax",
     "universal": "loads of other layouts over plain ones, conversions, plans",
     "data_state": "the bytes of a state; a thousand datasets in one process",
 }
@@ -34,7 +35,12 @@ def main() -> None:
     parser.add_argument(
         "--repeat", type=int, default=1, help="run the suite so often; more samples"
     )
+    parser.add_argument(
+        "--small", action="store_true", help="only show that the suite runs"
+    )
     arguments = parser.parse_args()
+    if arguments.small:
+        os.environ[SMALL] = "1"
     suite = importlib.import_module(f"benchmarks.{arguments.suite}")
     figures = report.merged([suite.measure() for _ in range(arguments.repeat)])
     print(report.table(figures))

@@ -25,7 +25,6 @@ device. A ratio is ours over the peer's in the same round. Ours is the pipeline 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import pathlib
 import tempfile
@@ -34,48 +33,45 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import report, text
+from benchmarks import report, sized, text
 from benchmarks.peers import measure as peers
 from benchmarks.peers import peer
 from benchmarks.peers.documents import COLUMN, Documents
-from elastic_ckpt.data import prefetch, rows, sharded_data
+from elastic_ckpt.data import prefetch, sharded_data
 from elastic_ckpt.data.lm import pipeline
 
-NUM_SHARDS = 64
-_ROUNDS = 5
+NUM_SHARDS = text.NUM_SHARDS
+_ROUNDS = sized(5, 1)
+# Timed of each side in each round, and before that.
+_NUM_TOKENS = sized(16_000_000, 1_000_000)
+_WARM_UP_TOKENS = 1_000_000
 
-# Of each setting: the name of our rate, the ending of a ratio, and how ours is packed.
-_SETTINGS: dict[peer.Setting, tuple[str, str, dict[str, Any]]] = {
-    "packed": ("packed_parquet_mtok", "", {}),
-    "packed_shuffled": (
-        "packed_shuffled_mtok",
-        "_shuffled",
-        {"grain_shuffle_buffer_size": peer.SHUFFLE_WINDOW},
-    ),
-    "packed_first_fit": (
-        "packed_first_fit_mtok",
-        "_first_fit",
-        {"grain_packing_type": "first_fit"},
-    ),
-    "packed_best_fit": (
-        "packed_best_fit_mtok",
-        "_best_fit",
-        {"grain_packing_type": "best_fit"},
-    ),
-    "unpacked": ("unpacked_mtok", "_unpacked", {"packing": False}),
-    "fixed_rows": ("fixed_rows_mtok", "_fixed_rows", {"packing": False}),
+# How ours is packed in each setting.
+_SETTINGS: dict[peer.Setting, dict[str, Any]] = {
+    "packed": {},
+    "packed_shuffled": {"grain_shuffle_buffer_size": peer.SHUFFLE_WINDOW},
+    "packed_first_fit": {"grain_packing_type": "first_fit"},
+    "packed_best_fit": {"grain_packing_type": "best_fit"},
+    "unpacked": {"packing": False},
+    "fixed_rows": {"packing": False},
 }
 _RENAMED = {"ratio_grain_interleave_shuffled": "ratio_grain_window_shuffle"}
+
+
+def _ratio(name: str, setting: peer.Setting) -> str:
+    # The figure of a ratio to a peer.
+    ending = "" if setting == "packed" else f"_{setting.removeprefix('packed_')}"
+    named = f"ratio_{name}{ending}"
+    return _RENAMED.get(named, named)
+
+
 _BOUNDS = {
     "packed_parquet_mtok_per_sec": "at least 20",
     "ratio_grain_interleave": "at least 10",
     "ratio_grain_window_shuffle": "at least 10",
     "ratio_grain_interleave_first_fit": "at least 5",
     "ratio_grain_interleave_best_fit": "at least 5",
-    **{
-        f"ratio_hf_datasets_arrow{ending}": "at least 1"
-        for _, ending, _ in _SETTINGS.values()
-    },
+    **{_ratio("hf_datasets_arrow", each): "at least 1" for each in _SETTINGS},
     "ratio_lancedb": "at least 3",
     "ratio_lancedb_fixed_rows": "at least 1",
     "ratio_grain_elastic_fixed_rows": "at least 1",
@@ -86,17 +82,16 @@ _BOUNDS = {
 def measure() -> dict[str, report.Figure]:
     """Runs the suite, with its files on the RAM disk."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        figures = of_rows(pathlib.Path(directory))
+        figures = _of_rows(pathlib.Path(directory))
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        return figures | text.measure(pathlib.Path(directory) / "text")
+        return figures | text.measure(pathlib.Path(directory))
 
 
 def configured(**more: Any) -> sharded_data.ShardedData:
     """The pipeline of `from_config` for Parquet files that have a column of tokens.
 
-    Args:
-      more: keys; unless they say otherwise, 64 shards are joined and cut to rows, in
-        the order of the files.
+    Unless its keys say otherwise, 64 shards are joined and cut to rows, in the order of
+    the files.
     """
     keys = {
         "grain_file_type": "parquet",
@@ -115,65 +110,46 @@ def configured(**more: Any) -> sharded_data.ShardedData:
     return built
 
 
-def of_rows(
-    directory: pathlib.Path, *, num_tokens: int = 16_000_000, rounds: int = _ROUNDS
-) -> dict[str, report.Figure]:
-    """The figures of tokens, with files below `directory`."""
+def _of_rows(directory: pathlib.Path) -> dict[str, report.Figure]:
     source = Documents(directory=directory / "corpus")
     source.write()
     corpus = ",".join(source.files)
     figures: dict[str, report.Figure] = {}
-    for setting, (rate, ending, keys) in _SETTINGS.items():
+    for setting, keys in _SETTINGS.items():
         files = corpus if setting != "fixed_rows" else _fixed_rows(source, directory)
         data = configured(grain_train_files=files, **keys)
-        sides = {"ours": functools.partial(_elastic, data)}
+        sides = {"ours": functools.partial(text.inputs, data, prefetch.IN_CALLER)}
         sides |= peers.sides_of(setting, source, directory / "peers")
-
-        def ratio(name: str, ending: str = ending) -> str:
-            named = f"ratio_{name}{ending}"
-            return _RENAMED.get(named, named)
-
+        rates = peers.in_turns(
+            sides,
+            num_tokens=_NUM_TOKENS,
+            warm_up_tokens=_WARM_UP_TOKENS,
+            num_rounds=_ROUNDS,
+        )
         figures |= peers.compared(
-            peers.in_turns(sides, num_tokens=num_tokens, num_rounds=rounds),
-            name=rate,
-            ratio=ratio,
+            rates,
+            name="packed_parquet_mtok" if setting == "packed" else f"{setting}_mtok",
+            ratio=functools.partial(_ratio, setting=setting),
             bounds=_BOUNDS,
         )
-    return figures | _overhead(
-        configured(grain_train_files=corpus), num_tokens // 2, 3 * rounds
-    )
-
-
-def _overhead(
-    data: sharded_data.ShardedData, num_tokens: int, rounds: int
-) -> dict[str, report.Figure]:
+    data = configured(grain_train_files=corpus)
     rates = peers.in_turns(
         {
-            "elastic": functools.partial(_elastic, data),
+            "elastic": functools.partial(text.inputs, data, prefetch.IN_CALLER),
             "by hand": functools.partial(_by_hand, data),
         },
-        num_tokens=num_tokens,
-        num_rounds=rounds,
+        num_tokens=_NUM_TOKENS // 2,
+        warm_up_tokens=_WARM_UP_TOKENS,
+        num_rounds=3 * _ROUNDS,
     )
-    pairs = zip(rates["by hand"].per_sec, rates["elastic"].per_sec, strict=True)
-    return {
+    pairs = zip(rates["by hand"]["per_sec"], rates["elastic"]["per_sec"], strict=True)
+    return figures | {
         "elastic_overhead_percent": report.figure(
             "%",
             "at most 5; the same 64 pipelines called in turn by hand",
             [100 * (bare / elastic - 1) for bare, elastic in pairs],
         )
     }
-
-
-def _elastic(data: sharded_data.ShardedData) -> Iterator[Any]:
-    placement = rows.Placement.in_order(0, num_hosts=1, global_batch_size=NUM_SHARDS)
-    with contextlib.closing(
-        prefetch.Prefetched(
-            data.host_batches(placement), make=dict, read_ahead=prefetch.IN_CALLER
-        )
-    ) as batches:
-        while True:
-            yield next(batches)["inputs"]
 
 
 def _by_hand(data: sharded_data.ShardedData) -> Iterator[Any]:

@@ -16,6 +16,7 @@ import types
 import zipfile
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -38,11 +39,6 @@ class _Call:
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return self._parts
-
-
-class _Storage:
-    # Pickles as a persistent id.
-    pass
 
 
 def write(
@@ -107,34 +103,27 @@ def write(
 @contextlib.contextmanager
 def _classes() -> Iterator[dict[str, type]]:
     modules = {name: types.ModuleType(name) for name in _NAMES}
-    classes = {
-        name: type(name, (), {"__module__": module})
-        for module, names in _NAMES.items()
-        for name in names
-    }
+    classes = {}
+    for module, names in _NAMES.items():
+        for name in names:
+            classes[name] = type(name, (), {"__module__": module})
+            setattr(modules[module], name, classes[name])
     # Its state is a tuple.
     properties: Any = classes["TensorProperties"]
     properties.__getstate__ = lambda value: tuple(value.__dict__.values())
-    for module, names in _NAMES.items():
-        for name in names:
-            setattr(modules[module], name, classes[name])
-    sys.modules.update(modules)
-    try:
+    with mock.patch.dict(sys.modules, modules):
         yield classes
-    finally:
-        for name in modules:
-            del sys.modules[name]
 
 
 def _item(classes: dict[str, type], shape: tuple[int, ...]) -> bytes:
     values = np.ones(shape, np.float32)
     strides = tuple(each // values.itemsize for each in values.strides)
-    arguments = (_Storage(), 0, shape, strides, False, collections.OrderedDict())
+    arguments = (values, 0, shape, strides, False, collections.OrderedDict())
     value = _Call(classes["_rebuild_tensor_v2"], *arguments)
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, value: Any) -> Any:
-            if not isinstance(value, _Storage):
+            if value is not values:
                 return None
             return "storage", classes["FloatStorage"], "0", "cpu", values.size
 

@@ -3,16 +3,15 @@
 Four processes under `jax.distributed`, each a machine with its own agent, hold 1 GiB of
 float32 that is sharded over all of them, so that each copy is sent. A step donates the
 state, adds to it, and multiplies matrices for about as long as the training step of
-suite `recovery`. Turns of some steps alternate: without saves, and with a save of each
-step to RAM (`every=1`) with no copy, and with one at a peer.
+suite `recovery`. Turns of some steps alternate: without saves (`each_step_ms`), and
+with a save of each step to RAM (`every=1`) and a copy at a peer.
 
-* `save_each_step_percent_ram`, `save_each_step_percent_sent`: what saves add to a step.
-* `step_beside_save_percent`: of that, with copies, what is not the blocked call.
+* `save_each_step_percent_sent`: what saves add to a step.
+* `step_beside_save_percent`: of that, what is not the blocked call.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import os
@@ -24,28 +23,18 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
-from benchmarks import report, tiers_hosts, turns
+from benchmarks import report, sized, tiers_hosts, turns
 from elastic_ckpt import frontend
-from elastic_ckpt.core import events
-from elastic_ckpt.elastic import member, supervisor
+from elastic_ckpt.elastic import supervisor
 from elastic_ckpt.tiers import choices
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Size:
-    """How much is measured."""
-
-    leaf_mib: int = 128  # of each of eight leaves, all hosts together
-    step_secs: float = 1.7  # about
-    steps: int = 6  # of a turn
-    rounds: int = 5
+_LEAF_MIB = sized(128, 1)  # of each of eight leaves, all hosts together
+_STEP_SECS = sized(1.7, 0.01)  # about
+_STEPS = sized(6, 2)  # of a turn
+_ROUNDS = sized(5, 1)
 
 
-# Shows that the suite runs, and measures nothing.
-SMALL = Size(leaf_mib=1, step_secs=0.01, steps=2, rounds=1)
-
-
-def measure(size: Size = Size()) -> dict[str, report.Figure]:
+def measure() -> dict[str, report.Figure]:
     """Runs the suite."""
     supervisor.warm_up([__name__])
     prefix = f"elastic_ckpt_benchmark_{os.getpid()}_"
@@ -55,51 +44,32 @@ def measure(size: Size = Size()) -> dict[str, report.Figure]:
             results=f"{d}/results",
             orbax="",
             num_leaves=8,
-            leaf_mib=size.leaf_mib,
+            leaf_mib=_LEAF_MIB,
             num_small=0,
-            rounds=size.rounds,
+            rounds=_ROUNDS,
         )
-        secs = tiers_hosts.run(functools.partial(_host, size=size), place)
+        secs = tiers_hosts.run(_host, place)
 
-    def more(name: str, less: list[float]) -> list[float]:
-        rounds = zip(secs[name], less, secs["alone"], strict=True)
-        return [100 * (each - part - step) / step for each, part, step in rounds]
+    alone = secs["alone"]
 
-    nothing = [0.0] * size.rounds
+    def more(samples: list[float]) -> list[float]:
+        pairs = zip(samples, alone, strict=True)
+        return [100 * (each / step - 1) for each, step in pairs]
+
     return {
         "each_step_ms": report.figure(
-            "ms", "a step without saves", [1000 * each for each in secs["alone"]]
-        ),
-        "save_each_step_percent_ram": report.figure(
-            "%",
-            "of a step; a save to RAM in each, without copies",
-            more("ram", nothing),
+            "ms", "a step without saves", [1000 * each for each in alone]
         ),
         "save_each_step_percent_sent": report.figure(
-            "%",
-            "at most 15; a save in each with a copy at a peer",
-            more("sent", nothing),
+            "%", "at most 15; a save in each with a copy at a peer", more(secs["sent"])
         ),
         "step_beside_save_percent": report.figure(
-            "%",
-            "at most 5; without the blocked call",
-            more("sent", secs["sent_blocked"]),
+            "%", "at most 5; without the blocked call", more(secs["beside"])
         ),
     }
 
 
-def _host(
-    host: member.Member, emit: events.Emit, *, place: tiers_hosts.Place, size: Size
-) -> None:
-    del emit
-
-    def checkpointer(name: str, copies: int) -> frontend.Checkpointer:
-        local = choices.Local(f"{place.machines[host.host]}/{name}", every=1)
-        peers = choices.Peers(copies=copies)
-        return frontend.Checkpointer(
-            [local, peers], run=name, slice_name=str(host.host)
-        )
-
+def _host(host: tiers_hosts.Host) -> turns.Secs:
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state: tiers_hosts.State, count: Any) -> tiers_hosts.State:
         # All hosts wait for each other, as they do for gradients.
@@ -109,33 +79,33 @@ def _host(
         more = 1 + 0 * done[0, 0]
         return {name: each + more for name, each in state.items()}
 
-    with tiers_hosts.joined(host, place) as (mesh, _):
-        state = tiers_hosts.states(place, tiers_hosts.sharded(mesh))()
-        count = 8
-        for _ in range(4):
-            state = jax.block_until_ready(step(state, count))
-            began = time.perf_counter()
-            state = jax.block_until_ready(step(state, count))
+    state = tiers_hosts.states(host.place, tiers_hosts.sharded(host.mesh))()
+    count = 8
+    for _ in range(4):
+        state = jax.block_until_ready(step(state, count))
+        began = time.perf_counter()
+        state = jax.block_until_ready(step(state, count))
+        took = time.perf_counter() - began
+        count = max(1, round(count * _STEP_SECS / took))
+        count = int(multihost_utils.broadcast_one_to_all(jnp.int32(count)))
+    secs: turns.Secs = {"alone": [], "sent": [], "beside": []}
+    local = choices.Local(f"{host.place.machines[host.number]}/sent", every=1)
+    numbers = itertools.count(1)
+    with frontend.Checkpointer(
+        [local, choices.Peers(copies=1)], run="sent", slice_name=str(host.number)
+    ) as checkpointer:
+        for side in ["alone", "sent"] * (_ROUNDS + 1):
+            multihost_utils.sync_global_devices(side)
+            began, blocked = time.perf_counter(), 0.0
+            for _ in range(_STEPS):
+                state = jax.block_until_ready(step(state, count))
+                if side == "sent":
+                    save_began = time.perf_counter()
+                    checkpointer.save_async(next(numbers), state)
+                    blocked += time.perf_counter() - save_began
             took = time.perf_counter() - began
-            count = max(1, round(count * size.step_secs / took))
-            count = int(multihost_utils.broadcast_one_to_all(jnp.int32(count)))
-        secs: turns.Secs = {}
-        numbers = itertools.count(1)
-        with checkpointer("ram", 0) as ram, checkpointer("sent", 1) as sent:
-            for side in ["alone", "ram", "sent"] * (size.rounds + 1):
-                into = {"ram": ram, "sent": sent}.get(side)
-                multihost_utils.sync_global_devices(side)
-                began, blocked = time.perf_counter(), 0.0
-                for _ in range(size.steps):
-                    state = jax.block_until_ready(step(state, count))
-                    if into is not None:
-                        save_began = time.perf_counter()
-                        into.save_async(next(numbers), state)
-                        blocked += time.perf_counter() - save_began
-                took = time.perf_counter() - began
-                if into is not None:
-                    into.wait()
-                secs.setdefault(side, []).append(took / size.steps)
-                of_side = secs.setdefault(f"{side}_blocked", [])
-                of_side.append(blocked / size.steps)
-        tiers_hosts.report(place, host, secs)
+            checkpointer.wait()
+            secs[side].append(took / _STEPS)
+            if side == "sent":
+                secs["beside"].append((took - blocked) / _STEPS)
+    return secs

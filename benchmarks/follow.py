@@ -25,132 +25,101 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks import relay, report
+from benchmarks import relay, report, sized
 from elastic_ckpt.tiers.persistent import run_agents
 
 _NEVER = 10**9
+_NUM_LEAVES = sized(8, 4)  # of the weights
+_LEAF_BYTES = sized(4 << 20, 64 << 10)
+_PRODUCTS = sized(12, 1)  # of matrices, in a step
+_BYTE_STEPS = sized(9, 2)  # of which the bytes are counted
+_SAMPLES = sized(9, 2)  # of the slowdown
+_PAIRS = sized(8, 1)  # of turns with and without the follower, of each sample
+_TURN_STEPS = sized(5, 3)  # the first one is not counted
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Size:
-    """How much is measured."""
-
-    num_leaves: int = 8  # of the weights
-    leaf_kib: int = 4096
-    products: int = 12  # matrix products in a step
-    byte_steps: int = 9  # of which the bytes are counted
-    samples: int = 9  # of the slowdown
-    pairs: int = 8  # of turns with and without the follower, of each sample
-    turn_steps: int = 5  # the first one is not counted
-
-
-# Shows that the suite runs, and measures nothing.
-SMALL = Size(
-    num_leaves=4,
-    leaf_kib=64,
-    products=1,
-    byte_steps=2,
-    samples=2,
-    pairs=1,
-    turn_steps=3,
-)
-
-
-def measure(size: Size = Size()) -> dict[str, report.Figure]:
+def measure() -> dict[str, report.Figure]:
     """Runs the suite."""
     with (
         tempfile.TemporaryDirectory(prefix="follow-", dir="/dev/shm") as name,
-        _started(_train, pathlib.Path(name), size) as (_, trainer),
+        _started(_train, name) as (process, trainer),
     ):
 
         def turn(num_steps: int) -> list[float]:
             trainer.send(num_steps)
             return trainer.recv()
 
-        directory = pathlib.Path(name)
         turn(1)
-        figures = _bytes_over_changed(directory, turn, size)
-        figures |= _beside(directory, turn, size)
+        ratios = _bytes_over_changed(name, turn)
+        slowdowns = _slowdowns(name, turn)
         # It ends, and with it the agent.
         trainer.send(0)
-    return figures
-
-
-@contextlib.contextmanager
-def _started(
-    program: Callable[..., None], *arguments: Any
-) -> Iterator[tuple[int, Connection[Any, Any]]]:
-    # A process that has done nothing else, its id, and a pipe to it.
-    context = multiprocessing.get_context("spawn")
-    ours, its = context.Pipe()
-    process = context.Process(target=program, args=(its, *arguments))
-    process.start()
-    assert process.pid is not None
-    try:
-        yield process.pid, ours
-    except BaseException:
-        process.kill()
-        raise
-    finally:
         process.join()
-
-
-@contextlib.contextmanager
-def _following(directory: pathlib.Path) -> Iterator[tuple[int, Connection[Any, Any]]]:
-    with _started(_follow, directory) as (pid, loaded):
-        # It begins with the step that is there.
-        loaded.recv()
-        yield pid, loaded
-        os.kill(pid, signal.SIGKILL)
-
-
-def _bytes_over_changed(
-    directory: pathlib.Path, turn: Callable[[int], list[float]], size: Size
-) -> dict[str, report.Figure]:
-    agents = run_agents.read(directory / "steps")
-    assert agents is not None
-    ((machine, url),) = agents.urls.items()
-    changed_bytes = size.num_leaves // 2 * size.leaf_kib * 2**10
-    with relay.Relay(url) as between:
-        counted = dataclasses.replace(agents, urls={machine: between.url})
-        run_agents.write(directory / "steps", counted)
-        with _following(directory) as (_, loaded):
-            ratios = []
-            for _ in range(size.byte_steps):
-                before = between.num_bytes
-                turn(1)
-                loaded.recv()
-                ratios.append((between.num_bytes - before) / changed_bytes)
-    run_agents.write(directory / "steps", agents)
     return {
         "follow_bytes_over_changed": report.figure(
             "ratio", "the bytes of the weights that changed; at most 1.1", ratios
-        )
-    }
-
-
-def _beside(
-    directory: pathlib.Path, turn: Callable[[int], list[float]], size: Size
-) -> dict[str, report.Figure]:
-    slowdowns = []
-    with _following(directory) as (pid, _):
-        turn(size.turn_steps)
-        for _ in range(size.samples):
-            secs: dict[bool, list[float]] = {True: [], False: []}
-            for pair in range(size.pairs):
-                for is_followed in (True, False) if pair % 2 else (False, True):
-                    os.kill(pid, signal.SIGCONT if is_followed else signal.SIGSTOP)
-                    secs[is_followed] += turn(size.turn_steps)[1:]
-            with_it, without = map(statistics.median, (secs[True], secs[False]))
-            slowdowns.append(100 * (with_it / without - 1))
-    return {
+        ),
         "follow_slowdown_percent": report.figure(
             "percent", "steps while the follower stands still; at most 5", slowdowns
         ),
     }
+
+
+@contextlib.contextmanager
+def _started(program: Callable[..., None], directory: str) -> Iterator[tuple[Any, Any]]:
+    # A process that has done nothing else, and a pipe to it.
+    context = multiprocessing.get_context("spawn")
+    ours, its = context.Pipe()
+    process = context.Process(target=program, args=(its, pathlib.Path(directory)))
+    process.start()
+    try:
+        yield process, ours
+    finally:
+        process.kill()
+        process.join()
+
+
+def _bytes_over_changed(
+    directory: str, turn: Callable[[int], list[float]]
+) -> list[float]:
+    steps = f"{directory}/steps"
+    agents = run_agents.read(steps)
+    assert agents is not None
+    ((machine, url),) = agents.urls.items()
+    with relay.Relay(url) as between:
+        counted = dataclasses.replace(agents, urls={machine: between.url})
+        run_agents.write(steps, counted)
+        with _started(_follow, directory) as (_, loaded):
+            # It begins with the step that is there.
+            loaded.recv()
+            ratios = []
+            for _ in range(_BYTE_STEPS):
+                before = between.num_bytes
+                turn(1)
+                loaded.recv()
+                num_bytes = between.num_bytes - before
+                ratios.append(num_bytes / (_NUM_LEAVES // 2 * _LEAF_BYTES))
+    run_agents.write(steps, agents)
+    return ratios
+
+
+def _slowdowns(directory: str, turn: Callable[[int], list[float]]) -> list[float]:
+    percent = []
+    with _started(_follow, directory) as (follower, loaded):
+        loaded.recv()
+        turn(_TURN_STEPS)
+        for _ in range(_SAMPLES):
+            secs: dict[bool, list[float]] = {True: [], False: []}
+            for pair in range(_PAIRS):
+                for is_followed in (True, False) if pair % 2 else (False, True):
+                    number = signal.SIGCONT if is_followed else signal.SIGSTOP
+                    os.kill(follower.pid, number)
+                    secs[is_followed] += turn(_TURN_STEPS)[1:]
+            with_it, without = map(statistics.median, (secs[True], secs[False]))
+            percent.append(100 * (with_it / without - 1))
+    return percent
 
 
 def _use_core(number: int) -> None:
@@ -160,18 +129,18 @@ def _use_core(number: int) -> None:
         os.sched_setaffinity(0, {cores[number]})
 
 
-def _train(turns: Connection[Any, Any], directory: pathlib.Path, size: Size) -> None:
+def _train(turns: Any, directory: pathlib.Path) -> None:
     _use_core(0)
     import jax
     import jax.numpy as jnp
 
     import elastic_ckpt as ec
 
-    half = size.num_leaves // 2
+    half = _NUM_LEAVES // 2
     keys = jax.random.split(jax.random.key(0), 2 * half)
 
     def leaves(keys: Any) -> list[Any]:
-        return [jax.random.normal(key, (size.leaf_kib * 2**10 // 4,)) for key in keys]
+        return [jax.random.normal(key, (_LEAF_BYTES // 4,)) for key in keys]
 
     # Half of the weights are frozen; the others have two moments each.
     state = {
@@ -181,7 +150,7 @@ def _train(turns: Connection[Any, Any], directory: pathlib.Path, size: Size) -> 
 
     @jax.jit
     def train(state: Any, product: Any) -> tuple[Any, Any]:
-        for _ in range(size.products):
+        for _ in range(_PRODUCTS):
             product = jnp.tanh(product @ product)
         change = 1 + product[0, 0] * 1e-3
         params = {
@@ -212,7 +181,7 @@ def _train(turns: Connection[Any, Any], directory: pathlib.Path, size: Size) -> 
             turns.send(secs)
 
 
-def _follow(loaded: Connection[Any, Any], directory: pathlib.Path) -> None:
+def _follow(loaded: Any, directory: pathlib.Path) -> None:
     _use_core(1)
     import jax
 

@@ -22,43 +22,54 @@ killed from outside, by their ids; all else is read from the run's events and me
   `ratio_emergency_manager`: with Orbax's emergency CheckpointManager, on four. See
   `recovery_orbax`. NaN if it does not restart; the error is printed.
 * `loop_thread_percent`: what elastic_ckpt's loop adds to a step of 50 ms over a bare
-  loop (`recovery_loops`), of a small model on as many processes, in processor time of
-  the loop's thread, which other processes of a busy machine hardly change.
+  loop, of a small model on as many processes, which take turns with the same compiled
+  step and the same batches; in processor time of the loop's thread, which other
+  processes of a busy machine hardly change.
 * `large_step_ms`: a step of the large model in that loop, without saves.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
-import math
+import os
 import pathlib
 import random
 import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks import (
-    recovery_bare,
-    recovery_loops,
-    recovery_orbax,
-    recovery_run,
-    report,
-)
-from benchmarks.recovery_run import Change
-from elastic_ckpt.elastic import timeline
+from benchmarks import recovery_bare, recovery_orbax, report, sized, turns
+from elastic_ckpt.core import events
+from elastic_ckpt.elastic import scale_request, timeline
+from elastic_ckpt.elastic.world import World
+from elastic_ckpt.inspect import run_files
+from elastic_ckpt.training import elastic_run, journal, load, schema, training_files
+
+Event = dict[str, Any]
 
 _HOSTS = 4
 _PERIOD = 10
 _STEP_MS = 50
 # Before the run, and as many after it.
 _BARE_WORLDS = 5
+_KILLS = sized(2, 1)
+# Between two looks at the events, whose times do not depend on it.
+_LOOK_SECS = 0.2
+# For what a run does next, on a machine that is ten times slower.
+_PATIENCE_SECS = 600.0
 _COMMON = {
     "hosts": _HOSTS,
     "slices": _HOSTS,
+    # Until it is stopped.
+    "steps": 10**6,
     "text_directory": "python-stdlib/email",
     "num_logical_shards": 24,
     "global_batch_size": 24,
@@ -69,41 +80,6 @@ _COMMON = {
     "local_checkpoint_period": _PERIOD,
     "multi_tier_checkpointing_backup_interval_steps": 10 * _PERIOD,
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Size:
-    """How much is measured."""
-
-    large: dict[str, int]  # the model of most figures, by keys of the configuration
-    small: dict[str, int]  # of the figure of the loop: its step takes about 50 ms
-    kills: int  # of a host
-    large_turns: tuple[int, int]  # of the loop: steps, and how many are counted
-    small_turns: tuple[int, int]
-
-
-FULL = Size(
-    large={
-        "base_emb_dim": 1024,
-        "base_num_query_heads": 8,
-        "head_dim": 128,
-        "base_mlp_dim": 6144,
-        "base_num_decoder_layers": 1,
-        "max_target_length": 8,
-        "num_logical_shards": 12,
-        "global_batch_size": 12,
-    },
-    small={
-        "base_emb_dim": 64,
-        "base_mlp_dim": 256,
-        "base_num_decoder_layers": 1,
-        "max_target_length": 32,
-    },
-    kills=2,
-    large_turns=(10, 2),
-    small_turns=(50, 15),
-)
-# Shows that the suite runs, and measures nothing.
 _TINY = {
     "base_emb_dim": 16,
     "base_num_query_heads": 2,
@@ -112,40 +88,69 @@ _TINY = {
     "base_num_decoder_layers": 1,
     "max_target_length": 8,
 }
-SMALL = Size(large=_TINY, small=_TINY, kills=1, large_turns=(5, 1), small_turns=(5, 1))
+# The model of most figures.
+_LARGE = {
+    "base_emb_dim": 1024,
+    "base_num_query_heads": 8,
+    "head_dim": 128,
+    "base_mlp_dim": 6144,
+    "base_num_decoder_layers": 1,
+    "max_target_length": 8,
+    "num_logical_shards": 12,
+    "global_batch_size": 12,
+}
+# That of the figure of the loop: its step takes about 50 ms.
+_SMALL = {
+    "base_emb_dim": 64,
+    "base_mlp_dim": 256,
+    "base_num_decoder_layers": 1,
+    "max_target_length": 32,
+}
 
 
-def measure(size: Size = FULL) -> dict[str, report.Figure]:
+def measure() -> dict[str, report.Figure]:
     """Runs the suite."""
     with (
         tempfile.TemporaryDirectory() as d,
         tempfile.TemporaryDirectory(dir="/dev/shm") as ram,
     ):
-        directory = pathlib.Path(d)
 
-        def settings(keys: dict[str, int], name: str) -> dict[str, Any]:
-            return {
+        def config(name: str, model: dict[str, int], **more: Any) -> pathlib.Path:
+            settings = {
                 **_COMMON,
-                **keys,
+                **sized(model, _TINY),
+                "run_name": name,
+                "base_output_directory": d,
                 "grain_train_files": f"{d}/text.array_record",
                 # A run that finds the memory of another would go on from it.
                 "local_checkpoint_directory": f"{ram}/{name}",
+                **more,
             }
+            path = pathlib.Path(d, f"{name}.yml")
+            # JSON is YAML.
+            path.write_text(json.dumps(settings))
+            return path
 
-        def loops(keys: dict[str, int], name: str, turns: tuple[int, int]) -> Any:
-            return recovery_loops.measure(
-                settings(keys, name), directory / name, *turns
+        figures = _warm(config("warm", _LARGE))
+        # On the same slices the program of the world before would be there.
+        cold = {"elastic_compile_ahead_seconds": 0, "elastic_quarantine_failures": 1}
+        figures |= _cold(config("cold", _LARGE, **cold))
+        for name, manager, hosts, least in (
+            ("ratio_full_restart_orbax", "plain", _HOSTS - 1, 6),
+            ("ratio_emergency_manager", "emergency", _HOSTS, 9),
+        ):
+            made = config(manager, _LARGE, jax_cache_dir=f"{d}/{manager}_cache")
+            place = pathlib.Path(d if manager == "plain" else ram, "orbax", manager)
+            secs = recovery_orbax.restart_secs(manager, made, place, hosts=hosts)
+            figures[name] = report.figure(
+                "ratio",
+                f"at least {least}; {secs:.1f} s on {hosts} processes, over"
+                " recover_secs",
+                [secs / figures["recover_secs"].value],
             )
-
-        figures = _warm(settings(size.large, "warm"), directory / "warm", size.kills)
-        figures |= _cold(settings(size.large, "cold"), directory / "cold")
-        figures |= _beside_orbax(
-            settings(size.large, "orbax"),
-            {"plain": directory, "emergency": pathlib.Path(ram)},
-            figures["recover_secs"].value,
-        )
-        small = loops(size.small, "small", size.small_turns)
-        large = loops(size.large, "large", size.large_turns)
+        alone = {"enable_checkpointing": False, "elastic_compile_ahead_seconds": 0}
+        small = _loops(config("small", _SMALL, **alone), *sized((50, 15), (5, 1)))
+        large = _loops(config("large", _LARGE, **alone), *sized((10, 2), (5, 1)))
     pairs = zip(small["loop thread"], small["bare thread"], strict=True)
     return figures | {
         "loop_thread_percent": report.figure(
@@ -159,121 +164,213 @@ def measure(size: Size = FULL) -> dict[str, report.Figure]:
     }
 
 
-def _warm(
-    settings: dict[str, Any], directory: pathlib.Path, kills: int
-) -> dict[str, report.Figure]:
-    lost: list[Change] = []
-    started: dict[str, list[recovery_run.Event]] = {"shrink": [], "grow": []}
+class _Run:
+    # A run that trains in another process. Processes of hosts are found by the logs
+    # that they write to.
+
+    def __init__(self, config: pathlib.Path) -> None:
+        self.directory = config.with_suffix("")
+        self._output = config.with_suffix(".txt")
+        with self._output.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "elastic_ckpt.cli.main", "train", str(config)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def named(self, name: str) -> list[Event]:
+        read = run_files.read_events(str(self.directory))
+        return [event for event in read if event["event"] == name]
+
+    def wait_for(self, name: str, *, after: float = 0.0) -> Event:
+        # The first event of a name after a time.
+        until = time.monotonic() + _PATIENCE_SECS
+        while True:
+            for event in self.named(name):
+                if event["time"] > after:
+                    return event
+            if self.process.poll() is not None or time.monotonic() > until:
+                shown = self._output.read_text()[-3000:]
+                raise RuntimeError(f"the run has no event {name!r}:\n{shown}")
+            time.sleep(_LOOK_SECS)
+
+    def wait_until_ready(self, *, after: float = 0.0) -> None:
+        # The program for a slice fewer is there, and a save has its copies.
+        ready = self.wait_for("compiled_ahead", after=after)
+        self.wait_for("replicated", after=ready["time"])
+
+    def kill(self, host: int) -> Event:
+        # The event after the first step of the next world, with the seconds until then.
+        process = self._hosts()[host]
+        began = time.time()
+        os.kill(process, signal.SIGKILL)
+        recovered = self.wait_for("recovered", after=began)
+        return {**recovered, "recover_secs": recovered["time"] - began}
+
+    def scale(self, slices: int) -> Event:
+        # The event `world_started` of the next world, when that has recovered.
+        asked = time.time()
+        scale_request.write(self.directory, slices)
+        started = self.wait_for("world_started", after=asked)
+        self.wait_for("recovered", after=asked)
+        return started
+
+    def pauses_secs(self, worlds: list[Event]) -> list[float]:
+        # How long no step was done before and after the events `world_started`.
+        recorded = run_files.read_metrics(self.directory / "metrics")["run"]
+        name = "/elastic_ckpt/train/steps"
+        steps = [each["time"] for each in recorded if each["metric"] == name]
+        return [
+            min(each for each in steps if each > started["time"])
+            - max(each for each in steps if each <= started["time"])
+            for started in worlds
+        ]
+
+    def _hosts(self) -> dict[int, int]:
+        # The process of each host, by its number, of the world that runs: the oldest.
+        worlds: dict[str, dict[int, int]] = {}
+        logs = self.directory / "logs"
+        for entry in pathlib.Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                log = pathlib.Path(os.readlink(entry / "fd" / "1"))
+                if log.parent.parent == logs and log.stem.startswith("host-"):
+                    host = int(log.stem.removeprefix("host-"))
+                    worlds.setdefault(log.parent.name, {})[host] = int(entry.name)
+        return worlds[min(worlds)]
+
+
+@contextlib.contextmanager
+def _live(config: pathlib.Path) -> Iterator[_Run]:
+    # Stopped at the end of the block.
+    run = _Run(config)
+    try:
+        yield run
+    finally:
+        run.process.terminate()
+        try:
+            run.process.wait(_PATIENCE_SECS)
+        finally:
+            run.process.kill()
+            run.process.wait()
+
+
+def _warm(config: pathlib.Path) -> dict[str, report.Figure]:
+    lost, shrunk, grown = [], [], []
     bare_secs = recovery_bare.worlds_secs(_HOSTS, _BARE_WORLDS)
-    with recovery_run.live(settings, directory) as run:
-        _ready(run, after=0)
-        for number in range(kills):
-            time.sleep(random.uniform(0, _period_secs(run)))
+    with _live(config) as run:
+        run.wait_until_ready()
+        for number in range(_KILLS):
+            # At any time between two saves.
+            while len(saves := run.named("save_started")) < 2:
+                time.sleep(_LOOK_SECS)
+            time.sleep(random.uniform(0, saves[-1]["time"] - saves[-2]["time"]))
             # Each slice once, so that none is quarantined.
-            change = run.disturb(1 + number % (_HOSTS - 1), signal.SIGKILL)
-            lost.append(change)
-            _ready(run, after=run.events.index(change.recovered))
-            started["shrink"].append(run.scale(_HOSTS - 1))
-            started["grow"].append(run.scale(_HOSTS))
-            _ready(run, after=run.events.index(started["grow"][-1]))
+            lost.append(run.kill(1 + number % (_HOSTS - 1)))
+            run.wait_until_ready(after=lost[-1]["time"])
+            shrunk.append(run.scale(_HOSTS - 1))
+            grown.append(run.scale(_HOSTS))
+            run.wait_until_ready(after=grown[-1]["time"])
     bare_secs += recovery_bare.worlds_secs(_HOSTS, _BARE_WORLDS)
-    times = run.step_times()
-    return (
-        _of_kills(lost)
-        | {
-            "recover_over_bare_ratio": report.figure(
-                "ratio",
-                "at most 2; without the first step",
-                [
-                    (change.secs - change.recovered["step_secs"])
-                    / statistics.median(bare_secs)
-                    for change in lost
-                ],
-            )
-        }
-        | {
-            f"{name}_pause_secs": report.figure(
-                "s",
-                "at most recover_secs",
-                [recovery_run.pause_secs(times, each) for each in worlds],
-            )
-            for name, worlds in started.items()
-        }
-    )
-
-
-def _ready(run: recovery_run.LiveRun, *, after: int) -> None:
-    # The program for a slice fewer is there, and a save has its copies.
-    ready = run.wait_for("compiled_ahead", after=after)
-    run.wait_for("replicated", after=run.events.index(ready))
-
-
-def _period_secs(run: recovery_run.LiveRun) -> float:
-    # Between the last two saves.
-    while len(run.named("save_started")) < 2:
-        run.wait_for("save_started", after=len(run.events))
-    *_, before, last = [each["time"] for each in run.named("save_started")]
-    return last - before
-
-
-def _of_kills(changes: Sequence[Change]) -> dict[str, report.Figure]:
+    bare = statistics.median(bare_secs)
+    against = "at most recover_secs"
     figures = {
         "recover_secs": report.figure(
-            "s", "at most 3 on 2 idle cores", [change.secs for change in changes]
+            "s", "at most 3 on 2 idle cores", [each["recover_secs"] for each in lost]
         ),
         "detect_secs": report.figure(
-            "s", "at most 0.2; in recover_secs", [c.detect_secs for c in changes]
+            "s",
+            "at most 0.2; in recover_secs",
+            [each["recover_secs"] - each["secs"] for each in lost],
         ),
         "steps_lost": report.figure(
             "steps",
             f"local_checkpoint_period={_PERIOD}, and a save without copies yet",
-            [change.recovered["steps_lost"] for change in changes],
+            [each["steps_lost"] for each in lost],
         ),
+        "recover_over_bare_ratio": report.figure(
+            "ratio",
+            "at most 2; without the first step",
+            [(each["recover_secs"] - each["step_secs"]) / bare for each in lost],
+        ),
+        "shrink_pause_secs": report.figure("s", against, run.pauses_secs(shrunk)),
+        "grow_pause_secs": report.figure("s", against, run.pauses_secs(grown)),
     }
     for phase in timeline.PHASES:
-        figures[f"recover_{phase}_secs"] = report.figure(
-            "s", "in recover_secs", [c.recovered[f"{phase}_secs"] for c in changes]
+        name = f"{phase}_secs"
+        figures[f"recover_{name}"] = report.figure(
+            "s", "in recover_secs", [each[name] for each in lost]
         )
     return figures
 
 
-def _cold(
-    settings: dict[str, Any], directory: pathlib.Path
-) -> dict[str, report.Figure]:
-    # On the same slices the program of the world before would be there.
-    cold = {"elastic_compile_ahead_seconds": 0, "elastic_quarantine_failures": 1}
-    with recovery_run.live(settings | cold, directory) as run:
+def _cold(config: pathlib.Path) -> dict[str, report.Figure]:
+    with _live(config) as run:
         run.wait_for("replicated")
-        change = run.disturb(1, signal.SIGKILL)
-    phases = change.recovered["compile_secs"] + change.recovered["restore_secs"]
+        change = run.kill(1)
+    secs = change["recover_secs"]
+    rest = secs - change["compile_secs"] - change["restore_secs"]
     return {
         "recover_cold_secs": report.figure(
-            "s", "on a slice fewer, nothing compiled", [change.secs]
+            "s", "on a slice fewer, nothing compiled", [secs]
         ),
         "recover_cold_over_compile_secs": report.figure(
-            "s", "at most 1.5; without compiling and restoring", [change.secs - phases]
+            "s", "at most 1.5; without compiling and restoring", [rest]
         ),
     }
 
 
-def _beside_orbax(
-    settings: dict[str, Any], places: Mapping[str, pathlib.Path], recover_secs: float
-) -> dict[str, report.Figure]:
-    figures = {}
-    for name, manager, hosts, least in (
-        ("ratio_full_restart_orbax", "plain", _HOSTS - 1, 6),
-        ("ratio_emergency_manager", "emergency", _HOSTS, 9),
-    ):
-        config = places["plain"] / f"{manager}.yml"
-        cached = {"jax_cache_dir": f"{places['plain']}/{manager}_cache"}
-        config.write_text(json.dumps(settings | cached))
-        try:
-            secs = recovery_orbax.restart_secs(
-                manager, config, places[manager] / manager, hosts=hosts
-            )
-        except recovery_orbax.RestartError as error:
-            print(f"{name}: it does not work here:\n{error}")
-            secs = math.nan
-        what = f"at least {least}; {secs:.1f} s on {hosts} processes, over recover_secs"
-        figures[name] = report.figure("ratio", what, [secs / recover_secs])
-    return figures
+def _loops(config: pathlib.Path, steps: int, rounds: int) -> turns.Secs:
+    # The seconds of a step in each turn of so many, of the sides `bare` and `loop`; and
+    # by `bare thread` and `loop thread` the processor seconds of the loop's thread.
+    prepared = training_files.prepare(load.load(config), report=print)
+    results = config.with_suffix(".json")
+    train = functools.partial(_train, results, steps, rounds)
+    elastic_run.warm_up()
+    with journal.kept(prepared, events.nobody) as kept:
+        elastic_run.run_on_hosts(prepared, kept, train=train)
+    return json.loads(results.read_text())
+
+
+def _train(
+    results: pathlib.Path, steps: int, rounds: int, config: schema.Config, world: World
+) -> None:
+    import jax
+    from jax.experimental import multihost_utils
+
+    from elastic_ckpt.core import topology
+    from elastic_ckpt.training import listeners
+    from elastic_ckpt.training.job import assemble
+
+    with listeners.started(config):
+        job = assemble(config, world.topology, place=world, emit=world.emit)
+        state = job.restore_or_init()
+        compiled = world.compiled(job.loop.program.step, state, next(job.loop.batches))
+
+        def bare(state: Any) -> Any:
+            for _ in range(steps):
+                state, _ = compiled(state, next(job.loop.batches))
+            return state
+
+        def loop(state: Any) -> Any:
+            turn = dataclasses.replace(job, steps=int(state["step"]) + steps)
+            return turn.run(
+                state,
+                compiled=lambda *_, **__: compiled,
+                begin=world.begin,
+                is_stopping=world.should_stop,
+            ).state
+
+        sides: dict[str, Callable[[Any], Any]] = {"bare": bare, "loop": loop}
+        secs: turns.Secs = {}
+        for name in [*sides] * (rounds + 1):
+            multihost_utils.sync_global_devices(name)
+            began, thread_began = time.perf_counter(), time.thread_time()
+            state = jax.block_until_ready(sides[name](state))
+            took = time.perf_counter() - began
+            thread_took = time.thread_time() - thread_began
+            secs.setdefault(name, []).append(took / steps)
+            secs.setdefault(f"{name} thread", []).append(thread_took / steps)
+        job.close()
+    if topology.is_primary():
+        counted = {name: samples[1:] for name, samples in secs.items()}
+        results.write_text(json.dumps(counted))

@@ -29,18 +29,16 @@ def _world_secs(hosts: int) -> float:
     context = multiprocessing.get_context("forkserver")
     port = host_start.ReservedPort(host_start.LOOPBACK)
     began_secs = time.monotonic()
-    processes, pipes = [], []
-    for host in range(hosts):
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_add_up, args=(port.address, hosts, host, sender)
-        )
+    receiver, sender = context.Pipe(duplex=False)
+    processes = [
+        context.Process(target=_add_up, args=(port.address, hosts, host, sender))
+        for host in range(hosts)
+    ]
+    for process in processes:
         process.start()
-        sender.close()
-        processes.append(process)
-        pipes.append(receiver)
+    sender.close()
     # The clock is that of the machine, the same in all processes.
-    done_secs = max(pipe.recv() for pipe in pipes)
+    done_secs = max(receiver.recv() for _ in processes)
     for process in processes:
         process.join()
     port.close()

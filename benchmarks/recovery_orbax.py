@@ -2,8 +2,7 @@
 
 The same step and batches as of the run that it is compared with. When a process dies,
 the launcher kills the others and starts all anew: it reacts to the death at once, the
-machine is there at once, and JAX's compilation cache is warm. A process of the job is
-`python -m benchmarks.recovery_orbax`.
+machine is there at once, and JAX's compilation cache is warm.
 
 * `plain`: Orbax's checkpointer, to a directory on the disk.
 * `emergency`: Orbax's emergency `CheckpointManager`, to a RAM disk for each process,
@@ -12,27 +11,20 @@ machine is there at once, and JAX's compilation cache is warm. A process of the 
 
 from __future__ import annotations
 
-import json
+import math
+import multiprocessing
 import pathlib
-import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import connection
 from typing import Any, NamedTuple
 
-from elastic_ckpt.elastic import member, multicontroller
+from elastic_ckpt.elastic import host_start, member, multicontroller
 from elastic_ckpt.training import load
 
 _SAVED_STEP = 3
-_LOOK_SECS = 0.01
 _PATIENCE_SECS = 600.0
-_STEPS = "steps.jsonl"
-
-
-class RestartError(Exception):
-    """The job did not restart; the message has the end of its output."""
 
 
 def restart_secs(
@@ -40,83 +32,61 @@ def restart_secs(
 ) -> float:
     """From the death of a process to the first step after it.
 
-    Raises:
-      RestartError: if it did not restart.
+    NaN if the job does not restart; its processes print the error.
     """
     directory.mkdir(parents=True)
-    job: list[subprocess.Popen[bytes]] = []
-    try:
-        job += _started(manager, config, directory, hosts)
-        # The step that is restored, and more after it.
-        _wait_for(job, directory, lambda step: step > _SAVED_STEP)
+    with _started(manager, config, directory, hosts) as (job, steps):
+        if math.isnan(_next_step_time(job, steps)):
+            return math.nan
         began = time.time()
-        job[1].send_signal(signal.SIGKILL)
-        while job[1].poll() is None:
-            time.sleep(_LOOK_SECS)
-        _end(job)
-        (directory / _STEPS).unlink()
-        job[:] = _started(manager, config, directory, hosts)
-        return _wait_for(job, directory, lambda step: step == _SAVED_STEP + 1) - began
-    finally:
-        _end(job)
+        job[1].kill()
+        job[1].join()
+    with _started(manager, config, directory, hosts) as (job, steps):
+        return _next_step_time(job, steps) - began
 
 
+@contextmanager
 def _started(
     manager: str, config: pathlib.Path, directory: pathlib.Path, hosts: int
-) -> list[subprocess.Popen[bytes]]:
-    address = _free_address()
-    job = []
-    for host in range(hosts):
-        arguments = map(str, (manager, config, directory, address, hosts, host))
-        with (directory / f"host-{host}.log").open("ab") as log:
-            job.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", __name__, *arguments],
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    return job
+) -> Iterator[tuple[list[Any], Any]]:
+    # The processes, which are killed at the end, and a pipe for the times of steps.
+    context = multiprocessing.get_context("spawn")
+    steps, done = context.Pipe(duplex=False)
+    port = host_start.ReservedPort(host_start.LOOPBACK)
+    members = [
+        member.Member(address=port.address, num_hosts=hosts, host=host)
+        for host in range(hosts)
+    ]
+    job = [
+        context.Process(target=_train, args=(manager, config, directory, each, done))
+        for each in members
+    ]
+    try:
+        for process in job:
+            process.start()
+        yield job, steps
+    finally:
+        for process in job:
+            process.kill()
+        for process in job:
+            process.join()
+        port.close()
 
 
-def _free_address() -> str:
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{reserved.getsockname()[1]}"
-
-
-def _wait_for(
-    job: Sequence[subprocess.Popen[bytes]],
-    directory: pathlib.Path,
-    is_awaited: Callable[[int], bool],
-) -> float:
-    # Until a step is done; its time.
-    until = time.monotonic() + _PATIENCE_SECS
-    while True:
-        if (directory / _STEPS).exists():
-            for line in (directory / _STEPS).read_text().splitlines():
-                step, at = json.loads(line)
-                if is_awaited(step):
-                    return at
-        ended = [host for host, process in enumerate(job) if process.poll() is not None]
-        if ended or time.monotonic() > until:
-            host = ended[0] if ended else 0
-            text = (directory / f"host-{host}.log").read_text(errors="replace")
-            raise RestartError(text[-3000:])
-        time.sleep(_LOOK_SECS)
-
-
-def _end(job: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in job:
-        process.kill()
-    for process in job:
-        process.wait()
+def _next_step_time(job: list[Any], steps: Any) -> float:
+    # The time of the step after the one that is saved; NaN if a process ends before.
+    ends = [process.sentinel for process in job]
+    while connection.wait([steps, *ends], _PATIENCE_SECS) == [steps]:
+        step, at = steps.recv()
+        if step > _SAVED_STEP:
+            return at
+    return math.nan
 
 
 class _Manager(NamedTuple):
     # The newest step, or None; loads it; saves a step and waits.
-    newest: Callable[[], int | None]
-    load: Callable[[int], Any]
+    newest: int | None
+    load: Callable[[], Any]
     save: Callable[[int, Any], object]
 
 
@@ -125,17 +95,14 @@ def _plain(directory: pathlib.Path, mesh: Any, abstract: Any, host: int) -> _Man
 
     del mesh, host
     checkpointer = ocp.training.Checkpointer(str(directory / "steps"))
-
-    def newest() -> int | None:
-        return None if checkpointer.latest is None else checkpointer.latest.step
-
-    def load(step: int) -> Any:
-        return checkpointer.load_checkpointables(step, {"state": abstract})["state"]
-
-    def save(step: int, state: Any) -> object:
-        return checkpointer.save_checkpointables(step, {"state": state}, force=True)
-
-    return _Manager(newest, load, save)
+    wanted = {"state": abstract}
+    return _Manager(
+        newest=checkpointer.latest and checkpointer.latest.step,
+        load=lambda: checkpointer.load_checkpointables(None, wanted)["state"],
+        save=lambda step, state: checkpointer.save_checkpointables(
+            step, {"state": state}, force=True
+        ),
+    )
 
 
 def _emergency(
@@ -154,17 +121,22 @@ def _emergency(
         every=_SAVED_STEP,
     )
     side = tiers_managers.side_of(manager, ocp.args.Composite, abstract)
+    newest: Any = manager.latest_step()
     return _Manager(
-        manager.latest_step, side.load, lambda step, state: side.save(step, state)()
+        newest=newest,
+        load=lambda: side.load(newest),
+        save=lambda step, state: side.save(step, state)(),
     )
 
 
 def _train(
-    make: Callable[..., _Manager],
+    name: str,
     config_path: pathlib.Path,
     directory: pathlib.Path,
     place: member.Member,
+    done: Any,
 ) -> None:
+    # One process of the job, until it is killed.
     config = load.load(config_path, [f"hosts={place.num_hosts}"])
     multicontroller.configure(config.world)
     with multicontroller.joined(place):
@@ -186,23 +158,14 @@ def _train(
             global_batch_size=batch_size.schedule(config.data, world).at(0),
         )
         program = configured.program(config, mesh)
+        make = {"plain": _plain, "emergency": _emergency}[name]
         manager = make(directory, mesh, program.abstract_state, place.host)
-        newest = manager.newest()
-        state = program.init() if newest is None else manager.load(newest)
+        state = program.init() if manager.newest is None else manager.load()
         while True:
             state, report = program.step(state, next(batches))
             jax.block_until_ready(report)
             step = int(state["step"])
-            if newest is None and step == _SAVED_STEP:
+            if manager.newest is None and step == _SAVED_STEP:
                 manager.save(step, state)
             if place.host == 0:
-                with (directory / _STEPS).open("a") as file:
-                    file.write(json.dumps([step, time.time()]) + "\n")
-
-
-if __name__ == "__main__":
-    # One process of the job, until it is killed.
-    manager, *paths, address, num_hosts, host = sys.argv[1:]
-    config, directory = map(pathlib.Path, paths)
-    place = member.Member(address=address, num_hosts=int(num_hosts), host=int(host))
-    _train(_plain if manager == "plain" else _emergency, config, directory, place)
+                done.send((step, time.time()))

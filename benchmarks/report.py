@@ -78,12 +78,7 @@ def write(path: str, figures: dict[str, Figure]) -> None:
         "machine": _machine(),
         "versions": _versions(),
         "figures": {
-            name: {
-                "value": figure.value,
-                "unit": figure.unit,
-                "against": figure.against,
-                "samples": list(figure.samples),
-            }
+            name: {"value": figure.value, **dataclasses.asdict(figure)}
             for name, figure in figures.items()
         },
     }
@@ -103,9 +98,8 @@ def _machine() -> dict[str, str]:
 
 
 def runs_on(devices: Sequence[jax.Device]) -> None:
-    """Notes the devices on which the suite runs, if they are accelerators."""
-    if devices[0].platform != "cpu":
-        _ACCELERATORS["accelerators"] = f"{len(devices)} {devices[0].device_kind}"
+    """Notes the accelerators on which the suite runs."""
+    _ACCELERATORS["accelerators"] = f"{len(devices)} {devices[0].device_kind}"
 
 
 _ACCELERATORS: dict[str, str] = {}

@@ -4,12 +4,18 @@ The world is 100 slices, or one for each 10 hosts if there are fewer, whose host
 100 boxes each: one of each of 100 leaves, no two alike. It saves a step with copies,
 and restores it when hosts have changed places.
 
+All hosts are simulated in one process, which pass messages as real ones do. Each has
+the product's own part of an exchange (`host.copies`), a RAM disk with its manifest,
+mail and a share of the coordination service that count, and no devices. A call runs on
+one host after the other; the time that it takes is that of the slowest host, because
+real ones run at the same time.
+
 * `messages_per_host_10k`: of a save to RAM with copies, at the host that passes the
   most messages of decisions; requests for values are not among them.
   `restore_messages_per_host_10k` of the restore.
 * `decision_secs_10k`: of that save and of a restore, from manifests on disks to the
-  reads of all hosts: processor time of the slowest host in each pass (`scale_world`).
-  Objects of the simulation that are there before are left out of garbage collection.
+  reads of all hosts: processor time of the slowest host in each pass. Objects of the
+  simulation that are there before are left out of garbage collection.
 * `traffic_peak_gib_10k`: of the process that simulates all hosts, not of one of them.
 
 Each size runs in a separate process; `_100`, `_1000` are those of fewer hosts.
@@ -17,75 +23,104 @@ Each size runs in a separate process; `_100`, `_1000` are those of fewer hosts.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import gc
+import itertools
 import pathlib
 import tempfile
 import time
-from collections.abc import Sequence
-from typing import Any, cast
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar, cast
 
-from benchmarks import memory, report, scale_world, turns
+import numpy as np
+
+from benchmarks import report, sized, turns
 from elastic_ckpt.checkpoint import restore, save_stages
+from elastic_ckpt.checkpoint.host import copies, reader, recovery
+from elastic_ckpt.checkpoint.host.answers import Replicated, Written
 from elastic_ckpt.checkpoint.host.reader import HostReader
+from elastic_ckpt.checkpoint.host.step_notes import WrittenStep
 from elastic_ckpt.checkpoint.host.trees import WantedLeaf
-from elastic_ckpt.checkpoint.hosts import Hosts
+from elastic_ckpt.checkpoint.host.world import HostWorld
+from elastic_ckpt.checkpoint.hosts import Hosts, Method
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.step_description import StepDescription
-from elastic_ckpt.core import boxes, events
-from elastic_ckpt.steps.manifest import Contents
+from elastic_ckpt.core import boxes, calls, codec, events, host_tree
+from elastic_ckpt.core.tree_allgather import TreeAllgather
+from elastic_ckpt.steps import manifest_file
+from elastic_ckpt.steps.holdings import Holdings
+from elastic_ckpt.steps.manifest import (
+    ComponentFile,
+    Contents,
+    Fragments,
+    Host,
+    Leaf,
+    Manifest,
+)
+from elastic_ckpt.steps.part_table import PartTable
 from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.tiers.choices import Peers
+from elastic_ckpt.tiers.ram.ram_disk import RamDisk
+from elastic_ckpt.tiers.source import ReadError, Source
 
-_SIZES = {"10k": 10_000, "1000": 1000, "100": 100}
+AnswerT = TypeVar("AnswerT")
+P = ParamSpec("P")
+_SIZES = {"10k": sized(10_000, 40), "1000": sized(1000, 30), "100": sized(100, 20)}
+# Of each figure, its unit and its bound.
+_FIGURES = {
+    "messages_per_host": ("messages", "at most 200"),
+    "restore_messages_per_host": ("messages", "no bound"),
+    "decision_secs": ("secs", "at most 10"),
+    "traffic_peak_gib": ("gib", "no bound"),
+}
 _STEP = 30
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cost:
-    """The cost of a save or a restore."""
-
-    messages: int  # of the host that passes the most of them
-    secs: float  # without what is written and read
-    peak_gib: float  # of the process that simulates all hosts
+_BRIEF_SECS = 60.0
+# Of a host: one box of each leaf.
+_LEAVES = 100
+# Each host has as many of a leaf.
+_ROWS = 16
+_COLUMNS = 512
+_BOX_BYTES = 2**20
+# By host. A message counts at the host that reads it and, if another host has left it
+# in its RAM disk, at that host too; a request to the coordination service at the host
+# that makes it.
+_Messages = collections.Counter[int]
 
 
 def measure() -> dict[str, report.Figure]:
     """Runs the suite."""
-    figures = {}
-    for name, num_hosts in _SIZES.items():
-        saved, restored = turns.in_new_process(costs, num_hosts)
-        values = {
-            "messages_per_host": (saved.messages, "messages", "at most 200"),
-            "restore_messages_per_host": (restored.messages, "messages", "no bound"),
-            "decision_secs": (saved.secs + restored.secs, "secs", "at most 10"),
-            "traffic_peak_gib": (restored.peak_gib, "gib", "no bound"),
-        }
-        figures |= {
-            f"{figure}_{name}": report.figure(unit, bound, [value])
-            for figure, (value, unit, bound) in values.items()
-        }
-    return figures
+    return {
+        f"{figure}_{name}": report.figure(*_FIGURES[figure], [value])
+        for name, num_hosts in _SIZES.items()
+        for figure, value in turns.in_new_process(_costs, num_hosts).items()
+    }
 
 
-def costs(num_hosts: int) -> tuple[Cost, Cost]:
-    """The costs of a save with copies, and of a restore by hosts in other places."""
+def _costs(num_hosts: int) -> dict[str, float]:
+    # Of a save with copies, and of a restore by hosts in other places.
     with tempfile.TemporaryDirectory(prefix="scale-", dir="/dev/shm") as directory:
-        hosts = scale_world.SimulatedHosts(
-            pathlib.Path(directory),
-            scale_world.manifests(num_hosts, step=_STEP),
-            num_hosts,
-        )
-        saved = _save(hosts)
-        hosts.forget_costs()
-        return saved, _restore(hosts, num_hosts)
+        hosts = _SimulatedHosts(pathlib.Path(directory), num_hosts)
+        _save(hosts)
+        saved = max(hosts.messages.values())
+        hosts.messages.clear()
+        _restore(hosts)
+    return {
+        "messages_per_host": saved,
+        "restore_messages_per_host": max(hosts.messages.values()),
+        "decision_secs": hosts.secs,
+        "traffic_peak_gib": turns.peak_gib(),
+    }
 
 
-def _save(hosts: scale_world.SimulatedHosts) -> Cost:
+def _save(hosts: _SimulatedHosts) -> None:
     names: list[str] = []
     stages = save_stages.SaveStages(
         cast(Hosts, hosts), emit=lambda name, **_: names.append(name)
     )
     saving = Saving(
-        step_id=StepId(hosts.step, "0"),
+        step_id=StepId(_STEP, "0"),
         # The manifests of the step are there already.
         write_components=lambda: None,
         back_up=False,
@@ -99,10 +134,9 @@ def _save(hosts: scale_world.SimulatedHosts) -> Cost:
     stages.begin(saving).result()
     stages.wait()
     assert names == ["saved", "replicated"], names
-    return _cost(hosts)
 
 
-def _restore(hosts: scale_world.SimulatedHosts, num_hosts: int) -> Cost:
+def _restore(hosts: _SimulatedHosts) -> None:
     driver = cast(Hosts, hosts)
     outcome = restore.find(driver, None, emit=events.nobody, is_dealt=True)
     step = outcome.checkpoint
@@ -110,36 +144,359 @@ def _restore(hosts: scale_world.SimulatedHosts, num_hosts: int) -> Cost:
     assert outcome.is_dealt
     restore.open_step(driver, step, is_dealt=True)
     contents = hosts.opened()
-    hosts.select(lambda number: _wanted(contents, number, num_hosts))
+    hosts.select(lambda number: _wanted(contents, number, hosts.num_hosts))
     restore.plan_reads(driver, step, [])
     answers: list[Any] = hosts.all(HostReader.read)
     assert {each["planned"] for each in answers} == {len(contents.leaves)}
     hosts.all(HostReader.close_step)
-    return _cost(hosts)
 
 
-def _wanted(contents: Contents, number: int, num_hosts: int) -> Sequence[WantedLeaf]:
+def _wanted(contents: Contents, number: int, num_hosts: int) -> list[WantedLeaf]:
     # The rows that the next host saved.
-    wanted = []
-    for leaf in contents.leaves:
-        rows = leaf.shape[0] // num_hosts
-        start = (number + 1) % num_hosts * rows
-        box = boxes.Box(start=(start, 0), stop=(start + rows, leaf.shape[1]))
-        wanted.append(
-            WantedLeaf(
-                path=leaf.path,
-                shape=leaf.shape,
-                boxes=(box,),
-                place=lambda _, values: values,
-                join=list,
-            )
+    start = (number + 1) % num_hosts * _ROWS
+    box = boxes.Box(start=(start, 0), stop=(start + _ROWS, _COLUMNS))
+    return [
+        WantedLeaf(
+            path=leaf.path,
+            shape=leaf.shape,
+            boxes=(box,),
+            place=lambda _, values: values,
+            join=list,
         )
-    return wanted
+        for leaf in contents.leaves
+    ]
 
 
-def _cost(hosts: scale_world.SimulatedHosts) -> Cost:
-    return Cost(
-        messages=max(hosts.messages.values()),
-        secs=hosts.secs,
-        peak_gib=memory.resident_bytes("VmHWM") / 2**30,
+class _CountedStore:
+    # The coordination service as one `host` after the other uses it.
+
+    def __init__(self, messages: _Messages) -> None:
+        self.host = 0
+        self._messages = messages
+        self._values: dict[str, bytes] = {}
+
+    def key_value_set_bytes(self, key: str, value: bytes) -> None:
+        self._messages[self.host] += 1
+        self._values[key] = value
+
+    def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
+        del timeout_in_ms
+        self._messages[self.host] += 1
+        # A host asks for the turn of the one above, which is empty, before it is there.
+        return self._values.get(key, b"")
+
+    def key_value_delete(self, key: str) -> None:
+        self._messages[self.host] += 1
+        for each in [each for each in self._values if each.startswith(key)]:
+            del self._values[each]
+
+
+class _Mail:
+    # Of one host; all can read what any of them has left in its RAM disk.
+
+    def __init__(
+        self, posted: dict[int, dict[str, bytes]], messages: _Messages, host: int
+    ) -> None:
+        self._posted = posted
+        self._own = posted[host]
+        self._messages = messages
+        self._host = host
+
+    def post(self, name: str, content: bytes) -> None:
+        self._own[name] = content
+
+    def read(self, host: int, name: str) -> bytes:
+        content = self._posted[host].get(name)
+        if content is None:
+            raise ReadError(f"cannot be read: host {host} has no {name}")
+        self._messages[self._host] += 1
+        self._messages[host] += 1
+        return content
+
+    def deliver(self, host: int, name: str, content: bytes) -> None:
+        del host, name, content
+
+    def remove(self, prefix: str) -> None:
+        for name in [name for name in self._own if name.startswith(prefix)]:
+            del self._own[name]
+
+
+class _WorldAlone(HostWorld):
+    # Without agents: messages pass through `_Mail`, and no values are read.
+
+    @property
+    def is_connected(self) -> bool:
+        return True
+
+    def source(self, host: Host, url: str, step_id: StepId) -> Source:
+        del host, url, step_id
+        return cast(Any, None)
+
+
+class _CopiesAlone(copies.HostCopies):
+    # Takes copies without their values: what a host fetches does not depend on how many
+    # other hosts there are.
+
+    def __init__(self, world: HostWorld) -> None:
+        super().__init__(world)
+        self._disk = world.disk
+
+    def fetch(self, tables: Sequence[PartTable]) -> Replicated:
+        offers = [each for table in tables for each in table.offers(named=True)]
+        if not offers:
+            return Replicated()
+        held = Holdings.from_offers(offers)
+        step_id = tables[0].saved.step_id
+        own = self._disk.manifest(0, step_id)
+        manifests = [own, *(offer.manifest for offer in offers)]
+        fragments = [
+            each.fragments.row(number, contents=own.contents)
+            for each in manifests
+            for number in range(len(each.fragments))
+        ]
+        copied = dataclasses.replace(
+            own,
+            fragments=Fragments.from_rows(fragments, contents=own.contents),
+            component_files=tuple(
+                f for each in manifests for f in each.component_files
+            ),
+        )
+        manifest_file.write(self._disk.step_directory(0, step_id), copied)
+        num_bytes = int(held.stored_bytes.sum())
+        return Replicated(copies=held.num_items, num_bytes=num_bytes)
+
+
+class _ReaderAlone(reader.HostReader):
+    # Plans its reads, and reads no values.
+
+    def __init__(self, world: HostWorld) -> None:
+        super().__init__(world)
+        self._simulated = world
+        self.wanted: Sequence[WantedLeaf] = ()
+        self.open = StepId(0, "")
+
+    def open_step(self, step_id: StepId, *, is_dealt: bool = False) -> None:
+        super().open_step(step_id, is_dealt=is_dealt)
+        self.open = step_id
+
+    def read(self) -> dict[str, int]:
+        world = self._simulated
+        plan = recovery.planned(
+            self.sharing.parts(self.open).step,
+            self.wanted,
+            host=world.own.host,
+            domain=world.peers.domain,
+        )
+        return {"planned": len(plan)}
+
+
+class _SaverAlone:
+    # Writes nothing: the manifest of the step is there already.
+
+    def __init__(self, number: int) -> None:
+        name = f"shards-{number:05d}-{number:05d}.json"
+        self._written = Written(files={"data": (name,)}, time_ms=number)
+
+    def write(self, **arguments: Any) -> Written:
+        del arguments
+        return self._written
+
+    def commit(self, written: WrittenStep) -> None:
+        del written
+
+    def collect(self, **arguments: Any) -> None:
+        del arguments
+
+
+class _SimulatedHosts:
+    # All hosts of a world; a `checkpoint.hosts.Hosts` for saves.
+
+    own = 0
+
+    def __init__(self, directory: pathlib.Path, num_hosts: int) -> None:
+        # So far, of each host; and the time of all calls, of the slowest host each.
+        self.messages: _Messages = collections.Counter()
+        self.secs = 0.0
+        self.num_hosts = num_hosts
+        self._store = _CountedStore(self.messages)
+        posted: dict[int, dict[str, bytes]] = collections.defaultdict(dict)
+        hosts: list[Host] = []
+        worlds = []
+        for number, manifest in enumerate(_manifests(num_hosts)):
+            hosts.append(manifest.host)
+            world = _world(directory / str(number), manifest, hosts, number)
+            world.mail = cast(Any, _Mail(posted, self.messages, number))
+            worlds.append(world)
+        self._hosts = [_parts(world) for world in worlds]
+        self._allgathers = [
+            TreeAllgather(self._store, "scale", host=number, num_hosts=num_hosts)
+            for number in range(num_hosts)
+        ]
+        self._tree = host_tree.HostTree(num_hosts=num_hosts)
+        self._turns: collections.Counter[str] = collections.Counter()
+
+    def all(
+        self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs
+    ) -> list[AnswerT]:
+        call = calls.of(method)
+        arguments = call.bind(*args, **kwargs)
+        values: dict[int, Any] = {}
+        # A host does not collect the garbage of all others.
+        gc.collect()
+        gc.freeze()
+        for group in self._tree.in_order(call.order):
+            # Those of one group run at the same time.
+            self.secs += max(self._run(call, arguments, n, values) for n in group)
+        answers = self._gather(call.turn(arguments), values, call.order)
+        began = time.process_time()
+        distinct = {id(each): each for each in answers}
+        decoded = {n: call.decode_answer(each) for n, each in distinct.items()}
+        self.secs += time.process_time() - began
+        return [decoded[id(each)] for each in answers]
+
+    def first(
+        self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs
+    ) -> AnswerT:
+        call = calls.of(method)
+        arguments = call.bind(*args, **kwargs)
+        values: dict[int, Any] = {}
+        self.secs += self._run(call, arguments, 0, values)
+        answers = self._gather(f"first/{call.turn(arguments)}", values)
+        return call.decode_answer(answers[0])
+
+    def share(self, name: str, value: AnswerT) -> list[AnswerT]:
+        # All drivers have the same value.
+        shared = dict.fromkeys(range(self.num_hosts), codec.encode(value))
+        return [value for _ in self._gather(f"share/{name}", shared)]
+
+    def opened(self) -> Contents:
+        return self._hosts[0].part("HostReader").opened()
+
+    def select(self, wanted: Callable[[int], Sequence[WantedLeaf]]) -> None:
+        # What each host reads of the step that is open, by its number.
+        for number, host in enumerate(self._hosts):
+            of_host = host.part("HostReader")
+            of_host.wanted = wanted(number)
+            of_host.select(of_host.wanted, ())
+        self._gather("check", {})
+
+    def _run(
+        self,
+        call: calls.Call,
+        arguments: Mapping[str, Any],
+        number: int,
+        answers: dict[int, Any],
+    ) -> float:
+        # Adds the answer of a host; returns the time that it took.
+        began = time.process_time()
+        answers[number] = codec.encode(call.run(self._hosts[number], arguments))
+        return time.process_time() - began
+
+    def _gather(
+        self, kind: str, values: Mapping[int, Any], order: host_tree.Order = "together"
+    ) -> list[Any]:
+        # Hosts pass answers up their tree, those of one level at the same time.
+        turn = self._turns[kind]
+        self._turns[kind] += 1
+        of_level: dict[int, float] = collections.defaultdict(float)
+        for number in itertools.chain.from_iterable(self._tree.in_order("up")):
+            began = time.process_time()
+            self._store.host = number
+            self._allgathers[number].pass_up(
+                kind,
+                turn,
+                lambda number=number: {"answer": values.get(number)},
+                order=order,
+                timeout_secs=_BRIEF_SECS,
+            )
+            level, secs = self._tree.level(number), time.process_time() - began
+            of_level[level] = max(of_level[level], secs)
+        for number in range(1, self.num_hosts):
+            self._store.host = number
+            key = f"scale/{kind}/{turn}/all"
+            self._store.blocking_key_value_get_bytes(key, 0)
+        self._store.host = 0
+        began = time.process_time()
+        taken = self._allgathers[0].take(kind, turn, timeout_secs=_BRIEF_SECS)
+        self.secs += sum(of_level.values()) + time.process_time() - began
+        return [each["answer"] for each in taken]
+
+
+def _world(
+    root: pathlib.Path, manifest: Manifest, hosts: Sequence[Host], number: int
+) -> HostWorld:
+    step = root / "hosts" / "0" / str(manifest.step_id)
+    step.mkdir(parents=True)
+    machine, _, _ = manifest.host.id.rpartition(".")
+    (root / "machine").write_text(machine)
+    manifest_file.write(step, manifest)
+    disk = RamDisk(root, run=manifest.run)
+    config = types.SimpleNamespace(
+        run=manifest.run,
+        number=number,
+        peer_tier=Peers(copies=2),
+        chosen=types.SimpleNamespace(
+            local=None, persistent=None, is_read_only=False, read_ram=None
+        ),
     )
+    own = types.SimpleNamespace(slot=0, host=manifest.host, disk=disk)
+    more: Any = {"own": own, "hosts": hosts, "client": None, "agents": {}}
+    return _WorldAlone(cast(Any, config), service=None, **more)
+
+
+def _parts(world: HostWorld) -> Any:
+    # The parts of a host that a save and a restore call.
+    reader_of_host = _ReaderAlone(world)
+    parts = {
+        "HostWorld": world,
+        "HostSaver": _SaverAlone(world.number),
+        "HostCopies": _CopiesAlone(world),
+        "HostReader": reader_of_host,
+        "StepSearch": reader_of_host.sharing,
+    }
+    return types.SimpleNamespace(part=parts.__getitem__)
+
+
+def _manifests(num_hosts: int) -> Iterator[Manifest]:
+    # That hosts write when they save.
+    shape = (num_hosts * _ROWS, _COLUMNS)
+    leaves = [
+        Leaf(path=f"params/layer_{number:03d}/w", shape=shape, dtype="float32")
+        for number in range(_LEAVES)
+    ]
+    contents = Contents(leaves=tuple(leaves), components={"data": num_hosts})
+    slice_hosts = max(10, num_hosts // 100)
+    generator = np.random.default_rng(_STEP)
+    for number in range(num_hosts):
+        start = np.tile([number * _ROWS, 0], (_LEAVES, 1))
+        yield Manifest(
+            run="scale",
+            step=_STEP,
+            save="0",
+            host=Host(
+                id=f"{number:016x}.0",
+                number=number,
+                domains={"slice": str(number // slice_hosts)},
+            ),
+            contents=contents,
+            fragments=Fragments(
+                leaf=np.arange(_LEAVES, dtype=np.int32),
+                boxes=boxes.Boxes(
+                    start=start, stop=start + np.array([_ROWS, _COLUMNS])
+                ),
+                digest=generator.integers(0, 2**64, (_LEAVES, 2), np.uint64),
+                file=np.zeros(_LEAVES, np.int32),
+                offset=np.arange(_LEAVES) * _BOX_BYTES,
+                stored_bytes=np.full(_LEAVES, _BOX_BYTES),
+                files=("arrays.bin",),
+            ),
+            component_files=(
+                ComponentFile(
+                    component="data",
+                    parts=(number, number + 1),
+                    path=f"data/shards-{number:05d}-{number:05d}.json",
+                    digest=generator.bytes(16),
+                    stored_bytes=150,
+                ),
+            ),
+        )

@@ -47,7 +47,7 @@ from elastic_ckpt_sidecar import RemoteIterator
 from etils import epath
 from jax.sharding import Mesh
 
-from benchmarks import report, turns
+from benchmarks import report, sized, turns
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import iterator, sharded_data
 
@@ -57,7 +57,7 @@ _NUM_SHARDS = 64
 _STEP_SECS = 0.05
 _SHORT_STEP_SECS = 0.005
 _SHARE = 0.7
-_NUM_ROUNDS = 7
+_NUM_ROUNDS = sized(7, 1)
 _STEPS_A_ROUND = 20
 # Batches that are ready when a round begins are not counted.
 _STEPS_UNCOUNTED = 4
@@ -151,7 +151,7 @@ def _nexts(mesh: Mesh) -> dict[str, report.Figure]:
     sides = {
         "_in_process": in_process(mesh, TRIVIAL),
         "_colocated": _colocated(mesh, TRIVIAL),
-        "_plain": plain(mesh, TRIVIAL),
+        "_plain": _plain(mesh, TRIVIAL),
         "_maxtext": _maxtext_wrapper(mesh, TRIVIAL),
     }
     step = _accelerator_step(_SHORT_STEP_SECS)
@@ -231,8 +231,8 @@ def in_process(
     return iterator.Batches(_data(row, num_workers), mesh=mesh, global_batch_size=_ROWS)
 
 
-def plain(mesh: Mesh, row: Row) -> Batches:
-    """The same from Grain, and copied to the mesh."""
+def _plain(mesh: Mesh, row: Row) -> Batches:
+    # The same from Grain, and copied to the mesh.
     sharding = topology.batch_sharding(mesh)
     records = grain.MapDataset.range(_NUM_RECORDS).map(row)
     for batch in records.to_iter_dataset(_IN_CALLER).batch(_ROWS):

@@ -26,7 +26,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks import report, soak
+from benchmarks import report, sized, soak
 from elastic_ckpt.cli import simulate
 from elastic_ckpt.core import storage
 from elastic_ckpt.elastic import faults
@@ -39,8 +39,8 @@ from elastic_ckpt.training import run_directory
 _TRACE = "trace.jsonl"
 # The state of the soaked model; its bytes cost next to nothing.
 _STATE_BYTES = 2**21
-_NUM_RUNS = 3
-_NUM_EVENTS = 24
+_NUM_RUNS = sized(3, 2)
+_NUM_EVENTS = sized(24, 4)
 # 10,000 hosts, 100 slices, two of them spares.
 _LARGE = (
     *("global_batch_size=0", "per_device_batch_size=3", "--hosts", "10000"),
@@ -48,15 +48,8 @@ _LARGE = (
     *("--vary", "spares=2", "--json"),
 )
 _PERIOD = "local_checkpoint_period=5"
-
-
 # Other faults are no events of a trace.
-_KINDS = {
-    faults.Kind.KILL_SLICE: cluster.EventKind.KILL_SLICE,
-    faults.Kind.RETURN_SLICE: cluster.EventKind.RETURN_SLICE,
-    faults.Kind.KILL_HOST: cluster.EventKind.KILL_HOST,
-    faults.Kind.HANG_HOST: cluster.EventKind.HANG_HOST,
-}
+_KINDS = {kind.value for kind in cluster.EventKind}
 
 
 def costs_of(run: pathlib.Path) -> Costs:
@@ -72,7 +65,7 @@ def simulated(run: pathlib.Path, costs: Costs) -> Outcome:
     config = run_directory.read_config(str(run))
     plan = study.plan(config, study.Cluster(), costs=costs, state_bytes=_STATE_BYTES)
     size = plan.hardware
-    trace = trace_of(
+    trace = _trace_of(
         run_files.read_events(str(run)), hosts_per_slice=size.hosts_per_slice
     )
     storage.write_atomic(run / _TRACE, cluster.to_bytes(trace))
@@ -86,14 +79,11 @@ def simulated(run: pathlib.Path, costs: Costs) -> Outcome:
     )
 
 
-def trace_of(
+def _trace_of(
     events: Sequence[Mapping[str, Any]], *, hosts_per_slice: int
 ) -> list[cluster.Event]:
-    """The faults of a run, by time.
-
-    Hosts of faults are numbered as in the world that runs; those of a trace as in the
-    cluster.
-    """
+    # The faults of a run, by time. Hosts of faults are numbered as in the world that
+    # runs; those of a trace as in the cluster.
     slices: Sequence[int] = ()
     trace = []
     for event in events:
@@ -110,68 +100,69 @@ def trace_of(
                 continue
             which = slices[place] * hosts_per_slice + host
         secs = event["time"] - events[0]["time"]
-        trace.append(cluster.Event(time=secs, what=_KINDS[kind], which=which))
+        what = cluster.EventKind(kind.value)
+        trace.append(cluster.Event(time=secs, what=what, which=which))
     return trace
 
 
 def measure() -> dict[str, report.Figure]:
     """Runs the suite."""
-    return large() | _beside_runs()
-
-
-def large() -> dict[str, report.Figure]:
-    """Simulates 10,000 hosts."""
     command = [sys.executable, "-m", "elastic_ckpt.cli.main", "simulate"]
     began = time.perf_counter()
     subprocess.run(
-        [*command, str(soak.CONFIG), *_LARGE, "--days", "30"],
+        [*command, str(soak.CONFIG), *_LARGE, "--days", sized("30", "1")],
         stdout=subprocess.DEVNULL,
         check=True,
     )
     secs = time.perf_counter() - began
-    return {"secs_10k": report.figure("secs", "30 days, at most 60", [secs])}
+    month = report.figure("secs", "30 days, at most 60", [secs])
+    return {"secs_10k": month} | _beside_runs()
 
 
 def _beside_runs() -> dict[str, report.Figure]:
     seed = random.randrange(2**16)
     print(f"seed {seed}")
-    run_goodput: list[float] = []
-    goodput: dict[str, list[float]] = {"": [], "_crossed": []}
-    steps_lost: dict[str, list[float]] = {"": [], "_crossed": []}
+    listed = [soak.faults(_NUM_EVENTS, seed + number) for number in range(_NUM_RUNS)]
+    figures: dict[str, report.Figure] = {}
     with tempfile.TemporaryDirectory() as directory:
         runs = [pathlib.Path(directory, str(n)) for n in range(_NUM_RUNS)]
-        outcomes = [_soaked(run, seed=seed + number) for number, run in enumerate(runs)]
+        outcomes = list(map(_soaked, runs, listed))
         costs = [costs_of(run / soak.RUN) for run in runs]
-        for number, (run, outcome) in enumerate(zip(runs, outcomes, strict=True)):
-            run_goodput.append(outcome.goodput_percent)
-            changes = outcome.named("recovered")
-            lost = sum(each["steps_lost"] for each in changes)
-            for ending, paid in (("", costs[number]), ("_crossed", costs[number - 1])):
-                result = simulated(run / soak.RUN, paid)
-                points = abs(result.goodput_percent - outcome.goodput_percent)
-                goodput[ending].append(points)
-                apart = abs(result.steps_lost - lost) / _num_faults(seed + number)
-                steps_lost[ending].append(apart)
-    figures = {"run_goodput_percent": report.figure("%", "no bound", run_goodput)}
-    for ending in goodput:
-        figures |= {
-            f"goodput_points_apart{ending}": report.figure(
-                "%", "of the time; at most 10", goodput[ending]
-            ),
-            f"steps_lost_apart{ending}": report.figure(
-                "steps", f"a fault, at most {_PERIOD}", steps_lost[ending]
-            ),
-        }
+        figures["run_goodput_percent"] = report.figure(
+            "%", "no bound", [outcome.goodput_percent for outcome in outcomes]
+        )
+        # With its own costs, and with those of the run before.
+        for ending, paid in (("", costs), ("_crossed", [costs[-1], *costs[:-1]])):
+            results = [
+                simulated(run / soak.RUN, each)
+                for run, each in zip(runs, paid, strict=True)
+            ]
+            figures[f"goodput_points_apart{ending}"] = report.figure(
+                "%",
+                "of the time; at most 10",
+                [
+                    abs(result.goodput_percent - outcome.goodput_percent)
+                    for result, outcome in zip(results, outcomes, strict=True)
+                ],
+            )
+            figures[f"steps_lost_apart{ending}"] = report.figure(
+                "steps",
+                f"a fault, at most {_PERIOD}",
+                list(map(_steps_lost_apart, results, outcomes, listed)),
+            )
     return figures
 
 
-def _soaked(directory: pathlib.Path, *, seed: int) -> soak.Outcome:
+def _soaked(directory: pathlib.Path, listed: list[dict[str, int]]) -> soak.Outcome:
     directory.mkdir()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as ram:
-        listed = soak.faults(_NUM_EVENTS, seed)
         return soak.soak(str(directory), ram, soak.CONFIG, listed)
 
 
-def _num_faults(seed: int) -> int:
-    listed = soak.faults(_NUM_EVENTS, seed)
-    return sum("return_slice" not in fault for fault in listed)
+def _steps_lost_apart(
+    result: Outcome, outcome: soak.Outcome, listed: list[dict[str, int]]
+) -> float:
+    # A fault.
+    lost = sum(each["steps_lost"] for each in outcome.named("recovered"))
+    num_faults = sum("return_slice" not in fault for fault in listed)
+    return abs(result.steps_lost - lost) / num_faults

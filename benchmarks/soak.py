@@ -17,12 +17,12 @@ process), with the endings `_gs` and `_s3`.
 * `recover_secs`: of each change, from the failure to the first step.
 * `goodput_percent`: of the run's time, the part that trained new steps
   (`elastic_ckpt.monitoring.goodput` has the formula).
-* `load`: of the machine, before and after.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import json
 import os
@@ -32,15 +32,14 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
-from benchmarks import report, storage
+from benchmarks import report, sized, storage
 from elastic_ckpt.inspect import run_files
 
 CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "demo_cpu.yml"
-_NUM_FAULTS = 100
+_NUM_FAULTS = sized(100, 2)
 _NUM_SLICES = 4
 _LEAST_SLICES = 2
 _STEPS_BETWEEN = (8, 30)
@@ -81,19 +80,19 @@ class _Draw(random.Random):
         self.there, self.gone = set(range(_NUM_SLICES)), set[int]()
 
     def lost(self) -> int:
-        """A slice that is gone from now on."""
+        # A slice that is gone from now on.
         self.gone.add(lost := self.choice(sorted(self.there)))
         self.there.remove(lost)
         return lost
 
     def back(self) -> int:
-        """A slice that is back from now on."""
+        # A slice that is back from now on.
         self.there.add(back := self.choice(sorted(self.gone)))
         self.gone.remove(back)
         return back
 
     def host(self) -> int:
-        """A host that is there: those of the least slices are."""
+        # A host that is there: those of the least slices are.
         return self.randrange(_LEAST_SLICES)
 
 
@@ -160,7 +159,7 @@ def soak(
     directory on a RAM disk; both are empty.
     """
     run = f"{directory}/{RUN}"
-    mark = f"{_MARK}={uuid.uuid4()}"
+    mark = f"{uuid.uuid4()}"
     settings = {
         "run_name": RUN,
         "base_output_directory": directory,
@@ -180,18 +179,14 @@ def soak(
         "peer_copies": 2,
         "multi_tier_checkpointing_backup_interval_steps": 20,
     }
-    _command(
-        "train",
-        config,
-        *(f"{key}={value}" for key, value in settings.items()),
-        mark=mark,
-    )
+    _command(mark, "train", config, *(f"{k}={value}" for k, value in settings.items()))
     left = _processes(mark)
-    audit = json.loads(_command("audit", run, "--json", mark=mark))
+    name = "/elastic_ckpt/goodput/percent"
+    recorded = run_files.read_metrics(f"{run}/metrics", last_bytes=2**20)["run"]
     return Outcome(
-        audit=audit,
-        events=run_files.RunFiles.read(run).events(),
-        goodput_percent=_goodput_percent(run),
+        audit=json.loads(_command(mark, "audit", run, "--json")),
+        events=run_files.read_events(run),
+        goodput_percent=[r["last"] for r in recorded if r["metric"] == name][-1],
         processes_left=left,
     )
 
@@ -199,22 +194,17 @@ def soak(
 def measure() -> dict[str, report.Figure]:
     """Runs the suite."""
     figures: dict[str, report.Figure] = {}
-    loads = [os.getloadavg()[0]]
-    with storage.stores() as environment:
-        bucket = environment["BUCKET"]
-        for ending, url in (("", ""), ("_gs", "gs://"), ("_s3", "s3://")):
-            with (
-                tempfile.TemporaryDirectory() as directory,
-                mock.patch.dict(os.environ, environment),
-            ):
-                place = f"{url}{bucket}/soak" if url else directory
-                named = _measure(place, random.randrange(2**16))
+    with storage.stores() as environment, mock.patch.dict(os.environ, environment):
+        for ending, scheme in (("", ""), ("_gs", "gs://"), ("_s3", "s3://")):
+            with tempfile.TemporaryDirectory() as directory:
+                bucket = f"{scheme}{environment['BUCKET']}/soak"
+                named = _measure(bucket if scheme else directory)
             figures |= {f"{name}{ending}": each for name, each in named.items()}
-            loads.append(os.getloadavg()[0])
-    return figures | {"load": report.figure("processes", "running, in a minute", loads)}
+    return figures
 
 
-def _measure(directory: str, seed: int) -> Mapping[str, report.Figure]:
+def _measure(directory: str) -> dict[str, report.Figure]:
+    seed = random.randrange(2**16)
     listed = mixed_faults(_NUM_FAULTS, seed)
     print(f"{directory}, seed {seed}: {json.dumps(listed)}")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as ram:
@@ -224,18 +214,18 @@ def _measure(directory: str, seed: int) -> Mapping[str, report.Figure]:
     )
     print(f"{directory}: {dict(injected)}")
     audit, changes = outcome.audit, outcome.named("recovered")
-    num_faults = injected.total() - injected["return_slice"]
-    num_worlds = len(outcome.named("world_started"))
-    lost = outcome.committed_steps_lost()
-    left = len(outcome.processes_left)
     figure = report.figure
     return {
-        "faults": figure("faults", f"{_NUM_FAULTS}, seed {seed}", [num_faults]),
-        "worlds": figure("worlds", "of one run", [num_worlds]),
+        "faults": figure(
+            "faults",
+            f"{_NUM_FAULTS}, seed {seed}",
+            [injected.total() - injected["return_slice"]],
+        ),
+        "worlds": figure("worlds", "of one run", [len(outcome.named("world_started"))]),
         "examples_lost": figure("examples", "0", [audit["num_lost"]]),
         "examples_repeated": figure("examples", "0", [audit["num_repeated"]]),
-        "committed_steps_lost": figure("worlds", "0", [lost]),
-        "processes_left": figure("processes", "0", [left]),
+        "committed_steps_lost": figure("worlds", "0", [outcome.committed_steps_lost()]),
+        "processes_left": figure("processes", "0", [len(outcome.processes_left)]),
         "steps_lost": figure(
             "steps",
             "local_checkpoint_period=5",
@@ -246,14 +236,13 @@ def _measure(directory: str, seed: int) -> Mapping[str, report.Figure]:
     }
 
 
-def _command(*arguments: object, mark: str) -> str:
-    name, _, value = mark.partition("=")
+def _command(mark: str, *arguments: object) -> str:
     ended = subprocess.run(
         [sys.executable, "-m", "elastic_ckpt.cli.main", *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {name: value},
+        env=os.environ | {_MARK: mark},
     )
     if ended.returncode:
         raise RuntimeError(f"{arguments[0]} failed: {ended.stdout}{ended.stderr}")
@@ -261,21 +250,12 @@ def _command(*arguments: object, mark: str) -> str:
 
 
 def _processes(mark: str) -> list[int]:
-    # The processes that have the mark in their environment.
+    # Those that have the mark in their environment.
+    wanted = f"{_MARK}={mark}".encode()
     left = []
-    for entry in pathlib.Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            if mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+    for entry in pathlib.Path("/proc").glob("[0-9]*"):
+        # It may have ended, or be another user's.
+        with contextlib.suppress(OSError):
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
                 left.append(int(entry.name))
-        except OSError:
-            # It has ended, or is another user's.
-            continue
     return left
-
-
-def _goodput_percent(run: str) -> float:
-    name = "/elastic_ckpt/goodput/percent"
-    recorded = run_files.read_metrics(f"{run}/metrics", last_bytes=2**20)["run"]
-    return [each["last"] for each in recorded if each["metric"] == name][-1]

@@ -1,5 +1,7 @@
-"""Suite `storage`: buckets, beside plain ranged reads and beside Orbax.
+"""Suite `storage`: the step log; buckets, beside plain ranged reads and beside Orbax.
 
+* `log_bytes_per_step`: bytes of the log of `elastic-ckpt train` over its steps, at a
+  batch of 4,096 shuffled rows.
 * `bucket_read_ratio`: the speed of reading TFRecords from a bucket of GCS over that of
   ranged reads of the same bytes, 16 at a time, of 2 MiB each; `_s3`, and `_late` with
   answers that take 20 ms longer, as the first byte of real stores takes tens of
@@ -16,7 +18,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import itertools
 import json
@@ -34,13 +35,15 @@ import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
+from array_record.python import array_record_module
 from orbax.checkpoint import v1 as ocp
 
-from benchmarks import report, turns
+from benchmarks import report, sized, turns
 from elastic_ckpt import data, frontend
 from elastic_ckpt.core import storage
 from elastic_ckpt.data.sources import remote_file, tfrecord
 from elastic_ckpt.tiers import choices
+from elastic_ckpt.training import step_log
 
 _RECORD_BYTES = 64 * 1024
 # The length of a record and the checksums.
@@ -62,24 +65,28 @@ with buckets.serving(float(sys.argv[1])) as environment:
     print(json.dumps(environment | {"BUCKET": buckets.BUCKET}), flush=True)
     sys.stdin.read()
 """
+_FILES = sized(8, 2)
+_FILE_BYTES = sized(64 << 20, 4 << 20)
+_STATE_ITEMS = sized(16 << 20, 1 << 18)
+_ROUNDS = sized(7, 1)
+# Of the run whose log is measured.
+_STEPS = sized(20, 2)
+_LOGGED = {
+    "run_name": "log",
+    "max_target_length": 16,
+    "global_batch_size": sized(4096, 512),
+    "base_emb_dim": 16,
+    "base_num_query_heads": 2,
+    "head_dim": 8,
+    "base_mlp_dim": 16,
+    "base_num_decoder_layers": 1,
+    "enable_checkpointing": False,
+    "steps": _STEPS,
+}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Size:
-    """The size of the measurement."""
-
-    data_files: int = 8
-    file_mib: int = 64
-    state_mib: int = 64
-    rounds: int = 7
-
-
-# Shows that the suite runs, and measures nothing.
-SMALL = Size(data_files=2, file_mib=4, state_mib=1, rounds=1)
-
-
-def measure(size: Size = Size()) -> dict[str, report.Figure]:
-    """Measures in a process that begins with the addresses of the stores."""
+def measure() -> dict[str, report.Figure]:
+    """Measures in processes that begin with the addresses of the stores."""
     ratios, saves = {}, {}
     for ending, kind, late_secs in (
         ("", "gs", 0.0),
@@ -88,21 +95,42 @@ def measure(size: Size = Size()) -> dict[str, report.Figure]:
     ):
         with stores(late_secs) as environment, mock.patch.dict(os.environ, environment):
             url = f"{kind}://{environment['BUCKET']}"
-            secs = turns.in_new_process(_reads, f"{url}/data", size)
+            secs = turns.in_new_process(_reads, f"{url}/data")
             ratios[f"bucket_read_ratio{ending}"] = report.ratio(
                 secs["plain"],
                 secs["ours"],
                 "at least 0.8; speed over that of plain ranged reads",
             )
             if not ending:
-                saves = turns.in_new_process(_saves, f"{url}/steps", size)
+                saves = turns.in_new_process(_saves, f"{url}/steps")
     return ratios | {
+        "log_bytes_per_step": report.figure("bytes", "at most 2,000", [_log_bytes()]),
         "upload_ratio_orbax": report.ratio(
             saves["ours"],
             saves["orbax"],
             "at most 1.1; until a step is in gs://, over Orbax's",
-        )
+        ),
     }
+
+
+def _log_bytes() -> float:
+    with tempfile.TemporaryDirectory() as directory:
+        corpus = f"{directory}/texts.array_record"
+        writer = array_record_module.ArrayRecordWriter(corpus, "group_size:1")
+        for number in range(100_000):
+            writer.write(b"text %d" % number)
+        writer.close()
+        settings = {"base_output_directory": directory, "grain_train_files": corpus}
+        config = pathlib.Path(directory, "config.yml")
+        # JSON is YAML.
+        config.write_text(json.dumps(_LOGGED | settings))
+        subprocess.run(
+            [sys.executable, "-m", "elastic_ckpt.cli.main", "train", str(config)],
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
+        files = pathlib.Path(directory, "log", step_log.DIRECTORY).iterdir()
+        return sum(file.stat().st_size for file in files) / _STEPS
 
 
 @contextlib.contextmanager
@@ -126,9 +154,9 @@ def stores(late_secs: float = 0.0) -> Iterator[dict[str, str]]:
             serving.stdin.close()
 
 
-def _reads(url: str, size: Size) -> dict[str, list[float]]:
-    paths = _write_data(url, size)
-    num_batches = size.data_files * size.file_mib * 2**20 // _RECORD_BYTES // _ROWS
+def _reads(url: str) -> turns.Secs:
+    paths = _write_data(url)
+    num_batches = _FILES * _FILE_BYTES // _RECORD_BYTES // _ROWS
     ranges = list(_ranges(paths))
     with concurrent.futures.ThreadPoolExecutor(_READERS) as readers:
         sides: dict[str, Callable[[], int]] = {
@@ -137,14 +165,14 @@ def _reads(url: str, size: Size) -> dict[str, list[float]]:
         }
         num_bytes = {side: read() for side, read in sides.items()}
         assert len(set(num_bytes.values())) == 1, num_bytes
-        return turns.timed(sides, size.rounds)
+        return turns.timed(sides, _ROUNDS)
 
 
-def _write_data(url: str, size: Size) -> tuple[str, ...]:
+def _write_data(url: str) -> tuple[str, ...]:
     generator = np.random.default_rng(0)
-    num_records = size.file_mib * 2**20 // _RECORD_BYTES
+    num_records = _FILE_BYTES // _RECORD_BYTES
     paths = []
-    for number in range(size.data_files):
+    for number in range(_FILES):
         path = f"{url}/part-{number}.tfrecord"
         records = (generator.bytes(_RECORD_BYTES) for _ in range(num_records))
         with tempfile.TemporaryDirectory() as directory:
@@ -191,14 +219,14 @@ def _row(record: dict[str, Any]) -> dict[str, np.ndarray]:
     return {"bytes": np.frombuffer(record["text"], np.uint8)}
 
 
-def _saves(url: str, size: Size) -> dict[str, list[float]]:
+def _saves(url: str) -> turns.Secs:
     keep = cast(Any, ocp.training.preservation_policies.LatestN(1))
     ours = frontend.Checkpointer(
         [choices.Persistent(f"{url}/ours", every=1, keep=keep)]
     )
     orbax = ocp.training.Checkpointer(f"{url}/orbax", preservation_policy=keep)
     steps = itertools.count(1)
-    items = size.state_mib * 2**18 // _LARGE_LEAVES
+    items = _STATE_ITEMS // _LARGE_LEAVES
 
     @jax.jit
     def make(number: float) -> dict[str, jax.Array]:
@@ -213,7 +241,7 @@ def _saves(url: str, size: Size) -> dict[str, list[float]]:
         assert checkpointer.save_async(step, state, force=True).result()
 
     sides = {"ours": lambda: save(ours), "orbax": lambda: save(orbax)}
-    secs = turns.timed(sides, size.rounds)
+    secs = turns.timed(sides, _ROUNDS)
     ours.close()
     orbax.close()
     return secs

@@ -27,43 +27,32 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import report
+from benchmarks import report, sized
 from benchmarks.peers import hf_datasets, peer
 from benchmarks.peers import measure as peers
-from elastic_ckpt.data import prefetch, rows
+from elastic_ckpt.data import prefetch, rows, sharded_data
 from elastic_ckpt.data.lm import pipeline, text
 
 NUM_SHARDS = 64
 _COLUMN = "text"
 _NUM_FILES = 8
+# Of the corpus; all are some 31 million.
+_NUM_CHARACTERS = sized(10**9, 10**6)
 _MEAN_CHARACTERS = 2000
 # The standard deviation of the logarithm of the length.
 _SIGMA = 0.8
 _TRAINING_TEXTS = 2500
 _VOCAB_SIZE = 32_000
 _TEXTS_A_CALL = 1000
-_ROUNDS = 5
-_NUM_TOKENS = 6_000_000
+_ROUNDS = sized(5, 1)
+# Timed of each side in each round.
+_NUM_TOKENS = sized(6_000_000, 100_000)
 _PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 
-def measure(
-    directory: pathlib.Path,
-    *,
-    num_tokens: int = _NUM_TOKENS,
-    num_rounds: int = _ROUNDS,
-    num_characters: int | None = None,
-) -> dict[str, report.Figure]:
-    """Measures in files below `directory`.
-
-    Args:
-      directory: made anew.
-      num_tokens: timed of each side in each round.
-      num_rounds: how often each side has its turn.
-      num_characters: of the corpus; None takes all, some 31 million.
-    """
-    directory.mkdir(parents=True)
-    texts = _texts(directory, num_characters)
+def measure(directory: pathlib.Path) -> dict[str, report.Figure]:
+    """Measures in files below `directory`."""
+    texts = _texts(directory)
     files = _write(texts, directory)
     path = _train(texts, directory)
     sides: peers.Sides = {
@@ -77,9 +66,9 @@ def measure(
         print(f"text: hf_datasets_map: not installed: datasets; {peer.INSTALL}")
     rates = peers.in_turns(
         sides,
-        num_tokens=num_tokens,
-        warm_up_tokens=num_tokens // 8,
-        num_rounds=num_rounds,
+        num_tokens=_NUM_TOKENS,
+        warm_up_tokens=_NUM_TOKENS // 8,
+        num_rounds=_ROUNDS,
     )
     return peers.compared(
         rates,
@@ -89,14 +78,14 @@ def measure(
     )
 
 
-def _texts(directory: pathlib.Path, num_characters: int | None) -> list[str]:
+def _texts(directory: pathlib.Path) -> list[str]:
     from pyarrow import parquet as pq
 
     sources = directory / "sources.parquet"
     text.write(text.PYTHON_STDLIB, str(sources), file_type="parquet")
     column = pq.read_table(sources)["text"].to_pylist()
     sources.unlink()
-    whole = "\n".join(column)[:num_characters]
+    whole = "\n".join(column)[:_NUM_CHARACTERS]
     generator = np.random.default_rng(0)
     mu, place = np.log(_MEAN_CHARACTERS) - _SIGMA**2 / 2, 0
     texts = []
@@ -136,6 +125,19 @@ def _train(texts: list[str], directory: pathlib.Path) -> str:
     return str(path)
 
 
+def inputs(
+    data: sharded_data.ShardedData, read_ahead: prefetch.ReadAhead
+) -> Iterator[Any]:
+    """The inputs of the batches of a run on one host."""
+    placement = rows.Placement.in_order(0, num_hosts=1, global_batch_size=NUM_SHARDS)
+    rows_of_host = prefetch.Prefetched(
+        data.host_batches(placement), make=dict, read_ahead=read_ahead
+    )
+    with contextlib.closing(rows_of_host) as batches:
+        while True:
+            yield next(batches)["inputs"]
+
+
 def _from_config(files: list[str], path: str) -> Iterator[Any]:
     os.environ[_PARALLELISM] = "false"
     data = pipeline.from_config(
@@ -150,15 +152,8 @@ def _from_config(files: list[str], path: str) -> Iterator[Any]:
         grain_packing_type="concat_then_split",
         grain_shuffle_buffer_size=0,
     )
-    placement = rows.Placement.in_order(0, num_hosts=1, global_batch_size=NUM_SHARDS)
-    rows_of_host = prefetch.Prefetched(
-        data.host_batches(placement),
-        make=dict,
-        read_ahead=prefetch.ReadAhead(batches=1),
-    )
-    with contextlib.closing(rows_of_host) as batches:
-        while True:
-            yield next(batches)["inputs"]
+    assert isinstance(data, sharded_data.ShardedData)
+    yield from inputs(data, prefetch.ReadAhead(batches=1))
 
 
 def _library(texts: list[str], path: str) -> Iterator[Any]:

@@ -52,6 +52,7 @@ from collections.abc import Callable, Iterator
 
 from benchmarks import (
     report,
+    sized,
     tiers_alone,
     tiers_hosts,
     tiers_managers,
@@ -67,35 +68,12 @@ _OF_PEERS = 3 / 4
 _SERVED = "hosts/0/1-served/file"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Size:
-    """How much is measured."""
-
-    num_leaves: int = 32  # large ones of the state
-    leaf_mib: int = 32
-    num_small: int = 64  # leaves of 8 KiB besides
-    rounds: int = 7
-    file_bytes: int = _GIB  # read from an agent at once
-    small_alone: int = 20_000  # leaves of 1 kB that one process saves
-    huge_mib: int = 1024  # of the one leaf that one process saves
-    rounds_alone: int = 3
-    managers: bool = True  # of Orbax, one of which hangs now and then
+_NUM_LEAVES = sized(32, 2)  # large ones of the state, of 32 MiB
+_ROUNDS = sized(7, 1)
+_SERVED_BYTES = sized(_GIB, 2**20)  # read from an agent at once
 
 
-# Shows that the suite runs, and measures nothing.
-SMALL = Size(
-    num_leaves=2,
-    leaf_mib=1,
-    num_small=2,
-    rounds=1,
-    file_bytes=2**20,
-    small_alone=20,
-    huge_mib=2,
-    rounds_alone=1,
-)
-
-
-def measure(size: Size = Size()) -> dict[str, report.Figure]:
+def measure() -> dict[str, report.Figure]:
     """Runs the suite."""
     supervisor.warm_up([tiers_managers.__name__])
     prefix = f"elastic_ckpt_benchmark_{os.getpid()}_"
@@ -105,37 +83,28 @@ def measure(size: Size = Size()) -> dict[str, report.Figure]:
             machines=tuple(machines),
             results=f"{d}/results",
             orbax=f"{d}/orbax",
-            num_leaves=size.num_leaves,
-            leaf_mib=size.leaf_mib,
-            num_small=size.num_small,
-            rounds=size.rounds,
+            num_leaves=_NUM_LEAVES,
+            leaf_mib=sized(32, 1),
+            num_small=sized(64, 2),
+            rounds=_ROUNDS,
         )
         with _agents(machines) as urls:
             saved = tiers_hosts.run(tiers_hosts.save, place)
             restored = tiers_hosts.run(tiers_hosts.restore, place)
             program = functools.partial(tiers_hosts.restore_half, urls=tuple(urls))
             half = tiers_hosts.run(program, place, num_hosts=tiers_hosts.HOSTS // 2)
-        figures = _of_hosts(saved, restored, half, place.num_bytes / _GIB)
         for directory in (*machines, place.orbax):
             shutil.rmtree(directory)
-        figures |= tiers_alone.figures(
-            f"{d}/alone",
-            leaves=size.small_alone,
-            mib=size.huge_mib,
-            rounds=size.rounds_alone,
-        )
+        alone = tiers_alone.measure(f"{d}/alone")
         shutil.rmtree(f"{d}/alone")
-        if size.managers:
-            # As large on each host, of which two have the same.
-            halved = dataclasses.replace(place, num_leaves=size.num_leaves // 2)
-            figures |= _beside(tiers_hosts.run(tiers_managers.save_and_restore, halved))
-        return figures | _transferred(f"{d}/served", size)
-
-
-def _of_hosts(
-    saved: turns.Secs, restored: turns.Secs, half: turns.Secs, num_gib: float
-) -> dict[str, report.Figure]:
-    return {
+        # As large on each host, of which two have the same.
+        halved = dataclasses.replace(place, num_leaves=_NUM_LEAVES // 2)
+        managed = tiers_hosts.run(tiers_managers.save_and_restore, halved)
+        storage.write_atomic(f"{d}/served/{_SERVED}", os.urandom(_SERVED_BYTES))
+        with _agents([f"{d}/served"]) as (url,):
+            reads = turns.in_new_process(_reads, url, secret.path(f"{d}/served"))
+    num_gib = place.num_bytes / _GIB
+    figures = {
         "save_block_ratio_copy": report.ratio(
             saved["block"], saved["copy"], "at most 1.2; over a copy to warm memory"
         ),
@@ -159,6 +128,21 @@ def _of_hosts(
             half["read_peers_files"],
             "the peers' files, read alone",
         ),
+        **alone,
+    }
+    for name in ("p2p", "emergency", "replicator"):
+        figures[f"save_block_ratio_{name}"] = report.ratio(
+            managed["block_ours"],
+            managed[f"block_{name}"],
+            f"over Orbax's {name} manager",
+        )
+        figures[f"ram_restore_ratio_{name}"] = report.ratio(
+            managed[f"load_{name}"], managed["load_ours"], f"over the speed of {name}"
+        )
+    return figures | {
+        "peer_ratio_curl": report.ratio(
+            reads["curl"], reads["client"], "at least 0.5; over the speed of curl"
+        )
     }
 
 
@@ -166,34 +150,9 @@ def _speed(num_gib: float, secs: list[float], against: str) -> report.Figure:
     return report.figure("GiB/s", against, [num_gib / each for each in secs])
 
 
-def _beside(secs: turns.Secs) -> dict[str, report.Figure]:
-    figures = {}
-    for name in ("p2p", "emergency", "replicator"):
-        figures[f"save_block_ratio_{name}"] = report.ratio(
-            secs["block_ours"], secs[f"block_{name}"], f"over Orbax's {name} manager"
-        )
-        figures[f"ram_restore_ratio_{name}"] = report.ratio(
-            secs[f"load_{name}"], secs["load_ours"], f"over the speed of {name}"
-        )
-    return figures
-
-
-def _transferred(root: str, size: Size) -> dict[str, report.Figure]:
-    storage.write_atomic(f"{root}/{_SERVED}", os.urandom(size.file_bytes))
-    with _agents([root]) as (url,):
-        secs = turns.in_new_process(
-            _reads, url, secret.path(root), size.file_bytes, size.rounds
-        )
-    return {
-        "peer_ratio_curl": report.ratio(
-            secs["curl"], secs["client"], "at least 0.5; over the speed of curl"
-        )
-    }
-
-
-def _reads(url: str, secret_file: str, num_bytes: int, rounds: int) -> turns.Secs:
+def _reads(url: str, secret_file: str) -> turns.Secs:
     # Ours reads into memory that was written before.
-    memory = host_memory.allocate(num_bytes)
+    memory = host_memory.allocate(_SERVED_BYTES)
     memory[:] = 0
     known = secret.read(secret_file)
 
@@ -202,7 +161,7 @@ def _reads(url: str, secret_file: str, num_bytes: int, rounds: int) -> turns.Sec
         subprocess.run(
             [
                 *("curl", "--silent", "--fail", "--config", "-"),
-                *("--output", "/dev/null", "--range", f"0-{num_bytes - 1}"),
+                *("--output", "/dev/null", "--range", f"0-{_SERVED_BYTES - 1}"),
                 f"{url}/v1/{_SERVED}",
             ],
             input=f'header = "Authorization: Bearer {known}"'.encode(),
@@ -215,7 +174,7 @@ def _reads(url: str, secret_file: str, num_bytes: int, rounds: int) -> turns.Sec
             "client": lambda: endpoint.read_into(f"/v1/{_SERVED}", 0, memory.data),
             "curl": read_curl,
         }
-        return turns.timed(sides, rounds)
+        return turns.timed(sides, _ROUNDS)
 
 
 @contextlib.contextmanager

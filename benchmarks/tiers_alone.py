@@ -6,6 +6,9 @@ it, and `orbax` storage. All directories are on the RAM disk.
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import functools
 import gc
 import itertools
 import time
@@ -16,28 +19,30 @@ import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
-from benchmarks import report, turns
+from benchmarks import report, sized, turns
 from elastic_ckpt import frontend
 from elastic_ckpt.tiers import choices
 
-# A large leaf, and the elements of a small one.
-_LARGE_MIB = 64
+_ROUNDS = sized(3, 1)
+_SMALL_LEAVES = sized(20_000, 20)
 _SMALL_ITEMS = 256
+# Of all large leaves, or of the only one; and of each of them.
+_MIB = sized(1024, 2)
+_LARGE_MIB = min(64, _MIB)
 
 _State = dict[str, jax.Array]
 
 
-def figures(
-    directory: str, *, leaves: int, mib: int, rounds: int
-) -> dict[str, report.Figure]:
-    """Measures in a new process; `mib` is of all large leaves, or of the only one."""
-    samples = turns.in_new_process(_measure, directory, leaves, mib, rounds)
+def measure(directory: str) -> dict[str, report.Figure]:
+    """Measures in a new process."""
+    samples = turns.in_new_process(_measured, directory)
     few = "until in storage, storage alone"
-    by_name = {
+    figures = {
         "small_backup_ratio_orbax": report.ratio(
             samples["small_orbax"],
             samples["small_staged"],
-            f"at least 3; {leaves:,} leaves of 1 kB in storage, over Orbax's speed",
+            f"at least 3; {_SMALL_LEAVES:,} leaves of 1 kB in storage, over Orbax's"
+            " speed",
         ),
         "storage_durable_ratio_orbax_few": report.ratio(
             samples["few_ours"],
@@ -54,125 +59,108 @@ def figures(
         ),
     }
     for name in ("donated", "kept"):
-        what = f"a leaf of {mib} MiB, {name} by the next step"
-        by_name |= {
-            f"huge_block_ratio_orbax_{name}": report.ratio(
-                samples[f"block_{name}_staged"],
-                samples[f"block_{name}_orbax"],
-                f"over Orbax's; {what}",
-            ),
-            f"huge_block_and_step_ratio_orbax_{name}": report.ratio(
-                samples[f"step_{name}_staged"],
-                samples[f"step_{name}_orbax"],
-                "below 1; blocked until the next step is done, over Orbax's",
-            ),
-        }
-    return by_name
+        figures[f"huge_block_ratio_orbax_{name}"] = report.ratio(
+            samples[f"block_{name}_staged"],
+            samples[f"block_{name}_orbax"],
+            f"over Orbax's; a leaf of {_MIB} MiB, {name} by the next step",
+        )
+        figures[f"huge_block_and_step_ratio_orbax_{name}"] = report.ratio(
+            samples[f"step_{name}_staged"],
+            samples[f"step_{name}_orbax"],
+            "below 1; blocked until the next step is done, over Orbax's",
+        )
+    return figures
 
 
-class _Sides:
-    # The checkpointers; each step that is saved replaces the one before.
+@contextlib.contextmanager
+def _sides(directory: str) -> Iterator[dict[str, Callable[[_State], Any]]]:
+    # Each begins a save, and returns what waits until the step is in storage. Each step
+    # that is saved replaces the one before.
+    keep = cast(Any, ocp.training.preservation_policies.LatestN(1))
 
-    def __init__(self, directory: str) -> None:
-        keep = cast(Any, ocp.training.preservation_policies.LatestN(1))
+    def stored(name: str) -> choices.Persistent:
+        return choices.Persistent(f"{directory}/{name}", every=1, keep=keep)
 
-        def stored(name: str) -> choices.Persistent:
-            return choices.Persistent(f"{directory}/{name}", every=1, keep=keep)
+    ram = choices.Local(f"{directory}/ram")
+    made: dict[str, Any] = {
+        "ours": frontend.Checkpointer([stored("ours")]),
+        "orbax": ocp.training.Checkpointer(
+            f"{directory}/orbax", preservation_policy=keep
+        ),
+        "staged": frontend.Checkpointer([ram, stored("staged")], run="staged"),
+    }
+    steps = itertools.count(1)
 
-        self._made: dict[str, Any] = {
-            "ours": frontend.Checkpointer([stored("ours")]),
-            "staged": frontend.Checkpointer(
-                [choices.Local(f"{directory}/ram"), stored("staged")], run="staged"
-            ),
-            "orbax": ocp.training.Checkpointer(
-                f"{directory}/orbax", preservation_policy=keep
-            ),
-        }
-        self._steps = itertools.count(1)
-
-    def begin(self, side: str, state: _State) -> Callable[[], Any]:
-        """Begins a save; what it returns waits until the step is in storage."""
-        response = self._made[side].save_checkpointables_async(
-            next(self._steps), {"state": state}, force=True
+    def begin(side: str, state: _State) -> Callable[[], Any]:
+        response = made[side].save_checkpointables_async(
+            next(steps), {"state": state}, force=True
         )
         return response.result if side == "orbax" else response.durable
 
-    def close(self) -> None:
-        for each in self._made.values():
-            each.close()
+    yield {side: functools.partial(begin, side) for side in made}
+    for each in made.values():
+        each.close()
 
 
-def _measure(directory: str, leaves: int, mib: int, rounds: int) -> turns.Secs:
-    samples: turns.Secs = {}
-    parts = {
-        "small": lambda sides: _durable("small", sides, _small(leaves), rounds),
-        "few": lambda sides: _durable("few", sides, _few(mib), rounds),
-        "huge": lambda sides: _huge(sides, mib, rounds),
-    }
-    for name, part in parts.items():
-        sides = _Sides(f"{directory}/{name}")
-        for measured, secs in part(sides):
-            samples.setdefault(measured, []).append(secs)
-        sides.close()
+def _measured(directory: str) -> turns.Secs:
+    samples: turns.Secs = collections.defaultdict(list)
+    for name, make in (("small", _small()), ("few", _few())):
+        with _sides(f"{directory}/{name}") as sides:
+            for number in range(_ROUNDS + 1):
+                for side, begin in sides.items():
+                    state = jax.block_until_ready(make(number + 0.5))
+                    gc.collect()
+                    began = time.perf_counter()
+                    assert begin(state)()
+                    took = time.perf_counter() - began
+                    samples[f"{name}_{side}"].append(took)
+                    # Its memory is free for the next state.
+                    del state
+    with _sides(f"{directory}/huge") as sides:
+        _add_huge(samples, sides)
     # The first ones start threads and compile.
     return {name: secs[1:] for name, secs in samples.items()}
 
 
-def _small(num_leaves: int) -> Callable[[float], _State]:
+def _small() -> Callable[[float], _State]:
     make = jax.jit(lambda number: jnp.full(_SMALL_ITEMS, number, jnp.float32))
     return lambda number: {
-        f"leaf_{each:05d}": make(number + each) for each in range(num_leaves)
+        f"leaf_{each:05d}": make(number + each) for each in range(_SMALL_LEAVES)
     }
 
 
-def _few(mib: int) -> Callable[[float], _State]:
+def _few() -> Callable[[float], _State]:
     # Values that cannot be compressed.
-    count = max(1, mib // _LARGE_MIB)
-    shape = (mib // count, 2**18)
-
     @jax.jit
     def make(number: float) -> jax.Array:
-        items = jnp.arange(shape[0] * shape[1], dtype=jnp.float32)
-        return jnp.sin(items * number).reshape(shape)
+        items = jnp.arange(_LARGE_MIB * 2**18, dtype=jnp.float32)
+        return jnp.sin(items * number).reshape(_LARGE_MIB, 2**18)
 
-    return lambda number: {f"large_{n:03d}": make(number + n) for n in range(count)}
-
-
-def _durable(
-    name: str, sides: _Sides, make: Callable[[float], _State], rounds: int
-) -> Iterator[tuple[str, float]]:
-    # Until a state is in storage.
-    for number in range(rounds + 1):
-        for side in ("ours", "orbax", "staged"):
-            state = jax.block_until_ready(make(number + 0.5))
-            gc.collect()
-            began = time.perf_counter()
-            assert sides.begin(side, state)()
-            yield f"{name}_{side}", time.perf_counter() - began
-            # Its memory is free for the next state.
-            del state
+    return lambda number: {
+        f"large_{n:03d}": make(number + n) for n in range(_MIB // _LARGE_MIB)
+    }
 
 
-def _huge(sides: _Sides, mib: int, rounds: int) -> Iterator[tuple[str, float]]:
+def _add_huge(samples: turns.Secs, sides: dict[str, Callable[[_State], Any]]) -> None:
     # Saves one leaf and takes a step after it, which donates the leaf or does not.
-    leaf = jax.jit(lambda: jnp.zeros((mib, 2**18), jnp.float32))()
+    leaf = jax.jit(lambda: jnp.zeros((_MIB, 2**18), jnp.float32))()
     programs = {
         "donated": jax.jit(lambda state: state + 1, donate_argnums=0),
         "kept": jax.jit(lambda state: state + 1),
     }
     for name, step in programs.items():
         # A view is held at a first save, and of the next two one may be copied.
-        for number in range(rounds + 3):
+        for number in range(_ROUNDS + 3):
             for side in ("staged", "orbax"):
                 gc.collect()
                 for _ in range(2):
                     leaf = jax.block_until_ready(step(leaf))
                 began = time.perf_counter()
-                wait = sides.begin(side, {"w": leaf})
+                wait = sides[side]({"w": leaf})
                 blocked = time.perf_counter() - began
                 leaf = jax.block_until_ready(step(leaf))
                 stepped = time.perf_counter() - began
                 wait()
                 if number >= 2:
-                    yield f"block_{name}_{side}", blocked
-                    yield f"step_{name}_{side}", stepped
+                    samples[f"block_{name}_{side}"].append(blocked)
+                    samples[f"step_{name}_{side}"].append(stepped)

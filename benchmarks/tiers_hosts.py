@@ -7,7 +7,6 @@ programs of one host.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import gc
@@ -18,7 +17,7 @@ import pathlib
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from typing import Any, cast
 
@@ -29,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
 
-from benchmarks import memory, turns
+from benchmarks import turns
 from elastic_ckpt import frontend
 from elastic_ckpt.core import events, topology
 from elastic_ckpt.elastic import member, multicontroller, supervisor
@@ -60,21 +59,6 @@ class Place:
     def num_bytes(self) -> int:
         """The size of the whole state."""
         return self.num_leaves * self.leaf_mib * 2**20 + self.num_small * 8 * 2**10
-
-
-@contextlib.contextmanager
-def joined(
-    host: member.Member, place: Place
-) -> Iterator[tuple[Mesh, frontend.Checkpointer]]:
-    """Joins the world, with a checkpointer over RAM, and no copies."""
-    multicontroller.configure(schema.WorldSection())
-    with multicontroller.joined(host):
-        mesh = topology.mesh_of(topology.present(1))
-        tiers = [choices.Local(place.machines[host.host]), choices.Peers(copies=0)]
-        with frontend.Checkpointer(
-            tiers, run="benchmark", slice_name=str(host.host)
-        ) as made:
-            yield mesh, made
 
 
 def sharded(mesh: Mesh) -> NamedSharding:
@@ -126,20 +110,22 @@ def in_turns(
 ) -> turns.Secs:
     """The seconds of each side on this host, of one round more than are counted.
 
-    Args:
-      place: of the world.
-      sides: what is timed.
-      prepare: makes what a side gets, before its turn.
-      finish: gets what a side has returned, after its turn.
+    Before its turn, `prepare` makes what a side gets; after it, `finish` gets what the
+    side has returned.
     """
+    client = multihost.get_jax_distributed_client()
+
+    def meet() -> None:
+        client.wait_at_barrier(f"turn-{next(_barriers)}", _TIMEOUT_MS)
+
     secs: turns.Secs = {name: [] for name in sides}
     for name in [*sides] * (place.rounds + 1):
         given = prepare()
         # Garbage of one side is not collected in the turn of another.
         gc.collect()
-        _meet()
-        memory.touch(place.num_bytes // jax.process_count())
-        _meet()
+        meet()
+        turns.touch(place.num_bytes // jax.process_count())
+        meet()
         began = time.perf_counter()
         done = sides[name](given)
         secs[name].append(time.perf_counter() - began)
@@ -147,23 +133,29 @@ def in_turns(
     return secs
 
 
-def _meet() -> None:
-    # Returns when all hosts are here.
-    client = multihost.get_jax_distributed_client()
-    client.wait_at_barrier(f"turn-{next(_barriers)}", _TIMEOUT_MS)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Host:
+    """A host that has joined the world."""
+
+    number: int
+    place: Place
+    mesh: Mesh
+    ours: frontend.Checkpointer  # over RAM, without copies
 
 
-def run(
-    program: Callable[..., None], place: Place, *, num_hosts: int = HOSTS
-) -> turns.Secs:
+# Returns the seconds of each side on a host.
+Program = Callable[[Host], turns.Secs]
+
+
+def run(program: Program, place: Place, *, num_hosts: int = HOSTS) -> turns.Secs:
     """Runs a program on all hosts.
 
     Returns:
-      What they `report`: by side, of the slowest host in each round but the first.
+      By side, the seconds of the slowest host in each round but the first.
     """
     os.makedirs(place.results)
     supervisor.HostProcesses(
-        functools.partial(program, place=place),
+        functools.partial(_on_host, program=program, place=place),
         num_hosts=num_hosts,
         log_directory=f"{place.results}/logs",
         emit=events.nobody,
@@ -177,120 +169,125 @@ def run(
     }
 
 
-def report(place: Place, host: member.Member, secs: turns.Secs) -> None:
-    """Writes this host's measurements for the process that started the world."""
-    with open(f"{place.results}/{host.host}.json", "w") as file:
-        json.dump(secs, file)
+def _on_host(
+    host: member.Member, emit: events.Emit, *, program: Program, place: Place
+) -> None:
+    del emit
+    multicontroller.configure(schema.WorldSection())
+    tiers = [choices.Local(place.machines[host.host]), choices.Peers(copies=0)]
+    with multicontroller.joined(host):
+        mesh = topology.mesh_of(topology.present(1))
+        with frontend.Checkpointer(
+            tiers, run="benchmark", slice_name=str(host.host)
+        ) as ours:
+            joined = Host(number=host.host, place=place, mesh=mesh, ours=ours)
+            secs = program(joined)
+            path = pathlib.Path(place.results, f"{host.host}.json")
+            path.write_text(json.dumps(secs))
 
 
 # Threads that read files without any more ado.
 _THREADS = 4
 
 
-def save(host: member.Member, emit: events.Emit, *, place: Place) -> None:
+def save(host: Host) -> turns.Secs:
     """Saves, and copies the same bytes."""
-    del emit
-    with joined(host, place) as (mesh, ours):
-        fresh_state = states(place, sharded(mesh))
-        steps = itertools.count(1)
-        kept = [np.empty_like(view) for view in _views(fresh_state())]
-        orbax = _orbax_checkpointer(place)
+    place, ours = host.place, host.ours
+    fresh_state = states(place, sharded(host.mesh))
+    steps = itertools.count(1)
+    kept = [np.empty_like(view) for view in _views(fresh_state())]
+    orbax = _orbax_checkpointer(place)
 
-        def copy(state: State) -> None:
-            for into, view in zip(kept, _views(state), strict=True):
-                np.copyto(into, view)
+    def copy(state: State) -> None:
+        for into, view in zip(kept, _views(state), strict=True):
+            np.copyto(into, view)
 
-        def save_ours(state: State) -> Callable[[], Any]:
-            response = ours.save_async(next(steps), state)
-            assert response is not None
-            return response.result
+    def begin(state: State) -> Any:
+        return ours.save_async(next(steps), state)
 
-        def save_orbax(state: State) -> Callable[[], Any]:
-            parts = {"state": state}
-            response = orbax.save_checkpointables_async(next(steps), parts, force=True)
-            assert response is not None
-            return response.result
+    def begin_orbax(state: State) -> Any:
+        parts = {"state": state}
+        return orbax.save_checkpointables_async(next(steps), parts, force=True)
 
-        def committed(state: State) -> None:
-            assert save_ours(state)()
+    def commit(state: State) -> Any:
+        response = begin(state)
+        assert response.result()
+        return response
 
-        def finish(wait: Callable[[], Any] | None) -> None:
-            if wait is not None:
-                wait()
-            ours.wait()
+    def finish(response: Any) -> None:
+        if response is not None:
+            response.result()
+        ours.wait()
 
-        sides = {"copy": copy, "block": save_ours, "block_orbax": save_orbax}
-        # The last save is restored.
-        secs = in_turns(
-            place, sides | {"save": committed}, prepare=fresh_state, finish=finish
-        )
-        orbax.close()
-        report(place, host, secs)
+    # The last save is restored.
+    sides = {
+        "copy": copy,
+        "block": begin,
+        "block_orbax": begin_orbax,
+        "save": commit,
+    }
+    secs = in_turns(place, sides, prepare=fresh_state, finish=finish)
+    orbax.close()
+    return secs
 
 
-def restore(host: member.Member, emit: events.Emit, *, place: Place) -> None:
+def restore(host: Host) -> turns.Secs:
     """Restores what the same number of hosts has saved, and copies the same files."""
-    del emit
-    with joined(host, place) as (mesh, ours):
-        wanted = abstract(place, sharded(mesh))
-        orbax = _orbax_checkpointer(place)
-        copied = os.path.join(place.machines[host.host], "copied")
-        step = _step_directory(place.machines[host.host])
-        parts = {"state": wanted}
+    place, ours = host.place, host.ours
+    wanted = abstract(place, sharded(host.mesh))
+    orbax = _orbax_checkpointer(place)
+    copied = os.path.join(place.machines[host.number], "copied")
+    step = _step_directory(place.machines[host.number])
+    parts = {"state": wanted}
 
-        def copy(_: object) -> None:
-            subprocess.run(["cp", "-r", step, copied], check=True)
+    def copy(_: object) -> None:
+        subprocess.run(["cp", "-r", step, copied], check=True)
 
-        sides = {
-            "load": lambda _: jax.block_until_ready(ours.load(None, wanted)),
-            "copy": copy,
-            "load_orbax": lambda _: jax.block_until_ready(
-                orbax.load_checkpointables(None, parts)
-            ),
-        }
-        secs = in_turns(
-            place,
-            sides,
-            finish=lambda _: shutil.rmtree(copied, ignore_errors=True),
-        )
-        orbax.close()
-        report(place, host, secs)
+    sides = {
+        "load": lambda _: jax.block_until_ready(ours.load(None, wanted)),
+        "copy": copy,
+        "load_orbax": lambda _: jax.block_until_ready(
+            orbax.load_checkpointables(None, parts)
+        ),
+    }
+    secs = in_turns(
+        place, sides, finish=lambda _: shutil.rmtree(copied, ignore_errors=True)
+    )
+    orbax.close()
+    return secs
 
 
-def restore_half(
-    host: member.Member, emit: events.Emit, *, place: Place, urls: tuple[str, ...]
-) -> None:
+def restore_half(host: Host, *, urls: tuple[str, ...]) -> turns.Secs:
     """Restores on half of the hosts, and reads the same files without any more ado."""
-    del emit
-    with joined(host, place) as (mesh, ours):
-        wanted = abstract(place, sharded(mesh))
-        secret = pathlib.Path(place.machines[host.host], "secret").read_text()
-        client = peer_client.PeerClient(secret)
-        # Hosts need rows in their order: this one what two of the four have saved.
-        peers = {2 * host.host, 2 * host.host + 1} - {host.host}
-        files = [
-            (urls[number], os.path.relpath(path, machine), path)
-            for number in sorted(peers)
-            for machine in [place.machines[number]]
-            for path in _files(_step_directory(machine))
-        ]
-        into = {path: np.ones(os.path.getsize(path), np.uint8) for *_, path in files}
+    place, ours = host.place, host.ours
+    wanted = abstract(place, sharded(host.mesh))
+    secret = pathlib.Path(place.machines[host.number], "secret").read_text()
+    client = peer_client.PeerClient(secret)
+    # Hosts need rows in their order: this one what two of the four have saved.
+    peers = {2 * host.number, 2 * host.number + 1} - {host.number}
+    files = [
+        (urls[number], os.path.relpath(path, machine), path)
+        for number in sorted(peers)
+        for machine in [place.machines[number]]
+        for path in _files(_step_directory(machine))
+    ]
+    into = {path: np.ones(os.path.getsize(path), np.uint8) for *_, path in files}
 
-        def read(url: str, name: str, path: str) -> None:
-            client.endpoint(url).read_into(f"/v1/{name}", 0, into[path].data)
+    def read(url: str, name: str, path: str) -> None:
+        client.endpoint(url).read_into(f"/v1/{name}", 0, into[path].data)
 
-        def read_peers_files(_: object) -> None:
-            with futures.ThreadPoolExecutor(_THREADS) as pool:
-                for done in [pool.submit(read, *each) for each in files]:
-                    done.result()
+    def read_peers_files(_: object) -> None:
+        with futures.ThreadPoolExecutor(_THREADS) as pool:
+            for done in [pool.submit(read, *each) for each in files]:
+                done.result()
 
-        sides = {
-            "load": lambda _: jax.block_until_ready(ours.load(None, wanted)),
-            "read_peers_files": read_peers_files,
-        }
-        secs = in_turns(place, sides)
-        client.close()
-        report(place, host, secs)
+    sides = {
+        "load": lambda _: jax.block_until_ready(ours.load(None, wanted)),
+        "read_peers_files": read_peers_files,
+    }
+    secs = in_turns(place, sides)
+    client.close()
+    return secs
 
 
 def _views(state: State) -> list[np.ndarray]:

@@ -28,9 +28,8 @@ from orbax.checkpoint.experimental.emergency.p2p import args as p2p_args
 from orbax.checkpoint.experimental.emergency.p2p import checkpoint_manager as p2p
 from orbax.checkpoint.experimental.emergency.p2p import options as p2p_options
 
-from benchmarks import tiers_hosts
-from elastic_ckpt.core import events, storage
-from elastic_ckpt.elastic import member
+from benchmarks import tiers_hosts, turns
+from elastic_ckpt.core import storage
 
 _NEVER = 10**9
 
@@ -42,72 +41,63 @@ class Side(NamedTuple):
     load: Callable[[int], Any]
 
 
-def save_and_restore(
-    host: member.Member, emit: events.Emit, *, place: tiers_hosts.Place
-) -> None:
+def save_and_restore(host: tiers_hosts.Host) -> turns.Secs:
     """Saves and loads through each of them, and through ours."""
-    del emit
-    with tiers_hosts.joined(host, place) as (_, ours):
-        initialize()
-        mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("replica", "data"))
-        sharding = NamedSharding(mesh, PartitionSpec("data"))
-        abstract = tiers_hosts.abstract(place, sharding)
-        directory = place.machines[host.host]
-        managers = {
-            "p2p": p2p.CheckpointManager(
-                mesh,
-                abstract,
-                _made(directory, "p2p"),
-                options=p2p_options.CheckpointManagerOptions(
-                    local=p2p_options.LocalCheckpointOptions(save_interval_steps=1)
-                ),
+    place, ours = host.place, host.ours
+    initialize()
+    mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("replica", "data"))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    abstract = tiers_hosts.abstract(place, sharding)
+    directory = place.machines[host.number]
+    managers = {
+        "p2p": p2p.CheckpointManager(
+            mesh,
+            abstract,
+            _made(directory, "p2p"),
+            options=p2p_options.CheckpointManagerOptions(
+                local=p2p_options.LocalCheckpointOptions(save_interval_steps=1)
             ),
-            "emergency": emergency_manager(
-                directory, place.orbax, mesh, abstract, every=1
+        ),
+        "emergency": emergency_manager(directory, place.orbax, mesh, abstract, every=1),
+        "replicator": replicator.ReplicatorCheckpointManager(
+            _made(directory, "replicator"),
+            options=replicator.ReplicatorCheckpointManagerOptions(
+                save_interval_steps=1
             ),
-            "replicator": replicator.ReplicatorCheckpointManager(
-                _made(directory, "replicator"),
-                options=replicator.ReplicatorCheckpointManagerOptions(
-                    save_interval_steps=1
-                ),
-                global_mesh=mesh,
-            ),
-        }
-        sides = {
-            "ours": Side(
-                save=lambda step, state: _begun(ours.save_async(step, state)),
-                load=lambda step: ours.load(step, abstract),
-            )
-        }
-        for name, manager in managers.items():
-            made = p2p_args.Composite if name == "p2p" else ocp.args.Composite
-            sides[name] = side_of(manager, made, abstract)
-        fresh_state = tiers_hosts.states(place, sharding)
-        steps = {name: itertools.count(1) for name in sides}
-        secs = tiers_hosts.in_turns(
-            place,
-            {
-                f"block_{name}": lambda state, name=name: sides[name].save(
-                    next(steps[name]), state
-                )
-                for name in sides
-            },
-            prepare=fresh_state,
-            finish=lambda wait: wait(),
+            global_mesh=mesh,
+        ),
+    }
+
+    def save_ours(step: int, state: Any) -> Callable[[], Any]:
+        response = ours.save_async(step, state)
+        assert response is not None
+        return response.result
+
+    sides = {"ours": Side(save_ours, lambda step: ours.load(step, abstract))}
+    for name, manager in managers.items():
+        made = p2p_args.Composite if name == "p2p" else ocp.args.Composite
+        sides[name] = side_of(manager, made, abstract)
+    fresh_state = tiers_hosts.states(place, sharding)
+    steps = {name: itertools.count(1) for name in sides}
+    saves = {
+        f"block_{name}": lambda state, name=name, side=side: side.save(
+            next(steps[name]), state
         )
-        last = place.rounds + 1
-        secs |= tiers_hosts.in_turns(
-            place,
-            {
-                f"load_{name}": lambda _, side=side: jax.block_until_ready(
-                    side.load(last)
-                )
-                for name, side in sides.items()
-            },
+        for name, side in sides.items()
+    }
+    secs = tiers_hosts.in_turns(
+        place, saves, prepare=fresh_state, finish=lambda wait: wait()
+    )
+    loads = {
+        f"load_{name}": lambda _, side=side: jax.block_until_ready(
+            side.load(place.rounds + 1)
         )
-        for manager in managers.values():
-            manager.close()
-        tiers_hosts.report(place, host, secs)
+        for name, side in sides.items()
+    }
+    secs |= tiers_hosts.in_turns(place, loads)
+    for manager in managers.values():
+        manager.close()
+    return secs
 
 
 def initialize() -> None:
@@ -120,14 +110,9 @@ def initialize() -> None:
 def emergency_manager(
     ram: str, stored: str, mesh: Mesh, abstract: Any, *, every: int
 ) -> emergency.CheckpointManager:
-    """Orbax's emergency manager, which saves to `ram` alone.
+    """Orbax's emergency manager, which saves to `ram`, a directory of this host, alone.
 
-    Args:
-      ram: a directory of this host, on the RAM disk.
-      stored: a directory of all hosts.
-      mesh: whose first axis is that of the replicas.
-      abstract: state.
-      every: steps between two saves.
+    Replicas are along the first axis of `mesh`; `stored` is a directory of all hosts.
     """
     return emergency.CheckpointManager(
         _made(ram, "emergency"),
@@ -160,11 +145,6 @@ def side_of(manager: Any, composite: Any, abstract: Any) -> Side:
         save=save,
         load=lambda step: manager.restore(step, args=composite(state=restore)).state,
     )
-
-
-def _begun(response: Any) -> Callable[[], Any]:
-    assert response is not None
-    return response.result
 
 
 def _made(directory: str, name: str) -> epath.Path:

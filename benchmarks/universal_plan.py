@@ -16,11 +16,11 @@ import math
 import pathlib
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from benchmarks import dcp_writer, report, turns
+from benchmarks import dcp_writer, report, sized, turns
 from elastic_ckpt.core import boxes
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal import flat_ranges, opening
@@ -36,6 +36,7 @@ from elastic_ckpt.universal.strides import row_major
 _DTYPE = np.dtype(np.float32)
 _HOSTS = 128
 # Of the distributed checkpoint, whose values are not read.
+_DCP_TENSORS = sized(10**6, 10**4)
 _DCP_LAYERS, _DCP_FILES, _DCP_SHAPE = 100, 8, (8, 8)
 # Of the files of torch.save.
 _LAYERS, _EMBED, _MLP, _VOCAB = 16, 2048, 5632, 32000
@@ -49,19 +50,19 @@ _MATRICES = {
 _Shapes = Mapping[str, tuple[int, ...]]
 
 
-def measure(num_tensors: int = 10**6) -> dict[str, report.Figure]:
+def measure() -> dict[str, report.Figure]:
     """Runs the suite's part on plans."""
     experts_secs = turns.in_new_process(_experts)
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "dcp"
-        turns.in_new_process(_write_dcp, path, num_tensors)
+        turns.in_new_process(_write_dcp, path)
         dcp_secs = turns.in_new_process(_open_dcp, path)
     return {
         "plan_experts_secs": report.figure(
             "secs", "at most 10; 60 layers of 256 experts, tp=8", [experts_secs]
         ),
         "open_match_and_plan_dcp_secs": report.figure(
-            "secs", f"at most 120; {num_tensors} tensors", [dcp_secs]
+            "secs", f"at most 120; {_DCP_TENSORS} tensors", [dcp_secs]
         ),
         "read_over_needed_percent_torch": report.figure(
             "percent",
@@ -82,12 +83,12 @@ def _planned(
     tensors: Sequence[StoredTensor],
     layout: Layout,
     targets: Mapping[str, TargetTensor],
-    part: Callable[[tuple[int, ...]], Box],
+    part: Box,
     axes: Mapping[str, int] | None = None,
 ) -> load_plan.LoadPlan:
-    # What a host reads that needs a part of each target.
+    # What a host reads that needs this part of each target.
     matched = matching.moves(layout, tensors, axes or {}, targets)
-    needed = {target: [part(target.shape)] for target in targets.values()}
+    needed = {target: [part] for target in targets.values()}
     return load_plan.plan(tensors, matched.moves, matched.fills, needed)
 
 
@@ -128,14 +129,14 @@ def _experts() -> float:
     targets = _targets({f"layers/moe/{each}": shape for each in shapes})
     host = Box(start=(0, 0, 0, 0), stop=(layers, experts // ranks, embed, width))
     began = time.perf_counter()
-    _planned(tensors, layout, targets, lambda _: host, {"tp": ranks})
+    _planned(tensors, layout, targets, host, {"tp": ranks})
     return time.perf_counter() - began
 
 
-def _write_dcp(path: pathlib.Path, num_tensors: int) -> None:
+def _write_dcp(path: pathlib.Path) -> None:
     names = [
         f"layers.{layer}.experts.{expert}.weight"
-        for expert in range(num_tensors // _DCP_LAYERS)
+        for expert in range(_DCP_TENSORS // _DCP_LAYERS)
         for layer in range(_DCP_LAYERS)
     ]
     dcp_writer.write(path, names, shape=_DCP_SHAPE, files=_DCP_FILES)
@@ -159,7 +160,7 @@ def _open_dcp(path: pathlib.Path) -> float:
     shape = (columns, _DCP_LAYERS, rows)
     part = Box(start=(0, 0, 0), stop=(columns // 8, _DCP_LAYERS, rows))
     targets = _targets({f"experts/{number}/w": shape for number in experts})
-    plan = _planned(tensors, layout, targets, lambda _: part)
+    plan = _planned(tensors, layout, targets, part)
     secs = time.perf_counter() - began
     volume = len(tensors) * rows * columns // 8
     assert plan.total().needed_bytes == volume * _DTYPE.itemsize

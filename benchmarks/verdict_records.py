@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import os
 import pathlib
 import random
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Concatenate, ParamSpec
 
 import jax
 
@@ -53,6 +55,7 @@ class World:
     step: int
 
 
+P = ParamSpec("P")
 Records = Callable[[World], Sequence[HostFailure]]
 
 
@@ -165,162 +168,127 @@ def _followers(world: World) -> list[HostFailure]:
     return seen
 
 
-def _on_one(*texts: str) -> Records:
-    def records(world: World) -> Sequence[HostFailure]:
-        error = jax.errors.JaxRuntimeError(world.draw.choice(texts))
-        # The others lose their connections when its process has ended, or before.
-        after = [
-            each for each in _followers(world) if not each.is_silent or world.host == 0
-        ]
-        seen = [_raised(world.host, error), *after]
-        world.draw.shuffle(seen)
-        return seen
-
-    return records
+def _on_one(world: World, *texts: str) -> Sequence[HostFailure]:
+    error = jax.errors.JaxRuntimeError(world.draw.choice(texts))
+    # The others lose their connections when its process has ended, or before.
+    after = [e for e in _followers(world) if not e.is_silent or world.host == 0]
+    seen = [_raised(world.host, error), *after]
+    return world.draw.sample(seen, len(seen))
 
 
-def _on_all(*texts: str, kind: type[Exception] = jax.errors.JaxRuntimeError) -> Records:
-    def records(world: World) -> Sequence[HostFailure]:
-        text = world.draw.choice(texts)
-
-        def drawn() -> str:
-            return text.format(world.draw.randint(1, 99), world.draw.randint(1, 99))
-
-        order = world.draw.sample(range(world.hosts), world.hosts)
-        return [_raised(host, kind(drawn())) for host in order]
-
-    return records
+def _on_all(
+    world: World,
+    *texts: str,
+    kind: type[Exception] = jax.errors.JaxRuntimeError,
+    is_single: bool = False,
+) -> Sequence[HostFailure]:
+    # If it `is_single`, there is one controller, whose only host is the process that
+    # trains.
+    text = world.draw.choice(texts)
+    hosts = 1 if is_single else world.hosts
+    return [
+        _raised(host, kind(text.format(*world.draw.choices(range(1, 100), k=2))))
+        for host in world.draw.sample(range(hosts), hosts)
+    ]
 
 
 def _dies(
-    *codes: int, log: str = "", oom_kills: int = 0, has_followers: bool = True
-) -> Records:
-    def records(world: World) -> Sequence[HostFailure]:
-        death = host_failure.silent_death(
-            world.host, world.draw.choice(codes), oom_kills=oom_kills
-        )
-        death = dataclasses.replace(death, log=log, phase="step")
-        # Connections end a moment after the process.
-        after = _followers(world) if has_followers else []
-        return [death, *after]
-
-    return records
-
-
-def _hangs(phase: str, *, everywhere: bool = False, is_silent: bool = False) -> Records:
-    def records(world: World) -> Sequence[HostFailure]:
-        now_secs = time.monotonic()
-        limits = watch.Limits(most_secs=120.0, heartbeat_secs=30.0)
-        began_secs = now_secs - 300.0
-        watched = watch.Watch(limits, world.hosts, now_secs=began_secs)
-        for host in range(world.hosts):
-            watched.begin(host, "reach", now_secs=began_secs)
-            is_here = everywhere or host == world.host
-            if not is_here or phase != "reach":
-                watched.begin(host, "join", now_secs=began_secs + 1)
-                watched.begin(host, phase, now_secs=began_secs + 2)
-            if not is_here and phase != "reach":
-                watched.begin(host, "evaluate", now_secs=began_secs + 3)
-            secs = 3.0 if is_silent and host == world.host else 299.9
-            watched.heartbeat(host, now_secs=began_secs + secs)
-        hang = watched.hang(now_secs=now_secs)
-        assert hang is not None
-        return [
-            host_failure.of_hang(host, hang, watched.phase(host), now_secs=now_secs)
-            for host in hang.hosts or [0]
-        ]
-
-    return records
+    world: World,
+    *codes: int,
+    log: str = "",
+    oom_kills: int = 0,
+    has_followers: bool = True,
+) -> Sequence[HostFailure]:
+    code = world.draw.choice(codes)
+    death = host_failure.silent_death(world.host, code, oom_kills=oom_kills)
+    # Connections end a moment after the process.
+    after = _followers(world) if has_followers else []
+    return [dataclasses.replace(death, log=log, phase="step"), *after]
 
 
-def _degrades(tier: str, *errors_: BaseException) -> Records:
-    def records(world: World) -> Sequence[HostFailure]:
-        error = world.draw.choice(errors_)
-        # Of each save, until it has passed.
-        for step in range(world.step, world.step + world.draw.randint(1, 4)):
-            storage_cause.report(world.emit, tier, step, f"{error}")
-        return []
+def _hangs(
+    world: World, phase: str, *, everywhere: bool = False, is_silent: bool = False
+) -> Sequence[HostFailure]:
+    now_secs = time.monotonic()
+    limits = watch.Limits(most_secs=120.0, heartbeat_secs=30.0)
+    began_secs = now_secs - 300.0
+    watched = watch.Watch(limits, world.hosts, now_secs=began_secs)
+    for host in range(world.hosts):
+        watched.begin(host, "reach", now_secs=began_secs)
+        is_here = everywhere or host == world.host
+        if not is_here or phase != "reach":
+            watched.begin(host, "join", now_secs=began_secs + 1)
+            watched.begin(host, phase, now_secs=began_secs + 2)
+        if not is_here and phase != "reach":
+            watched.begin(host, "evaluate", now_secs=began_secs + 3)
+        secs = 3.0 if is_silent and host == world.host else 299.9
+        watched.heartbeat(host, now_secs=began_secs + secs)
+    hang = watched.hang(now_secs=now_secs)
+    assert hang is not None
+    return [
+        host_failure.of_hang(host, hang, watched.phase(host), now_secs=now_secs)
+        for host in hang.hosts or [0]
+    ]
 
-    return records
+
+def _degrades(
+    world: World, tier: str, *errors_: BaseException
+) -> Sequence[HostFailure]:
+    error = world.draw.choice(errors_)
+    # Of each save, until it has passed.
+    for step in range(world.step, world.step + world.draw.randint(1, 4)):
+        storage_cause.report(world.emit, tier, step, f"{error}")
+    return []
 
 
-def _os_error(number: int, path: str) -> OSError:
-    return OSError(number, os.strerror(number), path)
+def _fills_mapped_memory(world: World) -> Sequence[HostFailure]:
+    return [*_degrades(world, "local", _FULL), *_dies(world, -signal.SIGBUS)]
 
 
-def _then(*several: Records) -> Records:
-    def records(world: World) -> Sequence[HostFailure]:
-        return [failure for each in several for failure in each(world)]
-
-    return records
+def _emits(world: World, name: str, **fields: Any) -> Sequence[HostFailure]:
+    # An event of the slice with the fault.
+    world.emit(name, slice=world.host, **fields)
+    return []
 
 
 def _computes_wrongly(world: World) -> Sequence[HostFailure]:
     values = {0: [slice_check.EXPECTED] * 4, 1: [slice_check.EXPECTED] * 4}
     values[world.draw.randrange(2)][world.draw.randrange(4)] += 1
-    why = slice_check.problem_of(values)
-    world.emit("slice_refused", slice=world.host, why=why)
+    return _emits(world, "slice_refused", why=slice_check.problem_of(values))
+
+
+def _is_slow(world: World, kind: str) -> Sequence[HostFailure]:
+    slow = slow_hosts.SlowHosts(now_secs=0.0)
+    found: list[slow_hosts.SlowHost] = []
+    for second in range(1, 60):
+        for host in range(world.hosts):
+            part = 0.7 if host == world.host else 0.02
+            slow.note(host, {"secs": 1.0, kind: part}, phase="step")
+        found += slow.newly_slow(now_secs=float(second))
+    for each in found:
+        world.emit("slow_host", slice=each.host, **dataclasses.asdict(each))
     return []
 
 
-def _is_refused(why: str) -> Records:
-    def records(world: World) -> Sequence[HostFailure]:
-        world.emit("slice_refused", slice=world.host, why=why)
-        return []
-
-    return records
-
-
-def _is_slow(kind: str) -> Records:
-    def records(world: World) -> Sequence[HostFailure]:
-        slow = slow_hosts.SlowHosts(now_secs=0.0)
-        found: list[slow_hosts.SlowHost] = []
-        for second in range(1, 60):
-            for host in range(world.hosts):
-                part = 0.7 if host == world.host else 0.02
-                slow.note(host, {"secs": 1.0, kind: part}, phase="step")
-            found += slow.newly_slow(now_secs=float(second))
-        for each in found:
-            world.emit("slow_host", slice=each.host, **dataclasses.asdict(each))
-        return []
-
-    return records
-
-
-def _diverges(loss: float) -> Records:
+def _diverges(world: World, loss: float) -> Sequence[HostFailure]:
     above = divergence.AboveBest(smoothing=0.5, factor=1.5)
-
-    def records(world: World) -> Sequence[HostFailure]:
-        warn = callbacks.Action.WARN
-        detectors = {
-            "non_finite": divergence.Detector(divergence.NonFinite(), action=warn),
-            "loss_above_best": divergence.Detector(above, action=warn, patience=2),
-        }
-        for step in range(1, 9):
-            report = callbacks.Report(
-                loss=loss if step > 5 else 2.0 + world.draw.random() / 10,
-                gradient_norm=1.0,
-                tokens=64,
-                learning_rate=0.1,
-            )
-            for name, detector in detectors.items():
-                found = detector.after_step(step, report)
-                if found is not None:
-                    world.emit(
-                        "divergence_found",
-                        step=step,
-                        callback=name,
-                        action=found.action.value,
-                        why=found.why,
-                    )
-                    return []
-        return []
-
-    return records
-
-
-def _preempts(world: World) -> Sequence[HostFailure]:
-    world.emit("slice_preempted", slice=world.host)
+    warn = callbacks.Action.WARN
+    detectors = {
+        "non_finite": divergence.Detector(divergence.NonFinite(), action=warn),
+        "loss_above_best": divergence.Detector(above, action=warn, patience=2),
+    }
+    for step, (name, detector) in itertools.product(range(1, 9), detectors.items()):
+        report = callbacks.Report(
+            loss=loss if step > 5 else 2.0 + world.draw.random() / 10,
+            gradient_norm=1.0,
+            tokens=64,
+            learning_rate=0.1,
+        )
+        found = detector.after_step(step, report)
+        if found is not None:
+            fields = {"callback": name, "action": found.action.value, "why": found.why}
+            world.emit("divergence_found", step=step, **fields)
+            break
     return []
 
 
@@ -330,7 +298,7 @@ def _leads_no_more(world: World) -> Sequence[HostFailure]:
         machine=world.host,
         address="10.0.0.8:40311",
         key="",
-        term=world.draw.randint(1, 9),
+        term=1,
         claim="",
         since_secs=time.monotonic(),
         lost=world.draw.choice(lost),
@@ -339,34 +307,32 @@ def _leads_no_more(world: World) -> Sequence[HostFailure]:
     return []
 
 
-def _flip_a_bit(world: World, file: pathlib.Path) -> None:
+def _flip_a_bit(world: World, files: Iterable[pathlib.Path]) -> None:
+    # The largest file has the values; small ones describe a directory.
+    file = max(files, key=lambda each: each.stat().st_size)
     content = bytearray(file.read_bytes())
     content[world.draw.randrange(len(content))] ^= 1
     file.write_bytes(content)
 
 
-def _restores(*, is_distrusted: bool) -> Records:
+def _restores(world: World, *, is_distrusted: bool) -> Sequence[HostFailure]:
     # A step whose copy in RAM is bad, or all of which was corrupt when it was captured.
-    def records(world: World) -> Sequence[HostFailure]:
-        with tempfile.TemporaryDirectory() as directory:
-            root = pathlib.Path(directory)
-            tiers = [
-                ec.Local(root / "ram", every=1),
-                ec.Persistent(root / "storage", every=2),
-            ]
-            with ec.Checkpointer(tiers) as checkpointer:
-                for step in (2, 3) if is_distrusted else (2,):
-                    checkpointer.save(step, {"w": jax.numpy.full(1000, 1.0)})
-            if not is_distrusted:
-                files = [each for each in (root / "ram").rglob("*") if each.is_file()]
-                _flip_a_bit(world, max(files, key=lambda each: each.stat().st_size))
-            with ec.Checkpointer(tiers, emit=world.emit) as checkpointer:
-                checkpointer.load()
-                if is_distrusted:
-                    checkpointer.distrust(4)
-        return []
-
-    return records
+    with tempfile.TemporaryDirectory() as directory:
+        ram, storage = (
+            pathlib.Path(directory, "ram"),
+            pathlib.Path(directory, "storage"),
+        )
+        tiers = [ec.Local(ram, every=1), ec.Persistent(storage, every=2)]
+        with ec.Checkpointer(tiers) as checkpointer:
+            for step in (2, 3) if is_distrusted else (2,):
+                checkpointer.save(step, {"w": jax.numpy.full(1000, 1.0)})
+        if not is_distrusted:
+            _flip_a_bit(world, filter(pathlib.Path.is_file, ram.rglob("*")))
+        with ec.Checkpointer(tiers, emit=world.emit) as checkpointer:
+            checkpointer.load()
+            if is_distrusted:
+                checkpointer.distrust(4)
+    return []
 
 
 def _loads_a_damaged_program(world: World) -> Sequence[HostFailure]:
@@ -379,20 +345,13 @@ def _loads_a_damaged_program(world: World) -> Sequence[HostFailure]:
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         values = jax.device_put(jax.numpy.zeros(8), whole)
         keeper.compiled(step, values)
-        # The smallest is of the directory itself.
-        files = pathlib.Path(kept.directory).iterdir()
-        _flip_a_bit(world, max(files, key=lambda each: each.stat().st_size))
+        _flip_a_bit(world, pathlib.Path(kept.directory).iterdir())
         keeper.compiled(step, values)
     return []
 
 
-def _is_down(*texts: str) -> Records:
-    # Under one controller, whose only host is the process that trains.
-    def records(world: World) -> Sequence[HostFailure]:
-        error = jax.errors.JaxRuntimeError(world.draw.choice(texts))
-        return [_raised(0, error)]
-
-    return records
+def _os_error(number: int, path: str) -> OSError:
+    return OSError(number, os.strerror(number), path)
 
 
 _BUCKET = "gs://models/run/checkpoints/40"
@@ -530,69 +489,83 @@ _STORAGE: dict[str, tuple[OSError, ...]] = {
         OSError("certificate verify failed: certificate is not yet valid"),
     ),
 }
+
+
+def _once(
+    record: Callable[Concatenate[World, P], Sequence[HostFailure]],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> tuple[Records, ...]:
+    return (lambda world: record(world, *args, **kwargs),)
+
+
 # By kind of the verdict, and a variant: what each of the first worlds records. The
 # slice of those in `GONE` is gone.
 RECORDS: dict[str, tuple[Records, ...]] = {
-    "host_out_of_memory": (_dies(-signal.SIGKILL, oom_kills=1),),
-    "host_killed": (_dies(-signal.SIGKILL),),
-    "host_ended": (_dies(-signal.SIGTERM, -signal.SIGHUP, -signal.SIGXCPU),),
-    "host_crashed": (_dies(-signal.SIGSEGV, -signal.SIGABRT, log=_CHECK_LOG),),
-    "host_memory_bad": (_dies(-signal.SIGBUS),),
-    "ram_disk_full": (_degrades("local", _FULL),),
-    "ram_disk_full: it is mapped": (
-        _then(_degrades("local", _FULL), _dies(-signal.SIGBUS)),
+    "host_out_of_memory": _once(_dies, -signal.SIGKILL, oom_kills=1),
+    "host_killed": _once(_dies, -signal.SIGKILL),
+    "host_ended": _once(_dies, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGXCPU),
+    "host_crashed": _once(_dies, -signal.SIGSEGV, -signal.SIGABRT, log=_CHECK_LOG),
+    "host_memory_bad": _once(_dies, -signal.SIGBUS),
+    "ram_disk_full": _once(_degrades, "local", _FULL),
+    "ram_disk_full: it is mapped": (_fills_mapped_memory,),
+    "host_exited": _once(_dies, 3, 1, 134),
+    "host_cut_off": _once(
+        _dies, -signal.SIGABRT, log=_ABORTED_LOG, has_followers=False
     ),
-    "host_exited": (_dies(3, 1, 134),),
-    "host_cut_off": (_dies(-signal.SIGABRT, log=_ABORTED_LOG, has_followers=False),),
-    "slice_lost": (_dies(-signal.SIGKILL),),
-    "too_few_slices": (_dies(-signal.SIGKILL),),
-    "machine_lost": (_dies(-signal.SIGKILL),),
+    "slice_lost": _once(_dies, -signal.SIGKILL),
+    "too_few_slices": _once(_dies, -signal.SIGKILL),
+    "machine_lost": _once(_dies, -signal.SIGKILL),
     "leader_lost": (_leads_no_more,),
-    "slice_restarted": (
-        _is_down("DATA_LOSS: Data loss: the slice was restarted", "DATA_LOSS: 0x7f"),
+    "slice_restarted": _once(
+        _on_all,
+        "DATA_LOSS: Data loss: the slice was restarted",
+        "DATA_LOSS: 0x7f",
+        is_single=True,
     ),
-    "slice_preempted": (_preempts,),
-    "host_unreachable": (_hangs("reach"),),
-    "host_stopped": (_hangs("step", is_silent=True),),
-    "restore_hangs": (_hangs("restore"),),
-    "compile_hangs": (_hangs("compile", everywhere=True),),
-    "host_hangs": (_hangs("step"),),
-    "collective_hangs": (_hangs("step", everywhere=True),),
-    "device_too_slow": (_is_refused(slice_check.problem_of_time([0, 1], 20)),),
-    "device_check_failed": (
-        _is_refused(slice_check.problem_of_failure(1, "/runs/a/logs/check-of-slice-0")),
+    "slice_preempted": _once(_emits, "slice_preempted"),
+    "host_unreachable": _once(_hangs, "reach"),
+    "host_stopped": _once(_hangs, "step", is_silent=True),
+    "restore_hangs": _once(_hangs, "restore"),
+    "compile_hangs": _once(_hangs, "compile", everywhere=True),
+    "host_hangs": _once(_hangs, "step"),
+    "collective_hangs": _once(_hangs, "step", everywhere=True),
+    "device_too_slow": _once(
+        _emits, "slice_refused", why=slice_check.problem_of_time([0, 1], 20)
     ),
-    "state_corrupt": (_restores(is_distrusted=True),),
+    "device_check_failed": _once(
+        _emits, "slice_refused", why=slice_check.problem_of_failure(1, "/runs/a/check")
+    ),
+    "state_corrupt": _once(_restores, is_distrusted=True),
     "executable_damaged": (_loads_a_damaged_program,),
     "program_fails_again": (
-        _on_one("INTERNAL: device-side assert at index 512 of 512"),
-        _on_one("INTERNAL: device-side assert at index 519 of 512"),
+        *_once(_on_one, "INTERNAL: device-side assert at index 512 of 512"),
+        *_once(_on_one, "INTERNAL: device-side assert at index 519 of 512"),
     ),
     "device_wrong": (_computes_wrongly,),
-    "host_slow": (_is_slow(host_load.LATE),),
-    "data_slow": (_is_slow("data"),),
-    "loss_not_finite": (_diverges(float("nan")),),
-    "loss_diverges": (_diverges(9.0),),
-    "copies_damaged": (_restores(is_distrusted=False),),
-    "peer_unreachable": (
-        _degrades(
-            "peer",
-            OSError(f"the items of host 3 cannot be read: {_PEER}: Connection refused"),
-            OSError(f"{_PEER}: timed out"),
-        ),
+    "host_slow": _once(_is_slow, host_load.LATE),
+    "data_slow": _once(_is_slow, "data"),
+    "loss_not_finite": _once(_diverges, float("nan")),
+    "loss_diverges": _once(_diverges, 9.0),
+    "copies_damaged": _once(_restores, is_distrusted=False),
+    "peer_unreachable": _once(
+        _degrades,
+        "peer",
+        OSError(f"the items of host 3 cannot be read: {_PEER}: Connection refused"),
+        OSError(f"{_PEER}: timed out"),
     ),
-    "peer_refused": (
-        _degrades("peer", OSError(f"{_PEER} does not take the run's secret")),
+    "peer_refused": _once(
+        _degrades, "peer", OSError(f"{_PEER} does not take the run's secret")
     ),
-    "copies_differ": (
-        _degrades("local", OSError("the digest differs of params/w at hosts 1 and 3")),
+    "copies_differ": _once(
+        _degrades, "local", OSError("the digest differs of params/w at hosts 1 and 3")
     ),
-    **{kind: (_on_one(*texts),) for kind, texts in _ON_ONE.items()},
-    **{kind: (_on_all(*texts),) for kind, texts in _ON_ALL.items()},
+    **{kind: _once(_on_one, *texts) for kind, texts in _ON_ONE.items()},
+    **{kind: _once(_on_all, *texts) for kind, texts in _ON_ALL.items()},
     **{
-        kind: (_on_all(*texts, kind=error),)
+        kind: _once(_on_all, *texts, kind=error)
         for kind, (error, *texts) in _RAISED.items()
     },
-    **{kind: (_degrades("persistent", *found),) for kind, found in _STORAGE.items()},
+    **{kind: _once(_degrades, "persistent", *e) for kind, e in _STORAGE.items()},
 }
 GONE = ("slice_lost", "machine_lost", "too_few_slices")

@@ -28,12 +28,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import report, verdict_records, verdict_worlds
+from benchmarks import report, sized, verdict_records, verdict_worlds
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.elastic import decision, faults, processes, runtime, verdict, watch
 
-_TIMES = 10
-_HEALTHY = 20
+_TIMES = sized(10, 1)
+_HEALTHY = sized(20, 1)
 _SLICES = 3
 _KINDS = {kind.name: kind for kind in verdict.KINDS}
 # Those of which a run does not know the number.
@@ -118,10 +118,9 @@ class Judged:
     def is_right(self) -> bool:
         """Whether each verdict is, and names what has failed."""
         meant = self.meant.partition(":")[0]
+        kinds = [meant] * max(1, len(self.verdicts))
         if meant in _FIRST:
             kinds = [_FIRST[meant], meant]
-        else:
-            kinds = [meant] * len(self.verdicts) or [meant]
         return [each["kind"] for each in self.verdicts] == kinds and self._is_named()
 
     def _is_named(self) -> bool:
@@ -136,16 +135,14 @@ class Judged:
 
 
 class _Said:
-    # An `Emit` that keeps the verdicts.
+    # An `Emit` that keeps the verdicts, with the time of each.
     def __init__(self) -> None:
         self.verdicts: list[dict[str, Any]] = []
-        self.times: list[float] = []
 
     def __call__(self, name: str, **fields: Any) -> None:
         events.check(name, fields)
         if name == "verdict":
-            self.verdicts.append(fields)
-            self.times.append(time.time())
+            self.verdicts.append({**fields, "at": time.time()})
 
 
 def in_processes(kind: str, draw: random.Random) -> Judged:
@@ -167,7 +164,8 @@ def in_processes(kind: str, draw: random.Random) -> Judged:
     failed = _run(train, said, limits=case.limits, injected=injected)
     secs = 0.0
     if said.verdicts:
-        secs = said.times[0] - said.verdicts[0]["since"] - case.late_secs
+        first = said.verdicts[0]
+        secs = first["at"] - first["since"] - case.late_secs
     return Judged(
         meant=kind, verdicts=said.verdicts, host=host, secs=secs, failed=failed
     )
@@ -187,7 +185,7 @@ def in_records(meant: str, draw: random.Random) -> Judged:
     if kind == "too_few_slices":
         policy = decision.Policy(min_slices=cluster.hosts, wait_secs=0)
     try:
-        runtime.run(_nothing, cluster=cluster, policy=policy, emit=said)
+        runtime.run(print, cluster=cluster, policy=policy, emit=said)
     except errors.ElasticCkptError as error:
         failed = str(error)
     return Judged(meant=meant, verdicts=said.verdicts, host=cluster.host, failed=failed)
@@ -197,17 +195,13 @@ def healthy(draw: random.Random) -> list[dict[str, Any]]:
     """Runs without a fault, which may change its slices; returns its verdicts."""
     said = _Said()
     policies = [decision.Policy(max_slices=n, settle_secs=0) for n in (3, 2, 1, 3)]
-    policy = policies[0]
-
-    def present() -> decision.Policy:
-        return policy
+    present = policies[:1]
 
     def emit(name: str, **fields: Any) -> None:
-        nonlocal policy
         said(name, **fields)
         # An operator wants another number of slices now and then.
         if name == "step_done" and draw.random() < 0.01:
-            policy = draw.choice(policies)
+            present[0] = draw.choice(policies)
 
     train = functools.partial(
         verdict_worlds.train,
@@ -216,46 +210,32 @@ def healthy(draw: random.Random) -> list[dict[str, Any]]:
         at_step=0,
         steps=draw.choice([5, 100, 300]),
     )
-    failed = _run(train, emit, policy=present)
+    failed = _run(train, emit, policy=lambda: present[0])
     if failed:
         raise RuntimeError(f"a healthy run failed: {failed}")
     return said.verdicts
 
 
-def _row(meant: str, judged: Sequence[Judged]) -> str:
-    # A row of the confusion matrix: what was judged of a kind.
-    said = collections.Counter(each.said for each in judged)
-    right = sum(each.is_right for each in judged)
-    told = ", ".join(f"{kind} {times}" for kind, times in said.most_common())
-    return f"{meant:<38} {right:>5}  {told}"
-
-
-def measure(
-    times: int = _TIMES, num_healthy: int = _HEALTHY
-) -> dict[str, report.Figure]:
-    """Runs the suite, with each fault so many `times`."""
+def measure() -> dict[str, report.Figure]:
+    """Runs the suite."""
     seed = random.randrange(2**16)
     print(f"seed {seed}\n{'meant':<38} right  judged")
     draw = random.Random(seed)
-    real = _injected(in_processes, IN_PROCESSES, times, draw)
-    recorded = _injected(in_records, verdict_records.RECORDS, times, draw)
-    well = [healthy(draw) for _ in range(num_healthy)]
-    judged = [*real, *recorded]
+    real = _injected(in_processes, IN_PROCESSES, draw)
+    judged = [*real, *_injected(in_records, verdict_records.RECORDS, draw)]
+    well = [healthy(draw) for _ in range(_HEALTHY)]
     for each in judged:
         if not each.is_right:
             print(f"host {each.host}, {each.meant}: {each.verdicts}")
+    right = 100 * sum(each.is_right for each in judged) / len(judged)
     kinds = {each.meant.partition(":")[0] for each in judged}
     return {
-        "verdicts_right_percent": report.figure(
-            "%",
-            "at least 95",
-            [100 * sum(each.is_right for each in judged) / len(judged)],
-        ),
+        "verdicts_right_percent": report.figure("%", "at least 95", [right]),
         "verdict_secs": report.figure(
             "s", "at most 5, in real processes", [each.secs for each in real]
         ),
         "healthy_verdicts": report.figure(
-            "runs", f"0 of {num_healthy}", [sum(map(bool, well))]
+            "runs", f"0 of {_HEALTHY}", [sum(map(bool, well))]
         ),
         "kinds": report.figure("kinds of faults", "at least 40", [len(kinds)]),
         "kinds_in_processes": report.figure(
@@ -267,13 +247,16 @@ def measure(
 def _injected(
     inject: Callable[[str, random.Random], Judged],
     kinds: dict[str, Any],
-    times: int,
     draw: random.Random,
 ) -> list[Judged]:
+    # Prints the confusion matrix: what was judged of each kind.
     judged = []
     for kind in kinds:
-        of_kind = [inject(kind, draw) for _ in range(times)]
-        print(_row(kind, of_kind), flush=True)
+        of_kind = [inject(kind, draw) for _ in range(_TIMES)]
+        said = collections.Counter(each.said for each in of_kind)
+        right = sum(each.is_right for each in of_kind)
+        told = ", ".join(f"{name} {times}" for name, times in said.most_common())
+        print(f"{kind:<38} {right:>5}  {told}", flush=True)
         judged += of_kind
     return judged
 
@@ -305,7 +288,3 @@ def _run(
         except errors.ElasticCkptError as error:
             return str(error)
     return ""
-
-
-def _nothing(world: object) -> None:
-    del world

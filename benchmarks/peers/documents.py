@@ -9,7 +9,6 @@ and the padding token. All is a function of the seed and of the index of the fil
 from __future__ import annotations
 
 import dataclasses
-import os
 import pathlib
 from collections.abc import Iterator
 
@@ -20,6 +19,9 @@ COLUMN = "tokens"
 PADDING = 0
 END_OF_DOCUMENT = 1
 FIRST_TOKEN = 2
+# Tokens are drawn evenly below it.
+_VOCABULARY_SIZE = 32_000
+_SEED = 0
 
 # The standard deviation of the logarithm of the length: half of all documents are
 # shorter than 363 of 500.
@@ -35,8 +37,6 @@ class Documents:
     documents_a_file: int = 5000
     documents_a_row_group: int = 1000  # what a reader of Parquet decodes at a time
     mean_length: int = 500
-    vocabulary_size: int = 32_000  # tokens are below it, drawn evenly
-    seed: int = 0
 
     @property
     def files(self) -> list[str]:
@@ -48,7 +48,7 @@ class Documents:
 
     @property
     def num_tokens(self) -> int:
-        """In all documents; nothing is read for it."""
+        """Of all documents; nothing is read for it."""
         return sum(int(self._lengths(file).sum()) for file in range(self.num_files))
 
     def write(self) -> None:
@@ -62,10 +62,9 @@ class Documents:
             column = pa.ListArray.from_arrays(offsets, tokens)
             pq.write_table(
                 pa.table({COLUMN: column}),
-                f"{path}.unfinished",
+                path,
                 row_group_size=self.documents_a_row_group,
             )
-            os.replace(f"{path}.unfinished", path)
 
     def documents(self) -> Iterator[NDArray[np.int32]]:
         """All documents, file by file. They are drawn again, not read."""
@@ -85,14 +84,14 @@ class Documents:
     def _drawn(self, file: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         # The tokens of a file, and the `documents_a_file + 1` offsets into them.
         offsets = np.concatenate([[0], np.cumsum(self._lengths(file))]).astype(np.int32)
-        generator = np.random.default_rng((self.seed, file, 1))
+        generator = np.random.default_rng((_SEED, file, 1))
         tokens = generator.integers(
-            FIRST_TOKEN, self.vocabulary_size, size=int(offsets[-1]), dtype=np.int32
+            FIRST_TOKEN, _VOCABULARY_SIZE, size=int(offsets[-1]), dtype=np.int32
         )
         return tokens, offsets
 
     def _lengths(self, file: int) -> NDArray[np.int64]:
-        generator = np.random.default_rng((self.seed, file, 0))
+        generator = np.random.default_rng((_SEED, file, 0))
         mu = np.log(self.mean_length) - _SIGMA**2 / 2  # then the mean is mean_length
         lengths = generator.lognormal(mu, _SIGMA, size=self.documents_a_file)
         return np.maximum(lengths, 1).astype(np.int64)

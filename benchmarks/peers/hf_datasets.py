@@ -289,17 +289,19 @@ _TABLES: dict[Setting, Callable[[Any], Any]] = {
 
 
 _PACKAGES = ("datasets", "torchdata", "torch", "pyarrow")
-HF_DATASETS = Peer(
-    name="hf_datasets",
-    packages=_PACKAGES,
-    lacks=FITTED,
-    prepare=_prepare,
-    rows=_rows_from_lists,
-)
-HF_DATASETS_ARROW = Peer(
-    name="hf_datasets_arrow",
-    packages=(*_PACKAGES, "trl"),
-    lacks={},
-    prepare=_prepare,
-    rows=_rows_from_arrow,
+PEERS = (
+    Peer(
+        name="hf_datasets",
+        packages=_PACKAGES,
+        lacks=FITTED,
+        prepare=_prepare,
+        rows=_rows_from_lists,
+    ),
+    Peer(
+        name="hf_datasets_arrow",
+        packages=(*_PACKAGES, "trl"),
+        lacks={},
+        prepare=_prepare,
+        rows=_rows_from_arrow,
+    ),
 )

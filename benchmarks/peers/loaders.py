@@ -30,6 +30,7 @@ The last three stack rows by their own `StreamingDataLoader`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -46,7 +47,6 @@ from benchmarks.peers.peer import (
     Peer,
     Setting,
     Tokens,
-    prepare_nothing,
 )
 
 _FILES_AT_A_TIME = 16
@@ -94,15 +94,6 @@ def _padded(document: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {COLUMN: np.pad(tokens, (0, ROW_LENGTH - len(tokens)))}
 
 
-GRAIN_INTERLEAVE = Peer(
-    name="grain_interleave",
-    packages=("grain", "pyarrow"),
-    lacks={"fixed_rows": "see grain_elastic, which reads at random"},
-    prepare=prepare_nothing,
-    rows=_interleaved_rows,
-)
-
-
 _FILE = "rows.array_record"
 
 
@@ -138,15 +129,6 @@ def _elastic_rows(
 
 def _decoded(record: bytes) -> Tokens:
     return np.frombuffer(record, np.int32)
-
-
-GRAIN_ELASTIC = Peer(
-    name="grain_elastic",
-    packages=("grain", "array-record"),
-    lacks=FITTED | dict.fromkeys(PACKED, "ElasticIterator takes no packer"),
-    prepare=_prepare_elastic,
-    rows=_elastic_rows,
-)
 
 
 _SPLITS = 24
@@ -215,15 +197,6 @@ def _unstacked(batch: Any) -> list[Tokens]:
     return list(batch.column(0).flatten().to_numpy().reshape(-1, ROW_LENGTH))
 
 
-LANCEDB = Peer(
-    name="lancedb",
-    packages=("lancedb", "torch", "pyarrow"),
-    lacks=FITTED,
-    prepare=_prepare_lancedb,
-    rows=_lancedb_rows,
-)
-
-
 _CHUNK = "64MB"
 
 
@@ -265,20 +238,10 @@ def _litdata_rows(
         yield batch.numpy()
 
 
-LITDATA = Peer(
-    name="litdata",
-    packages=("litdata", "torch"),
-    lacks=FITTED | {"packed_shuffled": "it shuffles packed rows, not documents"},
-    prepare=_prepare_litdata,
-    rows=_litdata_rows,
-)
-
-
 # Importing it imports torchvision. The registry's torchvision cannot load its compiled
 # operators beside a CPU build of torch, and then fails where it describes two of them:
 # so those two are declared first. Nothing here calls them.
 _OPERATOR = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-_declared: list[Any] = []  # a torch library that is collected takes its operators along
 
 
 def _prepare_mosaicml(source: Documents, directory: pathlib.Path) -> None:
@@ -312,20 +275,52 @@ def _mosaicml_rows(
         dataset._iterator.exit()
 
 
-def _declare_operators() -> None:
+@functools.cache
+def _declare_operators() -> Any:
+    # A torch library that is collected takes its operators along.
     import torch
 
-    if torch.version.cuda is None and not _declared:
-        library = torch.library.Library("torchvision", "DEF")
+    library = torch.version.cuda is None and torch.library.Library("torchvision", "DEF")
+    if library:
         library.define(f"nms{_OPERATOR}")
         library.define(f"qnms{_OPERATOR}")
-        _declared.append(library)
+    return library
 
 
-MOSAICML_STREAMING = Peer(
-    name="mosaicml_streaming",
-    packages=("mosaicml-streaming", "torch", "torchvision"),
-    lacks=FITTED | dict.fromkeys(PACKED, "it packs nothing"),
-    prepare=_prepare_mosaicml,
-    rows=_mosaicml_rows,
+PEERS = (
+    Peer(
+        name="grain_interleave",
+        packages=("grain", "pyarrow"),
+        lacks={"fixed_rows": "see grain_elastic, which reads at random"},
+        prepare=None,
+        rows=_interleaved_rows,
+    ),
+    Peer(
+        name="grain_elastic",
+        packages=("grain", "array-record"),
+        lacks=FITTED | dict.fromkeys(PACKED, "ElasticIterator takes no packer"),
+        prepare=_prepare_elastic,
+        rows=_elastic_rows,
+    ),
+    Peer(
+        name="mosaicml_streaming",
+        packages=("mosaicml-streaming", "torch", "torchvision"),
+        lacks=FITTED | dict.fromkeys(PACKED, "it packs nothing"),
+        prepare=_prepare_mosaicml,
+        rows=_mosaicml_rows,
+    ),
+    Peer(
+        name="litdata",
+        packages=("litdata", "torch"),
+        lacks=FITTED | {"packed_shuffled": "it shuffles packed rows, not documents"},
+        prepare=_prepare_litdata,
+        rows=_litdata_rows,
+    ),
+    Peer(
+        name="lancedb",
+        packages=("lancedb", "torch", "pyarrow"),
+        lacks=FITTED,
+        prepare=_prepare_lancedb,
+        rows=_lancedb_rows,
+    ),
 )

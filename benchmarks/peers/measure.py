@@ -13,7 +13,6 @@ times that, or the timed stretch would hold no decoding at all.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import pathlib
@@ -25,69 +24,42 @@ from typing import Any, cast
 import numpy as np
 
 from benchmarks import report
+from benchmarks.peers import hf_datasets, loaders
 from benchmarks.peers.documents import Documents
-from benchmarks.peers.hf_datasets import HF_DATASETS, HF_DATASETS_ARROW
-from benchmarks.peers.loaders import (
-    GRAIN_ELASTIC,
-    GRAIN_INTERLEAVE,
-    LANCEDB,
-    LITDATA,
-    MOSAICML_STREAMING,
-)
 from benchmarks.peers.peer import ROW_LENGTH, Setting, Tokens
 
-PEERS = (
-    GRAIN_INTERLEAVE,
-    GRAIN_ELASTIC,
-    MOSAICML_STREAMING,
-    LITDATA,
-    LANCEDB,
-    HF_DATASETS,
-    HF_DATASETS_ARROW,
-)
-
-
+PEERS = (*loaders.PEERS, *hf_datasets.PEERS)
 # By name: a fresh iterator over at least `warm_up_tokens + num_tokens` tokens, arrays
 # of shape (2048,) or (rows, 2048). It is a generator, and closed at the end.
 Sides = dict[str, Callable[[], Iterator[Tokens]]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rates:
-    """Millions of tokens of a side, one sample a round."""
-
-    per_sec: tuple[float, ...]  # by the clock
-    per_cpu_sec: tuple[float, ...]  # by the processors, of all threads of this process
+# Of a side: millions of tokens, one sample a round, `per_sec` by the clock and
+# `per_cpu_sec` by the processors, of all threads of this process.
+Rates = dict[str, list[float]]
 
 
 def in_turns(
-    sides: Sides,
-    *,
-    num_tokens: int = 16_000_000,
-    warm_up_tokens: int = 1_000_000,
-    num_rounds: int = 5,
+    sides: Sides, *, num_tokens: int, warm_up_tokens: int, num_rounds: int
 ) -> dict[str, Rates]:
     """The rates of each side.
 
     Raises:
       ValueError: a side yields something else than int32 rows, or ends too early.
     """
-    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    rates: dict[str, Rates] = {n: {"per_sec": [], "per_cpu_sec": []} for n in sides}
     for _ in range(num_rounds):
         for name, make in sides.items():
             gc.collect()  # what the side before has left is not this one's time
             rows = cast(Any, make())
             with contextlib.closing(rows):
                 _take(name, rows, warm_up_tokens)
-                began = (time.perf_counter(), time.process_time())
+                began, cpu_began = time.perf_counter(), time.process_time()
                 taken = _take(name, rows, num_tokens)
-                ended = (time.perf_counter(), time.process_time())
-            secs, cpu_secs = (b - a for a, b in zip(began, ended, strict=True))
-            samples[name].append((taken / secs / 1e6, taken / cpu_secs / 1e6))
-    rates = {}
-    for name, pairs in samples.items():
-        per_sec, per_cpu_sec = zip(*pairs, strict=True)
-        rates[name] = Rates(per_sec=per_sec, per_cpu_sec=per_cpu_sec)
+                secs = time.perf_counter() - began
+                cpu_secs = time.process_time() - cpu_began
+            rates[name]["per_sec"].append(taken / secs / 1e6)
+            rates[name]["per_cpu_sec"].append(taken / cpu_secs / 1e6)
     return rates
 
 
@@ -100,36 +72,23 @@ def compared(
 ) -> dict[str, report.Figure]:
     """The figures of the side "ours" beside the others, each by clock and by processor.
 
-    Args:
-      rates: of all sides.
-      name: of the figures of our rates, without `_per_sec` and `_per_cpu_sec`.
-      ratio: the name of the figure of a ratio to another side; `cpu_` comes before that
-        of the processor.
-      bounds: of figures by the clock.
+    `name` is that of our rates, without `_per_sec` and `_per_cpu_sec`; `ratio` names
+    the figure of a ratio to a side, which by processor begins with `cpu_`. Bounds are
+    by figure.
     """
-    own = rates["ours"]
-    by_clock, by_cpu = f"{name}_per_sec", f"{name}_per_cpu_sec"
-    bound = bounds.get(by_clock, "no bound")
-    figures = {
-        by_clock: report.figure("Mtok/s", bound, own.per_sec),
-        by_cpu: report.figure("Mtok/cpu-s", "no bound", own.per_cpu_sec),
-    }
-    for peer, theirs in rates.items():
-        if peer == "ours":
-            continue
-        named = ratio(peer)
-        rate = statistics.median(theirs.per_sec)
-        figures[named] = report.ratio(
-            own.per_sec,
-            theirs.per_sec,
-            f"{bounds.get(named, 'ahead')}; {peer}: {rate:.2f} Mtok/s",
-        )
-        rate = statistics.median(theirs.per_cpu_sec)
-        figures[f"cpu_{named}"] = report.ratio(
-            own.per_cpu_sec,
-            theirs.per_cpu_sec,
-            f"ahead; {peer}: {rate:.2f} Mtok/cpu-s",
-        )
+    figures = {}
+    for clock, unit, before in (
+        ("per_sec", "Mtok/s", ""),
+        ("per_cpu_sec", "Mtok/cpu-s", "cpu_"),
+    ):
+        own = f"{name}_{clock}"
+        ours = rates["ours"][clock]
+        figures[own] = report.figure(unit, bounds.get(own, "no bound"), ours)
+        for side in [side for side in rates if side != "ours"]:
+            named, theirs = f"{before}{ratio(side)}", rates[side][clock]
+            bound = bounds.get(named, "ahead")
+            beside = f"{side}: {statistics.median(theirs):.2f} {unit}"
+            figures[named] = report.ratio(ours, theirs, f"{bound}; {beside}")
     return figures
 
 
@@ -148,11 +107,8 @@ def sides_of(setting: Setting, source: Documents, directory: pathlib.Path) -> Si
             print(f"{setting}: {peer.not_installed}")
             continue
         own = directory / peer.name
-        if not own.exists():
-            unfinished = directory / f"{peer.name}.unfinished"
-            peer.prepare(source, unfinished)
-            if unfinished.exists():  # not for those that read the corpus itself
-                unfinished.rename(own)
+        if peer.prepare is not None and not own.exists():
+            peer.prepare(source, own)
         sides[peer.name] = functools.partial(peer.rows, setting, source, own)
     return sides
 

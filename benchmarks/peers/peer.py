@@ -21,7 +21,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import pathlib
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
@@ -38,7 +37,6 @@ Setting = Literal[
     "unpacked",
     "fixed_rows",
 ]
-SETTINGS: tuple[Setting, ...] = typing.get_args(Setting)
 
 ROW_LENGTH = 2048
 ROWS_A_BATCH = 16
@@ -60,15 +58,16 @@ class Peer:
     """Another loader, and how it does the jobs.
 
     `prepare` writes the corpus in the peer's own format below a directory that is its
-    own and does not exist yet; it is not timed. `rows` is a generator of the tokens of
-    a setting, from the corpus or from what `prepare` wrote: one pass, int32 arrays of
-    shape (2048,) or (rows, 2048). Closing it ends the peer's threads.
+    own and does not exist yet; it is not timed, and None for a peer that reads the
+    Parquet files of the corpus. `rows` is a generator of the tokens of a setting, from
+    the corpus or from what `prepare` wrote: one pass, int32 arrays of shape (2048,) or
+    (rows, 2048). Closing it ends the peer's threads.
     """
 
     name: str  # in the figure `ratio_<name>`
     packages: tuple[str, ...]  # that it needs, the one that it is about first
     lacks: Mapping[Setting, str]  # why it does not do a setting
-    prepare: Callable[[Documents, pathlib.Path], None]
+    prepare: Callable[[Documents, pathlib.Path], None] | None
     rows: Callable[[Setting, Documents, pathlib.Path], Iterator[Tokens]]
 
     @property
@@ -78,11 +77,6 @@ class Peer:
         if not missing:
             return None
         return f"{self.name}: not installed: {', '.join(missing)}; {INSTALL}"
-
-
-def prepare_nothing(source: Documents, directory: pathlib.Path) -> None:
-    """`prepare` of a peer that reads the Parquet files of the corpus themselves."""
-    del source, directory
 
 
 def is_installed(package: str) -> bool:
