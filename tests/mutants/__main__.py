@@ -69,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _import_others()
     died = 0
     for mutant in chosen:
-        source = pathlib.Path(mutant.path).read_text()
+        file = pathlib.Path(mutant.path)
+        source = file.read_text() if file.exists() else ""
         tree = mutation.mutated(source, mutant)
         if tree is None:
             outcome = {"gone": True}
