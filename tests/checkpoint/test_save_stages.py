@@ -7,6 +7,7 @@ import functools
 import pathlib
 
 import pytest
+from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.host.copies import HostCopies
@@ -167,6 +168,97 @@ def test_what_went_bad_before_it_was_copied_or_stored_is_told(sim):
     assert why.endswith("its digest differs")
     (why, *_) = (why for _, why in told(sim, "persistent"))
     assert "host 0: step 2: no good copy of state/w[0:6] is left" in why
+    assert steps(sim, "backed_up") == [1]
+
+
+def test_a_step_that_waits_for_its_backup_is_stored_as_the_next_one_that_is_saved(sim):
+    sim.open((0, 1), store_every=2)
+    sim.threads.late = frozenset({"back-up"})
+    begin(sim, 2, 4)
+    sim.threads.late = frozenset()
+    sim.threads.catch_up()
+    save(sim, 5)
+    assert steps(sim, "backed_up") == [2, 5]
+
+
+def leave(sim, *numbers):
+    """Saves steps in a world that is left before their backups are made."""
+    sim.threads.late = frozenset({"back-up", "replicate"})
+    *before, last = numbers
+    begin(sim, *before)
+    sim.is_left = True
+    parts = {"state": simulated_world.state_of(last)}
+    assert sim.world.save_checkpointables(last, parts, force=True)
+    sim.world.close()
+    # Its processes end.
+    sim.end()
+    sim.threads.late = frozenset()
+
+
+def test_steps_that_were_due_are_stored_by_the_next_world_the_newest_first(sim):
+    keep = ocp.training.preservation_policies.PreserveAll()
+    sim.open((0, 1), store_every=10, keep_local=keep)
+    # The last step of a world is not due in storage.
+    leave(sim, 9, 10, 15, 20, 21)
+    # Another schedule changes nothing for what was saved before.
+    sim.open((0, 1), store_every=1, keep_local=keep)
+    assert restore(sim) == 21
+    sim.world.wait()
+    assert steps(sim, "backed_up") == [20, 10]
+    # Copies, too.
+    assert steps(sim, "replicated") == [21]
+    sim.world.close()
+    sim.end()
+    sim.open((0, 1), store_every=10, keep_local=keep)
+    leave(sim, 30, 31)
+    sim.open((0, 1), store_every=1, keep_local=keep)
+    wanted = {"state": simulated_world.abstract()}
+    sim.world.load_checkpointables(20, wanted, go_back=True)
+    sim.world.wait()
+    assert not steps(sim, "backed_up")
+
+
+def test_a_step_outlasts_worlds_that_cannot_store_it(sim, monkeypatch):
+    @functools.wraps(HostBackup.back_up)
+    def fail(*_, **__):
+        raise errors.CheckpointError("no room")
+
+    sim.open((0, 1), store_every=10)
+    leave(sim, 10, 11)
+    with monkeypatch.context() as patch:
+        patch.setattr(HostBackup, "back_up", fail)
+        sim.open((0, 1), store_every=10)
+        assert restore(sim) == 11
+        assert [step for step, _ in told(sim, "persistent")] == [10]
+        with pytest.raises(errors.NotStoredError, match="step 10 was due"):
+            sim.world.close()
+        sim.end()
+        sim.open((0, 1), store_every=10)
+        assert restore(sim) == 11
+        leave(sim, 12, 13)
+        sim.open((0, 1), store_every=10)
+        assert restore(sim) == 13
+    assert {10, 13} <= {*in_ram(sim)}
+    # It is tried again at the end.
+    sim.world.close()
+    assert steps(sim, "backed_up") == [10]
+
+
+def test_the_last_backup_waits_until_peers_that_failed_are_asked_again(
+    sim, monkeypatch
+):
+    sim.open((0, 1), store_every=1)
+    sim.threads.late = frozenset({"back-up"})
+    begin(sim, 1)
+    spoilt_files.change_first_byte(values_of(sim, 1, "b"))
+    sim.network.failing.add(0)
+
+    def asked(_):
+        sim.network.failing.clear()
+        return 0.01
+
+    monkeypatch.setattr(simulated_world._Client, "left_skipped_secs", asked)
+    sim.world.close()
     assert steps(sim, "backed_up") == [1]
 
 
