@@ -9,10 +9,12 @@ import pathlib
 import pytest
 from orbax.checkpoint import v1 as ocp
 
+from elastic_ckpt.checkpoint import save_stages
 from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.host.copies import HostCopies
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.core import errors
+from elastic_ckpt.tiers.persistent import leases, persistent_root
 from elastic_ckpt.tiers.ram import ram_disk
 from tests import shared_memory, spoilt_files
 from tests.model import simulated_world
@@ -218,6 +220,27 @@ def test_steps_that_were_due_are_stored_by_the_next_world_the_newest_first(sim):
     assert not steps(sim, "backed_up")
 
 
+def test_a_step_stays_in_ram_until_the_next_world_has_stored_it(sim, monkeypatch):
+    sim.open((0, 1), store_every=10)
+    leave(sim, 10, 11)
+    upload, held = save_stages.SaveStages._upload, []
+
+    def upload_late(stages, saving):
+        begin(sim, 12)
+        held.extend(in_ram(sim))
+        return upload(stages, saving)
+
+    sim.open((0, 1), store_every=10)
+    monkeypatch.setattr(save_stages.SaveStages, "_upload", upload_late)
+    wanted = {"state": simulated_world.abstract()}
+    sim.world.load_checkpointables(None, wanted)
+    sim.world.wait()
+    assert steps(sim, "backed_up") == [10]
+    assert 10 in held
+    save(sim, 13)
+    assert in_ram(sim) == [13]
+
+
 def test_a_step_outlasts_worlds_that_cannot_store_it(sim, monkeypatch):
     @functools.wraps(HostBackup.back_up)
     def fail(*_, **__):
@@ -260,6 +283,26 @@ def test_the_last_backup_waits_until_peers_that_failed_are_asked_again(
     monkeypatch.setattr(simulated_world._Client, "left_skipped_secs", asked)
     sim.world.close()
     assert steps(sim, "backed_up") == [1]
+
+
+def test_a_step_is_removed_once_the_lease_of_a_killed_reader_has_expired(sim):
+    def saved(step):
+        save(sim, step)
+        return persistent_root.PersistentRoot.from_path(sim.storage).steps()
+
+    def read():
+        # The simulation does not renew it, as if the reader was killed.
+        with leases.lease(sim.storage / "1", duration_secs=100.0):
+            assert saved(2) == [1, 2]
+            sim.clock.sleep(90)
+            assert saved(3) == [1, 3]
+            sim.clock.sleep(20)
+            assert saved(4) == [4]
+
+    sim.open((0,), store_every=1, keep=simulated_world.latest(1))
+    save(sim, 1)
+    with pytest.raises(errors.CheckpointError, match="was lost while it was read"):
+        read()
 
 
 STAGES = {
