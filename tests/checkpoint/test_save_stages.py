@@ -10,11 +10,12 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import save_stages
+from elastic_ckpt.checkpoint.host import upload_share
 from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.host.copies import HostCopies
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.core import errors
-from elastic_ckpt.tiers.persistent import leases, persistent_root
+from elastic_ckpt.tiers.persistent import leases, persistent_root, upload
 from elastic_ckpt.tiers.ram import ram_disk
 from tests import shared_memory, spoilt_files
 from tests.model import simulated_world
@@ -283,6 +284,27 @@ def test_the_last_backup_waits_until_peers_that_failed_are_asked_again(
     monkeypatch.setattr(simulated_world._Client, "left_skipped_secs", asked)
     sim.world.close()
     assert steps(sim, "backed_up") == [1]
+
+
+def test_an_upload_that_fails_is_continued_and_not_begun_anew(sim, monkeypatch):
+    monkeypatch.setattr(upload, "_PROGRESS_SECS", 0.0)
+    monkeypatch.setattr(upload, "_PROGRESS_SHARE", 0)
+    monkeypatch.setattr(upload_share, "_BATCH_ITEMS", 1)
+    write, written, failed = upload.Upload.write_chunks, [], []
+
+    def fail_once(uploading, chunks):
+        if len(written) == 1 and not failed:
+            failed.append(chunks)
+            raise errors.CheckpointError("a failure")
+        written.extend((each.leaf, str(each.box)) for each in chunks)
+        write(uploading, chunks)
+
+    monkeypatch.setattr(upload.Upload, "write_chunks", fail_once)
+    sim.open((0,), store_every=1)
+    save(sim, 1)
+    assert steps(sim, "backed_up") == [1]
+    assert failed
+    assert len(written) == len(set(written)) > 1
 
 
 def test_a_step_is_removed_once_the_lease_of_a_killed_reader_has_expired(sim):
