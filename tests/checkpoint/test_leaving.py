@@ -3,12 +3,15 @@
 In one process here; `tests/processes/test_hosts.py` has several.
 """
 
+import subprocess
+import sys
 import threading
 
 import jax.numpy as jnp
 import pytest
 
 from elastic_ckpt import frontend
+from elastic_ckpt.core import background
 from elastic_ckpt.tiers.choices import Local, Persistent
 from tests import ctrl_c
 
@@ -81,3 +84,39 @@ def test_a_second_interruption_ends_the_wait(tmp_path):
     with opened(tmp_path, "ram") as again:
         assert again.latest.step == 2
         slow.released.set()
+
+
+def test_the_end_of_the_program_finishes_a_checkpointer_that_is_not_closed(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(background, "_to_finish", {})
+    slow, parts = Slow(), {"state": {"w": jnp.arange(4.0)}}
+    opened(tmp_path, "ram").save_checkpointables_async(1, parts | {"slow": slow})
+    with opened(tmp_path / "closed", "ram"):
+        threading.Timer(0.1, slow.released.set).start()
+    background._finish_all()
+    assert stored(tmp_path) == ["1"]
+    assert caplog.text.count("not closed") == 1
+    assert f"{tmp_path}/steps was not closed, and its saves are" in caplog.text
+
+
+UNCLOSED = """
+import sys
+import jax.numpy as jnp
+import elastic_ckpt as ec
+
+checkpointer = ec.Checkpointer([ec.Persistent(sys.argv[1] + "/steps", every=1)])
+for step in (1, 2, 3):
+    checkpointer.save_async(step, {"w": jnp.full(100_000, step)})
+raise ValueError("stop")
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_fails_and_closes_nothing_loses_no_save(tmp_path):
+    command = [sys.executable, "-c", UNCLOSED, tmp_path]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "3" in stored(tmp_path)
+    assert ended.stderr.count("was not closed, and its saves are finished now") == 1
+    assert ended.stderr.count("Traceback") == 1

@@ -7,11 +7,15 @@ import functools
 import pathlib
 
 import pytest
+from orbax.checkpoint import v1 as ocp
 
+from elastic_ckpt.checkpoint import save_stages
+from elastic_ckpt.checkpoint.host import upload_share
 from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.host.copies import HostCopies
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.core import errors
+from elastic_ckpt.tiers.persistent import leases, persistent_root, upload
 from elastic_ckpt.tiers.ram import ram_disk
 from tests import shared_memory, spoilt_files
 from tests.model import simulated_world
@@ -168,6 +172,159 @@ def test_what_went_bad_before_it_was_copied_or_stored_is_told(sim):
     (why, *_) = (why for _, why in told(sim, "persistent"))
     assert "host 0: step 2: no good copy of state/w[0:6] is left" in why
     assert steps(sim, "backed_up") == [1]
+
+
+def test_a_step_that_waits_for_its_backup_is_stored_as_the_next_one_that_is_saved(sim):
+    sim.open((0, 1), store_every=2)
+    sim.threads.late = frozenset({"back-up"})
+    begin(sim, 2, 4)
+    sim.threads.late = frozenset()
+    sim.threads.catch_up()
+    save(sim, 5)
+    assert steps(sim, "backed_up") == [2, 5]
+
+
+def leave(sim, *numbers):
+    """Saves steps in a world that is left before their backups are made."""
+    sim.threads.late = frozenset({"back-up", "replicate"})
+    *before, last = numbers
+    begin(sim, *before)
+    sim.is_left = True
+    parts = {"state": simulated_world.state_of(last)}
+    assert sim.world.save_checkpointables(last, parts, force=True)
+    sim.world.close()
+    # Its processes end.
+    sim.end()
+    sim.threads.late = frozenset()
+
+
+def test_steps_that_were_due_are_stored_by_the_next_world_the_newest_first(sim):
+    keep = ocp.training.preservation_policies.PreserveAll()
+    sim.open((0, 1), store_every=10, keep_local=keep)
+    # The last step of a world is not due in storage.
+    leave(sim, 9, 10, 15, 20, 21)
+    # Another schedule changes nothing for what was saved before.
+    sim.open((0, 1), store_every=1, keep_local=keep)
+    assert restore(sim) == 21
+    sim.world.wait()
+    assert steps(sim, "backed_up") == [20, 10]
+    # Copies, too.
+    assert steps(sim, "replicated") == [21]
+    sim.world.close()
+    sim.end()
+    sim.open((0, 1), store_every=10, keep_local=keep)
+    leave(sim, 30, 31)
+    sim.open((0, 1), store_every=1, keep_local=keep)
+    wanted = {"state": simulated_world.abstract()}
+    sim.world.load_checkpointables(20, wanted, go_back=True)
+    sim.world.wait()
+    assert not steps(sim, "backed_up")
+
+
+def test_a_step_stays_in_ram_until_the_next_world_has_stored_it(sim, monkeypatch):
+    sim.open((0, 1), store_every=10)
+    leave(sim, 10, 11)
+    upload, held = save_stages.SaveStages._upload, []
+
+    def upload_late(stages, saving):
+        begin(sim, 12)
+        held.extend(in_ram(sim))
+        return upload(stages, saving)
+
+    sim.open((0, 1), store_every=10)
+    monkeypatch.setattr(save_stages.SaveStages, "_upload", upload_late)
+    wanted = {"state": simulated_world.abstract()}
+    sim.world.load_checkpointables(None, wanted)
+    sim.world.wait()
+    assert steps(sim, "backed_up") == [10]
+    assert 10 in held
+    save(sim, 13)
+    assert in_ram(sim) == [13]
+
+
+def test_a_step_outlasts_worlds_that_cannot_store_it(sim, monkeypatch):
+    @functools.wraps(HostBackup.back_up)
+    def fail(*_, **__):
+        raise errors.CheckpointError("no room")
+
+    sim.open((0, 1), store_every=10)
+    leave(sim, 10, 11)
+    with monkeypatch.context() as patch:
+        patch.setattr(HostBackup, "back_up", fail)
+        sim.open((0, 1), store_every=10)
+        assert restore(sim) == 11
+        assert [step for step, _ in told(sim, "persistent")] == [10]
+        with pytest.raises(errors.NotStoredError, match="step 10 was due"):
+            sim.world.close()
+        sim.end()
+        sim.open((0, 1), store_every=10)
+        assert restore(sim) == 11
+        leave(sim, 12, 13)
+        sim.open((0, 1), store_every=10)
+        assert restore(sim) == 13
+    assert {10, 13} <= {*in_ram(sim)}
+    # It is tried again at the end.
+    sim.world.close()
+    assert steps(sim, "backed_up") == [10]
+
+
+def test_the_last_backup_waits_until_peers_that_failed_are_asked_again(
+    sim, monkeypatch
+):
+    sim.open((0, 1), store_every=1)
+    sim.threads.late = frozenset({"back-up"})
+    begin(sim, 1)
+    spoilt_files.change_first_byte(values_of(sim, 1, "b"))
+    sim.network.failing.add(0)
+
+    def asked(_):
+        sim.network.failing.clear()
+        return 0.01
+
+    monkeypatch.setattr(simulated_world._Client, "left_skipped_secs", asked)
+    sim.world.close()
+    assert steps(sim, "backed_up") == [1]
+
+
+def test_an_upload_that_fails_is_continued_and_not_begun_anew(sim, monkeypatch):
+    monkeypatch.setattr(upload, "_PROGRESS_SECS", 0.0)
+    monkeypatch.setattr(upload, "_PROGRESS_SHARE", 0)
+    monkeypatch.setattr(upload_share, "_BATCH_ITEMS", 1)
+    write, written, failed = upload.Upload.write_chunks, [], []
+
+    def fail_once(uploading, chunks):
+        if len(written) == 1 and not failed:
+            failed.append(chunks)
+            raise errors.CheckpointError("a failure")
+        written.extend((each.leaf, str(each.box)) for each in chunks)
+        write(uploading, chunks)
+
+    monkeypatch.setattr(upload.Upload, "write_chunks", fail_once)
+    sim.open((0,), store_every=1)
+    save(sim, 1)
+    assert steps(sim, "backed_up") == [1]
+    assert failed
+    assert len(written) == len(set(written)) > 1
+
+
+def test_a_step_is_removed_once_the_lease_of_a_killed_reader_has_expired(sim):
+    def saved(step):
+        save(sim, step)
+        return persistent_root.PersistentRoot.from_path(sim.storage).steps()
+
+    def read():
+        # The simulation does not renew it, as if the reader was killed.
+        with leases.lease(sim.storage / "1", duration_secs=100.0):
+            assert saved(2) == [1, 2]
+            sim.clock.sleep(90)
+            assert saved(3) == [1, 3]
+            sim.clock.sleep(20)
+            assert saved(4) == [4]
+
+    sim.open((0,), store_every=1, keep=simulated_world.latest(1))
+    save(sim, 1)
+    with pytest.raises(errors.CheckpointError, match="was lost while it was read"):
+        read()
 
 
 STAGES = {

@@ -12,6 +12,7 @@ import pytest
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.elastic import host_failure, supervisor, watch
+from tests import runs
 from tests.elastic import failing_hosts
 from tests.recorded_events import RecordedEvents
 
@@ -239,3 +240,27 @@ def test_no_host_outlives_its_supervisor(tmp_path):
         started.kill()
         assert started.wait(600) != 0
     # That the hosts are gone is what the fixture leaves_nothing_behind checks.
+
+
+@pytest.mark.slow
+def test_a_host_that_trains_imports_nothing_after_the_fork(tmp_path, corpus):
+    config = runs.write_config(
+        tmp_path,
+        corpus,
+        steps=5,
+        colocated_python_data_input=False,
+        enable_multi_tier_checkpointing=True,
+        local_checkpoint_directory=str(tmp_path / "ram"),
+        local_checkpoint_period=4,
+        multi_tier_checkpointing_backup_interval_steps=4,
+    )
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.elastic.warm_host", tmp_path / "logs", config],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    # And its server had one thread.
+    assert ended.stdout == "[] 1\n"

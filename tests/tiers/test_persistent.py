@@ -19,6 +19,7 @@ from elastic_ckpt.tiers.persistent import (
     ocdbt,
     persistent_root,
     persistent_tier,
+    progress,
     retries,
     upload,
 )
@@ -107,6 +108,48 @@ def test_an_upload_that_was_cut_short_is_repeated_on_other_hosts(root, tier, wor
     assert "manifest-m0.0.json" not in names
     assert "data/shards-00007.json" not in names
     assert not any(ocdbt.store_name("m0.0", "0") in name for name in names)
+
+
+def go_on(root, saved, host, share, *, finish=True):
+    """A host uploads what storage lacks of its share; returns how much that was."""
+    held = {progress.part_of(uploaded.part(saved, n)) for n in uploaded.items(saved)}
+    ours = upload.Upload(root, saved, host)
+    ours.begin(lambda: held)
+    lacking = [item for item in share if not ours.has(uploaded.part(saved, item))]
+    for item in lacking:
+        uploaded.put(ours, saved, item)
+    if finish:
+        ours.finish()
+    return len(lacking)
+
+
+def test_an_upload_that_is_killed_again_and_again_is_continued_by_other_hosts(
+    root, tier, monkeypatch
+):
+    monkeypatch.setattr(upload, "_PROGRESS_SECS", 0.0)
+    monkeypatch.setattr(upload, "_PROGRESS_SHARE", 0)
+    saved = uploaded.saved_step()
+    items = uploaded.items(saved)
+    # Parts with other values, and those of another save, are of no use.
+    uploaded.write(root, saved, uploaded.hosts(1)[0], items[:4], seed=1, finish=False)
+    other = uploaded.saved_step(save="1")
+    uploaded.write(root, other, uploaded.hosts(1)[0], items, finish=False)
+    written = 0
+    # At last each host lacks one chunk.
+    for count, first in ((3, -1), (2, -2), (2, 1)):
+        for number, host in enumerate(uploaded.hosts(count)):
+            share = items[number::count][first:]
+            written += go_on(root, saved, host, share, finish=False)
+    # An index that was cut short, longer than any that follows.
+    for store in root.unfinished(saved.step_id).glob("*/ocdbt.process_*"):
+        (store / "manifest.ocdbt.__lock").write_bytes(bytes(10**5))
+    world = uploaded.hosts(2)
+    for number, host in enumerate(world):
+        assert go_on(root, saved, host, items[number::2]) == 1
+    assert written + 2 == len(items)
+    uploaded.commit_all(root, saved, world)
+    uploaded.read(tier, 5)
+    assert not [name for name in tree(root.final(5)) if name.startswith("progress-")]
 
 
 def test_a_committed_step_is_replaced_by_no_older_save(root, world):

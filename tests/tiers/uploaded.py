@@ -86,9 +86,30 @@ def put(ours, saved, item, *, seed=0):
         ours.write_file(item, COMPONENT[item.path])
         return
     leaf, box = item
-    whole = values(saved.contents.leaves[leaf].path, seed=seed)
-    piece = np.array(whole[tuple(map(slice, box.start, box.stop))], order="C")
+    piece = piece_of(saved, item, seed=seed)
     ours.write_chunks([upload.Chunk(leaf, box, piece, digest.values_digest(piece))])
+
+
+def piece_of(saved, item, *, seed=0):
+    """The values of a chunk."""
+    leaf, box = item
+    whole = values(saved.contents.leaves[leaf].path, seed=seed)
+    return np.array(whole[tuple(map(slice, box.start, box.stop))], order="C")
+
+
+def part(saved, item):
+    """An item as manifests list it."""
+    if isinstance(item, manifest.ComponentFile):
+        return item
+    piece = piece_of(saved, item)
+    return manifest.Fragment(
+        leaf=item[0],
+        box=item[1],
+        digest=digest.values_digest(piece),
+        file="",
+        offset=0,
+        stored_bytes=piece.nbytes,
+    )
 
 
 def write_all(root, saved, world, **options):

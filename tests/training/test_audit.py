@@ -163,7 +163,9 @@ def test_rows_in_other_places_of_their_batch_pass_where_no_order_is_promised(
     assert outcome.passed == (detail != "summary")
     assert outcome.num_row_identical_steps == 3
     assert outcome.num_row_promised_steps == 0
-    if detail != "summary":
+    if detail == "summary":
+        assert "cannot show it: use step_log=proof" in outcome.first_difference
+    else:
         assert outcome.num_batch_identical_steps == 4
 
 
@@ -178,12 +180,49 @@ def test_first_difference_says_what_was_used_instead(data, one_host):
     )
 
 
+def test_first_difference_of_a_proof_names_the_rows_of_its_first_block(
+    data, one_host, monkeypatch
+):
+    monkeypatch.setattr(step_record, "MAX_ID_BYTES", 0)
+    # Rows 0 to 2, 3 to 5, and 6 and 7.
+    monkeypatch.setattr(step_record, "MAX_BLOCKS", 3)
+    monkeypatch.setattr(audit, "_MAX_NAMED_IDS", 2)
+    batches = batches_of(one_host, 0, 1)
+    ids = [id_ for id_, _ in batches[1]]
+    for row, named, first in (
+        (7, "rows 6 to 7", 6),
+        (4, "rows 3 to 5 and 1 other blocks", 3),
+    ):
+        batches[1][row] = one_host[40 + row]
+        assert audited([logged(batches)], data).first_difference == (
+            f"step 1, {named}: other examples were used than those of the one-host run,"
+            f" which has {ids[first]}, {ids[first + 1]} ... from row {first} on"
+        )
+
+
+def test_ids_are_named_by_their_ranges():
+    assert audit._ranges([300, 0, 2, 1]) == "0-2, 300"
+    assert audit._ranges(range(0, 16, 2)) == "0, 2, 4, 6, 8, 10, 12, 14"
+    assert audit._ranges(range(0, 18, 2)) == "0, 2, 4, 6, 8, 10, 12, 14, ..."
+
+
 def test_forged_digest_is_a_difference(data, one_host, detail):
     attempt = logged(batches_of(one_host, 0, 1, 2), detail=detail)
     *records, last = attempt.records
     forged = dataclasses.replace(last, digest="0" * len(last.digest))
     attempt = dataclasses.replace(attempt, records=(*records, forged))
-    assert audited([attempt], data).first_difference.startswith("step 2")
+    difference = audited([attempt], data).first_difference
+    assert difference.startswith("step 2")
+    cannot = "is a summary, which cannot show the rows that differ"
+    assert difference.endswith(cannot) == (detail == "summary")
+
+
+def test_forged_ids_are_a_difference(data, one_host):
+    attempt = logged(batches_of(one_host, 0, 1))
+    first, second = attempt.records
+    forged = dataclasses.replace(second, runs=first.runs)
+    attempt = dataclasses.replace(attempt, records=(first, forged))
+    assert audited([attempt], data).first_difference.startswith("step 1, row ")
 
 
 def test_steps_that_were_trained_again_count_once(data, one_host, detail):

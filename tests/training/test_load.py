@@ -18,6 +18,10 @@ def test_file_overrides_its_base_and_the_command_line_overrides_both(tmp_path):
     assert (config.run.steps, config.world.hosts, config.run.log_period) == (8, 4, 2)
 
 
+def test_what_the_command_line_gives_may_be_empty_or_no_yaml():
+    assert load.given(None, ["a=", "b=[x", "c=1"]) == {"a": "", "b": "[x", "c": 1}
+
+
 def test_base_of_all_defaults_needs_no_file(tmp_path):
     path = write(tmp_path / "run.yml", "base_config: base.yml\nhosts: 4\n")
     world = schema.WorldSection(hosts=4)

@@ -115,6 +115,8 @@ def check_found(run, name, *, samples, datasets=None):
         ]
         assert sorted(named) == sorted(uses[key])
         for each in found:
+            order = [(use.attempt, use.step) for use in each.uses]
+            assert order == sorted(order)
             check_outcome(each, SIZES[dataset, file, record], name)
         outcomes.update(each.outcome for each in found)
     return outcomes
@@ -133,6 +135,8 @@ def check_outcome(found, size, name):
         assert not any(use.is_current for use in found.uses)
     else:
         assert found.outcome in ("read_ahead", "not_yet_used")
+        is_filtered = formats.PIPELINES[name].filtered and size % 3 == 0
+        assert found.outcome == "not_yet_used" or not is_filtered
 
 
 @pytest.mark.parametrize(
@@ -174,6 +178,26 @@ def test_step_that_was_trained_again_has_one_batch_unless_rows_were_left_out(
     assert [(b.attempts, b.is_current, b.position) for b in found] == batches
     check_steps(run, "chunk", (2, 4, 5))
     assert bool(check_found(run, "chunk", samples=30)["left_out"]) == bool(skip)
+
+
+def test_documents_of_steps_that_the_run_went_back_from_are_not_yet_used(parts):
+    data = formats.data(parts["parquet"], "chunk")
+    run = Run().attempt(data, [12] * 5, saves=(3,))
+    asking = run.attempt(data, [12], start=3).provenance()
+    ((batch, of_batch),) = asking.step(4)
+    assert not batch.is_current
+    outcomes = set()
+    for piece in (piece for each in of_batch for piece in each.documents):
+        (found,) = (
+            each
+            for each in asking.find(piece.file, piece.record)
+            if each.epoch == piece.epoch
+        )
+        is_used = any(use.step < 4 for use in found.uses)
+        assert found.outcome == ("used" if is_used else "not_yet_used")
+        assert {use.row for use in found.uses} == {found.shard}
+        outcomes.add(found.outcome)
+    assert outcomes == {"used", "not_yet_used"}
 
 
 @pytest.mark.parametrize(("name", "size"), [("plain", 24), ("chunk", 4)])
@@ -235,11 +259,14 @@ def test_records_without_tokens_that_are_corrupt_filtered_or_in_a_window():
             assert run.inputs[1, step][each.row].tolist() == [number]
 
 
-@pytest.mark.parametrize("is_listed", [True, False])
-def test_rows_of_positional_data_are_its_records_in_their_order(corpus, is_listed):
+# It ends within an epoch, or with one.
+@pytest.mark.parametrize(("is_listed", "size"), [(True, 16), (False, 36)])
+def test_rows_of_positional_data_are_its_records_in_their_order(
+    corpus, is_listed, size
+):
     data = positional_data.PositionalData(files=(corpus,), max_target_length=16)
     run = Run().attempt(data, [8] * 17, listed=is_listed)
-    run.attempt(data, [16] * 2, start=15, skip=8, listed=is_listed)
+    run.attempt(data, [size] * 2, start=15, skip=8, listed=is_listed)
     order = data.record_numbers()
     readings = []
     asking = run.provenance(announce=readings.append)
@@ -256,16 +283,26 @@ def test_rows_of_positional_data_are_its_records_in_their_order(corpus, is_liste
             for row, piece in [(each.row, each.documents[0]) for each in of_batch]:
                 assert piece.record == order[position + row]
                 assert piece.epoch == (position + row) // data.num_records()
-                expected[piece.record].append((attempt.attempt, record.step, row))
+                use = attempt.attempt, record.step, row, 0
+                expected[piece.record, piece.epoch].append(use)
             position += record.num_rows
     assert bool(readings) == (not is_listed)
-    for record in range(0, data.num_records(), 99):
-        uses = [
-            (use.attempt, use.step, use.row)
-            for found in asking.find(corpus, record)
-            for use in found.uses
-        ]
-        assert sorted(uses) == sorted(expected[record])
+    left_out, end = range(120, 128), position
+    order = [order[n] for n in range(2 * data.num_records() + 1)]
+    for record in {order[n] for n in (0, 120, 127, 128, end - 1, end)}:
+        readings.clear()
+        for epoch, found in enumerate(asking.find(corpus, record)):
+            assert (found.record, found.epoch) == (record, epoch)
+            uses = [
+                (use.attempt, use.step, use.row, use.first_token) for use in found.uses
+            ]
+            assert sorted(uses) == sorted(expected[record, epoch])
+            place = order.index(record, epoch * data.num_records())
+            outcome = "used" if place < end else "not_yet_used"
+            assert found.outcome == ("left_out" if place in left_out else outcome)
+        assert epoch == (end - 1) // data.num_records()
+        num_rows = 17 * 8 + 2 * size
+        assert [each.num_rows for each in readings] == [num_rows] * (not is_listed)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt import universal
+from elastic_ckpt.universal.reading import in_flight, transfer
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.rule import Rule, side
@@ -104,3 +105,20 @@ def test_a_quantized_weight_is_loaded_with_its_scales(tmp_path):
         for name, array in tensors.items()
     }
     assert bits(universal.load(tmp_path, target, layout=layout)) == bits(tensors)
+
+
+def test_the_budget_of_a_load_is_that_of_its_reads(tmp_path, monkeypatch):
+    budgets = []
+
+    def noted(budget_bytes):
+        budgets.append(budget_bytes)
+        return in_flight.InFlight(budget_bytes)
+
+    monkeypatch.setattr(transfer, "InFlight", noted)
+    tensors = {"w": numbers(8, 4)}
+    safetensors_files.write(tmp_path / "model.safetensors", tensors)
+    layout = Layout(rules=[Rule(source=s, target=s) for s in map(side, PAIR[:1])])
+    target = {"w": abstract((8, 4))}
+    loaded = universal.load(tmp_path, target, layout=layout, budget_bytes=7)
+    assert bits(loaded) == bits(tensors)
+    assert set(budgets) == {7}

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from elastic_ckpt.data import (
     elastic_data,
     local_batches,
     positional_data,
+    records,
     rows,
 )
 from elastic_ckpt.data.lm import pipeline
@@ -340,3 +342,28 @@ def test_a_model_with_fewer_tokens_than_the_tokenizer_is_refused(corpus):
             pipeline.from_config(wanted, vocab_size=258)
         with refused("vocab_size=258, but the tokenizer has 259 tokens; set"):
             pipeline.eval_from_config(wanted, global_batch_size=4, vocab_size=258)
+
+
+def test_a_corrupt_row_group_ends_the_run_or_is_left_out_and_counted(tmp_path, caplog):
+    file = corpora.write_parquet(tmp_path / "a", corpora.documents(0, 80))
+    corpora.spoil(file, b"text 19 ")
+    named = rf"{file}, row group 2, rows? \d.*: corrupt \("
+
+    def read(**settings):
+        settings |= {"grain_shuffle_buffer_size": 1, "num_epoch": 2}
+        keys = section(file, grain_file_type="parquet", **settings)
+        placement = rows.Placement.in_order(0, num_hosts=1, global_batch_size=4)
+        batches = pipeline.from_config(keys).host_batches(placement)
+        while next(batches)[elastic_data.MASK].any():
+            pass
+        return records.skipped(batches.shard_cursors().values())
+
+    with refused(f"^{named}", errors.DataError) as caught:
+        read()
+    assert "or set corrupt_records=skip" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    with caplog.at_level("WARNING"):
+        assert read(corrupt_records="skip") == 2 * 8
+    warned = [each.getMessage() for each in caplog.records]
+    assert warned
+    assert all(re.match(f"{named}.*; skipped", each) for each in warned)

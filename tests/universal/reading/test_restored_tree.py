@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 import threading
+import time
 
 import fsspec
 import jax
@@ -349,6 +350,8 @@ class Counting(byte_source.LocalFiles):
     """Counts the bytes that are read, and those of requests at the same time."""
 
     lock = threading.Lock()
+    # So that other threads read at the same time, if they may.
+    pause_secs = 0.0
 
     def __init__(self):
         super().__init__()
@@ -361,6 +364,7 @@ class Counting(byte_source.LocalFiles):
             Counting.ranges.append((file, start, start + size))
             Counting.current += size
             Counting.peak = max(Counting.peak, Counting.current)
+        time.sleep(self.pause_secs)
         try:
             return super().read_into(file, start, parts)
         finally:
@@ -371,6 +375,7 @@ class Counting(byte_source.LocalFiles):
 def test_the_bytes_in_flight_keep_to_the_budget(files, monkeypatch):
     budget = 2**20
     monkeypatch.setattr(planned_reads, "LocalFiles", Counting)
+    monkeypatch.setattr(Counting, "pause_secs", 0.003)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     small = spans.Limits(gap_bytes=0, span_bytes=2**18)
     monkeypatch.setattr(planned_reads.load_plan, "limits_of", lambda _: small)

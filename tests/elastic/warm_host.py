@@ -1,0 +1,58 @@
+"""Trains on one host that is forked from a warm server, and prints what it imported.
+
+A separate program: `warm_host.py DIRECTORY CONFIG`.
+"""
+
+import functools
+import os
+import sys
+
+# But for plug-ins of platforms, which JAX imports when it starts a backend.
+PACKAGES = ("jax", "jaxlib", "orbax", "grain", "tensorstore", "elastic_ckpt")
+PLUGINS = ("jax_plugins", "jax._src.cudacheck")
+# It takes most of a second, and only agents serve HTTP.
+UNWANTED = "aiohttp"
+
+
+def train(config, member, channel):
+    """Trains; tells of modules that are not as they should be, and of threads."""
+    from elastic_ckpt.elastic import cluster, decision, world_host
+    from elastic_ckpt.training import elastic_run
+
+    at_fork = set(sys.modules)
+    threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
+    work = decision.Train(slices=(0,), spares=(), rows=8, accumulated=1)
+    world_host.run_host(
+        functools.partial(elastic_run.train, config),
+        config.world,
+        cluster.Assignment(number=1, work=work),
+        world_host.Owned(memory=None, kept=None, grace_secs=600),
+        member,
+        channel,
+    )
+    wrong = [UNWANTED] * (UNWANTED in at_fork)
+    wrong += [
+        name
+        for name in set(sys.modules) - at_fork
+        if name.partition(".")[0].startswith(PACKAGES) and not name.startswith(PLUGINS)
+    ]
+    channel("step_interrupted", step=threads, path=str(wrong), resume_step=0)
+
+
+def _print(name, **fields):
+    if name == "step_interrupted":
+        print(fields["path"], fields["step"], flush=True)
+
+
+if __name__ == "__main__":
+    from elastic_ckpt.elastic import supervisor
+    from elastic_ckpt.training import elastic_run, load
+    from tests.elastic import warm_host
+
+    elastic_run.warm_up()
+    supervisor.HostProcesses(
+        functools.partial(warm_host.train, load.load(sys.argv[2])),
+        num_hosts=1,
+        log_directory=sys.argv[1],
+        emit=_print,
+    ).run()
