@@ -10,7 +10,7 @@ import yaml
 
 from elastic_ckpt.cli import agent as agent_verb
 from elastic_ckpt.core import errors
-from elastic_ckpt.deploy import manifest, nodes
+from elastic_ckpt.deploy import nodes
 from elastic_ckpt.training import configured, listeners, machine_run
 from tests.deploy import jobsets
 from tests.deploy.jobsets import GPU, PATHWAYS, TPU
@@ -186,66 +186,11 @@ def test_a_wrong_configuration_ends_the_run_and_other_failures_restart_what_they
 
 
 KUSTOMIZE = jobsets.SHIPPED / "kustomize"
-IMAGE = "docker_image=us-docker.pkg.dev/my-project/my-images/elastic-ckpt:1"
 
 
 def backup_job(built):
     jobs = jobsets.only("JobSet", built)["spec"]["replicatedJobs"]
     return next(job for job in jobs if job["name"] == "backup")
-
-
-def backup_base():
-    """The backup hosts of a run as a JobSet of their own."""
-    built = jobsets.documents(
-        "backup_h100",
-        *("backup_hosts=1", "backup_machine_type=", "backup_size_limit=64Gi", IMAGE),
-        "run_name=demo-backup",
-    )
-    jobset = jobsets.only("JobSet", built)
-    return [
-        {
-            **jobset,
-            "metadata": {**jobset["metadata"], "name": "demo-backup-hosts"},
-            "spec": {
-                "network": jobset["spec"]["network"],
-                "replicatedJobs": [backup_job(built)],
-            },
-        }
-    ]
-
-
-def node_agent_base():
-    return jobsets.documents(
-        "node_agent_h100",
-        *("hardware=cpu", "machine_type=", "elastic_enabled=false", IMAGE),
-        *("node_agent_domain_labels=", "node_agent_size_limit="),
-        build=nodes.documents,
-    )
-
-
-BASES = {
-    "node-agent/base/node_agents.yaml": node_agent_base,
-    "backup-hosts/base/backup_hosts.yaml": backup_base,
-}
-
-
-@pytest.mark.parametrize("path", BASES)
-def test_a_base_for_kustomize_is_what_the_templates_make(path, golden):
-    golden(KUSTOMIZE / path, manifest.to_yaml(BASES[path]()))
-
-
-def test_a_run_finds_backup_hosts_of_their_own_by_the_names_of_their_pods(tmp_path):
-    (jobset,) = backup_base()
-    name, (job,) = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"]
-    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
-    (port,) = (each["containerPort"] for each in container["ports"])
-    url = f"http://{name}-{job['name']}-0-0.{name}:{port}"
-    overrides = ["backup_hosts=0", "backup_size_limit=64Gi", f"peer_backup_urls={url}"]
-    built = jobsets.documents("backup_h100", *overrides)
-    config = jobsets.configured(built, tmp_path)
-    _, peers, _ = configured.tiers(config, persistent=str(tmp_path))
-    assert peers.backups == (url,)
-    assert "backup" not in jobsets.jobs(built)
 
 
 def kustomized(directory):
@@ -267,9 +212,7 @@ def by_kind(documents):
 
 
 @pytest.mark.night
-def test_kustomize_builds_each_base_and_overlay():
-    for path, base in BASES.items():
-        assert kustomized(path.rpartition("/")[0]) == by_kind(base())
+def test_kustomize_builds_each_overlay():
     agents = yaml.safe_load_all((jobsets.SHIPPED / "node_agents.yaml").read_text())
     assert kustomized("node-agent/overlays/h100") == by_kind(agents)
     backups = kustomized("backup-hosts/overlays/m3").values()

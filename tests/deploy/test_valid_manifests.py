@@ -70,23 +70,6 @@ def test_what_is_shipped_and_every_machine_is_valid():
         assert faults(jobsets.documents(TPU, *chosen, "hosts=4")) == [], machine_type
 
 
-@pytest.mark.slow
-def test_a_wrong_value_is_found():
-    text = (SHIPPED / "multicontroller_h100.yaml").read_text()
-    for before, after, problem in (
-        ("name: dshm", "name: dshn", "no volume"),
-        ("completions: 4", "completions: four", "valid integer"),
-        ("maxRestarts: 10", "maxRestart: 10", "maxRestart"),
-        ("containers:", "container:", "container"),
-        ("jobset.x-k8s.io/v1alpha2", "jobset.x-k8s.io/v1", "apiVersion"),
-        ("kind: JobSet", "kind: Jobset", "no schema"),
-        ("name: demo-gpu", "name: demo-cpu", "no ConfigMap"),
-    ):
-        assert before in text
-        wrong = faults(yaml.safe_load_all(text.replace(before, after, 1)))
-        assert problem in str(wrong), after
-
-
 def commands(text):
     """The remarks and commands, which go on after a backslash or in a quotation."""
     lines = iter(text.splitlines())
