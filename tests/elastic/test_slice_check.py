@@ -105,3 +105,53 @@ def test_a_slice_that_is_gone_is_not_checked(checks, monkeypatch):
     checks.forget(0)
     assert not checks.unsound
     assert not checks.poll()
+
+
+class Clock:
+    secs = 0
+
+    def monotonic(self):
+        return self.secs
+
+
+class ScriptedCheck:
+    """A check that takes 20 s; of its starts, the fifth one finds a sound slice."""
+
+    began, limits = [], []
+
+    def __init__(self, number, *_, **__):
+        self.number = number
+        self.began_secs = slice_check.time.monotonic()
+        self.began.append(self.began_secs)
+
+    def result(self, limit_secs, *, now_secs):
+        self.limits.append(limit_secs)
+        if now_secs < self.began_secs + 20:
+            return None
+        problem = "hot" if len(self.began) < 5 else None
+        return slice_check.Checked(slice=self.number, problem=problem)
+
+    def close(self):
+        pass
+
+
+def test_a_refused_slice_is_checked_again_after_longer_and_longer_times(
+    checks, monkeypatch
+):
+    clock = Clock()
+    monkeypatch.setattr(slice_check, "time", clock)
+    monkeypatch.setattr(slice_check, "_Check", ScriptedCheck)
+    monkeypatch.setattr(checks, "_limits", watch.Limits(most_secs=900))
+    checks.begin(0)
+    found = []
+    for clock.secs in range(1000):
+        found += [each.problem for each in checks.poll()]
+        assert checks.unsound == ({0} if len(found) < 5 else set())
+    # After 30 s, 60 s, and so on.
+    assert ScriptedCheck.began == [0, 50, 130, 270, 530]
+    assert found == ["hot"] * 4 + [None]
+    # From then on another one may take a multiple of these 20 s.
+    checks.begin(1)
+    checks.poll()
+    assert ScriptedCheck.limits[0] == 900
+    assert ScriptedCheck.limits[-1] == watch.patience_secs(checks._limits, 20.0) < 900
