@@ -373,6 +373,26 @@ def test_the_newest_earlier_step_in_storage_is_gone_on_from_if_one_is_distrusted
         assert run.load(opened, 5) == 205
 
 
+@pytest.mark.parametrize(("saved", "later", "newest"), [([5], 6, 3), ([4, 5], 5, 4)])
+def test_a_step_of_orbax_alone_is_gone_on_from_if_it_is_the_newest_before(
+    run, saved, later, newest
+):
+    def save_by_orbax(step):
+        with ocp.training.Checkpointer(run.path / "steps") as stock:
+            stock.save_checkpointables(step, {"state": {"w": step}})
+
+    with run.open(every=2) as opened:
+        run.save(opened, 2)
+    save_by_orbax(3)
+    with run.open(every=2) as opened:
+        opened.load_checkpointables(3, {"state": None})
+        run.save(opened, *saved)
+    with run.open(every=2) as opened:
+        assert run.load(opened) == 105
+        save_by_orbax(later)
+        assert opened.distrust(6).step == newest
+
+
 def test_without_a_record_or_an_earlier_step_nothing_is_distrusted_but_it_is_said(
     run, monkeypatch
 ):

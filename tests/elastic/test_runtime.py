@@ -206,6 +206,15 @@ def test_a_run_waits_for_slices_and_ends_if_none_comes():
     assert len(waiting) == 1
 
 
+def test_a_run_with_too_few_slices_has_a_verdict_before_its_first_world():
+    events = []
+    with pytest.raises(errors.RunError, match="min_slices=2"):
+        run(ScriptedCluster(range(1), []), events, min_slices=2, wait_secs=0)
+    (judged,) = named(events, "verdict")
+    assert judged["kind"] == "too_few_slices"
+    assert (judged["world"], judged["step"]) == (0, 0)
+
+
 def test_worlds_that_are_lost_without_a_new_step_end_the_run_with_the_first_cause():
     cluster = ScriptedCluster(range(4), [loses(0), loses(1), loses(2), ends])
     message = "3 worlds in a row were lost without a new step, .* run again: the loss"

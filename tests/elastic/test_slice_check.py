@@ -3,6 +3,8 @@
 import contextlib
 import multiprocessing
 import time
+import types
+from unittest import mock
 
 import jax
 import numpy as np
@@ -105,3 +107,39 @@ def test_a_slice_that_is_gone_is_not_checked(checks, monkeypatch):
     checks.forget(0)
     assert not checks.unsound
     assert not checks.poll()
+
+
+def test_a_refused_slice_is_checked_again_after_longer_and_longer_times(
+    checks, monkeypatch
+):
+    clock = types.SimpleNamespace(secs=0, monotonic=lambda: clock.secs)
+    began, limits, found = [], [], []
+
+    def check(number, *_, **__):
+        """A check that takes 20 s; of its starts, the fifth finds a sound slice."""
+        began.append(clock.secs)
+
+        def result(limit_secs, *, now_secs):
+            limits.append(limit_secs)
+            problem = "hot" if len(began) < 5 else None
+            checked = slice_check.Checked(slice=number, problem=problem)
+            return checked if now_secs >= began[-1] + 20 else None
+
+        close = mock.Mock()
+        return types.SimpleNamespace(result=result, began_secs=began[-1], close=close)
+
+    monkeypatch.setattr(slice_check, "time", clock)
+    monkeypatch.setattr(slice_check, "_Check", check)
+    monkeypatch.setattr(checks, "_limits", watch.Limits(most_secs=900))
+    checks.begin(0)
+    for clock.secs in range(1000):
+        found += [each.problem for each in checks.poll()]
+        assert checks.unsound == ({0} if len(found) < 5 else set())
+    # After 30 s, 60 s, and so on.
+    assert began == [0, 50, 130, 270, 530]
+    assert found == ["hot"] * 4 + [None]
+    # From then on another one may take a multiple of these 20 s.
+    checks.begin(1)
+    checks.poll()
+    assert limits[0] == 900
+    assert limits[-1] == watch.patience_secs(checks._limits, 20.0) < 900

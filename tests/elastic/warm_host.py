@@ -39,20 +39,22 @@ def train(config, member, channel):
     channel("step_interrupted", step=threads, path=str(wrong), resume_step=0)
 
 
-def _print(name, **fields):
-    if name == "step_interrupted":
-        print(fields["path"], fields["step"], flush=True)
-
-
-if __name__ == "__main__":
+def main(directory, config):
+    """Trains on a host whose supervisor prints what it tells."""
     from elastic_ckpt.elastic import supervisor
     from elastic_ckpt.training import elastic_run, load
     from tests.elastic import warm_host
 
+    def emit(name, **fields):
+        if name == "step_interrupted":
+            print(fields["path"], fields["step"], flush=True)
+
     elastic_run.warm_up()
+    program = functools.partial(warm_host.train, load.load(config))
     supervisor.HostProcesses(
-        functools.partial(warm_host.train, load.load(sys.argv[2])),
-        num_hosts=1,
-        log_directory=sys.argv[1],
-        emit=_print,
+        program, num_hosts=1, log_directory=directory, emit=emit
     ).run()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
