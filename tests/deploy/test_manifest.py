@@ -1,19 +1,14 @@
 """The shipped manifests, and what others make of them: JAX, the pods, pathwaysutils."""
 
 import dataclasses
-import json
-import re
 import types
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
-from elastic_ckpt.core import errors
-from elastic_ckpt.deploy import machine, manifest, names, nodes, patch, slurm
+from elastic_ckpt.deploy import machine, manifest, nodes, slurm
 from elastic_ckpt.integrations import maxtext_elastic
-from elastic_ckpt.training import configured, keys, load
+from elastic_ckpt.training import configured, load
 from tests import runs
 from tests.deploy import jobsets
 from tests.deploy.jobsets import GPU, PATHWAYS, SHIPPED, TPU, documents
@@ -143,91 +138,3 @@ def test_tpu_machines_are_what_pathwaysutils_takes_them_for():
     assert pods[0]["nodeSelector"] == pods[1]["nodeSelector"]
     limits = [each["containers"][0]["resources"]["limits"] for each in pods]
     assert limits[0] == limits[1]
-
-
-def test_structured_values_survive_the_text_of_the_configuration(tmp_path):
-    value = {"A": 'it\'s "b"', "C": [1, {"d": None}]}
-    path = tmp_path / "a.yml"
-    path.write_text(f"pod_env: {json.dumps(value)}")
-    loaded = load.load(path)
-    assert json.loads(loaded.pods.pod_env) == value
-    path.write_text(keys.resolved_yaml(loaded, {}))
-    assert load.load(path) == loaded
-
-
-@given(name=st.text("aZ2_-.é\n", max_size=70), pods=st.integers(1, 10**6))
-def test_the_name_that_an_error_proposes_is_taken(name, pods):
-    jobs = {"slice": (1, pods)}
-    try:
-        names.check_jobset_name(name, jobs)
-    except errors.ConfigError as error:
-        names.check_jobset_name(str(error).rpartition("run_name=")[2], jobs)
-
-
-def test_a_patch_merges_what_has_names_and_replaces_other_lists():
-    one = {"name": "one", "image": "i", "ports": [{"containerPort": 1}]}
-    source = {"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
-    given = {
-        "kind": "Thing",
-        "metadata": {"name": "a", "labels": {"x": "1"}},
-        "containers": [one, {"name": "two", "args": ["a", "b"]}, {"name": "gone"}],
-        "env": [source, {"name": "B", "value": "$(A)"}],
-    }
-    changes = {
-        "metadata": {"labels": {"x": None, "y": "2"}},
-        "containers": [
-            {"name": "one", "ports": [{"containerPort": 2}]},
-            {"name": "two", "args": ["c"]},
-            {"name": "gone", "$patch": "delete"},
-            {"name": "three"},
-        ],
-        "env": [{"name": "A", "value": "1"}],
-    }
-    other = {**given, "metadata": {"name": "b"}}
-    patches = [{"kind": "Thing", "name": "a", "patch": changes}]
-    assert patch.patched([given, other], patches) == [
-        {
-            "kind": "Thing",
-            "metadata": {"name": "a", "labels": {"y": "2"}},
-            "containers": [
-                {**one, "ports": [{"containerPort": 1}, {"containerPort": 2}]},
-                {"name": "two", "args": ["c"]},
-                {"name": "three"},
-            ],
-            "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "$(A)"}],
-        },
-        other,
-    ]
-
-
-PAGE = (runs.ROOT / "docs/pages/about/security.md").read_text()
-MANIFESTS = sorted(SHIPPED.glob("*.yaml"))
-
-
-def values(node, key):
-    """The values of a key anywhere in an object."""
-    children = node.values() if isinstance(node, dict) else node
-    if isinstance(node, dict) and key in node:
-        yield node[key]
-    for child in children:
-        if isinstance(child, dict | list):
-            yield from values(child, key)
-
-
-def test_the_page_about_security_lists_all_that_a_manifest_asks_of_a_cluster():
-    for path in MANIFESTS:
-        (row,) = (line for line in PAGE.splitlines() if f"`{path.name}`" in line)
-        _, _, objects, node, _ = row.split("|")
-        built = list(yaml.load_all(path.read_text(), yaml.CSafeLoader))
-        kinds = {each["kind"] for each in built} - {"JobSet", "ConfigMap"}
-        named = re.findall(r"\b[A-Z][a-z]+[A-Z]\w+|\bRole\b", objects)
-        assert kinds == {*named} - {"JobSets"}, path
-        asked = [each["path"] for each in values(built, "hostPath")]
-        asked += [each["driver"] for each in values(built, "csi")]
-        assert set(asked) <= set(re.findall(r"`([^` ]+)`", node)), path
-        assert ("hostNetwork" in node) == any(values(built, "hostNetwork")), path
-        capabilities = {name for each in values(built, "add") for name in each}
-        assert capabilities == set(re.findall("NET_[A-Z_]+", node)), path
-        ports = set(values(built, "containerPort"))
-        # 29000 to 29002 are a range; the metrics have a key.
-        assert {p for p in ports if str(p) not in PAGE} <= {29001, 9400}, path

@@ -11,7 +11,7 @@ import yaml
 from elastic_ckpt.cli import agent as agent_verb
 from elastic_ckpt.core import errors
 from elastic_ckpt.deploy import nodes
-from elastic_ckpt.training import configured, listeners, machine_run
+from elastic_ckpt.training import configured, machine_run
 from tests.deploy import jobsets
 from tests.deploy.jobsets import GPU, PATHWAYS, TPU
 
@@ -88,21 +88,6 @@ def test_each_pod_with_a_supervisor_is_a_machine_with_its_own_address(tmp_path):
             assert place.num_machines == 4
             assert place.slices == range(pod, pod + 1)
             assert place.interface == f"10.0.0.{pod}"
-
-
-def test_the_metrics_of_every_process_of_every_pod_are_collected(tmp_path):
-    overrides = ["slices=2", "hosts=4", "devices_per_host=4", "prometheus_port=9400"]
-    overrides += ["prometheus_interface=0.0.0.0", "metrics_monitor=pod_monitor"]
-    built = jobsets.documents(ELASTIC, *overrides)
-    config = jobsets.configured(built, tmp_path)
-    processes = [listeners.of_process(config, host) for host in (0, 1, 2, 3, None)]
-    served = [process.metrics.prometheus_port for process in processes]
-    # Two pods with two hosts, and the supervisor that leads.
-    assert served == [9400, 9401, 9400, 9401, 9402]
-    endpoints = jobsets.only("PodMonitor", built)["spec"]["podMetricsEndpoints"]
-    ports = jobsets.program(built)["ports"]
-    by_name = {each.get("name"): each["containerPort"] for each in ports}
-    assert {by_name[each["port"]] for each in endpoints} == {*served}
 
 
 # From kubernetes/pkg/controller/job/pod_failure_policy.go.
