@@ -22,7 +22,6 @@ from gcp_storage_emulator import exceptions
 from gcp_storage_emulator.handlers import buckets as gcs_buckets
 
 BUCKET = "bucket"
-_MEDIA = {"alt": ["media"]}
 
 
 class _Gcs(gcs_emulator.RequestHandler):

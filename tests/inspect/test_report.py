@@ -61,9 +61,6 @@ def test_every_point_is_drawn_within_the_frame(points, kind, is_log, from_zero):
     assert coloured
 
 
-SECONDS = st.integers(1, 10**6).map(lambda number: number / 8)
-
-
 def test_without_the_extra_an_error_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     with pytest.raises(errors.ConfigError, match=r"vl-convert .*'\.\[report\]'"):

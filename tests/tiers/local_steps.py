@@ -9,7 +9,6 @@ from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.ram import step_writer
 
 RUN = "run-7"
-OTHER = "ffff.0"
 
 
 def state(step):

@@ -3,7 +3,6 @@
 import contextlib
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -23,8 +22,6 @@ from tests.universal.rules.relayout import (
     rule,
     saved,
 )
-
-FLOAT8 = ml_dtypes.float8_e4m3fn
 
 
 def loaded(tmp_path, made_by, tensors, **expected):
@@ -250,16 +247,6 @@ version: 1
 rules:
   - {from: {"fused.norm.w": x}, to: {norm: x}, optional: true}
   - {from: {"norm.w": x}, to: {norm: x}, optional: true}
-"""
-)
-WEIGHTS_ALONE = Layout.parse(
-    """
-version: 1
-states:
-  parameter: {from: "{}", to: "{}"}
-  master: {from: "{}", to: null}
-rules:
-  - {from: {"{name}.w": x}, to: {"{name}/w": x}}
 """
 )
 
