@@ -27,6 +27,7 @@ import os
 import pickle
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
@@ -229,11 +230,12 @@ def _mac(kept: KeptExecutables, path: str, payload: bytes) -> bytes:
 
 @contextlib.contextmanager
 def _cache_hits() -> Iterator[list[str]]:
-    # Lists what the block gets of JAX's compilation cache.
+    # Lists what the block, but for other threads, gets of JAX's compilation cache.
     hits: list[str] = []
+    own = threading.get_ident()
 
     def note(event: str, **_: str | int) -> None:
-        if event == _CACHE_HIT:
+        if event == _CACHE_HIT and threading.get_ident() == own:
             hits.append(event)
 
     jax.monitoring.register_event_listener(note)

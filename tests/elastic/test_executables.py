@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -216,6 +217,18 @@ def test_an_executable_of_jaxs_cache_is_not_kept(kept, tmp_path):
     finally:
         jax.config.update("jax_compilation_cache_dir", None)
         compilation_cache.reset_cache()
+
+
+def test_what_another_thread_finds_in_jaxs_cache_does_not_count():
+    with executables._cache_hits() as hits:
+        thread = threading.Thread(
+            target=jax.monitoring.record_event, args=(executables._CACHE_HIT,)
+        )
+        thread.start()
+        thread.join()
+        assert not hits
+        jax.monitoring.record_event(executables._CACHE_HIT)
+        assert hits
 
 
 @pytest.mark.parametrize(
