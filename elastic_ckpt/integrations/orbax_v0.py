@@ -44,7 +44,6 @@ from elastic_ckpt.checkpoint.host import (
     upload_share,
     verified_read,
 )
-from elastic_ckpt.checkpoint.host.answers import HostsFailedError
 from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.core import allgather, errors
 from elastic_ckpt.integrations import orbax_v0_steps as steps
@@ -69,7 +68,7 @@ class _ItemHandler(ocp.AsyncCheckpointHandler):
     # `timeout_secs` for each other in one stage of a save, or for a restore.
 
     def __init__(self, *, timeout_secs: float = 600.0) -> None:
-        self._messages = allgather.of_this_world()
+        self._messages = allgather.new()
         self._timeout_secs = timeout_secs
 
     @abc.abstractmethod
@@ -130,7 +129,7 @@ class _ItemHandler(ocp.AsyncCheckpointHandler):
         problems = self._messages.gather(kind, problem, timeout_secs=self._timeout_secs)
         failed = {n: each for n, each in enumerate(problems) if each is not None}
         if failed:
-            raise failure or HostsFailedError(failed)
+            raise failure or errors.HostsFailedError(failed)
         return result
 
 
