@@ -2,11 +2,8 @@
 
 import argparse
 import re
-import shutil
-import subprocess
 
 import pytest
-import yaml
 
 from elastic_ckpt.cli import agent as agent_verb
 from elastic_ckpt.core import errors
@@ -168,37 +165,3 @@ def test_a_wrong_configuration_ends_the_run_and_other_failures_restart_what_they
         spec = job["template"]["spec"]
         runs_once = spec["template"]["spec"]["restartPolicy"] == "Never"
         assert ("podFailurePolicy" in spec) == runs_once
-
-
-KUSTOMIZE = jobsets.SHIPPED / "kustomize"
-
-
-def backup_job(built):
-    jobs = jobsets.only("JobSet", built)["spec"]["replicatedJobs"]
-    return next(job for job in jobs if job["name"] == "backup")
-
-
-def kustomized(directory):
-    """What a real kubectl, 1.27 or later, builds of a directory, by kind."""
-    program = shutil.which("kubectl")
-    assert program, "no kubectl: apt-get install -y kubernetes-client"
-    built = subprocess.run(
-        [program, "kustomize", str(KUSTOMIZE / directory)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (built.returncode, built.stderr) == (0, "")
-    return by_kind(yaml.safe_load_all(built.stdout))
-
-
-def by_kind(documents):
-    return {document["kind"]: document for document in documents}
-
-
-@pytest.mark.night
-def test_kustomize_builds_each_overlay():
-    agents = yaml.safe_load_all((jobsets.SHIPPED / "node_agents.yaml").read_text())
-    assert kustomized("node-agent/overlays/h100") == by_kind(agents)
-    backups = kustomized("backup-hosts/overlays/m3").values()
-    assert backup_job(list(backups)) == backup_job(jobsets.documents("backup_h100"))
