@@ -15,6 +15,8 @@ from elastic_ckpt.training import configured, load, machine_run
 from tests import pages
 from tests.deploy import overlays
 
+# They need kubectl.
+pytestmark = pytest.mark.slow
 GUIDES = overlays.DEPLOY.parents[1] / "docs/pages/guides"
 # The components that a base may have: one of each line, and all or none of the last.
 RESTARTS = {"gpu": ["in-place", "elastic"], "tpu": ["in-place", "restart-job"]}
@@ -33,7 +35,6 @@ def faults(documents):
     return manifest_check.problems(documents)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("base", OTHERS)
 def test_each_base_with_each_choice_of_components_is_valid(base, tmp_path):
     restarts = [[], *([each] for each in RESTARTS.get(base, []))]
@@ -89,7 +90,6 @@ def test_each_file_of_a_guide_is_valid(name, tmp_path):
     assert count
 
 
-@pytest.mark.slow
 def test_the_jobset_of_pathways_is_what_its_program_writes(tmp_path):
     directory = shutil.copytree(overlays.DEPLOY / "base/pathways", tmp_path / "copy")
     before = (directory / "jobset.yaml").read_text()

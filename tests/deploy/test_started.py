@@ -17,6 +17,8 @@ import pytest
 from tests import runs, shared_memory
 from tests.deploy import overlays
 
+# They need kubectl.
+pytestmark = pytest.mark.slow
 LACKING = {
     "gpu": "hardware=gpu, but JAX finds only CPUs",
     "tpu": "Unable to initialize backend 'tpu'",
@@ -79,7 +81,6 @@ def started(container, here, documents=(), **more):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "components"),
     [("gpu", []), ("gpu", ["gpudirect-a3mega", "metrics"]), ("tpu", [])],
@@ -110,7 +111,6 @@ def test_the_supervisors_of_the_example_come_to_their_first_devices(here):
     assert all(pod.returncode for pod in pods)
 
 
-@pytest.mark.slow
 def test_the_head_comes_to_the_proxy_of_pathways(here, tmp_path):
     run = f"{RUN}hardware: tpu\nenable_single_controller: true\n"
     documents = overlays.overlay(tmp_path, "pathways", run=run)
@@ -136,7 +136,6 @@ def await_connection(listening, process):
     return False
 
 
-@pytest.mark.slow
 def test_a_backup_host_serves_its_memory(here, tmp_path):
     documents = overlays.overlay(tmp_path, "tpu", ["backup-hosts"])
     jobset = overlays.only("JobSet", documents, "first-backup")
