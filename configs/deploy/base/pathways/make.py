@@ -1,4 +1,4 @@
-"""Writes jobset.yaml beside this file: uv run --extra pathways make.py.
+"""Writes jobset.yaml beside this file: uv run --with 'pathwaysutils[gke]' make.py.
 
 For other slices, machines or buckets copy this directory, and change the values.
 """
