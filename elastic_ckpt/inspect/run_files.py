@@ -102,7 +102,7 @@ class RunFiles:
     @property
     def from_zero(self) -> bool:
         """Whether saved steps are numbered from 0, as MaxText does."""
-        return bool(self.settings.get("maxtext"))
+        return self.settings.get("program") == "maxtext"
 
     @property
     def storage_period(self) -> int | None:

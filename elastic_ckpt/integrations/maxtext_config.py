@@ -198,8 +198,6 @@ READ_KEYS = (
 )
 
 PLACE = "MaxText's configuration"
-# The key `maxtext` of a run that has been started.
-RUN_BY_MAXTEXT = "{}"
 # A line of MaxText's own file.
 _BASE = re.compile(r"(^|/)base\.yml, line \d+$")
 _DATASET = "dataset_type"
@@ -575,7 +573,6 @@ def run_config(
             checkpoint_period=config.checkpoint_period,
             save_checkpoint_on_completion=config.save_checkpoint_on_completion,
         ),
-        deploy=dataclasses.replace(started.deploy, maxtext=RUN_BY_MAXTEXT),
     )
 
 

@@ -80,7 +80,7 @@ class RunRecord:
             self._rows = rows
             data = dataclasses.replace(config.data, global_batch_size=rows)
             with_rows = dataclasses.replace(config, data=data)
-            run_directory.write_config(self._directory, with_rows)
+            run_directory.write_config(self._directory, with_rows, program="maxtext")
         if self._log is not None:
             # Under Pathways MaxText begins again after an elastic event.
             self._log.close()
