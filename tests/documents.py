@@ -35,7 +35,8 @@ def assert_named(run, steps, *, length: int) -> int:
     }
     num_batches = 0
     for step in steps:
-        output = runs.verb("audit", run, "--step", step, "--json")
+        # The log has 0 for the first step.
+        output = runs.verb("audit", run, "--step", step + 1, "--json")
         for batch in json.loads(output[: output.rindex("}") + 1])["batches"]:
             rows = sorted(batch["rows"], key=lambda row: row["row"])
             made = [_row(row["documents"], length) for row in rows]

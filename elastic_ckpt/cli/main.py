@@ -22,7 +22,7 @@ with epy.lazy_imports():
 VERBS = {
     "train": "train a model, or continue a run, on the hosts that the configuration"
     " names",
-    "scale": "continue a live run on another number of slices",
+    "scale": "ask a live run to continue on another number of slices",
     "config": "print the configuration that would run, and where each key is set",
     "data": "write a directory of texts as one file of training data",
     "audit": "prove that a run trained on the batches of a one-host run, each once",

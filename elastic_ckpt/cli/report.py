@@ -16,7 +16,7 @@ from etils import epy
 from elastic_ckpt.core import storage
 
 with epy.lazy_imports():
-    from elastic_ckpt.inspect import plot
+    from elastic_ckpt.inspect import page
     from elastic_ckpt.training import report
 
 _FILE = "report.html"
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Writes the page, and prints its path."""
     # Before the audit, which may take long.
-    plot.library()
+    page.library()
     record = report.collect(arguments.run)
     if not arguments.no_audit:
         print("auditing; --no-audit leaves it out", file=sys.stderr, flush=True)

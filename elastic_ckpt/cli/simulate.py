@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 
 from etils import epy
 
@@ -162,6 +163,7 @@ def of_run(directory: str) -> costs.Costs:
     Raises:
       RunError: if there is no run, or it has trained no step.
     """
-    files = run_files.RunFiles.read(directory)
-    lines = files.metrics().get("run", ())
-    return costs.measured(files.events(), lines, given=costs.Costs())
+    run_files.read(directory)
+    measured = run_files.read_metrics(os.path.join(directory, run_files.METRICS))
+    events = run_files.read_events(directory)
+    return costs.measured(events, measured.get("run", ()), given=costs.Costs())

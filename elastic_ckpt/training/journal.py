@@ -39,6 +39,7 @@ class Journal:
       emit: shows the events.
       log: of the run.
       directory: of the run.
+      claims_at: the directory of the run's steps, where its worlds are claimed.
       claim: the world that was claimed last when this start began; 0 if there is none,
         or no other start can be there.
 
@@ -52,11 +53,13 @@ class Journal:
         log: append_log.AppendLog,
         directory: str,
         *,
+        claims_at: str,
         claim: int = 0,
     ) -> None:
         self._emit = emit
         self._log = log
         self._directory = directory
+        self._claims_at = claims_at
         # The number of the world that was claimed last; none before the first.
         self._claim: dict[str, storage.Json] = {"claim": claim} if claim else {}
         self._lock = threading.Lock()
@@ -117,8 +120,7 @@ class Journal:
         claim = self._claim.get("claim")
         if storage.is_local(self._directory) or not isinstance(claim, int):
             return False
-        steps = run_directory.steps_of(self._directory)
-        return claims.is_replaced(steps, claim)
+        return claims.is_replaced(self._claims_at, claim)
 
     def stopped_without_a_save(self) -> None:
         """Keeps that the run ended before the state of its last step was saved."""
@@ -144,7 +146,13 @@ def kept(
 ) -> Iterator[Journal]:
     """The journal of the run of `config`; see `kept_in`."""
     directory = run_directory.path_of(config)
-    with kept_in(directory, emit, listening=listening, is_locked=is_locked) as journal:
+    with kept_in(
+        directory,
+        emit,
+        steps=run_directory.steps_of(directory),
+        listening=listening,
+        is_locked=is_locked,
+    ) as journal:
         yield journal
 
 
@@ -153,6 +161,7 @@ def kept_in(
     directory: str,
     emit: events.Emit,
     *,
+    steps: str,
     listening: contextlib.AbstractContextManager[None] | None = None,
     is_locked: bool = True,
 ) -> Iterator[Journal]:
@@ -161,6 +170,7 @@ def kept_in(
     Args:
       directory: of the run.
       emit: shows the events.
+      steps: the directory of its steps, where its worlds are claimed.
       listening: the listeners of the run's metrics, unless this process has others.
       is_locked: whether to lock the run; otherwise the claims of its worlds decide
         between several processes.
@@ -179,8 +189,8 @@ def kept_in(
         log = append_log.AppendLog(os.path.join(directory, run_directory.EVENTS))
         with listening or contextlib.nullcontext(), contextlib.ExitStack() as closing:
             measured = run_metrics.RunMetrics(emit, newest_step=_newest_step(directory))
-            claim = 0 if is_locked else _newest_claim(directory)
-            journal = Journal(measured, log, directory, claim=claim)
+            claim = 0 if is_locked else _newest_claim(steps)
+            journal = Journal(measured, log, directory, claims_at=steps, claim=claim)
             closing.callback(journal.close)
             try:
                 with _synced(journal, is_needed=not storage.is_local(directory)):
@@ -228,10 +238,10 @@ def _synced(journal: Journal, *, is_needed: bool) -> Iterator[None]:
         thread.join()
 
 
-def _newest_claim(directory: str) -> int:
+def _newest_claim(steps: str) -> int:
     from elastic_ckpt.tiers.persistent import claims
 
-    newest = claims.newest(run_directory.steps_of(directory))
+    newest = claims.newest(steps)
     return 0 if newest is None else newest.number
 
 

@@ -14,7 +14,7 @@ from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.captured import CapturedLeaf
 from elastic_ckpt.tiers.ram import local, ram_disk
-from elastic_ckpt.training import run_directory, schema
+from elastic_ckpt.training import schema
 from tests import runs, shared_memory
 from tests.tiers import tiered_steps
 
@@ -113,7 +113,7 @@ def test_it_tells_leftovers_preserved_steps_and_those_of_plain_orbax(tmp_path):
 
 
 def test_of_a_run_it_shows_one_step_briefly_one_that_is_asked_for_and_all(tmp_path):
-    run_directory.write_config(str(tmp_path), schema.Config())
+    runs.write_record(tmp_path, schema.Config())
     assert "0 steps in storage" in runs.verb("inspect", tmp_path)
     steps = tmp_path / "checkpoints"
     with tiered_steps.checkpointer(tmp_path / "ram", steps) as checkpointer:
@@ -144,10 +144,11 @@ def test_of_a_run_it_shows_the_steps_in_this_machines_ram(tmp_path):
             enable_multi_tier_checkpointing=True,
             local_checkpoint_directory=ram,
             local_checkpoint_period=1,
+            multi_tier_checkpointing_backup_interval_steps=2,
         )
         named = schema.RunSection(run_name="tiny")
         config = schema.Config(run=named, tiers=tiers)
-        run_directory.write_config(str(tmp_path), config)
+        runs.write_record(tmp_path, config)
         assert "in tiers" not in runs.verb("inspect", tmp_path)
         disk, steps = f"{ram}/tiny", tmp_path / "checkpoints"
         with tiered_steps.checkpointer(disk, steps, every=2) as checkpointer:

@@ -108,7 +108,9 @@ def test_every_verb_reads_a_loop_that_failed_and_changed_its_devices(
     ):
         assert text in output
     _, output = run_verb(capsys, "status", "run", "--json")
-    assert json.loads(output)["progress"]["loss"] > 0
+    assert json.loads(output)["loss"] > 0
+    assert main.main(["report", "run", "--no-audit"]) == 0
+    assert "<h2>Loss</h2>" in (place / "run/report.html").read_text()
     for verb, text in (
         (["audit", "run"], "name it with --data MODULE:NAME"),
         (
@@ -135,9 +137,11 @@ def batches_of(data):
     return ec.batches(data, mesh=mesh, global_batch_size=4)
 
 
-def test_live_loop_is_training(tmp_path, data, capsys):
+def test_a_loop_and_its_steps_may_share_a_directory_that_is_moved(
+    tmp_path, data, capsys
+):
     batches = batches_of(data)
-    tiers = [ec.Persistent(tmp_path / "saved", every=1)]
+    tiers = [ec.Persistent(tmp_path / "run", every=1)]
     with (
         ec.RunDirectory(tmp_path / "run", tiers=tiers) as run,
         ec.Checkpointer(tiers, emit=run.emit) as checkpointer,
@@ -145,8 +149,17 @@ def test_live_loop_is_training(tmp_path, data, capsys):
         run.log(1, next(batches))
         checkpointer.save(1, {"w": jax.numpy.ones(1)})
         _, output = run_verb(capsys, "status", tmp_path / "run")
+        assert output.startswith("run: training\n")
     batches.close()
-    assert output.startswith("run: training\n")
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    # The identity of the run and its record.
+    assert {"run.json", "record.json"} <= {each.name for each in moved.iterdir()}
+    _, output = run_verb(capsys, "status", moved)
+    assert output.startswith("run: finished\n")
+    assert "in storage step 1," in output
+    _, output = run_verb(capsys, "inspect", moved)
+    assert "step 1: complete" in output
+    assert run_verb(capsys, "verify", moved)[0] == 0
 
 
 def test_audit_numbers_steps_as_they_are_logged(tmp_path, data, capsys, monkeypatch):
