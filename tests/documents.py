@@ -37,7 +37,7 @@ def assert_named(run, steps, *, length: int) -> int:
     for step in steps:
         # The log has 0 for the first step.
         output = runs.verb("audit", run, "--step", step + 1, "--json")
-        for batch in json.loads(output[: output.rindex("}") + 1])["batches"]:
+        for batch in json.loads(output[: output.rindex("]") + 1]):
             rows = sorted(batch["rows"], key=lambda row: row["row"])
             made = [_row(row["documents"], length) for row in rows]
             features = {name: np.stack([row[name] for row in made]) for name in made[0]}

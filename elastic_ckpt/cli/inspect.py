@@ -13,13 +13,9 @@ import dataclasses
 import json
 from typing import Any
 
-from etils import epy
-
 from elastic_ckpt.cli import locations
 from elastic_ckpt.core import errors, option_numbers
-
-with epy.lazy_imports():
-    from elastic_ckpt.inspect import run_files, stored_steps, survey, tier_locations
+from elastic_ckpt.inspect import run_files, stored_steps, survey, tier_locations
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import argparse
 
-from etils import epy
-
 from elastic_ckpt.core import errors, option_numbers
-
-with epy.lazy_imports():
-    from elastic_ckpt.elastic import scale_request
-    from elastic_ckpt.inspect import run_files, status
-    from elastic_ckpt.training import configured, run_directory
+from elastic_ckpt.elastic import scale_request
+from elastic_ckpt.inspect import run_files, status
+from elastic_ckpt.training import configured, run_directory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,21 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Requests the number."""
     directory, slices = arguments.run, arguments.slices
-    record = run_files.read(directory)
-    if record.program == "loop":
+    record, config = run_files.read(directory), run_directory.read_config(directory)
+    if record.program == "loop" or not config.elastic.elastic_enabled:
         raise errors.RunError(
-            f"{directory} was recorded by your own training loop, whose slices this"
-            " command cannot change; change them where the loop calls ec.elastic.run"
-        )
-    config = run_directory.read_config(directory)
-    if not config.elastic.elastic_enabled:
-        raise errors.RunError(
-            f"{directory} was not started with elastic_enabled=true; stop it, and start"
-            " it again with another number of slices"
+            f"{directory} was not started with elastic_enabled=true; start it again"
+            " with another number of slices. A training loop of your own changes its"
+            " slices where it calls ec.elastic.run"
         )
     configured.check_request(config, slices)
-    is_alive = run_files.is_alive(directory)
-    events = run_files.read_events(directory)
+    events, is_alive = run_files.read_events(directory), run_files.is_alive(directory)
     phase = status.phase(events, is_alive=is_alive, program=record.program)
     if is_alive is False or phase in status.ENDS:
         raise errors.RunError(

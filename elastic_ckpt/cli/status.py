@@ -13,12 +13,8 @@ import json
 import time
 from collections.abc import Iterator
 
-from etils import epy
-
 from elastic_ckpt.core import storage_cause
-
-with epy.lazy_imports():
-    from elastic_ckpt.inspect import status
+from elastic_ckpt.inspect import status
 
 # Of a value of the last event.
 _MAX_VALUE = 100
@@ -33,10 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Shows the status."""
     content = status.collect(arguments.run)
-    if arguments.json:
-        print(json.dumps(dataclasses.asdict(content), indent=2))
-    else:
-        print(describe(content, now=time.time()))
+    print(
+        json.dumps(dataclasses.asdict(content), indent=2)
+        if arguments.json
+        else describe(content, now=time.time())
+    )
     return 0
 
 
@@ -126,10 +123,10 @@ def _event(event: status.Event | None, now: float) -> str:
     if event is None:
         return "none"
     # The backup above has the whole reason, and `--json` has all.
-    values = {key: str(event[key]) for key in event if key not in ("time", "event")}
     listed = [
-        f"{key}={value[:_MAX_VALUE]}{'...' * (len(value) > _MAX_VALUE)}"
-        for key, value in values.items()
+        f"{key}={str(value)[:_MAX_VALUE]}"
+        for key, value in event.items()
+        if key not in ("time", "event")
     ]
     return " ".join([f"{_age(now - event['time'])} ago:", event["event"], *listed])
 

@@ -12,13 +12,9 @@ import argparse
 import dataclasses
 import json
 
-from etils import epy
-
 from elastic_ckpt.cli import locations, progress_line
 from elastic_ckpt.core import errors, option_numbers
-
-with epy.lazy_imports():
-    from elastic_ckpt.inspect import tier_locations, verification
+from elastic_ckpt.inspect import tier_locations, verification
 
 # The JSON has all.
 _SHOWN = 100
@@ -63,11 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
         )
         progress.end()
     passed = result.passed(strict=arguments.strict)
-    if arguments.json:
-        content = {"run": name, "passed": passed, **dataclasses.asdict(result)}
-        print(json.dumps(content, indent=2))
-    else:
-        print(describe(result, passed=passed))
+    content = {"run": name, "passed": passed, **dataclasses.asdict(result)}
+    print(
+        json.dumps(content, indent=2)
+        if arguments.json
+        else describe(result, passed=passed)
+    )
     return 0 if passed else 1
 
 

@@ -11,12 +11,16 @@ import os
 import socket
 from typing import Any
 
-from etils import epath, epy
+from etils import epath
 
-from elastic_ckpt.core import append_log, bucket_clients, errors, events, storage
-
-with epy.lazy_imports():
-    from elastic_ckpt.core import checked_json
+from elastic_ckpt.core import (
+    append_log,
+    bucket_clients,
+    checked_json,
+    errors,
+    events,
+    storage,
+)
 
 RECORD = "record.json"
 EVENTS = "events.jsonl"

@@ -1,4 +1,3 @@
-import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -30,17 +29,6 @@ def test_help_of_train_imports_no_heavy_library_and_has_every_key():
     assert "elastic-ckpt train configs/demo_cpu.yml slices=2 hosts=2 steps=190" in text
     for name, value in keys.values(schema.Config()).items():
         assert f"\n  {name}={sections.render(value)}:" in text
-
-
-def test_version_is_that_of_what_is_installed(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main.main(["--version"])
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
-    version = importlib.metadata.version
-    assert text.startswith(f"elastic-ckpt {version('elastic-ckpt')} (")
-    for name in ("jax", "orbax-checkpoint", "grain"):
-        assert f"{name} {version(name)}" in text
 
 
 def test_config_verb_prints_what_would_run_and_where_it_is_set(tmp_path):

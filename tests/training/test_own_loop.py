@@ -93,7 +93,7 @@ def test_every_verb_reads_a_loop_that_failed_and_changed_its_devices(
     assert "FAILED: step 1, row 0: example" in output
     asked = ("audit", "run", "--data", "program:data")
     _, output = run_verb(capsys, *asked, "--step", "8", "--json")
-    (batch,) = json.loads(output)["batches"]
+    (batch,) = json.loads(output)
     assert (batch["step"], len(batch["rows"])) == (8, 16)
     record = batch["rows"][3]["documents"][0]["record"]
     _, output = run_verb(capsys, *asked, "--find", f"texts.array_record:{record}")
@@ -117,7 +117,7 @@ def test_every_verb_reads_a_loop_that_failed_and_changed_its_devices(
             ["audit", "run", "--data", "program:make_shard"],
             "make_shard cannot be called",
         ),
-        (["scale", "run", "--slices", "2"], "your own training loop"),
+        (["scale", "run", "--slices", "2"], "where it calls ec.elastic.run"),
     ):
         assert main.main(verb) != 0
         assert text in capsys.readouterr().err
