@@ -50,8 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
         if not known or not set(steps) <= set(known):
             _, problems = tiers.look(steps[0] if steps else 0)
             raise errors.CheckpointError(
-                f"there is no step {arguments.step or ''} in the given places; they"
-                f" contain the steps {'; '.join([str(known), *problems])}"
+                "there is no such step in the given places; they contain the steps"
+                f" {'; '.join([str(known), *problems])}"
             )
         progress = progress_line.ProgressLine("read")
         result = verification.verify(

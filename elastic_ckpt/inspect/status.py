@@ -284,8 +284,8 @@ def status(
 
 def phase(events: Sequence[Event], *, is_alive: bool | None, program: str) -> str:
     """What a run does now, or how it ended; see `status` for the arguments."""
-    # A loop of the user's reports its start with its first step.
-    phases = {**_PHASES, "run_started": "training"} if program == "loop" else _PHASES
+    # Loops of others report their start with their first step.
+    phases = _PHASES if program == "train" else {**_PHASES, "run_started": "training"}
     now = next(
         (phases[e["event"]] for e in reversed(events) if e["event"] in phases),
         "not started",
