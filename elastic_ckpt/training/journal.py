@@ -25,6 +25,7 @@ from elastic_ckpt.core import (
     storage_cause,
 )
 from elastic_ckpt.elastic import host_failure
+from elastic_ckpt.inspect import run_files
 from elastic_ckpt.training import run_directory, schema
 
 _MAX_REASON = 500
@@ -184,9 +185,9 @@ def kept_in(
 
     if not storage.is_local(directory):
         _check_writable(directory)
-    lock = os.path.join(directory, run_directory.LOCK)
+    lock = os.path.join(directory, run_files.LOCK)
     with storage.exclusive_lock(lock) if is_locked else contextlib.nullcontext():
-        log = append_log.AppendLog(os.path.join(directory, run_directory.EVENTS))
+        log = append_log.AppendLog(os.path.join(directory, run_files.EVENTS))
         with listening or contextlib.nullcontext(), contextlib.ExitStack() as closing:
             measured = run_metrics.RunMetrics(emit, newest_step=_newest_step(directory))
             claim = 0 if is_locked else _newest_claim(steps)
@@ -207,7 +208,7 @@ def kept_in(
 def _check_writable(directory: str) -> None:
     # A launcher would start a run that may not write again and again. Whatever may pass
     # does not count.
-    path = storage.absolute(directory) / f"{run_directory.EVENTS}.probe"
+    path = storage.absolute(directory) / f"{run_files.EVENTS}.probe"
     try:
         storage.write_atomic(path, b"{}\n")
         storage.remove(path)
@@ -248,10 +249,9 @@ def _newest_claim(steps: str) -> int:
 def _newest_step(directory: str) -> int:
     # The most steps that earlier starts have done, by their metrics.
     from elastic_ckpt.core import metrics
-    from elastic_ckpt.inspect import run_files
 
     try:
-        files = run_files.read_metrics(os.path.join(directory, run_directory.METRICS))
+        files = run_files.read_metrics(os.path.join(directory, run_files.METRICS))
     except errors.DataError as error:
         logging.warning("steps trained again may count as goodput: %s", error)
         return 0

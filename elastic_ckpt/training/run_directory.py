@@ -5,26 +5,10 @@ from __future__ import annotations
 import os
 import tempfile
 
-from etils import epy
-
 from elastic_ckpt.core import storage
 from elastic_ckpt.inspect import run_files
-from elastic_ckpt.inspect.run_files import EVENTS, LOCK, LOGS, METRICS, TENSORBOARD
+from elastic_ckpt.steps import layout
 from elastic_ckpt.training import load, schema
-
-with epy.lazy_imports():
-    from elastic_ckpt.steps import layout
-
-__all__ = [
-    "EVENTS",
-    "LOCK",
-    "METRICS",
-    "TENSORBOARD",
-    "logs_of",
-    "path_of",
-    "read_config",
-    "steps_of",
-]
 
 
 def path_of(config: schema.Config) -> str:
@@ -40,8 +24,8 @@ def logs_of(config: schema.Config) -> str:
     """
     directory = path_of(config)
     if storage.is_local(directory):
-        return os.path.join(directory, LOGS)
-    return tempfile.mkdtemp(prefix=f"{config.run.run_name}-{LOGS}-")
+        return os.path.join(directory, run_files.LOGS)
+    return tempfile.mkdtemp(prefix=f"{config.run.run_name}-{run_files.LOGS}-")
 
 
 def steps_of(directory: str) -> str:

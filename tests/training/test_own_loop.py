@@ -13,8 +13,9 @@ import elastic_ckpt as ec
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import errors, process, storage
 from elastic_ckpt.elastic.world import BetweenWorlds, World
+from elastic_ckpt.inspect import run_files
 from elastic_ckpt.tiers.persistent.claims import Claimant
-from elastic_ckpt.training import run_directory, step_log
+from elastic_ckpt.training import step_log
 from tests import corpora, json_outputs
 
 
@@ -241,7 +242,7 @@ def test_worlds_of_several_machines_need_no_lock_and_of_one_machine_they_do(
         return told
 
     # A host that stands still may hold it for ever.
-    with storage.exclusive_lock(tmp_path / "run" / run_directory.LOCK):
+    with storage.exclusive_lock(tmp_path / "run" / run_files.LOCK):
         # The run is not over, and its supervisor gets the events.
         assert recorded(owner=None) == ["run_started", "step", "run_stopped"]
         with pytest.raises(errors.RunError, match="written by another live run"):
