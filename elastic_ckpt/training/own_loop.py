@@ -88,8 +88,9 @@ class RunDirectory:
         self._steps = steps
         self._world = topology.present(slices=1) if world is None else world.topology
         self._will_resume = (lambda: False) if world is None else world.will_resume
+        record = _record(self._name, chosen, path)
         self._log = batch_log.BatchLog(
-            path, world=self._world, data={}, detail=step_log
+            path, world=self._world, data=record.data or {}, detail=step_log
         )
         self._done = 0
         self._saved = 0
@@ -102,7 +103,6 @@ class RunDirectory:
         if topology.is_primary():
             # A host of a machine that stands still would hold the lock.
             is_locked = world is None or not is_claiming(world)
-            record = _record(self._name, chosen, path)
             self._journal = self._closing.enter_context(
                 journal.kept_in(
                     path,
