@@ -1,7 +1,7 @@
-"""The directory of a run, as all read it who look at the run, whatever its program.
+"""The files in the directory of a run, whatever its program.
 
-Each start writes the run's record, `record.json`: plain values, from which readers need
-not know the keys of any program.
+Each start writes `record.json`: plain values, so that no reader needs to know the keys
+of a program. Events and metrics grow while the run lives.
 """
 
 from __future__ import annotations
