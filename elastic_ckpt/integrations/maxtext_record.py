@@ -1,7 +1,7 @@
 """The run directory of a MaxText run: what `status`, `report`, `scale`, `audit` read.
 
-Beside MaxText's own files it has, as the runs of `elastic-ckpt train`, a configuration
-(of those keys that have a meaning here), the events, the metrics of each host, and the
+Beside MaxText's own files it has, as the runs of `elastic-ckpt train`, a record (of
+those keys that have a meaning here), the events, the metrics of each host, and the
 step log. Saved steps have MaxText's numbers, from 0; other steps in events say how many
 are done.
 """
@@ -19,7 +19,15 @@ from absl import logging
 
 from elastic_ckpt.core import errors, events, storage, topology
 from elastic_ckpt.data import elastic_data
-from elastic_ckpt.training import batch_log, journal, listeners, run_directory, schema
+from elastic_ckpt.inspect import run_files
+from elastic_ckpt.training import (
+    batch_log,
+    configured,
+    journal,
+    listeners,
+    run_directory,
+    schema,
+)
 
 
 class RunRecord:
@@ -59,7 +67,9 @@ class RunRecord:
         self._is_leader = topology.is_primary() and not is_supervised
         if self._is_leader:
             self._emit = self._closing.enter_context(
-                journal.kept_in(self._directory, emit)
+                journal.kept_in(
+                    self._directory, emit, steps=run_directory.steps_of(self._directory)
+                )
             )
 
     def emit(self, name: str, **fields: storage.Json) -> None:
@@ -75,12 +85,13 @@ class RunRecord:
         """
         if topology.is_primary():
             with contextlib.suppress(errors.RunError):
-                before = run_directory.read_config(self._directory).data
-                self._rows_before = before.global_batch_size
+                before = run_files.read(self._directory).data or {}
+                self._rows_before = before["global_batch_size"]
             self._rows = rows
             data = dataclasses.replace(config.data, global_batch_size=rows)
             with_rows = dataclasses.replace(config, data=data)
-            run_directory.write_config(self._directory, with_rows, program="maxtext")
+            record = configured.record(with_rows, program="maxtext")
+            run_files.write(self._directory, record)
         if self._log is not None:
             # Under Pathways MaxText begins again after an elastic event.
             self._log.close()

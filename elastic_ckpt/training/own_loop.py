@@ -21,6 +21,8 @@ from etils import epath
 from elastic_ckpt.core import errors, events, metrics, storage, storage_cause, topology
 from elastic_ckpt.data import elastic_data
 from elastic_ckpt.elastic.world import World, is_claiming
+from elastic_ckpt.inspect import run_files
+from elastic_ckpt.inspect.run_files import RunRecord
 from elastic_ckpt.tiers.choices import Chosen, Tier
 from elastic_ckpt.training import (
     batch_log,
@@ -86,8 +88,9 @@ class RunDirectory:
         self._steps = steps
         self._world = topology.present(slices=1) if world is None else world.topology
         self._will_resume = (lambda: False) if world is None else world.will_resume
+        record = _record(self._name, chosen, path)
         self._log = batch_log.BatchLog(
-            path, world=self._world, data={}, detail=step_log
+            path, world=self._world, data=record.data or {}, detail=step_log
         )
         self._done = 0
         self._saved = 0
@@ -100,24 +103,15 @@ class RunDirectory:
         if topology.is_primary():
             # A host of a machine that stands still would hold the lock.
             is_locked = world is None or not is_claiming(world)
-            own = run_directory.OwnLoop(
-                run=self._name,
-                persistent=_path(chosen.persistent),
-                every=chosen.persistent.every if chosen.persistent else None,
-                local=_path(chosen.local),
-            )
-            if not is_locked:
-                # The journal looks for the claims where it says.
-                run_directory.write_loop(path, own)
             self._journal = self._closing.enter_context(
                 journal.kept_in(
                     path,
                     events.nobody if world is None else world.emit,
+                    steps=record.steps_directory,
                     is_locked=is_locked,
                 )
             )
-            if is_locked:
-                run_directory.write_loop(path, own)
+            run_files.write(path, record)
         self._closing.callback(self._log.close)
 
     def emit(self, name: str, **fields: storage.Json) -> None:
@@ -240,5 +234,19 @@ class RunDirectory:
         )
 
 
-def _path(tier: Any) -> str:
-    return "" if tier is None else os.fspath(storage.absolute(tier.directory))
+def _record(run: str, chosen: Chosen, directory: str) -> RunRecord:
+    steps, every = run_directory.steps_of(directory), 0
+    if chosen.persistent is not None:
+        steps, every = chosen.persistent.directory, chosen.persistent.every
+    ram = () if chosen.local is None else (chosen.local.directory,)
+    return RunRecord(
+        run=run,
+        program="loop",
+        steps_directory=os.fspath(storage.absolute(steps)),
+        every=every,
+        at_end=False,
+        ram=tuple(os.fspath(storage.absolute(each)) for each in ram),
+        first_step=1,
+        data=None,
+        settings={},
+    )
