@@ -19,7 +19,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from etils import epath
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 # The mode of new files, before the umask applies.
 _MODE = 0o666
+# `is_locked` holds a lock for microseconds.
+_ASKING_SECS = 0.2
 
 # Called before each change of a file or directory; see `watched`.
 _before: Callable[[str, str], None] | None = None
@@ -372,7 +374,7 @@ def exclusive_lock(
     make_directory(epath.Path(path).parent)
     with open(path, "a+") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+            _lock(file, waits=waits)
         except BlockingIOError:
             owner = pathlib.Path(path).read_text().strip() or "an unknown process"
             raise errors.RunError(
@@ -384,8 +386,26 @@ def exclusive_lock(
         yield
 
 
+def _lock(file: IO[str], *, waits: bool) -> None:
+    if waits:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return
+    until_secs = time.monotonic() + _ASKING_SECS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > until_secs:
+                raise
+            time.sleep(_ASKING_SECS / 50)
+
+
 def is_locked(path: epath.PathLike) -> bool:
-    """Whether a process holds the exclusive lock of a local file; not without it."""
+    """Whether a process holds the exclusive lock of a local file; not without it.
+
+    Asking takes the lock for a moment, which `exclusive_lock` waits for.
+    """
     try:
         with open(path, "rb") as file:
             # Two processes that look at the same time do not see each other.
@@ -395,6 +415,11 @@ def is_locked(path: epath.PathLike) -> bool:
     except BlockingIOError:
         return True
     return False
+
+
+def asking(path: epath.PathLike) -> contextlib.AbstractContextManager[None]:
+    """Held by a process that asks whether it is the only one that uses `path`."""
+    return exclusive_lock(f"{os.fspath(path)}.asking", waits=True)
 
 
 class Presence:
@@ -424,18 +449,20 @@ class Presence:
 
         If so, no other process can take it while the block runs.
         """
-        alone = True
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            alone = False
-        try:
-            # The failed attempt to upgrade has released the shared lock.
-            if not alone:
+        # A lock is gone for a moment while its kind changes.
+        with asking(self._file.name):
+            is_alone = True
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                is_alone = False
+            try:
+                if is_alone:
+                    yield True
+                    return
+            finally:
                 fcntl.flock(self._file, fcntl.LOCK_SH)
-            yield alone
-        finally:
-            fcntl.flock(self._file, fcntl.LOCK_SH)
+        yield False
 
     def close(self) -> None:
         """Releases the lock."""

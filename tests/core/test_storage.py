@@ -5,6 +5,7 @@ import pathlib
 import stat
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -56,6 +57,40 @@ def test_a_lock_is_refused_while_its_process_lives_and_free_once_it_is_killed(tm
         holder.wait()
     with storage.exclusive_lock(path):
         pass
+
+
+def test_who_asks_for_a_lock_keeps_nobody_from_taking_it(tmp_path):
+    path, is_over = tmp_path / "run.lock", threading.Event()
+
+    def ask():
+        while not is_over.is_set():
+            storage.is_locked(path)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        asking = executor.submit(ask)
+        try:
+            for _ in range(2000):
+                with storage.exclusive_lock(path):
+                    assert storage.is_locked(path)
+        finally:
+            is_over.set()
+        asking.result()
+
+
+def test_of_two_that_are_there_none_is_told_that_it_is_alone(tmp_path):
+    def told(presence):
+        answers = set()
+        for _ in range(2000):
+            with presence.alone() as is_alone:
+                answers.add(is_alone)
+        return answers
+
+    both = [storage.Presence(tmp_path / "writers.lock") for _ in range(2)]
+    with concurrent.futures.ThreadPoolExecutor(2) as executor:
+        assert list(executor.map(told, both)) == [{False}] * 2
+    both[0].close()
+    assert told(both[1]) == {True}
+    both[1].close()
 
 
 def test_of_many_that_create_a_file_one_does_and_all_find_what_it_wrote(tmp_path):

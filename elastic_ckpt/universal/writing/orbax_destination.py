@@ -125,6 +125,7 @@ class OrbaxDestination(Destination):
         """No run writes to the directory of the step, too; see `Destination`."""
         advice = "wait for it or stop it, or convert into another directory"
         with self.locked(
+            storage.asking(self._root.path / writers.LOCK),
             storage.exclusive_lock(self._root.path / writers.LOCK),
             writer.Writer(self._root.path, advice=advice),
         ):
