@@ -15,7 +15,7 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.training import keys, load
 
 with epy.lazy_imports():
-    from elastic_ckpt.integrations import maxtext_config, maxtext_seam
+    from elastic_ckpt.integrations import maxtext_hooks, maxtext_keys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,10 +44,10 @@ def _refuse_maxtext(path: str, given: Collection[str]) -> None:
     theirs = set(given) - set(keys.keys())
     if not theirs or importlib.util.find_spec("maxtext") is None:
         return
-    if theirs <= set(maxtext_seam.known_keys()):
+    if theirs <= set(maxtext_hooks.keys()):
         raise errors.ConfigError(
             f"{path} has keys of MaxText, such as {min(theirs)}:"
             f" `elastic-ckpt maxtext {path}` runs it; our keys in such a file are"
-            f" {', '.join(sorted(maxtext_config.OWN_KEYS))}, which"
+            f" {', '.join(sorted(maxtext_keys.OWN_KEYS))}, which"
             " `elastic-ckpt config` explains"
         )

@@ -27,6 +27,7 @@ from elastic_ckpt.training import (
     journal,
     listeners,
     run_directory,
+    schema,
     step_record,
 )
 
@@ -59,6 +60,7 @@ class RunDirectory:
         names the rows that differ, or `"summary"`, a digest.
       world: of an elastic run, which it reports events to. Where it may run on several
         machines, the claims of worlds decide between them, and no lock.
+      emit: called with each event; by default that of `world`.
 
     Raises:
       RunError: if another live process records in the directory.
@@ -73,6 +75,9 @@ class RunDirectory:
         steps: int | None = None,
         step_log: str = step_record.PROOF,
         world: World | None = None,
+        emit: events.Emit | None = None,
+        # Of a program that has one; then the supervisor of `world` keeps the events.
+        _config: schema.Config | None = None,
     ) -> None:
         details = (step_record.PROOF, step_record.SUMMARY)
         if step_log not in details:
@@ -84,20 +89,32 @@ class RunDirectory:
         self._name = os.path.basename(path.rstrip("/"))
         self._directory = path
         self._steps = steps
-        self._world = topology.present(slices=1) if world is None else world.topology
+        slices = 1 if _config is None else _config.world.slices
+        self._world = topology.present(slices) if world is None else world.topology
         self._will_resume = (lambda: False) if world is None else world.will_resume
+        data = {} if _config is None else dataclasses.asdict(_config.data)
         self._log = batch_log.BatchLog(
-            path, world=self._world, data={}, detail=step_log
+            path, world=self._world, data=data, detail=step_log
         )
         self._done = 0
+        # MaxText saves the first step under the number 0.
+        self._first_step = 1 if _config is None else 0
+        # The number of steps that are done in the one that was saved last.
         self._saved = 0
         self._began_secs = self._since_secs = time.monotonic()
         # The event of the last step, until its loss is needed.
         self._pending: dict[str, Any] | None = None
         self._closing = contextlib.ExitStack()
-        self._journal: journal.Journal | None = None
-        self._closing.enter_context(listeners.running(path))
-        if topology.is_primary():
+        # What keeps the events; None on all hosts but one.
+        self._journal: events.Emit | None = None
+        metrics_of = None if _config is None else _config.metrics
+        self._closing.enter_context(listeners.running(path, metrics_of))
+        if emit is None:
+            emit = events.nobody if world is None else world.emit
+        if topology.is_primary() and _config is not None and world is not None:
+            run_directory.write_config(path, _config)
+            self._journal = emit
+        elif topology.is_primary():
             # A host of a machine that stands still would hold the lock.
             is_locked = world is None or not is_claiming(world)
             own = run_directory.OwnLoop(
@@ -110,22 +127,26 @@ class RunDirectory:
                 # The journal looks for the claims where it says.
                 run_directory.write_loop(path, own)
             self._journal = self._closing.enter_context(
-                journal.kept_in(
-                    path,
-                    events.nobody if world is None else world.emit,
-                    is_locked=is_locked,
-                )
+                journal.kept_in(path, emit, is_locked=is_locked)
             )
-            if is_locked:
+            if _config is not None:
+                run_directory.write_config(path, _config)
+            elif is_locked:
                 run_directory.write_loop(path, own)
         self._closing.callback(self._log.close)
 
     def emit(self, name: str, **fields: storage.Json) -> None:
-        """Records an event, from any thread; give it to `ec.Checkpointer(emit=)`."""
+        """Records an event, from any thread; give it to `ec.Checkpointer(emit=)`.
+
+        A loop that reports `data_ended` is done.
+        """
         if name == "save_started":
-            self._show_pending()
-            self._saved = int(str(fields["step"]))
+            if self._pending is not None and self._pending["loss"] is not None:
+                self._show_pending()
+            self._saved = int(str(fields["step"])) + 1 - self._first_step
             self._sync()
+        elif name == "data_ended":
+            self._steps = self._done
         if self._journal is not None:
             self._journal(name, **fields)
 
@@ -136,7 +157,7 @@ class RunDirectory:
         *,
         loss: float | jax.Array | None = None,
         tokens: int | None = None,
-        learning_rate: float | None = None,
+        learning_rate: float | jax.Array | None = None,
     ) -> None:
         """Logs one step; every process calls it alike, before it saves the step.
 
@@ -191,6 +212,20 @@ class RunDirectory:
         }
         self._since_secs = now
 
+    def log_metrics(
+        self,
+        step: int,
+        *,
+        loss: float | jax.Array,
+        tokens: int | jax.Array | None = None,
+        learning_rate: float | jax.Array | None = None,
+    ) -> None:
+        """Adds to the step that was logged last what was not known then; see `log`."""
+        if self._pending is not None and self._pending["step"] == step:
+            more = {"loss": loss, "tokens": tokens, "learning_rate": learning_rate}
+            self._pending |= more
+        self._log.note_loss(step - 1, loss)
+
     def close(self) -> None:
         """Writes what is left, and records the end of the run."""
         self.__exit__(None, None, None)
@@ -221,8 +256,9 @@ class RunDirectory:
         fields, self._pending = self._pending, None
         if fields is None or self._journal is None:
             return
-        if fields["loss"] is not None:
-            fields["loss"] = float(fields["loss"])
+        for key, number in (("loss", float), ("tokens", int), ("learning_rate", float)):
+            if fields[key] is not None:
+                fields[key] = number(fields[key])
         self._journal("step", **fields)
 
     def _sync(self) -> None:

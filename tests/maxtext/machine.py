@@ -13,7 +13,7 @@ import time
 
 from elastic_ckpt.core import events
 from elastic_ckpt.elastic import termination
-from elastic_ckpt.integrations import maxtext_elastic
+from elastic_ckpt.integrations import maxtext_keys, maxtext_worlds
 from tests.maxtext import environment, hosts
 
 
@@ -40,7 +40,7 @@ def train(directory, arguments, config, world):
         return world.should_stop(step)
 
     changed = dataclasses.replace(world, emit=emit, should_stop=should_stop)
-    maxtext_elastic.train_maxtext(arguments, config, changed)
+    maxtext_worlds.train_maxtext(arguments, config, changed)
 
 
 def run(directory, arguments):
@@ -50,9 +50,9 @@ def run(directory, arguments):
         events.check(name, fields)
         pathlib.Path(directory, name).touch()
 
-    config = maxtext_elastic.run_config(arguments)
+    config = maxtext_keys.supervised(maxtext_keys.given(arguments))
     noted = functools.partial(train, directory)
-    is_stopped = maxtext_elastic.run(config, arguments, emit=emit, train=noted)
+    is_stopped = maxtext_worlds.run(config, arguments, emit=emit, train=noted)
     return termination.EXIT_CODE if is_stopped else 0
 
 
