@@ -206,7 +206,8 @@ class Run:
             data=dataclasses.replace(
                 self._data_keys, global_batch_size=config.global_batch_size_to_load
             ),
-            tiers=chosen.tiers,
+            # In a world that of a slice is a directory in that of all.
+            tiers=chosen.tiers if self._world is None else started.tiers,
             checkpoint=chosen.checkpoint,
             deploy=dataclasses.replace(started.deploy, maxtext="{}"),
         )
