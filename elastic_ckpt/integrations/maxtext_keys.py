@@ -372,14 +372,13 @@ def supervised(given: Mapping[str, Any]) -> schema.Config:
 
 
 def _from_values(values: Mapping[str, Any]) -> schema.Config:
-    # MaxText has enumerations of texts for some choices, lists of columns, and None
-    # where we have a default.
-    plain: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, str):
-            plain[key] = str(getattr(value, "value", value))
-        elif value is not None:
-            plain[key] = value
+    # MaxText has enumerations of texts for some choices, and None, which its files also
+    # write as a text, where we have a default.
+    plain = {
+        key: str(getattr(value, "value", value)) if isinstance(value, str) else value
+        for key, value in values.items()
+        if str(value).lower() != "none"
+    }
     return load.from_values(plain, place=_PLACE)
 
 

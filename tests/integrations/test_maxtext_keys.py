@@ -179,6 +179,7 @@ def test_the_supervisor_reads_its_keys_among_those_of_maxtext(tmp_path):
     file.write_text(
         "base_config: base.yml\nhosts: 4\nsteps: 9\nmodel_name: llama2-7b\n"
         "multi_tier_checkpointing_backup_interval_minutes: null\n"
+        "max_num_checkpoints_to_keep: None\n"
     )
     given = [str(file), *RUN, "slices=2", "elastic_enabled=true", "dtype=float32"]
     made = maxtext_keys.supervised(maxtext_keys.given(given))
