@@ -361,9 +361,6 @@ def test_weights_go_over_from_stock_maxtext_and_back(maxtext):
     ours = run("ours", 6, "ours", load_full_state_path=newest("stock", 2))
     assert sorted(environment.losses(ours)["train"]) == [3, 4, 5]
 
-    refused = run("ours", 9, "stock", codes=[1])
-    assert "Error restoring Grain checkpoint" in (refused / "0.log").read_text()
-
     back = run("back", 9, "stock", load_full_state_path=newest("ours", 5))
     assert sorted(environment.losses(back)["train"]) == [6, 7, 8]
 
@@ -481,9 +478,8 @@ def test_a_live_run_goes_on_without_a_machine_and_takes_it_in_again(maxtext, tmp
             assert machines.leaders() == [first, second]
             machines.stop()
     (stopped,) = runs.events(run, "run_stopped")
-    # MaxText counts the saved step from 0.
-    steps = stopped["step"] + 1
-    check_live(maxtext, name, tmp_path, counts=[2, 1, 2, 1, 2], steps=steps)
+    counts = [2, 1, 2, 1, 2]
+    check_live(maxtext, name, tmp_path, counts=counts, steps=stopped["step"])
     # Each step that a world began with was in the memory of a machine.
     restored = runs.events(run, "restored_from")
     assert [each["persistent_bytes"] for each in restored] == [0] * 4
