@@ -215,7 +215,7 @@ def collect(directory: str) -> Status:
         ],
         uncommitted=uncommitted,
         from_zero=files.from_zero,
-        is_own_loop=files.is_own_loop,
+        is_own_loop=files.is_own_loop or files.from_zero,
     )
 
 

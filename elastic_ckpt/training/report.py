@@ -155,7 +155,11 @@ def collect(directory: str) -> Record:
     events, steps = files.events(), list(summary.steps(files.steps).items())
     # Evenly, with the last.
     every = -(-len(steps) // _MOST_STEPS) or 1
-    phase = status.phase(events, is_alive=files.is_alive, is_own_loop=files.is_own_loop)
+    phase = status.phase(
+        events,
+        is_alive=files.is_alive,
+        is_own_loop=files.is_own_loop or files.from_zero,
+    )
     return Record(
         run=files.run,
         directory=directory,
