@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from elastic_ckpt.deploy import machine, manifest, nodes, slurm
-from elastic_ckpt.integrations import maxtext_elastic
+from elastic_ckpt.integrations import maxtext_keys
 from elastic_ckpt.training import configured, load
 from tests import runs
 from tests.deploy import jobsets
@@ -67,7 +67,7 @@ def test_maxtext_reads_its_keys_from_the_file_of_its_manifest(tmp_path):
     ((name, text),) = jobsets.only("ConfigMap", built)["data"].items()
     path = tmp_path / name
     path.write_text(text)
-    config = maxtext_elastic.run_config([str(path)])
+    config = maxtext_keys.supervised(maxtext_keys.given([str(path)]))
     # JobSet starts the hosts, and MaxText's tiers use the RAM disk of the pods.
     assert config.world.hosts == 1
     assert config.tiers.enable_multi_tier_checkpointing
@@ -87,7 +87,7 @@ def test_supervisors_of_maxtext_are_those_of_the_trainer(tmp_path):
     ((name, text),) = jobsets.only("ConfigMap", built)["data"].items()
     path = tmp_path / name
     path.write_text(text)
-    config = maxtext_elastic.run_config([str(path)])
+    config = maxtext_keys.supervised(maxtext_keys.given([str(path)]))
     of_train = documents("elastic_h100", *ours)
     same = jobsets.configured(of_train, tmp_path)
     assert config.elastic == dataclasses.replace(
