@@ -304,6 +304,11 @@ class Run:
             self._asked = (step, self._world.should_stop(step))
         return self._asked[1]
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the hosts have agreed to leave their world."""
+        return self._asked[1]
+
     def begin(self, phase: str) -> None:
         """Notes a phase of the run, for those who watch its hosts."""
         if self._world is not None:
@@ -482,7 +487,7 @@ class Manager:
         with past_maxtext(except_for=(FileExistsError,)):
             self._run.log(step)
             self._has_ended = step == self._last_step
-            is_last = self._has_ended or self.checkpointer.is_left
+            is_last = self._has_ended or self._run.is_leaving
             options["force"] = options.get("force", False) or is_last
             if self._validation:
                 trees, _ = component_io.split(checkpointables)

@@ -142,7 +142,8 @@ def _handle_post_checkpoint_preemption(checkpoint_manager, step):
 
 def maybe_save_checkpoint(checkpoint_manager, state, config, data_iterator, step=None):
     # The state is the number of the last step.
-    if step is None or checkpoint_manager.should_save(step):
+    stops = step is not None and reached_preemption(checkpoint_manager, step)
+    if step is None or stops or checkpoint_manager.should_save(step):
         if checkpoint_manager.latest is None or checkpoint_manager.latest.step != state:
             assert isinstance(data_iterator, PlaceHolderDataIterator)
             checkpoint_manager.save_checkpointables(
@@ -243,7 +244,7 @@ def training_loop_iteration(config, checkpointer, train, step, logger):
         checkpointing.maybe_save_checkpoint(checkpointer, step, config, train, step)
     scalars = {{"learning/loss": 5.0 - step / 8, "learning/total_weights": 100}}
     logger.buffer_and_write_metrics({{"scalar": scalars}}, step, None)
-    return True
+    return not checkpointing._handle_post_checkpoint_preemption(checkpointer, step)
 
 def main(argv):
     pairs = (argument.split("=", 1) for argument in argv[1:])

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
+import elastic_ckpt as ec
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import data_keys, iterator
@@ -200,6 +201,26 @@ def test_in_tiers_a_failed_run_leaves_hosts_and_ram_to_the_next(
     # It goes on from RAM, and its next last step gets to storage.
     assert len(run(steps=5, **tiers(ram))) == 2
     assert (tmp_path / "checkpoints" / "4").is_dir()
+
+
+def test_a_world_that_is_left_saves_and_its_supervisor_keeps_the_events(
+    installed, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(program(), "SAVES_STEPS", True)
+    told = []
+    this = ec.elastic.World(
+        number=1,
+        slices=(0,),
+        slice_name="0",
+        emit=lambda name, **fields: told.append((name, fields)),
+        should_stop=lambda step: step == 2,
+    )
+    given = stand_in.arguments(installed, tmp_path, steps=9)
+    maxtext.run(given, world=this)
+    assert [fields["step"] for name, fields in told if name == "step"] == [1, 2, 3]
+    assert told[-1] == ("run_stopped", {"step": 3, "saved": True})
+    assert (tmp_path / "checkpoints" / "2").is_dir()
+    assert not (tmp_path / "runs" / "first" / "events.jsonl").exists()
 
 
 def test_its_evaluation_begins_anew_and_padding_weighs_nothing(installed, run):
