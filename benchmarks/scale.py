@@ -47,8 +47,7 @@ from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.hosts import Hosts, Method
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.step_description import StepDescription
-from elastic_ckpt.core import boxes, calls, codec, events, host_tree
-from elastic_ckpt.core.tree_allgather import TreeAllgather
+from elastic_ckpt.core import allgather, boxes, calls, codec, events
 from elastic_ckpt.steps import manifest_file
 from elastic_ckpt.steps.holdings import Holdings
 from elastic_ckpt.steps.manifest import (
@@ -329,10 +328,10 @@ class _SimulatedHosts:
             worlds.append(world)
         self._hosts = [_parts(world) for world in worlds]
         self._allgathers = [
-            TreeAllgather(self._store, "scale", host=number, num_hosts=num_hosts)
+            allgather.Allgather(self._store, "scale", host=number, num_hosts=num_hosts)
             for number in range(num_hosts)
         ]
-        self._tree = host_tree.HostTree(num_hosts=num_hosts)
+        self._tree = allgather.HostTree(num_hosts=num_hosts)
         self._turns: collections.Counter[str] = collections.Counter()
 
     def all(
@@ -393,7 +392,7 @@ class _SimulatedHosts:
         return time.process_time() - began
 
     def _gather(
-        self, kind: str, values: Mapping[int, Any], order: host_tree.Order = "together"
+        self, kind: str, values: Mapping[int, Any], order: allgather.Order = "together"
     ) -> list[Any]:
         # Hosts pass answers up their tree, those of one level at the same time.
         turn = self._turns[kind]

@@ -2,6 +2,8 @@
 
 * `log_bytes_per_step`: bytes of the log of `elastic-ckpt train` over its steps, at a
   batch of 4,096 shuffled rows.
+* `log_bytes_moved_ratio`: what the metrics of a run in a bucket move, over the bytes of
+  the log that they leave.
 * `bucket_read_ratio`: the speed of reading TFRecords from a bucket of GCS over that of
   ranged reads of the same bytes, 16 at a time, of 2 MiB each; `_s3`, and `_late` with
   answers that take 20 ms longer, as the first byte of real stores takes tens of
@@ -31,6 +33,7 @@ from typing import Any, cast
 from unittest import mock
 
 import fsspec
+import gcsfs
 import grain
 import jax
 import jax.numpy as jnp
@@ -40,8 +43,9 @@ from orbax.checkpoint import v1 as ocp
 
 from benchmarks import report, sized, turns
 from elastic_ckpt import data, frontend
-from elastic_ckpt.core import storage
+from elastic_ckpt.core import metrics, storage
 from elastic_ckpt.data.sources import remote_file, tfrecord
+from elastic_ckpt.monitoring import jsonl, summaries
 from elastic_ckpt.tiers import choices
 from elastic_ckpt.training import step_log
 
@@ -69,6 +73,7 @@ _FILES = sized(8, 2)
 _FILE_BYTES = sized(64 << 20, 4 << 20)
 _STATE_ITEMS = sized(16 << 20, 1 << 18)
 _ROUNDS = sized(7, 1)
+_BATCHES = sized(360, 20)
 # Of the run whose log is measured.
 _STEPS = sized(20, 2)
 _LOGGED = {
@@ -87,7 +92,7 @@ _LOGGED = {
 
 def measure() -> dict[str, report.Figure]:
     """Measures in processes that begin with the addresses of the stores."""
-    ratios, saves = {}, {}
+    ratios, saves, moved = {}, {}, 0.0
     for ending, kind, late_secs in (
         ("", "gs", 0.0),
         ("_s3", "s3", 0.0),
@@ -102,8 +107,10 @@ def measure() -> dict[str, report.Figure]:
                 "at least 0.8; speed over that of plain ranged reads",
             )
             if not ending:
+                moved = turns.in_new_process(_moved_by_metrics, f"{url}/metrics")
                 saves = turns.in_new_process(_saves, f"{url}/steps")
     return ratios | {
+        "log_bytes_moved_ratio": report.figure("ratio", "at most 2", [moved]),
         "log_bytes_per_step": report.figure("bytes", "at most 2,000", [_log_bytes()]),
         "upload_ratio_orbax": report.ratio(
             saves["ours"],
@@ -131,6 +138,46 @@ def _log_bytes() -> float:
         )
         files = pathlib.Path(directory, "log", step_log.DIRECTORY).iterdir()
         return sum(file.stat().st_size for file in files) / _STEPS
+
+
+def _moved_by_metrics(directory: str) -> float:
+    # What requests of the store carry, and what is left: in an hour of batches.
+    moved = 0
+    request = gcsfs.GCSFileSystem._request
+
+    async def counted(
+        client: Any, method: str, path: str, *args: Any, data: Any = None, **more: Any
+    ) -> Any:
+        nonlocal moved
+        status, headers, info, content = await request(
+            client, method, path, *args, data=data, **more
+        )
+        moved += len(content) + (0 if data is None else len(bytes(data)))
+        return status, headers, info, content
+
+    sink = jsonl.JsonLines(f"{directory}/host-00000.jsonl")
+    with (
+        mock.patch.object(gcsfs.GCSFileSystem, "_request", counted),
+        contextlib.closing(sink),
+    ):
+        for _ in range(_BATCHES):
+            sink.write(
+                [
+                    summaries.Summary(
+                        metric=metrics.TRAIN_STEP,
+                        time=float(number),
+                        number=number,
+                        count=10,
+                        sum=12.3,
+                        min=1.0,
+                        max=2.0,
+                        last=1.2,
+                    )
+                    for number in range(20)
+                ]
+            )
+    files = fsspec.url_to_fs(directory)[0].find(directory, detail=True).values()
+    return moved / sum(file["size"] for file in files)
 
 
 @contextlib.contextmanager

@@ -188,7 +188,7 @@ class Checkpointer(checkpointer.HostsCheckpointer):
             chosen = chosen.for_reading() if read_only else chosen
             members = _beside_accelerators(chosen, mesh, run=run)
         else:
-            messages = allgather.of_this_world()
+            messages = allgather.new()
             # Storage may change while the processes start: host 0 decides for all.
             found = run_identity.find_run(chosen) if messages.host == 0 else None
             found = messages.gather("run", found, timeout_secs=calls.BRIEF_SECS)[0]

@@ -1,7 +1,7 @@
 """A training loop of many hosts, as Slurm or a JobSet start it: one process a host.
 
-examples/slurm.yml and examples/jobset.yml describe the jobs. A job that is preempted
-saves a last step, and its next start continues from the RAM of the nodes that it keeps.
+docs/pages/guides/slurm.md and kubernetes.md say how. A job that is preempted saves a
+last step, and its next start continues from the RAM of the nodes that it keeps.
 """
 
 import argparse

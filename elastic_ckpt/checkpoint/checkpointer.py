@@ -32,7 +32,6 @@ from elastic_ckpt.checkpoint import (
 from elastic_ckpt.checkpoint.components import validation_schedule
 from elastic_ckpt.checkpoint.host.answers import (
     CheckpointMetadata,
-    HostsFailedError,
     SearchOutcome,
 )
 from elastic_ckpt.checkpoint.host.backup import HostBackup
@@ -362,7 +361,7 @@ class HostsCheckpointer:
                 self._hosts.first(
                     HostBackup.record_metrics, StepId(number, self._line.save), text
                 )
-            except HostsFailedError as error:
+            except errors.HostsFailedError as error:
                 why = f"its metrics were not recorded: {error}"
                 storage_cause.report(self._emit, "persistent", number, why)
 
@@ -845,7 +844,7 @@ class HostsCheckpointer:
             return listed
         try:
             evaluated = self._evaluations()
-        except HostsFailedError as error:
+        except errors.HostsFailedError as error:
             logging.warning("metrics of evaluations cannot be read: %s", error)
             return listed
         return best_steps.with_evaluations(listed, evaluated)
@@ -1054,7 +1053,7 @@ class HostsCheckpointer:
             save = self._hosts.first(HostWorld.new_save, self._line.save)
             line = Line(save=save, parents=older.line)
             self._stages.claim(line)
-        except HostsFailedError as error:
+        except errors.HostsFailedError as error:
             why = f"the run does not go back to storage: {error}"
             storage_cause.report(self._emit, "persistent", before, why)
             if save is not None:

@@ -9,19 +9,18 @@ the sidecar.
 from __future__ import annotations
 
 import dataclasses
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import jax
 from absl import logging
 
-from elastic_ckpt.checkpoint.host.answers import CapturedIn, failure
+from elastic_ckpt.checkpoint.host.answers import CapturedIn
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.step_boxes import TreeReading
-from elastic_ckpt.core import calls, codec, errors
+from elastic_ckpt.core import allgather, calls, codec
 from elastic_ckpt.core.allgather import Allgather
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step_id import StepId
@@ -145,22 +144,22 @@ class InEveryProcess:
 
     Args:
       own: the host of this process.
-      allgather: between the processes.
+      messages: between the processes.
     """
 
-    def __init__(self, own: HostEndpoint, allgather: Allgather) -> None:
+    def __init__(self, own: HostEndpoint, messages: Allgather) -> None:
         self._own = own
-        self._allgather = allgather
+        self._messages = messages
 
     @property
     def own(self) -> int:
         """See `Hosts`."""
-        return self._allgather.host
+        return self._messages.host
 
     @property
     def num_hosts(self) -> int:
         """See `Hosts`."""
-        return self._allgather.num_hosts
+        return self._messages.num_hosts
 
     def all(
         self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs
@@ -168,13 +167,12 @@ class InEveryProcess:
         """See `Hosts`."""
         call = calls.of(method)
         arguments = call.bind(*args, **kwargs)
-        outcomes = self._allgather.run(
+        answers = self._gather(
             call.turn(arguments),
-            lambda: _outcome(call.name, lambda: call.run(self._own, arguments)),
-            order=call.order,
-            timeout_secs=call.limit_secs,
+            lambda: call.run(self._own, arguments),
+            call.limit_secs,
+            call.order,
         )
-        answers = _answers(outcomes)
         # Equal answers are one object, which is decoded once.
         distinct = {id(each): each for each in answers}
         decoded = {n: call.decode_answer(each) for n, each in distinct.items()}
@@ -186,17 +184,18 @@ class InEveryProcess:
         """See `Hosts`."""
         call = calls.of(method)
         arguments = call.bind(*args, **kwargs)
-        outcome: dict[str, Any] = {"answer": None}
-        if self._allgather.host == 0:
-            outcome = _outcome(call.name, lambda: call.run(self._own, arguments))
-        turn = f"first/{call.turn(arguments)}"
-        answers = self._gather(turn, outcome, call.limit_secs)
+        is_first = self._messages.host == 0
+        answers = self._gather(
+            f"first/{call.turn(arguments)}",
+            lambda: call.run(self._own, arguments) if is_first else None,
+            call.limit_secs,
+        )
         return call.decode_answer(answers[0])
 
     def share(self, name: str, value: AnswerT) -> list[AnswerT]:
         """See `Hosts`."""
         kind = type(value) if dataclasses.is_dataclass(value) else Any
-        answers = self._gather(f"share/{name}", {"answer": codec.encode(value)})
+        answers = self._gather(f"share/{name}", lambda: value)
         return [codec.decode(kind, each, name=name) for each in answers]
 
     def capture(self, step_id: StepId, trees: Mapping[str, Any]) -> CapturedIn:
@@ -215,10 +214,7 @@ class InEveryProcess:
         others: Mapping[str, TreeReading],
     ) -> int:
         """See `Hosts`."""
-        outcome = _outcome(
-            "check", lambda: self._reader.check(trees, components, others)
-        )
-        self._gather("check", outcome)
+        self._gather("check", lambda: self._reader.check(trees, components, others))
         return 0
 
     def read(self) -> list[dict[str, int]]:
@@ -231,11 +227,11 @@ class InEveryProcess:
 
     def are_leaving(self, error: BaseException) -> bool:
         """See `Hosts`."""
-        if self._allgather.num_hosts > 1 and _is_of_devices(error):
+        if self._messages.num_hosts > 1 and _is_of_devices(error):
             # A host is gone, or has left a computation.
             return False
         try:
-            self._allgather.gather("leaving", None, timeout_secs=_LEAVING_SECS)
+            self._messages.gather("leaving", None, timeout_secs=_LEAVING_SECS)
         except Exception as missing:
             logging.warning("saves in flight are not finished: %s", missing)
             return False
@@ -252,24 +248,17 @@ class InEveryProcess:
     def _gather(
         self,
         kind: str,
-        outcome: dict[str, Any],
+        part: Callable[[], Any],
         timeout_secs: float = calls.BRIEF_SECS,
+        order: allgather.Order = "together",
     ) -> list[Any]:
-        return _answers(
-            self._allgather.gather(kind, outcome, timeout_secs=timeout_secs)
+        outcomes = self._messages.run(
+            kind,
+            lambda: allgather.outcome(part),
+            order=order,
+            timeout_secs=timeout_secs,
         )
-
-
-def _answers(outcomes: Sequence[Mapping[str, Any]]) -> list[Any]:
-    failed = {
-        number: each["failed"]
-        for number, each in enumerate(outcomes)
-        if "failed" in each
-    }
-    if failed:
-        is_replaced = any("replaced" in each for each in outcomes)
-        raise failure(failed, is_replaced=is_replaced)
-    return [each["answer"] for each in outcomes]
+        return allgather.answers(dict(enumerate(outcomes)))
 
 
 def _is_of_devices(error: BaseException) -> bool:
@@ -277,17 +266,3 @@ def _is_of_devices(error: BaseException) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) or (
         isinstance(error, ValueError) and "Gloo" in str(error)
     )
-
-
-def _outcome(name: str, run: Callable[[], Any]) -> dict[str, Any]:
-    try:
-        return {"answer": codec.encode(run())}
-    except errors.ReplacedError as error:
-        return {"failed": str(error), "replaced": True}
-    except (errors.ElasticCkptError, OSError) as error:
-        return {"failed": str(error)}
-    except Exception as error:
-        # A bug fails this call on all hosts, not only on this one.
-        logging.exception("%s failed", name)
-        last = traceback.format_exception_only(error)[-1].strip()
-        return {"failed": f"{name} failed with {last}; see this host's log"}

@@ -15,7 +15,7 @@ from elastic_ckpt.checkpoint.host.part_exchange import Kind, Letter
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.core import calls
-from elastic_ckpt.core.host_tree import HostTree
+from elastic_ckpt.core.allgather import HostTree
 
 AnswerT = TypeVar("AnswerT")
 

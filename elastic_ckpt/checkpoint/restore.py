@@ -44,7 +44,6 @@ from elastic_ckpt.checkpoint import (
 )
 from elastic_ckpt.checkpoint.host.answers import (
     CheckpointMetadata,
-    HostsFailedError,
     SearchOutcome,
 )
 from elastic_ckpt.checkpoint.host.backup import HostBackup
@@ -201,7 +200,7 @@ def plan_reads(
             offer=lambda: hosts.all(HostReader.offer_wanted),
             decide=lambda: hosts.first(StepSearch.plan, step_id, tuple(components)),
         )
-    except HostsFailedError as error:
+    except errors.HostsFailedError as error:
         logging.warning("step %d: each host plans its reads: %s", step_id.step, error)
 
 
@@ -453,7 +452,7 @@ class Restorer:
                 return search, self._read(
                     checkpoint, requested, is_dealt=search.is_dealt
                 )
-            except HostsFailedError as error:
+            except errors.HostsFailedError as error:
                 # All drivers have this error; hosts may hold what they have read.
                 self.hosts.all(HostReader.close_step)
                 if step is not None:
@@ -487,7 +486,7 @@ class Restorer:
         stateful = sorted(requested.stateful)
         try:
             read_here = hosts.check(asked.read, stateful, others)
-        except HostsFailedError as error:
+        except errors.HostsFailedError as error:
             # An older step would not have it either: the request is wrong.
             raise errors.CheckpointError(next(iter(error.of_host.values()))) from None
         if is_dealt:
@@ -551,7 +550,7 @@ class Restorer:
         failed = {n: each for n, each in enumerate(problems) if each is not None}
         if failed:
             # An older step is no remedy, unlike for a step that cannot be read.
-            raise errors.CheckpointError(str(HostsFailedError(failed)))
+            raise errors.CheckpointError(str(errors.HostsFailedError(failed)))
         return result
 
     def _repair(self) -> dict[str, int]:
@@ -581,7 +580,7 @@ class Restorer:
         failed = {n: each for n, each in enumerate(problems) if each is not None}
         if failed:
             self.hosts.all(HostReader.close_step)
-            raise own or HostsFailedError(failed)
+            raise own or errors.HostsFailedError(failed)
 
     def _restore_foreign(
         self,

@@ -36,7 +36,6 @@ from elastic_ckpt.checkpoint import part_passes
 from elastic_ckpt.checkpoint.due_steps import DueSteps
 from elastic_ckpt.checkpoint.host.answers import (
     CheckpointMetadata,
-    HostsFailedError,
     Readiness,
     StepInRam,
 )
@@ -355,7 +354,7 @@ class SaveStages:
                 abandon()
                 return stored
             self._hosts.all(HostSaver.commit, complete)
-        except HostsFailedError as error:
+        except errors.HostsFailedError as error:
             stored = self._in_ram and self._store_captured(saving, notes, str(error))
             abandon()
             if not stored:
@@ -423,7 +422,7 @@ class SaveStages:
         self._due.add(saving.step_id, in_ram=False)
         try:
             written = self._hosts.all(HostSaver.files, saving.step_id)
-        except HostsFailedError:
+        except errors.HostsFailedError:
             # A component could not be saved, as `why` reports: storage does not help.
             self._due.blame(saving.step, f"it was not saved: {why}")
             return False
@@ -440,7 +439,7 @@ class SaveStages:
         try:
             self._hosts.all(HostSaver.hold, written)
             problem = saving.diverged(self._hosts)
-        except HostsFailedError as error:
+        except errors.HostsFailedError as error:
             problem = str(error)
         if problem is not None:
             self._not_taken(saving.step, f"it was not backed up: {problem}")
@@ -548,7 +547,7 @@ class SaveStages:
                 decide=lambda: self._hosts.first(HostCopies.place, committed.step_id),
             )
             answers = self._hosts.all(HostCopies.take, committed.step_id)
-        except HostsFailedError as error:
+        except errors.HostsFailedError as error:
             self._degraded("peer", step, str(error))
             return None
         copies = Copies(
@@ -625,7 +624,7 @@ class SaveStages:
         step, began_secs = saving.step, clock.monotonic()
         try:
             num_bytes, bad = saving.upload(self._hosts, check_writer=self._check_writer)
-        except HostsFailedError as error:
+        except errors.HostsFailedError as error:
             self._not_taken(step, f"it was not backed up: {error}")
             return False
         saving.stored.set()
@@ -669,7 +668,7 @@ class SaveStages:
     ) -> Sequence[StepInRam]:
         try:
             held = self._hosts.first(HostBackup.steps_in_ram, line)
-        except HostsFailedError as error:
+        except errors.HostsFailedError as error:
             logging.warning("steps without a backup were not looked for: %s", error)
             return ()
         owed.steps = [
@@ -691,7 +690,7 @@ class SaveStages:
             try:
                 contents = self._hosts.first(HostBackup.contents, step_id)
                 saving = Saving.from_contents(step_id, contents)
-            except HostsFailedError as error:
+            except errors.HostsFailedError as error:
                 self._not_taken(step_id.step, f"it was not backed up: {error}")
                 break
             if not self._upload(saving):
@@ -713,7 +712,7 @@ class SaveStages:
         # Goes on if hosts fail, and reports it.
         try:
             yield
-        except HostsFailedError as error:
+        except errors.HostsFailedError as error:
             self._degraded(tier, step, f"{what}: {error}" if what else str(error))
 
     def _degraded(self, tier: str, step: int, why: str) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from etils import epath
 
-from elastic_ckpt.checkpoint.host.answers import HostsFailedError
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.run_world import RunWorld
 from elastic_ckpt.core import bucket_clients, errors
@@ -65,7 +64,7 @@ class Writing:
         if kind == errors.ReplacedError.__name__:
             raise errors.ReplacedError(problem)
         if kind:
-            raise HostsFailedError({0: problem})
+            raise errors.HostsFailedError({0: problem})
 
     def close(self) -> None:
         """Lets other programs write."""

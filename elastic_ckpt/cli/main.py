@@ -29,8 +29,6 @@ VERBS = {
     "plan": "show which host would read which shards of the data",
     "simulate": "show what failures would cost a run, for several settings side by"
     " side",
-    "manifest": "write the JobSet for Kubernetes, or the batch script for Slurm, that"
-    " runs a configuration",
     "maxtext": "run MaxText with elastic data, on any number of hosts",
     "agent": "serve a machine's RAM disk to the other machines of a run",
     "status": "show how far a run is, its hosts, its newest steps, and what a loss"

@@ -1,54 +1,151 @@
-"""Allgather of small values between the hosts of a world.
+"""Gathers small values of all hosts on all hosts, over JAX's coordination service.
 
-Values pass through JAX's coordination service, which every world of processes has: no
-device takes part, so background threads may use it while the devices compute.
+Every world of processes has that service; no device takes part, so background threads
+may use it while the devices compute. Values travel up a tree of hosts to host 0, which
+publishes all of them under one key. A host makes at most `FAN_IN + 5` requests however
+many hosts there are, and n hosts make 3n, or 5n if they do their parts downwards.
 """
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+import threading
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
-from jax._src import distributed
+from elastic_ckpt.core import codec, errors, storage
 
-from elastic_ckpt.core import errors, storage, topology, tree_allgather
-from elastic_ckpt.core.host_tree import Order
-
+# Eight neighbours cost little, and 10,000 hosts are five passes deep.
+FAN_IN = 8
+# When hosts do their part: at the same time, after all hosts below them, or after all
+# above.
+Order = Literal["together", "up", "down"]
+# Parents wait longer than their children, so that the host that is missing is named.
+_GRACE_SECS = 2.0
 # Numbers the objects of a process that have no name.
 _numbers = itertools.count()
+# The values of a range of hosts: how many have a value, and its JSON, or None if it has
+# not arrived. Equal neighbours are one entry.
+_Runs = list[tuple[int, str | None]]
 
 
-class Allgather(Protocol):
-    """Gathers a value of each host on all hosts, which make the same calls."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostTree:
+    """A tree over the hosts of a world, along which they pass messages.
 
-    @property
-    def host(self) -> int:
-        """The number of this host, from 0."""
+    Host 0 is the root. The hosts below any host follow it, and its children split them
+    evenly, so that those of one slice pass messages to each other first. Each host has
+    at most `fan_in + 1` neighbours.
+
+    Attributes:
+      num_hosts: of the world.
+      fan_in: the most children of a host.
+    """
+
+    num_hosts: int
+    fan_in: int = FAN_IN
+
+    def parent(self, host: int) -> int | None:
+        """The parent of a host; None of host 0."""
+        return self._way(host)[-2].start if host else None
+
+    def children(self, host: int) -> list[int]:
+        """The children of a host, ascending."""
+        return [part.start for part in self._split(self.below(host))]
+
+    def below(self, host: int) -> range:
+        """A host and all below it."""
+        return self._way(host)[-1]
+
+    def level(self, host: int) -> int:
+        """The passes between a host and the root."""
+        return len(self._way(host)) - 1
+
+    def in_order(self, order: Order) -> list[Sequence[int]]:
+        """The hosts in groups, each of which waits for the one before it."""
+        if order == "together":
+            return [range(self.num_hosts)]
+        return self._levels if order == "down" else self._levels[::-1]
+
+    @functools.cached_property
+    def _levels(self) -> list[Sequence[int]]:
+        levels, parts = [], [range(self.num_hosts)]
+        while parts:
+            levels.append([part.start for part in parts])
+            parts = [each for part in parts for each in self._split(part)]
+        return [*levels]
+
+    def _way(self, host: int) -> list[range]:
+        # From the root to a host: each with all below it.
+        way = [range(self.num_hosts)]
+        while way[-1].start != host:
+            way.append(next(part for part in self._split(way[-1]) if host in part))
+        return way
+
+    def _split(self, hosts: range) -> list[range]:
+        # The children of the first of some hosts, each with all below it.
+        num_below = len(hosts) - 1
+        num_parts = min(self.fan_in, num_below)
+        ends = [
+            hosts.start + 1 - (-number * num_below // num_parts)
+            for number in range(num_parts + 1)
+            if num_parts
+        ]
+        return [range(*pair) for pair in itertools.pairwise(ends)]
+
+
+class KeyValueStore(Protocol):
+    """Keys and values that all hosts reach, as JAX's coordination service has them."""
+
+    def key_value_set_bytes(self, key: str, value: bytes) -> None:
+        """Sets a key, once."""
         ...
 
-    @property
-    def num_hosts(self) -> int:
-        """How many hosts take part."""
+    def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
+        """The value of a key, as soon as it is set; DEADLINE_EXCEEDED if it is not."""
         ...
+
+    def key_value_delete(self, key: str) -> None:
+        """Removes a key, or all keys below one that ends with `/`."""
+        ...
+
+
+class Allgather:
+    """Gathers values of hosts that make the same calls.
+
+    Args:
+      store: of the world; None if it has one host.
+      prefix: of all keys, the same on all hosts.
+      host: the number of this host, from 0.
+      num_hosts: how many take part.
+    """
+
+    def __init__(
+        self,
+        store: KeyValueStore | None,
+        prefix: str = "",
+        *,
+        host: int = 0,
+        num_hosts: int = 1,
+    ) -> None:
+        self.host, self.num_hosts = host, num_hosts
+        self._store, self._prefix = store, prefix
+        self._tree = HostTree(num_hosts=num_hosts)
+        self._lock = threading.Lock()
+        self._turns: collections.Counter[str] = collections.Counter()
 
     def gather(
         self, kind: str, value: storage.Json, *, timeout_secs: float
     ) -> list[Any]:
-        """Returns the value of each host, in the order of their numbers.
-
-        Args:
-          kind: a name of the values. Calls of one kind come from one thread at a time,
-            in the same order on all hosts; those of different kinds in any order.
-          value: of this host, JSON of kilobytes at most.
-          timeout_secs: how long hosts wait for each other.
-
-        Raises:
-          RunError: if the value of a host did not arrive in time.
-        """
-        ...
+        """Returns the value of each host; see `run`."""
+        return self.run(kind, lambda: value, timeout_secs=timeout_secs)
 
     def run(
         self,
@@ -58,78 +155,211 @@ class Allgather(Protocol):
         order: Order = "together",
         timeout_secs: float,
     ) -> list[Any]:
-        """Has each host do its part of some work; returns what they made of it.
+        """Runs `part` on every host, and returns all results by the number of the host.
 
         Args:
-          kind: see `gather`.
-          part: called when it is this host's turn; returns its value.
+          kind: a name of the results. Calls of one kind come from one thread at a time,
+            in the same order on all hosts; those of different kinds in any order.
+          part: returns JSON of kilobytes at most.
           order: of the hosts along their tree.
           timeout_secs: how long hosts wait for each other.
 
         Raises:
-          RunError: if the value of a host did not arrive in time.
+          RunError: if the result of a host did not arrive in time.
         """
-        ...
+        if self._store is None:
+            return [json.loads(storage.canonical_json(part()))]
+        with self._lock:
+            turn = self._turns[kind]
+            self._turns[kind] += 1
+        self.pass_up(kind, turn, part, order=order, timeout_secs=timeout_secs)
+        return self.take(kind, turn, timeout_secs=timeout_secs)
 
-
-class OneHost:
-    """The allgather of a world with one host."""
-
-    host = 0
-    num_hosts = 1
-
-    def gather(
-        self, kind: str, value: storage.Json, *, timeout_secs: float
+    def agreed(
+        self, kind: str, part: Callable[[], Any], *, timeout_secs: float
     ) -> list[Any]:
-        """Returns the value alone, as it would arrive from another host."""
-        del kind, timeout_secs
-        return [json.loads(storage.canonical_json(value))]
+        """As `run`; if `part` fails on one host, all hosts raise.
 
-    def run(
+        Raises:
+          HostsFailedError: if it failed on other hosts; see `answers`. An error of this
+            host is raised as it is.
+        """
+        failure: Exception | None = None
+
+        def noted() -> Any:
+            nonlocal failure
+            try:
+                return part()
+            except Exception as error:
+                failure = error
+                raise
+
+        outcomes = self.run(kind, lambda: outcome(noted), timeout_secs=timeout_secs)
+        if failure is not None:
+            raise failure
+        return answers(dict(enumerate(outcomes)))
+
+    def pass_up(
         self,
         kind: str,
+        turn: int,
         part: Callable[[], storage.Json],
         *,
         order: Order = "together",
         timeout_secs: float,
-    ) -> list[Any]:
-        """See `Allgather`."""
-        del order
-        return self.gather(kind, part(), timeout_secs=timeout_secs)
+    ) -> None:
+        """The first half of `run`: passes what this host has to its parent.
+
+        Args:
+          kind: of the results.
+          turn: how many of this kind were gathered before.
+          part: see `run`.
+          order: of the hosts.
+          timeout_secs: how long to wait for other hosts.
+        """
+        assert self._store is not None
+        prefix = f"{self._prefix}/{kind}/{turn}"
+        deadline = time.monotonic() + timeout_secs + self._grace_secs(self.host)
+        children = self._tree.children(self.host)
+
+        def below() -> _Runs:
+            return [
+                run
+                for child in children
+                for run in self._runs(f"{prefix}/{child}", child, deadline)
+            ]
+
+        parts = below() if order == "up" else []
+        if order == "down" and self.host:
+            # If it is missing, so is its value, and `take` fails on all hosts.
+            self._value(f"{prefix}/below/{self._tree.parent(self.host)}", timeout_secs)
+        own: _Runs = [(1, storage.canonical_json(part()).decode())]
+        if order == "down" and children:
+            self._store.key_value_set_bytes(f"{prefix}/below/{self.host}", b"")
+        runs = _joined([*own, *(parts if order == "up" else below())])
+        message = zlib.compress(storage.canonical_json([*runs]), 1)
+        self._store.key_value_set_bytes(f"{prefix}/{self.host or 'all'}", message)
+        if not self.host and turn and all(text is not None for _, text in runs):
+            # A host whose value of this turn is there has read those of the one before.
+            self._store.key_value_delete(f"{self._prefix}/{kind}/{turn - 1}/")
+
+    def take(self, kind: str, turn: int, *, timeout_secs: float) -> list[Any]:
+        """The second half of `run`: all results; equal ones are one object.
+
+        Args:
+          kind: of the results.
+          turn: how many of this kind were gathered before.
+          timeout_secs: how long hosts wait for each other.
+        """
+        deadline = time.monotonic() + timeout_secs + self._grace_secs(0) + _GRACE_SECS
+        runs = self._runs(f"{self._prefix}/{kind}/{turn}/all", 0, deadline)
+        texts = [text for number, text in runs for _ in range(number)]
+        missing = [str(host) for host, text in enumerate(texts) if text is None]
+        if missing:
+            raise errors.RunError(
+                f"host {self.host} waited for {errors.first_of(missing)} ({kind}) for"
+                f" {timeout_secs:g} s; look at the log of the host that is missing, and"
+                " start the run again"
+            )
+        values = {text: json.loads(str(text)) for text in texts}
+        return [values[text] for text in texts]
+
+    def _grace_secs(self, host: int) -> float:
+        depth = len(self._tree.in_order("down")) - self._tree.level(host)
+        return _GRACE_SECS * max(0, depth - 2)
+
+    def _runs(self, key: str, host: int, deadline: float) -> _Runs:
+        # What a host has passed up: its own value and those of all below it.
+        message = self._value(key, max(0.0, deadline - time.monotonic()))
+        if message is None:
+            return [(len(self._tree.below(host)), None)]
+        return json.loads(zlib.decompress(message))
+
+    def _value(self, key: str, timeout_secs: float) -> bytes | None:
+        # None if it is not set in time.
+        assert self._store is not None
+        timeout_ms = max(1, int(1000 * timeout_secs))
+        try:
+            return self._store.blocking_key_value_get_bytes(key, timeout_ms)
+        except Exception as error:
+            # The service raises one class for all failures. If it is gone, so is host
+            # 0, whose own error is more specific.
+            if "DEADLINE_EXCEEDED" not in str(error).partition("\n")[0]:
+                raise
+            return None
 
 
-class CoordinationService(tree_allgather.TreeAllgather):
-    """The allgather of a world under `jax.distributed`.
+def _joined(runs: _Runs) -> _Runs:
+    return [
+        (sum(number for number, _ in equal), text)
+        for text, equal in itertools.groupby(runs, key=lambda run: run[1])
+    ]
+
+
+def outcome(part: Callable[[], Any]) -> dict[str, Any]:
+    """What `part` returns, encoded, or how it fails, for the other hosts; `answers`."""
+    try:
+        return {"answer": codec.encode(part())}
+    except Exception as error:
+        return failed(error)
+
+
+def failed(error: Exception) -> dict[str, str]:
+    """The outcome of what has raised `error`: a bug with its traceback."""
+    # Reads an error even if its own `__str__` fails.
+    shown, kind = traceback.TracebackException.from_exception(error), type(error)
+    why = str(shown)
+    if not isinstance(error, errors.ElasticCkptError | OSError):
+        trace = "".join(shown.format())
+        why = f"{kind.__name__}: {why}\n\nIts traceback:\n{trace}"
+    return {"failed": why, "kind": kind.__name__}
+
+
+def answers(outcomes: Mapping[int, Mapping[str, Any]]) -> list[Any]:
+    """What hosts returned, still encoded.
+
+    Args:
+      outcomes: by the number of a host, what `outcome` returned there.
+
+    Raises:
+      ReplacedError: if a host found that another start has continued the run.
+      HostsFailedError: if it failed on a host for another reason.
+    """
+    problems = {n: each["failed"] for n, each in outcomes.items() if "failed" in each}
+    if any(each.get("kind") == "ReplacedError" for each in outcomes.values()):
+        raise errors.ReplacedError("; ".join(dict.fromkeys(problems.values())))
+    if problems:
+        raise errors.HostsFailedError(problems)
+    return [each["answer"] for each in outcomes.values()]
+
+
+def new(name: str | None = None, hosts: Iterable[int] = ()) -> Allgather:
+    """Makes an allgather of the processes of this process's world.
 
     Args:
       name: the same on all hosts, once in a process; by default the number of the
         object, which every host makes in the same order.
       hosts: those that take part, ascending; by default all of the world.
     """
+    from jax._src import distributed
 
-    def __init__(
-        self, name: str | None = None, hosts: Sequence[int] | None = None
-    ) -> None:
-        hosts = hosts or range(topology.num_hosts())
-        # Orbax has a public way to it, and the sidecar's image has no Orbax.
-        client: Any = distributed.global_state.client
-        super().__init__(
-            client,
-            f"elastic_ckpt/{next(_numbers) if name is None else name}",
-            host=hosts.index(topology.this_host()),
-            num_hosts=len(hosts),
-        )
+    from elastic_ckpt.core import topology
 
-
-def of_this_world() -> Allgather:
-    """Returns the allgather of the processes of this process's world."""
-    if topology.num_hosts() == 1:
-        return OneHost()
-    return CoordinationService()
+    members = [*hosts] or [*range(topology.num_hosts())]
+    if len(members) == 1:
+        return Allgather(None)
+    # Orbax has a public way to it, and the sidecar's image has no Orbax.
+    client: Any = distributed.global_state.client
+    return Allgather(
+        client,
+        f"elastic_ckpt/{next(_numbers) if name is None else name}",
+        host=members.index(topology.this_host()),
+        num_hosts=len(members),
+    )
 
 
 @functools.cache
-def shared(hosts: tuple[int, ...] | None = None) -> Allgather:
+def shared(hosts: tuple[int, ...] = ()) -> Allgather:
     """Returns the allgather of this world that all calls of this process share.
 
     Hosts may call it first at different points: each kind of values has its own turns.
@@ -137,47 +367,4 @@ def shared(hosts: tuple[int, ...] | None = None) -> Allgather:
     Args:
       hosts: those that take part, ascending; by default all of the world.
     """
-    num_hosts = topology.num_hosts()
-    if num_hosts == 1:
-        return OneHost()
-    if hosts is None or len(hosts) == num_hosts:
-        return CoordinationService("shared")
-    return CoordinationService(f"shared/{'-'.join(map(str, hosts))}", hosts)
-
-
-def agreed(
-    hosts: Allgather,
-    kind: str,
-    part: Callable[[], storage.Json],
-    *,
-    timeout_secs: float,
-) -> list[Any]:
-    """Gathers the results of each host's `part`; if one fails, all hosts raise.
-
-    Args:
-      hosts: those that take part.
-      kind: see `Allgather.gather`.
-      part: of this host.
-      timeout_secs: how long hosts wait for each other.
-
-    Raises:
-      RunError: if `part` failed on another host, with its message, or its result did
-        not arrive in time. An error of this host is raised as it is.
-    """
-    failure: Exception | None = None
-
-    def outcome() -> storage.Json:
-        nonlocal failure
-        try:
-            return {"result": part()}
-        except Exception as error:
-            failure = error
-            return {"failed": str(error) or type(error).__name__}
-
-    outcomes = hosts.run(kind, outcome, timeout_secs=timeout_secs)
-    if failure is not None:
-        raise failure
-    for number, each in enumerate(outcomes):
-        if "failed" in each:
-            raise errors.RunError(f"host {number}: {each['failed']}")
-    return [each["result"] for each in outcomes]
+    return new("-".join(["shared", *map(str, hosts)]), hosts)

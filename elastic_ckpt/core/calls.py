@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar, cast
 
 from elastic_ckpt.core import codec, storage
-from elastic_ckpt.core.host_tree import Order
+from elastic_ckpt.core.allgather import Order
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 

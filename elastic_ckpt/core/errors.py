@@ -8,7 +8,7 @@ with 78. Anything else is a bug, of ours or of a library below, and keeps its tr
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 # The exit status of a run that ends with a ConfigError: EX_CONFIG of sysexits.h. A
@@ -39,6 +39,22 @@ class DataError(ElasticCkptError):
 
 class CheckpointError(ElasticCkptError):
     """A checkpoint that does not belong to this run, or lacks one of its parts."""
+
+
+class HostsFailedError(CheckpointError):
+    """A call failed on some hosts.
+
+    Attributes:
+      of_host: by the number of a host, its message.
+    """
+
+    def __init__(self, of_host: Mapping[int, str]) -> None:
+        self.of_host = dict(of_host)
+        failed = sorted(of_host.items())
+        problems = [f"host {n}: {why}" for n, why in failed[:MOST_NAMED]]
+        if more := failed[MOST_NAMED:]:
+            problems.append(f"and {len(more)} more hosts")
+        super().__init__("; ".join(problems))
 
 
 class NotStoredError(CheckpointError):

@@ -47,8 +47,7 @@ def key(
       multiple_of: of which the number is a multiple.
       off: another number, as in MaxText, that means the default.
       lists: whether a list is accepted in place of a text, too: `names` to keep its
-        texts, separated by commas, `any` to keep its JSON, and `yaml` to keep the JSON
-        of a list or a mapping.
+        texts, separated by commas, and `any` to keep its JSON.
     """
     metadata = {
         "doc": doc,
@@ -72,22 +71,6 @@ def render(value: Value) -> str:
     return repr(value)
 
 
-class Loader(yaml.SafeLoader):
-    """Reads `12:00:00` as text, which YAML 1.1 takes for a number of base 60."""
-
-    def resolve(
-        self, kind: type[yaml.Node], value: str | None, implicit: object
-    ) -> str:
-        """The tag of a node without one."""
-        tag: str = super().resolve(kind, value, implicit)
-        if tag in _NUMBERS and ":" in str(value):
-            return str(self.DEFAULT_SCALAR_TAG)
-        return tag
-
-
-_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
     """The value of a key as it was set, and where, for messages."""
@@ -107,7 +90,7 @@ def compose(path: epath.Path, *, by: str) -> yaml.Node | None:
       ConfigError: if the file cannot be read, or is not valid YAML.
     """
     try:
-        return yaml.compose(path.read_text(), Loader)
+        return yaml.compose(path.read_text(), yaml.SafeLoader)
     except FileNotFoundError:
         raise errors.ConfigError(f"{path}: no such configuration file{by}") from None
     except (UnicodeDecodeError, *bucket_clients.failures()) as error:
@@ -128,7 +111,7 @@ def read_mapping(path: epath.PathLike, node: yaml.MappingNode) -> dict[str, Sett
       ConfigError: if a key is set twice, or a value cannot be read.
     """
     settings: dict[str, Setting] = {}
-    constructor = Loader("")
+    constructor = yaml.SafeLoader("")
     for key_node, value_node in node.value:
         key = str(key_node.value)
         place = f"{path}, line {key_node.start_mark.line + 1}"
@@ -195,7 +178,7 @@ def _value(field: dataclasses.Field[Any], setting: Setting) -> Value:
     lists = field.metadata["lists"]
     if lists == "names" and isinstance(value, list):
         value = _joined(value)
-    if isinstance(value, _KEPT_AS_JSON.get(lists, ())):
+    if lists == "any" and isinstance(value, list):
         # Values that JSON lacks, such as dates, are their texts.
         value = json.dumps(value, default=str)
     off = field.metadata["off"]
@@ -248,7 +231,6 @@ def _joined(names: list[object]) -> object:
 
 
 _BOOLEAN_TEXTS = {False: ("off", "no", "false"), True: ("on", "yes", "true")}
-_KEPT_AS_JSON: dict[str, tuple[type, ...]] = {"any": (list,), "yaml": (list, dict)}
 _ARTICLES: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",

@@ -1,4 +1,4 @@
-"""The only writer of files, but for logs that grow (`append_log`); the run's lock.
+"""The only writer of files, but for logs that grow (`jsonlog`); the run's lock.
 
 A file appears whole or not at all: it is written under a temporary name in the same
 directory, flushed to the disk and renamed. Local paths get this guarantee from POSIX,

@@ -38,7 +38,7 @@ class DataKeys:
         " begin_step, the training step at which it begins, and the keys that it sets,"
         " such as grain_train_files, max_target_length or global_batch_size. Stages"
         " that have not begun may change when you resume.",
-        lists="yaml",
+        lists="any",
     )
     grain_file_type: str = key(
         "arrayrecord",
@@ -315,7 +315,7 @@ def stages(data: DataKeys) -> list[tuple[int, DataKeys]]:
     if text.lstrip().startswith("["):
         path = _STAGES
         try:
-            document = yaml.compose(text, sections.Loader)
+            document = yaml.compose(text, yaml.SafeLoader)
         except yaml.YAMLError as error:
             raise errors.ConfigError(f"{path}: not valid YAML: {error}") from None
     else:

@@ -169,12 +169,10 @@ class HostIterator:
           RunError: if it failed on another host, or that host did not call it.
         """
         hosts = allgather.shared(self._hosts)
-        offers = allgather.agreed(
-            hosts, "offer", lambda: self.offer(course), timeout_secs=CHANGE_SECS
+        offers = hosts.agreed(
+            "offer", lambda: self.offer(course), timeout_secs=CHANGE_SECS
         )
-        allgather.agreed(
-            hosts, "prepare", lambda: self.prepare(offers), timeout_secs=CHANGE_SECS
-        )
+        hosts.agreed("prepare", lambda: self.prepare(offers), timeout_secs=CHANGE_SECS)
         self.commit()
 
     def offer(self, course: stages.Course) -> dict[str, Any]:

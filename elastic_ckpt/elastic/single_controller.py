@@ -33,7 +33,7 @@ def initialize() -> None:
     if not pathwaysutils.is_pathways_backend_used():
         raise errors.ConfigError(
             "enable_single_controller=true, but JAX_PLATFORMS does not contain `proxy`:"
-            " start the run with the JobSet of `elastic-ckpt manifest`, which sets it,"
-            " or set enable_single_controller=false"
+            " start the run with the JobSet of configs/deploy/base/pathways, which sets"
+            " it, or set enable_single_controller=false"
         )
     pathwaysutils.initialize()

@@ -15,7 +15,7 @@ from typing import Any
 
 from etils import epath, epy
 
-from elastic_ckpt.core import append_log, bucket_clients, errors, events, storage
+from elastic_ckpt.core import bucket_clients, errors, events, jsonlog, storage
 
 with epy.lazy_imports():
     from elastic_ckpt.core import checked_json
@@ -102,7 +102,7 @@ class RunFiles:
     @property
     def from_zero(self) -> bool:
         """Whether saved steps are numbered from 0, as MaxText does."""
-        return bool(self.settings.get("maxtext"))
+        return self.settings.get("program") == "maxtext"
 
     @property
     def storage_period(self) -> int | None:
@@ -169,14 +169,14 @@ def read_events(
 
     Args:
       directory: of the run.
-      last_bytes: see `append_log.read`.
+      last_bytes: see `jsonlog.read`.
 
     Raises:
       DataError: if the file was changed after it was written.
     """
     path = storage.absolute(directory) / EVENTS
     try:
-        return events.counted(append_log.read(path, last_bytes=last_bytes))
+        return events.counted(jsonlog.read(path, last_bytes=last_bytes))
     except FileNotFoundError:
         return []
 
@@ -190,12 +190,12 @@ def read_metrics(
 
     Args:
       directory: of files that `monitoring.jsonl` wrote.
-      last_bytes: see `append_log.read`.
+      last_bytes: see `jsonlog.read`.
 
     Raises:
       DataError: if a file was changed after it was written.
     """
     root = storage.absolute(directory)
     files = sorted(root.glob("*.jsonl")) if root.exists() else []
-    logs = {file.stem: append_log.read(file, last_bytes=last_bytes) for file in files}
+    logs = {file.stem: jsonlog.read(file, last_bytes=last_bytes) for file in files}
     return {name: events.counted(log) for name, log in logs.items()}

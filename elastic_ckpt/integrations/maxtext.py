@@ -209,7 +209,6 @@ class Run:
             # In a world that of a slice is a directory in that of all.
             tiers=chosen.tiers if self._world is None else started.tiers,
             checkpoint=chosen.checkpoint,
-            deploy=dataclasses.replace(started.deploy, maxtext="{}"),
         )
 
     def make_data(

@@ -37,7 +37,7 @@ _TIMEOUT_SECS = 600.0
 class StatefulHandler(ocp.AsyncCheckpointHandler):
     """Saves and restores `StatefulCheckpointable`s; all processes call it alike."""
 
-    _hosts = functools.cached_property(lambda _: allgather.of_this_world())
+    _hosts = functools.cached_property(lambda _: allgather.new())
 
     async def async_save(
         self, directory: epath.Path, args: StatefulSave
@@ -77,7 +77,7 @@ class StatefulHandler(ocp.AsyncCheckpointHandler):
         return orbax_format.handler_name("StatefulCheckpointableHandler")
 
     def _agreed(self, kind: str, part: Callable[[], None]) -> None:
-        allgather.agreed(self._hosts, kind, part, timeout_secs=_TIMEOUT_SECS)
+        self._hosts.agreed(kind, part, timeout_secs=_TIMEOUT_SECS)
 
 
 @ocp.args.register_with_handler(StatefulHandler, for_save=True)

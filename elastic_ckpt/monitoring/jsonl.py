@@ -14,45 +14,45 @@ restarted appends to the same file.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 from etils import epath
 
-from elastic_ckpt.core import append_log
+from elastic_ckpt.core import jsonlog
 from elastic_ckpt.monitoring import summaries
 
 
 class JsonLines:
-    """A sink that appends to a file and closes it after each batch.
+    """A sink that appends to a log, which begins with the first batch.
 
     Args:
-      path: the file, local or in an object store.
+      path: of the log, local or in an object store.
     """
 
     def __init__(self, path: epath.PathLike) -> None:
         self._path = path
+        self._log: jsonlog.JsonLog | None = None
 
     def write(self, batch: Sequence[summaries.Summary]) -> None:
-        """Appends a line for each summary, durably, in the order of time.
-
-        Creates file and directory.
-        """
-        with contextlib.closing(append_log.AppendLog(self._path)) as log:
-            for summary in sorted(batch, key=lambda each: each.time):
-                log.append(
-                    {
-                        "time": summary.time,
-                        "metric": summary.metric.name,
-                        "count": summary.count,
-                        "sum": summary.sum,
-                        "min": summary.min,
-                        "max": summary.max,
-                        "last": summary.last,
-                        **({} if summary.step is None else {"step": summary.step}),
-                        **({} if summary.claim is None else {"claim": summary.claim}),
-                    }
-                )
+        """Appends a line for each summary, durably, in the order of time."""
+        self._log = self._log or jsonlog.writer(self._path)
+        for summary in sorted(batch, key=lambda each: each.time):
+            self._log.append(
+                {
+                    "time": summary.time,
+                    "metric": summary.metric.name,
+                    "count": summary.count,
+                    "sum": summary.sum,
+                    "min": summary.min,
+                    "max": summary.max,
+                    "last": summary.last,
+                    **({} if summary.step is None else {"step": summary.step}),
+                    **({} if summary.claim is None else {"claim": summary.claim}),
+                }
+            )
+        self._log.sync()
 
     def close(self) -> None:
-        """Does nothing: each batch is durable already."""
+        """Closes the log."""
+        if self._log is not None:
+            self._log.close()

@@ -1,8 +1,8 @@
 """Failure domains as text, `rack=r7;zone=us-east5-a`, in configs and environments.
 
 A config applies to all hosts; an environment variable names the domains of one host. A
-Kubernetes pod gets its zone in this way (`deploy`), and others from the agent of its
-node.
+Kubernetes pod gets its zone in this way (`configs/deploy`), and others from its node's
+agent.
 """
 
 from __future__ import annotations

@@ -530,7 +530,7 @@ def _objection(
 def grace_secs(config: schema.Config) -> float:
     """How long a run may take to save and end after SIGTERM."""
     # The rest of the time is for the report.
-    return 0.9 * config.deploy.termination_grace_period_seconds
+    return 0.9 * config.run.termination_grace_period_seconds
 
 
 def limits(config: schema.Config) -> watch.Limits:

@@ -280,7 +280,7 @@ class Job:
         """
         number = self.loop.saver.claim_world() if self.loop.saver else 0
         gather = functools.partial(
-            allgather.of_this_world().gather, timeout_secs=_COMPILE_TIMEOUT_SECS
+            allgather.new().gather, timeout_secs=_COMPILE_TIMEOUT_SECS
         )
         trained = dataclasses.replace(
             self.loop,

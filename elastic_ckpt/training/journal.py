@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from absl import logging
 
 from elastic_ckpt.core import (
-    append_log,
     bucket_clients,
     errors,
     events,
+    jsonlog,
     storage,
     storage_cause,
 )
@@ -49,7 +49,7 @@ class Journal:
     def __init__(
         self,
         emit: events.Emit,
-        log: append_log.AppendLog,
+        log: jsonlog.JsonLog,
         directory: str,
         *,
         claim: int = 0,
@@ -110,8 +110,8 @@ class Journal:
                 self._log.close()
 
     def _is_replaced(self) -> bool:
-        # Whether another start writes the log. On a disk both append to it; in an
-        # object store this start would undo what the other one has written.
+        # Whether another start writes the log. On a disk its lines follow those of the
+        # other one; segments have no such order.
         from elastic_ckpt.tiers.persistent import claims
 
         claim = self._claim.get("claim")
@@ -176,7 +176,7 @@ def kept_in(
         _check_writable(directory)
     lock = os.path.join(directory, run_directory.LOCK)
     with storage.exclusive_lock(lock) if is_locked else contextlib.nullcontext():
-        log = append_log.AppendLog(os.path.join(directory, run_directory.EVENTS))
+        log = jsonlog.writer(os.path.join(directory, run_directory.EVENTS))
         with listening or contextlib.nullcontext(), contextlib.ExitStack() as closing:
             measured = run_metrics.RunMetrics(emit, newest_step=_newest_step(directory))
             claim = 0 if is_locked else _newest_claim(directory)

@@ -91,7 +91,7 @@ def _settings(
         if not equals:
             raise errors.ConfigError(f"{place}: write it as key=value")
         try:
-            value = sections.Loader(text).get_single_data() if text else ""
+            value = yaml.safe_load(text) if text else ""
         except yaml.YAMLError:
             value = text
         settings[key] = Setting(value=value, place=place)

@@ -112,7 +112,7 @@ class RunDirectory:
         if emit is None:
             emit = events.nobody if world is None else world.emit
         if topology.is_primary() and _config is not None and world is not None:
-            run_directory.write_config(path, _config)
+            run_directory.write_config(path, _config, program="maxtext")
             self._journal = emit
         elif topology.is_primary():
             # A host of a machine that stands still would hold the lock.
@@ -130,7 +130,7 @@ class RunDirectory:
                 journal.kept_in(path, emit, is_locked=is_locked)
             )
             if _config is not None:
-                run_directory.write_config(path, _config)
+                run_directory.write_config(path, _config, program="maxtext")
             elif is_locked:
                 run_directory.write_loop(path, own)
         self._closing.callback(self._log.close)

@@ -69,9 +69,11 @@ def steps_of(directory: str) -> str:
     return os.path.join(directory, layout.STEPS)
 
 
-def write_config(directory: str, config: schema.Config) -> None:
-    """Keeps the configuration of a run with its files."""
-    content = json.dumps(keys.values(config), indent=2).encode()
+def write_config(
+    directory: str, config: schema.Config, *, program: str = "train"
+) -> None:
+    """Keeps the configuration of a run, and its verb, with its files."""
+    content = json.dumps({"program": program, **keys.values(config)}, indent=2).encode()
     storage.write_atomic(os.path.join(directory, CONFIG), content)
 
 
@@ -83,6 +85,7 @@ def read_config(directory: str) -> schema.Config:
       ConfigError: if its configuration cannot be read.
     """
     settings = dict(RunFiles.read(directory).settings)
+    settings.pop("program", None)
     return load.from_values(settings, place=os.path.join(directory, CONFIG))
 
 

@@ -1,10 +1,9 @@
 """The step log: a record of the examples that each step was computed from.
 
 A run has one log per start, and after each time that it goes back to an older step.
-[STEP_LOG.md](STEP_LOG.md) describes the files. On a disk an attempt is one file that
-grows by a line a step; in an object store its steps are in segments
-(`core.segmented_log`). The ids and digests are outputs of the jitted step, computed
-from the same arrays as the gradient.
+[STEP_LOG.md](STEP_LOG.md) describes the files: an attempt is a log (`core.jsonlog`)
+that grows by a line a step. The ids and digests are outputs of the jitted step,
+computed from the same arrays as the gradient.
 
 A killed run may have logged steps after its last checkpoint. The next attempt starts at
 that checkpoint and repeats them; `lineage` selects the last record of each step. A
@@ -14,7 +13,6 @@ start that another one has replaced may still log steps: its world is the older 
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 import jax
@@ -22,10 +20,9 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import (
-    append_log,
     bucket_clients,
     errors,
-    segmented_log,
+    jsonlog,
     storage,
     storage_cause,
     topology,
@@ -109,16 +106,11 @@ class StepLog:
             "left_out": [list(each) for each in start.left_out],
         }
         # Another start may create its file at the same time.
-        while not storage.create(_path(directory, header), _first_line(header)):
+        while not jsonlog.create(_path(directory, header), header):
             header["attempt"] += 1
-        path = _path(directory, header)
-        self._path = path
+        self._path = _path(directory, header)
         self._detail = detail
-        self._log: append_log.AppendLog | segmented_log.SegmentedLog
-        if storage.is_local(path):
-            self._log = append_log.AppendLog(path)
-        else:
-            self._log = segmented_log.SegmentedLog(_segments(path))
+        self._log = jsonlog.writer(self._path)
 
     def append(self, step: int, report: train_step.StepReport) -> float:
         """Logs `step`, waiting until it is computed, and returns its loss."""
@@ -151,8 +143,7 @@ class StepLog:
           OSError: if a disk took them, and cannot be flushed: none may be left.
           RunError: if the file was removed meanwhile.
         """
-        if isinstance(self._log, append_log.AppendLog):
-            self._log.check()
+        self._log.check()
         try:
             self._log.sync()
         except bucket_clients.failures() as error:
@@ -180,7 +171,7 @@ class StepLog:
 
     def _check(self, error: Exception) -> None:
         # Raises the error of a disk that has taken all lines.
-        if isinstance(self._log, append_log.AppendLog) and not self._log.late_bytes:
+        if not self._log.late_bytes:
             raise error
 
 
@@ -230,21 +221,12 @@ def _path(directory: epath.Path, header: dict[str, Any]) -> epath.Path:
     return directory / f"attempt-{header['attempt']:05d}.jsonl"
 
 
-def _segments(path: epath.Path) -> epath.Path:
-    # The directory of the segments of an attempt, beside its file.
-    return path.parent / path.stem
-
-
-def _first_line(header: dict[str, Any]) -> bytes:
-    return json.dumps(header, separators=(",", ":")).encode() + b"\n"
-
-
 def _attempt_number(path: epath.Path) -> int:
     return int(path.stem.removeprefix("attempt-"))
 
 
 def _read_attempt(path: epath.Path) -> Attempt | None:
-    lines = append_log.read(path)
+    lines = jsonlog.read(path)
     if not lines:
         # The attempt was killed while it wrote its first line: it trained nothing.
         return None
@@ -259,8 +241,7 @@ def _read_attempt(path: epath.Path) -> Attempt | None:
         left_out = header.pop("left_out")
         return Attempt(
             records=tuple(
-                step_record.parse(line, attempt=header["attempt"])
-                for line in [*lines[1:], *segmented_log.read(_segments(path))]
+                step_record.parse(line, attempt=header["attempt"]) for line in lines[1:]
             ),
             left_out=tuple((start, stop) for start, stop in left_out),
             **header,

@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import allgather, errors
 from elastic_ckpt.data import compatibility
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -45,31 +44,10 @@ def reported(method: Method) -> Method:
         try:
             return method(*arguments)
         except Exception as error:
-            raise WorkerFailure(_MARK + json.dumps(description(error))) from error
+            told = {"host": compatibility.host_name(), **allgather.failed(error)}
+            raise WorkerFailure(_MARK + json.dumps(told)) from error
 
     return call  # pyrefly: ignore[bad-return]
-
-
-def description(error: Exception) -> dict[str, str]:
-    """Returns an error of this host as JSON."""
-    # Reads an error even if its own `__str__` fails.
-    shown = traceback.TracebackException.from_exception(error)
-    return {
-        "host": compatibility.host_name(),
-        "kind": type(error).__name__,
-        "message": str(shown),
-        "traceback": "".join(shown.format()),
-    }
-
-
-def text(failure: Mapping[str, str]) -> str:
-    """Returns a failure as text: a traceback too, unless it is one of ours."""
-    if failure["kind"] in _OWN:
-        return failure["message"]
-    return (
-        f"{failure['host']} failed with {failure['kind']}: {failure['message']}"
-        f"\n\nIts traceback:\n{failure['traceback']}"
-    )
 
 
 @contextlib.contextmanager
@@ -98,7 +76,5 @@ def _read(raised: str) -> errors.ElasticCkptError | None:
         failure, _ = json.JSONDecoder().raw_decode(rest)
     except json.JSONDecodeError:
         return None
-    own = _OWN.get(failure["kind"])
-    if own:
-        return own(f"{failure['host']}: {text(failure)}")
-    return errors.DataError(text(failure))
+    own = _OWN.get(failure["kind"], errors.DataError)
+    return own(f"{failure['host']}: {failure['failed']}")

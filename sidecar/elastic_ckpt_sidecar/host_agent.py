@@ -22,7 +22,7 @@ from jax.experimental import colocated_python
 
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.world import HostConfig
-from elastic_ckpt.core import addresses, background, calls, codec
+from elastic_ckpt.core import addresses, allgather, background, calls
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt_sidecar import failures, messages
 from elastic_ckpt_sidecar.component_files import ComponentFiles
@@ -162,13 +162,12 @@ class _HostAgent:
         return self._hosts[number].part(HostArrays.__name__)
 
     def _answer(self, number: int, encoded: Any) -> bytes:
-        try:
+        def run() -> Any:
             call, arguments = calls.decode(encoded)
-            answer = codec.encode(call.run(self._hosts[number], arguments))
-            return json.dumps({"answer": answer}).encode()
-        # The root of a thread: the head raises it.
-        except Exception as error:
-            return json.dumps({"failed": failures.description(error)}).encode()
+            return call.run(self._hosts[number], arguments)
+
+        # The root of a thread: the head raises what fails.
+        return json.dumps(allgather.outcome(run)).encode()
 
     def _lengths(self, call: jax.Array, number: int) -> jax.Array:
         def length(device: jax.Device) -> np.ndarray:

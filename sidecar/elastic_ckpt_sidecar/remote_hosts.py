@@ -21,8 +21,6 @@ from jax.sharding import Mesh, NamedSharding
 
 from elastic_ckpt.checkpoint.host.answers import (
     CapturedIn,
-    HostsFailedError,
-    failure,
 )
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.reader import HostReader
@@ -30,8 +28,8 @@ from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.step_boxes import TreeReading
 from elastic_ckpt.checkpoint.host.trees import AskedLeaf, asked, rebuilt
 from elastic_ckpt.checkpoint.host.trees import arrays as captured_leaves
-from elastic_ckpt.core import background, calls, errors, topology
-from elastic_ckpt.core.host_tree import HostTree
+from elastic_ckpt.core import allgather, background, calls, errors, topology
+from elastic_ckpt.core.allgather import HostTree
 from elastic_ckpt.data import compatibility
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step_id import StepId
@@ -161,7 +159,7 @@ class RemoteHosts:
             self._call(self._agent.hold, content, _over(group.mesh), *arrays)
         try:
             return CapturedIn(self.all(HostArrays.capture, step_id, layout)[0])
-        except HostsFailedError:
+        except errors.HostsFailedError:
             self.all(HostSaver.abandon, step_id)
             raise
 
@@ -263,23 +261,12 @@ class RemoteHosts:
             content = {"call": call, "start": start, "last": last}
             chunks.append(self._call(self._agent.answers, content, sharding))
         rows = np.concatenate(chunks, axis=1)
-        answers = {
+        outcomes = {
             number: json.loads(row.tobytes())
             for number, row in zip(hosts, rows, strict=True)
         }
-        failed = {
-            number: failures.text(answer["failed"])
-            for number, answer in answers.items()
-            if "failed" in answer
-        }
-        if failed:
-            kinds = [answers[number]["failed"]["kind"] for number in failed]
-            is_replaced = errors.ReplacedError.__name__ in kinds
-            raise failure(failed, is_replaced=is_replaced)
-        return {
-            number: method.decode_answer(answer["answer"])
-            for number, answer in answers.items()
-        }
+        encoded = allgather.answers(outcomes)
+        return dict(zip(outcomes, map(method.decode_answer, encoded), strict=True))
 
     def _call(
         self, method: Any, content: Any, sharding: NamedSharding, *arrays: jax.Array

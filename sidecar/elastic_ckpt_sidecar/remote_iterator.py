@@ -150,10 +150,8 @@ class RemoteIterator:
 
         within_secs = iterator.CHANGE_SECS
         try:
-            of_all = allgather.agreed(
-                controllers, "offers", offers, timeout_secs=within_secs
-            )
-            allgather.agreed(controllers, "prepared", prepare, timeout_secs=within_secs)
+            of_all = controllers.agreed("offers", offers, timeout_secs=within_secs)
+            controllers.agreed("prepared", prepare, timeout_secs=within_secs)
             self._in_turn(self._worker.commit, within_secs=_ANSWER_SECS)
         finally:
             self._begin_anew()

@@ -8,14 +8,14 @@ import pytest
 from elastic_ckpt_sidecar import remote_hosts
 
 from elastic_ckpt.checkpoint import hosts, rendezvous, restore
-from elastic_ckpt.checkpoint.host.answers import HostsFailedError, Readiness
+from elastic_ckpt.checkpoint.host.answers import Readiness
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.step_notes import StepNotes, WrittenStep
 from elastic_ckpt.checkpoint.host.step_search import StepSearch
-from elastic_ckpt.core import checked_json, events
-from elastic_ckpt.core.tree_allgather import TreeAllgather
+from elastic_ckpt.core import checked_json, errors, events
+from elastic_ckpt.core.allgather import Allgather
 from elastic_ckpt.steps import part_message
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import find
@@ -42,7 +42,7 @@ def in_every_process(machines):
     drivers = [
         hosts.InEveryProcess(
             HostEndpoint(config),
-            TreeAllgather(store, "", host=config.number, num_hosts=NUM_HOSTS),
+            Allgather(store, "", host=config.number, num_hosts=NUM_HOSTS),
         )
         for config in chosen
     ]
@@ -96,11 +96,11 @@ def test_answers_of_all_hosts_come_in_their_order(drive):
 def test_a_failure_reaches_each_driver_with_the_hosts_that_failed(drive):
     def bug(driver):
         # No host has joined.
-        with pytest.raises(HostsFailedError, match="AssertionError"):
+        with pytest.raises(errors.HostsFailedError, match="AssertionError"):
             driver.first(StepSearch.complete_steps)
 
     def fail(driver, call):
-        with pytest.raises(HostsFailedError) as raised:
+        with pytest.raises(errors.HostsFailedError) as raised:
             getattr(driver, call)(HostReader.open_step, StepId(9, "1"))
         return raised.value.of_host
 

@@ -7,7 +7,7 @@ import fsspec
 import pytest
 from etils import epath
 
-from elastic_ckpt.core import append_log, bucket_clients, errors, storage
+from elastic_ckpt.core import bucket_clients, errors, jsonlog, storage
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier, retries
 from tests import runs
 
@@ -50,7 +50,7 @@ def test_an_object_store_without_its_client_is_an_error_that_names_the_extra(
     _, extra = bucket_clients._CLIENTS[protocol]
     monkeypatch.setitem(bucket_clients._CLIENTS, protocol, ("no_such_package", extra))
     bucket_clients._prepare_protocol.cache_clear()
-    for touch in (storage.absolute, append_log.read, append_log.AppendLog):
+    for touch in (storage.absolute, jsonlog.read, jsonlog.writer):
         with pytest.raises(errors.ConfigError, match=rf"'\.\[{extra}\]'"):
             touch(f"{protocol}://bucket/run")
 

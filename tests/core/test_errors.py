@@ -4,7 +4,6 @@ import pickle
 import pkgutil
 
 import elastic_ckpt
-from elastic_ckpt.checkpoint.host import answers
 from elastic_ckpt.core import errors
 from elastic_ckpt.data.sources import source
 from elastic_ckpt.elastic import host_failure
@@ -36,7 +35,7 @@ def test_each_error_arrives_in_another_process_as_it_is():
     import_all(elastic_ckpt)
     made = {
         source.CorruptError: source.corrupt("a", "b", num_records=7),
-        answers.HostsFailedError: answers.HostsFailedError({3: "its disk is full"}),
+        errors.HostsFailedError: errors.HostsFailedError({3: "its disk is full"}),
         host_failure.WorldLostError: host_failure.WorldLostError(
             "host 2 is lost", hosts=frozenset([2]), at_secs=1.5
         ),

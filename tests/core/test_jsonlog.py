@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from elastic_ckpt.core import append_log, errors, segmented_log, storage
+from elastic_ckpt.core import errors, jsonlog, storage
 
 
 class Filling:
@@ -29,22 +29,22 @@ class Filling:
         return self._file.write(taken)
 
 
-class TestAppendLog:
+class TestFile:
     def test_it_keeps_every_appended_line_when_its_process_is_killed(self, tmp_path):
         path = tmp_path / "log"
         program = (
-            "import os, signal, sys; from elastic_ckpt.core import append_log\n"
-            "log = append_log.AppendLog(sys.argv[1])\n"
+            "import os, signal, sys; from elastic_ckpt.core import jsonlog\n"
+            "log = jsonlog.writer(sys.argv[1])\n"
             "for n in range(3): log.append({'n': n})\n"
             "os.kill(os.getpid(), signal.SIGKILL)\n"
         )
         killed = subprocess.run([sys.executable, "-c", program, path], check=False)
         assert killed.returncode == -9
-        assert numbers(append_log.read(path)) == [0, 1, 2]
+        assert numbers(jsonlog.read(path)) == [0, 1, 2]
         (path.parent / "spoilt").write_bytes(b'{"n":0}\n{"n":\n{"n":2}\n')
         with pytest.raises(errors.DataError, match="spoilt, line 2: not a JSON object"):
-            append_log.read(path.parent / "spoilt")
-        last = [append_log.read(path, last_bytes=most) for most in (9, 18, 99)]
+            jsonlog.read(path.parent / "spoilt")
+        last = [jsonlog.read(path, last_bytes=most) for most in (9, 18, 99)]
         assert [numbers(each) for each in last] == [[2], [1, 2], [0, 1, 2]]
 
     @pytest.mark.parametrize("num_torn_bytes", [1, 2**16 - 1, 2**16, 2**16 + 1, 2**18])
@@ -52,37 +52,21 @@ class TestAppendLog:
         path = tmp_path / "log"
         for whole in (b"", b'{"n":0}\n'):
             path.write_bytes(whole + b"x" * num_torn_bytes)
-            assert len(append_log.read(path)) == bool(whole)
-            with contextlib.closing(append_log.AppendLog(path)) as log:
+            assert len(jsonlog.read(path)) == bool(whole)
+            with contextlib.closing(jsonlog.writer(path)) as log:
                 assert path.read_bytes() == whole
                 log.append({"n": 1})
             assert path.read_bytes() == whole + b'{"n":1}\n'
 
-    def test_in_an_object_store_it_is_readable_after_each_sync(
-        self, tmp_path, monkeypatch
-    ):
-        # The branch for object stores, with a directory in the store's place.
-        monkeypatch.setattr(storage, "is_local", lambda _: False)
-        path = tmp_path / "log"
-        log = append_log.AppendLog(path)
-        log.append({"n": 0})
-        log.sync()
-        log.append({"n": 1})
-        assert numbers(append_log.read(path)) == [0]
-        log.close()
-        with contextlib.closing(append_log.AppendLog(path)) as log:
-            log.append({"n": 2})
-        assert numbers(append_log.read(path)) == [0, 1, 2]
-
     def test_lines_that_a_full_disk_does_not_take_wait_in_memory(self, tmp_path):
-        log = append_log.AppendLog(tmp_path / "log")
+        log = jsonlog.writer(tmp_path / "log")
         log.append({"n": 0})
         log._file = disk = Filling(log._file, room=12)
         for number in (1, 2):
             log.append({"n": number})
         # A line and a part of the next one.
         assert log.late_bytes == 4
-        assert numbers(append_log.read(tmp_path / "log")) == [0, 1]
+        assert numbers(jsonlog.read(tmp_path / "log")) == [0, 1]
         with pytest.raises(OSError, match="No space left"):
             log.sync()
         disk.room = 10**6
@@ -90,9 +74,9 @@ class TestAppendLog:
         assert log.late_bytes == 0
         log.sync()
         log.close()
-        assert numbers(append_log.read(tmp_path / "log")) == [0, 1, 2, 3]
+        assert numbers(jsonlog.read(tmp_path / "log")) == [0, 1, 2, 3]
         # It is closed on a full disk all the same.
-        log = append_log.AppendLog("/dev/full")
+        log = jsonlog.writer("/dev/full")
         log.append({"n": 0})
         with pytest.raises(OSError, match="No space left"):
             log.close()
@@ -101,8 +85,8 @@ class TestAppendLog:
     def test_the_memory_of_lines_is_bounded_and_none_is_lost(
         self, tmp_path, monkeypatch
     ):
-        monkeypatch.setattr(append_log, "MOST_LATE_BYTES", 20)
-        log = append_log.AppendLog(tmp_path / "log")
+        monkeypatch.setattr(jsonlog, "MOST_LATE_BYTES", 20)
+        log = jsonlog.writer(tmp_path / "log")
         log._file = disk = Filling(log._file, room=0)
         for number in (0, 1):
             log.append({"n": number})
@@ -110,10 +94,10 @@ class TestAppendLog:
             log.append({"n": 2})
         disk.room = 10**6
         log.close()
-        assert numbers(append_log.read(tmp_path / "log")) == [0, 1, 2]
+        assert numbers(jsonlog.read(tmp_path / "log")) == [0, 1, 2]
 
 
-class TestSegmentedLog:
+class TestSegments:
     def test_each_sync_uploads_the_lines_since_the_last_one(self, bucket, monkeypatch):
         uploads = []
         write = storage.write_atomic
@@ -124,25 +108,28 @@ class TestSegmentedLog:
 
         monkeypatch.setattr(storage, "write_atomic", counted)
         path = f"{bucket}/log"
-        assert segmented_log.read(path) == []
-        with contextlib.closing(segmented_log.SegmentedLog(path)) as log:
+        with pytest.raises(FileNotFoundError, match="no segments"):
+            jsonlog.read(path)
+        with contextlib.closing(jsonlog.writer(path)) as log:
             for number in range(100, 130):
                 log.append({"n": number})
                 if number % 10 == 9:
                     log.sync()
                     # A reader after a kill sees no more than this.
-                    read = numbers(segmented_log.read(path))
+                    read = numbers(jsonlog.read(path))
                     assert read == list(range(100, number + 1))
             log.sync()
         log.close()
-        assert uploads == [(f"0000000{number}.jsonl", 100) for number in (1, 2, 3)]
-        assert numbers(segmented_log.read(path)) == list(range(100, 130))
+        assert [(name[:9], size) for name, size in uploads] == [
+            (f"0000000{number}-", 100) for number in (1, 2, 3)
+        ]
+        assert numbers(jsonlog.read(path)) == list(range(100, 130))
         assert names(path) == [name for name, _ in uploads]
 
     def test_a_segment_whose_upload_failed_is_uploaded_with_the_lines_after_it(
         self, tmp_path, monkeypatch
     ):
-        log = segmented_log.SegmentedLog(tmp_path / "log")
+        log = segments(tmp_path / "log")
         log.append({"n": 1})
         with monkeypatch.context() as patch:
             patch.setattr(storage, "write_atomic", refused)
@@ -151,8 +138,8 @@ class TestSegmentedLog:
                     log.sync()
                 log.append({"n": 2})
         log.close()
-        assert numbers(segmented_log.read(tmp_path / "log")) == [1, 2, 2]
-        assert names(tmp_path / "log") == ["00000001.jsonl"]
+        assert numbers(jsonlog.read(tmp_path / "log")) == [1, 2, 2]
+        assert len(names(tmp_path / "log")) == 1
 
     def test_an_upload_that_hangs_is_reported_and_its_lines_are_uploaded_once(
         self, tmp_path, monkeypatch
@@ -165,21 +152,21 @@ class TestSegmentedLog:
 
         monkeypatch.setattr(storage, "write_atomic", late)
         path = tmp_path / "log"
-        log = segmented_log.SegmentedLog(path, max_bytes=18, wait_secs=0.0)
+        log = segments(path, max_bytes=18, wait_secs=0.0)
         for number in range(10, 15):
             log.append({"n": number})
             with pytest.raises(TimeoutError, match="timed out"):
                 log.sync()
-        assert log.pending_bytes == 5 * 9
+        assert log.late_bytes == 5 * 9
         is_answering.set()
         log.close()
-        assert numbers(segmented_log.read(path)) == list(range(10, 15))
-        assert names(path) == ["00000001.jsonl", "00000002.jsonl"]
+        assert numbers(jsonlog.read(path)) == list(range(10, 15))
+        assert [name[:8] for name in names(path)] == ["00000001", "00000002"]
 
     def test_lines_that_no_store_takes_are_bounded(self, tmp_path, monkeypatch):
         monkeypatch.setattr(storage, "write_atomic", refused)
-        monkeypatch.setattr(append_log, "MOST_LATE_BYTES", 90)
-        log = segmented_log.SegmentedLog(tmp_path / "log", max_bytes=18)
+        monkeypatch.setattr(jsonlog, "MOST_LATE_BYTES", 90)
+        log = segments(tmp_path / "log", max_bytes=18)
 
         def append():
             for number in range(10, 30):
@@ -187,7 +174,25 @@ class TestSegmentedLog:
 
         with pytest.raises(OSError, match=r"503|timed out"):
             append()
-        assert log.pending_bytes == 90
+        assert log.late_bytes == 99
+
+    def test_starts_continue_it_and_do_not_undo_the_lines_of_others(self, bucket):
+        path = f"{bucket}/log"
+        assert jsonlog.create(path, {"n": 0})
+        assert not jsonlog.create(path, {"n": 9})
+        former, newer = jsonlog.writer(path), jsonlog.writer(path)
+        for log, number in ((former, 1), (newer, 1), (former, 2)):
+            log.append({"n": number})
+            log.close()
+        with contextlib.closing(jsonlog.writer(path)) as log:
+            log.append({"n": 3})
+        assert numbers(jsonlog.read(path)) == [0, 1, 1, 2, 3]
+        assert numbers(jsonlog.read(path, last_bytes=8)) == [0, 1, 1, 2, 3]
+
+
+def segments(path, *, max_bytes=jsonlog.MAX_SEGMENT_BYTES, wait_secs=5.0):
+    """Writes segments into a directory, in the place of a store."""
+    return jsonlog._Segments(path, max_bytes, wait_secs)
 
 
 def refused(*_):

@@ -14,7 +14,7 @@ def test_a_head_that_was_not_started_beside_a_proxy_says_what_starts_it(
     config = runs.write_config(tmp_path, corpus, enable_single_controller=True)
     output = runs.verb("train", config, code=errors.CONFIG_EXIT_CODE)
     assert "JAX_PLATFORMS does not contain `proxy`" in output
-    assert "`elastic-ckpt manifest`" in output
+    assert "configs/deploy/base/pathways" in output
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch):

@@ -8,10 +8,8 @@ import pytest
 import yaml
 
 import elastic_ckpt as ec
-from elastic_ckpt.deploy import manifest, slurm
-from elastic_ckpt.training import load
 from tests import pages, shared_memory
-from tests.deploy import fake_slurm
+from tests.deploy import fake_slurm, job_script
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
@@ -62,12 +60,11 @@ def test_a_model_that_continues_elsewhere_trains_as_one_that_never_stopped(
 @pytest.mark.night
 def test_a_loop_of_two_nodes_that_slurm_ends_continues_from_their_ram(tmp_path, corpus):
     """The script asks for GPUs; here its tasks have a CPU each."""
-    here = [f"command={sys.executable} {EXAMPLES / 'cluster.py'} {corpus} {tmp_path}/c"]
-    here += ["slurm_setup=", "hosts=2", "hardware=cpu", "devices_per_host=1"]
-    here += ["pod_env={JAX_PLATFORMS: cpu}", "slurm_time="]
+    program = [sys.executable, str(EXAMPLES / "cluster.py"), corpus, f"{tmp_path}/c"]
+    chosen = {"is_elastic": False, "devices": 1, "setup": "export JAX_PLATFORMS=cpu"}
     with shared_memory.directory("slurm") as ram:
-        here.append(f"slurm_ram_directory={ram}")
-        with fake_slurm.start(script("slurm.yml", *here), tmp_path) as job:
+        text = job_script.text(ram=ram, program=program, **chosen)
+        with fake_slurm.start(text, tmp_path) as job:
             lines = iter(job.stdout.readline, "")
             printed = list(until(lines, "step 10: loss"))
             fake_slurm.signal_steps(job)
@@ -75,8 +72,9 @@ def test_a_loop_of_two_nodes_that_slurm_ends_continues_from_their_ram(tmp_path, 
         assert job.returncode == 143, printed
         assert fake_slurm.requeued(tmp_path) == 1
         last = int(re.findall(r"^step ([0-9]+):", "".join(printed), re.MULTILINE)[-1])
-        here[0] += f" --steps {last + 5}"
-        job = fake_slurm.start(script("slurm.yml", *here), tmp_path, starts=1)
+        program += ["--steps", str(last + 5)]
+        text = job_script.text(ram=ram, program=program, **chosen)
+        job = fake_slurm.start(text, tmp_path, starts=1)
         again, _ = job.communicate()
         assert job.returncode == 0, again
         # Two tasks may write into one line.
@@ -94,16 +92,6 @@ def until(lines, wanted):
         if wanted in line:
             return seen
     raise AssertionError("".join(seen))
-
-
-def script(name, *overrides):
-    return slurm.script(load.load(EXAMPLES / name, overrides))
-
-
-def test_the_script_and_the_jobset_are_those_of_their_configurations(golden):
-    golden(str(EXAMPLES / "slurm.sh"), script("slurm.yml"))
-    config = load.load(EXAMPLES / "jobset.yml")
-    golden(str(EXAMPLES / "jobset.yaml"), manifest.to_yaml(manifest.documents(config)))
 
 
 def test_the_run_of_maxtext_is_that_of_its_guide():

@@ -17,7 +17,7 @@ FILES = {
     for block in pages.blocks(GUIDE, "yaml")
 }
 BLOCKS = pages.blocks(GUIDE, "sh")
-SET_UP, FIRST, CONTINUED, CLUSTER, PLAN, LIVE, CONVERTED = BLOCKS
+SET_UP, FIRST, CONTINUED, PLAN, LIVE, CONVERTED = BLOCKS
 
 
 def shell(commands, directory):

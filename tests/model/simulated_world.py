@@ -39,11 +39,12 @@ from absl import logging
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import checkpointer, component_io
-from elastic_ckpt.checkpoint.host import answers, capture, trees
+from elastic_ckpt.checkpoint.host import capture, trees
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.world import HostConfig
 from elastic_ckpt.checkpoint.run_world import RunWorld
 from elastic_ckpt.core import (
+    allgather,
     background,
     boxes,
     calls,
@@ -53,7 +54,7 @@ from elastic_ckpt.core import (
     process,
     storage,
 )
-from elastic_ckpt.core.host_tree import HostTree
+from elastic_ckpt.core.allgather import HostTree
 from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.tiers import choices, run_identity, source
 from elastic_ckpt.tiers.peers import agent, agent_tree, network
@@ -514,8 +515,7 @@ class SimulatedHosts:
         if call.name == "HostReader.open_step":
             self.opened_id = arguments["step_id"]
         message = json.dumps(call.encode(arguments))
-        answered, failed = {}, {}
-        is_replaced = False
+        outcomes = {}
         for number in order:
             if self.lost_at is not None:
                 self.lost_at -= 1
@@ -527,25 +527,21 @@ class SimulatedHosts:
                 with self._on(number) as host:
                     made, arguments = calls.decode(json.loads(message))
                     answer = json.dumps(codec.encode(made.run(host, arguments)))
-                answered[number] = call.decode_answer(json.loads(answer))
+                outcomes[number] = {"answer": json.loads(answer)}
             except Crash:
                 if 0 in self._sim.files.ended:
                     raise
                 self.is_broken = True
-            except errors.ReplacedError as error:
-                failed[number], is_replaced = str(error), True
-            except (errors.ElasticCkptError, OSError) as error:
-                failed[number] = str(error)
             except Exception as error:
-                self._sim.bugs.append(f"{call.name}: {traceback.format_exc()}")
-                failed[number] = f"{call.name} failed with {error!r}"
+                outcomes[number] = allgather.failed(error)
+                if not isinstance(error, errors.ElasticCkptError | OSError):
+                    self._sim.bugs.append(f"{call.name}: {traceback.format_exc()}")
             if is_lost:
                 self._break()
         if self.is_broken:
             raise Gone(f"{call.name}: a host has not answered")
-        if failed:
-            raise answers.failure(failed, is_replaced=is_replaced)
-        return answered
+        encoded = allgather.answers(outcomes)
+        return dict(zip(outcomes, map(call.decode_answer, encoded), strict=True))
 
     def _break(self):
         self.is_broken, self.lost_at = True, None

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint.host.answers import HostsFailedError
 from elastic_ckpt.core import errors
 from tests import shared_memory
 from tests.model import simulated_world
@@ -65,9 +64,9 @@ def test_a_restore_that_fails_leaves_no_step_open():
         run.wait()
         for number in range(4):
             run.flip(0, number)
-        with pytest.raises(HostsFailedError, match="no good copy"):
+        with pytest.raises(errors.HostsFailedError, match="no good copy"):
             run.load(1)
-        with pytest.raises(HostsFailedError, match="AssertionError"):
+        with pytest.raises(errors.HostsFailedError, match="AssertionError"):
             run.sim.hosts.opened()
         run.sim.bugs.clear()
 

@@ -1,7 +1,7 @@
+import contextlib
 import dataclasses
-import shutil
 
-from elastic_ckpt.core import append_log, metrics
+from elastic_ckpt.core import jsonlog, metrics, storage
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.monitoring import jsonl, summaries
 
@@ -19,6 +19,12 @@ def summary(value, count=1):
     )
 
 
+def write(path, *batches):
+    with contextlib.closing(jsonl.JsonLines(path)) as sink:
+        for each in batches:
+            sink.write([each])
+
+
 LINE = (
     '{"time":1795168800.25,"metric":"/elastic_ckpt/data/rows","count":2,"sum":32.0,'
     '"min":16.0,"max":16.0,"last":16.0}\n'
@@ -27,22 +33,36 @@ LINE = (
 
 def test_line_is_spelt_as_it_was(tmp_path):
     path = tmp_path / "host-00000.jsonl"
-    jsonl.JsonLines(path).write([summary(16.0, count=2)])
+    write(path, summary(16.0, count=2))
     assert path.read_text() == LINE
     # A further start goes on after what a crash cut short.
     path.write_text(LINE + LINE[:30])
-    sink = jsonl.JsonLines(path)
-    sink.write([summary(8.0)])
-    assert [line["sum"] for line in append_log.read(path)] == [32.0, 8.0]
-    shutil.rmtree(tmp_path)
-    sink.write([summary(2.0)])
-    assert [line["sum"] for line in append_log.read(path)] == [2.0]
+    write(path, summary(8.0))
+    assert [line["sum"] for line in jsonlog.read(path)] == [32.0, 8.0]
+
+
+def test_in_a_bucket_each_batch_is_uploaded_once(bucket, monkeypatch):
+    moved = []
+    write_atomic = storage.write_atomic
+
+    def counted(path, content):
+        moved.append(len(content))
+        write_atomic(path, content)
+
+    monkeypatch.setattr(storage, "write_atomic", counted)
+    path = f"{bucket}/metrics/host-00000.jsonl"
+    for _ in range(2):
+        write(path, *map(summary, range(4)))
+    lines = run_files.read_metrics(f"{bucket}/metrics")["host-00000"]
+    assert [line["sum"] for line in lines] == [*range(4)] * 2
+    assert len(moved) == 8
+    assert max(moved) < 2 * len(LINE)
 
 
 def test_what_a_replaced_start_records_is_not_read(tmp_path):
     path = tmp_path / "host-00000.jsonl"
     for value, claim in ((1.0, None), (2.0, 1), (3.0, 2), (4.0, 1), (5.0, 2)):
-        jsonl.JsonLines(path).write([dataclasses.replace(summary(value), claim=claim)])
+        write(path, dataclasses.replace(summary(value), claim=claim))
     lines = run_files.read_metrics(tmp_path)[path.stem]
     assert [line["sum"] for line in lines] == [1.0, 2.0, 3.0, 5.0]
     assert all("claim" not in line for line in lines)

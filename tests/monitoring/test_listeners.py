@@ -6,7 +6,7 @@ import urllib.request
 import pytest
 from jax import monitoring
 
-from elastic_ckpt.core import append_log, metrics
+from elastic_ckpt.core import jsonlog, metrics
 from elastic_ckpt.monitoring import jsonl, prometheus, summaries, tensorboard
 from tests.monitoring import event_file
 
@@ -20,7 +20,7 @@ class JsonLines:
 
     def read(self):
         self.listener.close()
-        return summed((n["metric"], n["sum"]) for n in append_log.read(self._path))
+        return summed((n["metric"], n["sum"]) for n in jsonlog.read(self._path))
 
 
 class TensorBoard:

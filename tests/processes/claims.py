@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from elastic_ckpt.core import append_log
+from elastic_ckpt.core import jsonlog
 from tests import runs
 from tests.processes import great_runs
 
@@ -101,7 +101,7 @@ class Claims:
             line["step"]: line["last"]
             # Host 0, or the supervisor of several hosts, writes them.
             for file in sorted((run.path / "metrics").iterdir())
-            for line in append_log.read(file)
+            for line in jsonlog.read(file)
             if line["metric"] == "/elastic_ckpt/train/loss"
             and line.get("claim") not in self.scenario.replaced
         }

@@ -10,7 +10,7 @@ import pytest
 
 from elastic_ckpt.checkpoint import due_steps
 from elastic_ckpt.cli import main
-from elastic_ckpt.core import metrics, segmented_log, storage
+from elastic_ckpt.core import jsonlog, metrics, storage
 from elastic_ckpt.monitoring import subscription
 from elastic_ckpt.training import job
 from tests import faulty_buckets, runs
@@ -80,7 +80,7 @@ def train_through(path, config, settings, waits):
     """Trains while the outage of a file comes and goes."""
     train, outage = job.train, Outage(path, waits)
     if waits[OUTAGE[1]][0] == "fail":  # uploads hang
-        segmented_log.SegmentedLog.__init__.__kwdefaults__["wait_secs"] = 0.5
+        jsonlog.writer.__kwdefaults__["wait_secs"] = 0.5
 
     def paced(config, world):
         return train(config, dataclasses.replace(world, should_stop=outage.should_stop))

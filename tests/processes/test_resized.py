@@ -4,7 +4,7 @@ import collections
 import json
 import shutil
 
-from elastic_ckpt.core import append_log, metrics
+from elastic_ckpt.core import jsonlog, metrics
 from tests import runs
 from tests.processes import claims, great_runs
 
@@ -56,7 +56,7 @@ class TestResized(claims.Claims):
     def test_every_host_leaves_its_metrics_of_every_start(self, run):
         for host, saves, loads in ((0, 4, 1), (1, 2, 0)):
             counts = collections.Counter()
-            for line in append_log.read(run.path / f"metrics/host-{host:05d}.jsonl"):
+            for line in jsonlog.read(run.path / f"metrics/host-{host:05d}.jsonl"):
                 counts[line["metric"]] += line["count"]
             assert counts[metrics.CHECKPOINT_SAVE.name] == saves
             assert counts[metrics.CHECKPOINT_LOAD.name] == loads

@@ -158,9 +158,6 @@ REFUSALS = {
     "pin of no step": verb(
         "is not the directory of a step", "pin", "DIR", error=errors.ElasticCkptError
     ),
-    "manifest without an image": verb(
-        "docker_image=", "manifest", "configs/demo_cpu.yml"
-    ),
     "slices of a run that is not elastic": scale(
         "was not started with elastic_enabled=true",
         2,

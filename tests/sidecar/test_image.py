@@ -130,7 +130,7 @@ ABSENT = [
         f"elastic_ckpt.{each}"
         for each in (
             *("checkpoint.checkpointer", "checkpoint.components", "checkpoint.hosts"),
-            *("cli", "deploy", "elastic", "frontend", "inspect", "integrations"),
+            *("cli", "elastic", "frontend", "inspect", "integrations"),
             *("monitoring", "training"),
         )
     ),

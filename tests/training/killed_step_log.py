@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-from elastic_ckpt.core import append_log, storage, topology
+from elastic_ckpt.core import jsonlog, storage, topology
 from elastic_ckpt.training import step_log, train_step
 
 WORLD = topology.Topology(hosts=2, slices=1, devices=4)
@@ -67,5 +67,5 @@ def write_until_killed(run, point, moment):
         return act
 
     storage.write_atomic = dying(storage.write_atomic)
-    append_log.AppendLog.append = dying(append_log.AppendLog.append)
+    jsonlog._File.append = dying(jsonlog._File.append)
     write(run, 0)

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from elastic_ckpt.core import append_log, errors, events, storage
+from elastic_ckpt.core import errors, events, jsonlog, storage
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.steps import line
 from elastic_ckpt.tiers.persistent import claims
@@ -23,7 +23,7 @@ def config(tmp_path):
 
 def recorded(config):
     path = f"{run_directory.path_of(config)}/{run_directory.EVENTS}"
-    log = append_log.read(path) if storage.absolute(path).exists() else []
+    log = jsonlog.read(path) if storage.absolute(path).exists() else []
     return [
         {name: value for name, value in event.items() if name != "time"}
         for event in log
@@ -87,7 +87,7 @@ def test_steps_that_an_earlier_start_has_trained_are_no_goodput_again(config):
             emit("run_started", **STARTED)
             for number in range(4, newest + 1):
                 emit("step", step=number, **step)
-    lines = append_log.read(
+    lines = jsonlog.read(
         f"{run_directory.path_of(config)}/{run_directory.METRICS}/host-00000.jsonl"
     )
     names = [line["metric"].rpartition("/")[2] for line in lines]

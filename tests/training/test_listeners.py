@@ -5,7 +5,7 @@ import urllib.request
 
 import pytest
 
-from elastic_ckpt.core import append_log, errors, metrics
+from elastic_ckpt.core import errors, jsonlog, metrics
 from elastic_ckpt.training import listeners, schema
 from tests.monitoring import event_file
 
@@ -32,7 +32,7 @@ def test_json_lines_are_always_written_also_when_the_run_fails(tmp_path):
         fail()
     metrics.DATA_ROWS.record(16)
     assert [path.name for path in (tmp_path / "tiny").iterdir()] == ["metrics"]
-    (line,) = append_log.read(tmp_path / "tiny" / "metrics" / "host-00000.jsonl")
+    (line,) = jsonlog.read(tmp_path / "tiny" / "metrics" / "host-00000.jsonl")
     assert (line["metric"], line["last"]) == (metrics.DATA_ROWS.name, 8.0)
 
 
@@ -67,7 +67,7 @@ def test_supervisor_has_files_and_a_port_beside_those_of_its_hosts(tmp_path):
         metrics.GOODPUT.record(75)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
             assert b"\nelastic_ckpt_goodput_percent 75.0\n" in page.read()
-    lines = append_log.read(tmp_path / "tiny" / "metrics" / "run.jsonl")
+    lines = jsonlog.read(tmp_path / "tiny" / "metrics" / "run.jsonl")
     assert [(line["last"], line["step"]) for line in lines] == [(40.0, 40), (75.0, 40)]
     assert event_file.scalars(tmp_path / "tiny" / "tensorboard" / "run") == [
         ("elastic_ckpt/train/steps", 40, 40.0),

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from elastic_ckpt.core import errors
 from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.peers.agent import Address
@@ -243,36 +242,6 @@ class SearchOutcome:
     needs: int | None = None
     is_dealt: bool = False
     missing: str | None = None
-
-
-class HostsFailedError(errors.CheckpointError):
-    """A call failed on some hosts.
-
-    Attributes:
-      of_host: by the number of a host, its message.
-    """
-
-    def __init__(self, of_host: Mapping[int, str]) -> None:
-        self.of_host = dict(of_host)
-        failed = sorted(of_host.items())
-        problems = [f"host {n}: {why}" for n, why in failed[: errors.MOST_NAMED]]
-        if more := failed[errors.MOST_NAMED :]:
-            problems.append(f"and {len(more)} more hosts")
-        super().__init__("; ".join(problems))
-
-
-def failure(
-    of_host: Mapping[int, str], *, is_replaced: bool
-) -> errors.ElasticCkptError:
-    """The error of a call that failed on some hosts.
-
-    Args:
-      of_host: by the number of a host, its message.
-      is_replaced: whether one of them found that another start has continued the run.
-    """
-    if is_replaced:
-        return errors.ReplacedError("; ".join(dict.fromkeys(of_host.values())))
-    return HostsFailedError(of_host)
 
 
 def _time(nsecs: int) -> datetime.datetime:

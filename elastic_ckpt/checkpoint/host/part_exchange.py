@@ -25,7 +25,7 @@ from typing import Literal
 import numpy as np
 
 from elastic_ckpt.core import background, checked_json
-from elastic_ckpt.core.host_tree import FAN_IN, HostTree
+from elastic_ckpt.core.allgather import FAN_IN, HostTree
 from elastic_ckpt.steps import part_message
 from elastic_ckpt.steps.part_message import PartMessage
 from elastic_ckpt.steps.part_table import PartTable

@@ -134,7 +134,7 @@ def check_room(
         f"run {path} needs {num_bytes} bytes of this node's memory, but only"
         f" {max(0, free)} of {lifetime.limit_bytes} are available: other runs use"
         f" [{errors.first_of(remaining)}]; lower local_checkpoint_size_limit, raise"
-        " node_agent_size_limit (--max-bytes), or use another node"
+        " --max-bytes of the agent, or use another node"
     )
 
 

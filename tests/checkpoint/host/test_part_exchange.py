@@ -8,7 +8,7 @@ import pytest
 
 from elastic_ckpt.checkpoint.host import copies
 from elastic_ckpt.checkpoint.host.part_exchange import PartExchange
-from elastic_ckpt.core.host_tree import FAN_IN, HostTree
+from elastic_ckpt.core.allgather import FAN_IN, HostTree
 from elastic_ckpt.steps import placement
 from elastic_ckpt.steps.holdings import Holdings
 from elastic_ckpt.steps.part_message import PartMessage

@@ -1,0 +1,129 @@
+#!/bin/bash
+# A run on Slurm: copy this file beside run.yml, change what stands above the line, and
+# `sbatch job.sh`. The steps in RAM outlive a requeue, and the job requeues itself.
+#SBATCH --job-name=first
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gres=gpu:h100:8
+#SBATCH --exclusive
+#SBATCH --partition=h100
+# What the program of a node needs, and its RAM disk, whose files Slurm counts as memory.
+#SBATCH --mem=464G
+#SBATCH --time=1-00:00:00
+# Hosts get SIGTERM so many seconds before the time limit, and save; as
+# termination_grace_period_seconds of run.yml.
+#SBATCH --signal=TERM@60
+#SBATCH --output=%x-%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+# An elastic run goes on without a node that is lost; other runs end with it.
+#SBATCH --no-kill
+
+# The RAM disk of each node.
+ram_disk=/dev/shm
+# Restarts after failures. Ends at the time limit do not count.
+max_restarts=10
+# GPUs of each task; of a supervisor, which is one task on each node, all of them.
+devices=8
+# What each node runs before the program.
+setup='source /shared/venv/bin/activate'
+# The directory of this job on the RAM disk. A job that is requeued has the same number,
+# and finds what its nodes still hold.
+ram=$ram_disk/$SLURM_JOB_NAME-$SLURM_JOB_ID
+# The program of each task. run.yml is on storage that all nodes share, and is the file that
+# runs on a laptop. `elastic-ckpt maxtext` has MaxText's own file; a program of your own
+# finds $ELASTIC_CKPT_LOCAL, for ec.Local. Several tasks on a node need metrics at ports of
+# their own: add 'set -- "$@" "prometheus_port=$((9400 + SLURM_LOCALID))"' to setup.
+program=(elastic-ckpt train "$SLURM_SUBMIT_DIR/run.yml" "local_checkpoint_directory=$ram/steps")
+# A supervisor on each node: run.yml says elastic_enabled, and has a multiple of the nodes
+# as its slices. Without it, delete these two lines and --no-kill.
+program+=("elastic_machines=$SLURM_JOB_NUM_NODES")
+is_elastic=1
+
+# ----------------------------------------------------------------------------------------
+set -u
+
+# A line for each start that has failed.
+failures=$SLURM_SUBMIT_DIR/$SLURM_JOB_NAME-$SLURM_JOB_ID.failures
+
+on_each_node() {
+  srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \
+    --ntasks-per-node=1 "$@"
+}
+
+# Whoever owns the directory could change the steps in it.
+on_each_node bash -c '
+umask 077
+mkdir -p "$1" || exit
+if [ -L "$1" ] || [ ! -O "$1" ]; then
+  echo "$1 on $(hostname) belongs to $(stat -c %U "$1"): remove it there, or set" \
+    "ram_disk to another RAM disk" >&2
+  exit 1
+fi
+' - "$ram" || exit
+
+# What a task does before the program.
+export ELASTIC_CKPT_LOCAL=$ram/steps
+task=$(cat <<'END_OF_TASK'
+setup=$1 devices=$2 is_elastic=$3
+shift 3
+# The switches above the node, as a failure domain.
+case ${SLURM_TOPOLOGY_ADDR_PATTERN:-} in
+  *switch.node) export ELASTIC_CKPT_DOMAINS="switch=${SLURM_TOPOLOGY_ADDR%.*}" ;;
+esac
+if [ -z "$is_elastic" ]; then
+  # JAX would take one device for each task.
+  first=$((SLURM_LOCALID * devices))
+  export JAX_LOCAL_DEVICE_IDS=$(seq -s, "$first" $((first + devices - 1)))
+fi
+eval "$setup"
+exec "$@"
+END_OF_TASK
+)
+
+# All hosts find a wrong configuration, and end with its status by themselves. Those that a
+# host leaves alone end when JAX misses it, at the latest after 300 seconds.
+options=(--label --kill-on-bad-exit=0 --wait=300)
+[ -z "${is_elastic:-}" ] || options=(--label --no-kill --kill-on-bad-exit=0 --wait=0)
+
+# `scancel` also ends this script: then nothing is requeued.
+is_cancelled=
+trap 'is_cancelled=1' TERM
+srun "${options[@]}" bash -c "$task" - "$setup" "$devices" "${is_elastic:-}" "${program[@]}"
+code=$?
+
+keep_steps=$(cat <<'END_OF_TASK'
+if [ -n "$(find "$1/steps" -name "manifest-*" -print -quit 2> /dev/null)" ]; then
+  echo "kept on $(hostname): $1, the steps in RAM. To continue from them:" >&2
+  echo "scontrol requeue $2 (on the nodes $3). Remove $1 if you do not." >&2
+else
+  rm -rf "$1"
+fi
+END_OF_TASK
+)
+
+can_help=
+case $code in
+  0) ;;
+  78) echo "not requeued: the configuration is wrong" >&2 ;;
+  # SIGTERM before the time limit: all is saved, and the next start continues.
+  143) can_help=1 ;;
+  *)
+    echo "$code" >> "$failures"
+    [ "$(wc -l < "$failures")" -gt "$max_restarts" ] || can_help=1
+    ;;
+esac
+if [ -n "$can_help" ] && [ -z "$is_cancelled" ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+else
+  rm -f "$failures"
+  case $code in
+    # Storage has all that was due there.
+    0 | 143) on_each_node rm -rf "$ram" ;;
+    # The nodes' RAM may have more. Only a job of this number finds it.
+    *)
+      on_each_node bash -c "$keep_steps" - "$ram" "$SLURM_JOB_ID" "$SLURM_JOB_NODELIST"
+      ;;
+  esac
+fi
+exit "$code"

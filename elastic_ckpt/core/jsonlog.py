@@ -1,0 +1,272 @@
+"""Logs of JSON lines that only grow: a file on a disk, segments in an object store.
+
+Objects cannot be appended to. There the log is a directory of segments, each with some
+of the lines: `00000001-5f3a9c21.jsonl` has their order, and who wrote it. Each is
+uploaded once, by `sync` or when it is full, so the cost of a sync and the writer's
+memory do not grow with the log, and several writers do not undo each other's lines.
+
+Only the last line of a file can be cut short, by a crash, and `read` drops it; an
+upload is atomic. While a disk is full or a store takes nothing, lines wait in memory,
+and each new line tries again.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from concurrent import futures
+from typing import Any, BinaryIO
+
+from etils import epath
+
+from elastic_ckpt.core import background, bucket_clients, errors, storage
+
+# Lines in memory while a disk or store takes none: 30,000 steps of a large batch.
+MOST_LATE_BYTES = 64 * 2**20
+MAX_SEGMENT_BYTES = 2**20
+# How much of the end of a log is searched for the end of its last whole line.
+_MOST_LINE_BYTES = 2**24
+# The newest segments, for who wants the end of a log alone.
+_LAST_SEGMENTS = 128
+_READERS = 16
+# How long the training waits for an upload: other hosts wait for it.
+_WAIT_SECS = 5.0
+
+
+class JsonLog(abc.ABC):
+    """Writes a log; `writer` makes it."""
+
+    def __init__(self) -> None:
+        self._lines = bytearray()
+
+    @property
+    def late_bytes(self) -> int:
+        """The bytes of lines that neither a disk nor a store has taken yet."""
+        return len(self._lines)
+
+    def append(self, record: Mapping[str, storage.Json]) -> None:
+        """Adds `record` as one line; waits for an upload unless one is late.
+
+        Raises:
+          OSError: if nothing is taken and `MOST_LATE_BYTES` wait, or another of
+            `bucket_clients.failures`.
+        """
+        self._lines += _line(record)
+        try:
+            self._take()
+        except bucket_clients.failures():
+            if len(self._lines) > MOST_LATE_BYTES:
+                raise
+
+    def check(self) -> None:  # noqa: B027
+        """Checks that a file is still there: lines go into a removed one unseen.
+
+        Raises:
+          RunError: if it was removed or replaced.
+        """
+
+    @abc.abstractmethod
+    def sync(self) -> None:
+        """Makes every line so far durable.
+
+        Raises:
+          OSError: if the lines are not taken, or not in time, or another of
+            `bucket_clients.failures`; the next call tries again.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Syncs and closes the log; a second call does nothing."""
+
+    @abc.abstractmethod
+    def _take(self) -> None: ...
+
+
+def writer(
+    path: epath.PathLike,
+    *,
+    max_bytes: int = MAX_SEGMENT_BYTES,
+    wait_secs: float = _WAIT_SECS,
+) -> JsonLog:
+    """Opens a log for writing; an existing one is continued after its last whole line.
+
+    On a disk a line is in the kernel when `append` returns, so killing the process
+    loses no line. After `sync` the lines also survive a crash of the machine.
+
+    Args:
+      path: of the file, or of the directory of segments in an object store.
+      max_bytes: a segment of so many bytes is uploaded. One that is late has all lines
+        until then.
+      wait_secs: how long an upload may take before it is late.
+    """
+    if storage.is_local(path):
+        return _File(path)
+    return _Segments(path, max_bytes, wait_secs)
+
+
+class _File(JsonLog):
+    def __init__(self, path: epath.PathLike) -> None:
+        super().__init__()
+        storage.make_directory(epath.Path(path).parent)
+        self._path = os.fspath(path)
+        # Without a buffer, whose state after a failure is not known.
+        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
+        _drop_torn_line(self._file)
+
+    def check(self) -> None:
+        if not (
+            os.path.exists(self._path)
+            and os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+        ):
+            raise errors.RunError(
+                f"{self._path} was removed or replaced while this run was writing to"
+                " it. What the run had recorded there is lost, so it stops; start it"
+                " again, and do not touch the directory while it runs"
+            )
+
+    def sync(self) -> None:
+        self._take()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        if not self._file.closed:
+            try:
+                self.sync()
+            finally:
+                self._file.close()
+
+    def _take(self) -> None:
+        # A disk may take a part of them.
+        while self._lines:
+            del self._lines[: self._file.write(self._lines)]
+
+
+class _Segments(JsonLog):
+    def __init__(
+        self, directory: epath.PathLike, max_bytes: int, wait_secs: float
+    ) -> None:
+        super().__init__()
+        self._directory = storage.absolute(directory)
+        self._max_bytes, self._wait_secs = max_bytes, wait_secs
+        newest = _segments(self._directory)[-1:]
+        self._number = 1 + max(map(_number, newest), default=0)
+        self._writer = secrets.token_hex(4)
+        # The upload under way, and how many bytes of the lines it has.
+        self._uploading: tuple[futures.Future[None], int] | None = None
+        # Why the newest upload is late.
+        self._failure: BaseException | None = None
+
+    def sync(self) -> None:
+        while self._lines:
+            self._upload(0.0 if self._failure else self._wait_secs)
+
+    def close(self) -> None:
+        while self._lines:
+            self._upload(None)
+
+    def _take(self) -> None:
+        if self._failure or len(self._lines) >= self._max_bytes:
+            self._upload(0.0 if self._failure else self._wait_secs)
+
+    def _upload(self, wait_secs: float | None) -> None:
+        # Under the same name again if it has failed: it may have reached the store.
+        path = self._directory / f"{self._number:08d}-{self._writer}.jsonl"
+        if self._uploading is None:
+            write = functools.partial(storage.write_atomic, path, bytes(self._lines))
+            uploading = background.in_thread(write, name="log segment")
+            self._uploading = uploading, len(self._lines)
+        uploading, num_bytes = self._uploading
+        futures.wait([uploading], wait_secs)
+        if not uploading.done():
+            late = TimeoutError(f"the upload of {path} timed out; it goes on")
+            self._failure = self._failure or late
+            raise self._failure
+        self._uploading, self._failure = None, uploading.exception()
+        if self._failure:
+            raise self._failure
+        self._number += 1
+        del self._lines[:num_bytes]
+
+
+def create(path: epath.PathLike, record: Mapping[str, storage.Json]) -> bool:
+    """Creates a log with its first line; returns False if it is there already."""
+    is_file = storage.is_local(path)
+    first = epath.Path(path) if is_file else epath.Path(path) / "00000000.jsonl"
+    return storage.create(first, _line(record))
+
+
+def read(
+    path: epath.PathLike, *, last_bytes: int | None = None
+) -> list[dict[str, Any]]:
+    """The records of a log in order, without an incomplete last line.
+
+    Args:
+      path: of the file, or of the directory of segments.
+      last_bytes: reads only the records within so many bytes of the end of a file, or
+        the newest segments; None reads all.
+
+    Raises:
+      FileNotFoundError: if there is no log.
+      DataError: if a line other than the last of a file is not a JSON object.
+    """
+    root = storage.absolute(path)
+    if storage.is_local(root) and not root.is_dir():
+        return _read_file(root, last_bytes)
+    segments = _segments(root)
+    if not segments:
+        raise FileNotFoundError(f"{path}: there are no segments of a log")
+    if last_bytes is not None:
+        segments = segments[-_LAST_SEGMENTS:]
+    with futures.ThreadPoolExecutor(_READERS) as executor:
+        return [
+            record for part in executor.map(_read_file, segments) for record in part
+        ]
+
+
+def _line(record: Mapping[str, storage.Json]) -> bytes:
+    return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+
+
+def _read_file(path: epath.Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        start = 0 if last_bytes is None else max(0, end - last_bytes)
+        file.seek(start)
+        lines = file.read().split(b"\n")
+    lines = lines[bool(start) :]  # without the end of a line
+    # Text after the last newline is a line that a crash cut short: it is dropped.
+    records = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            raise errors.DataError(
+                f"{path}, line {number}: not a JSON object; the log was changed after"
+                " it was written, restore it from a copy"
+            )
+        records.append(record)
+    return records
+
+
+def _segments(directory: epath.Path) -> list[epath.Path]:
+    found = directory.glob("*.jsonl") if directory.exists() else []
+    return sorted(found, key=lambda path: (_number(path), path))
+
+
+def _number(path: epath.Path) -> int:
+    return int(path.name[:8])
+
+
+def _drop_torn_line(file: BinaryIO) -> None:
+    # An incomplete last line is dropped: the next line would be joined to it.
+    end = file.seek(0, os.SEEK_END)
+    start = file.seek(max(0, end - _MOST_LINE_BYTES))
+    whole = start + file.read(end - start).rfind(b"\n") + 1
+    if whole < end:
+        file.truncate(whole)
