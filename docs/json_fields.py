@@ -40,40 +40,14 @@ class Passed:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FoundDocument:
-    """What `audit --find` prints.
-
-    Attributes:
-      found: what became of the document in each epoch.
-      readings: what was read for that.
-    """
-
-    found: tuple[provenance.Found, ...]
-    readings: tuple[provenance.Reading, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchDocuments(provenance.UsedBatch):
-    """A batch that trained a step.
+    """A batch that trained a step: several if it was trained again with others.
 
     Attributes:
       rows: its rows, in the order in which they were read.
     """
 
     rows: tuple[provenance.UsedRow, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepDocuments:
-    """What `audit --step` prints.
-
-    Attributes:
-      batches: that trained the step: several if it was trained again with others.
-      readings: what was read for that.
-    """
-
-    batches: tuple[BatchDocuments, ...]
-    readings: tuple[provenance.Reading, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,11 +140,11 @@ class Converted:
 
 
 # By the call. An object has the fields of all dataclasses of a call, and those with a
-# default may be absent; `simulate` prints a list of objects.
+# default may be absent; `LISTS` print a list of objects.
 OUTPUTS: dict[str, tuple[type, ...]] = {
     "audit": (audit.Audit, Passed),
-    "audit --find": (FoundDocument,),
-    "audit --step": (StepDocuments,),
+    "audit --find": (provenance.Found,),
+    "audit --step": (BatchDocuments,),
     "plan": (Outlooks,),
     "simulate": (Setting, simulated_run.Outcome),
     "status": (status.Status,),
@@ -179,7 +153,7 @@ OUTPUTS: dict[str, tuple[type, ...]] = {
     "convert": (Converted,),
     "convert --dry-run": (summary.Summary,),
 }
-LISTS = ("simulate",)
+LISTS = ("audit --find", "audit --step", "simulate")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import json
 import pathlib
 import sys
 
-from elastic_ckpt.inspect import plot
+from elastic_ckpt.inspect import page
 
 _WIDTH = 760
 
@@ -42,7 +42,7 @@ def main(run: str, picture: str) -> None:
     loss = {
         "height": 170,
         "data": {"values": losses},
-        "mark": {"type": "point", "filled": True, "size": 14, "color": "var(--c0)"},
+        "mark": {"type": "point", "filled": True, "size": 14, "color": page.COLOURS[0]},
         "encoding": {
             "x": {**secs, "title": None, "axis": {"labels": False}},
             "y": {
@@ -56,7 +56,7 @@ def main(run: str, picture: str) -> None:
         "layer": [
             {
                 "data": {"values": _worlds(events, start, end)},
-                "mark": {"type": "bar", "height": 13, "color": "var(--c0)"},
+                "mark": {"type": "bar", "height": 13, "color": page.COLOURS[0]},
                 "encoding": {
                     "x": secs,
                     "x2": {"field": "until"},
@@ -66,7 +66,7 @@ def main(run: str, picture: str) -> None:
             {
                 "data": {"values": faults},
                 "mark": {
-                    **{"type": "text", "color": "var(--bad)", "align": "left"},
+                    **{"type": "text", "color": page.LOST, "align": "left"},
                     **{"dx": 6, "fontWeight": "bold"},
                 },
                 "encoding": {"x": secs, "y": slices, "text": {"field": "text"}},
@@ -74,8 +74,8 @@ def main(run: str, picture: str) -> None:
         ],
     }
     both = {"vconcat": [{"width": _WIDTH, **each} for each in (loss, trained)]}
-    drawn = plot.svg(both, title="The loss and the slices of a run", width=None)
-    pathlib.Path(picture).write_text(plot.standalone(drawn) + "\n")
+    drawn = page.svg(both, title="The loss and the slices of a run", width=None)
+    pathlib.Path(picture).write_text(drawn + "\n")
 
 
 def _worlds(events: list[dict], start: float, end: float) -> list[dict]:

@@ -35,8 +35,9 @@ def assert_named(run, steps, *, length: int) -> int:
     }
     num_batches = 0
     for step in steps:
-        output = runs.verb("audit", run, "--step", step, "--json")
-        for batch in json.loads(output[: output.rindex("}") + 1])["batches"]:
+        # The log has 0 for the first step.
+        output = runs.verb("audit", run, "--step", step + 1, "--json")
+        for batch in json.loads(output[: output.rindex("]") + 1]):
             rows = sorted(batch["rows"], key=lambda row: row["row"])
             made = [_row(row["documents"], length) for row in rows]
             features = {name: np.stack([row[name] for row in made]) for name in made[0]}

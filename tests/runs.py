@@ -1,6 +1,7 @@
 """Starts the program as a person does, and reads what it left."""
 
 import contextlib
+import dataclasses
 import functools
 import io
 import json
@@ -15,7 +16,8 @@ from collections.abc import Callable
 from multiprocessing import forkserver, util
 
 from elastic_ckpt.cli import main
-from elastic_ckpt.training import elastic_run, step_log
+from elastic_ckpt.inspect import run_files
+from elastic_ckpt.training import configured, elastic_run, schema, step_log
 
 ROOT = pathlib.Path(__file__).parent.parent
 # Far more than any run of a test takes.
@@ -213,6 +215,13 @@ def write_config(
     # JSON is YAML.
     path.write_text(json.dumps(values, indent=1))
     return path
+
+
+def write_record(directory: os.PathLike | str, config: schema.Config) -> None:
+    """Records a start of the configured run in `directory`, wherever that is."""
+    record = configured.record(config)
+    steps = f"{directory}/checkpoints"
+    run_files.write(directory, dataclasses.replace(record, steps_directory=steps))
 
 
 def steps(run: pathlib.Path) -> list[step_log.StepRecord]:

@@ -11,17 +11,13 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from etils import epy
-
 from elastic_ckpt.core import errors, option_numbers
-
-with epy.lazy_imports():
-    from elastic_ckpt.data import datasets
-    from elastic_ckpt.data import provenance as documents
-    from elastic_ckpt.training import audit, provenance, run_audit
+from elastic_ckpt.data import datasets
+from elastic_ckpt.data import provenance as documents
+from elastic_ckpt.training import audit, provenance, run_audit
 
 _WHY_UNPROMISED = " (grain_use_elastic_iterator promises none)"
 _LIMITS = (
@@ -106,62 +102,52 @@ def describe(outcome: audit.Audit) -> str:
 
 
 def _answer(recorded: run_audit.RunAudit, arguments: argparse.Namespace) -> None:
-    readings = []
+    answers: list[dict[str, Any]] = []
 
     def announce(reading: provenance.Reading) -> None:
-        readings.append(dataclasses.asdict(reading))
         print(_of_reading(reading), file=sys.stderr, flush=True)
 
-    found = recorded.documents(announce)
-    uses = arguments.find is not None
-    answers = _uses(found, arguments.find) if uses else _rows(found, arguments.step)
-    content = []
-    for as_json, lines in answers:
-        content.append(as_json)
-        for line in lines:
-            if not arguments.json:
-                print(line, flush=True)
+    def answer(content: dict[str, Any], lines: Iterator[str]) -> None:
+        answers.append(content)
+        if not arguments.json:
+            print("\n".join(lines), flush=True)
+
+    run = recorded.documents(announce)
+    if arguments.find is not None:
+        for found in run.find(*_document_of(arguments.find)):
+            answer(dataclasses.asdict(found), _lines_of_found(found))
+    else:
+        for batch, rows in run.step(arguments.step):
+            read = list(rows)
+            content = [dataclasses.asdict(row) for row in read]
+            lines = _lines_of_batch(batch, read)
+            answer({**dataclasses.asdict(batch), "rows": content}, lines)
     if arguments.json:
-        name = "found" if uses else "batches"
-        print(json.dumps({name: content, "readings": readings}, indent=2))
+        print(json.dumps(answers, indent=2))
 
 
 def _of_reading(reading: provenance.Reading) -> str:
     if not reading.shards:
         return f"computing which records {reading.num_rows:,} rows have; reading none"
-    amount = (
-        f" of files with {reading.epoch_records:,} records and"
-        f" {reading.epoch_bytes / 1e6:,.1f} MB"
-    )
-    if reading.num_records is not None and reading.num_bytes is not None:
-        amount = (
-            f", about {reading.num_records:,} records with"
-            f" {reading.num_bytes / 1e6:,.1f} MB{amount}"
-        )
     start = "the beginning of the data"
     if reading.from_step is not None:
         start = f"the data state of checkpoint {reading.from_step}"
-    shards = ", ".join(map(str, reading.shards[:8]))
-    more = ", ..." if len(reading.shards) > 8 else ""
     return (
-        f"reading logical shard{'s' * (len(reading.shards) > 1)} {shards}{more} from"
-        f" {start}: at most {reading.num_rows:,} rows{amount}"
+        f"reading logical shard{'s' * (len(reading.shards) > 1)}"
+        f" {errors.first_of(map(str, reading.shards))} from {start}: at most"
+        f" {reading.num_rows:,} rows of files with {reading.epoch_records:,} records"
+        f" and {reading.epoch_bytes / 1e6:,.1f} MB"
     )
 
 
-# What is printed as JSON, which its lines may complete, and its lines.
-_Answers = Iterator[tuple[dict[str, Any], Iterator[str]]]
-
-
-def _uses(run: provenance.Provenance, asked: str) -> _Answers:
-    file, colon, record = asked.rpartition(":")
-    if not colon or not file or not record.isdecimal():
+def _document_of(asked: str) -> tuple[str, int]:
+    file, _, record = asked.rpartition(":")
+    if not file or not record.isdecimal():
         raise errors.ConfigError(
             f"--find {asked}: write FILE:RECORD, the end of a path and the number of"
             " the record in the file, from 0, such as a.parquet:17"
         )
-    for found in run.find(file, int(record)):
-        yield dataclasses.asdict(found), _lines_of_found(found)
+    return file, int(record)
 
 
 def _lines_of_found(found: provenance.Found) -> Iterator[str]:
@@ -176,30 +162,19 @@ def _lines_of_found(found: provenance.Found) -> Iterator[str]:
         yield (
             f"  step {use.step}, {_row(use.row)}"
             f"{_tokens(use.first_token, use.num_tokens)}, attempt {use.attempt}"
-            + " (discarded)"
-            * (not use.is_current)
+            f"{'' if use.is_current else ' (discarded)'}"
         )
 
 
-def _rows(run: provenance.Provenance, step: int) -> _Answers:
-    for batch, rows in run.step(step):
-        content: dict[str, Any] = {**dataclasses.asdict(batch), "rows": []}
-        yield content, _lines_of_batch(batch, rows, content["rows"])
-
-
 def _lines_of_batch(
-    batch: provenance.UsedBatch,
-    rows: Iterator[provenance.UsedRow],
-    as_json: list[dict[str, Any]],
+    batch: provenance.UsedBatch, rows: Sequence[provenance.UsedRow]
 ) -> Iterator[str]:
     yield (
         f"step {batch.step}, attempt {', '.join(map(str, batch.attempts))}:"
         f" {batch.num_rows:,} rows from position {batch.position:,}"
-        + " (discarded)"
-        * (not batch.is_current)
+        f"{'' if batch.is_current else ' (discarded)'}"
     )
     for row in rows:
-        as_json.append(dataclasses.asdict(row))
         if not row.documents:
             yield f"  {_row(row.row)}: padding"
         for piece in row.documents:

@@ -13,18 +13,11 @@ import json
 import time
 from typing import Any
 
-from etils import epy
-
 from elastic_ckpt.cli import progress_line
 from elastic_ckpt.core import errors, option_numbers
-
-with epy.lazy_imports():
-    from elastic_ckpt.universal import opening, survey
-    from elastic_ckpt.universal.rules import matching
-    from elastic_ckpt.universal.writing import conversion, convert, summary
-
-_LOG_SECS = 10.0
-_LISTED = 20
+from elastic_ckpt.universal import opening, survey
+from elastic_ckpt.universal.rules import matching
+from elastic_ckpt.universal.writing import conversion, convert, summary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,29 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Converts, or shows the plan."""
-    if arguments.list or arguments.check is not None:
-        rows, lines = _look(arguments)
-    elif arguments.target is None:
-        raise errors.ConfigError(
-            "the checkpoint to write is missing: give DST after SRC, or --list or"
-            " --check to look at SRC"
-        )
-    elif arguments.dry_run:
-        planned = conversion.Conversion(_job(arguments))
-        plan = summary.summary(planned, convert.destination_of(planned))
-        rows, lines = dataclasses.asdict(plan), [describe(plan), "nothing was written"]
-    else:
-        rows, lines = _converted(arguments)
-    print(json.dumps(rows, indent=2) if arguments.json else "\n".join(lines))
-    return 0
-
-
-# What is printed as JSON, and its lines.
-_Shown = tuple[dict[str, Any] | list[dict[str, Any]], list[str]]
-
-
-def _job(arguments: argparse.Namespace) -> conversion.Job:
-    return conversion.Job(
+    job = conversion.Job(
         source=arguments.source,
         target=arguments.target or "",
         rules=arguments.rules,
@@ -146,55 +117,74 @@ def _job(arguments: argparse.Namespace) -> conversion.Job:
         dtype=arguments.dtype,
         only_weights=arguments.weights,
     )
+    if arguments.list:
+        rows, lines = _listed(arguments.source)
+    elif arguments.check is not None:
+        rows, lines = _checked(job, arguments.check)
+    elif arguments.target is None:
+        raise errors.ConfigError(
+            "the checkpoint to write is missing: give DST after SRC, or --list or"
+            " --check to look at SRC"
+        )
+    elif arguments.dry_run:
+        planned = conversion.Conversion(job)
+        plan = summary.summary(planned, convert.destination_of(planned))
+        rows, lines = dataclasses.asdict(plan), [describe(plan), "nothing was written"]
+    else:
+        rows, lines = _converted(job, arguments.processes)
+    print(json.dumps(rows, indent=2) if arguments.json else "\n".join(lines))
+    return 0
 
 
-def _converted(arguments: argparse.Namespace) -> _Shown:
+# What is printed as JSON, and its lines.
+_Shown = tuple[dict[str, Any] | list[dict[str, Any]], list[str]]
+
+
+def _converted(job: conversion.Job, num_processes: int) -> _Shown:
     began_secs = time.monotonic()
-    progress = progress_line.ProgressLine("wrote", log_secs=_LOG_SECS)
-    done = convert.convert(
-        _job(arguments), num_processes=arguments.processes, progress=progress
-    )
+    progress = progress_line.ProgressLine("wrote")
+    done = convert.convert(job, num_processes=num_processes, progress=progress)
     progress.end()
-    secs = round(time.monotonic() - began_secs, 3)
     result = {
-        "path": arguments.target,
-        "format": arguments.to,
+        "path": job.target,
+        "format": job.to,
         "tensors": len(done.targets),
         "num_bytes": done.num_bytes,
-        "secs": secs,
+        "secs": round(time.monotonic() - began_secs, 3),
     }
-    line = (
-        f"{arguments.target}: {len(done.targets):,} tensors, {done.num_bytes:,} bytes,"
-        f" verified, in {secs:.1f} s"
-    )
-    return result, [line]
+    return result, [
+        f"{job.target}: {len(done.targets):,} tensors, {done.num_bytes:,} bytes,"
+        f" verified, in {result['secs']:.1f} s"
+    ]
 
 
-def _look(arguments: argparse.Namespace) -> _Shown:
-    checkpoint = opening.open_checkpoint(arguments.source)
-    if arguments.list:
-        families = survey.families(checkpoint.tensors)
-        rows = [
-            {
-                "names": each.text,
-                "tensors": len(each.names),
-                "shape": list(each.shape),
-                "dtype": each.dtype.name,
-                "kind": each.kind,
-                "num_bytes": each.num_bytes,
-            }
-            for each in families
-        ]
-        return rows, [
-            f"{each.text}  {list(each.shape)} {each.dtype.name}"
-            + f" ({each.kind})" * (each.kind != "parameter")
-            + f"  {len(each.names):,} tensors, {each.num_bytes:,} bytes"
-            for each in families
-        ]
-    if arguments.rules is None:
+def _listed(source: str) -> _Shown:
+    families = survey.families(opening.open_checkpoint(source).tensors)
+    rows = [
+        {
+            "names": each.text,
+            "tensors": len(each.names),
+            "shape": list(each.shape),
+            "dtype": each.dtype.name,
+            "kind": each.kind,
+            "num_bytes": each.num_bytes,
+        }
+        for each in families
+    ]
+    return rows, [
+        f"{each.text}  {list(each.shape)} {each.dtype.name}"
+        + f" ({each.kind})" * (each.kind != "parameter")
+        + f"  {len(each.names):,} tensors, {each.num_bytes:,} bytes"
+        for each in families
+    ]
+
+
+def _checked(job: conversion.Job, given: str) -> _Shown:
+    if job.rules is None:
         raise errors.ConfigError("--check looks at a layout: give --rules")
-    layout = conversion.given_layout(_job(arguments), checkpoint)
-    tree = survey.tree(arguments.check) if arguments.check else None
+    checkpoint = opening.open_checkpoint(job.source)
+    layout = conversion.given_layout(job, checkpoint)
+    tree = survey.tree(given) if given else None
     matched = matching.moves(layout, checkpoint.tensors, checkpoint.axes, tree)
     uses = summary.rule_uses(matched)
     rows = [dataclasses.asdict(each) for each in uses]
@@ -224,8 +214,6 @@ def describe(plan: summary.Summary) -> str:
         f" {plan.units:,}"
     )
     if plan.unverified:
-        lines.append(f"files without a checksum: {len(plan.unverified):,}")
-        lines += [f"  {each}" for each in plan.unverified[:_LISTED]]
-        if plan.unverified[_LISTED:]:
-            lines.append("  and more; --json lists all")
+        named = errors.first_of(plan.unverified)
+        lines.append(f"{len(plan.unverified):,} files without a checksum: {named}")
     return "\n".join(lines)

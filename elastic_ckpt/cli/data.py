@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from etils import epy
-
-with epy.lazy_imports():
-    from elastic_ckpt.data.lm import text
+from elastic_ckpt.data.lm import text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,10 +1,9 @@
 """`elastic-ckpt inspect PATH...`: the steps of a run, and in which tiers they are.
 
-For the directory of a run of `elastic-ckpt train` or `maxtext` it shows arrays and data
-state; for RAM disks, persistent steps and peers the steps and their holders; for a run
-whose steps are in tiers both. It shows the newest step briefly, with --step one step
-with all of its arrays, with --all every step. The JSON has all steps unless --step
-names one.
+For the directory of a run it shows arrays and data state; for RAM disks and persistent
+steps the steps and their holders; for a run whose steps are in tiers both. It shows the
+newest step briefly, with --step one step with all of its arrays and components, with
+--all every step. The JSON has all steps unless --step names one.
 """
 
 from __future__ import annotations
@@ -14,13 +13,9 @@ import dataclasses
 import json
 from typing import Any
 
-from etils import epy
-
 from elastic_ckpt.cli import locations
 from elastic_ckpt.core import errors, option_numbers
-
-with epy.lazy_imports():
-    from elastic_ckpt.inspect import run_files, stored_steps, survey
+from elastic_ckpt.inspect import run_files, stored_steps, survey, tier_locations
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,30 +40,29 @@ def run(arguments: argparse.Namespace) -> int:
     content: dict[str, Any] = {}
     lines: list[str] = []
     known: set[int] = set()
-    step = arguments.step
-    is_run = len(arguments.paths) == 1 and run_files.is_run(arguments.paths[0])
+    paths, step = arguments.paths, arguments.step
+    is_run = len(paths) == 1 and run_files.is_run(paths[0])
     is_brief = step is None and not arguments.all
     newest_only = is_brief and not arguments.json
     if is_run:
-        stored = stored_steps.collect(
-            arguments.paths[0], step=step, newest_only=newest_only
-        )
+        stored = stored_steps.collect(paths[0], step=step, newest_only=newest_only)
         content |= dataclasses.asdict(stored)
         known.update(stored.known)
         numbered = survey.numbered(stored.known, "in storage")
         lines.append(stored_steps.describe(stored, known=numbered, is_brief=is_brief))
-    with locations.opened(arguments) as (name, tiers):
+    with tier_locations.opened(paths, secret_file=arguments.secret_file) as opened:
+        name, tiers = opened
         # Without manifests there are no tiers.
-        if arguments.peer or tiers.steps or not is_run:
+        if tiers.steps or not is_run:
             report = survey.survey(tiers, step=step, newest_only=newest_only)
             if not report.steps:
                 tiers.check_versions()
             if not (report.known or report.leftovers or report.problems or is_run):
                 raise errors.RunError(
-                    f"{', '.join([*arguments.paths, *arguments.peer])}: this is"
-                    " neither the directory of a run (it contains no"
-                    f" {run_files.CONFIG}) nor one with steps of any tier; give"
-                    " base_output_directory/run_name, or the directory with the steps"
+                    f"{', '.join(paths)}: this is neither the directory of a run (it"
+                    f" contains no {run_files.RECORD}) nor one with steps of any tier;"
+                    " give base_output_directory/run_name, or the directory with the"
+                    " steps"
                 )
             content["tiers"] = {"run": name, **dataclasses.asdict(report)}
             known.update(report.known)

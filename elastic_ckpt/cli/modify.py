@@ -9,15 +9,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 
-from etils import epy
-
+from elastic_ckpt.checkpoint import modified_step, number_edit
 from elastic_ckpt.core import errors, storage
-
-with epy.lazy_imports():
-    from elastic_ckpt.checkpoint import modified_step, number_edit
-    from elastic_ckpt.inspect import run_files
+from elastic_ckpt.inspect import run_files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,24 +54,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Edits the step, unless its run is alive."""
-    edits = [
-        *(_edit(each, "--set") for each in arguments.set),
-        *(_edit(each, "--scale") for each in arguments.scale),
-    ]
-    twice = {each.path for each in edits}
-    if not edits or len(twice) < len(edits):
+    edits = [_edit(each, "value") for each in arguments.set]
+    edits += [_edit(each, "factor") for each in arguments.scale]
+    if not edits or len({each.path for each in edits}) < len(edits):
         raise errors.ConfigError(
-            "give each number that is to be edited once, with --set or --scale"
-            if edits
-            else "nothing is to be edited; add --set PATH=VALUE or --scale PATH=FACTOR"
+            "give each number that is to be edited once: --set PATH=VALUE or --scale"
+            " PATH=FACTOR"
         )
+    path = arguments.path
     with contextlib.ExitStack() as locks:
-        step = modified_step.ModifiedStep(arguments.path)
+        step = modified_step.ModifiedStep(path)
         if not arguments.dry_run:
-            _lock_run(arguments.path, locks)
+            # The supervisor of an elastic run holds its lock between two worlds, too.
+            run = storage.absolute(path).parent.parent
+            if run_files.is_run(run):
+                locks.enter_context(storage.exclusive_lock(run / run_files.LOCK))
             locks.enter_context(step.alone(is_stopped=arguments.stopped))
             # The run may have saved until then.
-            step = modified_step.ModifiedStep(arguments.path)
+            step = modified_step.ModifiedStep(path)
         changes = step.changes(arguments.component, edits)
         for each in changes:
             print(each)
@@ -84,28 +79,12 @@ def run(arguments: argparse.Namespace) -> int:
             print("nothing was written")
             return 0
         save = step.modify(changes)
-    print(f"{arguments.path}: saved again as {save}; the version before is set aside")
+    print(f"{path}: saved again as {save}; the version before is set aside")
     return 0
 
 
-def _lock_run(path: str, locks: contextlib.ExitStack) -> None:
-    # The supervisor of an elastic run holds this lock between two worlds, too.
-    run = storage.absolute(path).parent.parent
-    lock = os.path.join(run, run_files.LOCK)
-    if storage.is_local(path) and run_files.is_run(os.fspath(run)):
-        locks.enter_context(storage.exclusive_lock(lock))
-
-
-def _edit(given: str, option: str) -> number_edit.Edit:
-    path, equals, value = given.rpartition("=")
-    if not (path and equals and value):
-        raise errors.ConfigError(f"{option} {given!r}: write PATH=VALUE")
-    if option == "--set":
-        return number_edit.Edit(path=path, value=value)
-    try:
-        float(value)
-    except ValueError:
-        raise errors.ConfigError(
-            f"{option} {given!r}: the factor is not a number"
-        ) from None
-    return number_edit.Edit(path=path, factor=value)
+def _edit(given: str, field: str) -> number_edit.Edit:
+    path, _, number = given.rpartition("=")
+    if not (path and number):
+        raise errors.ConfigError(f"{given!r}: write PATH={field.upper()}")
+    return number_edit.Edit(path=path, **{field: number})

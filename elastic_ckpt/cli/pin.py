@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from etils import epy
-
 from elastic_ckpt.core import errors
-
-with epy.lazy_imports():
-    from elastic_ckpt.inspect import tier_locations
-    from elastic_ckpt.tiers import preserved
+from elastic_ckpt.inspect import tier_locations
+from elastic_ckpt.tiers import preserved
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,11 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{path} is not the directory of a step; name"
                 " PERSISTENT_DIRECTORY/<step> or RAM_DISK/hosts/<slot>/<step>-<save>"
             )
+    change = preserved.unpin if arguments.undo else preserved.pin
     for path in arguments.paths:
-        if arguments.undo:
-            preserved.unpin(path)
-            print(f"{path}: retention decides")
-        else:
-            preserved.pin(path)
-            print(f"{path}: pinned")
+        change(path)
+        print(f"{path}: {'retention decides' if arguments.undo else 'pinned'}")
     return 0

@@ -7,21 +7,17 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
-from etils import epy
-
 from elastic_ckpt.core import option_numbers
+from elastic_ckpt.data import (
+    cursors,
+    elastic_data,
+    local_batches,
+    plan,
+    rows,
+    stages,
+)
+from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.training import load
-
-with epy.lazy_imports():
-    from elastic_ckpt.data import (
-        cursors,
-        elastic_data,
-        local_batches,
-        plan,
-        rows,
-        stages,
-    )
-    from elastic_ckpt.data.lm import pipeline
 
 _SHOWN_RANGES = 3
 
@@ -57,19 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the outlook of every combination."""
     hosts, batches = arguments.hosts, arguments.batches
-    data = load.load(arguments.config).data if arguments.config else None
-    num_shards = (
-        arguments.shards
-        or (0 if data is None else data.num_logical_shards)
-        or rows.suggest_num_shards(hosts, batches)
-    )
-    if data is None:
-        outlooks = plan.outlooks(num_shards, hosts, batches)
-    else:
-        made = pipeline.from_config(data)
+    num_shards, row_bytes = arguments.shards, None
+    if arguments.config:
+        keys = load.load(arguments.config).data
+        num_shards = num_shards or keys.num_logical_shards
+        row_bytes = _row_bytes(pipeline.from_config(keys))
         if not arguments.json:
-            print(pipeline.describe(data))
-        outlooks = _outlooks_of(made, num_shards, hosts, batches)
+            print(pipeline.describe(keys))
+    num_shards = num_shards or rows.suggest_num_shards(hosts, batches)
+    outlooks = plan.outlooks(num_shards, hosts, batches, row_bytes=row_bytes)
     content = [dataclasses.asdict(outlook) for outlook in outlooks]
     print(
         json.dumps({"num_shards": num_shards, "outlooks": content}, indent=2)
@@ -79,35 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _outlooks_of(
-    data: elastic_data.ElasticData,
-    num_shards: int,
-    hosts: Sequence[int],
-    batches: Sequence[int],
-) -> list[plan.Outlook]:
-    def row_bytes(data: elastic_data.ElasticData) -> int:
-        first = next(local_batches.LocalBatches(data, global_batch_size=1))
-        return sum(feature.nbytes for feature in first.values())
-
+def _row_bytes(data: elastic_data.ElasticData) -> int:
+    # Of the longest rows, if stages of the data have some of several lengths.
     staged = stages.of(data)
-    if staged is None:
-        return plan.outlooks(num_shards, hosts, batches, row_bytes=row_bytes(data))
-    all_bytes = {each.begin: row_bytes(each.data) for each in staged.stages}
-    found = []
-    for num_hosts in hosts:
-        for size in batches:
-            begins = [s.begin for s in staged.stages if s.global_batch_size == size]
-            # A size that no stage has could be that of any.
-            begins = begins or list(all_bytes)
-            for num_bytes in dict.fromkeys(all_bytes[begin] for begin in begins):
-                alike = tuple(
-                    begin for begin in begins if all_bytes[begin] == num_bytes
-                )
-                outlook = plan.outlook(num_shards, num_hosts, size, row_bytes=num_bytes)
-                if len(alike) < len(all_bytes):
-                    outlook = dataclasses.replace(outlook, begin_steps=alike)
-                found.append(outlook)
-    return found
+    of_stages = [data] if staged is None else [each.data for each in staged.stages]
+    firsts = [local_batches.LocalBatches(of, global_batch_size=1) for of in of_stages]
+    return max(sum(each.nbytes for each in next(first).values()) for first in firsts)
 
 
 def describe(num_shards: int, outlooks: Sequence[plan.Outlook]) -> str:
@@ -115,20 +84,13 @@ def describe(num_shards: int, outlooks: Sequence[plan.Outlook]) -> str:
     lines = [f"{num_shards} logical shards"]
     for outlook in outlooks:
         lines.append(
-            f"{outlook.num_hosts} hosts, batches of {outlook.global_batch_size}"
-            f"{_stages(outlook.begin_steps)}: {_verdict(outlook)}"
+            f"{outlook.num_hosts} hosts, batches of {outlook.global_batch_size}:"
+            f" {_verdict(outlook)}"
         )
         for host in sorted({0, outlook.loading_hosts - 1} - {-1}):
             shards = _ranges(outlook.host_shards[host])
             lines.append(f"  host {host} reads shards {shards}")
     return "\n".join(lines)
-
-
-def _stages(begin_steps: Sequence[int]) -> str:
-    if not begin_steps:
-        return ""
-    steps = ", ".join(f"{step:,}" for step in begin_steps)
-    return f", stage{'s' * (len(begin_steps) > 1)} from step {steps}"
 
 
 def _verdict(outlook: plan.Outlook) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 
-_MOVES_SECS = 0.2
+# Between two lines, where they move and where each is added to a log.
+_MOVES_SECS, _LOG_SECS = 0.2, 10.0
 _GIB = 2**30
 
 
@@ -15,22 +15,18 @@ class ProgressLine:
 
     Args:
       verb: what is done with the bytes: `read`, `wrote`.
-      log_secs: where there is no terminal, the time between two lines; by default none
-        are printed.
     """
 
-    def __init__(self, verb: str, *, log_secs: float = math.inf) -> None:
+    def __init__(self, verb: str) -> None:
         self._verb = verb
         self._moves = sys.stderr.isatty()
-        self._pause_secs = _MOVES_SECS if self._moves else log_secs
-        # On a terminal the first line comes at once.
-        self._shown_secs = -math.inf if self._moves else time.monotonic()
+        self._next_secs = time.monotonic() + (0.0 if self._moves else _LOG_SECS)
 
     def __call__(self, done: int, total: int) -> None:
         """Shows the progress, if it was last shown long enough ago."""
         now_secs = time.monotonic()
-        if now_secs - self._shown_secs >= self._pause_secs:
-            self._shown_secs = now_secs
+        if now_secs >= self._next_secs:
+            self._next_secs = now_secs + (_MOVES_SECS if self._moves else _LOG_SECS)
             self._show(f"{self._verb} {done / _GIB:.2f} of {total / _GIB:.2f} GiB")
 
     def end(self) -> None:
@@ -39,5 +35,5 @@ class ProgressLine:
             self._show("")
 
     def _show(self, text: str) -> None:
-        sys.stderr.write(f"\r\033[K{text}" if self._moves else f"{text}\n")
-        sys.stderr.flush()
+        line = f"\r\033[K{text}" if self._moves else f"{text}\n"
+        print(line, end="", file=sys.stderr, flush=True)

@@ -11,13 +11,9 @@ import dataclasses
 import os
 import sys
 
-from etils import epy
-
 from elastic_ckpt.core import storage
-
-with epy.lazy_imports():
-    from elastic_ckpt.inspect import plot
-    from elastic_ckpt.training import report
+from elastic_ckpt.inspect import page
+from elastic_ckpt.training import report
 
 _FILE = "report.html"
 
@@ -36,12 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Writes the page, and prints its path."""
     # Before the audit, which may take long.
-    plot.library()
+    page.library()
     record = report.collect(arguments.run)
     if not arguments.no_audit:
         print("auditing; --no-audit leaves it out", file=sys.stderr, flush=True)
-        audit = report.audit(arguments.run)
-        record = dataclasses.replace(record, audit=audit)
+        record = dataclasses.replace(record, audit=report.audit(arguments.run))
     path = arguments.output or os.path.join(arguments.run, _FILE)
     storage.write_atomic(path, report.report(record).encode())
     print(f"wrote {path}")

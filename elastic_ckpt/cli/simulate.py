@@ -9,15 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-
-from etils import epy
+import os
 
 from elastic_ckpt.cli import overrides
 from elastic_ckpt.core import option_numbers, storage
-
-with epy.lazy_imports():
-    from elastic_ckpt.inspect import run_files
-    from elastic_ckpt.simulation import cluster, comparison, costs, study
+from elastic_ckpt.inspect import run_files
+from elastic_ckpt.simulation import cluster, comparison, costs, study
 
 _DAYS = 30.0
 _DAY_SECS = 86400.0
@@ -58,64 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare values of a key, of spares or of slices, separated by commas; if"
         " repeated, all combinations",
     )
-    _add_failures_and_costs(parser)
     parser.add_argument(
         "--state-gib",
         type=option_numbers.positive_number,
         default=0.0,
         help="size of the state; by default that of the configured model",
     )
-    parser.add_argument(
-        "--no-cache",
-        action="store_true",
-        help="take no decision from an earlier world; slower, with the same result",
-    )
-    parser.add_argument("--output", help="the HTML page to write, with plots")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Prints the settings side by side."""
-    days = arguments.days
-    if days is None and not arguments.trace:
-        days = _DAYS
-    default = cluster.FailureModel(seed=arguments.seed)
-    model = cluster.FailureModel(
-        between_hours=dict(arguments.fails) or default.between_hours,
-        repair_hours={**default.repair_hours, **dict(arguments.repair)},
-        seed=arguments.seed,
-    )
-    chosen = of_run(arguments.costs) if arguments.costs else costs.Costs()
-    results = study.run(
-        study.Study(
-            config=arguments.config,
-            overrides=arguments.overrides,
-            cluster=study.Cluster(
-                hosts=arguments.hosts,
-                slices=arguments.slices,
-                hosts_per_rack=arguments.rack_hosts,
-            ),
-            costs=chosen.with_values(dict(arguments.cost)),
-            failures=model,
-            trace=arguments.trace,
-            secs=math.inf if days is None else days * _DAY_SECS,
-            state_bytes=round(arguments.state_gib * 2**30),
-            is_cached=not arguments.no_cache,
-        ),
-        arguments.vary,
-    )
-    if arguments.output:
-        subtitle = f"{arguments.config}, {days or 0:g} days, seed {arguments.seed}"
-        text = comparison.to_page(results, subtitle=subtitle)
-        storage.write_atomic(arguments.output, text.encode())
-    if arguments.json:
-        print(json.dumps(comparison.to_json(results), indent=2))
-    else:
-        print(comparison.table(results))
-    return 0
-
-
-def _add_failures_and_costs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fails",
         action="append",
@@ -154,6 +99,48 @@ def _add_failures_and_costs(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="set one of these times, such as step_secs=10; may be repeated",
     )
+    parser.add_argument("--output", help="the HTML page to write, with plots")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the settings side by side."""
+    days = arguments.days or (math.inf if arguments.trace else _DAYS)
+    default = cluster.FailureModel(seed=arguments.seed)
+    model = cluster.FailureModel(
+        between_hours=dict(arguments.fails) or default.between_hours,
+        repair_hours={**default.repair_hours, **dict(arguments.repair)},
+        seed=arguments.seed,
+    )
+    measured = of_run(arguments.costs) if arguments.costs else costs.Costs()
+    results = study.run(
+        study.Study(
+            config=arguments.config,
+            overrides=arguments.overrides,
+            cluster=study.Cluster(
+                hosts=arguments.hosts,
+                slices=arguments.slices,
+                hosts_per_rack=arguments.rack_hosts,
+            ),
+            costs=measured.with_values(dict(arguments.cost)),
+            failures=model,
+            trace=arguments.trace,
+            secs=days * _DAY_SECS,
+            state_bytes=round(arguments.state_gib * 2**30),
+        ),
+        arguments.vary,
+    )
+    if arguments.output:
+        length = "to the last step" if days == math.inf else f"{days:g} days"
+        subtitle = f"{arguments.config}, {length}, seed {arguments.seed}"
+        text = comparison.to_page(results, subtitle=subtitle)
+        storage.write_atomic(arguments.output, text.encode())
+    print(
+        json.dumps(comparison.to_json(results), indent=2)
+        if arguments.json
+        else comparison.table(results)
+    )
+    return 0
 
 
 def of_run(directory: str) -> costs.Costs:
@@ -162,6 +149,7 @@ def of_run(directory: str) -> costs.Costs:
     Raises:
       RunError: if there is no run, or it has trained no step.
     """
-    files = run_files.RunFiles.read(directory)
-    lines = files.metrics().get("run", ())
-    return costs.measured(files.events(), lines, given=costs.Costs())
+    run_files.read(directory)
+    measured = run_files.read_metrics(os.path.join(directory, run_files.METRICS))
+    events = run_files.read_events(directory)
+    return costs.measured(events, measured.get("run", ()), given=costs.Costs())

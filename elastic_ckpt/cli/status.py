@@ -11,13 +11,10 @@ import argparse
 import dataclasses
 import json
 import time
-
-from etils import epy
+from collections.abc import Iterator
 
 from elastic_ckpt.core import storage_cause
-
-with epy.lazy_imports():
-    from elastic_ckpt.inspect import replica_findings, status
+from elastic_ckpt.inspect import status
 
 # Of a value of the last event.
 _MAX_VALUE = 100
@@ -32,10 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Shows the status."""
     content = status.collect(arguments.run)
-    if arguments.json:
-        print(json.dumps(dataclasses.asdict(content), indent=2))
-    else:
-        print(describe(content, now=time.time()))
+    print(
+        json.dumps(dataclasses.asdict(content), indent=2)
+        if arguments.json
+        else describe(content, now=time.time())
+    )
     return 0
 
 
@@ -46,108 +44,91 @@ def describe(content: status.Status, *, now: float) -> str:
       content: of the run.
       now: the time, in seconds since the epoch.
     """
-    progress = content.progress
-    age = f"({_age(now - progress.time)} ago)" if progress.time else ""
-    lines = [
-        (
-            "step",
-            _of(progress.step, "{:,}", "none yet")
-            + _of(progress.steps, " of {:,}")
-            + f" {age}" * bool(age),
-            _of(progress.loss, "loss {:.4f}"),
-            _of(progress.learning_rate, "learning rate {:.3g}"),
-        ),
-        (
-            "rate",
-            _of(progress.steps_per_sec, "{:.3g} steps/s", "unknown"),
-            _of(progress.tokens_per_sec, "{:,.0f} tokens/s"),
-            _of(progress.data_wait_percent, "{:.1f} % waiting for data"),
-            _of(progress.goodput_percent, "goodput {:.1f} %"),
-        ),
-        ("hosts", *_hosts(content.world)),
-        *(_tier(each, now) for each in content.tiers),
-        ("backup", *_backup(content.backup)),
-        *_losses(content),
-    ]
-    if content.replicas is not None:
-        lines.append(("replicas", replica_findings.line(content.replicas)))
-    if content.verdict is not None:
-        ago = _age(now - content.verdict["time"])
-        kind = content.verdict["kind"]
-        lines.append(("verdict", f"{ago} ago: {content.verdict['why']} ({kind})"))
-    lines.append(("last event", _event(content.last_event, now)))
-    return "\n".join(
-        [
-            f"{content.run or 'run'}: {content.phase}",
-            *(f"{name:<10} {', '.join(filter(None, parts))}" for name, *parts in lines),
-        ]
+    lines = [f"{content.run or 'run'}: {content.phase}"]
+    for name, *parts in _lines(content, now):
+        lines.append(f"{name:<10} {', '.join(filter(None, parts))}")
+    return "\n".join(lines)
+
+
+def _lines(content: status.Status, now: float) -> Iterator[tuple[str, ...]]:
+    steps = _of(content.step, "{:,}", "none yet") + _of(content.steps, " of {:,}")
+    yield (
+        "step",
+        steps + (f" ({_age(now - content.time)} ago)" if content.time else ""),
+        _of(content.loss, "loss {:.4f}"),
+        _of(content.learning_rate, "learning rate {:.3g}"),
     )
+    yield (
+        "rate",
+        _of(content.steps_per_sec, "{:.3g} steps/s", "unknown"),
+        _of(content.tokens_per_sec, "{:,.0f} tokens/s"),
+        _of(content.data_wait_percent, "{:.1f} % waiting for data"),
+        _of(content.goodput_percent, "goodput {:.1f} %"),
+    )
+    numbers = ", ".join(map(str, content.slice_numbers))
+    yield (
+        "hosts",
+        _of(content.hosts, "{} alive", "none"),
+        _of(content.slices, "in {} slices")
+        + (f" (world on slices {numbers})" if numbers else ""),
+        _of(content.devices, "{} devices"),
+    )
+    for tier in content.tiers:
+        yield (
+            "in RAM" if tier.tier == "local" else "in storage",
+            _of(tier.step, "step {:,}", "no complete step that can be seen from here"),
+            f"{_age(now - tier.time_ms / 1000)} old" if tier.time_ms else "",
+        )
+    behind, being_written = content.steps_behind, content.being_written
+    yield (
+        "backup",
+        _of(behind, "{:,} steps behind RAM", "no step in RAM to back up"),
+        "being written, or cut short: step " * bool(being_written)
+        + ", ".join(map(str, being_written)),
+        _of(content.due_steps or None, "{:,} steps due and not there"),
+        _failure(content.backup_failed, content.backup_cause),
+    )
+    yield from _losses(content)
+    for line in content.replicas:
+        yield "replicas", line
+    if content.verdict is not None:
+        ago, kind = _age(now - content.verdict["time"]), content.verdict["kind"]
+        yield "verdict", f"{ago} ago: {content.verdict['why']} ({kind})"
+    yield "last event", _event(content.last_event, now)
 
 
-def _hosts(world: status.World | None) -> list[str]:
-    if world is None:
-        return ["none"]
-    numbers = ", ".join(map(str, world.slice_numbers))
-    on = f" (world on slices {numbers})" if numbers else ""
-    return [
-        f"{world.hosts} alive",
-        f"in {world.slices} slices{on}",
-        f"{world.devices} devices",
-    ]
-
-
-def _tier(tier: status.NewestStep, now: float) -> tuple[str, ...]:
-    name = {"local": "in RAM", "persistent": "in storage"}[tier.tier]
-    if tier.step is None:
-        return name, "no complete step that can be seen from here"
-    age = f"{_age(now - tier.time_ms / 1000)} old" if tier.time_ms else ""
-    return name, f"step {tier.step:,}", age
-
-
-def _losses(content: status.Status) -> list[tuple[str, str]]:
+def _losses(content: status.Status) -> Iterator[tuple[str, str]]:
     # Domains whose loss costs the same are on one line.
-    done = content.progress.step or 0
     alike: dict[tuple[str, int | None], list[str]] = {}
     for each in content.losses:
         alike.setdefault((each.domain, each.step), []).append(each.name)
-    lines = []
     for (domain, step), names in alike.items():
         cost = "the run would begin anew"
         if step is not None:
-            again = max(0, done - step - content.from_zero)
+            again = max(0, (content.step or 0) - step - 1 + content.first_step)
             cost = f"restores step {step:,}, {again:,} steps to train again"
-        what = f"{domain} {names[0]}:"
-        if names[1:]:
-            what = f"{domain}s {', '.join(names)}: each"
-        lines.append(("if lost", f"{what} {cost}"))
-    return lines
+        several = f"{domain}s {', '.join(names)}: each"
+        yield "if lost", f"{several if names[1:] else f'{domain} {names[0]}:'} {cost}"
 
 
-def _backup(backup: status.Backup) -> list[str]:
-    numbers = ", ".join(map(str, backup.being_written))
-    failed = backup.failed or ""
-    cause = f"{backup.cause}: " if backup.cause not in (None, "other") else ""
-    advice = storage_cause.of_message(failed).advice
-    advice = f" ({advice})" if advice and advice not in failed else ""
-    return [
-        _of(backup.steps_behind, "{:,} steps behind RAM", "no step in RAM to back up"),
-        f"being written, or cut short: step {numbers}" if numbers else "",
-        f"{backup.due_steps:,} steps due and not there" if backup.due_steps else "",
-        f"FAILED: {cause}{failed}{advice}" if failed else "",
-    ]
+def _failure(why: str | None, cause: str | None) -> str:
+    if why is None:
+        return ""
+    advice = storage_cause.of_message(why).advice
+    told = why if advice in why else f"{why} ({advice})"
+    return f"FAILED: {told}" if cause == "other" else f"FAILED: {cause}: {told}"
 
 
 def _event(event: status.Event | None, now: float) -> str:
     if event is None:
         return "none"
     # The backup above has the whole reason, and `--json` has all.
-    values = {key: str(event[key]) for key in event if key not in ("time", "event")}
     listed = [
-        f"{key}={value[:_MAX_VALUE]}{'...' * (len(value) > _MAX_VALUE)}"
-        for key, value in values.items()
+        f"{key}={str(value)[:_MAX_VALUE]}"
+        for key, value in event.items()
+        if key not in ("time", "event")
     ]
-    ago = f"{_age(now - event['time'])} ago:"
-    return " ".join([ago, event["event"], *listed])
+    return " ".join([f"{_age(now - event['time'])} ago:", event["event"], *listed])
 
 
 def _of(value: float | None, text: str, otherwise: str = "") -> str:

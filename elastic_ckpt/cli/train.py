@@ -75,24 +75,26 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _start(config: schema.Config, shown: progress.Progress) -> bool:
     # Trains, and returns whether the run was asked to end before its last step.
+    world = config.world
     if config.elastic.elastic_machines > 1:
-        return _run_on_machines(config, shown)
-    if config.world.enable_single_controller:
-        single_controller.initialize()
-        if config.elastic.elastic_enabled:
-            return _run_controlled(config, shown)
-        return _run_here(config, shown)
-    # At once, though an outer launcher may yet be found: importing takes seconds.
-    if config.world.hosts > 1:
+        place = machine_run.place(config, os.environ)
         elastic_run.warm_up()
-    multicontroller.configure(config.world)
+        multicontroller.configure(world)
+        configured.check_local(config)
+        return machine_run.run(_with_files(config), place, shown)
+    if world.enable_single_controller:
+        single_controller.initialize()
+        run = _run_slices if config.elastic.elastic_enabled else _run_here
+        return run(config, shown)
+    # At once, though an outer launcher may yet be found: importing takes seconds.
+    if world.hosts > 1:
+        elastic_run.warm_up()
+    multicontroller.configure(world)
     if multicontroller.join_outer_launcher():
         return _run_here(config, shown)
     configured.check_local(config)
-    run = _run_here if config.world.hosts == 1 else _run_supervised
-    if configured.is_simulated(config):
-        run = _run_controlled
-    is_stopped = run(config, shown)
+    is_alone = world.hosts == 1 and not configured.is_simulated(config)
+    is_stopped = (_run_here if is_alone else _run_slices)(config, shown)
     path = run_directory.path_of(config)
     print(f"check it: elastic-ckpt audit {path}")
     print(f"look at it: elastic-ckpt report {path}")
@@ -106,34 +108,17 @@ def _run_here(config: schema.Config, shown: progress.Progress) -> bool:
         shown.close()
         with job.alone(config, events.nobody) as world:
             return job.train(config, world)
-    with (
-        journal.kept(config, shown) as emit,
-        job.alone(config, emit) as world,
-    ):
+    with journal.kept(config, shown) as emit, job.alone(config, emit) as world:
         return job.train(config, world)
 
 
-def _run_supervised(config: schema.Config, shown: progress.Progress) -> bool:
+def _run_slices(config: schema.Config, shown: progress.Progress) -> bool:
     config = _with_files(config)
-    listening = listeners.of_supervisor(config)
-    with journal.kept(config, shown, listening=listening) as emit:
-        elastic_run.run_on_hosts(config, emit)
-        return emit.is_stopped
-
-
-def _run_on_machines(config: schema.Config, shown: progress.Progress) -> bool:
-    place = machine_run.place(config, os.environ)
-    elastic_run.warm_up()
-    multicontroller.configure(config.world)
-    configured.check_local(config)
-    return machine_run.run(_with_files(config), place, shown)
-
-
-def _run_controlled(config: schema.Config, shown: progress.Progress) -> bool:
-    config = _with_files(config)
-    listening = listeners.started(config)
-    with journal.kept(config, shown, listening=listening) as emit:
-        elastic_run.run_here(config, emit)
+    is_here = config.world.enable_single_controller or config.world.hosts == 1
+    listening = listeners.started if is_here else listeners.of_supervisor
+    train = elastic_run.run_here if is_here else elastic_run.run_on_hosts
+    with journal.kept(config, shown, listening=listening(config)) as emit:
+        train(config, emit)
         return emit.is_stopped
 
 

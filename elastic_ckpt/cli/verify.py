@@ -11,15 +11,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from typing import Any
-
-from etils import epy
 
 from elastic_ckpt.cli import locations, progress_line
 from elastic_ckpt.core import errors, option_numbers
-
-with epy.lazy_imports():
-    from elastic_ckpt.inspect import verification
+from elastic_ckpt.inspect import tier_locations, verification
 
 # The JSON has all.
 _SHOWN = 100
@@ -48,20 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verifies; 1 if anything is wrong."""
-    with locations.opened(arguments) as (name, tiers):
+    paths, secret_file = arguments.paths, arguments.secret_file
+    with tier_locations.opened(paths, secret_file=secret_file) as (name, tiers):
         known = sorted({*tiers.steps, *tiers.foreign_steps})
         steps = known if arguments.step is None else [arguments.step]
-        if not set(steps) <= set(known) or not known:
-            asked = "" if arguments.step is None else f" {arguments.step}"
-            _, problems = tiers.look(arguments.step or 0)
+        if not known or not set(steps) <= set(known):
+            _, problems = tiers.look(steps[0] if steps else 0)
             raise errors.CheckpointError(
-                "; ".join(
-                    [
-                        f"there is no step{asked} in the given places",
-                        f"they contain the steps {known}",
-                        *problems,
-                    ]
-                )
+                "there is no such step in the given places; they contain the steps"
+                f" {'; '.join([str(known), *problems])}"
             )
         progress = progress_line.ProgressLine("read")
         result = verification.verify(
@@ -69,13 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         progress.end()
     passed = result.passed(strict=arguments.strict)
-    content: dict[str, Any] = {
-        "run": name,
-        "passed": passed,
-        **dataclasses.asdict(result),
-    }
-    if not arguments.repair:
-        del content["repairs"]
+    content = {"run": name, "passed": passed, **dataclasses.asdict(result)}
     print(
         json.dumps(content, indent=2)
         if arguments.json
@@ -92,9 +76,8 @@ def describe(result: verification.Verification, *, passed: bool) -> str:
         lines.append(f"step {each.step}: {each.state}{read if each.num_copies else ''}")
     lines += [f"  {each}" for each in result.repairs[:_SHOWN]]
     lines += [f"  {each}" for each in result.problems[:_SHOWN]]
-    if result.problems[_SHOWN:]:
-        more = len(result.problems) - _SHOWN
-        lines.append(f"  and {more:,} more; --json lists all")
+    if more := result.problems[_SHOWN:]:
+        lines.append(f"  and {len(more):,} more; --json lists all")
     outcome = "PASSED: every copy is what was saved"
     if result.problems:
         outcome = "PASSED, but for what cannot be verified" if passed else "FAILED"

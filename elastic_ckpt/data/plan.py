@@ -24,8 +24,6 @@ class Outlook:
       moved_rows: rows of a batch that are loaded on a host other than their own, and
         handed on over the devices' network.
       moved_bytes: the bytes of these rows; None if those of a row are not known.
-      begin_steps: the steps at which the stages with such batches begin; empty if all
-        batches of the run are like this.
     """
 
     num_hosts: int
@@ -36,7 +34,6 @@ class Outlook:
     host_rows: int
     moved_rows: int
     moved_bytes: int | None
-    begin_steps: tuple[int, ...] = ()
 
 
 def outlook(

@@ -259,11 +259,6 @@ def turns(records: Records, file: int, record: int) -> Iterator[Turn]:
         )
 
 
-def num_read(records: Records, turn: int, taken: int) -> float:
-    """About how many records a shard has read at a state, which has these."""
-    return _dealt(records).num_before(turn) + taken
-
-
 def epoch_at(records: Records, turn: int, *, shard: int) -> int:
     """The epoch of what a shard reads at `turn`."""
     return _dealt(records).epoch(shard, turn)
@@ -499,10 +494,6 @@ class _Units:
         turn, shard = divmod(epoch * len(cut) + place, self._num_shards)
         return shard, turn, record - int(cut.record[unit])
 
-    def num_before(self, turn: int) -> float:
-        """About how many records a shard has read before a turn."""
-        return turn * self.units.total_records / len(self.units)
-
     def _order(self, epoch: int, places: np.ndarray) -> np.ndarray:
         # The numbers of the units at places of an epoch.
         if self._seed is None:
@@ -599,10 +590,6 @@ class _Shares:
         row = int(np.flatnonzero(order.rows(index) == row)[0])
         shard, taken = units.reader(begin + row, epoch=epoch, **self._sizes)
         return shard, epoch, taken
-
-    def num_before(self, epoch: int) -> float:
-        """About how many records a shard has read before an epoch."""
-        return epoch * self._sizes["num_records"] / self._sizes["num_shards"]
 
     @functools.cached_property
     def _blocks(self) -> list[units.Unit]:

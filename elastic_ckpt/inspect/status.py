@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from elastic_ckpt.checkpoint import summary
-from elastic_ckpt.core import metrics
-from elastic_ckpt.inspect import replica_findings, tier_locations
-from elastic_ckpt.inspect.replica_findings import ReplicaFindings
-from elastic_ckpt.inspect.run_files import RunFiles
+from elastic_ckpt.core import errors, metrics
+from elastic_ckpt.inspect import run_files, tier_locations
 from elastic_ckpt.inspect.tier_locations import Locations
 from elastic_ckpt.steps import search
 from elastic_ckpt.steps.holdings import Offer
@@ -27,7 +26,7 @@ _RECENT_SECS = 60.0
 _LOG_BYTES = 2**20
 
 Event = Mapping[str, Any]
-# The lines of metrics by the name of their file, as `monitoring.jsonl.read` has them.
+# The lines of metrics by the name of their file, as `run_files.read_metrics` has them.
 Files = Mapping[str, Sequence[Mapping[str, Any]]]
 
 # The phase that begins with an event.
@@ -86,98 +85,67 @@ class AfterLoss:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class World:
-    """The hosts of the current world.
-
-    Attributes:
-      hosts: that are alive.
-      slices: that are alive.
-      devices: of the hosts that are alive.
-      slice_numbers: empty if the run is not elastic.
-    """
-
-    hosts: int
-    slices: int
-    devices: int
-    slice_numbers: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Progress:
-    """How far a run is; None stands for what is not known.
-
-    Attributes:
-      step: the steps done.
-      steps: of the run.
-      time: of the newest metric, in seconds since the epoch.
-      loss: of that step; None if only an older one is known.
-      steps_per_sec: of the newest step of this start.
-      tokens_per_sec: of the newest step of this start.
-      learning_rate: of that step; None if only an older one is known.
-      goodput_percent: of this start.
-      data_wait_percent: of the time of recent steps, at the host that waits longest.
-    """
-
-    step: int | None
-    steps: int | None
-    time: float | None
-    loss: float | None
-    steps_per_sec: float | None
-    tokens_per_sec: float | None
-    learning_rate: float | None
-    goodput_percent: float | None
-    data_wait_percent: float | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Backup:
-    """The backlog of persistent storage.
-
-    Attributes:
-      steps_behind: from the newest step in storage to the newest in memory; None if
-        there is none in memory.
-      being_written: steps that are not committed yet, or were cut short.
-      failed: why the newest backup failed; None if one has succeeded since.
-      cause: of that, as in events; None likewise.
-      due_steps: steps that were due in storage and are not there, as the run counts
-        them; None if that is not known.
-    """
-
-    steps_behind: int | None
-    being_written: tuple[int, ...]
-    failed: str | None
-    cause: str | None
-    due_steps: int | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Status:
-    """The status of a run.
+    """The status of a run; None stands for what is not known.
 
     Attributes:
       run: its name; empty before its first start.
       phase: what it does, or how it ended.
-      world: the hosts of the current world; None before the first, and at the end.
-      progress: how far it is.
+      hosts: of the current world that are alive; None before the first world, and when
+        the run has ended.
+      slices: likewise.
+      devices: of these hosts.
+      slice_numbers: of the current world; empty if the run is not elastic.
+      step: the steps done.
+      steps: of the run.
+      time: of the newest metric, in seconds since the epoch.
+      loss: of that step; None if only an older one is known.
+      learning_rate: of that step, likewise.
+      steps_per_sec: of the newest step of this start.
+      tokens_per_sec: of the newest step of this start.
+      goodput_percent: of this start.
+      data_wait_percent: of the time of recent steps, at the host that waits longest.
       tiers: the newest step of each.
       losses: what the loss of each slice and host would cost.
-      backup: the backlog.
-      from_zero: whether saved steps are numbered from 0, as MaxText does: of step 9 ten
-        steps are done.
-      replicas: the comparisons of copies of the state; None if there was none.
+      steps_behind: from the newest step in storage to the newest in memory; None if
+        there is none in memory.
+      being_written: steps that are not committed yet, or were cut short.
+      backup_failed: why the newest backup failed; None if one has succeeded since.
+      backup_cause: of that, as in events; None likewise.
+      due_steps: steps that were due in storage and are not there, as the run counts
+        them.
+      first_step: the number of its first step: 0 under MaxText, where ten steps are
+        done in step 9.
+      replicas: the newest comparison of copies of the state, and the newest difference
+        that one has found; empty without a comparison.
       verdict: the newest event `verdict`; None if nothing has failed.
       last_event: with its time; None before the first.
     """
 
     run: str
     phase: str
-    world: World | None
-    progress: Progress
+    hosts: int | None
+    slices: int | None
+    devices: int | None
+    slice_numbers: tuple[int, ...]
+    step: int | None
+    steps: int | None
+    time: float | None
+    loss: float | None
+    learning_rate: float | None
+    steps_per_sec: float | None
+    tokens_per_sec: float | None
+    goodput_percent: float | None
+    data_wait_percent: float | None
     tiers: tuple[NewestStep, ...]
     losses: tuple[AfterLoss, ...]
-    backup: Backup
-    from_zero: bool
-    replicas: ReplicaFindings | None
+    steps_behind: int | None
+    being_written: tuple[int, ...]
+    backup_failed: str | None
+    backup_cause: str | None
+    due_steps: int | None
+    first_step: int
+    replicas: tuple[str, ...]
     verdict: Event | None
     last_event: Event | None
 
@@ -189,22 +157,24 @@ def collect(directory: str) -> Status:
       RunError: if there is no run.
       DataError: if its files cannot be read.
     """
-    files = RunFiles.read(directory)
-    events = files.events(last_bytes=_LOG_BYTES)
+    record = run_files.read(directory)
+    events = run_files.read_events(directory, last_bytes=_LOG_BYTES)
     if all(event["event"] != "run_started" for event in events):
-        events = files.events()
+        events = run_files.read_events(directory)
     with tier_locations.opened([directory]) as (_, tiers):
         offers = reachable(tiers)
         local, stored = newest_steps(offers)
         uncommitted = sorted({each.step for each in tiers.leftovers()})
     if stored.step is None:
         # Steps of Orbax's own checkpointer, which MaxText uses without tiers.
-        plain = max(summary.steps(files.steps), default=None)
+        plain = max(summary.steps(record.steps_directory), default=None)
         stored = dataclasses.replace(stored, step=plain)
     return status(
         events,
-        files.metrics(last_bytes=_LOG_BYTES),
-        is_alive=files.is_alive,
+        run_files.read_metrics(
+            os.path.join(directory, run_files.METRICS), last_bytes=_LOG_BYTES
+        ),
+        is_alive=run_files.is_alive(directory),
         tiers=[local, stored],
         losses=[
             # No loss of a host takes a step out of storage.
@@ -214,8 +184,8 @@ def collect(directory: str) -> Status:
             for each in after_losses(offers, slices=world_slices(events))
         ],
         uncommitted=uncommitted,
-        from_zero=files.from_zero,
-        is_own_loop=files.is_own_loop or files.from_zero,
+        first_step=record.first_step,
+        program=record.program,
     )
 
 
@@ -227,8 +197,8 @@ def status(
     tiers: Sequence[NewestStep],
     losses: Sequence[AfterLoss],
     uncommitted: Sequence[int],
-    from_zero: bool = False,
-    is_own_loop: bool = False,
+    first_step: int = 1,
+    program: str = "train",
 ) -> Status:
     """The status of a run.
 
@@ -239,33 +209,83 @@ def status(
       tiers: the newest step of each.
       losses: the step that is left after each loss.
       uncommitted: steps in storage that are not committed.
-      from_zero: whether saved steps are numbered from 0.
-      is_own_loop: whether it is a loop of the user's own, which reports its start with
-        its first step.
+      first_step: the number of its first step.
+      program: see `run_files.RunRecord`.
     """
-    started = _last(events, "run_started") or {}
-    now = phase(events, is_alive=is_alive, is_own_loop=is_own_loop)
-    is_over = now in ENDS or is_alive is False
+    started = _last(events, "run_started")
+    since_secs = started["time"] if started else 0.0
+    since = events[events.index(started) :] if started else ()
+    newest = _newest_lines(files)
+    now = phase(events, is_alive=is_alive, program=program)
+    world: dict[str, int] = {}
+    if started is not None and now not in ENDS and is_alive is not False:
+        # A host or slice that is lost since then ends the world.
+        is_lost = _last(since, "host_lost", "slice_lost", "world_left") is not None
+        of_world = ("hosts", "slices", "devices")
+        world = {name: 0 if is_lost else started[name] for name in of_world}
+
+    def last(metric: metrics.Metric) -> float | None:
+        line = newest.get(metric.name)
+        return line["last"] if line else None
+
+    def of_step(metric: metrics.Metric) -> float | None:
+        line = newest.get(metric.name)
+        return line["last"] if line and line.get("step") == step else None
+
+    def rate(metric: metrics.Metric) -> float | None:
+        line = newest.get(metric.name)
+        return line["last"] if line and line["time"] >= since_secs else None
+
+    # Metrics are written a little later than events, and a process that was killed has
+    # lost its last ones.
+    done = [e["step"] for e in since if e["event"] in _DONE]
+    done += [e.step + 1 - first_step for e in tiers if e.step is not None]
+    step = max([int(last(metrics.TRAIN_STEPS) or 0), *done])
+    of_tiers = {each.tier: each.step or 0 for each in tiers if each.step is not None}
+    tried = [
+        e
+        for e in events
+        if e["event"] == "backed_up"
+        or (e["event"] == "degraded" and e["tier"] == "persistent")
+    ]
+    failed = tried[-1] if tried and tried[-1]["event"] == "degraded" else None
+    due = last(metrics.CHECKPOINT_BACKLOG)
     return Status(
-        run=started.get("run", ""),
+        run=started["run"] if started else "",
         phase=now,
-        world=None if is_over else _world(events),
-        progress=_progress(
-            files, events, [e.step + from_zero for e in tiers if e.step is not None]
-        ),
+        hosts=world.get("hosts"),
+        slices=world.get("slices"),
+        devices=world.get("devices"),
+        slice_numbers=world_slices(events) if world else (),
+        step=step or None,
+        steps=started["steps"] if started else None,
+        time=max((line["time"] for line in newest.values()), default=None),
+        loss=of_step(metrics.TRAIN_LOSS),
+        learning_rate=of_step(metrics.TRAIN_LEARNING_RATE),
+        steps_per_sec=rate(metrics.TRAIN_STEP_RATE),
+        tokens_per_sec=rate(metrics.TRAIN_TOKEN_RATE),
+        goodput_percent=rate(metrics.GOODPUT),
+        data_wait_percent=_data_wait_percent(files, since_secs),
         tiers=tuple(tiers),
         losses=tuple(losses),
-        backup=_backup(events, files, tiers, uncommitted),
-        from_zero=from_zero,
-        replicas=replica_findings.of_events(events),
+        steps_behind=max(0, of_tiers["local"] - of_tiers.get("persistent", 0))
+        if "local" in of_tiers
+        else None,
+        being_written=tuple(uncommitted),
+        backup_failed=failed["why"] if failed else None,
+        backup_cause=failed["cause"] if failed else None,
+        due_steps=None if due is None else int(due),
+        first_step=first_step,
+        replicas=tuple(_replicas(events)),
         verdict=_last(events, "verdict"),
         last_event=events[-1] if events else None,
     )
 
 
-def phase(events: Sequence[Event], *, is_alive: bool | None, is_own_loop: bool) -> str:
+def phase(events: Sequence[Event], *, is_alive: bool | None, program: str) -> str:
     """What a run does now, or how it ended; see `status` for the arguments."""
-    phases = {**_PHASES, "run_started": "training"} if is_own_loop else _PHASES
+    # Loops of others report their start with their first step.
+    phases = _PHASES if program == "train" else {**_PHASES, "run_started": "training"}
     now = next(
         (phases[e["event"]] for e in reversed(events) if e["event"] in phases),
         "not started",
@@ -279,61 +299,10 @@ def _last(events: Sequence[Event], *names: str) -> Event | None:
     return next((e for e in reversed(events) if e["event"] in names), None)
 
 
-def _world(events: Sequence[Event]) -> World | None:
-    world = _last(events, "run_started")
-    if world is None:
-        return None
-    # A host or slice that is lost since then ends the world.
-    since = events[events.index(world) :]
-    is_lost = _last(since, "host_lost", "slice_lost", "world_left") is not None
-    return World(
-        hosts=0 if is_lost else world["hosts"],
-        slices=0 if is_lost else world["slices"],
-        devices=0 if is_lost else world["devices"],
-        slice_numbers=world_slices(events),
-    )
-
-
 def world_slices(events: Sequence[Event]) -> tuple[int, ...]:
     """The slices of the newest world; empty if the run is not elastic."""
     chosen = _last(events, "world_started")
     return tuple(chosen["slices"]) if chosen else ()
-
-
-def _progress(files: Files, events: Sequence[Event], saved: Sequence[int]) -> Progress:
-    # `saved`: the steps that are done in the newest saved step of each tier.
-    newest = _newest_lines(files)
-    started = _last(events, "run_started")
-    since_secs = started["time"] if started else 0.0
-
-    def last(metric: metrics.Metric, *, of_step: int | None = None) -> float | None:
-        line = newest.get(metric.name)
-        if line is None or of_step not in (None, line.get("step")):
-            return None
-        return line["last"]
-
-    def rate(metric: metrics.Metric) -> float | None:
-        line = newest.get(metric.name)
-        return line["last"] if line and line["time"] >= since_secs else None
-
-    # A process that was killed has lost its last metrics.
-    steps = {int(last(metrics.TRAIN_STEPS) or 0), *saved}
-    if started:
-        # Metrics are written a little later than events.
-        since = events[events.index(started) :]
-        steps |= {e["step"] for e in since if e["event"] in _DONE}
-    step = max(steps) or None
-    return Progress(
-        step=step,
-        steps=started["steps"] if started else None,
-        time=max((line["time"] for line in newest.values()), default=None),
-        loss=last(metrics.TRAIN_LOSS, of_step=step or 0),
-        steps_per_sec=rate(metrics.TRAIN_STEP_RATE),
-        tokens_per_sec=rate(metrics.TRAIN_TOKEN_RATE),
-        learning_rate=last(metrics.TRAIN_LEARNING_RATE, of_step=step or 0),
-        goodput_percent=rate(metrics.GOODPUT),
-        data_wait_percent=_data_wait_percent(files, since_secs),
-    )
 
 
 def _newest_lines(files: Files) -> dict[str, Mapping[str, Any]]:
@@ -364,32 +333,25 @@ def _data_wait_percent(files: Files, since_secs: float) -> float | None:
     return min(100.0, 100 * max(waits) / max(step_secs, 1e-9))
 
 
-def _backup(
-    events: Sequence[Event],
-    files: Files,
-    tiers: Sequence[NewestStep],
-    uncommitted: Sequence[int],
-) -> Backup:
-    steps = {each.tier: each.step for each in tiers}
-    in_memory = steps.get("local")
-    tried = [
-        e
-        for e in events
-        if e["event"] == "backed_up"
-        or (e["event"] == "degraded" and e["tier"] == "persistent")
-    ]
-    failed = tried and tried[-1]["event"] == "degraded"
-    due = _newest_lines(files).get(metrics.CHECKPOINT_BACKLOG.name)
-    return Backup(
-        steps_behind=None
-        if in_memory is None
-        else max(0, in_memory - (steps.get("persistent") or 0)),
-        being_written=tuple(uncommitted),
-        failed=tried[-1]["why"] if failed else None,
-        # Earlier versions wrote none.
-        cause=tried[-1].get("cause") if failed else None,
-        due_steps=None if due is None else int(due["last"]),
-    )
+def _replicas(events: Sequence[Event]) -> Iterator[str]:
+    compared = _last(events, "validated")
+    if compared is None:
+        return
+    step, found = compared["step"], _last(events, "replicas_differ")
+    is_equal = found is None or found["step"] != step
+    verdict = "equal" if is_equal else "DIFFER"
+    yield f"{verdict} at step {step:,} ({compared['level']})"
+    if found is not None:
+        of_step = [e for e in events if e["event"] == "replicas_differ"]
+        parts = [
+            f"{e['leaf'] or 'the tree'} at hosts {', '.join(map(str, e['hosts']))}"
+            + ("" if e["is_certain"] else " (which of them is unknown)")
+            for e in of_step
+            if e["step"] == found["step"]
+        ]
+        preserved = _last(events, "step_preserved")
+        kept = f"; step {preserved['step']:,} is preserved" if preserved else ""
+        yield f"differed at step {found['step']:,}: {errors.first_of(parts)}{kept}"
 
 
 def reachable(locations: Locations) -> list[Offer]:

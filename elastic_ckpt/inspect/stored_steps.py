@@ -94,13 +94,13 @@ def collect(
     Raises:
       RunError: if there is no run in `directory`.
     """
-    files = run_files.RunFiles.read(directory)
-    complete = summary.steps(files.steps)
+    record = run_files.read(directory)
+    complete = summary.steps(record.steps_directory)
     shown = [each for each in complete if step in (None, each)]
-    root = persistent_root.PersistentRoot.from_path(files.steps)
+    root = persistent_root.PersistentRoot.from_path(record.steps_directory)
     return StoredSteps(
         run=directory,
-        config=digest.json_digest(dict(files.settings)),
+        config=digest.json_digest(record.settings),
         known=tuple(complete),
         steps=tuple(
             _step(each, complete[each]) for each in shown[-1 if newest_only else 0 :]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Iterator, Sequence
 
 from etils import epath
@@ -20,9 +19,9 @@ from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import find
-from elastic_ckpt.tiers.peers import agent_url, peer_client, secret
+from elastic_ckpt.tiers.peers import peer_client, secret
 from elastic_ckpt.tiers.peers.peer import Peer
-from elastic_ckpt.tiers.persistent import persistent_root
+from elastic_ckpt.tiers.persistent import persistent_root, run_agents
 from elastic_ckpt.tiers.persistent.persistent_tier import PersistentTier
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt.tiers.ram.ram_disk import RamDisk
@@ -111,66 +110,56 @@ class Locations:
 
 @contextlib.contextmanager
 def opened(
-    paths: Sequence[str],
-    *,
-    peers: Sequence[str] = (),
-    run: str | None = None,
-    secret_file: str | None = None,
-    tls_authority: str | None = None,
+    paths: Sequence[str], *, secret_file: str | None = None
 ) -> Iterator[tuple[str, Locations]]:
     """The run and the places of its steps, open while the block runs.
 
     Args:
       paths: of runs (with their steps in the RAM of this machine), RAM disks,
         directories of steps, or steps.
-      peers: the URLs of agents of other machines.
-      run: the identity of the run; None is that of the first manifest at the paths.
-      secret_file: with the secret of the run; None is that of a RAM disk at a path.
-      tls_authority: a PEM file with what signs the agents' certificates.
+      secret_file: with the secret of the run, for its steps in the RAM of other
+        machines: of the agents that are recorded beside its steps.
 
     Raises:
-      ConfigError: if no path or peer is named, or a peer without its run or secret.
-      CheckpointError: if a path does not exist.
+      CheckpointError: if a path does not exist, or no agent is recorded.
+      RunError: if there is no secret in the file.
     """
-    if not (paths or peers):
-        raise errors.ConfigError("give a PATH, or a peer with --peer URL")
-    for url in peers:
-        agent_url.check(url, what="--peer", needs_tls=bool(tls_authority))
-    of_runs = {
-        path: run_files.RunFiles.read(path) for path in paths if run_files.is_run(path)
-    }
+    records = {path: run_files.read(path) for path in paths if run_files.is_run(path)}
+    # A run may have saved nothing yet.
+    missing = {each.steps_directory for each in records.values()}
     given = [storage.absolute(path) for path in paths]
-    disks = [storage.absolute(each) for of in of_runs.values() for each in of.ram]
+    disks = [storage.absolute(each) for of in records.values() for each in of.ram]
     places: list[epath.PathLike] = [
-        of_runs[path].steps if path in of_runs else path for path in paths
+        records[path].steps_directory if path in records else path for path in paths
     ]
     places += [each for each in disks if is_ram_disk(each) and each not in given]
-    if run is None:
-        run = next(filter(None, map(find_run, places)), None)
-    if run is None and peers:
-        raise errors.ConfigError(
-            "no manifest in PATH names the run to request from the peers; add --run"
-        )
+    agents = list(filter(None, map(_agents, places))) if secret_file else []
+    names = [*map(find_run, places), *(each.run for each in agents)]
     # Without a manifest there are only steps of plain Orbax.
-    run = run or ""
-    # A run may have saved nothing yet.
-    missing = {each.steps for each in of_runs.values()}
+    run = next(filter(None, names), "")
     locations: list[Location] = [
         (at_steps if each in missing else at_path)(each, run=run) for each in places
     ]
     with contextlib.ExitStack() as closing:
-        if peers:
-            files = [secret_file, *filter(os.path.exists, map(secret.path, places))]
-            if not any(files):
-                raise errors.ConfigError(
-                    "--peer needs the run's secret: add --secret-file FILE"
-                    " (RAM_DISK/secret on any machine of the run)"
-                )
-            key = secret.read(next(filter(None, files)))
-            client = peer_client.PeerClient(key, tls_ca=tls_authority)
+        if secret_file is not None:
+            client = peer_client.PeerClient(secret.read(secret_file))
             closing.callback(client.close)
-            locations += [Peer(url, client, run) for url in peers]
+            urls = {url for of in agents if of.run == run for url in of.urls.values()}
+            if not urls:
+                raise errors.CheckpointError(
+                    f"{', '.join(paths)}: no agents of the run's machines are recorded"
+                    " there; name the directory of its steps, or leave --secret-file"
+                    " out"
+                )
+            locations += [Peer(url, client, run) for url in sorted(urls)]
         yield run, Locations(locations)
+
+
+def _agents(place: epath.PathLike) -> run_agents.RunAgents | None:
+    directory = storage.absolute(place)
+    if is_ram_disk(directory):
+        return run_agents.of_ram_disk(directory)
+    return run_agents.read(directory)
 
 
 def at_path(path: epath.PathLike, *, run: str) -> Location:

@@ -219,7 +219,7 @@ def verify(
                     save=groups[0].save,
                     why=groups[0].lacking(),
                     remedy="look where the other holders are as well (more paths,"
-                    " --peer), or restore another step",
+                    " --secret-file), or restore another step",
                 )
             )
     return Verification(

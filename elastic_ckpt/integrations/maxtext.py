@@ -31,6 +31,7 @@ from elastic_ckpt.core import errors, events, topology
 from elastic_ckpt.data import data_keys, elastic_data
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.elastic import watch
+from elastic_ckpt.inspect import run_files
 from elastic_ckpt.integrations import maxtext_hooks, maxtext_keys
 from elastic_ckpt.training import configured, listeners, run_directory, schema
 
@@ -155,8 +156,8 @@ class Run:
             kept = self._kept(chosen)
             directory = run_directory.path_of(kept)
             with contextlib.suppress(errors.RunError):
-                before = run_directory.read_config(directory)
-                self._rows_before = before.data.global_batch_size
+                before = run_files.read(directory).data or {}
+                self._rows_before = before["global_batch_size"]
             self._record = ec.RunDirectory(
                 directory,
                 tiers=tiers,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from elastic_ckpt.core import metrics
-from elastic_ckpt.inspect import plot
-from elastic_ckpt.inspect.report_page import Fact, Section, page
+from elastic_ckpt.inspect import page
+from elastic_ckpt.inspect.page import Fact, Section
 from elastic_ckpt.simulation.study import Result
 from elastic_ckpt.steps import read_plan
 
@@ -70,7 +70,7 @@ def to_page(results: Sequence[Result], *, subtitle: str) -> str:
     """The settings as an HTML page with plots."""
     best = max(results, key=lambda each: each.outcome.goodput_percent)
     size = results[0].hardware
-    return page(
+    return page.to_html(
         "Simulated run",
         subtitle,
         [
@@ -85,9 +85,9 @@ def to_page(results: Sequence[Result], *, subtitle: str) -> str:
 
 def _losses(results: Sequence[Result]) -> Section:
     causes = _causes(results)[1:]
-    bars = plot.bars(
+    bars = page.bars(
         [(each.name, [_percent(each, cause) for cause in causes]) for each in results],
-        plot.coloured(causes),
+        page.coloured(causes),
         unit="%",
         totals=[f"{each.outcome.goodput_percent:.2f} %" for each in results],
     )
@@ -106,12 +106,12 @@ def _losses(results: Sequence[Result]) -> Section:
 
 
 def _restores(results: Sequence[Result]) -> Section:
-    bars = plot.bars(
+    bars = page.bars(
         [
             (each.name, [each.outcome.restores.get(tier, 0) for tier in _TIERS])
             for each in results
         ],
-        plot.coloured(_TIERS),
+        page.coloured(_TIERS),
         unit="restores",
     )
     return Section(
@@ -130,12 +130,12 @@ def _restores(results: Sequence[Result]) -> Section:
 
 def _bytes(results: Sequence[Result]) -> Section:
     names = list(_MOVES)[1:]
-    bars = plot.bars(
+    bars = page.bars(
         [
             (each.name, [each.outcome.bytes.get(name, 0) / _GIB for name in names])
             for each in results
         ],
-        plot.coloured([_MOVES[name] for name in names]),
+        page.coloured([_MOVES[name] for name in names]),
         unit="GiB",
     )
     return Section(

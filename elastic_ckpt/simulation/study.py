@@ -55,7 +55,6 @@ class Study:
       trace: the path of a trace, in place of those; empty for none.
       secs: to simulate; infinite until the configured steps are done.
       state_bytes: of the state; 0 computes those of the configured model.
-      is_cached: whether decisions are.
     """
 
     config: str
@@ -66,7 +65,6 @@ class Study:
     trace: str = ""
     secs: float = math.inf
     state_bytes: int = 0
-    is_cached: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,7 +133,7 @@ def run(study: Study, varied: Sequence[str] = ()) -> list[Result]:
         policy = copies(config)
         if policy not in decisions:
             layout = WorldLayout(state_bytes=size, domain=policy.domain)
-            decisions[policy] = Decisions(layout, policy, is_cached=study.is_cached)
+            decisions[policy] = Decisions(layout, policy)
         hardware = planned.hardware
         if study.trace:
             events = clusters.read(study.trace, hardware)

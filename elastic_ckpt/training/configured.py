@@ -19,11 +19,12 @@ from absl import logging
 
 from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import decision, faults, watch, world_host
+from elastic_ckpt.inspect.run_files import RunRecord
 from elastic_ckpt.steps import failure_domains, layout
 from elastic_ckpt.steps.best_steps import BestN
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent, Tier, TlsFiles
 from elastic_ckpt.tiers.peers import agent_url
-from elastic_ckpt.training import run_directory, schema
+from elastic_ckpt.training import keys, run_directory, schema
 
 if TYPE_CHECKING:
     import jax
@@ -113,14 +114,36 @@ def saved(section: schema.CheckpointSection) -> Saved:
     )
 
 
-def ram_directories(config: schema.Config) -> list[str]:
-    """All directories of a run in the RAM of this machine, whatever its slices are."""
+def record(config: schema.Config, *, program: str = "train") -> RunRecord:
+    """What the directory of a run keeps of its configuration.
+
+    Args:
+      config: of the run.
+      program: `train` or `maxtext`, whose first saved step has the number 0.
+
+    Raises:
+      ConfigError: see `tiers`.
+    """
+    steps = run_directory.steps_of(run_directory.path_of(config))
+    is_saved = config.checkpoint.enable_checkpointing
+    kept = tiers(config, persistent=steps) if is_saved else []
     base = config.tiers.local_checkpoint_directory
     numbers = range(config.world.slices)
-    return [
-        os.path.join(directory, config.run.run_name)
-        for directory in (base, *(layout.slice_directory(base, n) for n in numbers))
-    ]
+    in_ram = [base, *(layout.slice_directory(base, number) for number in numbers)]
+    return RunRecord(
+        run=config.run.run_name,
+        program=program,
+        steps_directory=steps,
+        every=cast(Persistent, kept[-1]).every if kept else 0,
+        at_end=is_saved and config.checkpoint.save_checkpoint_on_completion,
+        ram=tuple(
+            os.fspath(storage.absolute(os.path.join(each, config.run.run_name)))
+            for each in (in_ram if len(kept) > 1 else ())
+        ),
+        first_step=0 if program == "maxtext" else 1,
+        data=dataclasses.asdict(config.data),
+        settings=keys.values(config),
+    )
 
 
 def num_bytes(quantity: str) -> int:

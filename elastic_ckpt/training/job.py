@@ -27,6 +27,7 @@ from elastic_ckpt.data.state import Ranges
 from elastic_ckpt.elastic import executables, termination, watch
 from elastic_ckpt.elastic.world import BetweenWorlds, World, of_run
 from elastic_ckpt.frontend import Checkpointer, configured_batches
+from elastic_ckpt.inspect import run_files
 from elastic_ckpt.tiers.persistent import claims
 from elastic_ckpt.training import (
     configured,
@@ -182,7 +183,7 @@ def _open_log(
 ) -> step_log.StepLog:
     # Begins an attempt. Others find all memory of the run by its configuration.
     directory = run_directory.path_of(config)
-    run_directory.write_config(directory, config)
+    run_files.write(directory, configured.record(config))
     start = step_log.Start(
         step=step,
         world=world,

@@ -25,6 +25,7 @@ from elastic_ckpt.core import (
     storage_cause,
 )
 from elastic_ckpt.elastic import host_failure
+from elastic_ckpt.inspect import run_files
 from elastic_ckpt.training import run_directory, schema
 
 _MAX_REASON = 500
@@ -39,6 +40,7 @@ class Journal:
       emit: shows the events.
       log: of the run.
       directory: of the run.
+      claims_at: the directory of the run's steps, where its worlds are claimed.
       claim: the world that was claimed last when this start began; 0 if there is none,
         or no other start can be there.
 
@@ -52,11 +54,13 @@ class Journal:
         log: jsonlog.JsonLog,
         directory: str,
         *,
+        claims_at: str,
         claim: int = 0,
     ) -> None:
         self._emit = emit
         self._log = log
         self._directory = directory
+        self._claims_at = claims_at
         # The number of the world that was claimed last; none before the first.
         self._claim: dict[str, storage.Json] = {"claim": claim} if claim else {}
         self._lock = threading.Lock()
@@ -117,8 +121,7 @@ class Journal:
         claim = self._claim.get("claim")
         if storage.is_local(self._directory) or not isinstance(claim, int):
             return False
-        steps = run_directory.steps_of(self._directory)
-        return claims.is_replaced(steps, claim)
+        return claims.is_replaced(self._claims_at, claim)
 
     def stopped_without_a_save(self) -> None:
         """Keeps that the run ended before the state of its last step was saved."""
@@ -144,7 +147,13 @@ def kept(
 ) -> Iterator[Journal]:
     """The journal of the run of `config`; see `kept_in`."""
     directory = run_directory.path_of(config)
-    with kept_in(directory, emit, listening=listening, is_locked=is_locked) as journal:
+    with kept_in(
+        directory,
+        emit,
+        steps=run_directory.steps_of(directory),
+        listening=listening,
+        is_locked=is_locked,
+    ) as journal:
         yield journal
 
 
@@ -153,6 +162,7 @@ def kept_in(
     directory: str,
     emit: events.Emit,
     *,
+    steps: str,
     listening: contextlib.AbstractContextManager[None] | None = None,
     is_locked: bool = True,
 ) -> Iterator[Journal]:
@@ -161,6 +171,7 @@ def kept_in(
     Args:
       directory: of the run.
       emit: shows the events.
+      steps: the directory of its steps, where its worlds are claimed.
       listening: the listeners of the run's metrics, unless this process has others.
       is_locked: whether to lock the run; otherwise the claims of its worlds decide
         between several processes.
@@ -174,13 +185,13 @@ def kept_in(
 
     if not storage.is_local(directory):
         _check_writable(directory)
-    lock = os.path.join(directory, run_directory.LOCK)
+    lock = os.path.join(directory, run_files.LOCK)
     with storage.exclusive_lock(lock) if is_locked else contextlib.nullcontext():
-        log = jsonlog.writer(os.path.join(directory, run_directory.EVENTS))
+        log = jsonlog.writer(os.path.join(directory, run_files.EVENTS))
         with listening or contextlib.nullcontext(), contextlib.ExitStack() as closing:
             measured = run_metrics.RunMetrics(emit, newest_step=_newest_step(directory))
-            claim = 0 if is_locked else _newest_claim(directory)
-            journal = Journal(measured, log, directory, claim=claim)
+            claim = 0 if is_locked else _newest_claim(steps)
+            journal = Journal(measured, log, directory, claims_at=steps, claim=claim)
             closing.callback(journal.close)
             try:
                 with _synced(journal, is_needed=not storage.is_local(directory)):
@@ -197,7 +208,7 @@ def kept_in(
 def _check_writable(directory: str) -> None:
     # A launcher would start a run that may not write again and again. Whatever may pass
     # does not count.
-    path = storage.absolute(directory) / f"{run_directory.EVENTS}.probe"
+    path = storage.absolute(directory) / f"{run_files.EVENTS}.probe"
     try:
         storage.write_atomic(path, b"{}\n")
         storage.remove(path)
@@ -228,20 +239,19 @@ def _synced(journal: Journal, *, is_needed: bool) -> Iterator[None]:
         thread.join()
 
 
-def _newest_claim(directory: str) -> int:
+def _newest_claim(steps: str) -> int:
     from elastic_ckpt.tiers.persistent import claims
 
-    newest = claims.newest(run_directory.steps_of(directory))
+    newest = claims.newest(steps)
     return 0 if newest is None else newest.number
 
 
 def _newest_step(directory: str) -> int:
     # The most steps that earlier starts have done, by their metrics.
     from elastic_ckpt.core import metrics
-    from elastic_ckpt.inspect import run_files
 
     try:
-        files = run_files.read_metrics(os.path.join(directory, run_directory.METRICS))
+        files = run_files.read_metrics(os.path.join(directory, run_files.METRICS))
     except errors.DataError as error:
         logging.warning("steps trained again may count as goodput: %s", error)
         return 0

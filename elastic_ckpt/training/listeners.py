@@ -7,6 +7,7 @@ import dataclasses
 import os
 from collections.abc import Iterator
 
+from elastic_ckpt.inspect import run_files
 from elastic_ckpt.training import run_directory, schema
 
 
@@ -78,10 +79,10 @@ def running(
     section = section or schema.MetricsSection()
     name = name or f"host-{topology.this_host():05d}"
     sinks: dict[str, summaries.Sink] = {}
-    lines = os.path.join(directory, run_directory.METRICS, f"{name}.jsonl")
+    lines = os.path.join(directory, run_files.METRICS, f"{name}.jsonl")
     sinks[lines] = jsonl.JsonLines(lines)
     if section.enable_tensorboard:
-        board = os.path.join(directory, run_directory.TENSORBOARD, name)
+        board = os.path.join(directory, run_files.TENSORBOARD, name)
         sinks[board] = tensorboard.TensorBoard(board)
     with contextlib.ExitStack() as running:
         if section.prometheus_port:

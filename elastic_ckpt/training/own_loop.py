@@ -21,9 +21,12 @@ from etils import epath
 from elastic_ckpt.core import errors, events, metrics, storage, storage_cause, topology
 from elastic_ckpt.data import elastic_data
 from elastic_ckpt.elastic.world import World, is_claiming
+from elastic_ckpt.inspect import run_files
+from elastic_ckpt.inspect.run_files import RunRecord
 from elastic_ckpt.tiers.choices import Chosen, Tier
 from elastic_ckpt.training import (
     batch_log,
+    configured,
     journal,
     listeners,
     run_directory,
@@ -92,13 +95,15 @@ class RunDirectory:
         slices = 1 if _config is None else _config.world.slices
         self._world = topology.present(slices) if world is None else world.topology
         self._will_resume = (lambda: False) if world is None else world.will_resume
-        data = {} if _config is None else dataclasses.asdict(_config.data)
+        if _config is None:
+            record = _record(self._name, chosen, path)
+        else:
+            record = configured.record(_config, program="maxtext")
         self._log = batch_log.BatchLog(
-            path, world=self._world, data=data, detail=step_log
+            path, world=self._world, data=record.data or {}, detail=step_log
         )
         self._done = 0
-        # MaxText saves the first step under the number 0.
-        self._first_step = 1 if _config is None else 0
+        self._first_step = record.first_step
         # The number of steps that are done in the one that was saved last.
         self._saved = 0
         self._began_secs = self._since_secs = time.monotonic()
@@ -111,28 +116,20 @@ class RunDirectory:
         self._closing.enter_context(listeners.running(path, metrics_of))
         if emit is None:
             emit = events.nobody if world is None else world.emit
-        if topology.is_primary() and _config is not None and world is not None:
-            run_directory.write_config(path, _config, program="maxtext")
-            self._journal = emit
-        elif topology.is_primary():
-            # A host of a machine that stands still would hold the lock.
-            is_locked = world is None or not is_claiming(world)
-            own = run_directory.OwnLoop(
-                run=self._name,
-                persistent=_path(chosen.persistent),
-                every=chosen.persistent.every if chosen.persistent else None,
-                local=_path(chosen.local),
-            )
-            if not is_locked:
-                # The journal looks for the claims where it says.
-                run_directory.write_loop(path, own)
-            self._journal = self._closing.enter_context(
-                journal.kept_in(path, emit, is_locked=is_locked)
-            )
-            if _config is not None:
-                run_directory.write_config(path, _config, program="maxtext")
-            elif is_locked:
-                run_directory.write_loop(path, own)
+        if topology.is_primary():
+            if _config is not None and world is not None:
+                self._journal = emit
+            else:
+                # A host of a machine that stands still would hold the lock.
+                self._journal = self._closing.enter_context(
+                    journal.kept_in(
+                        path,
+                        emit,
+                        steps=record.steps_directory,
+                        is_locked=world is None or not is_claiming(world),
+                    )
+                )
+            run_files.write(path, record)
         self._closing.callback(self._log.close)
 
     def emit(self, name: str, **fields: storage.Json) -> None:
@@ -276,5 +273,19 @@ class RunDirectory:
         )
 
 
-def _path(tier: Any) -> str:
-    return "" if tier is None else os.fspath(storage.absolute(tier.directory))
+def _record(run: str, chosen: Chosen, directory: str) -> RunRecord:
+    steps, every = run_directory.steps_of(directory), 0
+    if chosen.persistent is not None:
+        steps, every = chosen.persistent.directory, chosen.persistent.every
+    ram = () if chosen.local is None else (chosen.local.directory,)
+    return RunRecord(
+        run=run,
+        program="loop",
+        steps_directory=os.fspath(storage.absolute(steps)),
+        every=every,
+        at_end=False,
+        ram=tuple(os.fspath(storage.absolute(each)) for each in ram),
+        first_step=1,
+        data=None,
+        settings={},
+    )

@@ -72,8 +72,6 @@ class Reading:
       num_rows: the rows of these shards that are made again.
       from_step: the saved step at whose data state reading begins; None if it begins
         with the data.
-      num_records: about how many records that takes; None if no saved state tells.
-      num_bytes: about how many bytes these take in their files; likewise.
       epoch_records: the records of all files; 0 if no file is read.
       epoch_bytes: their bytes.
     """
@@ -81,8 +79,6 @@ class Reading:
     shards: tuple[int, ...] = ()
     num_rows: int
     from_step: int | None = None
-    num_records: int | None = 0
-    num_bytes: int | None = 0
     epoch_records: int = 0
     epoch_bytes: int = 0
 
@@ -217,7 +213,6 @@ class Provenance:
         self._first_step = first_step
         self._announce = announce
         # The records, and their bytes, that a row took up to a saved step.
-        self._of_rows: dict[int, tuple[float, float]] = {}
         self._saved = sorted(saved, key=lambda each: each.state.row)
         self.stream = Stream(attempts, data_of)
         self._check_same(self.stream.keys[attempts[-1].attempt])
@@ -317,42 +312,16 @@ class Provenance:
         num_rows = sum(shards.values())
         if not num_rows:
             return
-        share = self._read_a_row(history, position)
         parts = provenance.parts(self.stream.sharded(history, position).make_shard(0))
         self._announce(
             Reading(
                 shards=tuple(sorted(shards)),
                 num_rows=num_rows,
                 from_step=saved.step if saved else None,
-                num_records=None if share is None else round(share[0] * num_rows),
-                num_bytes=None if share is None else round(share[1] * num_rows),
                 epoch_records=sum(part.epoch_records() for part in parts.values()),
                 epoch_bytes=sum(records.num_bytes(part) for part in parts.values()),
             )
         )
-
-    def _read_a_row(
-        self, history: History, position: int
-    ) -> tuple[float, float] | None:
-        # The records, and their bytes, that a row takes, by the newest saved state.
-        states = [each for each in self.saved_before(history, 2**62) if each.state.row]
-        if not states:
-            return None
-        if states[0].step not in self._of_rows:
-            num_records = num_bytes = 0.0
-            data = self.stream.sharded(history, position)
-            parts = provenance.parts(data.make_shard(0))
-            for cursor in states[0].cursors(range(data.num_shards)).values():
-                for name, part in parts.items():
-                    turn, taken = provenance.read_until(cursor, name) or (0, 0)
-                    number = records.num_read(part, turn, taken)
-                    num_records += number
-                    num_bytes += number * records.num_bytes(part) / part.epoch_records()
-            row = states[0].state.row
-            self._of_rows[states[0].step] = num_records / row, num_bytes / row
-        of_rows = self._of_rows[states[0].step]
-        # If buffers were never empty, the state does not tell what was read.
-        return of_rows if of_rows[0] else None
 
     def _batches(self, step: int) -> list[tuple[UsedBatch, Trained]]:
         trained = [t for t in self._trained if t.record.step + self._first_step == step]

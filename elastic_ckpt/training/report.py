@@ -9,21 +9,15 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from elastic_ckpt.checkpoint import summary
 from elastic_ckpt.core import errors, metrics
-from elastic_ckpt.inspect import (
-    plot,
-    replica_findings,
-    status,
-    stored_steps,
-)
-from elastic_ckpt.inspect.plot import COLOURS, Point, Series
-from elastic_ckpt.inspect.report_page import Fact, Mood, Section, page
-from elastic_ckpt.inspect.run_files import RunFiles
+from elastic_ckpt.inspect import page, run_files, status, stored_steps
+from elastic_ckpt.inspect.page import COLOURS, Fact, Mood, Point, Section, Series
 from elastic_ckpt.inspect.status import Event, Files
 from elastic_ckpt.inspect.stored_steps import SavedData
 from elastic_ckpt.training import run_audit, step_log
@@ -151,21 +145,17 @@ def collect(directory: str) -> Record:
       RunError: if there is no run.
       DataError: if it has trained nothing yet.
     """
-    files = RunFiles.read(directory)
-    events, steps = files.events(), list(summary.steps(files.steps).items())
+    recorded, events = run_files.read(directory), run_files.read_events(directory)
+    steps = list(summary.steps(recorded.steps_directory).items())
     # Evenly, with the last.
     every = -(-len(steps) // _MOST_STEPS) or 1
-    phase = status.phase(
-        events,
-        is_alive=files.is_alive,
-        is_own_loop=files.is_own_loop or files.from_zero,
-    )
+    is_alive = run_files.is_alive(directory)
     return Record(
-        run=files.run,
+        run=recorded.run,
         directory=directory,
-        phase=phase,
+        phase=status.phase(events, is_alive=is_alive, program=recorded.program),
         events=events,
-        files=files.metrics(),
+        files=run_files.read_metrics(os.path.join(directory, run_files.METRICS)),
         attempts=step_log.read(directory),
         mixtures=[
             (step, data)
@@ -193,8 +183,7 @@ def report(record: Record) -> str:
     Raises:
       ConfigError: if the extra `report`, which draws plots, is not installed.
     """
-    replicas = replica_findings.section(record.events, most_rows=_MOST_ROWS)
-    return page(
+    return page.to_html(
         f"Run {record.run}",
         f"{record.directory}, as of {_utc(record.made_secs)}",
         list(_facts(record)),
@@ -208,7 +197,6 @@ def report(record: Record) -> str:
             _tiers(record),
             *([_mixture(record)] if record.mixtures else []),
             _sample_order(record),
-            *([replicas] if replicas else []),
         ],
     )
 
@@ -236,6 +224,7 @@ def _facts(record: Record) -> Iterator[Fact]:
         "bad copies read": sum(e["bad_copies"] for e in record.named("restored_from")),
         "restores distrusted": len(record.named("restore_distrusted")),
         "rollbacks": len(record.named("rolled_back")),
+        "copies of the state that differed": len(record.named("replicas_differ")),
     }
     for name, count in bad.items():
         if count:
@@ -298,7 +287,7 @@ def _goodput(record: Record) -> Section:
         title=title,
         text=f"{_goodput_percent(record)} of {total:,.0f} s trained new steps. Times in"
         " which no process of the run lived do not count.",
-        spec=plot.bars(
+        spec=page.bars(
             [
                 (
                     cause.replace("_", " "),
@@ -306,10 +295,10 @@ def _goodput(record: Record) -> Section:
                 )
                 for cause, secs in spent.items()
             ],
-            {"new steps": plot.GOOD, "lost": plot.LOST},
+            {"new steps": page.GOOD, "lost": page.LOST},
             unit="s",
             totals=[
-                f"{plot.number(secs)} s, {100 * secs / total:.1f} %"
+                f"{page.number(secs)} s, {100 * secs / total:.1f} %"
                 for secs in spent.values()
             ],
         ),
@@ -341,7 +330,7 @@ def _slices(record: Record) -> Section:
     return Section(
         title=title,
         text="The filled part trains; gaps are starts and changes.",
-        spec=plot.lines(
+        spec=page.lines(
             [
                 Series(
                     name="training",
@@ -381,7 +370,7 @@ def _loss(record: Record) -> Section:
                 name="trained again",
                 points=lost,
                 kind="dots",
-                colour=plot.LOST,
+                colour=page.LOST,
             ),
         ],
         title="Loss",
@@ -413,12 +402,12 @@ def _recoveries(record: Record) -> Section:
         title=title,
         text="From the failure, or the request to leave, to the first step of the next"
         " world.",
-        spec=plot.bars(
+        spec=page.bars(
             [
                 (f"to world {each['world']}", [each[phase] for phase in _PHASES])
                 for each in changes[-_MOST_BARS:]
             ],
-            plot.coloured(list(_PHASES.values())),
+            page.coloured(list(_PHASES.values())),
             unit="s",
         ),
         columns=("world", "steps lost", "seconds", *_PHASES.values()),
@@ -473,7 +462,7 @@ def _mixture(record: Record) -> Section:
                 is_dashed=kind == "weight",
                 colour=colour,
             )
-            for name, colour in plot.coloured(names).items()
+            for name, colour in page.coloured(names).items()
             for kind in ("consumed", "weight")
         ],
         title="Mixture",
@@ -497,7 +486,7 @@ def _percents(of: Mapping[str, float]) -> dict[str, float]:
 
 def _sample_order(record: Record) -> Section:
     attempts = list(zip(record.attempts, record.counted, strict=True))[-_MOST_BARS:]
-    spec = plot.bars(
+    spec = page.bars(
         [
             (
                 f"{each.attempt}: {each.hosts} hosts",
@@ -507,8 +496,8 @@ def _sample_order(record: Record) -> Section:
         ],
         {
             "before it": COLOURS[7],
-            "counts": plot.GOOD,
-            "trained again": plot.LOST,
+            "counts": page.GOOD,
+            "trained again": page.LOST,
         },
         unit="steps",
         totals=[
@@ -561,7 +550,7 @@ def _of_lines(
     return Section(
         title=title,
         text=text,
-        spec=plot.lines(series, x=axes[0], y=axes[1], **options),
+        spec=page.lines(series, x=axes[0], y=axes[1], **options),
         columns=("line", *axes),
         rows=[(name, f"{x:,.6g}", f"{y:,.6g}") for name, x, y in points[::every]],
     )

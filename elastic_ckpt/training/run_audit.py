@@ -7,7 +7,6 @@ the data is named.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import inspect
@@ -30,7 +29,7 @@ from elastic_ckpt.data import (
     state,
 )
 from elastic_ckpt.data.lm import pipeline
-from elastic_ckpt.inspect.run_files import RunFiles
+from elastic_ckpt.inspect import run_files
 from elastic_ckpt.training import audit, provenance, step_log
 
 # Data states that are read at once.
@@ -56,34 +55,34 @@ class RunAudit:
         *,
         data: str | None = None,
     ) -> None:
-        self._files = files = RunFiles.read(directory)
+        self._directory = directory
+        self._record = record = run_files.read(directory)
         self._attempts = step_log.read(directory)
-        if files.is_own_loop and data is None:
+        if record.data is None and data is None:
             raise errors.ConfigError(
                 f"{directory} was recorded by your own training loop, whose data is"
                 " defined in its program; name it with --data MODULE:NAME"
             )
-        if data is not None and not files.is_own_loop:
+        if data is not None and record.data is not None:
             raise errors.ConfigError(
                 f"--data: the data of {directory} is in its configuration; leave"
                 " --data out"
             )
         self._own = None if data is None else _named(data)
-        # `RunDirectory.log` counts the steps that are done.
-        self._first_step = int(files.is_own_loop)
 
     def outcome(self) -> audit.Audit:
         """Compares the run with one host that reads its data."""
-        files, attempts = self._files, self._attempts
-        saved = max(summary.steps(files.steps), default=0)
-        period, start_step = files.storage_period, attempts[0].start_step
-        at_end = files.settings.get("save_checkpoint_on_completion", True)
+        record, attempts = self._record, self._attempts
+        saved = max(summary.steps(record.steps_directory), default=None)
+        start_step = attempts[0].start_step
+        num_done = start_step + len(step_log.lineage(attempts))
+        events = run_files.read_events(self._directory)
         missing = audit.missing_checkpoint(
-            period=period,
-            at_end=at_end and period != 0 and not files.is_own_loop,
-            finished=files.is_finished,
-            num_steps=start_step + len(step_log.lineage(attempts)) - files.from_zero,
-            saved=saved,
+            period=record.every,
+            at_end=record.at_end,
+            finished=[e["event"] for e in events[-1:]] == ["run_finished"],
+            num_steps=num_done - 1 + record.first_step,
+            saved=saved or 0,
             start_step=start_step,
         )
         last = self._data_of(attempts[-1].attempt)
@@ -93,8 +92,8 @@ class RunAudit:
             self._data_of,
             is_in_order=self._is_in_order,
             num_records=last.num_records() if is_positional else None,
-            num_saved_steps=saved + files.from_zero if saved else 0,
-            first_step=self._first_step,
+            num_saved_steps=0 if saved is None else saved + 1 - record.first_step,
+            first_step=record.first_step,
             missing_checkpoint=missing,
         )
 
@@ -106,7 +105,7 @@ class RunAudit:
         Args:
           announce: is told what will be read, before it is.
         """
-        steps = summary.steps(self._files.steps)
+        steps = summary.steps(self._record.steps_directory)
         with futures.ThreadPoolExecutor(_READERS) as pool:
             found = list(pool.map(_saved_at, steps.keys(), steps.values()))
         return provenance.Provenance(
@@ -114,15 +113,12 @@ class RunAudit:
             self._data_of,
             saved=[each for of_step in found for each in of_step],
             is_in_order=self._is_in_order,
-            first_step=self._first_step,
+            first_step=self._record.first_step,
             announce=announce,
         )
 
     @functools.cached_property
     def _keys(self) -> dict[int, data_keys.DataKeys]:
-        # The settings of the data of each attempt. The first logs had none.
-        names = {each.name for each in dataclasses.fields(data_keys.DataKeys)}
-        given = {k: v for k, v in self._files.settings.items() if k in names}
         return {
             each.attempt: data_keys.changed(
                 data_keys.DataKeys(),
@@ -130,7 +126,7 @@ class RunAudit:
                     key: sections.Setting(
                         value=value, place=f"the log of attempt {each.attempt}"
                     )
-                    for key, value in {**given, **each.data}.items()
+                    for key, value in each.data.items()
                 },
             )
             for each in self._attempts
@@ -154,7 +150,8 @@ class RunAudit:
 
     @functools.cached_property
     def _oldest(self) -> state.DataState | None:
-        for step, path in sorted(summary.steps(self._files.steps).items()):
+        steps = summary.steps(self._record.steps_directory)
+        for step, path in sorted(steps.items()):
             for saved in _saved_at(step, path):
                 return saved.state
         return None

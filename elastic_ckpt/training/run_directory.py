@@ -1,50 +1,14 @@
-"""What the start of a run keeps in its directory; `inspect.run_files` reads it.
-
-A run of `elastic-ckpt train` or `maxtext` keeps its configuration in `config.json`. A
-loop of the user's own has none: `loop.json` names its tiers (`own_loop`).
-"""
+"""The places in a run's directory; `inspect.run_files` reads what is there."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import tempfile
 
-from etils import epy
-
 from elastic_ckpt.core import storage
-from elastic_ckpt.inspect.run_files import (
-    CONFIG,
-    EVENTS,
-    LOCK,
-    LOGS,
-    LOOP,
-    LOOP_VERSION,
-    METRICS,
-    TENSORBOARD,
-    RunFiles,
-)
-from elastic_ckpt.training import keys, load, schema
-
-with epy.lazy_imports():
-    from elastic_ckpt.core import checked_json
-    from elastic_ckpt.steps import layout
-
-__all__ = [
-    "CONFIG",
-    "EVENTS",
-    "LOCK",
-    "METRICS",
-    "TENSORBOARD",
-    "OwnLoop",
-    "logs_of",
-    "path_of",
-    "read_config",
-    "steps_of",
-    "write_config",
-    "write_loop",
-]
+from elastic_ckpt.inspect import run_files
+from elastic_ckpt.steps import layout
+from elastic_ckpt.training import load, schema
 
 
 def path_of(config: schema.Config) -> str:
@@ -60,8 +24,8 @@ def logs_of(config: schema.Config) -> str:
     """
     directory = path_of(config)
     if storage.is_local(directory):
-        return os.path.join(directory, LOGS)
-    return tempfile.mkdtemp(prefix=f"{config.run.run_name}-{LOGS}-")
+        return os.path.join(directory, run_files.LOGS)
+    return tempfile.mkdtemp(prefix=f"{config.run.run_name}-{run_files.LOGS}-")
 
 
 def steps_of(directory: str) -> str:
@@ -69,45 +33,12 @@ def steps_of(directory: str) -> str:
     return os.path.join(directory, layout.STEPS)
 
 
-def write_config(
-    directory: str, config: schema.Config, *, program: str = "train"
-) -> None:
-    """Keeps the configuration of a run, and its verb, with its files."""
-    content = json.dumps({"program": program, **keys.values(config)}, indent=2).encode()
-    storage.write_atomic(os.path.join(directory, CONFIG), content)
-
-
 def read_config(directory: str) -> schema.Config:
     """The configuration that the run in `directory` was last started with.
 
     Raises:
       RunError: if there is no run in `directory`.
-      ConfigError: if its configuration cannot be read.
+      ConfigError: if its configuration is not of this program.
     """
-    settings = dict(RunFiles.read(directory).settings)
-    settings.pop("program", None)
-    return load.from_values(settings, place=os.path.join(directory, CONFIG))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OwnLoop:
-    """What a run directory keeps of a loop of the user's own.
-
-    Attributes:
-      run: its name.
-      persistent: the directory of its steps in storage; empty if it has none.
-      every: the steps between two of them; None if something else decides.
-      local: its directory in RAM; empty if it has none.
-    """
-
-    run: str
-    persistent: str
-    every: int | None
-    local: str
-
-
-def write_loop(directory: str, own: OwnLoop) -> None:
-    """Keeps what is known of a loop of the user's own with its files."""
-    fields: dict[str, storage.Json] = {**dataclasses.asdict(own)}
-    content = checked_json.to_bytes(fields, version=LOOP_VERSION)
-    storage.write_atomic(os.path.join(directory, LOOP), content)
+    settings = run_files.read(directory).settings
+    return load.from_values(settings, place=os.path.join(directory, run_files.RECORD))

@@ -5,7 +5,6 @@ import json
 import re
 
 import numpy as np
-import pytest
 
 from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.core import boxes, digest, storage
@@ -14,29 +13,29 @@ from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.captured import CapturedLeaf
 from elastic_ckpt.tiers.ram import local, ram_disk
-from elastic_ckpt.training import run_directory, schema
+from elastic_ckpt.training import schema
 from tests import runs, shared_memory
 from tests.tiers import tiered_steps
 
 STATE = {"w": np.arange(32, dtype=np.float32).reshape(4, 8)}
 
 
-def save(root, rows, *, step=3, copies=(), **domains):
-    """A machine that saved some rows of `w`, and took copies of others."""
+def save(root, rows, *, step=3):
+    """A machine that holds some rows of `w`."""
     disk = ram_disk.RamDisk(root, run=tiered_steps.RUN)
     contents = manifest.Contents(
         leaves=(manifest.Leaf(path="state/w", shape=(4, 8), dtype="float32"),),
         components={},
     )
     with contextlib.closing(
-        local.LocalHost(disk, slot=0, domains=domains, number=0)
+        local.LocalHost(disk, slot=0, domains={}, number=0)
     ) as host:
         writer = host.begin(StepId(step, "0"), contents, num_bytes=1000)
         captured = capture.capture({"state/w": STATE["w"]}, capture.Memory())
         (part,) = captured.parts
         captured.parts = (CapturedLeaf(leaf=part.leaf, shard_shape=(1, 8), boxes=()),)
         writer.write(captured)
-        for row in [*rows, *copies]:
+        for row in rows:
             values = STATE["w"][row : row + 1]
             writer.put(
                 manifest.Fragment(
@@ -55,37 +54,8 @@ def save(root, rows, *, step=3, copies=(), **domains):
     return disk.machine
 
 
-@pytest.fixture
-def machines(tmp_path):
-    """Three machines on two slices; row 3 has no copy, row 1 none on another slice."""
-    names = ["a", "b", "c"]
-    held = [((0, 1), (2,)), ((2,), (1,)), ((3,), (0, 2))]
-    ids = [
-        save(
-            tmp_path / name,
-            rows,
-            copies=copies,
-            host=name,
-            slice=slice_name,
-            rack=f"r{name}",
-        )
-        for name, (rows, copies), slice_name in zip(names, held, "001", strict=True)
-    ]
-    return tmp_path, ids
-
-
 def inspect(*arguments):
     return json.loads(runs.verb("inspect", *arguments, "--json"))["tiers"]
-
-
-def test_it_shows_who_holds_a_step(machines):
-    root, ids = machines
-    paths = [root / name for name in "abc"]
-    printed = inspect(*paths)
-    (step,) = printed["steps"]
-    assert (step["step"], step["save"], step["problem"]) == (3, "0", None)
-    (tier,) = step["tiers"]
-    assert tier["holders"] == sorted(f"{each}.0" for each in ids)
 
 
 def test_it_tells_leftovers_preserved_steps_and_those_of_plain_orbax(tmp_path):
@@ -113,7 +83,7 @@ def test_it_tells_leftovers_preserved_steps_and_those_of_plain_orbax(tmp_path):
 
 
 def test_of_a_run_it_shows_one_step_briefly_one_that_is_asked_for_and_all(tmp_path):
-    run_directory.write_config(str(tmp_path), schema.Config())
+    runs.write_record(tmp_path, schema.Config())
     assert "0 steps in storage" in runs.verb("inspect", tmp_path)
     steps = tmp_path / "checkpoints"
     with tiered_steps.checkpointer(tmp_path / "ram", steps) as checkpointer:
@@ -144,10 +114,11 @@ def test_of_a_run_it_shows_the_steps_in_this_machines_ram(tmp_path):
             enable_multi_tier_checkpointing=True,
             local_checkpoint_directory=ram,
             local_checkpoint_period=1,
+            multi_tier_checkpointing_backup_interval_steps=2,
         )
         named = schema.RunSection(run_name="tiny")
         config = schema.Config(run=named, tiers=tiers)
-        run_directory.write_config(str(tmp_path), config)
+        runs.write_record(tmp_path, config)
         assert "in tiers" not in runs.verb("inspect", tmp_path)
         disk, steps = f"{ram}/tiny", tmp_path / "checkpoints"
         with tiered_steps.checkpointer(disk, steps, every=2) as checkpointer:
@@ -166,16 +137,22 @@ def test_of_a_run_it_shows_the_steps_in_this_machines_ram(tmp_path):
         assert "step 3: complete, 12 copies" in runs.verb("verify", tmp_path)
 
 
-def test_step_that_is_not_whole_is_shown_beside_the_newest_that_is(machines):
-    root, _ = machines
-    save(root / "a", (0, 1), step=4, host="a", slice="0")
-    save(root / "a", range(4), step=2, host="a", slice="0")
-    text = runs.verb("inspect", *(root / name for name in "abc"))
+def test_step_that_is_not_whole_is_shown_beside_the_newest_that_is(tmp_path):
+    # Row 3 is on one machine alone.
+    paths = [tmp_path / name for name in "abc"]
+    held = [(0, 1, 2), (2, 1), (3, 0, 2)]
+    ids = [save(path, rows) for path, rows in zip(paths, held, strict=True)]
+    (step,) = inspect(*paths)["steps"]
+    assert (step["step"], step["save"], step["problem"]) == (3, "0", None)
+    (tier,) = step["tiers"]
+    assert tier["holders"] == sorted(f"{each}.0" for each in ids)
+    save(paths[0], (0, 1), step=4)
+    save(paths[0], range(4), step=2)
+    text = runs.verb("inspect", *paths)
     assert "run run-7: 3 steps in tiers: 2, 3, 4\n" in text
     assert "step 4: incomplete: lacks parts of 1 of 1 leaves" in text
     assert "step 3: complete" in text
     assert "step 2: " not in text
-    paths = [root / name for name in "abc"]
     (problem,) = inspect(*paths[:2], "--step", 3)["steps"]
     missing = "lacks parts of 1 of 1 leaves: [state/w[3:4, 0:8]]"
     assert problem["problem"] == missing

@@ -125,7 +125,8 @@ REFUSED = [
     (["--scale", "opt/lr=1e300"], "inf is not a number of float32"),
     (["--set", "opt/on=2"], "give true or false"),
     (["--set", "step=1", "--component", "other"], "no number 'other/step'"),
-    ([], "nothing is to be edited"),
+    ([], "give each number that is to be edited once"),
+    (["--scale", "step=x"], "cannot become times x"),
 ]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from elastic_ckpt.training import run_directory, schema
+from elastic_ckpt.training import schema
 from tests import faulty_buckets, runs
 
 
@@ -10,7 +10,7 @@ from tests import faulty_buckets, runs
 def faults(object_stores, bucket, monkeypatch):
     """The failures that processes see which start in the test."""
     faults = faulty_buckets.Faults()
-    run_directory.write_config(f"{bucket}/tiny", schema.Config())
+    runs.write_record(f"{bucket}/tiny", schema.Config())
     with faulty_buckets.before(object_stores, faults) as environment:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)

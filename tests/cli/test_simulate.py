@@ -38,7 +38,6 @@ def test_settings_are_compared_under_the_same_failures(capsys):
     assert often["bytes"]["saved"] > seldom["bytes"]["saved"]
     assert {each["hosts"] for each in results} == {16}
     assert as_json(capsys, *varied) == results
-    assert as_json(capsys, *varied, "--no-cache") == results
     assert as_json(capsys, *varied, "--seed", "1") != results
 
 

@@ -10,7 +10,9 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.inspect import tier_locations, verification
 from elastic_ckpt.steps import manifest_file
+from elastic_ckpt.tiers.persistent import run_agents
 from elastic_ckpt.tiers.ram import machine
+from elastic_ckpt.training import schema
 from tests import runs
 from tests.checkpoint import stock_program
 from tests.tiers import served, tiered_steps
@@ -72,8 +74,7 @@ def test_all_is_well_in_any_mixture(saved):
     assert [step["step"] for step in one["steps"]] == [1]
     assert runs.verb("verify", saved / "steps", "--step", 1).startswith("step 1:")
     # The directory of a run stands for its checkpoints.
-    run.mkdir()
-    (run / "config.json").write_text("{}")
+    runs.write_record(run, schema.Config())
     (saved / "steps").rename(run / "checkpoints")
     assert verify(run, saved / "ram", code=0)["passed"]
 
@@ -227,19 +228,20 @@ def test_peer_is_read_and_repaired_through_its_agent_with_the_secret_from_a_file
     path = in_ram(saved) / "state" / "params" / "b" / "c" / "0"
     path.write_bytes(path.read_bytes() + b"more")
     with served.agent_process(saved / "ram") as (_, url):
-        secret = saved / "ram" / "secret"
-        by_peer = ["--peer", url, "--secret-file", secret, "--run", tiered_steps.RUN]
+        agents = run_agents.RunAgents(run=tiered_steps.RUN, urls={"a": url})
+        run_agents.write(saved / "steps", agents)
+        by_peer = [saved / "steps", "--secret-file", saved / "ram" / "secret"]
         longer, flipped = sorted(problems(*by_peer), key=lambda each: each["part"])
         assert flipped["path"].startswith(f"{url}/v1/hosts/0/2-")
         assert flipped["part"] == "state/params/w[6:8, 0:6]"
         assert longer["why"] == "is longer than what was saved, by 4 bytes"
         # By path and through the agent it is one holder.
-        assert len(problems(saved / "ram", "--peer", url)) == 2
-        found = repaired(saved / "steps", *by_peer[:4])
+        assert len(problems(saved / "ram", *by_peer)) == 2
+        found = repaired(*by_peer)
         assert found["state/params/w[6:8, 0:6]", "local"] is None
     assert verify(saved / "ram", code=0)["passed"]
     # It does not answer any more.
-    problem, *_ = problems(saved / "steps", "--step", 2, *by_peer)
+    problem, *_ = problems(*by_peer, "--step", 2)
     assert problem["kind"] == "manifest"
     assert url in problem["why"]
 

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.inspect import plot
+from elastic_ckpt.inspect import page
 from elastic_ckpt.training import report, step_log
 
 VALUES = st.floats(-1e9, 1e9, allow_nan=False) | st.integers(-5, 5).map(float)
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def drawn(spec, width=plot.WIDE):
-    return ElementTree.fromstring(plot.svg(spec, title="a < b", width=width))
+def drawn(spec):
+    return ElementTree.fromstring(page.svg(spec, title="a < b"))
 
 
 def texts(root):
@@ -40,16 +40,16 @@ def numbers(path):
 def test_every_point_is_drawn_within_the_frame(points, kind, is_log, from_zero):
     if is_log:
         points = [(x, abs(y) + 1e-3) for x, y in points]
-    series = plot.Series(name="s", points=sorted(points), kind=kind)
-    spec = plot.lines([series], x="x", y="y", is_log=is_log, from_zero=from_zero)
+    series = page.Series(name="s", points=sorted(points), kind=kind)
+    spec = page.lines([series], x="x", y="y", is_log=is_log, from_zero=from_zero)
     root = drawn(spec)
     width, height = map(float, root.get("viewBox").split()[2:])
     assert root.get("aria-label") == "a < b"
-    assert width == plot.WIDE
+    assert width == page.WIDTH
     coloured = [
         each
         for each in root.iter(f"{SVG}path")
-        if plot.COLOURS[0] in (each.get("stroke"), each.get("fill"))
+        if page.COLOURS[0] in (each.get("stroke"), each.get("fill"))
     ]
     if kind == "dots":
         assert len(coloured) == len(points)
@@ -115,10 +115,10 @@ def test_interruption_is_shown_with_its_evidence_and_what_it_cost():
         "event": "recovered", "time": 90.0, "world": 2, "steps_lost": 5, "secs": 7.0,
     }  # fmt: skip
     began = {"event": "world_started", "time": 0.0, "slices": [0], "spares": []}
-    page = report.report(record(events=[began, judged, back | phases, survived]))
+    text = report.report(record(events=[began, judged, back | phases, survived]))
     cells = ["1.00", "slice 1", "slice 1 is lost"]
     cells += ["host 1: killed by SIGKILL; no memory", "leave out", "7.0 s", "5"]
-    assert "".join(f"<td>{cell}</td>" for cell in cells) in page
+    assert "".join(f"<td>{cell}</td>" for cell in cells) in text
     cells = ["2.50", "storage", "full", "; ".join(judged["evidence"]), "leave out"]
-    assert "".join(f"<td>{cell}</td>" for cell in [*cells, "", ""]) in page
+    assert "".join(f"<td>{cell}</td>" for cell in [*cells, "", ""]) in text
     assert "Nothing failed." in report.report(record(events=[began]))

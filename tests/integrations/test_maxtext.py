@@ -270,15 +270,6 @@ def test_maxtext_s_refusals_end_as_it_wants_and_ours_in_one_line(run, capsys):
     assert printed.err.startswith("elastic-ckpt maxtext: MaxText's configuration: num_")
 
 
-def test_config_names_the_verb_of_a_file_with_keys_of_maxtext(tmp_path, capsys):
-    path = tmp_path / "tiny.yml"
-    path.write_text("run_name: a\neval_data_columns: [a]\nnum_logical_shards: 8\n")
-    assert main.main(["config", str(path)]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"{path} has keys of MaxText, such as eval_data_columns" in line
-    assert f"`elastic-ckpt maxtext {path}` runs it" in line
-
-
 def test_a_resume_with_other_data_or_another_model_is_refused(
     installed, run, capfd, monkeypatch
 ):

@@ -269,13 +269,13 @@ def check_verbs(maxtext, name, *, hosts, steps=STEPS):
     assert list(audited.hosts) == hosts
     assert audited.num_row_identical_steps == audited.num_steps == steps
     shown = status.collect(directory)
-    assert (shown.phase, shown.progress.step) == ("finished", steps)
-    assert shown.progress.loss is not None
+    assert (shown.phase, shown.step) == ("finished", steps)
+    assert shown.loss is not None
     assert {each.tier: each.step for each in shown.tiers}["persistent"] == steps - 1
     recorded = report.collect(directory)
     assert sum(len(each.records) for each in recorded.attempts) >= steps
     with pytest.raises(ec.ElasticCkptError, match="elastic_enabled=true"):
-        scale.run(argparse.Namespace(run=directory, slices=1, no_wait=True))
+        scale.run(argparse.Namespace(run=directory, slices=1))
 
 
 def stored_steps(maxtext, name):

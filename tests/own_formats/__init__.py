@@ -14,9 +14,11 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt import steps as steps_room
+from elastic_ckpt import training as training_room
 from elastic_ckpt.checkpoint import components as components_room
 from elastic_ckpt.checkpoint.components import description, encoding, state_file
 from elastic_ckpt.core import checked_json, process
+from elastic_ckpt.inspect import run_files
 from elastic_ckpt.steps import manifest_file
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.tiers import run_identity
@@ -33,6 +35,7 @@ from tests.tiers import saved_worlds
 
 STEPS = pathlib.Path(steps_room.__file__).parent
 COMPONENTS = pathlib.Path(components_room.__file__).parent
+TRAINING = pathlib.Path(training_room.__file__).parent
 
 
 class OwnFormat(NamedTuple):
@@ -131,6 +134,17 @@ EVALUATION = evaluations.Evaluation(
 AGENTS = run_agents.RunAgents(
     run="run-7", urls={"host-01": "http://10.0.0.1:9000", "host-02": "http://[::1]:9"}
 )
+RECORD = run_files.RunRecord(
+    run="run-7",
+    program="train",
+    steps_directory="/storage/run-7/checkpoints",
+    every=20,
+    at_end=True,
+    ram=("/dev/shm/run-7", "/dev/shm/slice-0/run-7"),
+    first_step=1,
+    data={"global_batch_size": 8},
+    settings={"global_batch_size": 8, "run_name": "run-7"},
+)
 WRITER = renewed.Record(
     name="a",
     process=process.Process(
@@ -217,6 +231,14 @@ OWN = {
         value=repr(STATE),
         content=lambda _: state_file.to_bytes(encoding.encode(STATE)),
         read=_read_state,
+    ),
+    "record of a run": OwnFormat(
+        golden="record_v1.json",
+        file=run_files.RECORD,
+        value=RECORD,
+        content=_written(run_files.RECORD, lambda path: run_files.write(path, RECORD)),
+        read=run_files.read,
+        page=TRAINING / "STEP_LOG.md",
     ),
     "identity of a run": OwnFormat(
         golden="run_v1.json",

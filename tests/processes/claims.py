@@ -83,8 +83,8 @@ class Claims:
         status = json.loads(runs.verb("status", run.path, "--json"))
         last = run.events("run_stopped", "run_finished")[-1]
         assert status["phase"] == last["event"].removeprefix("run_")
-        assert status["progress"]["step"] == last["step"] == len(run.records)
-        assert status["progress"]["loss"] == run.records[-1].loss
+        assert status["step"] == last["step"] == len(run.records)
+        assert status["loss"] == run.records[-1].loss
         persistent = {each["tier"]: each["step"] for each in status["tiers"]}
         assert persistent["persistent"] == last["step"]
 

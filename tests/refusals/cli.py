@@ -6,8 +6,9 @@ import pathlib
 
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import errors
+from elastic_ckpt.inspect import run_files
 from elastic_ckpt.simulation import cluster
-from elastic_ckpt.training import configured, load, run_directory
+from elastic_ckpt.training import configured, load
 from tests import runs
 from tests.refusals import Refusal
 
@@ -59,9 +60,9 @@ def scale(says: str, slices: int, *, error=errors.ConfigError, **settings) -> Re
 
     def call(directory: pathlib.Path) -> None:
         config = runs.write_config(directory, "texts", **{**FOUR, **settings})
-        run_directory.write_config(str(directory), load.load(config))
+        runs.write_record(directory, load.load(config))
         ended = {"time": 0.0, "event": "run_finished", "step": 1, "secs": 1.0}
-        (directory / run_directory.EVENTS).write_text(json.dumps(ended) + "\n")
+        (directory / run_files.EVENTS).write_text(json.dumps(ended) + "\n")
         verb("", "scale", directory, "--slices", slices).call(directory)
 
     return Refusal(call, says, error, writes=True)
@@ -118,20 +119,11 @@ REFUSALS = {
         *("verify", "DIR/none"),
         error=errors.ElasticCkptError,
     ),
-    "URL of a peer": verb(
-        "--peer has '10.0.0.7:8470', which is not the URL of an agent",
-        *("inspect", "DIR", "--peer", "10.0.0.7:8470"),
-    ),
-    "peer without a secret": verb(
-        "--peer needs the run's secret: add --secret-file",
-        *("verify", "--peer", "http://10.0.0.7:8470", "--run", "r"),
-        error=errors.ElasticCkptError,
-    ),
-    "peer without a run": on_files(
+    "RAM of machines that are not recorded": on_files(
         verb(
-            "add --run",
-            *("verify", "--peer", "http://10.0.0.7:8470", *SECRET),
-            error=errors.ElasticCkptError,
+            "no agents of the run's machines are recorded there",
+            *("verify", "DIR", *SECRET),
+            error=errors.CheckpointError,
         ),
         secret="long-enough-for-a-secret",
     ),

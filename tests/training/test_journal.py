@@ -22,7 +22,7 @@ def config(tmp_path):
 
 
 def recorded(config):
-    path = f"{run_directory.path_of(config)}/{run_directory.EVENTS}"
+    path = f"{run_directory.path_of(config)}/{run_files.EVENTS}"
     log = jsonlog.read(path) if storage.absolute(path).exists() else []
     return [
         {name: value for name, value in event.items() if name != "time"}
@@ -88,7 +88,7 @@ def test_steps_that_an_earlier_start_has_trained_are_no_goodput_again(config):
             for number in range(4, newest + 1):
                 emit("step", step=number, **step)
     lines = jsonlog.read(
-        f"{run_directory.path_of(config)}/{run_directory.METRICS}/host-00000.jsonl"
+        f"{run_directory.path_of(config)}/{run_files.METRICS}/host-00000.jsonl"
     )
     names = [line["metric"].rpartition("/")[2] for line in lines]
     # Step 5 in the first start, and step 6 in the second.
@@ -114,7 +114,7 @@ def two_starts(config):
         old("saved", step=4, secs=1.0)
         old.sync()
         # Locks of network file systems may be lost, and object stores have none.
-        storage.remove(f"{run_directory.path_of(config)}/{run_directory.LOCK}")
+        storage.remove(f"{run_directory.path_of(config)}/{run_files.LOCK}")
         with journal.kept(config, events.nobody) as new:
             new("world_claimed", **claim(config, "9"))
             old("saved", step=5, secs=1.0)
@@ -131,7 +131,7 @@ def test_run_whose_events_were_removed_meanwhile_fails(config):
     def run():
         with journal.kept(config, events.nobody) as emit:
             emit("run_started", **STARTED)
-            storage.remove(f"{run_directory.path_of(config)}/{run_directory.EVENTS}")
+            storage.remove(f"{run_directory.path_of(config)}/{run_files.EVENTS}")
 
     with pytest.raises(errors.RunError, match="was removed"):
         run()

@@ -13,8 +13,9 @@ import elastic_ckpt as ec
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import errors, process, storage
 from elastic_ckpt.elastic.world import BetweenWorlds, World
+from elastic_ckpt.inspect import run_files
 from elastic_ckpt.tiers.persistent.claims import Claimant
-from elastic_ckpt.training import run_directory, step_log
+from elastic_ckpt.training import step_log
 from tests import corpora, json_outputs
 
 
@@ -93,7 +94,7 @@ def test_every_verb_reads_a_loop_that_failed_and_changed_its_devices(
     assert "FAILED: step 1, row 0: example" in output
     asked = ("audit", "run", "--data", "program:data")
     _, output = run_verb(capsys, *asked, "--step", "8", "--json")
-    (batch,) = json.loads(output)["batches"]
+    (batch,) = json.loads(output)
     assert (batch["step"], len(batch["rows"])) == (8, 16)
     record = batch["rows"][3]["documents"][0]["record"]
     _, output = run_verb(capsys, *asked, "--find", f"texts.array_record:{record}")
@@ -108,14 +109,16 @@ def test_every_verb_reads_a_loop_that_failed_and_changed_its_devices(
     ):
         assert text in output
     _, output = run_verb(capsys, "status", "run", "--json")
-    assert json.loads(output)["progress"]["loss"] > 0
+    assert json.loads(output)["loss"] > 0
+    assert main.main(["report", "run", "--no-audit"]) == 0
+    assert "<h2>Loss</h2>" in (place / "run/report.html").read_text()
     for verb, text in (
         (["audit", "run"], "name it with --data MODULE:NAME"),
         (
             ["audit", "run", "--data", "program:make_shard"],
             "make_shard cannot be called",
         ),
-        (["scale", "run", "--slices", "2"], "your own training loop"),
+        (["scale", "run", "--slices", "2"], "where it calls ec.elastic.run"),
     ):
         assert main.main(verb) != 0
         assert text in capsys.readouterr().err
@@ -135,9 +138,11 @@ def batches_of(data):
     return ec.batches(data, mesh=mesh, global_batch_size=4)
 
 
-def test_live_loop_is_training(tmp_path, data, capsys):
+def test_a_loop_and_its_steps_may_share_a_directory_that_is_moved(
+    tmp_path, data, capsys
+):
     batches = batches_of(data)
-    tiers = [ec.Persistent(tmp_path / "saved", every=1)]
+    tiers = [ec.Persistent(tmp_path / "run", every=1)]
     with (
         ec.RunDirectory(tmp_path / "run", tiers=tiers) as run,
         ec.Checkpointer(tiers, emit=run.emit) as checkpointer,
@@ -145,8 +150,17 @@ def test_live_loop_is_training(tmp_path, data, capsys):
         run.log(1, next(batches))
         checkpointer.save(1, {"w": jax.numpy.ones(1)})
         _, output = run_verb(capsys, "status", tmp_path / "run")
+        assert output.startswith("run: training\n")
     batches.close()
-    assert output.startswith("run: training\n")
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    # The identity of the run and its record.
+    assert {"run.json", "record.json"} <= {each.name for each in moved.iterdir()}
+    _, output = run_verb(capsys, "status", moved)
+    assert output.startswith("run: finished\n")
+    assert "in storage step 1," in output
+    _, output = run_verb(capsys, "inspect", moved)
+    assert "step 1: complete" in output
+    assert run_verb(capsys, "verify", moved)[0] == 0
 
 
 def test_audit_numbers_steps_as_they_are_logged(tmp_path, data, capsys, monkeypatch):
@@ -255,7 +269,7 @@ def test_worlds_of_several_machines_need_no_lock_and_of_one_machine_they_do(
         return told
 
     # A host that stands still may hold it for ever.
-    with storage.exclusive_lock(tmp_path / "run" / run_directory.LOCK):
+    with storage.exclusive_lock(tmp_path / "run" / run_files.LOCK):
         # The run is not over, and its supervisor gets the events.
         assert recorded(owner=None) == ["run_started", "step", "run_stopped"]
         with pytest.raises(errors.RunError, match="written by another live run"):

@@ -1,8 +1,8 @@
-"""Plots: specifications of Vega-Lite, drawn by vl-convert as SVG without scripts.
+"""A page with plots: HTML, style and drawings in one file, without scripts.
 
-A colour is a CSS variable of `LIGHT` and `DARK`, so that one drawing follows a light or
-dark page; `standalone` puts in those of `LIGHT`. Needs the extra `report`.
-https://vega.github.io/vega-lite/docs/
+Plots are specifications of Vega-Lite, drawn as SVG by vl-convert, of the extra
+`report`; each has its numbers in a table. A content security policy forbids any
+request. https://vega.github.io/vega-lite/docs/
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import html
 import itertools
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -20,25 +19,20 @@ from elastic_ckpt.core import extras
 
 Point = tuple[float, float]
 Spec = dict[str, Any]
+# How good a thing is, by the class of its colour.
+Mood = Literal["", "good", "bad"]
 
+_INK, _SOFT, _LINE = "#1c2024", "#5b6570", "#dde1e6"
+_GOOD, _BAD = "#1a7f4b", "#c0392b"
 # Eight series that differ also for people who see few colours (Okabe and Ito, adapted).
-LIGHT = {
-    **{"ink": "#1c2024", "soft": "#5b6570", "paper": "#fff", "card": "#f6f7f9"},
-    **{"line": "#dde1e6", "good": "#1a7f4b", "bad": "#c0392b"},
-    **{"c0": "#0b66c3", "c1": "#c75000", "c2": "#1a7f4b", "c3": "#8e44ad"},
-    **{"c4": "#b58900", "c5": "#00798c", "c6": "#b0286a", "c7": "#6b7683"},
-}
-DARK = {
-    **{"ink": "#e6e9ed", "soft": "#9aa5b1", "paper": "#14171a", "card": "#1d2125"},
-    **{"line": "#343b42", "good": "#4cc38a", "bad": "#ff7b6b"},
-    **{"c0": "#6cb2ff", "c1": "#ff9d57", "c2": "#4cc38a", "c3": "#c89bf0"},
-    **{"c4": "#e5c04b", "c5": "#4fc3d4", "c6": "#f47fb4", "c7": "#9aa5b1"},
-}
-COLOURS = [f"var(--c{number})" for number in range(8)]
+COLOURS = (
+    *("#0b66c3", "#c75000", "#1a7f4b", "#8e44ad"),
+    *("#b58900", "#00798c", "#b0286a", "#6b7683"),
+)
 GOOD, LOST = COLOURS[2], COLOURS[1]
 
-# Pixels, of a plot on a wide and on a narrow page.
-WIDE, NARROW = 520, 300
+# Pixels.
+WIDTH = 520
 _HEIGHT = 190
 _BAR = 22
 # A series has at most this many points; extremes are kept.
@@ -47,22 +41,22 @@ _MOST_POINTS = 800
 _MOST_NAMED = 6
 _CONFIG: Spec = {
     "aria": False,
-    "background": None,
+    "background": "#fff",
     "font": "system-ui, sans-serif",
     "view": {"stroke": None},
-    "title": {"color": "var(--ink)"},
+    "title": {"color": _INK},
     "axis": {
-        **{"labelColor": "var(--soft)", "titleColor": "var(--soft)"},
-        **{"gridColor": "var(--line)", "domain": False, "ticks": False},
+        **{"labelColor": _SOFT, "titleColor": _SOFT},
+        **{"gridColor": _LINE, "domain": False, "ticks": False},
         **{"labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal"},
         **{"labelPadding": 6, "tickCount": 5},
     },
     "legend": {
-        **{"orient": "top", "title": None, "labelColor": "var(--ink)"},
+        **{"orient": "top", "title": None, "labelColor": _INK},
         **{"labelFontSize": 12, "symbolType": "square", "symbolStrokeWidth": 3},
-        **{"columnPadding": 24, "offset": 8},
+        **{"columnPadding": 24, "offset": 8, "columns": 3, "labelLimit": 130},
     },
-    "text": {"color": "var(--soft)", "fontSize": 12},
+    "text": {"color": _SOFT, "fontSize": 12},
 }
 
 
@@ -136,12 +130,12 @@ def lines(
     if marks:
         moments = {"values": [{"x": at, "name": name} for at, name in marks]}
         at: Spec = {"x": {"field": "x", "type": "quantitative"}}
-        rule = {"type": "rule", "color": "var(--bad)", "strokeDash": [3, 3]}
+        rule = {"type": "rule", "color": _BAD, "strokeDash": [3, 3]}
         layers.append({"data": moments, "mark": rule, "encoding": at})
         if len(marks) <= _MOST_NAMED:
             name: Spec = {"text": {"field": "name"}, "y": {"value": 2}}
             mark = {
-                **{"type": "text", "color": "var(--bad)", "align": "left"},
+                **{"type": "text", "color": _BAD, "align": "left"},
                 **{"baseline": "top", "dx": 4, "fontSize": 11},
             }
             layers.append({"data": moments, "mark": mark, "encoding": {**at, **name}})
@@ -201,7 +195,7 @@ def bars(
         **{"field": "row", "type": "ordinal", "scale": {"domain": order}},
         **{"title": None, "sort": None},
         "axis": {
-            **{"labelColor": "var(--ink)", "labelLimit": 150, "grid": False},
+            **{"labelColor": _INK, "labelLimit": 150, "grid": False},
             "labelExpr": f"{json.dumps(labels)}[datum.value]",
             "labelOffset": -7 * (num_lines - 1),
         },
@@ -260,7 +254,7 @@ def number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def svg(spec: Spec, *, title: str, width: int | None = WIDE) -> str:
+def svg(spec: Spec, *, title: str, width: int | None = WIDTH) -> str:
     """The plot as an element of HTML.
 
     Args:
@@ -271,23 +265,14 @@ def svg(spec: Spec, *, title: str, width: int | None = WIDE) -> str:
     Raises:
       ConfigError: if the extra is not installed.
     """
-    config, size = _CONFIG, {}
+    size: Spec = {}
     if width is not None:
         # All plots are as wide, and their letters as large.
         fit = {"type": "fit-x", "contains": "padding"}
         size = {"width": width, "autosize": fit}
-        columns = 2 if width <= NARROW else 3
-        legend = {"columns": columns, "labelLimit": width // columns - 40}
-        config = {**config, "legend": {**config["legend"], **legend}}
-    drawn = library().vegalite_to_svg({"config": config, **size, **spec})
+    drawn = library().vegalite_to_svg({"config": _CONFIG, **size, **spec})
     label = f'<svg role="img" aria-label="{html.escape(title)}" '
     return drawn.replace("<svg ", label, 1)
-
-
-def standalone(svg: str) -> str:
-    """The plot as a file of its own, on white."""
-    on_white = svg.replace("<svg ", f'<svg style="background: {LIGHT["paper"]}" ', 1)
-    return re.sub(r"var\(--(\w+)\)", lambda match: LIGHT[match[1]], on_white)
 
 
 def library() -> Any:
@@ -318,3 +303,141 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 def _of_y(point: Point) -> float:
     return point[1]
+
+
+_STYLE = (
+    f"""
+:root {{ --ink: {_INK}; --soft: {_SOFT}; --line: {_LINE}; }}
+.good {{ color: {_GOOD}; }} .bad {{ color: {_BAD}; }}
+"""
+    + """
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1.5rem 1rem 3rem; max-width: 76rem; color: var(--ink);
+  background: #f6f7f9; font: 15px/1.45 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.05rem; margin: 0 0 .15rem; }
+p { margin: .1rem 0 .6rem; color: var(--soft); }
+dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr));
+  gap: .6rem; margin: 1rem 0; }
+dl div, section { background: #fff; border: 1px solid var(--line);
+  border-radius: 8px; padding: .5rem .75rem; }
+dt { font-size: .8rem; color: var(--soft); }
+dd { margin: 0; font-size: 1.15rem; font-weight: 600;
+  font-variant-numeric: tabular-nums; }
+main { display: grid; gap: 1rem; align-items: start;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 29rem), 1fr)); }
+section { padding: .8rem 1rem; break-inside: avoid; min-width: 0; }
+section.whole { grid-column: 1 / -1; }
+figure { margin: 0; }
+svg { display: block; width: 100%; max-width: 36rem; height: auto; overflow: visible; }
+details { margin-top: .5rem; font-size: .875rem; } summary { cursor: pointer; }
+.table { overflow-x: auto; max-height: 24rem; font-size: .875rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: .2rem .9rem .2rem 0; vertical-align: top;
+  border-bottom: 1px solid var(--line); }
+td { min-width: 3rem; max-width: 34rem; }
+.whole td:nth-child(3), .whole td:nth-child(4) { min-width: 13rem; }
+"""
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fact:
+    """A number that is shown first.
+
+    Attributes:
+      name: of it.
+      value: as text.
+      mood: whether it is good or bad news.
+    """
+
+    name: str
+    value: str
+    mood: Mood = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of the page.
+
+    Attributes:
+      title: of the section.
+      text: one or two sentences.
+      spec: its plot; None if there is nothing to plot.
+      verdict: a word in front, such as PASSED; empty for none.
+      mood: of the verdict.
+      columns: the heads of the table.
+      rows: of the table; none leaves it out.
+      is_table: whether the table is what the section shows; else it is folded away.
+    """
+
+    title: str
+    text: str
+    spec: Spec | None = None
+    verdict: str = ""
+    mood: Mood = ""
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    is_table: bool = False
+
+
+def to_html(
+    title: str, subtitle: str, facts: Sequence[Fact], sections: Sequence[Section]
+) -> str:
+    """The page.
+
+    Args:
+      title: the heading.
+      subtitle: below it.
+      facts: that are shown first.
+      sections: below them.
+
+    Raises:
+      ConfigError: if the extra that draws plots is not installed.
+    """
+    shown = "".join(
+        f'<div><dt>{html.escape(each.name)}</dt><dd class="{each.mood}">'
+        f"{html.escape(each.value)}</dd></div>"
+        for each in facts
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta http-equiv="Content-Security-Policy"'
+        " content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>\n"
+        f"<body><header><h1>{html.escape(title)}</h1><p>{html.escape(subtitle)}</p>"
+        f"<dl>{shown}</dl></header>\n<main>"
+        + "\n".join(map(_section, sections))
+        + "\n</main></body></html>\n"
+    )
+
+
+def _section(part: Section) -> str:
+    verdict = ""
+    if part.verdict:
+        verdict = f'<strong class="{part.mood}">{html.escape(part.verdict)}</strong> '
+    figure = ""
+    if part.spec is not None:
+        figure = f"<figure>{svg(part.spec, title=part.title)}</figure>"
+    whole = ' class="whole"' if part.is_table else ""
+    return (
+        f"<section{whole}><h2>{html.escape(part.title)}</h2>"
+        f"<p>{verdict}{html.escape(part.text)}</p>{figure}{_table(part)}</section>"
+    )
+
+
+def _table(part: Section) -> str:
+    if not part.rows:
+        return ""
+    head = "".join(f'<th scope="col">{html.escape(each)}</th>' for each in part.columns)
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in part.rows
+    )
+    table = (
+        f'<div class="table"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+    if part.is_table:
+        return table
+    return f"<details><summary>Numbers</summary>{table}</details>"
