@@ -11,7 +11,7 @@ from elastic_ckpt.monitoring import progress
 
 with epy.lazy_imports():
     from elastic_ckpt.elastic import termination
-    from elastic_ckpt.integrations import maxtext, maxtext_elastic
+    from elastic_ckpt.integrations import maxtext, maxtext_keys, maxtext_worlds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,11 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains, or continues, a run of MaxText."""
-    config = maxtext_elastic.run_config(arguments.arguments)
+    of_maxtext = arguments.arguments
+    config = maxtext_keys.supervised(maxtext_keys.given(of_maxtext))
     shown = progress.Progress(log_period=1, stream=sys.stdout)
     if config.world.hosts > 1:
         with termination.ending("elastic-ckpt maxtext"), shown:
-            is_stopped = maxtext_elastic.run(config, arguments.arguments, emit=shown)
+            is_stopped = maxtext_worlds.run(config, of_maxtext, emit=shown)
         return termination.exit_code() if is_stopped else 0
-    maxtext.run(arguments.arguments, emit=shown, started=config)
+    maxtext.run(of_maxtext, emit=shown, started=config)
     return 0

@@ -6,7 +6,7 @@ batch which the loader delivered. A shard's cursor is that of the worker which w
 last to read it (`local_batches.merged`). The state of the rank therefore depends on the
 number of workers no more than on that of ranks.
 
-Of the library, only this module and `integrations.torchtitan` import torch.
+Of the library, only this module imports torch.
 """
 
 from __future__ import annotations

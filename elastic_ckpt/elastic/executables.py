@@ -1,10 +1,9 @@
 """Compiled steps, kept for the next world on this machine's RAM disk.
 
 A world that has had its shape before loads its executables and traces nothing: a
-change of slices then costs milliseconds in place of XLA's seconds. A program that has
-been lowered is found by its text, so that it is traced and not compiled. A world loads
-what it has in the background, while it looks for its state and restores it
-(`Preloaded`). JAX's compilation cache cannot do that for several processes on CPU: its
+change of slices then costs milliseconds in place of XLA's seconds. A world loads what
+it has in the background, while it looks for its state and restores it (`Preloaded`).
+JAX's compilation cache cannot do that for several processes on CPU: its
 key depends on the process, and process 0 alone writes.
 
 Loading an executable unpickles, and runs code. So executables are read only from a
@@ -29,7 +28,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -110,24 +109,17 @@ class Executables:
     emit: events.Emit = events.nobody
     preloaded: Preloaded | None = None
 
-    def compiled(
-        self,
-        jitted: Any,
-        *arguments: Any,
-        step: int = 0,
-        options: Mapping[str, Any] | None = None,
-    ) -> _Compiled:
+    def compiled(self, jitted: Any, *arguments: Any, step: int = 0) -> _Compiled:
         """The compiled `jitted` for these arguments, under their shardings.
 
         Args:
           jitted: a function of `jax.jit`, which is found by its code and not even
-            traced; or lowered already, and then found by its text (StableHLO).
+            traced.
           arguments: positional, arrays or their abstract values.
           step: the step that it is compiled for, for the events.
-          options: for XLA; see `jax.stages.Lowered.compile`.
         """
         began_secs = time.monotonic()
-        path = None if self.kept is None else self._path(jitted, arguments, options)
+        path = None if self.kept is None else self._path(jitted, arguments)
         if path is not None:
             loaded = self._loaded(path)
             if loaded is not None:
@@ -136,12 +128,7 @@ class Executables:
                 return loaded
         self.emit("compile_started", step=step)
         with _cache_hits() as hits:
-            lowered = (
-                jitted
-                if isinstance(jitted, jax.stages.Lowered)
-                else jitted.lower(*arguments)
-            )
-            compiled = lowered.compile(None if options is None else dict(options))
+            compiled = jitted.lower(*arguments).compile()
         secs = time.monotonic() - began_secs
         self.emit("compiled", step=step, secs=secs)
         # On CPU an executable of JAX's cache is serialized without its code. The next
@@ -150,19 +137,13 @@ class Executables:
             self._keep(path, compiled, _devices(arguments))
         return compiled
 
-    def _path(
-        self, jitted: Any, arguments: Any, options: Mapping[str, Any] | None
-    ) -> str | None:
+    def _path(self, jitted: Any, arguments: Any) -> str | None:
         # None if the function has parts that cannot be compared.
         assert self.kept is not None
         try:
-            if isinstance(jitted, jax.stages.Lowered):
-                code = [jitted.as_text(), _devices(arguments)]
-            else:
-                modules = _changed_modules(self.kept.began_ns)
-                code = [jitted.__wrapped__, _abstract(arguments), modules]
-            settings = [_settings(), sorted((options or {}).items())]
-            name = _digest(_place()) + _digest([settings, code])
+            modules = _changed_modules(self.kept.began_ns)
+            code = [jitted.__wrapped__, _abstract(arguments), modules]
+            name = _digest(_place()) + _digest([_settings(), code])
         except Exception as error:
             # Pickling calls methods of whatever the function refers to.
             logging.warning("the executable of %r is not kept: %r", jitted, error)

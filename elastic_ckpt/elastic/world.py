@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.core import errors, events, storage
@@ -93,16 +93,13 @@ class World:
         jitted: Any,
         *arguments: Any,
         step: int = 0,
-        options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
         """Compiles a jitted function, or takes what an earlier world has compiled.
 
         Args:
-          jitted: a function of `jax.jit`, the same on all hosts; or what its `lower`
-            returns, if its code refers to what differs between worlds.
+          jitted: a function of `jax.jit`, the same on all hosts.
           *arguments: its positional arguments: arrays, or abstract ones with shardings.
           step: the step that it is compiled for, which events report.
-          options: for XLA, as `jax.stages.Lowered.compile` takes them.
 
         Returns:
           The compiled function.
@@ -115,7 +112,7 @@ class World:
             preloaded=self._between.preloaded,
         )
         self.begin("compile")
-        compiled = keeper.compiled(jitted, *arguments, step=step, options=options)
+        compiled = keeper.compiled(jitted, *arguments, step=step)
         self.begin(watch.TRAIN)
         return compiled
 

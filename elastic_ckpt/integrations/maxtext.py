@@ -1,11 +1,12 @@
-"""Runs the MaxText that is installed on our iterators, checkpoints and worlds.
+"""Runs the MaxText that is installed on our batches, checkpoints and worlds.
 
-MaxText's trainer, model and keys stay in use. `Run` is the object that it asks, by the
-seam of `maxtext_seam`: for the keys that it is to check, the iterators, the manager of
-checkpoints, its compiled steps, and whether to stop; and that it tells of each step.
+MaxText's trainer, model and keys stay in use. `Run` is what `maxtext_hooks` puts in the
+places of five of its functions: it takes our keys out of those that MaxText is to
+check, makes the iterators and the manager of checkpoints, answers whether to stop, and
+records each step in an `ec.RunDirectory`.
 
-Our manager of checkpoints saves and restores the data, too, so that MaxText itself
-needs no state of an iterator.
+Our manager saves and restores the data, too, so that MaxText itself needs no state of
+an iterator.
 """
 
 from __future__ import annotations
@@ -14,36 +15,25 @@ import atexit
 import contextlib
 import dataclasses
 import functools
-import gc
 import logging
-import math
 import os
 import sys
-import time
-import warnings
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
-from etils import epath
-from orbax import checkpoint
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt import frontend
+import elastic_ckpt as ec
 from elastic_ckpt.checkpoint import component_io, run_saver
 from elastic_ckpt.checkpoint.components import validation_schedule
-from elastic_ckpt.core import errors, events, storage, topology
-from elastic_ckpt.data import data_keys, elastic_data, iterator
+from elastic_ckpt.core import errors, events, topology
+from elastic_ckpt.data import data_keys, elastic_data
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.elastic import watch
-from elastic_ckpt.elastic.world import World
-from elastic_ckpt.integrations import (
-    maxtext_config,
-    maxtext_record,
-    maxtext_seam,
-)
-from elastic_ckpt.training import configured, listeners, schema
-from elastic_ckpt.training.schema import ValidationSection
+from elastic_ckpt.inspect import run_files
+from elastic_ckpt.integrations import maxtext_hooks, maxtext_keys
+from elastic_ckpt.training import configured, listeners, run_directory, schema
 
 # The inputs of a step of MaxText, all int32 `[B, L]`.
 FEATURES = tuple(
@@ -51,13 +41,15 @@ FEATURES = tuple(
     for name in ("inputs", "targets")
     for suffix in ("", "_position", "_segmentation")
 )
+# The name under which the data is saved, beside MaxText's `items`.
+ITERATOR = "iter"
 
 
 def run(
     arguments: Sequence[str],
     *,
     emit: events.Emit = events.nobody,
-    world: World | None = None,
+    world: ec.elastic.World | None = None,
     started: schema.Config | None = None,
 ) -> None:
     """Trains as MaxText's own program does with these arguments.
@@ -66,7 +58,7 @@ def run(
 
     Args:
       arguments: of MaxText, with our keys among them.
-      emit: called for each event of tiers of checkpoints.
+      emit: shows the events of the run.
       world: that this process has joined as a host; None if MaxText joins one itself.
       started: the hosts and slices that the run was started with; by default one.
 
@@ -74,17 +66,23 @@ def run(
       ConfigError: if MaxText is missing, or of a version that this module does not
         support, or its configuration requires features that our data does not have.
       DataError: if the data cannot be read; MaxText itself would end without an error.
-      OtherModelError: if a step does not fit the model.
       SystemExit: if MaxText refuses its configuration.
     """
-    explicit = maxtext_config.explicit_keys(arguments)
-    maxtext_seam.check_installed(explicit)
-    this = Run(emit=emit, world=world, explicit=explicit, started=started)
-    with maxtext_seam.extended(this):
-        not_restored: errors.OtherModelError | None = None
+    maxtext_keys.check(maxtext_keys.given(arguments), maxtext_hooks.keys())
+    maxtext_hooks.check_installed()
+    this = Run(emit=emit, world=world, started=started or schema.Config())
+    functions: dict[maxtext_hooks.Hook, Callable[..., Any]] = {
+        maxtext_hooks.PREPARE: this.prepare,
+        maxtext_hooks.MANAGER: this.make_manager,
+        maxtext_hooks.DATA: this.make_data,
+        maxtext_hooks.LOGGER: this.make_logger,
+        maxtext_hooks.STOP: this.should_stop,
+    }
+    with contextlib.ExitStack() as hooks:
+        for hook, function in functions.items():
+            hooks.enter_context(hook.replaced(function))
         try:
-            while _goes_back(arguments):
-                this.begin_again()
+            maxtext_hooks.run(arguments)
         except SystemExit as ended:
             if ended.code:
                 raise
@@ -93,649 +91,379 @@ def run(
             raise past.error from past.error.__cause__
         except Exception as error:
             this.abandon(error)
-            if this.restored is None or not _is_of_restore(error):
-                raise
-            not_restored = _not_restored(this.restored, error)
-        if not_restored is not None:
-            _forget_what_is_unfinished()
-            raise not_restored
+            raise
         # Only here: after an error other hosts may be gone, and closing waits for them.
         this.close()
 
 
-def _goes_back(arguments: Sequence[str]) -> bool:
-    # Runs MaxText until its end, which is a SystemExit, or until it has to begin again.
-    # Then its frames hold the state, which must go before the next.
-    try:
-        maxtext_seam.run(arguments)
-    except _GoneBack:
-        return True
-    return False
-
-
-class _GoneBack(BaseException):
-    """Ends MaxText's loop, past `except Exception`; an older step is loaded next."""
-
-
 class Run:
-    """A run of MaxText, on one of its hosts; a `maxtext_seam.Extension`.
+    """A run of MaxText, on one of its hosts: functions in the places of its hooks.
 
     Args:
-      emit: called for each event of tiers of checkpoints.
+      emit: shows the events of the run.
       world: see `run`.
-      explicit: the keys that a user has set.
       started: see `run`.
-
-    Attributes:
-      restored: the directory of the step that is restored; None before.
     """
 
     def __init__(
         self,
         *,
-        emit: events.Emit = events.nobody,
-        world: World | None = None,
-        explicit: Collection[str] = (),
-        started: schema.Config | None = None,
+        emit: events.Emit,
+        world: ec.elastic.World | None,
+        started: schema.Config,
     ) -> None:
-        self._emit = emit
+        self._emit = emit if world is None else world.emit
         self._world = world
-        self._explicit = explicit
-        self._started = started or schema.Config()
-        self._began_secs = time.monotonic()
-        self.restored: epath.Path | None = None
-        self._own = maxtext_config.Own(values={})
+        self._started = started
         self._config: Any = None
-        self._record: maxtext_record.RunRecord | None = None
-        self._train: MaxTextIterator | None = None
-        self._evaluation: MaxTextIterator | None = None
-        self._manager: OrbaxManager | TieredManager | None = None
-        self._distrust_steps = 0
-        # Whether MaxText goes back, with the manager that it has.
-        self._is_again = False
-        # After the last step that was trained.
-        self._state: Any = None
-        # The step with which MaxText began, and the batches that it had then.
-        self._began = (0, 0)
+        self._ours: maxtext_keys.Ours = {}
+        self._data_keys = data_keys.DataKeys()
+        # What MaxText was given; it gets others after an elastic event under Pathways.
+        self._record: ec.RunDirectory | None = None
+        self._manager: Manager | None = None
+        self._data: list[Data] = []
+        # Rows of a global batch at the start before; 0 if there was none.
+        self._rows_before = 0
+        # Rows of the batch before, and MaxText's sizes of batches in a ramp.
+        self._rows = 0
+        self._sizes: Any = None
+        # The batch of the step that is computed, until the step is logged.
+        self._batch: elastic_data.Batch | None = None
+        # The steps that are done, and those that were when MaxText began.
+        self._done = self._start = 0
         # The newest step that MaxText asked about, and the answer.
         self._asked = (-1, False)
 
-    def configure(self, raw_keys: dict[str, Any]) -> dict[str, Any]:
+    def prepare(
+        self, original: Callable[..., Any], raw_keys: Any, *rest: Any, **more: Any
+    ) -> Any:
         """Takes our keys out of those that MaxText has read."""
         with past_maxtext():
-            theirs, self._own = maxtext_config.divide(
-                raw_keys, known=maxtext_seam.known_keys(), explicit=self._explicit
-            )
-        return theirs
+            theirs, self._ours = maxtext_keys.divide(raw_keys)
+        return original(theirs, *rest, **more)
 
-    def create_data_iterator(
-        self, config: Any, mesh: Any
-    ) -> tuple[MaxTextIterator, MaxTextIterator | None]:
-        """Makes the iterators of the training data and of the evaluation data."""
-        section = maxtext_config.train_section(config, self._own)
-        _check_resumable(config)
+    def make_manager(
+        self, original: Callable[..., Any], config: Any, mesh: Any, *rest: Any
+    ) -> Manager | None:
+        """Makes the record of the run, and the manager of its checkpoints."""
+        del original, rest
+        self._end_parts(errors.StoppedError("MaxText begins again"))
         with past_maxtext():
-            rows = maxtext_config.global_batch_size(config, num_devices=mesh.size)
-            record = self._recorded(config)
-            record.describe(
-                maxtext_config.run_config(
-                    config, self._own, data=section, started=self._started
-                ),
-                rows=rows,
+            self._config = config
+            self._data_keys = maxtext_keys.data_keys(config, self._ours)
+            chosen = maxtext_keys.tiers(config, self._ours)
+            tiers = configured.tiers(chosen, persistent=config.checkpoint_dir)
+            kept = self._kept(chosen)
+            directory = run_directory.path_of(kept)
+            with contextlib.suppress(errors.RunError):
+                before = run_files.read(directory).data or {}
+                self._rows_before = before["global_batch_size"]
+            self._record = ec.RunDirectory(
+                directory,
+                tiers=tiers,
+                steps=config.steps,
+                world=self._world,
+                emit=self._emit,
+                _config=kept,
             )
-        # After an elastic event MaxText comes again; the old one's slices are gone.
-        self._train = self._iterator(config, section, mesh, rows=rows, record=record)
-        self._evaluation = None
-        if config.eval_interval > 0:
-            self._evaluation = self._iterator(
+            if not config.enable_checkpointing:
+                return None
+            options = {"run": config.run_name, "emit": self._record.emit}
+            if self._world is not None:
+                checkpointer = self._world.checkpointer(tiers, **options)
+            else:
+                checkpointer = ec.Checkpointer(tiers, mesh=mesh, **options)
+            self._manager = Manager(
+                checkpointer,
+                self,
                 config,
-                maxtext_config.eval_section(config, self._own),
-                mesh,
-                rows=maxtext_config.global_batch_size(
-                    config, num_devices=mesh.size, evaluation=True
+                configured.validation(
+                    chosen.validation,
+                    self._record.emit,
+                    preserve=lambda step: run_saver.preserve_newest(
+                        checkpointer, up_to=step
+                    ),
                 ),
             )
-        return self._train, self._evaluation
-
-    def create_checkpoint_manager(
-        self, config: Any, mesh: Any, create: Callable[[], Any]
-    ) -> Any:
-        """Makes the manager, over our tiers if these are configured, or MaxText's own.
-
-        It comes before the data, for which MaxText shards a batch over the devices.
-        """
-        self._config = config
-        with past_maxtext():
-            maxtext_config.global_batch_size(config, num_devices=mesh.size)
-            if config.eval_interval > 0:
-                maxtext_config.global_batch_size(
-                    config, num_devices=mesh.size, evaluation=True
-                )
-        if self._is_again:
-            self._is_again = False
-        elif self._own.uses_tiers and config.enable_checkpointing:
-            with past_maxtext():
-                self._manager = self._tiered(config, mesh)
-        else:
-            theirs = create()
-            self._manager = theirs and OrbaxManager(theirs, data=self._data_of)
         return self._manager
 
-    def _tiered(self, config: Any, mesh: Any) -> TieredManager:
-        chosen = maxtext_config.tiers_config(config, self._own)
-        tiers = configured.tiers(chosen, persistent=config.checkpoint_dir)
-        emit = self._recorded(config).emit
+    def _kept(self, chosen: schema.Config) -> schema.Config:
+        # What the directory of the run keeps of its configuration.
+        config, started = self._config, self._started
+        with_metrics = dataclasses.replace(started, metrics=chosen.metrics)
         if self._world is not None:
-            over_tiers = self._world.checkpointer(tiers, run=config.run_name)
-        else:
-            over_tiers = frontend.Checkpointer(
-                tiers, mesh=mesh, run=config.run_name, emit=emit
-            )
-        saves_last = config.save_checkpoint_on_completion
-        manager = TieredManager(
-            over_tiers,
-            directory=config.checkpoint_dir,
-            data=self._data_of,
-            last_step=self._last_step if saves_last else None,
-            use_async=config.async_checkpointing,
+            with_metrics = listeners.of_process(with_metrics, topology.this_host())
+        return dataclasses.replace(
+            with_metrics,
+            run=dataclasses.replace(
+                started.run,
+                run_name=config.run_name,
+                base_output_directory=config.base_output_directory,
+                steps=config.steps,
+            ),
+            world=dataclasses.replace(
+                started.world, slices=max(started.world.slices, config.num_slices)
+            ),
+            data=dataclasses.replace(
+                self._data_keys, global_batch_size=config.global_batch_size_to_load
+            ),
+            # In a world that of a slice is a directory in that of all.
+            tiers=chosen.tiers if self._world is None else started.tiers,
+            checkpoint=chosen.checkpoint,
         )
-        manager.validate(chosen.validation, emit)
-        self._distrust_steps = chosen.divergence.distrust_steps
-        return manager
 
-    @property
-    def _last_step(self) -> int:
-        last: int = self._config.steps - 1
-        return last
+    def make_data(
+        self, original: Callable[..., Any], config: Any, mesh: Any
+    ) -> tuple[Data, Data | None]:
+        """Makes the iterators of the training data and of the evaluation data."""
+        del original
+        with past_maxtext():
+            section, vocab_size = self._data_keys, config.vocab_size
+            if section.tokenize_train_data:
+                maxtext_keys.check_vocabulary(config, pipeline.vocab_size(section))
+            data = pipeline.from_config(section, vocab_size=vocab_size)
+            rows = config.global_batch_size_to_load
+            batches = self._batches(data, mesh, rows=rows)
+            train = Data(batches, self._next_of_training, config)
+            self._data = [train]
+            if config.eval_interval <= 0:
+                return train, None
+            rows = config.global_batch_size_to_load_eval
+            data = pipeline.eval_from_config(
+                maxtext_keys.data_keys(config, self._ours, evaluation=True),
+                global_batch_size=rows,
+                vocab_size=vocab_size,
+            )
+            batches = self._batches(data, mesh, rows=rows)
+            self._data.append(Data(batches, self._next_of_evaluation, config))
+        return train, self._data[-1]
 
-    def _data_of(self, step: epath.Path | None) -> MaxTextIterator:
-        # Of a step that is restored, or saved if there is none.
-        if step is not None:
-            self._begin(watch.RESTORE)
-            self.restored = step
-        assert self._train is not None
-        return self._train
+    def _batches(self, data: elastic_data.ElasticData, mesh: Any, *, rows: int) -> Any:
+        section = self._data_keys
+        return ec.batches(
+            data,
+            mesh=mesh,
+            # As MaxText's own input pipeline: rows over every axis. Its step reshards a
+            # batch as its `data_sharding` requires.
+            spec=jax.sharding.PartitionSpec(mesh.axis_names),
+            global_batch_size=rows,
+            colocated=section.colocated_python_data_input or None,
+            read_ahead=ec.data.ReadAhead(
+                batches=section.data_read_ahead_batches,
+                max_bytes=section.data_read_ahead_mib << 20,
+            ),
+        )
 
-    def wrap_step(self, step: Any) -> KeptStep:
-        """Keeps the executable of a step for other worlds, and what it returns."""
-        return KeptStep(step, world=self._world, note=self._note_state)
+    def make_logger(
+        self,
+        original: Callable[..., Any],
+        config: Any,
+        learning_rate_schedule: Any,
+        start_step: int = 0,
+    ) -> Any:
+        """Makes MaxText's logger, which reports each step to us, too."""
+        assert self._record is not None
+        record = self._record
+        self._done = self._start = start_step
+        rows = config.global_batch_size_to_load
+        if start_step and self._rows_before not in (0, rows):
+            before = self._rows_before
+            record.emit(
+                "batch_changed",
+                step=start_step,
+                rows=rows,
+                rows_before=before,
+                per_device_before=config.per_device_batch_size * before / rows,
+            )
+        made = original(config, learning_rate_schedule, start_step)
+        write = made.buffer_and_write_metrics
 
-    def _note_state(self, state: Any) -> None:
-        self._state = state
+        def report(metrics: Any, step: int, *rest: Any, **more: Any) -> None:
+            write(metrics, step, *rest, **more)
+            if more.get("is_training", True):
+                self.log(step)
+                scalars = metrics["scalar"]
+                record.log_metrics(
+                    step + 1,
+                    loss=scalars["learning/loss"],
+                    tokens=scalars["learning/total_weights"],
+                    learning_rate=scalars["learning/current_learning_rate"],
+                )
 
-    def should_stop(self, step: int) -> bool | None:
+        made.buffer_and_write_metrics = report
+        return made
+
+    def should_stop(
+        self, original: Callable[..., bool], checkpoint_manager: Any, step: int
+    ) -> bool:
         """Whether the hosts of a world leave it; the last step ends the run instead."""
         if self._world is None:
-            return None
-        if step != self._asked[0] and step != self._last_step:
+            return original(checkpoint_manager, step)
+        if step != self._asked[0] and step != self._config.steps - 1:
             # By the number by which the checkpointer asks the same service.
             self._asked = (step, self._world.should_stop(step))
         return self._asked[1]
 
-    def start(self, config: Any, start_step: int) -> None:
-        """Notes the step with which MaxText begins, which is compiled."""
-        assert self._train is not None
-        self._began = (start_step, self._train.num_batches)
-        self._recorded(config).begin(start_step)
-        self._recorded(config).compiled(start_step + 1)
-
-    def report(self, step: int, scalars: Mapping[str, Any]) -> bool:
-        """Notes the metrics of a step; those of one to go back from are ours alone."""
-        loss = float(scalars["learning/loss"])
-        goes_back = not math.isfinite(loss) and self._distrust(
-            step, f"the loss is {loss}"
-        )
-        if not self._is_again:
-            assert self._record is not None
-            self._record.report(step, scalars)
-        if goes_back:
-            # MaxText comes with it once more, on its way out.
-            self._is_again = True
-            raise _GoneBack
-        return not self._is_again
-
-    def _distrust(self, step: int, why: str) -> bool:
-        if self._is_again or not isinstance(self._manager, TieredManager):
-            return False
-        return self._manager.distrust(step, within=self._distrust_steps, why=why)
-
-    def _data_ended(self) -> None:
-        # In place of the next batch.
-        done, trained = self._num_steps
-        if trained and self._record is not None:
-            self._record.data_ended(done)
-        if trained and self._config.save_checkpoint_on_completion:
-            self._save_last()
-
     @property
-    def _num_steps(self) -> tuple[int, int]:
-        # That are done, and those of them that MaxText did since it began.
-        assert self._train is not None
-        begin, num_before = self._began
-        num_steps = self._train.num_batches - num_before
-        return begin + num_steps, num_steps
+    def is_leaving(self) -> bool:
+        """Whether the hosts have agreed to leave their world."""
+        return self._asked[1]
 
-    def _save_last(self) -> None:
-        # The state after the last step is still there.
-        state, self._state = self._state, None
-        if state is None or self._manager is None:
-            return
-        if isinstance(self._manager, TieredManager):
-            self._manager.end()
-        maxtext_seam.save_last(self._manager, state, self._config, self._train)
-
-    def begin_again(self) -> None:
-        """Makes ready for MaxText to load the step that the run has gone back to."""
-        self._state = None
-        self._close_data()
-        gc.collect()
-
-    def _close_data(self) -> None:
-        for made in (self._train, self._evaluation):
-            if made is not None:
-                made.close()
-        self._train = self._evaluation = None
-
-    def close(self) -> None:
-        """Closes the iterators that MaxText had last, and a checkpointer of ours."""
-        self._begin(watch.CLOSE)
-        try:
-            self._close_data()
-            if isinstance(self._manager, TieredManager):
-                self._manager.close()
-        except Exception as error:
-            if self._record is not None:
-                self._record.abandon(error)
-            raise
-        if self._record is not None:
-            self._record.close(secs=time.monotonic() - self._began_secs)
-
-    def abandon(self, error: BaseException) -> None:
-        """Ends what would hold up this process, whose run has failed."""
-        if isinstance(self._manager, TieredManager):
-            self._manager.abandon(error)
-        if self._record is not None:
-            self._record.abandon(error)
-        _leave_others_at_once()
-
-    def _recorded(self, config: Any) -> maxtext_record.RunRecord:
-        # Only once MaxText has its devices is it known which host keeps the record.
-        if self._record is None:
-            world = self._world
-            of_host = dataclasses.replace(
-                self._started,
-                metrics=maxtext_config.tiers_config(config, self._own).metrics,
-            )
-            if world is not None:
-                of_host = listeners.of_process(of_host, topology.this_host())
-            self._record = maxtext_record.RunRecord(
-                config,
-                metrics=of_host.metrics,
-                world=topology.present(slices=max(1, config.num_slices))
-                if world is None
-                else world.topology,
-                emit=self._emit if world is None else world.emit,
-                is_supervised=world is not None,
-            )
-        return self._record
-
-    def _iterator(
-        self,
-        config: Any,
-        section: data_keys.DataKeys,
-        mesh: Any,
-        *,
-        rows: int,
-        record: maxtext_record.RunRecord | None = None,
-    ) -> MaxTextIterator:
-        # Of the training data if it is recorded, else of the evaluation data.
-        if section.tokenize_train_data:
-            maxtext_config.check_vocabulary(config, pipeline.vocab_size(section))
-        if record is None:
-            data = pipeline.eval_from_config(
-                section, global_batch_size=rows, vocab_size=config.vocab_size
-            )
-        else:
-            data = pipeline.from_config(section, vocab_size=config.vocab_size)
-        batches = frontend.configured_batches(
-            data,
-            section,
-            mesh=mesh,
-            spec=_spec_of(mesh),
-            global_batch_size=rows,
-        )
-        if record is None:
-            return MaxTextIterator(
-                batches, elastic=config.elastic_enabled, begin=self._begin
-            )
-
-        def ramp() -> Any:
-            # Only now is it known with which step the run continues. MaxText's own
-            # count is one step behind then.
-            done = 0 if self.restored is None else int(self.restored.name) + 1
-            return maxtext_seam.ramp(config, done)
-
-        return MaxTextIterator(
-            batches,
-            elastic=config.elastic_enabled,
-            ramp=ramp if config.enable_rampup_batch_size else None,
-            ended=self._data_ended,
-            begin=self._begin,
-            record=record,
-        )
-
-    def _begin(self, phase: str) -> None:
+    def begin(self, phase: str) -> None:
+        """Notes a phase of the run, for those who watch its hosts."""
         if self._world is not None:
             self._world.begin(phase)
 
+    @property
+    def batches(self) -> Any:
+        """The training data, which is saved with each step."""
+        return self._data[0].batches
 
-class KeptStep:
-    """A jitted step of MaxText, which an earlier world may have compiled.
+    def log(self, step: int) -> None:
+        """Logs a step, unless that is done: before it is saved."""
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            assert self._record is not None
+            self._record.log(step + 1, batch)
+            self._done = step + 1
 
-    MaxText lowers it and compiles that, and then calls the step itself.
+    def _next_of_training(self, batches: Any) -> elastic_data.Batch:
+        rows = self._config.global_batch_size_to_load
+        if self._ours["enable_rampup_batch_size"]:
+            if self._sizes is None:
+                # Only now is it known with which step the run continues.
+                self._sizes = maxtext_hooks.RAMP.look_up()(self._config, self._done)
+            rows = self._sizes.global_batch_size_current
+        is_other, self._rows = rows != self._rows, rows
+        # A batch of another size has a program of its own.
+        self.begin(watch.COMPILE if is_other else "step")
+        if is_other and self._sizes is not None:
+            batches.resize(rows)
+        try:
+            self._batch = next(batches)
+        except StopIteration:
+            if self._record is not None and self._done > self._start:
+                self._record.emit("data_ended", step=self._done)
+            raise
+        if self._sizes is not None:
+            self._sizes.update()
+        return self._batch
+
+    def _next_of_evaluation(self, batches: Any) -> elastic_data.Batch:
+        self.begin("evaluate")
+        return next(batches)
+
+    def close(self) -> None:
+        """Closes all that MaxText had, and waits for saves."""
+        self.begin(watch.CLOSE)
+        try:
+            for each in self._data:
+                each.batches.close()
+            if self._manager is not None:
+                self._manager.close()
+            if self._record is not None:
+                self._record.close()
+        except Exception as error:
+            self._end_parts(error)
+            raise
+
+    def abandon(self, error: BaseException) -> None:
+        """Ends what would hold up this process, whose run has failed."""
+        self._end_parts(error)
+        # JAX would have this process wait for the others at its exit, five minutes, and
+        # these wait for it in the midst of a step.
+        if jax.distributed.is_initialized():
+            atexit.register(_end)
+
+    def _end_parts(self, error: BaseException) -> None:
+        # Hosts may be gone, so none of it is waited for.
+        checkpointer = self._manager.checkpointer if self._manager else None
+        parts: list[Any] = [checkpointer, self._record]
+        of_error = (type(error), error, error.__traceback__)
+        ends = [each.batches.close for each in self._data] + [
+            functools.partial(part.__exit__, *of_error) for part in parts if part
+        ]
+        for end in ends:
+            # The journal raises the error once more.
+            with contextlib.suppress(BaseException):
+                end()
+        self._data, self._manager, self._record = [], None, None
+        self._rows, self._sizes, self._batch = 0, None, None
+
+
+class Data:
+    """Batches as MaxText's step takes them.
 
     Args:
-      jitted: the function of `jax.jit`.
-      world: that keeps executables; None keeps none.
-      note: called with the first of what the step returns, if that is a pair: the
-        state after it.
+      batches: of `ec.batches`.
+      draw: takes the next of them.
+      config: of MaxText.
     """
 
     def __init__(
-        self,
-        jitted: Any,
-        *,
-        world: World | None,
-        note: Callable[[Any], object],
+        self, batches: Any, draw: Callable[[Any], elastic_data.Batch], config: Any
     ) -> None:
-        self._jitted = jitted
-        self._world = world
-        self._note = note
-        # By the form of the batch; None until MaxText has the step compiled, and
-        # without a world.
-        self._compiled: dict[_Form, Callable[..., Any]] | None = None
-        self._options: Mapping[str, Any] | None = None
-
-    def __call__(self, state: Any, batch: Any, *more: Any) -> Any:
-        """Computes the step; a batch of another form has another program."""
-        step = self._jitted
-        if self._compiled is not None:
-            form = _form(batch)
-            if form not in self._compiled:
-                lowered = self._jitted.lower(state, batch, *more)
-                self._compile(lowered, state, batch, *more, options=self._options)
-            step = self._compiled[form]
-        made = step(state, batch, *more)
-        if isinstance(made, tuple):
-            self._note(made[0])
-        return made
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._jitted, name)
-
-    def lower(self, state: Any, batch: Any, *more: Any) -> Any:
-        """Traces the step for these arguments, arrays or abstract ones."""
-        lowered = self._jitted.lower(state, batch, *more)
-        if self._world is None:
-            return lowered
-        return _Lowered(functools.partial(self._compile, lowered, state, batch, *more))
-
-    def _compile(
-        self,
-        lowered: Any,
-        *arguments: Any,
-        options: Mapping[str, Any] | None,
-    ) -> Callable[..., Any]:
-        assert self._world is not None
-        compiled = self._world.compiled(lowered, *arguments, options=options)
-        self._compiled = {**(self._compiled or {}), _form(arguments[1]): compiled}
-        self._options = options
-        return compiled
-
-
-# What a program is for: the shape and the type of each feature of a batch.
-_Form: TypeAlias = tuple[tuple[str, tuple[int, ...], Any], ...]
-
-
-def _form(batch: Mapping[str, Any]) -> _Form:
-    return tuple((name, each.shape, each.dtype) for name, each in sorted(batch.items()))
-
-
-class _Lowered:
-    """A step that has been traced; it is compiled once."""
-
-    def __init__(self, compiled: Callable[..., Callable[..., Any]]) -> None:
-        self._compiled = compiled
-
-    def compile(
-        self, compiler_options: Mapping[str, Any] | None = None
-    ) -> Callable[..., Any]:
-        """As `jax.stages.Lowered.compile`."""
-        return self._compiled(options=compiler_options)
-
-
-class MaxTextIterator:
-    """Batches as MaxText's step takes them, and their data state.
-
-    Args:
-      batches: `iterator.Batches` or `RemoteIterator`.
-      elastic: whether MaxText answers lost slices itself.
-      ramp: returns MaxText's sizes of the batches that follow, called before the first;
-        None if all have one size.
-      ended: called when there is no next batch.
-      begin: called with the phase of the run that a batch begins.
-      record: of the run, if it trains on these batches.
-
-    Attributes:
-      num_batches: that were handed out since the beginning.
-    """
-
-    def __init__(
-        self,
-        batches: Any,
-        *,
-        elastic: bool,
-        ramp: Callable[[], Any] | None = None,
-        ended: Callable[[], object] = lambda: None,
-        begin: Callable[[str], object] = lambda _: None,
-        record: maxtext_record.RunRecord | None = None,
-    ) -> None:
-        self._begin = begin
-        self._batches = batches
-        self._record = record
-        self._elastic = elastic
-        self._ramp = ramp
-        # MaxText's sizes, and the one of the batch before.
-        self._sizes: Any = None
-        self._rows = 0
-        self.num_batches = 0
-        self._ended = ended
+        self.batches = batches
+        self._draw = draw
+        self._left: tuple[type[Exception], ...] = (StopIteration,)
+        if config.elastic_enabled:
+            # MaxText answers lost slices itself, under Pathways.
+            self._left = (StopIteration, jax.errors.JaxRuntimeError)
 
     @property
     def __class__(self) -> type:
         """One that MaxText itself neither saves nor restores; our manager does."""
-        return maxtext_seam.stateless_class()
+        return maxtext_hooks.STATELESS.look_up()
 
-    def __iter__(self) -> MaxTextIterator:
+    def __iter__(self) -> Data:
         return self
 
     def __next__(self) -> elastic_data.Batch:
-        with past_maxtext(except_for=self._left_to_maxtext()):
-            self._begin(self._phase())
-            try:
-                batch = next(self._batches)
-            except StopIteration:
-                self._ended()
-                raise
-            if self._sizes is not None:
-                self._sizes.update()
-            if self._record is not None:
-                self._record.take(batch)
-        self.num_batches += 1
+        with past_maxtext(except_for=self._left):
+            batch = self._draw(self.batches)
         return {name: batch[name] for name in FEATURES}
-
-    def _phase(self) -> str:
-        # Which the next batch begins; of another size, it has a program of its own.
-        if self._record is None:
-            return "evaluate"
-        return watch.COMPILE if self._resize() else "step"
-
-    def _resize(self) -> bool:
-        if self._ramp is None:
-            return False
-        if self._sizes is None:
-            self._sizes = self._ramp()
-        rows = self._sizes.global_batch_size_current
-        is_other = rows != self._rows
-        if is_other:
-            self._batches.resize(rows)
-            self._rows = rows
-        return is_other
 
     def reset(self) -> None:
         """Goes to the beginning; MaxText does so before each evaluation."""
-        self._batches.reset()
-        self.num_batches = 0
-
-    def close(self) -> None:
-        """Ends what reads ahead."""
-        self._batches.close()
-
-    async def save(self, directory: iterator.AwaitedDirectory) -> Awaitable[None]:
-        """Takes the state now; the awaitable writes it into Orbax's directory."""
-        if self._record is not None:
-            # The log of the steps so far, before the last of them is saved.
-            self._record.sync()
-        return await self._batches.save(directory)
-
-    async def load(self, directory: epath.Path) -> Awaitable[None]:
-        """Goes to the data state in `directory`, on any number of hosts."""
-        return await self._batches.load(directory)
-
-    def _left_to_maxtext(self) -> tuple[type[Exception], ...]:
-        if self._elastic:
-            return (StopIteration, jax.errors.JaxRuntimeError)
-        return (StopIteration,)
+        self.batches.reset()
 
 
-# Returns the iterator, whose state is that of a step; see `OrbaxManager`.
-_Data = Callable[[epath.Path | None], MaxTextIterator]
-
-
-class OrbaxManager:
-    """MaxText's manager of checkpoints, of Orbax, that saves and restores the data too.
+class Manager:
+    """The verbs that MaxText calls on its manager of checkpoints, over our tiers.
 
     Args:
-      manager: MaxText's own; used for all that is not here.
-      data: returns the iterator of the training data; given the directory of a step
-        whose state it is about to restore, or None.
+      checkpointer: over the tiers.
+      run: whose data is saved with each step.
+      config: of MaxText.
+      validation: compares the copies of what is saved; None compares none.
     """
 
-    def __init__(self, manager: Any, *, data: _Data) -> None:
-        self._manager = manager
-        self._data = data
+    def __init__(
+        self,
+        checkpointer: ec.Checkpointer,
+        run: Run,
+        config: Any,
+        validation: validation_schedule.ValidationSchedule | None,
+    ) -> None:
+        self.checkpointer = checkpointer
+        self._run = run
+        self._validation = validation
+        # The step that is saved to every tier, due or not.
+        saves_last = config.save_checkpoint_on_completion
+        self._last_step = config.steps - 1 if saves_last else None
+        self._has_ended = False
+        # MaxText reads this attribute, which it sets on Orbax's.
+        self.use_async = config.async_checkpointing
 
     @property
     def __class__(self) -> type:
         """Orbax's class, which is final, and which MaxText asserts before a load."""
         return ocp.training.Checkpointer
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._manager, name)
-
-    def save_checkpointables_async(
-        self, step: int, checkpointables: Mapping[str, Any], **options: Any
-    ) -> Any:
-        """Saves what MaxText names, and the data state."""
-        wanted = {**checkpointables, maxtext_seam.ITERATOR: self._data(None)}
-        return self._manager.save_checkpointables_async(step, wanted, **options)
-
-    def save_checkpointables(
-        self, step: int, checkpointables: Mapping[str, Any], **options: Any
-    ) -> bool:
-        """As `save_checkpointables_async`, and waits."""
-        wanted = {**checkpointables, maxtext_seam.ITERATOR: self._data(None)}
-        return self._manager.save_checkpointables(step, wanted, **options)
-
-    def load_checkpointables(
-        self, step: int, abstract_checkpointables: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Restores the data state, and what MaxText names.
-
-        Orbax would report any error of the first as that of an incompatible handler.
-        """
-        directory = self._manager.directory / str(step)
-        with past_maxtext():
-            component_io.load(self._data(directory), directory / maxtext_seam.ITERATOR)
-        return self._manager.load_checkpointables(step, abstract_checkpointables)
-
-
-class TieredManager:
-    """The verbs that MaxText calls, on a checkpointer over tiers.
-
-    With `enable_multi_tier_checkpointing` MaxText makes Orbax's replicator manager,
-    which saves no data state; this takes its place.
-
-    Args:
-      checkpointer: over the tiers.
-      directory: of the persistent tier.
-      data: see `OrbaxManager`.
-      last_step: that is backed up, due or not; None if MaxText saves no last step.
-      use_async: whether saves return before they are committed.
-    """
-
-    def __init__(
-        self,
-        checkpointer: frontend.Checkpointer,
-        *,
-        directory: epath.PathLike,
-        data: _Data,
-        last_step: int | None,
-        use_async: bool,
-    ) -> None:
-        self._checkpointer = checkpointer
-        self._directory = storage.absolute(directory)
-        self._data = data
-        self._last_step = last_step
-        self._has_ended = False
-        # Whether what is saved next is the last, because the data has ended.
-        self._is_ending = False
-        # MaxText skips a step that is there already.
-        self._guard = functools.partial(past_maxtext, except_for=(FileExistsError,))
-        self._validation: validation_schedule.ValidationSchedule | None = None
-        # MaxText reads this attribute, which it sets on Orbax's.
-        self.use_async = use_async
-
-    @property
-    def __class__(self) -> type:
-        """As that of `OrbaxManager`."""
-        return ocp.training.Checkpointer
-
-    def validate(self, section: ValidationSection, emit: events.Emit) -> None:
-        """Compares the replicas of what is saved from now on, as configured."""
-
-        def preserve(step: int) -> int | None:
-            return run_saver.preserve_newest(self._checkpointer, up_to=step)
-
-        self._validation = configured.validation(section, emit, preserve=preserve)
-
-    def end(self) -> None:
-        """Saves what is saved next to every tier, also a step that RAM has already."""
-        self._is_ending = True
-
-    @property
-    def directory(self) -> epath.Path:
-        """The directory of backups; newer steps may be in RAM alone."""
-        return self._directory
-
     @property
     def latest(self) -> Any:
         """The newest complete step of all tiers, which has a `step`."""
-        if self._is_ending:
-            # MaxText would leave out a step that is there.
-            return None
-        with self._guard():
-            return self._checkpointer.latest
+        return self.checkpointer.latest
 
     @property
     def checkpoints(self) -> list[Any]:
@@ -744,71 +472,55 @@ class TieredManager:
         MaxText looks, before each save, whether the step is there already; to list all
         tiers would hold up the training.
         """
-        latest = self.latest
+        latest = self.checkpointer.latest
         return [] if latest is None else [latest]
 
     def should_save(self, step: int) -> bool:
         """Whether a tier is due at `step`."""
-        if self._is_ending:
-            return True
-        with self._guard():
-            return self._checkpointer.should_save(step)
+        return step == self._last_step or self.checkpointer.should_save(step)
 
     def save_checkpointables_async(
         self, step: int, checkpointables: Mapping[str, Any], **options: Any
     ) -> Any:
-        """As `Checkpointer.save_checkpointables_async`."""
-        if self._is_ending:
-            self._is_ending, self._last_step = False, step
-            latest = self._checkpointer.latest
-            options["overwrite"] = latest is not None and latest.step == step
-        self._has_ended = step == self._last_step
-        is_last = self._has_ended or self._checkpointer.is_left
-        options["force"] = options.get("force", False) or is_last
-        with self._guard():
-            is_due = options["force"] or self._checkpointer.should_save(step)
-            if self._validation and is_due:
+        """Saves what MaxText names, and the data."""
+        # MaxText skips a step that is there already.
+        with past_maxtext(except_for=(FileExistsError,)):
+            self._run.log(step)
+            self._has_ended = step == self._last_step
+            is_last = self._has_ended or self._run.is_leaving
+            options["force"] = options.get("force", False) or is_last
+            if self._validation:
                 trees, _ = component_io.split(checkpointables)
                 self._validation.run(step, trees)
-            wanted = {**checkpointables, maxtext_seam.ITERATOR: self._data(None)}
-            return self._checkpointer.save_checkpointables_async(
-                step, wanted, **options
-            )
+            wanted = {**checkpointables, ITERATOR: self._run.batches}
+            return self.checkpointer.save_checkpointables_async(step, wanted, **options)
 
     def save_checkpointables(
         self, step: int, checkpointables: Mapping[str, Any], **options: Any
     ) -> bool:
-        """As `Checkpointer.save_checkpointables`."""
-        response = self.save_checkpointables_async(step, checkpointables, **options)
-        with self._guard():
-            return response is not None and response.result()
+        """As `save_checkpointables_async`, and waits."""
+        saving = self.save_checkpointables_async(step, checkpointables, **options)
+        with past_maxtext():
+            return saving is not None and saving.result()
 
     def load_checkpointables(
-        self,
-        step: Any = None,
-        abstract_checkpointables: Mapping[str, Any] | None = None,
+        self, step: int, abstract_checkpointables: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Restores what MaxText names, and the data state."""
-        data = self._data(self._directory / str(step))
-        wanted = {**(abstract_checkpointables or {}), maxtext_seam.ITERATOR: data}
-        with self._guard():
-            # MaxText's own context asks Orbax for partial loads, too.
-            return self._checkpointer.load_checkpointables(step, wanted, partial=True)
-
-    def distrust(self, step: int, *, within: int, why: str) -> bool:
-        """Whether the run goes back to storage; see `Checkpointer.distrust`."""
-        with self._guard():
-            older = self._checkpointer.distrust(step, within=within, why=why)
-        return older is not None
+        """Restores what MaxText names, and the data."""
+        self._run.begin(watch.RESTORE)
+        wanted = {**abstract_checkpointables, ITERATOR: self._run.batches}
+        # MaxText's own context asks Orbax for partial loads, too.
+        loaded = self.checkpointer.load_checkpointables(step, wanted, partial=True)
+        self._run.begin(watch.COMPILE)
+        return loaded
 
     def wait(self) -> None:
         """Returns when all that was begun is done, in every tier.
 
         If the run goes on in another world, `close` waits for RAM alone.
         """
-        with self._guard():
-            if not self._checkpointer.is_left:
-                self._checkpointer.wait()
+        if not self.checkpointer.is_left:
+            self.checkpointer.wait()
 
     def close(self) -> None:
         """Waits for all tiers, and releases the hosts.
@@ -817,11 +529,7 @@ class TieredManager:
           CheckpointError: if the step that ends the run is not in persistent storage.
         """
         last_step = self._last_step if self._has_ended else None
-        run_saver.close(self._checkpointer, last_step=last_step)
-
-    def abandon(self, error: BaseException) -> None:
-        """Releases the hosts without a wait for them, for some may be gone."""
-        self._checkpointer.__exit__(type(error), error, error.__traceback__)
+        run_saver.close(self.checkpointer, last_step=last_step)
 
 
 class PastMaxText(BaseException):
@@ -847,75 +555,8 @@ def past_maxtext(*, except_for: tuple[type[Exception], ...] = ()) -> Iterator[No
         raise PastMaxText(error) from error
 
 
-def _is_of_restore(error: Exception) -> bool:
-    # Orbax takes any error of a restore for that of an incompatible handler.
-    is_orbaxs = isinstance(error, KeyError) and "Failed to load" in str(error)
-    return is_orbaxs and error.__cause__ is not None
-
-
-def _not_restored(step: epath.Path, error: Exception) -> errors.OtherModelError:
-    why = str(error.__cause__).partition("\n")[0].partition(". ")[0].rstrip(".")
-    return errors.OtherModelError(
-        f"{step} cannot be restored: {why}; if the model has changed, set its keys as"
-        " they were, or another run_name"
-    )
-
-
-def _forget_what_is_unfinished() -> None:
-    # Parts of Orbax's restore, which Python would report after our line.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        gc.collect()
-
-
-def _leave_others_at_once() -> None:
-    # JAX would have this process wait for the other hosts at its exit, five minutes,
-    # and these wait for it in the midst of a step.
-    if jax.distributed.is_initialized():
-        atexit.register(_end)
-
-
 def _end() -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
-
-
-def _spec_of(mesh: Any) -> jax.sharding.PartitionSpec:
-    # As MaxText's own input pipeline: rows over every axis. Its step reshards a batch
-    # as its `data_sharding` requires.
-    return jax.sharding.PartitionSpec(mesh.axis_names)
-
-
-def _check_resumable(config: Any) -> None:
-    # MaxText restores a step without data state, too, and begins the data anew without
-    # a warning.
-    if not config.enable_checkpointing or not config.checkpoint_dir:
-        return
-    directory = storage.absolute(config.checkpoint_dir)
-    steps = directory.iterdir() if directory.exists() else ()
-    complete = [
-        step
-        for step in steps
-        if step.name.isdigit() and checkpoint.utils.is_checkpoint_finalized(step)
-    ]
-    latest = max(complete, key=lambda step: int(step.name), default=None)
-    if latest is None:
-        return
-    if not (latest / maxtext_seam.ITERATOR).exists():
-        what = (
-            "has no data state (`iter`), so the examples that it has seen are unknown"
-        )
-    elif any((latest / maxtext_seam.ITERATOR).glob("process_*.json")):
-        what = "was saved by MaxText's own iterator, whose place in the data is another"
-    else:
-        return
-    remedy = "set another run_name"
-    items = latest / maxtext_seam.ITEMS
-    if items.exists():
-        remedy = (
-            "to go on from its weights, and with the data from the beginning, set"
-            f" load_full_state_path={items} and another run_name"
-        )
-    raise errors.CheckpointError(f"step {latest.name} in {directory} {what}; {remedy}")

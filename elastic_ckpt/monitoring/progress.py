@@ -338,7 +338,6 @@ class Progress:
     ) -> None:
         total_secs = max(sum(self._recent_secs), 1e-9)
         text = text.format(rate=f"{len(self._recent_secs) / total_secs:.1f} steps/s")
-        # MaxText's own checkpoints are no events.
         saved = f" | {self._saved}" if self._saved else ""
         self._phase_secs = self._shown_secs = self._clock()
         is_logged = step % self._log_period == 0 or is_last

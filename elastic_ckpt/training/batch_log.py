@@ -114,7 +114,7 @@ class BatchLog:
                 self._write(self._pending.pop(0))
         return step
 
-    def note_loss(self, step: int, loss: float) -> None:
+    def note_loss(self, step: int, loss: float | jax.Array) -> None:
         """Adds the loss of a step, unless the step has been written without it."""
         with self._lock:
             for each in self._pending:

@@ -83,9 +83,8 @@ def assemble(
     data = config.data
     if data.use_dpo:
         raise errors.ConfigError(
-            "use_dpo=true: this trainer has no loss for preference pairs; train with"
-            " `elastic-ckpt maxtext`, or read them by ec.data.from_config in a loop of"
-            " your own"
+            "use_dpo=true: this trainer has no loss for preference pairs; read them by"
+            " ec.data.from_config in a loop of your own"
         )
     called = configured.callbacks(config, callbacks or {}, emit=emit)
     mesh = topology.mesh_of(world, devices)

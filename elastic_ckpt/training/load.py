@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import yaml
 from etils import epath
@@ -41,39 +41,6 @@ def load(path: epath.PathLike, overrides: Sequence[str] = ()) -> schema.Config:
     return _build(_settings(path, overrides))
 
 
-def of_keys(
-    wanted: Collection[str],
-    path: epath.PathLike | None,
-    overrides: Sequence[str] = (),
-    *,
-    bases: Sequence[str] = (),
-) -> tuple[schema.Config, dict[str, object]]:
-    """The configuration of some keys, in a file that has those of another program too.
-
-    Args:
-      wanted: the keys; others are left alone.
-      path: as in `load`; None if there are overrides alone.
-      overrides: as in `load`.
-      bases: directories in which `base_config` may name a file, too: those with the
-        files of the other program.
-
-    Returns:
-      The configuration, and the value of each wanted key that is set, and not to null.
-
-    Raises:
-      ConfigError: as in `load`.
-    """
-    settings = _settings(path, overrides, bases)
-    chosen = {
-        key: each
-        for key, each in settings.items()
-        if key in wanted and each.value is not None
-    }
-    known = keys.keys()
-    config = _build({key: each for key, each in chosen.items() if key in known})
-    return config, {key: each.value for key, each in chosen.items()}
-
-
 def given(
     path: epath.PathLike | None,
     overrides: Sequence[str] = (),
@@ -85,7 +52,8 @@ def given(
     Args:
       path: as in `load`; None if there are overrides alone.
       overrides: as in `load`.
-      bases: see `of_keys`.
+      bases: directories in which `base_config` may name a file, too: those with the
+        files of the other program.
 
     Raises:
       ConfigError: as `origins`.
@@ -95,23 +63,19 @@ def given(
 
 
 def origins(
-    path: epath.PathLike | None,
-    overrides: Sequence[str] = (),
-    *,
-    bases: Sequence[str] = (),
+    path: epath.PathLike | None, overrides: Sequence[str] = ()
 ) -> dict[str, str]:
     """The origin of each key that is set: file and line, or the override.
 
     Args:
       path: as in `load`; None if there are overrides alone.
       overrides: as in `load`.
-      bases: see `of_keys`.
 
     Raises:
       ConfigError: as in `load`, except for unknown keys and invalid values, which only
         `load` checks.
     """
-    settings = _settings(path, overrides, bases)
+    settings = _settings(path, overrides)
     return {key: setting.place for key, setting in settings.items()}
 
 

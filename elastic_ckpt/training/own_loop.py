@@ -26,9 +26,11 @@ from elastic_ckpt.inspect.run_files import RunRecord
 from elastic_ckpt.tiers.choices import Chosen, Tier
 from elastic_ckpt.training import (
     batch_log,
+    configured,
     journal,
     listeners,
     run_directory,
+    schema,
     step_record,
 )
 
@@ -61,6 +63,7 @@ class RunDirectory:
         names the rows that differ, or `"summary"`, a digest.
       world: of an elastic run, which it reports events to. Where it may run on several
         machines, the claims of worlds decide between them, and no lock.
+      emit: called with each event; by default that of `world`.
 
     Raises:
       RunError: if another live process records in the directory.
@@ -75,6 +78,9 @@ class RunDirectory:
         steps: int | None = None,
         step_log: str = step_record.PROOF,
         world: World | None = None,
+        emit: events.Emit | None = None,
+        # Of a program that has one; then the supervisor of `world` keeps the events.
+        _config: schema.Config | None = None,
     ) -> None:
         details = (step_record.PROOF, step_record.SUMMARY)
         if step_log not in details:
@@ -86,40 +92,58 @@ class RunDirectory:
         self._name = os.path.basename(path.rstrip("/"))
         self._directory = path
         self._steps = steps
-        self._world = topology.present(slices=1) if world is None else world.topology
+        slices = 1 if _config is None else _config.world.slices
+        self._world = topology.present(slices) if world is None else world.topology
         self._will_resume = (lambda: False) if world is None else world.will_resume
-        record = _record(self._name, chosen, path)
+        if _config is None:
+            record = _record(self._name, chosen, path)
+        else:
+            record = configured.record(_config, program="maxtext")
         self._log = batch_log.BatchLog(
             path, world=self._world, data=record.data or {}, detail=step_log
         )
         self._done = 0
+        self._first_step = record.first_step
+        # The number of steps that are done in the one that was saved last.
         self._saved = 0
         self._began_secs = self._since_secs = time.monotonic()
         # The event of the last step, until its loss is needed.
         self._pending: dict[str, Any] | None = None
         self._closing = contextlib.ExitStack()
-        self._journal: journal.Journal | None = None
-        self._closing.enter_context(listeners.running(path))
+        # What keeps the events; None on all hosts but one.
+        self._journal: events.Emit | None = None
+        metrics_of = None if _config is None else _config.metrics
+        self._closing.enter_context(listeners.running(path, metrics_of))
+        if emit is None:
+            emit = events.nobody if world is None else world.emit
         if topology.is_primary():
-            # A host of a machine that stands still would hold the lock.
-            is_locked = world is None or not is_claiming(world)
-            self._journal = self._closing.enter_context(
-                journal.kept_in(
-                    path,
-                    events.nobody if world is None else world.emit,
-                    steps=record.steps_directory,
-                    is_locked=is_locked,
+            if _config is not None and world is not None:
+                self._journal = emit
+            else:
+                # A host of a machine that stands still would hold the lock.
+                self._journal = self._closing.enter_context(
+                    journal.kept_in(
+                        path,
+                        emit,
+                        steps=record.steps_directory,
+                        is_locked=world is None or not is_claiming(world),
+                    )
                 )
-            )
             run_files.write(path, record)
         self._closing.callback(self._log.close)
 
     def emit(self, name: str, **fields: storage.Json) -> None:
-        """Records an event, from any thread; give it to `ec.Checkpointer(emit=)`."""
+        """Records an event, from any thread; give it to `ec.Checkpointer(emit=)`.
+
+        A loop that reports `data_ended` is done.
+        """
         if name == "save_started":
-            self._show_pending()
-            self._saved = int(str(fields["step"]))
+            if self._pending is not None and self._pending["loss"] is not None:
+                self._show_pending()
+            self._saved = int(str(fields["step"])) + 1 - self._first_step
             self._sync()
+        elif name == "data_ended":
+            self._steps = self._done
         if self._journal is not None:
             self._journal(name, **fields)
 
@@ -130,7 +154,7 @@ class RunDirectory:
         *,
         loss: float | jax.Array | None = None,
         tokens: int | None = None,
-        learning_rate: float | None = None,
+        learning_rate: float | jax.Array | None = None,
     ) -> None:
         """Logs one step; every process calls it alike, before it saves the step.
 
@@ -185,6 +209,20 @@ class RunDirectory:
         }
         self._since_secs = now
 
+    def log_metrics(
+        self,
+        step: int,
+        *,
+        loss: float | jax.Array,
+        tokens: int | jax.Array | None = None,
+        learning_rate: float | jax.Array | None = None,
+    ) -> None:
+        """Adds to the step that was logged last what was not known then; see `log`."""
+        if self._pending is not None and self._pending["step"] == step:
+            more = {"loss": loss, "tokens": tokens, "learning_rate": learning_rate}
+            self._pending |= more
+        self._log.note_loss(step - 1, loss)
+
     def close(self) -> None:
         """Writes what is left, and records the end of the run."""
         self.__exit__(None, None, None)
@@ -215,8 +253,9 @@ class RunDirectory:
         fields, self._pending = self._pending, None
         if fields is None or self._journal is None:
             return
-        if fields["loss"] is not None:
-            fields["loss"] = float(fields["loss"])
+        for key, number in (("loss", float), ("tokens", int), ("learning_rate", float)):
+            if fields[key] is not None:
+                fields[key] = number(fields[key])
         self._journal("step", **fields)
 
     def _sync(self) -> None:

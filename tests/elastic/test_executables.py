@@ -61,21 +61,6 @@ def run(kept, *, scale=3.0, num_devices=4, rows=ROWS, preloaded=None):
     return [np.asarray(each) for each in compiled(x)], emit.names
 
 
-def lowered(kept, *, scale=3.0, num_devices=4, options=None):
-    """Lowers a new function and runs it; the results and events."""
-    emit = Events()
-    x = arguments(num_devices)
-    constant = jnp.float32(scale)
-
-    def step(x):
-        return jnp.cumsum(x * constant), (x * x).sum()
-
-    program = jax.jit(step).lower(x)
-    keeper = executables.Executables(kept=kept, emit=emit)
-    compiled = keeper.compiled(program, x, options=options)
-    return [np.asarray(each) for each in compiled(x)], emit.names
-
-
 def files(kept):
     return sorted(
         path for path in pathlib.Path(kept.directory).iterdir() if len(path.name) == 64
@@ -91,12 +76,10 @@ def assert_same(first, second):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("prepared", [run, lowered], ids=["called", "lowered"])
-def test_what_was_compiled_is_loaded_and_has_the_same_bits(kept, prepared):
-    # By the code of `lowered` it is not found: that closes over an array.
-    first, names = prepared(kept)
+def test_what_was_compiled_is_loaded_and_has_the_same_bits(kept):
+    first, names = run(kept)
     assert names == COMPILED
-    second, names = prepared(kept)
+    second, names = run(kept)
     assert names == LOADED
     assert_same(first, second)
     (file,) = files(kept)
@@ -118,18 +101,9 @@ def test_a_world_loads_what_is_kept_before_it_asks(kept, monkeypatch):
     assert names == COMPILED
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"scale": 4.0},
-        {"num_devices": 2},
-        {"options": {"xla_cpu_enable_fast_math": True}},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_another_lowered_program_mesh_or_option_is_compiled(kept, change):
-    lowered(kept)
-    assert lowered(kept, **change)[1] == COMPILED
+def test_a_program_on_another_mesh_is_compiled(kept):
+    run(kept)
+    assert run(kept, num_devices=2)[1] == COMPILED
 
 
 def test_what_is_kept_under_a_setting_is_loaded_before_the_program_makes_it(

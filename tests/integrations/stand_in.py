@@ -13,50 +13,22 @@ from tests import corpora
 
 # The keys of MaxText's base.yml that are read, and files.
 DEFAULTS = {
-    "async_checkpointing": True,
-    "checkpoint_dir": "",
-    "dataset_name": "c4/en:3.1.0",
-    "dataset_path": "",
-    "eval_dataset_name": "c4/en:3.1.0",
-    "eval_split": "validation",
-    "hf_eval_files": "",
-    "hf_eval_split": "",
-    "hf_path": "",
-    "hf_train_files": "",
-    "enable_single_controller": False,
-    "train_split": "train",
-    "elastic_enabled": False,
-    "elastic_max_retries": 10,
-    "elastic_min_slice_count": -1,
-    "elastic_timeout_seconds": 300,
-    "enable_checkpointing": True,
-    "enable_continuous_checkpointing": False,
     "add_bos": True,
     "add_eos": True,
+    "async_checkpointing": True,
+    "base_output_directory": "",
+    "chat_template": "",
+    "chat_template_path": "",
+    "checkpoint_dir": "",
+    "checkpoint_period": 4,
     "data_shuffle_seed": 0,
+    "elastic_enabled": False,
+    "enable_checkpointing": True,
     "enable_data_shuffling": True,
+    "enable_multi_tier_checkpointing": False,
     "eval_data_columns": ["text"],
     "eval_interval": -1,
     "eval_steps": -1,
-    "expansion_factor_real_data": -1.0,
-    "generate_padding_batch_eval": False,
-    "generate_padding_batch_train": False,
-    "enable_emergency_checkpoint": False,
-    "enable_multi_tier_checkpointing": False,
-    "local_checkpoint_directory": "",
-    "local_checkpoint_period": 0,
-    "max_num_checkpoints_to_keep": None,
-    "multi_tier_checkpointing_backup_interval_minutes": None,
-    "multi_tier_checkpointing_backup_interval_steps": None,
-    "base_output_directory": "",
-    "checkpoint_period": 4,
-    "num_slices": 1,
-    "run_name": "first",
-    "save_checkpoint_on_completion": True,
-    "steps": 3,
-    "eval_per_device_batch_size": 12.0,
-    "global_batch_size_to_load": 48,
-    "global_batch_size_to_load_eval": 24,
     "grain_eval_files": "",
     "grain_file_type": "arrayrecord",
     "grain_packing_type": "first_fit",
@@ -65,22 +37,25 @@ DEFAULTS = {
     "grain_train_files": "/data/a*",
     "grain_train_mixture_config_path": "",
     "grain_worker_count": 1,
+    "local_checkpoint_directory": "",
+    "local_checkpoint_period": 0,
+    "max_num_checkpoints_to_keep": None,
     "max_segments_per_seq": -1,
     "max_target_length": 2048,
+    "multi_tier_checkpointing_backup_interval_minutes": None,
+    "multi_tier_checkpointing_backup_interval_steps": None,
     "num_epoch": 1,
+    "num_slices": 1,
     "packing": True,
-    "per_device_batch_size": 12.0,
+    "run_name": "first",
+    "save_checkpoint_on_completion": True,
+    "sft_train_on_completion_only": False,
+    "steps": 3,
     "tokenize_eval_data": True,
     "tokenize_train_data": True,
     "tokenizer_path": "/models/llama2",
     "tokenizer_type": "sentencepiece",
     "train_data_columns": ["text"],
-    "use_dpo": False,
-    "use_multimodal": False,
-    "chat_template": "",
-    "chat_template_path": "",
-    "formatting_func_path": "",
-    "sft_train_on_completion_only": False,
     "use_sft": False,
     "use_truncation": True,
     "vocab_size": 32000,
@@ -89,11 +64,13 @@ DEFAULTS = {
 FIELDS = DEFAULTS | {
     "colocated_python_data_input": False,
     "dataset_type": "synthetic",
+    "enable_continuous_checkpointing": False,
     "enable_rampup_batch_size": False,
+    "eval_per_device_batch_size": 12,
     "global_rampup_samples": 500,
-    "per_device_batch_size_increment": 2.0,
     "grain_use_elastic_iterator": False,
-    "steps": 3,
+    "per_device_batch_size": 12,
+    "per_device_batch_size_increment": 2.0,
 }
 
 
@@ -109,14 +86,6 @@ FIELDS = {fields!r}
 class MaxTextConfig:
     model_fields = dict.fromkeys(FIELDS)
 """,
-    "utils/max_utils.py": """
-def initialize_multi_tier_checkpointing(local_checkpoint_directory, **settings):
-    raise AssertionError("it waits for GKE's replicator")
-
-def maybe_initialize_jax_distributed_system(raw_keys):
-    if raw_keys["enable_multi_tier_checkpointing"]:
-        initialize_multi_tier_checkpointing(raw_keys["local_checkpoint_directory"])
-""",
     "configs/pyconfig.py": """
 import sys
 import types as python_types
@@ -124,7 +93,6 @@ import types as python_types
 import jax
 
 from maxtext.configs import types
-from maxtext.utils import max_utils
 
 def _prepare_for_pydantic(raw_keys, config_class=types.MaxTextConfig):
     for key in raw_keys:
@@ -138,7 +106,7 @@ def _prepare_for_pydantic(raw_keys, config_class=types.MaxTextConfig):
 
 def _initialize_pydantic(argv):
     raw_keys = _prepare_for_pydantic(types.FIELDS | argv)
-    max_utils.maybe_initialize_jax_distributed_system(raw_keys)
+    assert not raw_keys["enable_multi_tier_checkpointing"], "it waits for GKE"
     for prefix, suffix in (("", ""), ("eval_", "_eval")):
         rows = raw_keys[f"{{prefix}}per_device_batch_size"] * jax.device_count()
         raw_keys[f"global_batch_size_to_load{{suffix}}"] = int(rows)
@@ -174,7 +142,8 @@ def _handle_post_checkpoint_preemption(checkpoint_manager, step):
 
 def maybe_save_checkpoint(checkpoint_manager, state, config, data_iterator, step=None):
     # The state is the number of the last step.
-    if step is None or checkpoint_manager.should_save(step):
+    stops = step is not None and reached_preemption(checkpoint_manager, step)
+    if step is None or stops or checkpoint_manager.should_save(step):
         if checkpoint_manager.latest is None or checkpoint_manager.latest.step != state:
             assert isinstance(data_iterator, PlaceHolderDataIterator)
             checkpoint_manager.save_checkpointables(
@@ -203,27 +172,10 @@ class MetricLogger:
         if self.buffered is not None:
             self.write_metrics(*self.buffered)
 
-    def buffer_and_write_metrics(self, loss, step):
+    def buffer_and_write_metrics(self, metrics, step, time_delta, is_training=True):
         self.flush()
-        scalars = {{
-            "learning/loss": loss,
-            "learning/total_weights": 100,
-            "learning/current_learning_rate": 0.1,
-            "perf/step_time_seconds": 0.5,
-        }}
-        self.buffered = {{"scalar": scalars}}, step
-""",
-    "common/data_loader.py": """
-class DataLoader:
-    def __init__(self, config, mesh, data_iterator, goodput_recorder):
-        self.data_iterator = data_iterator
-
-    def load_next_batch(self, *args, **kwargs):
-        return next(self.data_iterator)
-
-def create_dataloader(config, mesh, data_iterator, goodput_recorder, rampup_manager):
-    assert not rampup_manager, "its own loader of a ramp"
-    return DataLoader(config, mesh, data_iterator, goodput_recorder)
+        metrics["scalar"]["learning/current_learning_rate"] = 0.1
+        self.buffered = metrics, step
 """,
     "utils/rampup_batch.py": """
 import jax
@@ -247,35 +199,19 @@ class RampupBatchManager:
             self.global_batch_size_current = min(
                 self.global_batch_size_current + self.increment, self.end
             )
-
-def create_rampup_manager(config, checkpoint_manager):
-    if not config.enable_rampup_batch_size:
-        return None
-    latest = checkpoint_manager.latest
-    return RampupBatchManager(config, -1 if latest is None else latest.step)
 """,
     "utils/train_utils.py": """
-from orbax.checkpoint import v1 as ocp
-
-from maxtext.common.data_loader import create_dataloader
 from maxtext.input_pipeline import input_pipeline_interface
-from maxtext.utils.rampup_batch import create_rampup_manager
 
 def create_checkpoint_manager(config, mesh, init_state_fn):
-    return ocp.training.Checkpointer(config.checkpoint_dir)
-
-def jit_train_and_eval_step(config, model, mesh, state):
-    # The state is the number of the last step.
-    return lambda state, batch: (state + 1, {{}}), None
+    raise AssertionError("MaxText's own manager")
 
 def setup_train_loop(config, mesh):
     manager = create_checkpoint_manager(config, mesh, None)
+    assert not config.enable_rampup_batch_size, "its own loader of a ramp"
     assert config.global_batch_size_to_load % mesh.size == 0, "IndivisibleError"
-    assert config.global_batch_size_to_load_eval % mesh.size == 0, "IndivisibleError"
     train, evaluation = input_pipeline_interface.create_data_iterator(config, mesh)
-    ramp = create_rampup_manager(config, manager)
-    loader = create_dataloader(config, mesh, train, None, ramp)
-    return manager, train, evaluation, loader, ramp
+    return manager, train, evaluation
 """,
     "trainers/pre_train/train.py": """
 import ast
@@ -290,42 +226,32 @@ from maxtext.utils import train_utils
 BATCHES = []
 # Whether steps are saved as they are due, and not the last one alone.
 SAVES_STEPS = False
-# What to report instead of a step's loss, once.
-LOSSES = {{}}
 # A page that is fetched, and printed, when the run begins.
 FETCHES = None
 
 def train_loop(config, step):
-    p_train_step, _ = train_utils.jit_train_and_eval_step(config, None, None, step)
-    logger = metric_logger.MetricLogger(
+    return metric_logger.MetricLogger(
         config=config, learning_rate_schedule=None, start_step=step
     )
-    return p_train_step, logger
 
-def training_loop_iteration(config, checkpointer, train, load, step, p_step, logger):
+def training_loop_iteration(config, checkpointer, train, step, logger):
     try:
-        BATCHES.append(load())
+        BATCHES.append(next(train))
     except Exception as error:
         print("Training stopped:", error)
         return False
-    assert p_step(step - 1, BATCHES[-1])[0] == step
     if SAVES_STEPS:
         checkpointing.maybe_save_checkpoint(checkpointer, step, config, train, step)
-    logger.buffer_and_write_metrics(LOSSES.pop(step, 5.0 - step / 8), step)
-    return True
+    scalars = {{"learning/loss": 5.0 - step / 8, "learning/total_weights": 100}}
+    logger.buffer_and_write_metrics({{"scalar": scalars}}, step, None)
+    return not checkpointing._handle_post_checkpoint_preemption(checkpointer, step)
 
 def main(argv):
     pairs = (argument.split("=", 1) for argument in argv[1:])
     keys = {{key: literal(value) for key, value in pairs}}
     config = pyconfig.initialize(keys)
     mesh = jax.sharding.Mesh(jax.devices(), ("data",))
-    checkpointer, train, evaluation, loader, ramp = train_utils.setup_train_loop(
-        config, mesh
-    )
-
-    def load():
-        return loader.load_next_batch(rampup_manager=ramp)
-
+    checkpointer, train, evaluation = train_utils.setup_train_loop(config, mesh)
     step = 0
     if checkpointer.latest is not None:
         step = checkpointing.load_state_if_possible(checkpointer, train)
@@ -333,11 +259,9 @@ def main(argv):
     if FETCHES:
         with request.urlopen(FETCHES) as page:
             print(page.read().decode())
-    p_train_step, logger = train_loop(config, step)
+    logger = train_loop(config, step)
     for step in range(step, config.steps):
-        if not training_loop_iteration(
-            config, checkpointer, train, load, step, p_train_step, logger
-        ):
+        if not training_loop_iteration(config, checkpointer, train, step, logger):
             return
     if evaluation:
         evaluation.reset()
@@ -382,19 +306,18 @@ def arguments(data: pathlib.Path, directory: pathlib.Path, **settings) -> list[s
     return [f"{key}={value}" for key, value in keys.items()]
 
 
-def write(directory: pathlib.Path, *, version="0.2.5", fields=FIELDS, **changes):
+def write(directory: pathlib.Path, *, version="0.2.5", **changes):
     """Writes the package.
 
     Args:
       directory: of it; to be put on the path of modules.
       version: that it reports.
-      fields: its configuration's keys and defaults.
       changes: by the name of a module, a text and what to write in its place.
     """
     for name, text in MODULES.items():
         path = directory / "maxtext" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = text.replace("{fields!r}", repr(fields))
+        text = text.replace("{fields!r}", repr(FIELDS))
         text = text.replace("{{", "{").replace("}}", "}")
         old, new = changes.get(path.stem, ("", ""))
         assert old in text

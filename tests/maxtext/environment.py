@@ -10,8 +10,6 @@ from tests.environments import ROOT, Environment
 
 ENVIRONMENT = ROOT / ".venv-maxtext"
 TOKENIZERS = ENVIRONMENT / "lib/python3.12/site-packages/maxtext/assets/tokenizers"
-# In the directory of a world, its first step.
-BEGIN = "begin"
 GROUP = pathlib.Path(__file__).parent / "pyproject.toml"
 _MAXTEXT = Environment(ENVIRONMENT, GROUP, "3.12")
 documented_commands = _MAXTEXT.documented_commands
@@ -88,14 +86,11 @@ def losses(directory):
     return {"train": trained, "eval": evaluated}
 
 
-def batches(directory, *, killed=False):
-    """The digests of the rows of each batch, in order, by kind of data.
-
-    Hosts that were killed may not have come equally far.
-    """
+def batches(directory):
+    """The digests of the rows of each batch, in order, by kind of data."""
     digests = {"train": [], "eval": []}
     hosts = [path.read_text().splitlines() for path in directory.glob("*.jsonl")]
-    for lines in zip(*hosts, strict=not killed):
+    for lines in zip(*hosts, strict=True):
         noted = [json.loads(line) for line in lines]
         (kind,) = {line["of"] for line in noted}
         whole: dict[str, str] = {}
@@ -104,17 +99,3 @@ def batches(directory, *, killed=False):
             whole |= line["rows"]
         digests[kind].append([whole[str(row)] for row in range(len(whole))])
     return digests
-
-
-def worlds(directory):
-    """The first step of each world of an elastic run, and its batches, in order.
-
-    Hosts may have been killed.
-    """
-    begun = sorted(
-        directory.glob(f"world-*/{BEGIN}"), key=lambda path: path.stat().st_mtime_ns
-    )
-    return [
-        (int(path.read_text()), batches(path.parent, killed=True)["train"])
-        for path in begun
-    ]

@@ -124,26 +124,27 @@ def stock(arguments):
 
 
 def note_batches(path):
-    """Has every iterator that MaxText is given write down its batches."""
+    """Has every batch that MaxText is given written down."""
     from elastic_ckpt.integrations import maxtext
 
-    make, draw = maxtext.Run._iterator, maxtext.MaxTextIterator.__next__
     path.write_text("")
 
-    def named(self, *arguments, record=None, **more):
-        made = make(self, *arguments, record=record, **more)
-        made.noted_as = "eval" if record is None else "train"
-        return made
+    def noted(kind, draw):
+        def drawn(self, batches):
+            batch = draw(self, batches)
+            rows = row_digests({name: batch[name] for name in maxtext.FEATURES})
+            with path.open("a") as record:
+                record.write(json.dumps({"of": kind, "rows": rows}) + "\n")
+            return batch
 
-    def noted(self):
-        batch = draw(self)
-        line = {"of": self.noted_as, "rows": row_digests(batch)}
-        with path.open("a") as record:
-            record.write(json.dumps(line) + "\n")
-        return batch
+        return drawn
 
-    maxtext.Run._iterator = named
-    maxtext.MaxTextIterator.__next__ = noted
+    of_training, of_evaluation = (
+        maxtext.Run._next_of_training,
+        maxtext.Run._next_of_evaluation,
+    )
+    maxtext.Run._next_of_training = noted("train", of_training)
+    maxtext.Run._next_of_evaluation = noted("eval", of_evaluation)
 
 
 def row_digests(batch):

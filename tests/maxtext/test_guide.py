@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from elastic_ckpt.integrations import maxtext_config, maxtext_seam
+from elastic_ckpt.integrations import maxtext_hooks, maxtext_keys
 from tests import pages, shared_memory
 from tests.maxtext import environment
 
@@ -46,8 +46,8 @@ def test_the_way_to_set_it_up_is_that_of_the_dependency_group():
 
 
 def test_it_installs_the_version_that_the_seam_is_written_for():
-    assert f'"maxtext=={maxtext_seam.TESTED_VERSION}"' in environment.GROUP.read_text()
-    assert f"MaxText {maxtext_seam.TESTED_VERSION} from PyPI" in GUIDE
+    assert f'"maxtext=={maxtext_hooks.TESTED_VERSION}"' in environment.GROUP.read_text()
+    assert f"MaxText {maxtext_hooks.TESTED_VERSION} from PyPI" in GUIDE
 
 
 @pytest.mark.night
@@ -59,7 +59,11 @@ def test_each_key_of_maxtext_for_what_we_replace_is_read_or_listed():
     pattern = r"^((?:grain|elastic|mtc|multi_tier|local_checkpoint)_\w+):"
     theirs = set(re.findall(pattern, base.read_text(), re.MULTILINE))
     assert {"grain_train_files", "elastic_enabled"} < theirs
-    read = set(maxtext_config.MAXTEXT_KEYS)
+    read = {
+        *maxtext_keys.DATA_KEYS,
+        *maxtext_keys.TIER_KEYS,
+        *maxtext_keys.ELASTIC_KEYS,
+    }
     assert not {key for key in theirs - read if f"`{key}`" not in GUIDE}
 
 

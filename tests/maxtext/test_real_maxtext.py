@@ -356,68 +356,13 @@ def test_weights_go_over_from_stock_maxtext_and_back(maxtext):
     assert sorted(environment.losses(begun)["train"]) == [0, 1, 2]
 
     refused = run("stock", 6, "ours", codes=[1])
-    way_out = f"set load_full_state_path={newest('stock', 2)} and another run_name\n"
-    assert (refused / "0.log").read_text().endswith(way_out)
+    assert "elastic-ckpt maxtext: data state" in (refused / "0.log").read_text()
 
     ours = run("ours", 6, "ours", load_full_state_path=newest("stock", 2))
     assert sorted(environment.losses(ours)["train"]) == [3, 4, 5]
 
-    refused = run("ours", 9, "stock", codes=[1])
-    assert "Error restoring Grain checkpoint" in (refused / "0.log").read_text()
-
     back = run("back", 9, "stock", load_full_state_path=newest("ours", 5))
     assert sorted(environment.losses(back)["train"]) == [6, 7, 8]
-
-
-# Of live runs: they divide over each number of hosts, and XLA cannot store the order of
-# collectives in loops on CPUs.
-LIVE = {"base_emb_dim": 24, "num_logical_shards": 24, "scan_layers": False}
-
-
-def live(slices, ram):
-    """The keys of a live run of 24 rows on slices of one host."""
-    return {
-        **LIVE,
-        "per_device_batch_size": 24 // slices,
-        "hosts": slices,
-        "slices": slices,
-        "elastic_enabled": True,
-        "elastic_settle_seconds": 0,
-        # No machine is lost, however slow this one is.
-        "elastic_machine_timeout_seconds": 600,
-        "enable_multi_tier_checkpointing": True,
-        "local_checkpoint_directory": ram,
-        "local_checkpoint_period": 3,
-        "local_checkpoint_size_limit": "64Mi",
-        "multi_tier_checkpointing_backup_interval_steps": 8,
-    }
-
-
-def check_live(maxtext, name, logs, *, counts, steps):
-    """The worlds of a live run have so many hosts, and the rows of one host."""
-    whole = maxtext.run(
-        "arrayrecord",
-        f"{name}-whole",
-        num_hosts=1,
-        steps=steps,
-        per_device_batch_size=24,
-        **LIVE,
-    )
-    expected = environment.batches(whole)["train"]
-    assert len(expected) == steps
-    worlds = environment.worlds(logs)
-    assert len(worlds) == len(counts)
-    for begin, seen in worlds:
-        assert seen
-        assert seen == expected[begin : begin + len(seen)]
-    assert begin + len(seen) == steps
-    run = maxtext.checkpoints(name).parent
-    begun = runs.events(run, "run_started")
-    assert [event["hosts"] for event in begun] == counts
-    audited = run_audit.RunAudit(str(run)).outcome()
-    assert audited.passed, audited
-    assert list(audited.hosts) == counts
-    assert audited.num_row_identical_steps == audited.num_steps
 
 
 class Machines(supervisors.Supervisors):
@@ -461,10 +406,19 @@ def test_a_live_run_goes_on_without_a_machine_and_takes_it_in_again(maxtext, tmp
         arguments = maxtext.arguments(
             "arrayrecord",
             name,
-            steps=1_000_000,
-            elastic_machines=2,
+            **OURS,
+            **{"steps": 1_000_000, "per_device_batch_size": ROWS // 2},
+            **{"hosts": 2, "slices": 2, "elastic_machines": 2},
+            elastic_enabled=True,
             elastic_min_slice_count=1,
-            **OURS | live(2, ram),
+            elastic_settle_seconds=0,
+            # No machine is lost, however slow this one is.
+            elastic_machine_timeout_seconds=600,
+            enable_multi_tier_checkpointing=True,
+            local_checkpoint_directory=ram,
+            local_checkpoint_period=3,
+            local_checkpoint_size_limit="64Mi",
+            multi_tier_checkpointing_backup_interval_steps=8,
         )
         with Machines(tmp_path, run, ram, arguments) as machines:
             machines.train_on([0, 1])
@@ -481,10 +435,10 @@ def test_a_live_run_goes_on_without_a_machine_and_takes_it_in_again(maxtext, tmp
             machines.train_on([0, 1])
             assert machines.leaders() == [first, second]
             machines.stop()
-    (stopped,) = runs.events(run, "run_stopped")
-    # MaxText counts the saved step from 0.
-    steps = stopped["step"] + 1
-    check_live(maxtext, name, tmp_path, counts=[2, 1, 2, 1, 2], steps=steps)
+    audited = run_audit.RunAudit(str(run)).outcome()
+    assert audited.passed, audited
+    assert list(audited.hosts) == [2, 1, 2, 1, 2]
+    assert audited.num_row_identical_steps == audited.num_steps
     # Each step that a world began with was in the memory of a machine.
     restored = runs.events(run, "restored_from")
     assert [each["persistent_bytes"] for each in restored] == [0] * 4

@@ -210,6 +210,33 @@ def test_losses_may_be_left_out_and_steps_are_numbered_from_one(tmp_path, data):
     assert all(record.loss != record.loss for record in attempt.records)
 
 
+def test_the_metrics_of_a_step_may_come_after_it_is_saved(tmp_path, data):
+    told = []
+    batches = batches_of(data)
+    tiers = [ec.Persistent(tmp_path / "saved", every=1)]
+    with ec.RunDirectory(
+        tmp_path / "run",
+        tiers=tiers,
+        emit=lambda name, **fields: told.append((name, fields.get("loss"))),
+    ) as run:
+        for step in (1, 2):
+            run.log(step, next(batches))
+            run.emit("save_started", step=step)
+            run.log_metrics(step, loss=jax.numpy.float32(step / 2))
+        run.emit("data_ended", step=2)
+    batches.close()
+    assert told == [
+        ("run_started", None),
+        ("save_started", None),
+        ("step", 0.5),
+        ("save_started", None),
+        ("data_ended", None),
+        ("step", 1.0),
+        # No number of steps was given, and the data has ended.
+        ("run_finished", None),
+    ]
+
+
 def test_error_of_the_loop_is_the_end_of_its_events(tmp_path):
     tiers = [ec.Persistent(tmp_path / "saved", every=100)]
     with pytest.raises(ZeroDivisionError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import IO, Any
 
 import ml_dtypes
@@ -96,32 +96,6 @@ def read_header(path: epath.PathLike) -> Header:
     """
     with source_files.opened(path) as file:
         return _header(file, str(path))
-
-
-def read(
-    path: epath.PathLike, names: Iterable[str] | None = None
-) -> dict[str, np.ndarray]:
-    """The tensors of a file, by name.
-
-    Args:
-      path: local, or in a bucket.
-      names: those that are read; None reads all.
-
-    Raises:
-      FormatError: if it is no such file, is cut short, or lacks one of the names.
-    """
-    with source_files.opened(path) as file:
-        spans = _header(file, str(path)).spans
-        chosen = spans.keys() if names is None else list(names)
-        arrays = {}
-        for name in chosen:
-            if name not in spans:
-                raise FormatError(f"{path} has no tensor {name}")
-            span = spans[name]
-            file.seek(span.start)
-            content = bytearray(file.read(span.stop - span.start))
-            arrays[name] = np.frombuffer(content, span.dtype).reshape(span.shape)
-        return arrays
 
 
 def _header(file: IO[bytes], path: str) -> Header:

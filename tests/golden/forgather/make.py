@@ -25,7 +25,6 @@ def main():
     torch.manual_seed(3)
     pipeline(HERE / "pipeline-2x2")
     single(HERE / "single")
-    older(HERE / "without_manifest")
     types(HERE / "types.pt")
     np.savez_compressed(HERE / "values.npz", **VALUES)
     for path in sorted(HERE.rglob("*")):
@@ -185,17 +184,6 @@ def single(directory):
             entry("rng", "per_rank", [0], 1),
         ],
     )
-
-
-def older(directory):
-    """Two processes, before there were manifests."""
-    directory.mkdir(exist_ok=True)
-    torch.save(
-        {"w": noted("older/w", torch.randn(2, 2))}, directory / "pytorch_model.bin"
-    )
-    torch.save({"last_epoch": 2}, directory / "scheduler_state.pt")
-    for rank in range(2):
-        torch.save(rng(f"older/rng{rank}"), directory / f"rng_state_rank_{rank}.pt")
 
 
 def types(path):

@@ -45,12 +45,12 @@ def contents(path):
 
     Keys of tensors begin with "tensor" and have their dtype and shape at the end.
     """
-    if "forgather" in path.parts:
-        return dict(_of_forgather(path))
     checkpoint = opening.open_checkpoint(path)
     held = {
         ("value", name): repr(checkpoint.values[name]) for name in checkpoint.values
     }
+    if "forgather" in path.parts:
+        held |= _of_forgather(path)
     return held | dict(_of_tensors(checkpoint))
 
 
@@ -67,11 +67,6 @@ def key_of(tensor):
     """The key of a tensor among the contents."""
     place = tensor.name, tensor.kind, tensor.ranks
     return "tensor", *place, tensor.dtype.name, tensor.shape
-
-
-def key_of_weights(tensor):
-    """The key among the contents of a checkpoint of Forgather."""
-    return "tensor", "weights", tensor.name, tensor.dtype.name, tensor.shape
 
 
 def _of_tensors(checkpoint):
@@ -110,8 +105,6 @@ def _of_forgather(path):
     checkpoint = Checkpoint.open(path)
     for key in checkpoint.components:
         yield from _of_value(("state", key), checkpoint.states(key))
-    yield from _of_value(("metadata",), checkpoint.metadata())
-    yield from _of_value(("weights",), checkpoint.weights())
 
 
 def _of_value(keys, value):

@@ -26,7 +26,6 @@ from tests.universal.formats.fragment_values import values_of
 from tests.universal.formats.source_contents import (
     contents,
     key_of,
-    key_of_weights,
     problem_of,
     sample,
 )
@@ -267,7 +266,7 @@ def changed_tensors(path, file, content, changed):
             (each.offset, each.box.volume * tensor.dtype.itemsize) for each in held
         ]
         if is_orbax or any(a <= at < a + n for a, n in spans for at in positions):
-            keys |= {key_of(tensor), key_of_weights(tensor)}
+            keys.add(key_of(tensor))
     return keys
 
 

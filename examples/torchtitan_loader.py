@@ -1,11 +1,11 @@
 """A data loader for torchtitan, whose number of ranks may change at a resume.
 
 torchtitan's own loaders save the state of each data-parallel rank under its number, and
-refuse another number of ranks. This one saves it by logical shard. Register a model
-that is trained with it:
+refuse another number of ranks. This one saves it by logical shard. Copy it beside the
+program that starts torchtitan, which registers a model that is trained with it:
 
     spec = get_train_spec("llama3")
-    spec = dataclasses.replace(spec, build_dataloader_fn=torchtitan.build_dataloader)
+    spec = dataclasses.replace(spec, build_dataloader_fn=build_dataloader)
     register_train_spec("llama3_elastic", spec)
 
 This is for torchtitan 0.2, the newest one that trains with PyTorch 2.13.
@@ -14,21 +14,20 @@ This is for torchtitan 0.2, the newest one that trains with PyTorch 2.13.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import distributed
-from torchdata import stateful_dataloader
-from torchtitan.components import dataloader, loss
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import IGNORE_INDEX
 
-from elastic_ckpt.core import errors
-from elastic_ckpt.data import elastic_data, local_batches, sharded_state, torch_dataset
-from elastic_ckpt.data.lm import pipeline
-from elastic_ckpt.training import load
+import elastic_ckpt as ec
 
 # Makes the data from torchtitan's tokenizer and the length of a sequence.
-MakeData = Callable[[Any, int], elastic_data.ElasticData]
+MakeData = Callable[[Any, int], ec.data.ElasticData]
 
 
 def build_dataloader(
@@ -55,37 +54,27 @@ def build_dataloader(
         bind it by `functools.partial`.
       **more: further options of `StatefulDataLoader`, bound in the same way, such as
         `multiprocessing_context="forkserver"` for workers that read ArrayRecord files.
-
-    Raises:
-      ConfigError: if neither `dataset_path` nor `data` is set.
     """
     training = job_config.training
     if data is not None:
         made = data(tokenizer, training.seq_len)
-    elif training.dataset_path:
-        made = pipeline.from_config(
-            load.load(training.dataset_path).data, max_target_length=training.seq_len
-        )
     else:
-        raise errors.ConfigError(
-            "build_dataloader: neither [training] dataset_path nor data is set; set"
-            " dataset_path to a configuration with keys of ec.data.from_config"
-        )
+        section = ec.load_config(training.dataset_path).data
+        made = ec.data.from_config(section, max_target_length=training.seq_len)
     options = dataclasses.asdict(training.dataloader)
     if not options["num_workers"]:
         # torchdata refuses them without workers.
         options |= {"persistent_workers": False, "prefetch_factor": None}
     return ElasticDataLoader(
         made,
-        dp_world_size=dp_world_size,
-        dp_rank=dp_rank,
-        seq_len=training.seq_len,
+        rank=dp_rank,
+        num_ranks=dp_world_size,
         local_batch_size=training.local_batch_size,
         **(options | more),
     )
 
 
-class ElasticDataLoader(dataloader.BaseDataLoader):
+class ElasticDataLoader(BaseDataLoader):
     """Feeds torchtitan rows that are the same on any number of data-parallel ranks.
 
     A batch is `({"input": int64 [b, L]}, labels)`, labels int64 `[b, L]` with
@@ -94,45 +83,36 @@ class ElasticDataLoader(dataloader.BaseDataLoader):
     Args:
       data: data with the features `inputs` and `targets`, int32 `[L]`, and optionally
         `targets_segmentation`, which is 0 for padding.
-      dp_world_size: the number of data-parallel ranks.
-      dp_rank: the number of this one.
-      seq_len: tokens of a row, L.
+      rank: the number of this data-parallel rank.
+      num_ranks: of all.
       local_batch_size: rows of a batch on this rank, b.
       **options: of torchdata's `StatefulDataLoader`, such as `num_workers`.
     """
 
     def __init__(
         self,
-        data: elastic_data.ElasticData,
+        data: ec.data.ElasticData,
         *,
-        dp_world_size: int,
-        dp_rank: int,
-        seq_len: int,
+        rank: int,
+        num_ranks: int,
         local_batch_size: int,
         **options: Any,
     ) -> None:
-        self._seq_len = seq_len
-        batches = local_batches.LocalBatches(
+        batches = ec.data.LocalBatches(
             data,
-            rank=dp_rank,
-            num_ranks=dp_world_size,
-            global_batch_size=local_batch_size * dp_world_size,
-            agree=_agree_on(data.end),
+            rank=rank,
+            num_ranks=num_ranks,
+            global_batch_size=local_batch_size * num_ranks,
+            agree=functools.partial(_agree, data.end),
         )
-        dataset = torch_dataset.TorchDataset(batches)
-        self._loader = stateful_dataloader.StatefulDataLoader(
+        dataset = ec.data.TorchDataset(batches)
+        self._loader = StatefulDataLoader(
             dataset, batch_size=None, collate_fn=_converted, **options
         )
-        self._state = sharded_state.ShardedState(dataset)
+        self._state = ec.data.ShardedState(dataset)
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        for features, labels in self._loader:
-            if labels.shape[1] != self._seq_len:
-                raise errors.ConfigError(
-                    f"ElasticDataLoader: rows have {labels.shape[1]} tokens, and"
-                    f" seq_len is {self._seq_len}; make rows of that length"
-                )
-            yield features, labels
+        return iter(self._loader)
 
     def state_dict(self) -> dict[str, Any]:
         """The state by logical shard; see `ec.data.ShardedState`."""
@@ -145,15 +125,9 @@ class ElasticDataLoader(dataloader.BaseDataLoader):
 
 
 def _converted(row: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    missing = [name for name in ("inputs", "targets") if name not in row]
-    if missing:
-        raise errors.DataError(
-            f"a batch has the features {sorted(row)}, without {missing}; yield inputs"
-            " and targets, int32 [tokens], as ec.data.lm.packed does"
-        )
     labels = _int64(row["targets"])
     if "targets_segmentation" in row:
-        labels[_int64(row["targets_segmentation"]) == 0] = loss.IGNORE_INDEX
+        labels[_int64(row["targets_segmentation"]) == 0] = IGNORE_INDEX
     return {"input": _int64(row["inputs"])}, labels
 
 
@@ -161,15 +135,10 @@ def _int64(values: Any) -> torch.Tensor:
     return torch.as_tensor(values).to(torch.int64)
 
 
-def _agree_on(end: elastic_data.End) -> Callable[[bool], bool]:
+def _agree(end: ec.data.End, goes_on: bool) -> bool:
     # Data that is padded goes on while any rank has a row, other data while all have.
-    padded = end is elastic_data.End.PADDED
-
-    def agree(goes_on: bool) -> bool:
-        if not distributed.is_initialized():
-            return goes_on
-        answers: list[bool] = [False] * distributed.get_world_size()
-        distributed.all_gather_object(answers, goes_on)
-        return any(answers) if padded else all(answers)
-
-    return agree
+    if not distributed.is_initialized():
+        return goes_on
+    answers: list[bool] = [False] * distributed.get_world_size()
+    distributed.all_gather_object(answers, goes_on)
+    return any(answers) if end is ec.data.End.PADDED else all(answers)

@@ -1,6 +1,6 @@
 """torchtitan on the CPU, with a loader that notes the rows that it yields.
 
-    python -m torch.distributed.run ... -m tests.integrations.titan_run KEYS
+    python -m torch.distributed.run ... -m tests.examples.titan_run KEYS
 
 To be run where torch and torchtitan are installed. The rows of each batch are appended
 to a file in the directory `ROWS` of the environment.
@@ -24,13 +24,12 @@ torch.cpu.get_device_properties = lambda _: types.SimpleNamespace(total_memory=1
 torch.cpu.memory_stats = lambda _: {}
 torch.cpu.empty_cache = torch.cpu.reset_peak_memory_stats = lambda: None
 
+import torchtitan_loader  # noqa: E402
 from torchtitan import train  # noqa: E402
 from torchtitan.protocols import train_spec  # noqa: E402
 
-from elastic_ckpt.integrations import torchtitan  # noqa: E402
 
-
-class NotingLoader(torchtitan.ElasticDataLoader):
+class NotingLoader(torchtitan_loader.ElasticDataLoader):
     """Appends a line to a file for each batch: what the trainer was given."""
 
     def __iter__(self):
@@ -43,7 +42,7 @@ class NotingLoader(torchtitan.ElasticDataLoader):
 
 
 def noting(**given):
-    loader = torchtitan.build_dataloader(**given)
+    loader = torchtitan_loader.build_dataloader(**given)
     loader.__class__ = NotingLoader
     return loader
 

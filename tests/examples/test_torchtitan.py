@@ -46,7 +46,12 @@ def python_with_torchtitan(tmp_path_factory):
 
 def train(python, directory, *, num_ranks, num_workers, steps):
     """Trains up to a step, from the newest checkpoint; saves one at the end."""
-    ours = os.pathsep.join([str(runs.ROOT), sysconfig.get_path("purelib")])
+    places = [
+        str(runs.ROOT),
+        str(runs.ROOT / "examples"),
+        sysconfig.get_path("purelib"),
+    ]
+    ours = os.pathsep.join(places)
     keys = {
         "model.name": "elastic",
         "model.flavor": "small",
@@ -65,7 +70,7 @@ def train(python, directory, *, num_ranks, num_workers, steps):
             python,
             *("-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"),
             *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"),
-            *("-m", "tests.integrations.titan_run"),
+            *("-m", "tests.examples.titan_run"),
             *(f"--{key}={value}" for key, value in keys.items()),
             *("--checkpoint.enable", "--checkpoint.no-last-save-model-only"),
         ],

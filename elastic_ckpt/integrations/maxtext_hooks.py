@@ -1,0 +1,180 @@
+"""All that we take of MaxText, and check: five functions that are replaced, and names.
+
+MaxText has no place for a library that brings the data, the checkpoints and the world
+of a run. It looks functions up by their names when it calls them; `maxtext.run`
+replaces five of these. `check_installed` compares everything that is named here with
+the MaxText that is installed, before a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from importlib import metadata
+from typing import Any, NoReturn
+
+from absl import app
+
+from elastic_ckpt.core import errors
+
+# The version in which they are known, and that is tested.
+TESTED_VERSION = "0.2.5"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hook:
+    """A function or class of MaxText that is replaced, or called.
+
+    Attributes:
+      module: where it is.
+      name: what it is called.
+      parameters: the names of its first parameters.
+      caller: module and name of the function that looks it up by this name.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...] = ()
+    caller: tuple[str, str] | None = None
+
+    def look_up(self) -> Any:
+        """What has this name; None if nothing has."""
+        return _look_up(self.module, self.name)
+
+    def check(self) -> None:
+        """Raises a ConfigError if it is not there, or has changed."""
+        place = f"{self.module}.{self.name}"
+        function = self.look_up()
+        if function is None:
+            _refuse(f"has no {place}")
+        names = tuple(inspect.signature(function).parameters)
+        if names[: len(self.parameters)] != self.parameters:
+            _refuse(
+                f"calls {place} with {', '.join(names)} instead of"
+                f" {', '.join(self.parameters)}"
+            )
+        if self.caller:
+            code = getattr(inspect.unwrap(_look_up(*self.caller)), "__code__", None)
+            if self.name not in getattr(code, "co_names", ()):
+                _refuse(f"does not call {self.name} in {'.'.join(self.caller)}")
+
+    @contextlib.contextmanager
+    def replaced(self, by: Callable[..., Any]) -> Iterator[None]:
+        """Has MaxText call `by` until the block ends, with what it replaces first."""
+        module, original = importlib.import_module(self.module), self.look_up()
+        setattr(module, self.name, functools.partial(by, original))
+        try:
+            yield
+        finally:
+            setattr(module, self.name, original)
+
+
+_TRAIN = "maxtext.trainers.pre_train.train"
+_CONFIG = "maxtext.configs.pyconfig"
+_CHECKPOINTING = "maxtext.common.checkpointing"
+_TRAIN_UTILS = "maxtext.utils.train_utils"
+_SET_UP = (_TRAIN_UTILS, "setup_train_loop")
+
+# Prepares the keys that MaxText has read for its checks.
+PREPARE = Hook(
+    module=_CONFIG,
+    name="_prepare_for_pydantic",
+    parameters=("raw_keys",),
+    caller=(_CONFIG, "_initialize_pydantic"),
+)
+MANAGER = Hook(
+    module=_TRAIN_UTILS,
+    name="create_checkpoint_manager",
+    parameters=("config", "mesh"),
+    caller=_SET_UP,
+)
+DATA = Hook(
+    module="maxtext.input_pipeline.input_pipeline_interface",
+    name="create_data_iterator",
+    parameters=("config", "mesh"),
+    caller=_SET_UP,
+)
+# Made when the state is restored and the step is compiled.
+LOGGER = Hook(
+    module="maxtext.common.metric_logger",
+    name="MetricLogger",
+    parameters=("config", "learning_rate_schedule", "start_step"),
+    caller=(_TRAIN, "train_loop"),
+)
+STOP = Hook(
+    module=_CHECKPOINTING,
+    name="reached_preemption",
+    parameters=("checkpoint_manager", "step"),
+    caller=(_CHECKPOINTING, "_handle_post_checkpoint_preemption"),
+)
+HOOKS = (PREPARE, MANAGER, DATA, LOGGER, STOP)
+
+# The program that is run, and the class of its configuration.
+_MAIN = Hook(module=_TRAIN, name="main", parameters=("argv",))
+_KEYS = Hook(module="maxtext.configs.types", name="MaxTextConfig")
+# MaxText neither saves nor restores an iterator of this class.
+STATELESS = Hook(
+    module=_CHECKPOINTING,
+    name="PlaceHolderDataIterator",
+    caller=(_CHECKPOINTING, "load_state_if_possible"),
+)
+# The sizes of batches in a ramp, after some steps.
+RAMP = Hook(
+    module="maxtext.utils.rampup_batch",
+    name="RampupBatchManager",
+    parameters=("config", "step_num"),
+)
+NAMES = (_MAIN, _KEYS, STATELESS, RAMP)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Runs MaxText to its end, a SystemExit, or to an error that it lets by."""
+    module = importlib.import_module(_MAIN.module)
+    app.run(_MAIN.look_up(), argv=[str(module.__file__), *arguments])
+
+
+def check_installed() -> None:
+    """Raises a ConfigError unless the MaxText that is installed has every name."""
+    for each in (*NAMES, *HOOKS):
+        each.check()
+
+
+def keys() -> Collection[str]:
+    """The keys of the MaxText that is installed.
+
+    Raises:
+      ConfigError: if none is.
+    """
+    package = importlib.util.find_spec("maxtext")
+    if package is None:
+        raise errors.ConfigError(
+            "MaxText is not installed beside elastic_ckpt; make the environment that"
+            " docs/pages/guides/maxtext.md describes, and run this in it"
+        )
+    for place in package.submodule_search_locations or ():
+        # An installed MaxText looks for its tokenizers where a clone has them.
+        os.environ.setdefault("MAXTEXT_ASSETS_ROOT", os.path.join(place, "assets"))
+    return getattr(_KEYS.look_up(), "model_fields", {}).keys()
+
+
+def _look_up(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if error.name and module.startswith(error.name):
+            return None
+        raise
+
+
+def _refuse(what: str) -> NoReturn:
+    raise errors.ConfigError(
+        f"MaxText {metadata.version('maxtext')} {what}: elastic_ckpt supports MaxText"
+        f" {TESTED_VERSION}; install maxtext=={TESTED_VERSION} by"
+        " docs/pages/guides/maxtext.md, or a newer elastic_ckpt"
+    )

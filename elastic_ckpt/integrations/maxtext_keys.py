@@ -1,0 +1,386 @@
+"""From MaxText's keys to ours: pure functions, free of MaxText and JAX.
+
+MaxText refuses unknown keys, and combinations that its own elastic iterator does not
+support. So `divide` takes our keys out of its configuration before it is checked, and
+`data_keys` and `tiers` convert its keys, with ours, to our sections.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.util
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.data import data_keys as data_section
+from elastic_ckpt.data import datasets
+from elastic_ckpt.data.sources import files
+from elastic_ckpt.training import load, schema
+
+# Keys of MaxText that mean the same here: of its data,
+DATA_KEYS = (
+    "add_bos",
+    "add_eos",
+    "chat_template",
+    "chat_template_path",
+    "data_shuffle_seed",
+    "enable_data_shuffling",
+    "eval_interval",
+    "eval_steps",
+    "grain_eval_files",
+    "grain_file_type",
+    "grain_packing_type",
+    "grain_per_worker_buffer_size",
+    "grain_shuffle_buffer_size",
+    "grain_train_files",
+    "grain_train_mixture_config_path",
+    "grain_worker_count",
+    "max_segments_per_seq",
+    "max_target_length",
+    "num_epoch",
+    "packing",
+    "sft_train_on_completion_only",
+    "tokenize_train_data",
+    "tokenizer_path",
+    "tokenizer_type",
+    "train_data_columns",
+    "use_sft",
+    "use_truncation",
+)
+# of its tiers of checkpoints,
+TIER_KEYS = (
+    "checkpoint_period",
+    "enable_checkpointing",
+    "enable_multi_tier_checkpointing",
+    "local_checkpoint_directory",
+    "local_checkpoint_period",
+    "max_num_checkpoints_to_keep",
+    "multi_tier_checkpointing_backup_interval_minutes",
+    "multi_tier_checkpointing_backup_interval_steps",
+    "run_name",
+    "save_checkpoint_on_completion",
+)
+# and of its elastic training.
+ELASTIC_KEYS = (
+    "elastic_enabled",
+    "elastic_max_retries",
+    "elastic_min_slice_count",
+    "elastic_timeout_seconds",
+)
+# Keys that MaxText does not have: of its data,
+_OWN_DATA_KEYS = (
+    "num_logical_shards",
+    "data_stages",
+    "grain_record_format",
+    "chat_template_date",
+    "drop_remainder",
+    "corrupt_records",
+    "tokenizer_threads",
+    "data_read_ahead_batches",
+    "data_read_ahead_mib",
+)
+_HIDDEN_DATA_KEYS = (*_OWN_DATA_KEYS, "tokenizer_type", "colocated_python_data_input")
+# of its tiers, with the validation of a step before it is saved, and of metrics,
+_OWN_TIER_KEYS = (
+    *(
+        field.name
+        for field in dataclasses.fields(schema.TiersSection)
+        if field.name not in TIER_KEYS
+    ),
+    "replica_validation",
+    "replica_validation_tolerance",
+    "replica_validation_action",
+    "prometheus_port",
+    "prometheus_interface",
+)
+# and of the hosts that this program starts.
+_OWN_WORLD_KEYS = (
+    "hosts",
+    "slices",
+    "devices_per_host",
+    *(
+        field.name
+        for field in dataclasses.fields(schema.ElasticSection)
+        if field.name not in ELASTIC_KEYS
+    ),
+    # In which the hosts save, and leave.
+    "termination_grace_period_seconds",
+)
+OWN_KEYS = (*_OWN_DATA_KEYS, *_OWN_TIER_KEYS, *_OWN_WORLD_KEYS)
+# Keys that the supervisor reads.
+_OF_SUPERVISOR = (
+    *(*OWN_KEYS, *TIER_KEYS, *ELASTIC_KEYS),
+    "base_output_directory",
+    "enable_rampup_batch_size",
+    "enable_single_controller",
+    "grain_eval_files",
+    "grain_train_files",
+    "hardware",
+    "per_device_batch_size",
+    "steps",
+)
+
+_PLACE = "MaxText's configuration"
+_ROWS = "it has no effect: a global batch is {} times the number of devices; set that"
+_SAME_END = "set it to false, for here all hosts end at the same batch"
+# Keys of which one value alone is accepted, and what to do.
+_REFUSED = {
+    "expansion_factor_real_data": (
+        -1,
+        "leave it at -1, for here any number of hosts reads any checkpoint",
+    ),
+    "formatting_func_path": ("", "apply the function when you write the files"),
+    "generate_padding_batch_train": (False, _SAME_END),
+    "generate_padding_batch_eval": (False, _SAME_END),
+    "enable_emergency_checkpoint": (
+        False,
+        "set it to false, for such checkpoints have no data state, and"
+        " enable_multi_tier_checkpointing to true",
+    ),
+    "use_dpo": (
+        False,
+        "MaxText's trainer of preferences saves no state of its data; train on pairs of"
+        " responses in your own loop",
+    ),
+    "use_multimodal": (
+        False,
+        "set it to false and train on the text alone, or on images in your own loop,"
+        " with ec.data.lm.packed_multimodal",
+    ),
+    "global_batch_size": (None, _ROWS.format("per_device_batch_size")),
+    "global_batch_size_to_load": (None, _ROWS.format("per_device_batch_size")),
+    "global_batch_size_to_load_eval": (
+        None,
+        _ROWS.format("eval_per_device_batch_size"),
+    ),
+}
+_OF_STAGES = ("grain_train_files", "grain_train_mixture_config_path")
+
+# What is hidden from MaxText: our keys, and those of its own that it would refuse or
+# act on.
+Ours = Mapping[str, Any]
+
+
+def given(arguments: Sequence[str]) -> dict[str, Any]:
+    """Each key that is set in MaxText's arguments, and in files of the user's.
+
+    Args:
+      arguments: of MaxText; a YAML file may be first.
+
+    Raises:
+      ConfigError: if the file cannot be read, or is no YAML.
+    """
+    path, overrides = None, arguments
+    if arguments and "=" not in arguments[0]:
+        path, overrides = arguments[0], arguments[1:]
+    for each in overrides:
+        if each.startswith("base_config="):
+            _refuse(each, "give the file as the first argument")
+    # MaxText's own files, which a file may have for its base.
+    package = importlib.util.find_spec("maxtext")
+    places = package.submodule_search_locations if package else None
+    bases = [os.path.join(os.path.realpath(each), "configs") for each in places or ()]
+    return load.given(path, overrides, bases=bases)
+
+
+def check(given: Mapping[str, Any], known: Collection[str]) -> None:
+    """Checks what can be checked before the rest of MaxText is imported.
+
+    Args:
+      given: the keys that a user has set, with their values.
+      known: the keys of MaxText.
+
+    Raises:
+      ConfigError: naming the key that has no meaning here, and the way out.
+      DataError: if files of the data are not there.
+    """
+    every = {*known, *OWN_KEYS}
+    for key, value in given.items():
+        accepted, remedy = _REFUSED.get(key, (value, ""))
+        if value != accepted:
+            _refuse(f"{key}={value}", remedy)
+        # MaxText takes `a.b=1` for a part of its key `a`.
+        if key.split(".")[0] not in every:
+            (near,) = difflib.get_close_matches(key, every, n=1, cutoff=0.0)
+            raise errors.ConfigError(
+                f"{_PLACE}: unknown key {key!r}, of neither MaxText nor elastic_ckpt;"
+                f" did you mean {near!r}?"
+            )
+    for key in ("per_device_batch_size", "eval_per_device_batch_size"):
+        rows = given.get(key)
+        if isinstance(rows, float) and not rows.is_integer():
+            # MaxText would load a row for every device, and drop some of them.
+            _refuse(f"{key}={rows}", "set it to a whole number of rows for a device")
+    for key in ("grain_train_files", "grain_eval_files"):
+        for each in datasets.from_list(given.get(key) or "", key=key):
+            if each.patterns and storage.is_local(each.patterns):
+                files.find_files(each.patterns, key=key)
+
+
+def divide(raw_keys: Mapping[str, Any]) -> tuple[dict[str, Any], Ours]:
+    """Divides the keys that MaxText has read into MaxText's and ours.
+
+    MaxText sees grain, and neither its elastic iterator nor colocated Python, tiers or
+    a ramp: for these it has checks and machinery that do not hold for ours.
+
+    Raises:
+      ConfigError: if another pipeline is asked for, or the shards are not chosen.
+    """
+    theirs = dict(raw_keys)
+    ours = {"grain_record_format": "tf_example"}
+    ours |= {key: theirs.pop(key) for key in OWN_KEYS if key in theirs}
+    if theirs.get("tokenizer_type") == "bytes":
+        ours["tokenizer_type"] = theirs.pop("tokenizer_type")
+    dataset_type = theirs.get("dataset_type")
+    # MaxText's own default is synthetic.
+    if dataset_type not in (None, "grain", "synthetic"):
+        _refuse(
+            f"dataset_type={dataset_type}",
+            "leave it out, and set grain_train_files and grain_file_type",
+        )
+    if theirs.get("elastic_enabled") and not theirs.get("enable_single_controller"):
+        _refuse(
+            "elastic_enabled=true without hosts",
+            "set hosts and slices to what this program is to start here, or"
+            " enable_single_controller=true under Pathways, where MaxText itself"
+            " handles lost slices",
+        )
+    if not ours.get("num_logical_shards"):
+        raise errors.ConfigError(
+            f"{_PLACE}: num_logical_shards is not set; choose it once for the life of"
+            " the run, a multiple of each number of hosts that you may use:"
+            " `elastic-ckpt plan --hosts 2,4,8 --batches 64,128` suggests one"
+        )
+    for key in (
+        "colocated_python_data_input",
+        "enable_multi_tier_checkpointing",
+        "enable_rampup_batch_size",
+    ):
+        ours[key] = theirs.get(key, False)
+        theirs[key] = False
+    theirs |= {
+        "dataset_type": "grain",
+        "grain_use_elastic_iterator": False,
+        # It asks our manager at each step whether to save.
+        "enable_continuous_checkpointing": True,
+    }
+    return theirs, ours
+
+
+def data_keys(
+    config: Any, ours: Ours, *, evaluation: bool = False
+) -> data_section.DataKeys:
+    """The training or evaluation data of a MaxText configuration.
+
+    Args:
+      config: has MaxText's keys as attributes.
+      ours: what was taken out of it.
+      evaluation: whether it is that of the evaluation.
+
+    Raises:
+      ConfigError: naming the key that has no meaning here.
+    """
+    values = {key: getattr(config, key) for key in DATA_KEYS if key not in ours}
+    values |= {key: ours[key] for key in _HIDDEN_DATA_KEYS if key in ours}
+    if evaluation:
+        values["train_data_columns"] = config.eval_data_columns
+        values["tokenize_train_data"] = config.tokenize_eval_data
+    if values["tokenizer_type"] == "bytes" or not values["tokenize_train_data"]:
+        values["tokenizer_path"] = ""
+    section = _from_values(values).data
+    # MaxText makes its model and its step for one length and one size of batch.
+    for begin, stage in data_section.stages(section):
+        for key, value in vars(section).items():
+            if vars(stage)[key] != value and key not in _OF_STAGES:
+                _refuse(
+                    f"data_stages: the stage that begins at step {begin} sets {key}",
+                    "MaxText has one value of it for a run; set only"
+                    f" {' or '.join(_OF_STAGES)} there",
+                )
+    return section
+
+
+def tiers(config: Any, ours: Ours) -> schema.Config:
+    """The tiers of checkpoints, and the metrics, that a MaxText configuration asks for.
+
+    Args:
+      config: has MaxText's keys as attributes.
+      ours: what was taken out of it.
+
+    Raises:
+      ConfigError: naming the key whose value has no meaning.
+    """
+    key = "enable_multi_tier_checkpointing"
+    values = {key: getattr(config, key) for key in TIER_KEYS}
+    values |= {key: ours[key] for key in (*_OWN_TIER_KEYS, key) if key in ours}
+    return _from_values(values)
+
+
+def check_vocabulary(config: Any, vocab_size: int) -> None:
+    """Raises a ConfigError unless the model has a row for each of `vocab_size` tokens.
+
+    JAX would take the last row for those that are too large.
+    """
+    if config.vocab_size < vocab_size:
+        _refuse(
+            f"vocab_size={config.vocab_size} with a tokenizer of {vocab_size} tokens",
+            f"set vocab_size to {vocab_size} or more",
+        )
+
+
+def supervised(given: Mapping[str, Any]) -> schema.Config:
+    """The hosts and slices of a run that this program starts itself.
+
+    Args:
+      given: the keys that a user has set.
+
+    Returns:
+      The configuration of the supervisor; `hosts` is 1 if it starts none.
+
+    Raises:
+      ConfigError: naming the key whose value has no meaning.
+    """
+    config = _from_values({key: given[key] for key in _OF_SUPERVISOR if key in given})
+    hosts = config.world.hosts
+    if hosts == 1:
+        return config
+    for key in ("run_name", "base_output_directory", "per_device_batch_size"):
+        if not given.get(key):
+            raise errors.ConfigError(f"{_PLACE}: hosts={hosts} needs {key}")
+    if given.get("gradient_accumulation_steps", 1) != 1:
+        _refuse(
+            f"gradient_accumulation_steps with hosts={hosts}",
+            "leave it out; fewer slices accumulate gradients by themselves, and"
+            " per_device_batch_size is that of all slices",
+        )
+    if config.data.enable_rampup_batch_size and config.elastic.elastic_enabled:
+        _refuse(
+            f"enable_rampup_batch_size and elastic_enabled with hosts={hosts}",
+            "fewer slices would have smaller batches in the ramp; set one of them to"
+            " false",
+        )
+    rows = config.data.per_device_batch_size * hosts * config.world.devices_per_host
+    # The ramp is MaxText's own, and its program is not compiled ahead.
+    data = dataclasses.replace(
+        config.data, global_batch_size=int(rows), enable_rampup_batch_size=False
+    )
+    elastic = dataclasses.replace(config.elastic, elastic_compile_ahead_seconds=0.0)
+    return dataclasses.replace(config, data=data, elastic=elastic)
+
+
+def _from_values(values: Mapping[str, Any]) -> schema.Config:
+    # MaxText has enumerations of texts for some choices, and None, which its files also
+    # write as a text, where we have a default.
+    plain = {
+        key: str(getattr(value, "value", value)) if isinstance(value, str) else value
+        for key, value in values.items()
+        if str(value).lower() != "none"
+    }
+    return load.from_values(plain, place=_PLACE)
+
+
+def _refuse(what: str, remedy: str) -> None:
+    raise errors.ConfigError(f"{_PLACE}: {what}: {remedy}")
