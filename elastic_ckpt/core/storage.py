@@ -418,7 +418,10 @@ def is_locked(path: epath.PathLike) -> bool:
 
 
 def asking(path: epath.PathLike) -> contextlib.AbstractContextManager[None]:
-    """Held by a process that asks whether it is the only one that uses `path`."""
+    """Held while a process asks whether it is the only one that uses `path`.
+
+    The lock of a `Presence` is gone for a moment while its kind changes.
+    """
     return exclusive_lock(f"{os.fspath(path)}.asking", waits=True)
 
 
@@ -449,20 +452,19 @@ class Presence:
 
         If so, no other process can take it while the block runs.
         """
-        # A lock is gone for a moment while its kind changes.
+        is_alone = True
         with asking(self._file.name):
-            is_alone = True
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 is_alone = False
-            try:
-                if is_alone:
-                    yield True
-                    return
-            finally:
                 fcntl.flock(self._file, fcntl.LOCK_SH)
-        yield False
+        try:
+            yield is_alone
+        finally:
+            if is_alone:
+                with asking(self._file.name):
+                    fcntl.flock(self._file, fcntl.LOCK_SH)
 
     def close(self) -> None:
         """Releases the lock."""

@@ -73,7 +73,14 @@ class TestHangs(claims.Claims):
     def test_a_world_loads_the_program_that_one_before_has_compiled(self, run):
         events = run.events("compiled", "executable_loaded")
         names = [each["event"] for each in events]
-        assert names == ["compiled", "executable_loaded"]
+        told = [
+            line
+            for log in run.path.glob("logs/*/host-*.log")
+            for line in log.read_text().splitlines()
+            if "executable" in line
+        ]
+        refused = run.events("executable_refused")
+        assert names == ["compiled", "executable_loaded"], (events, refused, told)
 
     def test_logs_have_the_stacks_of_a_host_that_hangs(self, run):
         logs = sorted((run.path / "logs").iterdir())[0]

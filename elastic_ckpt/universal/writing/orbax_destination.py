@@ -124,11 +124,13 @@ class OrbaxDestination(Destination):
     def alone(self) -> Iterator[None]:
         """No run writes to the directory of the step, too; see `Destination`."""
         advice = "wait for it or stop it, or convert into another directory"
-        with self.locked(
-            storage.asking(self._root.path / writers.LOCK),
-            storage.exclusive_lock(self._root.path / writers.LOCK),
-            writer.Writer(self._root.path, advice=advice),
-        ):
+        lock = self._root.path / writers.LOCK
+        with contextlib.ExitStack() as locks:
+            with self.locked(storage.asking(lock)):
+                locks.enter_context(self.locked(storage.exclusive_lock(lock)))
+            locks.enter_context(
+                self.locked(writer.Writer(self._root.path, advice=advice))
+            )
             yield
 
     def commit(self, attempt: str, contents: Written) -> None:

@@ -16,7 +16,6 @@ from orbax.checkpoint import v1 as ocp
 import elastic_ckpt as ec
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.universal.formats import safetensors_file
 from elastic_ckpt.universal.reading import reused_memory
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
@@ -126,7 +125,7 @@ def test_a_dry_run_writes_nothing(tmp_path, capsys, to):
     assert "rules[1]: 3 tensors to 1, 49,152 bytes" in shown
     assert "padding: 1 boxes, 128 bytes" in shown
     assert "units that are written by themselves: " in shown
-    assert "files without a checksum: 1\n" in shown
+    assert "1 files without a checksum: " in shown
     planned = json.loads(runs.verb(*given, "--json"))
     assert (planned["sources"], planned["targets"]) == (10, 6)
     assert set(os.listdir(tmp_path)) == before
@@ -314,10 +313,6 @@ def converted(*arguments):
     return main.main(["convert", *map(str, arguments)])
 
 
-def read_one(directory):
-    return safetensors_file.read(directory / "model.safetensors")
-
-
 def assert_bits(arrays, expected):
     assert arrays.keys() == expected.keys()
     for name, array in expected.items():
@@ -353,11 +348,11 @@ def test_sizes_and_leaves_are_values_of_the_checkpoint_unless_given(tmp_path, ca
     assert converted(tmp_path / "steps" / "0", tmp_path / "made", *to) == 0
     leaves = {"step": np.array(7, np.int32), "scale": np.array(0.5, np.float32)}
     w = values.reshape(2, 3, 4).transpose(2, 0, 1).copy()
-    assert_bits(read_one(tmp_path / "made"), {"params/w": w, **leaves})
+    assert_bits(read(tmp_path / "made"), {"params/w": w, **leaves})
     given = [tmp_path / "source", tmp_path / "three", *to, *rules]
     assert converted(*given, "--size", "kv=3") == 0
     w = values.reshape(3, 2, 4).transpose(2, 0, 1).copy()
-    assert_bits(read_one(tmp_path / "three"), {"params/w": w, **leaves})
+    assert_bits(read(tmp_path / "three"), {"params/w": w, **leaves})
     (tmp_path / "source" / "config.json").unlink()
     capsys.readouterr()
     given[1] = tmp_path / "none"
@@ -423,7 +418,7 @@ def test_trees_of_orbax_are_lists_where_the_layout_lists_them(tmp_path, capsys):
     }
     to = ["--to", "safetensors"]
     assert converted(tmp_path / "steps" / "0", tmp_path / "back", *to) == 0
-    assert_bits(read_one(tmp_path / "back"), tensors)
+    assert_bits(read(tmp_path / "back"), tensors)
     small_model.write(tmp_path / "wrong", {"other/x": np.ones(3, np.float32)})
     assert converted(tmp_path / "wrong", tmp_path / "other" / "0", *rules) == 1
     assert "other is listed in `lists`" in capsys.readouterr().err
