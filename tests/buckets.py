@@ -14,6 +14,7 @@ import threading
 import time
 import urllib.parse
 from http import server as http_server
+from unittest import mock
 
 import boto3
 import gcp_storage_emulator.server as gcs_emulator
@@ -203,13 +204,24 @@ def _locked(act, lock, late_secs):
     return locked
 
 
+class _S3(moto.server.DomainDispatcherApplication):
+    """Answers requests one by one: moto's writes on condition are not atomic."""
+
+    lock = threading.Lock()
+
+    def __call__(self, *arguments):
+        with self.lock:
+            return super().__call__(*arguments)
+
+
 @contextlib.contextmanager
 def _s3():
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
     serving = moto.server.ThreadedMotoServer(
         ip_address="127.0.0.1", port=0, verbose=False
     )
-    serving.start()
+    with mock.patch.object(moto.server, "DomainDispatcherApplication", _S3):
+        serving.start()
     try:
         host, port = serving.get_host_and_port()
         url = f"http://{host}:{port}"
