@@ -181,7 +181,7 @@ class Allgather:
         """As `run`; if `part` fails on one host, all hosts raise.
 
         Raises:
-          HostsFailedError: if it failed on other hosts; see `answers`. An error of this
+          RunError: if it failed on another host, with its message. An error of this
             host is raised as it is.
         """
         failure: Exception | None = None
@@ -197,7 +197,10 @@ class Allgather:
         outcomes = self.run(kind, lambda: outcome(noted), timeout_secs=timeout_secs)
         if failure is not None:
             raise failure
-        return answers(dict(enumerate(outcomes)))
+        try:
+            return answers(dict(enumerate(outcomes)))
+        except errors.HostsFailedError as error:
+            raise errors.RunError(str(error)) from None
 
     def pass_up(
         self,

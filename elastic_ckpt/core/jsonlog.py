@@ -256,7 +256,8 @@ def _read_file(path: epath.Path, last_bytes: int | None = None) -> list[dict[str
 
 def _segments(directory: epath.Path) -> list[epath.Path]:
     found = directory.glob("*.jsonl") if directory.exists() else []
-    return sorted(found, key=lambda path: (_number(path), path))
+    written = [path for path in found if path.name[:8].isdigit()]
+    return sorted(written, key=lambda path: (_number(path), path))
 
 
 def _number(path: epath.Path) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from etils import epath
 
-from elastic_ckpt.core import jsonlog
+from elastic_ckpt.core import errors, jsonlog
 from elastic_ckpt.monitoring import summaries
 
 
@@ -35,7 +35,13 @@ class JsonLines:
 
     def write(self, batch: Sequence[summaries.Summary]) -> None:
         """Appends a line for each summary, durably, in the order of time."""
-        self._log = self._log or jsonlog.writer(self._path)
+        try:
+            self._log = self._log or jsonlog.writer(self._path)
+            self._log.check()
+        except errors.RunError:
+            # Somebody has removed the file: the next lines begin another one.
+            self.close()
+            self._log = jsonlog.writer(self._path)
         for summary in sorted(batch, key=lambda each: each.time):
             self._log.append(
                 {

@@ -132,6 +132,6 @@ def test_what_fails_on_one_host_fails_on_all_and_later_calls_do_not():
 
     with futures.ThreadPoolExecutor(3) as threads:
         results = list(threads.map(drive, range(3)))
-    other = (errors.HostsFailedError, "host 1: its file is gone", [0, 1, 2])
+    other = (errors.RunError, "host 1: its file is gone", [0, 1, 2])
     own = (errors.DataError, "its file is gone", [0, 1, 2])
     assert results == [other, own, other]

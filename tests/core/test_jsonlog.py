@@ -186,6 +186,7 @@ class TestSegments:
             log.close()
         with contextlib.closing(jsonlog.writer(path)) as log:
             log.append({"n": 3})
+        storage.write_atomic(f"{path}/notes.jsonl", b"of somebody else")
         assert numbers(jsonlog.read(path)) == [0, 1, 1, 2, 3]
         assert numbers(jsonlog.read(path, last_bytes=8)) == [0, 1, 1, 2, 3]
 
