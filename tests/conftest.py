@@ -279,6 +279,8 @@ def leaves_nothing_behind():
     yield
     # Semaphores of a pool that has failed end with the cycles of its error.
     gc.collect()
+    # What is left are modules and caches: later collections need not look at them.
+    gc.freeze()
     pickles = sys.modules.get("elastic_ckpt.universal.formats.plain_pickle")
     if pickles is not None:
         # Its process ends when it has been idle for ten seconds.
