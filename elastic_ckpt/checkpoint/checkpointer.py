@@ -131,7 +131,7 @@ class HostsCheckpointer:
         self._is_closed = False
         self._forget: Callable[[], None] = lambda: None
         if not chosen.is_read_only:
-            self._forget = background.before_exit(self, self._finish_unclosed)
+            self._forget = background.before_exit(self._finish_unclosed)
 
     def _open_steps(self, layouts: Layouts) -> None:
         # Finds the newest step, and makes the stages of the saves that follow it.

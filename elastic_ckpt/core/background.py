@@ -12,13 +12,12 @@ import atexit
 import collections
 import contextlib
 import dataclasses
-import functools
 import queue
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from concurrent import futures
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from absl import logging
 
@@ -28,17 +27,6 @@ T = TypeVar("T")
 
 # How long `close` waits for a call in progress, whose result is no longer needed.
 _CLOSE_SECS = 10.0
-
-
-class Close(Protocol):
-    """Closes a resource."""
-
-    def __call__(self, *, wait: bool) -> None:
-        """Closes it, and with `wait` returns only once it is closed."""
-
-
-_to_close: dict[weakref.ref[object], Close] = {}
-_to_finish: dict[object, Callable[[], None]] = {}
 
 
 def in_thread(call: Callable[[], T], *, name: str) -> futures.Future[T]:
@@ -174,7 +162,7 @@ class BackgroundCalls(Generic[T]):
         if self._closed:
             return
         self.drop()
-        ended = self.submit(last or _nothing)
+        ended = self.submit(last or (lambda: None))
         self._closed = True
         self._tasks.put(None)
         # The thread itself cannot wait for its own end.
@@ -190,58 +178,40 @@ class BackgroundCalls(Generic[T]):
             )
 
 
-def close_with(owner: object, close: Close) -> None:
+def close_with(owner: object, close: Callable[..., None]) -> None:
     """Calls `close` once `owner` is garbage-collected, or before the program ends.
 
-    `wait` is true only at the end of the program: garbage collection must not block on
-    a read in progress. `close` must not refer to `owner`, and may be called twice.
+    Args:
+      owner: of a resource.
+      close: called with `wait=`, whether to return only once the resource is closed:
+        at the end of the program alone, as garbage collection must not block on a read
+        in progress. It must not refer to `owner`, and may be called twice.
     """
 
-    def gone(reference: weakref.ref[object]) -> None:
-        # None if `_close_all` is closing it.
-        if close := _to_close.pop(reference, None):
-            close(wait=False)
-
-    if not _to_close:
-        # Handlers run in reverse order of registration: the last one runs first.
-        atexit.unregister(_close_all)
-        atexit.register(_close_all)
-    _to_close[weakref.ref(owner, gone)] = close
-
-
-def _close_all() -> None:
-    while _to_close:
-        _, close = _to_close.popitem()
+    def at_exit() -> None:
         close(wait=True)
 
+    def gone() -> None:
+        atexit.unregister(at_exit)
+        close(wait=False)
 
-def before_exit(owner: object, finish: Callable[[], None]) -> Callable[[], None]:
+    # What is registered last runs first.
+    atexit.register(at_exit)
+    weakref.finalize(owner, gone).atexit = False  # pyrefly: ignore
+
+
+def before_exit(finish: Callable[[], None]) -> Callable[[], None]:
     """Calls `finish` when the main thread ends, while thread pools still take work.
 
     Returns:
       A function that takes this back, without an error if it was called before.
     """
-    _finish_before_exit()
-    _to_finish[owner] = finish
-
-    def forget() -> None:
-        _to_finish.pop(owner, None)
-
-    return forget
-
-
-@functools.cache
-def _finish_before_exit() -> None:
+    pending = [finish]
     # `atexit` handlers run once thread pools refuse work. Pools end by this function
-    # of `threading`, in reverse order of registration: the last one runs first.
+    # of `threading`: what is registered last runs first.
     register = getattr(threading, "_register_atexit", atexit.register)
-    register(_finish_all)
-
-
-def _finish_all() -> None:
-    while _to_finish:
-        _, finish = _to_finish.popitem()
-        finish()
+    register(lambda: [each() for each in pending])
+    return pending.clear
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -263,7 +233,3 @@ def _work(tasks: queue.SimpleQueue[_Task | None]) -> None:
         task.run()
         # The thread must not keep the result alive.
         del task
-
-
-def _nothing() -> None:
-    pass

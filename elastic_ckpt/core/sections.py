@@ -49,16 +49,18 @@ def key(
       lists: whether a list is accepted in place of a text, too: `names` to keep its
         texts, separated by commas, and `any` to keep its JSON.
     """
-    metadata = {
-        "doc": doc,
-        "choices": choices,
-        "at_least": at_least,
-        "below": below,
-        "multiple_of": multiple_of,
-        "off": off,
-        "lists": lists,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(
+        default=default,
+        metadata={
+            "doc": doc,
+            "choices": choices,
+            "at_least": at_least,
+            "below": below,
+            "multiple_of": multiple_of,
+            "off": off,
+            "lists": lists,
+        },
+    )
 
 
 def render(value: Value) -> str:
@@ -165,19 +167,16 @@ def _value(field: dataclasses.Field[Any], setting: Setting) -> Value:
     key = field.name
     expected = type(field.default)
     value = setting.value
-    if (
-        expected is float
-        and isinstance(value, (int, str))
-        and not isinstance(value, bool)
-    ):
+    if expected is float and type(value) in (int, str):
         # YAML 1.1 reads `1e-3` as a string.
         with contextlib.suppress(ValueError):
-            value = float(value)
+            value = float(typing.cast(str, value))
     if expected is str and value is None:
         value = ""
     lists = field.metadata["lists"]
-    if lists == "names" and isinstance(value, list):
-        value = _joined(value)
+    if lists == "names" and isinstance(value, list) and value:
+        texts = [name for name in value if isinstance(name, str)]
+        value = ",".join(texts) if texts == value else value
     if lists == "any" and isinstance(value, list):
         # Values that JSON lacks, such as dates, are their texts.
         value = json.dumps(value, default=str)
@@ -196,38 +195,22 @@ def _value(field: dataclasses.Field[Any], setting: Setting) -> Value:
             f"{setting.place}: {key} must be {_ARTICLES[expected]}, not"
             f" {setting.value!r}{quoted if is_number else ''}"
         )
-    if choices and value not in choices:
-        allowed = ", ".join(render(choice) for choice in choices)
-        raise errors.ConfigError(
-            f"{setting.place}: {key} must be one of {allowed}, not {setting.value!r}"
-        )
-    at_least = field.metadata["at_least"]
-    if at_least is not None and not typing.cast(float, value) >= at_least:
-        raise errors.ConfigError(
-            f"{setting.place}: {key} must be at least {at_least}, not {setting.value!r}"
-        )
-    if isinstance(value, float) and not math.isfinite(value):
-        raise errors.ConfigError(
-            f"{setting.place}: {key} must be a finite number, not {setting.value!r}"
-        )
-    below = field.metadata["below"]
-    if below is not None and not typing.cast(float, value) < below:
-        raise errors.ConfigError(
-            f"{setting.place}: {key} must be below {below}, not {setting.value!r}"
-        )
-    factor = field.metadata["multiple_of"]
-    if factor is not None and typing.cast(int, value) % factor:
-        raise errors.ConfigError(
-            f"{setting.place}: {key} must be a multiple of {factor}, not"
-            f" {setting.value!r}"
-        )
+    number = typing.cast(float, value)
+    at_least, below, factor = map(
+        field.metadata.get, ("at_least", "below", "multiple_of")
+    )
+    for is_broken, rule in (
+        (choices and value not in choices, f"one of {', '.join(map(render, choices))}"),
+        (at_least is not None and not number >= at_least, f"at least {at_least}"),
+        (expected is float and not math.isfinite(number), "a finite number"),
+        (below is not None and not number < below, f"below {below}"),
+        (factor is not None and number % factor, f"a multiple of {factor}"),
+    ):
+        if is_broken:
+            raise errors.ConfigError(
+                f"{setting.place}: {key} must be {rule}, not {setting.value!r}"
+            )
     return typing.cast(Value, value)
-
-
-def _joined(names: list[object]) -> object:
-    # The names that a list has, as a text; the list if these are no names.
-    texts = [name for name in names if isinstance(name, str)]
-    return ",".join(texts) if names and texts == names else names
 
 
 _BOOLEAN_TEXTS = {False: ("off", "no", "false"), True: ("on", "yes", "true")}

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import pytest
 
 from elastic_ckpt import frontend
-from elastic_ckpt.core import background
 from elastic_ckpt.tiers.choices import Local, Persistent
 from tests import ctrl_c
 
@@ -89,12 +88,14 @@ def test_a_second_interruption_ends_the_wait(tmp_path):
 def test_the_end_of_the_program_finishes_a_checkpointer_that_is_not_closed(
     tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(background, "_to_finish", {})
+    at_exit = []
+    monkeypatch.setattr(threading, "_register_atexit", at_exit.append)
     slow, parts = Slow(), {"state": {"w": jnp.arange(4.0)}}
     opened(tmp_path, "ram").save_checkpointables_async(1, parts | {"slow": slow})
     with opened(tmp_path / "closed", "ram"):
         threading.Timer(0.1, slow.released.set).start()
-    background._finish_all()
+    for finish in reversed(at_exit):
+        finish()
     assert stored(tmp_path) == ["1"]
     assert caplog.text.count("not closed") == 1
     assert f"{tmp_path}/steps was not closed, and its saves are" in caplog.text
