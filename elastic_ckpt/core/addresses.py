@@ -9,6 +9,8 @@ import socket
 from jax._src import distributed
 
 LOOPBACK = "127.0.0.1"
+# What a machine names itself by.
+_OWN_NAMES = ("localhost", "127.", "::1")
 # An address reserved for documentation: packets to it take the default route.
 _ELSEWHERE = "192.0.2.1"
 
@@ -24,7 +26,7 @@ def of_this_host() -> str:
     name = coordinator.rpartition(":")[0].strip("[]")
     own = toward(name)
     # A machine may resolve its own name to an address that others cannot reach.
-    if ipaddress.ip_address(own).is_loopback and not _is_loopback(name):
+    if ipaddress.ip_address(own).is_loopback and not name.startswith(_OWN_NAMES):
         return of_the_head()
     return own
 
@@ -43,10 +45,3 @@ def toward(other: str) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
-
-
-def _is_loopback(name: str) -> bool:
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return name == "localhost"

@@ -18,7 +18,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from elastic_ckpt.core import codec, errors, storage
 
@@ -101,27 +101,13 @@ class HostTree:
         return [range(*pair) for pair in itertools.pairwise(ends)]
 
 
-class KeyValueStore(Protocol):
-    """Keys and values that all hosts reach, as JAX's coordination service has them."""
-
-    def key_value_set_bytes(self, key: str, value: bytes) -> None:
-        """Sets a key, once."""
-        ...
-
-    def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
-        """The value of a key, as soon as it is set; DEADLINE_EXCEEDED if it is not."""
-        ...
-
-    def key_value_delete(self, key: str) -> None:
-        """Removes a key, or all keys below one that ends with `/`."""
-        ...
-
-
 class Allgather:
     """Gathers values of hosts that make the same calls.
 
     Args:
-      store: of the world; None if it has one host.
+      store: keys and values that all hosts reach, with `key_value_set_bytes`,
+        `blocking_key_value_get_bytes` and `key_value_delete` of JAX's coordination
+        service; None in a world of one host.
       prefix: of all keys, the same on all hosts.
       host: the number of this host, from 0.
       num_hosts: how many take part.
@@ -129,7 +115,7 @@ class Allgather:
 
     def __init__(
         self,
-        store: KeyValueStore | None,
+        store: Any,
         prefix: str = "",
         *,
         host: int = 0,
@@ -220,7 +206,6 @@ class Allgather:
           order: of the hosts.
           timeout_secs: how long to wait for other hosts.
         """
-        assert self._store is not None
         prefix = f"{self._prefix}/{kind}/{turn}"
         deadline = time.monotonic() + timeout_secs + self._grace_secs(self.host)
         children = self._tree.children(self.host)
@@ -234,7 +219,7 @@ class Allgather:
 
         parts = below() if order == "up" else []
         if order == "down" and self.host:
-            # If it is missing, so is its value, and `take` fails on all hosts.
+            # If it is missing, so is its value, and all hosts fail below.
             self._value(f"{prefix}/below/{self._tree.parent(self.host)}", timeout_secs)
         own: _Runs = [(1, storage.canonical_json(part()).decode())]
         if order == "down" and children:
@@ -280,7 +265,6 @@ class Allgather:
 
     def _value(self, key: str, timeout_secs: float) -> bytes | None:
         # None if it is not set in time.
-        assert self._store is not None
         timeout_ms = max(1, int(1000 * timeout_secs))
         try:
             return self._store.blocking_key_value_get_bytes(key, timeout_ms)
@@ -352,9 +336,8 @@ def new(name: str | None = None, hosts: Iterable[int] = ()) -> Allgather:
     if len(members) == 1:
         return Allgather(None)
     # Orbax has a public way to it, and the sidecar's image has no Orbax.
-    client: Any = distributed.global_state.client
     return Allgather(
-        client,
+        distributed.global_state.client,
         f"elastic_ckpt/{next(_numbers) if name is None else name}",
         host=members.index(topology.this_host()),
         num_hosts=len(members),

@@ -32,7 +32,8 @@ BRIEF_SECS = 600.0
 LONG_SECS = 24 * 3600.0
 
 _MARK = "_elastic_ckpt_call"
-_by_name: dict[str, Call] = {}
+# All calls that were imported.
+BY_NAME: dict[str, Call] = {}
 
 
 class Host(Protocol):
@@ -72,7 +73,7 @@ class Call:
 
     def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The arguments by name."""
-        bound = self._signature.bind(None, *args, **kwargs).arguments
+        bound = inspect.signature(self.method).bind(None, *args, **kwargs).arguments
         return {name: value for name, value in bound.items() if name != "self"}
 
     def turn(self, arguments: Mapping[str, Any]) -> str:
@@ -94,10 +95,6 @@ class Call:
         """The types of the parameters, and of the answer as `return`."""
         return typing.get_type_hints(self.method)
 
-    @functools.cached_property
-    def _signature(self) -> inspect.Signature:
-        return inspect.signature(self.method)
-
 
 def call(
     *, limit_secs: float = BRIEF_SECS, channel: str = "", order: Order = "together"
@@ -106,8 +103,8 @@ def call(
 
     def mark(method: MethodT) -> MethodT:
         made = Call(method=method, limit_secs=limit_secs, channel=channel, order=order)
-        assert made.name not in _by_name, made.name
-        _by_name[made.name] = made
+        assert made.name not in BY_NAME, made.name
+        BY_NAME[made.name] = made
         setattr(method, _MARK, made)
         return method
 
@@ -126,13 +123,8 @@ def decode(encoded: Any) -> tuple[Call, dict[str, Any]]:
       KeyError: if there is no such call.
       DecodingError: if an argument is of another type.
     """
-    made = _by_name[encoded["call"]]
+    made = BY_NAME[encoded["call"]]
     return made, {
         name: codec.decode(made.hints[name], value, name=f"{made.name}({name})")
         for name, value in encoded["arguments"].items()
     }
-
-
-def known() -> Mapping[str, Call]:
-    """All calls that were imported, by name."""
-    return dict(_by_name)

@@ -17,7 +17,7 @@ from elastic_ckpt.core import calls, codec
 
 # What both transports carry.
 assert {hosts, remote_hosts}
-CALLS = sorted(calls.known().values(), key=lambda call: call.name)
+CALLS = sorted(calls.BY_NAME.values(), key=lambda call: call.name)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),

@@ -570,7 +570,7 @@ class SimulatedHosts:
 
 
 def _method(part, name):
-    return calls.known()[f"{part}.{name}"].method
+    return calls.BY_NAME[f"{part}.{name}"].method
 
 
 def latest(number):
