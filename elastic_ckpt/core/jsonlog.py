@@ -69,7 +69,6 @@ class JsonLog(abc.ABC):
           RunError: if it was removed or replaced.
         """
 
-    @abc.abstractmethod
     def sync(self) -> None:
         """Makes every line so far durable.
 
@@ -77,13 +76,14 @@ class JsonLog(abc.ABC):
           OSError: if the lines are not taken, or not in time, or another of
             `bucket_clients.failures`; the next call tries again.
         """
+        self._take(is_sync=True)
 
     @abc.abstractmethod
     def close(self) -> None:
         """Syncs and closes the log; a second call does nothing."""
 
     @abc.abstractmethod
-    def _take(self) -> None: ...
+    def _take(self, *, is_sync: bool = False) -> None: ...
 
 
 def writer(
@@ -128,10 +128,6 @@ class _File(JsonLog):
                 " again, and do not touch the directory while it runs"
             )
 
-    def sync(self) -> None:
-        self._take()
-        os.fsync(self._file.fileno())
-
     def close(self) -> None:
         if not self._file.closed:
             try:
@@ -139,10 +135,12 @@ class _File(JsonLog):
             finally:
                 self._file.close()
 
-    def _take(self) -> None:
+    def _take(self, *, is_sync: bool = False) -> None:
         # A disk may take a part of them.
         while self._lines:
             del self._lines[: self._file.write(self._lines)]
+        if is_sync:
+            os.fsync(self._file.fileno())
 
 
 class _Segments(JsonLog):
@@ -160,16 +158,14 @@ class _Segments(JsonLog):
         # Why the newest upload is late.
         self._failure: BaseException | None = None
 
-    def sync(self) -> None:
-        while self._lines:
-            self._upload(0.0 if self._failure else self._wait_secs)
-
     def close(self) -> None:
         while self._lines:
             self._upload(None)
 
-    def _take(self) -> None:
-        if self._failure or len(self._lines) >= self._max_bytes:
+    def _take(self, *, is_sync: bool = False) -> None:
+        while self._lines and (
+            is_sync or self._failure or len(self._lines) >= self._max_bytes
+        ):
             self._upload(0.0 if self._failure else self._wait_secs)
 
     def _upload(self, wait_secs: float | None) -> None:
