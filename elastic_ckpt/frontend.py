@@ -197,7 +197,7 @@ class Checkpointer(checkpointer.HostsCheckpointer):
             config = HostConfig(
                 run=run,
                 number=topology.this_host(),
-                slice_name=slice_name or topology.hardware_slice(),
+                slice_name=slice_name or topology.slice_of_this_host(),
                 directory=chosen.ram_directory(),
                 chosen=chosen,
             )

@@ -45,7 +45,7 @@ from elastic_ckpt.checkpoint.run_world import RunWorld
 from elastic_ckpt.checkpoint.save_stages import SaveStages, Stage
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.schedule import BackupClock, Schedule
-from elastic_ckpt.checkpoint.step_description import StepDescription
+from elastic_ckpt.checkpoint.step_description import StepDescription, json_of_user
 from elastic_ckpt.checkpoint.writing import Writing
 from elastic_ckpt.core import (
     background,
@@ -54,7 +54,6 @@ from elastic_ckpt.core import (
     events,
     storage,
     storage_cause,
-    user_json,
 )
 from elastic_ckpt.core import metrics as recorded_metrics
 from elastic_ckpt.steps import best_steps
@@ -355,7 +354,7 @@ class HostsCheckpointer:
         number = step_number(step)
         self._background.wait()
         with self._events.flushing():
-            text = user_json.text_of("metrics", metrics)
+            text = json_of_user("metrics", metrics)
             self._check_storage()
             try:
                 self._hosts.first(

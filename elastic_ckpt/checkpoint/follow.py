@@ -34,7 +34,8 @@ from etils import epath
 from elastic_ckpt.checkpoint import asked_trees, foreign_steps, tree_structure
 from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.checkpoint.host.kept_values import KeptValues
-from elastic_ckpt.core import bucket_clients, errors, storage, user_json
+from elastic_ckpt.checkpoint.step_description import json_of_user
+from elastic_ckpt.core import bucket_clients, errors, storage
 from elastic_ckpt.steps import failure_domains
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Contents, Host, Manifest
@@ -286,7 +287,7 @@ def _record(
             run=run,
             step=step_id.step,
             save=step_id.save,
-            metrics=user_json.text_of("metrics", metrics),
+            metrics=json_of_user("metrics", metrics),
         ),
     )
 

@@ -14,7 +14,7 @@ import numpy as np
 from elastic_ckpt.checkpoint import orbax_format, saveable, tree_structure
 from elastic_ckpt.checkpoint.host.step_notes import StepNotes
 from elastic_ckpt.checkpoint.host.trees import AbstractArray, leaf_path
-from elastic_ckpt.core import digest, user_json
+from elastic_ckpt.core import digest, errors, storage
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.persistent import ocdbt
@@ -202,8 +202,25 @@ def _kind(leaf: Any) -> str:
     return type(leaf).__name__
 
 
+def json_of_user(what: str, value: Mapping[str, Any]) -> str:
+    """The JSON of metrics or metadata that a user gives.
+
+    Raises:
+      CheckpointError: if it is not JSON; the message begins with `what`.
+    """
+    try:
+        text = storage.canonical_json(dict(value)).decode()
+        json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise errors.CheckpointError(
+            f"the {what} {str(value)[:200]} are not JSON ({error}); give plain numbers,"
+            " such as float(loss), texts, lists and dicts"
+        ) from None
+    return text
+
+
 def _text(what: str, value: Mapping[str, Any] | None) -> str | None:
-    return None if value is None else user_json.text_of(what, value)
+    return None if value is None else json_of_user(what, value)
 
 
 def _parsed(text: str | None) -> Any:

@@ -171,16 +171,11 @@ class Allgather:
             host is raised as it is.
         """
         failure: Exception | None = None
-
-        def noted() -> Any:
-            nonlocal failure
-            try:
-                return part()
-            except Exception as error:
-                failure = error
-                raise
-
-        outcomes = self.run(kind, lambda: outcome(noted), timeout_secs=timeout_secs)
+        try:
+            own = {"answer": codec.encode(part())}
+        except Exception as error:
+            failure, own = error, failed(error)
+        outcomes = self.gather(kind, own, timeout_secs=timeout_secs)
         if failure is not None:
             raise failure
         try:

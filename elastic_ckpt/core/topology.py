@@ -67,20 +67,16 @@ def num_hosts() -> int:
     return jax.process_count()
 
 
-def slice_of_this_host(slices: int) -> str:
+def slice_of_this_host(slices: int = 1) -> str:
     """The slice that this process is in, of the mesh that `mesh_of` makes.
 
-    A host that simulates several slices counts as a separate slice.
+    A host that simulates several slices counts as a separate slice. With one slice it
+    is that of the hardware.
     """
     hardware = _hardware_slice(jax.local_devices()[0])
     if hardware or slices == 1:
         return str(hardware)
     return str(this_host() * slices // num_hosts())
-
-
-def hardware_slice() -> str:
-    """The hardware slice of this process's devices."""
-    return str(_hardware_slice(jax.local_devices()[0]))
 
 
 def slices_of(mesh: Mesh) -> dict[jax.Device, str]:

@@ -36,7 +36,7 @@ def test_every_cut_and_every_flipped_bit_is_noticed(tmp_path_factory, data):
     content = bytearray(state.to_bytes(STATE))
     cut = data.draw(st.integers(0, len(content) - 3))
     (directory / state.FILE_NAME).write_bytes(content[:cut])
-    with refused(r"is cut short \(after"):
+    with refused("is cut short"):
         state.read(directory)
     # White space between JSON values carries nothing.
     offsets = [n for n, byte in enumerate(content) if byte not in b" \n"]
@@ -171,7 +171,7 @@ def test_a_reader_opens_no_file_without_its_shards(tmp_path):
     cursors.write(tmp_path, part(0, 1), POSITION)
     (tmp_path / "shards-00002-00007.json").write_text("spoilt")
     assert cursors.read(tmp_path, [0, 1], POSITION) == part(0, 1)
-    with refused("shards-00002-00007.json is not JSON"):
+    with refused("shards-00002-00007.json is cut short, or is not JSON"):
         cursors.read(tmp_path, [1, 2], POSITION)
 
 
