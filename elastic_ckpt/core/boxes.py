@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from elastic_ckpt.core import columns, digest
-
 if TYPE_CHECKING:
     import jax
     from jax.sharding import Sharding
@@ -158,45 +156,6 @@ def holders(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[jax.De
         box = of_index(index or (), shape)
         devices_of.setdefault(box, []).append(device)
     return devices_of
-
-
-def unique(boxes: Boxes, *, kind: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct boxes, ordered by kind and bounds, and the number of each box.
-
-    Args:
-      boxes: `[n, r]`.
-      kind: of each box, integers from 0, `[n]`; boxes of two kinds are distinct.
-
-    Returns:
-      The index of the first box that is equal to each distinct one, int64 `[m]`, and
-      for each box its number among them, int64 `[n]`.
-    """
-    packed = columns.packed(kind, *boxes.start.T, *boxes.stop.T)
-    # Sorting one number for each box is five times as fast as sorting its bounds.
-    hashed = digest.mixed(*packed)
-    order = np.argsort(hashed)
-    fresh = _differ(packed, order)
-    if (fresh[1:] != _differ([hashed], order)[1:]).any():
-        order = np.lexsort(packed)
-        fresh = _differ(packed, order)
-    # Equal boxes are in any order.
-    first = np.minimum.reduceat(order, np.flatnonzero(fresh))
-    by_bounds = np.lexsort([column[first] for column in packed[::-1]])
-    rank = np.empty(len(first), np.int64)
-    rank[by_bounds] = np.arange(len(first))
-    numbers = np.empty(len(boxes), np.int64)
-    numbers[order] = rank[np.cumsum(fresh) - 1]
-    return first[by_bounds], numbers
-
-
-def _differ(keys: list[np.ndarray], order: np.ndarray) -> np.ndarray:
-    # Whether each row differs from the previous one.
-    fresh = np.zeros(len(order), bool)
-    fresh[:1] = True
-    for column in keys:
-        ordered = column[order]
-        fresh[1:] |= ordered[1:] != ordered[:-1]
-    return fresh
 
 
 def _without(box: Box, other: Box) -> list[Box]:

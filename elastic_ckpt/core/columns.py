@@ -52,7 +52,7 @@ def packed(*columns: np.ndarray) -> list[np.ndarray]:
 
 
 def distinct_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first of each of the distinct rows, and the number of that of every row.
+    """The first of each of the distinct rows, ascending, and its number for every row.
 
     Sorts one integer for each row: `np.unique` with an axis takes twenty times as long.
 

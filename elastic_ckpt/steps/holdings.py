@@ -91,7 +91,7 @@ class Holdings:
         leaf = np.concatenate([part.leaf for part in parts])
         start = np.concatenate([part.boxes.start for part in parts])
         stop = np.concatenate([part.boxes.stop for part in parts])
-        first, box = boxes.unique(boxes.Boxes(start=start, stop=stop), kind=leaf)
+        first, box = columns.distinct_rows(np.column_stack([leaf, start, stop]))
         digest = np.concatenate([part.digest for part in parts])
         differs = (digest != digest.take(first[box], axis=0)).any(axis=1)
         of_offer, number = columns.runs(sizes)

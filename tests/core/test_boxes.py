@@ -88,29 +88,6 @@ def test_overlaps_are_the_pairs_that_share_an_element(
     ]
 
 
-@given(arrays(), st.booleans(), st.data())
-def test_replicas_are_found_also_when_all_hashes_collide(array, collide, data):
-    shape, listed = array
-    kind = data.draw(
-        st.lists(st.integers(0, 1), min_size=len(listed), max_size=len(listed))
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        if collide:
-            patch.setattr(
-                boxes.digest, "mixed", lambda *columns: np.zeros(len(columns[0]))
-            )
-        first, indices = boxes.unique(
-            boxes.Boxes.from_boxes(listed, rank=len(shape)), kind=np.array(kind, int)
-        )
-    of_kind = list(zip(kind, listed, strict=True))
-    once = [of_kind[n] for n in first]
-    assert once == sorted(
-        set(of_kind), key=lambda each: (each[0], each[1].start, each[1].stop)
-    )
-    assert all(of_kind.index(each) == n for each, n in zip(once, first, strict=True))
-    assert [once[place] for place in indices] == of_kind
-
-
 @st.composite
 def nearly_tiled(draw):
     """The boxes of a grid, of which one may be lacking, moved or cut."""

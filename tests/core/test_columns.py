@@ -43,8 +43,8 @@ def test_packed_columns_order_rows_as_the_columns_do(listed):
         elements=st.integers(-2, 2) | st.integers(-(2**61), 2**61),
     )
 )
-def test_distinct_rows_are_found_with_the_first_of_each(rows):
+def test_distinct_rows_are_found_in_order_with_the_first_of_each(rows):
     firsts, number = columns.distinct_rows(rows)
     listed = [tuple(row) for row in rows.tolist()]
-    assert sorted(firsts.tolist()) == sorted(map(listed.index, {*listed}))
+    assert firsts.tolist() == [*map(listed.index, sorted({*listed}))]
     assert [listed[firsts[each]] for each in number.tolist()] == listed
