@@ -408,7 +408,7 @@ class _SimulatedHosts:
                 order=order,
                 timeout_secs=_BRIEF_SECS,
             )
-            level, secs = self._tree.level(number), time.process_time() - began
+            level, secs = len(self._tree.way(number)), time.process_time() - began
             of_level[level] = max(of_level[level], secs)
         for number in range(1, self.num_hosts):
             self._store.host = number

@@ -52,21 +52,20 @@ class HostTree:
     num_hosts: int
     fan_in: int = FAN_IN
 
-    def parent(self, host: int) -> int | None:
-        """The parent of a host; None of host 0."""
-        return self._way(host)[-2].start if host else None
-
     def children(self, host: int) -> list[int]:
         """The children of a host, ascending."""
         return [part.start for part in self._split(self.below(host))]
 
     def below(self, host: int) -> range:
         """A host and all below it."""
-        return self._way(host)[-1]
+        return self.way(host)[-1]
 
-    def level(self, host: int) -> int:
-        """The passes between a host and the root."""
-        return len(self._way(host)) - 1
+    def way(self, host: int) -> list[range]:
+        """The hosts from the root to a host, each with all below it."""
+        way = [range(self.num_hosts)]
+        while way[-1].start != host:
+            way.append(next(part for part in self._split(way[-1]) if host in part))
+        return way
 
     def in_order(self, order: Order) -> list[Sequence[int]]:
         """The hosts in groups, each of which waits for the one before it."""
@@ -81,13 +80,6 @@ class HostTree:
             levels.append([part.start for part in parts])
             parts = [each for part in parts for each in self._split(part)]
         return [*levels]
-
-    def _way(self, host: int) -> list[range]:
-        # From the root to a host: each with all below it.
-        way = [range(self.num_hosts)]
-        while way[-1].start != host:
-            way.append(next(part for part in self._split(way[-1]) if host in part))
-        return way
 
     def _split(self, hosts: range) -> list[range]:
         # The children of the first of some hosts, each with all below it.
@@ -215,7 +207,8 @@ class Allgather:
         parts = below() if order == "up" else []
         if order == "down" and self.host:
             # If it is missing, so is its value, and all hosts fail below.
-            self._value(f"{prefix}/below/{self._tree.parent(self.host)}", timeout_secs)
+            parent = self._tree.way(self.host)[-2].start
+            self._value(f"{prefix}/below/{parent}", timeout_secs)
         own: _Runs = [(1, storage.canonical_json(part()).decode())]
         if order == "down" and children:
             self._store.key_value_set_bytes(f"{prefix}/below/{self.host}", b"")
@@ -248,8 +241,8 @@ class Allgather:
         return [values[text] for text in texts]
 
     def _grace_secs(self, host: int) -> float:
-        depth = len(self._tree.in_order("down")) - self._tree.level(host)
-        return _GRACE_SECS * max(0, depth - 2)
+        depth = len(self._tree.in_order("down")) - len(self._tree.way(host))
+        return _GRACE_SECS * max(0, depth - 1)
 
     def _runs(self, key: str, host: int, deadline: float) -> _Runs:
         # What a host has passed up: its own value and those of all below it.

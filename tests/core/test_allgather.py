@@ -65,8 +65,8 @@ def test_each_host_waits_for_those_of_its_branch_that_come_before(order):
     assert results == [[list(range(num_hosts)), [0] * num_hosts]] * num_hosts
     tree = HostTree(num_hosts=num_hosts)
     for host in range(num_hosts):
-        parent = tree.parent(host)
-        before = set(tree.below(host)[1:]) if order == "up" else {parent} - {None}
+        parents = {part.start for part in tree.way(host)[-2:-1]}
+        before = set(tree.below(host)[1:]) if order == "up" else parents
         assert before <= begun[host]
     assert {key.split("/")[2] for key in store.values} == {"1"}
 
@@ -105,12 +105,14 @@ def test_every_host_is_below_exactly_one_child_of_its_ancestors(num_hosts, fan_i
     assert len(sizes) <= fan_in
     assert max(sizes, default=0) - min(sizes, default=0) <= 1
     for host in range(1, num_hosts):
-        assert host in tree.children(tree.parent(host))
-        assert tree.level(host) == tree.level(tree.parent(host)) + 1
+        *above, own = tree.way(host)
+        assert own == tree.below(host)
+        assert host in tree.children(above[-1].start)
+        assert above == tree.way(above[-1].start)
     down = tree.in_order("down")
     assert tree.in_order("up") == down[::-1]
     for level, group in enumerate(down):
-        assert {tree.level(host) for host in group} == {level}
+        assert {len(tree.way(host)) for host in group} == {level + 1}
     assert sorted(host for group in down for host in group) == list(range(num_hosts))
 
 

@@ -131,9 +131,9 @@ class PartExchange:
           The message with them if it could not be read. Then `received` fails on all of
           these hosts.
         """
-        parent = self._tree.parent(self._host)
-        if parent is None or self._own is not None:
+        if not self._host or self._own is not None:
             return ()
+        parent = self._tree.way(self._host)[-2].start
         name = f"{self._kind}-parts-{self._host}"
         try:
             message = part_message.parse(self._mail.read(parent, name))
