@@ -8,7 +8,6 @@ does so in a thread, and the data iterator's calls are not held up.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -23,9 +22,7 @@ from jax.experimental import colocated_python
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.world import HostConfig
 from elastic_ckpt.core import addresses, allgather, background, calls
-from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt_sidecar import failures, messages
-from elastic_ckpt_sidecar.component_files import ComponentFiles
 from elastic_ckpt_sidecar.host_arrays import HostArrays
 
 # An answer is returned in chunks, because a method returns arrays of a fixed size.
@@ -65,26 +62,13 @@ class _HostAgent:
 
     @failures.reported
     def connect(self, call: jax.Array) -> jax.Array:
-        """Makes the hosts of this process, given the CPU devices of all hosts.
-
-        Returns:
-          The id of each host's machine, for each of its devices: uint8 `[devices, 16]`.
-        """
+        """Makes the hosts of this process, given the CPU devices of all hosts."""
         devices = {device.id: device for device in call.sharding.device_set}
         self._hosts = {
             number: _endpoint(self._choices[number], devices)
             for number in self._asked(call)
         }
-
-        def machine_id(device: jax.Device) -> np.ndarray:
-            choice = self._choices[self._host_of[device.id]]
-            text = ""
-            # The first call of the driver raises the error.
-            with contextlib.suppress(OSError):
-                text = machine.machine_id(choice.directory)
-            return np.frombuffer(text.ljust(machine.ID_LENGTH).encode(), np.uint8)
-
-        return messages.reply(call, machine_id)
+        return messages.on_each(call, 0)
 
     @failures.reported
     def begin(self, call: jax.Array) -> jax.Array:
@@ -189,7 +173,7 @@ def _endpoint(choice: HostChoice, devices: dict[int, jax.Device]) -> HostEndpoin
     def more_parts(parts: Mapping[str, Any]) -> Mapping[str, Any]:
         saver, reader = parts["HostSaver"], parts["HostReader"]
         arrays = HostArrays(saver, reader, own=choice.device_ids, devices=devices)
-        return {"HostArrays": arrays, "ComponentFiles": ComponentFiles(saver)}
+        return {"HostArrays": arrays}
 
     return HostEndpoint(dataclasses.replace(choice, chosen=chosen), more_parts)
 

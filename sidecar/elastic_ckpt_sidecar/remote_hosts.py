@@ -42,7 +42,6 @@ from elastic_ckpt_sidecar import (
     worker,
 )
 from elastic_ckpt_sidecar.array_layout import Group
-from elastic_ckpt_sidecar.component_files import FileCopies
 from elastic_ckpt_sidecar.head_arrays import HostDevices
 from elastic_ckpt_sidecar.host_agent import HostChoice
 from elastic_ckpt_sidecar.host_arrays import HostArrays
@@ -106,12 +105,15 @@ class RemoteHosts:
         # Trees of another layout, until they are taken.
         self._others: dict[str, Any] = {}
         cpus = _over([device for host in hosts for device in host.cpus])
-        machine_id = self._call(self._agent.connect, {}, cpus)[0].tobytes().decode()
-        # A head that shares the memory of host 0 finds its id there.
-        is_same_memory = machine.find(choices[0].directory) == machine_id
-        self._copies = None if is_same_memory else FileCopies(self.first)
+        self._call(self._agent.connect, {}, cpus)
+        self._directory = choices[0].directory
         # This also runs if `close` is never called.
         background.close_with(self, functools.partial(_release, self._agent))
+
+    @functools.cached_property
+    def is_apart(self) -> bool:
+        """See `Hosts`; a head that shares the memory of host 0 finds its id there."""
+        return machine.find(self._directory) != self.first(HostEndpoint.machine)
 
     def all(
         self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs
@@ -119,15 +121,10 @@ class RemoteHosts:
         """See `Hosts`."""
         call = calls.of(method)
         arguments = call.bind(*args, **kwargs)
-        if self._copies is not None:
-            self._copies.before(call, arguments)
         answered: dict[int, AnswerT] = {}
         for group in self._tree.in_order(call.order):
             answered |= self._send(group, call, arguments)
-        answers = [answered[number] for number in range(self.num_hosts)]
-        if self._copies is not None:
-            self._copies.after(call, arguments, answers)
-        return answers
+        return [answered[number] for number in range(self.num_hosts)]
 
     def first(
         self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs

@@ -8,15 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from elastic_ckpt_sidecar import (
-    component_files,
-    messages,
-    remote_hosts,
-)
+from elastic_ckpt_sidecar import messages, remote_hosts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt import frontend as front_door
+from elastic_ckpt.checkpoint import checkpointer as checkpointer_module
+from elastic_ckpt.checkpoint import restore as restore_module
 from elastic_ckpt.checkpoint.host import saver
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.inspect import tier_locations, verification
@@ -286,7 +284,8 @@ def test_files_of_components_reach_a_host_whose_memory_the_head_does_not_see(
 
     # Records the removals of the head alone.
     spied = types.SimpleNamespace(**{**vars(storage), "remove": remove})
-    monkeypatch.setattr(component_files, "storage", spied)
+    monkeypatch.setattr(checkpointer_module, "storage", spied)
+    monkeypatch.setattr(restore_module, "storage", spied)
     monkeypatch.setattr(machine, "find", lambda _: None)
     with simulated_hosts.world(machines, 2) as (checkpointer, _, _):
         parts = {"data": tier_worlds.Counter(5)}
