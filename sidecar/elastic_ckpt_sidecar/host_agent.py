@@ -60,7 +60,7 @@ class _HostAgent:
         self._hosts: dict[int, HostEndpoint] = {}
         self._answers: dict[tuple[int, int], futures.Future[bytes]] = {}
 
-    @failures.reported
+    @failures.reported()
     def connect(self, call: jax.Array) -> jax.Array:
         """Makes the hosts of this process, given the CPU devices of all hosts."""
         devices = {device.id: device for device in call.sharding.device_set}
@@ -70,7 +70,7 @@ class _HostAgent:
         }
         return messages.on_each(call, 0)
 
-    @failures.reported
+    @failures.reported()
     def begin(self, call: jax.Array) -> jax.Array:
         """Begins a call, under its number; answers as `lengths`."""
         content = messages.decode(call)
@@ -81,12 +81,12 @@ class _HostAgent:
             )
         return self._lengths(call, content["call"])
 
-    @failures.reported
+    @failures.reported()
     def lengths(self, call: jax.Array) -> jax.Array:
         """The bytes of each host's answer, or `UNDER_WAY`: int32 `[devices]`."""
         return self._lengths(call, messages.decode(call)["call"])
 
-    @failures.reported
+    @failures.reported()
     def answers(self, call: jax.Array) -> jax.Array:
         """A chunk of each host's answer, padded: uint8 `[devices, CHUNK_BYTES]`."""
         content = messages.decode(call)
@@ -106,7 +106,7 @@ class _HostAgent:
 
         return messages.reply(call, chunk)
 
-    @failures.reported
+    @failures.reported()
     def hold(self, call: jax.Array, *arrays: jax.Array) -> jax.Array:
         """Keeps the arrays of a group, on the devices of `call`, for a capture."""
         content = messages.decode(call)
@@ -116,7 +116,7 @@ class _HostAgent:
             )
         return messages.on_each(call, 0)
 
-    @failures.reported
+    @failures.reported()
     def arrays(self, call: jax.Array) -> list[jax.Array]:
         """The arrays of a group, on the devices of `call`, as the hosts read them.
 
