@@ -79,12 +79,20 @@ class _HostAgent:
             self._answers[content["call"], number] = background.in_thread(
                 ask, name="host-agent"
             )
-        return self._lengths(call, content["call"])
+        return self.lengths(call)
 
     @failures.reported()
     def lengths(self, call: jax.Array) -> jax.Array:
         """The bytes of each host's answer, or `UNDER_WAY`: int32 `[devices]`."""
-        return self._lengths(call, messages.decode(call)["call"])
+        number = messages.decode(call)["call"]
+
+        def length(device: jax.Device) -> np.ndarray:
+            answer = self._answers[number, self._host_of[device.id]]
+            return np.array(
+                len(answer.result()) if answer.done() else UNDER_WAY, np.int32
+            )
+
+        return messages.reply(call, length)
 
     @failures.reported()
     def answers(self, call: jax.Array) -> jax.Array:
@@ -152,15 +160,6 @@ class _HostAgent:
 
         # The root of a thread: the head raises what fails.
         return json.dumps(allgather.outcome(run)).encode()
-
-    def _lengths(self, call: jax.Array, number: int) -> jax.Array:
-        def length(device: jax.Device) -> np.ndarray:
-            answer = self._answers[number, self._host_of[device.id]]
-            return np.array(
-                len(answer.result()) if answer.done() else UNDER_WAY, np.int32
-            )
-
-        return messages.reply(call, length)
 
 
 def _endpoint(choice: HostChoice, devices: dict[int, jax.Device]) -> HostEndpoint:
