@@ -23,7 +23,7 @@ from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.world import HostConfig
 from elastic_ckpt.core import addresses, allgather, background, calls
 from elastic_ckpt_sidecar import failures, messages
-from elastic_ckpt_sidecar.host_arrays import HostArrays
+from elastic_ckpt_sidecar.arrays import HostArrays
 
 # An answer is returned in chunks, because a method returns arrays of a fixed size.
 CHUNK_BYTES = 16384

@@ -36,15 +36,12 @@ from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt_sidecar import (
     failures,
-    head_arrays,
     host_agent,
     messages,
     worker,
 )
-from elastic_ckpt_sidecar.array_layout import Group
-from elastic_ckpt_sidecar.head_arrays import HostDevices
+from elastic_ckpt_sidecar.arrays import Group, HeadArrays, HostArrays, HostDevices
 from elastic_ckpt_sidecar.host_agent import HostChoice
-from elastic_ckpt_sidecar.host_arrays import HostArrays
 
 AnswerT = TypeVar("AnswerT")
 P = ParamSpec("P")
@@ -94,7 +91,7 @@ class RemoteHosts:
     ) -> None:
         self.num_hosts = len(hosts)
         self._agent = host_agent.HostAgent(tuple(choices))
-        self._arrays = head_arrays.HeadArrays(hosts)
+        self._arrays = HeadArrays(hosts)
         self._tree = HostTree(num_hosts=self.num_hosts)
         self._cpus = [host.cpus[0] for host in hosts]
         self._numbers = itertools.count()
@@ -152,8 +149,8 @@ class RemoteHosts:
                 "group": number,
                 "kept": self._arrays.apart and group.leaves[0].spec is not None,
             }
-            arrays = head_arrays.beside(group, of_group)
-            self._call(self._agent.hold, content, _over(group.mesh), *arrays)
+            moved = group.beside(of_group)
+            self._call(self._agent.hold, content, _over(group.mesh), *moved)
         try:
             return CapturedIn(self.all(HostArrays.capture, step_id, layout)[0])
         except errors.HostsFailedError:
@@ -199,7 +196,7 @@ class RemoteHosts:
             with failures.reaching_the_head():
                 content = {"layout": layout, "group": number}
                 arrays = take(messages.encode(content, _over(group.mesh)))
-            made = head_arrays.restored(group, arrays, of_group, dtypes)
+            made = group.restored(arrays, of_group, dtypes)
             if self._arrays.apart:
                 # The hosts' memory is that of the next group.
                 jax.block_until_ready(made)

@@ -10,7 +10,7 @@ import shutil
 
 import jax
 import numpy as np
-from elastic_ckpt_sidecar import head_arrays, host_agent, remote_hosts
+from elastic_ckpt_sidecar import arrays, host_agent, remote_hosts
 from jax.sharding import Mesh
 
 from elastic_ckpt.checkpoint import run_world
@@ -69,7 +69,7 @@ def hosts_of(mesh, num_hosts, *, apart=False):
     beside = jax.devices()[4:] if apart else devices
     each = len(devices) // num_hosts
     return [
-        head_arrays.HostDevices(
+        arrays.HostDevices(
             accelerators=tuple(devices[start : start + each]),
             cpus=tuple(beside[start : start + each]),
         )
