@@ -31,32 +31,21 @@ CHUNK_BYTES = 16384
 UNDER_WAY = -1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HostChoice(HostConfig):
-    """The configuration of a host, from the head.
-
-    Its agent uses the local address from which the host reaches the head; `interface`
-    of the peer tier is an address of the head.
-
-    Attributes:
-      device_ids: of its CPU devices.
-    """
-
-    device_ids: tuple[int, ...]
-
-
 class _HostAgent:
     """The hosts of one process: one, but where a process stands for several.
 
+    The agent of a machine uses the local address from which the host reaches the head;
+    `interface` of the peer tier is an address of the head.
+
     Args:
-      choices: all hosts of the world.
+      configs: of all hosts of the world, by number.
+      host_of: the number of the host of each CPU device, by its id.
     """
 
-    def __init__(self, choices: Sequence[HostChoice]) -> None:
-        self._choices = {choice.number: choice for choice in choices}
-        self._host_of = {
-            device: choice.number for choice in choices for device in choice.device_ids
-        }
+    def __init__(
+        self, configs: Sequence[HostConfig], host_of: Mapping[int, int]
+    ) -> None:
+        self._configs, self._host_of = configs, host_of
         self._hosts: dict[int, HostEndpoint] = {}
         self._answers: dict[tuple[int, int], futures.Future[bytes]] = {}
 
@@ -65,7 +54,7 @@ class _HostAgent:
         """Makes the hosts of this process, given the CPU devices of all hosts."""
         devices = {device.id: device for device in call.sharding.device_set}
         self._hosts = {
-            number: _endpoint(self._choices[number], devices)
+            number: self._endpoint(self._configs[number], devices)
             for number in self._asked(call)
         }
         return messages.on_each(call, 0)
@@ -161,20 +150,23 @@ class _HostAgent:
         # The root of a thread: the head raises what fails.
         return json.dumps(allgather.outcome(run)).encode()
 
+    def _endpoint(
+        self, config: HostConfig, devices: Mapping[int, jax.Device]
+    ) -> HostEndpoint:
+        peers = config.chosen.peers
+        if peers is not None and peers.interface is not None:
+            peers = dataclasses.replace(
+                peers, interface=addresses.toward(peers.interface)
+            )
+        chosen = dataclasses.replace(config.chosen, peers=peers)
+        own = [device for device, n in self._host_of.items() if n == config.number]
 
-def _endpoint(choice: HostChoice, devices: dict[int, jax.Device]) -> HostEndpoint:
-    peers = choice.chosen.peers
-    if peers is not None and peers.interface is not None:
-        own_address = addresses.toward(peers.interface)
-        peers = dataclasses.replace(peers, interface=own_address)
-    chosen = dataclasses.replace(choice.chosen, peers=peers)
+        def more_parts(parts: Mapping[str, Any]) -> Mapping[str, Any]:
+            saver, reader = parts["HostSaver"], parts["HostReader"]
+            arrays = HostArrays(saver, reader, own=own, devices=devices)
+            return {"HostArrays": arrays}
 
-    def more_parts(parts: Mapping[str, Any]) -> Mapping[str, Any]:
-        saver, reader = parts["HostSaver"], parts["HostReader"]
-        arrays = HostArrays(saver, reader, own=choice.device_ids, devices=devices)
-        return {"HostArrays": arrays}
-
-    return HostEndpoint(dataclasses.replace(choice, chosen=chosen), more_parts)
+        return HostEndpoint(dataclasses.replace(config, chosen=chosen), more_parts)
 
 
 HostAgent: Any = colocated_python.colocated_python_class(_HostAgent)

@@ -7,6 +7,7 @@ multi-controller world. Calls and answers are messages; arrays stay on their hos
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import itertools
 import json
@@ -28,11 +29,13 @@ from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.step_boxes import TreeReading
 from elastic_ckpt.checkpoint.host.trees import AskedLeaf, asked, rebuilt
 from elastic_ckpt.checkpoint.host.trees import arrays as captured_leaves
-from elastic_ckpt.core import allgather, background, calls, errors, topology
+from elastic_ckpt.checkpoint.host.world import HostConfig
+from elastic_ckpt.core import addresses, allgather, background, calls, errors, topology
 from elastic_ckpt.core.allgather import HostTree
 from elastic_ckpt.data import compatibility
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.tiers.choices import Chosen
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt_sidecar import (
     failures,
@@ -41,7 +44,6 @@ from elastic_ckpt_sidecar import (
     worker,
 )
 from elastic_ckpt_sidecar.arrays import Group, HeadArrays, HostArrays, HostDevices
-from elastic_ckpt_sidecar.host_agent import HostChoice
 
 AnswerT = TypeVar("AnswerT")
 P = ParamSpec("P")
@@ -72,12 +74,42 @@ def hosts_of(mesh: Mesh) -> list[HostDevices]:
     ]
 
 
+def over(mesh: Mesh, chosen: Chosen, *, run: str) -> RemoteHosts:
+    """The hosts of a mesh.
+
+    Args:
+      mesh: over accelerators; hosts are in the slices of its axis, or of the hardware.
+      chosen: the tiers; `interface` of the peers is an address of the head, by default
+        that of its default route.
+      run: its identity.
+
+    Raises:
+      ConfigError: as `hosts_of`.
+    """
+    if (peers := chosen.peers) is not None:
+        interface = peers.interface or addresses.of_the_head()
+        peers = dataclasses.replace(peers, interface=interface)
+    slices, directory = topology.slices_of(mesh), chosen.ram_directory()
+    hosts = hosts_of(mesh)
+    configs = [
+        HostConfig(
+            number=number,
+            run=run,
+            slice_name=slices[host.accelerators[0]],
+            directory=directory,
+            chosen=dataclasses.replace(chosen, peers=peers),
+        )
+        for number, host in enumerate(hosts)
+    ]
+    return RemoteHosts(hosts, configs)
+
+
 class RemoteHosts:
     """All hosts of a world under a single controller.
 
     Args:
       hosts: their devices.
-      choices: what each is to be, in the same order.
+      configs: of each, in the same order.
 
     Attributes:
       num_hosts: how many there are.
@@ -87,10 +119,11 @@ class RemoteHosts:
     own = 0
 
     def __init__(
-        self, hosts: Sequence[HostDevices], choices: Sequence[HostChoice]
+        self, hosts: Sequence[HostDevices], configs: Sequence[HostConfig]
     ) -> None:
         self.num_hosts = len(hosts)
-        self._agent = host_agent.HostAgent(tuple(choices))
+        host_of = {cpu.id: n for n, host in enumerate(hosts) for cpu in host.cpus}
+        self._agent = host_agent.HostAgent(tuple(configs), host_of)
         self._arrays = HeadArrays(hosts)
         self._tree = HostTree(num_hosts=self.num_hosts)
         self._cpus = [host.cpus[0] for host in hosts]
@@ -103,7 +136,7 @@ class RemoteHosts:
         self._others: dict[str, Any] = {}
         cpus = _over([device for host in hosts for device in host.cpus])
         self._call(self._agent.connect, {}, cpus)
-        self._directory = choices[0].directory
+        self._directory = configs[0].directory
         # This also runs if `close` is never called.
         background.close_with(self, functools.partial(_release, self._agent))
 
