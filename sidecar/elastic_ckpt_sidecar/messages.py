@@ -66,13 +66,14 @@ def pauses() -> Iterator[None]:
         yield
 
 
-def release(worker: Any) -> None:
-    """Releases a worker, an object of a colocated class.
+def release(worker: Any, *, wait: bool = True) -> None:
+    """Releases a worker, an object of a colocated class; never waits for it.
 
     The wrapper of a colocated class is in reference cycles, and its finalizer fails,
     with an error in the log, if it first runs in an interpreter that ends. So the
     cycles are broken before.
     """
+    del wait
     vars(worker).clear()
     gc.collect()
 

@@ -135,10 +135,10 @@ class RemoteHosts:
         # Trees of another layout, until they are taken.
         self._others: dict[str, Any] = {}
         cpus = _over([device for host in hosts for device in host.cpus])
-        self._call(self._agent.connect, {}, cpus)
         self._directory = configs[0].directory
         # This also runs if `close` is never called.
-        background.close_with(self, functools.partial(_release, self._agent))
+        background.close_with(self, functools.partial(messages.release, self._agent))
+        self._call(self._agent.connect, {}, cpus)
 
     @functools.cached_property
     def is_apart(self) -> bool:
@@ -269,15 +269,15 @@ class RemoteHosts:
         sharding = _over([self._cpus[number] for number in hosts])
         call = next(self._numbers)
         content = {"call": call, "method": method.encode(arguments)}
-        limit_secs = method.limit_secs
-        until_secs = time.monotonic() + limit_secs
+        until_secs = time.monotonic() + method.limit_secs
         lengths = self._call(self._agent.begin, content, sharding)
         pauses = messages.pauses()
         while (lengths == host_agent.UNDER_WAY).any():
             if time.monotonic() > until_secs:
                 raise errors.RunError(
                     f"hosts have not answered {method.name} for"
-                    f" {limit_secs:g} s; look at their logs, and start the run again"
+                    f" {method.limit_secs:g} s; look at their logs, and start the run"
+                    " again"
                 )
             next(pauses)
             lengths = self._call(self._agent.lengths, {"call": call}, sharding)
@@ -311,8 +311,3 @@ def _over(devices: Mesh | Sequence[jax.Device]) -> NamedSharding:
 
 def _specified(abstract: list[Any], *_: Any) -> list[Any]:
     return abstract
-
-
-def _release(agent: Any, *, wait: bool) -> None:
-    del wait
-    messages.release(agent)
