@@ -162,9 +162,8 @@ class Checkpointer(checkpointer.HostsCheckpointer):
         )[0]
         run = run or found or chosen.run
         chosen = chosen.for_reading() if read_only else chosen
-        members: hosts.Hosts
         if topology.is_single_controller(mesh):
-            members = remote_hosts.over(mesh, chosen, run=run)
+            members: hosts.Hosts = remote_hosts.over(mesh, chosen, run=run)
         else:
             config = HostConfig(
                 run=run,

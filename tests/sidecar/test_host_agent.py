@@ -273,6 +273,19 @@ def test_a_leaf_that_cannot_be_saved_is_named(machines):
         restore(checkpointer, mesh, 2)
 
 
+class Unwritable(tier_worlds.Counter):
+    """A component whose writing fails after its first files."""
+
+    async def save(self, directory):
+        written = await super().save(directory)
+
+        async def write():
+            await written
+            raise OSError("no more")
+
+        return write()
+
+
 def test_files_of_components_reach_a_host_whose_memory_the_head_does_not_see(
     machines, monkeypatch
 ):
@@ -296,6 +309,10 @@ def test_files_of_components_reach_a_host_whose_memory_the_head_does_not_see(
         checkpointer.load_checkpointables(None, {"data": restored})
         assert restored.step == 5
         assert seen[1] == pathlib.Path(machines.directory(0), "hosts/0/restored/data")
+        # Nor of what a component did not finish, and the step is given up.
+        assert not checkpointer.save_checkpointables(6, {"data": Unwritable(6)})
+        assert seen[2].name.startswith("6-")
+        assert checkpointer.latest.step == 5
 
 
 def test_a_single_controller_is_known_by_its_mesh(machines, monkeypatch):
