@@ -142,20 +142,20 @@ def _train(
     with multicontroller.joined(place):
         import jax
 
+        from elastic_ckpt import frontend
         from elastic_ckpt.core import topology
         from elastic_ckpt.data import batch_size
         from elastic_ckpt.data.lm import pipeline
-        from elastic_ckpt.frontend import configured_batches
         from elastic_ckpt.training import configured
 
         world = topology.present(place.num_hosts)
         mesh = topology.mesh_of(world)
         vocab_size = pipeline.vocab_size(config.data)
-        batches = configured_batches(
+        batches = frontend.batches(
             pipeline.from_config(config.data, vocab_size=vocab_size),
-            config.data,
             mesh=mesh,
             global_batch_size=batch_size.schedule(config.data, world).at(0),
+            read_ahead=config.data.data_read_ahead_batches,
         )
         program = configured.program(config, mesh)
         make = {"plain": _plain, "emergency": _emergency}[name]

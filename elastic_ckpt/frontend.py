@@ -8,12 +8,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import jax
 import numpy as np
-from elastic_ckpt_sidecar import host_agent, remote_hosts, remote_iterator
+from elastic_ckpt_sidecar import remote_hosts, remote_iterator
 from jax.sharding import Mesh, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
@@ -21,8 +20,8 @@ from elastic_ckpt.checkpoint import checkpointer, hosts
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.world import HostConfig
 from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
-from elastic_ckpt.core import addresses, allgather, calls, errors, events, topology
-from elastic_ckpt.data import data_keys, elastic_data, iterator, prefetch
+from elastic_ckpt.core import allgather, calls, errors, events, topology
+from elastic_ckpt.data import elastic_data, iterator, prefetch
 from elastic_ckpt.tiers import run_identity
 from elastic_ckpt.tiers.choices import Chosen, Tier
 from elastic_ckpt.universal.step_layouts import LAYOUTS
@@ -90,29 +89,6 @@ def batches(
     )
 
 
-def configured_batches(
-    data: elastic_data.ElasticData,
-    section: data_keys.DataKeys,
-    *,
-    mesh: Mesh,
-    spec: PartitionSpec | None = None,
-    global_batch_size: int,
-) -> iterator.Batches | remote_iterator.RemoteIterator:
-    """`batches`, read as a configuration selects."""
-    return batches(
-        data,
-        mesh=mesh,
-        spec=spec,
-        global_batch_size=global_batch_size,
-        # In this process it cannot run under a single controller.
-        colocated=section.colocated_python_data_input or None,
-        read_ahead=prefetch.ReadAhead(
-            batches=section.data_read_ahead_batches,
-            max_bytes=section.data_read_ahead_mib << 20,
-        ),
-    )
-
-
 class Checkpointer(checkpointer.HostsCheckpointer):
     """A checkpointer with the methods of Orbax's `training.Checkpointer`.
 
@@ -177,23 +153,18 @@ class Checkpointer(checkpointer.HostsCheckpointer):
         """
         chosen = Chosen.from_choices(tiers, read_only=read_only)
         mesh = mesh or Mesh(np.array(jax.devices()), ("device",))
-        members: hosts.Hosts
+        messages = allgather.new()
+        # Storage may change while the processes start: host 0 decides for all.
+        found = messages.agreed(
+            "run",
+            lambda: run_identity.find_run(chosen) if messages.host == 0 else None,
+            timeout_secs=calls.BRIEF_SECS,
+        )[0]
+        run = run or found or chosen.run
+        chosen = chosen.for_reading() if read_only else chosen
         if topology.is_single_controller(mesh):
-            peers = chosen.peers
-            if peers is not None and peers.interface is None:
-                peers = dataclasses.replace(peers, interface=addresses.of_the_head())
-            chosen = dataclasses.replace(chosen, peers=peers)
-            found = run_identity.find_run(chosen)
-            run = run or found or chosen.run
-            chosen = chosen.for_reading() if read_only else chosen
-            members = _beside_accelerators(chosen, mesh, run=run)
+            members: hosts.Hosts = remote_hosts.over(mesh, chosen, run=run)
         else:
-            messages = allgather.new()
-            # Storage may change while the processes start: host 0 decides for all.
-            found = run_identity.find_run(chosen) if messages.host == 0 else None
-            found = messages.gather("run", found, timeout_secs=calls.BRIEF_SECS)[0]
-            run = run or found or chosen.run
-            chosen = chosen.for_reading() if read_only else chosen
             config = HostConfig(
                 run=run,
                 number=topology.this_host(),
@@ -212,21 +183,3 @@ class Checkpointer(checkpointer.HostsCheckpointer):
             emit=emit,
             context=context,
         )
-
-
-def _beside_accelerators(chosen: Chosen, mesh: Mesh, *, run: str) -> hosts.Hosts:
-    devices = remote_hosts.hosts_of(mesh)
-    slices = topology.slices_of(mesh)
-    directory = chosen.ram_directory()
-    choices = [
-        host_agent.HostChoice(
-            number=number,
-            device_ids=tuple(cpu.id for cpu in host.cpus),
-            run=run,
-            slice_name=slices[host.accelerators[0]],
-            directory=directory,
-            chosen=chosen,
-        )
-        for number, host in enumerate(devices)
-    ]
-    return remote_hosts.RemoteHosts(devices, choices)

@@ -30,6 +30,7 @@ from elastic_ckpt.checkpoint import (
     restore,
 )
 from elastic_ckpt.checkpoint.components import validation_schedule
+from elastic_ckpt.checkpoint.host import component_files
 from elastic_ckpt.checkpoint.host.answers import (
     CheckpointMetadata,
     SearchOutcome,
@@ -923,9 +924,12 @@ class HostsCheckpointer:
         def begin() -> Callable[[], None]:
             nonlocal is_lent
             directory, is_lent = self._hosts.capture(step_id, trees)
-            return component_io.begin_save(
+            write = component_io.begin_save(
                 stateful, lambda name: storage.make_directory(f"{directory}/{name}")
             )
+            if not (stateful and self._hosts.is_apart):
+                return write
+            return functools.partial(self._send, write, step_id, directory)
 
         write_components, problem = component_io.fail_later(begin)
         compare = validation_schedule.comparison(step, stateful, emit=self._emit)
@@ -952,6 +956,15 @@ class HostsCheckpointer:
         if problem is not None:
             raise problem
         return SaveResponse(committed, functools.partial(self._is_stored, saving))
+
+    def _send(self, write: Callable[[], None], step_id: StepId, directory: str) -> None:
+        # Has components write their files here, and host 0 write them there.
+        try:
+            write()
+            files = component_files.read(directory)
+        finally:
+            storage.remove(directory)
+        self._hosts.first(HostSaver.put, step_id, files)
 
     def _load(
         self,

@@ -47,6 +47,11 @@ class Hosts(Protocol):
         """How many hosts the world has."""
         ...
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether this process does not share the memory of the host `own`."""
+        ...
+
     def all(
         self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs
     ) -> list[AnswerT]:
@@ -146,6 +151,8 @@ class InEveryProcess:
       own: the host of this process.
       messages: between the processes.
     """
+
+    is_apart = False
 
     def __init__(self, own: HostEndpoint, messages: Allgather) -> None:
         self._own = own

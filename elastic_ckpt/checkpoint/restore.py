@@ -42,6 +42,7 @@ from elastic_ckpt.checkpoint import (
     tree_structure,
     validation,
 )
+from elastic_ckpt.checkpoint.host import component_files
 from elastic_ckpt.checkpoint.host.answers import (
     CheckpointMetadata,
     SearchOutcome,
@@ -51,7 +52,7 @@ from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.step_boxes import StepBoxes, TreeReading
 from elastic_ckpt.checkpoint.host.step_search import StepSearch
 from elastic_ckpt.checkpoint.hosts import Hosts
-from elastic_ckpt.core import errors, events, metrics, storage_cause
+from elastic_ckpt.core import errors, events, metrics, storage, storage_cause
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.read_plan import NEARNESS
@@ -571,10 +572,16 @@ class Restorer:
         problem: str | None = None
         for name, component in stateful.items():
             try:
+                if self.hosts.is_apart:
+                    files = self.hosts.first(HostReader.files, name)
+                    component_files.write(directories[name], files)
                 component_io.load(component, directories[name], name=name)
             except Exception as error:
                 own, problem = error, f"{name!r} was not loaded: {error!r}"
                 break
+            finally:
+                if self.hosts.is_apart:
+                    storage.remove(directories[name])
         # No host waits for one that has stopped.
         problems = self.hosts.share("components_loaded", problem)
         failed = {n: each for n, each in enumerate(problems) if each is not None}

@@ -18,15 +18,15 @@ from typing import Any
 import jax
 from absl import logging
 
+from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.checkpoint.run_world import ALONE
 from elastic_ckpt.core import allgather, errors, events, process, topology
-from elastic_ckpt.data import batch_size
+from elastic_ckpt.data import batch_size, prefetch
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.data.state import Ranges
 from elastic_ckpt.elastic import executables, termination, watch
 from elastic_ckpt.elastic.world import BetweenWorlds, World, of_run
-from elastic_ckpt.frontend import Checkpointer, configured_batches
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.tiers.persistent import claims
 from elastic_ckpt.training import (
@@ -92,7 +92,16 @@ def assemble(
     vocab_size = configured.vocab_size(config)
     parts = 1 if place is None else place.microbatches
     program = configured.program(config, mesh, microbatches=parts)
-    global_batches = functools.partial(configured_batches, section=data, mesh=mesh)
+    global_batches = functools.partial(
+        frontend.batches,
+        mesh=mesh,
+        # In this process it cannot run under a single controller.
+        colocated=data.colocated_python_data_input or None,
+        read_ahead=prefetch.ReadAhead(
+            batches=data.data_read_ahead_batches,
+            max_bytes=data.data_read_ahead_mib << 20,
+        ),
+    )
     batches = global_batches(
         pipeline.from_config(data, vocab_size=vocab_size), global_batch_size=sizes.at(0)
     )
@@ -159,12 +168,12 @@ def _checkpointer(
     mesh: jax.sharding.Mesh,
     place: World | None,
     emit: events.Emit,
-) -> Checkpointer:
+) -> frontend.Checkpointer:
     if place is not None:
         config = configured.in_memory_of(config, place.ram_directory)
     directory = os.path.join(run_directory.path_of(config), run_saver.DIRECTORY)
     slice_name = topology.slice_of_this_host(world.slices)
-    return Checkpointer(
+    return frontend.Checkpointer(
         configured.tiers(config, persistent=directory),
         mesh=mesh,
         run=config.run.run_name,

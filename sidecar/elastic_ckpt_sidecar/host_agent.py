@@ -8,7 +8,6 @@ does so in a thread, and the data iterator's calls are not held up.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -23,10 +22,8 @@ from jax.experimental import colocated_python
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.world import HostConfig
 from elastic_ckpt.core import addresses, allgather, background, calls
-from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt_sidecar import failures, messages
-from elastic_ckpt_sidecar.component_files import ComponentFiles
-from elastic_ckpt_sidecar.host_arrays import HostArrays
+from elastic_ckpt_sidecar.arrays import HostArrays
 
 # An answer is returned in chunks, because a method returns arrays of a fixed size.
 CHUNK_BYTES = 16384
@@ -34,59 +31,35 @@ CHUNK_BYTES = 16384
 UNDER_WAY = -1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HostChoice(HostConfig):
-    """The configuration of a host, from the head.
-
-    Its agent uses the local address from which the host reaches the head; `interface`
-    of the peer tier is an address of the head.
-
-    Attributes:
-      device_ids: of its CPU devices.
-    """
-
-    device_ids: tuple[int, ...]
-
-
 class _HostAgent:
     """The hosts of one process: one, but where a process stands for several.
 
+    The agent of a machine uses the local address from which the host reaches the head;
+    `interface` of the peer tier is an address of the head.
+
     Args:
-      choices: all hosts of the world.
+      configs: of all hosts of the world, by number.
+      host_of: the number of the host of each CPU device, by its id.
     """
 
-    def __init__(self, choices: Sequence[HostChoice]) -> None:
-        self._choices = {choice.number: choice for choice in choices}
-        self._host_of = {
-            device: choice.number for choice in choices for device in choice.device_ids
-        }
+    def __init__(
+        self, configs: Sequence[HostConfig], host_of: Mapping[int, int]
+    ) -> None:
+        self._configs, self._host_of = configs, host_of
         self._hosts: dict[int, HostEndpoint] = {}
         self._answers: dict[tuple[int, int], futures.Future[bytes]] = {}
 
-    @failures.reported
+    @failures.reported()
     def connect(self, call: jax.Array) -> jax.Array:
-        """Makes the hosts of this process, given the CPU devices of all hosts.
-
-        Returns:
-          The id of each host's machine, for each of its devices: uint8 `[devices, 16]`.
-        """
+        """Makes the hosts of this process, given the CPU devices of all hosts."""
         devices = {device.id: device for device in call.sharding.device_set}
         self._hosts = {
-            number: _endpoint(self._choices[number], devices)
+            number: self._endpoint(self._configs[number], devices)
             for number in self._asked(call)
         }
+        return messages.on_each(call, 0)
 
-        def machine_id(device: jax.Device) -> np.ndarray:
-            choice = self._choices[self._host_of[device.id]]
-            text = ""
-            # The first call of the driver raises the error.
-            with contextlib.suppress(OSError):
-                text = machine.machine_id(choice.directory)
-            return np.frombuffer(text.ljust(machine.ID_LENGTH).encode(), np.uint8)
-
-        return messages.reply(call, machine_id)
-
-    @failures.reported
+    @failures.reported()
     def begin(self, call: jax.Array) -> jax.Array:
         """Begins a call, under its number; answers as `lengths`."""
         content = messages.decode(call)
@@ -95,14 +68,22 @@ class _HostAgent:
             self._answers[content["call"], number] = background.in_thread(
                 ask, name="host-agent"
             )
-        return self._lengths(call, content["call"])
+        return self.lengths(call)
 
-    @failures.reported
+    @failures.reported()
     def lengths(self, call: jax.Array) -> jax.Array:
         """The bytes of each host's answer, or `UNDER_WAY`: int32 `[devices]`."""
-        return self._lengths(call, messages.decode(call)["call"])
+        number = messages.decode(call)["call"]
 
-    @failures.reported
+        def length(device: jax.Device) -> np.ndarray:
+            answer = self._answers[number, self._host_of[device.id]]
+            return np.array(
+                len(answer.result()) if answer.done() else UNDER_WAY, np.int32
+            )
+
+        return messages.reply(call, length)
+
+    @failures.reported()
     def answers(self, call: jax.Array) -> jax.Array:
         """A chunk of each host's answer, padded: uint8 `[devices, CHUNK_BYTES]`."""
         content = messages.decode(call)
@@ -122,7 +103,7 @@ class _HostAgent:
 
         return messages.reply(call, chunk)
 
-    @failures.reported
+    @failures.reported()
     def hold(self, call: jax.Array, *arrays: jax.Array) -> jax.Array:
         """Keeps the arrays of a group, on the devices of `call`, for a capture."""
         content = messages.decode(call)
@@ -132,7 +113,7 @@ class _HostAgent:
             )
         return messages.on_each(call, 0)
 
-    @failures.reported
+    @failures.reported()
     def arrays(self, call: jax.Array) -> list[jax.Array]:
         """The arrays of a group, on the devices of `call`, as the hosts read them.
 
@@ -169,29 +150,23 @@ class _HostAgent:
         # The root of a thread: the head raises what fails.
         return json.dumps(allgather.outcome(run)).encode()
 
-    def _lengths(self, call: jax.Array, number: int) -> jax.Array:
-        def length(device: jax.Device) -> np.ndarray:
-            answer = self._answers[number, self._host_of[device.id]]
-            return np.array(
-                len(answer.result()) if answer.done() else UNDER_WAY, np.int32
+    def _endpoint(
+        self, config: HostConfig, devices: Mapping[int, jax.Device]
+    ) -> HostEndpoint:
+        peers = config.chosen.peers
+        if peers is not None and peers.interface is not None:
+            peers = dataclasses.replace(
+                peers, interface=addresses.toward(peers.interface)
             )
+        chosen = dataclasses.replace(config.chosen, peers=peers)
+        own = [device for device, n in self._host_of.items() if n == config.number]
 
-        return messages.reply(call, length)
+        def more_parts(parts: Mapping[str, Any]) -> Mapping[str, Any]:
+            saver, reader = parts["HostSaver"], parts["HostReader"]
+            arrays = HostArrays(saver, reader, own=own, devices=devices)
+            return {"HostArrays": arrays}
 
-
-def _endpoint(choice: HostChoice, devices: dict[int, jax.Device]) -> HostEndpoint:
-    peers = choice.chosen.peers
-    if peers is not None and peers.interface is not None:
-        own_address = addresses.toward(peers.interface)
-        peers = dataclasses.replace(peers, interface=own_address)
-    chosen = dataclasses.replace(choice.chosen, peers=peers)
-
-    def more_parts(parts: Mapping[str, Any]) -> Mapping[str, Any]:
-        saver, reader = parts["HostSaver"], parts["HostReader"]
-        arrays = HostArrays(saver, reader, own=choice.device_ids, devices=devices)
-        return {"HostArrays": arrays, "ComponentFiles": ComponentFiles(saver)}
-
-    return HostEndpoint(dataclasses.replace(choice, chosen=chosen), more_parts)
+        return HostEndpoint(dataclasses.replace(config, chosen=chosen), more_parts)
 
 
 HostAgent: Any = colocated_python.colocated_python_class(_HostAgent)

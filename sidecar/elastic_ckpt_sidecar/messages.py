@@ -46,24 +46,15 @@ def decode(array: jax.Array) -> Any:
 
 def on_each(call: jax.Array, value: float) -> jax.Array:
     """Returns `value` for each device of this host: float32 `[devices]`."""
-    shape = (call.sharding.num_devices,)
-    own = np.full(1, value, np.float32)
-    return jax.make_array_from_callback(shape, call.sharding, lambda _: own)
+    return reply(call, lambda _: np.asarray(value, np.float32))
 
 
 def reply(call: jax.Array, row: Callable[[jax.Device], np.ndarray]) -> jax.Array:
     """Returns a row for each device of this host, of one shape: `[devices, ...]`."""
-    sharding = call.sharding
-    assert isinstance(sharding, NamedSharding)
-    devices = sharding.mesh.devices.flat
-    shape = (len(devices), *row(call.addressable_shards[0].device).shape)
-
-    def of_index(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None
-        (number,) = range(len(devices))[index[0]]
-        return row(devices[number])[None]
-
-    return jax.make_array_from_callback(shape, sharding, of_index)
+    devices = [shard.device for shard in call.addressable_shards]
+    own = [jax.device_put(row(device)[None], device) for device in devices]
+    shape = (call.sharding.num_devices, *own[0].shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, call.sharding, own)
 
 
 def pauses() -> Iterator[None]:
@@ -75,13 +66,14 @@ def pauses() -> Iterator[None]:
         yield
 
 
-def release(worker: Any) -> None:
-    """Releases a worker, an object of a colocated class.
+def release(worker: Any, *, wait: bool = True) -> None:
+    """Releases a worker, an object of a colocated class; never waits for it.
 
     The wrapper of a colocated class is in reference cycles, and its finalizer fails,
     with an error in the log, if it first runs in an interpreter that ends. So the
     cycles are broken before.
     """
+    del wait
     vars(worker).clear()
     gc.collect()
 

@@ -7,6 +7,7 @@ multi-controller world. Calls and answers are messages; arrays stay on their hos
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import itertools
 import json
@@ -28,24 +29,21 @@ from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.step_boxes import TreeReading
 from elastic_ckpt.checkpoint.host.trees import AskedLeaf, asked, rebuilt
 from elastic_ckpt.checkpoint.host.trees import arrays as captured_leaves
-from elastic_ckpt.core import allgather, background, calls, errors, topology
+from elastic_ckpt.checkpoint.host.world import HostConfig
+from elastic_ckpt.core import addresses, allgather, background, calls, errors, topology
 from elastic_ckpt.core.allgather import HostTree
 from elastic_ckpt.data import compatibility
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.tiers.choices import Chosen
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt_sidecar import (
     failures,
-    head_arrays,
     host_agent,
     messages,
     worker,
 )
-from elastic_ckpt_sidecar.array_layout import Group
-from elastic_ckpt_sidecar.component_files import FileCopies
-from elastic_ckpt_sidecar.head_arrays import HostDevices
-from elastic_ckpt_sidecar.host_agent import HostChoice
-from elastic_ckpt_sidecar.host_arrays import HostArrays
+from elastic_ckpt_sidecar.arrays import Group, HeadArrays, HostArrays, HostDevices
 
 AnswerT = TypeVar("AnswerT")
 P = ParamSpec("P")
@@ -76,12 +74,42 @@ def hosts_of(mesh: Mesh) -> list[HostDevices]:
     ]
 
 
+def over(mesh: Mesh, chosen: Chosen, *, run: str) -> RemoteHosts:
+    """The hosts of a mesh.
+
+    Args:
+      mesh: over accelerators; hosts are in the slices of its axis, or of the hardware.
+      chosen: the tiers; `interface` of the peers is an address of the head, by default
+        that of its default route.
+      run: its identity.
+
+    Raises:
+      ConfigError: as `hosts_of`.
+    """
+    if (peers := chosen.peers) is not None:
+        interface = peers.interface or addresses.of_the_head()
+        peers = dataclasses.replace(peers, interface=interface)
+    slices, directory = topology.slices_of(mesh), chosen.ram_directory()
+    hosts = hosts_of(mesh)
+    configs = [
+        HostConfig(
+            number=number,
+            run=run,
+            slice_name=slices[host.accelerators[0]],
+            directory=directory,
+            chosen=dataclasses.replace(chosen, peers=peers),
+        )
+        for number, host in enumerate(hosts)
+    ]
+    return RemoteHosts(hosts, configs)
+
+
 class RemoteHosts:
     """All hosts of a world under a single controller.
 
     Args:
       hosts: their devices.
-      choices: what each is to be, in the same order.
+      configs: of each, in the same order.
 
     Attributes:
       num_hosts: how many there are.
@@ -91,11 +119,12 @@ class RemoteHosts:
     own = 0
 
     def __init__(
-        self, hosts: Sequence[HostDevices], choices: Sequence[HostChoice]
+        self, hosts: Sequence[HostDevices], configs: Sequence[HostConfig]
     ) -> None:
         self.num_hosts = len(hosts)
-        self._agent = host_agent.HostAgent(tuple(choices))
-        self._arrays = head_arrays.HeadArrays(hosts)
+        host_of = {cpu.id: n for n, host in enumerate(hosts) for cpu in host.cpus}
+        self._agent = host_agent.HostAgent(tuple(configs), host_of)
+        self._arrays = HeadArrays(hosts)
         self._tree = HostTree(num_hosts=self.num_hosts)
         self._cpus = [host.cpus[0] for host in hosts]
         self._numbers = itertools.count()
@@ -106,12 +135,15 @@ class RemoteHosts:
         # Trees of another layout, until they are taken.
         self._others: dict[str, Any] = {}
         cpus = _over([device for host in hosts for device in host.cpus])
-        machine_id = self._call(self._agent.connect, {}, cpus)[0].tobytes().decode()
-        # A head that shares the memory of host 0 finds its id there.
-        is_same_memory = machine.find(choices[0].directory) == machine_id
-        self._copies = None if is_same_memory else FileCopies(self.first)
+        self._directory = configs[0].directory
         # This also runs if `close` is never called.
-        background.close_with(self, functools.partial(_release, self._agent))
+        background.close_with(self, functools.partial(messages.release, self._agent))
+        self._call(self._agent.connect, {}, cpus)
+
+    @functools.cached_property
+    def is_apart(self) -> bool:
+        """See `Hosts`; a head that shares the memory of host 0 finds its id there."""
+        return machine.find(self._directory) != self.first(HostEndpoint.machine)
 
     def all(
         self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs
@@ -119,15 +151,10 @@ class RemoteHosts:
         """See `Hosts`."""
         call = calls.of(method)
         arguments = call.bind(*args, **kwargs)
-        if self._copies is not None:
-            self._copies.before(call, arguments)
         answered: dict[int, AnswerT] = {}
         for group in self._tree.in_order(call.order):
             answered |= self._send(group, call, arguments)
-        answers = [answered[number] for number in range(self.num_hosts)]
-        if self._copies is not None:
-            self._copies.after(call, arguments, answers)
-        return answers
+        return [answered[number] for number in range(self.num_hosts)]
 
     def first(
         self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs
@@ -155,8 +182,8 @@ class RemoteHosts:
                 "group": number,
                 "kept": self._arrays.apart and group.leaves[0].spec is not None,
             }
-            arrays = head_arrays.beside(group, of_group)
-            self._call(self._agent.hold, content, _over(group.mesh), *arrays)
+            moved = group.beside(of_group)
+            self._call(self._agent.hold, content, _over(group.mesh), *moved)
         try:
             return CapturedIn(self.all(HostArrays.capture, step_id, layout)[0])
         except errors.HostsFailedError:
@@ -202,7 +229,7 @@ class RemoteHosts:
             with failures.reaching_the_head():
                 content = {"layout": layout, "group": number}
                 arrays = take(messages.encode(content, _over(group.mesh)))
-            made = head_arrays.restored(group, arrays, of_group, dtypes)
+            made = group.restored(arrays, of_group, dtypes)
             if self._arrays.apart:
                 # The hosts' memory is that of the next group.
                 jax.block_until_ready(made)
@@ -242,15 +269,15 @@ class RemoteHosts:
         sharding = _over([self._cpus[number] for number in hosts])
         call = next(self._numbers)
         content = {"call": call, "method": method.encode(arguments)}
-        limit_secs = method.limit_secs
-        until_secs = time.monotonic() + limit_secs
+        until_secs = time.monotonic() + method.limit_secs
         lengths = self._call(self._agent.begin, content, sharding)
         pauses = messages.pauses()
         while (lengths == host_agent.UNDER_WAY).any():
             if time.monotonic() > until_secs:
                 raise errors.RunError(
                     f"hosts have not answered {method.name} for"
-                    f" {limit_secs:g} s; look at their logs, and start the run again"
+                    f" {method.limit_secs:g} s; look at their logs, and start the run"
+                    " again"
                 )
             next(pauses)
             lengths = self._call(self._agent.lengths, {"call": call}, sharding)
@@ -284,8 +311,3 @@ def _over(devices: Mesh | Sequence[jax.Device]) -> NamedSharding:
 
 def _specified(abstract: list[Any], *_: Any) -> list[Any]:
     return abstract
-
-
-def _release(agent: Any, *, wait: bool) -> None:
-    del wait
-    messages.release(agent)

@@ -36,7 +36,7 @@ OFFER_BYTES = 1 << 14
 _SAVES_AT_ONCE = 8
 
 
-@failures.reported
+@failures.reported()
 def facts(call: jax.Array) -> jax.Array:
     """The facts of each host, but for its pipeline: uint8 `[devices, 512]`."""
     return compatibility.placed(compatibility.local_facts(), _rows_of(call))
@@ -70,14 +70,14 @@ class _HostWorker:
         self._no_wait: jax.Array | None = None
         self._begin_to_count()
 
-    @failures.reported
+    @failures.reported()
     def facts(self, call: jax.Array) -> jax.Array:
         """The facts of each host with those of its pipeline: uint8 `[devices, 512]`."""
         return compatibility.placed(
             compatibility.local_facts(self._data), _rows_of(call)
         )
 
-    @failures.reported
+    @failures.reported()
     def next(self, call: jax.Array) -> tuple[elastic_data.Batch, jax.Array]:
         """The next global batch, and how long each host waited for it.
 
@@ -98,7 +98,7 @@ class _HostWorker:
             self._no_wait = messages.on_each(call, 0)
         return batch, self._no_wait
 
-    @failures.reported
+    @failures.reported()
     def take_state(self, call: jax.Array) -> jax.Array:
         """Keeps the state after so many batches, under the ticket that `call` names."""
         content = messages.decode(call)
@@ -115,7 +115,7 @@ class _HostWorker:
         self._taken.pop(ticket - _SAVES_AT_ONCE, None)
         return call
 
-    @failures.reported
+    @failures.reported()
     def write_state(self, call: jax.Array) -> jax.Array:
         """Begins to write the state kept under a ticket into a directory."""
         content = messages.decode(call)
@@ -126,7 +126,7 @@ class _HostWorker:
         )
         return call
 
-    @failures.reported
+    @failures.reported()
     def is_written(self, call: jax.Array) -> jax.Array:
         """Whether the state under a ticket is written: float32 `[devices]`, 1 or 0.
 
@@ -143,14 +143,14 @@ class _HostWorker:
         writing.result()
         return messages.on_each(call, 1)
 
-    @failures.reported
+    @failures.reported()
     def load_state(self, call: jax.Array) -> jax.Array:
         """Goes to the state in a directory."""
         self._on(call).load(messages.decode(call)["directory"])
         self._begin_to_count()
         return call
 
-    @failures.reported
+    @failures.reported()
     def leave_out(self, call: jax.Array) -> jax.Array:
         """Notes that the rows since the state in a directory were left out.
 
@@ -162,7 +162,7 @@ class _HostWorker:
         host.leave_out(content["directory"] or None)
         return call
 
-    @failures.reported
+    @failures.reported()
     def left_out(self, call: jax.Array) -> jax.Array:
         """The rows that were left out, as JSON: uint8 `[devices, bytes]`."""
         # Colocated Python expects the shape of the first reply from all later ones.
@@ -171,14 +171,14 @@ class _HostWorker:
         row = np.frombuffer(text, np.uint8)
         return messages.reply(call, lambda _: row)
 
-    @failures.reported
+    @failures.reported()
     def reset(self, call: jax.Array) -> jax.Array:
         """Goes to the beginning."""
         self._on(call).reset()
         self._begin_to_count()
         return call
 
-    @failures.reported
+    @failures.reported()
     def offer(self, call: jax.Array) -> jax.Array:
         """Begins to change the size or the stage, after so many batches of the former.
 
@@ -196,7 +196,7 @@ class _HostWorker:
         self._offer = json.dumps(host.offer(course)).encode()
         return messages.on_each(call, len(self._offer))
 
-    @failures.reported
+    @failures.reported()
     def offered(self, call: jax.Array) -> jax.Array:
         """A chunk of that, padded: uint8 `[devices, OFFER_BYTES]`."""
         start = messages.decode(call)["start"]
@@ -204,19 +204,19 @@ class _HostWorker:
         row = np.frombuffer(part, np.uint8)
         return messages.reply(call, lambda _: row)
 
-    @failures.reported
+    @failures.reported()
     def prepare(self, call: jax.Array) -> jax.Array:
         """Prepares the change, given what all hosts need to know."""
         self._on(call).prepare(messages.decode(call)["offers"])
         return messages.on_each(call, 0)
 
-    @failures.reported
+    @failures.reported()
     def commit(self, call: jax.Array) -> jax.Array:
         """Goes on with the batches that are prepared."""
         self._on(call).commit()
         return call
 
-    @failures.reported
+    @failures.reported()
     def close(self, call: jax.Array) -> jax.Array:
         """Ends what reads ahead."""
         self._on(call).close()

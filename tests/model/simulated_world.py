@@ -413,6 +413,8 @@ class SimulatedHosts:
 
     own = 0
 
+    is_apart = False
+
     def __init__(self, sim, configs):
         self._sim = sim
         self._hosts = [

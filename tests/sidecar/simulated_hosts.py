@@ -10,11 +10,12 @@ import shutil
 
 import jax
 import numpy as np
-from elastic_ckpt_sidecar import head_arrays, host_agent, remote_hosts
+from elastic_ckpt_sidecar import arrays, remote_hosts
 from jax.sharding import Mesh
 
 from elastic_ckpt.checkpoint import run_world
 from elastic_ckpt.checkpoint.checkpointer import HostsCheckpointer
+from elastic_ckpt.checkpoint.host.world import HostConfig
 from elastic_ckpt.core import topology
 from elastic_ckpt.tiers import choices
 from elastic_ckpt.tiers.peers import agent
@@ -69,7 +70,7 @@ def hosts_of(mesh, num_hosts, *, apart=False):
     beside = jax.devices()[4:] if apart else devices
     each = len(devices) // num_hosts
     return [
-        head_arrays.HostDevices(
+        arrays.HostDevices(
             accelerators=tuple(devices[start : start + each]),
             cpus=tuple(beside[start : start + each]),
         )
@@ -81,9 +82,8 @@ def choices_of(machines, hosts, mesh, tiers, *, numbers):
     """The configuration of each host, on the machines with these numbers."""
     slices = topology.slices_of(mesh)
     return [
-        host_agent.HostChoice(
+        HostConfig(
             number=number,
-            device_ids=tuple(cpu.id for cpu in host.cpus),
             run="run",
             slice_name=slices[host.accelerators[0]],
             directory=machines.directory(numbers[number]),

@@ -34,7 +34,7 @@ def failing(error, depth=0):
 def text_of(error, *, depth=0):
     """The report of a worker on an error."""
     with pytest.raises(failures.WorkerFailure) as raised:
-        failures.reported(failing)(error, depth)
+        failures.reported()(failing)(error, depth)
     return str(raised.value)
 
 

@@ -8,15 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from elastic_ckpt_sidecar import (
-    component_files,
-    messages,
-    remote_hosts,
-)
+from elastic_ckpt_sidecar import messages, remote_hosts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt import frontend as front_door
+from elastic_ckpt.checkpoint import checkpointer as checkpointer_module
+from elastic_ckpt.checkpoint import restore as restore_module
 from elastic_ckpt.checkpoint.host import saver
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.inspect import tier_locations, verification
@@ -275,6 +273,19 @@ def test_a_leaf_that_cannot_be_saved_is_named(machines):
         restore(checkpointer, mesh, 2)
 
 
+class Unwritable(tier_worlds.Counter):
+    """A component whose writing fails after its first files."""
+
+    async def save(self, directory):
+        written = await super().save(directory)
+
+        async def write():
+            await written
+            raise OSError("no more")
+
+        return write()
+
+
 def test_files_of_components_reach_a_host_whose_memory_the_head_does_not_see(
     machines, monkeypatch
 ):
@@ -286,7 +297,8 @@ def test_files_of_components_reach_a_host_whose_memory_the_head_does_not_see(
 
     # Records the removals of the head alone.
     spied = types.SimpleNamespace(**{**vars(storage), "remove": remove})
-    monkeypatch.setattr(component_files, "storage", spied)
+    monkeypatch.setattr(checkpointer_module, "storage", spied)
+    monkeypatch.setattr(restore_module, "storage", spied)
     monkeypatch.setattr(machine, "find", lambda _: None)
     with simulated_hosts.world(machines, 2) as (checkpointer, _, _):
         parts = {"data": tier_worlds.Counter(5)}
@@ -297,6 +309,10 @@ def test_files_of_components_reach_a_host_whose_memory_the_head_does_not_see(
         checkpointer.load_checkpointables(None, {"data": restored})
         assert restored.step == 5
         assert seen[1] == pathlib.Path(machines.directory(0), "hosts/0/restored/data")
+        # Nor of what a component did not finish, and the step is given up.
+        assert not checkpointer.save_checkpointables(6, {"data": Unwritable(6)})
+        assert seen[2].name.startswith("6-")
+        assert checkpointer.latest.step == 5
 
 
 def test_a_single_controller_is_known_by_its_mesh(machines, monkeypatch):

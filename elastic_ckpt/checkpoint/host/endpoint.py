@@ -92,6 +92,11 @@ class HostEndpoint:
         )
 
     @calls.call()
+    def machine(self) -> str:
+        """The id of the memory of this host's machine."""
+        return self._disk.machine
+
+    @calls.call()
     def lines(self) -> run_identity.Lines:
         """Returns the lines by which steps show whose they are."""
         persistent = self._config.chosen.persistent

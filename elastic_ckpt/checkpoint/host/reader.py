@@ -15,6 +15,7 @@ from absl import logging
 from etils import epath
 
 from elastic_ckpt.checkpoint.host import (
+    component_files,
     recovery,
     repairs,
     step_search,
@@ -228,6 +229,11 @@ class HostReader:
             _, _, name = file.path.partition("/")
             storage.write_atomic(f"{directory}/{name}", reader.content(file, offers))
         return directory
+
+    @calls.call()
+    def files(self, component: str) -> dict[str, bytes]:
+        """The content of the files that were materialised of a component, by path."""
+        return component_files.read(self._files() / component)
 
     def arrays(self, of_trees: Mapping[str, Any]) -> dict[str, Any]:
         """Makes the trees of the values that were read; those of other layouts, too."""

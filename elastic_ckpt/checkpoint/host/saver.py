@@ -16,6 +16,7 @@ from etils import epath
 from elastic_ckpt.checkpoint.host import (
     capture,
     captured_step,
+    component_files,
     trees,
 )
 from elastic_ckpt.checkpoint.host.answers import CapturedIn, Written
@@ -89,9 +90,15 @@ class HostSaver:
             saving.directory = saving.staging = self._staging(step_id)
         return CapturedIn(str(saving.directory), captured.is_lent)
 
-    def directory(self, step_id: StepId) -> epath.Path:
-        """The directory for the component files of a step that is being saved."""
-        return self._saving[step_id].directory
+    @calls.call()
+    def put(self, step_id: StepId, files: Mapping[str, bytes]) -> None:
+        """Writes files of components into a step that is being saved.
+
+        Args:
+          step_id: the step.
+          files: by path in the step, their content.
+        """
+        component_files.write(self._saving[step_id].directory, files)
 
     @calls.call()
     def write(

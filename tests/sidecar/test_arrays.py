@@ -3,14 +3,14 @@
 import jax
 import numpy as np
 import pytest
-from elastic_ckpt_sidecar import head_arrays
+from elastic_ckpt_sidecar import arrays
 from jax.sharding import NamedSharding, PartitionSpec
 
 
 def hosts(num_hosts):
     devices = np.array(jax.devices()).reshape(num_hosts, -1)
     return [
-        head_arrays.HostDevices(accelerators=tuple(each), cpus=tuple(each))
+        arrays.HostDevices(accelerators=tuple(each), cpus=tuple(each))
         for each in devices
     ]
 
@@ -36,7 +36,7 @@ def test_a_group_has_no_more_bytes_on_a_host_unless_a_leaf_has(group_bytes, expe
         return jax.device_put(np.zeros((8, 16), np.float32), sharding)
 
     tree = {"a": array("x"), "b": array("x"), "c": array(), "d": array("x"), "z": 3}
-    made = head_arrays.HeadArrays(hosts(4), group_bytes=group_bytes)
+    made = arrays.HeadArrays(hosts(4), group_bytes=group_bytes)
     groups, values = made.to_save(tree)
     assert paths(groups) == expected
     assert [len(each) for each in values] == [len(each) for each in expected]
@@ -44,5 +44,5 @@ def test_a_group_has_no_more_bytes_on_a_host_unless_a_leaf_has(group_bytes, expe
 
 def test_arrays_on_other_devices_are_in_other_groups():
     first, second = (jax.device_put(np.zeros(4), d) for d in jax.devices()[:2])
-    groups, _ = head_arrays.HeadArrays(hosts(2)).to_save({"a": first, "b": second})
+    groups, _ = arrays.HeadArrays(hosts(2)).to_save({"a": first, "b": second})
     assert paths(groups) == [["a"], ["b"]]

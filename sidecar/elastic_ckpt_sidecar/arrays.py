@@ -1,0 +1,501 @@
+"""Arrays of the head: which lie where, and moved to the hosts' memory and back.
+
+Under a single controller all shards are arrays to the head, and none of their bytes:
+`jax.device_put` between an accelerator and the CPU device beside it stays on the host.
+
+Leaves over one mesh make a group: its arrays can be handed over in one call, since all
+arrays of a call have to lie on the same devices. The mesh is that of the CPU devices
+beside the accelerators, in the same order. The head's own values, numbers and arrays of
+NumPy, are a group too: of bytes, on a device of host 0. A layout, some groups, is sent
+once; later calls name it by a number, however many leaves it has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import (
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
+
+from elastic_ckpt.checkpoint.host import capture, trees
+from elastic_ckpt.checkpoint.host.capture import Shards
+from elastic_ckpt.checkpoint.host.reader import HostReader
+from elastic_ckpt.checkpoint.host.saver import HostSaver
+from elastic_ckpt.core import boxes, calls, errors
+from elastic_ckpt.steps.manifest import Leaf
+from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.tiers.captured import Captured
+
+# Of a group of leaves on a host: as much passes through its memory at a time.
+GROUP_BYTES = 2**28
+# The axis of a mesh of one device.
+_ONE = "device"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlacedLeaf:
+    """A leaf of a group.
+
+    Attributes:
+      path: of the leaf.
+      shape: of the whole array.
+      dtype: its name; None stands for that in which it was saved.
+      spec: over the axes of the group's mesh; None for the head's own values.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str | None
+    spec: tuple[str | tuple[str, ...] | None, ...] | None
+
+    def on(self, mesh: Mesh) -> NamedSharding:
+        """The sharding of its array on the group's mesh."""
+        return NamedSharding(mesh, PartitionSpec(*(self.spec or ())))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """Leaves over one mesh.
+
+    Attributes:
+      mesh: of CPU devices of hosts.
+      leaves: in the order of their arrays.
+    """
+
+    mesh: Mesh
+    leaves: tuple[PlacedLeaf, ...]
+
+    def abstract(
+        self, leaf: PlacedLeaf, dtypes: Mapping[str, str]
+    ) -> jax.ShapeDtypeStruct:
+        """Returns the array of a leaf; for the head's own values, that of its bytes.
+
+        Args:
+          leaf: of this group.
+          dtypes: by path, those in which leaves were saved.
+        """
+        dtype = np.dtype(leaf.dtype or dtypes[leaf.path])
+        shape = leaf.shape
+        if leaf.spec is None:
+            shape, dtype = (math.prod(shape) * dtype.itemsize,), np.dtype(np.uint8)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=leaf.on(self.mesh))
+
+    def beside(self, values: Sequence[Any]) -> list[jax.Array]:
+        """The values of a group on the CPU devices of their hosts."""
+        given = [
+            value
+            if leaf.spec is not None
+            # In this machine's byte order, which is that of the files.
+            else np.frombuffer(
+                np.asarray(value, np.dtype(leaf.dtype)).tobytes(), np.uint8
+            )
+            for leaf, value in zip(self.leaves, values, strict=True)
+        ]
+        return jax.device_put(given, [leaf.on(self.mesh) for leaf in self.leaves])
+
+    def restored(
+        self,
+        arrays: Sequence[jax.Array],
+        asked: Sequence[trees.AskedLeaf],
+        dtypes: Mapping[str, str],
+    ) -> dict[str, Any]:
+        """The leaves of a group, of its arrays on CPU devices, by path.
+
+        Args:
+          arrays: one a leaf.
+          asked: the leaves that are wanted.
+          dtypes: by path, those in which leaves were saved.
+        """
+        values: Sequence[Any]
+        if self.leaves[0].spec is None:
+            values = [
+                np.array(array)
+                .view(leaf.dtype or dtypes[leaf.path])
+                .reshape(leaf.shape)
+                for leaf, array in zip(self.leaves, arrays, strict=True)
+            ]
+        else:
+            # All at once: transfers of many arrays go on at the same time.
+            values = jax.device_put(list(arrays), [leaf.sharding for leaf in asked])
+        return {
+            leaf.path: leaf.finish(value)
+            for leaf, value in zip(asked, values, strict=True)
+        }
+
+    def describe(self) -> GroupDescription:
+        """Returns the group without its devices, for a message."""
+        ids = np.vectorize(lambda device: device.id, otypes=[int])(self.mesh.devices)
+        return GroupDescription(
+            device_ids=tuple(ids.ravel().tolist()),
+            shape=ids.shape,
+            axes=tuple(self.mesh.axis_names),
+            leaves=self.leaves,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupDescription:
+    """A group, with devices named by their ids.
+
+    Attributes:
+      device_ids: of the mesh, in row-major order.
+      shape: of the mesh.
+      axes: of the mesh.
+      leaves: as in `Group`.
+    """
+
+    device_ids: tuple[int, ...]
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    leaves: tuple[PlacedLeaf, ...]
+
+    def group(self, devices: Mapping[int, jax.Device]) -> Group:
+        """Returns the group on these devices, by their ids."""
+        grid = np.empty(len(self.device_ids), object)
+        grid[:] = [devices[number] for number in self.device_ids]
+        return Group(mesh=Mesh(grid.reshape(self.shape), self.axes), leaves=self.leaves)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostDevices:
+    """The devices of a host.
+
+    Attributes:
+      accelerators: whose arrays are saved.
+      cpus: the CPU device beside each.
+    """
+
+    accelerators: tuple[jax.Device, ...]
+    cpus: tuple[jax.Device, ...]
+
+
+class HeadArrays:
+    """Maps leaves to the CPU devices of hosts.
+
+    Args:
+      hosts: in the order of their numbers.
+      group_bytes: the most of a group on a host, unless a leaf has more.
+    """
+
+    def __init__(
+        self, hosts: Sequence[HostDevices], *, group_bytes: int = GROUP_BYTES
+    ) -> None:
+        self._most_bytes = group_bytes // max(len(host.cpus) for host in hosts)
+        self._beside = {
+            accelerator: cpu
+            for host in hosts
+            for accelerator, cpu in zip(host.accelerators, host.cpus, strict=True)
+        }
+        # The head's own values go there.
+        self._first = Mesh(np.array([hosts[0].cpus[0]]), (_ONE,))
+        # Whether the CPU devices are other ones, as they are beside an accelerator.
+        self.apart = not set(self._beside) & set(self._beside.values())
+
+    def to_save(
+        self, leaves: Mapping[str, Any]
+    ) -> tuple[tuple[Group, ...], list[list[Any]]]:
+        """The groups of some leaves, and the values of each group.
+
+        Raises:
+          CheckpointError: if a leaf cannot be saved; it names the leaf.
+        """
+        values = {path: capture.numbers(leaves[path]) for path in sorted(leaves)}
+        return self._grouped(
+            (
+                capture.leaf_of(path, value),
+                value.sharding if isinstance(value, jax.Array) else None,
+                value,
+            )
+            for path, value in values.items()
+        )
+
+    def to_restore(
+        self, asked: Sequence[trees.AskedLeaf]
+    ) -> tuple[tuple[Group, ...], list[list[trees.AskedLeaf]]]:
+        """The groups of leaves that are wanted, and the leaves of each group."""
+        return self._grouped((leaf, leaf.sharding, leaf) for leaf in asked)
+
+    def _grouped(
+        self, leaves: Iterable[tuple[Leaf | trees.AskedLeaf, Sharding | None, Any]]
+    ) -> tuple[tuple[Group, ...], list[list[Any]]]:
+        # The head's own values make separate groups, also beside leaves of host 0. A
+        # group has at most so many bytes on a device, unless a leaf has more.
+        groups_of: dict[tuple[Mesh, bool, int], list[tuple[PlacedLeaf, Any]]] = {}
+        last: dict[tuple[Mesh, bool], tuple[int, int]] = {}
+        for leaf, sharding, value in leaves:
+            mesh, spec = self._place(leaf.path, sharding)
+            dtype = None if leaf.dtype is None else np.dtype(leaf.dtype).name
+            placed = PlacedLeaf(
+                path=leaf.path, shape=tuple(leaf.shape), dtype=dtype, spec=spec
+            )
+            # In the widest dtype, where it is not known yet.
+            item_bytes = np.dtype(dtype or np.float64).itemsize
+            num_bytes = math.prod(placed.on(mesh).shard_shape(placed.shape))
+            num_bytes *= item_bytes
+            number, before = last.get((mesh, spec is None), (0, 0))
+            if before and before + num_bytes > self._most_bytes:
+                number, before = number + 1, 0
+            last[mesh, spec is None] = number, before + num_bytes
+            groups_of.setdefault((mesh, spec is None, number), []).append(
+                (placed, value)
+            )
+        groups = tuple(
+            Group(mesh=mesh, leaves=tuple(leaf for leaf, _ in members))
+            for (mesh, _, _), members in groups_of.items()
+        )
+        return groups, [
+            [value for _, value in members] for members in groups_of.values()
+        ]
+
+    def _place(
+        self, path: str, sharding: Sharding | None
+    ) -> tuple[Mesh, tuple[Any, ...] | None]:
+        if sharding is None:
+            return self._first, None
+        strange = sharding.device_set - self._beside.keys()
+        if strange:
+            raise errors.CheckpointError(
+                f"leaf {path!r} is on {sorted(map(str, strange))}, and this"
+                " checkpointer is over other devices; give it the mesh of the whole run"
+            )
+        if isinstance(sharding, SingleDeviceSharding):
+            (device,) = sharding.device_set
+            return Mesh(np.array([self._beside[device]]), (_ONE,)), ()
+        if not isinstance(sharding, NamedSharding):
+            raise errors.CheckpointError(
+                f"leaf {path!r} has a {type(sharding).__name__}, which cannot be sent"
+                " to other hosts; put it under a NamedSharding"
+            )
+        grid = np.vectorize(self._beside.__getitem__, otypes=[object])(
+            sharding.mesh.devices
+        )
+        return Mesh(grid, sharding.mesh.axis_names), tuple(sharding.spec)
+
+
+class HostArrays:
+    """The arrays of one host, for the calls of saves and restores.
+
+    A save goes through `hold` for each group, and `capture`; a restore through
+    `select`, and `read` and `made` for each group. So one group at a time is in the
+    memory of the CPU devices.
+
+    Args:
+      saver: of the host.
+      reader: of the host.
+      own: the ids of its CPU devices.
+      devices: all CPU devices of the world, by id.
+    """
+
+    def __init__(
+        self,
+        saver: HostSaver,
+        reader: HostReader,
+        *,
+        own: Collection[int],
+        devices: Mapping[int, jax.Device],
+    ) -> None:
+        self._saver = saver
+        self._reader = reader
+        self._own = frozenset(own)
+        self._devices = devices
+        self._layouts: dict[int, list[Group]] = {}
+        self._boxes: dict[int, dict[str, dict[boxes.Box, int]]] = {}
+        # Made by the first save that a RAM disk does not hold.
+        self._holders: dict[tuple[int, str], dict[boxes.Box, tuple[int, str]]] = {}
+        # By layout and group, until the last one is there.
+        self._captured: dict[tuple[int, int], Captured] = {}
+        self._dtypes: dict[str, str] = {}
+
+    @calls.call()
+    def describe(self, layout: int, groups: tuple[GroupDescription, ...]) -> None:
+        """Receives a layout, which later calls name by its number."""
+        known = [each.group(self._devices) for each in groups]
+        self._boxes[layout] = {
+            leaf.path: self._boxes_of(group, leaf)
+            for group in known
+            for leaf in group.leaves
+        }
+        self._layouts[layout] = known
+
+    def hold(
+        self, layout: int, group: int, arrays: Sequence[jax.Array], *, kept: bool
+    ) -> None:
+        """Copies this host's shards of a group's arrays.
+
+        Args:
+          layout: its number.
+          group: its number in the layout.
+          arrays: of its leaves.
+          kept: whether no other code changes them, so that they need no copy in memory.
+        """
+        members = self._layouts[layout][group]
+        shards = {}
+        for leaf, array in zip(members.leaves, arrays, strict=True):
+            held = {shard.device.id: shard.data for shard in array.addressable_shards}
+            shards[leaf.path] = self._shards(layout, members, leaf, held, kept=kept)
+        captured = self._saver.captured(shards)
+        if (layout, group) in self._captured:
+            # A save that failed has left one.
+            self._captured[layout, group].release()
+        self._captured[layout, group] = captured
+
+    @calls.call()
+    def capture(self, step_id: StepId, layout: int) -> str:
+        """Begins to save what was held; see `Hosts.capture`."""
+        groups = self._layouts[layout]
+        held, self._captured = self._captured, {}
+        # This host knows of what is on others alone, too.
+        elsewhere = {
+            leaf.path: self._shards(layout, group, leaf, {}, kept=True)
+            for number, group in enumerate(groups)
+            if (layout, number) not in held
+            for leaf in group.leaves
+        }
+        for key in [key for key in held if key[0] != layout]:
+            held.pop(key).release()
+        several = [*held.values(), self._saver.captured(elsewhere)]
+        return self._saver.begin(step_id, Captured.joined(several)).directory
+
+    @calls.call()
+    def select(self, layout: int, components: tuple[str, ...]) -> None:
+        """Selects this host's boxes of a layout, to be read from the open step.
+
+        Args:
+          layout: its number.
+          components: that are wanted besides.
+
+        Raises:
+          CheckpointError: if the step does not have one of them.
+        """
+        leaves = [leaf for group in self._layouts[layout] for leaf in group.leaves]
+        saved = self._reader.select(
+            [_wanted(leaf, self._boxes[layout][leaf.path]) for leaf in leaves],
+            components,
+        )
+        self._dtypes = {
+            leaf.path: saved[leaf.path] for leaf in leaves if leaf.dtype is None
+        }
+
+    @calls.call(limit_secs=calls.LONG_SECS)
+    def read(self, layout: int, group: int) -> dict[str, int]:
+        """Reads and verifies this host's boxes of a group; see `HostReader.read`."""
+        leaves = self._layouts[layout][group].leaves
+        return self._reader.read_some({leaf.path for leaf in leaves})
+
+    @calls.call()
+    def dtypes(self) -> dict[str, str]:
+        """Returns the saved dtypes of the leaves that are requested in any dtype."""
+        return self._dtypes
+
+    def abstract(self, layout: int, group: int) -> list[jax.ShapeDtypeStruct]:
+        """Returns the abstract arrays of a requested group."""
+        members = self._layouts[layout][group]
+        return [members.abstract(leaf, self._dtypes) for leaf in members.leaves]
+
+    def made(self, layout: int, group: int) -> list[list[jax.Array]]:
+        """Makes each leaf's arrays of the values read, on this host's devices."""
+        members = self._layouts[layout][group]
+        values = self._reader.made({leaf.path for leaf in members.leaves})
+        return [
+            self._on_devices(members, leaf, values[leaf.path])
+            for leaf in members.leaves
+        ]
+
+    def _boxes_of(self, group: Group, leaf: PlacedLeaf) -> dict[boxes.Box, int]:
+        # Each local box that has elements, and the first device with it.
+        first: dict[boxes.Box, int] = {}
+        for device, box in self._device_boxes(group, leaf):
+            if box.volume:
+                first.setdefault(box, device.id)
+        return first
+
+    def _device_boxes(
+        self, group: Group, leaf: PlacedLeaf
+    ) -> list[tuple[jax.Device, boxes.Box]]:
+        here = leaf.on(group.mesh).addressable_devices_indices_map(leaf.shape)
+        return [
+            (device, boxes.of_index(index or (), leaf.shape))
+            for device, index in here.items()
+            if device.id in self._own
+        ]
+
+    def _shards(
+        self,
+        layout: int,
+        group: Group,
+        leaf: PlacedLeaf,
+        held: Mapping[int, jax.Array],
+        *,
+        kept: bool,
+    ) -> Shards:
+        # Of the arrays by device: there are none if this host has none of the boxes.
+        assert leaf.dtype is not None
+        dtype = np.dtype(leaf.dtype)
+        listed = []
+        for box, device in self._boxes[layout][leaf.path].items():
+            values = np.asarray(held[device])
+            if leaf.spec is None:
+                values = values.view(dtype).reshape(leaf.shape)
+            listed.append((box, values))
+        return Shards(
+            leaf=Leaf(path=leaf.path, shape=leaf.shape, dtype=leaf.dtype),
+            shard_shape=leaf.on(group.mesh).shard_shape(leaf.shape),
+            boxes=tuple(listed),
+            kept=kept,
+            is_own=lambda box: (
+                self._holders_of(layout, group, leaf, box)[0] in self._own
+            ),
+            group_of=lambda box: self._holders_of(layout, group, leaf, box)[1],
+        )
+
+    def _holders_of(
+        self, layout: int, group: Group, leaf: PlacedLeaf, box: boxes.Box
+    ) -> tuple[int, str]:
+        # The device whose host uploads a box, and the name of the devices that hold it.
+        key = (layout, leaf.path)
+        if key not in self._holders:
+            devices_of = boxes.holders(leaf.on(group.mesh), leaf.shape)
+            self._holders[key] = {
+                held: (devices[number % len(devices)].id, _named(devices))
+                for number, (held, devices) in enumerate(devices_of.items())
+            }
+        return self._holders[key][box]
+
+    def _on_devices(
+        self, group: Group, leaf: PlacedLeaf, values: Mapping[boxes.Box, np.ndarray]
+    ) -> list[jax.Array]:
+        made = []
+        for device, box in self._device_boxes(group, leaf):
+            # No values were read for a box without elements.
+            part = values.get(box, np.empty(box.shape, leaf.dtype))
+            if leaf.spec is None:
+                part = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+            # In their dtype, whatever this process computes in.
+            with jax.enable_x64(True):
+                made.append(jax.device_put(part, device))
+        return made
+
+
+def _named(devices: Sequence[jax.Device]) -> str:
+    ids = sorted(device.id for device in devices)
+    return ",".join(map(str, ids)) if ids[1:] else ""
+
+
+def _wanted(leaf: PlacedLeaf, needed: Mapping[boxes.Box, int]) -> trees.WantedLeaf:
+    return trees.WantedLeaf(
+        path=leaf.path,
+        shape=leaf.shape,
+        boxes=tuple(needed),
+        place=lambda _, values: values.astype(leaf.dtype or values.dtype, copy=False),
+        join=lambda placed: dict(zip(needed, placed, strict=True)),
+    )
