@@ -127,13 +127,19 @@ class Executables:
                 self.emit("executable_loaded", step=step, secs=secs)
                 return loaded
         self.emit("compile_started", step=step)
+        # Constants that it computes may be in JAX's cache though the program is not.
+        lowered = jitted.lower(*arguments)
         with _cache_hits() as hits:
-            compiled = jitted.lower(*arguments).compile()
+            compiled = lowered.compile()
         secs = time.monotonic() - began_secs
         self.emit("compiled", step=step, secs=secs)
-        # On CPU an executable of JAX's cache is serialized without its code. The next
-        # world finds it in that cache, too.
-        if path is not None and not hits and not loses_order(compiled):
+        if path is None or loses_order(compiled):
+            return compiled
+        if hits:
+            # On CPU an executable of JAX's cache is serialized without its code. The
+            # next world finds it in that cache, too.
+            logging.info("an executable is not kept: it is of JAX's cache")
+        else:
             self._keep(path, compiled, _devices(arguments))
         return compiled
 

@@ -172,25 +172,45 @@ def test_an_executable_under_the_name_of_another_is_refused(kept, monkeypatch):
     assert run(kept, scale=4.0)[1] == ["executable_refused", *COMPILED]
 
 
-def test_an_executable_of_jaxs_cache_is_not_kept(kept, tmp_path):
-    # XLA serializes it without its code on CPU.
+@pytest.fixture
+def jax_cache(without_jax_cache, tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     compilation_cache.reset_cache()
-    try:
-        first, _ = run(kept)
-        (file,) = files(kept)
-        file.unlink()
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.usefixtures("jax_cache")
+def test_an_executable_of_jaxs_cache_is_not_kept(kept):
+    # XLA serializes it without its code on CPU.
+    first, _ = run(kept)
+    (file,) = files(kept)
+    file.unlink()
+    jax.clear_caches()
+    for _ in range(2):
+        again, names = run(kept)
+        assert names == COMPILED
+        assert files(kept) == []
+        assert_same(first, again)
         jax.clear_caches()
-        for _ in range(2):
-            again, names = run(kept)
-            assert names == COMPILED
-            assert files(kept) == []
-            assert_same(first, again)
-            jax.clear_caches()
-    finally:
-        jax.config.update("jax_compilation_cache_dir", None)
-        compilation_cache.reset_cache()
+
+
+@pytest.mark.usefixtures("jax_cache")
+def test_an_executable_is_kept_though_a_constant_of_it_is_in_jaxs_cache(kept):
+    def constant():
+        with jax.ensure_compile_time_eval():
+            return jnp.cumsum(jnp.arange(5.0))
+
+    constant()
+    jax.clear_caches()
+    with executables._cache_hits() as hits:
+        x = arguments()
+        step = jax.jit(lambda x: x + constant().sum())
+        executables.Executables(kept=kept).compiled(step, x)
+    assert hits
+    assert files(kept)
 
 
 def test_what_another_thread_finds_in_jaxs_cache_does_not_count():
