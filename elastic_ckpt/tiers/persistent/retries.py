@@ -51,6 +51,7 @@ _PERMANENT_STATUSES = frozenset(
         "UNIMPLEMENTED",
     }
 )
+_ADVICE = "check the path, its free space and who may write there"
 
 
 def _warn(message: str) -> None:
@@ -94,9 +95,10 @@ class Retries:
                 if is_permanent is None:
                     raise
                 if is_permanent:
+                    advice = storage_cause.advice(str(error)) or _ADVICE
                     raise errors.CheckpointError(
-                        f"{what} failed: {error}; {_advice(error)}; a run tries again"
-                        " with its next backup"
+                        f"{what} failed: {error}; {advice}; a run tries again with its"
+                        " next backup"
                     ) from error
                 if attempt == self.attempts:
                     raise errors.CheckpointError(
@@ -115,11 +117,6 @@ class Retries:
 
 
 PATIENT = Retries()
-
-
-def _advice(error: Exception) -> str:
-    cause = storage_cause.of_message(str(error))
-    return cause.advice or "check the path, its free space and who may write there"
 
 
 def _is_permanent(error: Exception) -> bool | None:
