@@ -51,18 +51,25 @@ _CAUSES = {
         f"|out of reach|cannot be read: http|{_HTTP}(429|5[0-9][0-9])",
     ),
     "missing": ("check the path", "No such file|Not a directory|NOT_FOUND"),
+    "other": ("", ""),
 }
 
 
 def of_message(message: str) -> str:
     """The name of the cause that the message of a failure shows; `other` if none."""
-    matching = (name for name in _CAUSES if re.search(_CAUSES[name][1], message))
-    return next(matching, "other")
+    return next(name for name in _CAUSES if re.search(_CAUSES[name][1], message))
+
+
+def of_error(error: Exception) -> str:
+    """The name of the cause of a failure, also by its type and number."""
+    number = error.errno if isinstance(error, OSError) else None
+    known = "" if number is None else os.strerror(number)
+    return of_message(f"{type(error).__name__}: {known}: {error}")
 
 
 def advice(message: str) -> str:
     """What a person can do about a failure; empty if only its message tells."""
-    return _CAUSES.get(of_message(message), ("",))[0]
+    return _CAUSES[of_message(message)][0]
 
 
 def report(emit: events.Emit, tier: str, step: int, why: str) -> None:
@@ -97,8 +104,8 @@ def explained(error: Exception, place: str) -> errors.ElasticCkptError | None:
       A ConfigError if another start would fail in the same way.
     """
     reason = str(error).partition("\n")[0][:_MAX_REASON] or type(error).__name__
-    shown = f"{type(error).__name__}: {error}"
-    cause, remedy = of_message(shown), advice(shown)
+    cause = of_error(error)
+    remedy = _CAUSES[cause][0]
     if isinstance(error, OSError) and error.filename is not None:
         place, reason = os.fspath(error.filename), error.strerror or reason
     if isinstance(error, NotADirectoryError | FileExistsError):

@@ -164,3 +164,6 @@ def test_a_failure_has_a_cause_by_what_systems_and_clients_write():
         error = OSError(message, os.strerror(message)) if message in ERRNOS else message
         assert storage_cause.of_message(str(error)) == cause, message
         assert bool(storage_cause.advice(str(error))) == (cause != "other")
+        if message in ERRNOS:
+            assert storage_cause.of_error(OSError(message, "in other words")) == cause
+    assert storage_cause.of_error(PermissionError("no")) == "refused"
