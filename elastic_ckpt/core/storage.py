@@ -81,19 +81,15 @@ def absolute(path: epath.PathLike) -> epath.Path:
     Raises:
       ConfigError: if it is in an object store whose client is not installed.
     """
-    name = os.fspath(path)
-    if is_local(name):
-        return epath.Path(os.path.abspath(name))
-    bucket_clients.prepare(name)
+    if is_local(path):
+        return epath.Path(os.path.abspath(path))
+    bucket_clients.prepare(os.fspath(path))
     return epath.Path(path)
-
-
-_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
 def canonical_json(value: Json) -> bytes:
     """`value` as canonical JSON: keys sorted, no spaces."""
-    return _canonical(value).encode()
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
 @contextlib.contextmanager
@@ -306,8 +302,7 @@ def read_bytes(path: epath.PathLike) -> bytes:
     if is_local(path):
         return pathlib.Path(path).read_bytes()
     filesystem, name = bucket_clients.opened(os.fspath(path))
-    content: bytes = filesystem.cat_file(name)
-    return content
+    return filesystem.cat_file(name)
 
 
 def names(directory: epath.PathLike) -> list[str]:
@@ -412,8 +407,7 @@ def _lock(file: IO[Any], command: int, kind: int = fcntl.F_WRLCK) -> int:
     # cannot become exclusive stays as it is. `flock` would drop it, and locks of
     # processes (`lockf`) exclude no threads.
     asked = _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0)
-    answer: int = _FLOCK.unpack(fcntl.fcntl(file, command, asked))[0]
-    return answer
+    return _FLOCK.unpack(fcntl.fcntl(file, command, asked))[0]
 
 
 @contextlib.contextmanager
