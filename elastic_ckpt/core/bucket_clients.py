@@ -38,6 +38,7 @@ _FAILURES = {
 _UNCONNECTED = {
     "ClientConnectorError",
     "ConnectTimeoutError",
+    "ConnectionError",
     "EndpointConnectionError",
     "ServiceRequestError",
 }
@@ -72,8 +73,7 @@ def is_bucket(url: str) -> bool:
 
 def is_connection_failure(error: Exception) -> bool:
     """Whether one of `failures` shows that there was no connection to a store."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    return not kinds.isdisjoint(_UNCONNECTED) or isinstance(error, ConnectionError)
+    return any(kind.__name__ in _UNCONNECTED for kind in type(error).__mro__)
 
 
 def prepare(url: str, *, is_data: bool = False) -> None:
