@@ -128,7 +128,7 @@ class DueSteps:
             self._emit(
                 "storage_recovered",
                 step=step,
-                cause=storage_cause.of_message(why).name,
+                cause=storage_cause.of_message(why),
                 steps=len(stored),
                 secs=time.monotonic() - began_secs,
             )
@@ -158,7 +158,7 @@ class DueSteps:
         if steps[1:]:
             several = f", like {len(steps) - 1} before it since step {steps[0].step}"
         why = self._blamed.get(newest.step, self._why) or "its backup was not made"
-        advice = storage_cause.of_message(why).advice
+        advice = storage_cause.advice(why)
         remedies = [] if advice in why else [advice]
         if newest in self._in_ram:
             remedies.append("start the run once more while the hosts' RAM has the step")

@@ -478,7 +478,7 @@ class SaveStages:
         elif is_due:
             self._due.keep(saving)
             why = "the backup of an earlier step is not done; it comes next"
-            why += f"; {storage_cause.SLOW.advice}"
+            why += f"; {storage_cause.advice(why)}"
             self._not_taken(saving.step, why)
 
     def _report_uncopied(self, step: int, *, is_copied: bool) -> None:

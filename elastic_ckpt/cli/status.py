@@ -114,7 +114,7 @@ def _losses(content: status.Status) -> Iterator[tuple[str, str]]:
 def _failure(why: str | None, cause: str | None) -> str:
     if why is None:
         return ""
-    advice = storage_cause.of_message(why).advice
+    advice = storage_cause.advice(why)
     told = why if advice in why else f"{why} ({advice})"
     return f"FAILED: {told}" if cause == "other" else f"FAILED: {cause}: {told}"
 

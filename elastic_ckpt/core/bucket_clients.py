@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import os
 import sys
+from typing import Any
 
 from elastic_ckpt.core import errors, extras
 
@@ -37,6 +38,7 @@ _FAILURES = {
 _UNCONNECTED = {
     "ClientConnectorError",
     "ConnectTimeoutError",
+    "ConnectionError",
     "EndpointConnectionError",
     "ServiceRequestError",
 }
@@ -71,8 +73,7 @@ def is_bucket(url: str) -> bool:
 
 def is_connection_failure(error: Exception) -> bool:
     """Whether one of `failures` shows that there was no connection to a store."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    return not kinds.isdisjoint(_UNCONNECTED) or isinstance(error, ConnectionError)
+    return any(kind.__name__ in _UNCONNECTED for kind in type(error).__mro__)
 
 
 def prepare(url: str, *, is_data: bool = False) -> None:
@@ -98,6 +99,19 @@ def prepare(url: str, *, is_data: bool = False) -> None:
     _prepare_protocol(protocol)
 
 
+def opened(url: str) -> tuple[Any, str]:
+    """The client (an fsspec file system) for `url`, and what it calls that.
+
+    Raises:
+      ConfigError: as `prepare`.
+    """
+    # Imported only when needed: the import is slow.
+    import fsspec
+
+    prepare(url)
+    return fsspec.url_to_fs(url)
+
+
 def last_written(url: str) -> float | None:
     """When the newest object below a directory was written.
 
@@ -108,10 +122,7 @@ def last_written(url: str) -> float | None:
     Raises:
       OSError: if storage is unavailable, or another of `failures`.
     """
-    import fsspec
-
-    prepare(url)
-    filesystem, path = fsspec.url_to_fs(url)
+    filesystem, path = opened(url)
     times = [
         each.get("mtime") or each.get("LastModified")
         for each in filesystem.find(path, detail=True).values()

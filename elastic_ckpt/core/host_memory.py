@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import mmap
 import pathlib
+import re
 import resource
-import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
+import psutil
 
 _HUGE_PAGE_BYTES = 2 * 2**20
 
@@ -40,75 +41,60 @@ def available_bytes() -> int:
     The limits are the machine's free memory, those of its control group, and
     `RLIMIT_DATA` and `RLIMIT_AS`.
     """
-    free = [_kib(_lines("/proc/meminfo"), "MemAvailable")]
-    status = _lines("/proc/self/status")
-    for limit, used in (
-        (resource.RLIMIT_DATA, "VmData"),
-        (resource.RLIMIT_AS, "VmSize"),
+    used = psutil.Process().memory_info()
+    free = [psutil.virtual_memory().available, *_of_control_groups()]
+    for limit, used_bytes in (
+        (resource.RLIMIT_DATA, used.data),
+        (resource.RLIMIT_AS, used.vms),
     ):
         most = resource.getrlimit(limit)[0]
         if most != resource.RLIM_INFINITY:
-            free.append(most - _kib(status, used))
-    return max(0, min(*free, *_of_control_groups(), sys.maxsize))
+            free.append(most - used_bytes)
+    return max(0, min(free))
 
 
 def _of_control_groups() -> Iterator[int]:
     # Version 2 alone: of this process's group, and of those above it.
-    for line in _lines("/proc/self/cgroup"):
-        _, _, path = line.partition("0::/")
-        group = (
-            pathlib.Path("/sys/fs/cgroup", path) if line.startswith("0::/") else None
+    with contextlib.suppress(OSError):
+        own = re.search(
+            "^0::/(.*)", pathlib.Path("/proc/self/cgroup").read_text(), re.M
         )
-        while group is not None and group.is_relative_to("/sys/fs/cgroup"):
-            most = _lines(group / "memory.max")
-            used = _lines(group / "memory.current")
-            if used and most and most[0].isdecimal():
+        group = pathlib.Path("/sys/fs/cgroup", own[1] if own else "")
+        for each in (group, *group.parents):
+            # Some have no limit: `max`.
+            with contextlib.suppress(OSError, ValueError):
+                most = int((each / "memory.max").read_text())
+                used = int((each / "memory.current").read_text())
+                stat = (each / "memory.stat").read_text()
                 # The kernel takes back what files that nobody uses take.
-                cached = [
-                    int(each.split()[1])
-                    for each in _lines(group / "memory.stat")
-                    if each.startswith("inactive_file ")
-                ]
-                yield int(most[0]) - int(used[0]) + sum(cached)
-            group = group.parent
-
-
-def _lines(path: str | pathlib.Path) -> list[str]:
-    try:
-        return pathlib.Path(path).read_text().splitlines()
-    except OSError:
-        return []
-
-
-def _kib(lines: Sequence[str], name: str) -> int:
-    # A number of KiB, in bytes; without limit if the system does not tell.
-    for line in lines:
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 2**10
-    return sys.maxsize
+                cached = re.search(r"^inactive_file (\d+)$", stat, re.M)
+                yield most - used + (int(cached[1]) if cached else 0)
 
 
 class Pool:
-    """A thread-safe pool of memory that is reused."""
+    """A thread-safe pool of memory of one size, the last that was taken."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._free: dict[int, list[np.ndarray]] = {}
+        self._lock = threading.RLock()
+        self._num_bytes = 0
+        self._free: list[np.ndarray] = []
 
     def take(self, num_bytes: int) -> np.ndarray:
         """Memory of exactly `num_bytes`, uint8, with undefined content."""
         with self._lock:
-            kept = self._free.get(num_bytes)
-            if kept:
-                return kept.pop()
+            if self.has(num_bytes):
+                return self._free.pop()
+            # Most likely, no other size is asked for again.
+            self._num_bytes, self._free = num_bytes, []
         return allocate(num_bytes)
 
     def has(self, num_bytes: int) -> bool:
         """Whether `take` needs no fresh memory."""
         with self._lock:
-            return bool(self._free.get(num_bytes))
+            return num_bytes == self._num_bytes and bool(self._free)
 
     def give_back(self, memory: np.ndarray) -> None:
         """Returns memory from `take` to the pool; nothing may refer to it any more."""
         with self._lock:
-            self._free.setdefault(memory.nbytes, []).append(memory)
+            if memory.nbytes == self._num_bytes:
+                self._free.append(memory)

@@ -7,6 +7,8 @@ import os
 import pathlib
 import socket
 
+import psutil
+
 # Linux gives each boot of a machine an id, which its containers share.
 _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = "/proc/self/ns/pid"
@@ -38,41 +40,40 @@ class Process:
     @property
     def is_here(self) -> bool:
         """Whether this process can tell if it is alive."""
-        boot_id, namespace = _place()
-        place = (self.boot_id, self.pid_namespace)
-        return bool(boot_id and namespace) and place == (boot_id, namespace)
+        place = _place()
+        return all(place) and place == (self.boot_id, self.pid_namespace)
 
     @property
     def is_dead(self) -> bool:
         """Whether it has provably ended."""
-        if not self.is_here:
-            return False
-        there = _status(self.pid)
-        if there is None:
-            # Other users' processes may be hidden.
-            return not _exists(self.pid)
-        state, start_ticks = there
-        return start_ticks != self.start_ticks or state in _ENDED
+        return self._state() in _ENDED
 
     @property
     def is_running(self) -> bool:
         """Whether it is provably alive, and not stopped by a signal."""
-        if not self.is_here or self.is_dead:
-            return False
-        there = _status(self.pid)
-        return there is not None and there[0] not in _STOPPED
+        return self._state() not in ("", *_ENDED, *_STOPPED)
+
+    def _state(self) -> str:
+        # The letter of the kernel for it; empty if it cannot be known.
+        if not self.is_here:
+            return ""
+        try:
+            state, start_ticks = _state_and_start(self.pid)
+        except OSError:
+            # Other users' processes may be hidden.
+            return "" if psutil.pid_exists(self.pid) else "X"
+        return state if start_ticks == self.start_ticks else "X"
 
 
 def this() -> Process:
     """The process that calls it."""
     boot_id, namespace = _place()
-    there = _status(os.getpid())
     return Process(
         host=socket.gethostname(),
         pid=os.getpid(),
         boot_id=boot_id,
         pid_namespace=namespace,
-        start_ticks=0 if there is None else there[1],
+        start_ticks=_state_and_start(os.getpid())[1],
     )
 
 
@@ -84,22 +85,9 @@ def _place() -> tuple[str, str]:
         return "", ""
 
 
-def _status(pid: int) -> tuple[str, int] | None:
-    # The state and the start of a process; None if it is not there, or hidden.
-    try:
-        text = pathlib.Path("/proc", str(pid), "stat").read_text()
-    except OSError:
-        return None
+def _state_and_start(pid: int) -> tuple[str, int]:
+    # Not the time that psutil tells, which moves when the machine's clock is set.
+    text = pathlib.Path("/proc", str(pid), "stat").read_text()
     # The name before it may have any characters.
     fields = text.rpartition(")")[2].split()
     return fields[0], int(fields[19])
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

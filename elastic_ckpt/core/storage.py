@@ -14,8 +14,8 @@ import mmap
 import os
 import pathlib
 import secrets
-import shutil
 import socket
+import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 # The mode of new files, before the umask applies.
 _MODE = 0o666
-# `is_locked` holds a lock for microseconds.
-_ASKING_SECS = 0.2
+# The `struct flock` of a whole file; `kind` comes first.
+_FLOCK = struct.Struct("hhqqi4x")
 
 # Called before each change of a file or directory; see `watched`.
 _before: Callable[[str, str], None] | None = None
@@ -81,19 +81,15 @@ def absolute(path: epath.PathLike) -> epath.Path:
     Raises:
       ConfigError: if it is in an object store whose client is not installed.
     """
-    name = os.fspath(path)
-    if is_local(name):
-        return epath.Path(os.path.abspath(name))
-    bucket_clients.prepare(name)
+    if is_local(path):
+        return epath.Path(os.path.abspath(path))
+    bucket_clients.prepare(os.fspath(path))
     return epath.Path(path)
-
-
-_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
 def canonical_json(value: Json) -> bytes:
     """`value` as canonical JSON: keys sorted, no spaces."""
-    return _canonical(value).encode()
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
 @contextlib.contextmanager
@@ -111,21 +107,17 @@ def atomic_path(path: epath.PathLike, *, mode: int = _MODE) -> Iterator[str]:
     Raises:
       OSError: if storage fails, or another of `bucket_clients.failures`.
     """
-    final = os.fspath(path)
-    if not is_local(final):
-        import fsspec
-
-        bucket_clients.prepare(final)
-        filesystem, name = fsspec.url_to_fs(final)
-        with tempfile.NamedTemporaryFile() as file:
-            yield file.name
-            filesystem.put_file(file.name, name)
+    if is_local(path):
+        with _temporary_file(path, mode) as temporary:
+            yield temporary
+            sync(temporary)
+            rename(temporary, path)
         return
-    descriptor, temporary = _temporary_file(final, mode)
-    os.close(descriptor)
-    with _becomes(final, temporary):
-        yield temporary
-        sync(temporary)
+    filesystem, name = bucket_clients.opened(os.fspath(path))
+    with tempfile.NamedTemporaryFile() as file:
+        yield file.name
+        before("write", path)
+        filesystem.put_file(file.name, name)
 
 
 def write_atomic(
@@ -138,16 +130,13 @@ def write_atomic(
       content: the new content of the file.
       mode: as for `atomic_path`; ignored in object stores.
     """
-    final = os.fspath(path)
-    if not is_local(final):
-        before("write", final)
-        absolute(final).write_bytes(bytes(content))
-        return
-    descriptor, temporary = _temporary_file(final, mode)
-    with _becomes(final, temporary), _closing(descriptor):
-        before("write", temporary)
-        _write(descriptor, content)
-        os.fsync(descriptor)
+    if is_local(path):
+        with _temporary_file(path, mode) as temporary:
+            write_in_place(temporary, content)
+            rename(temporary, path)
+    else:
+        before("write", path)
+        absolute(path).write_bytes(bytes(content))
 
 
 def create(path: epath.PathLike, content: bytes, *, mode: int = _MODE) -> bool:
@@ -163,32 +152,21 @@ def create(path: epath.PathLike, content: bytes, *, mode: int = _MODE) -> bool:
     Raises:
       OSError: if storage is unavailable, or another of `bucket_clients.failures`.
     """
-    final = os.fspath(path)
-    if not is_local(final):
-        import fsspec
-
-        bucket_clients.prepare(final)
-        filesystem, name = fsspec.url_to_fs(final)
-        before("create", final)
-        try:
+    if not is_local(path):
+        filesystem, name = bucket_clients.opened(os.fspath(path))
+        before("create", path)
+        with contextlib.suppress(FileExistsError):
             filesystem.pipe_file(name, content, mode="create")
-        except FileExistsError:
-            return False
-        return True
-    descriptor, temporary = _temporary_file(final, mode)
-    try:
-        with _closing(descriptor):
-            _write(descriptor, content)
-            os.fsync(descriptor)
-        before("link", final)
-        os.link(temporary, final)
-        sync(_directory_of(final))
-    except FileExistsError:
+            return True
         return False
-    finally:
-        before("remove", temporary)
-        os.unlink(temporary)
-    return True
+    with _temporary_file(path, mode) as temporary:
+        write_in_place(temporary, content)
+        before("link", path)
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, path)
+            sync(os.path.dirname(temporary))
+            return True
+    return False
 
 
 def write_in_place(path: epath.PathLike, *content: bytes | memoryview) -> None:
@@ -197,11 +175,10 @@ def write_in_place(path: epath.PathLike, *content: bytes | memoryview) -> None:
     After a crash it may be cut short. Its directory exists, and is not flushed.
     """
     before("write", path)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, _MODE)
-    with _closing(descriptor):
-        for each in content:
-            _write(descriptor, each)
-        os.fsync(descriptor)
+    with open(path, "wb") as file:
+        file.writelines(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def mapped_file(path: epath.PathLike, num_bytes: int) -> tuple[np.ndarray, int]:
@@ -307,17 +284,13 @@ def copy_tree(source: epath.PathLike, target: epath.PathLike, *, last: str) -> N
 
 def remove(path: epath.PathLike) -> None:
     """Removes a file, or a directory and its content, if it exists."""
-    name = os.fspath(path)
-    before("remove", name)
+    before("remove", path)
+    target = epath.Path(path)
     with contextlib.suppress(FileNotFoundError):
-        if is_local(name):
-            shutil.rmtree(name) if os.path.isdir(name) else os.unlink(name)
-            return
-        target = epath.Path(path)
         if target.is_dir():
             target.rmtree()
         else:
-            target.unlink(missing_ok=True)
+            target.unlink()
 
 
 def read_bytes(path: epath.PathLike) -> bytes:
@@ -326,16 +299,10 @@ def read_bytes(path: epath.PathLike) -> bytes:
     Raises:
       FileNotFoundError: if there is none.
     """
-    name = os.fspath(path)
-    if not is_local(name):
-        import fsspec
-
-        bucket_clients.prepare(name)
-        filesystem, key = fsspec.url_to_fs(name)
-        content: bytes = filesystem.cat_file(key)
-        return content
-    with open(name, "rb") as file:
-        return file.read()
+    if is_local(path):
+        return pathlib.Path(path).read_bytes()
+    filesystem, name = bucket_clients.opened(os.fspath(path))
+    return filesystem.cat_file(name)
 
 
 def names(directory: epath.PathLike) -> list[str]:
@@ -344,15 +311,12 @@ def names(directory: epath.PathLike) -> list[str]:
     Raises:
       FileNotFoundError: if it does not exist; a bucket's may be empty instead.
     """
-    path = os.fspath(directory)
-    if is_local(path):
-        return os.listdir(path)
     return [child.name for child in epath.Path(directory).iterdir()]
 
 
-def make_unique_directory(parent: epath.PathLike) -> str:
-    """Creates a new directory named after the time, below a local directory."""
-    stem = time.strftime("%Y%m%d-%H%M%S-")
+def make_unique_directory(parent: epath.PathLike, *, prefix: str = "") -> str:
+    """Creates a private directory named after the time, below a local directory."""
+    stem = time.strftime(f"{prefix}%Y%m%d-%H%M%S-")
     return tempfile.mkdtemp(prefix=stem, dir=make_directory(parent))
 
 
@@ -374,7 +338,7 @@ def exclusive_lock(
     make_directory(epath.Path(path).parent)
     with open(path, "a+") as file:
         try:
-            _lock(file, waits=waits)
+            _lock(file, fcntl.F_OFD_SETLKW if waits else fcntl.F_OFD_SETLK)
         except BlockingIOError:
             owner = pathlib.Path(path).read_text().strip() or "an unknown process"
             raise errors.RunError(
@@ -386,43 +350,14 @@ def exclusive_lock(
         yield
 
 
-def _lock(file: IO[str], *, waits: bool) -> None:
-    if waits:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        return
-    until_secs = time.monotonic() + _ASKING_SECS
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > until_secs:
-                raise
-            time.sleep(_ASKING_SECS / 50)
-
-
 def is_locked(path: epath.PathLike) -> bool:
-    """Whether a process holds the exclusive lock of a local file; not without it.
-
-    Asking takes the lock for a moment, which `exclusive_lock` waits for.
-    """
+    """Whether a process holds the exclusive lock of a local file; not without it."""
     try:
         with open(path, "rb") as file:
-            # Two processes that look at the same time do not see each other.
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            held = _lock(file, fcntl.F_OFD_GETLK, fcntl.F_RDLCK)
     except FileNotFoundError:
         return False
-    except BlockingIOError:
-        return True
-    return False
-
-
-def asking(path: epath.PathLike) -> contextlib.AbstractContextManager[None]:
-    """Held while a process asks whether it is the only one that uses `path`.
-
-    The lock of a `Presence` is gone for a moment while its kind changes.
-    """
-    return exclusive_lock(f"{os.fspath(path)}.asking", waits=True)
+    return held != fcntl.F_UNLCK
 
 
 class Presence:
@@ -439,9 +374,9 @@ class Presence:
 
     def __init__(self, path: epath.PathLike) -> None:
         make_directory(epath.Path(path).parent)
-        self._file = open(path, "a")  # noqa: SIM115
+        self._file = open(path, "a+")  # noqa: SIM115
         try:
-            fcntl.flock(self._file, fcntl.LOCK_SH)
+            _lock(self._file, fcntl.F_OFD_SETLKW, fcntl.F_RDLCK)
         except OSError:
             self._file.close()
             raise
@@ -452,67 +387,43 @@ class Presence:
 
         If so, no other process can take it while the block runs.
         """
-        is_alone = True
-        with asking(self._file.name):
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                is_alone = False
-                fcntl.flock(self._file, fcntl.LOCK_SH)
         try:
-            yield is_alone
+            _lock(self._file, fcntl.F_OFD_SETLK)
+        except BlockingIOError:
+            yield False
+            return
+        try:
+            yield True
         finally:
-            if is_alone:
-                with asking(self._file.name):
-                    fcntl.flock(self._file, fcntl.LOCK_SH)
+            _lock(self._file, fcntl.F_OFD_SETLK, fcntl.F_RDLCK)
 
     def close(self) -> None:
         """Releases the lock."""
         self._file.close()
 
 
-def _temporary_file(final: str, mode: int) -> tuple[int, str]:
-    # A new file beside `final`, open for writing, and its path.
-    before("create", final)
-    directory = _directory_of(final)
+def _lock(file: IO[Any], command: int, kind: int = fcntl.F_WRLCK) -> int:
+    # Locks an open file until it is closed, or tells what prevents that. A lock that
+    # cannot become exclusive stays as it is. `flock` would drop it, and locks of
+    # processes (`lockf`) exclude no threads.
+    asked = _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0)
+    return _FLOCK.unpack(fcntl.fcntl(file, command, asked))[0]
+
+
+@contextlib.contextmanager
+def _temporary_file(path: epath.PathLike, mode: int) -> Iterator[str]:
+    # A new file in the directory of `path`; it is gone in the end, or has another name.
+    before("create", path)
+    directory, name = os.path.split(os.path.abspath(path))
     os.makedirs(directory, exist_ok=True)
-    name = f".{os.path.basename(final)}.{secrets.token_hex(8)}"
-    path = os.path.join(directory, name)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), path
-
-
-@contextlib.contextmanager
-def _becomes(final: str, temporary: str) -> Iterator[None]:
-    # The file that the block completes gets its name; none is left if it fails.
+    temporary = os.path.join(directory, f".{name}.{secrets.token_hex(8)}")
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
     try:
-        yield
-        before("rename", final)
-        os.replace(temporary, final)
-        sync(_directory_of(final))
-    except BaseException:
-        before("remove", temporary)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-
-
-@contextlib.contextmanager
-def _closing(descriptor: int) -> Iterator[None]:
-    try:
-        yield
+        yield temporary
     finally:
-        os.close(descriptor)
-
-
-def _write(descriptor: int, content: bytes | memoryview) -> None:
-    view = memoryview(content)
-    rest = view.cast("B") if view.nbytes else b""
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
-
-
-def _directory_of(path: str) -> str:
-    return os.path.dirname(path) or os.curdir
+        if os.path.exists(temporary):
+            before("remove", temporary)
+            os.unlink(temporary)
 
 
 def sync(path: epath.PathLike) -> None:

@@ -9,81 +9,67 @@ from __future__ import annotations
 
 import os
 import re
-from typing import NamedTuple
 
 from elastic_ckpt.core import bucket_clients, errors, events
 
-
-class Cause(NamedTuple):
-    """Why a tier did not take a step.
-
-    Attributes:
-      name: in events.
-      advice: what a person can do; empty if that depends on the message.
-    """
-
-    name: str
-    advice: str
-
-
-FULL = Cause("full", "make room there, or keep fewer steps")
-READ_ONLY = Cause("read_only", "mount it so that it can be written to")
-REFUSED = Cause("refused", "check who may write there, and that credentials are valid")
-COMPONENT = Cause("component", "correct the component whose error this is")
-SLOW = Cause("slow", "save less often, or use faster storage")
-UNREACHABLE = Cause("unreachable", "bring it back: what waits is stored by itself")
-MISSING = Cause("missing", "check the path")
-DAMAGED = Cause("damaged", "look for faulty memory: `elastic-ckpt verify` reads all")
-TOO_FEW = Cause("too_few", "add machines or slices, or ask for fewer copies")
-OTHER = Cause("other", "")
-
-# The first that matches counts. Numbers alone could be those of steps.
+# Numbers alone could be those of steps.
 _HTTP = r"(?:[Ss]tatus|HTTP|[Cc]ode|[Ee]rror)[^0-9;]{0,20}"
-_SIGNS = tuple(
-    (cause, re.compile("|".join(signs)))
-    for cause, signs in (
-        (FULL, ("No space left", "quota exceeded", "bytes in .* are free; raise")),
-        (READ_ONLY, ("Read-only file system",)),
-        # Whatever a component has waited for, it is not the storage of steps.
-        (COMPONENT, ("components were not written",)),
-        (
-            REFUSED,
-            (
-                "Permission denied",
-                "Operation not permitted",
-                "PERMISSION_DENIED",
-                "UNAUTHENTICATED",
-                "Forbidden",
-                "Unauthorized",
-                "Access ?Denied",
-                "does not take the run's secret",
-                f"{_HTTP}40[13]",
-            ),
-        ),
-        (TOO_FEW, ("items lack (copies|a distant holder)",)),
-        (DAMAGED, ("digest differs", "has different values", "different values at")),
-        (SLOW, ("[Tt]imed out", "DEADLINE_EXCEEDED", "Timeout", "(is|are) not done")),
-        (
-            UNREACHABLE,
-            (
-                "UNAVAILABLE",
-                "[Uu]nreachable",
-                "Connection",
-                "Stale file handle",
-                "Input/output error",
-                "out of reach",
-                "cannot be read: http",
-                f"{_HTTP}(429|5[0-9][0-9])",
-            ),
-        ),
-        (MISSING, ("No such file", "Not a directory", "NOT_FOUND")),
-    )
-)
+# The name of each cause in events, what a person can do, and what messages have. The
+# first that matches counts.
+_CAUSES = {
+    "full": (
+        "make room there, or keep fewer steps",
+        "No space left|quota exceeded|bytes in .* are free; raise",
+    ),
+    "read_only": ("mount it so that it can be written to", "Read-only file system"),
+    # Whatever a component has waited for, it is not the storage of steps.
+    "component": (
+        "correct the component whose error this is",
+        "components were not written",
+    ),
+    "refused": (
+        "check who may write there, and that credentials are valid",
+        "Permission denied|PermissionError|PERMISSION_DENIED|Operation not permitted"
+        "|UNAUTHENTICATED|Forbidden|Unauthorized|Access ?Denied"
+        f"|does not take the run's secret|{_HTTP}40[13]",
+    ),
+    "too_few": (
+        "add machines or slices, or ask for fewer copies",
+        "items lack (copies|a distant holder)",
+    ),
+    "damaged": (
+        "look for faulty memory: `elastic-ckpt verify` reads all",
+        "digest differs|has different values|different values at",
+    ),
+    "slow": (
+        "save less often, or use faster storage",
+        "[Tt]imed out|DEADLINE_EXCEEDED|Timeout|(is|are) not done",
+    ),
+    "unreachable": (
+        "bring it back: what waits is stored by itself",
+        "UNAVAILABLE|[Uu]nreachable|Connection|Stale file handle|Input/output error"
+        f"|out of reach|cannot be read: http|{_HTTP}(429|5[0-9][0-9])",
+    ),
+    "missing": ("check the path", "No such file|Not a directory|NOT_FOUND"),
+    "other": ("", ""),
+}
 
 
-def of_message(message: str) -> Cause:
-    """The cause that the message of a failure shows; `OTHER` if it shows none."""
-    return next((cause for cause, signs in _SIGNS if signs.search(message)), OTHER)
+def of_message(message: str) -> str:
+    """The name of the cause that the message of a failure shows; `other` if none."""
+    return next(name for name in _CAUSES if re.search(_CAUSES[name][1], message))
+
+
+def of_error(error: Exception) -> str:
+    """The name of the cause of a failure, also by its type and number."""
+    number = error.errno if isinstance(error, OSError) else None
+    known = "" if number is None else os.strerror(number)
+    return of_message(f"{type(error).__name__}: {known}: {error}")
+
+
+def advice(message: str) -> str:
+    """What a person can do about a failure; empty if only its message tells."""
+    return _CAUSES[of_message(message)][0]
 
 
 def report(emit: events.Emit, tier: str, step: int, why: str) -> None:
@@ -95,8 +81,7 @@ def report(emit: events.Emit, tier: str, step: int, why: str) -> None:
       step: with which it has.
       why: the message of the failure.
     """
-    cause = of_message(why).name
-    emit("degraded", tier=tier, step=step, cause=cause, why=why)
+    emit("degraded", tier=tier, step=step, cause=of_message(why), why=why)
 
 
 # The roles and permissions that a run needs in a bucket, by its protocol.
@@ -105,8 +90,6 @@ _GRANTS = {
     "s3": "grant this account s3:ListBucket, s3:GetObject, s3:PutObject and"
     " s3:DeleteObject on",
 }
-# Of those a person has to change something, and another start would not help.
-_LASTING = (REFUSED, READ_ONLY)
 _MAX_REASON = 300
 
 
@@ -121,7 +104,8 @@ def explained(error: Exception, place: str) -> errors.ElasticCkptError | None:
       A ConfigError if another start would fail in the same way.
     """
     reason = str(error).partition("\n")[0][:_MAX_REASON] or type(error).__name__
-    cause = of_message(f"{type(error).__name__}: {error}")
+    cause = of_error(error)
+    remedy = _CAUSES[cause][0]
     if isinstance(error, OSError) and error.filename is not None:
         place, reason = os.fspath(error.filename), error.strerror or reason
     if isinstance(error, NotADirectoryError | FileExistsError):
@@ -129,17 +113,13 @@ def explained(error: Exception, place: str) -> errors.ElasticCkptError | None:
             f"{place}: a file is where a directory has to be; remove or rename it, or"
             " choose another directory"
         )
-    if isinstance(error, PermissionError):
-        cause = REFUSED
-    if cause in _LASTING:
-        protocol, _, path = place.partition("://")
-        advice = cause.advice
-        if protocol in _GRANTS and cause is REFUSED:
-            bucket = path.partition("/")[0]
-            advice = f"{_GRANTS[protocol]} {protocol}://{bucket}"
-        return errors.ConfigError(f"{place}: {reason}; {advice}")
-    if cause is FULL:
-        return errors.RunError(f"{place}: {reason}; {cause.advice}")
+    protocol, _, path = place.partition("://")
+    if cause == "refused" and protocol in _GRANTS:
+        remedy = f"{_GRANTS[protocol]} {protocol}://{path.partition('/')[0]}"
+    if cause in ("refused", "read_only"):
+        return errors.ConfigError(f"{place}: {reason}; {remedy}")
+    if cause == "full":
+        return errors.RunError(f"{place}: {reason}; {remedy}")
     if bucket_clients.is_connection_failure(error) or not isinstance(error, OSError):
         return errors.RunError(
             f"{place}: storage cannot be reached: {reason}; check the network, the"

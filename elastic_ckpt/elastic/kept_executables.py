@@ -34,8 +34,7 @@ class KeptExecutables:
 def kept() -> Iterator[KeptExecutables]:
     """A new directory and key, which end with the block."""
     parent = _RAM_DISK if os.access(_RAM_DISK, os.W_OK) else tempfile.gettempdir()
-    directory = working_directory.new_path(parent)
-    with contextlib.closing(working_directory.WorkingDirectory(directory)):
+    with contextlib.closing(working_directory.WorkingDirectory(parent)) as made:
         yield KeptExecutables(
-            directory=directory, key=secrets.token_bytes(32), began_ns=time.time_ns()
+            directory=made.path, key=secrets.token_bytes(32), began_ns=time.time_ns()
         )

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from elastic_ckpt.core import events, storage, storage_cause
+from elastic_ckpt.core import events, storage
 
 _SILENCE_SECS = 4.5
 # In a log, only a step that takes much longer than the others breaks the silence.
@@ -296,7 +296,7 @@ class Progress:
     def _on_degraded(self, *, tier: str, step: int, cause: str, why: str) -> None:
         if self._saved == f"saving step {step}" and tier == "local":
             self._saved = f"step {step} is not in RAM"
-        if (tier, cause) != ("persistent", storage_cause.FULL.name):
+        if (tier, cause) != ("persistent", "full"):
             self._line(f"{tier} tier, step {step}: {why}")
         elif not self._is_storage_full:
             self._is_storage_full = True

@@ -342,16 +342,10 @@ class _Recorder:
         self._wait()
         why = self._log.sync() if self._log else None
         if why is not None:
-            cause = storage_cause.of_message(why)
-            advice = f"; {cause.advice}" if cause.advice else ""
             metrics.CHECKPOINT_FAILURES.record(1)
-            self._emit(
-                "degraded",
-                tier="persistent",
-                step=self._done,
-                cause=cause.name,
-                why=f"the step log is not written, and tried again: {why}{advice}",
-            )
+            advice = storage_cause.advice(why) or "bring the storage back"
+            why = f"the step log is not written, and tried again: {why}; {advice}"
+            storage_cause.report(self._emit, "persistent", self._done, why)
 
     def write_pending(self) -> None:
         """Begins to write the step that was taken last, when it is computed."""

@@ -262,15 +262,9 @@ class RunDirectory:
         why = self._log.sync()
         if why is None or self._journal is None:
             return
-        cause = storage_cause.of_message(why)
         metrics.CHECKPOINT_FAILURES.record(1)
-        self._journal(
-            "degraded",
-            tier="persistent",
-            step=self._done,
-            cause=cause.name,
-            why=f"the step log is not written, and tried again: {why}",
-        )
+        why = f"the step log is not written, and tried again: {why}"
+        storage_cause.report(self._journal, "persistent", self._done, why)
 
 
 def _record(run: str, chosen: Chosen, directory: str) -> RunRecord:

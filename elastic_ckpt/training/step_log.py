@@ -163,7 +163,7 @@ class StepLog:
         except bucket_clients.failures() as error:
             self._check(error)
             why = " ".join(str(error).split())
-            advice = storage_cause.of_message(why).advice or "bring the storage back"
+            advice = storage_cause.advice(why) or "bring the storage back"
             raise errors.RunError(
                 f"{self._path}: the steps since the last checkpoint in storage cannot"
                 f" be logged: {why}; {advice}, and start the run once more"

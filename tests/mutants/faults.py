@@ -125,8 +125,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "two processes hold one lock",
         "elastic_ckpt/core/storage.py",
-        "fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))",
-        "fcntl.flock(file, fcntl.LOCK_SH | (0 if waits else fcntl.LOCK_NB))",
+        "_lock(file, fcntl.F_OFD_SETLKW if waits else fcntl.F_OFD_SETLK)",
+        "_lock(file, fcntl.F_OFD_SETLK, fcntl.F_RDLCK)",
         ("tests/tiers/test_local.py",),
     ),
     Fault(

@@ -55,8 +55,7 @@ class Supervisors:
         for number in list(self.started):
             self.kill(number)
         # The next start on a machine removes what killed supervisors had there.
-        next_start = working_directory.new_path("/dev/shm")
-        working_directory.WorkingDirectory(next_start).close()
+        working_directory.WorkingDirectory("/dev/shm").close()
 
     def start(self, number):
         command = (

@@ -20,37 +20,20 @@ from elastic_ckpt.core import bucket_clients, clock, errors, storage_cause
 
 Result = TypeVar("Result")
 
-_PERMANENT_ERRNOS = frozenset(
-    {
-        errno.EACCES,
-        errno.EDQUOT,
-        errno.EISDIR,
-        errno.EINVAL,
-        errno.ENAMETOOLONG,
-        errno.ENOSPC,
-        errno.ENOTDIR,
-        errno.ENOTEMPTY,
-        errno.EPERM,
-        errno.EROFS,
-    }
+# There may be room at the next backup; until then nothing waits for it.
+_PERMANENT = ("full", "read_only", "refused")
+_PERMANENT_ERRNOS = (
+    errno.EISDIR,
+    errno.EINVAL,
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+    errno.ENOTEMPTY,
 )
-# How systems and TensorStore report full storage. There may be room at the next backup;
-# until then nothing waits for it.
-_FULL = ("No space left on device", "Disk quota exceeded")
-# The client of GCS, for status 403.
-_FORBIDDEN = "Forbidden: "
 # TensorStore raises ValueErrors that begin with the name of an Abseil status, see
 # https://abseil.io/docs/cpp/guides/status-codes
 _STATUS = re.compile(r"([A-Z_]+): ")
-_PERMANENT_STATUSES = frozenset(
-    {
-        "FAILED_PRECONDITION",
-        "INVALID_ARGUMENT",
-        "PERMISSION_DENIED",
-        "UNAUTHENTICATED",
-        "UNIMPLEMENTED",
-    }
-)
+_PERMANENT_STATUSES = ("FAILED_PRECONDITION", "INVALID_ARGUMENT", "UNIMPLEMENTED")
+_ADVICE = "check the path, its free space and who may write there"
 
 
 def _warn(message: str) -> None:
@@ -94,9 +77,10 @@ class Retries:
                 if is_permanent is None:
                     raise
                 if is_permanent:
+                    advice = storage_cause.advice(str(error)) or _ADVICE
                     raise errors.CheckpointError(
-                        f"{what} failed: {error}; {_advice(error)}; a run tries again"
-                        " with its next backup"
+                        f"{what} failed: {error}; {advice}; a run tries again with its"
+                        " next backup"
                     ) from error
                 if attempt == self.attempts:
                     raise errors.CheckpointError(
@@ -117,21 +101,13 @@ class Retries:
 PATIENT = Retries()
 
 
-def _advice(error: Exception) -> str:
-    cause = storage_cause.of_message(str(error))
-    return cause.advice or "check the path, its free space and who may write there"
-
-
 def _is_permanent(error: Exception) -> bool | None:
     # None if the error is not one of storage.
+    is_lasting = storage_cause.of_error(error) in _PERMANENT
     if isinstance(error, OSError):
-        # Clients of buckets raise some without a number.
-        is_refused = isinstance(error, PermissionError) or _FORBIDDEN in str(error)
-        return is_refused or error.errno in _PERMANENT_ERRNOS
+        return is_lasting or error.errno in _PERMANENT_ERRNOS
+    # What other clients raise may pass: tokens expire.
     if not isinstance(error, ValueError):
         return False
     status = _STATUS.match(str(error))
-    if status is None:
-        return None
-    full = any(each in str(error) for each in _FULL)
-    return full or status[1] in _PERMANENT_STATUSES
+    return status and (is_lasting or status[1] in _PERMANENT_STATUSES)

@@ -18,7 +18,7 @@ from typing import IO, Any, TypeGuard
 
 from etils import epath
 
-from elastic_ckpt.core import storage
+from elastic_ckpt.core import bucket_clients, storage
 from elastic_ckpt.universal.formats.format_error import FormatError
 
 # The most of a file that has the name of another.
@@ -235,9 +235,6 @@ def _read_spans(path: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
     if storage.is_local(path):
         with open(path, "rb") as file:
             return [os.pread(file.fileno(), b - a, a) for a, b in spans]
-    # Imported only when needed: the import is slow.
-    import fsspec
-
-    system, name = fsspec.url_to_fs(path)
+    system, name = bucket_clients.opened(path)
     starts, stops = [a for a, _ in spans], [b for _, b in spans]
     return list(system.cat_ranges([name] * len(spans), starts, stops, on_error="raise"))

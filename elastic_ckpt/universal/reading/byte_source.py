@@ -115,10 +115,7 @@ class RemoteFiles(ByteSource):
 
     def read_into(self, file: str, start: int, parts: Sequence[np.ndarray]) -> int:
         """See `ByteSource`."""
-        import fsspec
-
-        bucket_clients.prepare(file)
-        system, path = fsspec.url_to_fs(file)
+        system, path = bucket_clients.opened(file)
         stop = start + sum(part.nbytes for part in parts)
         content = system.cat_file(path, start=start, end=stop)
         scatter(np.frombuffer(content, np.uint8), parts)

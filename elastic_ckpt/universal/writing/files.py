@@ -258,10 +258,7 @@ def _on_this_machine(path: epath.Path) -> Iterator[str]:
     if storage.is_local(path):
         yield os.fspath(path)
         return
-    import fsspec
-
-    bucket_clients.prepare(os.fspath(path))
-    filesystem, name = fsspec.url_to_fs(os.fspath(path))
+    filesystem, name = bucket_clients.opened(os.fspath(path))
     with tempfile.NamedTemporaryFile() as file:
         filesystem.get_file(name, file.name)
         yield file.name

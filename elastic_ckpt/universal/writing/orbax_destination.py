@@ -126,8 +126,7 @@ class OrbaxDestination(Destination):
         advice = "wait for it or stop it, or convert into another directory"
         lock = self._root.path / writers.LOCK
         with contextlib.ExitStack() as locks:
-            with self.locked(storage.asking(lock)):
-                locks.enter_context(self.locked(storage.exclusive_lock(lock)))
+            locks.enter_context(self.locked(storage.exclusive_lock(lock)))
             locks.enter_context(
                 self.locked(writer.Writer(self._root.path, advice=advice))
             )
