@@ -135,7 +135,6 @@ class RemoteHosts:
         # Trees of another layout, until they are taken.
         self._others: dict[str, Any] = {}
         cpus = _over([device for host in hosts for device in host.cpus])
-        self._directory = configs[0].directory
         # This also runs if `close` is never called.
         background.close_with(self, functools.partial(messages.release, self._agent))
         self._call(self._agent.connect, {}, cpus)
@@ -143,7 +142,8 @@ class RemoteHosts:
     @functools.cached_property
     def is_apart(self) -> bool:
         """See `Hosts`; a head that shares the memory of host 0 finds its id there."""
-        return machine.find(self._directory) != self.first(HostEndpoint.machine)
+        own, directory = self.first(HostEndpoint.machine)
+        return machine.find(directory) != own
 
     def all(
         self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs

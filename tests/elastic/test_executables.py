@@ -173,7 +173,7 @@ def test_an_executable_under_the_name_of_another_is_refused(kept, monkeypatch):
 
 
 @pytest.fixture
-def jax_cache(without_jax_cache, tmp_path):
+def jax_cache(tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     compilation_cache.reset_cache()
@@ -182,7 +182,7 @@ def jax_cache(without_jax_cache, tmp_path):
     compilation_cache.reset_cache()
 
 
-@pytest.mark.usefixtures("jax_cache")
+@pytest.mark.usefixtures("without_jax_cache", "jax_cache")
 def test_an_executable_of_jaxs_cache_is_not_kept(kept):
     # XLA serializes it without its code on CPU.
     first, _ = run(kept)
@@ -197,7 +197,7 @@ def test_an_executable_of_jaxs_cache_is_not_kept(kept):
         jax.clear_caches()
 
 
-@pytest.mark.usefixtures("jax_cache")
+@pytest.mark.usefixtures("without_jax_cache", "jax_cache")
 def test_an_executable_is_kept_though_a_constant_of_it_is_in_jaxs_cache(kept):
     def constant():
         with jax.ensure_compile_time_eval():

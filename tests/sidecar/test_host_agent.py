@@ -19,6 +19,7 @@ from elastic_ckpt.checkpoint.host import saver
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.inspect import tier_locations, verification
 from elastic_ckpt.steps import search
+from elastic_ckpt.tiers import choices
 from elastic_ckpt.tiers.peers import peer_client
 from elastic_ckpt.tiers.ram import machine
 from tests.checkpoint import orbax_steps
@@ -328,3 +329,19 @@ def test_a_single_controller_is_known_by_its_mesh(machines, monkeypatch):
         restore(made, mesh, 1)
     # Once more does nothing.
     made.close()
+
+
+@pytest.mark.parametrize("with_ram", [True, False])
+def test_a_head_with_the_memory_of_host_0_sends_no_files(
+    machines, monkeypatch, tmp_path, with_ram
+):
+    monkeypatch.setattr(front_door.topology, "is_single_controller", lambda _: True)
+    mesh = simulated_hosts.mesh_of(1)
+    tiers = [choices.Persistent(tmp_path / "steps", every=1)]
+    tiers += simulated_hosts.tiers_of(machines.directory(0)) if with_ram else []
+    with front_door.Checkpointer(tiers, mesh=mesh) as made:
+        assert not made._hosts.is_apart
+        made.save_checkpointables(1, {"data": tier_worlds.Counter(1)})
+        restored = tier_worlds.Counter()
+        made.load_checkpointables(1, {"data": restored})
+        assert restored.step == 1

@@ -93,9 +93,9 @@ class HostEndpoint:
         )
 
     @calls.call()
-    def machine(self) -> str:
-        """The id of the memory of this host's machine."""
-        return self._disk.machine
+    def machine(self) -> tuple[str, str]:
+        """The id of this host's memory, and the directory that has it."""
+        return self._disk.machine, str(self._disk.root)
 
     @calls.call()
     def lines(self) -> run_identity.Lines:
