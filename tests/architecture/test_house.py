@@ -4,6 +4,10 @@ import ast
 import functools
 import pathlib
 
+import pytest
+
+from tests.mutants import faults
+
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCES = sorted(
     path for room in ("elastic_ckpt", "sidecar") for path in (ROOT / room).rglob("*.py")
@@ -86,3 +90,8 @@ def test_nothing_is_unpickled_and_nothing_is_evaluated(source):
             text = text.replace(f"pickle.loads({content})", "", 1)
     for dangerous in ("pickle.load", "eval(", "exec(", "yaml.load(", "np.load("):
         assert dangerous not in text.replace("value_and_grad(", "")
+
+
+@pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_of_the_list_is_still_one(fault):
+    compile(fault.applied(), fault.path, "exec")
