@@ -1,9 +1,10 @@
 """Logs of JSON lines that only grow: a file on a disk, segments in an object store.
 
 Objects cannot be appended to. There the log is a directory of segments, each with some
-of the lines: `00000001-5f3a9c21.jsonl` has their order, and who wrote it. Each is
-uploaded once, by `sync` or when it is full, so the cost of a sync and the writer's
-memory do not grow with the log, and several writers do not undo each other's lines.
+of the lines: `1795864500123456-5f3a9c21.jsonl` has their order, by the microsecond of
+its upload, and who wrote it. Each is uploaded once, by `sync` or when it is full, so
+the cost of a sync and the writer's memory do not grow with the log, and several writers
+do not undo each other's lines.
 
 Only the last line of a file can be cut short, by a crash, and `read` drops it; an
 upload is atomic. While a disk is full or a store takes nothing, lines wait in memory,
@@ -23,7 +24,7 @@ from typing import Any, BinaryIO
 
 from etils import epath
 
-from elastic_ckpt.core import background, bucket_clients, errors, storage
+from elastic_ckpt.core import background, bucket_clients, clock, errors, storage
 
 # Lines in memory while a disk or store takes none: 30,000 steps of a large batch.
 MOST_LATE_BYTES = 64 * 2**20
@@ -150,8 +151,8 @@ class _Segments(JsonLog):
         super().__init__()
         self._directory = storage.absolute(directory)
         self._max_bytes, self._wait_secs = max_bytes, wait_secs
-        newest = _segments(self._directory)[-1:]
-        self._number = 1 + max(map(_number, newest), default=0)
+        # Another machine's clock may be ahead, and a store's lists may lag.
+        self._number = max(map(_number, _segments(self._directory)), default=0)
         self._writer = secrets.token_hex(4)
         # The upload under way, and how many bytes of the lines it has.
         self._uploading: tuple[futures.Future[None], int] | None = None
@@ -169,8 +170,10 @@ class _Segments(JsonLog):
             self._upload(0.0 if self._failure else self._wait_secs)
 
     def _upload(self, wait_secs: float | None) -> None:
+        if self._uploading is None and self._failure is None:
+            self._number = max(self._number + 1, clock.time_ns() // 1000)
         # Under the same name again if it has failed: it may have reached the store.
-        path = self._directory / f"{self._number:08d}-{self._writer}.jsonl"
+        path = self._directory / f"{self._number:016d}-{self._writer}.jsonl"
         if self._uploading is None:
             write = functools.partial(storage.write_atomic, path, bytes(self._lines))
             uploading = background.in_thread(write, name="log segment")
@@ -184,14 +187,13 @@ class _Segments(JsonLog):
         self._uploading, self._failure = None, uploading.exception()
         if self._failure:
             raise self._failure
-        self._number += 1
         del self._lines[:num_bytes]
 
 
 def create(path: epath.PathLike, record: Mapping[str, storage.Json]) -> bool:
     """Creates a log with its first line; returns False if it is there already."""
     is_file = storage.is_local(path)
-    first = epath.Path(path) if is_file else epath.Path(path) / "00000000.jsonl"
+    first = epath.Path(path) if is_file else epath.Path(path) / f"{0:016d}.jsonl"
     return storage.create(first, _line(record))
 
 
@@ -252,12 +254,12 @@ def _read_file(path: epath.Path, last_bytes: int | None = None) -> list[dict[str
 
 def _segments(directory: epath.Path) -> list[epath.Path]:
     found = directory.glob("*.jsonl") if directory.exists() else []
-    written = [path for path in found if path.name[:8].isdigit()]
+    written = [path for path in found if path.name[:16].isdigit()]
     return sorted(written, key=lambda path: (_number(path), path))
 
 
 def _number(path: epath.Path) -> int:
-    return int(path.name[:8])
+    return int(path.name[:16])
 
 
 def _drop_torn_line(file: BinaryIO) -> None:

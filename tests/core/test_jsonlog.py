@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from elastic_ckpt.core import errors, jsonlog, storage
+from elastic_ckpt.core import clock, errors, jsonlog, storage
 
 
 class Filling:
@@ -120,9 +120,7 @@ class TestSegments:
                     assert read == list(range(100, number + 1))
             log.sync()
         log.close()
-        assert [(name[:9], size) for name, size in uploads] == [
-            (f"0000000{number}-", 100) for number in (1, 2, 3)
-        ]
+        assert [size for _, size in uploads] == [100] * 3
         assert numbers(jsonlog.read(path)) == list(range(100, 130))
         assert names(path) == [name for name, _ in uploads]
 
@@ -161,7 +159,7 @@ class TestSegments:
         is_answering.set()
         log.close()
         assert numbers(jsonlog.read(path)) == list(range(10, 15))
-        assert [name[:8] for name in names(path)] == ["00000001", "00000002"]
+        assert len(names(path)) == 2
 
     def test_lines_that_no_store_takes_are_bounded(self, tmp_path, monkeypatch):
         monkeypatch.setattr(storage, "write_atomic", refused)
@@ -189,6 +187,22 @@ class TestSegments:
         storage.write_atomic(f"{path}/notes.jsonl", b"of somebody else")
         assert numbers(jsonlog.read(path)) == [0, 1, 1, 2, 3]
         assert numbers(jsonlog.read(path, last_bytes=8)) == [0, 1, 1, 2, 3]
+
+    def test_starts_have_an_order_though_lists_lag_and_clocks_differ(
+        self, tmp_path, monkeypatch
+    ):
+        path, lists = tmp_path / "log", jsonlog._segments
+        for number in range(20):
+            with monkeypatch.context() as patch:
+                if number % 2:
+                    patch.setattr(jsonlog, "_segments", lambda _: [])
+                else:
+                    now = clock.time_ns() - 10**12
+                    patch.setattr(clock, "time_ns", lambda now=now: now)
+                with contextlib.closing(segments(path)) as log:
+                    log.append({"n": number})
+            assert lists(path)
+        assert numbers(jsonlog.read(path)) == list(range(20))
 
 
 def segments(path, *, max_bytes=jsonlog.MAX_SEGMENT_BYTES, wait_secs=5.0):
