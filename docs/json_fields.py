@@ -109,15 +109,13 @@ class Verified:
       run: the identity of the run.
       passed: whether all is well; the exit code is 1 if it is not.
       steps: that were read.
-      problems: that were found; with `--repair` those that are left.
-      repairs: with `--repair`, the bad copies.
+      problems: that were found.
     """
 
     run: str
     passed: bool
     steps: tuple[verification.VerifiedStep, ...]
     problems: tuple[verification.Problem, ...]
-    repairs: tuple[verification.Repair, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

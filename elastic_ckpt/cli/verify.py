@@ -1,7 +1,5 @@
 """`elastic-ckpt verify PATH...`: reads every copy of every part, and compares digests.
 
-With --repair, copies that are bad are then put right from good ones, in RAM and in
-storage, and read once more; the problems are those that are left.
 The run may continue meanwhile. Steps that it removes during the verification count as
 missing, so name its newest step with --step.
 """
@@ -33,11 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also fail for steps that Orbax alone saved, which have no digests",
     )
-    parser.add_argument(
-        "--repair",
-        action="store_true",
-        help="replace bad copies by good ones; nothing else is written",
-    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -54,9 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
                 f" {'; '.join([str(known), *problems])}"
             )
         progress = progress_line.ProgressLine("read")
-        result = verification.verify(
-            tiers, steps, progress=progress, repair=arguments.repair
-        )
+        result = verification.verify(tiers, steps, progress=progress)
         progress.end()
     passed = result.passed(strict=arguments.strict)
     content = {"run": name, "passed": passed, **dataclasses.asdict(result)}
@@ -74,7 +65,6 @@ def describe(result: verification.Verification, *, passed: bool) -> str:
     for each in result.steps:
         read = f", {each.num_copies:,} copies, {each.num_bytes:,} bytes"
         lines.append(f"step {each.step}: {each.state}{read if each.num_copies else ''}")
-    lines += [f"  {each}" for each in result.repairs[:_SHOWN]]
     lines += [f"  {each}" for each in result.problems[:_SHOWN]]
     if more := result.problems[_SHOWN:]:
         lines.append(f"  and {len(more):,} more; --json lists all")

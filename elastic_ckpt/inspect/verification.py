@@ -4,11 +4,6 @@ A restore reads one good copy of each item. A verification reads the copy of eve
 holder, with the CRC-32C behind its values, because a bad copy is lost redundancy.
 Copies in persistent storage are also compared with what stock Orbax reads from them
 (`persistent.orbax_view`).
-
-A repair writes a copy anew only if it is bad, from a copy of the same save whose
-digest was compared again. A file in RAM is replaced as an agent does it
-(`tiers.ram.file_repair`), a part in storage as `tiers.persistent.step_repair`
-describes.
 """
 
 from __future__ import annotations
@@ -23,21 +18,14 @@ from typing import Literal
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.checkpoint.host import verified_read
 from elastic_ckpt.core import errors, host_memory
 from elastic_ckpt.inspect.tier_locations import Locations
 from elastic_ckpt.steps import layout, search
 from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.manifest import ComponentFile, Fragment
 from elastic_ckpt.tiers import stored_part
-from elastic_ckpt.tiers.persistent import orbax_view, step_repair
-from elastic_ckpt.tiers.persistent.persistent_tier import StepSource
-from elastic_ckpt.tiers.source import (
-    ReadError,
-    RepairableSource,
-    RepairError,
-    Source,
-)
+from elastic_ckpt.tiers.persistent import orbax_view
+from elastic_ckpt.tiers.source import ReadError, Source
 
 Kind = Literal["damaged", "diverged", "incomplete", "manifest", "orbax", "unverifiable"]
 State = Literal["complete", "incomplete", "unverifiable"]
@@ -88,35 +76,6 @@ class Problem:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Repair:
-    """A bad copy, and whether it was put right.
-
-    Attributes:
-      step: its number.
-      save: which save of it.
-      part: a leaf and box, or a file of a component.
-      tier: of the holder, `local` or `persistent`.
-      path: of the copy.
-      problem: why it was not put right; None if it was.
-    """
-
-    step: int
-    save: str
-    part: str
-    tier: str
-    path: str
-    problem: str | None
-
-    def __str__(self) -> str:
-        was = "was" if self.problem is None else "was not"
-        why = f": {self.problem}" if self.problem is not None else ""
-        return (
-            f"step {self.step}, {self.part}, {self.tier} tier ({self.path}) {was} put"
-            f" right{why}"
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class VerifiedStep:
     """A save of a step that was looked at.
 
@@ -141,14 +100,11 @@ class Verification:
 
     Attributes:
       steps: that were read, ascending by step and save.
-      problems: in the order of the steps; what does not matter for `passed` is here. If
-        copies were repaired, those that are left.
-      repairs: the copies that were repaired, or could not be; none without `repair`.
+      problems: in the order of the steps; what does not matter for `passed` is here.
     """
 
     steps: tuple[VerifiedStep, ...]
     problems: tuple[Problem, ...]
-    repairs: tuple[Repair, ...] = ()
 
     def passed(self, *, strict: bool) -> bool:
         """Whether all is well.
@@ -160,11 +116,7 @@ class Verification:
 
 
 def verify(
-    locations: Locations,
-    steps: Collection[int],
-    *,
-    progress: OnBytes,
-    repair: bool = False,
+    locations: Locations, steps: Collection[int], *, progress: OnBytes
 ) -> Verification:
     """Reads and compares all copies of some steps in some locations.
 
@@ -172,9 +124,7 @@ def verify(
       locations: together.
       steps: their numbers.
       progress: called with the bytes of a step read and the total, from any thread.
-      repair: whether bad copies are put right from good ones, and read once more.
     """
-    repairs: list[Repair] = []
     verified: list[VerifiedStep] = []
     problems: list[Problem] = []
     for number in sorted(steps):
@@ -203,9 +153,6 @@ def verify(
         groups = list(search.steps(list(copies)))
         for step in reversed(groups):
             read = _Copies(step, copies, progress)
-            if repair:
-                read, done = _repaired(read)
-                repairs += done
             problems += read.problems()
             verified.append(read.summary())
         # One complete save is enough; without one, the last save counts. If it has
@@ -222,9 +169,7 @@ def verify(
                     " --secret-file), or restore another step",
                 )
             )
-    return Verification(
-        steps=tuple(verified), problems=tuple(problems), repairs=tuple(repairs)
-    )
+    return Verification(steps=tuple(verified), problems=tuple(problems))
 
 
 def _of_manifest(step: int, why: str) -> Problem:
@@ -235,24 +180,6 @@ def _of_manifest(step: int, why: str) -> Problem:
         why=what or why,
         remedy=remedy if what else "what it lists counts as lost",
     )
-
-
-def _repaired(read: _Copies) -> tuple[_Copies, Collection[Repair]]:
-    # Reads again what was repaired: it passes as any other copy, or stays a problem.
-    outcomes: dict[tuple[str, str], Repair] = {}
-    for rewrite in (False, True):
-        if not read.faults:
-            break
-        done = list(read.repair(rewrite=rewrite))
-        outcomes |= {(each.tier, each.path): each for each in done}
-        if all(each.problem for each in done):
-            break
-        copies = {
-            offer: source.reopened() if isinstance(source, StepSource) else source
-            for offer, source in read.copies.items()
-        }
-        read = _Copies(read.step, copies, read.progress)
-    return read, outcomes.values()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -281,7 +208,6 @@ class _Copies:
     Attributes:
       step: the save.
       copies: the files of each holder.
-      progress: as given.
       faults: of copies, by their rows in the holdings.
     """
 
@@ -290,7 +216,7 @@ class _Copies:
     ) -> None:
         self.step = step
         self.copies = copies
-        self.progress = progress
+        self._progress = progress
         self.faults: dict[int, _Fault] = {}
         self._held = held = step.holdings
         self._item = held.item
@@ -360,45 +286,6 @@ class _Copies:
                     remedy=_ORBAX_REMEDY,
                 )
 
-    def repair(self, *, rewrite: bool) -> Iterator[Repair]:
-        """Repairs what can be repaired, and yields the outcome of each bad copy.
-
-        Args:
-          rewrite: whether chunks in storage are written anew that only Orbax cannot
-            read; otherwise only the index that Orbax reads is made anew for them.
-        """
-        reader = verified_read.VerifiedReader(self.copies)
-        stored: dict[tuple[Offer, str], list[int]] = {}
-        for row in sorted(self.faults):
-            offer, part = self._offer(row), self._part(row)
-            source = self.copies[offer]
-            if self._item[row] in self._held.diverged:
-                problem = (
-                    "its holders saved different values, and the right ones are unknown"
-                )
-                yield self._outcome(row, problem)
-            elif not self._good(row):
-                yield self._outcome(row, "no good copy is left")
-            elif isinstance(source, RepairableSource):
-                yield self._outcome(row, self._put_right(source, reader, row))
-            elif isinstance(part, ComponentFile):
-                content = functools.partial(self._content, reader, row)
-                problem = self._step_repair(offer).file(part.path, content)
-                yield self._outcome(row, problem)
-            else:
-                store = part.file.partition("//")[0]
-                stored.setdefault((offer, store), []).append(row)
-        # The chunks of a host are in one store.
-        for (offer, store), rows in stored.items():
-            bad = [row for row in rows if rewrite or self.faults[row].remedy is None]
-            files = offer.manifest.fragments.files
-            problem = self._step_repair(offer).store(
-                store,
-                lambda bad=bad: (self._values(reader, row) for row in bad),
-                is_all=len(bad) == sum(f.partition("//")[0] == store for f in files),
-            )
-            yield from (self._outcome(row, problem) for row in rows)
-
     def _read(self, rows: range) -> None:
         memory = np.empty(0, np.uint8)
         for row in rows:
@@ -410,7 +297,7 @@ class _Copies:
                 if fault is not None:
                     self.faults[row] = fault
                 self._num_bytes += size
-                self.progress(self._num_bytes, self._total)
+                self._progress(self._num_bytes, self._total)
 
     def _examined(self, row: int, memory: np.ndarray) -> _Fault | None:
         offer, part = self._offer(row), self._part(row)
@@ -456,7 +343,7 @@ class _Copies:
         if self._offer(good[0]).tier == "persistent":
             holder = "the persistent tier"
         if self._offer(row).tier == "persistent":
-            return f"{holder} has a good copy: `elastic-ckpt verify --repair` takes it"
+            return f"{holder} has a good copy: restore the step, and save it anew"
         return (
             f"{holder} has a good copy, and a restore that reads the bad one repairs it"
         )
@@ -469,54 +356,6 @@ class _Copies:
             for each in range(first, end)
             if each not in self.faults or self.faults[each].remedy is not None
         ]
-
-    def _put_right(
-        self, source: RepairableSource, reader: verified_read.VerifiedReader, row: int
-    ) -> str | None:
-        part = self._part(row)
-        try:
-            if isinstance(part, ComponentFile):
-                source.put_right(part.path, self._content(reader, row))
-            else:
-                values = self._values(reader, row)[1]
-                source.put_right(part.file, stored_part.chunk_content(values))
-        except (errors.CheckpointError, RepairError) as error:
-            return str(error)
-        return None
-
-    def _step_repair(self, offer: Offer) -> step_repair.StepRepair:
-        directory = self.copies[offer].directory
-        files = [
-            file
-            for each in self._held.offers
-            if each.tier == "persistent" and self.copies[each].directory == directory
-            for file in each.manifest.fragments.files
-        ]
-        stores = sorted({file.partition("//")[0] for file in files})
-        return step_repair.StepRepair(directory, self._held.contents, stores)
-
-    def _values(
-        self, reader: verified_read.VerifiedReader, row: int
-    ) -> step_repair.Values:
-        part = self._held.fragment(row)
-        choices = [(self._offer(n), self._held.fragment(n)) for n in self._good(row)]
-        leaf = self._held.contents.leaves[part.leaf]
-        name = self._name(row)
-        return part, verified_read.read_choices(choices, leaf, reader, name=name)
-
-    def _content(self, reader: verified_read.VerifiedReader, row: int) -> bytes:
-        file = self._held.files[int(self._item[row]) - len(self._held.leaf)]
-        return reader.file(file, [self._offer(n) for n in self._good(row)])
-
-    def _outcome(self, row: int, problem: str | None) -> Repair:
-        return Repair(
-            step=self.step.step,
-            save=self.step.save,
-            part=self._name(row),
-            tier=self._offer(row).tier,
-            path=self._path(row),
-            problem=problem,
-        )
 
     def _offer(self, row: int) -> Offer:
         return self._held.offers[self._held.holder[row]]

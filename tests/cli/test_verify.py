@@ -223,7 +223,7 @@ def test_step_of_plain_orbax_is_not_verifiable(saved):
     assert "FAILED" in runs.verb("verify", steps, "--strict", code=1)
 
 
-def test_peer_is_read_and_repaired_through_its_agent_with_the_secret_from_a_file(saved):
+def test_peer_is_read_through_its_agent_with_the_secret_from_a_file(saved):
     flip(in_ram(saved) / "state" / "params" / "w" / "c" / "3" / "0")
     path = in_ram(saved) / "state" / "params" / "b" / "c" / "0"
     path.write_bytes(path.read_bytes() + b"more")
@@ -237,40 +237,7 @@ def test_peer_is_read_and_repaired_through_its_agent_with_the_secret_from_a_file
         assert longer["why"] == "is longer than what was saved, by 4 bytes"
         # By path and through the agent it is one holder.
         assert len(problems(saved / "ram", *by_peer)) == 2
-        found = repaired(*by_peer)
-        assert found["state/params/w[6:8, 0:6]", "local"] is None
-    assert verify(saved / "ram", code=0)["passed"]
     # It does not answer any more.
     problem, *_ = problems(*by_peer, "--step", 2)
     assert problem["kind"] == "manifest"
     assert url in problem["why"]
-
-
-def repaired(*arguments, code=0):
-    outcome = json.loads(
-        runs.verb("verify", *arguments, "--repair", "--json", code=code)
-    )
-    return {
-        (each["part"], each["tier"]): each["problem"] for each in outcome["repairs"]
-    }
-
-
-def test_bad_copies_are_repaired_from_good_ones_and_others_are_named(saved):
-    ram, steps = saved / "ram", saved / "steps"
-    expected, untouched = loaded(steps), contents(steps / "1")
-    (store,) = (steps / "2" / "state").glob("ocdbt.process_*")
-    for path in [*(store / "d").iterdir()]:
-        path.unlink()
-    flip(steps / "2" / "data" / "a.json")
-    for tier in (steps / "2", in_ram(saved)):
-        flip(tier / "data" / "b.json")
-    lost = "no good copy is left"
-    found = repaired(ram, steps, code=1)
-    assert {part: why for part, why in found.items() if why} == {
-        ("data/b.json", "local"): lost,
-        ("data/b.json", "persistent"): lost,
-    }
-    assert ("data/a.json", "persistent") in found
-    assert contents(steps / "1") == untouched
-    assert loaded(steps) == expected
-    assert {each["part"] for each in problems(steps)} == {"data/b.json"}

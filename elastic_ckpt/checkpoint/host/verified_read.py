@@ -19,7 +19,7 @@ import numpy as np
 from elastic_ckpt.core import background, boxes, digest, errors, host_memory
 from elastic_ckpt.steps import layout, read_plan
 from elastic_ckpt.steps.holdings import Holdings, Offer
-from elastic_ckpt.steps.manifest import ComponentFile, Fragment, Leaf
+from elastic_ckpt.steps.manifest import ComponentFile, Fragment
 from elastic_ckpt.tiers import stored_part
 from elastic_ckpt.tiers.source import ReadError, RemoteSource, SlowError, Source
 
@@ -183,8 +183,11 @@ def read_item(
       CheckpointError: if no good copy is left.
     """
     of_item = choices(holdings, item, first=first)
-    leaf = holdings.contents.leaves[of_item[0][1].leaf]
-    return read_choices(of_item, leaf, reader, name=holdings.name(item))
+    saved = of_item[0][1]
+    dtype = np.dtype(holdings.contents.leaves[saved.leaf].dtype)
+    memory = host_memory.allocate(layout.num_bytes(saved.box, dtype.name))
+    reader.fragment(of_item, memory, name=holdings.name(item))
+    return memory.view(dtype).reshape(saved.box.shape)
 
 
 def choices(
@@ -196,30 +199,6 @@ def choices(
         (holdings.offers[holdings.holder[row]], holdings.fragment(row)) for row in rows
     ]
     return sorted(listed, key=lambda each: each[0].host.id != first)
-
-
-def read_choices(
-    choices: Sequence[tuple[Offer, Fragment]],
-    leaf: Leaf,
-    reader: VerifiedReader,
-    *,
-    name: str,
-) -> np.ndarray:
-    """Reads the values of a saved box from one of some holders; as `read_item`.
-
-    Args:
-      choices: the holders in the order to ask them.
-      leaf: that the box is of.
-      reader: of the step.
-      name: of the box, for messages.
-
-    Raises:
-      CheckpointError: if none of them has a good copy.
-    """
-    box, dtype = choices[0][1].box, np.dtype(leaf.dtype)
-    memory = host_memory.allocate(layout.num_bytes(box, dtype.name))
-    reader.fragment(choices, memory, name=name)
-    return memory.view(dtype).reshape(box.shape)
 
 
 def read_windows(

@@ -327,10 +327,6 @@ class StepSource:
         self._lock = threading.Lock()
         self._stores: dict[str, ts.KvStore] = {}
 
-    def reopened(self) -> StepSource:
-        """The same, with nothing of the stores in memory: they were repaired."""
-        return StepSource(self._path, ocdbt.new_context())
-
     def read_into(
         self, file: str, offset: int, into: memoryview, on_piece: OnPiece = ignored
     ) -> None:

@@ -2,10 +2,10 @@
 
 A process alone writes its slot, and puts its bad copies right. A slot whose process
 has ended - that of an idle machine, or of a slot that the present world does not use -
-is repaired by the machine's agent, or by a person's `elastic-ckpt verify --repair`.
-Both come here: a file is replaced only by the bytes that the manifest beside it lists,
-so a repair cannot make a good copy bad. The process of a backup host has no good copies
-to repair its slot from: it lets others do so while it lives (`held_off`).
+is repaired by the machine's agent, or by another process there. Both come here: a file
+is replaced only by the bytes that the manifest beside it lists, so a repair cannot make
+a good copy bad. The process of a backup host has no good copies to repair its slot
+from: it lets others do so while it lives (`held_off`).
 """
 
 from __future__ import annotations
