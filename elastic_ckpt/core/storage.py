@@ -314,9 +314,9 @@ def names(directory: epath.PathLike) -> list[str]:
     return [child.name for child in epath.Path(directory).iterdir()]
 
 
-def make_unique_directory(parent: epath.PathLike, *, prefix: str = "") -> str:
-    """Creates a private directory named after the time, below a local directory."""
-    stem = time.strftime(f"{prefix}%Y%m%d-%H%M%S-")
+def make_unique_directory(parent: epath.PathLike) -> str:
+    """Creates a new directory named after the time, below a local directory."""
+    stem = time.strftime("%Y%m%d-%H%M%S-")
     return tempfile.mkdtemp(prefix=stem, dir=make_directory(parent))
 
 

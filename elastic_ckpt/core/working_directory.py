@@ -1,60 +1,79 @@
-"""A directory that ends with the process that uses it.
+"""A directory that ends with the processes that use it.
 
-Hosts without a RAM disk have files of components in one, and supervisors executables.
+Worlds without a RAM disk have files of components in one, and supervisors executables.
 
-The process holds a lock in it, and removes it when it ends, also by an exception. If it
-is killed, the next start by the same user finds the lock free, and removes it.
+Each process of the world holds a shared lock in it until it ends, and the last one
+removes it, also when an exception ends the program. If that process is killed, the next
+start by the same user removes the directory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import pathlib
+import re
+import secrets
 import tempfile
 import weakref
 
 from etils import epath
 
-from elastic_ckpt.core import storage
+from elastic_ckpt.core import errors, storage
 
-_PREFIX = "elastic_ckpt-working-"
+_NAME = re.compile(r"elastic_ckpt-([0-9]+)-[0-9a-f]{8}")
 _LOCK = "in-use.lock"
 
 
+def new_path(parent: str | None = None) -> str:
+    """A path for a new directory, by default beside other temporary files."""
+    name = f"elastic_ckpt-{os.getpid()}-{secrets.token_hex(4)}"
+    return os.path.join(parent or tempfile.gettempdir(), name)
+
+
 class WorkingDirectory:
-    """A new directory that is this process's until `close`, or until it ends.
+    """A directory that this process uses until `close`, or until it ends.
 
     Removes the leftovers of killed processes beside it.
 
     Args:
-      parent: the directory that has it, by default that of temporary files.
-
-    Attributes:
-      path: of the directory, which no other user can enter.
+      path: of the directory, as `new_path` returns it; other processes of the world may
+        use it too.
     """
 
-    def __init__(self, parent: epath.PathLike | None = None) -> None:
-        parent = parent or tempfile.gettempdir()
-        _remove_leftovers(parent)
-        self.path = storage.make_unique_directory(parent, prefix=_PREFIX)
-        lock = os.path.join(self.path, _LOCK)
-        kept = contextlib.ExitStack()
-        kept.enter_context(storage.exclusive_lock(f"{lock}.new"))
-        kept.callback(storage.remove, self.path)
-        # Who looks for leftovers finds it locked, or does not find it.
-        storage.rename(f"{lock}.new", lock)
+    def __init__(self, path: epath.PathLike) -> None:
+        _remove_leftovers(os.path.dirname(path))
+        storage.make_private_directory(path)
+        presence = storage.Presence(os.path.join(path, _LOCK))
         # This also runs if `close` is never called.
-        self._release = weakref.finalize(self, kept.close)
+        self._release = weakref.finalize(self, _release, os.fspath(path), presence)
 
     def close(self) -> None:
-        """Removes the directory."""
+        """Removes the directory, unless another process uses it."""
         self._release()
 
 
-def _remove_leftovers(parent: epath.PathLike) -> None:
-    for lock in pathlib.Path(parent).glob(f"{_PREFIX}*/{_LOCK}"):
-        with contextlib.suppress(OSError):
-            is_own = lock.parent.lstat().st_uid == os.getuid()
-            if is_own and not storage.is_locked(lock):
-                storage.remove(lock.parent)
+def _release(path: str, presence: storage.Presence) -> None:
+    presence.close()
+    _remove_unless_used(path)
+
+
+def _remove_leftovers(parent: str) -> None:
+    with os.scandir(parent) as entries:
+        for entry in entries:
+            named = _NAME.fullmatch(entry.name)
+            with contextlib.suppress(OSError):
+                own = entry.stat(follow_symlinks=False).st_uid == os.getuid()
+                if not (named and own and entry.is_dir(follow_symlinks=False)):
+                    continue
+                # The maker of a directory may be about to lock it.
+                if not os.path.exists(f"/proc/{named[1]}"):
+                    _remove_unless_used(entry.path)
+
+
+def _remove_unless_used(path: str) -> None:
+    # An error of the lock means that another process uses the directory.
+    with (
+        contextlib.suppress(errors.RunError, OSError),
+        storage.exclusive_lock(os.path.join(path, _LOCK)),
+    ):
+        storage.remove(path)

@@ -34,7 +34,8 @@ class KeptExecutables:
 def kept() -> Iterator[KeptExecutables]:
     """A new directory and key, which end with the block."""
     parent = _RAM_DISK if os.access(_RAM_DISK, os.W_OK) else tempfile.gettempdir()
-    with contextlib.closing(working_directory.WorkingDirectory(parent)) as made:
+    directory = working_directory.new_path(parent)
+    with contextlib.closing(working_directory.WorkingDirectory(directory)):
         yield KeptExecutables(
-            directory=made.path, key=secrets.token_bytes(32), began_ns=time.time_ns()
+            directory=directory, key=secrets.token_bytes(32), began_ns=time.time_ns()
         )

@@ -6,13 +6,12 @@ import dataclasses
 import math
 import operator
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from etils import epath
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import errors, storage, working_directory
 from elastic_ckpt.steps import failure_domains
 from elastic_ckpt.steps.retention import PreservationPolicy
 from elastic_ckpt.tiers.peers import agent_url
@@ -316,10 +315,10 @@ class Chosen:
         return storage.absolute(tier.directory).name
 
     def ram_directory(self) -> str:
-        """The directory of the RAM disk; without a local tier, of temporary files."""
+        """The directory of the RAM disk; without a local tier, a name for a new one."""
         if self.local is not None:
             return os.fspath(self.local.directory)
-        return tempfile.gettempdir()
+        return working_directory.new_path()
 
 
 def _only(tiers: Sequence[T]) -> T | None:

@@ -1,6 +1,5 @@
 """Directories for files of components: none is left by an end of a process."""
 
-import concurrent.futures
 import os
 import subprocess
 import sys
@@ -8,13 +7,13 @@ import tempfile
 
 import pytest
 
-from elastic_ckpt.core.working_directory import WorkingDirectory
+from elastic_ckpt.core import storage, working_directory
 
 USE = """
 import sys
 from elastic_ckpt.core import working_directory
-used = working_directory.WorkingDirectory()
-print(used.path, flush=True)
+used = working_directory.WorkingDirectory(working_directory.new_path())
+print(flush=True)
 sys.stdin.readline()
 raise ValueError
 """
@@ -35,52 +34,43 @@ def started(temporary):
         stderr=subprocess.PIPE,
         text=True,
     )
-    return process, process.stdout.readline().strip()
+    assert process.stdout.readline() == "\n"
+    return process
 
 
 def directories(temporary):
-    return {str(path) for path in temporary.iterdir()}
+    return {path for path in temporary.iterdir() if path.name.startswith("elastic")}
 
 
 def test_a_killed_process_leaves_its_directory_to_the_next_and_one_that_fails_none(
     temporary,
 ):
-    (living, used), (killed, left) = started(temporary), started(temporary)
-    with living, killed:
-        assert directories(temporary) == {used, left}
-        assert os.stat(used).st_mode & 0o077 == 0
+    with started(temporary) as living, started(temporary) as killed:
+        both = directories(temporary)
+        assert len(both) == 2
         killed.kill()
         killed.wait()
-        own = WorkingDirectory()
-        assert directories(temporary) == {used, own.path}
+        own = working_directory.WorkingDirectory(working_directory.new_path())
+        left = directories(temporary)
+        assert len(left) == 2
+        assert len(left & both) == 1
         own.close()
         living.communicate("\n")
         assert living.returncode == 1
     assert not directories(temporary)
 
 
-def test_of_many_that_start_and_end_at_once_each_keeps_its_own(temporary):
-    def use(_):
-        used = WorkingDirectory()
-        WorkingDirectory().close()
-        was_there = os.listdir(used.path)
-        used.close()
-        return was_there
-
-    with concurrent.futures.ThreadPoolExecutor(8) as executor:
-        assert list(executor.map(use, range(200))) == [["in-use.lock"]] * 200
-    assert not directories(temporary)
-
-
-def test_directories_of_others_stay(temporary, tmp_path_factory):
-    # One is about to be locked, and one is a link.
-    (temporary / "elastic_ckpt-working-1").mkdir()
-    (temporary / "elastic_ckpt-run-0").mkdir()
-    (temporary / "elastic_ckpt-run-0" / "in-use.lock").touch()
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
-    (elsewhere / "in-use.lock").touch()
-    (temporary / "elastic_ckpt-working-2").symlink_to(elsewhere)
-    others = directories(temporary)
-    WorkingDirectory().close()
-    assert directories(temporary) == others
-    assert os.listdir(elsewhere) == ["in-use.lock"]
+def test_the_last_user_removes_it_and_others_stay(temporary):
+    # The lock of the second is there, and not taken yet.
+    others = [working_directory.new_path(), working_directory.new_path()]
+    others.append(str(temporary / "elastic_ckpt-run-0"))
+    for path in others:
+        storage.make_private_directory(path)
+    (temporary / others[1] / "in-use.lock").touch()
+    path = str(temporary / os.path.basename(working_directory.new_path()))
+    first = working_directory.WorkingDirectory(path)
+    second = working_directory.WorkingDirectory(path)
+    first.close()
+    assert os.path.exists(path)
+    second.close()
+    assert {str(path) for path in directories(temporary)} == set(others)

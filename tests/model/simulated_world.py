@@ -712,7 +712,7 @@ class Simulation:
                 slice_name=str(number),
                 directory=self.roots[of_machine]
                 if local
-                else self.roots[of_machine].parent,
+                else self.roots[of_machine].parent / "working",
                 chosen=chosen
                 if chosen.local is None
                 else dataclasses.replace(

@@ -55,7 +55,8 @@ class Supervisors:
         for number in list(self.started):
             self.kill(number)
         # The next start on a machine removes what killed supervisors had there.
-        working_directory.WorkingDirectory("/dev/shm").close()
+        next_start = working_directory.new_path("/dev/shm")
+        working_directory.WorkingDirectory(next_start).close()
 
     def start(self, number):
         command = (

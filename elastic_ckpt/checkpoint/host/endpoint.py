@@ -60,13 +60,12 @@ class HostEndpoint:
         self._resources = contextlib.ExitStack()
         self._own: local.LocalHost | None = None
         self._service: agent.Service | None = None
-        local_tier, directory = config.chosen.local, config.directory
+        local_tier = config.chosen.local
         if local_tier is None:
-            working = working_directory.WorkingDirectory(directory)
+            working = working_directory.WorkingDirectory(config.directory)
             self._resources.callback(working.close)
-            directory = working.path
         self._disk = ram_disk.RamDisk(
-            directory,
+            config.directory,
             run=config.run,
             limit_bytes=None if local_tier is None else local_tier.limit_bytes,
         )

@@ -60,8 +60,8 @@ class HostConfig:
       number: of the host in its world, from 0.
       run: the identity of the run.
       slice_name: the slice that it is in.
-      directory: of the RAM disk; without a local tier, in which the host makes one for
-        files of components.
+      directory: of the RAM disk; without a local tier, a directory of this world alone
+        for files of components, removed at the end.
       chosen: the tiers; without a peer tier hosts serve each other, and copy nothing.
     """
 

@@ -236,7 +236,7 @@ def copied(remote: Object) -> str:
     identity = f"{remote.url} {remote.version} {remote.num_bytes}"
     name = f"{digest.name_hash(identity):016x}-{os.path.basename(remote.path)}"
     with _COPIES_LOCK:
-        path = os.path.join(_directory().path, name)
+        path = os.path.join(_directory()[0], name)
         lock = _COPYING.setdefault(path, threading.Lock())
     with lock:
         if not os.path.exists(path):
@@ -254,8 +254,10 @@ _COPYING: dict[str, threading.Lock] = {}
 
 
 @functools.cache
-def _directory() -> working_directory.WorkingDirectory:
-    return working_directory.WorkingDirectory()
+def _directory() -> tuple[str, working_directory.WorkingDirectory]:
+    # The directory ends with the object.
+    path = working_directory.new_path()
+    return path, working_directory.WorkingDirectory(path)
 
 
 def forget() -> None:
