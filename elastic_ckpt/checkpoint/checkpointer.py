@@ -924,10 +924,16 @@ class HostsCheckpointer:
         def begin() -> Callable[[], None]:
             nonlocal is_lent
             directory, is_lent = self._hosts.capture(step_id, trees)
-            write = component_io.begin_save(
-                stateful, lambda name: storage.make_directory(f"{directory}/{name}")
-            )
-            if not (stateful and self._hosts.is_apart):
+            is_sent = bool(stateful) and self._hosts.is_apart
+            try:
+                write = component_io.begin_save(
+                    stateful, lambda name: storage.make_directory(f"{directory}/{name}")
+                )
+            except BaseException:
+                if is_sent:
+                    storage.remove(directory)
+                raise
+            if not is_sent:
                 return write
             return functools.partial(self._send, write, step_id, directory)
 

@@ -72,29 +72,26 @@ def _of_control_groups() -> Iterator[int]:
 
 
 class Pool:
-    """A thread-safe pool of memory of one size, the last that was taken."""
+    """A thread-safe pool of memory that is reused."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._num_bytes = 0
-        self._free: list[np.ndarray] = []
+        self._lock = threading.Lock()
+        self._free: dict[int, list[np.ndarray]] = {}
 
     def take(self, num_bytes: int) -> np.ndarray:
         """Memory of exactly `num_bytes`, uint8, with undefined content."""
         with self._lock:
-            if self.has(num_bytes):
-                return self._free.pop()
-            # Most likely, no other size is asked for again.
-            self._num_bytes, self._free = num_bytes, []
+            kept = self._free.get(num_bytes)
+            if kept:
+                return kept.pop()
         return allocate(num_bytes)
 
     def has(self, num_bytes: int) -> bool:
         """Whether `take` needs no fresh memory."""
         with self._lock:
-            return num_bytes == self._num_bytes and bool(self._free)
+            return bool(self._free.get(num_bytes))
 
     def give_back(self, memory: np.ndarray) -> None:
         """Returns memory from `take` to the pool; nothing may refer to it any more."""
         with self._lock:
-            if memory.nbytes == self._num_bytes:
-                self._free.append(memory)
+            self._free.setdefault(memory.nbytes, []).append(memory)

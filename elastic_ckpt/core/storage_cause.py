@@ -19,7 +19,7 @@ _HTTP = r"(?:[Ss]tatus|HTTP|[Cc]ode|[Ee]rror)[^0-9;]{0,20}"
 _CAUSES = {
     "full": (
         "make room there, or keep fewer steps",
-        "No space left|quota exceeded|bytes in .* are free; raise",
+        "No space left|Disk quota exceeded|bytes in .* are free; raise",
     ),
     "read_only": ("mount it so that it can be written to", "Read-only file system"),
     # Whatever a component has waited for, it is not the storage of steps.
@@ -31,7 +31,7 @@ _CAUSES = {
         "check who may write there, and that credentials are valid",
         "Permission denied|PermissionError|PERMISSION_DENIED|Operation not permitted"
         "|UNAUTHENTICATED|Forbidden|Unauthorized|Access ?Denied"
-        f"|does not take the run's secret|{_HTTP}40[13]",
+        f"|does not take the run's secret|{_HTTP}40[13]\\b",
     ),
     "too_few": (
         "add machines or slices, or ask for fewer copies",
@@ -48,7 +48,7 @@ _CAUSES = {
     "unreachable": (
         "bring it back: what waits is stored by itself",
         "UNAVAILABLE|[Uu]nreachable|Connection|Stale file handle|Input/output error"
-        f"|out of reach|cannot be read: http|{_HTTP}(429|5[0-9][0-9])",
+        f"|out of reach|cannot be read: http|{_HTTP}(429|5[0-9][0-9])\\b",
     ),
     "missing": ("check the path", "No such file|Not a directory|NOT_FOUND"),
     "other": ("", ""),
@@ -61,10 +61,11 @@ def of_message(message: str) -> str:
 
 
 def of_error(error: Exception) -> str:
-    """The name of the cause of a failure, also by its type and number."""
+    """The name of the cause of a failure, by its type, and its number or message."""
     number = error.errno if isinstance(error, OSError) else None
-    known = "" if number is None else os.strerror(number)
-    return of_message(f"{type(error).__name__}: {known}: {error}")
+    # A message may name files, whose names may look like anything.
+    what = error if number is None else os.strerror(number)
+    return of_message(f"{type(error).__name__}: {what}")
 
 
 def advice(message: str) -> str:

@@ -167,3 +167,7 @@ def test_a_failure_has_a_cause_by_what_systems_and_clients_write():
         if message in ERRNOS:
             assert storage_cause.of_error(OSError(message, "in other words")) == cause
     assert storage_cause.of_error(PermissionError("no")) == "refused"
+    # The name of a file says nothing, nor does the number of a step.
+    unreachable = OSError(errno.EIO, "Input/output error", "/mnt/HTTP 403/d/x")
+    assert storage_cause.of_error(unreachable) == "unreachable"
+    assert storage_cause.of_message("OSError at step 4031: no") == "other"

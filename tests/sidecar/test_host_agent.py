@@ -287,6 +287,15 @@ class Unwritable(tier_worlds.Counter):
         return write()
 
 
+class Refusing(tier_worlds.Counter):
+    """A component that fails before it gives a writer, with a file there."""
+
+    async def save(self, directory):
+        path = await directory.await_creation()
+        (path / "half").write_text("")
+        raise OSError("no more")
+
+
 def test_files_of_components_reach_a_host_whose_memory_the_head_does_not_see(
     machines, monkeypatch
 ):
@@ -313,6 +322,9 @@ def test_files_of_components_reach_a_host_whose_memory_the_head_does_not_see(
         # Nor of what a component did not finish, and the step is given up.
         assert not checkpointer.save_checkpointables(6, {"data": Unwritable(6)})
         assert seen[2].name.startswith("6-")
+        assert not checkpointer.save_checkpointables(7, {"data": Refusing(7)})
+        assert seen[3].name.startswith("7-")
+        assert not seen[3].exists()
         assert checkpointer.latest.step == 5
 
 
