@@ -79,7 +79,8 @@ class TestMachines(claims.Claims):
         assert before.records[-1].step + 1 == last.start_step
 
     def test_no_world_begins_with_the_first_step_again(self, run):
-        starts = [attempt.start_step for attempt in run.attempts]
+        # The first machine may begin a world alone, which ends as the second one comes.
+        starts = [each.start_step for each in run.attempts if each.records]
         assert starts[0] == 0
         assert all(starts[1:])
 
