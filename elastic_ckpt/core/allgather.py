@@ -206,7 +206,7 @@ class Allgather:
 
         parts = below() if order == "up" else []
         if order == "down" and self.host:
-            # If it is missing, so is its value, and all hosts fail below.
+            # If it is missing, so is its value, and `take` fails on all hosts.
             parent = self._tree.way(self.host)[-2].start
             self._value(f"{prefix}/below/{parent}", timeout_secs)
         own: _Runs = [(1, storage.canonical_json(part()).decode())]
