@@ -4,18 +4,20 @@
 `BackgroundCalls` calls one function ahead of time. `close_with` closes a resource when
 its owner is garbage-collected or when the program ends. `before_exit` finishes work
 that still needs thread pools.
+
+Simulations replace `in_thread`, `pool` and `wait`: one thread makes all calls, in an
+order that it chooses.
 """
 
 from __future__ import annotations
 
 import atexit
 import collections
-import contextlib
 import dataclasses
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent import futures
 from typing import Any, Generic, TypeVar
 
@@ -34,52 +36,19 @@ def in_thread(call: Callable[[], T], *, name: str) -> futures.Future[T]:
 
     The thread does not keep a program alive that ends.
     """
-    return _threads.start(call, name)
+    task = _Task(call=call, future=futures.Future())
+    threading.Thread(target=task.run, name=name, daemon=True).start()
+    return task.future
 
 
 def pool(num_threads: int, name: str) -> futures.Executor:
     """An executor of `num_threads` threads, whose names begin with `name`."""
-    return _threads.pool(num_threads, name)
+    return futures.ThreadPoolExecutor(num_threads, thread_name_prefix=name)
 
 
 def wait(pending: Collection[futures.Future[Any]]) -> None:
     """Returns when all calls have ended, also those that failed."""
-    _threads.wait(pending)
-
-
-class Threads:
-    """How calls are made beside the caller; see `made_by`."""
-
-    def start(self, call: Callable[[], T], name: str) -> futures.Future[T]:
-        """See `in_thread`."""
-        task = _Task(call=call, future=futures.Future())
-        threading.Thread(target=task.run, name=name, daemon=True).start()
-        return task.future
-
-    def pool(self, num_threads: int, name: str) -> futures.Executor:
-        """See `pool`."""
-        return futures.ThreadPoolExecutor(num_threads, thread_name_prefix=name)
-
-    def wait(self, pending: Collection[futures.Future[Any]]) -> None:
-        """See `wait`."""
-        futures.wait(pending)
-
-
-_threads = Threads()
-
-
-@contextlib.contextmanager
-def made_by(threads: Threads) -> Iterator[None]:
-    """Has `threads` make the calls of this process while the block runs.
-
-    For simulations, in which one thread makes all calls in an order that it chooses.
-    """
-    global _threads
-    outer, _threads = _threads, threads
-    try:
-        yield
-    finally:
-        _threads = outer
+    futures.wait(pending)
 
 
 class BackgroundCalls(Generic[T]):

@@ -18,7 +18,7 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING, Any
 
 from etils import epath
@@ -33,41 +33,19 @@ _MODE = 0o666
 # The `struct flock` of a whole file; `kind` comes first.
 _FLOCK = struct.Struct("hhqqi4x")
 
-# Called before each change of a file or directory; see `watched`.
-_before: Callable[[str, str], None] | None = None
-
 Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 
 
 def before(change: str, path: epath.PathLike) -> None:
-    """Announces a change, to whoever watches (`watched`).
+    """Announces a change of a file or directory.
 
-    Code that changes files by other means than this module calls it.
+    It does nothing: simulations of crashes replace it by a function that raises. Code
+    that changes files by other means than this module calls it.
 
     Args:
       change: `create`, `write`, `rename`, `link`, `remove` or `make`.
       path: of the file or directory.
     """
-    if _before is not None:
-        _before(change, os.fspath(path))
-
-
-@contextlib.contextmanager
-def watched(watch: Callable[[str, str], None]) -> Iterator[None]:
-    """Calls `watch` before each change of a file while the block runs.
-
-    For simulations of crashes: what it raises prevents the change, and no code catches
-    a `BaseException` of its own.
-
-    Args:
-      watch: called with the arguments of `before`, from any thread.
-    """
-    global _before
-    outer, _before = _before, watch
-    try:
-        yield
-    finally:
-        _before = outer
 
 
 def is_local(path: epath.PathLike) -> bool:

@@ -12,10 +12,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt import frontend
-from elastic_ckpt.core import clock, errors
+from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent
 from elastic_ckpt.tiers.persistent import persistent_root
-from tests import shared_memory
+from tests import seams, shared_memory
 from tests.checkpoint.test_component_io import Counter
 from tests.recorded_events import RecordedEvents
 
@@ -115,7 +115,7 @@ def test_ram_keeps_the_newest_step_and_storage_what_is_due(make, tmp_path):
     assert checkpointer.save_async(1, {"n": 1}, force=True) is None
 
 
-class LateClock(clock.Clock):
+class LateClock(seams.Clock):
     """A clock that is late for the time since the epoch."""
 
     def __init__(self, late_ns):
@@ -131,7 +131,7 @@ def test_minutes_go_on_from_the_backup_of_the_world_before(tmp_path):
     tiers.append(Persistent(tmp_path / "steps", every_minutes=60))
     for step, minutes in ((1, 0), (2, 30), (3, 61)):
         late = LateClock(minutes * 60 * 10**9)
-        with clock.replaced(late), frontend.Checkpointer(tiers, run="run") as world:
+        with seams.by(late), frontend.Checkpointer(tiers, run="run") as world:
             world.save(step, {"n": step}, force=step == 1)
         assert stored(tmp_path) == ([1, 3] if step == 3 else [1])
 

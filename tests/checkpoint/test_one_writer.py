@@ -14,10 +14,10 @@ import pytest
 from etils import epath
 
 import elastic_ckpt as ec
-from elastic_ckpt.core import clock, errors, process
+from elastic_ckpt.core import errors, process
 from elastic_ckpt.tiers.persistent import claims, renewed, writer
 from elastic_ckpt.training import elastic_run
-from tests import shared_memory
+from tests import seams, shared_memory
 
 _SLOW = pytest.mark.slow
 
@@ -126,7 +126,7 @@ def elsewhere(**fields):
     return dataclasses.replace(process.this(), host="far", boot_id="another", **fields)
 
 
-class Waiting(clock.Clock):
+class Waiting(seams.Clock):
     """A clock whose sleeps are over at once; others act meanwhile."""
 
     def __init__(self, act):
@@ -158,7 +158,7 @@ def test_a_writer_of_another_machine_counts_as_long_as_it_renews(tmp_path, renew
         if renews:
             records.write(1, dataclasses.replace(far, count=1))
 
-    with clock.replaced(Waiting(act)):
+    with seams.by(Waiting(act)):
         if renews:
             with pytest.raises(errors.RunError, match="on far, since"):
                 opened(tmp_path)

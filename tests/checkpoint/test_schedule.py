@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import schedule
-from elastic_ckpt.core import clock
 from elastic_ckpt.tiers.choices import Chosen, Local, Persistent
+from tests import seams
 
 
 @dataclasses.dataclass
@@ -18,7 +18,7 @@ class Step:
     step: int
 
 
-class SetClock(clock.Clock):
+class SetClock(seams.Clock):
     """A clock that shows what it is set to."""
 
     def __init__(self):
@@ -83,7 +83,7 @@ def test_minutes_are_counted_without_a_local_tier(secs):
         return answers
 
     steps = range(1, 3000)
-    with clock.replaced(set_clock):
+    with seams.by(set_clock):
         by_minutes = made(agree=agree, every_minutes=10)
         steps_due = due(by_minutes, steps, secs, set_clock)
     period = round(600 / secs)
@@ -101,7 +101,7 @@ def test_beside_a_local_tier_minutes_are_counted_by_the_stages():
     def agree(*_):
         raise AssertionError("no host is asked")
 
-    with clock.replaced(set_clock):
+    with seams.by(set_clock):
         of_both = made(Local("/ram", every=2), agree=agree, every_minutes=1)
         assert due(of_both, range(1, 7), 100.0, set_clock) == [2, 4, 6]
         since = made(every_minutes=10, since_secs=500.0)

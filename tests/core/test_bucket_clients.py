@@ -107,7 +107,7 @@ def test_a_write_is_tried_again_when_a_client_fails_but_not_when_it_is_refused(
 
         return write, calls
 
-    patient = retries.Retries(sleep=lambda _: None)
+    patient = retries.Retries(first_secs=0.0)
     for failure in failures:
         write, calls = failing(failure, failure)
         assert patient.call("writing /a", write) == "written"

@@ -45,10 +45,8 @@ from elastic_ckpt.checkpoint.host.world import HostConfig
 from elastic_ckpt.checkpoint.run_world import RunWorld
 from elastic_ckpt.core import (
     allgather,
-    background,
     boxes,
     calls,
-    clock,
     codec,
     errors,
     process,
@@ -61,6 +59,7 @@ from elastic_ckpt.tiers.peers import agent, agent_tree, network
 from elastic_ckpt.tiers.persistent import persistent_root
 from elastic_ckpt.tiers.persistent.claims import Claimant
 from elastic_ckpt.tiers.ram import file_repair, machine
+from tests import seams
 
 RUN = "run"
 # The shapes of the leaves, as hosts share them: over all hosts, over pairs of replicas,
@@ -78,7 +77,7 @@ class Gone(errors.RunError):
     """A host does not answer, so the world ends."""
 
 
-class VirtualClock(clock.Clock):
+class VirtualClock:
     """Time passes when the product sleeps, and a millisecond each time it looks."""
 
     def __init__(self):
@@ -183,7 +182,7 @@ def _done(call, future):
     return future
 
 
-class ScriptedThreads(background.Threads):
+class ScriptedThreads:
     """Calls beside the caller, made by one thread: at once, or when waited for.
 
     Attributes:
@@ -197,7 +196,7 @@ class ScriptedThreads(background.Threads):
         self.late = frozenset()
         self._begun = {}
 
-    def start(self, call, name):
+    def in_thread(self, call, *, name):
         future = futures.Future()
         if name in self.late or name in self._RENEWING:
             self._begun[future] = (name, call)
@@ -638,9 +637,9 @@ class Simulation:
         self.is_left = self.loses_memory = False
 
     def __enter__(self):
-        self._resources.enter_context(storage.watched(self.files))
-        self._resources.enter_context(background.made_by(self.threads))
-        self._resources.enter_context(clock.replaced(self.clock))
+        self._resources.enter_context(seams.watched(self.files))
+        self._resources.enter_context(seams.made_by(self.threads))
+        self._resources.enter_context(seams.by(self.clock))
         if self.in_place:
             in_place = mock.patch.object(
                 persistent_root.PersistentRoot,

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from elastic_ckpt.core import background, clock, process, storage
+from elastic_ckpt.core import process
 from elastic_ckpt.elastic.machines import leader_claim
-from tests import shared_memory
+from tests import seams, shared_memory
 from tests.model import simulated_world
 
 SECS = 10.0
@@ -20,10 +20,12 @@ MACHINES = range(3)
 numbers = st.sampled_from(MACHINES)
 
 
-class NoThreads(background.Threads):
+class NoThreads:
     """Renewals are made by the test."""
 
-    def start(self, call, name):
+    pool = wait = None
+
+    def in_thread(self, call, *, name):
         del call
         assert name == "renewals"
         return futures.Future()
@@ -32,7 +34,7 @@ class NoThreads(background.Threads):
 @contextlib.contextmanager
 def simulated():
     virtual = simulated_world.VirtualClock()
-    with clock.replaced(virtual), background.made_by(NoThreads()):
+    with seams.by(virtual), seams.made_by(NoThreads()):
         yield virtual
 
 
@@ -151,7 +153,7 @@ def lapse(claims, virtual):
 def changes(act):
     """How many changes of files an act makes."""
     made = []
-    with storage.watched(lambda *change: made.append(change)):
+    with seams.watched(lambda *change: made.append(change)):
         act()
     return len(made)
 
@@ -174,7 +176,7 @@ def test_a_leader_that_stands_still_within_a_change_of_its_claim_has_lost_it(
                     lapse(second, virtual)
                     assert take(second)
 
-            with storage.watched(watch):
+            with seams.watched(watch):
                 (first._held.renew if act == "renew" else first.give_back)()
             if at is None:
                 return count
@@ -217,7 +219,7 @@ def test_a_crash_within_any_change_of_a_claim_leaves_one_that_can_be_taken(tmp_p
 
             with (
                 contextlib.suppress(simulated_world.Crash),
-                storage.watched(crash),
+                seams.watched(crash),
             ):
                 turn(first, virtual)
             lapse(second, virtual)
@@ -254,7 +256,7 @@ def test_a_request_that_was_carried_out_though_it_failed_is_no_leader(tmp_path):
         assert take(first)
         first.give_back()
         first.look()
-        with pytest.raises(OSError), storage.watched(fail):  # noqa: PT011
+        with pytest.raises(OSError), seams.watched(fail):  # noqa: PT011
             first.take("a:1", "key", renewed_to=lambda _: None)
         first.look()
         assert first.leader() is None

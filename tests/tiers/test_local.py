@@ -23,7 +23,7 @@ from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import source, stored_part
 from elastic_ckpt.tiers.captured import CapturedLeaf
 from elastic_ckpt.tiers.ram import local, machine, ram_disk
-from tests import shared_memory
+from tests import seams, shared_memory
 from tests.checkpoint.host.test_capture import random_bits
 from tests.tiers import local_steps
 
@@ -205,7 +205,7 @@ def test_a_committed_step_is_not_saved_over_and_a_leftover_of_it_is(disk, host):
 def test_a_manifest_goes_before_the_files_that_it_names(disk, host):
     local_steps.save(host, 3)
     removed = []
-    with storage.watched(lambda change, path: removed.append((change, path))):
+    with seams.watched(lambda change, path: removed.append((change, path))):
         host.remove(StepId(3, "0"))
     manifest_path = disk.manifest_path(host.slot, StepId(3, "0"))
     assert removed[0] == ("remove", os.fspath(manifest_path))

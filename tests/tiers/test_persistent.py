@@ -9,7 +9,7 @@ from concurrent import futures
 import numpy as np
 import pytest
 
-from elastic_ckpt.core import digest, errors, storage
+from elastic_ckpt.core import clock, digest, errors, storage
 from elastic_ckpt.steps import line
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import source
@@ -333,14 +333,11 @@ def test_object_stores_commit_by_a_file_and_paths_by_a_rename(tmp_path):
     assert not persistent_root.PersistentRoot.from_path(tmp_path).in_place
 
 
-def waits():
+def waits(monkeypatch):
     slept, reports = [], []
+    monkeypatch.setattr(clock, "sleep", slept.append)
     policy = retries.Retries(
-        attempts=4,
-        first_secs=1.0,
-        longest_secs=3.0,
-        report=reports.append,
-        sleep=slept.append,
+        attempts=4, first_secs=1.0, longest_secs=3.0, report=reports.append
     )
     return policy, slept, reports
 
@@ -357,13 +354,13 @@ def failing(*problems):
     return act
 
 
-def test_what_may_pass_is_waited_for_longer_and_longer_and_reported():
+def test_what_may_pass_is_waited_for_longer_and_longer_and_reported(monkeypatch):
     for problem in (
         OSError(errno.EIO, "input/output error"),
         TimeoutError("timed out"),
         ValueError("UNAVAILABLE: the store is away"),
     ):
-        policy, slept, reports = waits()
+        policy, slept, reports = waits(monkeypatch)
         act = failing(problem, problem, problem)
         assert policy.call("writing /a", act) == "done"
         assert 0.5 <= slept[0] <= 1 <= slept[1] <= 2
@@ -371,14 +368,14 @@ def test_what_may_pass_is_waited_for_longer_and_longer_and_reported():
         assert len(reports) == 3
         assert "writing /a failed, attempt 1 of 4" in reports[0]
         # In the end waiting is given up.
-        policy, slept, _ = waits()
+        policy, slept, _ = waits(monkeypatch)
         given_up = r"writing /a failed 4 times.*again"
         with pytest.raises(errors.CheckpointError, match=given_up):
             policy.call("writing /a", failing(*[problem] * 4))
         assert len(slept) == 3
 
 
-def test_what_will_not_pass_is_an_error_at_once():
+def test_what_will_not_pass_is_an_error_at_once(monkeypatch):
     for problem in (
         PermissionError(errno.EACCES, "no"),
         OSError(errno.EROFS, "read-only"),
@@ -386,7 +383,7 @@ def test_what_will_not_pass_is_an_error_at_once():
         ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device"),
         ValueError("PERMISSION_DENIED: no"),
     ):
-        policy, slept, _ = waits()
+        policy, slept, _ = waits(monkeypatch)
         with pytest.raises(errors.CheckpointError, match="with its next backup"):
             policy.call("writing /a", failing(problem))
         assert not slept

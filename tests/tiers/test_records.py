@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from elastic_ckpt.core import bucket_clients, errors, storage
+from elastic_ckpt.core import bucket_clients, clock, errors, storage
 from elastic_ckpt.steps import line
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.peers import known_agents
@@ -137,13 +137,6 @@ class TestClaims:
         assert claims.newest(tmp_path) == newest
 
 
-class Clock:
-    secs = 0.0
-
-    def __call__(self):
-        return self.secs
-
-
 def lease(path, act=lambda: None, **options):
     with leases.lease(path, **options):
         act()
@@ -196,21 +189,22 @@ class TestLeases:
         assert lease_files(root) == []
 
     def test_a_lease_that_is_not_renewed_expires_by_the_clock_of_the_remover(
-        self, root
+        self, root, monkeypatch
     ):
-        clock = Clock()
-        watch = leases.Watch(clock)
+        now_secs = 0.0
+        monkeypatch.setattr(clock, "monotonic", lambda: now_secs)
+        watch = leases.Watch()
         held = leases._Lease(root.final(1), 100.0)
         held.begin()
         try:
             for secs in (0.0, 99.0):
-                clock.secs = secs
+                now_secs = secs
                 assert watch.leased(root) == {1}
             held._write()
             for secs in (150.0, 249.0):
-                clock.secs = secs
+                now_secs = secs
                 assert watch.leased(root) == {1}
-            clock.secs = 251.0
+            now_secs = 251.0
             assert watch.leased(root) == set()
             assert lease_files(root) == []
         finally:
@@ -220,7 +214,8 @@ class TestLeases:
     def test_a_lease_is_renewed_for_as_long_as_it_takes(self, root, monkeypatch):
         # Often, and yet not lost where a thread waits for seconds.
         monkeypatch.setattr(leases, "_RENEWALS", 10_000)
-        watch, contents = leases.Watch(Clock()), set()
+        monkeypatch.setattr(clock, "monotonic", lambda: 0.0)
+        watch, contents = leases.Watch(), set()
         with leases.lease(root.final(1), duration_secs=600.0):
             (name,) = lease_files(root)
             deadline = time.monotonic() + 600

@@ -22,7 +22,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from concurrent import futures
 
 from absl import logging
@@ -148,14 +148,9 @@ def announced(
 
 
 class Watch:
-    """The leases of a run, as the host that removes steps has seen them.
+    """The leases of a run, as the host that removes steps has seen them."""
 
-    Args:
-      clock: the time in seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = clock.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         # By name: the content, and when it was first seen.
         self._seen: dict[str, tuple[bytes, float]] = {}
 
@@ -172,7 +167,7 @@ class Watch:
             content = _content(root, name) if number.isdecimal() else None
             if content is None:
                 continue
-            now = self._clock()
+            now = clock.monotonic()
             before, since = self._seen.get(name, (None, now))
             if content != before:
                 since = now

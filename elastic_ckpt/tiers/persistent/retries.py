@@ -50,14 +50,12 @@ class Retries:
       longest_secs: the most that is ever waited at once.
       report: called with each attempt that failed and will be repeated; by default it
         is logged.
-      sleep: waits so many seconds.
     """
 
     attempts: int = 8
     first_secs: float = 0.5
     longest_secs: float = 30.0
     report: Callable[[str], None] = _warn
-    sleep: Callable[[float], None] = clock.sleep
 
     def call(self, what: str, act: Callable[[], Result]) -> Result:
         """Calls `act` until it succeeds, and returns its result.
@@ -94,7 +92,7 @@ class Retries:
                     f"{what} failed, attempt {attempt} of {self.attempts}, the next in"
                     f" {secs:.1f} s: {error}"
                 )
-                self.sleep(secs)
+                clock.sleep(secs)
         raise AssertionError("attempts is at least 1")
 
 

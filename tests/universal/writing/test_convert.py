@@ -25,7 +25,7 @@ from elastic_ckpt.universal.writing import (
     convert,
     writer,
 )
-from tests import runs
+from tests import runs, seams
 from tests.maxtext import small_models
 from tests.universal.safetensors_files import bits, read
 from tests.universal.writing import small_model
@@ -186,7 +186,7 @@ def end_before_change(number, given, made, check):
                 left -= 1
 
     try:
-        with storage.watched(watch):
+        with seams.watched(watch):
             convert.convert(given)
     except Stop:
         # What is visible is whole.
