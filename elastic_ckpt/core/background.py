@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import collections
-import dataclasses
 import queue
 import threading
 import weakref
@@ -26,6 +25,8 @@ from absl import logging
 from elastic_ckpt.core import errors
 
 T = TypeVar("T")
+# A call, and the future of its result.
+_Task = tuple[Callable[[], Any], futures.Future[Any]]
 
 # How long `close` waits for a call in progress, whose result is no longer needed.
 _CLOSE_SECS = 10.0
@@ -36,9 +37,9 @@ def in_thread(call: Callable[[], T], *, name: str) -> futures.Future[T]:
 
     The thread does not keep a program alive that ends.
     """
-    task = _Task(call=call, future=futures.Future())
-    threading.Thread(target=task.run, name=name, daemon=True).start()
-    return task.future
+    future: futures.Future[T] = futures.Future()
+    threading.Thread(target=_run, args=(call, future), name=name, daemon=True).start()
+    return future
 
 
 def pool(num_threads: int, name: str) -> futures.Executor:
@@ -106,9 +107,9 @@ class BackgroundCalls(Generic[T]):
         """
         if self._closed:
             raise errors.DataError("this iterator was closed; make a new one")
-        task = _Task(call=call, future=futures.Future())
-        self._tasks.put(task)
-        return task.future
+        future: futures.Future[Any] = futures.Future()
+        self._tasks.put((call, future))
+        return future
 
     def num_ready(self) -> int:
         """The number of results that `take` returns without waiting."""
@@ -183,22 +184,17 @@ def before_exit(finish: Callable[[], None]) -> Callable[[], None]:
     return pending.clear
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Task:
-    call: Callable[[], Any]
-    future: futures.Future[Any]
-
-    def run(self) -> None:
-        if not self.future.set_running_or_notify_cancel():
-            return
+def _run(call: Callable[[], T], future: futures.Future[T]) -> None:
+    # The root of a thread.
+    if future.set_running_or_notify_cancel():
         try:
-            self.future.set_result(self.call())
-        except BaseException as error:  # the root of a thread; `take` raises it again
-            self.future.set_exception(error)
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
 
 
 def _work(tasks: queue.SimpleQueue[_Task | None]) -> None:
     while (task := tasks.get()) is not None:
-        task.run()
+        _run(*task)
         # The thread must not keep the result alive.
         del task

@@ -19,7 +19,7 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 from elastic_ckpt.core import codec, storage
 from elastic_ckpt.core.allgather import Order
@@ -31,7 +31,6 @@ BRIEF_SECS = 600.0
 # service reports it at once.
 LONG_SECS = 24 * 3600.0
 
-_MARK = "_elastic_ckpt_call"
 # All calls that were imported.
 BY_NAME: dict[str, Call] = {}
 
@@ -102,10 +101,10 @@ def call(
     """Decorates a method that drivers call; see `Call`."""
 
     def mark(method: MethodT) -> MethodT:
-        made = Call(method=method, limit_secs=limit_secs, channel=channel, order=order)
-        assert made.name not in BY_NAME, made.name
-        BY_NAME[made.name] = made
-        setattr(method, _MARK, made)
+        assert method.__qualname__ not in BY_NAME, method
+        BY_NAME[method.__qualname__] = Call(
+            method=method, limit_secs=limit_secs, channel=channel, order=order
+        )
         return method
 
     return mark
@@ -113,7 +112,7 @@ def call(
 
 def of(method: Callable[..., Any]) -> Call:
     """The call of a decorated method."""
-    return cast(Call, getattr(method, _MARK))
+    return BY_NAME[method.__qualname__]
 
 
 def decode(encoded: Any) -> tuple[Call, dict[str, Any]]:

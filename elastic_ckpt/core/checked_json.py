@@ -81,13 +81,12 @@ def unsealed(content: Any, *, what: str, version: int) -> dict[str, Any]:
         raise UnreadableError(f"is not a {what}")
     found = content["version"]
     if type(found) is not int or found != version:
-        problem = (
-            f"has version {found!r}, and this program reads version"
-            f" {version}; continue the run with the program that wrote it"
+        is_later = isinstance(found, int) and found > version
+        raise (LaterVersionError if is_later else UnreadableError)(
+            f"has version {found!r}, and this program reads version {version};"
+            f" continue the run with the {'newer ' if is_later else ''}elastic_ckpt"
+            " that wrote it"
         )
-        if isinstance(found, int) and found > version:
-            raise LaterVersionError(f"{problem}, a newer elastic_ckpt")
-        raise UnreadableError(problem)
     fields = {name: value for name, value in content.items() if name != "digest"}
     try:
         actual = digest.json_digest(fields)

@@ -7,6 +7,7 @@ with 78. Anything else is a bug, of ours or of a library below, and keeps its tr
 
 from __future__ import annotations
 
+import copyreg
 import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -26,7 +27,9 @@ class ElasticCkptError(Exception):
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (type(self), self.args, self.__dict__)
+        # As pickle makes objects of its own accord.
+        # pyrefly: ignore[missing-attribute]
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
 
 
 class ConfigError(ElasticCkptError):
@@ -82,14 +85,6 @@ class DivergedError(RunError):
 
 class StoppedError(RunError):
     """A run that received SIGTERM and could not save before it ended."""
-
-
-def _unpickled(
-    kind: type[ElasticCkptError], args: tuple[Any, ...], fields: dict[str, Any]
-) -> ElasticCkptError:
-    error = kind.__new__(kind, *args)
-    error.__dict__.update(fields)
-    return error
 
 
 def first_of(names: Iterable[str]) -> str:

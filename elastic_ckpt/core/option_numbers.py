@@ -7,66 +7,50 @@ not a number above 0".
 from __future__ import annotations
 
 import argparse
-import math
+import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Annotated, Any
 
-_N = TypeVar("_N", int, float)
+import msgspec
+from msgspec import Meta
 
 
-def count(text: str) -> int:
-    """A whole number, 0 or more."""
-    return _number(
-        text, int, lambda number: number >= 0, "a whole number of at least 0"
+def _number(kind: Any, what: str) -> Callable[[str], Any]:
+    # Reads a number of an annotated type, which messages call `what`.
+    def read(text: str) -> Any:
+        try:
+            return msgspec.convert(text, kind, strict=False)
+        except msgspec.ValidationError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+
+    return read
+
+
+def _named(number: Callable[[str], Any]) -> Callable[[str], tuple[str, Any]]:
+    # Reads NAME=NUMBER.
+    def read(text: str) -> tuple[str, Any]:
+        name, equals, value = text.partition("=")
+        if not (name.isidentifier() and equals):
+            raise argparse.ArgumentTypeError(f"{text!r}: write NAME=NUMBER")
+        return name, number(value)
+
+    return read
+
+
+count = _number(Annotated[int, Meta(ge=0)], "a whole number of at least 0")
+positive_count = _number(Annotated[int, Meta(ge=1)], "a whole number of at least 1")
+port = _number(Annotated[int, Meta(ge=0, lt=2**16)], "a port, 0 to 65535")
+positive_number = _number(
+    Annotated[float, Meta(gt=0, le=sys.float_info.max)], "a number above 0"
+)
+named_positive_count = _named(positive_count)
+named_number = _named(
+    _number(
+        Annotated[float, Meta(ge=0, le=sys.float_info.max)], "a number of at least 0"
     )
-
-
-def positive_count(text: str) -> int:
-    """A whole number, 1 or more."""
-    return _number(text, int, lambda number: number > 0, "a whole number of at least 1")
+)
 
 
 def positive_counts(text: str) -> list[int]:
     """Whole numbers, each 1 or more, separated by commas."""
     return [positive_count(part) for part in text.split(",")]
-
-
-def port(text: str) -> int:
-    """A port; 0 has the system choose one."""
-    return _number(text, int, lambda number: 0 <= number < 2**16, "a port, 0 to 65535")
-
-
-def positive_number(text: str) -> float:
-    """A finite number above 0."""
-    return _number(text, float, lambda number: number > 0, "a number above 0")
-
-
-def named_number(text: str) -> tuple[str, float]:
-    """NAME=NUMBER, with a finite number of at least 0."""
-    name, number = _named(text)
-    return name, _number(number, float, lambda n: n >= 0, "a number of at least 0")
-
-
-def named_positive_count(text: str) -> tuple[str, int]:
-    """NAME=NUMBER, with a whole number, 1 or more."""
-    name, number = _named(text)
-    return name, positive_count(number)
-
-
-def _number(
-    text: str, parse: Callable[[str], _N], is_valid: Callable[[_N], bool], what: str
-) -> _N:
-    try:
-        number = parse(text)
-    except ValueError:
-        number = parse("-1")
-    if not (math.isfinite(number) and is_valid(number)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-    return number
-
-
-def _named(text: str) -> tuple[str, str]:
-    name, equals, number = text.partition("=")
-    if not (name.isidentifier() and equals):
-        raise argparse.ArgumentTypeError(f"{text!r}: write NAME=NUMBER")
-    return name, number

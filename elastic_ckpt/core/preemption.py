@@ -18,51 +18,51 @@ was told, so are all that ask later, on each host from the same question on.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 
 
+@dataclasses.dataclass
 class _Count:
-    """How steps are counted: as they are, or from the first that is asked about."""
+    """How steps are counted from the first that is asked about.
 
-    def __init__(self) -> None:
-        self.is_relative = False
-        self.begin()
+    Attributes:
+      number: of the newest step.
+      newest: the newest step, None before the first.
+      older: an older one, if the last question was about that.
+      is_reached: whether the hosts have agreed to end.
+    """
 
-    def begin(self) -> None:
-        """Counts from the next step that is asked about."""
-        self._number = 0
-        # The newest step, and an older one if the last question was about that.
-        self._newest: int | None = None
-        self._older: int | None = None
-        self._is_reached = False
+    number: int = 0
+    newest: int | None = None
+    older: int | None = None
+    is_reached: bool = False
 
     def reached(self, step: int, ask: Callable[[int], bool]) -> bool:
-        """Whether the hosts have agreed to end; see `preemption.reached`."""
-        if not self.is_relative:
-            return ask(step)
-        is_older = self._newest is not None and step < self._newest
-        has_gone_back = is_older and self._older not in (None, step)
-        if self._newest is None or step > self._newest or has_gone_back:
-            self._number += 1
-            self._newest = step
-        self._older = step if is_older and not has_gone_back else None
-        self._is_reached = self._is_reached or ask(self._number)
-        return self._is_reached
+        """See `preemption.reached`."""
+        is_older = self.newest is not None and step < self.newest
+        has_gone_back = is_older and self.older not in (None, step)
+        if self.newest is None or step > self.newest or has_gone_back:
+            self.number += 1
+            self.newest = step
+        self.older = step if is_older and not has_gone_back else None
+        self.is_reached = self.is_reached or ask(self.number)
+        return self.is_reached
 
 
-# As the service, one for a process.
-_COUNT = _Count()
+# As the service, one for a process; None counts steps as they are.
+_count: _Count | None = None
 
 
 @contextlib.contextmanager
 def counting() -> Iterator[None]:
     """Counts from the first step that is asked about, while the block runs."""
-    _COUNT.is_relative = True
-    _COUNT.begin()
+    global _count
+    _count = _Count()
     try:
         yield
     finally:
-        _COUNT.is_relative = False
+        _count = None
 
 
 def reached(step: int, ask: Callable[[int], bool]) -> bool:
@@ -72,4 +72,4 @@ def reached(step: int, ask: Callable[[int], bool]) -> bool:
       step: that is asked about; all hosts ask about the same ones.
       ask: asks the service by a number.
     """
-    return _COUNT.reached(step, ask)
+    return ask(step) if _count is None else _count.reached(step, ask)

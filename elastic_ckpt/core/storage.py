@@ -108,13 +108,8 @@ def write_atomic(
       content: the new content of the file.
       mode: as for `atomic_path`; ignored in object stores.
     """
-    if is_local(path):
-        with _temporary_file(path, mode) as temporary:
-            write_in_place(temporary, content)
-            rename(temporary, path)
-    else:
-        before("write", path)
-        absolute(path).write_bytes(bytes(content))
+    with atomic_path(path, mode=mode) as temporary:
+        write_in_place(temporary, content)
 
 
 def create(path: epath.PathLike, content: bytes, *, mode: int = _MODE) -> bool:
@@ -236,28 +231,22 @@ def rename(source: epath.PathLike, target: epath.PathLike) -> None:
 
 
 def copy_tree(source: epath.PathLike, target: epath.PathLike, *, last: str) -> None:
-    """Copies a directory and its content, one given file after all others.
+    """Copies the files of a directory and below it, one given file after all others.
 
     Args:
       source: the directory.
       target: the copy; existing files in it are replaced.
       last: the path, relative to the directory, of the file that is copied last.
     """
-    root, copied = epath.Path(source), epath.Path(target)
+    copied = epath.Path(target)
     remove(copied / last)
-    pending = [""]
-    while pending:
-        below = pending.pop()
-        make_directory(copied / below)
-        for child in (root / below).iterdir():
-            name = f"{below}/{child.name}" if below else child.name
-            if child.is_dir():
-                pending.append(name)
-            elif name != last:
-                before("write", copied / name)
-                child.copy(copied / name, overwrite=True)
-    before("write", copied / last)
-    (root / last).copy(copied / last, overwrite=True)
+    filesystem, root = bucket_clients.opened(os.fspath(source))
+    files = [os.path.relpath(file, root) for file in filesystem.find(root)]
+    for directory in {os.path.dirname(file) for file in files}:
+        make_directory(copied / directory)
+    for file in sorted(files, key=lambda file: file == last):
+        before("write", copied / file)
+        (epath.Path(source) / file).copy(copied / file, overwrite=True)
 
 
 def remove(path: epath.PathLike) -> None:
@@ -289,8 +278,6 @@ def names(directory: epath.PathLike) -> list[str]:
     Raises:
       FileNotFoundError: if it does not exist; a bucket's may be empty instead.
     """
-    if is_local(directory):
-        return os.listdir(directory)
     return [child.name for child in epath.Path(directory).iterdir()]
 
 

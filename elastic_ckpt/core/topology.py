@@ -209,9 +209,10 @@ def place(array: jax.Array, sharding: Sharding) -> jax.Array:
         return array
     if array.is_fully_addressable:
         return jax.device_put(array, sharding)
-    shards = {_bounds(shard.index): shard.data for shard in array.addressable_shards}
+    # Slices have no hash in Python 3.11.
+    shards = {str(shard.index): shard.data for shard in array.addressable_shards}
     pieces = [
-        jax.device_put(shards[_bounds(index)], device)
+        jax.device_put(shards[str(index)], device)
         for device, index in sharding.addressable_devices_indices_map(
             array.shape
         ).items()
@@ -226,9 +227,3 @@ def _hardware_slice(device: jax.Device) -> int:
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _bounds(
-    index: tuple[slice, ...] | None,
-) -> tuple[tuple[int | None, int | None], ...]:
-    return tuple((part.start, part.stop) for part in index or ())

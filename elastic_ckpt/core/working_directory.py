@@ -58,22 +58,17 @@ def _release(path: str, presence: storage.Presence) -> None:
 
 
 def _remove_leftovers(parent: str) -> None:
-    with os.scandir(parent) as entries:
-        for entry in entries:
-            named = _NAME.fullmatch(entry.name)
-            with contextlib.suppress(OSError):
-                own = entry.stat(follow_symlinks=False).st_uid == os.getuid()
-                if not (named and own and entry.is_dir(follow_symlinks=False)):
-                    continue
-                # The maker of a directory may be about to lock it.
-                if not os.path.exists(f"/proc/{named[1]}"):
-                    _remove_unless_used(entry.path)
+    for name in os.listdir(parent):
+        named = _NAME.fullmatch(name)
+        # The maker of a directory may be about to lock it.
+        if named and not os.path.exists(f"/proc/{named[1]}"):
+            _remove_unless_used(os.path.join(parent, name))
 
 
 def _remove_unless_used(path: str) -> None:
     # An error of the lock means that another process uses the directory.
-    with (
-        contextlib.suppress(errors.RunError, OSError),
-        storage.exclusive_lock(os.path.join(path, _LOCK)),
-    ):
-        storage.remove(path)
+    with contextlib.suppress(errors.RunError, OSError):
+        # Not that of another user, or what a link of one names.
+        if os.lstat(path).st_uid == os.getuid():
+            with storage.exclusive_lock(os.path.join(path, _LOCK)):
+                storage.remove(path)

@@ -44,7 +44,7 @@ def refused(tmp_path, **tiers):
     message = str(error.value)
     assert "manifest-" in message
     assert "has version 2, and this program reads version 1" in message
-    assert "a newer elastic_ckpt" in message
+    assert "the newer elastic_ckpt that wrote it" in message
     return message
 
 

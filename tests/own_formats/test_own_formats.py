@@ -63,7 +63,7 @@ def test_another_version_and_other_json_are_refused(name, tmp_path):
         message = refused(own, tmp_path, content)
         if "version" in kind and message:
             assert "and this program reads version 1; continue the run with" in message
-            assert ("a newer elastic_ckpt" in message) == ("later" in kind)
+            assert ("the newer elastic_ckpt" in message) == ("later" in kind)
 
 
 @pytest.mark.parametrize("name", JSON)
