@@ -152,7 +152,8 @@ class _Segments(JsonLog):
         self._directory = storage.absolute(directory)
         self._max_bytes, self._wait_secs = max_bytes, wait_secs
         # Another machine's clock may be ahead, and a store's lists may lag.
-        self._number = max(map(_number, _segments(self._directory)), default=0)
+        newest = [path.name[:16] for path in _segments(self._directory)[-1:]]
+        self._number = int(*newest)
         self._writer = secrets.token_hex(4)
         # The upload under way, and how many bytes of the lines it has.
         self._uploading: tuple[futures.Future[None], int] | None = None
@@ -240,26 +241,18 @@ def _read_file(path: epath.Path, last_bytes: int | None = None) -> list[dict[str
     records = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict):
+            records.append({**json.loads(line)})
+        except (TypeError, ValueError):
             raise errors.DataError(
                 f"{path}, line {number}: not a JSON object; the log was changed after"
                 " it was written, restore it from a copy"
-            )
-        records.append(record)
+            ) from None
     return records
 
 
 def _segments(directory: epath.Path) -> list[epath.Path]:
-    found = directory.glob("*.jsonl") if directory.exists() else []
-    written = [path for path in found if path.name[:16].isdigit()]
-    return sorted(written, key=lambda path: (_number(path), path))
-
-
-def _number(path: epath.Path) -> int:
-    return int(path.name[:16])
+    # By their numbers, which have leading zeros.
+    return sorted(directory.glob(f"{16 * '[0-9]'}*.jsonl"))
 
 
 def _drop_torn_line(file: BinaryIO) -> None:
