@@ -1,4 +1,4 @@
-"""Finds the elements of an array that no box covers; boxes may overlap.
+"""Finds the elements of a box that no other box covers; these may overlap.
 
 The distinct bounds of the boxes cut the array into cells. Each cell is covered whole or
 not at all; a prefix sum over the corners of the boxes counts the boxes that cover each
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -20,17 +19,15 @@ from elastic_ckpt.core import boxes
 _MAX_CELLS = 2**21
 
 
-def gaps(shape: Sequence[int], held: boxes.Boxes) -> boxes.Boxes:
-    """The elements of an array of `shape` that no box of `held` covers.
+def gaps(region: boxes.Box, held: boxes.Boxes) -> boxes.Boxes:
+    """The elements of `region` that no box of `held` covers.
 
     Returns:
       Disjoint boxes that are not empty, in a fixed order; none if all is covered.
     """
-    rank = len(shape)
-    array = boxes.whole(shape)
-    parts = _gaps(array, _inside(array, held)) if array.volume else []
+    parts = _gaps(region, _inside(region, held)) if region.volume else []
     if not parts:
-        return boxes.Boxes.from_boxes([], rank=rank)
+        return boxes.Boxes.from_boxes([], rank=len(region.start))
     start = np.concatenate([part.start for part in parts])
     stop = np.concatenate([part.stop for part in parts])
     return boxes.Boxes(start=start, stop=stop)
@@ -63,6 +60,8 @@ def tiled(shapes: np.ndarray, array: np.ndarray, held: boxes.Boxes) -> np.ndarra
 
 
 def _gaps(region: boxes.Box, held: boxes.Boxes) -> list[boxes.Boxes]:
+    if bool((held.volumes == region.volume).any()):
+        return []
     # The bounds of the cells in each dim, ascending.
     cuts = [
         np.unique(np.concatenate([held.start[:, dim], held.stop[:, dim], ends]))
@@ -71,8 +70,6 @@ def _gaps(region: boxes.Box, held: boxes.Boxes) -> list[boxes.Boxes]:
     numbers = [len(bounds) - 1 for bounds in cuts]
     if math.prod(numbers) <= max(_MAX_CELLS, 2 ** len(cuts) * len(held)):
         return [_bare(cuts, _covering(cuts, held) == 0)]
-    if bool((held.volumes == region.volume).any()):
-        return []
     dim = int(np.argmax(numbers))
     middle = int(cuts[dim][len(cuts[dim]) // 2])
     halves = (

@@ -128,14 +128,6 @@ def relative(inner: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(start - at, stop - at) for start, stop, at in bounds)
 
 
-def subtract(box: Box, others: Iterable[Box]) -> list[Box]:
-    """The part of `box` that is in none of `others`, as disjoint boxes."""
-    left = [box] if box.volume else []
-    for other in others:
-        left = [part for whole_part in left for part in _without(whole_part, other)]
-    return left
-
-
 def of_index(index: Sequence[slice], shape: Sequence[int]) -> Box:
     """The box of a JAX index: slices of step 1, whose ends may be None.
 
@@ -156,22 +148,3 @@ def holders(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[jax.De
         box = of_index(index or (), shape)
         devices_of.setdefault(box, []).append(device)
     return devices_of
-
-
-def _without(box: Box, other: Box) -> list[Box]:
-    shared = intersect(box, other)
-    if shared is None:
-        return [box]
-    parts = []
-    start, stop = list(box.start), list(box.stop)
-    # Cuts off, dim by dim, the parts before and after the shared part.
-    for dim in range(len(start)):
-        before, after = shared.start[dim], shared.stop[dim]
-        if start[dim] < before:
-            end = (*stop[:dim], before, *stop[dim + 1 :])
-            parts.append(Box(start=tuple(start), stop=end))
-        if after < stop[dim]:
-            begin = (*start[:dim], after, *start[dim + 1 :])
-            parts.append(Box(start=begin, stop=tuple(stop)))
-        start[dim], stop[dim] = before, after
-    return parts

@@ -13,12 +13,13 @@ Glossary: w wanted boxes, p pieces, r the most dims of a leaf.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from elastic_ckpt.core import box_join, boxes, columns, digest, errors
+from elastic_ckpt.core import box_cover, box_join, boxes, columns, digest, errors
 from elastic_ckpt.steps.holdings import Holdings, Offer
 from elastic_ckpt.steps.manifest import (
     ComponentFile,
@@ -303,27 +304,21 @@ def _pieces(
     bounds, row = nearness.choices(reader, box)
     nearest = nearness.between(reader, holdings.holder[row[bounds[:-1]]])
     order = np.lexsort([-shared.volumes, nearest, of_wanted])
-    given = _without_overlaps(wanted, of_wanted, shared, order)
+    given = _without_overlaps(of_wanted, shared, order)
     numbers = np.array([number for number, _ in given], np.int64)
     pieces = boxes.Boxes.from_boxes([piece for _, piece in given], rank=shared.rank)
     return of_wanted[numbers], box[numbers], pieces
 
 
 def _without_overlaps(
-    wanted: Wanted, of_wanted: np.ndarray, shared: boxes.Boxes, order: np.ndarray
+    of_wanted: np.ndarray, shared: boxes.Boxes, order: np.ndarray
 ) -> list[tuple[int, boxes.Box]]:
     # In `order`, each shared part adds the elements that no earlier part covers.
     given = []
-    left: list[boxes.Box] = []
-    before = -1
+    earlier: dict[int, list[int]] = collections.defaultdict(list)
     for number in order.tolist():
-        if of_wanted[number] != before:
-            before = int(of_wanted[number])
-            left = [wanted.boxes[before]]
-        part = shared[number]
-        for each in left:
-            piece = boxes.intersect(each, part)
-            if piece is not None:
-                given.append((number, piece))
-        left = [rest for each in left for rest in boxes.subtract(each, [part])]
+        before = earlier[int(of_wanted[number])]
+        pieces = box_cover.gaps(shared[number], shared.take(np.array(before, int)))
+        given.extend((number, pieces[each]) for each in range(len(pieces)))
+        before.append(number)
     return given

@@ -145,10 +145,11 @@ def _gaps(
         rank = len(leaf.shape)
         held = holdings.boxes.take(holdings.of_leaf(number))
         held = boxes.Boxes(start=held.start[:, :rank], stop=held.stop[:, :rank])
-        lacking = box_cover.gaps(leaf.shape, held)
+        array = boxes.whole(leaf.shape)
+        lacking = box_cover.gaps(array, held)
         if len(lacking):
             gaps[number] = lacking
-        covered = boxes.whole(leaf.shape).volume - int(lacking.volumes.sum())
+        covered = array.volume - int(lacking.volumes.sum())
         if int(held.volumes.sum()) > covered:
             overlapping.add(number)
     return gaps, frozenset(overlapping)

@@ -73,7 +73,7 @@ def check(shape: tuple[int, ...], parts: Sequence[Box], place: str) -> None:
         if not boxes.contains(array, part):
             raise FormatError(f"{place} has the part {part} outside of {array}")
     held = Boxes.from_boxes([part for part in parts if part.volume], rank=len(shape))
-    gaps = box_cover.gaps(shape, held)
+    gaps = box_cover.gaps(array, held)
     if len(gaps):
         raise FormatError(f"{place} lacks the part {gaps[0]} of {array}")
     if int(held.volumes.sum()) != array.volume:

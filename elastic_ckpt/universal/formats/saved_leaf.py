@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from elastic_ckpt.core import boxes
-from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.core import box_cover
+from elastic_ckpt.core.boxes import Box, Boxes
 from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.universal.formats import coverage
 from elastic_ckpt.universal.stored import Fragment, StoredTensor
@@ -39,7 +39,9 @@ def tensor(
     for box, file, offset in saved:
         parts = [box]
         if is_overlapping:
-            parts = boxes.subtract(box, covered)
+            before = Boxes.from_boxes(covered, rank=len(shape))
+            bare = box_cover.gaps(box, before)
+            parts = [bare[number] for number in range(len(bare))]
             covered.append(box)
         strides = row_major(box.shape, dtype.itemsize)
         for part in parts:

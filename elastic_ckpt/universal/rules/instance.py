@@ -740,7 +740,7 @@ class _Join:
         if not cut:
             return "all"
         chosen = Boxes(start=relative.start[:, cut], stop=relative.stop[:, cut])
-        gaps = box_cover.gaps([cell.shape[dim] for dim in cut], chosen)
+        gaps = box_cover.gaps(boxes.whole([cell.shape[dim] for dim in cut]), chosen)
         gap = gaps[0]
         return ", ".join(
             f"{self._names[dim]} {at + cell.start[dim]}:{end + cell.start[dim]}"
