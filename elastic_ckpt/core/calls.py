@@ -86,8 +86,9 @@ class Call:
 
     def decode_answer(self, encoded: storage.Json) -> Any:
         """Decodes an answer that `codec.encode` encoded."""
-        name = f"the answer of {self.name}"
-        return codec.decode(self.hints["return"], encoded, name=name)
+        return codec.decode(
+            self.hints["return"], encoded, name=f"the answer of {self.name}"
+        )
 
     @functools.cached_property
     def hints(self) -> dict[str, Any]:
@@ -120,7 +121,7 @@ def decode(encoded: Any) -> tuple[Call, dict[str, Any]]:
 
     Raises:
       KeyError: if there is no such call.
-      DecodingError: if an argument is of another type.
+      ValueError: if an argument is of another type.
     """
     made = BY_NAME[encoded["call"]]
     return made, {

@@ -15,10 +15,6 @@ from etils import epath
 from elastic_ckpt.core import storage
 
 
-class DecodingError(ValueError):
-    """JSON that is not of the declared type; the message names the place."""
-
-
 def encode(value: Any) -> storage.Json:
     """Encodes a value as JSON.
 
@@ -37,12 +33,13 @@ def decode(kind: Any, encoded: storage.Json, *, name: str = "value") -> Any:
       name: of the value, in messages.
 
     Raises:
-      DecodingError: if a field is missing, or a part is of another type.
+      ValueError: if a field is missing, or a part is of another type; its message names
+        the place.
     """
     try:
         return msgspec.convert(encoded, kind, dec_hook=_decoded)
     except msgspec.ValidationError as error:
-        raise DecodingError(f"{name}: {error}") from None
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _encoded(value: Any) -> Any:

@@ -134,8 +134,7 @@ class EventQueue:
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit
-        self._queue: queue.SimpleQueue[tuple[str, dict[str, storage.Json]]]
-        self._queue = queue.SimpleQueue()
+        self._queue = queue.SimpleQueue[tuple[str, dict[str, storage.Json]]]()
 
     def put(self, name: str, **fields: storage.Json) -> None:
         """Adds an event; an `Emit`."""

@@ -12,8 +12,6 @@ import psutil
 # Linux gives each boot of a machine an id, which its containers share.
 _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = "/proc/self/ns/pid"
-_ENDED = ("X", "Z")
-_STOPPED = ("T", "t")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,15 +44,16 @@ class Process:
     @property
     def is_dead(self) -> bool:
         """Whether it has provably ended."""
-        return self._state() in _ENDED
+        return self._state() in ("X", "Z")
 
     @property
     def is_running(self) -> bool:
         """Whether it is provably alive, and not stopped by a signal."""
-        return self._state() not in ("", *_ENDED, *_STOPPED)
+        return self._state() not in ("", "X", "Z", "T", "t")
 
     def _state(self) -> str:
-        # The letter of the kernel for it; empty if it cannot be known.
+        # The letter of the kernel for it, empty if it cannot be known. X and Z are of a
+        # process that has ended, T and t of one that is stopped.
         if not self.is_here:
             return ""
         try:

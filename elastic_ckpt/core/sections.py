@@ -174,9 +174,8 @@ def _value(field: dataclasses.Field[Any], setting: Setting) -> Value:
     if expected is str and value is None:
         value = ""
     lists = field.metadata["lists"]
-    if lists == "names" and isinstance(value, list) and value:
-        texts = [name for name in value if isinstance(name, str)]
-        value = ",".join(texts) if texts == value else value
+    if lists == "names" and isinstance(value, list) and {*map(type, value)} == {str}:
+        value = ",".join(value)
     if lists == "any" and isinstance(value, list):
         # Values that JSON lacks, such as dates, are their texts.
         value = json.dumps(value, default=str)
@@ -186,14 +185,14 @@ def _value(field: dataclasses.Field[Any], setting: Setting) -> Value:
     choices = field.metadata["choices"]
     if isinstance(value, bool):
         # YAML 1.1 reads `off` and `on` as booleans.
-        texts = _BOOLEAN_TEXTS[value]
-        value = next((each for each in choices if each in texts), value)
+        value = next((each for each in choices if each in _BOOLEANS[value]), value)
     if type(value) is not expected:
-        quoted = f'; put it in quotes ({key}: "{setting.value}")'
-        is_number = expected is str and isinstance(value, int | float)
+        remedy = ""
+        if expected is str and isinstance(value, int | float):
+            remedy = f'; put it in quotes ({key}: "{setting.value}")'
         raise errors.ConfigError(
             f"{setting.place}: {key} must be {_ARTICLES[expected]}, not"
-            f" {setting.value!r}{quoted if is_number else ''}"
+            f" {setting.value!r}{remedy}"
         )
     number = typing.cast(float, value)
     at_least, below, factor = map(
@@ -213,7 +212,7 @@ def _value(field: dataclasses.Field[Any], setting: Setting) -> Value:
     return typing.cast(Value, value)
 
 
-_BOOLEAN_TEXTS = {False: ("off", "no", "false"), True: ("on", "yes", "true")}
+_BOOLEANS = {False: ("off", "no", "false"), True: ("on", "yes", "true")}
 _ARTICLES: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",

@@ -173,17 +173,15 @@ def mapped_file(path: epath.PathLike, num_bytes: int) -> tuple[np.ndarray, int]:
 
     before("create", path)
     os.makedirs(os.path.dirname(os.fspath(path)), exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _MODE)
-    try:
-        # Without it, a write into the mapping of a full disk would be a SIGBUS.
-        os.posix_fallocate(descriptor, 0, num_bytes)
-        mapping = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED)
-        return np.frombuffer(mapping, np.uint8), os.fstat(descriptor).st_ino
-    except BaseException:
-        os.unlink(path)
-        raise
-    finally:
-        os.close(descriptor)
+    with open(path, "x+b") as file:
+        try:
+            # Without it, a write into the mapping of a full disk would be a SIGBUS.
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+            mapping = mmap.mmap(file.fileno(), num_bytes, flags=mmap.MAP_SHARED)
+            return np.frombuffer(mapping, np.uint8), os.fstat(file.fileno()).st_ino
+        except BaseException:
+            os.unlink(path)
+            raise
 
 
 def move(source: epath.PathLike, target: epath.PathLike) -> None:
@@ -283,8 +281,9 @@ def names(directory: epath.PathLike) -> list[str]:
 
 def make_unique_directory(parent: epath.PathLike) -> str:
     """Creates a new directory named after the time, below a local directory."""
-    stem = time.strftime("%Y%m%d-%H%M%S-")
-    return tempfile.mkdtemp(prefix=stem, dir=make_directory(parent))
+    return tempfile.mkdtemp(
+        prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=make_directory(parent)
+    )
 
 
 @contextlib.contextmanager

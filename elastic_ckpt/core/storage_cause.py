@@ -117,10 +117,9 @@ def explained(error: Exception, place: str) -> errors.ElasticCkptError | None:
     protocol, _, path = place.partition("://")
     if cause == "refused" and protocol in _GRANTS:
         remedy = f"{_GRANTS[protocol]} {protocol}://{path.partition('/')[0]}"
-    if cause in ("refused", "read_only"):
-        return errors.ConfigError(f"{place}: {reason}; {remedy}")
-    if cause == "full":
-        return errors.RunError(f"{place}: {reason}; {remedy}")
+    if cause in ("refused", "read_only", "full"):
+        kind = errors.RunError if cause == "full" else errors.ConfigError
+        return kind(f"{place}: {reason}; {remedy}")
     if bucket_clients.is_connection_failure(error) or not isinstance(error, OSError):
         return errors.RunError(
             f"{place}: storage cannot be reached: {reason}; check the network, the"
