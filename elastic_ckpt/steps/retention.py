@@ -28,14 +28,15 @@ class HeldStep:
       step: the training step.
       time: when it was saved, with a time zone.
       metrics: the values it is ranked by; None if it was not evaluated.
-      complete: whether this tier alone has all of it.
+      complete: whether this tier alone has all of it; None if a part of what would tell
+        could not be read, so that it is kept.
       save: which save of it.
     """
 
     step: int
     time: datetime.datetime
     metrics: dict[str, Any] | None
-    complete: bool
+    complete: bool | None
     save: str = ""
 
     @property
@@ -44,12 +45,15 @@ class HeldStep:
         return StepId(self.step, self.save)
 
     @classmethod
-    def from_contents(cls, step_id: StepId, contents: Contents | None) -> HeldStep:
+    def from_contents(
+        cls, step_id: StepId, contents: Contents | None, *, complete: bool | None
+    ) -> HeldStep:
         """A step with the time and the metrics of its manifest.
 
         Args:
           step_id: the step.
-          contents: None if the manifest cannot be read; then no file can be.
+          contents: None if the manifest could not be read, or is damaged.
+          complete: see the class.
         """
         time_ms, metrics = 0, None
         if contents is not None:
@@ -59,7 +63,7 @@ class HeldStep:
             save=step_id.save,
             time=_BEGINNING + datetime.timedelta(milliseconds=time_ms),
             metrics=None if metrics is None else json.loads(metrics),
-            complete=contents is not None,
+            complete=complete,
         )
 
 
@@ -114,7 +118,8 @@ def steps_to_delete(
     """
     ordered = sorted(held, key=lambda step: step.step)
     whole = [step for step in ordered if step.complete]
-    kept = set(in_flight) | set(preserved)
+    kept = {step.step for step in held if step.complete is None}
+    kept |= {*in_flight, *preserved}
     if whole:
         flags = policy.should_preserve(whole, context=Context())
         kept |= {step.step for step, keep in zip(whole, flags, strict=True) if keep}
@@ -158,4 +163,5 @@ def abandoned_to_delete(
         for steps in (asked, unranked)
     ]
     kept = [each for each, *keep in zip(asked, *flags, strict=False) if all(keep)]
+    kept += [each for each in ordered if each.complete is None]
     return [each for each in ordered if each not in kept and each.step not in preserved]

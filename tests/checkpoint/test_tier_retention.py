@@ -1,5 +1,8 @@
 """Which steps are kept in storage and in RAM, also by their evaluations."""
 
+import errno
+
+import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
@@ -91,6 +94,44 @@ def test_steps_of_others_and_the_step_of_a_damaged_newer_one_stay(tmp_path):
         assert persistent_tier.PersistentTier(root, run="x").steps() == [1]
         tiered_steps.save(checkpointer, 2, 3)
     assert stored(tmp_path) == [0, 1, 3]
+
+
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_on_a_full_ram_disk_damaged_steps_go_and_those_that_cannot_be_read_stay(
+    tmp_path, monkeypatch, is_damaged
+):
+    recorded, read = RecordedEvents(), storage.read_bytes
+
+    def save(checkpointer, step):
+        is_saved = checkpointer.save(step, {"w": np.full(2**18, step, np.float32)})
+        checkpointer.wait()
+        return is_saved
+
+    def fails(path):
+        if str(path) == str(manifest):
+            raise OSError(errno.EIO, "Input/output error")
+        return read(path)
+
+    options = {"keep_in_ram": policies.PreserveAll(), "limit_bytes": 5 * 2**19}
+    with opened(tmp_path, every=100, **options) as checkpointer:
+        assert save(checkpointer, 1)
+    (manifest,) = (tmp_path / "ram" / "hosts" / "0").glob("1-*/manifest-*")
+    with opened(tmp_path, every=100, emit=recorded, **options) as checkpointer:
+        if is_damaged:
+            manifest.write_bytes(manifest.read_bytes().replace(b"run-7", b"run-8"))
+        else:
+            monkeypatch.setattr(storage, "read_bytes", fails)
+        assert save(checkpointer, 2)
+        assert save(checkpointer, 3) == is_damaged
+    monkeypatch.undo()
+    if is_damaged:
+        assert in_ram(tmp_path) == [2, 3]
+        assert not recorded.named("degraded")
+    else:
+        assert in_ram(tmp_path) == [1, 2]
+        assert {each["cause"] for each in recorded.named("degraded")} == {"full"}
+        with opened(tmp_path, **options) as checkpointer:
+            assert checkpointer.load(1)["w"][0] == 1
 
 
 def test_storage_that_is_away_or_refuses_is_told_and_training_goes_on(

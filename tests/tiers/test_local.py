@@ -1,5 +1,6 @@
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import pathlib
@@ -177,6 +178,10 @@ def test_saves_of_a_step_are_offered_and_held_apart(disk, host):
     assert host.held() == [(3, "1")]
 
 
+def unreadable(path):
+    raise OSError(errno.EIO, "Input/output error", path)
+
+
 def test_what_is_held_has_the_time_and_metrics_of_its_save(disk, host):
     captured = capture.capture({"w": np.ones(8)}, capture.Memory())
     contents = manifest.Contents(leaves=captured.leaves, components={})
@@ -190,6 +195,9 @@ def test_what_is_held_has_the_time_and_metrics_of_its_save(disk, host):
     assert (first.step, first.time.timestamp(), first.complete) == (3, 1.5, True)
     assert np.isnan(first.metrics["loss"])
     assert (spoilt.step, spoilt.metrics, spoilt.complete) == (4, None, False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "read_bytes", unreadable)
+        assert [each.complete for each in host.retained()] == [None, None]
 
 
 def test_a_committed_step_is_not_saved_over_and_a_leftover_of_it_is(disk, host):

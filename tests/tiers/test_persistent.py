@@ -252,6 +252,34 @@ def test_retention_hears_of_time_metrics_and_completeness(root, tier, world):
     assert (second.step, second.metrics, second.complete) == (7, None, False)
 
 
+@pytest.mark.parametrize("fails", ["manifest", "metrics"])
+def test_what_cannot_be_read_once_is_not_known_and_is_asked_again(
+    root, tier, world, fails, monkeypatch
+):
+    saved = uploaded.saved_step()
+    uploaded.write_all(root, saved, world)
+    files = {"metrics/metrics": b'{"loss": 1.5}'}
+    hosts = [host.id for host in world]
+    commit.commit(root, saved, hosts=hosts, orbax_files=files)
+    with monkeypatch.context() as patch:
+        if fails == "manifest":
+            read = storage.read_bytes
+
+            def once(path):
+                if str(path).endswith("manifest-m1.0.json"):
+                    raise OSError(errno.EIO, "Input/output error")
+                return read(path)
+
+            patch.setattr(storage, "read_bytes", once)
+        else:
+            pathlib.Path(root.final(5), "metrics", "metrics").write_text('{"lo')
+        (held,) = tier.held()
+        assert held.complete is None
+    pathlib.Path(root.final(5), "metrics", "metrics").write_bytes(*files.values())
+    (held,) = tier.held()
+    assert (held.complete, held.metrics) == (True, {"loss": 1.5})
+
+
 def test_a_step_of_another_run_is_offered_as_nothing(root, world):
     put(root, world)
     other = persistent_tier.PersistentTier(root, run="another")

@@ -428,7 +428,7 @@ class HostBackup:
             return set()
         late = {
             each.step: retention.HeldStep.from_contents(
-                each.step_id, each.holdings.contents
+                each.step_id, each.holdings.contents, complete=True
             )
             for each in owed
         }

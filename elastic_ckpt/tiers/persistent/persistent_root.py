@@ -323,13 +323,31 @@ def committed_save(directory: epath.Path) -> str | None:
     return None
 
 
+class UnknownError(errors.CheckpointError):
+    """What a file holds is not known, because it cannot be read now."""
+
+
 def read_json(path: epath.Path) -> dict[str, Any]:
     """A JSON object that Orbax wrote; empty if there is none that can be read."""
     try:
-        content = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
+        return read_metrics(path) or {}
+    except UnknownError:
         return {}
-    return content if isinstance(content, dict) else {}
+
+
+def read_metrics(path: epath.Path) -> dict[str, Any] | None:
+    """The metrics that a step was saved with; None if there are none.
+
+    Raises:
+      UnknownError: if the file is cut short or altered.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise UnknownError(f"{path} is no JSON ({error})") from None
+    return content if isinstance(content, dict) else None
 
 
 def manifest_names(directory: epath.Path) -> list[str]:
@@ -352,7 +370,7 @@ def read_manifests(
         except errors.CheckpointError as error:
             return error
         except bucket_clients.failures() as error:
-            return errors.CheckpointError(
+            return UnknownError(
                 f"manifest {directory / name} cannot be read ({error}); try again when"
                 " the storage is back"
             )

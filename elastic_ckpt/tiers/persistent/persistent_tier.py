@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import tensorstore as ts
+from absl import logging
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, errors, storage
@@ -28,9 +29,11 @@ from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import arrange, evaluations, ocdbt, persistent_root
 from elastic_ckpt.tiers.persistent.persistent_root import (
     PersistentRoot,
+    UnknownError,
     manifest_names,
     read_json,
     read_manifests,
+    read_metrics,
 )
 from elastic_ckpt.tiers.source import (
     Leftover,
@@ -247,22 +250,28 @@ class PersistentTier:
         metadata = read_json(directory / "_CHECKPOINT_METADATA")
         nsecs = metadata.get("commit_timestamp_nsecs") or 0
         time = _BEGINNING + datetime.timedelta(microseconds=nsecs // 1000)
-        if (step, time) not in self._whole:
-            offered = offers_in(
-                directory, run=self._run, step=step, context=self._context
-            )
-            offers = list(offered.sources)
-            if not offers:
+        complete = self._whole.get((step, time))
+        if complete is None:
+            names = manifest_names(directory)
+            found = read_manifests(directory, names, run=self._run, step=step)
+            there = [each for each in found if isinstance(each, Manifest)]
+            if not there:
                 return None
-            self._whole[step, time] = search.newest(offers) is not None
+            if not any(isinstance(each, UnknownError) for each in found):
+                offers = [Offer(tier="persistent", manifest=each) for each in there]
+                complete = self._whole[step, time] = search.newest(offers) is not None
+        saved = None
+        try:
+            saved = read_metrics(directory / "metrics" / "metrics")
+        except UnknownError as error:
+            logging.warning("step %d is kept, because %s", step, error)
+            complete = None
         return retention.HeldStep(
             step=step,
             time=time,
             save=save,
-            metrics=evaluations.metrics_of(
-                directory, read_json(directory / "metrics" / "metrics") or None
-            ),
-            complete=self._whole[step, time],
+            metrics=evaluations.metrics_of(directory, saved),
+            complete=complete,
         )
 
 

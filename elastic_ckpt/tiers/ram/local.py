@@ -86,10 +86,17 @@ class LocalHost:
         """The committed saves as retention requires them, from the manifests."""
         retained = []
         for each in self.held():
-            contents = None
-            with contextlib.suppress(errors.CheckpointError):
+            contents, complete = None, False
+            try:
                 contents = self.disk.manifest(self.slot, each).contents
-            retained.append(retention.HeldStep.from_contents(each, contents))
+                complete = True
+            except errors.CheckpointError:
+                pass
+            except OSError:
+                complete = None
+            retained.append(
+                retention.HeldStep.from_contents(each, contents, complete=complete)
+            )
         return retained
 
     def begin(
