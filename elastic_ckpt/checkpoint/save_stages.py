@@ -175,7 +175,7 @@ class SaveStages:
         # The last step that copies were started for, and the newest that has them.
         self._copied: CheckpointMetadata | None = None
         self._covered: StepId | None = None
-        self._preserved: list[int] = []
+        self._preserved: Sequence[int] | None = None
         # Whether a stage failed otherwise than hosts report it, and no save since.
         self._is_broken = False
         # Whether the next step that is committed is the first of a line.
@@ -517,8 +517,8 @@ class SaveStages:
     def _replicate(self, committed: CheckpointMetadata) -> None:
         self._catch_up.copied.wait()
         copies = self.replicate(committed)
+        self._preserved = None if copies is None else copies.preserved
         if copies is not None:
-            self._preserved = copies.preserved
             if copies.has_diverged:
                 return
             if not copies.has_failed:
@@ -597,6 +597,9 @@ class SaveStages:
         if self._covered is not None:
             in_flight.append(self._covered)
         with self._surviving("local", committed.step, _NOT_REMOVED):
+            if self._preserved is None:
+                of_hosts = self._hosts.all(HostSaver.preserved)
+                self._preserved = sorted({n for each in of_hosts for n in each})
             self._hosts.all(
                 HostSaver.collect,
                 committed.step_id,

@@ -15,6 +15,7 @@ from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.host.copies import HostCopies
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.core import errors
+from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import leases, persistent_root, upload
 from elastic_ckpt.tiers.ram import ram_disk
 from tests import shared_memory, spoilt_files
@@ -105,6 +106,35 @@ def test_the_newest_step_that_has_its_copies_is_kept_until_another_has(sim):
     sim.network.failing.add(1)
     save(sim, 6)
     assert in_ram(sim) == [5, 6]
+
+
+@pytest.mark.parametrize("call", ["place", "take"])
+def test_what_is_preserved_on_one_machine_stays_on_all_though_copies_fail(
+    sim, monkeypatch, call
+):
+    sim.open((0, 1), store_every=1000)
+    save(sim, 1)
+    (directory,) = sim.roots[1].glob("hosts/0/1-*")
+    preserved.pin(directory)
+    save(sim, 2)
+    sim.end()
+    sim.open((0, 1), store_every=1000)
+    assert restore(sim) == 2
+    made = getattr(HostCopies, call)
+
+    @functools.wraps(made)
+    def fails(*_, **__):
+        raise errors.CheckpointError("copies do not fit")
+
+    monkeypatch.setattr(HostCopies, call, fails)
+    for newest in (3, 4):
+        save(sim, newest)
+        assert in_ram(sim)[0] == in_ram(sim, 1)[0] == 1
+    assert {why for _, why in told(sim, "peer")} >= {"host 0: copies do not fit"}
+    monkeypatch.undo()
+    preserved.unpin(directory)
+    save(sim, 5)
+    assert in_ram(sim) == in_ram(sim, 1) == [5]
 
 
 def test_a_step_whose_replicas_differ_replaces_none_and_is_not_stored(sim, monkeypatch):

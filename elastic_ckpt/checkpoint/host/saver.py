@@ -202,6 +202,11 @@ class HostSaver:
             self._world.own.remove(step_id)
 
     @calls.call()
+    def preserved(self) -> tuple[int, ...]:
+        """The steps that are preserved by hand on this machine."""
+        return tuple(self._world.disk.preserved())
+
+    @calls.call()
     def collect(
         self,
         step_id: StepId,
