@@ -130,7 +130,7 @@ def test_what_is_preserved_on_one_machine_stays_on_all_though_copies_fail(
     for newest in (3, 4):
         save(sim, newest)
         assert in_ram(sim)[0] == in_ram(sim, 1)[0] == 1
-    assert {why for _, why in told(sim, "peer")} >= {"host 0: copies do not fit"}
+    assert "copies do not fit" in told(sim, "peer")[0][1]
     monkeypatch.undo()
     preserved.unpin(directory)
     save(sim, 5)
