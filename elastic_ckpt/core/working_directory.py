@@ -15,7 +15,6 @@ import re
 import secrets
 import tempfile
 import weakref
-from collections.abc import Callable
 
 from etils import epath
 
@@ -45,11 +44,12 @@ class WorkingDirectory:
         _remove_leftovers(os.path.dirname(path))
         storage.make_private_directory(path)
         presence = storage.Presence(os.path.join(path, _LOCK))
-        # Removes the directory, unless another process uses it: once, and also if it is
-        # never called.
-        self.close: Callable[[], object] = weakref.finalize(
-            self, _release, os.fspath(path), presence
-        )
+        # This also runs if `close` is never called.
+        self._release = weakref.finalize(self, _release, os.fspath(path), presence)
+
+    def close(self) -> None:
+        """Removes the directory, unless another process uses it."""
+        self._release()
 
 
 def _release(path: str, presence: storage.Presence) -> None:

@@ -118,8 +118,8 @@ def steps_to_delete(
     """
     ordered = sorted(held, key=lambda step: step.step)
     whole = [step for step in ordered if step.complete]
-    kept = {step.step for step in held if step.complete is None}
-    kept |= {*in_flight, *preserved}
+    kept = set(in_flight) | set(preserved)
+    kept |= {step.step for step in held if step.complete is None}
     if whole:
         flags = policy.should_preserve(whole, context=Context())
         kept |= {step.step for step, keep in zip(whole, flags, strict=True) if keep}
