@@ -311,7 +311,7 @@ class HostArrays:
         self._layouts: dict[int, list[Group]] = {}
         self._boxes: dict[int, dict[str, dict[boxes.Box, int]]] = {}
         # Made by the first save that a RAM disk does not hold.
-        self._holders: dict[tuple[int, str], dict[boxes.Box, tuple[int, str]]] = {}
+        self._holders: dict[tuple[int, str], dict[boxes.Box, tuple[int, ...]]] = {}
         # By layout and group, until the last one is there.
         self._captured: dict[tuple[int, int], Captured] = {}
         self._dtypes: dict[str, str] = {}
@@ -452,24 +452,22 @@ class HostArrays:
             shard_shape=leaf.on(group.mesh).shard_shape(leaf.shape),
             boxes=tuple(listed),
             kept=kept,
-            is_own=lambda box: (
-                self._holders_of(layout, group, leaf, box)[0] in self._own
-            ),
-            group_of=lambda box: self._holders_of(layout, group, leaf, box)[1],
+            holders=lambda box: self._holders_of(layout, group, leaf)[box],
+            own=self._own,
         )
 
     def _holders_of(
-        self, layout: int, group: Group, leaf: PlacedLeaf, box: boxes.Box
-    ) -> tuple[int, str]:
-        # The device whose host uploads a box, and the name of the devices that hold it.
+        self, layout: int, group: Group, leaf: PlacedLeaf
+    ) -> dict[boxes.Box, tuple[int, ...]]:
+        # By box, the devices that hold it.
         key = (layout, leaf.path)
         if key not in self._holders:
             devices_of = boxes.holders(leaf.on(group.mesh), leaf.shape)
             self._holders[key] = {
-                held: (devices[number % len(devices)].id, _named(devices))
-                for number, (held, devices) in enumerate(devices_of.items())
+                box: tuple(sorted(device.id for device in devices))
+                for box, devices in devices_of.items()
             }
-        return self._holders[key][box]
+        return self._holders[key]
 
     def _on_devices(
         self, group: Group, leaf: PlacedLeaf, values: Mapping[boxes.Box, np.ndarray]
@@ -484,11 +482,6 @@ class HostArrays:
             with jax.enable_x64(True):
                 made.append(jax.device_put(part, device))
         return made
-
-
-def _named(devices: Sequence[jax.Device]) -> str:
-    ids = sorted(device.id for device in devices)
-    return ",".join(map(str, ids)) if ids[1:] else ""
 
 
 def _wanted(leaf: PlacedLeaf, needed: Mapping[boxes.Box, int]) -> trees.WantedLeaf:

@@ -555,8 +555,8 @@ class SimulatedHosts:
             shard_shape=box.shape,
             boxes=((box, leaf[tuple(map(slice, box.start, box.stop))]),),
             kept=False,
-            is_own=lambda _: holders[0] == number,
-            group_of=lambda _: ",".join(map(str, holders)) if holders[1:] else "",
+            holders=lambda _: tuple(holders),
+            own=(number,),
         )
 
     def _wanted(self, leaf, number):

@@ -22,7 +22,7 @@ import operator
 import os
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple, Self, cast
 
@@ -110,18 +110,17 @@ class Shards:
       shard_shape: that all shards of it have, here and elsewhere.
       boxes: each that is here, once, with its values.
       kept: whether no other code changes the values, so that they need no copy.
-      is_own: whether this host uploads a box if no RAM disk has the step; by default
-        it uploads all of them.
-      group_of: the name of the hosts that hold a box; empty for this one alone, as all
-        are by default.
+      holders: the numbers of what holds a box, such as devices, here and elsewhere,
+        ascending; by default this host alone does.
+      own: those of this host.
     """
 
     leaf: Leaf
     shard_shape: tuple[int, ...]
     boxes: tuple[tuple[boxes.Box, np.ndarray], ...]
     kept: bool
-    is_own: Callable[[boxes.Box], bool] | None = None
-    group_of: Callable[[boxes.Box], str] | None = None
+    holders: Callable[[boxes.Box], tuple[int, ...]] = lambda _: (0,)
+    own: Collection[int] = (0,)
 
 
 Value = jax.Array | Whole | Shards

@@ -1,19 +1,21 @@
 """A captured step as a source: a host uploads from it where no RAM disk has the step.
 
 It offers the host's share of the upload, as a RAM disk would. If several processes hold
-a box, one of them uploads it; the array's sharding decides which. The digests of such
-boxes are compared between all of them before.
+a box, one of them uploads it (`steps.owners`). The digests of such boxes are compared
+between all of them before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
 from elastic_ckpt.checkpoint.host.capture import ArrayPlace, Shards
 from elastic_ckpt.core import boxes, digest, errors, storage
-from elastic_ckpt.steps import layout
+from elastic_ckpt.steps import layout, owners
 from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.manifest import (
     ComponentFile,
@@ -174,7 +176,7 @@ class CapturedStep:
 
 
 class Owners:
-    """The process that uploads each box of a captured state.
+    """The hosts that hold the boxes of a captured state, and the one that uploads each.
 
     Args:
       captured: of the state; not released.
@@ -185,8 +187,7 @@ class Owners:
     def __init__(self, captured: Captured, *, number: int, num_hosts: int) -> None:
         self._number = number
         self._num_hosts = num_hosts
-        self._places = [part.place for part in captured.parts]
-        self._owners: dict[int, dict[boxes.Box, tuple[int, str]]] = {}
+        self._leaves = [(part.leaf, part.place) for part in captured.parts]
 
     def is_own(self, leaf: int, box: boxes.Box) -> bool:
         """Whether this process uploads a box of a leaf; some are uploaded by several.
@@ -194,46 +195,59 @@ class Owners:
         Other processes may hold the same boxes of random keys, so each holder uploads
         those.
         """
-        place = self._places[leaf]
-        if isinstance(place, Shards):
-            return place.is_own is None or place.is_own(box)
-        if not isinstance(place, ArrayPlace):
-            # In every process.
-            return leaf % self._num_hosts == self._number
-        if place.is_key:
-            return True
-        return self._held(leaf, place, box)[0] == self._number
+        return self._held[leaf, self._item(leaf, box)][0]
 
     def group_of(self, leaf: int, box: boxes.Box) -> str:
         """The name of the hosts that hold a box; empty if this one alone does."""
-        place = self._places[leaf]
-        if self._num_hosts == 1:
-            return ""
-        if isinstance(place, Shards):
-            return "" if place.group_of is None else place.group_of(box)
-        if not isinstance(place, ArrayPlace):
-            return "all"
-        return self._held(leaf, place, box)[1]
+        return self._held[leaf, self._item(leaf, box)][1]
 
-    def _held(self, leaf: int, place: ArrayPlace, box: boxes.Box) -> tuple[int, str]:
-        if leaf not in self._owners:
-            self._owners[leaf] = _owners(place)
+    def _item(self, leaf: int, box: boxes.Box) -> boxes.Box | None:
+        return box if self._is_cut(self._leaves[leaf][1]) else None
+
+    def _is_cut(self, place: object) -> bool:
+        # Every process has a value of its own of a leaf that is not cut.
+        if isinstance(place, ArrayPlace):
+            return not place.sharding.is_fully_addressable
+        return isinstance(place, Shards)
+
+    @functools.cached_property
+    def _held(self) -> dict[tuple[int, boxes.Box | None], tuple[bool, str]]:
+        # By the number of the leaf, and its boxes if it is cut: whether this process
+        # uploads it, and the name of all that hold it.
+        held: dict[tuple[int, boxes.Box | None], tuple[bool, str]] = {}
+        # Of arrays by process, and of those that other code has assembled by device.
+        for is_by_device in (False, True):
+            items, holders, num_bytes = [], [], []
+            for number, (leaf, place) in enumerate(self._leaves):
+                if isinstance(place, Shards) != is_by_device:
+                    continue
+                for box, of_box in self._holders(place):
+                    shape = leaf.shape if box is None else box.shape
+                    items.append((number, box))
+                    holders.append(of_box)
+                    item_bytes = np.dtype(leaf.dtype).itemsize
+                    num_bytes.append(math.prod(shape) * item_bytes)
+            uploaders = owners.shares(holders, np.array(num_bytes))
+            for item, of_item, uploader in zip(items, holders, uploaders, strict=True):
+                place = self._leaves[item[0]][1]
+                own = place.own if isinstance(place, Shards) else (self._number,)
+                is_key = isinstance(place, ArrayPlace) and place.is_key
+                group = ",".join(map(str, of_item)) if of_item[1:] else ""
+                held[item] = uploader in own or is_key, group
+        return held
+
+    def _holders(
+        self, place: object
+    ) -> Iterable[tuple[boxes.Box | None, tuple[int, ...]]]:
+        if isinstance(place, Shards):
+            return [(box, place.holders(box)) for box, _ in place.boxes]
+        if not (isinstance(place, ArrayPlace) and self._is_cut(place)):
+            return [(None, tuple(range(self._num_hosts)))]
+        everywhere = boxes.holders(place.sharding, place.shape)
         # The numbers of a random key are its last dimension.
         rank = len(place.shape)
-        return self._owners[leaf][
-            boxes.Box(start=box.start[:rank], stop=box.stop[:rank])
+        return [
+            (box, tuple(sorted({device.process_index for device in everywhere[whole]})))
+            for _, box in place.boxes
+            for whole in [boxes.Box(start=box.start[:rank], stop=box.stop[:rank])]
         ]
-
-
-def _owners(place: ArrayPlace) -> dict[boxes.Box, tuple[int, str]]:
-    # By box, the process that uploads it, and the name of those that hold it.
-    sharding, owners = place.sharding, {}
-    held = boxes.holders(sharding, place.shape)
-    for number, (box, devices) in enumerate(held.items()):
-        processes = sorted({device.process_index for device in devices})
-        group = ",".join(map(str, processes)) if len(processes) > 1 else ""
-        if sharding.is_fully_addressable:
-            # Each process has an array of its own.
-            group = "all"
-        owners[box] = processes[number % len(processes)], group
-    return owners
