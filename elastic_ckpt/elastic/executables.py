@@ -138,7 +138,7 @@ class Executables:
         if hits:
             # On CPU an executable of JAX's cache is serialized without its code. The
             # next world finds it in that cache, too.
-            logging.info("an executable is not kept: it is of JAX's cache")
+            logging.warning("an executable is not kept: it is of JAX's cache")
         else:
             self._keep(path, compiled, _devices(arguments))
         return compiled
@@ -149,7 +149,7 @@ class Executables:
         try:
             modules = _changed_modules(self.kept.began_ns)
             code = [jitted.__wrapped__, _abstract(arguments), modules]
-            name = _digest(_place()) + _digest([_settings(), code])
+            name = "-".join(map(_digest, (_place(), _settings(), code)))
         except Exception as error:
             # Pickling calls methods of whatever the function refers to.
             logging.warning("the executable of %r is not kept: %r", jitted, error)
@@ -164,7 +164,7 @@ class Executables:
         try:
             return _load(self.kept, path)
         except FileNotFoundError:
-            return None
+            _tell_others(path)
         except _AlteredError as error:
             self._refuse(path, str(error))
         except Exception as error:
@@ -190,6 +190,20 @@ class Executables:
     def _refuse(self, path: str, why: str) -> None:
         self.emit("executable_refused", path=path, why=why)
         storage.remove(path)
+
+
+def _tell_others(path: str) -> None:
+    # Logs what differs in the executables that are there.
+    directory, name = os.path.split(path)
+    place, settings, _ = name.split("-")
+    others = [each for each in os.listdir(directory) if each.startswith(place)]
+    if others:
+        same = [each for each in others if each.startswith(f"{place}-{settings}")]
+        logging.warning(
+            "a program is compiled: the %d kept executables are of other %s",
+            len(others),
+            "programs, arguments or modules" if same else "settings",
+        )
 
 
 class _AlteredError(Exception):
@@ -245,7 +259,7 @@ def loses_order(compiled: Any) -> bool:
     computations = compiled.as_text().split("\n}")
     if sum(bool(_COLLECTIVE.search(each)) for each in computations) <= 1:
         return False
-    logging.info("an executable is not kept: it has collectives in a loop, on CPU")
+    logging.warning("an executable is not kept: it has collectives in a loop, on CPU")
     return True
 
 

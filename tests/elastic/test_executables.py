@@ -63,7 +63,9 @@ def run(kept, *, scale=3.0, num_devices=4, rows=ROWS, preloaded=None):
 
 def files(kept):
     return sorted(
-        path for path in pathlib.Path(kept.directory).iterdir() if len(path.name) == 64
+        path
+        for path in pathlib.Path(kept.directory).iterdir()
+        if path.name.count("-") == 2 and not path.name.startswith(".")
     )
 
 
@@ -101,19 +103,21 @@ def test_a_world_loads_what_is_kept_before_it_asks(kept, monkeypatch):
     assert names == COMPILED
 
 
-def test_a_program_on_another_mesh_is_compiled(kept):
+def test_a_program_on_another_mesh_is_compiled_and_the_log_says_why(kept, caplog):
     run(kept)
     assert run(kept, num_devices=2)[1] == COMPILED
+    assert "the 1 kept executables are of other programs, arg" in caplog.text
 
 
 def test_what_is_kept_under_a_setting_is_loaded_before_the_program_makes_it(
-    kept, monkeypatch
+    kept, monkeypatch, caplog
 ):
     before = jax.config.jax_default_prng_impl
     try:
         for setting in (before, "unsafe_rbg"):
             jax.config.update("jax_default_prng_impl", setting)
             assert run(kept)[1] == COMPILED
+        assert "the 1 kept executables are of other settings" in caplog.text
         jax.config.update("jax_default_prng_impl", before)
         preloaded = executables.Preloaded(kept)
         for file in files(kept):
