@@ -208,7 +208,34 @@ def watch_steps(
       RunError: if there is no secret in the file, or no agent takes it.
       ConfigError: if `tls_authority` cannot be read.
     """
-    root = PersistentRoot.from_path(directory)
+    # A program may change its directory before it asks for the first step.
+    secret_file, tls_authority = (
+        None if path is None else storage.absolute(path)
+        for path in (secret_file, tls_authority)
+    )
+    return _watched(
+        PersistentRoot.from_path(directory),
+        after=after,
+        poll_secs=poll_secs,
+        timeout_secs=timeout_secs,
+        duration_secs=duration_secs,
+        secret_file=secret_file,
+        tls_authority=tls_authority,
+        max_bytes_per_sec=max_bytes_per_sec,
+    )
+
+
+def _watched(
+    root: PersistentRoot,
+    *,
+    after: int,
+    poll_secs: float,
+    timeout_secs: float | None,
+    duration_secs: float,
+    secret_file: epath.PathLike | None,
+    tls_authority: epath.PathLike | None,
+    max_bytes_per_sec: float | None,
+) -> Iterator[Step]:
     reading = _Reading()
     stored = _Stored(root, after)
     look: Callable[[], FoundStep | int | None] = stored.next

@@ -155,7 +155,7 @@ class Peers(Tier):
             assume_data_parallelism=(_kind, bool, "True or False"),
             domain=(_kind, str, 'a text such as "zone;rack"'),
             domains=(_kind, Mapping, 'a mapping such as {"rack": "r7"}'),
-            interface=(_path, "10.0.0.7"),
+            interface=(_text, "10.0.0.7"),
             secret_file=(_path, "/etc/secrets/run"),
             max_bytes_per_sec=(_positive,),
             timeout_secs=(_positive,),
@@ -359,9 +359,14 @@ def _check(choice: Any, **checks: tuple[Any, ...]) -> None:
         object.__setattr__(choice, name, checked)
 
 
-def _path(value: Any, example: str) -> Any:
-    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
-    if not (isinstance(path, str) and path.strip()):
+def _path(value: Any, example: str) -> str:
+    # Absolute: a program may change its directory.
+    path = _text(os.fspath(value) if isinstance(value, os.PathLike) else value, example)
+    return os.path.abspath(path) if storage.is_local(path) else path
+
+
+def _text(value: Any, example: str) -> str:
+    if not (isinstance(value, str) and value.strip()):
         raise ValueError(f"one such as {example}")
     return value
 

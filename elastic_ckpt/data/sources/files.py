@@ -74,14 +74,14 @@ def find_files(patterns: str, *, key: str = "grain_train_files") -> tuple[str, .
     paths: list[str] = []
     matched: dict[str, str] = {}
     for pattern in _patterns(patterns):
-        matches = _matches(pattern)
+        matches = list(map(absolute_path, _matches(pattern)))
         if not matches:
             raise errors.DataError(
                 f"{key}: {pattern} matches no file; check the path, or write one with"
                 " `elastic-ckpt data DIRECTORY FILE`"
             )
         for match in matches:
-            earlier = matched.setdefault(absolute(match), pattern)
+            earlier = matched.setdefault(match, pattern)
             if earlier is not pattern:
                 raise errors.ConfigError(
                     f"{key}: {earlier} and {pattern} both match {match}, which would be"
@@ -176,10 +176,14 @@ def names(value: Any, *, argument: str, required: bool = False) -> tuple[str, ..
 
 def absolute(patterns: str) -> str:
     """Comma-separated patterns, with local ones as absolute paths."""
-    return ",".join(
-        os.path.abspath(os.path.expanduser(part)) if storage.is_local(part) else part
-        for part in _patterns(patterns)
-    )
+    return ",".join(map(absolute_path, _patterns(patterns)))
+
+
+def absolute_path(path: str) -> str:
+    """A local path as an absolute one: a program may change its directory."""
+    if not storage.is_local(path):
+        return path
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def content(file: str) -> Content:

@@ -166,7 +166,7 @@ def check_columns(
 
 
 def take_names(source: Any, **fields: str) -> None:
-    """Converts fields of a source to tuples, in case the caller passed lists.
+    """Converts fields of a source to tuples, also of lists, and paths to absolute ones.
 
     Args:
       source: the source, during its construction.
@@ -183,6 +183,8 @@ def take_names(source: Any, **fields: str) -> None:
         twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
             raise errors.ConfigError(f"{argument} has {twice[0]!r} twice; name it once")
+        if field == "files":
+            names = tuple(map(files.absolute_path, names))
         object.__setattr__(source, field, names)
 
 
