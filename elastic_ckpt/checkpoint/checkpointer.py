@@ -640,7 +640,8 @@ class HostsCheckpointer:
 
         Raises:
           StepNotFoundError: if there was none, and `missing_ok` is not set.
-          CheckpointError: if `checkpointable_name` is not None.
+          CheckpointError: if a program reads it under a lease (`ec.lease`), or
+            `checkpointable_name` is not None.
         """
         name = checkpointable_name
         response = self.delete_async(
@@ -1104,9 +1105,11 @@ class HostsCheckpointer:
         )
 
     def _remove(self, step: int, *, missing_ok: bool) -> bool:
-        was_there = any(self._hosts.all(HostSaver.remove, step))
+        was_there = False
         if self._root is not None:
-            was_there |= self._hosts.first(HostBackup.remove, step)
+            # First: it refuses a step that is leased.
+            was_there = self._hosts.first(HostBackup.remove, step, self._line)
+        was_there |= any(self._hosts.all(HostSaver.remove, step))
         if not (was_there or missing_ok):
             raise restore.StepNotFoundError(
                 f"step {step} is not in any tier; `checkpoints` lists the steps that"

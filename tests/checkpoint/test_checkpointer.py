@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
+import elastic_ckpt as ec
 from elastic_ckpt import frontend
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent
@@ -209,6 +210,21 @@ def test_an_integer_of_any_type_is_a_step(make):
         checkpointer.save(step, STATE)
         checkpointer.cancel(step)
         assert checkpointer.latest is None
+
+
+def test_a_step_that_is_leased_is_not_deleted_from_any_tier(make, tmp_path):
+    checkpointer = make()
+    for step in (1, 2):
+        assert checkpointer.save(step, STATE, force=True)
+    checkpointer.wait()
+    with ec.lease(tmp_path / "steps" / "2"):
+        with pytest.raises(errors.CheckpointError, match=r"step 2 in .* is leased"):
+            checkpointer.delete(2)
+        assert checkpointer.latest.step == 2
+        assert checkpointer.load(2, STATE).keys() == STATE.keys()
+    assert checkpointer.delete(2)
+    assert checkpointer.latest.step == 1
+    assert not (tmp_path / "steps" / "2").exists()
 
 
 def test_what_is_no_step_is_refused_by_name(make):

@@ -7,9 +7,10 @@ removes the steps that are no longer kept there. Before the first one of a world
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 from elastic_ckpt.checkpoint.host import (
     part_offers,
@@ -253,12 +254,7 @@ class HostBackup:
         gone += self._not_kept()
         if not gone:
             return
-        numbers = {each.step for each in gone}
-        with leases.announced(root, numbers, by=line.save) as cut_short:
-            for number in cut_short:
-                if not root.is_committed(number):
-                    storage.remove(root.final(number))
-            leased = self._leases.leased(root)
+        with self._removing({each.step for each in gone}, line) as leased:
             for each in dict.fromkeys(gone):
                 if each.step in leased:
                     continue
@@ -286,12 +282,37 @@ class HostBackup:
         )
 
     @calls.call(limit_secs=calls.LONG_SECS)
-    def remove(self, step: int) -> bool:
+    def remove(self, step: int, line: Line) -> bool:
         """Removes all saves of a step from persistent storage; whether there were any.
 
         A step that Orbax alone saved stays.
+
+        Args:
+          step: the training step.
+          line: of the world that removes it.
+
+        Raises:
+          CheckpointError: if a program reads it under a lease.
         """
-        return self._tier().remove_all(step)
+        with self._removing({step}, line) as leased:
+            if step in leased:
+                raise errors.CheckpointError(
+                    f"step {step} in {self._root().path} is leased: a program is"
+                    " reading it; delete it when that has ended. The lease of a"
+                    " program that was killed expires by itself"
+                )
+            return self._tier().remove_all(step)
+
+    @contextlib.contextmanager
+    def _removing(self, steps: Set[int], line: Line) -> Iterator[Set[int]]:
+        # Announces what will be removed, finishes what worlds before have announced,
+        # and yields the steps that readers have leased.
+        root = self._root()
+        with leases.announced(root, steps, by=line.save) as cut_short:
+            for number in cut_short:
+                if not root.is_committed(number):
+                    storage.remove(root.final(number))
+            yield self._leases.leased(root)
 
     @calls.call()
     def record_metrics(self, step_id: StepId, metrics: str) -> None:
