@@ -860,6 +860,8 @@ class HostsCheckpointer:
         # Whether a tier is due at a step that is newer than all others.
         is_behind = self._newest is not None and step <= self._newest.step
         if is_behind and not self._goes_back(step):
+            if not self._exists(step):
+                raise self._behind(step)
             return False
         return self._schedule.is_due(self._current(step), is_saving=is_saving)
 
@@ -896,7 +898,7 @@ class HostsCheckpointer:
             assert self._looked_at is not None
             self._go_on(self._looked_at)
         line = self._line_for(step, overwrite=overwrite)
-        if line is None or not (forced or self._is_wanted(step, is_saving=is_saving)):
+        if not (forced or self._is_wanted(step, is_saving=is_saving)):
             return None
         self._is_placed, self._looked_at = True, None
         if self._left_step is not None and self._restored is not None:
@@ -1159,8 +1161,23 @@ class HostsCheckpointer:
         parents = FROM_SCRATCH if self._claims or self._is_anew else ()
         return Line(save=self._save, parents=parents)
 
-    def _line_for(self, step: int, *, overwrite: bool) -> Line | None:
-        # The line that a step is saved to; None if it is behind the latest.
+    def _exists(self, step: int) -> bool:
+        newest = self._newest
+        is_newest = newest is not None and newest.step == step
+        return is_newest or step in [each.step for each in self._complete()]
+
+    def _behind(self, step: int) -> errors.CheckpointError:
+        # Of a step that will never be saved, because there is a later one.
+        assert self._newest is not None
+        return errors.CheckpointError(
+            f"step {step} cannot be saved: {self.directory} has step"
+            f" {self._newest.step}, which is later. To continue the run, load that step"
+            " first; to train again from an earlier one, load that with go_back=True;"
+            " for another run, give another directory"
+        )
+
+    def _line_for(self, step: int, *, overwrite: bool) -> Line:
+        # The line that a step is saved to.
         latest = self._newest
         newest_step = -1 if latest is None else latest.step
         self._begun = {each for each in self._begun if each.step > newest_step}
@@ -1175,12 +1192,12 @@ class HostsCheckpointer:
             parents = line.parents if latest is None else latest.line
             return Line(save=save, parents=parents)
         if not overwrite:
-            if step == latest.step or step in [each.step for each in self._complete()]:
-                raise restore.StepAlreadyExistsError(
-                    f"step {step} already exists; save it with overwrite=True, or save"
-                    " a later step"
-                )
-            return None
+            if not self._exists(step):
+                raise self._behind(step)
+            raise restore.StepAlreadyExistsError(
+                f"step {step} already exists; save it with overwrite=True, or save a"
+                " later step"
+            )
         if step < latest.step:
             raise errors.CheckpointError(
                 f"step {step} cannot be overwritten: only the newest step can, which"

@@ -112,8 +112,47 @@ def test_ram_keeps_the_newest_step_and_storage_what_is_due(make, tmp_path):
     assert [each["step"] for each in recorded.named("backed_up")] == [2, 4]
     names = os.listdir(tmp_path / "ram" / "hosts" / "0")
     assert sorted(name.partition("-")[0] for name in names) == ["5", "lock"]
-    assert not checkpointer.should_save(1)
-    assert checkpointer.save_async(1, {"n": 1}, force=True) is None
+    # A step that is there is not due; one before the newest will never be saved.
+    assert not checkpointer.should_save(2)
+    with pytest.raises(errors.CheckpointError, match="has step 5, which is later"):
+        checkpointer.should_save(1)
+
+
+@pytest.mark.parametrize("kinds", ["ram", "steps", "ram steps"])
+def test_a_run_that_begins_anew_among_later_steps_is_refused_at_once(tmp_path, kinds):
+    every = {"ram": Local, "steps": Persistent}
+    tiers = [every[kind](tmp_path / kind, every=10) for kind in kinds.split()]
+    newest = tmp_path / kinds.split()[-1]
+
+    def opened():
+        return frontend.Checkpointer(tiers, run="run")
+
+    with opened() as checkpointer:
+        for step in (10, 20):
+            assert checkpointer.save(step, {"n": step})
+    with opened() as checkpointer:
+        refused = pytest.raises(
+            errors.CheckpointError,
+            match=rf"step 1 cannot be saved: {newest} has step 20.*go_back=True.*anoth",
+        )
+        for call in (
+            lambda: checkpointer.should_save(1),
+            lambda: checkpointer.save(1, {"n": 1}),
+            lambda: checkpointer.save(1, {"n": 1}, force=True),
+            lambda: checkpointer.save_async(1, {"n": 1}),
+            lambda: checkpointer.save_checkpointables(1, {"state": {"n": 1}}),
+        ):
+            with refused:
+                call()
+        assert checkpointer.load() == {"n": 20}
+        assert not checkpointer.should_save(21)
+        assert checkpointer.save(30, {"n": 30})
+    with opened() as checkpointer:
+        assert [each.step for each in checkpointer.checkpoints][-1] == 30
+        if kinds == "steps":
+            assert checkpointer.load(10, go_back=True) == {"n": 10}
+            assert checkpointer.save(11, {"n": 11}, force=True)
+            assert checkpointer.latest.step == 11
 
 
 class LateClock(seams.Clock):
@@ -320,8 +359,10 @@ def test_a_step_that_exists_is_saved_only_to_overwrite_it(make, tmp_path):
             for step, force in [(2, False), (4, False), (4, True)]:
                 with pytest.raises(ocp.training.errors.StepAlreadyExistsError):
                     each.save(step, {"n": 0}, force=force)
-            assert not each.save(3, {"n": 3})
             assert each.load(4) == {"n": 4}
+        assert not stock.save(3, {"n": 3})
+    with pytest.raises(errors.CheckpointError, match="has step 4, which is later"):
+        checkpointer.save(3, {"n": 3})
     with pytest.raises(errors.CheckpointError, match="step 2 already exists"):
         checkpointer.save_checkpointables(2, {"state": {"n": 0}})
     assert checkpointer.save(4, {"n": 5}, overwrite=True)
