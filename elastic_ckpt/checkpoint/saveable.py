@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from elastic_ckpt.checkpoint import orbax_format, tree_structure
-from elastic_ckpt.checkpoint.host.trees import leaf_path
+from elastic_ckpt.checkpoint.host.trees import leaf_path, structure_text
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps import manifest_file
 from elastic_ckpt.tiers import preserved
@@ -43,7 +43,7 @@ _RESERVED = frozenset(
 # Checked trees, by name, structure and types of their leaves, which are usually the
 # same at every step of a run.
 _KNOWN_TREES = 64
-_known: set[tuple[str, Any, tuple[type, ...]]] = set()
+_known: set[tuple[str, str, tuple[type, ...]]] = set()
 
 
 def check(checkpointables: Mapping[str, Any], components: Mapping[str, Any]) -> None:
@@ -61,18 +61,14 @@ def check(checkpointables: Mapping[str, Any], components: Mapping[str, Any]) -> 
     for name in [*checkpointables, *components]:
         _check_name(name)
     for name, tree in checkpointables.items():
-        leaves, structure = jax.tree.flatten(tree)
+        leaves = jax.tree.leaves(tree)
         texts = [leaf for leaf in leaves if isinstance(leaf, str)]
-        key = (name, structure, tuple(map(type, leaves)))
-        try:
-            if key not in _known:
-                _check_tree(name, tree)
-                if len(_known) >= _KNOWN_TREES:
-                    _known.clear()
-                _known.add(key)
-        except TypeError:
-            # Nodes with data that has no hash.
+        key = (name, structure_text(tree), tuple(map(type, leaves)))
+        if key not in _known:
             _check_tree(name, tree)
+            if len(_known) >= _KNOWN_TREES:
+                _known.clear()
+            _known.add(key)
         if not all(map(_is_unicode, texts)):
             raise errors.CheckpointError(
                 f"a text of {name!r} is not Unicode, and no tier can store it;"

@@ -17,6 +17,7 @@ FORMAT.md in `tiers` is the page of the format.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -49,10 +50,15 @@ _NO_STRUCTURE = (
 
 def to_json(checkpointables: Mapping[str, Any]) -> str:
     """The structure of some trees, of which leaves may be abstract."""
-    leaves, structure = jax.tree.flatten(dict(checkpointables))
+    tree = dict(checkpointables)
     # The states of a run differ in their values alone. The types are a part of the key
     # because 0 equals 0.0.
-    key = (structure, tuple(leaves), tuple(map(type, leaves)))
+    leaves = tuple(jax.tree.leaves(tree))
+    key = (
+        _Tree(text=trees.structure_text(tree), tree=tree),
+        leaves,
+        tuple(map(type, leaves)),
+    )
     try:
         hash(key)
     except TypeError:
@@ -60,10 +66,16 @@ def to_json(checkpointables: Mapping[str, Any]) -> str:
     return _to_json(*key)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Tree:
+    text: str
+    tree: Mapping[str, Any] = dataclasses.field(compare=False)
+
+
 @functools.lru_cache(maxsize=4)
-def _to_json(structure: Any, leaves: tuple[Any, ...], types: tuple[type, ...]) -> str:
-    del types
-    checkpointables = jax.tree.unflatten(structure, leaves)
+def _to_json(of: _Tree, leaves: tuple[Any, ...], types: tuple[type, ...]) -> str:
+    del leaves, types
+    checkpointables = of.tree
     shardings: dict[NamedSharding, int] = {}
     structures = {
         name: _structure(tree, shardings) for name, tree in checkpointables.items()

@@ -155,6 +155,49 @@ def test_a_run_that_begins_anew_among_later_steps_is_refused_at_once(tmp_path, k
             assert checkpointer.latest.step == 11
 
 
+@jax.tree_util.register_pytree_node_class
+class Node:
+    """A node of a user's library whose data are arrays."""
+
+    def __init__(self, w, table):
+        self.w, self.table = w, table
+
+    def tree_flatten(self):
+        return (self.w,), self.table
+
+    @classmethod
+    def tree_unflatten(cls, table, children):
+        return cls(*children, table)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda n: Node(np.full(2, n), np.arange(3)),
+        lambda n: {(1, 2) if n == 1 else np.int64(3): np.full(2, n)},
+        lambda n: {1 if n == 1 else True: np.full(2, n)},
+        lambda n: [np.full(2, n)] if n == 1 else (np.full(2, n), {}, []),
+    ],
+    ids=["array as data", "keys that are not compared", "equal keys", "empty nodes"],
+)
+def test_trees_that_cannot_be_compared_are_saved_as_stock_orbax_does(
+    make, tmp_path, made
+):
+    checkpointer = make(local=KEPT)
+    with ocp.training.Checkpointer(tmp_path / "stock") as stock:
+        for step in (1, 2, 3):
+            for each in (stock, checkpointer):
+                assert each.save(step, made(step), force=True)
+        checkpointer.wait()
+        for step in (1, 2, 3):
+            expected = jax.tree.leaves(stock.load(step, made(step)))
+            for found in (
+                checkpointer.load(step, made(step)),
+                ocp.load(tmp_path / "steps" / str(step), made(step)),
+            ):
+                np.testing.assert_array_equal(jax.tree.leaves(found), expected)
+
+
 class LateClock(seams.Clock):
     """A clock that is late for the time since the epoch."""
 

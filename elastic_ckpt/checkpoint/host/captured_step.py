@@ -26,7 +26,7 @@ from elastic_ckpt.steps.manifest import (
     Manifest,
 )
 from elastic_ckpt.steps.step_id import StepId
-from elastic_ckpt.tiers.captured import Captured, Values, fetched
+from elastic_ckpt.tiers.captured import Captured, CapturedLeaf, Values, fetched
 from elastic_ckpt.tiers.source import OnPiece, ReadError, ignored
 
 IsOwn = Callable[[int, boxes.Box], bool]
@@ -187,7 +187,7 @@ class Owners:
     def __init__(self, captured: Captured, *, number: int, num_hosts: int) -> None:
         self._number = number
         self._num_hosts = num_hosts
-        self._leaves = [(part.leaf, part.place) for part in captured.parts]
+        self._parts = captured.parts
 
     def is_own(self, leaf: int, box: boxes.Box) -> bool:
         """Whether this process uploads a box of a leaf; some are uploaded by several.
@@ -202,7 +202,7 @@ class Owners:
         return self._held[leaf, self._item(leaf, box)][1]
 
     def _item(self, leaf: int, box: boxes.Box) -> boxes.Box | None:
-        return box if self._is_cut(self._leaves[leaf][1]) else None
+        return box if self._is_cut(self._parts[leaf].place) else None
 
     def _is_cut(self, place: object) -> bool:
         # Every process has a value of its own of a leaf that is not cut.
@@ -218,18 +218,18 @@ class Owners:
         # Of arrays by process, and of those that other code has assembled by device.
         for is_by_device in (False, True):
             items, holders, num_bytes = [], [], []
-            for number, (leaf, place) in enumerate(self._leaves):
-                if isinstance(place, Shards) != is_by_device:
+            for number, part in enumerate(self._parts):
+                if isinstance(part.place, Shards) != is_by_device:
                     continue
-                for box, of_box in self._holders(place):
-                    shape = leaf.shape if box is None else box.shape
+                for box, of_box in self._holders(part):
+                    shape = part.leaf.shape if box is None else box.shape
                     items.append((number, box))
                     holders.append(of_box)
-                    item_bytes = np.dtype(leaf.dtype).itemsize
+                    item_bytes = np.dtype(part.leaf.dtype).itemsize
                     num_bytes.append(math.prod(shape) * item_bytes)
             uploaders = owners.shares(holders, np.array(num_bytes))
             for item, of_item, uploader in zip(items, holders, uploaders, strict=True):
-                place = self._leaves[item[0]][1]
+                place = self._parts[item[0]].place
                 own = place.own if isinstance(place, Shards) else (self._number,)
                 is_key = isinstance(place, ArrayPlace) and place.is_key
                 group = ",".join(map(str, of_item)) if of_item[1:] else ""
@@ -237,10 +237,12 @@ class Owners:
         return held
 
     def _holders(
-        self, place: object
+        self, part: CapturedLeaf
     ) -> Iterable[tuple[boxes.Box | None, tuple[int, ...]]]:
+        place = part.place
+        shards = sorted({part.shard(chunk) for chunk, _ in part.boxes})
         if isinstance(place, Shards):
-            return [(box, place.holders(box)) for box, _ in place.boxes]
+            return [(box, place.holders(box)) for box in shards]
         if not (isinstance(place, ArrayPlace) and self._is_cut(place)):
             return [(None, tuple(range(self._num_hosts)))]
         everywhere = boxes.holders(place.sharding, place.shape)
@@ -248,6 +250,6 @@ class Owners:
         rank = len(place.shape)
         return [
             (box, tuple(sorted({device.process_index for device in everywhere[whole]})))
-            for _, box in place.boxes
+            for box in shards
             for whole in [boxes.Box(start=box.start[:rank], stop=box.stop[:rank])]
         ]

@@ -8,7 +8,6 @@ A typed PRNG key is saved as the numbers that it consists of, under one more dim
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,7 +30,7 @@ from elastic_ckpt.steps.manifest import Contents, escaped
 
 KeyPath = tuple[Any, ...]
 
-_KNOWN_PATHS: dict[tuple[str, Any], tuple[str, ...]] = {}
+_KNOWN_PATHS: dict[tuple[str, str], tuple[str, ...]] = {}
 _MOST_KNOWN = 64
 # Of a box that a device receives at once.
 MOST_PLACED_BYTES = 2**27
@@ -56,29 +55,36 @@ def leaf_path(checkpointable: str, key_path: KeyPath) -> str:
     return "/".join([checkpointable, *map(escaped, keys)])
 
 
+def structure_text(tree: Any) -> str:
+    """Text that tells the structures of trees apart: their nodes, keys and other data.
+
+    Caches are keyed by it. The structure itself compares what the nodes of a user's
+    library hold, which may be arrays, or keys such as 1 and True.
+    """
+    text = str(jax.tree.structure(tree))
+    if "CustomNode" in text:
+        # Their data is cut short where it is long, and the keys may depend on it.
+        text += repr([path for path, _ in jax.tree.leaves_with_path(tree)])
+    return text
+
+
 def leaves(trees: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of some trees by their paths; `None` is no leaf."""
     found: dict[str, Any] = {}
     for name, tree in trees.items():
-        of_tree, structure = jax.tree_util.tree_flatten(tree)
-        found.update(zip(_paths(name, tree, structure), of_tree, strict=True))
+        found.update(zip(_paths(name, tree), jax.tree.leaves(tree), strict=True))
     return found
 
 
-def _paths(name: str, tree: Any, structure: Any) -> tuple[str, ...]:
+def _paths(name: str, tree: Any) -> tuple[str, ...]:
     # The same tree is saved each time, and to name its leaves takes longer than a copy.
-    try:
-        known = _KNOWN_PATHS.get((name, structure))
-    except TypeError:  # The structure has no hash.
-        known = None
-    if known is None:
-        keyed = jax.tree_util.tree_leaves_with_path(tree)
-        known = tuple(leaf_path(name, path) for path, _ in keyed)
+    key = name, structure_text(tree)
+    if key not in _KNOWN_PATHS:
         if len(_KNOWN_PATHS) > _MOST_KNOWN:
             _KNOWN_PATHS.clear()
-        with contextlib.suppress(TypeError):
-            _KNOWN_PATHS[name, structure] = known
-    return known
+        keyed = jax.tree.leaves_with_path(tree)
+        _KNOWN_PATHS[key] = tuple(leaf_path(name, path) for path, _ in keyed)
+    return _KNOWN_PATHS[key]
 
 
 def arrays(trees: Mapping[str, Any]) -> dict[str, Any]:
