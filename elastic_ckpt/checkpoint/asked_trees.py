@@ -143,16 +143,20 @@ def _resolved(
     if isinstance(was, str):
         return was, None
     if not isinstance(leaf, type):
-        return _READ, _placed(leaf, was)
+        return _READ, _placed(path, leaf, was)
     if issubclass(leaf, bool | int | float):
         return _READ, leaf(0)
     return _READ, _of_type(path, leaf, was)
 
 
-def _placed(leaf: Any, was: Any) -> Any:
-    # Without a requested sharding an array keeps the saved one; a key, its generator.
+def _placed(path: str, leaf: Any, was: Any) -> Any:
+    # Without a requested sharding an array keeps the saved one.
     if _is_key(leaf) and _is_key(was) and leaf.dtype != was.dtype:
-        leaf = jax.ShapeDtypeStruct(leaf.shape, was.dtype, sharding=leaf.sharding)
+        raise errors.CheckpointError(
+            f"{path} is a random key that was saved as {was.dtype}, and was requested"
+            f" as {leaf.dtype}, which gives other numbers; make it with the"
+            " implementation that was saved (jax_default_prng_impl)"
+        )
     if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
         sharding = getattr(was, "sharding", None)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -489,6 +489,8 @@ def _wanted(leaf: PlacedLeaf, needed: Mapping[boxes.Box, int]) -> trees.WantedLe
         path=leaf.path,
         shape=leaf.shape,
         boxes=tuple(needed),
-        place=lambda _, values: values.astype(leaf.dtype or values.dtype, copy=False),
+        place=lambda _, values: trees.cast(
+            leaf.path, values, leaf.dtype or values.dtype
+        ),
         join=lambda placed: dict(zip(needed, placed, strict=True)),
     )

@@ -188,7 +188,7 @@ def test_trees_that_cannot_be_compared_are_saved_as_stock_orbax_does(
         for step in (1, 2, 3):
             for each in (stock, checkpointer):
                 assert each.save(step, made(step), force=True)
-        checkpointer.wait()
+            checkpointer.wait()
         for step in (1, 2, 3):
             expected = jax.tree.leaves(stock.load(step, made(step)))
             for found in (

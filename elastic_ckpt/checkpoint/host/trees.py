@@ -235,7 +235,9 @@ def rebuilt(tree: Any, name: str, made: Mapping[str, Any]) -> Any:
 def _asked(path: str, leaf: Any) -> AskedLeaf:
     if isinstance(leaf, bool | int | float | complex | np.generic):
         kind = type(leaf)
-        return AskedLeaf(path=path, shape=(), finish=lambda number: kind(number.item()))
+        return AskedLeaf(
+            path=path, shape=(), finish=lambda number: _number(path, number, kind)
+        )
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         raise errors.CheckpointError(
             f"{path.removeprefix('/')} cannot be restored as a {type(leaf).__name__};"
@@ -254,6 +256,51 @@ def _asked(path: str, leaf: Any) -> AskedLeaf:
         return _asked_key(path, leaf, sharding)
     return AskedLeaf(
         path=path, shape=tuple(leaf.shape), dtype=leaf.dtype, sharding=sharding
+    )
+
+
+def cast(path: str, values: np.ndarray, dtype: Any) -> np.ndarray:
+    """Saved values in the dtype that was requested for a leaf.
+
+    Floating-point values may be rounded. No other value changes.
+
+    Raises:
+      CheckpointError: if one would; it names the leaf and the value.
+    """
+    if values.dtype == dtype:
+        return values
+    is_real = np.iscomplexobj(values) and not np.issubdtype(dtype, np.complexfloating)
+    parts = values.real if is_real else values
+    with np.errstate(all="ignore"):
+        made = parts.astype(dtype)
+        if all(jnp.issubdtype(each.dtype, jnp.inexact) for each in (parts, made)):
+            is_kept = np.isfinite(made) | ~np.isfinite(parts)
+        else:
+            # An integer may wrap, and wrap back.
+            is_kept = made.astype(parts.dtype) == parts
+            is_kept &= (made < 0) == (parts < 0)
+    if is_real:
+        is_kept = is_kept & (values.imag == 0)
+    if not is_kept.all():
+        raise _changed(path, values[~is_kept][0], made[~is_kept][0])
+    return made
+
+
+def _number(path: str, number: np.ndarray, kind: type) -> Any:
+    if issubclass(kind, np.generic):
+        return cast(path, number, np.dtype(kind))[()]
+    value = number.item()
+    made = complex(value) if kind is complex else kind(np.real(value))
+    if made != value and value == value:
+        raise _changed(path, number[()], made)
+    return made
+
+
+def _changed(path: str, saved: Any, made: Any) -> errors.CheckpointError:
+    return errors.CheckpointError(
+        f"{path.removeprefix('/')} was saved with the value {saved} ({saved.dtype}), of"
+        f" which the requested {np.asarray(made).dtype} would make {made}; request it"
+        " as it was saved, and convert it in the program"
     )
 
 
@@ -294,7 +341,7 @@ def _of_this_host(leaf: AskedLeaf, most_bytes: int | None) -> WantedLeaf:
 
         def keep(number: int, values: np.ndarray) -> Any:
             del number
-            return values if dtype is None else values.astype(dtype, copy=False)
+            return values if dtype is None else cast(leaf.path, values, dtype)
 
         return WantedLeaf(
             path=leaf.path,
@@ -322,7 +369,7 @@ def _of_this_host(leaf: AskedLeaf, most_bytes: int | None) -> WantedLeaf:
 
     def put(number: int, values: np.ndarray) -> list[jax.Array]:
         box, piece = pieces[number]
-        values = values.astype(dtype, copy=False)
+        values = cast(leaf.path, values, dtype)
         placed = [jax.device_put(values, device) for device in devices[box]]
         if piece == box:
             return placed

@@ -153,3 +153,46 @@ def test_an_array_is_made_in_the_memory_that_its_sharding_names(mesh):
         assert np.asarray(made).tobytes() == values.tobytes()
     abstract = jax.ShapeDtypeStruct((8, 8), np.float32)
     assert restored(abstract, {"state": values}).devices() == {jax.local_devices()[0]}
+
+
+def as_dtype(values, dtype):
+    return trees.cast("/state/w", np.asarray(values), np.dtype(dtype))
+
+
+@pytest.mark.parametrize(
+    ("saved", "dtype", "expected"),
+    [
+        (np.float32([0.1, np.inf, np.nan]), jnp.bfloat16, [0.1, np.inf, np.nan]),
+        (jnp.bfloat16([1.5, -2]), np.float32, [1.5, -2]),
+        (np.int32([7, -1]), np.int8, [7, -1]),
+        (np.int64([3]), np.float16, [3]),
+        (np.float64([4.0]), np.int32, [4]),
+        (np.bool_([True, False]), np.uint8, [1, 0]),
+        (np.complex64([2.5]), np.float16, [2.5]),
+    ],
+)
+def test_values_that_a_dtype_has_are_cast(saved, dtype, expected):
+    made = as_dtype(saved, dtype)
+    assert made.dtype == dtype
+    assert made.tobytes() == np.array(expected, dtype).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("saved", "dtype", "value"),
+    [
+        (np.float32([1, 0.5]), np.int32, 0.5),
+        (np.float32([np.nan]), np.int32, "nan"),
+        (np.int32([1, 300]), np.int8, 300),
+        (np.int32([-1]), np.uint64, -1),
+        (np.int32([2**24 + 1]), np.float32, 2**24 + 1),
+        (jnp.bfloat16([3e38]), np.float16, "3.*e.38"),
+        (np.float32([1e30]), jnp.float8_e4m3fn, "1.*e.30"),
+        (np.int32([2]), np.bool_, 2),
+        (np.complex64([1 + 1j]), np.float32, "1.*1j"),
+    ],
+)
+def test_a_value_that_a_cast_would_change_is_refused_by_name(saved, dtype, value):
+    with pytest.raises(
+        errors.CheckpointError, match=f"^state/w was .* value .*{value}"
+    ):
+        as_dtype(saved, dtype)
