@@ -78,13 +78,10 @@ def resolve(
     skipped: list[str] = []
     for name, tree in asked.items():
         abstract = saved[name] if tree is None else tree
-        leaves = {
-            contents.listed_path(path): leaf
-            for path, leaf in _leaves(name, saved[name]).items()
-        }
+        leaves = dict(_leaves(name, saved[name]).items())
         paths = _leaves(name, abstract)
         resolved_leaves = {
-            path: _resolved(path, leaf, leaves, contents, partial=partial)
+            path: _resolved(path, leaf, leaves, partial=partial)
             for path, leaf in paths.items()
         }
         skipped += [
@@ -124,14 +121,13 @@ def _resolved(
     path: str,
     leaf: Any,
     saved: Mapping[str, Any],
-    contents: Contents,
     *,
     partial: bool,
 ) -> tuple[Any, Any]:
     # The placeholder of a leaf until the hosts have read, and what they read for it.
     if leaf is None or leaf is ...:
         return leaf, None
-    was = saved.get(contents.listed_path(path))
+    was = saved.get(path)
     if was is None:
         # `check` names it where that is an error.
         return (leaf, None) if partial else (_READ, leaf)

@@ -422,11 +422,11 @@ def _weights(contents: Contents, name: str) -> Any:
 
 def _check_there(tree: Any, name: str, contents: Contents, *, step: int) -> None:
     saved = trees.leaves(tree_structure.saved_trees(contents))
-    there = {contents.listed_path(path) for path in saved}
+    there = set(saved)
     absent = {
         path: str(list(getattr(leaf, "shape", ())))
         for path, leaf in trees.leaves({name: tree}).items()
-        if leaf is not ... and contents.listed_path(path) not in there
+        if leaf is not ... and path not in there
     }
     if absent and name in {path.partition("/")[0] for path in there}:
         trees.check_same_model(f"step {step}", {}, absent)

@@ -107,8 +107,7 @@ def saved_trees(contents: Contents) -> dict[str, Any]:
     """The trees that were saved, by name, with abstract leaves.
 
     Arrays have the sharding that they were saved under, if all of its devices exist.
-    Texts are texts, and numbers any number of their type. From manifests without
-    structures all containers are dicts, and all leaves arrays.
+    Texts are texts, and numbers any number of their type.
 
     Raises:
       CheckpointError: if the manifests describe them in an unsupported way.
@@ -131,8 +130,6 @@ def _trees(
     array: Callable[[tuple[int, ...], Any, T | None], Any],
 ) -> dict[str, Any]:
     # Makes the trees, and arrays in them under what `sharding` makes of descriptions.
-    if contents.trees is None:
-        return _nested(contents)
     saved = {leaf.path: leaf for leaf in contents.leaves}
     try:
         structure = json.loads(contents.trees)
@@ -240,22 +237,3 @@ def _key(leaf: Leaf, impl: str) -> tuple[tuple[int, ...], Any]:
     one = jax.eval_shape(lambda: jax.random.key(0, impl=impl))
     numbers = jax.eval_shape(jax.random.key_data, one)
     return leaf.shape[: len(leaf.shape) - len(numbers.shape)], one.dtype
-
-
-def _nested(contents: Contents) -> dict[str, Any]:
-    structure: dict[str, Any] = {}
-    for leaf in contents.leaves:
-        *above, last = leaf.path.split("/")
-        node = structure
-        for key in above:
-            node = node.setdefault(key, {})
-        node[last] = _array(leaf)
-    return structure
-
-
-def _array(leaf: Leaf) -> Any:
-    # One of NumPy if JAX would narrow it in this process.
-    dtype = np.dtype(leaf.dtype)
-    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        return trees.AbstractArray(shape=leaf.shape, dtype=dtype)
-    return jax.ShapeDtypeStruct(leaf.shape, dtype)

@@ -53,8 +53,7 @@ class Contents:
         evaluated. It is kept as text, which is equal to itself also if a loss is NaN.
       parents: the steps, with their saves, from which the saves of its line went on,
         oldest first (see `line`); empty before the first restore.
-      trees: JSON of the structure of the trees (FORMAT.md); None in older manifests,
-        whose paths have keys without `escaped`.
+      trees: JSON of the structure of the trees (FORMAT.md).
       custom_metadata: JSON of the user's metadata of the step; None if there is none.
       is_due: whether the step is due in persistent storage, so that a later world backs
         it up if this one cannot.
@@ -65,15 +64,9 @@ class Contents:
     time_ms: int = 0
     metrics: str | None = None
     parents: tuple[StepId, ...] = ()
-    trees: str | None = None
+    trees: str = "{}"
     custom_metadata: str | None = None
     is_due: bool = False
-
-    def listed_path(self, path: str) -> str:
-        """The path under which a leaf is listed here, by its path with escaped keys."""
-        if self.trees is not None:
-            return path
-        return path.replace("~1", "/").replace("~0", "~")
 
     @property
     def rank(self) -> int:

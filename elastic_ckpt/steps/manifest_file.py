@@ -38,8 +38,6 @@ _DIGEST_BYTES = 16
 # A host reads the manifests of its newest steps several times in each save; large ones
 # are not kept.
 _KEPT_BYTES = 2**20
-# Fields that the first manifests of this version lack.
-_ADDED = ("trees", "custom_metadata")
 # Errors that content of another kind raises when it is parsed as a manifest.
 NOT_A_MANIFEST = (
     AttributeError,
@@ -74,7 +72,7 @@ def to_bytes(manifest: Manifest) -> bytes:
     """Returns the canonical content of `manifest`."""
     contents, host = manifest.contents, manifest.host
     parents = {"parents": list(map(list, contents.parents))} if contents.parents else {}
-    texts = {name: getattr(contents, name) for name in _ADDED}
+    custom = contents.custom_metadata
     fields: dict[str, storage.Json] = {
         "run": manifest.run,
         "step": manifest.step,
@@ -94,7 +92,8 @@ def to_bytes(manifest: Manifest) -> bytes:
         "time_ms": contents.time_ms,
         "metrics": contents.metrics,
         **parents,
-        **{name: text for name, text in texts.items() if text is not None},
+        "trees": contents.trees,
+        **({} if custom is None else {"custom_metadata": custom}),
         **({"due": True} if contents.is_due else {}),
         "values_digest": VALUES_DIGEST,
         "fragments": _fragments_to_json(manifest.fragments, contents),
@@ -209,12 +208,12 @@ def _manifest(content: Mapping[str, Any], *, stores: bool) -> Manifest:
     host = content["host"]
     require(is_host_id(host["id"]), "the host's id")
     require(content["values_digest"] == VALUES_DIGEST, "the name of the digest")
-    listed = [content["leaves"], content["components"]]
-    listed.append(content["time_ms"])
-    listed.append(content.get("metrics"))
-    listed.append(content.get("parents", []))
-    listed.append({name: content[name] for name in _ADDED if name in content})
-    listed.append(content.get("due", False))
+    listed = [
+        *(content[name] for name in ("leaves", "components", "time_ms", "trees")),
+        *(content.get(name) for name in ("metrics", "custom_metadata")),
+        content.get("parents", []),
+        content.get("due", False),
+    ]
     contents = _contents(storage.canonical_json(listed))
     return Manifest(
         run=str(content["run"]),
@@ -232,7 +231,9 @@ def _manifest(content: Mapping[str, Any], *, stores: bool) -> Manifest:
 @functools.lru_cache(maxsize=64)
 def _contents(listed: bytes) -> Contents:
     # All hosts of a step list the same: it is made once, and is the same object.
-    leaves, components, time_ms, metrics, parents, added, due = json.loads(listed)
+    leaves, components, time_ms, trees, metrics, custom, parents, due = json.loads(
+        listed
+    )
     made = tuple(
         Leaf(path=path, shape=tuple(shape), dtype=dtype)
         for path, shape, dtype in leaves
@@ -248,7 +249,7 @@ def _contents(listed: bytes) -> Contents:
         "the parents",
     )
     require(isinstance(due, bool), "whether it is due")
-    for name, text in added.items():
+    for name, text in (("trees", trees), ("custom metadata", custom or "{}")):
         require(isinstance(json.loads(text), dict), f"the {name}")
     return Contents(
         leaves=made,
@@ -256,8 +257,9 @@ def _contents(listed: bytes) -> Contents:
         time_ms=time_ms,
         metrics=metrics,
         parents=line,
+        trees=trees,
+        custom_metadata=custom,
         is_due=due,
-        **added,
     )
 
 

@@ -23,7 +23,7 @@ from tests.core import thread_store
 from tests.sidecar import simulated_hosts
 
 NUM_HOSTS = 2
-NOTES = StepNotes(metrics=None, custom_metadata=None, trees=None, parents=())
+NOTES = StepNotes(metrics=None, custom_metadata=None, trees="{}", parents=())
 
 
 def configs(machines):

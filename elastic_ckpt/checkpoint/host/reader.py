@@ -130,7 +130,7 @@ class HostReader:
             )
         restoring.wanted = wanted
         saved = {leaf.path: leaf.dtype for leaf in contents.leaves}
-        return {leaf.path: saved[contents.listed_path(leaf.path)] for leaf in wanted}
+        return {leaf.path: saved[leaf.path] for leaf in wanted}
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def read(self) -> dict[str, int]:

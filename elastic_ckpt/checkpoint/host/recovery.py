@@ -49,7 +49,7 @@ def read_leaves(
     contents = step_found.step.holdings.contents
     dtypes = {leaf.path: leaf.dtype for leaf in contents.leaves}
     sizes = [
-        layout.num_bytes(leaf.boxes[number], dtypes[contents.listed_path(leaf.path)])
+        layout.num_bytes(leaf.boxes[number], dtypes[leaf.path])
         for leaf, number in of_boxes
     ]
     windows = _windows([leaf.is_moved for leaf, _ in of_boxes], sizes)
@@ -121,9 +121,5 @@ def wanted_boxes(
       wanted: the leaves that this host needs.
       contents: of the step.
     """
-    listed = [
-        (0, contents.listed_path(leaf.path), box)
-        for leaf in wanted
-        for box in leaf.boxes
-    ]
+    listed = [(0, leaf.path, box) for leaf in wanted for box in leaf.boxes]
     return read_plan.Wanted.from_boxes(listed, contents=contents)

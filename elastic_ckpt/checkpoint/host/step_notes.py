@@ -25,7 +25,7 @@ class StepNotes:
 
     metrics: str | None
     custom_metadata: str | None
-    trees: str | None
+    trees: str
     parents: tuple[StepId, ...]
     time_ms: int = 0
     is_due: bool = False

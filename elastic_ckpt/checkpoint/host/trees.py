@@ -192,9 +192,9 @@ def check(
       skipped: the paths of leaves that need not be.
     """
     saved = {leaf.path: str(list(leaf.shape)) for leaf in contents.leaves}
-    now = {contents.listed_path(leaf.path): str(list(leaf.shape)) for leaf in asked}
+    now = {leaf.path: str(list(leaf.shape)) for leaf in asked}
     needed = {path for path in saved if path.partition("/")[0] in whole}
-    needed -= {contents.listed_path(path) for path in skipped}
+    needed -= set(skipped)
     kept = {path: saved[path] for path in saved.keys() & (needed | now.keys())}
     check_same_model(f"step {step}", kept, now)
 
