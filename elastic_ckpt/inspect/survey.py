@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from elastic_ckpt.checkpoint.components import sharing
 from elastic_ckpt.checkpoint.host import verified_read
 from elastic_ckpt.core import digest, errors
 from elastic_ckpt.core.errors import MOST_NAMED, first_of
@@ -262,7 +261,7 @@ def _described(
 ) -> StepComponent:
     fields = _description(holdings, name, copies)
     is_tree = name not in holdings.contents.components
-    pattern = sharing.of_saved(fields.get("pattern", _BY_SHARDING if is_tree else _OWN))
+    pattern = fields.get("pattern", _BY_SHARDING if is_tree else _OWN)
     resize = "its own rule" if pattern == _OWN else "none needed"
     if pattern in ("per_host", "per_node", "per_group"):
         # Older descriptions have no rule.

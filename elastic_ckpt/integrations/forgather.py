@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
-from elastic_ckpt.checkpoint.components import sharing
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal.formats import source_files, torch_file
 from elastic_ckpt.universal.formats.format_error import FormatError
@@ -153,7 +152,7 @@ class Checkpoint:
         held, now = self._held(key), component.present()
         files = list(held.files.values())
         budget = SourceBudget()
-        pattern = sharing.of_saved(held.pattern)
+        pattern = "per_host" if held.pattern == "per_rank" else held.pattern
         is_same = pattern == now.pattern and len(files) == len(now.names)
         return component.of_states(
             key,

@@ -2,7 +2,7 @@
 
 It is a `checked_json` file that host 0 writes:
 
-* `pattern`: how the component was shared; `"per_host"` is called `"per_rank"` there
+* `pattern`: how the component was shared
 * `axes`: of the mesh, of a group
 * `states`: the names of all states in their order; the file of one is `<name>.npz`
 * `hosts`: how many hosts there were
@@ -16,7 +16,7 @@ import dataclasses
 
 from etils import epath
 
-from elastic_ckpt.checkpoint.components import sharing, state_file
+from elastic_ckpt.checkpoint.components import state_file
 from elastic_ckpt.core import checked_json
 
 FILE = "component.json"
@@ -50,10 +50,7 @@ class Description:
 
 def to_bytes(description: Description) -> bytes:
     """The content of the file."""
-    fields = dict(vars(description))
-    if description.pattern == sharing.PER_HOST:
-        fields["pattern"] = sharing.SAVED_PER_HOST
-    return checked_json.to_bytes(fields, version=VERSION)
+    return checked_json.to_bytes(dict(vars(description)), version=VERSION)
 
 
 def from_bytes(content: bytes) -> Description:
@@ -64,7 +61,7 @@ def from_bytes(content: bytes) -> Description:
     """
     fields = checked_json.parse(content, what=_WHAT, version=VERSION)
     return Description(
-        pattern=sharing.of_saved(fields["pattern"]),
+        pattern=fields["pattern"],
         axes=tuple(fields["axes"]),
         states=tuple(fields["states"]),
         hosts=fields["hosts"],

@@ -26,14 +26,6 @@ PER_GROUP = "per_group"
 PATTERNS = (GLOBAL, REPLICATED, PER_HOST, PER_NODE, PER_GROUP)
 Pattern = Literal["global", "replicated", "per_host", "per_node", "per_group"]
 
-# What files call a state for each host.
-SAVED_PER_HOST = "per_rank"
-
-
-def of_saved(pattern: str) -> str:
-    """The name of a pattern that files name."""
-    return PER_HOST if pattern == SAVED_PER_HOST else pattern
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sharing:
