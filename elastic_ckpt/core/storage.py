@@ -108,6 +108,11 @@ def write_atomic(
       content: the new content of the file.
       mode: as for `atomic_path`; ignored in object stores.
     """
+    if not is_local(path):
+        # Without a file on this machine, which a kill would leave.
+        before("write", path)
+        absolute(path).write_bytes(bytes(content))
+        return
     with atomic_path(path, mode=mode) as temporary:
         write_in_place(temporary, content)
 

@@ -48,6 +48,8 @@ _COLLECTIVE = re.compile(
     r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
     r"(-start)?\("
 )
+# What the name of an executable consists of, after the host's place.
+_PARTS = ("settings", "code", "arguments", "modules")
 _MAC_BYTES = hashlib.sha256().digest_size
 # The most executables that a world loads before it asks for one: the newest.
 _MOST_PRELOADED = 4
@@ -148,8 +150,8 @@ class Executables:
         assert self.kept is not None
         try:
             modules = _changed_modules(self.kept.began_ns)
-            code = [jitted.__wrapped__, _abstract(arguments), modules]
-            name = "-".join(map(_digest, (_place(), _settings(), code)))
+            code = jitted.__wrapped__, _abstract(arguments), modules
+            name = "-".join(map(_digest, (_place(), _settings(), *code)))
         except Exception as error:
             # Pickling calls methods of whatever the function refers to.
             logging.warning("the executable of %r is not kept: %r", jitted, error)
@@ -195,14 +197,17 @@ class Executables:
 def _tell_others(path: str) -> None:
     # Logs what differs in the executables that are there.
     directory, name = os.path.split(path)
-    place, settings, _ = name.split("-")
+    place, *own = name.split("-")
     others = [each for each in os.listdir(directory) if each.startswith(place)]
     if others:
-        same = [each for each in others if each.startswith(f"{place}-{settings}")]
+        differing = (
+            [what for what, a, b in zip(_PARTS, own, each, strict=True) if a != b]
+            for _, *each in (other.split("-") for other in others)
+        )
         logging.warning(
-            "a program is compiled: the %d kept executables are of other %s",
+            "a program is compiled: of %d kept executables the nearest has other %s",
             len(others),
-            "programs, arguments or modules" if same else "settings",
+            " and ".join(min(differing, key=len)),
         )
 
 

@@ -65,7 +65,7 @@ def files(kept):
     return sorted(
         path
         for path in pathlib.Path(kept.directory).iterdir()
-        if path.name.count("-") == 2 and not path.name.startswith(".")
+        if path.name.count("-") == 4 and not path.name.startswith(".")
     )
 
 
@@ -106,7 +106,7 @@ def test_a_world_loads_what_is_kept_before_it_asks(kept, monkeypatch):
 def test_a_program_on_another_mesh_is_compiled_and_the_log_says_why(kept, caplog):
     run(kept)
     assert run(kept, num_devices=2)[1] == COMPILED
-    assert "the 1 kept executables are of other programs, arg" in caplog.text
+    assert "1 kept executables the nearest has other arguments" in caplog.text
 
 
 def test_what_is_kept_under_a_setting_is_loaded_before_the_program_makes_it(
@@ -117,7 +117,7 @@ def test_what_is_kept_under_a_setting_is_loaded_before_the_program_makes_it(
         for setting in (before, "unsafe_rbg"):
             jax.config.update("jax_default_prng_impl", setting)
             assert run(kept)[1] == COMPILED
-        assert "the 1 kept executables are of other settings" in caplog.text
+        assert "1 kept executables the nearest has other settings" in caplog.text
         jax.config.update("jax_default_prng_impl", before)
         preloaded = executables.Preloaded(kept)
         for file in files(kept):

@@ -283,8 +283,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "an executable is loaded for other arguments",
         "elastic_ckpt/elastic/executables.py",
-        "code = [jitted.__wrapped__, _abstract(arguments), modules]",
-        "code = [jitted.__wrapped__, modules]",
+        "code = jitted.__wrapped__, _abstract(arguments), modules",
+        "code = jitted.__wrapped__, None, modules",
         ("tests/elastic/test_executables.py",),
     ),
     Fault(
