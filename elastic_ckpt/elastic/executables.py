@@ -327,6 +327,7 @@ def _digest(value: Any) -> str:
 
 
 _LAYOUTS = (
+    jax.sharding.AbstractMesh,
     jax.sharding.Mesh,
     jax.sharding.NamedSharding,
     jax.sharding.PartitionSpec,
@@ -338,7 +339,8 @@ class _Pickler(cloudpickle.Pickler):
 
     A pickle refers to an object that it has already, and repeats one that is equal:
     which of a program's shardings are one object depends on JAX's caches, and so on
-    which thread was first. Stand-ins that are numbers are never referred to.
+    which thread was first; which of its texts are, on where they come from. Stand-ins
+    that are numbers are never referred to.
     """
 
     def persistent_id(self, obj: Any) -> Any:
@@ -347,6 +349,8 @@ class _Pickler(cloudpickle.Pickler):
             return ("device", obj.id, obj.process_index)
         if isinstance(obj, _LAYOUTS):
             return _number(obj)
+        if type(obj) in (str, bytes):
+            return int.from_bytes(hashlib.blake2b(repr(obj).encode()).digest())
         if isinstance(obj, jax.Array):
             raise pickle.PicklingError("it closes over an array")
         if isinstance(obj, type) and "<locals>" not in obj.__qualname__:

@@ -255,3 +255,15 @@ def test_on_cpus_of_several_hosts_collectives_in_and_around_a_loop_are_not_kept(
     compiled = executables.Executables(kept=kept, emit=emit).compiled(step, x)
     assert ("while" in compiled.as_text()) == is_in_loop
     assert len(files(kept)) == is_kept
+
+
+def test_a_function_has_one_name_whether_its_texts_are_one_object_or_equal():
+    def closed_over(*texts):
+        return lambda: texts
+
+    text = "".join(["a", "long", "text"])
+    again = "".join(["a", "long", "text"])
+    assert text is not again
+    same = executables._digest(closed_over(text, text))
+    assert executables._digest(closed_over(text, again)) == same
+    assert executables._digest(closed_over(text, "another")) != same
