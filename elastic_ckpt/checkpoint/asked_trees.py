@@ -78,7 +78,7 @@ def resolve(
     skipped: list[str] = []
     for name, tree in asked.items():
         abstract = saved[name] if tree is None else tree
-        leaves = dict(_leaves(name, saved[name]).items())
+        leaves = _leaves(name, saved[name])
         paths = _leaves(name, abstract)
         resolved_leaves = {
             path: _resolved(path, leaf, leaves, partial=partial)

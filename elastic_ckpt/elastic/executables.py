@@ -344,7 +344,7 @@ class _Pickler(cloudpickle.Pickler):
     """
 
     def persistent_id(self, obj: Any) -> Any:
-        """A comparable stand-in for values of JAX."""
+        """A comparable stand-in for values of JAX, and for texts."""
         if isinstance(obj, jax.Device):
             return ("device", obj.id, obj.process_index)
         if isinstance(obj, _LAYOUTS):

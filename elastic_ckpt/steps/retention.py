@@ -105,7 +105,8 @@ def steps_to_delete(
 
     Independent of the policy, these stay: the newest step that is complete in this
     tier, the newest that is complete in all tiers together, all later steps (one of
-    them may become complete), and those in flight or preserved. The policy receives
+    them may become complete), those of which too little could be read, and those in
+    flight or preserved. The policy receives
     only complete steps, so that `LatestN(3)` keeps three that can be restored; older
     steps that are not complete in any mixture of tiers are removed.
 
