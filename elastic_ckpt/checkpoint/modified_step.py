@@ -68,11 +68,11 @@ class ModifiedStep:
         self._step = int(directory.name)
         run = persistent_root.find_run(self._root.path) or self._run_aside()
         if run is None:
-            later = PersistentTier(self._root, run="").offers(self._step).later
-            problem = later[0].problem if later else "none has a manifest"
+            # Raises an error if a later version of elastic_ckpt wrote the step.
+            PersistentTier(self._root, run="").offers(self._step)
             raise errors.CheckpointError(
-                f"{self._root.path} contains no steps that elastic_ckpt has saved"
-                f" ({problem}); check the directory"
+                f"{self._root.path} contains no steps that elastic_ckpt has saved (none"
+                " has a manifest); check the directory"
             )
         self._run = run
         self._tier = PersistentTier(self._root, run=run)
@@ -84,11 +84,7 @@ class ModifiedStep:
                 " went back to an earlier step; modify a step that the run would"
                 " continue from"
             )
-        outcome = self._search.newest()
-        newest = outcome.found_step
-        refusal = outcome.refusal(self._step)
-        if refusal is not None:
-            raise errors.CheckpointError(refusal)
+        newest = self._search.newest().found_step
         if newest is not None and newest.step.step > self._step:
             raise errors.CheckpointError(
                 f"step {self._step} is not the newest in {self._root.path}: step"

@@ -112,8 +112,8 @@ def find(
     Raises:
       StepNotFoundError: if no tier has a certain step.
       CheckpointError: if a certain step is not complete, there may be one in storage
-        that is out of reach, or a newer program has saved the newest one (see
-        `tiers.find`).
+        that is out of reach, or a later version of elastic_ckpt has saved the newest
+        one there.
     """
     number, save = None, ""
     if step is not None:
@@ -131,8 +131,6 @@ def find(
     outcome = _survey(hosts, search)
     for passed_over, why in outcome.passed_over:
         emit("step_passed_over", step=passed_over, why=why)
-    if outcome.refusal is not None:
-        raise errors.CheckpointError(outcome.refusal)
     if number is not None and outcome.missing is not None:
         raise StepNotFoundError(outcome.missing)
     newest = 0 if outcome.checkpoint is None else outcome.checkpoint.step

@@ -55,8 +55,6 @@ def run(arguments: argparse.Namespace) -> int:
         # Without manifests there are no tiers.
         if tiers.steps or not is_run:
             report = survey.survey(tiers, step=step, newest_only=newest_only)
-            if not report.steps:
-                tiers.check_versions()
             if not (report.known or report.leftovers or report.problems or is_run):
                 raise errors.RunError(
                     f"{', '.join(paths)}: this is neither the directory of a run (it"

@@ -20,8 +20,8 @@ class UnreadableError(ValueError):
     """The content of a file is invalid; the message continues `<file> ...`."""
 
 
-class LaterVersionError(UnreadableError):
-    """The content is of a version that came after the one that the caller reads."""
+class LaterVersionError(UnreadableError, errors.CheckpointError):
+    """The content was written by a later version of elastic_ckpt."""
 
 
 def to_bytes(fields: dict[str, storage.Json], *, version: int) -> bytes:
@@ -81,12 +81,13 @@ def unsealed(content: Any, *, what: str, version: int) -> dict[str, Any]:
         raise UnreadableError(f"is not a {what}")
     found = content["version"]
     if type(found) is not int or found != version:
-        is_later = isinstance(found, int) and found > version
-        raise (LaterVersionError if is_later else UnreadableError)(
-            f"has version {found!r}, and this program reads version {version};"
-            f" continue the run with the {'newer ' if is_later else ''}elastic_ckpt"
-            " that wrote it"
-        )
+        reads = f"version {found!r}; this program reads version {version}"
+        if isinstance(found, int) and found > version:
+            raise LaterVersionError(
+                f"was written by a later version of elastic_ckpt (it has {reads});"
+                " continue with that"
+            )
+        raise UnreadableError(f"has {reads}")
     fields = {name: value for name, value in content.items() if name != "digest"}
     try:
         actual = digest.json_digest(fields)

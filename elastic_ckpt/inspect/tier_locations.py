@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from etils import epath
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import checked_json, errors, storage
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.line import Line
@@ -60,24 +60,17 @@ class Locations:
             steps |= {step: str(each.root.final(step)) for step in each.foreign_steps()}
         return dict(sorted(steps.items()))
 
-    def check_versions(self) -> None:
-        """Checks that a step can be read, unless there are none.
-
-        Raises:
-          CheckpointError: if a newer program has saved all of them.
-        """
-        offered = [tier.offers(step) for step in self.steps for tier in self._tiers]
-        later = [each for of_tier in offered for each in of_tier.later]
-        if later and not any(each.sources for each in offered):
-            raise errors.CheckpointError(f"no step can be read: {later[-1].problem}")
-
     def look(self, step: int) -> tuple[dict[Offer, Source], list[str]]:
         """The copies of a step, each holder once, and problems of unreadable ones."""
         copies: dict[Offer, Source] = {}
         problems: list[str] = []
         seen: set[tuple[str, str, str]] = set()
         for tier in self._tiers:
-            offered = tier.offers(step)
+            try:
+                offered = tier.offers(step)
+            except checked_json.LaterVersionError as error:
+                problems.append(str(error))
+                continue
             problems += offered.problems
             for offer, source in offered.sources.items():
                 # A machine may be given by its path and by its agent; both are one

@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -253,22 +252,6 @@ class Manifest:
         """The bytes of all fragments and files that the host holds."""
         of_files = sum(file.stored_bytes for file in self.component_files)
         return int(self.fragments.stored_bytes.sum()) + of_files
-
-
-class LaterManifest(NamedTuple):
-    """A manifest of a later version of the format, which a newer program wrote.
-
-    Attributes:
-      step: that it is of.
-      save: that it is of; None if that is unknown.
-      problem: a sentence that names the file and its version.
-      is_stored: whether it is in persistent storage.
-    """
-
-    step: int
-    save: str | None
-    problem: str
-    is_stored: bool = False
 
 
 def escaped(key: str) -> str:

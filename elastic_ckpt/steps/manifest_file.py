@@ -49,10 +49,6 @@ NOT_A_MANIFEST = (
 )
 
 
-class LaterVersionError(errors.CheckpointError):
-    """A manifest was written by a newer program, and may be of a complete step."""
-
-
 def file_name(host_id: str) -> str:
     """The name of a host's manifest in a step's directory."""
     return f"manifest-{host_id}.json"
@@ -158,7 +154,7 @@ def read(
       stores: as for `parse`.
 
     Raises:
-      LaterVersionError: if it is of a later version.
+      LaterVersionError: if a later version of elastic_ckpt wrote it.
       CheckpointError: if it is missing, `parse` refuses it, or it is of another run,
         step or host; what it lists then does not exist.
     """
@@ -168,7 +164,10 @@ def read(
     except FileNotFoundError:
         problem = "is missing"
     except checked_json.LaterVersionError as error:
-        raise LaterVersionError(f"manifest {path} {error}") from None
+        raise checked_json.LaterVersionError(
+            f"manifest {path} {error}, or move the directory of the step away to do"
+            " without it"
+        ) from None
     except checked_json.UnreadableError as error:
         problem = str(error)
     else:

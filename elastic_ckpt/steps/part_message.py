@@ -26,7 +26,6 @@ from elastic_ckpt.steps.manifest import (
     Contents,
     Fragments,
     Host,
-    LaterManifest,
     Manifest,
 )
 from elastic_ckpt.steps.part_table import (
@@ -54,7 +53,6 @@ class PartMessage:
       tables: of the steps; in an answer, the senders' before those of other holders.
       problems: manifests and messages that could not be read, a sentence each.
       saves: steps with their saves that hosts have.
-      later: manifests in RAM that a newer program wrote.
       refusing: the urls of agents that do not take the run's secret.
       is_partial: whether the message of a host could not be read.
     """
@@ -62,7 +60,6 @@ class PartMessage:
     tables: tuple[PartTable, ...] = ()
     problems: tuple[str, ...] = ()
     saves: tuple[StepId, ...] = ()
-    later: tuple[LaterManifest, ...] = ()
     refusing: tuple[str, ...] = ()
     is_partial: bool = False
 
@@ -73,7 +70,6 @@ class PartMessage:
             tables=tuple(joined([each for m in messages for each in m.tables])),
             problems=tuple(each for m in messages for each in m.problems),
             saves=tuple(sorted({each for m in messages for each in m.saves})),
-            later=tuple(each for m in messages for each in m.later),
             refusing=tuple(each for m in messages for each in m.refusing),
             is_partial=any(m.is_partial for m in messages),
         )
@@ -90,7 +86,6 @@ def to_bytes(message: PartMessage) -> bytes:
         {
             "problems": list(message.problems),
             "saves": [list(each) for each in message.saves],
-            "later": [list(each[:3]) for each in message.later],
             "refusing": list(message.refusing),
             "is_partial": message.is_partial,
             "tables": [_to_json(table) for table in message.tables],
@@ -128,12 +123,6 @@ def parse(content: bytes) -> PartMessage:
             tables=tuple(tables),
             problems=tuple(map(str, header["problems"])),
             saves=tuple(StepId(int(step), str(save)) for step, save in header["saves"]),
-            later=tuple(
-                LaterManifest(
-                    int(step), None if save is None else str(save), str(problem)
-                )
-                for step, save, problem in header["later"]
-            ),
             refusing=tuple(map(str, header["refusing"])),
             is_partial=bool(header["is_partial"]),
         )

@@ -1,26 +1,20 @@
 """Finding a step: asks the tiers, newest step first, until one is complete.
 
 `search` decides from given manifests; this module fetches them, and only as many as it
-needs.
-
-Manifests of a later format version, which a newer program wrote, cannot be read. If
-they are in persistent storage and newer than all that can be read, the run went on
-there: to continue from an older step would abandon that work without a word, so the
-search is refused (`Outcome.refusal`). Memory is lost sooner or later anyhow, and a peer
-that is updated before the others must not stop them: manifests of a later version in
-RAM are passed over, as if they were lost, unless nothing else is left to continue from.
+needs. A step in storage that a later version of elastic_ckpt wrote ends the search with
+an error, since an older step would abandon it; such a step in RAM is passed over.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import checked_json, errors
 from elastic_ckpt.steps import search
 from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.line import Line
-from elastic_ckpt.steps.manifest import LaterManifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.source import Offered, Source, Tier, merged
 
@@ -50,33 +44,10 @@ class Outcome:
     Attributes:
       found_step: None if no step is complete.
       passed_over: by step, newest first, what is wrong with those that are newer.
-      later: by step, newest first, manifests of a later version that are newer.
     """
 
     found_step: FoundStep | None
     passed_over: Mapping[int, str]
-    later: Mapping[int, Sequence[LaterManifest]]
-
-    def refusal(self, newest: int | None) -> str | None:
-        """Why the run must not continue from `newest`; None if it may.
-
-        Args:
-          newest: the step to continue from, by this search or saved by Orbax alone;
-            None if the run would begin anew.
-        """
-        for step, manifests in self.later.items():
-            counting = [each for each in manifests if each.is_stored or newest is None]
-            if counting and (newest is None or step >= newest):
-                otherwise = (
-                    "begin anew"
-                    if newest is None
-                    else f"continue from step {newest} without it"
-                )
-                return (
-                    f"step {step} cannot be read: {counting[0].problem}. To"
-                    f" {otherwise}, first move the directory of that file away"
-                )
-        return None
 
 
 class Search:
@@ -111,23 +82,24 @@ class Search:
           before: looks only at steps with a lower number.
         """
         passed_over: dict[int, str] = {}
-        later: dict[int, Sequence[LaterManifest]] = {}
         found_step: FoundStep | None = None
         for number in self._steps()[::-1]:
             if before is not None and number >= before:
                 continue
             outcome = self._look(number, abandoned=False)
-            later |= outcome.later
             found_step = outcome.found_step
             if found_step is not None:
                 break
             passed_over |= outcome.passed_over
-        return Outcome(found_step=found_step, passed_over=passed_over, later=later)
+        return Outcome(found_step=found_step, passed_over=passed_over)
 
     def complete_steps(self) -> list[FoundStep]:
         """The steps that are complete, ascending."""
-        looks = [self._look(step, abandoned=False) for step in self._steps()]
-        return [each.found_step for each in looks if each.found_step is not None]
+        looks = []
+        for step in self._steps():
+            with contextlib.suppress(checked_json.LaterVersionError):
+                looks.append(self._look(step, abandoned=False).found_step)
+        return [each for each in looks if each is not None]
 
     def lacks(self, step: int) -> bool:
         """Whether all tiers can be read, and none has anything of `step`."""
@@ -172,13 +144,7 @@ class Search:
     def _look(self, step: int, *, abandoned: bool) -> Outcome:
         # Looks for the saves of one step; the problem is missing if there are none.
         offered = self._looked_at.get(step) or _offers(self._tiers, step)
-        sources, problems, _ = offered
-        later = [
-            each
-            for each in offered.later
-            if each.save is None
-            or self.line.abandons(StepId(step, each.save)) == abandoned
-        ]
+        sources, problems = offered
         of_line = [
             offer
             for offer in sources
@@ -190,11 +156,9 @@ class Search:
         incomplete: list[search.Step] = []
         for examined in search.steps(offers):
             if examined.complete:
-                newer = [each for each in later if (each.save or "") > examined.save]
                 return Outcome(
                     found_step=FoundStep(step=examined, sources=sources),
                     passed_over={},
-                    later={step: newer} if newer else {},
                 )
             incomplete.append(examined)
         passed_over: dict[int, str] = {}
@@ -202,11 +166,7 @@ class Search:
             why = "proved to be unreadable" if of_line else _NO_MANIFEST
             lacking = [each.problem() for each in incomplete] or [f"step {step} {why}"]
             passed_over[step] = "; ".join(lacking) + _in_parentheses(problems)
-        return Outcome(
-            found_step=None,
-            passed_over=passed_over,
-            later={step: later} if later else {},
-        )
+        return Outcome(found_step=None, passed_over=passed_over)
 
 
 def of_save(tiers: Sequence[Tier], step_id: StepId) -> FoundStep:
@@ -215,7 +175,7 @@ def of_save(tiers: Sequence[Tier], step_id: StepId) -> FoundStep:
     Raises:
       CheckpointError: if it is not complete by what this host can reach.
     """
-    sources, problems, _ = _offers(tiers, step_id.step)
+    sources, problems = _offers(tiers, step_id.step)
     offers = [offer for offer in sources if offer.manifest.save == step_id.save]
     if not offers:
         raise errors.CheckpointError(

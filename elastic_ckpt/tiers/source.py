@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from etils import epath
 
 from elastic_ckpt.steps.holdings import Offer
-from elastic_ckpt.steps.manifest import LaterManifest
 from elastic_ckpt.steps.step_id import StepId
 
 # A piece of this size fits into a processor's cache: processing it directly after the
@@ -127,24 +126,20 @@ class Offered(NamedTuple):
     Attributes:
       sources: where to read what is offered.
       problems: manifests that could not be had or read, and why, a sentence each.
-      later: those of them that a newer program wrote.
     """
 
     sources: Mapping[Offer, Source]
     problems: Sequence[str]
-    later: Sequence[LaterManifest] = ()
 
 
 def merged(several: Iterable[Offered]) -> Offered:
     """Merges what several holders or tiers offer."""
     sources: dict[Offer, Source] = {}
     problems: list[str] = []
-    later: list[LaterManifest] = []
     for offered in several:
         sources.update(offered.sources)
         problems.extend(offered.problems)
-        later.extend(offered.later)
-    return Offered(sources=sources, problems=problems, later=tuple(later))
+    return Offered(sources=sources, problems=problems)
 
 
 class Tier(Protocol):

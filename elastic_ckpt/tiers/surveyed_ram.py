@@ -77,7 +77,6 @@ class SurveyedRam:
         self._of_step[step] = Offered(
             sources,
             problems=(*self._message.problems, *message.problems),
-            later=message.later,
         )
 
     def table(self, offers: Sequence[Offer]) -> PartTable:

@@ -1,4 +1,4 @@
-"""Steps that a newer program saved are not passed over as if there were none.
+"""Steps that a later version saved are not passed over as if there were none.
 
 `tests/own_formats` has later versions of each file.
 """
@@ -8,6 +8,7 @@ import shutil
 
 import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
 from elastic_ckpt import frontend
@@ -15,9 +16,9 @@ from elastic_ckpt.core import checked_json, errors
 from tests.recorded_events import RecordedEvents
 
 
-def opened(tmp_path, *, ram=True, stored=True, emit=lambda *_, **__: None):
+def opened(tmp_path, *, ram=True, keep=None, emit=lambda *_, **__: None):
     tiers = [ec.Local(tmp_path / "ram")] if ram else []
-    tiers += [ec.Persistent(tmp_path / "steps", every=2)] if stored else []
+    tiers += [ec.Persistent(tmp_path / "steps", every=2, keep=keep)]
     return frontend.Checkpointer(tiers, run="run-7", emit=emit)
 
 
@@ -29,7 +30,7 @@ def save(checkpointer, *steps):
 
 
 def raise_versions(directory, step):
-    """Has a step, in each place below a directory, saved by a newer program."""
+    """Has a step, in each place below a directory, saved by a later version."""
     for path in directory.rglob("manifest-*.json"):
         fields = json.loads(path.read_bytes())
         if fields["step"] == step:
@@ -37,57 +38,44 @@ def raise_versions(directory, step):
             path.write_bytes(checked_json.to_bytes(fields, version=2))
 
 
-def refused(tmp_path, **tiers):
-    """The error of a start."""
-    with pytest.raises(errors.CheckpointError) as error:
-        opened(tmp_path, **tiers)
-    message = str(error.value)
-    assert "manifest-" in message
-    assert "has version 2, and this program reads version 1" in message
-    assert "the newer elastic_ckpt that wrote it" in message
-    return message
-
-
-def test_a_run_neither_begins_anew_nor_goes_back_behind_a_step_in_storage(tmp_path):
+def test_a_step_of_a_later_version_in_storage_is_an_error_and_stays(tmp_path):
     steps = tmp_path / "steps"
     with opened(tmp_path) as checkpointer:
         save(checkpointer, 2, 4)
-    raise_versions(steps, 4)
-    # The copy in RAM can be read, but is lost with the machine.
-    with opened(tmp_path) as checkpointer:
-        assert checkpointer.latest.step == 4
-    raise_versions(tmp_path / "ram", 4)
+    raise_versions(tmp_path, 4)
     for ram in (True, False):
-        assert "To continue from step 2 without it" in refused(tmp_path, ram=ram)
-    raise_versions(steps, 2)
-    raise_versions(tmp_path / "ram", 2)
-    for ram in (True, False):
-        message = refused(tmp_path, ram=ram)
-        assert "step 4 cannot be read" in message
-        assert "To begin anew, first move" in message
-    assert "step 4 cannot be read" in refused(tmp_path, stored=False)
-    for step in ("2", "4"):
-        shutil.move(steps / step, tmp_path)
-    shutil.rmtree(tmp_path / "ram")
+        with pytest.raises(errors.CheckpointError, match="later version") as error:
+            opened(tmp_path, ram=ram)
+        assert f"manifest {steps}/4/manifest-" in str(error.value)
+        assert "it has version 2; this program reads version 1" in str(error.value)
+    shutil.move(steps / "4", tmp_path)
     with opened(tmp_path) as checkpointer:
-        assert checkpointer.latest is None
-        save(checkpointer, 2, 6)
-    # An older one does not matter.
-    raise_versions(steps, 2)
-    with opened(tmp_path) as checkpointer:
+        assert checkpointer.latest.step == 2
+        save(checkpointer, 6)
+    # An older one does not matter, and is not removed.
+    shutil.move(tmp_path / "4", steps)
+    keep = ocp.training.preservation_policies.LatestN(1)
+    with opened(tmp_path, keep=keep) as checkpointer:
         assert checkpointer.latest.step == 6
+        assert [each.step for each in checkpointer.checkpoints] == [2, 6]
+        checkpointer.load(None, {"w": np.zeros(4, np.float32)})
+        save(checkpointer, 8)
+    assert {each.name for each in steps.glob("?")} == {"4", "8"}
 
 
-def test_a_step_of_a_newer_program_in_ram_is_passed_over_with_an_event(tmp_path):
+def test_a_step_of_a_later_version_in_ram_is_passed_over_with_an_event_and_stays(
+    tmp_path,
+):
     with opened(tmp_path) as checkpointer:
         # The last one in RAM alone.
         save(checkpointer, 2, 4, 5)
     raise_versions(tmp_path / "ram", 5)
     recorded = RecordedEvents()
     with opened(tmp_path, emit=recorded) as checkpointer:
-        assert checkpointer.latest.step == 4
         loaded = checkpointer.load(None, {"w": np.zeros(4, np.float32)})
         np.testing.assert_array_equal(loaded["w"], np.full(4, 4))
+        save(checkpointer, 6)
     passed_over = recorded.named("step_passed_over")
     assert {each["step"] for each in passed_over} == {5}
-    assert "has version 2" in passed_over[0]["why"]
+    assert "it has version 2" in passed_over[0]["why"]
+    assert [*tmp_path.glob("ram/hosts/0/5-*")]

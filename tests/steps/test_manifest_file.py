@@ -125,7 +125,9 @@ def test_a_manifest_of_another_run_step_or_host_is_refused(tmp_path):
 def test_a_later_version_is_an_error_of_its_own_and_a_longer_file_no_cut(tmp_path):
     path = tmp_path / "manifest-host-01.json"
     path.write_bytes(forged(version=2))
-    with pytest.raises(manifest_file.LaterVersionError, match="newer elastic_ckpt"):
+    with pytest.raises(
+        checked_json.LaterVersionError, match="later version of elastic_ckpt"
+    ):
         manifest_file.read(path, run="run-7", step=40)
     with pytest.raises(checked_json.UnreadableError, match="Extra data"):
         manifest_file.parse(forged() + b"{}")

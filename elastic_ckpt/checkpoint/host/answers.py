@@ -225,8 +225,6 @@ class SearchOutcome:
       passed_over: newer steps that are not complete, and why.
       out_of_reach: why storage cannot be searched; None if it was, or there is none.
       refusing: peers that may have steps and refuse this host, a sentence each.
-      refusal: why the run must not continue from `checkpoint`, or begin anew; None if
-        it may.
       needs: a step whose parts all hosts have to report first; None if the search is
         done.
       is_dealt: whether host 0 keeps the parts of the step, and can deal them.
@@ -238,7 +236,6 @@ class SearchOutcome:
     passed_over: tuple[tuple[int, str], ...] = ()
     out_of_reach: str | None = None
     refusing: tuple[str, ...] = ()
-    refusal: str | None = None
     needs: int | None = None
     is_dealt: bool = False
     missing: str | None = None

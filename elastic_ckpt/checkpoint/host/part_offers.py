@@ -15,7 +15,7 @@ from elastic_ckpt.checkpoint.host.part_exchange import PartExchange
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import checked_json, errors
 from elastic_ckpt.steps.holdings import Offer
-from elastic_ckpt.steps.manifest import Host, LaterManifest
+from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.steps.part_message import PartMessage
 from elastic_ckpt.steps.part_table import Holder, PartTable, joined
 from elastic_ckpt.steps.step_id import StepId
@@ -36,7 +36,6 @@ def of_step(world: HostWorld, step: int) -> PartMessage:
     """The parts of all saves of a step for which a host answers."""
     tables: list[PartTable] = []
     problems: list[str] = []
-    later: list[LaterManifest] = []
     own = world.disk.offers(step, slots=_slots(world))
     for url, offered in [
         ("", own),
@@ -44,10 +43,7 @@ def of_step(world: HostWorld, step: int) -> PartMessage:
     ]:
         tables += [PartTable.from_offer(offer, url=url) for offer in offered.sources]
         problems += offered.problems
-        later += offered.later
-    return PartMessage(
-        tables=tuple(joined(tables)), problems=tuple(problems), later=tuple(later)
-    )
+    return PartMessage(tables=tuple(joined(tables)), problems=tuple(problems))
 
 
 def of_all(world: HostWorld) -> PartMessage:

@@ -109,7 +109,6 @@ class StepSearch:
             tiers, lines=[*own, *recorded], without=set(without)
         )
         passed_over: Mapping[int, str] = {}
-        refusal: str | None = None
         missing: str | None = None
         chosen: FoundStep | None = None
         if step is None:
@@ -120,7 +119,6 @@ class StepSearch:
             numbers = [] if chosen is None else [chosen.step.step]
             newer = [each for each in counted[-1:] if [each] > numbers]
             foreign_step = newer[0] if newer else None
-            refusal = outcome.refusal(max([*numbers, *newer], default=None))
             if not (numbers or newer or passed_over or out_of_reach):
                 missing = f"{self._nothing()}; save a step first"
         elif step in foreign and not save and self._is_newest(step, foreign, looking):
@@ -145,7 +143,6 @@ class StepSearch:
             passed_over=tuple(passed_over.items()),
             out_of_reach=out_of_reach,
             refusing=tuple(self._refusing(tiers)),
-            refusal=refusal,
             is_dealt=kept is not None,
             missing=missing,
         )

@@ -251,9 +251,7 @@ class HostWorld:
         captured = self.captured.get(step_id)
         if captured is not None:
             return {captured.offer: captured}
-        offered, problems, _ = merged(
-            tier.offers(step_id.step) for tier in self.ram_tiers
-        )
+        offered, problems = merged(tier.offers(step_id.step) for tier in self.ram_tiers)
         sources = {
             offer: source
             for offer, source in offered.items()

@@ -166,7 +166,6 @@ class Peer:
         """See `source.Tier`."""
         sources: dict[Offer, source.Source] = {}
         problems = list(self._listing.problems)
-        later: list[manifest.LaterManifest] = []
         listed_manifests = self._listing.of_step.get(step, [])
         if len(listed_manifests) > MOST_MANIFESTS:
             problems.append(
@@ -184,18 +183,13 @@ class Peer:
                 offer = Offer(tier="local", manifest=self._manifest(listed))
             except (checked_json.UnreadableError, source.ReadError) as error:
                 self._num_unreadable += 1
-                problem = (
+                problems.append(
                     f"manifest {listed.directory}/{listed.name} of"
                     f" {self._endpoint.url} {error}"
                 )
-                problems.append(problem)
-                if isinstance(error, checked_json.LaterVersionError):
-                    later.append(
-                        manifest.LaterManifest(listed.step, listed.save, problem)
-                    )
             else:
                 sources[offer] = PeerSource(self._endpoint, listed.directory)
-        return source.Offered(sources, problems, tuple(later))
+        return source.Offered(sources, problems)
 
     @functools.cached_property
     def _listing(self) -> _Listing:

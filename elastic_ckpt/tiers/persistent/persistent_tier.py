@@ -19,14 +19,14 @@ import tensorstore as ts
 from absl import logging
 from etils import epath
 
-from elastic_ckpt.core import bucket_clients, errors, storage
+from elastic_ckpt.core import bucket_clients, checked_json, errors, storage
 from elastic_ckpt.steps import manifest_file, retention, search
 from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.line import Line
-from elastic_ckpt.steps.manifest import LaterManifest, Manifest
+from elastic_ckpt.steps.manifest import Manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import preserved
-from elastic_ckpt.tiers.persistent import arrange, evaluations, ocdbt, persistent_root
+from elastic_ckpt.tiers.persistent import arrange, evaluations, ocdbt
 from elastic_ckpt.tiers.persistent.persistent_root import (
     PersistentRoot,
     UnknownError,
@@ -48,6 +48,8 @@ _BEGINNING = datetime.datetime.fromtimestamp(0, datetime.UTC)
 
 # At a time of a file.
 _PIECE_BYTES = 2**24
+# Problems of manifests that may be whole all the same.
+_UNKNOWN = (UnknownError, checked_json.LaterVersionError)
 
 
 class PersistentTier:
@@ -143,6 +145,9 @@ class PersistentTier:
         Args:
           step: the training step.
           hosts: the ids of those whose manifests are read; None for all.
+
+        Raises:
+          LaterVersionError: if a later version of elastic_ckpt wrote a manifest.
         """
         offered: list[Offered] = []
         try:
@@ -156,6 +161,8 @@ class PersistentTier:
                         hosts=hosts,
                     )
                 )
+        except checked_json.LaterVersionError:
+            raise
         except (errors.CheckpointError, *bucket_clients.failures()) as error:
             problem = f"{self.root.final(step)} cannot be read ({error})"
             offered.append(Offered(sources={}, problems=[problem]))
@@ -257,7 +264,7 @@ class PersistentTier:
             there = [each for each in found if isinstance(each, Manifest)]
             if not there:
                 return None
-            if not any(isinstance(each, UnknownError) for each in found):
+            if not any(isinstance(each, _UNKNOWN) for each in found):
                 offers = [Offer(tier="persistent", manifest=each) for each in there]
                 complete = self._whole[step, time] = search.newest(offers) is not None
         saved = None
@@ -273,12 +280,6 @@ class PersistentTier:
             metrics=evaluations.metrics_of(directory, saved),
             complete=complete,
         )
-
-
-def _save_of(directory: epath.Path) -> str | None:
-    # Without its manifests.
-    aside = StepId.parse(directory.name)
-    return persistent_root.committed_save(directory) if aside is None else aside.save
 
 
 def offers_in(
@@ -303,6 +304,9 @@ def offers_in(
     else:
         names = sorted(map(manifest_file.file_name, hosts))
     manifests = read_manifests(directory, names, run=run, step=step)
+    for each in manifests:
+        if isinstance(each, checked_json.LaterVersionError):
+            raise each
     source = StepSource(directory, context)
     return Offered(
         sources={
@@ -311,11 +315,6 @@ def offers_in(
             if isinstance(each, Manifest)
         },
         problems=[str(each) for each in manifests if not isinstance(each, Manifest)],
-        later=tuple(
-            LaterManifest(step, _save_of(directory), str(each), is_stored=True)
-            for each in manifests
-            if isinstance(each, manifest_file.LaterVersionError)
-        ),
     )
 
 

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Collection, Iterator, Mapping
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import checked_json, errors, storage
 from elastic_ckpt.steps import retention
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import (
@@ -90,10 +90,10 @@ class LocalHost:
             try:
                 contents = self.disk.manifest(self.slot, each).contents
                 complete = True
+            except (checked_json.LaterVersionError, OSError):
+                complete = None
             except errors.CheckpointError:
                 pass
-            except OSError:
-                complete = None
             retained.append(
                 retention.HeldStep.from_contents(each, contents, complete=complete)
             )

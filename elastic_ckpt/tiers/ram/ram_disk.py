@@ -26,7 +26,7 @@ from etils import epath
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.steps import manifest_file
 from elastic_ckpt.steps.holdings import Offer
-from elastic_ckpt.steps.manifest import LaterManifest, Manifest
+from elastic_ckpt.steps.manifest import Manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import no_follow, preserved
 from elastic_ckpt.tiers.ram import file_repair
@@ -136,7 +136,6 @@ class RamDisk:
         """
         sources: dict[Offer, Source] = {}
         problems = []
-        later = []
         for slot, step_id in self.all_saves():
             if step_id.step != step or not (slots is None or slot in slots):
                 continue
@@ -152,12 +151,10 @@ class RamDisk:
             try:
                 manifest = self.manifest(slot, step_id)
             except errors.CheckpointError as problem:
-                if isinstance(problem, manifest_file.LaterVersionError):
-                    later.append(LaterManifest(*step_id, str(problem)))
                 problems.append(str(problem))
                 continue
             sources[Offer(tier="local", manifest=manifest)] = StepFiles(directory)
-        return Offered(sources=sources, problems=problems, later=tuple(later))
+        return Offered(sources=sources, problems=problems)
 
     def manifest(self, slot: int, step_id: StepId) -> Manifest:
         """The manifest of one save of a step in a slot.
