@@ -81,7 +81,7 @@ def unsealed(content: Any, *, what: str, version: int) -> dict[str, Any]:
         raise UnreadableError(f"is not a {what}")
     found = content["version"]
     if type(found) is not int or found != version:
-        reads = f"version {found!r}; this program reads version {version}"
+        reads = f"version {found!r}, and this program reads version {version}"
         if isinstance(found, int) and found > version:
             raise LaterVersionError(
                 f"was written by a later version of elastic_ckpt (it has {reads});"
