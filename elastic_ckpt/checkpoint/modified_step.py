@@ -17,12 +17,11 @@ from etils import epath
 
 from elastic_ckpt.checkpoint import number_edit
 from elastic_ckpt.checkpoint.components import encoding
-from elastic_ckpt.checkpoint.host import verified_read
-from elastic_ckpt.checkpoint.host.upload_share import chunk_shapes
+from elastic_ckpt.checkpoint.host import upload_share, verified_read
 from elastic_ckpt.checkpoint.number_edit import Change, Edit
 from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.core import digest, errors, storage
-from elastic_ckpt.steps import layout, uploads
+from elastic_ckpt.steps import layout
 from elastic_ckpt.steps import line as line_of
 from elastic_ckpt.steps.holdings import Holdings
 from elastic_ckpt.steps.line import FROM_SCRATCH, Line
@@ -194,7 +193,7 @@ class ModifiedStep:
 
     def _saved(self, holdings: Holdings, save: str, line: Line) -> upload.UploadedStep:
         contents = dataclasses.replace(holdings.contents, parents=line.parents)
-        chunks = chunk_shapes(holdings)
+        chunks = upload_share.chunk_shapes(holdings)
         return upload.UploadedStep(
             run=self._run,
             step_id=StepId(self._step, save),
@@ -249,7 +248,7 @@ def _write(
     paths = [leaf.path for leaf in holdings.contents.leaves]
     num_chunks = len(holdings.leaf)
     items = np.arange(holdings.num_items)
-    for batch in uploads.batches(
+    for batch in upload_share.batches(
         items, holdings.stored_bytes, most_bytes=_BATCH_BYTES, most_items=_BATCH_ITEMS
     ):
         chunks = []

@@ -4,7 +4,7 @@ The state is that of a run: sharded over the hosts of a slice, and the same in a
 slices. Each host also writes one file of the data state. Hosts are named by their place
 in the world, so that worlds of the same shape have equal manifests.
 
-Every answer is that of `steps.placement`, `search` or `read_plan`. Without the cache
+Every answer is that of `steps.owners`, `search` or `read_plan`. Without the cache
 these are called for each world and each restore, with all hosts. With it, inputs count
 as equal when they differ only in what the functions must not depend on:
 
@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from elastic_ckpt.core import boxes
-from elastic_ckpt.steps import placement, read_plan, search
+from elastic_ckpt.steps import owners, read_plan, search
 from elastic_ckpt.steps.holdings import Holdings, Offer, Tier
 from elastic_ckpt.steps.manifest import (
     ComponentFile,
@@ -317,7 +317,7 @@ class Decisions:
     """
 
     def __init__(
-        self, layout: WorldLayout, policy: placement.Policy, *, is_cached: bool = True
+        self, layout: WorldLayout, policy: owners.Policy, *, is_cached: bool = True
     ) -> None:
         self._layout = layout
         self._policy = policy
@@ -335,7 +335,9 @@ class Decisions:
         offers = self._layout.saved(shape)
         table = Holdings.from_offers(offers)
         hosts = [offer.host for offer in offers]
-        placed = placement.place(table, hosts, self._policy)
+        placed = owners.Owners(hosts, self._policy).place(
+            table.holder_sets(hosts), table.stored_bytes
+        )
         size = table.stored_bytes[placed.item]
         per_host = np.bincount(placed.target, size, shape.hosts)
         copies = self._layout.copies(shape, offers, placed.item, placed.target)

@@ -17,7 +17,7 @@ from elastic_ckpt.simulation.cluster import ClusterSize, FailureModel
 from elastic_ckpt.simulation.costs import Costs
 from elastic_ckpt.simulation.decisions import Decisions, WorldLayout
 from elastic_ckpt.simulation.simulated_run import Outcome, RunPlan
-from elastic_ckpt.steps import failure_domains, placement
+from elastic_ckpt.steps import failure_domains, owners
 from elastic_ckpt.tiers.choices import Chosen
 from elastic_ckpt.training import configured, load, run_directory, schema
 
@@ -115,7 +115,7 @@ def run(study: Study, varied: Sequence[str] = ()) -> list[Result]:
     size = study.state_bytes
     if not size:
         size = state_bytes(load.load(study.config, study.overrides))
-    decisions: dict[placement.Policy, Decisions] = {}
+    decisions: dict[owners.Policy, Decisions] = {}
     results = []
     for values in settings(varied):
         keys = [f"{k}={v}" for k, v in values.items() if k not in OF_CLUSTER]
@@ -243,12 +243,12 @@ def plan(
     )
 
 
-def copies(config: schema.Config) -> placement.Policy:
+def copies(config: schema.Config) -> owners.Policy:
     """The policy of copies of a configuration; none without a local tier."""
     peers = configured.peers(config)
     if peers is None:
-        return placement.Policy(copies=0)
-    return placement.Policy(
+        return owners.Policy(copies=0)
+    return owners.Policy(
         copies=peers.copies,
         domain=failure_domains.smallest(peers.domain),
         assume_data_parallelism=peers.assume_data_parallelism,

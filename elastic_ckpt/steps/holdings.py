@@ -11,6 +11,7 @@ Glossary: b boxes, f files, n rows (an item at a holder), r the most dims of a l
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -150,6 +151,18 @@ class Holdings:
             np.int64,
         )
         return of_offer[self.holder]
+
+    def holder_sets(self, hosts: Sequence[Host]) -> list[tuple[int, ...]]:
+        """The indices in `hosts` of each item's holders in local tiers, ascending."""
+        host = self.host_of_rows(hosts)
+        there = np.flatnonzero(host >= 0)
+        num_hosts = max(1, len(hosts))
+        item, holder = np.divmod(
+            columns.distinct(self.item[there] * num_hosts + host[there]), num_hosts
+        )
+        ends = np.searchsorted(item, np.arange(self.num_items + 1)).tolist()
+        listed = holder.tolist()
+        return [tuple(listed[a:b]) for a, b in itertools.pairwise(ends)]
 
     def fragment(self, row: int) -> Fragment:
         """Returns the fragment of a row of a box; rows of files have none."""

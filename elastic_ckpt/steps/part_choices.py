@@ -11,12 +11,12 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from elastic_ckpt.core import columns
+from elastic_ckpt.steps import owners
 from elastic_ckpt.steps.holdings import Holdings
 from elastic_ckpt.steps.manifest import Host
+from elastic_ckpt.steps.owners import Placement
 from elastic_ckpt.steps.part_table import ALL_HOSTS, HeldFile, PartTable
-from elastic_ckpt.steps.placement import Placement
 from elastic_ckpt.steps.read_plan import ReadPlan
-from elastic_ckpt.steps.uploads import Uploads
 
 # Holders of an item besides its sender, which are asked if that one fails.
 _OTHERS = 2
@@ -33,14 +33,12 @@ def of_copies(
       placed: the copies.
       hosts: of the world, by number.
     """
-    numbers = {host.id: number for number, host in enumerate(hosts)}
-    number_of = np.array([numbers[host.id] for host in placed.hosts], np.int64)
     first = holdings.first_row
     copy, within = columns.runs(first[placed.item + 1] - first[placed.item])
     row = first[placed.item][copy] + within
-    sends = holdings.host_of_rows(placed.hosts)[row] == placed.source[copy]
+    sends = holdings.host_of_rows(hosts)[row] == placed.source[copy]
     others = ~sends & (within <= _OTHERS)
-    target = number_of[placed.target]
+    target = placed.target
     return (
         _given(table, holdings, row[sends], target[copy[sends]]),
         _given(table, holdings, row[others], target[copy[others]]),
@@ -48,26 +46,32 @@ def of_copies(
 
 
 def of_uploads(
-    table: PartTable, holdings: Holdings, shared: Uploads, hosts: Sequence[Host]
+    table: PartTable, holdings: Holdings, hosts: Sequence[Host]
 ) -> tuple[PartTable, PartTable]:
     """The parts that each host uploads: where it reads them, and a few other holders.
+
+    After a change of hosts, parts of a step may be in the memory of idle machines
+    alone: all hosts share those.
 
     Args:
       table: of all parts.
       holdings: of `table.offers()`.
-      shared: which host uploads which item.
       hosts: of the world, by number.
     """
-    numbers = {host.id: number for number, host in enumerate(hosts)}
-    number_of = np.array([numbers[host.id] for host in shared.hosts], np.int64)
-    item = np.flatnonzero(shared.host >= 0)
+    everyone = tuple(range(len(hosts)))
+    sets = [held or everyone for held in holdings.holder_sets(hosts)]
+    target = np.array(owners.shares(sets, holdings.stored_bytes), np.int64)
     first = holdings.first_row
-    part, within = columns.runs(first[item + 1] - first[item])
-    row = first[item][part] + within
-    others = (row != shared.row[item][part]) & (within <= _OTHERS)
-    target = number_of[shared.host[item]]
+    part, within = columns.runs(np.diff(first))
+    row = first[:-1][part] + within
+    host = holdings.host_of_rows(hosts)
+    # Its own part, or else the first of them.
+    rank = np.where(host[row] == target[part], -1, within)
+    order = np.lexsort([rank, part])
+    row, part = row[order], part[order]
+    others = (within > 0) & (within <= _OTHERS)
     return (
-        _given(table, holdings, shared.row[item], target),
+        _given(table, holdings, row[within == 0], target),
         _given(table, holdings, row[others], target[part[others]]),
     )
 

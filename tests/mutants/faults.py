@@ -82,10 +82,10 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a host uploads the share of another one",
-        "elastic_ckpt/steps/uploads.py",
-        "numbers = [n for n, host in enumerate(self.hosts) if host.id == host_id]",
-        "numbers = [n + 1 for n, host in enumerate(self.hosts) if host.id == host_id]",
-        ("tests/steps/test_uploads.py",),
+        "elastic_ckpt/steps/owners.py",
+        "return min(int(middle / max(1, total) * num_holders), num_holders - 1)",
+        "return min(int(middle / max(1, total) * num_holders) + 1, num_holders - 1)",
+        ("tests/steps/test_owners.py",),
     ),
     Fault(
         "a step is read that the run has gone back from",

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.simulation.decisions import Decisions, Readers, Shape, WorldLayout
-from elastic_ckpt.steps import placement
+from elastic_ckpt.steps import owners
 
 
 @st.composite
@@ -42,7 +42,7 @@ def test_cached_decisions_are_those_of_the_functions(
 ):
     shape, dead, readers = restore
     layout = WorldLayout(state_bytes=1000, domain="rack" if shape.racks else "slice")
-    policy = placement.Policy(copies=copies, domain=layout.domain)
+    policy = owners.Policy(copies=copies, domain=layout.domain)
     outcomes = []
     for is_cached in (True, False):
         decisions = Decisions(layout, policy, is_cached=is_cached)
@@ -62,7 +62,7 @@ def test_cached_decisions_are_those_of_the_functions(
 
 def test_hosts_read_their_own_parts_and_newcomers_those_of_others():
     shape = Shape(slices=3, hosts_per_slice=2)
-    decisions = Decisions(WorldLayout(state_bytes=4000), placement.Policy(copies=2))
+    decisions = Decisions(WorldLayout(state_bytes=4000), owners.Policy(copies=2))
     # Slice 1 is lost, and one that was not in the world takes its place.
     readers = Readers(
         saver=np.array([0, 1, 4, 5, -1, -1]), domain=np.array([0, 0, 2, 2, 3, 3])

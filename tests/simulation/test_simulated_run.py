@@ -12,7 +12,7 @@ from elastic_ckpt.simulation.cluster import ClusterSize, Event, EventKind, Failu
 from elastic_ckpt.simulation.costs import Costs
 from elastic_ckpt.simulation.decisions import Decisions, WorldLayout
 from elastic_ckpt.simulation.simulated_run import RunPlan
-from elastic_ckpt.steps import placement
+from elastic_ckpt.steps import owners
 
 STATE_BYTES = 2**10
 # Whole seconds; nothing else costs anything.
@@ -24,8 +24,8 @@ COSTS = dataclasses.replace(
         if field.name.endswith("_secs")
     },
 ).with_values({"step_secs": 1.0, "start_secs": 7.0, "detect_secs": 2.0})
-COPIES = placement.Policy(copies=2)
-NO_COPIES = placement.Policy(copies=0)
+COPIES = owners.Policy(copies=2)
+NO_COPIES = owners.Policy(copies=0)
 POLICY = decision.Policy(min_slices=2, settle_secs=10.0, wait_secs=100.0)
 
 
@@ -149,7 +149,7 @@ def test_run_is_the_same_with_and_without_the_cache(
         seed=seed,
     )
     events = model.trace(planned.hardware, secs=planned.secs)
-    policy = placement.Policy(copies=copies)
+    policy = owners.Policy(copies=copies)
     cached, plain = (
         simulate(planned, *events, copies=policy, is_cached=is_cached)
         for is_cached in (True, False)

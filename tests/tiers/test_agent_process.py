@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.steps import manifest, placement
+from elastic_ckpt.steps import manifest, owners
 from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.peers import (
     agent,
@@ -103,7 +103,7 @@ def test_a_directory_is_filled_once_a_world_is_noted_and_again_if_that_fails(
     record = world_record.WorldRecord(
         run="run",
         hosts=(manifest.Host(id="a.0", number=0, domains={"rack": "r"}),),
-        policy=placement.Policy(copies=1, domain="rack"),
+        policy=owners.Policy(copies=1, domain="rack"),
         limit_bytes=9,
     )
     assert world_record.read(tmp_path) is None

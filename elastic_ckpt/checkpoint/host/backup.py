@@ -22,7 +22,7 @@ from elastic_ckpt.checkpoint.host.answers import BackedUp, StepInRam
 from elastic_ckpt.checkpoint.host.part_exchange import Letter
 from elastic_ckpt.checkpoint.host.world import HostWorld, not_in_ram
 from elastic_ckpt.core import bucket_clients, calls, clock, errors, storage
-from elastic_ckpt.steps import part_choices, retention, search, uploads
+from elastic_ckpt.steps import part_choices, retention, search
 from elastic_ckpt.steps.holdings import Holdings, Offer
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Contents
@@ -402,10 +402,7 @@ class HostBackup:
             why = "; ".join(message.problems) or "no host has them"
             raise errors.CheckpointError(f"{held.problem()} ({why})")
         hosts = self._world.hosts
-        shared = uploads.of_all_items(holdings, hosts)
-        self._part_exchange.deal(
-            part_choices.of_uploads(table, holdings, shared, hosts)
-        )
+        self._part_exchange.deal(part_choices.of_uploads(table, holdings, hosts))
         return holdings
 
     def _share(

@@ -24,7 +24,7 @@ from elastic_ckpt.checkpoint.host.answers import Placed, Replicated
 from elastic_ckpt.checkpoint.host.part_exchange import Letter
 from elastic_ckpt.checkpoint.host.world import HostWorld, not_in_ram
 from elastic_ckpt.core import calls, errors
-from elastic_ckpt.steps import part_choices, part_message, placement
+from elastic_ckpt.steps import owners, part_choices, part_message
 from elastic_ckpt.steps.holdings import Holdings
 from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.steps.part_message import PartMessage
@@ -211,7 +211,7 @@ class _Fetch(NamedTuple):
 
 
 def placed_parts(
-    message: PartMessage, hosts: Sequence[Host], policy: placement.Policy
+    message: PartMessage, hosts: Sequence[Host], policy: owners.Policy
 ) -> tuple[Placed, tuple[PartTable, PartTable]]:
     """Places the copies of a step; returns the result, and what each host takes.
 
@@ -227,10 +227,9 @@ def placed_parts(
     holdings = Holdings.from_offers(offers)
     (table,) = message.tables
     diverged = [_diverged(holdings, int(item)) for item in holdings.diverged]
-    placed = placement.place(holdings, hosts, policy)
-    problems = [each.why for each in placed.shortfalls if each.lacks != "agreement"]
+    placed = _placed(holdings, hosts, policy)
     summary = Placed(
-        problems=(*message.problems, *diverged, *problems),
+        problems=(*message.problems, *diverged, *placed.shortfalls),
         diverged=tuple(diverged),
         failed=bool(message.problems),
         num_machines=placed.num_machines,
@@ -252,10 +251,17 @@ def on_backups(
       The parts at their senders, and at other holders, for the number of each target.
     """
     holdings = Holdings.from_offers(table.offers())
-    policy = placement.Policy(copies=1 if backups else 0, domain=refill.KIND)
+    policy = owners.Policy(copies=1 if backups else 0, domain=refill.KIND)
     everyone = [*hosts, *backups]
-    copies = placement.place(holdings, everyone, policy)
+    copies = _placed(holdings, everyone, policy)
     return part_choices.of_copies(table, holdings, copies, everyone)
+
+
+def _placed(
+    holdings: Holdings, hosts: Sequence[Host], policy: owners.Policy
+) -> owners.Placement:
+    sets = holdings.holder_sets(hosts)
+    return owners.Owners(hosts, policy).place(sets, holdings.stored_bytes)
 
 
 def _diverged(holdings: Holdings, item: int) -> str:

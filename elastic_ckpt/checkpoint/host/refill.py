@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from elastic_ckpt.checkpoint.host import replication
 from elastic_ckpt.checkpoint.host.answers import Replicated
 from elastic_ckpt.core import checked_json, errors
-from elastic_ckpt.steps import part_message, placement
+from elastic_ckpt.steps import owners, part_message
 from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.steps.part_table import Holder
 from elastic_ckpt.steps.step_id import StepId
@@ -133,9 +133,17 @@ def _placed(root: str) -> tuple[StepId, Replicated] | None:
         if step_found is None:
             return None
         holdings = step_found.step.holdings
-        placed = placement.place(holdings, record.hosts, record.policy)
+        placed = owners.Owners(record.hosts, record.policy).place(
+            holdings.holder_sets(record.hosts), holdings.stored_bytes
+        )
         hosts = [host for host in record.hosts if host.machine == disk.machine]
-        items = [each for host in hosts for each in replication.incoming(placed, host)]
+        items = [
+            (item, record.hosts[source])
+            for item, source, target in zip(
+                placed.item.tolist(), placed.source, placed.target, strict=True
+            )
+            if record.hosts[target] in hosts
+        ]
         if not items:
             return None
         own = local.LocalHost(

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent import futures
 
-import numpy as np
-
 from elastic_ckpt.checkpoint.host import verified_read
 from elastic_ckpt.checkpoint.host.answers import Replicated
 from elastic_ckpt.core import background, errors
-from elastic_ckpt.steps import layout, placement
+from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.holdings import Holdings, Offer
 from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.tiers.ram.local import LocalHost
@@ -22,15 +20,6 @@ from elastic_ckpt.tiers.ram.step_writer import StepWriter
 from elastic_ckpt.tiers.source import Source
 
 _THREADS = 4
-
-
-def incoming(placed: placement.Placement, host: Host) -> list[tuple[int, Host]]:
-    """Returns the items that `host` takes, each with the holder that sends it."""
-    numbers = [n for n, each in enumerate(placed.hosts) if each.id == host.id]
-    mine = np.flatnonzero(np.isin(placed.target, numbers))
-    return [
-        (int(placed.item[copy]), placed.hosts[placed.source[copy]]) for copy in mine
-    ]
 
 
 def fetch(
@@ -46,8 +35,8 @@ def fetch(
     Args:
       own: the host.
       sources: where to read what each holder offers.
-      items: as `incoming` gives them; by default all that are offered, each sent by its
-        first holder.
+      items: each with the holder that sends it; by default all that are offered, each
+        sent by its first holder.
       spare: how many times as much has to be free besides.
       is_partial: whether copies are committed if others cannot be fetched.
 
@@ -87,7 +76,7 @@ def take(
 
     Args:
       holdings: of the step.
-      items: as `incoming` gives them.
+      items: see `fetch`.
       reader: of the step.
       writer: writes the copies.
     """

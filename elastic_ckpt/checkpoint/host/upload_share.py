@@ -9,7 +9,7 @@ import numpy as np
 from elastic_ckpt.checkpoint.host import verified_read
 from elastic_ckpt.checkpoint.host.captured_step import CapturedStep
 from elastic_ckpt.core import background
-from elastic_ckpt.steps import layout, uploads
+from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.holdings import Holdings
 from elastic_ckpt.steps.manifest import ComponentFile, Fragment, Host
 from elastic_ckpt.tiers.persistent import progress, upload
@@ -88,13 +88,26 @@ def upload_share(
     if uploading.is_continued:
         items = np.array([i for i in items.tolist() if not uploading.has(part(i))], int)
     sizes = holdings.stored_bytes[items]
-    batches = uploads.batches(
-        items, sizes, most_bytes=_BATCH_BYTES, most_items=_BATCH_ITEMS
-    )
+    runs = batches(items, sizes, most_bytes=_BATCH_BYTES, most_items=_BATCH_ITEMS)
     with background.pool(_THREADS, "upload") as pool:
-        num_bytes = sum(pool.map(write, batches))
+        num_bytes = sum(pool.map(write, runs))
     uploading.finish()
     return num_bytes
+
+
+def batches(
+    items: np.ndarray, sizes: np.ndarray, *, most_bytes: int, most_items: int
+) -> list[np.ndarray]:
+    """Runs of items that are written together, each as large as allowed."""
+    cuts = []
+    begin, num_bytes = 0, 0
+    for place, size in enumerate(sizes.tolist()):
+        full = num_bytes + size > most_bytes or place - begin == most_items
+        if place > begin and full:
+            cuts.append(place)
+            begin, num_bytes = place, 0
+        num_bytes += size
+    return np.split(items, cuts) if len(items) else []
 
 
 def chunk_shapes(holdings: Holdings) -> dict[str, tuple[int, ...]]:

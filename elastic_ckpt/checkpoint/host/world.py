@@ -15,7 +15,7 @@ from etils import epath
 from elastic_ckpt.checkpoint.host.captured_step import CapturedStep
 from elastic_ckpt.checkpoint.host.part_exchange import KINDS, Kind, Letter, PartExchange
 from elastic_ckpt.core import calls, clock, errors
-from elastic_ckpt.steps import failure_domains, placement
+from elastic_ckpt.steps import failure_domains, owners
 from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.steps.step_id import StepId
@@ -165,9 +165,9 @@ class HostWorld:
         )
 
     @property
-    def copy_policy(self) -> placement.Policy:
+    def copy_policy(self) -> owners.Policy:
         """How many copies of a step this world keeps in the memory of peers."""
-        return placement.Policy(
+        return owners.Policy(
             copies=self.peers.copies if len(self.hosts) > 1 else 0,
             domain=self.peers.domain,
             inner=self._inner_domain,

@@ -1,6 +1,6 @@
 """The world that a machine is in, as a host of it notes it for the agent of the node.
 
-`<root>/world.json` has what placement requires: the hosts, and the policy of copies.
+`<root>/world.json` has what `Owners` needs: the hosts, and the policy of copies.
 With it the agent of a node that was replaced can copy what the machine should hold
 (`host.refill`). It is a hint, like `agents.json`.
 """
@@ -15,7 +15,7 @@ from etils import epath
 from elastic_ckpt.tiers.peers import records
 
 if typing.TYPE_CHECKING:
-    from elastic_ckpt.steps import placement
+    from elastic_ckpt.steps import owners
     from elastic_ckpt.steps.manifest import Host
 
 FILE = "world.json"
@@ -39,7 +39,7 @@ class WorldRecord:
 
     run: str
     hosts: tuple[Host, ...]
-    policy: placement.Policy
+    policy: owners.Policy
     limit_bytes: int | None
     tls_ca: str | None = None
     max_bytes_per_sec: float | None = None
@@ -58,13 +58,13 @@ def read(root: epath.PathLike) -> WorldRecord | None:
     that only one of them has are left out.
     """
     # Agents import this module, and need no NumPy.
-    from elastic_ckpt.steps import placement
+    from elastic_ckpt.steps import owners
     from elastic_ckpt.steps.manifest import Host
 
     try:
         fields = dict(records.read(root, FILE))
         fields["hosts"] = tuple(records.decoded(Host, host) for host in fields["hosts"])
-        fields["policy"] = records.decoded(placement.Policy, fields["policy"])
+        fields["policy"] = records.decoded(owners.Policy, fields["policy"])
         return records.decoded(WorldRecord, fields)
     except _MALFORMED:
         return None

@@ -9,14 +9,14 @@ import pytest
 from elastic_ckpt.checkpoint.host import copies
 from elastic_ckpt.checkpoint.host.part_exchange import PartExchange
 from elastic_ckpt.core.allgather import FAN_IN, HostTree
-from elastic_ckpt.steps import placement
+from elastic_ckpt.steps import owners
 from elastic_ckpt.steps.holdings import Holdings
 from elastic_ckpt.steps.part_message import PartMessage
 from elastic_ckpt.steps.part_table import PartTable
 from elastic_ckpt.tiers.source import ReadError
 from tests.tiers import saved_worlds
 
-POLICY = placement.Policy(copies=2)
+POLICY = owners.Policy(copies=2)
 # Two levels below host 0, and a few hosts on a third.
 LARGE = FAN_IN * (FAN_IN + 1) + FAN_IN
 
@@ -107,23 +107,24 @@ def test_each_host_receives_what_a_placement_over_all_offers_gives_it(num_hosts)
     offers = offers_of(num_hosts)
     hosts = [offer.host for offer in offers]
     holdings = Holdings.from_offers(offers)
-    expected = placement.place(holdings, hosts, POLICY)
-    assert list(placed.problems) == [each.why for each in expected.shortfalls]
+    expected = owners.Owners(hosts, POLICY).place(
+        holdings.holder_sets(hosts), holdings.stored_bytes
+    )
+    assert placed.problems == expected.shortfalls
     assert not placed.failed
-    by_id = {host.id: number for number, host in enumerate(hosts)}
     senders = [[] for _ in hosts]
     for item, source, target in zip(
         expected.item, expected.source, expected.target, strict=True
     ):
         at = holdings.holders(item)[0].host.id
-        assert at == expected.hosts[source].id
+        assert at == hosts[source].id
         is_box = item < len(holdings.leaf)
         part = (
             holdings.boxes[item]
             if is_box
             else holdings.files[item - len(holdings.leaf)]
         )
-        senders[by_id[expected.hosts[target].id]].append((at, part))
+        senders[target].append((at, part))
     assert [listed(tables)[0] for tables in received] == [
         sorted(each, key=str) for each in senders
     ]

@@ -3,7 +3,7 @@
 import pathlib
 
 from elastic_ckpt.checkpoint.host import refill
-from elastic_ckpt.steps import manifest, placement
+from elastic_ckpt.steps import manifest, owners
 from elastic_ckpt.tiers.peers import agent, known_agents, secret, world_record
 from elastic_ckpt.tiers.ram import machine, ram_disk
 from tests.tiers import served, tiered_steps
@@ -47,7 +47,7 @@ def test_a_machine_without_a_step_gets_all_parts_as_they_were_saved(tmp_path):
     world = world_record.WorldRecord(
         run=tiered_steps.RUN,
         hosts=hosts,
-        policy=placement.Policy(copies=1),
+        policy=owners.Policy(copies=1),
         limit_bytes=None,
     )
     world_record.write(replaced.root, world)
