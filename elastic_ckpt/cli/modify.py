@@ -1,8 +1,9 @@
-"""`elastic-ckpt modify STEP_PATH --set PATH=VALUE`: edits numbers of a saved step.
+"""`elastic-ckpt modify STEP_PATH --set PATH=VALUE`: edits numbers of the newest step.
 
-The step is saved once more, under a new save, and a run that is started then continues
-from it. The version before is set aside, and shown by `inspect`, until retention takes
-it. With `--component` the numbers are those of a component, in the states of all hosts.
+The step is loaded and saved once more, as by any program, so the host needs memory for
+all of it, and no run may be writing to the directory. A run that is started afterwards
+continues from the new save, which replaces the one before: copy the step's directory
+first to keep that.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 
-from elastic_ckpt.checkpoint import modified_step, number_edit
+import jax
+
+from elastic_ckpt import frontend
+from elastic_ckpt.checkpoint import modified_step
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.inspect import run_files
+from elastic_ckpt.inspect import run_files, tier_locations
+from elastic_ckpt.tiers.choices import Persistent
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,46 +50,67 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="show the changes, and write nothing"
     )
-    parser.add_argument(
-        "--stopped",
-        action="store_true",
-        help="confirm that no run writes to the bucket, as buckets have no locks",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Edits the step, unless its run is alive."""
-    edits = [_edit(each, "value") for each in arguments.set]
-    edits += [_edit(each, "factor") for each in arguments.scale]
+    name = arguments.component
+    edits = [_edit(name, each, "value") for each in arguments.set]
+    edits += [_edit(name, each, "factor") for each in arguments.scale]
     if not edits or len({each.path for each in edits}) < len(edits):
         raise errors.ConfigError(
             "give each number that is to be edited once: --set PATH=VALUE or --scale"
             " PATH=FACTOR"
         )
-    path = arguments.path
-    with contextlib.ExitStack() as locks:
-        step = modified_step.ModifiedStep(path)
-        if not arguments.dry_run:
-            # The supervisor of an elastic run holds its lock between two worlds, too.
-            run = storage.absolute(path).parent.parent
-            if run_files.is_run(run):
-                locks.enter_context(storage.exclusive_lock(run / run_files.LOCK))
-            locks.enter_context(step.alone(is_stopped=arguments.stopped))
-            # The run may have saved until then.
-            step = modified_step.ModifiedStep(path)
-        changes = step.changes(arguments.component, edits)
-        for each in changes:
-            print(each)
+    path = storage.absolute(arguments.path)
+    if not (path.name.isdecimal() and tier_locations.is_step(path)):
+        raise errors.CheckpointError(
+            f"{path} is not the directory of a step; name PERSISTENT_DIRECTORY/<step>"
+        )
+    number = int(path.name)
+    tiers = [Persistent(path.parent, every=1)]
+    with contextlib.ExitStack() as stack:
+        # The supervisor of an elastic run holds its lock between two worlds, too.
+        lock = path.parent.parent / run_files.LOCK
+        if run_files.is_run(lock.parent) and not arguments.dry_run:
+            stack.enter_context(storage.exclusive_lock(lock))
+        # Leaves of 64 bits stay what they are.
+        stack.enter_context(jax.enable_x64(True))
+        checkpointer = stack.enter_context(
+            frontend.Checkpointer(tiers, read_only=arguments.dry_run)
+        )
+        saved = checkpointer.checkpointables_metadata(number)
+        parts = checkpointer.load_checkpointables(
+            number,
+            {
+                part: modified_step.StoredFiles() if tree is None else None
+                for part, tree in saved.metadata.items()
+            },
+            go_back=False,
+        )
+        if name not in parts:
+            raise errors.CheckpointError(
+                f"step {number} has no {name!r}; it has {sorted(parts)}"
+            )
+        for each in edits:
+            print(*modified_step.edit(parts, name, each), sep="\n")
         if arguments.dry_run:
             print("nothing was written")
             return 0
-        save = step.modify(changes)
-    print(f"{path}: saved again as {save}; the version before is set aside")
+        checkpointer.save_checkpointables(
+            number,
+            parts,
+            overwrite=True,
+            metrics=saved.metrics,
+            custom_metadata=saved.custom_metadata,
+        )
+    print(f"{path}: saved again, with these changes")
     return 0
 
 
-def _edit(given: str, field: str) -> number_edit.Edit:
+def _edit(component: str, given: str, field: str) -> modified_step.Edit:
     path, _, number = given.rpartition("=")
     if not (path and number):
         raise errors.ConfigError(f"{given!r}: write PATH={field.upper()}")
-    return number_edit.Edit(path=path, **{field: number})
+    whole = component if path == "." else f"{component}/{path}"
+    return modified_step.Edit(path=whole, **{field: number})

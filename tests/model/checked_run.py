@@ -7,23 +7,20 @@ is then `open`.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import pathlib
 import random
-import time
-from unittest import mock
 
 import pytest
 
-from elastic_ckpt.checkpoint import follow, modified_step, number_edit
-from elastic_ckpt.core import errors, process, storage
+from elastic_ckpt.checkpoint import follow
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import leases, persistent_root
 from elastic_ckpt.tiers.ram import ram_disk
 from tests import spoilt_files
 from tests.model import simulated_world
-from tests.model.model import Model, Save
+from tests.model.model import Model
 from tests.model.simulated_world import Crash, Gone
 
 
@@ -74,8 +71,6 @@ class CheckedRun:
         # What was loaded to go on from, and whether some of it was in RAM.
         self._is_near, self._trusted = False, -1
         self._loaded, self._is_from_ram = None, False
-        # An edit of a step that was begun, under a save that nobody knows yet.
-        self._edited = None
 
     def __enter__(self):
         self.sim.__enter__()
@@ -174,7 +169,7 @@ class CheckedRun:
             go_back=go_back,
         )
         step_id = self.sim.hosts.opened_id
-        save = self._known(step_id)
+        save = self.model.saves[step_id]
         read = {name: leaf.tobytes() for name, leaf in restored["state"].items()}
         assert (read, position.value) == save.values
         if step is None:
@@ -196,13 +191,6 @@ class CheckedRun:
     def _go_on_from(self, save):
         self.head = save
         self._by_step = {each.step: each for each in reversed(list(save.line()))}
-
-    def _known(self, step_id):
-        # The save of an edit is known once it is found.
-        edited = self._edited
-        if step_id not in self.model.saves and edited and edited.step == step_id.step:
-            self.model.saves[step_id], self._edited = edited, None
-        return self.model.saves[step_id]
 
     def save(self, step, *, overwrite=False):
         """Saves a new state."""
@@ -357,7 +345,7 @@ class CheckedRun:
             for step in follow.watch_steps(
                 self.sim.storage, poll_secs=0, timeout_secs=0
             ):
-                save = self._known(StepId(step.step, step.save))
+                save = self.model.saves[StepId(step.step, step.save)]
                 try:
                     loaded = step.load(simulated_world.abstract())
                 except errors.CheckpointError:
@@ -416,41 +404,6 @@ class CheckedRun:
                 self.end()
                 return
             assert self.head is save
-
-    def edit(self):
-        """Has a person edit the newest step in storage, while nothing else runs."""
-        if self.is_open:
-            self.close()
-        save = self.model.newest()
-        if self.is_open or save is None or not save.is_stored:
-            return
-        self._seed += 1
-        state, data = save.values
-        edited = bytes([self._seed % 256]) * len(state["b"])
-        values = ({**state, "b": edited}, data)
-        self._edited = Save(step=save.step, values=values, parent=save.parent)
-        change = number_edit.Change(
-            path="state/b", dtype="uint8", before=0, after=edited[0]
-        )
-        with self._may_end():
-            try:
-                step = modified_step.ModifiedStep(self.sim.storage / str(save.step))
-            except errors.CheckpointError:
-                # A later one is there, of which it is not sure that it stays.
-                steps = [int(each.name) for each in self.sim.storage.glob("[0-9]*")]
-                assert max(steps) > save.step
-                self._edited = None
-                return
-            # What followed it counts no more.
-            for each in set(self.model.saves.values()) - set(save.line()):
-                each.in_ram = each.stored = False
-            virtual = mock.patch.object(time, "time_ns", self.sim.clock.time_ns)
-            # Once it has crashed, its process is not there.
-            editor = dataclasses.replace(process.this(), start_ticks=1)
-            own = mock.patch.object(process, "this", return_value=editor)
-            with own, step.alone(), virtual:
-                made = self._known(StepId(save.step, step.modify([change])))
-            self.model.store(made)
 
     def be_replaced(self, machines, step):
         """Another start continues the run, while this one is alive and saves, too."""

@@ -137,12 +137,6 @@ class Histories(stateful.RuleBasedStateMachine):
     def distrust(self):
         self.run.distrust()
 
-    @rule(world=WORLDS)
-    def edit(self, world):
-        self.run.edit()
-        self.run.end()
-        self.run.open(world)
-
     @precondition(lambda self: self.run.is_open and self.claims)
     @rule(world=WORLDS)
     def replace(self, world):

@@ -47,7 +47,6 @@ HISTORIES["storage alone"] = (
     lambda run: run.save(2),
     {"store_every": 1, "local": False},
 )
-HISTORIES["edit"] = ((1, 2, "evict"), lambda run: run.edit(), {"store_every": 1})
 HISTORIES["delete"] = (
     (1, 2),
     lambda run: run.delete(run.sure_steps()[0]),
@@ -61,16 +60,16 @@ HISTORIES["distrust"] = (
 HISTORIES |= {
     f"{name}, in place": (*history, {**tiers, "in_place": True})
     for name, (*history, tiers) in HISTORIES.items()
-    if name in ("back up", "clean", "retention", "edit", "delete")
+    if name in ("back up", "clean", "retention", "delete")
 }
 
 
 # Those that crash at each change by default, and at each ninth.
-ALWAYS = {"overwrite": 1, "back up, in place": 1, "delete": 1, "edit": 9}
+ALWAYS = {"overwrite": 1, "back up, in place": 1, "delete": 1}
 
 
 # Before a change lands, and before a release.
-OFTEN = {("edit", "all"), ("distrust", "all"), ("go back", "one")}
+OFTEN = {("distrust", "all"), ("go back", "one")}
 
 
 def _sampled():
@@ -105,11 +104,6 @@ def prepared(before, tiers):
                 run.close()
             elif each == "open":
                 run.open(WORLD)
-            elif each == "evict":
-                # What was edited is in storage alone.
-                run.close()
-                for machine in WORLD:
-                    run.evict(machine)
             elif each == "cut short":
                 run.sim.files.crash_at = run.sim.files.count + 70
                 run.save(2)
@@ -139,8 +133,7 @@ def crash_at(name, victims, number, *, torn):
         files.crash_at, files.victims = files.count + number, victims
         files.torn = torn
         act(run)
-        # A file after the other is set aside, and TensorStore writes more or fewer.
-        assert run.has_ended or name == "edit, in place", number
+        assert run.has_ended, number
         files.crash_at = None
         yield run
 

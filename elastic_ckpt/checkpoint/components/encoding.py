@@ -15,9 +15,8 @@ The numbers are those of the arrays. A node of another class, such as a named tu
 optax, is made of the node that the current state has in its place: nothing is imported
 or unpickled by its name.
 
-An encoded state can also be looked into, without its classes: `leaves` are all of it
-for a comparison, and `numbers` can be edited. A path joins keys, indices and fields
-from the top of the state, `groups/0/lr`; that of the state itself is `""`.
+`leaves` looks into an encoded state without its classes. A path joins keys, indices and
+fields from the top of the state, `groups/0/lr`; that of the state itself is `""`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import copy
 import dataclasses
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -35,10 +34,6 @@ from jax.sharding import SingleDeviceSharding
 
 from elastic_ckpt.core import errors, storage
 
-# Kinds of arrays of numbers: those of NumPy, and of ml_dtypes such as bfloat16.
-NUMBER_KINDS = "iufbV"
-# Nodes with an array that may be a number.
-_ARRAYS = ("numpy", "scalar", "array")
 Leaf = bool | int | float | str | bytes | np.ndarray
 # Stands for the current state where it lacks the place of a saved value.
 _NOTHING = object()
@@ -55,20 +50,6 @@ class Encoded:
 
     tree: storage.Json
     arrays: Sequence[np.ndarray]
-
-
-class Number(NamedTuple):
-    """A number of Python, or an array or scalar with a single element.
-
-    Attributes:
-      path: where it is.
-      dtype: of its array, or the class of a number of Python, such as `float`.
-      value: as an array without dims.
-    """
-
-    path: str
-    dtype: str
-    value: np.ndarray
 
 
 def encode(state: Any) -> Encoded:
@@ -103,72 +84,45 @@ def leaves(encoded: Encoded) -> dict[str, Leaf]:
     are a leaf too, under its path.
     """
     by_path: dict[str, Leaf] = {}
-
-    def add(names: tuple[str, ...], leaf: Leaf) -> None:
-        path = "/".join(names)
+    for path, holder, place in _places([encoded.tree], 0, ""):
+        # Keys of a dict may differ in their type alone, or contain slashes.
         while path in by_path:
-            # Keys of a dict may differ in their type alone, or contain slashes.
             path += "'"
-        by_path[path] = leaf
-
-    for names, holder, place in _places([encoded.tree], 0, ()):
         node = holder[place]
         kind, content = _kind(node)
         if kind == "itself":
-            add(names, b"null" if node is None else node)
+            by_path[path] = b"null" if node is None else node
         elif kind == "node":
-            add(names, content)
+            by_path[path] = content
         elif kind in ("list", "tuple", "dict"):
-            add(names, f"a {kind} of {len(content)}")
-        elif kind in ("float", "bytes"):
-            add(names, f"{kind} {content}")
+            by_path[path] = f"a {kind} of {len(content)}"
+        elif kind == "float":
+            by_path[path] = _float(content)
+        elif kind == "bytes":
+            by_path[path] = f"{kind} {content}"
         else:
-            add((*names, "kind"), f"{kind} {node.get('impl', '')}")
-            add(names, encoded.arrays[content])
+            by_path[path] = encoded.arrays[content]
+            by_path[f"{path}/kind"] = f"{kind} {node.get('impl', '')}"
     return by_path
 
 
-def numbers(encoded: Encoded) -> list[Number]:
-    """The numbers of a state, in its order; several may have one path.
-
-    A dict may have the keys `1` and `"1"`, or a key with a slash.
-    """
-    listed = [
-        _number("/".join(names), holder[place], encoded.arrays)
-        for names, holder, place in _places([encoded.tree], 0, ())
-    ]
-    return [number for number in listed if number is not None]
-
-
-def replaced(encoded: Encoded, values: Mapping[str, Any]) -> Encoded:
-    """The state with other values of some numbers, of the same types.
-
-    Args:
-      encoded: the state, which stays as it is.
-      values: by path; others stay.
-    """
+def replaced(encoded: Encoded, path: str, value: Any) -> Encoded:
+    """The state with another value of the number or array at a path of `leaves`."""
     top = [copy.deepcopy(encoded.tree)]
     arrays = list(encoded.arrays)
-    for names, holder, place in _places(top, 0, ()):
-        path = "/".join(names)
-        number = _number(path, holder[place], arrays)
-        if number is None or path not in values:
-            continue
-        kind, content = _kind(holder[place])
-        if kind in _ARRAYS:
-            array = arrays[content]
-            arrays[content] = np.full(array.shape, values[path], array.dtype)
-        else:
-            value = np.asarray(values[path], object).item()
-            holder[place] = encode(type(number.value.item())(value)).tree
+    for there, holder, place in _places(top, 0, ""):
+        if there == path and isinstance(value, np.ndarray):
+            arrays[_kind(holder[place])[1]] = value
+        elif there == path:
+            holder[place] = encode(value).tree
     return Encoded(top[0], arrays)
 
 
 def _places(
-    holder: list[Any], place: int, names: tuple[str, ...]
-) -> Iterator[tuple[tuple[str, ...], list[Any], int]]:
-    # A node and all below it: the names on its path, and its place in a list.
-    yield names, holder, place
+    holder: list[Any], place: int, path: str
+) -> Iterator[tuple[str, list[Any], int]]:
+    # A node and all below it: its path, and its place in a list.
+    yield path, holder, place
     node = holder[place]
     kind, content = _kind(node)
     below: list[tuple[Any, list[Any], int]] = []
@@ -180,26 +134,13 @@ def _places(
         # JAX names fields `.count`, `['lr']`, `[0]`.
         below = [(pair[0].strip(".[]'"), pair, 1) for pair in node["children"]]
     for name, at, number in below:
-        yield from _places(at, number, (*names, str(name)))
+        yield from _places(at, number, f"{path}/{name}" if path else str(name))
 
 
 def _kind(node: Any) -> tuple[str, Any]:
     if isinstance(node, list):
         return "list", node
     return next(iter(node.items())) if isinstance(node, dict) else ("itself", node)
-
-
-def _number(path: str, node: Any, arrays: Sequence[np.ndarray]) -> Number | None:
-    kind, content = _kind(node)
-    if kind in _ARRAYS:
-        array = arrays[content]
-        if array.size == 1 and array.dtype.kind in NUMBER_KINDS:
-            return Number(path, array.dtype.name, array.reshape(()))
-        return None
-    value = _float(content) if kind == "float" else node
-    if not isinstance(value, bool | int | float):
-        return None
-    return Number(path, type(value).__name__, np.array(value, object))
 
 
 def _float(bits: str) -> float:

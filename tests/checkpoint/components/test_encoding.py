@@ -165,25 +165,15 @@ def test_arrays_take_the_sharding_of_the_current_state():
     assert state["k"].sharding == replicated
 
 
-def test_numbers_have_paths_and_all_else_stays_as_it_was():
-    encoded = encoding.encode(leaves())
-    listed = encoding.numbers(encoded)
-    paths = [number.path for number in listed]
-    assert len(set(paths)) == len(paths)
-    assert all(number.value.size == 1 for number in listed)
-    same = encoding.replaced(encoded, {n.path: n.value for n in listed})
-    assert state_file.to_bytes(same) == state_file.to_bytes(encoded)
-
-
 def test_fields_of_nodes_are_in_paths():
     state = [
         optax.ScaleByScheduleState(count=np.int32(3)),
         Point(1.5, Params(2, [True])),
     ]
     encoded = encoding.encode(state)
-    paths = [number.path for number in encoding.numbers(encoded)]
-    assert paths == ["0/count", "1/x", "1/y/w", "1/y/b/0"]
-    edited = encoding.replaced(encoded, {"0/count": 4, "1/y/w": 5})
+    assert {"0/count", "1/x", "1/y/w", "1/y/b/0"} <= encoding.leaves(encoded).keys()
+    edited = encoding.replaced(encoded, "0/count", np.int32(4)[...])
+    edited = encoding.replaced(edited, "1/y/w", 5)
     count, point = encoding.decode(edited, state)
     assert (count.count, point.x, point.y.w, point.y.b) == (4, 1.5, 5, [True])
     assert type(count.count) is np.int32
