@@ -44,7 +44,6 @@ from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.peers import peer, peer_client, secret
 from elastic_ckpt.tiers.persistent import (
-    arrange,
     evaluations,
     leases,
     persistent_root,
@@ -266,11 +265,8 @@ def _watched(
             # short and the step is still listed.
             stored.yielded[found] = save
             with leases.lease(path, duration_secs=duration_secs):
-                if save is None:
-                    manifest = persistent_root.any_manifest(path)
-                    save = "" if manifest is None else manifest.save
                 reading.begin()
-                yield Step(StepId(found, save), _root=root, _reading=reading)
+                yield Step(StepId(found, save or ""), _root=root, _reading=reading)
         except leases.StepGoneError as error:
             logging.info("%s", error)
             time.sleep(every_secs)
@@ -570,8 +566,9 @@ class _Newest:
             agents = run_agents.read(root.path)
             if agents is not None:
                 self._agents = agents
-                recorded = arrange.recorded_lines(root, run=agents.run)
-                self._line = max([self._line, *recorded], key=lambda line: line.save)
+                tier = PersistentTier(root, run=agents.run)
+                lines = [self._line, *tier.recorded_lines()]
+                self._line = max(lines, key=lambda line: line.save)
         except errors.CheckpointError as error:
             logging.warning("the agents of the run may have moved: %s", error)
             return

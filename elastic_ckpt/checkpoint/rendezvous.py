@@ -41,7 +41,6 @@ def join(
     identity = run_identity.agreed(
         introduced[0].stored,
         [each.disk for each in introduced],
-        lambda: hosts.all(HostEndpoint.lines),
         fresh=introduced[0].fresh_identity,
     )
     joined = hosts.all(HostEndpoint.join, slots, secret, identity)

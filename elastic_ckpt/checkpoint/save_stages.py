@@ -647,9 +647,7 @@ class SaveStages:
     def _collect_backups(self, saving: Saving) -> None:
         # Removes what storage does not keep now that the step is there.
         with self._surviving("persistent", saving.step, _NOT_REMOVED):
-            self._hosts.first(
-                HostBackup.collect, saving.line, saving.step, saving.overwrite
-            )
+            self._hosts.first(HostBackup.collect, saving.line, saving.step)
 
     def _finish_earlier(
         self, owed: _CatchUp, restored: CheckpointMetadata, line: Line

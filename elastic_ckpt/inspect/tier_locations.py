@@ -94,7 +94,7 @@ class Locations:
 
     def preserved(self) -> list[int]:
         """The steps that are preserved by hand, without those of peers, ascending."""
-        preserved = {step for tier in self._stored for step in tier.preserved_aside()}
+        preserved: set[int] = set()
         for tier in self._tiers:
             if not isinstance(tier, Peer):
                 preserved.update(tier.preserved())

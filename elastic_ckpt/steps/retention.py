@@ -133,36 +133,3 @@ def steps_to_delete(
         for step in ordered
         if step.step not in kept and step.step < newest_complete
     ]
-
-
-def abandoned_to_delete(
-    abandoned: Sequence[HeldStep],
-    of_line: Sequence[HeldStep],
-    policy: PreservationPolicy,
-    *,
-    preserved: Collection[int],
-) -> list[HeldStep]:
-    """The abandoned steps of a tier (see `line`) that it removes.
-
-    They are kept as if they were the oldest steps of the line, but not for their
-    metrics: those of steps that the run went back from rank nothing. The steps of the
-    line are decided without them, so they take no place that the policy gives to those.
-
-    Args:
-      abandoned: the abandoned steps of the tier.
-      of_line: the other steps of the tier.
-      policy: which steps to keep.
-      preserved: by hand.
-    """
-    ordered = sorted(abandoned, key=lambda each: (each.step, each.save))
-    asked = [each for each in ordered if each.complete]
-    line = sorted((each for each in of_line if each.complete), key=lambda s: s.step)
-    # Some policies keep steps without metrics, others keep the best.
-    unranked = [dataclasses.replace(each, metrics=None) for each in asked]
-    flags = [
-        policy.should_preserve([*steps, *line], context=Context())
-        for steps in (asked, unranked)
-    ]
-    kept = [each for each, *keep in zip(asked, *flags, strict=False) if all(keep)]
-    kept += [each for each in ordered if each.complete is None]
-    return [each for each in ordered if each not in kept and each.step not in preserved]

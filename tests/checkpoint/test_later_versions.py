@@ -36,6 +36,8 @@ def raise_versions(directory, step):
         if fields["step"] == step:
             del fields["digest"], fields["version"]
             path.write_bytes(checked_json.to_bytes(fields, version=2))
+    for path in directory.glob(f"**/{step}/commit_success.txt"):
+        path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
 
 
 def test_a_step_of_a_later_version_in_storage_is_an_error_and_stays(tmp_path):

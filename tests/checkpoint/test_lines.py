@@ -17,7 +17,7 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.steps import line
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.choices import Local, Persistent
-from elastic_ckpt.tiers.persistent import claims, persistent_root
+from elastic_ckpt.tiers.persistent import claims, leases, persistent_root
 from tests.checkpoint.test_component_io import Counter
 from tests.recorded_events import RecordedEvents
 
@@ -127,8 +127,9 @@ def test_abandoned_steps_come_back_by_name_and_their_line_goes_on(run):
         for step, expected in ((6, 106), (5, 205), (6, 106)):
             assert value(opened.load(step)) == expected
         run.save(opened, 7)
-    assert run.steps() == run.stock() == old(*range(1, 8))
-    assert run.set_aside() == [5]
+    # What the other line had passed is gone.
+    assert run.steps() == run.stock() == old(1, 2, 3, 4, 6, 7)
+    assert run.set_aside() == []
 
 
 def test_a_fallback_names_its_parent_and_the_incomplete_step_does_not_count(run):
@@ -194,15 +195,16 @@ def test_where_steps_are_written_in_place_they_are_copied_aside(run, monkeypatch
         run.save(opened, *range(1, 5))
         opened.load(2)
         run.save(opened, 3, line=2)
-    assert run.set_aside() == [3, 4]
+    # What the new line has passed is gone.
+    assert run.set_aside() == [4]
     run.lose_ram()
     assert run.steps() == [*old(1, 2), (3, 203)]
     with run.open() as opened:
         assert value(opened.load(4)) == 104
         run.save(opened, 5)
-    assert run.set_aside() == [3]
+    assert run.set_aside() == []
     run.lose_ram()
-    assert run.steps() == old(1, 2, 3, 4, 5)
+    assert run.steps() == old(1, 2, 4, 5)
 
 
 def test_what_a_line_abandons():
@@ -417,3 +419,22 @@ def test_without_a_record_or_an_earlier_step_nothing_is_distrusted_but_it_is_sai
         run.load(opened, 2)
         assert opened.distrust(3) is None
         assert run.recorded.named("restore_distrusted")[-1]["to_step"] is None
+
+
+def test_a_step_that_is_leased_is_neither_set_aside_nor_replaced(run):
+    with run.open() as opened:
+        run.save(opened, 1, 2, 3)
+        opened.load(1, go_back=True)
+        with leases.lease(run.path / "steps" / "3"):
+            run.save(opened, 2, line=2)
+            assert [step for step, _ in run.stock()] == [1, 2, 3]
+        run.save(opened, 4, line=2)
+        assert run.stock() == [(1, 101), (2, 202), (4, 204)]
+        with leases.lease(run.path / "steps" / "4"):
+            run.save(opened, 4, line=3, overwrite=True)
+            assert run.stock()[-1] == (4, 204)
+        told = run.recorded.named("degraded")
+        assert all("step 4 in" in each["why"] for each in told)
+        assert "is leased: a program is reading it" in told[0]["why"]
+        opened.wait()
+        assert run.stock()[-1] == (4, 304)

@@ -65,7 +65,7 @@ def test_ram_of_a_run_whose_storage_was_removed_is_continued_with_its_identity(
     save(tiers(ram, tmp_path / "a"), 4, 5)
     shutil.rmtree(tmp_path / "a")
     copied = f"copy {ram}/run.json to {tmp_path}/a/run.json"
-    with pytest.raises(errors.RunError, match=f"holds step 5 .* only copy.*{copied}"):
+    with pytest.raises(errors.RunError, match=f"holds steps .* only copy.*{copied}"):
         newest(tiers(ram, tmp_path / "a"))
     (tmp_path / "a").mkdir(exist_ok=True)
     shutil.copy(ram / "run.json", tmp_path / "a")
@@ -87,17 +87,17 @@ def test_storage_alone_and_storage_that_is_added_have_the_identity(tmp_path, ram
     assert newest(tiers(ram, tmp_path / "a")) == (5, 5)
 
 
-def disk(name, *, identity=None, is_stored=True, has_steps=True):
-    known = identity and run_identity.Identity(name=identity, is_stored=is_stored)
-    return run_identity.Place(directory=name, identity=known, has_steps=has_steps)
+def disk(name, *, identity=None):
+    known = identity and run_identity.Identity(name=identity, is_stored=True)
+    return run_identity.Place(directory=name, identity=known)
 
 
 def test_the_disks_of_hosts_without_storage_are_of_one_run():
     disks = [disk("a", identity="1"), disk("b"), disk("c", identity="1")]
-    agreed = run_identity.agreed(None, disks, list, fresh="2")
+    agreed = run_identity.agreed(None, disks, fresh="2")
     assert agreed == disks[0].identity
     disks[1] = disk("b", identity="3")
     with pytest.raises(
         errors.RunError, match="host 1: b contains steps of another run"
     ):
-        run_identity.agreed(None, disks, list, fresh="2")
+        run_identity.agreed(None, disks, fresh="2")

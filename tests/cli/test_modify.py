@@ -85,7 +85,7 @@ def test_numbers_are_edited_and_all_else_is_as_it_was(steps):
         assert checkpointer.latest.step == 2
         assert checkpointer.load(None, None)["step"] == 100
         assert checkpointer.save(3, state(3))
-    assert not list((steps / "abandoned").iterdir())
+    assert not list(steps.glob("*.aside"))
     assert not (steps / "2").exists()
 
 

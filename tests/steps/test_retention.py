@@ -85,10 +85,6 @@ def test_old_steps_that_are_not_complete_are_removed_and_new_ones_are_not():
 def test_a_step_of_which_too_little_is_known_is_kept():
     steps = [held(1, complete=None), held(2, complete=False), held(3), held(4)]
     assert deleted(steps, policies.LatestN(1), newest=4) == [2, 3]
-    gone = retention.abandoned_to_delete(
-        steps[:2], steps[2:], policies.LatestN(1), preserved=()
-    )
-    assert [each.step for each in gone] == [2]
 
 
 def test_nothing_is_removed_while_no_step_is_complete():

@@ -17,7 +17,7 @@ def root(tmp_path):
 def committed(root, *steps, save=SAVE):
     """Directories of steps, with what commits them alone."""
     for step in steps:
-        content = persistent_root.commit_text(root.final(step), save)
+        content = persistent_root.commit_text(root.final(step), "run-7", save)
         storage.write_atomic(root.final(step) / persistent_root.COMMIT_FILE, content)
 
 

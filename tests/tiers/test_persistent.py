@@ -14,8 +14,8 @@ from elastic_ckpt.steps import line
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.persistent import (
-    arrange,
     commit,
+    leases,
     ocdbt,
     persistent_root,
     persistent_tier,
@@ -170,7 +170,7 @@ def test_a_committed_step_is_replaced_by_a_newer_save_and_set_aside(root, tier, 
 
     def set_aside():
         of_later = line.Line(save="1", parents=())
-        arrange.arrange(root, of_later, run=uploaded.RUN, step=5)
+        leases.arrange(root, of_later, run=uploaded.RUN, step=5, watch=leases.Watch())
 
     if root.in_place:
         with pytest.raises(errors.CheckpointError, match="its save '0'"):
@@ -230,7 +230,7 @@ def test_a_search_has_the_steps_of_when_it_began(root, tier, world):
     assert not now.offers(5).sources
 
 
-def test_retention_hears_of_time_metrics_and_completeness(root, tier, world):
+def test_retention_hears_of_time_and_metrics(root, tier, world):
     saved = uploaded.saved_step()
     uploaded.write_all(root, saved, world)
     commit.commit(
@@ -242,39 +242,20 @@ def test_retention_hears_of_time_metrics_and_completeness(root, tier, world):
             "metrics/metrics": b'{"loss": 1.5}',
         },
     )
-    put(root, world, step=7)
-    storage.remove(root.final(7) / "manifest-m0.0.json")
-    first, second = tier.held()
-    assert (first.step, first.metrics, first.complete) == (5, {"loss": 1.5}, True)
-    assert first.time == datetime.datetime(
-        2023, 11, 14, 22, 13, 20, tzinfo=datetime.UTC
-    )
-    assert (second.step, second.metrics, second.complete) == (7, None, False)
+    (held,) = tier.held()
+    assert (held.step, held.metrics, held.complete) == (5, {"loss": 1.5}, True)
+    assert held.time == datetime.datetime(2023, 11, 14, 22, 13, 20, tzinfo=datetime.UTC)
 
 
-@pytest.mark.parametrize("fails", ["manifest", "metrics"])
-def test_what_cannot_be_read_once_is_not_known_and_is_asked_again(
-    root, tier, world, fails, monkeypatch
-):
+def test_a_step_whose_metrics_cannot_be_read_is_kept_and_asked_again(root, tier, world):
     saved = uploaded.saved_step()
     uploaded.write_all(root, saved, world)
     files = {"metrics/metrics": b'{"loss": 1.5}'}
     hosts = [host.id for host in world]
     commit.commit(root, saved, hosts=hosts, orbax_files=files)
-    with monkeypatch.context() as patch:
-        if fails == "manifest":
-            read = storage.read_bytes
-
-            def once(path):
-                if str(path).endswith("manifest-m1.0.json"):
-                    raise OSError(errno.EIO, "Input/output error")
-                return read(path)
-
-            patch.setattr(storage, "read_bytes", once)
-        else:
-            pathlib.Path(root.final(5), "metrics", "metrics").write_text('{"lo')
-        (held,) = tier.held()
-        assert held.complete is None
+    pathlib.Path(root.final(5), "metrics", "metrics").write_text('{"lo')
+    (held,) = tier.held()
+    assert held.complete is None
     pathlib.Path(root.final(5), "metrics", "metrics").write_bytes(*files.values())
     (held,) = tier.held()
     assert (held.complete, held.metrics) == (True, {"loss": 1.5})

@@ -14,7 +14,6 @@ from elastic_ckpt.steps import line
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.peers import known_agents
 from elastic_ckpt.tiers.persistent import (
-    arrange,
     claims,
     leases,
     persistent_root,
@@ -407,8 +406,8 @@ def test_what_a_replaced_start_still_uploads_in_place_does_not_count(tmp_path):
     # Its name is the first of all manifests.
     late_manifest = root.final(5) / "manifest-m3.0.json"
     storage.rename(late_manifest, root.final(5) / "manifest-a.json")
-    assert arrange.save_of(root, 5, run=uploaded.RUN) == "9"
-    assert not root.is_pending(5, run=uploaded.RUN, save="9")
+    assert root.save_of(5, run=uploaded.RUN) == "9"
+    assert not root.is_pending(StepId(5, "9"), run=uploaded.RUN)
     tier = persistent_tier.PersistentTier(root, run=uploaded.RUN)
     (held,) = tier.held()
     assert (held.complete, held.step) == (True, 5)

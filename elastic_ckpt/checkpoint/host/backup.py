@@ -7,10 +7,9 @@ removes the steps that are no longer kept there. Before the first one of a world
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from elastic_ckpt.checkpoint.host import (
     part_offers,
@@ -21,15 +20,14 @@ from elastic_ckpt.checkpoint.host import (
 from elastic_ckpt.checkpoint.host.answers import BackedUp, StepInRam
 from elastic_ckpt.checkpoint.host.part_exchange import Letter
 from elastic_ckpt.checkpoint.host.world import HostWorld, not_in_ram
-from elastic_ckpt.core import bucket_clients, calls, clock, errors, storage
+from elastic_ckpt.core import bucket_clients, calls, clock, errors
 from elastic_ckpt.steps import part_choices, retention, search
 from elastic_ckpt.steps.holdings import Holdings, Offer
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step_id import StepId
-from elastic_ckpt.tiers import find
+from elastic_ckpt.tiers import find, preserved
 from elastic_ckpt.tiers.persistent import (
-    arrange,
     claims,
     commit,
     evaluations,
@@ -112,7 +110,10 @@ class HostBackup:
         if root is None:
             return 0
         if claimant is None:
-            arrange.record(root, line, run=self._world.run)
+            recorded = self._tier().recorded_lines()
+            if not any(each.save >= line.save for each in recorded):
+                own = claims.new_claimant()
+                claims.claim(root.path, line, run=self._world.run, claimant=own)
             return 0
         if self._claim is not None:
             claimant = dataclasses.replace(claimant, has_claimed=True)
@@ -235,33 +236,38 @@ class HostBackup:
             )
 
     @calls.call(limit_secs=calls.LONG_SECS)
-    def collect(self, line: Line, step: int, overwrite: bool) -> None:
+    def collect(self, line: Line, step: int) -> None:
         """Removes steps that are no longer kept, after a commit; host 0 does it.
 
         Also finishes the removals of worlds that were killed meanwhile. Keeps the
         newest complete step, those that are preserved by hand or leased, and those that
-        plain Orbax or another run saved.
+        plain Orbax or another run saved. Steps that were set aside go once the line has
+        passed them.
 
         Args:
           line: of the save that was committed.
           step: the training step.
-          overwrite: whether older saves of the step that were set aside go too.
         """
         root, step_id = self._root(), StepId(step, line.save)
         self._writing.discard_own(step_id)
         evaluations.settle(root, line, run=self._world.run)
-        gone = self._replaced(step_id) if overwrite else []
-        gone += self._not_kept()
-        if not gone:
+        passed = [
+            each
+            for each in root.set_aside_steps()
+            if each.step <= step
+            and each.save < line.save
+            and not preserved.is_preserved(root.aside(each))
+        ]
+        gone = self._not_kept()
+        if not (passed or gone):
             return
-        with self._removing({each.step for each in gone}, line) as leased:
-            for each in dict.fromkeys(gone):
-                if each.step in leased:
-                    continue
-                if each.save:
+        numbers = {*gone, *(each.step for each in passed)}
+        with leases.removing(root, numbers, line, watch=self._leases) as leased:
+            for each in passed:
+                if each.step not in leased:
                     root.discard_aside(each)
-                else:
-                    self._tier().remove(each.step)
+            for number in set(gone) - leased:
+                self._tier().remove(number)
 
     @calls.call()
     def holds(self, step_id: StepId) -> bool:
@@ -278,7 +284,7 @@ class HostBackup:
             return False
         return (
             not step_id.save
-            or arrange.save_of(root, step_id.step, run=self._world.run) == step_id.save
+            or root.save_of(step_id.step, run=self._world.run) == step_id.save
         )
 
     @calls.call(limit_secs=calls.LONG_SECS)
@@ -294,25 +300,11 @@ class HostBackup:
         Raises:
           CheckpointError: if a program reads it under a lease.
         """
-        with self._removing({step}, line) as leased:
-            if step in leased:
-                raise errors.CheckpointError(
-                    f"step {step} in {self._root().path} is leased: a program is"
-                    " reading it; delete it when that has ended. The lease of a"
-                    " program that was killed expires by itself"
-                )
-            return self._tier().remove_all(step)
-
-    @contextlib.contextmanager
-    def _removing(self, steps: Set[int], line: Line) -> Iterator[Set[int]]:
-        # Announces what will be removed, finishes what worlds before have announced,
-        # and yields the steps that readers have leased.
         root = self._root()
-        with leases.announced(root, steps, by=line.save) as cut_short:
-            for number in cut_short:
-                if not root.is_committed(number):
-                    storage.remove(root.final(number))
-            yield self._leases.leased(root)
+        with leases.removing(root, {step}, line, watch=self._leases) as leased:
+            if step in leased:
+                raise leases.leased_error(root, step)
+            return self._tier().remove_all(step)
 
     @calls.call()
     def record_metrics(self, step_id: StepId, metrics: str) -> None:
@@ -457,9 +449,11 @@ class HostBackup:
         is_due = held.holdings.contents.is_due
         if held.step in stored:
             run = self._world.run
-            there = arrange.save_of(self._root(), held.step, run=run)
+            there = self._root().save_of(held.step, run=run)
             # A later save of the step may not have fitted into RAM.
             return is_due and (there is None or there < held.save)
+        if self._root().is_aside(held.step_id):
+            return False
         # One that was due by the clock alone has no mark.
         return is_due or self._root().unfinished(held.step_id).exists()
 
@@ -482,24 +476,13 @@ class HostBackup:
             preserved=self._tier().preserved(),
         )
 
-    def _replaced(self, step_id: StepId) -> list[StepId]:
-        # Older saves of a step that were set aside.
-        if step_id.step in self._tier().preserved_aside():
-            return []
-        aside = self._root().set_aside_steps()
-        return [
-            each
-            for each in aside
-            if each.step == step_id.step and each.save < step_id.save
-        ]
-
-    def _not_kept(self) -> list[StepId]:
-        # Those that are set aside with their saves, others without.
+    def _not_kept(self) -> list[int]:
+        # The steps that the policy gives up.
         keep, tier = self._keep(), self._tier()
         if keep is None:
             return []
-        held, aside = tier.held(), tier.preserved_aside()
-        removed = retention.steps_to_delete(
+        held = tier.held()
+        return retention.steps_to_delete(
             held,
             keep,
             newest_complete=max(
@@ -507,16 +490,8 @@ class HostBackup:
             ),
             # Uploads lie elsewhere until they are committed.
             in_flight=(),
-            # A preserved step that was saved again is preserved in its new save, too.
-            preserved=[*tier.preserved(), *aside],
+            preserved=tier.preserved(),
         )
-        abandoned = retention.abandoned_to_delete(
-            tier.abandoned(), held, keep, preserved=aside
-        )
-        return [
-            *(StepId(step, "") for step in removed),
-            *(each.step_id for each in abandoned),
-        ]
 
     def _make_way(self, contents: Contents, step_id: StepId) -> None:
         self._check_claim()
@@ -532,8 +507,13 @@ class HostBackup:
 
     def _arrange(self, contents: Contents, step_id: StepId) -> None:
         if self._arranged != step_id:
-            line = Line(save=step_id.save, parents=contents.parents)
-            arrange.arrange(self._root(), line, run=self._world.run, step=step_id.step)
+            leases.arrange(
+                self._root(),
+                Line(save=step_id.save, parents=contents.parents),
+                run=self._world.run,
+                step=step_id.step,
+                watch=self._leases,
+            )
             self._arranged = step_id
 
     def _root(self) -> PersistentRoot:

@@ -97,17 +97,6 @@ class HostEndpoint:
         return self._disk.machine, str(self._disk.root)
 
     @calls.call()
-    def lines(self) -> run_identity.Lines:
-        """Returns the lines by which steps show whose they are."""
-        persistent = self._config.chosen.persistent
-        in_storage: tuple[run_identity.Saves, ...] = ()
-        if persistent is not None and self._config.number == 0:
-            in_storage = run_identity.lines_in_storage(persistent.directory)
-        return run_identity.Lines(
-            in_ram=run_identity.line_in_ram(self._found), in_storage=in_storage
-        )
-
-    @calls.call()
     def join(
         self,
         slots: tuple[int, ...],

@@ -231,7 +231,6 @@ class HostSaver:
         ascending = sorted(of_line, key=lambda each: each.save)
         newest = {each.step: each.save for each in ascending}
         of_line = [each for each in of_line if each.save == newest[each.step]]
-        abandoned = [each for each in held if each not in of_line]
         removed = retention.steps_to_delete(
             of_line,
             policy,
@@ -242,9 +241,10 @@ class HostSaver:
         gone = [each.step_id for each in of_line if each.step in removed]
         gone += [
             each.step_id
-            for each in retention.abandoned_to_delete(
-                abandoned, of_line, policy, preserved=preserved
-            )
+            for each in held
+            if each not in of_line
+            and each.complete is not None
+            and each.step not in preserved
         ]
         for each in gone:
             if each not in in_flight and each not in self._world.own.being_written:

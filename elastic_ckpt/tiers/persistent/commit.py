@@ -58,9 +58,7 @@ def commit(
     doing = f"committing {unfinished}"
     if not retries.call(
         doing,
-        lambda: root.is_pending(
-            saved.step_id.step, run=saved.run, save=saved.step_id.save
-        ),
+        lambda: root.is_pending(saved.step_id, run=saved.run),
     ):
         if not root.in_place:
             # A host may have begun again before it received the commit.
@@ -75,7 +73,7 @@ def commit(
         retries=retries,
     )
     parts = {name.partition("/")[0] for name in [*orbax_files, *_files(manifests)]}
-    success = commit_text(root.final(saved.step_id.step), saved.step_id.save)
+    success = commit_text(root.final(saved.step_id.step), saved.run, saved.step_id.save)
     retries.call(doing, make_way)
     for path in _commit_files(unfinished, saved, parts):
         retries.call(doing, lambda path=path: _write(path, success))

@@ -36,9 +36,9 @@ from elastic_ckpt.core import (
     errors,
     storage,
 )
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.line import Line
 from elastic_ckpt.tiers.persistent import persistent_root
-from elastic_ckpt.tiers.persistent.persistent_root import ABANDONED, PersistentRoot
+from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 
 DIRECTORY = "leases"
 DURATION_SECS = 120.0
@@ -145,6 +145,65 @@ def announced(
             storage.remove(path.parent / name)
     finally:
         storage.remove(path)
+
+
+@contextlib.contextmanager
+def removing(
+    root: PersistentRoot, steps: Collection[int], line: Line, *, watch: Watch
+) -> Iterator[set[int]]:
+    """Announces removals, finishes those of earlier worlds, and yields leased steps.
+
+    Args:
+      root: of the steps.
+      steps: that are to be removed or moved, unless they are leased.
+      line: of the world that does it.
+      watch: of the leases.
+    """
+    with announced(root, steps, by=line.save) as cut_short:
+        for number in cut_short:
+            if not root.is_committed(number):
+                storage.remove(root.final(number))
+        yield watch.leased(root)
+
+
+def arrange(
+    root: PersistentRoot, line: Line, *, run: str, step: int, watch: Watch
+) -> None:
+    """Sets aside what a line abandons, and brings back what is of it.
+
+    An abandoned step that is leased stays where it is until a later commit.
+
+    Args:
+      root: of the steps.
+      line: that `step` is about to be committed to.
+      run: the identity of the run.
+      step: that will be committed; older saves of it are set aside.
+      watch: of the leases.
+
+    Raises:
+      CheckpointError: if an older save of `step` is leased, or storage is out of
+        reach.
+      OSError: if storage is unavailable.
+    """
+    misplaced = root.misplaced(line, run=run, step=step)
+    if misplaced:
+        numbers = {each.step for each in misplaced}
+        with removing(root, numbers, line, watch=watch) as leased:
+            if step in leased & numbers:
+                raise leased_error(root, step)
+            for each in misplaced:
+                if each.step not in leased:
+                    root.set_aside(each)
+    root.bring_back(line, step=step)
+
+
+def leased_error(root: PersistentRoot, step: int) -> errors.CheckpointError:
+    """The error of a step that can be neither removed nor replaced."""
+    return errors.CheckpointError(
+        f"step {step} in {root.path} is leased: a program is reading it; delete or"
+        " replace it when that has ended. The lease of a program that was killed"
+        " expires by itself"
+    )
 
 
 class Watch:
@@ -267,18 +326,11 @@ class _Lease:
         return same and self._path.exists() and self._is_there()
 
     def _is_there(self) -> bool:
-        if not self.directory.is_dir():
-            return False
-        if self.directory.parent.name == ABANDONED:
-            return True
         return self._root.is_committed(self._step)
 
 
 def _parsed(directory: epath.Path) -> tuple[PersistentRoot, int]:
     # The root and the number of the step in a directory.
-    aside = StepId.parse(directory.name)
-    if directory.parent.name == ABANDONED and aside is not None:
-        return PersistentRoot.from_path(directory.parent.parent), aside[0]
     if not directory.name.isdecimal():
         raise StepGoneError(
             f"{directory} is not the directory of a step in persistent storage; name"
@@ -291,9 +343,8 @@ def _step_of_a_run(path: epath.Path) -> epath.Path | None:
     # The directory of the step that has `path`, at most a tree in it; None if it has no
     # manifest of ours.
     for directory in (path, path.parent, path.parent.parent):
-        in_storage = directory.name.isdecimal() or directory.parent.name == ABANDONED
         if (
-            in_storage
+            directory.name.isdecimal()
             and directory.is_dir()
             and persistent_root.manifest_names(directory)
         ):

@@ -3,21 +3,22 @@
     <root>/<step>/                              a committed step
     <root>/<step>/preserve                      keeps it, regardless of policies
     <root>/<step>.orbax-checkpoint-tmp-<save>/  one that is being uploaded, or was
-    <root>/abandoned/<step>-<save>/             a committed step that was set aside
+    <root>/<step>.orbax-checkpoint-tmp-<save>.aside/  a committed one, set aside
     <root>/evaluations/, <root>/leases/         see the modules of these names
-    <root>/writers.lock                         held by the worlds that upload
     <root>/run.json                             see `run_identity`
     <root>/agents.json                          see `run_agents`
-    <root>/writers/                             see `writer`
-    <root>/leader/                              see `elastic.machines.leader_claim`
 
-If directories can be renamed atomically, a step is written under the second name, and
+If directories can be renamed atomically, a step is written under the third name, and
 the rename commits it. Object stores have no such rename: there a step is written in its
 final directory, and a last file, `commit_success.txt`, commits it. Both are Orbax's
-ways: it lists, and cleans away, the same directories as this module does. A step that
-is set aside (see `line`) is a checkpoint like any other, in a directory that Orbax does
-not list. (Orbax assumes that directories can be renamed on `s3://`, unless its
+ways: it lists, and cleans away, the same directories as this module does. (Orbax
+assumes that directories can be renamed on `s3://`, unless its
 `AtomicityMode.COMMIT_FILE` is set.)
+
+Before the first step of a line is committed (see `steps.line`), the steps that it
+abandons are set aside: they are whole, and under a name that Orbax does not list. Those
+of the line come back from there. Where a step lies decides nothing: killed at any
+point, all of this can be repeated.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from etils import epath
 
@@ -39,6 +40,7 @@ from elastic_ckpt.core import (
     storage,
 )
 from elastic_ckpt.steps import manifest_file
+from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.source import Leftover
@@ -46,14 +48,24 @@ from elastic_ckpt.tiers.source import Leftover
 T = TypeVar("T")
 
 COMMIT_FILE = "commit_success.txt"
-ABANDONED = "abandoned"
 # In place of the save, in the name of a step that is being removed.
 REMOVED = "removed"
+_VERSION = 1
 _READERS = 32
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _STEP = re.compile(r"0|[1-9]\d*")
-_SAVE = re.compile(rb"^save (\S+)$", re.MULTILINE)
-_UNFINISHED = re.compile(rf"(0|[1-9]\d*){re.escape(_TEMPORARY)}(?:-(.*))?")
+_COMMITTED = re.compile(rb"^elastic_ckpt (\{.*\})$", re.MULTILINE)
+_ASIDE = ".aside"
+_TEMPORARY_NAME = re.compile(
+    rf"(0|[1-9]\d*){re.escape(_TEMPORARY)}(?:-(.*?)({re.escape(_ASIDE)})?)?"
+)
+
+
+class Committed(NamedTuple):
+    """What the file that commits a step says of it: the run, and which save."""
+
+    run: str
+    save: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,13 +96,17 @@ class PersistentRoot:
             return self.final(step_id.step)
         return self.path / f"{step_id.step}{_TEMPORARY}-{step_id.save}"
 
+    def aside(self, step_id: StepId) -> epath.Path:
+        """The directory of a save of a step that is set aside."""
+        return self.path / f"{step_id.step}{_TEMPORARY}-{step_id.save}{_ASIDE}"
+
     def is_committed(self, step: int) -> bool:
         """Whether the step exists, written by any program."""
         if self.in_place:
             return (self.final(step) / COMMIT_FILE).exists()
         return self.final(step).exists()
 
-    def is_pending(self, step: int, *, run: str, save: str) -> bool:
+    def is_pending(self, step_id: StepId, *, run: str) -> bool:
         """Whether a save of a step is still to be committed; False if it was already.
 
         Older saves of it are replaced: they are set aside when the new one is committed
@@ -100,30 +116,31 @@ class PersistentRoot:
           CheckpointError: if the step was committed by a newer save, by another run, or
             by plain Orbax since then.
         """
-        final = self.final(step)
+        step, save = step_id
         if not self.is_committed(step):
             return True
-        names = manifest_names(final)
-        if not names:
-            there = "one that Orbax saved without elastic_ckpt"
-            older = self.foreign_save(step) < save
-        else:
-            committed = (
-                committed_save(final)
-                or manifest_file.read(
-                    final / names[0], run=run, step=step, stores=True
-                ).save
-            )
-            if committed == save:
-                return False
-            there = f"its save {committed!r}"
-            older = committed < save
-        if older and not self.in_place:
+        there = self.save_of(step, run=run)
+        if there == save:
+            return False
+        if there is not None and there < save and not self.in_place:
             return True
+        what = "one that Orbax saved without elastic_ckpt"
+        if manifest_names(self.final(step)):
+            what = f"its save {there!r}" if there else "of another run or version"
         raise errors.CheckpointError(
-            f"step {step} in {self.path} exists already, {there}, and is not replaced"
+            f"step {step} in {self.path} exists already, {what}, and is not replaced"
             f" by save {save!r}; remove it first if the new one shall count"
         )
+
+    def save_of(self, step: int, *, run: str) -> str | None:
+        """Which save of a step is committed; None if it is none that the run can read.
+
+        For a step that Orbax alone saved it is the save that it counts as.
+        """
+        if not manifest_names(self.final(step)):
+            return self.foreign_save(step)
+        there = committed(self.final(step))
+        return there.save if there is not None and there.run == run else None
 
     def foreign_save(self, step: int) -> str:
         """The save that a step counts as which Orbax alone wrote: when that was.
@@ -179,39 +196,52 @@ class PersistentRoot:
     def leftovers(self) -> list[Leftover]:
         """The steps that are not committed, ascending; uploads that run are among them.
 
-        So are parts of steps that were set aside. Leftovers of Orbax itself are
-        included: it names them in the same way.
+        Leftovers of Orbax itself are included: it names them in the same way.
         """
         leftovers = []
         names = self._names()
-        committed = self._committed(names)
+        are_committed = self._committed(names)
         for name in names:
-            cut_short = _UNFINISHED.fullmatch(name)
-            if cut_short:
-                step, save = int(cut_short[1]), cut_short[2]
-            elif _STEP.fullmatch(name) and int(name) not in committed:
+            found = _TEMPORARY_NAME.fullmatch(name)
+            if found and not self._is_aside(found):
+                step, save = int(found[1]), found[2]
+            elif _STEP.fullmatch(name) and int(name) not in are_committed:
                 step, save = int(name), None
             else:
                 continue
             leftovers.append(Leftover(step=step, save=save, path=self.path / name))
-        leftovers += [
-            Leftover(step=each.step, save=each.save, path=self.aside(each))
-            for each in self._aside_steps()
-            if not self._is_committed_aside(each)
-        ]
         return sorted(leftovers, key=lambda each: (each.step, str(each.path)))
 
     def uncommit(self, step: int) -> epath.Path:
         """Makes a committed step invisible, and returns its directory."""
         return self._taken_back(step, self.final(step))
 
-    def aside(self, step_id: StepId) -> epath.Path:
-        """The directory of a save of a step that is set aside."""
-        return self.path / ABANDONED / str(step_id)
-
     def set_aside_steps(self) -> list[StepId]:
         """The steps that are set aside, with their saves, ascending."""
-        return [each for each in self._aside_steps() if self._is_committed_aside(each)]
+        found = filter(None, map(_TEMPORARY_NAME.fullmatch, self._names()))
+        return sorted(
+            StepId(int(each[1]), each[2]) for each in found if self._is_aside(each)
+        )
+
+    def is_aside(self, step_id: StepId) -> bool:
+        """Whether a save of a step is set aside."""
+        return step_id in self.set_aside_steps()
+
+    def misplaced(self, line: Line, *, run: str, step: int) -> list[StepId]:
+        """The committed steps to be set aside before one of a line is committed.
+
+        They are those that the line abandons, and older saves of `step`.
+        """
+        misplaced = []
+        for number in reversed(self.steps()):
+            save = self.save_of(number, run=run)
+            if save is None or save >= line.save:
+                continue
+            if number != step and not line.abandons(StepId(number, save)):
+                # From here on down it is as the lines before have arranged it.
+                break
+            misplaced.append(StepId(number, save))
+        return misplaced
 
     def set_aside(self, step_id: StepId) -> None:
         """Moves a committed step to the directory `aside`; can be repeated."""
@@ -220,23 +250,16 @@ class PersistentRoot:
             self.discard_aside(step_id)
         self._move(self.final(step_id.step), self.aside(step_id))
 
-    def bring_back(self, step_id: StepId) -> None:
-        """Undoes `set_aside`."""
-        self._move(self.aside(step_id), self.final(step_id.step))
+    def bring_back(self, line: Line, *, step: int) -> None:
+        """Brings back the steps of a line that were set aside, but for `step`."""
+        for each in self.set_aside_steps():
+            is_of_line = each.save < line.save and not line.abandons(each)
+            if is_of_line and each.step != step and not self.is_committed(each.step):
+                self._move(self.aside(each), self.final(each.step))
 
     def discard_aside(self, step_id: StepId) -> None:
         """Removes a step that is set aside: it is gone at once."""
         storage.remove(self._taken_back(step_id.step, self.aside(step_id)))
-
-    def _committed(self, names: Sequence[str]) -> set[int]:
-        # The steps among the directories of these names that are committed.
-        are_committed = self.of_each(self.is_committed, self._numbers(names))
-        return {step for step, is_committed in are_committed.items() if is_committed}
-
-    @staticmethod
-    def _numbers(names: Sequence[str]) -> list[int]:
-        # The steps that have directories of these names, committed or not, ascending.
-        return sorted(int(name) for name in names if _STEP.fullmatch(name))
 
     def _taken_back(self, step: int, directory: epath.Path) -> epath.Path:
         # Makes a committed directory invisible, and returns where its files are.
@@ -250,7 +273,6 @@ class PersistentRoot:
         return taken_back
 
     def _move(self, source: epath.Path, target: epath.Path) -> None:
-        storage.make_directory(target.parent)
         if not self.in_place:
             storage.rename(source, target)
             return
@@ -259,29 +281,35 @@ class PersistentRoot:
         storage.remove(source / COMMIT_FILE)
         storage.remove(source)
 
-    def _aside_steps(self) -> list[StepId]:
-        names = map(StepId.parse, self._names(ABANDONED))
-        return sorted(each for each in names if each is not None)
-
-    def _is_committed_aside(self, step_id: StepId) -> bool:
+    def _is_aside(self, found: re.Match[str]) -> bool:
         # Copies and removals take a while in an object store.
-        return not self.in_place or (self.aside(step_id) / COMMIT_FILE).exists()
+        is_whole = not self.in_place or (self.path / found[0] / COMMIT_FILE).exists()
+        return bool(found[3]) and is_whole
 
-    def _names(self, below: str = "") -> list[str]:
-        directory = self.path / below
+    def _committed(self, names: Sequence[str]) -> set[int]:
+        # The steps among the directories of these names that are committed.
+        are_committed = self.of_each(self.is_committed, self._numbers(names))
+        return {step for step, is_committed in are_committed.items() if is_committed}
+
+    @staticmethod
+    def _numbers(names: Sequence[str]) -> list[int]:
+        # The steps that have directories of these names, committed or not, ascending.
+        return sorted(int(name) for name in names if _STEP.fullmatch(name))
+
+    def _names(self) -> list[str]:
         try:
-            return storage.names(directory)
+            return storage.names(self.path)
         except FileNotFoundError:
             return []
         except bucket_clients.failures() as error:
             raise errors.CheckpointError(
-                f"the steps in {directory} cannot be listed ({error}); check the path"
+                f"the steps in {self.path} cannot be listed ({error}); check the path"
                 " and who may read there, or try again when the storage is back"
             ) from error
 
 
 def find_run(path: epath.PathLike) -> str | None:
-    """The run that saved the newest steps at `path`, by their manifests; None if none.
+    """The run that saved the newest steps at `path`; None if none did.
 
     Raises:
       CheckpointError: if the steps cannot be listed.
@@ -292,35 +320,34 @@ def find_run(path: epath.PathLike) -> str | None:
 
 
 def run_of(directory: epath.Path) -> str | None:
-    """The run of a step, by the manifests in its directory; None if none is valid."""
-    manifest = any_manifest(directory)
-    return None if manifest is None else manifest.run
-
-
-def any_manifest(directory: epath.Path) -> Manifest | None:
-    """A valid manifest of the step in a directory; None if there is none."""
+    """The run of a step, in storage or in RAM; None if no manifest of it is valid."""
     for name in manifest_names(directory):
         with contextlib.suppress(OSError, checked_json.UnreadableError):
             content = (directory / name).read_bytes()
-            return manifest_file.parse(content, stores=True)
+            return manifest_file.parse(content, stores=True).run
     return None
 
 
-def commit_text(final: epath.Path, save: str) -> bytes:
+def commit_text(final: epath.Path, run: str, save: str) -> bytes:
     """The content of the file that commits a save of a step."""
-    return f"Checkpoint commit was successful to {final}\nsave {save}\n".encode()
+    own = json.dumps({"version": _VERSION, "run": run, "save": save})
+    return f"Checkpoint commit was successful to {final}\nelastic_ckpt {own}\n".encode()
+
+
+def committed(directory: epath.Path) -> Committed | None:
+    """What the file that commits a step says; None without one of this version."""
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
+        found = _COMMITTED.search((directory / COMMIT_FILE).read_bytes())
+        fields = json.loads(found[1]) if found else {"version": None}
+        if fields["version"] == _VERSION:
+            return Committed(fields["run"], fields["save"])
+    return None
 
 
 def committed_save(directory: epath.Path) -> str | None:
-    """The save that the file names which commits a step; None if it names none.
-
-    A start of the run that was replaced while it uploaded in place may have added a
-    manifest of another save.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        match = _SAVE.search((directory / COMMIT_FILE).read_bytes())
-        return match and match[1].decode()
-    return None
+    """The save of a committed step; None as for `committed`."""
+    there = committed(directory)
+    return None if there is None else there.save
 
 
 class UnknownError(errors.CheckpointError):

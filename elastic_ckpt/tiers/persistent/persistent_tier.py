@@ -20,13 +20,13 @@ from absl import logging
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, checked_json, errors, storage
-from elastic_ckpt.steps import manifest_file, retention, search
+from elastic_ckpt.steps import manifest_file, retention
 from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import preserved
-from elastic_ckpt.tiers.persistent import arrange, evaluations, ocdbt
+from elastic_ckpt.tiers.persistent import claims, evaluations, ocdbt, persistent_root
 from elastic_ckpt.tiers.persistent.persistent_root import (
     PersistentRoot,
     UnknownError,
@@ -48,8 +48,6 @@ _BEGINNING = datetime.datetime.fromtimestamp(0, datetime.UTC)
 
 # At a time of a file.
 _PIECE_BYTES = 2**24
-# Problems of manifests that may be whole all the same.
-_UNKNOWN = (UnknownError, checked_json.LaterVersionError)
 
 
 class PersistentTier:
@@ -71,8 +69,6 @@ class PersistentTier:
         self._run = run
         self._only = only
         self._context = ocdbt.new_context()
-        # Whether a step is whole, by its number and the time of its commit.
-        self._whole: dict[tuple[int, datetime.datetime], bool] = {}
         # The steps and their manifests, if they are listed once for all; see `as_now`.
         self._found: list[tuple[int, list[str]]] | None = None
 
@@ -102,18 +98,19 @@ class PersistentTier:
         """
         steps = self.root.set_aside_steps()
         for step in reversed(self._steps()):
-            save = arrange.save_of(self.root, step, run=self._run)
+            save = self.root.save_of(step, run=self._run)
             if save is not None:
                 return [*steps, StepId(step, save)]
         return steps
 
     def recorded_lines(self) -> list[Line]:
-        """The newest line that was begun without a step in storage; see `arrange`.
+        """The newest line on record, which may have no step in storage yet.
 
         Raises:
           CheckpointError: if its record is damaged or out of reach.
         """
-        return arrange.recorded_lines(self.root, run=self._run)
+        newest = claims.newest(self.root.path)
+        return [newest.line] if newest and newest.run == self._run else []
 
     def foreign_steps(self) -> list[int]:
         """The committed steps without manifests, which Orbax alone wrote, ascending."""
@@ -181,21 +178,34 @@ class PersistentTier:
     def held(self) -> list[retention.HeldStep]:
         """The steps of this run, in the form that retention requires.
 
-        A step without a readable manifest may be another run's, and is left out.
-
-        The time is that of the commit by Orbax's metadata (1970 if that is damaged),
-        the metrics are those that Orbax finds too, and those of evaluations.
+        A committed step is complete. Those of another run are left out, and those that
+        a later version of elastic_ckpt has committed. The time is that of the commit by
+        Orbax's metadata (1970 if that is damaged), the metrics are those that Orbax
+        finds too, and those of evaluations.
         """
-        held = [self._held(step, self.root.final(step)) for step in self._steps()]
-        return [step for step in held if step is not None]
-
-    def abandoned(self) -> list[retention.HeldStep]:
-        """The steps that are set aside, likewise."""
-        held = [
-            self._held(each.step, self.root.aside(each), each.save)
-            for each in self.root.set_aside_steps()
-        ]
-        return [step for step in held if step is not None]
+        held = []
+        for step in self._steps():
+            directory = self.root.final(step)
+            there = persistent_root.committed(directory)
+            if there is None or there.run != self._run:
+                continue
+            metadata = read_json(directory / "_CHECKPOINT_METADATA")
+            nsecs = metadata.get("commit_timestamp_nsecs") or 0
+            saved, complete = None, True
+            try:
+                saved = read_metrics(directory / "metrics" / "metrics")
+            except UnknownError as error:
+                logging.warning("step %d is kept, because %s", step, error)
+                complete = None
+            held.append(
+                retention.HeldStep(
+                    step=step,
+                    time=_BEGINNING + datetime.timedelta(microseconds=nsecs // 1000),
+                    metrics=evaluations.metrics_of(directory, saved),
+                    complete=complete,
+                )
+            )
+        return held
 
     def preserved(self) -> list[int]:
         """The steps that are preserved by hand, ascending."""
@@ -204,16 +214,6 @@ class PersistentTier:
             list(filter(self._is_offered, self.root.steps())),
         )
         return [step for step, is_preserved in are_preserved.items() if is_preserved]
-
-    def preserved_aside(self) -> list[int]:
-        """Those of the steps that are set aside, likewise."""
-        aside = self.root.set_aside_steps()
-        return [
-            each.step
-            for each in aside
-            if self._is_offered(each.step)
-            and preserved.is_preserved(self.root.aside(each))
-        ]
 
     def leftovers(self) -> list[Leftover]:
         """The steps that are not committed, those being uploaded among them."""
@@ -250,36 +250,6 @@ class PersistentTier:
                 f"the steps in {self.root.path} cannot be listed ({error}); try again"
                 " when the storage is back"
             ) from error
-
-    def _held(
-        self, step: int, directory: epath.Path, save: str = ""
-    ) -> retention.HeldStep | None:
-        metadata = read_json(directory / "_CHECKPOINT_METADATA")
-        nsecs = metadata.get("commit_timestamp_nsecs") or 0
-        time = _BEGINNING + datetime.timedelta(microseconds=nsecs // 1000)
-        complete = self._whole.get((step, time))
-        if complete is None:
-            names = manifest_names(directory)
-            found = read_manifests(directory, names, run=self._run, step=step)
-            there = [each for each in found if isinstance(each, Manifest)]
-            if not there:
-                return None
-            if not any(isinstance(each, _UNKNOWN) for each in found):
-                offers = [Offer(tier="persistent", manifest=each) for each in there]
-                complete = self._whole[step, time] = search.newest(offers) is not None
-        saved = None
-        try:
-            saved = read_metrics(directory / "metrics" / "metrics")
-        except UnknownError as error:
-            logging.warning("step %d is kept, because %s", step, error)
-            complete = None
-        return retention.HeldStep(
-            step=step,
-            time=time,
-            save=save,
-            metrics=evaluations.metrics_of(directory, saved),
-            complete=complete,
-        )
 
 
 def offers_in(

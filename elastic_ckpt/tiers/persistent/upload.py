@@ -130,9 +130,7 @@ class Upload:
         saved = self._saved
         if not self._retries.call(
             f"looking for step {saved.step_id.step} in {self._root.path}",
-            lambda: self._root.is_pending(
-                saved.step_id.step, run=saved.run, save=saved.step_id.save
-            ),
+            lambda: self._root.is_pending(saved.step_id, run=saved.run),
         ):
             raise errors.CheckpointError(
                 f"step {saved.step_id.step} in {self._root.path} is committed already,"
