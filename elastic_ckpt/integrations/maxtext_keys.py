@@ -91,7 +91,6 @@ _OWN_TIER_KEYS = (
         if field.name not in TIER_KEYS
     ),
     "replica_validation",
-    "replica_validation_tolerance",
     "replica_validation_action",
     "prometheus_port",
     "prometheus_interface",

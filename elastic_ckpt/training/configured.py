@@ -176,7 +176,6 @@ def validation(
         cast(Any, section.replica_validation),
         at_saves=section.replica_validation_at_saves,
         interval=section.replica_validation_interval,
-        tolerance=section.replica_validation_tolerance,
         stops=section.replica_validation_action == "stop",
         emit=emit,
         preserve=preserve,

@@ -403,7 +403,7 @@ class ValidationSection:
         "none",
         "Compare the copies of the state on devices and hosts, to find memory that"
         " changed without an error: `quick` compares a sample of each array, `tensor`"
-        " a digest of it, `full` every element.",
+        " a digest of it, `full` also counts the elements that differ.",
         choices=("none", "quick", "tensor", "full"),
     )
     replica_validation_at_saves: bool = key(True, "Compare before each save.")
@@ -411,12 +411,6 @@ class ValidationSection:
         0,
         "Steps between two further comparisons, in addition to those before saves; 0"
         " makes none.",
-        at_least=0,
-    )
-    replica_validation_tolerance: float = key(
-        0.0,
-        "With `full`, the largest difference between two elements, absolute and"
-        " relative, that counts as equal.",
         at_least=0,
     )
     replica_validation_action: str = key(

@@ -199,16 +199,6 @@ class Component:
         else:
             methods[1](values)
 
-    def undo(self) -> Callable[[], None]:
-        """Returns a function that restores the present values."""
-        state = self.state
-        methods = _methods(state)
-        if methods is None:
-            return functools.partial(setattr, self, "state", state)
-        # The object may return its own parts, and change them.
-        before = encoding.encode(methods[0]())
-        return lambda: self.put(encoding.decode(before, self.get()))
-
     async def save(self, directory: AwaitedDirectory) -> Awaitable[None]:
         """Captures the state; the awaitable writes it into Orbax's directory."""
         files: dict[str, Callable[[epath.Path], None]] = {}

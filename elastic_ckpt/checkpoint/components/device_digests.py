@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from elastic_ckpt.core import topology
 
 # What to compute of each part: a digest of about a thousand elements; a digest of all;
-# or that and a comparison with the first replica, element by element.
+# or that, and the number of elements that differ between replicas.
 Kind = Literal["quick", "tensor", "full"]
 
 _SAMPLE = 1024
@@ -41,17 +41,15 @@ class Looked(NamedTuple):
 
     Attributes:
       digest: of its bits, or of those of a sample, in hex.
-      differing: the number of elements that differ from the first replica; None if
-        there was no comparison.
+      differing: the number of elements that differ between the replicas; None if they
+        were not compared.
     """
 
     digest: str
     differing: int | None = None
 
 
-def look(
-    arrays: Sequence[jax.Array], kind: Kind, *, tolerance: float = 0.0
-) -> list[Mapping[jax.Device, Looked]]:
+def look(arrays: Sequence[jax.Array], kind: Kind) -> list[Mapping[jax.Device, Looked]]:
     """Looks at the part of each array that each device of this process holds.
 
     All processes that share arrays call this alike.
@@ -60,8 +58,6 @@ def look(
       arrays: of any dtypes and shardings.
       kind: of what to compute. Replicas are compared over the network between the
         devices.
-      tolerance: the largest difference between elements of floating point that a
-        comparison takes as equal, absolute, and relative to the first replica's.
 
     Returns:
       For each array, by device.
@@ -80,7 +76,7 @@ def look(
     for (mesh, compared), members in groups.items():
         specs = tuple(array.sharding.spec for _, array in members)
         of_group = "tensor" if kind == "full" and compared is None else kind
-        program = _compiled(mesh, specs, of_group, tolerance)
+        program = _compiled(mesh, specs, of_group)
         shards = program([array for _, array in members]).addressable_shards
         for shard in shards:
             shard.data.copy_to_host_async()
@@ -114,7 +110,7 @@ def _on_mesh(array: jax.Array) -> tuple[Any, bool]:
 
 @functools.lru_cache(maxsize=2**12)
 def _compiled(
-    mesh: Mesh, specs: tuple[PartitionSpec, ...], kind: Kind, tolerance: float
+    mesh: Mesh, specs: tuple[PartitionSpec, ...], kind: Kind
 ) -> Callable[[list[jax.Array]], jax.Array]:
     # Returns uint32 `[devices, arrays, words]`.
     def words(part: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -126,7 +122,7 @@ def _compiled(
         if kind != "full":
             return digest[None]
         axes = topology.replica_axes(NamedSharding(mesh, spec))
-        differing = _differing(part, axes, tolerance)
+        differing = _differing(part, axes)
         return jnp.stack([digest, differing])
 
     def of_device(parts: list[jax.Array]) -> jax.Array:
@@ -182,28 +178,15 @@ def _bits(part: jax.Array) -> list[jax.Array]:
     return [words.astype(jnp.uint8) if num_bits < 8 else words]
 
 
-def _differing(part: jax.Array, axes: tuple[Any, ...], tolerance: float) -> jax.Array:
-    # How many elements differ from those of the first device along the axes.
-    is_first = sum(lax.axis_index(axis) for axis in axes) == 0
-
-    def of_first(values: jax.Array) -> jax.Array:
-        # All others add zeros.
-        return lax.psum(jnp.where(is_first, values, jnp.zeros_like(values)), axes)
-
-    if tolerance and jnp.issubdtype(part.dtype, jnp.inexact):
-        if part.dtype.itemsize < 4:
-            part = part.astype(jnp.float32)
-        first = of_first(part)
-        difference = jnp.abs(part - first)
-        same = (part == first) | (jnp.isnan(part) & jnp.isnan(first))
-        same |= difference <= tolerance + tolerance * jnp.abs(first)
-        return (~same).sum(dtype=jnp.uint32)
-    same = jnp.bool_(True)
+def _differing(part: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
+    # How many elements differ between the devices along the axes.
+    differ = jnp.zeros(part.shape, bool)
     for words in _bits(part):
-        equal = words == of_first(words)
+        words = words.astype(jnp.uint32)
+        unequal = lax.pmin(words, axes) != lax.pmax(words, axes)
         # 64 bits are two words of an element.
-        same = same & (equal if equal.ndim == part.ndim else equal.all(axis=-1))
-    return (~same).sum(dtype=jnp.uint32)
+        differ |= unequal.reshape((*part.shape, -1)).any(axis=-1)
+    return differ.sum(dtype=jnp.uint32)
 
 
 def _sample(shape: tuple[int, ...]) -> tuple[slice, ...]:

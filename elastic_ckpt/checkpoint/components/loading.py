@@ -1,7 +1,8 @@
 """Loads the components of a step, strictly or not, with a summary.
 
-A strict load compares its outcome on all hosts: if one host cannot load a component,
-the load fails on all of them, with the same error.
+Every component is read and decoded, and the hosts compare the outcome, before any is
+set. So if one host cannot read a component, a strict load fails on all of them, with
+the same error, and nothing has changed.
 """
 
 from __future__ import annotations
@@ -9,18 +10,16 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
-from absl import logging
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint.components.component import Component
 from elastic_ckpt.core import allgather, background, errors
 
-# For a component that declares no limit, and the longest one. A checkpointer that waits
-# for all components of a host waits longer.
+# The most that a component may take. A checkpointer waits longer for all of a host.
 _MOST_SECS = 240.0
 # How long hosts wait for each other at the end of a load.
 _PATIENCE_SECS = 600.0
@@ -100,9 +99,9 @@ def load(
 ) -> Summary:
     """Loads components, and trees beside them, from a step: all of them or none.
 
-    Components are set after all of them were read, so that a strict call that fails
-    leaves them, on all hosts, as they were. Objects of other classes, such as batches,
-    are loaded last, in their order. Every process calls it.
+    Components are set once all of them were read on all hosts. Objects of other
+    classes, such as batches, set themselves, and are loaded just before. Every process
+    calls it.
 
     Args:
       checkpointer: ours or Orbax's.
@@ -123,13 +122,14 @@ def load(
     wanted = named(components)
     held = checkpointer.checkpointables_metadata(step)
     there = {name: each for name, each in wanted.items() if name in held.metadata}
-    readers: dict[str, _Reader] = {}
-    # Objects that set themselves when they are read.
-    direct: dict[str, _Reader] = {}
-    for name, each in there.items():
-        if isinstance(each, ocp.StatefulCheckpointable):
-            of_kind = readers if isinstance(each, Component) else direct
-            of_kind[name] = _Reader(each)
+    stateful = {
+        name: _Read(each)
+        for name, each in there.items()
+        if isinstance(each, ocp.StatefulCheckpointable)
+    }
+    ours = {n: e for n, e in stateful.items() if isinstance(e.component, Component)}
+    # They set themselves.
+    others = {name: stateful[name] for name in stateful.keys() - ours.keys()}
     unknown = [
         name
         for name, tree in held.metadata.items()
@@ -140,61 +140,42 @@ def load(
     for name in [name for name in wanted if name not in there]:
         why = f"step {held.step} has no such part; it has {sorted(held.metadata)}"
         (failed if _is_required(wanted[name]) else skipped)[name] = why
-    if strict:
-        # Before anything is read.
-        _check(held.step, failed, unknown)
-    first = {n: readers.get(n, each) for n, each in there.items() if n not in direct}
+
+    def check(unknown: Collection[str] = ()) -> None:
+        failed.update({n: e.problem for n, e in stateful.items() if e.problem})
+        if strict:
+            required = {n: w for n, w in failed.items() if _is_required(wanted[n])}
+            _check(held.step, required, unknown)
+
+    check(unknown)
+    first = {n: ours.get(n, each) for n, each in there.items() if n not in others}
     loaded = checkpointer.load_checkpointables(step, first) if first else {}
-    # Ours may have gone back to an earlier step.
-    reached = checkpointer.latest if first and step is None else held
-    reached_step = reached.step if strict else None
-    _problems(readers, reached_step)
-    for each in readers.values():
-        each.finish(can_undo=strict)
-    try:
-        failed |= _problems(readers, reached_step)
-        if direct:
-            at = reached.step if first and step is None else step
-            checkpointer.load_checkpointables(at, direct)
-            failed |= _problems(direct, reached_step)
-            # Of these alone it may be an earlier step still.
-            reached = checkpointer.latest if step is None else held
-    except Exception:
-        for name, each in readers.items():
-            try:
-                each.undo()
-            except Exception:
-                logging.exception("component %r has not its values from before", name)
-        raise
-    restored = {
-        name: each if name in readers or name in direct else loaded[name]
-        for name, each in there.items()
-        if name not in failed
-    }
-    return Summary(step=reached.step, loaded=restored, skipped=skipped, failed=failed)
-
-
-def _problems(
-    readers: Mapping[str, _Reader], strict_step: int | None
-) -> dict[str, str]:
-    # By name, why components failed; a strict call fails with those of required ones,
-    # on all hosts.
-    failed = {
-        n: each.problem for n, each in readers.items() if each.problem is not None
-    }
-    if strict_step is not None:
-        required = {
-            n: why for n, why in failed.items() if _is_required(readers[n].component)
-        }
-        _check(strict_step, required)
-    return failed
+    if step is None and first:
+        # Ours may have gone back to an earlier step.
+        held = checkpointer.latest
+    check()
+    if others:
+        checkpointer.load_checkpointables(held.step, others)
+        check()
+    for name, each in ours.items():
+        if each.problem is None:
+            each.component.put(each.values)
+            loaded[name] = each.component
+    loaded |= {name: each.component for name, each in others.items()}
+    return Summary(
+        step=held.step,
+        loaded={name: loaded[name] for name in there if name not in failed},
+        skipped=skipped,
+        failed=failed,
+    )
 
 
 def _is_required(value: Any) -> bool:
     return not isinstance(value, Component) or value.required
 
 
-def _check(step: int, failed: Mapping[str, str], unknown: Collection[str] = ()) -> None:
+def _check(step: int, failed: Mapping[str, str], unknown: Collection[str]) -> None:
+    # Raises an error with the problems of all hosts.
     problems = [f"{name!r} cannot be loaded: {why}" for name, why in failed.items()]
     if unknown:
         problems.append(
@@ -209,7 +190,9 @@ def _check(step: int, failed: Mapping[str, str], unknown: Collection[str] = ()) 
             hosts.setdefault(problem, []).append(host)
     if hosts:
         listed = (
-            each if len(on) == len(of_hosts) else f"{_named(on)}: {each}"
+            each
+            if len(on) == len(of_hosts)
+            else f"hosts {errors.first_of(map(str, on))}: {each}"
             for each, on in hosts.items()
         )
         raise errors.CheckpointError(
@@ -217,20 +200,14 @@ def _check(step: int, failed: Mapping[str, str], unknown: Collection[str] = ()) 
         )
 
 
-def _named(hosts: list[int]) -> str:
-    numbers = errors.first_of(map(str, hosts))
-    return f"host {numbers}" if len(hosts) == 1 else f"hosts {numbers}"
+class _Read:
+    # Reads a component, or has another object load itself, and keeps an error: the
+    # other parts are read all the same.
 
-
-class _Reader:
-    # Reads a component without setting it, and keeps an error: the other components
-    # are read all the same.
-
-    def __init__(self, component: ocp.StatefulCheckpointable) -> None:
+    def __init__(self, component: Any) -> None:
         self.component = component
         self.problem: str | None = None
-        self._values: Any = None
-        self._undo: Callable[[], None] | None = None
+        self.values: Any = None
 
     async def save(self, directory: Any) -> Awaitable[None]:
         """Never called; Orbax recognizes a checkpointable by this method too."""
@@ -238,23 +215,23 @@ class _Reader:
 
     async def load(self, directory: epath.Path) -> Awaitable[None]:
         """Reads the component in `directory`."""
+        self.problem = None
         limit_secs = getattr(self.component, "save_timeout_secs", _MOST_SECS)
-        limit = asyncio.timeout(min(limit_secs, _MOST_SECS))
         # Not asyncio's threads, for which a program waits at its end.
         reading = background.in_thread(lambda: self._read(directory), name="component")
+        limit = asyncio.timeout(min(limit_secs, _MOST_SECS))
         try:
             async with limit:
-                self._values = await asyncio.wrap_future(reading)
+                self.values = await asyncio.wrap_future(reading)
         except Exception as error:
-            self._note(error)
+            is_ours = isinstance(error, errors.ElasticCkptError)
+            self.problem = str(error) if is_ours else repr(error)
             if limit.expired():
                 self.problem = (
                     "it was not loaded in time; see what it waits for, or set its"
                     f" save_timeout_secs (at most {_MOST_SECS:g})"
                 )
-        done = asyncio.get_running_loop().create_future()
-        done.set_result(None)
-        return done
+        return asyncio.sleep(0)
 
     def _read(self, directory: epath.Path) -> Any:
         if isinstance(self.component, Component):
@@ -264,26 +241,3 @@ class _Reader:
             await (await self.component.load(directory))
 
         return asyncio.run(load())
-
-    def finish(self, *, can_undo: bool) -> None:
-        """Sets the component to what was read."""
-        assert isinstance(self.component, Component)
-        if self.problem is not None:
-            return
-        try:
-            if can_undo:
-                self._undo = self.component.undo()
-            self.component.put(self._values)
-        except Exception as error:
-            self._note(error)
-        self._values = None
-
-    def undo(self) -> None:
-        """Sets the component to its values from before `finish`."""
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
-
-    def _note(self, error: Exception) -> None:
-        is_ours = isinstance(error, errors.ElasticCkptError)
-        self.problem = str(error) if is_ours else repr(error)

@@ -45,7 +45,6 @@ LEVELS = ("none", "quick", "tensor", "full")
 # How many leaves hosts exchange digests of at a time, if some differ.
 _LEAVES_A_TURN = 256
 _MOST_FINDINGS = 100
-_EQUAL = "equal"
 
 
 class Holder(NamedTuple):
@@ -73,7 +72,7 @@ class Copies(NamedTuple):
       box: the part of it.
       content: equal for copies that are equal.
       holders: of the copies.
-      differing: elements that differ from the first replica; None if not compared.
+      differing: elements that differ between replicas; None if not compared.
     """
 
     leaf: int
@@ -93,8 +92,7 @@ class Finding:
       box: the part of the leaf, such as `[0:64, 0:32]`; empty for the whole value.
       groups: hosts and devices by the copy that they hold, those with equal copies
         together; the largest group comes first.
-      differing: the number of elements in which the copy that differs most differs from
-        the first replica; None if elements were not compared.
+      differing: the number of elements that differ; None if they were not compared.
       why: in what the copies differ, if not in their values.
     """
 
@@ -145,7 +143,6 @@ def validate(
     tree: Any,
     *,
     level: Level = "tensor",
-    tolerance: float = 0.0,
     timeout_secs: float = 600.0,
 ) -> list[Finding]:
     """Compares the copies of each leaf of a tree; every process of the world calls it.
@@ -154,15 +151,13 @@ def validate(
       none: compares nothing.
       quick: the structure of the tree, and about a thousand elements of each part.
       tensor: the structure, and a digest of each part. A changed bit is always found.
-      full: the structure, and the replicas of arrays on a mesh element by element. They
-        cross the network between the devices, an array at a time; each device needs
-        memory for two more copies of its part of the largest one.
+      full: as tensor, and counts the elements that differ between the replicas of an
+        array on a mesh. They cross the network between the devices, an array at a time;
+        each device needs memory for two more copies of its part of the largest one.
 
     Args:
       tree: a pytree of arrays of JAX and NumPy, numbers, texts and bytes.
       level: see above.
-      tolerance: at level full, the largest difference of elements of floating point,
-        absolute and relative to the first replica, that is no finding.
       timeout_secs: how long hosts wait for each other.
 
     Returns:
@@ -179,7 +174,6 @@ def validate(
     return compared(
         tree,
         level=level,
-        tolerance=tolerance,
         timeout_secs=timeout_secs,
         kind="validation",
     )
@@ -190,7 +184,6 @@ def compared(
     *,
     level: Level,
     kind: str,
-    tolerance: float = 0.0,
     timeout_secs: float = 600.0,
 ) -> list[Finding]:
     """As `validate`, from a thread of its own.
@@ -199,7 +192,6 @@ def compared(
       tree: see `validate`.
       level: see `validate`.
       kind: of the values that hosts exchange: calls of one kind come from one thread.
-      tolerance: see `validate`.
       timeout_secs: see `validate`.
     """
     leaves = leaves_of(tree)
@@ -210,7 +202,7 @@ def compared(
     if len(set(gather(digest.json_digest(structure)))) > 1:
         return _structure_findings(gather(structure))
     assert level != "none"
-    by_group = _copies(list(leaves.values()), level, tolerance)
+    by_group = _copies(list(leaves.values()), level)
     digests: dict[str, set[str | None]] = {}
     for of_host in gather({group: _digest(each) for group, each in by_group.items()}):
         for group, value in of_host.items():
@@ -300,7 +292,7 @@ def _kind(path: str, leaf: Any) -> str:
 _ByGroup = dict[str, list[Copies]]
 
 
-def _copies(leaves: list[Any], kind: device_digests.Kind, tolerance: float) -> _ByGroup:
+def _copies(leaves: list[Any], kind: device_digests.Kind) -> _ByGroup:
     # The copies of this host that have others to be compared with.
     by_group: _ByGroup = {}
     on_devices: list[tuple[int, jax.Array]] = []
@@ -324,9 +316,7 @@ def _copies(leaves: list[Any], kind: device_digests.Kind, tolerance: float) -> _
                 holders=(Holder(topology.this_host(), -1),),
             )
             by_group.setdefault("hosts", []).append(copy)
-    looked = device_digests.look(
-        [array for _, array in on_devices], kind, tolerance=tolerance
-    )
+    looked = device_digests.look([array for _, array in on_devices], kind)
     for (number, array), of_devices in zip(on_devices, looked, strict=True):
         _add(by_group, number, array, of_devices)
     return by_group
@@ -341,7 +331,7 @@ def _add(
     of_box: dict[tuple[str, boxes.Box, str, int | None], list[Holder]] = {}
     for device, box, group in _held(array.sharding, array.shape):
         differing = looked[device].differing
-        content = _EQUAL if differing == 0 else looked[device].digest
+        content = looked[device].digest
         key = (group or f"leaf {number}", box, content, differing)
         holder = Holder(device.process_index, device.id)
         of_box.setdefault(key, []).append(holder)

@@ -29,7 +29,6 @@ class ValidationSchedule:
       level: how closely copies are compared.
       at_saves: whether before each save.
       interval: steps between two further comparisons; 0 makes none.
-      tolerance: with `full`, the largest difference that counts as equal.
       stops: whether a finding ends the run, before the step is saved.
       emit: called for each finding, and after each validation.
       preserve: called on all hosts with the step after which all copies were equal;
@@ -42,14 +41,13 @@ class ValidationSchedule:
         *,
         at_saves: bool = True,
         interval: int = 0,
-        tolerance: float = 0.0,
         stops: bool = False,
         emit: events.Emit,
         preserve: Callable[[int], int | None] = lambda _: None,
     ) -> None:
         self._level: validation.Level = level
         self._at_saves, self._interval = at_saves, interval
-        self._tolerance, self._stops = tolerance, stops
+        self._stops = stops
         self._emit = emit
         self._preserve = preserve
         # The step after which all copies were equal last; None once it is preserved.
@@ -87,9 +85,7 @@ class ValidationSchedule:
         findings = [
             finding
             for tree in (state, components)
-            for finding in validation.validate(
-                tree, level=self._level, tolerance=self._tolerance
-            )
+            for finding in validation.validate(tree, level=self._level)
         ]
         secs = time.monotonic() - began_secs
         metrics.VALIDATION.record(secs)

@@ -80,6 +80,7 @@ def test_without_strict_what_there_is_is_loaded(checkpointer):
 def test_a_component_that_fails_leaves_the_others_as_they_were(checkpointer):
     schedule = Component("as before", "global")
     broken = Component(0, lambda: "per_nobody")
+    # The one that can be read comes first.
     wanted = [("schedule", schedule), ("cache", broken)]
     with pytest.raises(
         errors.CheckpointError, match=r"'cache' cannot be loaded: .*per_nobody"
