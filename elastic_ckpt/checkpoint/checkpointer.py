@@ -255,7 +255,7 @@ class HostsCheckpointer:
         """
         self._check_writable()
         number = step_number(step)
-        orbax_context.of_save(self._context)
+        orbax_context.checked(self._context)
         self._background.wait()
         with self._events.flushing():
             return self._begin_save(
@@ -665,7 +665,7 @@ class HostsCheckpointer:
                 f"{checkpointable_name!r} of step {number} cannot be deleted on its"
                 " own: a step can only be deleted as a whole; delete the step"
             )
-        orbax_context.of_deletion(self._context)
+        orbax_context.checked(self._context)
         return self._in_background(lambda: self._remove(number, missing_ok=missing_ok))
 
     def is_durable(self, step: int) -> bool:
@@ -774,7 +774,7 @@ class HostsCheckpointer:
         self._check_open()
         if step is not None:
             step_number(step)
-        context = orbax_context.of_load(self._context)
+        context = orbax_context.checked(self._context)
         partial = partial or context.pytree.loading.partial_load
 
         def load() -> dict[str, Any]:

@@ -195,7 +195,8 @@ def test_options_that_would_be_ignored_are_refused_by_name_and_others_are_taken(
         ),
     ):
         context = context_with(option, value)
-        with context, pytest.raises(errors.CheckpointError, match=f"{option}.*="):
+        named = option.replace(".", ".*")
+        with context, pytest.raises(errors.CheckpointError, match=named):
             call()
     with context_with("memory.write_concurrent_bytes", 2**20):
         assert ours.save(2, {"n": 2})
