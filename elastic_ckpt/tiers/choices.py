@@ -6,7 +6,7 @@ import dataclasses
 import math
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from etils import epath
@@ -19,7 +19,18 @@ from elastic_ckpt.tiers.peers import agent_url
 T = TypeVar("T")
 
 CaptureIn = Literal["auto", "host", "device", "wait"]
-_KEEP = "one of Orbax's preservation_policies, such as LatestN(3)"
+# Whether a setting is right, and what to give instead.
+_Rule = tuple[Callable[[Any], bool], str]
+_COUNT: _Rule = (lambda count: operator.index(count) >= 1, "an integer from 1")
+_POSITIVE: _Rule = (lambda number: 0 < number < math.inf, "a positive number")
+_KEEP: _Rule = (
+    lambda policy: callable(policy.should_preserve),
+    "one of Orbax's preservation_policies, such as LatestN(3)",
+)
+_DECIDE: _Rule = (
+    lambda policy: callable(policy.should_save),
+    "one of Orbax's save_decision_policies",
+)
 
 
 class SaveDecisionPolicy(Protocol):
@@ -39,8 +50,6 @@ class TlsFiles:
       key: the private key of that certificate.
       authority: the certificates of the authorities that sign agents' certificates.
 
-    Raises:
-      ConfigError: if one of them is not a path.
     """
 
     certificate: str
@@ -48,8 +57,7 @@ class TlsFiles:
     authority: str
 
     def __post_init__(self) -> None:
-        example = (_path, "/etc/tls/agent.pem")
-        _check(self, certificate=example, key=example, authority=example)
+        _make_absolute(self, "certificate", "key", "authority")
 
 
 class Tier:
@@ -83,13 +91,8 @@ class Local(Tier):
     limit_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        _check(
-            self,
-            directory=(_path, "/dev/shm/run"),
-            every=(_count, 1),
-            limit_bytes=(_count, 1),
-            keep=(_policy, "should_preserve", _KEEP),
-        )
+        _make_absolute(self, "directory")
+        _check(self, every=_COUNT, limit_bytes=_COUNT, keep=_KEEP)
         if not storage.is_local(self.directory):
             raise errors.ConfigError(
                 f"Local({os.fspath(self.directory)!r}) is not a directory of this"
@@ -148,18 +151,13 @@ class Peers(Tier):
     tls: TlsFiles | None = None
 
     def __post_init__(self) -> None:
+        _make_absolute(self, "secret_file")
         _check(
             self,
-            copies=(_count, 0),
-            port=(_count, 0, 65535),
-            assume_data_parallelism=(_kind, bool, "True or False"),
-            domain=(_kind, str, 'a text such as "zone;rack"'),
-            domains=(_kind, Mapping, 'a mapping such as {"rack": "r7"}'),
-            interface=(_text, "10.0.0.7"),
-            secret_file=(_path, "/etc/secrets/run"),
-            max_bytes_per_sec=(_positive,),
-            timeout_secs=(_positive,),
-            tls=(_kind, TlsFiles, "TlsFiles(certificate, key, authority)"),
+            copies=(lambda count: operator.index(count) >= 0, "an integer from 0"),
+            port=(lambda port: port in range(65536), "an integer from 0 to 65535"),
+            max_bytes_per_sec=_POSITIVE,
+            timeout_secs=_POSITIVE,
         )
         for name, urls in (("known", self.known), ("backups", self.backups)):
             if isinstance(urls, str) or not isinstance(urls, Sequence):
@@ -213,19 +211,17 @@ class Persistent(Tier):
     capture: CaptureIn = "auto"
 
     def __post_init__(self) -> None:
-        _check(
-            self,
-            directory=(_path, "gs://bucket/run"),
-            capture=(_one_of, list(get_args(CaptureIn))),
-            keep=(_policy, "should_preserve", _KEEP),
-        )
+        _make_absolute(self, "directory")
         if len(_intervals(self)) > 1:
             raise _not_one_interval(self)
+        places = get_args(CaptureIn)
         _check(
             self,
-            every=(_count, 1),
-            every_minutes=(_positive,),
-            save_decision_policy=(_policy, "should_save", "one of Orbax's"),
+            every=_COUNT,
+            every_minutes=_POSITIVE,
+            save_decision_policy=_DECIDE,
+            keep=_KEEP,
+            capture=(lambda place: place in places, f"one of {places}"),
         )
 
 
@@ -258,22 +254,12 @@ class Chosen:
         Raises:
           ConfigError: if they are no tiers, or do not fit together.
         """
-        if isinstance(tiers, Tier):
-            raise errors.ConfigError(
-                f"tiers={type(tiers).__name__}(...) is one tier; give a list of tiers,"
-                f" such as [ec.{type(tiers).__name__}(...)]"
-            )
-        if isinstance(tiers, str) or not isinstance(tiers, Sequence):
+        listed = list(tiers) if isinstance(tiers, Sequence) else [None]
+        if not all(isinstance(tier, Tier) for tier in listed):
             raise errors.ConfigError(
                 f"tiers={tiers!r} is not a list of tiers; give a list, such as"
-                " [ec.Local(...), ec.Persistent(...)]"
+                " [ec.Local(directory, ...), ec.Persistent(directory, ...)]"
             )
-        for tier in tiers:
-            if not isinstance(tier, Local | Peers | Persistent):
-                raise errors.ConfigError(
-                    f"tiers contains {tier!r}, which is not a tier; give"
-                    " ec.Persistent(directory, ...), ec.Local(...) or ec.Peers(...)"
-                )
         local = _only([tier for tier in tiers if isinstance(tier, Local)])
         peers = _only([tier for tier in tiers if isinstance(tier, Peers)])
         persistent = _only([tier for tier in tiers if isinstance(tier, Persistent)])
@@ -343,72 +329,33 @@ def _not_one_interval(persistent: Persistent) -> errors.ConfigError:
     )
 
 
-def _check(choice: Any, **checks: tuple[Any, ...]) -> None:
-    # Checks settings by their names, each by a function and its arguments. None is
-    # right where it is the default.
-    for name, (check, *arguments) in checks.items():
+def _check(choice: Tier, **rules: _Rule) -> None:
+    # None stands for a setting that is left out.
+    for name, (is_right, wanted) in rules.items():
         value = getattr(choice, name)
-        if value is None and getattr(type(choice), name, choice) is None:
-            continue
         try:
-            checked = check(value, *arguments)
-        except ValueError as wanted:
+            refused = value is not None and not is_right(value)
+        except (AttributeError, TypeError):
+            refused = True
+        if refused:
             raise errors.ConfigError(
                 f"{type(choice).__name__}({name}={value!r}): give {wanted}"
-            ) from None
-        object.__setattr__(choice, name, checked)
+            )
 
 
-def _path(value: Any, example: str) -> str:
-    # Absolute: a program may change its directory.
-    path = _text(os.fspath(value) if isinstance(value, os.PathLike) else value, example)
-    return os.path.abspath(path) if storage.is_local(path) else path
-
-
-def _text(value: Any, example: str) -> str:
-    if not (isinstance(value, str) and value.strip()):
-        raise ValueError(f"one such as {example}")
-    return value
-
-
-def _count(value: Any, least: int, most: float = math.inf) -> int:
-    # An integer of any type becomes an int.
-    try:
-        count = least - 1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        count = least - 1
-    if not least <= count <= most:
-        to = "" if most == math.inf else f" to {most}"
-        raise ValueError(f"an integer from {least}{to}")
-    return count
-
-
-def _positive(value: Any) -> Any:
-    try:
-        is_positive = not isinstance(value, bool | str) and 0 < float(value) < math.inf
-    except (TypeError, ValueError):
-        is_positive = False
-    if not is_positive:
-        raise ValueError("a positive number")
-    return value
-
-
-def _kind(value: Any, kind: type, wanted: str) -> Any:
-    if not isinstance(value, kind):
-        raise ValueError(wanted)
-    return value
-
-
-def _one_of(value: Any, values: list[str]) -> Any:
-    if value not in values:
-        raise ValueError(f"one of {values}")
-    return value
-
-
-def _policy(value: Any, method: str, wanted: str) -> Any:
-    if not callable(getattr(value, method, None)):
-        raise ValueError(wanted)
-    return value
+def _make_absolute(choice: Any, *names: str) -> None:
+    # A program may change its directory.
+    for name in names:
+        path = getattr(choice, name)
+        if path is None:
+            continue
+        path = os.fspath(path)
+        if not path.strip():
+            raise errors.ConfigError(
+                f"{type(choice).__name__}({name}={path!r}): give a path"
+            )
+        path = os.path.abspath(path) if storage.is_local(path) else path
+        object.__setattr__(choice, name, path)
 
 
 def _check_apart(local: Local, persistent: Persistent) -> None:

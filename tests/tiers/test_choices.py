@@ -11,12 +11,7 @@ from tests import shared_memory
 POLICY = ocp.training.preservation_policies.LatestN(3)
 
 
-class Count(int):
-    """An integer that is not of type int."""
-
-
 def test_right_settings_are_taken():
-    assert type(choices.Local("/ram", every=Count(5)).every) is int
     assert choices.Local("/ram", keep=POLICY, limit_bytes=1).keep is POLICY
     assert choices.Persistent("/steps", every_minutes=0.5).every_minutes == 0.5
     assert choices.Peers(copies=0, port=65535, max_bytes_per_sec=1.5).copies == 0
