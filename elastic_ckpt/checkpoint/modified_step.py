@@ -1,8 +1,7 @@
-"""Edits numbers in the parts of a step: pytrees, and the files of components.
+"""Edits numbers in the pytrees of a step.
 
 A new value is exact or refused: an integer does not become a fraction, and a float does
-not overflow. A component has one state, or one for each host, node or group; an edit is
-made in all of them.
+not overflow.
 """
 
 from __future__ import annotations
@@ -18,11 +17,8 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.checkpoint.component_io import Created
-from elastic_ckpt.checkpoint.components import encoding, state_file
 from elastic_ckpt.checkpoint.host.trees import leaf_path
 from elastic_ckpt.core import errors, storage
-
-_DESCRIPTION = "component.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +26,7 @@ class Edit:
     """An edit of one number.
 
     Attributes:
-      path: its path with the name of its part, `state/opt_state/learning_rate`.
+      path: its path with the name of the tree, `state/opt_state/learning_rate`.
       value: the new value, as text; None to scale the present one.
       factor: what the value is multiplied by, as text; None to set it.
     """
@@ -71,55 +67,37 @@ async def _nothing() -> None:
     pass
 
 
-def edit(parts: dict[str, Any], name: str, change: Edit) -> list[str]:
-    """Makes an edit in `parts[name]`, and returns what changed, in words.
+def edit(name: str, tree: Any, change: Edit) -> tuple[Any, str]:
+    """Makes an edit in a pytree.
+
+    Args:
+      name: of the tree.
+      tree: which stays as it is.
+      change: the edit.
+
+    Returns:
+      The new tree, and what changed, in words.
 
     Raises:
       CheckpointError: if there is no such number, or it cannot have the new value.
     """
-    part = parts[name]
-    if not isinstance(part, StoredFiles):
-        parts[name], lines = _in_tree(name, part, change)
-        return lines
-    if _DESCRIPTION not in part.files:
-        raise errors.CheckpointError(
-            f"component {name!r} has a file format of its own; only numbers in pytrees"
-            " and in components of ec.components can be edited"
-        )
-    lines = []
-    for file in sorted(part.files.keys() - {_DESCRIPTION}):
-        state = state_file.from_bytes(part.files[file])
-        values = {
-            f"{name}/{path}".rstrip("/"): value
-            for path, value in encoding.leaves(state).items()
-        }
-        after, line = _changed(change, values, f"{name}/{file}")
-        path = change.path.partition("/")[2]
-        part.files[file] = state_file.to_bytes(encoding.replaced(state, path, after))
-        lines.append(line)
-    return lines
-
-
-def _in_tree(name: str, tree: Any, change: Edit) -> tuple[Any, list[str]]:
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     values = {leaf_path(name, keys): leaf for keys, leaf in leaves}
-    after, line = _changed(change, values, name)
-    before = values[change.path]
-    if isinstance(before, jax.Array):
-        after = jax.device_put(after, before.sharding)
-    values[change.path] = after
-    return jax.tree.unflatten(structure, values.values()), [line]
-
-
-def _changed(change: Edit, values: dict[str, Any], holder: str) -> tuple[Any, str]:
-    # The new value, of the type of the one before, and a line about it.
     numbers = [path for path, value in values.items() if _is_number(value)]
     if change.path not in numbers:
         raise errors.CheckpointError(
-            f"{holder} has no number {change.path!r}; its numbers are"
+            f"{name!r} has no number {change.path!r}; its numbers are"
             f" {errors.first_of(numbers) or 'none'}"
         )
-    number = values[change.path]
+    before = values[change.path]
+    after, line = _changed(change, before)
+    if isinstance(before, jax.Array):
+        after = jax.device_put(after, before.sharding)
+    return jax.tree.unflatten(structure, (values | {change.path: after}).values()), line
+
+
+def _changed(change: Edit, number: Any) -> tuple[Any, str]:
+    # The new value, of the type of the one before, and a line about it.
     array = np.asarray(number)
     before = _plain(array)
     try:
@@ -135,7 +113,7 @@ def _changed(change: Edit, values: dict[str, Any], holder: str) -> tuple[Any, st
             f"{change.path} is a number of {array.dtype}, and cannot become {given}:"
             f" {error}"
         ) from None
-    line = f"{change.path} ({array.dtype}) in {holder}: {before!r} -> {_plain(after)!r}"
+    line = f"{change.path} ({array.dtype}): {before!r} -> {_plain(after)!r}"
     kind = type(number)
     return kind(after.item()) if kind in (bool, int, float) else after, line
 

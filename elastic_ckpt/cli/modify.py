@@ -28,10 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the directory of a run's newest step in persistent storage",
     )
     parser.add_argument(
-        "--component",
+        "--tree",
         default="state",
         metavar="NAME",
-        help="the tree or component with the numbers; by default state",
+        help="the pytree with the numbers; by default state",
     )
     parser.add_argument(
         "--set",
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Edits the step, unless its run is alive."""
-    name = arguments.component
+    name = arguments.tree
     edits = [_edit(name, each, "value") for each in arguments.set]
     edits += [_edit(name, each, "factor") for each in arguments.scale]
     if not edits or len({each.path for each in edits}) < len(edits):
@@ -88,12 +88,16 @@ def run(arguments: argparse.Namespace) -> int:
             },
             go_back=False,
         )
-        if name not in parts:
+        if saved.metadata.get(name) is None:
+            trees = [part for part, tree in saved.metadata.items() if tree is not None]
             raise errors.CheckpointError(
-                f"step {number} has no {name!r}; it has {sorted(parts)}"
+                f"step {number} has no pytree {name!r}; it has {sorted(trees)}. Load a"
+                " component in Python, change its state, and save it with"
+                " overwrite=True"
             )
         for each in edits:
-            print(*modified_step.edit(parts, name, each), sep="\n")
+            parts[name], line = modified_step.edit(name, parts[name], each)
+            print(line)
         if arguments.dry_run:
             print("nothing was written")
             return 0
@@ -108,9 +112,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _edit(component: str, given: str, field: str) -> modified_step.Edit:
+def _edit(tree: str, given: str, field: str) -> modified_step.Edit:
     path, _, number = given.rpartition("=")
     if not (path and number):
         raise errors.ConfigError(f"{given!r}: write PATH={field.upper()}")
-    whole = component if path == "." else f"{component}/{path}"
+    whole = tree if path == "." else f"{tree}/{path}"
     return modified_step.Edit(path=whole, **{field: number})

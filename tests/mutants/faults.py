@@ -167,16 +167,16 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a component's state is loaded unchecked",
-        "elastic_ckpt/checkpoint/components/state_file.py",
+        "elastic_ckpt/checkpoint/components/encoding.py",
         "if value != file.read(_DIGEST_LENGTH + 1):",
         "if not file.read(_DIGEST_LENGTH):",
         ("tests/own_formats",),
     ),
     Fault(
         "a host loads the state of another one",
-        "elastic_ckpt/checkpoint/components/resize.py",
-        "    return states[own]",
-        "    return states[0]",
+        "elastic_ckpt/checkpoint/components/component.py",
+        "return read(states.index(now.name))",
+        "return read(0)",
         ("tests/checkpoint/components/test_component.py",),
     ),
     Fault(

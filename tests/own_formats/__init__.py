@@ -16,7 +16,7 @@ from etils import epath
 from elastic_ckpt import steps as steps_room
 from elastic_ckpt import training as training_room
 from elastic_ckpt.checkpoint import components as components_room
-from elastic_ckpt.checkpoint.components import description, encoding, state_file
+from elastic_ckpt.checkpoint.components import component, encoding
 from elastic_ckpt.core import checked_json, process
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.steps import manifest_file
@@ -104,7 +104,7 @@ def manifest():
     return offer.manifest
 
 
-DESCRIPTION = description.Description(
+DESCRIPTION = component.Description(
     pattern="per_group",
     axes=("data",),
     states=("group-model-0", "group-model-1"),
@@ -174,7 +174,7 @@ def _read_manifest(directory):
 
 def _read_state(directory):
     path = epath.Path(directory / "global.npz")
-    return repr(encoding.decode(state_file.read(path)))
+    return repr(encoding.decode(encoding.read(path)))
 
 
 def _read_evaluations(directory):
@@ -218,10 +218,10 @@ OWN = {
     ),
     "component": OwnFormat(
         golden="component_v1.json",
-        file=description.FILE,
+        file=component.FILE,
         value=DESCRIPTION,
-        content=lambda _: description.to_bytes(DESCRIPTION),
-        read=lambda directory: description.read(epath.Path(directory)),
+        content=lambda _: DESCRIPTION.to_bytes(),
+        read=lambda directory: component.Description.read(epath.Path(directory)),
         schema=COMPONENTS / "schemas" / "component.json",
         page=COMPONENTS / "FORMAT.md",
     ),
@@ -229,7 +229,10 @@ OWN = {
         golden="component_state_v1.txt",
         file="global.npz",
         value=repr(STATE),
-        content=lambda _: state_file.to_bytes(encoding.encode(STATE)),
+        content=_written(
+            "global.npz",
+            lambda path: encoding.write(path / "global.npz", encoding.encode(STATE)),
+        ),
         read=_read_state,
     ),
     "record of a run": OwnFormat(

@@ -5,7 +5,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import elastic_ckpt as ec
-from elastic_ckpt.checkpoint.components import resize, rng, sharing
+from elastic_ckpt.checkpoint.components import rng, sharing
 from elastic_ckpt.checkpoint.components.component import Component
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps import best_steps, failure_domains
@@ -105,7 +105,8 @@ REFUSALS = {
         group(["data"], host=9), "no device of host 9"
     ),
     "an unknown rule": Refusal(
-        lambda _: resize.check("keep"), "on_resize='keep' is no rule"
+        lambda _: Component(0, on_resize="keep"),
+        "on_resize='keep' is no rule",
     ),
     "a seed that is a text": Refusal(lambda _: rng.Rng("7"), "one typed key"),
     "a seed of two keys": Refusal(

@@ -22,13 +22,19 @@ dict as weights and batches, in our checkpointer and in Orbax's own.
 
 Saving and loading contain no collective and no barrier: which host writes which file
 follows from host numbers and the mesh alone (`sharing`), so a host that is missing
-delays no other.
+delays no other. (Only the first use of `per_node` without `processes_per_node` has the
+hosts tell each other which machine they are on.)
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
+import dataclasses
 import functools
+import pathlib
+import socket
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -37,21 +43,83 @@ from absl import logging
 from etils import epath
 from jax.sharding import Mesh
 
-from elastic_ckpt.checkpoint.components import (
-    description,
-    encoding,
-    nodes,
-    resize,
-    state_file,
-)
+from elastic_ckpt.checkpoint.components import encoding
 from elastic_ckpt.checkpoint.components import sharing as sharing_of
 from elastic_ckpt.checkpoint.components.validation import Level, check_level
-from elastic_ckpt.core import background, errors, storage, topology
+from elastic_ckpt.core import (
+    allgather,
+    background,
+    checked_json,
+    codec,
+    errors,
+    storage,
+    topology,
+)
 
 T = TypeVar("T")
 
+FILE = "component.json"
+VERSION = 1
+_WHAT = "description of a component"
+ERROR, RESET, FROM_FIRST = "error", "reset", "from_first"
+# Of the old states and the number of new ones, makes the new states.
+Rule = str | Callable[[list[Any], int], Sequence[Any]]
+_CHOICES = (
+    "choose on_resize='reset' (as it was made), 'from_first' (the first old state for"
+    " all), or a function (old_states, new_count) -> new states"
+)
+# Linux gives each boot of a machine an id, which its containers share.
+_BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
+_machines: list[str] = []
+_asking = threading.Lock()
+# How long hosts wait for each other's machines.
+_PATIENCE_SECS = 60.0
+
 # How an object gives and takes its state, in the order in which these are tried.
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Description:
+    """The content of `component.json`, which host 0 writes beside the states.
+
+    Attributes:
+      pattern: how the component was shared.
+      axes: of the mesh, of a group.
+      states: the names of all states, in order; the file of one is `<name>.npz`.
+      hosts: how many hosts there were.
+      kind: the class of the state, for people.
+      on_resize: the rule that it was declared with, for people.
+      required: whether it was declared as required, for people.
+    """
+
+    pattern: str
+    axes: tuple[str, ...]
+    states: tuple[str, ...]
+    hosts: int
+    kind: str
+    on_resize: str
+    required: bool
+
+    def to_bytes(self) -> bytes:
+        """The content of the file."""
+        return checked_json.to_bytes(dict(vars(self)), version=VERSION)
+
+    @classmethod
+    def read(cls, directory: epath.Path) -> Description:
+        """Reads it from the directory of a component.
+
+        Raises:
+          CheckpointError: if it is missing or cannot be read; it names the file.
+        """
+        path = directory / FILE
+        try:
+            fields = checked_json.parse(path.read_bytes(), what=_WHAT, version=VERSION)
+            return codec.decode(cls, fields, name=_WHAT)
+        except FileNotFoundError:
+            raise encoding.unreadable(path, "is missing") from None
+        except ValueError as error:
+            raise encoding.unreadable(path, str(error)) from None
 
 
 class AwaitedDirectory(Protocol):
@@ -136,10 +204,14 @@ class Component:
         mesh: Mesh | None = None,
         processes_per_node: int | None = None,
         validation: Level = "none",
-        on_resize: resize.Rule = resize.ERROR,
+        on_resize: Rule = ERROR,
         required: bool = True,
     ) -> None:
-        resize.check(on_resize)
+        if not callable(on_resize) and on_resize not in (ERROR, RESET, FROM_FIRST):
+            raise errors.ConfigError(
+                f"on_resize={on_resize!r} is no rule; leave it out ('error'), or"
+                f" {_CHOICES}"
+            )
         check_level(validation)
         self.state = state
         self.on_resize = on_resize
@@ -150,13 +222,10 @@ class Component:
         self.taken: encoding.Encoded | None = None
         self.sharing = sharing
         _check_given(sharing, axis, mesh, processes_per_node, validation)
-        self._nodes = self._group = None
-        if callable(sharing) or sharing == sharing_of.PER_NODE:
-            self._nodes = nodes.Nodes(processes_per_node)
-        if mesh is not None:
-            self._group = _group(axis, mesh)
+        self._processes_per_node = processes_per_node
+        self._group = None if mesh is None else _group(axis, mesh)
         # Only this rule needs it.
-        is_reset = on_resize == resize.RESET
+        is_reset = on_resize == RESET
         self._initial = encoding.encode(self.get()) if is_reset else None
 
     @property
@@ -177,8 +246,10 @@ class Component:
             return sharing_of.of_all(name, host=host)
         if name == sharing_of.PER_HOST:
             return sharing_of.per_host(host=host, num_hosts=num_hosts)
-        if name == sharing_of.PER_NODE and self._nodes is not None:
-            return sharing_of.per_node(self._nodes.of_all_hosts(), host=host)
+        if name == sharing_of.PER_NODE:
+            each = self._processes_per_node
+            nodes = _nodes() if each is None else [n // each for n in range(num_hosts)]
+            return sharing_of.per_node(nodes, host=host)
         if name == sharing_of.PER_GROUP and self._group is not None:
             return self._group
         raise errors.ConfigError(
@@ -236,13 +307,11 @@ class Component:
             were saved and `on_resize` is `"error"`.
         """
         path = epath.Path(directory)
-        saved = description.read(path)
+        saved = Description.read(path)
 
         def read(number: int) -> Any:
-            encoded = state_file.read(
-                description.state_path(path, saved.states[number])
-            )
-            return encoding.decode(encoded, self.get(), is_last=True)
+            encoded = encoding.read(path / f"{saved.states[number]}.npz")
+            return encoding.decode(encoded, self.get())
 
         return self.of_states(path.name, saved.pattern, saved.states, read=read)
 
@@ -267,21 +336,29 @@ class Component:
           CheckpointError: as `read`.
         """
         now = self.present()
-        place = resize.place_of_same(states, now.names, now.own)
-        if place is None and self.on_resize == resize.ERROR:
-            raise resize.refused(name, pattern, states, now.names)
+        rule, count = self.on_resize, len(now.names)
         try:
-            if place is not None:
-                return read(place)
-            old = [read(n) for n in resize.needed(self.on_resize, len(states))]
-            initial = self._initial and encoding.decode(self._initial, self.get())
-            return resize.new_state(
-                self.on_resize,
-                old,
-                initial=initial,
-                new_count=len(now.names),
-                own=now.own,
-            )
+            if sorted(states) == sorted(now.names):
+                return read(states.index(now.name))
+            # A single state is that of all hosts under any pattern.
+            if len(states) == count == 1 or rule == FROM_FIRST:
+                return read(0)
+            if rule == RESET:
+                assert self._initial is not None
+                return encoding.decode(copy.deepcopy(self._initial), self.get())
+            if not callable(rule):
+                raise errors.CheckpointError(
+                    f"it was saved {pattern} with {len(states)} states"
+                    f" ({errors.first_of(states)}), and there are {count} now"
+                    f" ({errors.first_of(now.names)}); {_CHOICES}"
+                )
+            new = rule([read(n) for n in range(len(states))], count)
+            if len(new) != count:
+                raise errors.CheckpointError(
+                    f"the function of on_resize returned {len(new)} states for {count}"
+                    " places; return a list with one state for each"
+                )
+            return new[now.own]
         except errors.CheckpointError as error:
             raise errors.CheckpointError(f"component {name!r}: {error}") from None
 
@@ -295,23 +372,25 @@ class Component:
             encoded = encoding.encode(values)
             self.taken = encoded if self.is_compared else None
             if sharing.is_writer:
-                path = description.state_path(epath.Path(), sharing.name)
-                write = functools.partial(state_file.write, encoded=encoded)
-                files[path.name] = write
+                write = functools.partial(encoding.write, encoded=encoded)
+                files[f"{sharing.name}.npz"] = write
         if topology.this_host() == 0:
-            saved = description.Description(
+            rule = self.on_resize
+            # A partial function has the name of its class.
+            named: Any = rule if hasattr(rule, "__qualname__") else type(rule)
+            saved = Description(
                 pattern=sharing.pattern,
                 axes=sharing.axes,
                 states=sharing.names,
                 hosts=topology.num_hosts(),
                 kind=encoding.type_name(self.state),
-                on_resize=resize.name_of(self.on_resize),
+                on_resize=rule
+                if isinstance(rule, str)
+                else f"{named.__module__}.{named.__qualname__}",
                 required=self.required,
             )
-            content = description.to_bytes(saved)
-            files[description.FILE] = functools.partial(
-                storage.write_atomic, content=content
-            )
+            write = functools.partial(storage.write_atomic, content=saved.to_bytes())
+            files[FILE] = write
         return files
 
 
@@ -339,6 +418,11 @@ def _check_given(
                 f"a component with sharing={sharing!r} takes no {name}, which is for"
                 f" {pattern!r}"
             )
+    if processes_per_node is not None and processes_per_node < 1:
+        raise errors.ConfigError(
+            f"processes_per_node={processes_per_node} is not a positive number; leave"
+            " it out to compare the machines of the hosts"
+        )
     if (sharing == sharing_of.PER_GROUP or axis != ()) and mesh is None:
         raise errors.ConfigError(
             'a component with sharing="per_group" needs axis= and mesh='
@@ -353,6 +437,19 @@ def _group(axis: str | tuple[str, ...], mesh: Mesh) -> sharing_of.Sharing:
         (axis,) if isinstance(axis, str) else axis,
         host=topology.this_host(),
     )
+
+
+def _nodes() -> list[str]:
+    # The machine of each host, asked once: hosts on one machine are on one node.
+    with _asking:
+        if not _machines:
+            try:
+                own = _BOOT_ID.read_text().strip()
+            except OSError:
+                own = socket.gethostname()
+            messages = allgather.shared()
+            _machines.extend(messages.gather("nodes", own, timeout_secs=_PATIENCE_SECS))
+        return _machines
 
 
 def _methods(state: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:

@@ -1,4 +1,4 @@
-"""States as JSON and arrays of NumPy, and back with the same bits and types.
+"""The state of a component as JSON and arrays, and the file of it.
 
     null, true, 3, 0.5, "text"              as they are
     [..]                                    a list
@@ -12,31 +12,42 @@
                                             another node of a pytree
 
 The numbers are those of the arrays. A node of another class, such as a named tuple of
-optax, is made of the node that the current state has in its place: nothing is imported
-or unpickled by its name.
+optax, is made from the node that the current state has in its place: nothing is
+imported or unpickled by name.
 
-`leaves` looks into an encoded state without its classes. A path joins keys, indices and
-fields from the top of the state, `groups/0/lr`; that of the state itself is `""`.
+The file is an npz archive. Its entry `state` is a `checked_json` file as bytes; the
+entries `0`, `1`, .. are the arrays. Types that NumPy's format lacks, such as bfloat16,
+are stored as unsigned integers of their size. The comment at the end of the archive is
+the digest of all bytes before it. FORMAT.md is the page of the format.
 """
 
 from __future__ import annotations
 
 import base64
-import copy
+import contextlib
 import dataclasses
+import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import zipfile
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
 
 import jax
 import numpy as np
+from etils import epath
 from jax.sharding import SingleDeviceSharding
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import checked_json, digest, errors, storage
 
+VERSION = 1
 Leaf = bool | int | float | str | bytes | np.ndarray
 # Stands for the current state where it lacks the place of a saved value.
 _NOTHING = object()
+_WHAT = "state of a component"
+_STATE = "state"
+_DIGEST_LENGTH = 32
+_PIECE_BYTES = 2**20
+_MOST_ATTEMPTS = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +57,14 @@ class Encoded:
     Attributes:
       tree: its structure, JSON, with the values that are no arrays.
       arrays: the others, copies in host memory.
+      leaves: all values by their paths, `groups/0/lr`, and under the path of a
+        container its type and length. States are equal if these are. Empty if the state
+        was read from a file.
     """
 
     tree: storage.Json
     arrays: Sequence[np.ndarray]
+    leaves: Mapping[str, Leaf] = dataclasses.field(default_factory=dict)
 
 
 def encode(state: Any) -> Encoded:
@@ -58,93 +73,94 @@ def encode(state: Any) -> Encoded:
     Raises:
       CheckpointError: if a value cannot be saved; it names the value's path.
     """
-    arrays: list[np.ndarray] = []
-    return Encoded(_encode(state, "", arrays), arrays)
+    encoder = _Encoder()
+    return Encoded(encoder.value(state, ""), encoder.arrays, encoder.leaves)
 
 
-def decode(encoded: Encoded, current: Any = None, *, is_last: bool = False) -> Any:
-    """Makes the state that `encode` took.
+def decode(encoded: Encoded, current: Any = None) -> Any:
+    """Makes the state that `encode` took; it may share the arrays of `encoded`.
 
     Args:
       encoded: the state.
       current: a state of the same structure, from which nodes of other classes and the
         shardings of arrays are taken.
-      is_last: whether the arrays may be those of `encoded`, which is not used again.
 
     Raises:
       CheckpointError: if `current` does not have a node that is needed.
     """
-    return _Decoder(encoded.arrays, copies=not is_last).value(encoded.tree, current, "")
+    return _Decoder(encoded.arrays).value(encoded.tree, current, "")
 
 
-def leaves(encoded: Encoded) -> dict[str, Leaf]:
-    """The leaves of a state by path.
+def write(path: epath.Path, encoded: Encoded) -> None:
+    """Writes the file of a state, whole or not at all, without a copy of its values."""
+    with storage.atomic_path(path) as temporary, open(temporary, "w+b") as file:
+        dump(encoded, file)
 
-    Two states have equal leaves if they are equal. The class and length of a container
-    are a leaf too, under its path.
+
+def dump(encoded: Encoded, file: IO[bytes]) -> None:
+    """Writes the content of the file; the same bytes for the same state."""
+    # Types of other packages, which NumPy would store without a name.
+    foreign = [each.dtype.isbuiltin == 2 for each in encoded.arrays]
+    dtypes = [
+        each.dtype.name if is_foreign else ""
+        for each, is_foreign in zip(encoded.arrays, foreign, strict=True)
+    ]
+    fields = {"tree": encoded.tree, "dtypes": dtypes}
+    text = checked_json.to_bytes(fields, version=VERSION)
+    with zipfile.ZipFile(file, "w") as archive:
+        _put(archive, _STATE, np.frombuffer(text, np.uint8))
+        for number, (values, dtype) in enumerate(
+            zip(encoded.arrays, dtypes, strict=True)
+        ):
+            stored = values.view(f"u{values.itemsize}") if dtype else values
+            _put(archive, str(number), stored)
+        archive.comment = bytes(_DIGEST_LENGTH)
+    value = _file_digest(file)
+    file.seek(-_DIGEST_LENGTH, os.SEEK_END)
+    file.write(value)
+
+
+def load(file: IO[bytes]) -> Encoded:
+    """The state in the content of a file.
+
+    Raises:
+      CheckpointError: if it is cut short, altered, or of another version.
     """
-    by_path: dict[str, Leaf] = {}
-    for path, holder, place in _places([encoded.tree], 0, ""):
-        # Keys of a dict may differ in their type alone, or contain slashes.
-        while path in by_path:
-            path += "'"
-        node = holder[place]
-        kind, content = _kind(node)
-        if kind == "itself":
-            by_path[path] = b"null" if node is None else node
-        elif kind == "node":
-            by_path[path] = content
-        elif kind in ("list", "tuple", "dict"):
-            by_path[path] = f"a {kind} of {len(content)}"
-        elif kind == "float":
-            by_path[path] = _float(content)
-        elif kind == "bytes":
-            by_path[path] = f"{kind} {content}"
-        else:
-            by_path[path] = encoded.arrays[content]
-            by_path[f"{path}/kind"] = f"{kind} {node.get('impl', '')}"
-    return by_path
+    value = _file_digest(file)
+    if value != file.read(_DIGEST_LENGTH + 1):
+        raise errors.CheckpointError("is cut short or altered (its digest differs)")
+    with zipfile.ZipFile(file) as archive:
+        text = _get(archive, _STATE).tobytes()
+        fields = checked_json.parse(text, what=_WHAT, version=VERSION)
+        arrays = [
+            values.view(np.dtype(name)) if name else values
+            for number, name in enumerate(fields["dtypes"])
+            for values in [_get(archive, str(number))]
+        ]
+    return Encoded(fields["tree"], arrays)
 
 
-def replaced(encoded: Encoded, path: str, value: Any) -> Encoded:
-    """The state with another value of the number or array at a path of `leaves`."""
-    top = [copy.deepcopy(encoded.tree)]
-    arrays = list(encoded.arrays)
-    for there, holder, place in _places(top, 0, ""):
-        if there == path and isinstance(value, np.ndarray):
-            arrays[_kind(holder[place])[1]] = value
-        elif there == path:
-            holder[place] = encode(value).tree
-    return Encoded(top[0], arrays)
+def read(path: epath.Path) -> Encoded:
+    """The state in a file.
+
+    Raises:
+      CheckpointError: if the file is missing or `load` rejects it; it names the file.
+    """
+    try:
+        with path.open("rb") as file:
+            return load(file)
+    except FileNotFoundError:
+        raise unreadable(path, "is missing") from None
+    except (errors.CheckpointError, checked_json.UnreadableError) as error:
+        raise unreadable(path, str(error)) from None
 
 
-def _places(
-    holder: list[Any], place: int, path: str
-) -> Iterator[tuple[str, list[Any], int]]:
-    # A node and all below it: its path, and its place in a list.
-    yield path, holder, place
-    node = holder[place]
-    kind, content = _kind(node)
-    below: list[tuple[Any, list[Any], int]] = []
-    if kind in ("list", "tuple"):
-        below = [(number, content, number) for number in range(len(content))]
-    elif kind == "dict":
-        below = [(pair[0], pair, 1) for pair in content]
-    elif kind == "node":
-        # JAX names fields `.count`, `['lr']`, `[0]`.
-        below = [(pair[0].strip(".[]'"), pair, 1) for pair in node["children"]]
-    for name, at, number in below:
-        yield from _places(at, number, f"{path}/{name}" if path else str(name))
-
-
-def _kind(node: Any) -> tuple[str, Any]:
-    if isinstance(node, list):
-        return "list", node
-    return next(iter(node.items())) if isinstance(node, dict) else ("itself", node)
-
-
-def _float(bits: str) -> float:
-    return struct.unpack(">d", bytes.fromhex(bits))[0]
+def unreadable(path: epath.Path, problem: str) -> errors.CheckpointError:
+    """The error of a file of a component that cannot be read."""
+    return errors.CheckpointError(
+        f"{_WHAT} {path} {problem}; restore the file from a copy, load another step, or"
+        " load without the component (strict=False)"
+    )
 
 
 def type_name(value: Any) -> str:
@@ -153,43 +169,104 @@ def type_name(value: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _encode(value: Any, path: str, arrays: list[np.ndarray]) -> storage.Json:
-    kind = type(value)
-    if value is None or kind in (bool, int, str):
-        return value
-    if kind is float:
-        if np.isfinite(value):
-            return value
-        return {"float": struct.pack(">d", value).hex()}
-    if kind is bytes:
-        return {"bytes": base64.b64encode(value).decode()}
-    if kind is list:
-        return _items(value, path, arrays)
-    if kind is tuple:
-        return {"tuple": _items(value, path, arrays)}
-    if kind is dict:
-        return {
-            "dict": [
-                [_key(key, path), _encode(each, f"{path}[{key!r}]", arrays)]
-                for key, each in value.items()
+def _file_digest(file: IO[bytes]) -> bytes:
+    # Of all bytes before the digest.
+    left = file.seek(0, os.SEEK_END) - _DIGEST_LENGTH
+    file.seek(0)
+    hashed = digest.values_hash()
+    while left > 0 and (piece := file.read(min(left, _PIECE_BYTES))):
+        hashed.update(piece)
+        left -= len(piece)
+    return hashed.hexdigest().encode()
+
+
+def _put(archive: zipfile.ZipFile, name: str, values: np.ndarray) -> None:
+    # Without the time of the day: equal states have equal bytes.
+    with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:
+        np.lib.format.write_array(file, values, allow_pickle=False)
+
+
+def _get(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    # NumPy has Python parse the shape and the dtype, which CPython 3.11 now and then
+    # fails to do while another thread does it (python/cpython#106905).
+    for _ in range(_MOST_ATTEMPTS):
+        with contextlib.suppress(SystemError), archive.open(f"{name}.npy") as file:
+            return np.lib.format.read_array(file, allow_pickle=False)
+    with archive.open(f"{name}.npy") as file:
+        return np.lib.format.read_array(file, allow_pickle=False)
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self.arrays: list[np.ndarray] = []
+        self.leaves: dict[str, Leaf] = {}
+
+    def value(self, value: Any, path: str) -> storage.Json:
+        kind = type(value)
+        if isinstance(value, jax.Array | np.generic) or kind is np.ndarray:
+            return self._array(value, path)
+        if kind in (list, tuple):
+            self._note(path, f"a {kind.__name__} of {len(value)}")
+            items = [self.value(each, f"{path}/{n}") for n, each in enumerate(value)]
+            return items if kind is list else {"tuple": items}
+        if kind is dict:
+            self._note(path, f"a dict of {len(value)}")
+            pairs = [
+                [_key(k, path), self.value(v, f"{path}/{k}")] for k, v in value.items()
             ]
-        }
-    if isinstance(value, jax.Array):
-        return _jax_array(value, path, arrays)
-    if kind is np.ndarray or isinstance(value, np.generic):
-        if value.dtype.hasobject:
-            raise _refused(path, "an array of Python objects")
-        arrays.append(np.array(value))
-        return {"numpy" if kind is np.ndarray else "scalar": len(arrays) - 1}
-    return _node(value, path, arrays)
+            return {"dict": pairs}
+        encoded: storage.Json = value
+        if kind is float and not np.isfinite(value):
+            encoded = {"float": struct.pack(">d", value).hex()}
+        elif kind is bytes:
+            encoded = {"bytes": base64.b64encode(value).decode()}
+        elif value is not None and kind not in (bool, int, float, str):
+            return self._node(value, path)
+        is_leaf = isinstance(encoded, bool | int | float | str)
+        self._note(path, encoded if is_leaf else repr(encoded).encode())
+        return encoded
 
+    def _note(self, path: str, leaf: Leaf) -> None:
+        path = path.removeprefix("/")
+        # Keys of a dict may differ in their type alone, or contain slashes.
+        while path in self.leaves:
+            path += "'"
+        self.leaves[path] = leaf
 
-def _items(
-    values: Sequence[Any], path: str, arrays: list[np.ndarray]
-) -> list[storage.Json]:
-    return [
-        _encode(each, f"{path}[{number}]", arrays) for number, each in enumerate(values)
-    ]
+    def _array(self, value: Any, path: str) -> storage.Json:
+        node: dict[str, storage.Json] = {"array": len(self.arrays)}
+        if not isinstance(value, jax.Array):
+            if value.dtype.hasobject:
+                raise _refused(path, "an array of Python objects")
+            kind = "numpy" if type(value) is np.ndarray else "scalar"
+            node = {kind: len(self.arrays)}
+        elif not value.is_fully_addressable:
+            if not value.is_fully_replicated:
+                raise errors.CheckpointError(
+                    f"the state{path} is an array whose parts are on several hosts,"
+                    " which belongs with the weights: save it in a pytree beside the"
+                    " components"
+                )
+            # Every host has all of it: no other one takes part.
+            value = value.addressable_shards[0].data
+        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+            node = {"key": len(self.arrays), "impl": str(jax.random.key_impl(value))}
+            value = jax.random.key_data(value)
+        self.arrays.append(np.array(value))
+        self._note(path, self.arrays[-1])
+        self._note(f"{path}/kind", " ".join([*node, str(node.get("impl", ""))]))
+        return node
+
+    def _node(self, value: Any, path: str) -> storage.Json:
+        children = _children(value)
+        if children is None:
+            raise _refused(path, f"a {type_name(value)}")
+        self._note(path, type_name(value))
+        pairs: list[storage.Json] = [
+            [name, self.value(child, _below(path, name))]
+            for name, child in children.items()
+        ]
+        return {"node": type_name(value), "children": pairs}
 
 
 def _key(key: Any, path: str) -> storage.Json:
@@ -198,42 +275,17 @@ def _key(key: Any, path: str) -> storage.Json:
     return key
 
 
-def _jax_array(value: jax.Array, path: str, arrays: list[np.ndarray]) -> storage.Json:
-    if not value.is_fully_addressable:
-        if not value.is_fully_replicated:
-            raise errors.CheckpointError(
-                f"the state{path} is an array whose parts are on several hosts, which"
-                " belongs with the weights: save it in a pytree beside the components"
-            )
-        # Every host has all of it: no other one takes part.
-        value = value.addressable_shards[0].data
-    number = len(arrays)
-    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-        arrays.append(np.array(jax.random.key_data(value)))
-        return {"key": number, "impl": str(jax.random.key_impl(value))}
-    arrays.append(np.array(value))
-    return {"array": number}
-
-
-def _node(value: Any, path: str, arrays: list[np.ndarray]) -> storage.Json:
-    children = _children(value)
-    if children is None:
-        raise _refused(path, f"a {type_name(value)}")
-    return {
-        "node": type_name(value),
-        "children": [
-            [name, _encode(child, f"{path}{name}", arrays)]
-            for name, child in children.items()
-        ],
-    }
-
-
 def _children(value: Any) -> dict[str, Any] | None:
     # One level of a pytree; None if the value is a leaf.
     below = jax.tree.leaves_with_path(value, is_leaf=lambda node: node is not value)
     if below and not below[0][0]:
         return None
     return {jax.tree_util.keystr(keys): child for keys, child in below}
+
+
+def _below(path: str, name: str) -> str:
+    # JAX names fields `.count`, `['lr']`, `[0]`.
+    return f"{path}/" + name.strip(".[]'")
 
 
 def _refused(path: str, what: str) -> errors.CheckpointError:
@@ -245,37 +297,38 @@ def _refused(path: str, what: str) -> errors.CheckpointError:
 
 
 class _Decoder:
-    def __init__(self, arrays: Sequence[np.ndarray], *, copies: bool) -> None:
+    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
         self._arrays = arrays
-        self._copies = copies
 
     def value(self, node: Any, current: Any, path: str) -> Any:
-        kind, content = _kind(node)
-        if kind == "itself":
+        if isinstance(node, list):
+            node = {"list": node}
+        if not isinstance(node, dict):
             return node
+        kind, content = next(iter(node.items()))
         if kind == "float":
-            return _float(content)
+            return struct.unpack(">d", bytes.fromhex(content))[0]
         if kind == "bytes":
             return base64.b64decode(content, validate=True)
         if kind in ("list", "tuple"):
             of_current = current if isinstance(current, list | tuple) else ()
             places = dict(enumerate(of_current))
             items = [
-                self.value(each, places.get(number, _NOTHING), f"{path}[{number}]")
+                self.value(each, places.get(number, _NOTHING), f"{path}/{number}")
                 for number, each in enumerate(content)
             ]
             return items if kind == "list" else tuple(items)
         if kind == "dict":
             places = current if isinstance(current, Mapping) else {}
             return {
-                key: self.value(each, places.get(key, _NOTHING), f"{path}[{key!r}]")
+                key: self.value(each, places.get(key, _NOTHING), f"{path}/{key}")
                 for key, each in content
             }
         if kind == "node":
             return self._node(node, current, path)
         array = self._arrays[content]
         if kind == "numpy":
-            return np.array(array) if self._copies else array
+            return array
         if kind == "scalar":
             return array[()]
         placed = _placed(array, current, path, is_key=kind == "key")
@@ -295,7 +348,7 @@ class _Decoder:
             )
         assert of_current is not None
         children = [
-            self.value(child, of_current[name], f"{path}{name}")
+            self.value(child, of_current[name], _below(path, name))
             for name, child in node["children"]
         ]
         structure = jax.tree.structure(current, is_leaf=lambda n: n is not current)

@@ -14,7 +14,7 @@ from typing import Any
 
 from absl import logging
 
-from elastic_ckpt.checkpoint.components import encoding, validation
+from elastic_ckpt.checkpoint.components import validation
 from elastic_ckpt.checkpoint.components.component import Component
 from elastic_ckpt.core import errors, events, metrics, topology
 
@@ -171,7 +171,7 @@ def comparison(
         # Without its state the save fails, on all hosts.
         lacking = {"problem": "its state could not be taken"}
         states = {
-            name: lacking if encoded is None else encoding.leaves(encoded)
+            name: lacking if encoded is None else encoded.leaves
             for name, encoded in taken.items()
         }
         taken.clear()

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import io
 import json
 import math
 import pathlib
@@ -18,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from elastic_ckpt.checkpoint.components import encoding, state_file
+from elastic_ckpt.checkpoint.components import encoding
 from elastic_ckpt.core import errors
 
 SCHEMAS = pathlib.Path(encoding.__file__).parent / "schemas"
@@ -34,8 +35,13 @@ class Params:
 
 def turned(state, current=None):
     """A state that went through a file."""
-    content = state_file.to_bytes(encoding.encode(state))
-    return encoding.decode(state_file.from_bytes(content), current)
+    return encoding.decode(encoding.load(io.BytesIO(content(state))), current)
+
+
+def content(state):
+    file = io.BytesIO()
+    encoding.dump(encoding.encode(state), file)
+    return file.getvalue()
 
 
 def same(one, other):
@@ -97,7 +103,7 @@ def leaves():
 def test_a_value_of_each_kind_comes_back_with_its_bits_and_type(tmp_path):
     same(turned(leaves()), leaves())
     # Equal states have equal bytes, and NumPy reads them without pickle.
-    first, second = (state_file.to_bytes(encoding.encode(leaves())) for _ in range(2))
+    first, second = (content(leaves()) for _ in range(2))
     assert first == second
     path = tmp_path / "global.npz"
     path.write_bytes(first)
@@ -136,7 +142,7 @@ def test_nodes_of_a_pytree_are_made_of_those_of_the_current_state():
 def test_a_node_that_the_current_state_lacks_is_named():
     for current in (None, (0, 0), {"x": 0}, Params(w=0, b=0)):
         with pytest.raises(
-            errors.CheckpointError, match=r"state\['p'\] was saved as a .*Point"
+            errors.CheckpointError, match=r"state/p was saved as a .*Point"
         ):
             turned({"p": Point(1, 2)}, {"p": current})
     with pytest.raises(errors.CheckpointError, match="current state has nothing"):
@@ -145,7 +151,7 @@ def test_a_node_that_the_current_state_lacks_is_named():
 
 def test_a_value_that_cannot_be_saved_is_named():
     for value in (object(), np.array([object()]), {1.5: 0}, {(1, 2): 0}, 1j, {1, 2}):
-        with pytest.raises(errors.CheckpointError, match=r"the state\['a'\]\[1\] is"):
+        with pytest.raises(errors.CheckpointError, match="the state/a/1 is"):
             encoding.encode({"a": [0, value]})
 
 
@@ -171,9 +177,4 @@ def test_fields_of_nodes_are_in_paths():
         Point(1.5, Params(2, [True])),
     ]
     encoded = encoding.encode(state)
-    assert {"0/count", "1/x", "1/y/w", "1/y/b/0"} <= encoding.leaves(encoded).keys()
-    edited = encoding.replaced(encoded, "0/count", np.int32(4)[...])
-    edited = encoding.replaced(edited, "1/y/w", 5)
-    count, point = encoding.decode(edited, state)
-    assert (count.count, point.x, point.y.w, point.y.b) == (4, 1.5, 5, [True])
-    assert type(count.count) is np.int32
+    assert {"0/count", "1/x", "1/y/w", "1/y/b/0"} <= encoded.leaves.keys()
