@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks import relay, report, sized
-from elastic_ckpt.tiers.persistent import run_agents
+from elastic_ckpt.tiers.peers import run_agents
 
 _NEVER = 10**9
 _NUM_LEAVES = sized(8, 4)  # of the weights
@@ -89,7 +89,9 @@ def _bytes_over_changed(
     assert agents is not None
     ((machine, url),) = agents.urls.items()
     with relay.Relay(url) as between:
-        counted = dataclasses.replace(agents, urls={machine: between.url})
+        counted = dataclasses.replace(
+            agents, agents={machine: run_agents.Seen(between.url, 0)}
+        )
         run_agents.write(steps, counted)
         with _started(_follow, directory) as (_, loaded):
             # It begins with the step that is there.

@@ -42,16 +42,14 @@ from elastic_ckpt.steps.manifest import Contents, Host, Manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.find import FoundStep
-from elastic_ckpt.tiers.peers import peer, peer_client, secret
+from elastic_ckpt.tiers.peers import peer, peer_client, run_agents, secret
 from elastic_ckpt.tiers.persistent import (
     evaluations,
     leases,
     persistent_root,
-    run_agents,
 )
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 from elastic_ckpt.tiers.persistent.persistent_tier import PersistentTier
-from elastic_ckpt.tiers.persistent.run_agents import RunAgents
 from elastic_ckpt.tiers.ram import machine
 
 _POLL_SECS = 10.0
@@ -522,7 +520,7 @@ class _Newest:
         self._unreadable: set[StepId] = set()
         # When there was a new step, or the last look at storage.
         self._looked_secs = -math.inf
-        self._agents = RunAgents(run="", urls={})
+        self._agents = run_agents.RunAgents("", {})
         # Of the run, as far as it is known.
         self._line = Line(save="", parents=())
         self._manifests: dict[peer.ManifestKey, Manifest] = {}
@@ -560,12 +558,11 @@ class _Newest:
     def _read_record(self) -> None:
         root = self._root
         try:
-            if _is_ram_disk(root):
-                self._agents = run_agents.of_ram_disk(root.path) or self._agents
-                return
             agents = run_agents.read(root.path)
+            self._agents = agents or self._agents
+            if _is_ram_disk(root):
+                return
             if agents is not None:
-                self._agents = agents
                 tier = PersistentTier(root, run=agents.run)
                 lines = [self._line, *tier.recorded_lines()]
                 self._line = max(lines, key=lambda line: line.save)

@@ -7,13 +7,12 @@ command line, in no log, and not on the network that arrays take.
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Callable, Sequence
 
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.tiers import run_identity
-from elastic_ckpt.tiers.peers import known_agents
+from elastic_ckpt.tiers.peers import run_agents
 from elastic_ckpt.tiers.run_identity import Identity
 
 
@@ -45,10 +44,10 @@ def join(
     )
     joined = hosts.all(HostEndpoint.join, slots, secret, identity)
     begin_writing(identity)
-    agents = known_agents.joined(
+    agents = run_agents.joined(
         [each.agents for each in introduced],
         {
-            each.agent.machine: dataclasses.asdict(each.agent)
+            each.agent.machine: each.agent.url
             for each in joined
             if each.agent is not None
         },

@@ -1,5 +1,55 @@
 """`elastic-ckpt agent DIRECTORY`: serves the RAM disk of a machine to its peers."""
 
-from elastic_ckpt.tiers.peers.agent_command import add_arguments, run
+from __future__ import annotations
 
-__all__ = ["add_arguments", "run"]
+import argparse
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.tiers.peers import agent_command, agent_url
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's arguments."""
+    agent_command.add_arguments(parser)
+    backup = parser.add_argument_group("a backup host")
+    backup.add_argument(
+        "--backup",
+        metavar="URLS",
+        help="also keep a share of each step of a run: the agents of all of its backup"
+        " hosts, this one too, as in peer_backup_urls",
+    )
+    backup.add_argument(
+        "--follow",
+        metavar="STEPS",
+        help="where the run keeps its steps in storage, which names its agents",
+    )
+    backup.add_argument(
+        "--tls-ca",
+        help="a PEM file with the authority that signs the hosts' certificates",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serves until a signal ends it."""
+    if not (arguments.backup or arguments.follow):
+        return agent_command.run(arguments)
+    if not (arguments.backup and arguments.follow and arguments.secret_file):
+        raise errors.ConfigError(
+            "a backup host needs --backup URLS, --follow STEPS and --secret-file: it"
+            " finds the run by its steps in storage, and has the secret of the run"
+            " (peer_secret_file)"
+        )
+    backups = arguments.backup.split(";")
+    for url in backups:
+        agent_url.check(url, what="--backup", needs_tls=arguments.tls_ca is not None)
+    # It reads steps, and other agents stay small.
+    from elastic_ckpt.checkpoint import backup_host
+
+    backup_host.serve(
+        agent_command.of_arguments(arguments),
+        steps=arguments.follow,
+        backups=backups,
+        tls_ca=arguments.tls_ca,
+        max_bytes_per_sec=arguments.max_bytes_per_sec,
+    )
+    return 0

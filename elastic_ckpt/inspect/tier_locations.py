@@ -19,9 +19,9 @@ from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import find
-from elastic_ckpt.tiers.peers import peer_client, secret
+from elastic_ckpt.tiers.peers import peer_client, run_agents, secret
 from elastic_ckpt.tiers.peers.peer import Peer
-from elastic_ckpt.tiers.persistent import persistent_root, run_agents
+from elastic_ckpt.tiers.persistent import persistent_root
 from elastic_ckpt.tiers.persistent.persistent_tier import PersistentTier
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt.tiers.ram.ram_disk import RamDisk
@@ -126,7 +126,7 @@ def opened(
         records[path].steps_directory if path in records else path for path in paths
     ]
     places += [each for each in disks if is_ram_disk(each) and each not in given]
-    agents = list(filter(None, map(_agents, places))) if secret_file else []
+    agents = list(filter(None, map(run_agents.read, places))) if secret_file else []
     names = [*map(find_run, places), *(each.run for each in agents)]
     # Without a manifest there are only steps of plain Orbax.
     run = next(filter(None, names), "")
@@ -146,13 +146,6 @@ def opened(
                 )
             locations += [Peer(url, client, run) for url in sorted(urls)]
         yield run, Locations(locations)
-
-
-def _agents(place: epath.PathLike) -> run_agents.RunAgents | None:
-    directory = storage.absolute(place)
-    if is_ram_disk(directory):
-        return run_agents.of_ram_disk(directory)
-    return run_agents.read(directory)
 
 
 def at_path(path: epath.PathLike, *, run: str) -> Location:

@@ -122,7 +122,8 @@ class Peers(Tier):
         default `POD_IP`, or the address from which this host reaches JAX's coordinator.
       port: the port of the agent; 0 lets the system choose.
       known: URLs of agents of idle machines, whose copies are read too.
-      backups: URLs of agents of backup hosts, which keep one more copy of everything.
+      backups: URLs of agents of backup hosts, which together keep one more copy of
+        everything.
       secret_file: a file with the secret of the run, which the backup hosts have too;
         None lets the hosts agree on a secret.
       max_bytes_per_sec: the most bytes a second of copies to this host; None sets no

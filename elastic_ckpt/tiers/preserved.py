@@ -1,16 +1,24 @@
-"""Steps that are preserved by hand: an empty file `preserve` in a step's directory.
+"""Steps that retention must keep: pinned by hand, or held by a reader for a while.
 
-It is the same in persistent storage, where Orbax looks at no such file, and in a host's
-RAM disk, where it counts for the step on all hosts.
+A pin is an empty file `preserve` in a step's directory, in persistent storage, where
+Orbax looks at no such file, or in a RAM disk. A hold is a file
+`<root>/holds/<step>-<save>` in a RAM disk; its time of modification is when it ends. In
+the RAM disk of one host both count for the step on all hosts.
 """
 
 from __future__ import annotations
 
+import os
+import pathlib
+import time
+
 from etils import epath
 
 from elastic_ckpt.core import storage
+from elastic_ckpt.steps.step_id import StepId
 
 FILE = "preserve"
+_HOLDS = "holds"
 
 
 def is_preserved(step_directory: epath.PathLike) -> bool:
@@ -35,3 +43,30 @@ def unpin(step_directory: epath.PathLike) -> None:
       step_directory: as for `pin`; not an error if the step is not pinned.
     """
     storage.remove(epath.Path(step_directory) / FILE)
+
+
+def hold(root: epath.PathLike, name: str, secs: bytes) -> None:
+    """Keeps a step in the RAM of all hosts, for a reader that may be killed.
+
+    Args:
+      root: of the RAM disk of one of them.
+      name: `<step>-<save>`; another name holds nothing.
+      secs: for which it is kept from now on, as a number in ASCII.
+    """
+    if StepId.parse(name) is not None and secs.isdigit():
+        until = time.time() + int(secs)
+        path = os.path.join(root, _HOLDS, name)
+        storage.write_atomic(path, b"")
+        os.utime(path, (until, until))
+
+
+def held(root: epath.PathLike) -> set[int]:
+    """The steps that readers hold in a RAM disk; removes holds that are over."""
+    steps = set()
+    for path in pathlib.Path(root, _HOLDS).glob("*-*"):
+        step_id = StepId.parse(path.name)
+        if step_id is not None and path.stat().st_mtime > time.time():
+            steps.add(step_id.step)
+        else:
+            storage.remove(path)
+    return steps

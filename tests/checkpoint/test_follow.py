@@ -12,7 +12,8 @@ import elastic_ckpt as ec
 from benchmarks.relay import Relay
 from elastic_ckpt import frontend
 from elastic_ckpt.core import errors
-from elastic_ckpt.tiers.persistent import leases, run_agents
+from elastic_ckpt.tiers.peers import run_agents
+from elastic_ckpt.tiers.persistent import leases
 from tests.tiers import tiered_steps
 
 # Orbax warns about loads without a sharding.
@@ -177,7 +178,8 @@ def test_only_leaves_that_changed_are_moved(tmp_path):
         agents = run_agents.read(tmp_path / "steps")
         ((machine, url),) = agents.urls.items()
         relay = stack.enter_context(Relay(url))
-        relayed = run_agents.RunAgents(run=agents.run, urls={machine: relay.url})
+        of_relay = {machine: run_agents.Seen(relay.url, 0)}
+        relayed = run_agents.RunAgents(agents.run, of_relay)
         run_agents.write(tmp_path / "steps", relayed)
         # One look at a time, so that waiting moves nothing.
         steps = followed(tmp_path, timeout_secs=0, after=0)

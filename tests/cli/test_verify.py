@@ -10,7 +10,7 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.inspect import tier_locations, verification
 from elastic_ckpt.steps import manifest_file
-from elastic_ckpt.tiers.persistent import run_agents
+from elastic_ckpt.tiers.peers import run_agents
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt.training import schema
 from tests import runs
@@ -228,7 +228,7 @@ def test_peer_is_read_through_its_agent_with_the_secret_from_a_file(saved):
     path = in_ram(saved) / "state" / "params" / "b" / "c" / "0"
     path.write_bytes(path.read_bytes() + b"more")
     with served.agent_process(saved / "ram") as (_, url):
-        agents = run_agents.RunAgents(run=tiered_steps.RUN, urls={"a": url})
+        agents = run_agents.RunAgents(tiered_steps.RUN, {"a": run_agents.Seen(url, 0)})
         run_agents.write(saved / "steps", agents)
         by_peer = [saved / "steps", "--secret-file", saved / "ram" / "secret"]
         longer, flipped = sorted(problems(*by_peer), key=lambda each: each["part"])

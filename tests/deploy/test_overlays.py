@@ -144,6 +144,8 @@ def test_the_run_finds_the_backup_hosts_by_the_names_of_their_pods(tmp_path):
     pods = job["template"]["spec"]
     (container,) = pods["template"]["spec"]["containers"]
     (port,) = (each["containerPort"] for each in container["ports"])
+    command = container["command"]
+    assert command[command.index("--backup") + 1] == urls
     # JobSet names a pod by these.
     assert urls.split(";") == [
         f"http://{name}-{job['name']}-0-{pod}.{name}:{port}"

@@ -236,7 +236,7 @@ class SimulatedNetwork(network.Network):
         self._sim = sim
         self.failing = set()
 
-    def serve(self, service, *, most_bytes=None):
+    def serve(self, service):
         if service.is_beside:
             raise errors.RunError("no other agent can be started")
         number = self._sim.roots.index(pathlib.Path(service.root))
@@ -318,9 +318,6 @@ class _Endpoint:
         slot, step, *file = (os.fsdecode(each) for each in self._parts(path))
         directory = os.path.join(root, "hosts", slot, step)
         file_repair.replace(directory, "/".join(file), content)
-
-    def retry_refused(self):
-        """No agent refuses connections."""
 
     def _parts(self, path):
         return agent_tree.parts(path.removeprefix("/v1/hosts/"))

@@ -22,13 +22,13 @@ from elastic_ckpt.inspect import run_files
 from elastic_ckpt.steps import manifest_file
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.tiers import run_identity
+from elastic_ckpt.tiers.peers import run_agents
 from elastic_ckpt.tiers.persistent import (
     claims,
     evaluations,
     orbax_digests,
     persistent_root,
     renewed,
-    run_agents,
     writer,
 )
 from tests.tiers import saved_worlds
@@ -132,7 +132,11 @@ EVALUATION = evaluations.Evaluation(
     run="run-7", step=40, save="000000000000003", metrics='{"loss":2}'
 )
 AGENTS = run_agents.RunAgents(
-    run="run-7", urls={"host-01": "http://10.0.0.1:9000", "host-02": "http://[::1]:9"}
+    "run-7",
+    {
+        "host-01": run_agents.Seen("http://10.0.0.1:9000", 1_790_000_000.5),
+        "host-02": run_agents.Seen("http://[::1]:9", 1_790_000_000.5),
+    },
 )
 RECORD = run_files.RunRecord(
     run="run-7",

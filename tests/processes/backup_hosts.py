@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import time
 
@@ -9,28 +10,32 @@ from tests import process_tree, runs
 
 # Far more than it takes, also on a slow machine.
 WAIT_SECS = 600
-_SERVING = re.compile(r"^serving \S+ at (\S+)$", re.MULTILINE)
-_FETCHED = re.compile(r"^fetched step (\d+): \d+ parts, \d+ bytes$", re.MULTILINE)
+_COPIED = re.compile(r"^copied \d+ parts, \d+ bytes, of step (\d+)$", re.MULTILINE)
 
 
 class BackupHost:
-    """A backup host with its RAM disk; killed at the end of the block.
+    """The only backup host of a run; killed at the end of the block.
 
     Args:
       directory: its RAM disk.
-      options: of `elastic-ckpt agent`.
+      steps: of the run, in storage.
+      secret_file: of the run.
 
     Attributes:
       url: of its agent.
     """
 
-    def __init__(self, directory, *options):
+    def __init__(self, directory, *, steps, secret_file):
         self.directory = directory
-        self._options = options
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        self.url = f"http://127.0.0.1:{port}"
+        self._options = ["--port", port, "--backup", self.url]
+        self._options += ["--follow", steps, "--secret-file", secret_file]
         self._output = f"{directory}.log"
         os.makedirs(os.path.dirname(directory), exist_ok=True)
         self._start()
-        self.url = self._wait(lambda: _SERVING.search(self.output()))[1]
+        self._wait(lambda: self.url in self.output())
 
     def __enter__(self):
         return self
@@ -55,14 +60,14 @@ class BackupHost:
         with open(self._output) as output:
             return output.read()
 
-    def await_fetched(self, *, after):
-        """Waits until it has fetched a step that is newer; returns the step."""
+    def await_copied(self, *, after):
+        """Waits until it has copied a step that is newer; returns the step."""
         return self._wait(
-            lambda: max((step for step in self._fetched() if step > after), default=0)
+            lambda: max((step for step in self._copied() if step > after), default=0)
         )
 
-    def _fetched(self):
-        return map(int, _FETCHED.findall(self.output()))
+    def _copied(self):
+        return map(int, _COPIED.findall(self.output()))
 
     def _wait(self, result):
         deadline = time.monotonic() + WAIT_SECS

@@ -162,7 +162,11 @@ def lose_pods_then_nodes(run):
         os.mkdir(node)
     with contextlib.ExitStack() as stack:
         backup = stack.enter_context(
-            backup_hosts.BackupHost(f"{run.ram}/backup", "--backup", *secret)
+            backup_hosts.BackupHost(
+                f"{run.ram}/backup",
+                steps=run.path / "checkpoints",
+                secret_file=secret_file,
+            )
         )
         run.backup_settings = (
             f"peer_secret_file={secret_file}",
@@ -179,7 +183,7 @@ def lose_pods_then_nodes(run):
             run.agents = [agent.find(os.path.join(node, "tiny")) for node in nodes[:2]]
             run.stored = runs.saved_steps(run.path)
             # The only pod reads the rest from the idle node's memory.
-            fetched = functools.partial(backup.await_fetched, after=run.first)
+            fetched = functools.partial(backup.await_copied, after=run.first)
             run.second = kill_after(run, nodes[:1], saves=2, then=fetched)
             assert run.agents[0] == agent.find(os.path.join(nodes[0], "tiny"))
         for node in nodes[:2]:

@@ -1,26 +1,20 @@
-"""Agents that programs start, what they are asked by others, and letters of hosts."""
+"""Agents that programs start, and letters of hosts."""
 
-import asyncio
 import contextlib
 import dataclasses
 import os
 import signal
-import sys
 
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.steps import manifest, owners
+from elastic_ckpt.steps import manifest
 from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.peers import (
     agent,
     agent_process,
-    backup_directory,
     mailbox,
-    peer_client,
-    refills,
     secret,
-    world_record,
 )
 from elastic_ckpt.tiers.ram import ram_disk
 from tests.tiers import served
@@ -66,62 +60,6 @@ def test_another_one_serves_beside_an_agent_that_does_not_answer(service):
                 ask(service.root, url)
         finally:
             os.kill(started.address.pid, signal.SIGCONT)
-
-
-def test_the_agent_of_a_backup_host_keeps_the_newest_request_of_who_has_the_secret(
-    tmp_path,
-):
-    root = tmp_path / "ram"
-    backup_directory.make(root)
-    with served.serving(agent.Service(root=str(root))) as address:
-        own = secret.read_or_create(root)
-        for known, last in ((own, b"1"), ("another-secret-of-the-run", b"2")):
-            with contextlib.closing(peer_client.PeerClient(known)) as client:
-                endpoint = client.endpoint(address.url)
-                for content in (b"first", b"second"):
-                    with contextlib.suppress(source.RepairError):
-                        endpoint.put(backup_directory.URL_PATH, content + last)
-    assert backup_directory.take_request(root) == b"second1"
-    assert backup_directory.take_request(root) is None
-
-
-# A program that fails the first time.
-FAILING = (
-    "import os, sys\n"
-    "try:\n"
-    "    os.mkdir(os.path.join(sys.argv[1], 'failed'))\n"
-    "except FileExistsError:\n"
-    "    print('filled')\n"
-    "else:\n"
-    "    sys.exit(1)\n"
-)
-
-
-def test_a_directory_is_filled_once_a_world_is_noted_and_again_if_that_fails(
-    tmp_path, capsys
-):
-    record = world_record.WorldRecord(
-        run="run",
-        hosts=(manifest.Host(id="a.0", number=0, domains={"rack": "r"}),),
-        policy=owners.Policy(copies=1, domain="rack"),
-        limit_bytes=9,
-    )
-    assert world_record.read(tmp_path) is None
-    world_record.write(tmp_path, record)
-    assert world_record.read(tmp_path) == record
-
-    async def filled():
-        lines = asyncio.Queue()
-        command = (sys.executable, "-c", FAILING)
-        async with refills.kept_filled(
-            str(tmp_path), command, announce=lines.put_nowait, retry_secs=0
-        ):
-            return await asyncio.wait_for(lines.get(), 600)
-
-    assert asyncio.run(filled()) == "filled"
-    assert f"{tmp_path} is not filled" in capsys.readouterr().err
-    (tmp_path / world_record.FILE).write_text("{")
-    assert world_record.read(tmp_path) is None
 
 
 def test_exchanges_of_one_host_do_not_disturb_each_other(tmp_path):

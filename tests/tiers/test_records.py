@@ -1,7 +1,6 @@
 """Records beside the steps in storage: who writes, who reads, and who serves."""
 
 import contextlib
-import json
 import pathlib
 import subprocess
 import sys
@@ -12,18 +11,17 @@ import pytest
 from elastic_ckpt.core import bucket_clients, clock, errors, storage
 from elastic_ckpt.steps import line
 from elastic_ckpt.steps.step_id import StepId
-from elastic_ckpt.tiers.peers import known_agents
+from elastic_ckpt.tiers.peers import run_agents
+from elastic_ckpt.tiers.peers.run_agents import RunAgents
 from elastic_ckpt.tiers.persistent import (
     claims,
     leases,
     persistent_root,
     persistent_tier,
     retries,
-    run_agents,
     upload,
     writers,
 )
-from elastic_ckpt.tiers.persistent.run_agents import RunAgents
 from tests.tiers import uploaded
 from tests.tiers.test_evaluations import committed
 
@@ -413,59 +411,48 @@ def test_what_a_replaced_start_still_uploads_in_place_does_not_count(tmp_path):
     assert (held.complete, held.step) == (True, 5)
 
 
-def test_each_world_replaces_the_record_of_agents_and_one_without_has_none(tmp_path):
-    urls = {"00ff": "http://10.0.0.7:8470", "01ff": f"https://host:1#{'ab' * 32}"}
-    assert run_agents.read(tmp_path) is None
-    for these in (urls, {"00ff": "http://10.0.0.7:9"}):
-        agents = RunAgents(run="mine", urls=these)
-        run_agents.write(tmp_path, agents)
-        assert run_agents.read(tmp_path) == agents
-    for _ in range(2):
-        run_agents.write(tmp_path, RunAgents(run="mine", urls={}))
-        assert run_agents.read(tmp_path) is None
-    # What is no URL is left out, and an altered record is an error.
-    run_agents.write(tmp_path, RunAgents(run="mine", urls={**urls, "x": "file:///etc"}))
-    assert run_agents.read(tmp_path).urls == urls
-    path = tmp_path / run_agents.FILE
-    path.write_bytes(path.read_bytes().replace(b"8470", b"8471"))
-    with pytest.raises(errors.CheckpointError, match="was altered after it was saved"):
-        run_agents.read(tmp_path)
-
-
 DAY = 24 * 3600.0
 
 
 def seen(url, days_ago=0):
-    return {"url": url, "certificate_sha256": None, "seen": DAY * (1000 - days_ago)}
+    return run_agents.Seen(url, DAY * (1000 - days_ago))
 
 
-class TestKnownAgents:
-    """Agents that machines have seen: the last state of each, for a limited time."""
+class TestAgents:
+    """The record of a run's agents, in storage and in each RAM disk."""
 
-    def test_they_are_read_again_but_for_those_that_are_gone_or_spoilt(self, tmp_path):
-        assert known_agents.read(tmp_path) == {}
-        known_agents.forget(tmp_path, "http://a")
-        known_agents.write(tmp_path, {"m1": seen("http://a"), "m2": seen("http://b")})
-        known_agents.forget(tmp_path, "http://a")
-        assert known_agents.read(tmp_path) == {"m2": seen("http://b")}
-        good = seen("http://10.0.0.7:8470")
-        spoilt = [None, {}, good | {"url": "a:1"}, good | {"seen": "now"}]
-        spoilt.append(good | {"certificate_sha256": 7})
-        agents = {f"m{number}": each for number, each in enumerate([*spoilt, good])}
-        (tmp_path / known_agents.FILE).write_text(json.dumps(agents))
-        assert known_agents.read(tmp_path) == {f"m{len(spoilt)}": good}
-        for text in ("", "[1]", "{"):
-            (tmp_path / known_agents.FILE).write_text(text)
-            assert known_agents.read(tmp_path) == {}
+    def test_each_world_replaces_it_and_one_without_agents_has_none(self, tmp_path):
+        assert run_agents.read(tmp_path) is None
+        old = {
+            "m1": seen("http://a", 3),
+            "m2": seen("http://b"),
+            "m3": seen("http://c"),
+        }
+        for these in (old, {"m1": seen("http://d")}):
+            agents = RunAgents("mine", these)
+            run_agents.write(tmp_path, agents)
+            assert run_agents.read(tmp_path) == agents
+        assert RunAgents("mine", old).urls == {"m2": "http://b", "m3": "http://c"}
+        run_agents.forget(tmp_path, "http://e")
+        run_agents.forget(tmp_path, "http://d")
+        assert run_agents.read(tmp_path) is None
+
+    def test_an_altered_record_is_an_error_in_storage_and_none_in_ram(self, tmp_path):
+        run_agents.write(tmp_path, RunAgents("mine", {"m1": seen("http://a:8470")}))
+        path = tmp_path / run_agents.FILE
+        for content in (path.read_bytes().replace(b"8470", b"8471"), b"", b"[1]"):
+            path.write_bytes(content)
+            with pytest.raises(errors.CheckpointError, match="writes it anew"):
+                run_agents.read(tmp_path)
+            assert run_agents.known(tmp_path) == {}
 
     def test_of_an_agent_that_moved_the_last_place_counts_for_two_weeks(self):
         old, new = {"m1": seen("http://a", 3)}, {"m1": seen("http://b", 2)}
         now_secs = 1000 * DAY
         for recorded in ([old, new], [new, old]):
-            assert known_agents.joined(recorded, {}, now_secs=now_secs) == new
-        present = {"m1": {"url": "http://c", "certificate_sha256": None}}
-        agents = known_agents.joined([old, new], present, now_secs=now_secs)
+            assert run_agents.joined(recorded, {}, now_secs=now_secs) == new
+        agents = run_agents.joined([old, new], {"m1": "http://c"}, now_secs=now_secs)
         assert agents == {"m1": seen("http://c")}
         recorded = [{"m1": seen("http://a", 13), "m2": seen("http://b", 15)}]
-        joined = known_agents.joined(recorded, {}, now_secs=now_secs)
+        joined = run_agents.joined(recorded, {}, now_secs=now_secs)
         assert list(joined) == ["m1"]

@@ -12,6 +12,7 @@ from etils import epath
 from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.peers.agent import Address
+from elastic_ckpt.tiers.peers.run_agents import Seen
 from elastic_ckpt.tiers.run_identity import Place
 
 
@@ -23,7 +24,7 @@ class Introduction:
       machine: the id of the machine's memory.
       secret: of the run, if the machine has one.
       fresh_secret: for a run without one.
-      agents: that this machine has noted; see `known_agents`.
+      agents: that this machine has recorded; see `run_agents`.
       now_secs: the time, in seconds since 1970.
       fresh_identity: the name of an identity, for a run without one.
       disk: the RAM disk of the machine.
@@ -33,7 +34,7 @@ class Introduction:
     machine: str
     secret: str | None
     fresh_secret: str
-    agents: Mapping[str, Any]
+    agents: Mapping[str, Seen]
     now_secs: float
     fresh_identity: str
     disk: Place

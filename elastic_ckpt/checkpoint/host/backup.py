@@ -27,6 +27,7 @@ from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import find, preserved
+from elastic_ckpt.tiers.peers import run_agents
 from elastic_ckpt.tiers.persistent import (
     claims,
     commit,
@@ -34,7 +35,6 @@ from elastic_ckpt.tiers.persistent import (
     leases,
     ocdbt,
     persistent_root,
-    run_agents,
     upload,
     writers,
 )
@@ -131,14 +131,10 @@ class HostBackup:
           CheckpointError: if storage is out of reach.
         """
         world = self._world
-        machines = {host.machine for host in world.hosts}
-        urls = {
-            machine: url
-            for machine, url in world.agent_urls.items()
-            if machine in machines
-        }
-        agents = run_agents.RunAgents(run=world.run, urls=urls)
-        run_agents.write(self._root().path, agents)
+        machines = {host.machine for host in world.hosts} & world.agents.keys()
+        agents = {machine: world.agents[machine] for machine in machines}
+        record = run_agents.RunAgents(world.run, agents)
+        run_agents.write(self._root().path, record)
 
     @calls.call(order="up")
     def offer(self, step_id: StepId) -> tuple[Letter, ...]:

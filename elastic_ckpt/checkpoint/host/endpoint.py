@@ -24,11 +24,10 @@ from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.tiers import run_identity
 from elastic_ckpt.tiers.peers import (
     agent,
-    known_agents,
     network,
     node_record,
+    run_agents,
     secret,
-    world_record,
 )
 from elastic_ckpt.tiers.ram import local, machine, ram_disk
 
@@ -84,7 +83,7 @@ class HostEndpoint:
             machine=self._disk.machine,
             secret=secret.find(root) if file is None else secret.read(file),
             fresh_secret=secret.new(),
-            agents=known_agents.read(root),
+            agents=run_agents.known(root),
             now_secs=clock.time_ns() / 10**9,
             fresh_identity=run_identity.new_name(),
             disk=run_identity.of_disk(self._found),
@@ -131,28 +130,30 @@ class HostEndpoint:
         is_alone = config.chosen.peers is None and len(slots) == 1
         if slot == 0 and config.chosen.local is not None and not is_alone:
             self._service = self._agent_service()
-            limit_bytes = disk.limit_bytes
-            of_machine = self._network.serve(self._service, most_bytes=limit_bytes)
+            of_machine = self._network.serve(self._service)
             self._resources.callback(of_machine.close)
             address = of_machine.address
         return JoinedHost(host=own.host, agent=address)
 
     @calls.call()
-    def connect(self, hosts: tuple[Host, ...], agents: Mapping[str, Any]) -> None:
+    def connect(
+        self, hosts: tuple[Host, ...], agents: Mapping[str, run_agents.Seen]
+    ) -> None:
         """Connects to the other hosts.
 
         Args:
           hosts: of the world, by number.
           agents: the addresses of the agents of their machines, and of idle ones; see
-            `known_agents`.
+            `run_agents`.
         """
         config, own, disk = self._config, self._own, self._disk
         assert own is not None
-        peers = config.peer_tier
         # Only now: hosts that are alive have their slots, so none of theirs is cleaned.
         own.clean()
-        known_agents.write(disk.root, agents)
-        client = self._network.client(peers, secret.read(secret.path(disk.root)))
+        run_agents.write(disk.root, run_agents.RunAgents(config.run, agents))
+        client = self._network.client(
+            config.peer_tier, secret.read(secret.path(disk.root))
+        )
         self._resources.callback(client.close)
         world = HostWorld(
             config,
@@ -164,18 +165,6 @@ class HostEndpoint:
             of_agents=self._network,
         )
         self._resources.callback(world.close)
-        if own.slot == 0 and config.chosen.peers is not None:
-            # The last one: it has the agent of the node read the others.
-            noted = world_record.WorldRecord(
-                run=config.run,
-                hosts=tuple(hosts),
-                policy=world.copy_policy,
-                limit_bytes=disk.limit_bytes,
-                tls_ca=None if peers.tls is None else peers.tls.authority,
-                max_bytes_per_sec=peers.max_bytes_per_sec,
-                timeout_secs=peers.timeout_secs,
-            )
-            world_record.write(disk.root, noted)
         reader, backup = HostReader(world), HostBackup(world)
         self._resources.callback(backup.close)
         parts = (

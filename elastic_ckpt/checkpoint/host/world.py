@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from absl import logging
 from etils import epath
@@ -23,13 +22,12 @@ from elastic_ckpt.tiers.choices import Chosen, Peers
 from elastic_ckpt.tiers.peers import (
     agent,
     agent_process,
-    agent_url,
-    known_agents,
     mailbox,
     network,
     peer,
     peer_client,
 )
+from elastic_ckpt.tiers.peers.run_agents import Seen
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
 from elastic_ckpt.tiers.ram import local, ram_disk
 from elastic_ckpt.tiers.ram.machine import find as find_machine
@@ -85,7 +83,7 @@ class HostWorld:
       own: its part of the machine's RAM disk.
       hosts: all of the world, by number.
       client: of the agents of other machines.
-      agents: their addresses, by machine; see `known_agents`.
+      agents: their addresses, by machine; see `run_agents`.
       service: of the agent of this machine; None if another host has started it.
       of_agents: by which agents are started and reached.
 
@@ -105,8 +103,7 @@ class HostWorld:
       is_read_only: whether nothing is written, bad copies included.
       captured: the steps that this host backs up from the memory of their capture, by
         step and save.
-      agent_urls: of the agents of all machines that are known, by machine, with their
-        certificates (`tiers.peers.agent_url.pinned`).
+      agent_urls: of the agents of all machines that are known, by machine.
     """
 
     def __init__(
@@ -116,7 +113,7 @@ class HostWorld:
         own: local.LocalHost,
         hosts: Sequence[Host],
         client: peer_client.PeerClient,
-        agents: Mapping[str, Any],
+        agents: Mapping[str, Seen],
         service: agent.Service | None,
         of_agents: network.Network | None = None,
     ) -> None:
@@ -147,16 +144,17 @@ class HostWorld:
             self._read_disk = ram_disk.RamDisk(read_ram, run=self.run)
         self.captured: dict[StepId, CapturedStep] = {}
         self.client = client
-        self.agent_urls = known_agents.urls(agents)
+        self.agents = agents
+        self.agent_urls = {machine: each.url for machine, each in agents.items()}
         announced = [
             url
             for machine, url in self.agent_urls.items()
             if machine != own.disk.machine
         ]
-        bare = {agent_url.unpinned(url)[0] for url in self.agent_urls.values()}
         given = dict.fromkeys([*config.peer_tier.known, *config.peer_tier.backups])
         # The agents of all other machines that are known.
-        self._agents = [*announced, *(url for url in given if url not in bare)]
+        known = self.agent_urls.values()
+        self._agents = [*announced, *(url for url in given if url not in known)]
         self.mail = mailbox.Mailbox(
             own.disk,
             slot=own.slot,
@@ -294,11 +292,9 @@ class HostWorld:
         for machine, url in urls.items():
             before = self.agent_urls.get(machine)
             if before in self._agents:
-                _, certificate = agent_url.unpinned(before)
-                now = agent_url.pinned(url, certificate)
-                self.agent_urls = {**self.agent_urls, machine: now}
+                self.agent_urls = {**self.agent_urls, machine: url}
                 self._agents = [
-                    now if each == before else each for each in self._agents
+                    url if each == before else each for each in self._agents
                 ]
 
     @calls.call(channel="kind", order="up")

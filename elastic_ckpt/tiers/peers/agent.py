@@ -6,15 +6,8 @@ read the machine's steps before, while and after a training process runs there. 
 serves bytes, and replaces bad files by what was saved (`agent_server`); it writes
 `<root>/agent.json`, which holds its address.
 
-The same program has three roles, by its options:
-
-    machine        serves one RAM disk, until its program or a signal ends it
-    node           serves every run's directory below one, those of later pods too,
-                   under the limits of the node (`node_agent`)
-    backup host    serves one RAM disk, and takes requests for parts
-
-Nodes and backup hosts also have parts brought that they lack: another program does that
-when a host has noted a new world in the directory, or has sent a request (`refills`).
+The same program is the agent of a node, which serves every run's directory below one,
+those of later pods too, under the limits of the node (`node_agent`).
 """
 
 from __future__ import annotations
@@ -22,22 +15,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import hashlib
 import ipaddress
 import os
-import pathlib
-import re
 import signal
 import socket
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.tiers.peers import bandwidth, records, refills, secret
+from elastic_ckpt.tiers.peers import bandwidth, records, secret
 from elastic_ckpt.tiers.ram import machine
 
 ADDRESS_FILE = "agent.json"
@@ -53,13 +43,11 @@ class Address:
       url: `http://` or `https://`, an IP address and a port.
       pid: of its process.
       machine: the id of the machine's memory.
-      certificate_sha256: of its certificate, 64 hex digits; None without TLS.
     """
 
     url: str
     pid: int
     machine: str
-    certificate_sha256: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +56,8 @@ class Service:
 
     Attributes:
       root: of the RAM disk.
-      interface: the address to listen at: others reach this machine there.
+      interface: the name or address at which others reach this machine; with TLS, that
+        of its certificate.
       port: 0 for one that the system picks.
       secret_file: that holds the run's secret; None for that in `root`, which is made
         if it is missing.
@@ -156,7 +145,6 @@ async def serve(
     ended: asyncio.Event,
     *,
     announce: Callable[[str], object],
-    refill: Sequence[str] = (),
 ) -> None:
     """Serves one directory until an event is set.
 
@@ -164,7 +152,6 @@ async def serve(
       service: what to serve.
       ended: set by another task.
       announce: called with a line for each event that people read, the address first.
-      refill: a program that brings parts; see `refills`.
 
     Raises:
       RunError: if `root` does not exist, another agent serves it, the interface, the
@@ -172,8 +159,7 @@ async def serve(
     """
     async with serving(service) as address:
         announce(f"serving {service.root} at {address.url}")
-        async with refills.kept_filled(service.root, refill, announce=announce):
-            await ended.wait()
+        await ended.wait()
 
 
 @contextlib.asynccontextmanager
@@ -205,15 +191,14 @@ async def serving(service: Service) -> AsyncIterator[Address]:
             secret.read_or_create(root)
         secret_file = service.secret_file or secret.path(root)
         secret.read(secret_file)
-        tls, fingerprint = _tls(service)
+        tls = _tls(service)
         listening = stack.enter_context(_bound(service))
-        host, port = listening.getsockname()[:2]
+        host, port = service.interface, listening.getsockname()[1]
         at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         address = Address(
             url=f"https://{at}" if tls else f"http://{at}",
             pid=os.getpid(),
             machine=machine_id,
-            certificate_sha256=fingerprint,
         )
         # Hosts import this module, and need none of the HTTP server that it imports.
         from elastic_ckpt.tiers.peers import agent_server
@@ -261,10 +246,9 @@ def _bound(service: Service) -> socket.socket:
     return listening
 
 
-def _tls(service: Service) -> tuple[ssl.SSLContext | None, str | None]:
-    # How to encrypt, and the digest of the agent's own certificate.
+def _tls(service: Service) -> ssl.SSLContext | None:
     if service.tls_certificate is None:
-        return None, None
+        return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(service.tls_certificate, service.tls_key)
@@ -274,11 +258,7 @@ def _tls(service: Service) -> tuple[ssl.SSLContext | None, str | None]:
             f" {service.tls_certificate} with the key {service.tls_key} ({error}); give"
             " two PEM files that belong together"
         ) from None
-    # The first certificate is the agent's own; its issuers follow.
-    chain = pathlib.Path(service.tls_certificate).read_text(encoding="ascii")
-    own = re.search(f"{ssl.PEM_HEADER}.*?{ssl.PEM_FOOTER}", chain, re.DOTALL)
-    assert own
-    return context, hashlib.sha256(ssl.PEM_cert_to_DER_cert(own[0])).hexdigest()
+    return context
 
 
 def _at_end_of_stdin(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:

@@ -2,26 +2,22 @@
 
     python -m elastic_ckpt.tiers.peers.agent_command /dev/shm/run --interface 10.0.0.7
     elastic-ckpt agent --node /mnt/runs --interface 10.0.0.7 --kubernetes-node node-7
-    elastic-ckpt agent /dev/shm/run --backup --secret-file secret --interface 10.0.1.1
 
-It serves a machine, a node or a backup host. The secret is in a file, never on
+It serves a machine or a node. The secret is in a file, never on
 a command line: others on the machine could read it.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from elastic_ckpt.core import errors, option_numbers
-from elastic_ckpt.tiers.peers import agent, backup_directory, secret
+from elastic_ckpt.tiers.peers import agent
 
-# By name: it reads steps with NumPy, and agents stay small.
-_REFILL = (sys.executable, "-m", "elastic_ckpt.checkpoint.host.refill")
 _OF_NODE = (
     "domains",
     "kubernetes_node",
@@ -106,16 +102,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=option_numbers.positive_count,
         help="the most bytes of all runs; above it, remove the longest unused",
     )
-    backup = parser.add_argument_group("a backup host")
-    backup.add_argument(
-        "--backup",
-        action="store_true",
-        help="also fetch and keep copies of a run's steps, for peer_backup_urls",
-    )
-    backup.add_argument(
-        "--tls-ca",
-        help="a PEM file with the authority that signs the hosts' certificates",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -123,7 +109,21 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.node and (given := [n for n in _OF_NODE if getattr(arguments, n)]):
         option = f"--{given[0].replace('_', '-')}"
         raise errors.ConfigError(f"{option} is for the agent of a node; add --node")
-    service = agent.Service(
+    service = of_arguments(arguments)
+    serve = functools.partial(agent.serve, service)
+    if arguments.node:
+        serve = _of_node(arguments, service)
+    announce = functools.partial(print, flush=True)
+    agent.run(
+        functools.partial(serve, announce=announce),
+        until_stdin_closes=arguments.until_stdin_closes,
+    )
+    return 0
+
+
+def of_arguments(arguments: argparse.Namespace) -> agent.Service:
+    """The options of an agent, as they were given."""
+    return agent.Service(
         root=arguments.directory,
         interface=arguments.interface,
         port=arguments.port,
@@ -133,18 +133,6 @@ def run(arguments: argparse.Namespace) -> int:
         max_bytes_per_sec=arguments.max_bytes_per_sec,
         is_beside=arguments.beside,
     )
-    serve = functools.partial(agent.serve, service)
-    if arguments.backup:
-        service = _of_backup(arguments, service)
-        serve = functools.partial(agent.serve, service, refill=_REFILL)
-    if arguments.node:
-        serve = _of_node(arguments, service)
-    announce = functools.partial(print, flush=True)
-    agent.run(
-        functools.partial(serve, announce=announce),
-        until_stdin_closes=arguments.until_stdin_closes,
-    )
-    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -156,28 +144,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except errors.ElasticCkptError as error:
         print(f"agent: {error}", file=sys.stderr)
         return 1
-
-
-def _of_backup(arguments: argparse.Namespace, service: agent.Service) -> agent.Service:
-    if arguments.node or arguments.until_stdin_closes:
-        raise errors.ConfigError(
-            "--backup holds copies of one run until a signal ends it; leave out --node"
-            " and --until-stdin-closes"
-        )
-    if service.secret_file is None:
-        raise errors.ConfigError(
-            "--backup needs --secret-file: the hosts of the run have the same secret"
-            " (peer_secret_file)"
-        )
-    shared = secret.read(service.secret_file)
-    backup_directory.make(
-        service.root,
-        tls_ca=arguments.tls_ca,
-        max_bytes_per_sec=service.max_bytes_per_sec,
-    )
-    # What fetches parts reads it there.
-    secret.adopt(service.root, shared)
-    return dataclasses.replace(service, secret_file=None)
 
 
 def _of_node(
@@ -196,7 +162,6 @@ def _of_node(
     return functools.partial(
         node_agent.serve,
         service,
-        refill=_REFILL,
         domains=domains,
         lifetime=node_runs.Lifetime(
             unused_secs=arguments.remove_unused_after,

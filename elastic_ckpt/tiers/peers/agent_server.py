@@ -4,7 +4,7 @@
     GET       /v1/machine                                the machine, as JSON
     GET, HEAD /v1/hosts/<slot>/<step>-<save>/<path>      a file, or a range of its bytes
     PUT       /v1/hosts/<slot>/<step>-<save>/<path>      a file that replaces a bad copy
-    PUT       /v1/backup                                 a request to a backup host
+    PUT       /v1/holds/<step>-<save>                    keeps a step in RAM for a while
 
 Everything needs the run's secret (`Authorization: Bearer ...`), and all else is 404.
 Clients of another version of the protocol get 426 (`protocol`).
@@ -13,9 +13,7 @@ Of a file the agent takes only bytes that the manifest of the slot lists, for a 
 whose process is gone or lets others repair it (`ram.file_repair`). It answers with 204,
 or with 409 and the reason. One file is taken at a time, and is in memory meanwhile.
 
-A request to a backup host is a message (`steps.part_message`) with the parts of a step
-that it is to fetch. It replaces one that was not taken yet, so that a backup host that
-is behind skips steps.
+The body of a hold is a number of seconds (`RamDisk.hold`).
 """
 
 from __future__ import annotations
@@ -29,17 +27,16 @@ import logging
 import os
 import socket
 import ssl
-import time
 from collections.abc import AsyncIterator, Callable
 
 from aiohttp import http, web
 from etils import epath
 
 from elastic_ckpt.core import storage
+from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.peers import (
     agent_connections,
     agent_tree,
-    backup_directory,
     bandwidth,
     protocol,
     secret,
@@ -48,8 +45,7 @@ from elastic_ckpt.tiers.source import RepairError
 
 # A chunk has at most 64 MiB and its checksum, unless it cannot be cut.
 MOST_FILE_BYTES = 2**28
-# The rows of a million parts.
-MOST_REQUEST_BYTES = 2**27
+_HOLDS = "/v1/holds/"
 _LEAST_BYTES_PER_SEC = 2**20
 _FILES = "/v1/hosts/"
 # Enough that the loop is not in the way, and little enough that also a slow client gets
@@ -150,22 +146,15 @@ class Answers:
         if path == "/v1/steps":
             return _json(agent_tree.manifests(self._root))
         if path == "/v1/machine":
-            facts = {
-                "machine": self._machine,
-                "time": time.time(),
-                "version": protocol.VERSION,
-            }
-            refused = backup_directory.refused(self._root)
-            return _json(facts if refused is None else {**facts, "refused": refused})
+            return _json({"machine": self._machine})
         return agent_tree.open_file(self._root, _names(path))
 
     async def _put(self, request: web.BaseRequest, path: str) -> web.Response:
-        if path == backup_directory.URL_PATH:
-            if backup_directory.read(self._root) is None:
-                raise agent_tree.NotServedError
-            file = os.path.join(self._root, backup_directory.REQUEST)
-            put = functools.partial(storage.write_atomic, file)
-            return await _taken(request, MOST_REQUEST_BYTES, put)
+        if path.startswith(_HOLDS):
+            name = path.removeprefix(_HOLDS)
+            return await _taken(
+                request, 99, functools.partial(preserved.hold, self._root, name)
+            )
         slot, *names = [os.fsdecode(name) for name in _names(path)]
         if len(names) < 2 or not slot.isdecimal():
             raise agent_tree.NotServedError

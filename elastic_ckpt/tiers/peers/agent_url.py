@@ -10,22 +10,6 @@ _URL = re.compile(r"https?://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,
 _MOST_PORT = 2**16 - 1
 
 
-def pinned(url: str, certificate_sha256: str | None) -> str:
-    """The URL of an agent with its certificate, for a process that is in no world.
-
-    Args:
-      url: that the agent announced.
-      certificate_sha256: that it announced, 64 hex digits; None without TLS.
-    """
-    return f"{url}#{certificate_sha256}" if certificate_sha256 else url
-
-
-def unpinned(url: str) -> tuple[str, str | None]:
-    """The URL and the certificate of a `pinned` URL."""
-    url, _, certificate_sha256 = url.partition("#")
-    return url, certificate_sha256 or None
-
-
 def is_url(url: object) -> bool:
     """Whether `url` is the URL of an agent, without a certificate."""
     match = _URL.fullmatch(url) if isinstance(url, str) else None

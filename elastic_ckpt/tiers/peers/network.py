@@ -9,11 +9,9 @@ from elastic_ckpt.tiers.peers import agent, agent_process, peer_client
 class Network:
     """Agents in processes of their own, over HTTP; simulations have another."""
 
-    def serve(
-        self, service: agent.Service, *, most_bytes: int | None = None
-    ) -> agent_process.AgentProcess:
+    def serve(self, service: agent.Service) -> agent_process.AgentProcess:
         """Has the RAM disk of this machine served; see `AgentProcess`."""
-        return agent_process.AgentProcess(service, most_bytes=most_bytes)
+        return agent_process.AgentProcess(service)
 
     def client(self, peers: Peers, secret: str) -> peer_client.PeerClient:
         """A client of the agents of other machines.

@@ -2,8 +2,7 @@
 
 On Kubernetes a DaemonSet runs it over a memory-backed `hostPath` of the node, which the
 pods of runs mount. It serves each run's directory as the agent of a machine would, with
-the run's secret. It removes the directories of runs that ended (`node_runs`), and has
-those of a node that was replaced filled from peers (`refills`).
+the run's secret. It removes the directories of runs that ended (`node_runs`).
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.tiers.peers import agent, node_record, node_runs, refills
+from elastic_ckpt.tiers.peers import agent, node_record, node_runs
 from elastic_ckpt.tiers.ram import machine, ram_disk
 
 _POLL_SECS = 0.2
@@ -33,7 +32,6 @@ async def serve(
     ended: asyncio.Event,
     *,
     announce: Callable[[str], object],
-    refill: Sequence[str] = (),
     domains: Mapping[str, str] | None = None,
     lifetime: node_runs.Lifetime = _KEPT,
     sweep_secs: float = _SWEEP_SECS,
@@ -44,7 +42,6 @@ async def serve(
       service: of every run's agent; its root is the directory of the node.
       ended: set by another task.
       announce: called with a line for each event that people read.
-      refill: a program that fills the directory of a run; see `refills`.
       domains: the failure domains of the node, by kind.
       lifetime: of the directories of runs.
       sweep_secs: between two looks for runs that ended.
@@ -59,7 +56,7 @@ async def serve(
         )
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(_locked(directory))
-        node = _Node(service, domains or {}, lifetime, announce, refill)
+        node = _Node(service, domains or {}, lifetime, announce)
         stack.push_async_callback(node.close)
         # In place of what a former agent has served.
         node.publish()
@@ -108,12 +105,10 @@ class _Node:
         domains: Mapping[str, str],
         lifetime: node_runs.Lifetime,
         announce: Callable[[str], object],
-        refill: Sequence[str],
     ) -> None:
         self.served: dict[str, agent.Address] = {}
         # What ends each server.
         self._stacks: dict[str, contextlib.AsyncExitStack] = {}
-        self._refill = refill
         self._service = service
         self._directory = service.root
         self._domains = domains
@@ -230,13 +225,6 @@ class _Node:
         stack = contextlib.AsyncExitStack()
         try:
             address = await stack.enter_async_context(agent.serving(service))
-            await stack.enter_async_context(
-                refills.kept_filled(
-                    service.root,
-                    self._refill,
-                    announce=lambda line: self._announce(f"{path}: {line}"),
-                )
-            )
         except (errors.ElasticCkptError, OSError) as error:
             # It is tried again, and a problem is shown once.
             problem = f"does not serve {path}: {error}"

@@ -17,7 +17,7 @@ from elastic_ckpt.steps import manifest, manifest_file
 from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import source
-from elastic_ckpt.tiers.peers import agent_url, peer_client
+from elastic_ckpt.tiers.peers import peer_client
 from elastic_ckpt.tiers.peers.peer_client import Endpoint
 
 MOST_LISTING_BYTES = 4 * 2**20
@@ -106,7 +106,7 @@ class Peer:
     steps it lists. Another object asks again. Not to be called from several threads.
 
     Args:
-      url: of its agent, with the certificate that it announced.
+      url: of its agent.
       client: of this process.
       run: whose steps are wanted.
       is_patient: whether to wait for its agent if that is slow, because nobody else can
@@ -285,8 +285,7 @@ class Peers:
 
     def refusing(self) -> list[str]:
         """The urls of agents that do not take the secret that this process has."""
-        urls = (peer.url for peer in self._peers if peer.is_refused)
-        return [agent_url.unpinned(url)[0] for url in urls]
+        return [peer.url for peer in self._peers if peer.is_refused]
 
     def _of_each(self, ask: Callable[[Peer], Result]) -> Iterable[Result]:
         num_threads = max(1, min(_MOST_THREADS, len(self._peers)))

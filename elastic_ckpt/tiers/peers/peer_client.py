@@ -35,7 +35,7 @@ from urllib3 import connection, exceptions
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers import source
-from elastic_ckpt.tiers.peers import agent_url, bandwidth, protocol
+from elastic_ckpt.tiers.peers import bandwidth, protocol
 
 # The waits before a transfer without any progress is tried again. Not before the first:
 # a connection that was kept may have been closed long ago.
@@ -108,8 +108,7 @@ class PeerClient:
         """The agent at `url`, one object however often it is asked for.
 
         Args:
-          url: of an agent, with the certificate that it announced (`agent_url.pinned`):
-            no other is then taken, and the name in it does not matter.
+          url: of an agent.
         """
         if self._tls is None and url.startswith("https://"):
             # Made once: to read the system's authorities takes longer than a request.
@@ -142,18 +141,18 @@ class Endpoint:
     """Reads from the agent at `url`; any number of threads may call it.
 
     Args:
-      url: of the agent; without a certificate, any that is valid for its name is taken.
+      url: of the agent, whose certificate is for the name or address in it.
       client: of this process, with what holds for all agents.
       tls: how its certificate is verified.
 
     Attributes:
-      url: of the agent, without a certificate.
+      url: of the agent.
     """
 
     def __init__(
         self, url: str, client: PeerClient, *, tls: ssl.SSLContext | None
     ) -> None:
-        self.url, certificate_sha256 = agent_url.unpinned(url)
+        self.url = url
         self._client = client
         self._skipped_secs = _SKIPPED_TIMEOUTS * client.timeout_secs
         self._free = threading.BoundedSemaphore(client.max_connections)
@@ -167,7 +166,6 @@ class Endpoint:
                 port,
                 maxsize=client.max_connections,
                 ssl_context=tls,
-                assert_fingerprint=certificate_sha256,
             )
             self._pool.ConnectionCls = _EncryptedConnection  # type: ignore[assignment]
         else:
@@ -293,15 +291,6 @@ class Endpoint:
             raise source.RepairError(
                 f"was not repaired: {self.url} answers with status {response.status}"
             )
-
-    def retry_refused(self) -> None:
-        """Has the peer asked again if it is skipped because it refused connections.
-
-        For one that has the same address after it was started again. A refusal takes
-        no time, unlike other failures.
-        """
-        if self._skipped is not None and self._skipped.is_refused:
-            self._skipped = None
 
     def close(self) -> None:
         """Closes the idle connections; the agent is not asked any more."""
@@ -574,8 +563,6 @@ def _tls(authority: epath.PathLike | None) -> ssl.SSLContext:
             f"the certificates of peers cannot be verified with {authority}"
             f" ({error}); give a PEM file with that of their authority"
         ) from None
-    # urllib3 does that, unless one certificate is announced.
-    made.check_hostname = False
     return made
 
 

@@ -2,6 +2,7 @@
 
     machine                        the id of this machine's memory, made once
     run.json                       the identity of the run, see `run_identity`
+    holds/<step>-<save>            keeps a step for a reader, see `preserved`
     hosts/<slot>/lock              held by the process whose steps these are
     hosts/<slot>/repairs.lock      of repairs while it lives, see `file_repair`
     hosts/<slot>/messages/         messages to other hosts, as long as they need them
@@ -172,14 +173,13 @@ class RamDisk:
         return manifest
 
     def preserved(self) -> list[int]:
-        """The steps that are preserved by hand on this machine, ascending."""
-        return sorted(
-            {
-                each.step
-                for slot, each in self.all_saves()
-                if preserved.is_preserved(self.step_directory(slot, each))
-            }
-        )
+        """The steps that are pinned or held on this machine, ascending."""
+        pinned = {
+            each.step
+            for slot, each in self.all_saves()
+            if preserved.is_preserved(self.step_directory(slot, each))
+        }
+        return sorted(pinned | preserved.held(self.root))
 
     def leftovers(self) -> list[Leftover]:
         """The saves of steps without a manifest: being written, or cut short."""
