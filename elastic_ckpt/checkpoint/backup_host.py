@@ -108,7 +108,8 @@ class BackupHost:
         self._hold(found.step.step_id, _HOLD_SECS + num_bytes / _LEAST_BYTES_PER_SEC)
         senders = holdings.holder[holdings.first_row[:-1]]
         items = [(item, holdings.offers[senders[item]].host) for item in mine]
-        taken = replication.fetch(self._own, found.sources, items, is_partial=False)
+        sources = {each: found.sources[each] for each in holdings.offers}
+        taken = replication.fetch(self._own, sources, items, is_partial=False)
         self._known.clear()
         return found.step.step_id, taken
 

@@ -27,7 +27,6 @@ def fetch(
     sources: Mapping[Offer, Source],
     items: Sequence[tuple[int, Host]] | None = None,
     *,
-    spare: int = 0,
     is_partial: bool = True,
 ) -> Replicated:
     """Fetches copies of parts of one step, and writes them to a host's RAM disk.
@@ -37,7 +36,6 @@ def fetch(
       sources: where to read what each holder offers.
       items: each with the holder that sends it; by default all that are offered, each
         sent by its first holder.
-      spare: how many times as much has to be free besides.
       is_partial: whether copies are committed if others cannot be fetched.
 
     Raises:
@@ -53,7 +51,7 @@ def fetch(
     writer = own.copy_writer(
         holdings.offers[0].manifest.step_id,
         holdings.contents,
-        num_bytes=(1 + spare) * num_bytes,
+        num_bytes=num_bytes,
     )
     taken = take(holdings, items, verified_read.VerifiedReader(sources), writer)
     is_enough = is_partial or taken.copies == len(items)
