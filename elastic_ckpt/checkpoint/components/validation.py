@@ -42,8 +42,6 @@ from elastic_ckpt.core import (
 Level: TypeAlias = Literal["none", "quick", "tensor", "full"]
 LEVELS = ("none", "quick", "tensor", "full")
 
-# How many leaves hosts exchange digests of at a time, if some differ.
-_LEAVES_A_TURN = 256
 _MOST_FINDINGS = 100
 
 
@@ -127,11 +125,8 @@ class Finding:
     def __str__(self) -> str:
         part = f"{self.leaf}{self.box}"
         who = errors.first_of(map(str, self.suspects))
-        elements = (
-            f", in {self.differing} element{'s' * (self.differing != 1)}"
-            if self.differing
-            else ""
-        )
+        plural = "s" * (self.differing != 1)
+        elements = f", in {self.differing} element{plural}" if self.differing else ""
         why = f": {self.why}" if self.why else ""
         if self.is_certain:
             others = len(self.groups[0])
@@ -168,15 +163,7 @@ def validate(
       ConfigError: if there is no such level.
       RunError: if a host did not answer in time.
     """
-    check_level(level)
-    if level == "none":
-        return []
-    return compared(
-        tree,
-        level=level,
-        timeout_secs=timeout_secs,
-        kind="validation",
-    )
+    return compared(tree, level=level, timeout_secs=timeout_secs, kind="validation")
 
 
 def compared(
@@ -194,6 +181,9 @@ def compared(
       kind: of the values that hosts exchange: calls of one kind come from one thread.
       timeout_secs: see `validate`.
     """
+    check_level(level)
+    if level == "none":
+        return []
     leaves = leaves_of(tree)
     structure = {path: _kind(path, leaf) for path, leaf in leaves.items()}
     gather = functools.partial(
@@ -201,7 +191,6 @@ def compared(
     )
     if len(set(gather(digest.json_digest(structure)))) > 1:
         return _structure_findings(gather(structure))
-    assert level != "none"
     by_group = _copies(list(leaves.values()), level)
     digests: dict[str, set[str | None]] = {}
     for of_host in gather({group: _digest(each) for group, each in by_group.items()}):
@@ -237,29 +226,21 @@ def _findings(
     gather: Callable[[storage.Json], list[Any]],
 ) -> list[Finding]:
     # From the copies of this host in groups that differ, and from those of the others.
-    findings: list[Finding] = []
-    for first in range(0, len(paths), _LEAVES_A_TURN):
-        turn = range(first, first + _LEAVES_A_TURN)
-        by_box: dict[tuple[int, boxes.Box], list[Copies]] = {}
-        for sent in gather(codec.encode([each for each in own if each.leaf in turn])):
-            for copies in codec.decode(tuple[Copies, ...], sent, name="copies"):
-                by_box.setdefault((copies.leaf, copies.box), []).append(copies)
-        for (leaf, box), of_box in sorted(by_box.items(), key=lambda item: item[0]):
-            groups = _groups((each.content, each.holders) for each in of_box)
-            if len(groups) > 1:
-                counts = [c.differing for c in of_box if c.differing is not None]
-                differing = max(counts, default=None)
-                part = str(box) if box.start else ""
-                findings.append(
-                    Finding(
-                        leaf=paths[leaf], box=part, groups=groups, differing=differing
-                    )
-                )
-        if len(findings) >= _MOST_FINDINGS:
-            logging.warning(
-                "more leaves may differ than the %d reported", len(findings)
+    by_box: dict[tuple[int, boxes.Box], list[Copies]] = {}
+    for sent in gather(codec.encode(own)):
+        for copies in codec.decode(tuple[Copies, ...], sent, name="copies"):
+            by_box.setdefault((copies.leaf, copies.box), []).append(copies)
+    findings = []
+    for (leaf, box), of_box in sorted(by_box.items(), key=lambda item: item[0]):
+        groups = _groups((each.content, each.holders) for each in of_box)
+        if len(groups) > 1:
+            part = str(box) if box.start else ""
+            differing = of_box[0].differing
+            findings.append(
+                Finding(leaf=paths[leaf], box=part, groups=groups, differing=differing)
             )
-            break
+    if len(findings) > _MOST_FINDINGS:
+        logging.warning("%d parts of leaves differ in all", len(findings))
     return findings[:_MOST_FINDINGS]
 
 
