@@ -1,25 +1,74 @@
-"""Foreign steps: those that Orbax saved without us, without digests of values.
+"""Steps that Orbax saved without us: their contents, and loading them.
 
-Orbax loads them. It reports any error of a part as that of an incompatible handler:
-here the cause is raised, and a part that cannot be read is named.
+Their values have no digests. Orbax loads them. It reports any error of a part as that
+of an incompatible handler: here the cause is raised, and a part that cannot be read is
+named.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
+import orbax.checkpoint as v0
+from absl import logging
 from etils import epath
+from jax.sharding import Sharding
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import component_io, orbax_context, summary, validation
-from elastic_ckpt.core import errors
+from elastic_ckpt.checkpoint import component_io, orbax_context
+from elastic_ckpt.checkpoint.host import trees
+from elastic_ckpt.core import checked_json, errors, storage
+from elastic_ckpt.steps import manifest_file
+from elastic_ckpt.tiers.persistent import persistent_root
 
+_NUMBER, _TEXT = "a number", "a text"
 _REMEDY = (
     "restore it from a copy, or move this step out of its directory to continue from"
     " the one before"
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedArray:
+    """An array of JAX as Orbax describes a saved one.
+
+    Attributes:
+      shape: global shape.
+      dtype: its dtype.
+      sharding_metadata: the sharding that it was saved under.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding_metadata: v0.metadata.ShardingMetadata
+
+    @property
+    def sharding(self) -> Sharding:
+        """The sharding; an error if its devices do not exist."""
+        return self.sharding_metadata.to_jax_sharding()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeafSummary:
+    """One array of a step.
+
+    Attributes:
+      path: its path in the tree.
+      shape: global shape.
+      dtype: its dtype.
+      sharding: the partition spec and mesh that it was saved under, in words.
+      num_bytes: bytes of its values.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    sharding: str
+    num_bytes: int
 
 
 def load(
@@ -38,31 +87,23 @@ def load(
       ElasticCkptError: as `load` of a component.
     """
     parts = read_parts(path)
-    validation.check_parts(str(path), set(parts), set(wanted))
-    trees, stateful = component_io.split(wanted)
-    for name, tree in trees.items():
+    missing = sorted(wanted.keys() - parts.keys())
+    if missing:
+        raise errors.CheckpointError(
+            f"{path} lacks {missing} of its parts {sorted(wanted)}; {_REMEDY}"
+        )
+    asked, stateful = component_io.split(wanted)
+    for name, tree in asked.items():
         if parts[name] is None and not _is_message(tree):
             raise _unreadable(path, name, "what it holds is unknown")
         if tree is not None and not partial and parts[name] is not None:
-            validation.check_same_tree(str(path), parts[name], tree)
+            check_same_tree(str(path), parts[name], tree)
     context = ocp.Context(orbax_context.active())
     context.pytree.loading.partial_load = partial
     # Components first: they are small, and an error leaves nothing half loaded.
     with context:
-        loaded = {name: _load(path, name, wanted[name]) for name in [*stateful, *trees]}
+        loaded = {name: _load(path, name, wanted[name]) for name in [*stateful, *asked]}
     return {name: loaded[name] for name in wanted}
-
-
-def read_parts(path: epath.Path) -> dict[str, Any]:
-    """The checkpointables of a step by name; of arrays, their metadata.
-
-    Raises:
-      CheckpointError: if Orbax cannot read them.
-    """
-    try:
-        return summary.read_parts(path)
-    except Exception as error:
-        raise _own_cause(path, "_CHECKPOINT_METADATA", error) from error
 
 
 def _is_message(wanted: Any) -> bool:
@@ -101,3 +142,171 @@ def _unreadable(
     return errors.CheckpointError(
         f"{path}: its part {name!r} cannot be read ({why}); {_REMEDY}"
     )
+
+
+def check_same_tree(step_path: str, saved: Any, wanted: Any) -> None:
+    """Raises a CheckpointError naming the first leaves in which two trees differ.
+
+    Args:
+      step_path: where `saved` is from, for the message.
+      saved: a pytree whose leaves have a `shape`, as saved, or are numbers or texts.
+      wanted: the requested tree. Its leaves with a `shape` are compared, and texts are
+        requested for texts alone; `...` and None skip a leaf.
+    """
+    before = {path: _form(leaf) for path, leaf in _leaves(saved).items()}
+    now: dict[str, str] = {}
+    for path, leaf in _leaves(wanted, with_none=True).items():
+        if leaf is None or leaf is ...:
+            before.pop(path, None)
+            continue
+        now[path] = _form(leaf)
+        if now[path] == _NUMBER and before.get(path) != _TEXT:
+            # Orbax decides which arrays and numbers it makes a number of.
+            now[path] = before.get(path, "a leaf")
+        elif before.get(path) == _NUMBER:
+            before[path] = _form(np.zeros(()))
+    trees.check_same_model(step_path, before, now)
+
+
+def _form(leaf: Any) -> str:
+    if leaf is str or isinstance(leaf, str):
+        return _TEXT
+    if isinstance(leaf, type) or not hasattr(leaf, "shape"):
+        return _NUMBER
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        # Typed random keys are saved as the numbers that they consist of.
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    return str(list(leaf.shape))
+
+
+def _leaves(tree: Any, *, with_none: bool = False) -> dict[str, Any]:
+    # By paths such as `opt_state/1/0/mu/embedding`.
+    is_leaf = (lambda node: node is None) if with_none else None
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    }
+
+
+def read_parts(path: epath.Path) -> dict[str, Any]:
+    """The checkpointables of a step by name; of arrays, their metadata.
+
+    A part is described as Orbax v1 does. Its own function does not describe trees with
+    a bool, so that of v0 reads all trees. JSON is its own description. Other parts,
+    and those that cannot be read, have None.
+
+    Raises:
+      CheckpointError: if Orbax cannot read the step.
+    """
+    try:
+        handlers = v0.metadata.get_step_metadata(path).item_handlers
+    except Exception as error:
+        raise _own_cause(path, "_CHECKPOINT_METADATA", error) from error
+    kinds = handlers if isinstance(handlers, dict) else {}
+    return {
+        part.name: _read_part(part, str(kinds.get(part.name)))
+        for part in sorted(path.iterdir())
+        if part.is_dir() and part.name != "metrics"
+    }
+
+
+def _read_part(path: epath.Path, kind: str) -> Any:
+    # Orbax warns, through absl, about parts that it cannot read.
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
+    try:
+        if "Json" in kind:
+            return ocp.load_checkpointables(path.parent, {path.name: None})[path.name]
+        tree = v0.PyTreeCheckpointHandler().metadata(path).tree
+    except Exception:
+        return None
+    finally:
+        logging.set_verbosity(before)
+    return jax.tree.map(_described, tree)
+
+
+def _described(leaf: Any) -> Any:
+    # As Orbax v1 describes it.
+    if isinstance(leaf, v0.metadata.StringMetadata):
+        return "string"
+    if isinstance(leaf, v0.metadata.ScalarMetadata):
+        return np.zeros((), leaf.dtype).item()
+    if leaf.sharding is None:
+        return trees.AbstractArray(shape=leaf.shape, dtype=leaf.dtype)
+    return ShardedArray(leaf.shape, leaf.dtype, leaf.sharding)
+
+
+def arrays(step_path: epath.PathLike, name: str) -> list[LeafSummary]:
+    """A line for each leaf of the checkpointable `name` of a step.
+
+    Orbax reads them. It cannot read S3-compatible stores other than Amazon's: there the
+    step's manifests list them, without shardings.
+    """
+    path = storage.absolute(step_path)
+    tree = read_parts(path).get(name) or {}
+    leaves = [_summary(path, leaf) for path, leaf in _leaves(tree).items()]
+    return leaves or _by_manifest(path, name)
+
+
+def steps(directory: epath.PathLike) -> dict[int, epath.Path]:
+    """The complete steps below `directory`, in order."""
+    root = storage.absolute(directory)
+    if not root.exists():
+        return {}
+    complete = {
+        int(path.name): path
+        for path in root.iterdir()
+        if path.name.isdigit() and ocp.is_orbax_checkpoint(path)
+    }
+    return dict(sorted(complete.items()))
+
+
+def _by_manifest(step_path: epath.Path, name: str) -> list[LeafSummary]:
+    for manifest in persistent_root.manifest_names(step_path):
+        try:
+            manifest = manifest_file.parse((step_path / manifest).read_bytes())
+        except (OSError, checked_json.UnreadableError):
+            continue
+        return [
+            _line(leaf.path.removeprefix(f"{name}/"), leaf, "sharding not read")
+            for leaf in manifest.contents.leaves
+            if leaf.path.startswith(f"{name}/")
+        ]
+    return []
+
+
+def _summary(path: str, leaf: Any) -> LeafSummary:
+    # The metadata of numbers and texts are the values themselves.
+    array = np.asarray(leaf) if isinstance(leaf, int | float | str) else leaf
+    return _line(path, array, _sharding(leaf))
+
+
+def _line(path: str, array: Any, sharding: str) -> LeafSummary:
+    num_elements = int(np.prod(array.shape, dtype=np.int64))
+    return LeafSummary(
+        path=path,
+        shape=tuple(array.shape),
+        dtype=str(array.dtype),
+        sharding=sharding,
+        num_bytes=num_elements * np.dtype(array.dtype).itemsize,
+    )
+
+
+def _sharding(leaf: Any) -> str:
+    metadata = getattr(leaf, "sharding_metadata", None)
+    spec = getattr(metadata, "partition_spec", None)
+    if metadata is None or spec is None:
+        return "one device"
+    mesh = dict(
+        zip(metadata.axis_names, np.ravel(metadata.shape).tolist(), strict=True)
+    )
+    over = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
+    dims = ", ".join(_axes(axes) for axes in spec) or "whole"
+    return f"[{dims}] over {over}"
+
+
+def _axes(axes: str | list[str] | tuple[str, ...] | None) -> str:
+    # The mesh axes of one dim, as people write them in a PartitionSpec.
+    if axes is None or isinstance(axes, str):
+        return axes or "-"
+    return "+".join(axes)

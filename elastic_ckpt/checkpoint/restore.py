@@ -40,7 +40,6 @@ from elastic_ckpt.checkpoint import (
     foreign_steps,
     part_passes,
     tree_structure,
-    validation,
 )
 from elastic_ckpt.checkpoint.host import component_files
 from elastic_ckpt.checkpoint.host.answers import (
@@ -674,7 +673,7 @@ def _differing(saved: Mapping[str, Any], trees: Mapping[str, Any]) -> dict[str, 
 
 def _is_same(saved: Any, wanted: Any) -> bool:
     try:
-        validation.check_same_tree("the step", saved, wanted)
+        foreign_steps.check_same_tree("the step", saved, wanted)
     except errors.OtherModelError:
         return False
     return True

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.checkpoint import summary
+from elastic_ckpt.checkpoint import foreign_steps
 from elastic_ckpt.core import errors, metrics
 from elastic_ckpt.inspect import run_files, tier_locations
 from elastic_ckpt.inspect.tier_locations import Locations
@@ -167,7 +167,7 @@ def collect(directory: str) -> Status:
         uncommitted = sorted({each.step for each in tiers.leftovers()})
     if stored.step is None:
         # Steps of Orbax's own checkpointer, which MaxText uses without tiers.
-        plain = max(summary.steps(record.steps_directory), default=None)
+        plain = max(foreign_steps.steps(record.steps_directory), default=None)
         stored = dataclasses.replace(stored, step=plain)
     return status(
         events,

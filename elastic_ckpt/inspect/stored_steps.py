@@ -9,7 +9,7 @@ from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.checkpoint import run_saver, summary
+from elastic_ckpt.checkpoint import foreign_steps, run_saver
 from elastic_ckpt.core import digest, errors
 from elastic_ckpt.data import cursors, mixing, records, state
 from elastic_ckpt.inspect import run_files
@@ -58,7 +58,7 @@ class SavedStep:
 
     step: int
     num_bytes: int
-    state: tuple[summary.LeafSummary, ...]
+    state: tuple[foreign_steps.LeafSummary, ...]
     data: SavedData | UnreadableData
 
 
@@ -95,7 +95,7 @@ def collect(
       RunError: if there is no run in `directory`.
     """
     record = run_files.read(directory)
-    complete = summary.steps(record.steps_directory)
+    complete = foreign_steps.steps(record.steps_directory)
     shown = [each for each in complete if step in (None, each)]
     root = persistent_root.PersistentRoot.from_path(record.steps_directory)
     return StoredSteps(
@@ -114,7 +114,7 @@ def collect(
 
 def _step(step: int, path: epath.Path) -> SavedStep:
     is_of_maxtext = (path / _ITEMS).exists()
-    leaves = summary.arrays(path, _ITEMS if is_of_maxtext else run_saver.STATE)
+    leaves = foreign_steps.arrays(path, _ITEMS if is_of_maxtext else run_saver.STATE)
     return SavedStep(
         step=step,
         num_bytes=sum(leaf.num_bytes for leaf in leaves),

@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.checkpoint import summary
+from elastic_ckpt.checkpoint import foreign_steps
 from elastic_ckpt.core import errors, metrics
 from elastic_ckpt.inspect import page, run_files, status, stored_steps
 from elastic_ckpt.inspect.page import COLOURS, Fact, Mood, Point, Section, Series
@@ -146,7 +146,7 @@ def collect(directory: str) -> Record:
       DataError: if it has trained nothing yet.
     """
     recorded, events = run_files.read(directory), run_files.read_events(directory)
-    steps = list(summary.steps(recorded.steps_directory).items())
+    steps = list(foreign_steps.steps(recorded.steps_directory).items())
     # Evenly, with the last.
     every = -(-len(steps) // _MOST_STEPS) or 1
     is_alive = run_files.is_alive(directory)

@@ -17,7 +17,7 @@ from concurrent import futures
 
 from etils import epath
 
-from elastic_ckpt.checkpoint import summary
+from elastic_ckpt.checkpoint import foreign_steps
 from elastic_ckpt.core import errors, sections, storage
 from elastic_ckpt.data import (
     cursors,
@@ -73,7 +73,7 @@ class RunAudit:
     def outcome(self) -> audit.Audit:
         """Compares the run with one host that reads its data."""
         record, attempts = self._record, self._attempts
-        saved = max(summary.steps(record.steps_directory), default=None)
+        saved = max(foreign_steps.steps(record.steps_directory), default=None)
         start_step = attempts[0].start_step
         num_done = start_step + len(step_log.lineage(attempts))
         events = run_files.read_events(self._directory)
@@ -105,7 +105,7 @@ class RunAudit:
         Args:
           announce: is told what will be read, before it is.
         """
-        steps = summary.steps(self._record.steps_directory)
+        steps = foreign_steps.steps(self._record.steps_directory)
         with futures.ThreadPoolExecutor(_READERS) as pool:
             found = list(pool.map(_saved_at, steps.keys(), steps.values()))
         return provenance.Provenance(
@@ -150,7 +150,7 @@ class RunAudit:
 
     @functools.cached_property
     def _oldest(self) -> state.DataState | None:
-        steps = summary.steps(self._record.steps_directory)
+        steps = foreign_steps.steps(self._record.steps_directory)
         for step, path in sorted(steps.items()):
             for saved in _saved_at(step, path):
                 return saved.state

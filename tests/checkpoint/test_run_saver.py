@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import run_saver, summary
+from elastic_ckpt.checkpoint import foreign_steps, run_saver
 from elastic_ckpt.core import errors, events, metrics, storage, topology
 from elastic_ckpt.data import iterator
 from tests.recorded_events import RecordedEvents
@@ -50,7 +50,7 @@ def abstract(tree):
 
 
 def steps_of(tmp_path):
-    return list(summary.steps(tmp_path / "steps"))
+    return list(foreign_steps.steps(tmp_path / "steps"))
 
 
 @pytest.mark.parametrize("ram", ["ram", None])

@@ -28,7 +28,6 @@ from absl import logging
 from jax.sharding import Sharding
 
 from elastic_ckpt.checkpoint.components import device_digests
-from elastic_ckpt.checkpoint.validation import leaves as leaves_of
 from elastic_ckpt.core import (
     allgather,
     boxes,
@@ -184,7 +183,10 @@ def compared(
     check_level(level)
     if level == "none":
         return []
-    leaves = leaves_of(tree)
+    leaves = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
     structure = {path: _kind(path, leaf) for path, leaf in leaves.items()}
     gather = functools.partial(
         allgather.shared().gather, kind, timeout_secs=timeout_secs
