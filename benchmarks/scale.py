@@ -46,7 +46,7 @@ from elastic_ckpt.checkpoint.host.trees import WantedLeaf
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.hosts import Hosts, Method
 from elastic_ckpt.checkpoint.saving import Saving
-from elastic_ckpt.checkpoint.step_description import StepDescription
+from elastic_ckpt.checkpoint.structure import StepDescription
 from elastic_ckpt.core import allgather, boxes, calls, codec, events
 from elastic_ckpt.steps import manifest_file
 from elastic_ckpt.steps.holdings import Holdings

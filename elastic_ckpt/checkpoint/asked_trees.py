@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from elastic_ckpt.checkpoint import tree_structure
 from elastic_ckpt.checkpoint.host import trees
+from elastic_ckpt.checkpoint.structure import saved_trees
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps.manifest import Contents
 
@@ -65,7 +65,7 @@ def resolve(
       CheckpointError: if the step lacks a leaf, or has it in another form; it names the
         leaf.
     """
-    saved = tree_structure.saved_trees(contents)
+    saved = saved_trees(contents)
     missing = sorted(asked.keys() - saved.keys())
     if missing:
         there = sorted(saved.keys() | contents.components.keys())

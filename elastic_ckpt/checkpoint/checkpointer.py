@@ -46,7 +46,7 @@ from elastic_ckpt.checkpoint.run_world import RunWorld
 from elastic_ckpt.checkpoint.save_stages import SaveStages, Stage
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.schedule import BackupClock, Schedule
-from elastic_ckpt.checkpoint.step_description import StepDescription, json_of_user
+from elastic_ckpt.checkpoint.structure import StepDescription, json_of_user
 from elastic_ckpt.checkpoint.writing import Writing
 from elastic_ckpt.core import (
     background,

@@ -31,10 +31,10 @@ import jax
 from absl import logging
 from etils import epath
 
-from elastic_ckpt.checkpoint import asked_trees, foreign_steps, tree_structure
+from elastic_ckpt.checkpoint import asked_trees, foreign_steps, structure
 from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.checkpoint.host.kept_values import KeptValues
-from elastic_ckpt.checkpoint.step_description import json_of_user
+from elastic_ckpt.checkpoint.structure import json_of_user
 from elastic_ckpt.core import bucket_clients, errors, storage
 from elastic_ckpt.steps import failure_domains
 from elastic_ckpt.steps.line import Line
@@ -408,14 +408,14 @@ def _resolved(
 
 
 def _weights(contents: Contents, name: str) -> Any:
-    saved = tree_structure.saved_trees(contents).get(name)
+    saved = structure.saved_trees(contents).get(name)
     if not isinstance(saved, Mapping):
         return None
     return next(({key: saved[key]} for key in _WEIGHTS if key in saved), None)
 
 
 def _check_there(tree: Any, name: str, contents: Contents, *, step: int) -> None:
-    saved = trees.leaves(tree_structure.saved_trees(contents))
+    saved = trees.leaves(structure.saved_trees(contents))
     there = set(saved)
     absent = {
         path: str(list(getattr(leaf, "shape", ())))

@@ -39,7 +39,7 @@ from elastic_ckpt.checkpoint import (
     component_io,
     foreign_steps,
     part_passes,
-    tree_structure,
+    structure,
 )
 from elastic_ckpt.checkpoint.host import component_files
 from elastic_ckpt.checkpoint.host.answers import (
@@ -223,7 +223,7 @@ def describe(hosts: Hosts, checkpoint: CheckpointMetadata) -> CheckpointMetadata
 def _of_contents(
     checkpoint: CheckpointMetadata, contents: Contents
 ) -> CheckpointMetadata:
-    trees = tree_structure.saved_trees(contents)
+    trees = structure.saved_trees(contents)
     held = dict.fromkeys(contents.components) | jax.tree.map(_described, trees)
     return dataclasses.replace(checkpoint, metadata=held)
 

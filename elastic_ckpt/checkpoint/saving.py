@@ -17,7 +17,7 @@ from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.step_notes import StepNotes, WrittenStep
 from elastic_ckpt.checkpoint.hosts import Hosts
-from elastic_ckpt.checkpoint.step_description import StepDescription
+from elastic_ckpt.checkpoint.structure import StepDescription
 from elastic_ckpt.core import clock, errors
 from elastic_ckpt.steps import line as line_of
 from elastic_ckpt.steps.line import Line

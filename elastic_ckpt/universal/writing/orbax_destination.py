@@ -19,9 +19,9 @@ import jax
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.checkpoint import tree_structure
+from elastic_ckpt.checkpoint import structure
 from elastic_ckpt.checkpoint.host.trees import AbstractArray
-from elastic_ckpt.checkpoint.step_description import StepDescription
+from elastic_ckpt.checkpoint.structure import StepDescription
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps import layout, manifest_file
@@ -231,7 +231,7 @@ class OrbaxDestination(Destination):
             leaves=tuple(leaves),
             components={},
             time_ms=int(attempt),
-            trees=tree_structure.to_json({conversion.tree: tree}),
+            trees=structure.to_json({conversion.tree: tree}),
         )
         return upload.UploadedStep(
             run=f"converted-{conversion.identity[:16]}",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from elastic_ckpt.checkpoint import tree_structure
+from elastic_ckpt.checkpoint import structure
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps import manifest
 
@@ -43,8 +43,8 @@ def test_the_text_of_some_trees():
         "text": "two words",
         "nothing": [None, (), [], {}],
     }
-    structure = json.loads(tree_structure.to_json({"state": tree, "n": 3}))
-    assert structure["trees"] == {
+    described = json.loads(structure.to_json({"state": tree, "n": 3}))
+    assert described["trees"] == {
         "n": "int",
         "state": {
             "w": "array 0",
@@ -57,11 +57,11 @@ def test_the_text_of_some_trees():
             "nothing": [None, "()", [], {}],
         },
     }
-    first, second = structure["shardings"]
+    first, second = described["shardings"]
     assert (first["partition_spec"], second["partition_spec"]) == (["a", None], ["a"])
-    read = tree_structure.saved_trees(
+    read = structure.saved_trees(
         contents(
-            tree_structure.to_json({"state": tree}),
+            structure.to_json({"state": tree}),
             **{
                 "state/w": ((4, 4), "float32"),
                 "state/again": ((4, 4), "float32"),
@@ -81,12 +81,12 @@ def test_the_text_of_some_trees():
 
 def test_a_sharding_over_devices_that_are_gone_is_left_out():
     over = NamedSharding(mesh(), PartitionSpec("a"))
-    text = tree_structure.to_json({"w": jax.device_put(jnp.ones(4), over)})
+    text = structure.to_json({"w": jax.device_put(jnp.ones(4), over)})
     elsewhere = text.replace('{"id":7}', '{"id":70}')
     leaf = {"w": ((4,), "float32")}
-    here = tree_structure.saved_trees(contents(text, **leaf))["w"]
+    here = structure.saved_trees(contents(text, **leaf))["w"]
     assert here.sharding == over
-    assert tree_structure.saved_trees(contents(elsewhere, **leaf))["w"].sharding is None
+    assert structure.saved_trees(contents(elsewhere, **leaf))["w"].sharding is None
 
 
 @pytest.mark.parametrize(
@@ -103,4 +103,4 @@ def test_a_sharding_over_devices_that_are_gone_is_left_out():
 )
 def test_a_text_of_another_kind_is_one_clear_error(text):
     with pytest.raises(errors.CheckpointError, match="trees that cannot be read"):
-        tree_structure.saved_trees(contents(text, n=((2,), "uint32")))
+        structure.saved_trees(contents(text, n=((2,), "uint32")))
