@@ -11,7 +11,7 @@ with epy.lazy_api_imports(globals()):
     from elastic_ckpt.checkpoint.response import Response, SaveResponse
     from elastic_ckpt.frontend import Checkpointer, batches
     from elastic_ckpt.integrations import orbax_v0
-    from elastic_ckpt.steps.best_steps import BestN, best_step
+    from elastic_ckpt.steps.retention import BestN, best_step
     from elastic_ckpt.tiers.choices import Local, Peers, Persistent, Tier, TlsFiles
     from elastic_ckpt.tiers.persistent.leases import lease
     from elastic_ckpt.tiers.preserved import pin, unpin

@@ -57,7 +57,7 @@ from elastic_ckpt.core import (
     storage_cause,
 )
 from elastic_ckpt.core import metrics as recorded_metrics
-from elastic_ckpt.steps import best_steps
+from elastic_ckpt.steps import retention
 from elastic_ckpt.steps.line import FROM_SCRATCH, Line
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.choices import Chosen
@@ -848,7 +848,7 @@ class HostsCheckpointer:
         except errors.HostsFailedError as error:
             logging.warning("metrics of evaluations cannot be read: %s", error)
             return listed
-        return best_steps.with_evaluations(listed, evaluated)
+        return retention.with_evaluations(listed, evaluated)
 
     def _evaluations(self) -> dict[int, dict[str, Any]]:
         with self._events.flushing():

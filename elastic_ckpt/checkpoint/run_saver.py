@@ -18,7 +18,7 @@ from elastic_ckpt.checkpoint.checkpointer import HostsCheckpointer
 from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
 from elastic_ckpt.core import bucket_clients, errors, metrics, topology
 from elastic_ckpt.steps import layout
-from elastic_ckpt.steps.best_steps import BestN
+from elastic_ckpt.steps.retention import BestN
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import json
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+from elastic_ckpt.core import errors
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step_id import StepId
 
@@ -55,9 +58,8 @@ class HeldStep:
           contents: None if the manifest could not be read, or is damaged.
           complete: see the class.
         """
-        time_ms, metrics = 0, None
-        if contents is not None:
-            time_ms, metrics = contents.time_ms, contents.metrics
+        time_ms = 0 if contents is None else contents.time_ms
+        metrics = None if contents is None else contents.metrics
         return cls(
             step=step_id.step,
             save=step_id.save,
@@ -106,9 +108,8 @@ def steps_to_delete(
     Independent of the policy, these stay: the newest step that is complete in this
     tier, the newest that is complete in all tiers together, all later steps (one of
     them may become complete), those of which too little could be read, and those in
-    flight or preserved. The policy receives
-    only complete steps, so that `LatestN(3)` keeps three that can be restored; older
-    steps that are not complete in any mixture of tiers are removed.
+    flight or preserved. The policy receives only complete steps, so that `LatestN(3)`
+    keeps three that can be restored; older incomplete steps are removed.
 
     Args:
       held: the steps of the tier, without abandoned ones.
@@ -118,6 +119,9 @@ def steps_to_delete(
       preserved: by hand, or because another tier depends on them.
     """
     ordered = sorted(held, key=lambda step: step.step)
+    if newest_complete is None:
+        # No complete step replaces these.
+        return []
     whole = [step for step in ordered if step.complete]
     kept = set(in_flight) | set(preserved)
     kept |= {step.step for step in held if step.complete is None}
@@ -125,11 +129,120 @@ def steps_to_delete(
         flags = policy.should_preserve(whole, context=Context())
         kept |= {step.step for step, keep in zip(whole, flags, strict=True) if keep}
         kept.add(whole[-1].step)
-    if newest_complete is None:
-        # No complete step replaces these.
-        return []
     return [
         step.step
         for step in ordered
         if step.step not in kept and step.step < newest_complete
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class BestN:
+    """A preservation policy that keeps the `n` best steps by a metric.
+
+    Unlike Orbax's policy of this name it does not keep every step that was never
+    evaluated: one without the metric, or with NaN or infinity, is not among the best.
+    Of steps
+    with equal metrics the oldest is the best, so that a step is replaced by a better
+    one only. A step is ranked once its metric is known; until then, other policies or a
+    lease of the program that evaluates it keep it.
+
+    Attributes:
+      n: how many steps to keep.
+      metric: the name of the metric, such as `eval_loss`.
+      higher_is_better: True for an accuracy, False for a loss.
+
+    Raises:
+      ConfigError: if `n` is negative.
+    """
+
+    n: int
+    _: dataclasses.KW_ONLY
+    metric: str = "eval_loss"
+    higher_is_better: bool = False
+
+    def __post_init__(self) -> None:
+        if self.n < 0:
+            raise errors.ConfigError(f"BestN({self.n}): give a number that is not < 0")
+
+    def should_preserve(
+        self, checkpoints: Sequence[Any], *, context: Any = None
+    ) -> Sequence[bool]:
+        """Whether each of `checkpoints`, in ascending order, is among the best."""
+        del context
+        ranks = [self.rank(each.metrics) for each in checkpoints]
+        ordered = sorted(
+            (rank, number) for number, rank in enumerate(ranks) if rank is not None
+        )
+        best = ordered[: self.n]
+        return [(rank, number) in best for number, rank in enumerate(ranks)]
+
+    def rank(self, metrics: Mapping[str, Any] | None) -> float | None:
+        """The rank of a step, lower for a better one; None if it is not among them.
+
+        Args:
+          metrics: those of the step; None if it was not evaluated.
+        """
+        value = (metrics or {}).get(self.metric)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            return None
+        return -value if self.higher_is_better else value
+
+
+def best_step(
+    checkpointer: Any, *, metric: str = "eval_loss", higher_is_better: bool = False
+) -> int | None:
+    """The best complete step by a metric that was saved with it or recorded later.
+
+    Every process of the run calls it.
+
+    Args:
+      checkpointer: ours or Orbax's: its `checkpoints`, ascending, have a `step` and
+        `metrics`, and are ranked.
+      metric: the name of the metric.
+      higher_is_better: True for an accuracy, False for a loss.
+
+    Returns:
+      The number of the step, the oldest of equal ones; None if no step has the metric
+      as a finite number.
+
+    Raises:
+      CheckpointError: if steps have metrics, and none of them has this one.
+    """
+    policy = BestN(1, metric=metric, higher_is_better=higher_is_better)
+    steps = checkpointer.checkpoints
+    named = {name for each in steps for name in each.metrics or {}}
+    if named and metric not in named:
+        raise errors.CheckpointError(
+            f"best_step: no step has the metric {metric!r}; they have {sorted(named)}"
+        )
+    best = policy.should_preserve(steps)
+    return next(
+        (e.step for e, is_best in zip(steps, best, strict=True) if is_best), None
+    )
+
+
+def with_evaluations(
+    steps: Sequence[Any], evaluated: Mapping[int, Mapping[str, Any]]
+) -> list[Any]:
+    """Saved steps with the metrics that were recorded for them, before or after a save.
+
+    Args:
+      steps: ascending, dataclasses with `step` and `metrics`.
+      evaluated: recorded metrics by training step: they count for the saved step of
+        this number, otherwise for the newest before; the nearest counts.
+    """
+    ranked = []
+    for each, after in itertools.zip_longest(steps, steps[1:]):
+        nearest = min(
+            (n for n in evaluated if n >= each.step and (not after or n < after.step)),
+            default=None,
+        )
+        if nearest is None:
+            ranked.append(each)
+            continue
+        recorded, saved = dict(evaluated[nearest]), dict(each.metrics or {})
+        is_own = nearest == each.step
+        metrics = {**saved, **recorded} if is_own else {**recorded, **saved}
+        ranked.append(dataclasses.replace(each, metrics=metrics))
+    return ranked

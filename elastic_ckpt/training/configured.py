@@ -21,7 +21,7 @@ from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import decision, faults, watch, world_host
 from elastic_ckpt.inspect.run_files import RunRecord
 from elastic_ckpt.steps import failure_domains, layout
-from elastic_ckpt.steps.best_steps import BestN
+from elastic_ckpt.steps.retention import BestN
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent, Tier, TlsFiles
 from elastic_ckpt.tiers.peers import agent_url
 from elastic_ckpt.training import keys, run_directory, schema

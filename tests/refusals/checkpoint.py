@@ -8,7 +8,7 @@ import elastic_ckpt as ec
 from elastic_ckpt.checkpoint.components import rng, sharing
 from elastic_ckpt.checkpoint.components.component import Component
 from elastic_ckpt.core import errors
-from elastic_ckpt.steps import best_steps, failure_domains
+from elastic_ckpt.steps import failure_domains, retention
 from tests.refusals import Refusal
 
 CUBE = np.arange(8).reshape(2, 2, 2)
@@ -67,7 +67,7 @@ REFUSALS = {
         r"no directory .*stepz; save",
         error=errors.CheckpointError,
     ),
-    "best of none": Refusal(lambda _: best_steps.BestN(-1), "BestN"),
+    "best of none": Refusal(lambda _: retention.BestN(-1), "BestN"),
     "a domain without a name": Refusal(
         lambda _: failure_domains.parse("rack=r7;zone", what="x"),
         "x='rack=r7;zone': 'zone' is not `kind=name`",

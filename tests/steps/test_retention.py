@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.steps import best_steps, retention
+from elastic_ckpt.steps import retention
 
 policies = ocp.training.preservation_policies
 BEGAN = datetime.datetime(2026, 11, 1, tzinfo=datetime.UTC)
@@ -95,7 +95,7 @@ def test_nothing_is_removed_while_no_step_is_complete():
 def kept(losses, n, **options):
     """The numbers of the best of some steps, whose metrics are given in order."""
     steps = [held(number, loss=loss) for number, loss in enumerate(losses)]
-    policy = best_steps.BestN(n, metric="loss", **options)
+    policy = retention.BestN(n, metric="loss", **options)
     flags = policy.should_preserve(steps)
     return [number for number, keep in enumerate(flags) if keep]
 
@@ -134,7 +134,7 @@ def test_no_step_that_is_left_out_is_better_than_one_that_is_preserved(
 
 
 def test_metrics_that_are_no_numbers_are_never_the_best():
-    policy = best_steps.BestN(1)
+    policy = retention.BestN(1)
     assert policy.rank({"eval_loss": True}) is None
     assert policy.rank({"eval_loss": "low"}) is None
     assert policy.rank({"accuracy": 1.0}) is None
