@@ -183,7 +183,7 @@ class BestN:
         Args:
           metrics: those of the step; None if it was not evaluated.
         """
-        value = (metrics or {}).get(self.metric)
+        value: Any = (metrics or {}).get(self.metric)
         if type(value) not in (int, float) or not math.isfinite(value):
             return None
         return -value if self.higher_is_better else value
