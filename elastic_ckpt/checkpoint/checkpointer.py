@@ -120,7 +120,7 @@ class HostsCheckpointer:
         self._background = Stage("background")
         with contextlib.ExitStack() as on_error:
             on_error.callback(hosts.close)
-            self._of_storage = Writing(hosts, chosen, world)
+            self._of_storage = Writing(hosts, chosen, world, run=run)
             on_error.callback(self._of_storage.close)
             rendezvous.join(hosts, begin_writing=self._of_storage.begin)
             if found not in (None, run):
@@ -150,7 +150,7 @@ class HostsCheckpointer:
             clock=None if chosen.local is None else backups,
             world=world,
             emit=self._emit,
-            check_writer=self._of_storage.check,
+            writing=self._of_storage,
             has_storage=self._root is not None,
         )
         self._schedule = Schedule(
@@ -176,7 +176,7 @@ class HostsCheckpointer:
         self._is_anew = False
         self._claims = self._root is not None and world.claimant is not None
         self._go_on_from(restore.find(hosts, None, emit=self._emit))
-        if self._root is not None and not chosen.is_read_only:
+        if self._of_storage.is_writer:
             step = 0 if self._restored is None else self._restored.step
             self._stages.clean(StepId(step, self._save))
 

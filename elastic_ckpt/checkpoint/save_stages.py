@@ -48,6 +48,7 @@ from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.schedule import BackupClock
+from elastic_ckpt.checkpoint.writing import Writing
 from elastic_ckpt.core import (
     background,
     clock,
@@ -127,7 +128,7 @@ class SaveStages:
       clock: of backups.
       world: among those of the run.
       emit: called for each event, in the threads of the stages.
-      check_writer: raises an error if another program writes to storage.
+      writing: whether this program may write to storage.
       has_storage: whether there is any.
 
     Attributes:
@@ -144,13 +145,13 @@ class SaveStages:
         clock: BackupClock | None = None,
         world: RunWorld = ALONE,
         emit: events.Emit,
-        check_writer: Callable[[], None] = lambda: None,
+        writing: Writing | None = None,
         has_storage: bool = False,
     ) -> None:
         self.committed: CheckpointMetadata | None = None
         self._hosts = hosts
         self._emit = emit
-        self._check_writer = check_writer
+        self._writing = writing
         self._world = world
         # Set once another start of the run has continued it.
         self._replaced: errors.ReplacedError | None = None
@@ -190,10 +191,10 @@ class SaveStages:
         self._due.drop_after(0 if restored is None else restored.step)
 
     def claim(self, line: Line) -> int:
-        """Claims the world, which will save to a line; returns its number."""
-        number = self._hosts.first(HostBackup.begin_line, line, self._world.claimant)
+        """Records the line that is saved to; returns the number of the world."""
+        claim = None if self._writing is None else self._writing.claim(line)
         self._begins_line = False
-        return number
+        return 0 if claim is None else claim.number
 
     def check(self) -> None:
         """Raises a ReplacedError if a stage found that another start continues."""
@@ -626,7 +627,8 @@ class SaveStages:
         # Uploads a step; whether it was committed to storage.
         step, began_secs = saving.step, clock.monotonic()
         try:
-            num_bytes, bad = saving.upload(self._hosts, check_writer=self._check_writer)
+            assert self._writing is not None
+            num_bytes, bad = saving.upload(self._hosts, self._writing.check)
         except errors.HostsFailedError as error:
             self._not_taken(step, f"it was not backed up: {error}")
             return False

@@ -23,6 +23,7 @@ from elastic_ckpt.steps import line as line_of
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.tiers.persistent import claims
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,13 +194,14 @@ class Saving:
         )
 
     def upload(
-        self, hosts: Hosts, *, check_writer: Callable[[], None] = lambda: None
+        self, hosts: Hosts, check_writer: Callable[[], claims.Claim | None]
     ) -> tuple[int, list[str]]:
         """Uploads a committed or held step from all hosts, and commits it to storage.
 
         Args:
           hosts: of the world.
-          check_writer: called before storage is written to, and before the commit.
+          check_writer: returns the claim of this world; called before storage is
+            written to, and before the commit.
 
         Returns:
           The bytes, and the copies that proved to be bad, a sentence each.
@@ -208,9 +210,10 @@ class Saving:
           HostsFailedError: if it is not committed.
           ReplacedError: if another program writes.
         """
-        check_writer()
+        claim = check_writer()
+        assert claim is not None
         step_id, description = self.step_id, self.description
-        deal = functools.partial(hosts.first, HostBackup.chunk_shapes, step_id)
+        deal = functools.partial(hosts.first, HostBackup.chunk_shapes, step_id, claim)
         if self.is_held:
             chunks = deal()
         else:
@@ -220,7 +223,7 @@ class Saving:
         answers = hosts.all(HostBackup.back_up, step_id, names)
         files = description.files(chunks)
         check_writer()
-        hosts.first(HostBackup.commit, step_id, names, files)
+        hosts.first(HostBackup.commit, step_id, names, files, claim)
         bad = dict.fromkeys(why for each in answers for why in each.bad)
         return sum(each.num_bytes for each in answers), list(bad)
 

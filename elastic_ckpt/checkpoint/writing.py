@@ -1,17 +1,18 @@
-"""Whether this program is the writer of storage, as all of its processes agree."""
+"""Agreement among all processes on whether this program may write to storage."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-
-from etils import epath
+from typing import Any
 
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.run_world import RunWorld
-from elastic_ckpt.core import bucket_clients, errors
+from elastic_ckpt.core import bucket_clients, codec, errors
+from elastic_ckpt.steps.line import Line
 from elastic_ckpt.tiers import run_identity
 from elastic_ckpt.tiers.choices import Chosen
-from elastic_ckpt.tiers.persistent.writer import Writer
+from elastic_ckpt.tiers.persistent.claims import Claim, Writer
 
 
 class Writing:
@@ -21,22 +22,26 @@ class Writing:
       hosts: of the world.
       chosen: the tiers; without storage there is nothing to do.
       world: among those of the run.
+      run: the identity of the run.
+
+    Attributes:
+      is_writer: whether this program has been the writer of storage since `begin`.
     """
 
-    def __init__(self, hosts: Hosts, chosen: Chosen, world: RunWorld) -> None:
+    def __init__(
+        self, hosts: Hosts, chosen: Chosen, world: RunWorld, *, run: str
+    ) -> None:
         self._hosts = hosts
-        self._is_needed = chosen.persistent is not None and not chosen.is_read_only
-        # Claims decide between several starts of a run that has them.
-        self._has_claims = world.claimant is not None
         self._identity: run_identity.Identity | None = None
         # Whether storage has had it since this program began.
         self._is_identified = False
-        self._directory: epath.PathLike = ""
         self._writer: Writer | None = None
+        self.is_writer = False
+        self._is_needed = chosen.persistent is not None and not chosen.is_read_only
         if self._is_needed and hosts.own == 0:
             assert chosen.persistent is not None
             self._directory = chosen.persistent.directory
-            self._writer = Writer(self._directory, claimant=world.claimant)
+            self._writer = Writer(self._directory, run=run, claimant=world.claimant)
 
     def begin(self, identity: run_identity.Identity | None) -> None:
         """Becomes the writer, or leaves it to `check` if storage is out of reach.
@@ -46,25 +51,43 @@ class Writing:
 
         Raises:
           RunError: if another program writes.
-          CheckpointError: if a record of writers, or of the run, cannot be read.
+          CheckpointError: if a record cannot be read.
         """
         self._identity = identity
-        kind, problem = self._agreed(self._begin)
-        if kind in (errors.RunError.__name__, errors.CheckpointError.__name__):
-            raise getattr(errors, kind)(problem)
 
-    def check(self) -> None:
+        def begin(writer: Writer) -> Claim | None:
+            with contextlib.suppress(*bucket_clients.failures()):
+                self._begin(writer)
+            return writer.own
+
+        self.is_writer = self._agreed(begin) is not None
+
+    def check(self) -> Claim | None:
         """Checks, before storage is written to, that it is still this run's.
+
+        Returns:
+          The claim of this world; None without storage.
 
         Raises:
           ReplacedError: if another program writes now, or the directory was removed.
           HostsFailedError: if storage is out of reach.
         """
-        kind, problem = self._agreed(self._check)
-        if kind == errors.ReplacedError.__name__:
-            raise errors.ReplacedError(problem)
-        if kind:
-            raise errors.HostsFailedError({0: problem})
+
+        def check(writer: Writer) -> Claim | None:
+            self._begin(writer)
+            writer.check()
+            return writer.own
+
+        return self._agreed(check)
+
+    def claim(self, line: Line) -> Claim | None:
+        """Records the line that steps are saved to from now on; as `check`."""
+
+        def claim(writer: Writer) -> Claim:
+            self._begin(writer)
+            return writer.claim(line)
+
+        return self._agreed(claim)
 
     def close(self) -> None:
         """Lets other programs write."""
@@ -73,27 +96,28 @@ class Writing:
 
     def _begin(self, writer: Writer) -> None:
         writer.begin()
-        if self._identity is not None and not self._is_identified:
+        if self._identity is None:
+            return
+        if self._is_identified:
+            run_identity.check(self._directory, self._identity)
+        else:
             run_identity.create(self._directory, self._identity)
             self._is_identified = True
 
-    def _check(self, writer: Writer) -> None:
-        self._begin(writer)
-        if self._is_identified:
-            assert self._identity is not None
-            run_identity.check(self._directory, self._identity)
-        if not self._has_claims:
-            writer.check()
-
-    def _agreed(self, act: Callable[[Writer], None]) -> tuple[str, str]:
-        # The class of the error that host 0 has met, and the problem; empty if none.
+    def _agreed(self, act: Callable[[Writer], Claim | None]) -> Claim | None:
+        # What host 0 has done.
         if not self._is_needed:
-            return "", ""
-        kind = problem = ""
+            return None
+        kind, problem, claim = "", "", None
         if self._writer is not None:
             try:
-                act(self._writer)
+                claim = codec.encode(act(self._writer))
             except (errors.ElasticCkptError, *bucket_clients.failures()) as error:
                 kind, problem = type(error).__name__, str(error)
-        kind, problem = self._hosts.share("writer", [kind, problem])[0]
-        return kind, problem
+        answer: Any = self._hosts.share("writer", [kind, problem, claim])[0]
+        kind, problem, claim = answer
+        if kind in (errors.RunError.__name__, errors.ReplacedError.__name__):
+            raise getattr(errors, kind)(problem)
+        if kind:
+            raise errors.HostsFailedError({0: problem})
+        return codec.decode(Claim | None, claim)

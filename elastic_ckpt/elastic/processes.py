@@ -463,7 +463,7 @@ class Processes(ProcessCluster):
         `SLURM_NODEID` or `JOB_COMPLETION_INDEX` in the environment.
       shared: for a run on several machines, a directory of it that all of them reach,
         on a shared disk or in a bucket, such as that of `ec.Persistent`. The machine
-        that leads holds a claim in it, `leader/<number>.json`, with its address.
+        that leads holds a claim in it, `leaders/<number>.json`, with its address.
       interface: the address by which the other machines reach this one; by default
         `POD_IP`, or the address of its default route.
       machine_timeout_secs: a machine that is not heard of for so long is lost, and the

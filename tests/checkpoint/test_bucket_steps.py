@@ -5,6 +5,7 @@ from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors, storage
+from elastic_ckpt.steps.line import Line
 from elastic_ckpt.tiers.persistent import leases, persistent_root
 from tests.tiers import tiered_steps
 
@@ -58,7 +59,8 @@ def test_a_removal_that_was_cut_short_is_finished_by_the_next_one(bucket, tmp_pa
     with tiered_steps.checkpointer(tmp_path / "ram", bucket, keep=NEWEST) as run:
         tiered_steps.save(run, 3)
         # As a world leaves it that is killed meanwhile: of step 2 some files are left.
-        killed = leases.announced(root, [2], by=f"{1:015d}")
+        of_killed = Line(save=f"{1:015d}", parents=())
+        killed = leases.removing(root, [2], of_killed, watch=leases.Watch())
         killed.__enter__()
         storage.write_atomic(root.final(2) / "state" / "d" / "x", b"")
         assert [each.step for each in root.leftovers()] == [2]

@@ -103,11 +103,12 @@ def test_saves_of_a_replaced_start_do_not_count(run, steps):
     ended = contextlib.suppress(errors.ReplacedError)
     with ended, run.open(ram="of-a", start="a") as replaced:
         run.save(replaced, *steps)
+        assert replaced.claim_world() == 1
         with run.open(ram="of-b", start="b") as new:
-            assert [replaced.claim_world(), new.claim_world()] == [1, 2]
+            assert new.claim_world() == 2
             # The old start saves on, until it is to commit a step to storage.
             for step in (4, 5):
-                with pytest.raises(errors.ReplacedError, match="b, has continued it"):
+                with pytest.raises(errors.ReplacedError, match=r"b \(.*has continued"):
                     run.save(replaced, step)
             assert [each.step for each in new.checkpoints] == steps
             run.save(new, 4, line=2)
@@ -402,15 +403,15 @@ def test_without_a_record_or_an_earlier_step_nothing_is_distrusted_but_it_is_sai
         run.save(opened, 1, 2, 3, 4, 5)
     with run.open(every=2) as opened:
         run.load(opened)
-        create = storage.create
+        write = storage.write_atomic
 
         def refuse(path, *arguments, **options):
             if "worlds" in str(path):
                 raise PermissionError(13, "it is read-only", str(path))
-            return create(path, *arguments, **options)
+            return write(path, *arguments, **options)
 
         with monkeypatch.context() as patch:
-            patch.setattr(storage, "create", refuse)
+            patch.setattr(storage, "write_atomic", refuse)
             assert opened.distrust(6) is None
         assert opened.latest.step == 5
         (event,) = run.recorded.named("degraded")

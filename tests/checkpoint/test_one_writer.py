@@ -14,8 +14,8 @@ import pytest
 from etils import epath
 
 import elastic_ckpt as ec
-from elastic_ckpt.core import errors, process
-from elastic_ckpt.tiers.persistent import claims, renewed, writer
+from elastic_ckpt.core import errors, process, storage
+from elastic_ckpt.tiers.persistent import claims, records
 from elastic_ckpt.training import elastic_run
 from tests import seams, shared_memory
 
@@ -145,22 +145,19 @@ class Waiting(seams.Clock):
 def test_a_writer_of_another_machine_counts_as_long_as_it_renews(tmp_path, renews):
     with opened(tmp_path) as before:
         assert before.save(1, {"w": np.full(4, 1)})
-    records = renewed.Records(
-        directory=epath.Path(tmp_path / writer.DIRECTORY), what="x", remedy="y"
-    )
-    far = renewed.Record(
-        name="a", process=elsewhere(), duration_secs=60.0, fields={"is_claiming": False}
-    )
-    records.directory.mkdir(exist_ok=True)
-    records.write(1, far)
+    path = epath.Path(tmp_path / claims.DIRECTORY / "1.json")
+    record = records.read(path)
+    far = dataclasses.replace(record, process=elsewhere(), secs=60.0, start="a")
+    storage.write_atomic(path, records.to_bytes(far))
 
     def act():
         if renews:
-            records.write(1, dataclasses.replace(far, count=1))
+            again = dataclasses.replace(far, count=1)
+            storage.write_atomic(path, records.to_bytes(again))
 
     with seams.by(Waiting(act)):
         if renews:
-            with pytest.raises(errors.RunError, match="on far, since"):
+            with pytest.raises(errors.RunError, match=r"process \d+ on far, since"):
                 opened(tmp_path)
         else:
             opened(tmp_path).close()
@@ -180,15 +177,16 @@ def test_a_writer_that_was_replaced_commits_no_step(tmp_path):
         assert [each.step for each in second.checkpoints] == [1, 2]
         assert second.save(4, {"w": np.full(4, 4)})
     assert {path.name for path in steps.iterdir() if path.name.isdigit()} == set("124")
-    # A program that has ended leaves no record.
+    # A program that has ended lets others write at once.
+    path = epath.Path(steps / claims.DIRECTORY / "3.json")
     with contextlib.suppress(KeyError), opened(steps):
-        assert writer.live(steps).process == process.this()
+        assert records.read(path).process == process.this()
         raise KeyError
-    assert writer.live(steps) is None
+    assert records.read(path).secs == 0
 
 
-def begin(steps, claimant=None, owner=None):
-    begun = writer.Writer(steps, claimant=claimant, owner=owner)
+def begin(steps, claimant=None):
+    begun = claims.Writer(steps, claimant=claimant)
     begun.begin()
     return begun
 

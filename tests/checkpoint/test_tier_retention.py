@@ -12,6 +12,7 @@ from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import (
+    commit,
     evaluations,
     persistent_root,
     persistent_tier,
@@ -137,16 +138,16 @@ def test_on_a_full_ram_disk_damaged_steps_go_and_those_that_cannot_be_read_stay(
 def test_storage_that_is_away_or_refuses_is_told_and_training_goes_on(
     tmp_path, monkeypatch
 ):
-    def refuse(*_):
+    def refuse(*_, **more):
+        del more
         raise OSError(5, "storage is away")
 
     recorded = RecordedEvents()
     with monkeypatch.context() as patch:
-        patch.setattr(storage, "Presence", refuse)
+        patch.setattr(commit, "commit", refuse)
         with opened(tmp_path, keep=policies.LatestN(1), emit=recorded) as checkpointer:
             tiered_steps.save(checkpointer, 1)
             assert in_ram(tmp_path) == [1]
-            # A backup that others do not know of could be taken for a dead one.
             assert stored(tmp_path) == []
             patch.undo()
             patch.setattr(persistent_tier.PersistentTier, "remove", refuse)
@@ -155,7 +156,7 @@ def test_storage_that_is_away_or_refuses_is_told_and_training_goes_on(
     assert stored(tmp_path) == [2, 3]
     assert [each["step"] for each in recorded.named("backed_up")] == [2, 3]
     told = recorded.named("degraded")
-    assert "leftovers were not removed: host 0: [Errno 5] storage" in told[0]["why"]
+    assert "it was not backed up: host 0: [Errno 5] storage" in told[0]["why"]
     assert told[-1]["step"] == 3
 
 

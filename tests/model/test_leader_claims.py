@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from elastic_ckpt.core import process
+from elastic_ckpt.core import process, storage
 from elastic_ckpt.elastic.machines import leader_claim
 from tests import seams, shared_memory
 from tests.model import simulated_world
@@ -244,20 +244,26 @@ def test_a_process_that_has_ended_is_not_waited_for(tmp_path):
             assert path.stat().st_mode & 0o077 == 0
 
 
-def test_a_request_that_was_carried_out_though_it_failed_is_no_leader(tmp_path):
+def test_a_request_that_was_carried_out_though_it_failed_is_no_leader(
+    tmp_path, monkeypatch
+):
     # The answer of an object store was lost.
     with simulated():
         first, second = machine(tmp_path, 0), machine(tmp_path, 1)
 
-        def fail(change, path):
-            if change == "remove" and path.endswith("1.json"):
-                raise OSError
+        create = storage.create
+
+        def fail(*each, **more):
+            assert create(*each, **more)
+            raise OSError
 
         assert take(first)
         first.give_back()
         first.look()
-        with pytest.raises(OSError), seams.watched(fail):  # noqa: PT011
-            first.take("a:1", "key", renewed_to=lambda _: None)
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, "create", fail)
+            with pytest.raises(OSError):  # noqa: PT011
+                first.take("a:1", "key", renewed_to=lambda _: None)
         first.look()
         assert first.leader() is None
         second.look()

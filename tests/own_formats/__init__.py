@@ -28,8 +28,7 @@ from elastic_ckpt.tiers.persistent import (
     evaluations,
     orbax_digests,
     persistent_root,
-    renewed,
-    writer,
+    records,
 )
 from tests.tiers import saved_worlds
 
@@ -121,13 +120,6 @@ STATE = {
 IDENTITY = run_identity.Identity(
     name="0123456789abcdef0123456789abcdef", is_stored=True
 )
-CLAIM = claims.Claim(
-    run="run-7",
-    number=1,
-    claimant="host-01-7-0123abcd",
-    line=Line(save="000000000000003", parents=((4, "000000000000001"),)),
-    time_ms=1_790_000_000_123,
-)
 EVALUATION = evaluations.Evaluation(
     run="run-7", step=40, save="000000000000003", metrics='{"loss":2}'
 )
@@ -149,14 +141,21 @@ RECORD = run_files.RunRecord(
     data={"global_batch_size": 8},
     settings={"global_batch_size": 8, "run_name": "run-7"},
 )
-WRITER = renewed.Record(
-    name="a",
+CLAIM = records.Record(
+    start="host-01-7-0123abcd",
     process=process.Process(
-        host="far", pid=7, boot_id="b", pid_namespace="1", start_ticks=3
+        host="host-01", pid=7, boot_id="b", pid_namespace="pid:[1]", start_ticks=3
     ),
+    secs=60.0,
     since_ms=1_790_000_000_123,
-    duration_secs=60.0,
     count=2,
+    fields={
+        "run": "run-7",
+        "is_launched": True,
+        "save": "000000000000003",
+        "parents": [[4, "000000000000001"]],
+        "begun_ms": 1_780_000_000_123,
+    },
 )
 ORBAX_FILES = {"state/_METADATA": b"{}", "_CHECKPOINT_METADATA": b"[]"}
 
@@ -185,22 +184,6 @@ def _read_evaluations(directory):
     root = persistent_root.PersistentRoot.from_path(directory)
     line = Line(save="000000000000003", parents=())
     return evaluations.counted(root, line, run="run-7")
-
-
-def _records(directory):
-    return renewed.Records(
-        directory=epath.Path(directory / writer.DIRECTORY), what="x", remedy="y"
-    )
-
-
-def _write_record(directory):
-    (directory / writer.DIRECTORY).mkdir()
-    _records(directory).write(1, WRITER)
-
-
-def _read_record(directory):
-    _, record = _records(directory).newest()
-    return (record.name, record.process, record.since_ms, record.count)
 
 
 def _read_listed(directory):
@@ -260,8 +243,14 @@ OWN = {
     "claim of a world": OwnFormat(
         golden="claim_v1.json",
         file="worlds/1.json",
-        value=CLAIM,
-        content=lambda _: claims._to_bytes(CLAIM),
+        value=claims.Claim(
+            number=1,
+            start=CLAIM.start,
+            run="run-7",
+            line=Line(save="000000000000003", parents=((4, "000000000000001"),)),
+            begun_ms=1_780_000_000_123,
+        ),
+        content=lambda _: records.to_bytes(CLAIM),
         read=claims.newest,
         page=STEPS / "FORMAT.md",
     ),
@@ -285,13 +274,6 @@ OWN = {
         content=_written(run_agents.FILE, lambda path: run_agents.write(path, AGENTS)),
         read=run_agents.read,
         page=STEPS / "FORMAT.md",
-    ),
-    "record of a writer": OwnFormat(
-        golden="writer_v1.json",
-        file="writers/1.json",
-        value=("a", WRITER.process, WRITER.since_ms, 2),
-        content=_written("writers/1.json", _write_record),
-        read=_read_record,
     ),
     "list of Orbax's files": OwnFormat(
         golden="orbax_digests_v1.json",

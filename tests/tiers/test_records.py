@@ -1,6 +1,6 @@
 """Records beside the steps in storage: who writes, who reads, and who serves."""
 
-import contextlib
+import dataclasses
 import pathlib
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from elastic_ckpt.core import bucket_clients, clock, errors, storage
+from elastic_ckpt.core import clock, errors, storage
 from elastic_ckpt.steps import line
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.peers import run_agents
@@ -18,120 +18,139 @@ from elastic_ckpt.tiers.persistent import (
     leases,
     persistent_root,
     persistent_tier,
+    records,
     retries,
     upload,
-    writers,
 )
 from tests.tiers import uploaded
 from tests.tiers.test_evaluations import committed
 
-A = claims.Claimant(name="a")
-B = claims.Claimant(name="b")
-A_AGAIN = claims.Claimant(name="a", has_claimed=True)
-OLD, NOW, LATER = (f"{number:015d}" for number in (5, 6, 7))
+OLD, NOW = (f"{number:015d}" for number in (5, 6))
 
 
 def line_of(save):
     return line.Line(save=save, parents=((40, "7"),))
 
 
-def claim(steps, save, claimant=A):
-    return claims.claim(steps, line_of(save), run="tiny", claimant=claimant)
+def begin(steps, name="a", **claimant):
+    """A world of a start of a run that a launcher starts."""
+    start = claims.Claimant(name=name, **claimant)
+    writer = claims.Writer(steps, run="tiny", claimant=start)
+    writer.begin()
+    return writer
 
 
 class TestClaims:
-    """Each world of a run belongs to one start: the first that creates its record."""
+    """The newest start of a run writes; the others stop before they commit a step."""
 
     @pytest.mark.parametrize("place", ["local", "gs", "s3"])
     def test_a_replaced_start_claims_and_commits_no_more(self, place, steps_in):
         steps = steps_in(place)
         assert claims.newest(steps) is None
-        first = claim(steps, "8")
+        old = begin(steps, "a")
+        first = old.claim(line_of("8"))
         assert claims.newest(steps) == first
         claims.check(steps, first)
-        second = claim(steps, "9", B)
+        new = begin(steps, "b")
+        # Until it has a line of its own, that of the world before counts.
+        assert claims.newest(steps).line == line_of("8")
+        second = new.claim(line_of("9"))
         assert claims.newest(steps) == second
         assert [first.number, second.number] == [1, 2]
-        with pytest.raises(errors.ReplacedError, match="b, has continued it as world"):
-            claims.check(steps, first)
+        for act in (
+            lambda: claims.check(steps, first),
+            old.check,
+            # Its clock may be ahead.
+            lambda: old.claim(line_of("99")),
+            lambda: begin(steps, "a", has_claimed=True),
+        ):
+            with pytest.raises(errors.ReplacedError, match=r"b \(.* as world 2"):
+                act()
         assert claims.is_replaced(steps, 1)
         assert not claims.is_replaced(steps, 2)
-        # Its clock may be ahead.
-        with pytest.raises(errors.ReplacedError, match="world 2"):
-            claim(steps, "99", A_AGAIN)
         claims.check(steps, second)
+        new.close()
+        with pytest.raises(errors.CheckpointError, match="was closed before"):
+            claims.check(steps, second)
 
     def test_a_start_claims_each_of_its_worlds(self, tmp_path):
-        first, second = claim(tmp_path, "8"), claim(tmp_path, "9", A_AGAIN)
-        assert [first.number, second.number] == [1, 2]
+        begin(tmp_path).claim(line_of("8"))
+        second = begin(tmp_path, has_claimed=True).claim(line_of("9"))
+        assert second.number == 2
         assert not claims.is_replaced(tmp_path, 1)
         # Another start, whose search was before that, has lost.
-        with pytest.raises(errors.ReplacedError, match="a, has continued it as world"):
-            claim(tmp_path, "9", B)
-        assert claim(tmp_path, "95", B).number == 3
+        other = begin(tmp_path, "b")
+        with pytest.raises(errors.ReplacedError):
+            other.claim(line_of("9"))
+        assert other.claim(line_of("95")).number == 3
+        assert claims.newest(tmp_path).begun_ms == second.begun_ms
 
-    def test_one_of_two_simultaneous_claims_wins(self, tmp_path, monkeypatch):
-        create = storage.create
+    def test_one_of_two_simultaneous_starts_writes(self, tmp_path, monkeypatch):
+        create, others = storage.create, []
 
-        def late(path, content):
+        def late(path, content, **options):
             monkeypatch.undo()
-            claim(tmp_path, "8", B)
-            return create(path, content)
+            others.append(begin(tmp_path, "b"))
+            return create(path, content, **options)
 
         monkeypatch.setattr(storage, "create", late)
-        with pytest.raises(errors.ReplacedError, match="b, has continued it as world"):
-            claim(tmp_path, "9", A)
-        assert claims.newest(tmp_path).claimant == "b"
+        begin(tmp_path).check()
+        with pytest.raises(errors.ReplacedError, match=r"a \("):
+            others[0].check()
 
-    def test_a_claim_whose_answer_was_lost_is_that_of_its_start(
+    def test_a_request_whose_answer_was_lost_was_carried_out(
         self, tmp_path, monkeypatch
     ):
-        create = storage.create
+        create, write = storage.create, storage.write_atomic
         with monkeypatch.context() as patch:
             # A client repeats its request.
             patch.setattr(
-                storage, "create", lambda *each: (create(*each), create(*each))[1]
+                storage,
+                "create",
+                lambda *each, **more: (create(*each, **more), create(*each, **more))[1],
             )
-            first = claim(tmp_path, "8")
-            assert first == claims.newest(tmp_path)
+            writer = begin(tmp_path)
 
-        def lose(path, content):
-            create(path, content)
+        def lose(path, content, **options):
+            write(path, content, **options)
             raise OSError(5, "the answer is lost", str(path))
 
         with monkeypatch.context() as patch:
-            patch.setattr(storage, "create", lose)
-            with pytest.raises(errors.CheckpointError, match="out of reach"):
-                claim(tmp_path, "9", A_AGAIN)
-        second = claims.check(tmp_path, first, line_of("9"))
-        assert (second.number, second) == (2, claims.newest(tmp_path))
-        # Another world of the start has another line.
-        for other in (None, line_of("8")):
-            with pytest.raises(errors.ReplacedError, match="a, has continued it"):
-                claims.check(tmp_path, first, other)
-        claim(tmp_path, "95", B)
-        with pytest.raises(errors.ReplacedError, match="b, has continued it as world"):
-            claims.check(tmp_path, first, line_of("9"))
+            patch.setattr(storage, "write_atomic", lose)
+            with pytest.raises(OSError, match="the answer is lost"):
+                writer.claim(line_of("8"))
+        assert claims.newest(tmp_path).line == line_of("8")
+        assert writer.claim(line_of("8")) == claims.newest(tmp_path)
 
-    def test_a_damaged_claim_or_storage_out_of_reach_is_an_error(self, tmp_path):
-        claim(tmp_path, "8")
+    def test_a_damaged_claim_or_storage_out_of_reach_is_an_error(
+        self, tmp_path, monkeypatch
+    ):
+        begin(tmp_path).claim(line_of("8"))
         path = tmp_path / claims.DIRECTORY / "1.json"
-        altered = path.read_bytes().replace(b'"claimant": "a"', b'"claimant": "b"')
-        path.write_bytes(altered)
-        for act in (lambda: claims.newest(tmp_path), lambda: claim(tmp_path, "9")):
+        path.write_bytes(path.read_bytes().replace(b'"start": "a"', b'"start": "b"'))
+        for act in (claims.newest, begin):
             with pytest.raises(errors.CheckpointError, match=r"1\.json was altered"):
-                act()
-        (tmp_path / "file").write_text("")
+                act(tmp_path)
+
+        def fail(_):
+            raise OSError(5, "storage is away")
+
+        monkeypatch.setattr(storage, "names", fail)
         with pytest.raises(errors.CheckpointError, match="out of reach"):
-            claim(tmp_path / "file", "8")
+            claims.newest(tmp_path)
 
     def test_a_list_that_lags_hides_no_claim(self, tmp_path, monkeypatch):
         for save in ("5", "6", "7"):
-            newest = claim(tmp_path, save)
+            newest = begin(tmp_path).claim(line_of(save))
         # As in a bucket.
         monkeypatch.setattr(storage, "is_local", lambda _: False)
-        monkeypatch.setattr(claims, "numbers", lambda _: [1])
+        monkeypatch.setattr(records.Records, "numbers", lambda _: [1])
         assert claims.newest(tmp_path) == newest
+
+
+def removing(root, steps, save):
+    """Announces removals, as a world of this save does; yields leased steps."""
+    return leases.removing(root, steps, line_of(save), watch=leases.Watch())
 
 
 def lease(path, act=lambda: None, **options):
@@ -161,8 +180,8 @@ class TestLeases:
                 assert watch.leased(root) == {1, 2}
             assert watch.leased(root) == {1}
             # A removal sees it, announced before or after.
-            with leases.announced(root, [1], by=NOW):
-                assert leases.Watch().leased(root) == {1}
+            with removing(root, [1], NOW) as leased:
+                assert leased == {1}
         assert watch.leased(root) == set()
         # Also by the path of a part; but not a step of another program.
         for part in ("", "state"):
@@ -175,7 +194,7 @@ class TestLeases:
     def test_a_step_that_is_being_removed_or_is_not_there_is_not_leased(
         self, root, tmp_path
     ):
-        with leases.announced(root, [1], by=NOW):
+        with removing(root, [1], NOW):
             with pytest.raises(leases.StepGoneError, match="is being removed"):
                 lease(root.final(1))
             lease(root.final(2))
@@ -191,26 +210,41 @@ class TestLeases:
         now_secs = 0.0
         monkeypatch.setattr(clock, "monotonic", lambda: now_secs)
         watch = leases.Watch()
-        held = leases._Lease(root.final(1), 100.0)
-        held.begin()
-        try:
-            for secs in (0.0, 99.0):
+        held = leases.lease(root.final(1), duration_secs=100.0)
+        held.__enter__()
+        (name,) = lease_files(root)
+        path = root.path / leases.DIRECTORY / name
+        record = records.read(path)
+        # Of a program on another machine; one of this machine counts while it lives.
+        far = dataclasses.replace(record.process, boot_id="another")
+        for count, times in ((0, (0.0, 99.0)), (1, (150.0, 249.0))):
+            there = dataclasses.replace(record, process=far, count=count)
+            storage.write_atomic(path, records.to_bytes(there))
+            for secs in times:
                 now_secs = secs
                 assert watch.leased(root) == {1}
-            held._write()
-            for secs in (150.0, 249.0):
-                now_secs = secs
-                assert watch.leased(root) == {1}
-            now_secs = 251.0
-            assert watch.leased(root) == set()
-            assert lease_files(root) == []
-        finally:
-            # Its holder finds that it was lost.
-            assert held.end() is not None
+        now_secs = 251.0
+        assert watch.leased(root) == set()
+        assert lease_files(root) == []
+        # Its holder finds that it was lost.
+        with pytest.raises(errors.CheckpointError, match="was lost while it was read"):
+            held.__exit__(None, None, None)
+
+    def test_a_lease_of_a_process_that_was_killed_is_over_at_once(self, root):
+        program = (
+            "import os, sys, elastic_ckpt as ec\n"
+            "with ec.lease(sys.argv[1]):\n"
+            "    os.kill(os.getpid(), 9)\n"
+        )
+        command = [sys.executable, "-c", program, root.final(1)]
+        assert subprocess.run(command, check=False).returncode == -9
+        assert len(lease_files(root)) == 1
+        assert leases.Watch().leased(root) == set()
+        assert lease_files(root) == []
 
     def test_a_lease_is_renewed_for_as_long_as_it_takes(self, root, monkeypatch):
         # Often, and yet not lost where a thread waits for seconds.
-        monkeypatch.setattr(leases, "_RENEWALS", 10_000)
+        monkeypatch.setattr(records, "_RENEWALS", 10_000)
         monkeypatch.setattr(clock, "monotonic", lambda: 0.0)
         watch, contents = leases.Watch(), set()
         with leases.lease(root.final(1), duration_secs=600.0):
@@ -238,122 +272,14 @@ class TestLeases:
     def test_announcements_of_worlds_that_were_killed_are_finished_and_removed(
         self, root
     ):
-        killed = leases.announced(root, [1], by=OLD)
+        killed = removing(root, [1], OLD)
         killed.__enter__()
         assert lease_files(root) == [f"removing-{OLD}.json"]
-        with leases.announced(root, [2], by=NOW) as cut_short:
-            assert cut_short == {1}
-            with pytest.raises(leases.StepGoneError, match="is being removed"):
-                lease(root.final(1))
+        # It had begun with step 3.
+        storage.write_atomic(root.final(3) / "state" / "x", b"")
+        with removing(root, [2], NOW), pytest.raises(leases.StepGoneError):
+            lease(root.final(1))
         assert lease_files(root) == []
-
-
-def put(root, step, save, *, commit=False):
-    """Uploads all of a step, and commits it or not."""
-    saved, hosts = uploaded.saved_step(step, save=save), uploaded.hosts(2)
-    uploaded.write_all(root, saved, hosts)
-    if commit:
-        uploaded.commit_all(root, saved, hosts)
-
-
-def left(root):
-    return [each.step for each in root.leftovers()]
-
-
-# A program that joins, prints a line, and waits.
-WRITER = (
-    "import signal, sys\n"
-    "from elastic_ckpt.core import storage\n"
-    "presence = storage.Presence(sys.argv[1])\n"
-    "print('there', flush=True)\n"
-    "signal.pause()\n"
-)
-
-
-class TestWriters:
-    """Leftovers of dead uploads are removed, files of live ones stay."""
-
-    @pytest.fixture(params=[False, True], ids=["renamed", "in place"])
-    def root(self, request, tmp_path):
-        path = storage.absolute(tmp_path / "steps")
-        return persistent_root.PersistentRoot(path=path, in_place=request.param)
-
-    @pytest.fixture
-    def world(self, root):
-        with contextlib.closing(writers.WritingWorld(root, run=uploaded.RUN)) as world:
-            yield world
-
-    def test_a_world_removes_the_uploads_of_older_ones_and_its_own_that_failed(
-        self, root, world
-    ):
-        put(root, 3, OLD, commit=True)
-        for step, save in ((4, OLD), (5, NOW), (6, LATER), (7, "orbax-own"), (8, NOW)):
-            put(root, step, save)
-        assert [each.step for each in world.discard_dead(before=NOW)] == [4]
-        assert left(root) == [5, 6, 7, 8]
-        assert len(world.discard_own(StepId(8, NOW))) == 1
-        assert left(root) == [6, 7, 8]
-        uploaded.read(persistent_tier.PersistentTier(root, run=uploaded.RUN), 3)
-
-    def test_what_another_run_or_orbax_is_writing_stays(self, root, world):
-        put(root, 4, OLD)
-        for step in (5, 6):
-            unfinished = root.unfinished(StepId(step, "1700000000000000"))
-            storage.write_atomic(unfinished / "state" / "d" / "x", b"")
-        with contextlib.closing(writers.WritingWorld(root, run="another")) as other:
-            if root.in_place:
-                # The name has no save there, and the manifest is of another run.
-                assert other.discard_dead(before=NOW) == []
-        assert len(world.discard_dead(before=NOW)) == 1
-        assert left(root) == [5, 6]
-
-    def test_nothing_is_committed_once_a_world_has_said_that_it_writes_no_more(
-        self, world
-    ):
-        world.be_present()
-        with world.committing():
-            pass
-        world.close()
-        with pytest.raises(errors.CheckpointError, match="was closed before"):
-            world.committing().__enter__()
-
-    def test_a_world_that_was_killed_writes_no_more(self, tmp_path):
-        root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
-        world = writers.WritingWorld(root, run=uploaded.RUN)
-        command = [sys.executable, "-c", WRITER, root.path / writers.LOCK]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
-            assert writer.stdout.readline() == "there\n"
-            put(root, 4, OLD)
-            removed = world.discard_dead(before=NOW)
-            writer.kill()
-        assert removed == []
-        assert len(world.discard_dead(before=NOW)) == 1
-        world.close()
-
-    def test_who_has_claimed_a_run_without_locks_removes_what_is_long_dead(
-        self, tmp_path, monkeypatch
-    ):
-        path = storage.absolute(tmp_path / "steps")
-        root = persistent_root.PersistentRoot(path=path, in_place=True)
-        put(root, 3, OLD, commit=True)
-        put(root, 4, OLD)
-        put(root, 5, LATER)
-        # The rests of removals that were cut short.
-        for rest in (root.final(6), root.aside(StepId(2, OLD))):
-            storage.write_atomic(rest / "state" / "d" / "x", b"")
-        # As in a bucket.
-        monkeypatch.setattr(storage, "is_local", lambda _: False)
-        monkeypatch.setattr(bucket_clients, "last_written", lambda _: time.time())
-        world = writers.WritingWorld(root, run=uploaded.RUN)
-        assert world.discard_dead(before=NOW, is_claimed=True) == []
-        monkeypatch.setattr(writers, "_QUIET_SECS", -60.0)
-        assert world.discard_dead(before=NOW) == []
-        removed = world.discard_dead(before=NOW, is_claimed=True)
-        assert [each.step for each in removed] == [2, 4, 6]
-        world.close()
-        monkeypatch.undo()
-        assert left(root) == [5]
-        uploaded.read(persistent_tier.PersistentTier(root, run=uploaded.RUN), 3)
 
 
 def contents(directory):
@@ -369,10 +295,11 @@ def test_what_a_replaced_start_still_uploads_in_place_does_not_count(tmp_path):
     path = storage.absolute(tmp_path / "steps")
     root = persistent_root.PersistentRoot(path=path, in_place=True)
 
+    starts = []
+
     def claimed(save):
-        of_save = line.Line(save=save, parents=())
-        start = claims.new_claimant()
-        claims.claim(root.path, of_save, run=uploaded.RUN, claimant=start)
+        starts.append(begin(root.path, save))
+        starts[-1].claim(line_of(save))
         return uploaded.saved_step(save=save)
 
     old = claimed("8")

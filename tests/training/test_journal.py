@@ -97,12 +97,11 @@ def test_steps_that_an_earlier_start_has_trained_are_no_goodput_again(config):
 
 
 def claim(config, save):
-    claimed = claims.claim(
-        run_directory.steps_of(run_directory.path_of(config)),
-        line.Line(save=save, parents=()),
-        run="a",
-        claimant=claims.new_claimant(),
-    )
+    start = claims.new_claimant()
+    steps = run_directory.steps_of(run_directory.path_of(config))
+    writer = claims.Writer(steps, run="a", claimant=start)
+    writer.begin()
+    claimed = writer.claim(line.Line(save=save, parents=()))
     return {"world": claimed.number, "step": 0}
 
 

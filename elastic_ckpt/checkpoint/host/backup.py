@@ -7,8 +7,7 @@ removes the steps that are no longer kept there. Before the first one of a world
 
 from __future__ import annotations
 
-import dataclasses
-import functools
+import re
 from collections.abc import Callable, Mapping, Sequence, Set
 
 from elastic_ckpt.checkpoint.host import (
@@ -20,7 +19,7 @@ from elastic_ckpt.checkpoint.host import (
 from elastic_ckpt.checkpoint.host.answers import BackedUp, StepInRam
 from elastic_ckpt.checkpoint.host.part_exchange import Letter
 from elastic_ckpt.checkpoint.host.world import HostWorld, not_in_ram
-from elastic_ckpt.core import bucket_clients, calls, clock, errors
+from elastic_ckpt.core import bucket_clients, calls, clock, errors, storage
 from elastic_ckpt.steps import part_choices, retention, search
 from elastic_ckpt.steps.holdings import Holdings, Offer
 from elastic_ckpt.steps.line import Line
@@ -36,7 +35,6 @@ from elastic_ckpt.tiers.persistent import (
     ocdbt,
     persistent_root,
     upload,
-    writers,
 )
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 from elastic_ckpt.tiers.persistent.persistent_tier import PersistentTier
@@ -44,6 +42,8 @@ from elastic_ckpt.tiers.persistent.progress import Part
 from elastic_ckpt.tiers.persistent.retries import PATIENT
 from elastic_ckpt.tiers.source import Leftover, Source
 
+# The saves of our worlds (`HostWorld.new_save`); programs with Orbax alone use others.
+_SAVE = re.compile(r"\d{15}")
 # By the path of a leaf, the checkpointable and name that Orbax uses.
 Names = Mapping[str, tuple[str, str]]
 
@@ -59,19 +59,16 @@ class HostBackup:
         self._world = world
         self._part_exchange = world.exchanges["backup"]
         self._arranged: StepId | None = None
-        # The claim of this world; None if its run claims none.
-        self._claim: claims.Claim | None = None
-        # The line that it was to be claimed for last.
-        self._line: Line | None = None
         # On host 0, the holdings of the step that is being backed up.
         self._holdings: Holdings | None = None
         self._leases = leases.Watch()
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def clean(self, save: str) -> tuple[tuple[int, str], ...]:
-        """Removes leftovers of crashed uploads; host 0 does it (see `writers`).
+        """Removes leftovers of crashed uploads; host 0 of a world that has claimed it.
 
-        Those of steps that are whole in RAM stay: their uploads are continued.
+        No other world commits any more, so those of older saves are dead. Those of
+        steps that are whole in RAM stay: their uploads are continued.
 
         Args:
           save: of this world.
@@ -79,49 +76,16 @@ class HostBackup:
         Returns:
           The steps whose saves were interrupted, with the paths that were removed.
         """
-        return tuple(
-            (each.step, str(each.path))
-            for each in self._writing.discard_dead(
-                before=save,
-                is_needed=self._is_held,
-                is_claimed=self._claim is not None,
-            )
-            if each.save != persistent_root.REMOVED
-        )
-
-    @calls.call()
-    def begin_line(self, line: Line, claimant: claims.Claimant | None) -> int:
-        """Records the line of a committed step, or of a world that begins, in storage.
-
-        Host 0 does it.
-
-        Args:
-          line: of the step, or of the first one to come.
-          claimant: who claims the world; None if it is not claimed.
-
-        Returns:
-          The number of the claimed world; 0 if none is claimed.
-
-        Raises:
-          CheckpointError: if storage cannot be listed.
-          ReplacedError: if another start has claimed the world.
-        """
-        root = self._world.root
-        if root is None:
-            return 0
-        if claimant is None:
-            recorded = self._tier().recorded_lines()
-            if not any(each.save >= line.save for each in recorded):
-                own = claims.new_claimant()
-                claims.claim(root.path, line, run=self._world.run, claimant=own)
-            return 0
-        if self._claim is not None:
-            claimant = dataclasses.replace(claimant, has_claimed=True)
-        self._line = line
-        self._claim = claims.claim(
-            root.path, line, run=self._world.run, claimant=claimant
-        )
-        return self._claim.number
+        removed = []
+        for each in self._root().leftovers():
+            of_save = each.save or ""
+            is_dead = _SAVE.fullmatch(of_save) and of_save < save
+            if of_save == persistent_root.REMOVED:
+                storage.remove(each.path)
+            elif is_dead and not self._is_held(each):
+                storage.remove(each.path)
+                removed.append((each.step, str(each.path)))
+        return tuple(removed)
 
     @calls.call()
     def record_agents(self) -> None:
@@ -151,13 +115,18 @@ class HostBackup:
         return self._read(step_id)[1].contents
 
     @calls.call(limit_secs=calls.LONG_SECS)
-    def chunk_shapes(self, step_id: StepId) -> dict[str, tuple[int, ...]]:
+    def chunk_shapes(
+        self, step_id: StepId, claim: claims.Claim
+    ) -> dict[str, tuple[int, ...]]:
         """The shapes of the chunks of each leaf of a step, by its path.
 
-        Host 0 runs this first, and marks storage as being written by this world.
+        Host 0 runs this first.
+
+        Args:
+          step_id: the step.
+          claim: of this world.
         """
-        self._check_claim()
-        self._writing.be_present()
+        self._check(claim)
         self._holdings = holdings = self._dealt(step_id)
         if self._root().in_place:
             # The upload would overwrite the present files.
@@ -206,7 +175,11 @@ class HostBackup:
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def commit(
-        self, step_id: StepId, names: Names, orbax_files: Mapping[str, str]
+        self,
+        step_id: StepId,
+        names: Names,
+        orbax_files: Mapping[str, str],
+        claim: claims.Claim,
     ) -> None:
         """Makes a checkpoint of what all hosts have uploaded; one host does it.
 
@@ -214,6 +187,7 @@ class HostBackup:
           step_id: the step.
           names: see `back_up`.
           orbax_files: the texts of the files that Orbax adds to the values, by path.
+          claim: of this world.
 
         Raises:
           CheckpointError: if it cannot be committed.
@@ -221,15 +195,19 @@ class HostBackup:
         """
         holdings = self._holdings or self._read(step_id)[1]
         self._holdings = None
-        self._check_claim()
-        with self._writing.committing():
-            commit.commit(
-                self._root(),
-                self._saved_step(holdings, step_id, names),
-                hosts=[host.id for host in self._world.hosts],
-                orbax_files={path: text.encode() for path, text in orbax_files.items()},
-                make_way=lambda: self._make_way(holdings.contents, step_id),
-            )
+        self._check(claim)
+
+        def make_way() -> None:
+            self._check(claim)
+            self._arrange(holdings.contents, step_id)
+
+        commit.commit(
+            self._root(),
+            self._saved_step(holdings, step_id, names),
+            hosts=[host.id for host in self._world.hosts],
+            orbax_files={path: text.encode() for path, text in orbax_files.items()},
+            make_way=make_way,
+        )
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def collect(self, line: Line, step: int) -> None:
@@ -244,8 +222,11 @@ class HostBackup:
           line: of the save that was committed.
           step: the training step.
         """
-        root, step_id = self._root(), StepId(step, line.save)
-        self._writing.discard_own(step_id)
+        root = self._root()
+        for each in root.leftovers():
+            # Of uploads of this world that failed.
+            if each.step < step and each.save == line.save:
+                storage.remove(each.path)
         evaluations.settle(root, line, run=self._world.run)
         passed = [
             each
@@ -354,16 +335,11 @@ class HostBackup:
                 noted = tier.notes(steps[-1])["commit_timestamp_nsecs"]
                 nsecs = noted or clock.time_ns()
             else:
-                first = claims.first(root.path)
-                nsecs = clock.time_ns() if first is None else first.time_ms * 10**6
+                first = claims.newest(root.path)
+                nsecs = clock.time_ns() if first is None else first.begun_ms * 10**6
         except (errors.CheckpointError, *bucket_clients.failures()):
             return 0.0
         return max(0.0, (clock.time_ns() - nsecs) / 10**9)
-
-    def close(self) -> None:
-        """Removes this world's mark from storage: it writes no more."""
-        if self._world.root is not None:
-            self._writing.close()
 
     def _read(self, step_id: StepId) -> tuple[dict[Offer, Source], Holdings]:
         sources = self._world.in_ram(step_id)
@@ -489,17 +465,11 @@ class HostBackup:
             preserved=tier.preserved(),
         )
 
-    def _make_way(self, contents: Contents, step_id: StepId) -> None:
-        self._check_claim()
-        self._arrange(contents, step_id)
-
-    def _check_claim(self) -> None:
-        claim = self._claim
-        if claim is not None:
-            self._claim = PATIENT.call(
-                "looking for the claim of another world",
-                lambda: claims.check(self._root().path, claim, self._line),
-            )
+    def _check(self, claim: claims.Claim) -> None:
+        PATIENT.call(
+            "looking for the claim of another world",
+            lambda: claims.check(self._root().path, claim),
+        )
 
     def _arrange(self, contents: Contents, step_id: StepId) -> None:
         if self._arranged != step_id:
@@ -522,10 +492,6 @@ class HostBackup:
 
     def _keep(self) -> retention.PreservationPolicy | None:
         return None if self._world.storage is None else self._world.storage.keep
-
-    @functools.cached_property
-    def _writing(self) -> writers.WritingWorld:
-        return writers.WritingWorld(self._root(), run=self._world.run)
 
     def _chunks(
         self, holdings: Holdings, step_id: StepId

@@ -166,7 +166,6 @@ class HostEndpoint:
         )
         self._resources.callback(world.close)
         reader, backup = HostReader(world), HostBackup(world)
-        self._resources.callback(backup.close)
         parts = (
             world,
             HostSaver(world),

@@ -1,8 +1,8 @@
 """Who leads the machines of a run: the supervisor that holds the claim in storage.
 
-    <shared>/leader/<number>.json   the claim of the machine that leads, or led last
+    <shared>/leaders/<number>.json   the claim of the machine that leads, or led last
 
-Its holder renews it (see `renewed`), and its address stands in it, so that the other
+Its holder renews it (see `records`), and its address stands in it, so that the other
 machines connect to it. It is free for the machine that creates the next number
 
 * once it was given back: its holder ended, or left the run;
@@ -22,9 +22,10 @@ from collections.abc import Callable
 from etils import epath
 
 from elastic_ckpt.core import clock, process, storage
-from elastic_ckpt.tiers.persistent import claims, renewed
+from elastic_ckpt.tiers.persistent import records
 
-DIRECTORY = "leader"
+DIRECTORY = "leaders"
+_MODE = 0o600
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,24 +75,19 @@ class LeaderClaims:
         lost_secs: float,
         owner: process.Process | None = None,
     ) -> None:
+        # Records have the key of the links between supervisors.
         directory = storage.absolute(shared) / DIRECTORY
-        self._records = renewed.Records(
-            directory=directory,
-            what="claim of a leader",
-            remedy="remove it to have the machines choose a leader anew",
-            # It has the key of the links between supervisors.
-            mode=0o600,
-        )
+        self._records = records.Records(directory, mode=_MODE)
         self.machine = machine
         self.lost_secs = lost_secs
         self._owner = owner or process.this()
-        self._newest: renewed.Record | None = None
+        self._newest: records.Record | None = None
         # The newest claim and its count, and since when they are known.
         self._seen = (0, 0)
         self._since_secs = self._asked_secs = clock.monotonic()
         # The newest claim whose holder is known to have ended, and by what.
         self._ended = (0, "")
-        self._held: renewed.Renewed | None = None
+        self._held: records.Held | None = None
 
     @property
     def directory(self) -> str:
@@ -131,17 +127,17 @@ class LeaderClaims:
         """The machine that leads, or led; None if nobody does, or gave it back."""
         there, (term, _) = self._newest, self._seen
         # A request of this process may have been carried out, though it failed.
-        if there is None or not there.duration_secs or there.process == self._owner:
+        if there is None or not there.secs or there.process == self._owner:
             return None
         lost = ""
-        if self._asked_secs - self._since_secs >= there.duration_secs:
-            lost = f"its claim was not renewed for {there.duration_secs:g} s"
+        if self._asked_secs - self._since_secs >= there.secs:
+            lost = f"its claim was not renewed for {there.secs:g} s"
         elif self._ended[0] == term:
             lost = self._ended[1]
         elif there.process.is_dead:
             lost = f"{there.process} has ended"
         return Leader(
-            **there.fields,  # type: ignore[arg-type]
+            **there.fields,
             term=term,
             claim=str(self._records.path(term)),
             since_secs=self._since_secs,
@@ -169,15 +165,20 @@ class LeaderClaims:
           OSError: if storage is unavailable, or another of `bucket_clients.failures`.
         """
         term, _ = self._seen
-        record = renewed.Record(
-            name=claims.new_claimant().name,
+        record = records.Record(
+            start=records.new_start(),
             process=self._owner,
-            duration_secs=self.lost_secs,
+            secs=self.lost_secs,
             fields={"machine": self.machine, "address": address, "key": key},
         )
-        held = renewed.Renewed(self._records, record, renewed=renewed_to)
-        if held.create(term + 1):
-            self._held = held
+        if self._records.create(term + 1, record):
+            self._held = records.Held(
+                self._records.path(term + 1),
+                record,
+                after=self._records.path(term + 2),
+                renewed=renewed_to,
+                mode=_MODE,
+            )
             self._seen = (term + 1, 0)
         return self.has_lead
 

@@ -1,38 +1,36 @@
-"""Claims: each world of a run belongs to the first start that creates its record.
+"""Claims: one program at a time writes to a directory of steps, and says so in storage.
 
-The records are beside the run's steps, `worlds/<number>.json`, numbered from 1. A
-record is created if it is absent (`storage.create`), so that of several starts of a run
-that do not see each other one gets the next world. The others, and those that cannot
-reach the storage, have to stop. A record is never changed. It has the line of the world
-(see `steps.line`), so that nothing counts that a replaced world still saves, and
-its claimant, so that a replaced start stops before it commits a step.
+A program that opens the directory to save creates the next record of `worlds/` (see
+`records`), unless the newest one is of a program that still writes. The worlds of one
+start of a run have one name, and follow each other. Another start of a run that a
+launcher starts follows at once, unless both run on one machine: whoever has the newest
+record writes, and the other finds it before it commits a step.
+
+The record has the line of its world (see `steps.line`) from its first save on, and
+before that the line of the world before. So what a replaced world still saves does not
+count, and neither does what a run went back from, even if no step of the new line is
+left.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
-import re
-import secrets
-import socket
-from collections.abc import Iterator
+from multiprocessing import util
+from typing import Self
 
 from etils import epath
 
-from elastic_ckpt.core import (
-    bucket_clients,
-    checked_json,
-    clock,
-    errors,
-    process,
-    storage,
-)
+from elastic_ckpt.core import clock, errors, process, storage
 from elastic_ckpt.steps.line import Line
+from elastic_ckpt.tiers.persistent import records
+from elastic_ckpt.tiers.persistent.records import Record, Records
 
 DIRECTORY = "worlds"
-_VERSION = 1
-_NAME = re.compile(r"([1-9][0-9]*)\.json")
+SECS = 60.0
+_ADVICE = (
+    "wait for it or stop it, save to another directory, or open it with read_only=True"
+    " to read beside it"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,27 +51,27 @@ class Claimant:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claim:
-    """The record of one world.
+    """The claim of one world.
 
     Attributes:
-      run: the identity of the run.
       number: of the world, from 1.
-      claimant: the name of the start that created the record.
-      line: of the world's first save: the steps that it goes on from.
-      time_ms: when it was claimed, since the epoch.
+      start: the name of the start of the run.
+      run: the identity of the run.
+      line: of the world's first save: the steps that it goes on from. Its save is empty
+        if no world of the run has saved anything.
+      begun_ms: when the first world of the run was claimed, since the epoch.
     """
 
-    run: str
     number: int
-    claimant: str
+    start: str
+    run: str
     line: Line
-    time_ms: int = dataclasses.field(default_factory=lambda: clock.time_ns() // 10**6)
+    begun_ms: int
 
 
 def new_claimant(owner: process.Process | None = None) -> Claimant:
     """A claimant for a start of a run, named after this process."""
-    name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    return Claimant(name=name, owner=owner)
+    return Claimant(name=records.new_start(), owner=owner)
 
 
 def newest(steps: epath.PathLike) -> Claim | None:
@@ -85,77 +83,10 @@ def newest(steps: epath.PathLike) -> Claim | None:
     Raises:
       CheckpointError: if the storage is out of reach, or the record cannot be read.
     """
-    directory = storage.absolute(steps) / DIRECTORY
-    with _within_reach(directory):
-        number = max(numbers(directory), default=0)
-        if not storage.is_local(directory):
-            # The list of an object store may lag behind its objects.
-            while _path(steps, number + 1).exists():
-                number += 1
-    return _read(directory, number) if number else None
-
-
-def first(steps: epath.PathLike) -> Claim | None:
-    """The claim of the first world, likewise."""
-    directory = storage.absolute(steps) / DIRECTORY
-    with _within_reach(directory):
-        claimed = numbers(directory)
-    return _read(directory, claimed[0]) if claimed else None
-
-
-def claim(steps: epath.PathLike, line: Line, *, run: str, claimant: Claimant) -> Claim:
-    """Claims the world that follows the newest one.
-
-    Args:
-      steps: the directory of the run's steps.
-      line: of the world; its save is later than all that were found before.
-      run: the identity of the run.
-      claimant: whose world it becomes.
-
-    Raises:
-      ReplacedError: if another start has claimed it, or one after the claimant's own.
-      CheckpointError: if the storage is out of reach: the world is not claimed then,
-        unless `newest` shows its record later.
-    """
-    before = newest(steps)
-    if before is not None and before.run == run and before.claimant != claimant.name:
-        is_later = before.line.save >= line.save
-        if claimant.has_claimed or is_later:
-            raise replaced(before)
-    number = 1 if before is None else before.number + 1
-    made = Claim(run=run, number=number, claimant=claimant.name, line=line)
-    path = _path(steps, number)
-    with _within_reach(path.parent):
-        storage.make_directory(path.parent)
-        is_created = storage.create(path, _to_bytes(made))
-    if not is_created:
-        # A client of an object store may have repeated its request after a timeout.
-        there = _read(path.parent, number)
-        if there != made:
-            raise replaced(there)
-    return made
-
-
-def check(steps: epath.PathLike, own: Claim, line: Line | None = None) -> Claim:
-    """Checks that the newest claim is that of a claimant, and returns it.
-
-    Args:
-      steps: the directory of the run's steps.
-      own: the claim that was known to be the newest.
-      line: that was to be claimed after that; the answer may have been lost.
-
-    Raises:
-      ReplacedError: if the world after `own` is claimed by another one.
-      OSError: if storage is unavailable, or another of `bucket_clients.failures`.
-    """
-    path = _path(steps, own.number + 1)
-    if not path.exists():
-        return own
-    later = _read(path.parent, own.number + 1)
-    # Worlds of one start have one claimant, and different lines.
-    if (later.claimant, later.line) == (own.claimant, line):
-        return check(steps, later, line)
-    raise replaced(later)
+    there = _records(steps)
+    with records.within_reach(there.directory):
+        number, record = there.newest()
+    return None if record is None else _claim(number, record)
 
 
 def is_replaced(steps: epath.PathLike, number: int) -> bool:
@@ -167,73 +98,189 @@ def is_replaced(steps: epath.PathLike, number: int) -> bool:
     last = newest(steps)
     if last is None or last.number <= number:
         return False
-    own = _read(storage.absolute(steps) / DIRECTORY, number)
-    return last.claimant != own.claimant
+    with records.within_reach(_records(steps).directory):
+        own = records.read(_records(steps).path(number))
+    return own is None or own.start != last.start
 
 
-def replaced(by: Claim) -> errors.ReplacedError:
-    """The error of a start whose run another one has continued.
+def check(steps: epath.PathLike, own: Claim) -> None:
+    """Checks that the claim of a world is the newest, and was not given back.
+
+    Raises:
+      ReplacedError: if another world was claimed.
+      CheckpointError: if the claim was given back, or is damaged.
+      OSError: if storage is unavailable, or another of `bucket_clients.failures`.
+    """
+    there = _records(steps)
+    record = records.read(there.path(own.number))
+    is_own = record is not None and record.start == own.start
+    if not is_own or there.path(own.number + 1).exists():
+        raise _replaced(there)
+    if record is not None and not record.secs:
+        raise errors.CheckpointError(
+            "the checkpointer was closed before its upload was committed; save once"
+            " more"
+        )
+
+
+class Writer:
+    """This program as the one that writes to a directory of steps.
 
     Args:
-      by: the claim of the other one.
+      steps: the directory, local or in an object store.
+      run: the identity of the run.
+      claimant: who claims the worlds of the run; None if nobody but this program does.
+      secs: how long others wait for a renewal.
+      advice: what to do where another program writes.
     """
-    return errors.ReplacedError(
-        f"another start of this run, {by.claimant}, has continued it as world"
-        f" {by.number}, so this one stops, and what it has saved since is not used; if"
-        " you do not want the other one, end it and start the run again"
-    )
 
-
-def numbers(directory: epath.Path) -> list[int]:
-    """The numbers of the records in a directory, `<number>.json`, ascending."""
-    names = storage.names(directory) if directory.exists() else []
-    return sorted(int(found[1]) for found in map(_NAME.fullmatch, names) if found)
-
-
-def _path(steps: epath.PathLike, number: int) -> epath.Path:
-    return storage.absolute(steps) / DIRECTORY / f"{number}.json"
-
-
-def _to_bytes(claim: Claim) -> bytes:
-    fields: dict[str, storage.Json] = {
-        "run": claim.run,
-        "number": claim.number,
-        "claimant": claim.claimant,
-        "save": claim.line.save,
-        "parents": [list(parent) for parent in claim.line.parents],
-        "time_ms": claim.time_ms,
-    }
-    return checked_json.to_bytes(fields, version=_VERSION)
-
-
-def _read(directory: epath.Path, number: int) -> Claim:
-    path = directory / f"{number}.json"
-    try:
-        fields = checked_json.parse(
-            path.read_bytes(), what="claim of a world", version=_VERSION
+    def __init__(
+        self,
+        steps: epath.PathLike,
+        *,
+        run: str = "",
+        claimant: Claimant | None = None,
+        secs: float = SECS,
+        advice: str = _ADVICE,
+    ) -> None:
+        own = claimant or new_claimant()
+        self._records = _records(steps)
+        self._run, self._claimant, self._advice = run, claimant, advice
+        self._record = Record(
+            start=own.name, process=own.owner or process.this(), secs=secs
         )
-    except (checked_json.UnreadableError, *bucket_clients.failures()) as error:
-        raise errors.CheckpointError(
-            f"claim of a world {path} {error}; restore the file from a copy, or end all"
-            " processes of the run and remove it to continue from the newest step,"
-            " which may be one that was abandoned"
-        ) from error
+        self._number = 0
+        self._held: records.Held | None = None
+        # The claim that this one follows.
+        self._before: Claim | None = None
+
+    @property
+    def own(self) -> Claim | None:
+        """The claim of this program; None before `begin`."""
+        return None if self._held is None else _claim(self._number, self._held.record)
+
+    def begin(self) -> None:
+        """Becomes the writer; may wait until the writer before has expired.
+
+        Raises:
+          RunError: if another program writes.
+          ReplacedError: if another start has claimed a world after this one's.
+          CheckpointError: if a record cannot be read.
+          OSError: if storage is unavailable, or another of `bucket_clients.failures`.
+        """
+        while self._held is None:
+            number, there = self._records.newest()
+            self._before = None
+            if there is not None:
+                self._check_follows(number, there)
+                self._before = _claim(number, there)
+            before = self._before
+            if before is not None and before.run == self._run:
+                line, begun_ms = before.line, before.begun_ms
+            else:
+                line, begun_ms = Line(save="", parents=()), clock.time_ns() // 10**6
+            record = dataclasses.replace(
+                self._record, fields=self._fields(line, begun_ms)
+            )
+            if self._records.create(number + 1, record):
+                self._number = number + 1
+                self._held = records.Held(
+                    self._records.path(number + 1),
+                    record,
+                    after=self._records.path(number + 2),
+                )
+                # Also if `close` is never called, and in children that are forked.
+                util.Finalize(self, self._held.give_back, exitpriority=0)
+
+    def claim(self, line: Line) -> Claim:
+        """Has the record tell a line, before anything is saved to it.
+
+        Raises:
+          ReplacedError: if another program writes now, or has saved to a later line.
+          OSError: if storage is unavailable, or another of `bucket_clients.failures`.
+        """
+        self.check()
+        assert self._held is not None
+        before = self._before
+        is_foreign = before is not None and before.start != self._record.start
+        if before is not None and is_foreign and before.line.save >= line.save:
+            # It was claimed after this program had looked for steps.
+            raise _replaced(self._records)
+        begun_ms = self._held.record.fields["begun_ms"]
+        self._held.renew(fields=self._fields(line, begun_ms))
+        self.check()
+        return _claim(self._number, self._held.record)
+
+    def check(self) -> None:
+        """Raises a ReplacedError if another program writes now.
+
+        Raises:
+          OSError: if storage is unavailable, or another of `bucket_clients.failures`.
+        """
+        if self._held is not None and not self._held.check():
+            raise _replaced(self._records)
+
+    def close(self) -> None:
+        """Gives the record back: another program may write at once."""
+        if self._held is not None:
+            self._held.give_back()
+
+    def __enter__(self) -> Self:
+        self.begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _fields(self, line: Line, begun_ms: int) -> dict[str, storage.Json]:
+        return {
+            "run": self._run,
+            "is_launched": self._claimant is not None,
+            "save": line.save,
+            "parents": [list(each) for each in line.parents],
+            "begun_ms": begun_ms,
+        }
+
+    def _check_follows(self, number: int, there: Record) -> None:
+        own, claimant = self._record, self._claimant
+        if own.start == there.start:
+            return
+        if claimant is not None and claimant.has_claimed:
+            raise _replaced(self._records)
+        if own.process == there.process or not there.secs:
+            return
+        if claimant is not None and there.fields["is_launched"]:
+            may_follow = claimant.owner is None or not there.process.is_running
+        else:
+            may_follow = records.is_over(self._records.path(number), there)
+        if not may_follow:
+            raise errors.RunError(
+                f"{self._records.directory.parent} is being written by another live"
+                f" program, {there}; {self._advice}"
+            )
+
+
+def _records(steps: epath.PathLike) -> Records:
+    return Records(storage.absolute(steps) / DIRECTORY)
+
+
+def _claim(number: int, record: Record) -> Claim:
+    fields = record.fields
     return Claim(
+        number=number,
+        start=record.start,
         run=fields["run"],
-        number=fields["number"],
-        claimant=fields["claimant"],
         line=Line.from_fields(fields["save"], fields["parents"]),
-        time_ms=fields["time_ms"],
+        begun_ms=fields["begun_ms"],
     )
 
 
-@contextlib.contextmanager
-def _within_reach(directory: epath.Path) -> Iterator[None]:
-    try:
-        yield
-    except bucket_clients.failures() as error:
-        raise errors.CheckpointError(
-            f"the claims of the run's worlds, {directory}, are out of reach ({error}),"
-            " and so is whether another start has continued the run; bring the storage"
-            " back, and start the run again if it has ended"
-        ) from error
+def _replaced(there: Records) -> errors.ReplacedError:
+    number, by = there.newest()
+    other = "another program" if by is None else f"{by.start} ({by})"
+    return errors.ReplacedError(
+        f"another start of this run, {other}, has continued it in"
+        f" {there.directory.parent} as world {number}, so this one commits no step"
+        " there from now on; if you do not want the other one, end it and start the run"
+        " again"
+    )

@@ -1,51 +1,34 @@
 """Leases: a step that another program reads is not removed meanwhile.
 
-    <root>/leases/<step>-<holder>.json   a lease of a step, renewed while it is used
+    <root>/leases/<step>-<start>.json    a lease: a record (see `records`)
     <root>/leases/removing-<save>.json   the steps that the run is about to remove
 
 A reader writes a lease and then looks for its step among those being removed; the run
-first writes which steps it removes and then looks for leases. So at least one of them
-sees the other, and gives way: the run keeps the step, or the reader takes another one.
+first writes which steps it removes or sets aside, and then looks for leases. So at
+least one of them sees the other, and gives way: the run keeps the step, or the reader
+takes another one.
 
-Clocks of different machines are never compared. A lease has a duration and a count,
-which its holder increases four times in that duration. The run counts a lease as
-expired when it has seen the same count for the whole duration by its own clock; the
-holder counts it as lost when it could not renew it for the same time by its own. So a
-step of a reader that was killed is removed with the first collection that comes one
-duration after another one has seen the lease.
+If a reader is killed, its step becomes removable at the first collection that finds the
+lease unchanged for one full duration; on the machine of the run, at the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
-import socket
-import threading
 from collections.abc import Collection, Iterator
-from concurrent import futures
 
 from absl import logging
 from etils import epath
 
-from elastic_ckpt.core import (
-    background,
-    bucket_clients,
-    checked_json,
-    clock,
-    errors,
-    storage,
-)
+from elastic_ckpt.core import bucket_clients, clock, errors, process, storage
 from elastic_ckpt.steps.line import Line
-from elastic_ckpt.tiers.persistent import persistent_root
+from elastic_ckpt.tiers.persistent import persistent_root, records
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
+from elastic_ckpt.tiers.persistent.records import Record
 
 DIRECTORY = "leases"
 DURATION_SECS = 120.0
-_VERSION = 1
-_SUFFIX = ".json"
 _REMOVING = "removing-"
-_RENEWALS = 4
 
 
 class StepGoneError(errors.CheckpointError):
@@ -72,18 +55,47 @@ def lease(
         files may have been removed before they were read.
       OSError: if storage is unavailable; for a bucket, it may be its client's error.
     """
-    lease = _Lease(step_path, duration_secs)
-    lease.begin()
+    if not duration_secs > 0:
+        raise errors.ConfigError(
+            f"duration_secs={duration_secs!r}: give a positive number of seconds"
+        )
+    directory = storage.absolute(step_path)
+    root = PersistentRoot.from_path(directory.parent)
+    gone = StepGoneError(
+        f"{directory} is not a committed step; name PERSISTENT_DIRECTORY/<step>, or"
+        " take a newer one if it was removed"
+    )
+    if not directory.name.isdecimal():
+        raise gone
+    step, start = int(directory.name), records.new_start()
+    record = Record(start=start, process=process.this(), secs=duration_secs)
+    path = storage.make_directory(root.path / DIRECTORY) / f"{step}-{start}.json"
+    storage.write_atomic(path, records.to_bytes(record))
+    held = records.Held(path, record)
     try:
-        yield lease.directory
-    except BaseException:
-        lease.end()
-        raise
-    problem = lease.end()
+        if step in _announced(root, _names(root)):
+            raise StepGoneError(f"{directory} is being removed; take a newer step")
+        if not root.is_committed(step):
+            raise gone
+        save = persistent_root.committed_save(directory)
+        yield directory
+        problem = None
+        try:
+            is_late = clock.monotonic() - held.renewed_secs > duration_secs
+            if is_late or not held.check():
+                problem = "it was not renewed in time"
+            elif not root.is_committed(step) or save != persistent_root.committed_save(
+                directory
+            ):
+                problem = "the step was removed, or saved again"
+        except bucket_clients.failures() as error:
+            problem = f"the storage is out of reach ({error})"
+    finally:
+        held.remove()
     if problem is not None:
         raise errors.CheckpointError(
-            f"the lease of {lease.directory} was lost while it was read: {problem};"
-            " read it again, or a newer step"
+            f"the lease of {directory} was lost while it was read: {problem}; read it"
+            " again, or a newer step"
         )
 
 
@@ -115,36 +127,37 @@ def leased_if_ours(path: epath.PathLike) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def announced(
-    root: PersistentRoot, steps: Collection[int], *, by: str
-) -> Iterator[set[int]]:
-    """Announces the steps that the run is about to remove; leases are read inside.
+class Watch:
+    """The leases of a run, as the host that removes steps has seen them."""
 
-    Args:
-      root: of the steps.
-      steps: their numbers.
-      by: the save of the world that removes them.
+    def __init__(self) -> None:
+        # By path: the record, and when it was first seen.
+        self._seen: dict[epath.Path, tuple[Record, float]] = {}
 
-    Yields:
-      The steps that earlier worlds have announced, which were killed meanwhile; these
-      announcements are removed at the end.
-    """
-    path = root.path / DIRECTORY / f"{_REMOVING}{by}{_SUFFIX}"
-    fields: dict[str, storage.Json] = {"steps": sorted(steps)}
-    storage.make_directory(path.parent)
-    storage.write_atomic(path, checked_json.to_bytes(fields, version=_VERSION))
-    try:
-        earlier = [
-            name
-            for name in _names(root)
-            if name.startswith(_REMOVING) and name < path.name
-        ]
-        yield _announced_in(root, earlier)
-        for name in earlier:
-            storage.remove(path.parent / name)
-    finally:
-        storage.remove(path)
+    def leased(self, root: PersistentRoot) -> set[int]:
+        """The steps that are leased; files of leases that are over are removed.
+
+        Raises:
+          CheckpointError: if leases cannot be read, so that nothing may be removed.
+        """
+        before, self._seen = self._seen, {}
+        steps = set()
+        for name in _names(root):
+            path = root.path / DIRECTORY / name
+            number = name.partition("-")[0]
+            record = _read(path) if number.isdecimal() else None
+            if record is None:
+                continue
+            now_secs = clock.monotonic()
+            same, since_secs = before.get(path, (None, now_secs))
+            if record != same:
+                since_secs = now_secs
+            if record.process.is_dead or now_secs - since_secs > record.secs:
+                storage.remove(path)
+                continue
+            self._seen[path] = record, since_secs
+            steps.add(int(number))
+        return steps
 
 
 @contextlib.contextmanager
@@ -159,11 +172,27 @@ def removing(
       line: of the world that does it.
       watch: of the leases.
     """
-    with announced(root, steps, by=line.save) as cut_short:
-        for number in cut_short:
+    path = root.path / DIRECTORY / f"{_REMOVING}{line.save}.json"
+    record = Record(
+        start=line.save, process=process.this(), secs=0, fields={"steps": sorted(steps)}
+    )
+    storage.make_directory(path.parent)
+    storage.write_atomic(path, records.to_bytes(record))
+    try:
+        # Of worlds that were killed meanwhile.
+        earlier = [
+            name
+            for name in _names(root)
+            if name.startswith(_REMOVING) and name < path.name
+        ]
+        for number in _announced(root, earlier):
             if not root.is_committed(number):
                 storage.remove(root.final(number))
         yield watch.leased(root)
+        for name in earlier:
+            storage.remove(path.parent / name)
+    finally:
+        storage.remove(path)
 
 
 def arrange(
@@ -181,8 +210,7 @@ def arrange(
       watch: of the leases.
 
     Raises:
-      CheckpointError: if an older save of `step` is leased, or storage is out of
-        reach.
+      CheckpointError: if an older save of `step` is leased, or storage is out of reach.
       OSError: if storage is unavailable.
     """
     misplaced = root.misplaced(line, run=run, step=step)
@@ -206,139 +234,6 @@ def leased_error(root: PersistentRoot, step: int) -> errors.CheckpointError:
     )
 
 
-class Watch:
-    """The leases of a run, as the host that removes steps has seen them."""
-
-    def __init__(self) -> None:
-        # By name: the content, and when it was first seen.
-        self._seen: dict[str, tuple[bytes, float]] = {}
-
-    def leased(self, root: PersistentRoot) -> set[int]:
-        """The steps that are leased; files of expired leases are removed.
-
-        Raises:
-          CheckpointError: if leases cannot be read, so that nothing may be removed.
-        """
-        steps = set()
-        seen: dict[str, tuple[bytes, float]] = {}
-        for name in _names(root):
-            number = name.partition("-")[0]
-            content = _content(root, name) if number.isdecimal() else None
-            if content is None:
-                continue
-            now = clock.monotonic()
-            before, since = self._seen.get(name, (None, now))
-            if content != before:
-                since = now
-            if now - since > _duration_secs(content):
-                storage.remove(root.path / DIRECTORY / name)
-                continue
-            seen[name] = (content, since)
-            steps.add(int(number))
-        self._seen = seen
-        return steps
-
-
-class _Lease:
-    # A lease of this process, which a thread renews.
-
-    def __init__(self, step_path: epath.PathLike, duration_secs: float) -> None:
-        if not duration_secs > 0:
-            raise errors.ConfigError(
-                f"duration_secs={duration_secs!r}: give a positive number of seconds"
-            )
-        self.directory = storage.absolute(step_path)
-        self._root, self._step = _parsed(self.directory)
-        self._duration_secs = duration_secs
-        holder = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        name = f"{self._step}-{holder}{_SUFFIX}"
-        self._path = self._root.path / DIRECTORY / name
-        self._count = 0
-        self._renewed_secs = 0.0
-        self._problem: str | None = None
-        self._ended = threading.Event()
-        self._renewing: futures.Future[None] | None = None
-        self._save: str | None = None
-
-    def begin(self) -> None:
-        storage.make_directory(self._path.parent)
-        try:
-            self._write()
-            if self._step in _being_removed(self._root):
-                raise StepGoneError(
-                    f"{self.directory} is being removed; take a newer step"
-                )
-            if not self._is_there():
-                raise StepGoneError(
-                    f"{self.directory} is not a committed step; name"
-                    " PERSISTENT_DIRECTORY/<step>, or take a newer one if it was"
-                    " removed"
-                )
-            self._save = persistent_root.committed_save(self.directory)
-        except BaseException:
-            with contextlib.suppress(*bucket_clients.failures()):
-                storage.remove(self._path)
-            raise
-        self._renewing = background.in_thread(self._renew, name="lease")
-
-    def end(self) -> str | None:
-        # Ends the lease; what happened to it meanwhile, None if it was kept.
-        self._ended.set()
-        if self._renewing is not None:
-            background.wait([self._renewing])
-        try:
-            if self._problem is None and not self._is_held():
-                self._problem = "the step was removed, or saved again"
-            storage.remove(self._path)
-        except bucket_clients.failures() as error:
-            self._problem = self._problem or f"the storage is out of reach ({error})"
-        return self._problem
-
-    def _renew(self) -> None:
-        while not self._ended.wait(self._duration_secs / _RENEWALS):
-            try:
-                if not self._path.exists():
-                    self._problem = "it was not renewed in time, and it has expired"
-                    return
-                self._write()
-            except bucket_clients.failures() as error:
-                logging.warning("the lease %s is not renewed: %s", self._path, error)
-            if clock.monotonic() - self._renewed_secs > self._duration_secs:
-                self._problem = "it could not be renewed in time"
-                return
-
-    def _write(self) -> None:
-        fields: dict[str, storage.Json] = {
-            "duration_secs": self._duration_secs,
-            "count": self._count,
-        }
-        began_secs = clock.monotonic()
-        storage.write_atomic(
-            self._path, checked_json.to_bytes(fields, version=_VERSION)
-        )
-        self._count += 1
-        self._renewed_secs = began_secs
-
-    def _is_held(self) -> bool:
-        if clock.monotonic() - self._renewed_secs > self._duration_secs:
-            return False
-        same = persistent_root.committed_save(self.directory) == self._save
-        return same and self._path.exists() and self._is_there()
-
-    def _is_there(self) -> bool:
-        return self._root.is_committed(self._step)
-
-
-def _parsed(directory: epath.Path) -> tuple[PersistentRoot, int]:
-    # The root and the number of the step in a directory.
-    if not directory.name.isdecimal():
-        raise StepGoneError(
-            f"{directory} is not the directory of a step in persistent storage; name"
-            " PERSISTENT_DIRECTORY/<step>"
-        )
-    return PersistentRoot.from_path(directory.parent), int(directory.name)
-
-
 def _step_of_a_run(path: epath.Path) -> epath.Path | None:
     # The directory of the step that has `path`, at most a tree in it; None if it has no
     # manifest of ours.
@@ -352,60 +247,23 @@ def _step_of_a_run(path: epath.Path) -> epath.Path | None:
     return None
 
 
-def _being_removed(root: PersistentRoot) -> set[int]:
-    return _announced_in(
-        root, [name for name in _names(root) if name.startswith(_REMOVING)]
-    )
-
-
-def _announced_in(root: PersistentRoot, names: Collection[str]) -> set[int]:
+def _announced(root: PersistentRoot, names: Collection[str]) -> set[int]:
     steps: set[int] = set()
     for name in names:
-        content = _content(root, name)
-        if content is not None:
-            try:
-                fields = checked_json.parse(
-                    content, what="announcement of removals", version=_VERSION
-                )
-            except checked_json.UnreadableError as error:
-                raise errors.CheckpointError(
-                    f"{root.path / DIRECTORY / name} {error}; remove it if no run"
-                    " removes steps now"
-                ) from None
-            steps.update(fields["steps"])
+        if name.startswith(_REMOVING):
+            record = _read(root.path / DIRECTORY / name)
+            steps.update([] if record is None else record.fields["steps"])
     return steps
-
-
-def _duration_secs(content: bytes) -> float:
-    try:
-        fields = checked_json.parse(content, what="lease", version=_VERSION)
-    except checked_json.UnreadableError:
-        # Its holder may be alive; it expires like the others.
-        return DURATION_SECS
-    return float(fields["duration_secs"])
 
 
 def _names(root: PersistentRoot) -> list[str]:
     directory = root.path / DIRECTORY
-    with _within_reach(directory):
+    with records.within_reach(directory):
         names = storage.names(directory) if directory.exists() else []
     # Others are temporary names.
-    return sorted(name for name in names if name[0] != "." and name.endswith(_SUFFIX))
+    return sorted(name for name in names if name[0] != "." and name.endswith(".json"))
 
 
-def _content(root: PersistentRoot, name: str) -> bytes | None:
-    path = root.path / DIRECTORY / name
-    with _within_reach(path), contextlib.suppress(FileNotFoundError):
-        return path.read_bytes()
-    return None
-
-
-@contextlib.contextmanager
-def _within_reach(path: epath.Path) -> Iterator[None]:
-    try:
-        yield
-    except bucket_clients.failures() as error:
-        raise errors.CheckpointError(
-            f"the leases of steps, {path}, are out of reach ({error}); try again when"
-            " the storage is back"
-        ) from error
+def _read(path: epath.Path) -> Record | None:
+    with records.within_reach(path):
+        return records.read(path)

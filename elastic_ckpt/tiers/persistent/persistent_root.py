@@ -206,7 +206,7 @@ class PersistentRoot:
             if found and not self._is_aside(found):
                 step, save = int(found[1]), found[2]
             elif _STEP.fullmatch(name) and int(name) not in are_committed:
-                step, save = int(name), None
+                step, save = int(name), _save_in(self.path / name)
             else:
                 continue
             leftovers.append(Leftover(step=step, save=save, path=self.path / name))
@@ -306,6 +306,18 @@ class PersistentRoot:
                 f"the steps in {self.path} cannot be listed ({error}); check the path"
                 " and who may read there, or try again when the storage is back"
             ) from error
+
+
+def _save_in(directory: epath.Path) -> str | None:
+    # The newest save that hosts have uploaded to a directory; None if it is not known.
+    saves = []
+    for name in manifest_names(directory):
+        try:
+            content = (directory / name).read_bytes()
+            saves.append(manifest_file.parse(content, stores=True).save)
+        except (FileNotFoundError, checked_json.UnreadableError):
+            return None
+    return max(saves, default=None)
 
 
 def find_run(path: epath.PathLike) -> str | None:

@@ -110,7 +110,8 @@ class PersistentTier:
           CheckpointError: if its record is damaged or out of reach.
         """
         newest = claims.newest(self.root.path)
-        return [newest.line] if newest and newest.run == self._run else []
+        is_known = newest and newest.run == self._run and newest.line.save
+        return [newest.line] if newest and is_known else []
 
     def foreign_steps(self) -> list[int]:
         """The committed steps without manifests, which Orbax alone wrote, ascending."""

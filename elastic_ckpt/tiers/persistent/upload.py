@@ -114,8 +114,8 @@ class Upload:
         self._others: set[Part] = set()
         self._noting = threading.Lock()
         self._next_note_secs = 0.0
-        # The number of the newest world that was claimed when the upload began.
-        self._world = 0
+        # The claim of the world that writes.
+        self._claim: claims.Claim | None = None
 
     def begin(self, held: Callable[[], Set[Part]] | None = None) -> None:
         """Makes room, or continues an upload of this save that was cut short.
@@ -137,8 +137,7 @@ class Upload:
                 f" by this save {saved.step_id.save!r}; nothing is left to upload"
             )
         if self._root.in_place:
-            newest = claims.newest(self._root.path)
-            self._world = 0 if newest is None else newest.number
+            self._claim = claims.newest(self._root.path)
         if held is not None:
             self._retries.call(
                 f"looking for an upload in {self._directory}",
@@ -238,9 +237,8 @@ class Upload:
         content = bytes(content)
         if not storage.create(path, content) and path.read_bytes() != content:
             # Another start may write the same step, into the same directory.
-            newest = claims.newest(self._root.path)
-            if newest is not None and newest.number > self._world:
-                raise claims.replaced(newest)
+            if self._claim is not None:
+                claims.check(self._root.path, self._claim)
             storage.write_atomic(path, content)
 
     def _continue(self, held: Callable[[], Set[Part]]) -> None:

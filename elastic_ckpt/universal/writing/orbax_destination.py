@@ -22,7 +22,7 @@ from etils import epath
 from elastic_ckpt.checkpoint import structure
 from elastic_ckpt.checkpoint.host.trees import AbstractArray
 from elastic_ckpt.checkpoint.structure import StepDescription
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import errors
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps import layout, manifest_file
 from elastic_ckpt.steps.manifest import (
@@ -35,7 +35,7 @@ from elastic_ckpt.steps.manifest import (
 )
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import stored_part, zarr_array
-from elastic_ckpt.tiers.persistent import commit, ocdbt, upload, writer, writers
+from elastic_ckpt.tiers.persistent import claims, commit, ocdbt, upload
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.writing import files, ocdbt_index
@@ -124,12 +124,7 @@ class OrbaxDestination(Destination):
     def alone(self) -> Iterator[None]:
         """No run writes to the directory of the step, too; see `Destination`."""
         advice = "wait for it or stop it, or convert into another directory"
-        lock = self._root.path / writers.LOCK
-        with contextlib.ExitStack() as locks:
-            locks.enter_context(self.locked(storage.exclusive_lock(lock)))
-            locks.enter_context(
-                self.locked(writer.Writer(self._root.path, advice=advice))
-            )
+        with self.locked(claims.Writer(self._root.path, advice=advice)):
             yield
 
     def commit(self, attempt: str, contents: Written) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
 from elastic_ckpt.cli import main
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import errors, process
+from elastic_ckpt.tiers.persistent import claims
 from elastic_ckpt.universal.reading import reused_memory
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
@@ -146,10 +148,18 @@ def test_targets_are_not_replaced_and_have_to_be_steps(tmp_path):
 
 @pytest.mark.usefixtures("source")
 def test_no_step_is_converted_into_the_directory_of_a_live_run(tmp_path):
-    presence = storage.Presence(tmp_path / "steps" / "writers.lock")
-    with pytest.raises(errors.RunError, match="steps is being written by another live"):
-        convert.convert(job(tmp_path))
-    presence.close()
+    with subprocess.Popen(["sleep", "1000"]) as other:
+        stat = pathlib.Path("/proc", str(other.pid), "stat").read_text()
+        owner = dataclasses.replace(
+            process.this(), pid=other.pid, start_ticks=int(stat.split()[21])
+        )
+        writer = claims.Writer(tmp_path / "steps", claimant=claims.new_claimant(owner))
+        writer.begin()
+        try:
+            with pytest.raises(errors.RunError, match="steps is being written by"):
+                convert.convert(job(tmp_path))
+        finally:
+            other.kill()
 
 
 @pytest.mark.usefixtures("source")
@@ -179,7 +189,7 @@ def end_before_change(number, given, made, check):
     def watch(change, path):
         nonlocal left
         # The lock of the directory is that of this process, which lives.
-        if change != "make" and "writers" not in path:
+        if change != "make" and "worlds" not in path:
             with lock:
                 if not left:
                     raise Stop

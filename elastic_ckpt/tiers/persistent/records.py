@@ -1,0 +1,282 @@
+"""Records in storage that count for as long as their holders renew them.
+
+A record names its process: on the same machine its number, its start and the boot of
+the machine prove whether it is alive. Of one elsewhere nothing can be proved, so a
+holder increases a count in its record four times in `secs`; a record that was not
+renewed for all of that time, by the clock of the program that looks at it, has lapsed.
+Clocks are never compared.
+
+    <directory>/<number>.json
+
+Of numbered records the newest counts. Whoever wants to follow its holder creates the
+next number: storage lets one of several do so. A holder that stood still finds that
+record before it renews its own. Claims of the worlds of a run are numbered records, and
+so are those of the leader of its machines; leases of steps are single ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import re
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from absl import logging
+from etils import epath
+
+from elastic_ckpt.core import (
+    background,
+    bucket_clients,
+    checked_json,
+    clock,
+    codec,
+    errors,
+    process,
+    storage,
+)
+
+_VERSION = 1
+_RENEWALS = 4
+_LOOKS = 16
+# Older records say which start a world was of.
+_KEPT = 100
+_NAME = re.compile(r"([1-9][0-9]*)\.json")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """One record.
+
+    Attributes:
+      start: the name of the start of a program, which no other has.
+      process: of that program.
+      secs: how long it counts without being renewed; 0 once it was given back.
+      since_ms: when it was created, since the epoch.
+      count: of its renewals.
+      fields: others, of its kind.
+    """
+
+    start: str
+    process: process.Process
+    secs: float
+    since_ms: int = dataclasses.field(default_factory=lambda: clock.time_ns() // 10**6)
+    count: int = 0
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        when = datetime.datetime.fromtimestamp(self.since_ms / 1000, datetime.UTC)
+        return f"{self.process}, since {when:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def new_start() -> str:
+    """A name for a start of a program."""
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def to_bytes(record: Record) -> bytes:
+    """The content of the file of a record."""
+    fields: dict[str, Any] = dataclasses.asdict(record)
+    return checked_json.to_bytes(fields, version=_VERSION)
+
+
+def read(path: epath.Path) -> Record | None:
+    """The record at a path; None if there is none.
+
+    Raises:
+      CheckpointError: if it is damaged.
+      OSError: if storage is unavailable, or another of `bucket_clients.failures`.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        try:
+            # Its holder may replace it at any moment.
+            content = storage.read_bytes(path)
+            fields = checked_json.parse(content, what="record", version=_VERSION)
+            return codec.decode(Record, fields, name="record")
+        except ValueError as error:
+            raise errors.CheckpointError(
+                f"{path} {error}; restore the file from a copy, or end all programs of"
+                " the run and remove it"
+            ) from None
+    return None
+
+
+def is_over(path: epath.Path, record: Record) -> bool:
+    """Whether the holder of a record is gone; may watch it until it lapses."""
+    if not record.secs or record.process.is_dead:
+        return True
+    if record.process.is_here:
+        return False
+    logging.warning(
+        "%s, may still hold %s and cannot be asked: waiting for up to %g s until that"
+        " is known",
+        record,
+        path,
+        record.secs,
+    )
+    until_secs = clock.monotonic() + record.secs
+    while clock.monotonic() < until_secs:
+        clock.sleep(record.secs / _LOOKS)
+        if read(path) != record:
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def within_reach(path: epath.Path) -> Iterator[None]:
+    """Raises a CheckpointError in place of an error of storage."""
+    try:
+        yield
+    except bucket_clients.failures() as error:
+        raise errors.CheckpointError(
+            f"the records in {path} are out of reach ({error}); try again when the"
+            " storage is back"
+        ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Records:
+    """The numbered records in a directory.
+
+    Attributes:
+      directory: local or in an object store.
+      mode: the permissions of their files.
+    """
+
+    directory: epath.Path
+    mode: int = 0o666
+
+    def path(self, number: int) -> epath.Path:
+        """The file of a record."""
+        return self.directory / f"{number}.json"
+
+    def numbers(self) -> list[int]:
+        """The numbers of the records, ascending."""
+        there = storage.names(self.directory) if self.directory.exists() else []
+        return sorted(int(found[1]) for found in map(_NAME.fullmatch, there) if found)
+
+    def newest(self) -> tuple[int, Record | None]:
+        """The newest record and its number; 0 and None before the first."""
+        number = max(self.numbers(), default=0)
+        # The listing of an object store may lag behind.
+        while not storage.is_local(self.directory) and self.path(number + 1).exists():
+            number += 1
+        return number, read(self.path(number)) if number else None
+
+    def create(self, number: int, record: Record) -> bool:
+        """Creates a record unless there is one of this number, or a later one."""
+        storage.make_directory(self.directory)
+        content = to_bytes(record)
+        if not storage.create(self.path(number), content, mode=self.mode):
+            # A client of an object store may have repeated its request.
+            return read(self.path(number)) == record
+        there = self.numbers()
+        if there and there[-1] > number:
+            # Others have created, and removed, this number since it was chosen.
+            storage.remove(self.path(number))
+            return False
+        for older in there:
+            if older <= number - _KEPT:
+                storage.remove(self.path(older))
+        return True
+
+
+class Held:
+    """A record that this process has created, and the thread that renews it.
+
+    Args:
+      path: of its file.
+      record: as it was created.
+      after: the file that whoever follows creates; None if nobody can.
+      renewed: called with the count after each renewal, in that thread.
+      mode: the permissions of its file.
+
+    Attributes:
+      path: as given.
+      record: as it was written last.
+      renewed_secs: when its last renewal began.
+      is_lost: whether it was found that another program holds it, or that it is gone.
+    """
+
+    def __init__(
+        self,
+        path: epath.Path,
+        record: Record,
+        *,
+        after: epath.Path | None = None,
+        renewed: Callable[[int], None] = lambda _: None,
+        mode: int = 0o666,
+    ) -> None:
+        self.path, self.record = path, record
+        self.renewed_secs = clock.monotonic()
+        self.is_lost = False
+        self._after, self._renewed, self._mode = after, renewed, mode
+        self._pid = os.getpid()
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        background.in_thread(self._keep, name="renewals")
+
+    def check(self) -> bool:
+        """Whether this process still holds it; asks storage.
+
+        Raises:
+          CheckpointError: if the record is damaged.
+          OSError: if storage is unavailable, or another of `bucket_clients.failures`.
+        """
+        there = read(self.path)
+        is_own = there is not None and there.start == self.record.start
+        is_followed = self._after is not None and self._after.exists()
+        self.is_lost |= is_followed or not is_own
+        return not self.is_lost
+
+    def renew(self, **changes: Any) -> None:
+        """Increases the count, unless the record is lost, or was given back.
+
+        Args:
+          **changes: of other attributes of the record.
+        """
+        with self._lock:
+            if not self._ended.is_set():
+                self._write(changes)
+        self._renewed(self.record.count)
+
+    def give_back(self) -> None:
+        """Has it lapse at once: another program may follow."""
+        self._end(lambda: self._write({"secs": 0.0}))
+
+    def remove(self) -> None:
+        """Removes it."""
+        self._end(lambda: storage.remove(self.path))
+
+    def _write(self, changes: Mapping[str, Any]) -> None:
+        began_secs = clock.monotonic()
+        if self.is_lost or not self.check():
+            return
+        count = self.record.count + 1
+        self.record = dataclasses.replace(self.record, count=count, **changes)
+        storage.write_atomic(self.path, to_bytes(self.record), mode=self._mode)
+        self.renewed_secs = began_secs
+
+    def _end(self, end: Callable[[], None]) -> None:
+        # A process that was forked has the record of its parent.
+        if self._ended.is_set() or os.getpid() != self._pid:
+            return
+        self._ended.set()
+        with self._lock:
+            try:
+                end()
+            except (errors.CheckpointError, *bucket_clients.failures()) as error:
+                logging.warning("%s was not given back: %s", self.path, error)
+
+    def _keep(self) -> None:
+        secs = self.record.secs / _RENEWALS
+        while not self._ended.wait(secs) and not self.is_lost:
+            try:
+                self.renew()
+            except (errors.CheckpointError, *bucket_clients.failures()) as error:
+                logging.warning("%s is not renewed: %s", self.path, error)
