@@ -19,6 +19,7 @@ from elastic_ckpt.tiers.peers import agent_url
 T = TypeVar("T")
 
 CaptureIn = Literal["auto", "host", "device", "wait"]
+PINNED_BYTES = 2**29
 # Whether a setting is right, and what to give instead.
 _Rule = tuple[Callable[[Any], bool], str]
 _COUNT: _Rule = (lambda count: operator.index(count) >= 1, "an integer from 1")
@@ -79,6 +80,9 @@ class Local(Tier):
         due in storage stays until that step or a later one is there.
       limit_bytes: the most bytes that the directory may hold; by default the size of
         its file system.
+      pinned_bytes: the most pinned host memory that a save takes on GPUs and TPUs. A
+        state of at most this size is sent there at once; the devices copy a larger one
+        in their own memory, if it has room, and the training goes on at once, too.
 
     Raises:
       ConfigError: if a setting is invalid, or the directory is in a bucket.
@@ -89,10 +93,11 @@ class Local(Tier):
     every: int = 1
     keep: PreservationPolicy | None = None
     limit_bytes: int | None = None
+    pinned_bytes: int = PINNED_BYTES
 
     def __post_init__(self) -> None:
         _make_absolute(self, "directory")
-        _check(self, every=_COUNT, limit_bytes=_COUNT, keep=_KEEP)
+        _check(self, every=_COUNT, limit_bytes=_COUNT, pinned_bytes=_COUNT, keep=_KEEP)
         if not storage.is_local(self.directory):
             raise errors.ConfigError(
                 f"Local({os.fspath(self.directory)!r}) is not a directory of this"
@@ -194,9 +199,10 @@ class Persistent(Tier):
       keep: the steps to keep, as one of Orbax's preservation policies; by default all.
       capture: where a step without a RAM disk that holds it is kept until it is in
         storage: in a copy in the memory of the `host`, or on the `device`s, while the
-        training goes on; or nowhere, and the save has to `wait`. `auto` takes the first
-        of them for which there is memory, and logs it if that is not the host's. In all
-        of them at most 512 MiB pass through the host's memory at a time.
+        training goes on; or nowhere, and the save has to `wait`. `auto` takes the
+        devices of accelerators if they have room, otherwise the host if it has, and
+        logs it if the training has to wait. In all of them at most 512 MiB pass through
+        the host's memory at a time.
 
     Raises:
       ConfigError: if several of the three are given, or a setting is invalid. If none

@@ -90,6 +90,7 @@ def tiers(config: schema.Config, *, persistent: epath.PathLike) -> list[Tier]:
             os.path.join(directory, config.run.run_name),
             every=period,
             limit_bytes=num_bytes(section.local_checkpoint_size_limit),
+            pinned_bytes=num_bytes(section.local_checkpoint_pinned_memory),
         ),
         _peers(section),
         Persistent(

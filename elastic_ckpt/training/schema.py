@@ -303,6 +303,11 @@ class TiersSection:
         "64Gi",
         "Size of the RAM disk, such as 64Gi or 512Mi; it is part of the host's memory.",
     )
+    local_checkpoint_pinned_memory: str = key(
+        "512Mi",
+        "Pinned host memory that accelerators send a state of this size to at once."
+        " They copy a larger one in their own memory first, if there is room.",
+    )
     local_checkpoint_period: int = key(
         0,
         "Steps between two saves to RAM; enable_multi_tier_checkpointing requires it.",

@@ -29,6 +29,7 @@ from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import ComponentFile, Contents
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.captured import Captured
+from elastic_ckpt.tiers.choices import PINNED_BYTES
 from elastic_ckpt.tiers.peers import secret
 from elastic_ckpt.tiers.ram import step_writer
 
@@ -45,10 +46,11 @@ class HostSaver:
 
     def __init__(self, world: HostWorld) -> None:
         self._world = world
-        in_ram = world.local_tier is not None
+        tier = world.local_tier
         self._memory = capture.Memory(
-            world.own.files if in_ram else None,
+            None if tier is None else world.own.files,
             "auto" if world.storage is None else world.storage.capture,
+            pinned_bytes=PINNED_BYTES if tier is None else tier.pinned_bytes,
         )
         self._saving: dict[StepId, _Saving] = {}
 

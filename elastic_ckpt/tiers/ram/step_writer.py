@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.core import checked_json, digest, errors, storage
+from elastic_ckpt.core import background, checked_json, digest, errors, storage
+from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps import layout, manifest_file
 from elastic_ckpt.steps.manifest import (
     ComponentFile,
@@ -25,9 +26,12 @@ from elastic_ckpt.steps.manifest import (
     Manifest,
 )
 from elastic_ckpt.tiers import preserved
-from elastic_ckpt.tiers.captured import Captured, fetched
+from elastic_ckpt.tiers.captured import Captured, CapturedLeaf, Values, fetched
 from elastic_ckpt.tiers.ram import ram_disk
 from elastic_ckpt.tiers.ram.chunk_files import LEAST_BYTES, ChunkFiles, ChunkWriter
+
+# As many chunks are written, and are in host memory that devices send, at a time.
+_NUM_THREADS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 
 
 class WrittenFile(NamedTuple):
@@ -85,15 +89,22 @@ class StepWriter:
         """
         leaves = self.manifest.contents.leaves
         numbers = {leaf.path: number for number, leaf in enumerate(leaves)}
-        with self._abandoned_on_failure():
+        items = [(part, *each) for part in captured.parts for each in part.boxes]
+
+        def write(item: tuple[CapturedLeaf, Box, Values]) -> Fragment:
+            part, box, values = item
+            number, file = numbers[part.leaf.path], part.files.get(box)
+            return self._chunks.write(number, part.leaf, box, fetched(values), file)
+
+        with self._abandoned_on_failure(), contextlib.ExitStack() as pools:
             for part in captured.parts:
                 if part.boxes:
                     self._chunks.describe(part.leaf, part.chunk)
-                number = numbers[part.leaf.path]
-                for box, values in part.boxes:
-                    file = part.files.get(box)
-                    here = fetched(values)
-                    self._list(self._chunks.write(number, part.leaf, box, here, file))
+            each = map
+            if _NUM_THREADS > 1:
+                pool = background.pool(_NUM_THREADS, "write")
+                each = pools.enter_context(pool).map
+            self._list(*each(write, items))
 
     def put(self, fragment: Fragment, read: Callable[[np.ndarray], None]) -> None:
         """Writes a copy of another host's fragment, in the place that it has here.
