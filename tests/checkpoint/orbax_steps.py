@@ -9,7 +9,7 @@ from elastic_ckpt.checkpoint import orbax_format
 from elastic_ckpt.core import boxes, digest
 from elastic_ckpt.steps import layout, manifest
 from elastic_ckpt.steps.step_id import StepId
-from elastic_ckpt.tiers.persistent import commit, upload
+from elastic_ckpt.tiers.persistent import upload
 
 RUN = "run-7"
 CURSOR = b'{"cursor": 7}'
@@ -106,7 +106,7 @@ def save(root, trees, *, step=5, num_hosts=2, metrics=None):
     parts[0].write_file(cursor, CURSOR)
     for part in parts:
         part.finish()
-    commit.commit(
+    upload.commit(
         root,
         saved,
         hosts=[f"m{number}.0" for number in range(num_hosts)],

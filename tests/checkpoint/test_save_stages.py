@@ -16,7 +16,7 @@ from elastic_ckpt.checkpoint.host.copies import HostCopies
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers import preserved
-from elastic_ckpt.tiers.persistent import leases, persistent_root, upload
+from elastic_ckpt.tiers.persistent import leases, ocdbt, persistent_root
 from elastic_ckpt.tiers.ram import ram_disk
 from tests import shared_memory, spoilt_files
 from tests.model import simulated_world
@@ -317,19 +317,17 @@ def test_the_last_backup_waits_until_peers_that_failed_are_asked_again(
 
 
 def test_an_upload_that_fails_is_continued_and_not_begun_anew(sim, monkeypatch):
-    monkeypatch.setattr(upload, "_PROGRESS_SECS", 0.0)
-    monkeypatch.setattr(upload, "_PROGRESS_SHARE", 0)
     monkeypatch.setattr(upload_share, "_BATCH_ITEMS", 1)
-    write, written, failed = upload.Upload.write_chunks, [], []
+    write, written, failed = ocdbt.write, [], []
 
-    def fail_once(uploading, chunks):
+    def fail_once(directory, chunks, context):
         if len(written) == 1 and not failed:
             failed.append(chunks)
             raise errors.CheckpointError("a failure")
-        written.extend((each.leaf, str(each.box)) for each in chunks)
-        write(uploading, chunks)
+        written.extend((each.leaf.path, str(each.box)) for each in chunks)
+        write(directory, chunks, context)
 
-    monkeypatch.setattr(upload.Upload, "write_chunks", fail_once)
+    monkeypatch.setattr(ocdbt, "write", fail_once)
     sim.open((0,), store_every=1)
     save(sim, 1)
     assert steps(sim, "backed_up") == [1]

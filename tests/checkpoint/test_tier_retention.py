@@ -12,10 +12,10 @@ from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import (
-    commit,
     evaluations,
     persistent_root,
     persistent_tier,
+    upload,
 )
 from tests.recorded_events import RecordedEvents
 from tests.tiers import tiered_steps, uploaded
@@ -144,7 +144,7 @@ def test_storage_that_is_away_or_refuses_is_told_and_training_goes_on(
 
     recorded = RecordedEvents()
     with monkeypatch.context() as patch:
-        patch.setattr(commit, "commit", refuse)
+        patch.setattr(upload, "commit", refuse)
         with opened(tmp_path, keep=policies.LatestN(1), emit=recorded) as checkpointer:
             tiered_steps.save(checkpointer, 1)
             assert in_ram(tmp_path) == [1]

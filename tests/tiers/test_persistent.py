@@ -14,12 +14,10 @@ from elastic_ckpt.steps import line
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.persistent import (
-    commit,
     leases,
     ocdbt,
     persistent_root,
     persistent_tier,
-    progress,
     retries,
     upload,
 )
@@ -110,46 +108,37 @@ def test_an_upload_that_was_cut_short_is_repeated_on_other_hosts(root, tier, wor
     assert not any(ocdbt.store_name("m0.0", "0") in name for name in names)
 
 
-def go_on(root, saved, host, share, *, finish=True):
-    """A host uploads what storage lacks of its share; returns how much that was."""
-    held = {progress.part_of(uploaded.part(saved, n)) for n in uploaded.items(saved)}
-    ours = upload.Upload(root, saved, host)
-    ours.begin(lambda: held)
-    lacking = [item for item in share if not ours.has(uploaded.part(saved, item))]
-    for item in lacking:
-        uploaded.put(ours, saved, item)
-    if finish:
-        ours.finish()
-    return len(lacking)
-
-
-def test_an_upload_that_is_killed_again_and_again_is_continued_by_other_hosts(
+def test_an_upload_that_was_killed_does_not_send_again_what_is_there(
     root, tier, monkeypatch
 ):
-    monkeypatch.setattr(upload, "_PROGRESS_SECS", 0.0)
-    monkeypatch.setattr(upload, "_PROGRESS_SHARE", 0)
     saved = uploaded.saved_step()
     items = uploaded.items(saved)
-    # Parts with other values, and those of another save, are of no use.
-    uploaded.write(root, saved, uploaded.hosts(1)[0], items[:4], seed=1, finish=False)
+    # Chunks with other values, and those of another save, are of no use.
+    uploaded.write(root, saved, uploaded.hosts(1)[0], items[:2], seed=1, finish=False)
     other = uploaded.saved_step(save="1")
     uploaded.write(root, other, uploaded.hosts(1)[0], items, finish=False)
-    written = 0
-    # At last each host lacks one chunk.
-    for count, first in ((3, -1), (2, -2), (2, 1)):
-        for number, host in enumerate(uploaded.hosts(count)):
-            share = items[number::count][first:]
-            written += go_on(root, saved, host, share, finish=False)
-    # An index that was cut short, longer than any that follows.
-    for store in root.unfinished(saved.step_id).glob("*/ocdbt.process_*"):
-        (store / "manifest.ocdbt.__lock").write_bytes(bytes(10**5))
-    world = uploaded.hosts(2)
-    for number, host in enumerate(world):
-        assert go_on(root, saved, host, items[number::2]) == 1
-    assert written + 2 == len(items)
+    sent = []
+    write = ocdbt.write
+
+    def counted(directory, chunks, context):
+        sent.extend(chunks)
+        write(directory, chunks, context)
+
+    monkeypatch.setattr(ocdbt, "write", counted)
+    # Three worlds of other hosts, of which the first two are killed after 0.8 of their
+    # work: the third finishes it.
+    for count, is_killed in ((3, True), (2, True), (4, False)):
+        world = uploaded.hosts(count)
+        for number, host in enumerate(world):
+            share = items[number::count]
+            end = len(share) * 4 // 5 if is_killed else None
+            uploaded.write(root, saved, host, share[:end], finish=not is_killed)
+        # An index that was cut short, longer than any that follows.
+        for store in root.unfinished(saved.step_id).glob("*/ocdbt.process_*"):
+            (store / "manifest.ocdbt.__lock").write_bytes(bytes(10**5))
+    assert len(sent) == len(items) - len(uploaded.files())
     uploaded.commit_all(root, saved, world)
     uploaded.read(tier, 5)
-    assert not [name for name in tree(root.final(5)) if name.startswith("progress-")]
 
 
 def test_a_committed_step_is_replaced_by_no_older_save(root, world):
@@ -233,7 +222,7 @@ def test_a_search_has_the_steps_of_when_it_began(root, tier, world):
 def test_retention_hears_of_time_and_metrics(root, tier, world):
     saved = uploaded.saved_step()
     uploaded.write_all(root, saved, world)
-    commit.commit(
+    upload.commit(
         root,
         saved,
         hosts=[host.id for host in world],
@@ -252,7 +241,7 @@ def test_a_step_whose_metrics_cannot_be_read_is_kept_and_asked_again(root, tier,
     uploaded.write_all(root, saved, world)
     files = {"metrics/metrics": b'{"loss": 1.5}'}
     hosts = [host.id for host in world]
-    commit.commit(root, saved, hosts=hosts, orbax_files=files)
+    upload.commit(root, saved, hosts=hosts, orbax_files=files)
     pathlib.Path(root.final(5), "metrics", "metrics").write_text('{"lo')
     (held,) = tier.held()
     assert held.complete is None

@@ -5,7 +5,7 @@ import numpy as np
 from elastic_ckpt.core import boxes, digest
 from elastic_ckpt.steps import layout, manifest
 from elastic_ckpt.steps.step_id import StepId
-from elastic_ckpt.tiers.persistent import commit, ocdbt, upload
+from elastic_ckpt.tiers.persistent import ocdbt, upload
 
 RUN = "run-7"
 SHAPES = {"state/params/w": (8, 6), "state/params/b": (6,), "state/step": ()}
@@ -97,21 +97,6 @@ def piece_of(saved, item, *, seed=0):
     return np.array(whole[tuple(map(slice, box.start, box.stop))], order="C")
 
 
-def part(saved, item):
-    """An item as manifests list it."""
-    if isinstance(item, manifest.ComponentFile):
-        return item
-    piece = piece_of(saved, item)
-    return manifest.Fragment(
-        leaf=item[0],
-        box=item[1],
-        digest=digest.values_digest(piece),
-        file="",
-        offset=0,
-        stored_bytes=piece.nbytes,
-    )
-
-
 def write_all(root, saved, world, **options):
     """All hosts of `world` upload their shares, in turn."""
     for host in world:
@@ -120,7 +105,7 @@ def write_all(root, saved, world, **options):
 
 
 def commit_all(root, saved, world, **options):
-    commit.commit(
+    upload.commit(
         root,
         saved,
         hosts=[host.id for host in world],

@@ -8,7 +8,7 @@ removes the steps that are no longer kept there. Before the first one of a world
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 from elastic_ckpt.checkpoint.host import (
     part_offers,
@@ -29,7 +29,6 @@ from elastic_ckpt.tiers import find, preserved
 from elastic_ckpt.tiers.peers import run_agents
 from elastic_ckpt.tiers.persistent import (
     claims,
-    commit,
     evaluations,
     leases,
     ocdbt,
@@ -38,7 +37,6 @@ from elastic_ckpt.tiers.persistent import (
 )
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 from elastic_ckpt.tiers.persistent.persistent_tier import PersistentTier
-from elastic_ckpt.tiers.persistent.progress import Part
 from elastic_ckpt.tiers.persistent.retries import PATIENT
 from elastic_ckpt.tiers.source import Leftover, Source
 
@@ -149,7 +147,7 @@ class HostBackup:
         Raises:
           CheckpointError: if this host's share is unknown, or storage fails.
         """
-        sources, holdings, step_parts = self._share(step_id)
+        sources, holdings = self._share(step_id)
         uploading = upload.Upload(
             self._root(),
             self._saved_step(holdings, step_id, names),
@@ -163,7 +161,6 @@ class HostBackup:
             reader,
             host=own.host,
             captured=self._world.captured.get(step_id),
-            step_parts=step_parts,
         )
         bad = {
             (each.host, each.file)
@@ -201,7 +198,7 @@ class HostBackup:
             self._check(claim)
             self._arrange(holdings.contents, step_id)
 
-        commit.commit(
+        upload.commit(
             self._root(),
             self._saved_step(holdings, step_id, names),
             hosts=[host.id for host in self._world.hosts],
@@ -369,23 +366,16 @@ class HostBackup:
         self._part_exchange.deal(part_choices.of_uploads(table, holdings, hosts))
         return holdings
 
-    def _share(
-        self, step_id: StepId
-    ) -> tuple[Mapping[Offer, Source], Holdings, Callable[[], Set[Part]] | None]:
-        # What this host uploads, and all parts of the step if that is not all.
+    def _share(self, step_id: StepId) -> tuple[Mapping[Offer, Source], Holdings]:
+        # What this host uploads.
         own = self._world.own.host
         if step_id in self._world.captured:
             # Each host uploads what it has captured itself.
-            return *self._read(step_id), None
+            return self._read(step_id)
         tables = part_offers.received(self._part_exchange, step_id)
         sources = part_offers.sources(self._world, tables)
         offers = list(sources) or [part_offers.nothing(own, tables)]
-        holdings = Holdings.from_offers(offers)
-        return (
-            sources,
-            holdings,
-            lambda: upload_share.parts_of(self._read(step_id)[1]),
-        )
+        return sources, Holdings.from_offers(offers)
 
     def _is_held(self, leftover: Leftover) -> bool:
         # Whether the step of an upload that was cut short is whole in RAM.

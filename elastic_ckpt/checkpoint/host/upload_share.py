@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
-
 import numpy as np
 
 from elastic_ckpt.checkpoint.host import verified_read
@@ -12,7 +10,7 @@ from elastic_ckpt.core import background
 from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.holdings import Holdings
 from elastic_ckpt.steps.manifest import ComponentFile, Fragment, Host
-from elastic_ckpt.tiers.persistent import progress, upload
+from elastic_ckpt.tiers.persistent import upload
 
 # Each thread has one batch in memory, and what TensorStore makes of it: with them a
 # backup takes at most 2 * _THREADS * _BATCH_BYTES = 512 MiB, whatever it backs up.
@@ -22,13 +20,6 @@ _BATCH_BYTES = layout.CHUNK_BYTES
 _BATCH_ITEMS = 2048
 
 
-def parts_of(holdings: Holdings) -> set[progress.Part]:
-    """All parts of a step, without their places."""
-    rows = holdings.first_row[: len(holdings.leaf)].tolist()
-    held = [*map(holdings.fragment, rows), *holdings.files]
-    return {progress.part_of(each) for each in held}
-
-
 def upload_share(
     holdings: Holdings,
     uploading: upload.Upload,
@@ -36,13 +27,12 @@ def upload_share(
     *,
     host: Host,
     captured: CapturedStep | None = None,
-    step_parts: Callable[[], Set[progress.Part]] | None = None,
 ) -> int:
     """Uploads a host's share of a step, and returns the bytes that it wrote.
 
     Everything is verified before the upload: a bad copy in RAM is read elsewhere.
     Captured values are uploaded from where they are, without a copy. An upload that was
-    cut short is continued.
+    cut short is continued: chunks that are there are not sent again.
 
     Args:
       holdings: of the share; their holders have the same values.
@@ -50,8 +40,6 @@ def upload_share(
       reader: of the step.
       host: this one.
       captured: the step, if it is uploaded from the memory that it was captured in.
-      step_parts: returns all parts of the step, for an upload that is continued; by
-        default the share is all of it.
 
     Raises:
       CheckpointError: if no good copy of a part is left, or storage fails.
@@ -63,7 +51,7 @@ def upload_share(
         return holdings.fragment(int(holdings.first_row[item]))
 
     def write(batch: np.ndarray) -> int:
-        chunks = []
+        chunks, num_bytes = [], 0
         for item in batch.tolist():
             fragment = part(item)
             if isinstance(fragment, ComponentFile):
@@ -71,7 +59,7 @@ def upload_share(
                     content = captured.content(fragment)
                 else:
                     content = reader.content(fragment, holdings.holders(item))
-                uploading.write_file(fragment, content)
+                num_bytes += uploading.write_file(fragment, content)
                 continue
             if captured is not None:
                 values = captured.values(fragment)
@@ -80,14 +68,11 @@ def upload_share(
             chunks.append(
                 upload.Chunk(fragment.leaf, fragment.box, values, fragment.digest)
             )
-        uploading.write_chunks(chunks)
-        return int(holdings.stored_bytes[batch].sum())
+        return num_bytes + uploading.write_chunks(chunks)
 
-    uploading.begin(step_parts or (lambda: parts_of(holdings)))
+    uploading.begin()
     items = np.arange(holdings.num_items)
-    if uploading.is_continued:
-        items = np.array([i for i in items.tolist() if not uploading.has(part(i))], int)
-    sizes = holdings.stored_bytes[items]
+    sizes = holdings.stored_bytes
     runs = batches(items, sizes, most_bytes=_BATCH_BYTES, most_items=_BATCH_ITEMS)
     with background.pool(_THREADS, "upload") as pool:
         num_bytes = sum(pool.map(write, runs))

@@ -86,7 +86,20 @@ def store_name(host_id: str, save: str) -> str:
     repeated in another world, so the name stands for the host, and for the save: a
     replaced start may still write to its own. Orbax accepts only letters and digits.
     """
-    return f"{_PREFIX}{digest.name_hash(f'{save}/{host_id}'):016x}"
+    return f"{_of_save(save)}{digest.name_hash(host_id):016x}"
+
+
+def stores_of(
+    directory: epath.Path, save: str, context: ts.Context
+) -> list[tuple[str, ts.KvStore]]:
+    """The stores of a save in the directory of a checkpointable, with their names."""
+    there = storage.names(directory) if directory.exists() else []
+    names = sorted(name for name in there if name.startswith(_of_save(save)))
+    return [(name, open_store(directory / name, context)) for name in names]
+
+
+def _of_save(save: str) -> str:
+    return f"{_PREFIX}{digest.name_hash(save):016x}"
 
 
 def new_context() -> ts.Context:

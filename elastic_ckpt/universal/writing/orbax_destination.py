@@ -5,7 +5,7 @@ The chunks of all arrays lie one after another in files of the store of one host
     <unfinished>/state/ocdbt.process_<host>/d/00000
 
 To commit, the index of the store is written, and the step is committed as all steps are
-(see `tiers.persistent.commit`).
+(see `tiers.persistent.upload`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from elastic_ckpt.steps.manifest import (
 )
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import stored_part, zarr_array
-from elastic_ckpt.tiers.persistent import claims, commit, ocdbt, upload
+from elastic_ckpt.tiers.persistent import claims, ocdbt, upload
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.writing import files, ocdbt_index
@@ -168,7 +168,7 @@ class OrbaxDestination(Destination):
         manifest_file.write(directory, manifest)
         texts = StepDescription.from_contents(saved.contents).files(self._chunks)
         orbax_files = {path: text.encode() for path, text in texts.items()}
-        commit.commit(self._root, saved, hosts=[_HOST.id], orbax_files=orbax_files)
+        upload.commit(self._root, saved, hosts=[_HOST.id], orbax_files=orbax_files)
 
     def _planned(self) -> list[File]:
         listed = []
