@@ -62,6 +62,9 @@ class RunSaver:
       saved: the steps to save besides those that are due.
       data: the data iterator.
       callbacks: None if the run has none.
+
+    Attributes:
+      checkpointer: as given.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class RunSaver:
         data: ocp.StatefulCheckpointable,
         callbacks: Callbacks | None = None,
     ) -> None:
-        self._checkpointer = checkpointer
+        self.checkpointer = checkpointer
         self._saved = saved
         self._data = data
         self._callbacks = callbacks
@@ -82,24 +85,32 @@ class RunSaver:
         self._best_step: int | None = None
         self._is_closed = False
 
-    def claim_world(self) -> int:
-        """See `Checkpointer.claim_world`."""
-        return self._checkpointer.claim_world()
-
     @property
     def latest_step(self) -> int | None:
         """The newest complete step; None before the first."""
-        latest = self._checkpointer.latest
+        latest = self.checkpointer.latest
         return None if latest is None else latest.step
 
-    def restore(self, abstract_state: Any) -> Any:
-        """Returns the newest state, and sets the data iterator to its position.
+    def restore(
+        self,
+        abstract_state: Any,
+        step: CheckpointMetadata | None = None,
+        *,
+        data: ocp.StatefulCheckpointable | None = None,
+    ) -> Any:
+        """Returns the state of a step, and sets the data and the callbacks to it.
+
+        Args:
+          abstract_state: its shapes, dtypes and shardings.
+          step: a complete step; by default the newest.
+          data: receives the data state in place of the data iterator.
 
         Raises:
           CheckpointError: if the step is of another model, or none can be read.
         """
-        wanted = {STATE: abstract_state, DATA: self._data, **self._saved_callbacks()}
-        return self._checkpointer.load_checkpointables(None, wanted)[STATE]
+        wanted = {STATE: abstract_state, DATA: data or self._data}
+        wanted |= self._saved_callbacks(step)
+        return self.checkpointer.load_checkpointables(step, wanted)[STATE]
 
     def restore_data(self, step: int) -> bool:
         """Sets the data iterator and the callbacks, not the state, to `step`.
@@ -109,7 +120,7 @@ class RunSaver:
         """
         try:
             wanted = {DATA: self._data, **self._saved_callbacks(step)}
-            self._checkpointer.load_checkpointables(step, wanted)
+            self.checkpointer.load_checkpointables(step, wanted)
         except errors.CheckpointError as error:
             logging.warning("the data of step %d cannot be read: %s", step, error)
             return False
@@ -119,47 +130,18 @@ class RunSaver:
         """Records the metrics of an evaluation of `step`, which may also be saved."""
         if self._saved.best is not None and self._is_best(self._saved.best, metrics):
             self._best_step = step
-        self._checkpointer.record_metrics(step, metrics)
-
-    def preserve_newest(self, up_to: int) -> int | None:
-        """See `preserve_newest`."""
-        return preserve_newest(self._checkpointer, up_to=up_to)
-
-    def complete(self) -> list[CheckpointMetadata]:
-        """The complete steps, ascending, once all saves that have begun are done."""
-        self._checkpointer.wait()
-        return self._checkpointer.checkpoints
-
-    def go_back(
-        self,
-        step: CheckpointMetadata,
-        abstract_state: Any,
-        *,
-        data: ocp.StatefulCheckpointable,
-    ) -> Any:
-        """Returns the state of an older step, and sets the callbacks to it.
-
-        Args:
-          step: one of `complete`.
-          abstract_state: its shapes, dtypes and shardings.
-          data: receives the data state of the step in place of the data iterator.
-
-        Raises:
-          CheckpointError: if it cannot be read.
-        """
-        wanted = {STATE: abstract_state, DATA: data, **self._saved_callbacks(step)}
-        return self._checkpointer.load_checkpointables(step, wanted)[STATE]
+        self.checkpointer.record_metrics(step, metrics)
 
     def distrust(self, step: int, why: str, *, within: int) -> bool:
         """Whether `restore` now goes back to storage; see `Checkpointer.distrust`."""
-        if self._checkpointer.distrust(step, within=within, why=why) is None:
+        if self.checkpointer.distrust(step, within=within, why=why) is None:
             return False
         self._best_step = None
         return True
 
     def begin_anew(self) -> None:
         """Goes back to before the first step; `save_again` makes that step 0."""
-        self._checkpointer.begin_anew()
+        self.checkpointer.begin_anew()
         if self._callbacks is not None:
             self._callbacks.begin_anew()
 
@@ -171,12 +153,12 @@ class RunSaver:
         Raises:
           CheckpointError: if it could not be saved.
         """
-        latest = self._checkpointer.latest
+        latest = self.checkpointer.latest
         assert (0 if latest is None else latest.step) == step
         self._best_step = None
         evaluated = (self._evaluations() or {}).get(step)
         before = {} if latest is None else latest.metrics or {}
-        saving = self._checkpointer.save_checkpointables_async(
+        saving = self.checkpointer.save_checkpointables_async(
             step,
             self._parts(state),
             force=latest is None,
@@ -192,14 +174,14 @@ class RunSaver:
             )
         if evaluated is not None:
             # The new save is of the same state.
-            self._checkpointer.record_metrics(step, evaluated)
-        self._checkpointer.wait()
+            self.checkpointer.record_metrics(step, evaluated)
+        self.checkpointer.wait()
 
     def is_due(self, step: int, *, last: bool) -> bool:
         """Whether to save `step`, which has just been computed."""
         if last and self._saved.at_end:
-            return not self._checkpointer.is_durable(step)
-        return self._checkpointer.should_save(step) or self._is_kept(step)
+            return not self.checkpointer.is_durable(step)
+        return self.checkpointer.should_save(step) or self._is_kept(step)
 
     def save(self, step: int, state: Any, *, last: bool) -> None:
         """Saves `state` and the data state as `step`; the last one to every tier."""
@@ -209,8 +191,8 @@ class RunSaver:
         with metrics.CHECKPOINT_SAVE_BLOCK.timed():
             if self._is_kept(step):
                 # A backup that is late is skipped for that of a later step.
-                self._checkpointer.wait()
-            saving = self._checkpointer.save_checkpointables_async(
+                self.checkpointer.wait()
+            saving = self.checkpointer.save_checkpointables_async(
                 step,
                 self._parts(state),
                 force=last or self._is_kept(step),
@@ -233,7 +215,7 @@ class RunSaver:
     def _evaluations(self) -> dict[int, dict[str, Any]] | None:
         # None if storage is out of reach, or there is none.
         try:
-            return self._checkpointer.evaluations()
+            return self.checkpointer.evaluations()
         except errors.CheckpointError as error:
             logging.warning("evaluations cannot be compared: %s", error)
             return None
@@ -249,8 +231,8 @@ class RunSaver:
         if self._is_closed:
             return
         self._is_closed = True
-        is_left = self._checkpointer.is_left
-        close(self._checkpointer, last_step=None if is_left else self._last_step)
+        is_left = self.checkpointer.is_left
+        close(self.checkpointer, last_step=None if is_left else self._last_step)
 
     def _parts(self, state: Any) -> dict[str, Any]:
         callbacks = {} if self._callbacks is None else {CALLBACKS: self._callbacks}
@@ -262,25 +244,11 @@ class RunSaver:
         # Older steps, and those of a run that had no callbacks, lack them.
         if self._callbacks is None:
             return {}
-        saved = self._checkpointer.checkpointables_metadata(step).metadata
+        saved = self.checkpointer.checkpointables_metadata(step).metadata
         if CALLBACKS in saved:
             return {CALLBACKS: self._callbacks}
         self._callbacks.begin_anew()
         return {}
-
-    def leave(self, error: BaseException) -> None:
-        """See `Checkpointer.leave`."""
-        self._is_closed = True
-        self._checkpointer.leave(error)
-
-    def let_others_write(self) -> None:
-        """See `Checkpointer.let_others_write`."""
-        self._checkpointer.let_others_write()
-
-    def abandon(self) -> None:
-        """Releases the hosts after an error, and does not wait for saves."""
-        self._is_closed = True
-        self._checkpointer.abandon()
 
 
 def close(checkpointer: HostsCheckpointer, *, last_step: int | None) -> None:

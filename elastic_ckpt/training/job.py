@@ -20,6 +20,7 @@ from absl import logging
 
 from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint import run_saver
+from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
 from elastic_ckpt.checkpoint.run_world import ALONE
 from elastic_ckpt.core import allgather, errors, events, process, topology
 from elastic_ckpt.data import batch_size, prefetch
@@ -137,7 +138,12 @@ def assemble(
         if sizes.at(start_step) != sizes.at(0):
             batches.resize(sizes.at(start_step))
         on_error.pop_all()
-    preserve = saver.preserve_newest if saver else lambda _: None
+
+    def preserve(up_to: int) -> int | None:
+        if saver is None:
+            return None
+        return run_saver.preserve_newest(saver.checkpointer, up_to=up_to)
+
     return Job(
         steps=config.run.steps,
         world=world,
@@ -288,7 +294,7 @@ class Job:
           is_ending: see `Loop`.
           is_left: see `Loop`.
         """
-        number = self.loop.saver.claim_world() if self.loop.saver else 0
+        number = self.loop.saver.checkpointer.claim_world() if self.loop.saver else 0
         gather = functools.partial(
             allgather.new().gather, timeout_secs=_COMPILE_TIMEOUT_SECS
         )
@@ -357,9 +363,9 @@ class Job:
         """
         parts: list[Callable[[], None]] = []
         if self.loop.saver and alone is not None:
-            parts.append(functools.partial(self.loop.saver.leave, alone))
+            parts.append(functools.partial(self.loop.saver.checkpointer.leave, alone))
         elif self.loop.saver:
-            parts.append(self.loop.saver.abandon)
+            parts.append(self.loop.saver.checkpointer.abandon)
         if self.loop.evaluation:
             parts.append(self.loop.evaluation.batches.close)
         for end in [*parts, self.loop.batches.close]:
@@ -411,14 +417,12 @@ class Job:
         # Steps that were saved since the divergence are abandoned, so that the next
         # start does not continue from one of them.
         saver = self.loop.saver
-        saved = saver.complete() if saver else []
+        saved = _complete(saver) if saver else []
         step = good_step([s.step for s in saved], since=finding.since)
         if saver is None or step is None or step == saved[-1].step:
             return
         (good,) = (each for each in saved if each.step == step)
-        state = saver.go_back(
-            good, self.loop.program.abstract_state, data=self.loop.batches
-        )
+        state = saver.restore(self.loop.program.abstract_state, good)
         saver.save_again(step, state)
 
     def _go_back(self, ended: Ended, finding: Finding, *, began_at: int) -> Ended:
@@ -426,7 +430,7 @@ class Job:
         # end instead, the finding has the reason.
         began_secs = time.monotonic()
         saver, callbacks = self.loop.saver, self.loop.callbacks
-        saved = saver.complete() if saver else []
+        saved = _complete(saver) if saver else []
         try:
             step = self.rollbacks.choose(
                 finding,
@@ -450,7 +454,7 @@ class Job:
             data.leave_out(None)
             saver.begin_anew()
         else:
-            state = saver.go_back(good, self.loop.program.abstract_state, data=data)
+            state = saver.restore(self.loop.program.abstract_state, good, data=data)
         train_step.check_step(state, step)
         callbacks.rollbacks = rollbacks
         self._resize(read, step)
@@ -554,7 +558,7 @@ def train(
                 job.abandon(alone=error)
             elif job.loop.saver is not None:
                 # This process ends at once, and what it wrote to is free.
-                job.loop.saver.let_others_write()
+                job.loop.saver.checkpointer.let_others_write()
             raise
         if ended.is_stopped:
             emit("run_stopped", step=ended.step, saved=job.loop.saver is not None)
@@ -562,6 +566,12 @@ def train(
             secs = time.monotonic() - began_secs
             emit("run_finished", step=ended.step, secs=secs)
     return ended.is_stopped
+
+
+def _complete(saver: run_saver.RunSaver) -> list[CheckpointMetadata]:
+    # Once all saves that have begun are done.
+    saver.checkpointer.wait()
+    return saver.checkpointer.checkpoints
 
 
 def compile_ahead(config: schema.Config, world: World) -> None:

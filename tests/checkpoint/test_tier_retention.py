@@ -245,7 +245,7 @@ def evaluate(run, *steps, sign=1):
         run.record(step, {"eval_loss": sign * loss})
         if run.is_due(step, last=False):
             run.save(step, tiered_steps.state(step), last=False)
-            run._checkpointer.wait()
+            run.checkpointer.wait()
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -277,8 +277,9 @@ def test_after_a_rollback_preserved_steps_stay(tmp_path):
     (newest,) = (tmp_path / "ram" / "hosts" / "0").glob("6-*")
     ec.pin(newest)
     # As a run that diverged, which saves the step that it goes back to again.
-    good = next(each for each in run.complete() if each.step == 2)
-    run.save_again(2, run.go_back(good, None, data=tiered_steps.Cursors()))
+    run.checkpointer.wait()
+    good = next(each for each in run.checkpointer.checkpoints if each.step == 2)
+    run.save_again(2, run.restore(None, good, data=tiered_steps.Cursors()))
     # Of step 2 the old save comes back when retention has removed the new one.
     evaluate(run, (8, 0.5), (10, 0.5))
     assert stored(tmp_path) == [2, 10]
