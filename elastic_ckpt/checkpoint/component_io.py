@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any, TypeVar
 
@@ -36,8 +36,8 @@ SAVE_TIMEOUT_SECS = 240.0
 # For a component that declares no limit, and has to read its way to a position: less
 # than other hosts wait for this one.
 LOAD_TIMEOUT_SECS = 540.0
-# How often deadlines are looked at; a coroutine that was cancelled ends meanwhile.
-_LOOK_SECS = 0.5
+# For a coroutine that was cancelled to end.
+_GRACE_SECS = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,34 +127,25 @@ def begin_save(
       TimeoutError: if a component has not returned in time, here or in the writer.
       Exception: as a component's `save`; then no component writes its state.
     """
-    if not components:
-        # Saves the caller the time to start a thread and an event loop.
-        return lambda: None
+    begun: dict[str, Awaitable[None]] = {}
+    try:
+        for name, component in components.items():
 
-    async def begin(deadlines: dict[str, float]) -> dict[str, Awaitable[None]]:
-        begun: dict[str, Awaitable[None]] = {}
-        try:
-            for name, component in components.items():
-                taking = component.save(Created(directory(name)))
-                limit_secs = _limit_secs(component)
-                begun[name] = await _limited(taking, name, limit_secs, deadlines)
-        except BaseException:
-            for each in begun.values():
-                if inspect.iscoroutine(each):
-                    each.close()
-            raise
-        return begun
+            def take(name: str = name, component: Any = component) -> Any:
+                return component.save(Created(directory(name)))
 
-    async def finish(deadlines: dict[str, float]) -> None:
-        await asyncio.gather(
-            *(
-                _limited(writing, name, _limit_secs(components[name]), deadlines)
-                for name, writing in begun.items()
-            )
-        )
+            begun |= _in_time({name: component}, {name: take}, "saved")
+    except BaseException:
+        for each in begun.values():
+            if inspect.iscoroutine(each):
+                each.close()
+        raise
+    writes = {name: functools.partial(begun.pop, name) for name in components}
 
-    begun = _run_in_time(begin, "saved", SAVE_TIMEOUT_SECS)
-    return lambda: _run_in_time(finish, "saved", SAVE_TIMEOUT_SECS)
+    def write() -> None:
+        _in_time(components, writes, "saved")
+
+    return write
 
 
 def fail_later(
@@ -201,11 +192,8 @@ def load(
     async def read() -> None:
         await (await component.load(path))
 
-    async def limited(deadlines: dict[str, float]) -> None:
-        limit_secs = _limit_secs(component, LOAD_TIMEOUT_SECS)
-        await _limited(read(), name or path.name, limit_secs, deadlines)
-
-    _run_in_time(limited, "loaded", LOAD_TIMEOUT_SECS)
+    name = name or path.name
+    _in_time({name: component}, {name: read}, "loaded", LOAD_TIMEOUT_SECS)
 
 
 def numbered(
@@ -243,51 +231,55 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def _limit_secs(
-    component: ocp.StatefulCheckpointable, most_secs: float = SAVE_TIMEOUT_SECS
-) -> float:
-    declared_secs = getattr(component, "save_timeout_secs", most_secs)
-    return min(declared_secs, most_secs)
+class _LateError(Exception):
+    """A component has not returned in time."""
 
 
-async def _limited(
-    work: Awaitable[T],
-    name: str,
-    limit_secs: float,
-    deadlines: dict[str, float],
-) -> T:
-    # Until it is done, `deadlines` has its time limit on the monotonic clock.
-    deadlines[name] = time.monotonic() + limit_secs
-    async with asyncio.timeout(limit_secs):
-        result = await work
-    if time.monotonic() > deadlines[name]:
-        # It blocked the event loop, and the step was given up meanwhile.
-        if inspect.iscoroutine(result):
-            result.close()
-        raise TimeoutError
-    del deadlines[name]
-    return result
-
-
-def _run_in_time(
-    work: Callable[[dict[str, float]], Coroutine[Any, Any, T]],
+def _in_time(
+    components: Mapping[str, ocp.StatefulCheckpointable],
+    calls: Mapping[str, Callable[[], Awaitable[T]]],
     done: str,
-    most_secs: float,
-) -> T:
-    deadlines: dict[str, float] = {}
-    doing = background.in_thread(lambda: asyncio.run(work(deadlines)), name="component")
-    # A call that blocks the event loop is not cancelled: its thread is abandoned.
-    while not futures.wait([doing], timeout=_LOOK_SECS).done:
-        if _late(deadlines, time.monotonic() - _LOOK_SECS):
-            break
-    late = _late(deadlines, time.monotonic())
-    if not late:
-        return doing.result()
-    raise TimeoutError(
-        f"the components {late} were not {done} in time; see what they wait for, or set"
-        f" their save_timeout_secs (at most {most_secs:g})"
-    )
+    most_secs: float = SAVE_TIMEOUT_SECS,
+) -> dict[str, T]:
+    # Awaits a call of each component, in a thread each, and returns the results.
+    limits = {
+        name: min(getattr(each, "save_timeout_secs", most_secs), most_secs)
+        for name, each in components.items()
+    }
 
+    async def limited(name: str) -> T:
+        limit = asyncio.timeout(limits[name])
+        try:
+            async with limit:
+                result = await calls[name]()
+        except TimeoutError:
+            if limit.expired():
+                raise _LateError from None
+            raise
+        if time.monotonic() > began_secs + limits[name]:
+            # It blocked the event loop, and the step was given up meanwhile.
+            if inspect.iscoroutine(result):
+                result.close()
+            raise _LateError
+        return result
 
-def _late(deadlines: Mapping[str, float], now_secs: float) -> list[str]:
-    return sorted(name for name, secs in dict(deadlines).items() if secs <= now_secs)
+    began_secs = time.monotonic()
+    begun = {
+        name: background.in_thread(
+            lambda name=name: asyncio.run(limited(name)), name="component"
+        )
+        for name in components
+    }
+    late = []
+    for name, doing in begun.items():
+        # A call that blocks its event loop is not cancelled: its thread is abandoned.
+        until_secs = began_secs + limits[name] + _GRACE_SECS
+        futures.wait([doing], timeout=max(0.0, until_secs - time.monotonic()))
+        if not doing.done() or isinstance(doing.exception(), _LateError):
+            late.append(name)
+    if late:
+        raise TimeoutError(
+            f"the components {sorted(late)} were not {done} in time; see what they wait"
+            f" for, or set their save_timeout_secs (at most {most_secs:g})"
+        )
+    return {name: doing.result() for name, doing in begun.items()}
