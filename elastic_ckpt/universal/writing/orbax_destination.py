@@ -124,7 +124,8 @@ class OrbaxDestination(Destination):
     def alone(self) -> Iterator[None]:
         """No run writes to the directory of the step, too; see `Destination`."""
         advice = "wait for it or stop it, or convert into another directory"
-        with self.locked(claims.Writer(self._root.path, advice=advice)):
+        writer = claims.Writer(self._root.path, advice=advice)
+        with super().alone(), self.locked(writer):
             yield
 
     def commit(self, attempt: str, contents: Written) -> None:
