@@ -44,7 +44,6 @@ from elastic_ckpt.steps.manifest import Contents, Leaf
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import (
-    evaluations,
     ocdbt,
     orbax_digests,
     persistent_root,
@@ -74,7 +73,6 @@ _RESERVED = frozenset(
         "_CHECKPOINT_DELETION",
         "_CHECKPOINT_METADATA",
         "metrics",
-        evaluations.FILE,
         orbax_digests.FILE,
         persistent_root.COMMIT_FILE,
         preserved.FILE,

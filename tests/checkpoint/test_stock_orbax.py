@@ -5,6 +5,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.core import storage
+from elastic_ckpt.steps.line import Line
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
 from tests.checkpoint import orbax_steps, stock_environment, stock_program
 
@@ -92,4 +93,4 @@ def test_orbax_goes_on_in_our_directory_and_its_steps_are_foreign(tmp_path):
     tier = persistent_tier.PersistentTier(root, run=orbax_steps.RUN)
     assert tier.steps() == [5]
     assert tier.foreign_steps() == [6]
-    assert [each.step for each in tier.held()] == [5]
+    assert [each.step for each in tier.held(Line(save="", parents=()))] == [5]

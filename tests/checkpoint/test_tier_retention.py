@@ -185,8 +185,8 @@ def test_the_best_by_evaluations_stay_over_worlds_whether_they_saved_or_not(tmp_
         checkpointer.record_metrics(8, {"loss": 0.45})
         tiered_steps.save(checkpointer, 9)
         assert stored(tmp_path) == [4, 8, 9]
-        # The list shrinks with the directories.
-        storage.remove(tmp_path / "steps" / "4")
+        # The list shrinks with the steps.
+        assert checkpointer.delete(4)
         tiered_steps.save(checkpointer, 10)
         assert stored(tmp_path) == [8, 10]
         assert checkpointer.evaluations() == {8: {"loss": 0.45}}

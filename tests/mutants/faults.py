@@ -159,13 +159,6 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/tiers/test_agent.py",),
     ),
     Fault(
-        "an older evaluation replaces a newer one",
-        "elastic_ckpt/tiers/persistent/evaluations.py",
-        "if is_same and (before is None or evaluation.step <= before.step):",
-        "if is_same:",
-        ("tests/tiers/test_evaluations.py",),
-    ),
-    Fault(
         "a component's state is loaded unchecked",
         "elastic_ckpt/checkpoint/components/encoding.py",
         "if value != file.read(_DIGEST_LENGTH + 1):",

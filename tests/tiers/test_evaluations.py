@@ -1,6 +1,10 @@
+import datetime
+import json
+
 import pytest
 
 from elastic_ckpt.core import storage
+from elastic_ckpt.steps import retention
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.tiers.persistent import evaluations, persistent_root
 from tests.tiers import uploaded
@@ -30,111 +34,72 @@ def record(root, step, loss, *, save=SAVE, run=uploaded.RUN):
     )
 
 
-def settle(root, line=LINE):
-    evaluations.settle(root, line, run=uploaded.RUN)
-
-
-def metrics(root, step, saved=None):
-    return evaluations.metrics_of(root.final(step), saved)
+def metrics(root, line=LINE, saved=None):
+    """By step, the metrics that retention sees."""
+    counted = evaluations.counted(root, line, run=uploaded.RUN)
+    evaluated = {step: json.loads(text) for step, text in counted}
+    beginning = datetime.datetime.fromtimestamp(0, datetime.UTC)
+    steps = [
+        retention.HeldStep(step=step, time=beginning, metrics=saved, complete=True)
+        for step in root.steps()
+    ]
+    ranked = retention.with_evaluations(steps, evaluated)
+    return {each.step: each.metrics for each in ranked}
 
 
 def waiting(root):
     return sorted(each.name for each in (root.path / "evaluations").iterdir())
 
 
-def test_an_evaluation_that_did_not_save_counts_for_the_step_before(root):
-    committed(root, 2)
-    record(root, 3, 0.5)
-    settle(root)
-    # Step 3 may still be saved.
-    assert metrics(root, 2) is None
-    committed(root, 4)
-    settle(root)
-    assert metrics(root, 2) == {"loss": 0.5}
-    assert waiting(root) == []
-    # Also when the steps between are gone: it does not pass on to others.
-    storage.remove(root.final(2))
-    committed(root, 1, 6)
-    settle(root)
-    assert metrics(root, 1) is None
-    # One before all saved steps counts for none.
-    assert evaluations.saved_step(1, [2, 4]) is None
-    assert evaluations.saved_step(5, [2, 4, 6]) == 4
-
-
 def test_the_nearest_evaluation_counts_and_a_later_one_of_the_same_step(root):
     committed(root, 2, 6)
-    for step, loss in ((4, 0.4), (3, 0.3), (5, 0.5)):
+    # One before all saved steps counts for none.
+    for step, loss in ((4, 0.4), (3, 0.3), (5, 0.5), (1, 0.1)):
         record(root, step, loss)
-    settle(root)
-    assert metrics(root, 2) == {"loss": 0.3}
+    assert metrics(root) == {2: {"loss": 0.3}, 6: None}
+    record(root, 6, 0.6, run="another")
     for loss in (0.2, 0.1):
         record(root, 2, loss)
-        settle(root)
-        assert metrics(root, 2) == {"loss": loss}
+        assert metrics(root) == {2: {"loss": loss}, 6: None}
+    # Metrics of a save count unless the step itself was evaluated later.
+    saved = {"loss": 9.0, "other": 1}
+    assert metrics(root, saved=saved)[2] == {"loss": 0.1, "other": 1}
+    storage.remove(root.path / "evaluations" / f"2-{SAVE}.json")
+    assert metrics(root, saved=saved)[2] == saved
 
 
-def test_metrics_of_a_save_count_unless_the_step_itself_was_evaluated_later(root):
-    committed(root, 2, 6)
-    record(root, 3, 0.3)
-    settle(root)
-    assert metrics(root, 2, {"loss": 9.0, "other": 1}) == {"loss": 9.0, "other": 1}
-    record(root, 2, 0.2)
-    settle(root)
-    assert metrics(root, 2, {"loss": 9.0, "other": 1}) == {"loss": 0.2, "other": 1}
+def test_evaluations_go_with_their_step_and_do_not_pass_on_to_another(root):
+    committed(root, 1, 2, 4)
+    for step in (2, 3, 4):
+        record(root, step, step / 10)
+    evaluations.forget(root, {2}, LINE)
+    storage.remove(root.final(2))
+    assert metrics(root) == {1: None, 4: {"loss": 0.4}}
+    assert waiting(root) == [f"4-{SAVE}.json"]
 
 
-def test_what_an_abandoned_world_recorded_does_not_count(root):
+def test_what_an_abandoned_or_replaced_world_recorded_does_not_count(root):
     committed(root, 2, 4)
     newer = f"{200:015d}"
     # The run went back to step 2, and goes on under a newer save.
     line = Line(save=newer, parents=((2, SAVE),))
     record(root, 4, 0.1)
     record(root, 2, 0.2)
-    settle(root, line)
-    assert metrics(root, 4) is None
-    assert metrics(root, 2) == {"loss": 0.2}
-    assert waiting(root) == []
+    record(root, 3, 0.3, save=newer)
+    assert metrics(root, line) == {2: {"loss": 0.2}, 4: None}
+    # Nor does the old world count those of the new one, or remove them.
+    assert metrics(root) == {2: {"loss": 0.2}, 4: {"loss": 0.1}}
+    evaluations.forget(root, {2, 4}, LINE)
+    assert waiting(root) == [f"3-{newer}.json"]
+    # Those that the new line has passed go.
+    record(root, 4, 0.1)
+    evaluations.forget(root, (), line)
+    assert waiting(root) == [f"3-{newer}.json"]
 
 
-def test_a_world_that_was_replaced_leaves_the_evaluations_of_its_successor(root):
-    committed(root, 2, 4)
-    newer = f"{200:015d}"
-    record(root, 2, 0.1, save=newer)
-    settle(root)
-    assert metrics(root, 2) is None
-    assert waiting(root) == [f"2-{newer}.json"]
-    assert evaluations.counted(root, LINE, run=uploaded.RUN) == []
-
-
-def test_settled_and_recorded_evaluations_are_listed(root):
-    committed(root, 2, 4)
+def test_a_damaged_evaluation_counts_as_none(root):
+    committed(root, 2)
     record(root, 2, 0.2)
-    settle(root)
-    record(root, 5, 0.5)
-    record(root, 5, 0.5, run="another")
-    listed = evaluations.counted(root, LINE, run=uploaded.RUN)
-    assert listed == [(2, '{"loss":0.2}')]
-    record(root, 5, 0.5)
-    assert [step for step, _ in evaluations.counted(root, LINE, run="run-7")] == [2, 5]
-
-
-def test_settling_again_after_a_crash_changes_nothing(root, monkeypatch):
-    committed(root, 2, 4)
-    record(root, 2, 0.2)
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(storage, "remove", killed)
-    with pytest.raises(KeyboardInterrupt):
-        settle(root)
-    monkeypatch.undo()
-    assert metrics(root, 2) == {"loss": 0.2}
-    settle(root)
-    assert metrics(root, 2) == {"loss": 0.2}
-    assert waiting(root) == []
-    # A damaged one counts as none.
-    path = root.final(2) / evaluations.FILE
+    path = root.path / "evaluations" / f"2-{SAVE}.json"
     path.write_bytes(path.read_bytes().replace(b"0.2", b"0.3"))
-    assert metrics(root, 2, {"loss": 1.0}) == {"loss": 1.0}
+    assert metrics(root) == {2: None}

@@ -24,6 +24,7 @@ from elastic_ckpt.tiers.persistent import (
 from tests import spoilt_files
 from tests.tiers import uploaded
 
+LINE = line.Line(save="9", parents=())
 KINDS = ("renamed", "in place")
 
 
@@ -231,7 +232,7 @@ def test_retention_hears_of_time_and_metrics(root, tier, world):
             "metrics/metrics": b'{"loss": 1.5}',
         },
     )
-    (held,) = tier.held()
+    (held,) = tier.held(LINE)
     assert (held.step, held.metrics, held.complete) == (5, {"loss": 1.5}, True)
     assert held.time == datetime.datetime(2023, 11, 14, 22, 13, 20, tzinfo=datetime.UTC)
 
@@ -243,10 +244,10 @@ def test_a_step_whose_metrics_cannot_be_read_is_kept_and_asked_again(root, tier,
     hosts = [host.id for host in world]
     upload.commit(root, saved, hosts=hosts, orbax_files=files)
     pathlib.Path(root.final(5), "metrics", "metrics").write_text('{"lo')
-    (held,) = tier.held()
+    (held,) = tier.held(LINE)
     assert held.complete is None
     pathlib.Path(root.final(5), "metrics", "metrics").write_bytes(*files.values())
-    (held,) = tier.held()
+    (held,) = tier.held(LINE)
     assert (held.complete, held.metrics) == (True, {"loss": 1.5})
 
 
@@ -257,7 +258,7 @@ def test_a_step_of_another_run_is_offered_as_nothing(root, world):
     assert not offered.sources
     assert len(offered.problems) == 3
     # Nor will that run's retention ever touch it.
-    assert not other.held()
+    assert not other.held(LINE)
 
 
 def test_what_cannot_be_read_is_said(root, tier, world):

@@ -334,7 +334,7 @@ def test_what_a_replaced_start_still_uploads_in_place_does_not_count(tmp_path):
     assert root.save_of(5, run=uploaded.RUN) == "9"
     assert not root.is_pending(StepId(5, "9"), run=uploaded.RUN)
     tier = persistent_tier.PersistentTier(root, run=uploaded.RUN)
-    (held,) = tier.held()
+    (held,) = tier.held(line_of("9"))
     assert (held.complete, held.step) == (True, 5)
 
 

@@ -224,7 +224,6 @@ class HostBackup:
             # Of uploads of this world that failed.
             if each.step < step and each.save == line.save:
                 storage.remove(each.path)
-        evaluations.settle(root, line, run=self._world.run)
         passed = [
             each
             for each in root.set_aside_steps()
@@ -232,7 +231,7 @@ class HostBackup:
             and each.save < line.save
             and not preserved.is_preserved(root.aside(each))
         ]
-        gone = self._not_kept()
+        gone = self._not_kept(line)
         if not (passed or gone):
             return
         numbers = {*gone, *(each.step for each in passed)}
@@ -240,6 +239,7 @@ class HostBackup:
             for each in passed:
                 if each.step not in leased:
                     root.discard_aside(each)
+            evaluations.forget(root, set(gone) - leased, line)
             for number in set(gone) - leased:
                 self._tier().remove(number)
 
@@ -278,6 +278,7 @@ class HostBackup:
         with leases.removing(root, {step}, line, watch=self._leases) as leased:
             if step in leased:
                 raise leases.leased_error(root, step)
+            evaluations.forget(root, {step}, line)
             return self._tier().remove_all(step)
 
     @calls.call()
@@ -310,7 +311,7 @@ class HostBackup:
         """
         looking = find.Search(self._world.ram_tiers, lines=[line])
         held = [each.step for each in looking.complete_steps()]
-        owed = self._owed(held)
+        owed = self._owed(held, line)
         return tuple(
             StepInRam(step_id=each.step_id, is_owed=each.step_id in owed)
             for each in held
@@ -387,7 +388,7 @@ class HostBackup:
         except errors.CheckpointError:
             return False
 
-    def _owed(self, held: Sequence[search.Step]) -> set[StepId]:
+    def _owed(self, held: Sequence[search.Step], line: Line) -> set[StepId]:
         # Those of the steps in RAM that are to be backed up; none if storage is out of
         # reach, as the search of the restore has reported.
         root = self._world.root
@@ -404,7 +405,7 @@ class HostBackup:
             )
             for each in owed
         }
-        gone = self._gone_at_once(late)
+        gone = self._gone_at_once(late, line)
         return {each.step_id for step, each in late.items() if step not in gone}
 
     def _is_owed(self, held: search.Step, stored: Set[int]) -> bool:
@@ -419,14 +420,16 @@ class HostBackup:
         # One that was due by the clock alone has no mark.
         return is_due or self._root().unfinished(held.step_id).exists()
 
-    def _gone_at_once(self, late: Mapping[int, retention.HeldStep]) -> Sequence[int]:
+    def _gone_at_once(
+        self, late: Mapping[int, retention.HeldStep], line: Line
+    ) -> Sequence[int]:
         # The steps that retention would remove from storage as soon as they are there,
         # which has mostly been done before.
         keep = self._keep()
         if keep is None or not late:
             return ()
         try:
-            stored = {each.step: each for each in self._tier().held()}
+            stored = {each.step: each for each in self._tier().held(line)}
         except (errors.CheckpointError, *bucket_clients.failures()):
             return ()
         together = {**stored, **late}
@@ -438,12 +441,12 @@ class HostBackup:
             preserved=self._tier().preserved(),
         )
 
-    def _not_kept(self) -> list[int]:
+    def _not_kept(self, line: Line) -> list[int]:
         # The steps that the policy gives up.
         keep, tier = self._keep(), self._tier()
         if keep is None:
             return []
-        held = tier.held()
+        held = tier.held(line)
         return retention.steps_to_delete(
             held,
             keep,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
+import json
 import os
 import threading
 from collections.abc import Collection, Iterator
@@ -176,13 +177,16 @@ class PersistentTier:
         aside = [each for each in self.root.set_aside_steps() if each.step == step]
         return [*committed, *(self.root.aside(each) for each in aside)]
 
-    def held(self) -> list[retention.HeldStep]:
+    def held(self, line: Line) -> list[retention.HeldStep]:
         """The steps of this run, in the form that retention requires.
 
         A committed step is complete. Those of another run are left out, and those that
         a later version of elastic_ckpt has committed. The time is that of the commit by
         Orbax's metadata (1970 if that is damaged), the metrics are those that Orbax
         finds too, and those of evaluations.
+
+        Args:
+          line: of the evaluations that count.
         """
         held = []
         for step in self._steps():
@@ -202,11 +206,13 @@ class PersistentTier:
                 retention.HeldStep(
                     step=step,
                     time=_BEGINNING + datetime.timedelta(microseconds=nsecs // 1000),
-                    metrics=evaluations.metrics_of(directory, saved),
+                    metrics=saved,
                     complete=complete,
                 )
             )
-        return held
+        counted = evaluations.counted(self.root, line, run=self._run)
+        metrics = {step: json.loads(text) for step, text in counted}
+        return retention.with_evaluations(held, metrics)
 
     def preserved(self) -> list[int]:
         """The steps that are preserved by hand, ascending."""
