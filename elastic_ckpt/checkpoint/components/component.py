@@ -36,7 +36,7 @@ import pathlib
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 from absl import logging
@@ -48,15 +48,12 @@ from elastic_ckpt.checkpoint.components import sharing as sharing_of
 from elastic_ckpt.checkpoint.components.validation import Level, check_level
 from elastic_ckpt.core import (
     allgather,
-    background,
     checked_json,
     codec,
     errors,
     storage,
     topology,
 )
-
-T = TypeVar("T")
 
 FILE = "component.json"
 VERSION = 1
@@ -285,7 +282,10 @@ class Component:
         async def write() -> None:
             path = await directory.await_creation()
             if self.save_problem is None:
-                await _in_thread(lambda: _write(path, files))
+                # Each state is released once it is written.
+                while files:
+                    name, write_file = files.popitem()
+                    write_file(path / name)
 
         return write()
 
@@ -294,10 +294,8 @@ class Component:
 
         Otherwise Orbax would wrap an error in one about another handler.
         """
-        self.put(await _in_thread(lambda: self.read(directory)))
-        done = asyncio.get_running_loop().create_future()
-        done.set_result(None)
-        return done
+        self.put(self.read(directory))
+        return asyncio.sleep(0)
 
     def read(self, directory: epath.PathLike) -> Any:
         """Reads the values for this host that are saved in `directory`.
@@ -458,17 +456,3 @@ def _methods(state: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | Non
         if callable(get) and callable(put):
             return get, put
     return None
-
-
-def _write(
-    directory: epath.Path, files: dict[str, Callable[[epath.Path], None]]
-) -> None:
-    # Each state is released once it is written.
-    while files:
-        name, write = files.popitem()
-        write(directory / name)
-
-
-def _in_thread(call: Callable[[], T]) -> Awaitable[T]:
-    # Not asyncio's own threads, for which a program waits at its end.
-    return asyncio.wrap_future(background.in_thread(call, name="component"))

@@ -17,7 +17,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint.components.component import Component
-from elastic_ckpt.core import allgather, background, errors
+from elastic_ckpt.core import allgather, errors
 
 # The most that a component may take. A checkpointer waits longer for all of a host.
 _MOST_SECS = 240.0
@@ -127,9 +127,8 @@ def load(
         for name, each in there.items()
         if isinstance(each, ocp.StatefulCheckpointable)
     }
-    ours = {n: e for n, e in stateful.items() if isinstance(e.component, Component)}
     # They set themselves.
-    others = {name: stateful[name] for name in stateful.keys() - ours.keys()}
+    others = {n: e for n, e in stateful.items() if not isinstance(there[n], Component)}
     unknown = [
         name
         for name, tree in held.metadata.items()
@@ -148,7 +147,7 @@ def load(
             _check(held.step, required, unknown)
 
     check(unknown)
-    first = {n: ours.get(n, each) for n, each in there.items() if n not in others}
+    first = {n: stateful.get(n, each) for n, each in there.items() if n not in others}
     loaded = checkpointer.load_checkpointables(step, first) if first else {}
     if step is None and first:
         # Ours may have gone back to an earlier step.
@@ -157,11 +156,10 @@ def load(
     if others:
         checkpointer.load_checkpointables(held.step, others)
         check()
-    for name, each in ours.items():
-        if each.problem is None:
+    for name, each in stateful.items():
+        if name not in others and each.problem is None:
             each.component.put(each.values)
-            loaded[name] = each.component
-    loaded |= {name: each.component for name, each in others.items()}
+        loaded[name] = each.component
     return Summary(
         step=held.step,
         loaded={name: loaded[name] for name in there if name not in failed},
@@ -192,7 +190,7 @@ def _check(step: int, failed: Mapping[str, str], unknown: Collection[str]) -> No
         listed = (
             each
             if len(on) == len(of_hosts)
-            else f"hosts {errors.first_of(map(str, on))}: {each}"
+            else f"host{'s' * (len(on) > 1)} {errors.first_of(map(str, on))}: {each}"
             for each, on in hosts.items()
         )
         raise errors.CheckpointError(
@@ -201,8 +199,8 @@ def _check(step: int, failed: Mapping[str, str], unknown: Collection[str]) -> No
 
 
 class _Read:
-    # Reads a component, or has another object load itself, and keeps an error: the
-    # other parts are read all the same.
+    # Reads a component without setting it, or has another object set itself, and keeps
+    # an error: the other parts are read all the same.
 
     def __init__(self, component: Any) -> None:
         self.component = component
@@ -217,12 +215,13 @@ class _Read:
         """Reads the component in `directory`."""
         self.problem = None
         limit_secs = getattr(self.component, "save_timeout_secs", _MOST_SECS)
-        # Not asyncio's threads, for which a program waits at its end.
-        reading = background.in_thread(lambda: self._read(directory), name="component")
         limit = asyncio.timeout(min(limit_secs, _MOST_SECS))
         try:
             async with limit:
-                self.values = await asyncio.wrap_future(reading)
+                if isinstance(self.component, Component):
+                    self.values = self.component.read(directory)
+                else:
+                    await (await self.component.load(directory))
         except Exception as error:
             is_ours = isinstance(error, errors.ElasticCkptError)
             self.problem = str(error) if is_ours else repr(error)
@@ -232,12 +231,3 @@ class _Read:
                     f" save_timeout_secs (at most {_MOST_SECS:g})"
                 )
         return asyncio.sleep(0)
-
-    def _read(self, directory: epath.Path) -> Any:
-        if isinstance(self.component, Component):
-            return self.component.read(directory)
-
-        async def load() -> None:
-            await (await self.component.load(directory))
-
-        return asyncio.run(load())

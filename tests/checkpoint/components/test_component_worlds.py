@@ -110,7 +110,7 @@ def load(checkpointer, mesh):
         with pytest.raises(errors.CheckpointError) as caught:
             loading.load(checkpointer, parts)
         for pattern in PATTERNS:
-            refused = f"component '{pattern}' was saved {pattern} with"
+            refused = f"component '{pattern}': it was saved {pattern} with"
             assert (refused in str(caught.value)) == (pattern in changed)
             assert parts[pattern].state is None
     summary = loading.load(checkpointer, parts, strict=False)
