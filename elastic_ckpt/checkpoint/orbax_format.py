@@ -77,7 +77,7 @@ def stored_arrays(
     """The location of each leaf in Orbax's stores, by its path in manifests.
 
     Args:
-      checkpointables: pytrees by name, which `saveable` has checked; leaves may be
+      checkpointables: pytrees by name, which `structure` has checked; leaves may be
         abstract.
       chunks: by the path of a leaf (`state/params/w`), the shape of its chunks.
     """
