@@ -926,7 +926,10 @@ class HostsCheckpointer:
 
         def begin() -> Callable[[], None]:
             nonlocal is_lent
-            directory, is_lent = self._hosts.capture(step_id, trees)
+            directory, is_lent, notice = self._hosts.capture(step_id, trees)
+            if notice:
+                tier = "persistent" if self._chosen.local is None else "local"
+                storage_cause.report(self._emit, tier, step, notice)
             is_sent = bool(stateful) and self._hosts.is_apart
             try:
                 write = component_io.begin_save(

@@ -77,10 +77,12 @@ class CapturedIn(NamedTuple):
       directory: in which components write their files, each below its name.
       is_lent: whether values are still those of the caller's arrays, until the step
         is committed.
+      notice: why the training waits for captures; empty if it does not, or was told.
     """
 
     directory: str
     is_lent: bool = False
+    notice: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

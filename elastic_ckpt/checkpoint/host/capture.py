@@ -37,7 +37,6 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from elastic_ckpt.core import background, boxes, errors, host_memory
@@ -142,6 +141,10 @@ class Memory:
       where: the place of values that get no file; see `Persistent.capture`.
       num_threads: that copy at a time; by default half of the processors, at most 8.
       pinned_bytes: the most pinned memory that a state is sent to as a whole.
+
+    Attributes:
+      notice: why the training waits for the last capture; empty if it does not, or was
+        told before.
     """
 
     def __init__(
@@ -157,7 +160,8 @@ class Memory:
         self._files = files
         self._where: CaptureIn = where
         self._pinned_bytes = pinned_bytes
-        self._told: set[str] = set()
+        self.notice = ""
+        self._is_told = False
         self._pool = host_memory.Pool()
         # Of the last copy on each device, which its peak of used memory may include.
         self._copied_bytes: collections.Counter[jax.Device] = collections.Counter()
@@ -197,9 +201,9 @@ class Memory:
                 chunk.values = _Later(copy, chunk.within, chunk.num_bytes)
         elif where == "auto":
             self._tell(
-                "%d bytes of a save are fetched while the training waits: its devices"
-                " have no room for a copy of them",
-                num_bytes,
+                "its devices have no room for a copy of the state, and more than"
+                f" pinned_bytes={self._pinned_bytes} are to be sent: the training waits"
+                " while they are fetched"
             )
 
     def take_files(self, chunks: Sequence[_Chunk]) -> None:
@@ -223,10 +227,8 @@ class Memory:
         if num_bytes + _SPARE_BYTES <= free:
             return False
         self._tell(
-            "a save waits until %d bytes are in storage: the host has %d bytes of"
-            " memory left, too few for a copy",
-            num_bytes,
-            free,
+            f"the host has {free} bytes of memory left, too few for a copy of"
+            f" {num_bytes} bytes: the training waits until they are in storage"
         )
         return True
 
@@ -259,11 +261,8 @@ class Memory:
         self._copied_bytes = of_devices
         return True
 
-    def _tell(self, message: str, *values: int) -> None:
-        # Once.
-        if message not in self._told:
-            self._told.add(message)
-            logging.warning(message, *values)
+    def _tell(self, why: str) -> None:
+        self.notice, self._is_told = "" if self._is_told else why, True
 
 
 def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
@@ -281,6 +280,7 @@ def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
     """
     here = [_held(path, leaves[path], memory) for path in sorted(leaves)]
     chunks = [chunk for each in here for chunk in each.chunks]
+    memory.notice = ""
     memory.hold([chunk for chunk in chunks if chunk.is_far])
     rest = [chunk for chunk in chunks if chunk.values is None]
     try:

@@ -79,7 +79,7 @@ class HostSaver:
         if self._world.local_tier is None:
             # Only components write files on this machine.
             saving.directory = saving.staging = self._staging(step_id)
-            return CapturedIn(str(saving.directory), captured.is_lent)
+            return self._captured_in(saving)
         contents = Contents(leaves=captured.leaves, components={})
         try:
             saving.writer = self._world.own.begin(step_id, contents, num_bytes=None)
@@ -90,7 +90,11 @@ class HostSaver:
             # The other hosts have begun: `write` reports the problem to all.
             saving.problem = str(error)
             saving.directory = saving.staging = self._staging(step_id)
-        return CapturedIn(str(saving.directory), captured.is_lent)
+        return self._captured_in(saving)
+
+    def _captured_in(self, saving: _Saving) -> CapturedIn:
+        notice = self._memory.notice
+        return CapturedIn(str(saving.directory), saving.captured.is_lent, notice)
 
     @calls.call()
     def put(self, step_id: StepId, files: Mapping[str, bytes]) -> None:

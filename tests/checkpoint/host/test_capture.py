@@ -185,6 +185,8 @@ def test_what_accelerators_hold_is_captured_whatever_memory_there_is(
     memory = FarMemory(files, where, pinned_bytes=pinned_bytes)
     captured = capture.capture(leaves, memory)
     assert captured.is_lent == (where == "wait")
+    # The devices of a CPU do not tell that they have room.
+    assert bool(memory.notice) == (where == "auto" and not pinned_bytes)
     if not captured.is_lent:
         # The memory of the state is overwritten.
         jax.block_until_ready(step(*leaves.values()))
