@@ -38,7 +38,7 @@ class Relay:
         self._serving = threading.Thread(target=self._server.serve_forever)
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}{behind.path}"
         self.num_bytes = 0
 
     def __enter__(self) -> Relay:

@@ -440,7 +440,7 @@ def _world(
     )
     own = types.SimpleNamespace(slot=0, host=manifest.host, disk=disk)
     more: Any = {"own": own, "hosts": hosts, "client": None, "agents": {}}
-    return _WorldAlone(cast(Any, config), service=None, **more)
+    return _WorldAlone(cast(Any, config), **more)
 
 
 def _parts(world: HostWorld) -> Any:

@@ -60,7 +60,7 @@ from benchmarks import (
 )
 from elastic_ckpt.core import host_memory, storage
 from elastic_ckpt.elastic import supervisor
-from elastic_ckpt.tiers.peers import agent, agent_process, peer_client, secret
+from elastic_ckpt.tiers.peers import agent, peer_client, secret
 
 _GIB = 2**30
 # The share that half of the hosts restore from peers.
@@ -162,7 +162,7 @@ def _reads(url: str, secret_file: str) -> turns.Secs:
             [
                 *("curl", "--silent", "--fail", "--config", "-"),
                 *("--output", "/dev/null", "--range", f"0-{_SERVED_BYTES - 1}"),
-                f"{url}/v1/{_SERVED}",
+                f"{url}/{_SERVED}",
             ],
             input=f'header = "Authorization: Bearer {known}"'.encode(),
             check=True,
@@ -171,7 +171,7 @@ def _reads(url: str, secret_file: str) -> turns.Secs:
     with contextlib.closing(peer_client.PeerClient(known)) as client:
         endpoint = client.endpoint(url)
         sides: dict[str, Callable[[], None]] = {
-            "client": lambda: endpoint.read_into(f"/v1/{_SERVED}", 0, memory.data),
+            "client": lambda: endpoint.read_into(f"/{_SERVED}", 0, memory.data),
             "curl": read_curl,
         }
         return turns.timed(sides, _ROUNDS)
@@ -184,7 +184,7 @@ def _agents(roots: list[str]) -> Iterator[list[str]]:
         urls = []
         for root in roots:
             pathlib.Path(root).mkdir(parents=True, exist_ok=True)
-            serving = agent_process.AgentProcess(agent.Service(root=root))
+            serving = agent.AgentProcess(agent.Service(root=root))
             stack.callback(serving.close)
             urls.append(serving.address.url)
         yield urls

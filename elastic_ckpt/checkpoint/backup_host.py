@@ -10,7 +10,6 @@ another has, and nobody goes on to a newer one until all that answer have it.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Sequence
 
@@ -23,18 +22,17 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.steps.manifest import Manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import find
-from elastic_ckpt.tiers.peers import agent, agent_process, run_agents, secret
+from elastic_ckpt.tiers.peers import agent, run_agents, secret
 from elastic_ckpt.tiers.peers.peer import ManifestKey, Peer, Peers
 from elastic_ckpt.tiers.peers.peer_client import PeerClient
 from elastic_ckpt.tiers.ram import file_repair, local, ram_disk
-from elastic_ckpt.tiers.source import ReadError, RepairError
+from elastic_ckpt.tiers.source import RepairError
 
 _POLL_SECS = 1.0
 # Between two looks at the record in storage.
 _RECORD_SECS = 10.0
 # How long the run keeps a step for this host.
 _HOLD_SECS, _LEAST_BYTES_PER_SEC = 60.0, 2**24
-_MOST_MACHINE_BYTES = 2**16
 
 
 class BackupHost:
@@ -120,11 +118,8 @@ class BackupHost:
     def _number(self) -> int:
         # Of this host among all: the one whose agent serves this memory.
         for number, url in enumerate(self._backups):
-            with contextlib.suppress(ReadError, ValueError, KeyError, TypeError):
-                endpoint = self._client.endpoint(url)
-                text = endpoint.read("/v1/machine", most_bytes=_MOST_MACHINE_BYTES)
-                if json.loads(text)["machine"] == self._disk.machine:
-                    return number
+            if Peer(url, self._client, "").machine == self._disk.machine:
+                return number
         raise errors.RunError(
             f"none of the backup hosts {self._backups} is this one, whose RAM disk is"
             f" {self._disk.root}; give each the same URLs, at which it reaches itself"
@@ -156,7 +151,7 @@ class BackupHost:
         # At one machine it counts for all.
         for url in self._record.urls.values():
             with contextlib.suppress(RepairError):
-                self._client.endpoint(url).put(f"/v1/holds/{step_id}", b"%d" % secs)
+                self._client.endpoint(url).put(f"/holds/{step_id}", b"%d" % secs)
                 return
 
 
@@ -171,9 +166,7 @@ def serve(
     """Serves a RAM disk, and follows the run until a signal ends this process."""
     storage.make_private_directory(service.root)
     with contextlib.ExitStack() as stack:
-        process = stack.enter_context(
-            contextlib.closing(agent_process.AgentProcess(service))
-        )
+        process = stack.enter_context(contextlib.closing(agent.AgentProcess(service)))
         print(f"serving {service.root} at {process.address.url}", flush=True)
         client = PeerClient(
             secret.read(service.secret_file or secret.path(service.root)),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from elastic_ckpt.core import errors
-from elastic_ckpt.tiers.peers import agent_command, agent_url
+from elastic_ckpt.core import errors, option_numbers
+from elastic_ckpt.tiers.peers import agent_server, agent_url
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
-    agent_command.add_arguments(parser)
+    agent_server.add_arguments(parser)
     backup = parser.add_argument_group("a backup host")
     backup.add_argument(
         "--backup",
@@ -27,12 +27,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tls-ca",
         help="a PEM file with the authority that signs the hosts' certificates",
     )
+    backup.add_argument(
+        "--max-bytes-per-sec",
+        type=option_numbers.positive_number,
+        help="the most bytes a second that are copied from the run's hosts",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves until a signal ends it."""
     if not (arguments.backup or arguments.follow):
-        return agent_command.run(arguments)
+        return agent_server.run(arguments)
     if not (arguments.backup and arguments.follow and arguments.secret_file):
         raise errors.ConfigError(
             "a backup host needs --backup URLS, --follow STEPS and --secret-file: it"
@@ -46,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     from elastic_ckpt.checkpoint import backup_host
 
     backup_host.serve(
-        agent_command.of_arguments(arguments),
+        agent_server.service_of(arguments),
         steps=arguments.follow,
         backups=backups,
         tls_ca=arguments.tls_ca,

@@ -19,7 +19,7 @@ from elastic_ckpt.elastic import (
 )
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
 from elastic_ckpt.elastic.hardware import Hardware
-from elastic_ckpt.tiers.peers import agent, agent_process, run_agents
+from elastic_ckpt.tiers.peers import agent, run_agents
 from elastic_ckpt.tiers.ram import machine
 
 
@@ -64,7 +64,7 @@ class LocalSlices:
         self.log_directory = log_directory
         self.limits = limits
         self.interface = interface
-        self._agents: dict[int, agent_process.AgentProcess] = {}
+        self._agents: dict[int, agent.AgentProcess] = {}
         with contextlib.ExitStack() as resources:
             kept = resources.enter_context(kept_executables.kept())
             self._owned = world_host.Owned(
@@ -130,7 +130,7 @@ class LocalSlices:
             tls_certificate=memory.tls_certificate,
             tls_key=memory.tls_key,
         )
-        self._agents[number] = agent_process.AgentProcess(service)
+        self._agents[number] = agent.AgentProcess(service)
 
     @property
     def agents(self) -> list[str]:

@@ -134,8 +134,7 @@ class Peers(Tier):
       max_bytes_per_sec: the most bytes a second of copies to this host; None sets no
         limit.
       timeout_secs: a peer that sends nothing for so long is regarded as failed, and is
-        not asked for three times as long. If only that peer has a part, hosts wait for
-        it as long, at the end of a run too.
+        not asked for three times as long.
       tls: the files for encryption; None sends in plain text.
 
     Raises:

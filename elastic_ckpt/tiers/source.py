@@ -25,10 +25,6 @@ class ReadError(Exception):
     """Bytes of a file cannot be read from a holder; the message has no subject."""
 
 
-class SlowError(ReadError):
-    """The holder is there and does not answer in time; as `ReadError`."""
-
-
 class RefusedError(ReadError):
     """The holder does not take the run's secret; as `ReadError`."""
 
@@ -72,18 +68,6 @@ class Source(Protocol):
 
         Raises:
           ReadError: if the file is missing, or the holder does not answer.
-        """
-        ...
-
-
-@runtime_checkable
-class RemoteSource(Source, Protocol):
-    """A source whose holder may be slow."""
-
-    def patiently(self) -> Source:
-        """The same parts, for a reader to whom no other holder is left.
-
-        Its reads wait longer for a holder that is slow.
         """
         ...
 

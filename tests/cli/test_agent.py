@@ -6,16 +6,16 @@ import sys
 
 import pytest
 
-from elastic_ckpt.tiers.peers import agent, node_record, secret
+from elastic_ckpt.tiers.peers import agent, secret
 from tests import runs
 from tests.tiers import served, served_nodes
 
-PART = "/v1/hosts/0/30-0/data/part"
+PART = "/hosts/0/30-0/data/part"
 VERB = ("elastic_ckpt.cli.main", "agent")
 # A program that starts an agent, and prints its address.
 PARENT = (
     "import subprocess, sys\n"
-    "program = 'elastic_ckpt.tiers.peers.agent_command'\n"
+    "program = 'elastic_ckpt.tiers.peers.agent_server'\n"
     "command = [sys.executable, '-m', program, sys.argv[1], '--until-stdin-closes']\n"
     "started = subprocess.Popen(command, stdin=subprocess.PIPE)\n"
     "started.wait()\n"
@@ -101,12 +101,13 @@ def test_agent_imports_no_jax():
 def test_agent_of_a_node_publishes_domains_and_serves_runs_that_begin(tmp_path):
     arguments = ("--node", "--domains", "rack=r7;zone=z")
     with served.agent_process(tmp_path, *arguments) as (process, at):
-        assert at == "127.0.0.1"
+        assert at.startswith("http://127.0.0.1:")
         root = served_nodes.save_run(tmp_path)
         url = agent.wait_for(root).url
-        assert node_record.find(root).domains == {"rack": "r7", "zone": "z"}
+        assert agent.domains(root) == {"rack": "r7", "zone": "z"}
         assert served.ask(url, PART, secret.read_or_create(root)) == (200, b"part")
         process.terminate()
         assert process.wait() == 0
         assert process.stderr.read() == ""
-    assert node_record.find(root) is None
+    assert agent.find(root) is None
+    assert agent.domains(root) == {}

@@ -232,7 +232,7 @@ def test_peer_is_read_through_its_agent_with_the_secret_from_a_file(saved):
         run_agents.write(saved / "steps", agents)
         by_peer = [saved / "steps", "--secret-file", saved / "ram" / "secret"]
         longer, flipped = sorted(problems(*by_peer), key=lambda each: each["part"])
-        assert flipped["path"].startswith(f"{url}/v1/hosts/0/2-")
+        assert flipped["path"].startswith(f"{url}/hosts/0/2-")
         assert flipped["part"] == "state/params/w[6:8, 0:6]"
         assert longer["why"] == "is longer than what was saved, by 4 bytes"
         # By path and through the agent it is one holder.

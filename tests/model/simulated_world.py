@@ -31,6 +31,7 @@ import os
 import pathlib
 import shutil
 import traceback
+import urllib.parse
 from concurrent import futures
 from unittest import mock
 
@@ -55,7 +56,7 @@ from elastic_ckpt.core import (
 from elastic_ckpt.core.allgather import HostTree
 from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.tiers import choices, run_identity, source
-from elastic_ckpt.tiers.peers import agent, agent_tree, network
+from elastic_ckpt.tiers.peers import agent, agent_server, peer_client
 from elastic_ckpt.tiers.persistent import persistent_root
 from elastic_ckpt.tiers.persistent.claims import Claimant
 from elastic_ckpt.tiers.ram import file_repair, machine
@@ -225,7 +226,7 @@ class ScriptedThreads:
         self._begun.clear()
 
 
-class SimulatedNetwork(network.Network):
+class SimulatedNetwork(peer_client.Network):
     """Agents by their urls; each serves the RAM disk of a machine.
 
     Attributes:
@@ -237,12 +238,10 @@ class SimulatedNetwork(network.Network):
         self.failing = set()
 
     def serve(self, service):
-        if service.is_beside:
-            raise errors.RunError("no other agent can be started")
         number = self._sim.roots.index(pathlib.Path(service.root))
         return _Agent(
             agent.Address(
-                url=f"http://10.0.0.{number}:80",
+                url=f"http://10.0.0.{number}:80/v1/run",
                 pid=1,
                 machine=machine.machine_id(service.root),
             )
@@ -291,15 +290,13 @@ class _Endpoint:
     def left_skipped_secs(self):
         return 0.0
 
-    def read(self, path, *, most_bytes, is_patient=False):
+    def read(self, path, *, most_bytes):
         root = self.network.root(self.number)
-        if path == "/v1/steps":
-            return storage.canonical_json(agent_tree.manifests(root))
+        if path == "/steps":
+            return storage.canonical_json(agent_server.listing(root))
         return self._opened(root, path)
 
-    def read_into(
-        self, path, offset, into, on_piece=source.ignored, *, is_patient=False
-    ):
+    def read_into(self, path, offset, into, on_piece=source.ignored):
         content = self._opened(self.network.root(self.number), path)
         part = content[offset : offset + len(into)]
         if len(part) < len(into):
@@ -307,7 +304,7 @@ class _Endpoint:
         into[:] = part
         on_piece(into)
 
-    def size(self, path, *, is_patient=False):
+    def size(self, path):
         return len(self._opened(self.network.root(self.number), path))
 
     def put(self, path, content):
@@ -315,19 +312,18 @@ class _Endpoint:
             root = self.network.root(self.number)
         except source.ReadError as error:
             raise source.RepairError(str(error)) from None
-        slot, step, *file = (os.fsdecode(each) for each in self._parts(path))
+        slot, step, *file = self._name(path).split("/")
         directory = os.path.join(root, "hosts", slot, step)
         file_repair.replace(directory, "/".join(file), content)
 
-    def _parts(self, path):
-        return agent_tree.parts(path.removeprefix("/v1/hosts/"))
+    def _name(self, path):
+        return urllib.parse.unquote(path.removeprefix("/hosts/"))
 
     def _opened(self, root, path):
-        try:
-            with agent_tree.open_file(root, self._parts(path)) as file:
-                return file.read()
-        except agent_tree.NotServedError:
-            raise source.ReadError(f"cannot be read: {path} is missing") from None
+        file = agent_server.served(root, self._name(path))
+        if file is None:
+            raise source.ReadError(f"cannot be read: {path} is missing")
+        return pathlib.Path(file).read_bytes()
 
 
 def boxes_of(name, host, num_hosts):

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 
-from elastic_ckpt.tiers.peers import agent_command
+from elastic_ckpt.tiers.peers import agent_server
 from elastic_ckpt.tiers.ram import machine
 from tests import shared_memory
 
@@ -47,7 +47,7 @@ class Machines:
                         *(
                             sys.executable,
                             "-m",
-                            agent_command.__name__,
+                            agent_server.__name__,
                         ),
                         self.directory(number),
                     ],

@@ -6,7 +6,7 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers import choices
-from elastic_ckpt.tiers.peers import agent, kubernetes_node, peer_client, secret
+from elastic_ckpt.tiers.peers import agent, nodes, peer_client, secret
 from elastic_ckpt.tiers.persistent import leases
 from tests.refusals import Refusal
 from tests.tiers import served
@@ -45,10 +45,16 @@ SETTINGS = [
     (functools.partial(choices.TlsFiles, key="a", authority="b"), {"certificate": ""}),
 ]
 URLS = [
-    *("10.0.0.7:8470", "http://", "http://a:0", "http://a:65536", "http://a:port"),
-    *("http://a:8470/v1/steps", "http://a:8470?secret=x", "http://user:word@a:8470"),
-    *("http://a b:8470", "http://a:8470\n", "ftp://a:8470", "http://[fd00::7:8470"),
-    *(b"http://a:8470", None),
+    *("10.0.0.7:8470/v1/r", "http://", "http://a:8470", "http://a:8470/v1/"),
+    *("http://a:0/v1/r", "http://a:65536/v1/r", "http://a:port/v1/r"),
+    *("http://a:1/v1/r/steps", "http://a:1/v1/r?secret=x", "http://user:word@a:1/v1/r"),
+    *(
+        "http://a b:1/v1/r",
+        "http://a:1/v1/r\n",
+        "ftp://a:1/v1/r",
+        "http://[fd00:1/v1/r",
+    ),
+    *(b"http://a:8470/v1/r", None),
 ]
 
 
@@ -95,7 +101,7 @@ REFUSALS = {
     **{f"{kind}-{given}": _setting(kind, given) for kind, given in SETTINGS},
     **{
         f"URL {url}": Refusal(
-            lambda _, url=url: choices.Peers(known=("http://a:1", url)),
+            lambda _, url=url: choices.Peers(known=("http://a:1/v1/r", url)),
             "is not the URL of an agent; give it",
         )
         for url in URLS
@@ -104,7 +110,7 @@ REFUSALS = {
         lambda _: choices.Peers(known="http://10.0.0.7:8470"), "give a tuple of URLs"
     ),
     "a URL that does not encrypt, with TLS": Refusal(
-        lambda _: choices.Peers(known=("http://a:1",), tls=TLS),
+        lambda _: choices.Peers(known=("http://a:1/v1/r",), tls=TLS),
         "does not encrypt, and this run does",
     ),
     "a RAM disk in a bucket": Refusal(
@@ -173,7 +179,7 @@ REFUSALS = {
         errors.RunError,
     ),
     "outside of a pod": Refusal(
-        lambda path: kubernetes_node.read_labels("node-7", account_directory=str(path)),
+        lambda path: nodes.read_labels("node-7", account_directory=str(path)),
         "--domains",
         errors.RunError,
     ),

@@ -187,7 +187,7 @@ REFUSALS = {
     ),
     "URL of an agent": tiers(
         r"peer_urls has '10\.0\.0\.1:1', which",
-        peer_urls="http://10.0.0.2:1;10.0.0.1:1",
+        peer_urls="http://10.0.0.2:1/v1/r;10.0.0.1:1",
     ),
     "machine without a number": machines(
         "the environment has none of NODE_RANK", elastic_machine=-1

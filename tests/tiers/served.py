@@ -14,7 +14,7 @@ import numpy as np
 from elastic_ckpt.core import digest
 from elastic_ckpt.steps import manifest, manifest_file
 from elastic_ckpt.steps.step_id import StepId
-from elastic_ckpt.tiers.peers import agent
+from elastic_ckpt.tiers.peers import agent, agent_server
 
 RUN = "run-7"
 MACHINE = "0123456789abcdef"
@@ -60,7 +60,7 @@ def serving(service):
     ended = asyncio.Event()
     announced = futures.Future()
     announce = lambda _: announced.set_result(agent.find(service.root))  # noqa: E731
-    serve = agent.serve(service, ended, announce=announce)
+    serve = agent_server.serve(service, ended, announce=announce)
     with (
         futures.ThreadPoolExecutor(1, "agent") as executor,
         contextlib.closing(asyncio.new_event_loop()) as loop,
@@ -78,7 +78,7 @@ def serving(service):
 
 @contextlib.contextmanager
 def agent_process(
-    root, *arguments, verb=("elastic_ckpt.tiers.peers.agent_command",), cwd=None
+    root, *arguments, verb=("elastic_ckpt.tiers.peers.agent_server",), cwd=None
 ):
     """An agent in a separate process, which ends with the block; yields both.
 
@@ -110,9 +110,9 @@ def connect(url, *, source="127.0.0.1"):
 
 
 def ask(url, path, secret, *headers, method="GET"):
-    """Sends a request as it is; the status and the body that come back."""
+    """Sends a request as it is, below the agent's URL; returns status and body."""
     lines = [
-        f"{method} {path} HTTP/1.1",
+        f"{method} {urllib.parse.urlsplit(url).path}{path} HTTP/1.1",
         "Host: there",
         "Connection: close",
         *([f"Authorization: Bearer {secret}"] if secret else []),

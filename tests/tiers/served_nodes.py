@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 from concurrent import futures
 
-from elastic_ckpt.tiers.peers import agent, node_agent
+from elastic_ckpt.tiers.peers import agent, nodes
 from elastic_ckpt.tiers.ram import machine
 from tests.tiers import served
 
 FILES = {"data/part": b"part"}
-PART = "/v1/hosts/0/30-0/data/part"
+PART = "/hosts/0/30-0/data/part"
 
 
 @contextlib.contextmanager
@@ -27,7 +27,9 @@ def serving(directory, *, port=0, **options):
         futures.ThreadPoolExecutor(1, "node") as executor,
         contextlib.closing(asyncio.new_event_loop()) as loop,
     ):
-        serve = node_agent.serve(service, ended, announce=announce, **options)
+        defaults = {"domains": {}, "lifetime": nodes.Lifetime()}
+        options = {**defaults, "announce": announce, **options}
+        serve = nodes.serve(service, ended, **options)
         node_ended = executor.submit(loop.run_until_complete, serve)
         futures.wait([node_ended, started], return_when=futures.FIRST_COMPLETED)
         if not started.done():

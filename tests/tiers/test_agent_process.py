@@ -1,7 +1,6 @@
 """Agents that programs start, and letters of hosts."""
 
 import contextlib
-import dataclasses
 import os
 import signal
 
@@ -12,14 +11,13 @@ from elastic_ckpt.steps import manifest
 from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.peers import (
     agent,
-    agent_process,
     mailbox,
     secret,
 )
 from elastic_ckpt.tiers.ram import ram_disk
 from tests.tiers import served
 
-PART = "/v1/hosts/0/30-0/data/part"
+PART = "/hosts/0/30-0/data/part"
 
 
 @pytest.fixture
@@ -34,32 +32,15 @@ def ask(root, url):
 
 def test_signals_to_all_processes_of_a_job_do_not_end_it(service, tmp_path):
     """Slurm's way: the agent is needed until the last save is done."""
-    with contextlib.closing(agent_process.AgentProcess(service)) as started:
+    with contextlib.closing(agent.AgentProcess(service)) as started:
         for number in (signal.SIGTERM, signal.SIGINT):
             os.kill(started.address.pid, number)
         assert ask(service.root, started.address.url) == (200, b"content")
     with pytest.raises(ProcessLookupError):
         os.kill(started.address.pid, 0)
-    missing = agent.Service(root=str(tmp_path / "missing"), is_beside=True)
+    missing = agent.Service(root=str(tmp_path / "missing"))
     with pytest.raises(errors.RunError, match="could not be started"):
-        agent_process.AgentProcess(missing)
-
-
-@pytest.mark.slow
-def test_another_one_serves_beside_an_agent_that_does_not_answer(service):
-    with contextlib.closing(agent_process.AgentProcess(service)) as started:
-        os.kill(started.address.pid, signal.SIGSTOP)
-        try:
-            beside = dataclasses.replace(service, is_beside=True)
-            with contextlib.closing(agent_process.AgentProcess(beside)) as other:
-                url = other.address.url
-                assert ask(service.root, url) == (200, b"content")
-                # Nobody else finds it.
-                assert agent.find(service.root) == started.address
-            with pytest.raises(OSError, match="refused"):
-                ask(service.root, url)
-        finally:
-            os.kill(started.address.pid, signal.SIGCONT)
+        agent.AgentProcess(missing)
 
 
 def test_exchanges_of_one_host_do_not_disturb_each_other(tmp_path):

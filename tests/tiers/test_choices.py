@@ -25,13 +25,17 @@ def test_right_settings_are_taken():
     chosen = choices.Chosen.from_choices((choices.Local("/ram/run"), beside))
     assert chosen.persistent is beside
     tls = choices.TlsFiles(certificate="a.pem", key="a.pem", authority="b.pem")
-    assert choices.Peers(known=("https://a:1",), tls=tls)
+    assert choices.Peers(known=("https://a:1/v1/r",), tls=tls)
 
 
 def test_urls_as_agents_print_them_are_known():
-    for url in ("http://10.0.0.7:8470", "https://h-1.local:65535", "http://agent"):
+    for url in (
+        "http://10.0.0.7:8470/v1/run",
+        "https://h-1.local:65535/v1/a%2Fb",
+        "http://agent/v1/run-7",
+    ):
         assert choices.Peers(known=(url,)).known == (url,)
-    assert choices.Peers(known=("http://[fd00::7]:8470",)).known
+    assert choices.Peers(known=("http://[fd00::7]:8470/v1/run",)).known
 
 
 def test_a_ram_disk_that_is_not_in_memory_is_a_warning(tmp_path, caplog):

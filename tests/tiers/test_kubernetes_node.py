@@ -1,11 +1,13 @@
 import http.server
 import json
+import ssl
 import threading
 
 import pytest
+import trustme
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.tiers.peers import kubernetes_node
+from elastic_ckpt.tiers.peers import nodes
 
 TOKEN = "the-token-of-the-account"
 LABELS = {
@@ -34,43 +36,49 @@ class Api(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server():
+def account(tmp_path, monkeypatch):
+    """The directory of the account of a pod that reaches the API."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.crt")
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(tls)
     with http.server.HTTPServer(("127.0.0.1", 0), Api) as api:
+        api.socket = tls.wrap_socket(api.socket, server_side=True)
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(api.server_port))
         thread = threading.Thread(target=api.serve_forever, args=(0.01,))
         thread.start()
-        yield f"http://127.0.0.1:{api.server_port}"
+        yield str(tmp_path)
         api.shutdown()
         thread.join()
 
 
-@pytest.fixture
-def account(tmp_path):
-    (tmp_path / "token").write_text(TOKEN + "\n")
-    return str(tmp_path)
-
-
-def test_the_labels_of_a_node_are_those_of_its_object(server, account):
-    labels = kubernetes_node.read_labels(
-        "node-7", server=server, account_directory=account
-    )
+def test_the_labels_of_a_node_are_those_of_its_object(account):
+    labels = nodes.read_labels("node-7", account_directory=account)
     assert labels == LABELS
-    assert kubernetes_node.domains(labels, kubernetes_node.LABELS) == {
+
+
+def test_labels_name_the_domains_that_nobody_else_has_named(monkeypatch):
+    monkeypatch.setattr(nodes, "read_labels", lambda _: LABELS)
+    of_labels = {
         "region": "us-east5",
         "zone": "us-east5-a",
         "block": "b1",
         "rack": "s4",
     }
-    label_of = {"rack": "example.com/row", "block": "example.com/none"}
-    assert kubernetes_node.domains(LABELS, label_of) == {"rack": "row-2"}
+    assert nodes.domains({}, "node-7", {}) == of_labels
+    further = {"rack": "example.com/row", "block": "example.com/none", "row": "other"}
+    found = nodes.domains({"zone": "z"}, "node-7", further)
+    assert found == {"region": "us-east5", "zone": "z", "rack": "row-2", "row": "x"}
+    assert nodes.domains({"zone": "z"}, None, further) == {"zone": "z"}
 
 
-def test_a_node_that_cannot_be_read_is_an_error_with_the_remedy(
-    server, account, tmp_path
-):
+def test_a_node_that_cannot_be_read_is_an_error_with_the_remedy(account, tmp_path):
     for node in ("node-8", "../secrets", "node-7/status"):
         with pytest.raises(errors.RunError, match="verb get on nodes"):
-            kubernetes_node.read_labels(node, server=server, account_directory=account)
+            nodes.read_labels(node, account_directory=account)
     (tmp_path / "token").write_text("another-token")
     with pytest.raises(errors.RunError, match="403") as error:
-        kubernetes_node.read_labels("node-7", server=server, account_directory=account)
+        nodes.read_labels("node-7", account_directory=account)
     assert "another-token" not in str(error.value)

@@ -3,7 +3,7 @@ import contextlib
 import itertools
 import json
 import signal
-import threading
+import urllib.parse
 
 import hypothesis
 import pytest
@@ -15,7 +15,6 @@ from elastic_ckpt.steps import manifest_file
 from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.peers import (
     agent,
-    bandwidth,
     peer,
     peer_client,
     secret,
@@ -24,7 +23,7 @@ from tests.tiers import read_contract, served
 from tests.tiers.scripted_peer import ScriptedPeer, answer, wanted_range
 
 SECRET = "the-secret-of-this-run"
-PATH = "/v1/hosts/0/30-0/data/part"
+PATH = "/hosts/0/30-0/data/part"
 CONTENT = bytes(range(256)) * 2**14
 FILES = {"data/part": CONTENT}
 # A peer that sends nothing for so long fails.
@@ -181,20 +180,23 @@ class TestOffers:
         assert "at most 100 are taken" in problems[0]
 
     def test_a_list_or_a_manifest_that_is_none_is_a_problem(self, client):
-        entry = {"slot": "0", "step": 30, "save": "0", "manifest": "manifest-a.json"}
+        path = "0/30-0/manifest-a.json"
         listings = [
-            *(b"", b"\xff", b"{}x", b"7", b"[7]", b"[{}]", b'{"a": 1}', b"[" * 10**5),
-            b'[{"step": ' + b"9" * 5000 + b"}]",
+            b"",
+            b"\xff",
+            b"{}x",
+            b"7",
+            b"[7]",
+            b"{}",
+            b'{"a": 1}',
+            b"[" * 10**5,
         ]
         for wrong in (
-            {"slot": 0},
-            {"step": "30"},
-            {"step": True},
-            {"step": -1},
-            {"save": 0},
-            {"manifest": ["m"]},
+            *([], [path], [path, 1, "x"], [7, 1, 1.0], [path, None, 1.0]),
+            *(["0/30/m", 1, 1.0], ["0/-1-0/m", 1, 1.0], ["a/0/30-0/m", 1, 1.0]),
         ):
-            listings.append(json.dumps([entry | wrong]).encode())
+            listings.append(json.dumps({"machine": "m", "manifests": [wrong]}).encode())
+        listings.append(b'{"machine": "m", "manifests": [["' + b"9" * 5000 + b'"]]}')
         for listing in listings:
             respond = lambda c, _, body=listing: c.sendall(answer(body))  # noqa: E731
             with ScriptedPeer(respond) as lying:
@@ -205,8 +207,9 @@ class TestOffers:
             assert "the list of steps cannot be read" in problem
 
         def nested(connection, request):
-            steps = request.startswith(b"GET /v1/steps ")
-            body = json.dumps([entry]).encode() if steps else b"[" * 10**6
+            steps = request.startswith(b"GET /steps ")
+            listing = {"machine": "m", "manifests": [[path, 1, 1.0]]}
+            body = json.dumps(listing).encode() if steps else b"[" * 10**6
             connection.sendall(answer(body))
 
         with ScriptedPeer(nested) as lying:
@@ -218,7 +221,6 @@ LIES = [
     answer(CONTENT),
     answer(CONTENT[:-1], status="206 OK"),
     answer(CONTENT[:9], status="206 OK", headers=["Content-Range: bytes 0-8/9"]),
-    answer(CONTENT, status="206 OK", headers=["Content-Range: bytes 1-2/3"]),
     b"HTTP/1.1 206 OK\r\nContent-Length: -5\r\n\r\n",
     b"HTTP/1.1 206 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffff\r\n",
     b"HTTP/1.1 206 OK\r\nContent-Length: " + b"9" * 30000 + b"\r\n\r\n",
@@ -267,18 +269,16 @@ class TestLies:
         ):
             read(client, lying.url)
 
-    def test_headers_without_an_end_are_a_read_error(self, client):
-        go_on = b"HTTP/1.1 100 Continue\r\n\r\n"
-        for endless in (b"X: a\r\n", go_on, b"HTTP/1.1 200 " * 99):
+    @pytest.mark.parametrize("endless", [b"X: a\r\n", b"HTTP/1.1 200 " * 9])
+    def test_headers_without_an_end_are_a_read_error(self, client, endless):
+        def respond(connection, _):
+            connection.sendall(b"HTTP/1.1 200 OK\r\n" + endless * 10**5)
 
-            def respond(connection, _, endless=endless):
-                connection.sendall(go_on + endless * 10**5)
-
-            with (
-                ScriptedPeer(respond) as lying,
-                pytest.raises(source.ReadError, match="does not speak HTTP"),
-            ):
-                read(client, lying.url)
+        with (
+            ScriptedPeer(respond) as lying,
+            pytest.raises(source.ReadError, match="does not speak HTTP"),
+        ):
+            read(client, lying.url)
 
 
 class TestPatience:
@@ -292,47 +292,6 @@ class TestPatience:
                 with pytest.raises(source.ReadError, match="is left alone for"):
                     read(hasty, silent.url)
             assert silent.num_connections == 1
-
-    def test_who_has_nobody_else_to_ask_waits_for_a_peer_that_is_slow(self, hasty):
-        may_answer = threading.Event()
-
-        def respond(connection, request):
-            del request
-            may_answer.wait()
-            connection.sendall(answer(b"[]"))
-
-        with ScriptedPeer(respond) as slow:
-            endpoint = hasty.endpoint(slow.url)
-            with pytest.raises(source.SlowError, match="timed out"):
-                endpoint.read("/v1/steps", most_bytes=9)
-            with pytest.raises(source.SlowError, match="is left alone for"):
-                endpoint.read("/v1/steps", most_bytes=9)
-            may_answer.set()
-            tier = peer.Peer(slow.url, hasty, served.RUN, is_patient=True)
-            assert not tier.offers(30).problems
-            # It is there again, for everybody.
-            assert endpoint.read("/v1/steps", most_bytes=9) == b"[]"
-
-    def test_a_peer_that_sends_byte_by_byte_fails(self, hasty):
-        def drip(connection, request):
-            first, last = wanted_range(request)
-            whole = answer(
-                CONTENT,
-                status="206 OK",
-                headers=[f"Content-Range: bytes {first}-{last}/9"],
-            )
-            connection.sendall(whole[:100])
-            for byte in whole[100:]:
-                connection.sendall(bytes([byte]))
-                if slow.over.wait(0.01):
-                    return
-
-        with ScriptedPeer(drip) as slow:
-            with pytest.raises(
-                source.ReadError, match=r"sent (fewer than )?\d+ bytes in"
-            ):
-                read(hasty, slow.url)
-            assert len(slow.requests) == 1
 
     def test_a_machine_without_an_agent_is_tried_some_times(self, client):
         with ScriptedPeer(lambda *_: None) as gone:
@@ -357,22 +316,11 @@ class TestBreaks:
         with ScriptedPeer(cut) as breaking:
             assert read(client, breaking.url) == CONTENT
             asked = [wanted_range(request)[0] for request in breaking.requests]
-        # Less than a piece of each connection's bytes is asked for again.
-        sent = 2**20 + 2**18
-        assert asked == [0, sent, 2 * sent, 3 * sent]
+        # No byte is asked for again that came.
+        assert [number // 2**20 for number in asked] == [0, 1, 2]
 
-    @pytest.mark.parametrize("sent", [0, 1000])
-    def test_a_transfer_that_makes_no_progress_is_tried_some_times(self, sent, client):
-        def cut(connection, request):
-            first, last = wanted_range(request)
-            headers = [f"Content-Range: bytes {first}-{last}/{len(CONTENT)}"]
-            response = answer(
-                CONTENT[first : last + 1], status="206 OK", headers=headers
-            )
-            connection.sendall(response[:sent])
-            connection.shutdown(2)
-
-        with ScriptedPeer(cut) as breaking:
+    def test_a_transfer_that_makes_no_progress_is_tried_some_times(self, client):
+        with ScriptedPeer(lambda connection, _: connection.shutdown(2)) as breaking:
             with pytest.raises(source.ReadError):
                 read(client, breaking.url)
             assert len(breaking.requests) == 1 + len(peer_client.RETRY_SECS)
@@ -390,31 +338,35 @@ class TestBreaks:
         with ScriptedPeer(respond) as keeping:
             endpoint = client.endpoint(keeping.url)
             for number in (1, 1, 1, 1, 2, 3):
-                assert endpoint.read("/v1/steps", most_bytes=9) == b"[]"
+                assert endpoint.read("/steps", most_bytes=9) == b"[]"
                 assert keeping.num_connections == number
                 if not closes:
-                    assert endpoint.size("/v1/steps") == 2
+                    assert endpoint.size("/steps") == 2
                 closes = len(keeping.requests) >= 6
 
     def test_an_agent_that_is_killed_and_started_again_is_gone_on_with(
-        self, root, client, monkeypatch
+        self, root, monkeypatch
     ):
         # As long as it takes.
         monkeypatch.setattr(peer_client, "RETRY_SECS", (0.0, *[0.1] * 600))
         content = CONTENT * 2
         (root / "hosts/0/30-0/data/part").write_bytes(content)
         into = bytearray(len(content))
-        slowly = ["--max-bytes-per-sec", 2**24]
-        with concurrent.futures.ThreadPoolExecutor(1) as executor:
-            with served.agent_process(root, *slowly) as (process, url):
-                endpoint = client.endpoint(url)
+        slow = peer_client.PeerClient(SECRET, timeout_secs=600, max_bytes_per_sec=2**24)
+        with (
+            contextlib.closing(slow),
+            concurrent.futures.ThreadPoolExecutor(1) as executor,
+        ):
+            with served.agent_process(root) as (process, url):
+                endpoint = slow.endpoint(url)
                 reading = executor.submit(endpoint.read_into, PATH, 0, memoryview(into))
                 while into[2**20 + 255] == 0:
                     assert not reading.done()
                 process.send_signal(signal.SIGKILL)
                 process.wait()
             assert not reading.done()
-            with served.agent_process(root, "--port", url.rpartition(":")[2]):
+            port = str(urllib.parse.urlsplit(url).port)
+            with served.agent_process(root, "--port", port):
                 reading.result()
         assert into == content
 
@@ -444,7 +396,7 @@ class TestSharing:
     )
     def test_over_any_time_no_more_passes_than_the_bound_and_a_burst(self, takes):
         now = 0.0
-        bound = bandwidth.Bandwidth(1000, clock=lambda: now)
+        bound = peer_client.Bandwidth(1000, clock=lambda: now)
         passed = []
         for num_bytes, idle_secs in takes:
             passed.append((now, num_bytes))

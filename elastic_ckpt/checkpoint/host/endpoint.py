@@ -24,8 +24,7 @@ from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.tiers import run_identity
 from elastic_ckpt.tiers.peers import (
     agent,
-    network,
-    node_record,
+    peer_client,
     run_agents,
     secret,
 )
@@ -49,16 +48,15 @@ class HostEndpoint:
         config: HostConfig,
         more_parts: MoreParts = lambda _: {},
         *,
-        of_agents: network.Network | None = None,
+        of_agents: peer_client.Network | None = None,
     ) -> None:
-        self._network = of_agents or network.Network()
+        self._network = of_agents or peer_client.Network()
         self._config = config
         self._more_parts = more_parts
         self._parts: dict[str, Any] = {"HostEndpoint": self}
         # Releases the slot, the agent and connections.
         self._resources = contextlib.ExitStack()
         self._own: local.LocalHost | None = None
-        self._service: agent.Service | None = None
         local_tier = config.chosen.local
         if local_tier is None:
             working = working_directory.WorkingDirectory(config.directory)
@@ -115,7 +113,7 @@ class HostEndpoint:
         domains = {
             "host": disk.machine,
             "slice": config.slice_name,
-            **self._node_domains(),
+            **agent.domains(disk.root),
             **failure_domains.of_environment(),
             **config.peer_tier.domains,
         }
@@ -129,8 +127,7 @@ class HostEndpoint:
         address = None
         is_alone = config.chosen.peers is None and len(slots) == 1
         if slot == 0 and config.chosen.local is not None and not is_alone:
-            self._service = self._agent_service()
-            of_machine = self._network.serve(self._service)
+            of_machine = self._network.serve(self._agent_service())
             self._resources.callback(of_machine.close)
             address = of_machine.address
         return JoinedHost(host=own.host, agent=address)
@@ -161,8 +158,6 @@ class HostEndpoint:
             hosts=hosts,
             client=client,
             agents=agents,
-            service=self._service,
-            of_agents=self._network,
         )
         self._resources.callback(world.close)
         reader, backup = HostReader(world), HostBackup(world)
@@ -195,10 +190,6 @@ class HostEndpoint:
         if persistent is None or self._config.number:
             return None
         return run_identity.of_storage(persistent.directory)
-
-    def _node_domains(self) -> Mapping[str, str]:
-        record = node_record.find(self._disk.root)
-        return {} if record is None else record.domains
 
     def _agent_service(self) -> agent.Service:
         peers = self._config.peer_tier

@@ -21,7 +21,7 @@ from elastic_ckpt.steps import layout, read_plan
 from elastic_ckpt.steps.holdings import Holdings, Offer
 from elastic_ckpt.steps.manifest import ComponentFile, Fragment
 from elastic_ckpt.tiers import stored_part
-from elastic_ckpt.tiers.source import ReadError, RemoteSource, SlowError, Source
+from elastic_ckpt.tiers.source import ReadError, Source
 
 _REMEDY = (
     "restore it from a copy, bring back a host that has it, or restore an older step"
@@ -124,37 +124,22 @@ class VerifiedReader:
         name: str,
     ) -> None:
         tried: dict[Offer, BadCopy] = {}
-        slow: dict[Offer, Source] = {}
-        asked = self._sources
-        while True:
-            for offer, file, offset, expected in parts:
-                if offer not in asked:
-                    continue
-                source = asked[offer]
-                actual = digest.values_hash()
-                try:
-                    source.read_into(file, offset, into.data, actual.update)
-                except ReadError as error:
-                    why = str(error)
-                    if isinstance(error, SlowError) and isinstance(
-                        source, RemoteSource
-                    ):
-                        slow[offer] = source.patiently()
-                else:
-                    if actual.digest() == expected:
-                        tried.pop(offer, None)
-                        with self._lock:
-                            self._read_bytes[offer] += into.nbytes
-                            self._bad += tried.values()
-                        return
-                    why = stored_part.why_differs(source, file)
-                tried[offer] = BadCopy(
-                    host=offer.host.id, tier=offer.tier, file=file, name=name, why=why
-                )
-            if asked is slow or not slow:
-                break
-            # Nobody else has it.
-            asked = slow
+        for offer, file, offset, expected in parts:
+            source, actual = self._sources[offer], digest.values_hash()
+            try:
+                source.read_into(file, offset, into.data, actual.update)
+            except ReadError as error:
+                why = str(error)
+            else:
+                if actual.digest() == expected:
+                    with self._lock:
+                        self._read_bytes[offer] += into.nbytes
+                        self._bad += tried.values()
+                    return
+                why = stored_part.why_differs(source, file)
+            tried[offer] = BadCopy(
+                host=offer.host.id, tier=offer.tier, file=file, name=name, why=why
+            )
         with self._lock:
             self._bad += tried.values()
         failures = "; ".join(f"at {bad.holder} it {bad.why}" for bad in tried.values())

@@ -8,7 +8,6 @@ import functools
 import zlib
 from collections.abc import Mapping, Sequence
 
-from absl import logging
 from etils import epath
 
 from elastic_ckpt.checkpoint.host.captured_step import CapturedStep
@@ -19,14 +18,7 @@ from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.choices import Chosen, Peers
-from elastic_ckpt.tiers.peers import (
-    agent,
-    agent_process,
-    mailbox,
-    network,
-    peer,
-    peer_client,
-)
+from elastic_ckpt.tiers.peers import mailbox, peer, peer_client
 from elastic_ckpt.tiers.peers.run_agents import Seen
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
 from elastic_ckpt.tiers.ram import local, ram_disk
@@ -43,11 +35,9 @@ class Forwarded:
 
     Attributes:
       messages: by name, compressed.
-      urls: by the id of its machine, an agent that serves it now.
     """
 
     messages: Mapping[str, bytes]
-    urls: Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,8 +74,6 @@ class HostWorld:
       hosts: all of the world, by number.
       client: of the agents of other machines.
       agents: their addresses, by machine; see `run_agents`.
-      service: of the agent of this machine; None if another host has started it.
-      of_agents: by which agents are started and reached.
 
     Attributes:
       run: the identity of the run.
@@ -114,12 +102,7 @@ class HostWorld:
         hosts: Sequence[Host],
         client: peer_client.PeerClient,
         agents: Mapping[str, Seen],
-        service: agent.Service | None,
-        of_agents: network.Network | None = None,
     ) -> None:
-        self._service = service
-        self._network = of_agents or network.Network()
-        self._beside: agent_process.AgentProcess | None = None
         self.run = config.run
         self.number = config.number
         self.own = own
@@ -272,30 +255,7 @@ class HostWorld:
 
     def peer_at(self, url: str) -> peer.Peer:
         """The RAM disk of a machine whose agent is known, as it is now."""
-        return peer.Peer(url, self.client, self.run, is_patient=True)
-
-    def _serve_beside(self) -> str | None:
-        # Serves this machine's RAM by another agent: the present one does not answer,
-        # as it may be stopped, or busy. None if another host has to start it, or there
-        # is no other port for it.
-        service = self._service
-        if self._beside is None and service is not None and not service.port:
-            try:
-                beside = dataclasses.replace(service, is_beside=True)
-                self._beside = self._network.serve(beside)
-            except errors.RunError as error:
-                logging.warning("%s", error)
-        return None if self._beside is None else self._beside.address.url
-
-    def _use_agents(self, urls: Mapping[str, str]) -> None:
-        # Asks other agents from now on, by the ids of their machines.
-        for machine, url in urls.items():
-            before = self.agent_urls.get(machine)
-            if before in self._agents:
-                self.agent_urls = {**self.agent_urls, machine: url}
-                self._agents = [
-                    url if each == before else each for each in self._agents
-                ]
+        return peer.Peer(url, self.client, self.run)
 
     @calls.call(channel="kind", order="up")
     def merge_parts(self, kind: Kind) -> tuple[Letter, ...]:
@@ -311,8 +271,6 @@ class HostWorld:
     def forward_mail(self, kind: Kind, letters: tuple[Letter, ...]) -> Forwarded:
         """Returns the messages of this host that its machine's agent did not send.
 
-        The first host of such a machine starts another agent, for what is read later.
-
         Args:
           kind: of the exchange.
           letters: that could not be read.
@@ -324,10 +282,7 @@ class HostWorld:
                 with contextlib.suppress(ReadError):
                     content = self.mail.read(self.number, letter.name)
                     messages[letter.name] = zlib.compress(content, _COMPRESSION)
-        writers = {self.hosts[letter.writer].machine for letter in letters}
-        machine = self.disk.machine
-        url = self._serve_beside() if machine in writers else None
-        return Forwarded(messages=messages, urls={} if url is None else {machine: url})
+        return Forwarded(messages=messages)
 
     @calls.call(channel="kind")
     def deliver_mail(
@@ -344,8 +299,6 @@ class HostWorld:
           forwarded: by each host, by number.
         """
         del kind
-        for each in forwarded:
-            self._use_agents(each.urls)
         for letter in letters:
             content = forwarded[letter.writer].messages.get(letter.name)
             if letter.reader == self.number and content is not None:
@@ -357,10 +310,8 @@ class HostWorld:
         return self.client.left_skipped_secs()
 
     def close(self) -> None:
-        """Removes the messages of this host, and ends the agent that it has started."""
+        """Removes the messages of this host."""
         self.mail.remove("")
-        if self._beside is not None:
-            self._beside.close()
 
     def _endpoint_of(self, machine: str) -> peer_client.Endpoint:
         if machine not in self.agent_urls:

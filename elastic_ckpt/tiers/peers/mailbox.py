@@ -59,7 +59,7 @@ class Mailbox:
             return delivered
         there = self._hosts[host]
         if there.machine != self._disk.machine:
-            path = f"/v1/hosts/{there.slot}/{MESSAGES}/{name}"
+            path = f"/hosts/{there.slot}/{MESSAGES}/{name}"
             return self._endpoint(there.machine).read(path, most_bytes=MOST_BYTES)
         path = self._disk.host_directory(int(there.slot)) / MESSAGES / name
         try:

@@ -1,64 +1,73 @@
-"""The HTTP client of a process for the agents of other machines, and trust in none.
+"""An HTTP client of the agents of other machines, with pooled connections.
 
-Connections are kept, by urllib3. One that breaks is made anew, and a transfer goes on
-where it stopped, some times. A peer that sends nothing or far too little, or that
-cannot be reached, is skipped for a while: calls in that time fail at once.
-
-A peer that takes connections and sends nothing is slow, and probably busy. Callers that
-have nobody else to ask are patient: they wait four time-outs for its answer, and ask it
-while others skip it.
-
-`http.client` waits as long as a byte comes now and then, and reads header after header.
-Here a response ends in an error when nothing comes for a while, when what comes is too
-little over a while, and when headers do not end. No redirects are followed, and the
-environment's proxies are ignored.
+A peer is not trusted: what it sends is bounded, callers compare every value with its
+digest, and no message has its words. A transfer that breaks continues where it stopped,
+some times. A peer that stays silent for the time limit, or cannot be reached, counts as
+absent: until three time limits have passed, calls fail at once. No redirects are
+followed, and the environment's proxies are ignored.
 """
 
 from __future__ import annotations
 
 import contextlib
 import http.client
-import io
-import math
+import queue
 import re
-import socket
 import ssl
 import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
-import urllib3
 from etils import epath
-from urllib3 import connection, exceptions
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers import source
-from elastic_ckpt.tiers.peers import bandwidth, protocol
+from elastic_ckpt.tiers.choices import Peers
+from elastic_ckpt.tiers.peers import agent
 
 # The waits before a transfer without any progress is tried again. Not before the first:
 # a connection that was kept may have been closed long ago.
-RETRY_SECS = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6)
-# A slower response counts as no response.
-LEAST_BYTES_PER_SEC = 64 * 2**10
-# The longest of the waits for an address that refuses connections: an agent that is
-# started anew usually has another address.
-_MOST_REFUSED_SECS = 0.2
-# How long a peer is left alone after it has failed, in time-outs.
-_SKIPPED_TIMEOUTS = 3
-_MOST_HEADER_BYTES = 64 * 2**10
-_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/[0-9]{1,18}")
-_SIZE = re.compile(r"[0-9]{1,18}")
-_REFUSED = 401
-# An agent has taken a repair, or does not and explains why.
-_DONE, _CONFLICT = 204, 409
+RETRY_SECS = (0.0, 0.1, 0.2, 0.4)
+# How long a peer that failed is left alone, in time limits.
+_SKIPPED_LIMITS = 3
+_MOST_CONNECTIONS = 4
 _MOST_REASON_BYTES = 1000
+_BROKEN = (ConnectionError, ssl.SSLEOFError)
 _STATUS = {404: "has no such file", 416: "has a shorter file"}
-# urllib3 raises its own, and those of `http.client` while a body is read.
-_FAILURES = (OSError, http.client.HTTPException, exceptions.HTTPError)
-Result = TypeVar("Result")
-Content = TypeVar("Content", bytes, memoryview)
+# Unused bandwidth is kept for this long, so that the limit costs nothing below it, and
+# a transfer never takes more at once: others get their turn in between.
+_BURST_SECS, _TURN_SECS = 1 / 8, 1 / 32
+T = TypeVar("T")
+
+
+class Bandwidth:
+    """A token bucket for all transfers of a process; any thread may call it.
+
+    Args:
+      bytes_per_sec: above 0.
+      clock: seconds that only grow.
+    """
+
+    def __init__(
+        self, bytes_per_sec: float, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.piece_bytes = max(
+            1, min(source.PIECE_BYTES, int(bytes_per_sec * _TURN_SECS))
+        )
+        self._bytes_per_sec, self._clock = bytes_per_sec, clock
+        self._lock = threading.Lock()
+        # When all that was taken so far will have been paid for.
+        self._paid = clock()
+
+    def take(self, num_bytes: int) -> float:
+        """Takes `num_bytes`; returns the seconds to wait before the next."""
+        with self._lock:
+            now = self._clock()
+            begin = max(self._paid, now - _BURST_SECS)
+            self._paid = begin + num_bytes / self._bytes_per_sec
+            return max(0.0, self._paid - now)
 
 
 class PeerClient:
@@ -68,21 +77,12 @@ class PeerClient:
       secret: the run's, or a function that returns the current one.
       tls_ca: a PEM file with the authority that signs the agents' certificates; with
         it, agents without TLS are refused. Without it, the system's authorities.
-      timeout_secs: a peer that sends nothing for so long, or far too little, fails,
-        and is left alone for three times as long. Where nobody else has what it has,
-        it is waited for as long.
-      max_connections: to one peer at a time.
+      timeout_secs: a peer that sends nothing for so long is absent for three times as
+        long.
       max_bytes_per_sec: from all peers together; None without a bound.
 
     Raises:
-      ConfigError: if `tls_ca` cannot be read.
-
-    Attributes:
-      secret: returns the run's current secret.
-      needs_tls: whether agents without TLS are refused.
-      timeout_secs: as given.
-      max_connections: as given.
-      bound: of all transfers; None without.
+      ConfigError: if the authority cannot be used.
     """
 
     def __init__(
@@ -91,35 +91,26 @@ class PeerClient:
         *,
         tls_ca: epath.PathLike | None = None,
         timeout_secs: float = 10.0,
-        max_connections: int = 4,
         max_bytes_per_sec: float | None = None,
     ) -> None:
         self.secret = (lambda: secret) if isinstance(secret, str) else secret
-        self.needs_tls = tls_ca is not None
         self.timeout_secs = timeout_secs
-        self.max_connections = max_connections
-        self.bound = None
-        if max_bytes_per_sec:
-            self.bound = bandwidth.Bandwidth(max_bytes_per_sec)
+        self.bound = Bandwidth(max_bytes_per_sec) if max_bytes_per_sec else None
+        self.needs_tls = tls_ca is not None
         self._tls = None if tls_ca is None else _tls(tls_ca)
         self._endpoints: dict[str, Endpoint] = {}
 
     def endpoint(self, url: str) -> Endpoint:
-        """The agent at `url`, one object however often it is asked for.
-
-        Args:
-          url: of an agent.
-        """
+        """The agent at `url`, one object however often it is asked for."""
         if self._tls is None and url.startswith("https://"):
             # Made once: to read the system's authorities takes longer than a request.
             self._tls = _tls(None)
-        made = Endpoint(url, self, tls=self._tls)
-        return self._endpoints.setdefault(url, made)
+        return self._endpoints.setdefault(url, Endpoint(url, self, tls=self._tls))
 
     def left_skipped_secs(self) -> float:
         """How long until all peers that have failed are asked again."""
-        endpoints = list(self._endpoints.values())
-        return max((each.left_skipped_secs() for each in endpoints), default=0.0)
+        skipped = [each.skipped_until for each in list(self._endpoints.values())]
+        return max(0.0, max(skipped, default=0.0) - time.monotonic())
 
     def close(self) -> None:
         """Closes all idle connections; the client is of no use then."""
@@ -127,83 +118,47 @@ class PeerClient:
             endpoint.close()
 
 
-class _Skipped(NamedTuple):
-    # Until when a peer is left alone, and why: whether it is only slow, has not even
-    # answered a patient caller, or refuses connections.
-    until_secs: float
-    reason: str
-    is_slow: bool
-    is_hung: bool
-    is_refused: bool
-
-
 class Endpoint:
-    """Reads from the agent at `url`; any number of threads may call it.
-
-    Args:
-      url: of the agent, whose certificate is for the name or address in it.
-      client: of this process, with what holds for all agents.
-      tls: how its certificate is verified.
+    """The agent at `url`; any number of threads may call it.
 
     Attributes:
-      url: of the agent.
+      url: as the agent prints it.
+      skipped_until: when a peer that failed is asked again, by the monotonic clock.
     """
 
     def __init__(
         self, url: str, client: PeerClient, *, tls: ssl.SSLContext | None
     ) -> None:
-        self.url = url
-        self._client = client
-        self._skipped_secs = _SKIPPED_TIMEOUTS * client.timeout_secs
-        self._free = threading.BoundedSemaphore(client.max_connections)
-        self._skipped: _Skipped | None = None
-        parsed = urllib.parse.urlsplit(self.url)
-        host, port = parsed.hostname or "", parsed.port
-        self._pool: urllib3.HTTPConnectionPool
-        if parsed.scheme == "https":
-            self._pool = urllib3.HTTPSConnectionPool(
-                host,
-                port,
-                maxsize=client.max_connections,
-                ssl_context=tls,
-            )
-            self._pool.ConnectionCls = _EncryptedConnection  # type: ignore[assignment]
-        else:
-            self._pool = urllib3.HTTPConnectionPool(
-                host, port, maxsize=client.max_connections
-            )
-            self._pool.ConnectionCls = _PlainConnection  # type: ignore[assignment]
+        self.url, self.skipped_until = url, 0.0
+        self._client, self._tls = client, tls
+        self._reason = ""
+        self._parsed = urllib.parse.urlsplit(url)
+        # None for a connection that may be made.
+        self._pool: queue.LifoQueue[http.client.HTTPConnection | None]
+        self._pool = queue.LifoQueue()
+        for _ in range(_MOST_CONNECTIONS):
+            self._pool.put(None)
 
-    def left_skipped_secs(self) -> float:
-        """How long until it is asked again; 0 if it is not skipped."""
-        skipped = self._skipped
-        left = 0.0 if skipped is None else skipped.until_secs - time.monotonic()
-        return max(0.0, left)
-
-    def read(self, path: str, *, most_bytes: int, is_patient: bool = False) -> bytes:
+    def read(self, path: str, *, most_bytes: int) -> bytes:
         """The whole answer to `path`.
-
-        Args:
-          path: of the file.
-          most_bytes: that are taken.
-          is_patient: whether to wait for a slow peer.
 
         Raises:
           ReadError: if it cannot be had, or has more than `most_bytes`.
         """
 
         def read() -> bytes:
-            with self._answer("GET", path, is_patient=is_patient) as response:
-                num_bytes = response.length
-                if num_bytes is None or num_bytes > most_bytes:
+            with self._answer("GET", path) as response:
+                if response.length is None or response.length > most_bytes:
                     raise source.ReadError(
-                        f"cannot be read: {self.url} sends {num_bytes} bytes, and at"
-                        f" most {most_bytes} are taken"
+                        f"cannot be read: {self.url} sends {response.length} bytes, and"
+                        f" at most {most_bytes} are taken"
                     )
-                content = b"".join(map(response.read, self._pieces(num_bytes)))
-                return _checked(content, num_bytes)
+                content = bytearray(response.length)
+                for _ in self._pieces(response, memoryview(content)):
+                    pass
+                return bytes(content)
 
-        return self._persistently(read, lambda: 0, is_patient=is_patient)
+        return self._tried(read)
 
     def read_into(
         self,
@@ -211,375 +166,200 @@ class Endpoint:
         offset: int,
         into: memoryview,
         on_piece: source.OnPiece = source.ignored,
-        *,
-        is_patient: bool = False,
     ) -> None:
-        """Fills `into` with bytes of `path` from `offset` on; see `source.Source`.
-
-        Args:
-          path: of the file.
-          offset: of the first byte.
-          into: writable and contiguous.
-          on_piece: called with each part of `into`, in order, once it is read.
-          is_patient: whether to wait for a slow peer.
-
-        Raises:
-          ReadError: if they cannot be had.
-        """
+        """Fills `into` with bytes of `path` from `offset` on; see `source.Source`."""
         done = 0
 
         def fill() -> None:
             nonlocal done
-            first, last = offset + done, offset + len(into) - 1
-            with self._answer(
-                "GET", path, wanted=f"bytes={first}-{last}", is_patient=is_patient
-            ) as response:
-                self._check_range(response, first, last)
-                for num_bytes in self._pieces(len(into) - done):
-                    part = into[done : done + num_bytes]
-                    _checked(part[: response.readinto(part)], num_bytes)
-                    done += num_bytes
-                    on_piece(part)
+            wanted = f"bytes={offset + done}-{offset + len(into) - 1}"
+            with self._answer("GET", path, wanted) as response:
+                if response.length != len(into) - done:
+                    raise source.ReadError(
+                        f"cannot be read: {self.url} sends {response.length} bytes for"
+                        f" {wanted}"
+                    )
+                for piece in self._pieces(response, into[done:]):
+                    done += len(piece)
+                    on_piece(piece)
 
         if len(into):
-            self._persistently(fill, lambda: done, is_patient=is_patient)
+            self._tried(fill, lambda: done)
         else:
-            self.size(path, is_patient=is_patient)
+            self.size(path)
 
-    def size(self, path: str, *, is_patient: bool = False) -> int:
+    def size(self, path: str) -> int:
         """The length of the file at `path` in bytes.
-
-        Args:
-          path: of the file.
-          is_patient: whether to wait for a slow peer.
 
         Raises:
           ReadError: if it cannot be had.
         """
 
         def look() -> int:
-            with self._answer("HEAD", path, is_patient=is_patient) as response:
-                announced = response.getheader("Content-Length", "")
-            if not _SIZE.fullmatch(announced):
-                raise source.ReadError(
-                    f"cannot be read: {self.url} gives its size as {announced!r:.40}"
-                )
-            return int(announced)
+            with self._answer("HEAD", path) as response:
+                length = response.getheader("Content-Length", "")
+            if not re.fullmatch("[0-9]{1,18}", length):
+                raise source.ReadError(f"cannot be read: {self.url} gives no size")
+            return int(length)
 
-        return self._persistently(look, lambda: 0, is_patient=is_patient)
+        return self._tried(look)
 
     def put(self, path: str, content: bytes) -> None:
-        """Sends a file that replaces a bad copy at `path`; tried once.
+        """Sends what the agent is to take at `path`; tried once.
 
         Raises:
-          RepairError: if the agent does not take it.
+          RepairError: if it does not take it.
         """
         try:
-            with self._response("PUT", path, body=content) as response:
+            with self._request("PUT", path, body=content) as response:
                 reason = response.read(_MOST_REASON_BYTES)
-        except source.ReadError as error:
-            raise source.RepairError(str(error)) from None
-        except _FAILURES as error:
-            # An agent of an earlier version ends the connection.
+        except (source.ReadError, OSError, http.client.HTTPException) as error:
             raise source.RepairError(
                 f"was not repaired: {self.url} does not take it"
-                f" ({type(_cause(error)).__name__})"
+                f" ({error if isinstance(error, source.ReadError) else _why(error)})"
             ) from None
-        if response.status == _CONFLICT:
+        if response.status == http.HTTPStatus.CONFLICT:
             raise source.RepairError(reason.decode(errors="replace"))
-        if response.status != _DONE:
+        if response.status != http.HTTPStatus.NO_CONTENT:
             raise source.RepairError(
                 f"was not repaired: {self.url} answers with status {response.status}"
             )
 
     def close(self) -> None:
-        """Closes the idle connections; the agent is not asked any more."""
-        self._pool.close()
+        """Closes the idle connections."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (connection := self._pool.get_nowait()) is not None:
+                    connection.close()
 
-    def _persistently(
-        self,
-        attempt: Callable[[], Result],
-        progress: Callable[[], int],
-        *,
-        is_patient: bool,
-    ) -> Result:
+    def _tried(self, attempt: Callable[[], T], progress: Callable[[], int] = int) -> T:
         waits = iter(RETRY_SECS)
         while True:
             before = progress()
             try:
                 outcome = attempt()
-            except _FAILURES as error:
-                cause = _cause(error)
-                if isinstance(error, TimeoutError | exceptions.ReadTimeoutError):
-                    raise self._failed(
-                        cause, source.SlowError, is_hung=is_patient
-                    ) from None
-                if not _is_broken(cause):
-                    raise self._failed(cause) from None
+            except (OSError, http.client.HTTPException) as error:
                 if progress() > before:
                     waits = iter(RETRY_SECS)
-                wait = next(waits, None)
-                refused = isinstance(cause, ConnectionRefusedError)
-                if wait is None or (refused and wait > _MOST_REFUSED_SECS):
-                    raise self._failed(cause, is_refused=refused) from None
+                wait = next(waits, None) if isinstance(error, _BROKEN) else None
+                if wait is None:
+                    raise self._failed(error) from None
                 time.sleep(wait)
             else:
-                self._skipped = None
+                self.skipped_until = 0.0
                 return outcome
 
-    def _failed(
-        self,
-        cause: BaseException,
-        kind: type[source.ReadError] = source.ReadError,
-        *,
-        is_hung: bool = False,
-        is_refused: bool = False,
-    ) -> source.ReadError:
-        reason = str(cause)
-        if isinstance(cause, http.client.HTTPException):
-            # The message is left out, because it may contain the secret.
-            reason = f"does not speak HTTP: {type(cause).__name__}"
-        self._skipped = _Skipped(
-            until_secs=time.monotonic() + self._skipped_secs,
-            reason=reason,
-            is_slow=kind is source.SlowError,
-            is_hung=is_hung,
-            is_refused=is_refused,
-        )
-        return kind(f"cannot be read: {self.url} fails ({reason})")
-
-    def _problem(self, *, is_patient: bool) -> source.ReadError | None:
-        # Why the peer is not asked now.
-        if self._client.needs_tls and not self.url.startswith("https://"):
-            return source.ReadError(
-                f"was not asked for: {self.url} does not encrypt, and this run does"
-            )
-        skipped = self._skipped
-        if skipped is None or skipped.until_secs <= time.monotonic():
-            return None
-        if is_patient and skipped.is_slow and not skipped.is_hung:
-            return None
-        kind = source.SlowError if skipped.is_slow else source.ReadError
-        return kind(
-            f"was not asked for: {self.url} has failed ({skipped.reason}), and is left"
-            f" alone for {self._skipped_secs:g} s"
-        )
+    def _failed(self, error: Exception) -> source.ReadError:
+        self._reason = _why(error)
+        secs = _SKIPPED_LIMITS * self._client.timeout_secs
+        self.skipped_until = time.monotonic() + secs
+        return source.ReadError(f"cannot be read: {self.url} fails ({self._reason})")
 
     @contextlib.contextmanager
-    def _response(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: bytes | None = None,
-        wanted: str | None = None,
-        is_patient: bool = False,
-    ) -> Iterator[_Response]:
+    def _request(
+        self, method: str, path: str, *, body: bytes | None = None, wanted: str = ""
+    ) -> Iterator[http.client.HTTPResponse]:
         """The response to a request; its connection is kept if its body was read."""
-        headers = {} if wanted is None else {"Range": wanted}
-        wait_secs = self._client.timeout_secs + (
-            self._skipped_secs if is_patient else 0
-        )
-        with self._free:
-            problem = self._problem(is_patient=is_patient)
-            if problem is not None:
-                raise problem
-            response: Any = self._pool.urlopen(
-                method,
-                path,
-                body=body,
-                headers={
-                    protocol.HEADER: str(protocol.VERSION),
-                    "Authorization": f"Bearer {self._client.secret()}",
-                    **headers,
-                },
-                timeout=urllib3.Timeout(
-                    connect=self._client.timeout_secs, read=wait_secs
-                ),
-                retries=False,
-                redirect=False,
-                preload_content=False,
-                decode_content=False,
+        headers = {"Authorization": f"Bearer {self._client.secret()}"}
+        if wanted:
+            headers["Range"] = wanted
+        kept, connection = None, self._pool.get()
+        try:
+            self._check_asked()
+            connection = connection or self._connection()
+            connection.request(method, self._parsed.path + path, body, headers)
+            response = connection.getresponse()
+            yield response
+            if response.length == 0:
+                response.close()
+                kept = connection
+        finally:
+            if connection is not None and kept is None:
+                connection.close()
+            self._pool.put(kept)
+
+    def _check_asked(self) -> None:
+        if self._client.needs_tls and self._parsed.scheme != "https":
+            raise source.ReadError(
+                f"was not asked for: {self.url} does not encrypt, and this run does"
             )
-            # That of `http.client`, which reads into memory that is there: urllib3 has
-            # it read into new memory, and copies that.
-            inner = response._original_response
-            try:
-                yield inner
-            finally:
-                # One with bytes that were not read is of no more use.
-                (response if inner.length != 0 else inner).close()
-                response.release_conn()
+        if time.monotonic() < self.skipped_until:
+            raise source.ReadError(
+                f"was not asked for: {self.url} has failed ({self._reason}), and is"
+                f" left alone for {_SKIPPED_LIMITS * self._client.timeout_secs:g} s"
+            )
+
+    def _connection(self) -> http.client.HTTPConnection:
+        host, port = self._parsed.hostname or "", self._parsed.port
+        secs = self._client.timeout_secs
+        if self._parsed.scheme == "https":
+            return http.client.HTTPSConnection(
+                host, port, timeout=secs, context=self._tls
+            )
+        return http.client.HTTPConnection(host, port, timeout=secs)
 
     @contextlib.contextmanager
     def _answer(
-        self,
-        method: str,
-        path: str,
-        *,
-        wanted: str | None = None,
-        is_patient: bool,
-    ) -> Iterator[_Response]:
+        self, method: str, path: str, wanted: str = ""
+    ) -> Iterator[http.client.HTTPResponse]:
         """The response of an agent that gives what was asked for."""
-        with self._response(
-            method, path, wanted=wanted, is_patient=is_patient
-        ) as response:
-            problem = protocol.problem(response.getheader(protocol.HEADER))
-            if problem is not None:
-                raise source.ReadError(f"cannot be read: {self.url} {problem}")
-            if response.status == _REFUSED:
+        with self._request(method, path, wanted=wanted) as response:
+            if response.status == http.HTTPStatus.UNAUTHORIZED:
                 raise source.RefusedError(
                     f"cannot be read: {self.url} does not take the run's secret"
                 )
-            if response.status != (200 if wanted is None else 206):
-                status_text = f"answers with status {response.status}"
+            if response.status != (206 if wanted else 200):
+                status = f"answers with status {response.status}"
                 raise source.ReadError(
-                    f"cannot be read: {self.url}"
-                    f" {_STATUS.get(response.status, status_text)}"
+                    f"cannot be read: {self.url} {_STATUS.get(response.status, status)}"
                 )
             yield response
 
-    def _check_range(self, response: _Response, first: int, last: int) -> None:
-        match = _RANGE.fullmatch(response.getheader("Content-Range", ""))
-        bounds = (int(match[1]), int(match[2])) if match else None
-        num_bytes = response.length
-        if bounds == (first, last) and num_bytes == last + 1 - first:
-            return
-        raise source.ReadError(
-            f"cannot be read: {self.url} sends {num_bytes} bytes, range"
-            f" {bounds}, for the bytes {first}-{last}"
-        )
-
-    def _pieces(self, num_bytes: int) -> Iterator[int]:
-        # How much to read at once: the most that is lost when a connection breaks.
-        piece_bytes, bound = source.PIECE_BYTES, self._client.bound
-        if bound is not None:
-            piece_bytes = bound.piece_bytes(piece_bytes)
-        while num_bytes:
-            piece = min(piece_bytes, num_bytes)
-            yield piece
-            num_bytes -= piece
+    def _pieces(
+        self, response: http.client.HTTPResponse, into: memoryview
+    ) -> Iterator[memoryview]:
+        # A piece is the most that is lost when a connection breaks.
+        bound = self._client.bound
+        piece_bytes = source.PIECE_BYTES if bound is None else bound.piece_bytes
+        while len(into):
+            num_bytes = response.readinto(into[:piece_bytes])
+            if not num_bytes:
+                raise ConnectionError("closed the connection")
+            yield into[:num_bytes]
+            into = into[num_bytes:]
             if bound is not None:
-                time.sleep(bound.take(piece))
+                time.sleep(bound.take(num_bytes))
 
 
-class _Watched(io.RawIOBase):
-    """The bytes of a response, as long as they come and come fast enough."""
+class Network:
+    """Agents in processes of their own, over HTTP; simulations have another."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        self._raw = connection.makefile("rb", buffering=0)
-        self._patience_secs = connection.gettimeout() or math.inf
-        # Waking for each packet takes twice the processor time on both machines, so a
-        # body is read in pieces. A piece is small enough to arrive in time at the
-        # lowest rate; the system does not count the bytes that TLS unpacks.
-        piece_bytes = min(
-            source.PIECE_BYTES, LEAST_BYTES_PER_SEC * self._patience_secs / 2
+    def serve(self, service: agent.Service) -> agent.AgentProcess:
+        """Has the RAM disk of this machine served."""
+        return agent.AgentProcess(service)
+
+    def client(self, peers: Peers, secret: str) -> PeerClient:
+        """A client of the agents of other machines, as `peers` says."""
+        return PeerClient(
+            secret,
+            tls_ca=None if peers.tls is None else peers.tls.authority,
+            timeout_secs=peers.timeout_secs,
+            max_bytes_per_sec=peers.max_bytes_per_sec,
         )
-        encrypted = isinstance(connection, ssl.SSLSocket)
-        self._piece_bytes = 1 if encrypted else max(1, int(piece_bytes))
-        # None: the response before this one may have left any.
-        self._woken_at: int | None = None
-        self._waited_secs = 0.0
-        self._received = 0
-        # How many more there may be, and whether there are no more.
-        self.allowed: float = _MOST_HEADER_BYTES
-        self.ended = False
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, into: Any) -> int:
-        if self.allowed <= 0:
-            raise http.client.HTTPException("headers without an end")
-        # A buffer takes what there is; a read past it is of a body, which comes in
-        # full.
-        is_body = len(into) > io.DEFAULT_BUFFER_SIZE
-        self._wake_at(min(len(into), self._piece_bytes) if is_body else 1)
-        began = time.monotonic()
-        try:
-            num_bytes = self._raw.readinto(into) or 0
-        except TimeoutError as error:
-            why = f"sent fewer than {self._woken_at} bytes" if is_body else str(error)
-            raise TimeoutError(f"{why} in {self._patience_secs:.1f} s") from None
-        self._waited_secs += time.monotonic() - began
-        self._received += num_bytes
-        self.ended = not num_bytes
-        self.allowed -= num_bytes
-        if self._waited_secs >= self._patience_secs:
-            if self._received < LEAST_BYTES_PER_SEC * self._waited_secs:
-                raise TimeoutError(
-                    f"sent {self._received} bytes in {self._waited_secs:.1f} s"
-                )
-            self._waited_secs, self._received = 0.0, 0
-        return num_bytes
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
-
-    def _wake_at(self, num_bytes: int) -> None:
-        # How much has to have come before a read returns.
-        if num_bytes != self._woken_at:
-            # Without this option, bytes are read as they arrive.
-            with contextlib.suppress(OSError):
-                option = (socket.SOL_SOCKET, socket.SO_RCVLOWAT)
-                self._socket.setsockopt(*option, num_bytes)
-            self._woken_at = num_bytes
-
-
-class _Response(http.client.HTTPResponse):
-    """A response whose bytes are watched."""
-
-    def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
-        super().__init__(sock, *args, **kwargs)
-        self.fp.close()
-        self._watched = _Watched(sock)
-        self.fp = io.BufferedReader(self._watched)
-
-    def begin(self) -> None:
-        super().begin()
-        if self._watched.ended:
-            raise ConnectionError("closed the connection")
-        # urllib3 would log them, and what a peer sends may be the secret.
-        if self.msg.defects or self.msg.get_payload():
-            raise http.client.HTTPException("malformed headers")
-        self._watched.allowed = math.inf
-
-
-class _PlainConnection(connection.HTTPConnection):
-    response_class = _Response
-
-
-class _EncryptedConnection(connection.HTTPSConnection):
-    response_class = _Response
 
 
 def _tls(authority: epath.PathLike | None) -> ssl.SSLContext:
     try:
-        made = ssl.create_default_context(cafile=authority)
+        return ssl.create_default_context(cafile=authority)
     except OSError as error:
         raise errors.ConfigError(
             f"the certificates of peers cannot be verified with {authority}"
             f" ({error}); give a PEM file with that of their authority"
         ) from None
-    return made
 
 
-def _checked(content: Content, num_bytes: int) -> Content:
-    if len(content) < num_bytes:
-        raise ConnectionError("closed the connection")
-    return content
-
-
-def _cause(error: Exception) -> BaseException:
-    # What urllib3 has wrapped.
-    inner = error.__cause__ or (error.args[-1] if error.args else None)
-    return inner if isinstance(inner, BaseException) else error
-
-
-def _is_broken(cause: BaseException) -> bool:
-    # A connection that was made, or may be made now, unlike one to a wrong peer.
-    if isinstance(cause, TimeoutError | ssl.SSLCertVerificationError):
-        return False
-    return isinstance(cause, OSError)
+def _why(error: Exception) -> str:
+    # What a peer sends may be the secret, and is not in messages.
+    if isinstance(error, http.client.HTTPException) and not isinstance(error, OSError):
+        return f"does not speak HTTP: {type(error).__name__}"
+    return str(error)

@@ -16,14 +16,13 @@ from etils import epath
 
 from elastic_ckpt.core import errors, storage
 
-FILE = "secret"
 # The characters that a header can carry; fewer than 16 could be guessed.
 _SECRET = re.compile(r"[!-~]{16,1024}")
 
 
 def path(root: epath.PathLike) -> str:
     """The path of the secret of the RAM disk at `root`."""
-    return os.path.join(root, FILE)
+    return os.path.join(root, "secret")
 
 
 def new() -> str:
@@ -65,12 +64,10 @@ def read(file: epath.PathLike) -> str:
       RunError: if it is missing or holds no secret.
     """
     try:
-        with open(file, encoding="ascii") as opened:
+        with open(file, encoding="ascii", errors="replace") as opened:
             text = opened.read(2048).rstrip("\n")
     except FileNotFoundError:
         raise errors.RunError(f"{file}: there is no such file of a secret") from None
-    except UnicodeDecodeError:
-        text = ""
     # The message must not show what was found.
     return _checked(text, f"{file} holds no secret")
 

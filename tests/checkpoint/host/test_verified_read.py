@@ -127,46 +127,6 @@ def test_without_a_good_copy_the_error_names_leaf_box_and_every_holder():
     assert message.endswith("bring back a host that has it, or restore an older step")
 
 
-class Slow(Memory):
-    """A host that answers those alone who wait."""
-
-    def __init__(self, offer, *, is_patient=False):
-        super().__init__(offer)
-        self._offer = offer
-        self._is_patient = is_patient
-
-    directory = "slow"
-
-    def size(self, file):
-        raise NotImplementedError(file)
-
-    def read_into(self, file, offset, into, on_piece):
-        if not self._is_patient:
-            raise source.SlowError("timed out")
-        super().read_into(file, offset, into, on_piece)
-
-    def patiently(self):
-        return Slow(self._offer, is_patient=True)
-
-
-def test_a_slow_holder_is_waited_for_where_nobody_else_has_a_part():
-    whole = boxes.whole(SHAPE)
-    contents, sources = saved(3)
-    slow, *_ = sources
-    sources[slow] = Slow(slow)
-    (values,), reader = read(contents, sources, [("w", whole)])
-    assert values.tobytes() == saved_worlds.values("w", SHAPE).tobytes()
-    assert not reader.bad
-    # With another holder, nobody waits.
-    contents, sources = saved(3, copies=2)
-    slow, *_ = sources
-    sources[slow] = Slow(slow)
-    (values,), reader = read(contents, sources, [("w", whole)])
-    assert values.tobytes() == saved_worlds.values("w", SHAPE).tobytes()
-    assert {bad.host for bad in reader.bad} == {slow.host.id}
-    assert slow not in reader.read_bytes
-
-
 def test_a_step_that_is_removed_while_it_is_read_is_missing_not_damaged():
     contents, sources = saved(1)
     (memory,) = sources.values()
