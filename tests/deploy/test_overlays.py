@@ -148,7 +148,7 @@ def test_the_run_finds_the_backup_hosts_by_the_names_of_their_pods(tmp_path):
     assert command[command.index("--backup") + 1] == urls
     # JobSet names a pod by these.
     assert urls.split(";") == [
-        f"http://{name}-{job['name']}-0-{pod}.{name}:{port}"
+        f"http://{name}-{job['name']}-0-{pod}.{name}:{port}/v1/run"
         for pod in range(pods["completions"])
     ]
 
