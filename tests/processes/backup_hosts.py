@@ -29,7 +29,8 @@ class BackupHost:
         self.directory = directory
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = str(free.getsockname()[1])
-        self.url = f"http://127.0.0.1:{port}"
+        name = os.path.basename(directory)
+        self.url = f"http://127.0.0.1:{port}/v1/{name}"
         self._options = ["--port", port, "--backup", self.url]
         self._options += ["--follow", steps, "--secret-file", secret_file]
         self._output = f"{directory}.log"

@@ -8,7 +8,6 @@ import dataclasses
 import http.client
 import json
 import pathlib
-import time
 import urllib.parse
 
 from elastic_ckpt.tiers.peers import agent
@@ -24,19 +23,17 @@ def the_truth(path, body):
 
 
 @contextlib.contextmanager
-def instead_of(root, *, lie=the_truth, late_secs=lambda: 0.0):
+def instead_of(root, *, lie=the_truth):
     """Announces itself as the agent of the RAM disk `root`, while the block lasts.
 
     Args:
       root: of the RAM disk.
       lie: changes the values.
-      late_secs: how long a response takes, asked for each.
     """
     true = agent.find(root)
     behind = urllib.parse.urlsplit(true.url)
 
     def respond(connection, request):
-        time.sleep(late_secs())
         line, *lines = request.decode().split("\r\n")
         method, path, _ = line.split()
         received = dict(each.split(": ", 1) for each in lines if each)
@@ -57,7 +54,7 @@ def instead_of(root, *, lie=the_truth, late_secs=lambda: 0.0):
 
     place = pathlib.Path(root, agent.ADDRESS_FILE)
     with scripted_peer.ScriptedPeer(respond) as peer:
-        announced = dataclasses.replace(true, url=peer.url)
+        announced = dataclasses.replace(true, url=peer.url + behind.path)
         place.write_text(json.dumps(dataclasses.asdict(announced)))
         try:
             yield peer
