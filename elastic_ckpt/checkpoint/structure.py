@@ -45,7 +45,7 @@ from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import (
     ocdbt,
-    orbax_digests,
+    orbax_view,
     persistent_root,
 )
 from elastic_ckpt.tiers.ram import ram_disk
@@ -73,7 +73,7 @@ _RESERVED = frozenset(
         "_CHECKPOINT_DELETION",
         "_CHECKPOINT_METADATA",
         "metrics",
-        orbax_digests.FILE,
+        orbax_view.FILE,
         persistent_root.COMMIT_FILE,
         preserved.FILE,
         ram_disk.RESERVED,

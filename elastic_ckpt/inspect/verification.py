@@ -275,8 +275,8 @@ class _Copies:
                 remedy="a device or memory of one of them is faulty: find it, and"
                 " restore an older step",
             )
-        for directory, view in self._views.items():
-            for file, why in view.metadata_problems():
+        for directory in self._views:
+            for file, why in orbax_view.problems(epath.Path(directory)):
                 yield of_step(
                     kind="orbax",
                     part=file,

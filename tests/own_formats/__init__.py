@@ -17,7 +17,7 @@ from elastic_ckpt import steps as steps_room
 from elastic_ckpt import training as training_room
 from elastic_ckpt.checkpoint import components as components_room
 from elastic_ckpt.checkpoint.components import component, encoding
-from elastic_ckpt.core import checked_json, process
+from elastic_ckpt.core import checked_json, errors, process
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.steps import manifest_file
 from elastic_ckpt.steps.line import Line
@@ -26,7 +26,7 @@ from elastic_ckpt.tiers.peers import run_agents
 from elastic_ckpt.tiers.persistent import (
     claims,
     evaluations,
-    orbax_digests,
+    orbax_view,
     persistent_root,
     records,
 )
@@ -190,7 +190,10 @@ def _read_listed(directory):
     for path, content in ORBAX_FILES.items():
         (directory / path).parent.mkdir(exist_ok=True)
         (directory / path).write_bytes(content)
-    return orbax_digests.read(epath.Path(directory))
+    wrong = [*orbax_view.problems(epath.Path(directory))]
+    if wrong:
+        raise errors.CheckpointError("; ".join(f"{directory}/{path} {why}" for path, why in wrong))
+    return ORBAX_FILES
 
 
 OWN = {
@@ -277,9 +280,9 @@ OWN = {
     ),
     "list of Orbax's files": OwnFormat(
         golden="orbax_digests_v1.json",
-        file=orbax_digests.FILE,
+        file=orbax_view.FILE,
         value=ORBAX_FILES,
-        content=lambda _: orbax_digests.to_bytes(ORBAX_FILES),
+        content=lambda _: orbax_view.to_bytes(ORBAX_FILES),
         read=_read_listed,
     ),
 }

@@ -1,26 +1,63 @@
-"""A committed step as stock Orbax reads it: one store of all hosts, and metadata.
+"""A committed step as stock Orbax reads it: one store of all hosts, and its JSON files.
 
 Our manifests name values in the store that each host wrote. Orbax reads the same values
 through the index of the merged store, decodes them by the array's own metadata, and
 finds the arrays by its JSON files. This module checks all of these without Orbax.
+
+    <step>/orbax-digests.json    `files`: by path in the step, XXH3-128 of the content
+
+has the digests of the JSON files, in version 1, and is written before the commit. Only
+a verification reads it; values have their digests in manifests.
 """
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import tensorstore as ts
 from etils import epath
 
-from elastic_ckpt.core import digest
+from elastic_ckpt.core import bucket_clients, checked_json, digest
 from elastic_ckpt.steps.manifest import Contents, Fragment
-from elastic_ckpt.tiers.persistent import ocdbt, orbax_digests
+from elastic_ckpt.tiers.persistent import ocdbt
 
-_TREE_FILE = "_METADATA"
+FILE = "orbax-digests.json"
+_VERSION = 1
+
+
+def to_bytes(files: Mapping[str, bytes]) -> bytes:
+    """The content of the file for Orbax's `files`, by path."""
+    listed = {path: _digest(files[path]) for path in sorted(files)}
+    return checked_json.to_bytes({"files": listed}, version=_VERSION)
+
+
+def problems(directory: epath.Path) -> Iterator[tuple[str, str]]:
+    """The problems of Orbax's files of a step.
+
+    Yields:
+      The path of a file in the step's directory, and what is wrong with it.
+    """
+    try:
+        listed = checked_json.parse(
+            (directory / FILE).read_bytes(), what="list of files", version=_VERSION
+        )["files"]
+    except FileNotFoundError:
+        yield FILE, "is missing, so Orbax's own files cannot be compared"
+        return
+    except (*bucket_clients.failures(), checked_json.UnreadableError) as error:
+        yield FILE, str(error)
+        return
+    for path, expected in listed.items():
+        try:
+            is_same = _digest((directory / path).read_bytes()) == expected
+        except bucket_clients.failures() as error:
+            is_missing = isinstance(error, FileNotFoundError)
+            yield path, "is missing" if is_missing else f"cannot be read ({error})"
+        else:
+            if not is_same:
+                yield path, "is not what was saved: its digest differs"
 
 
 class OrbaxView:
@@ -37,7 +74,6 @@ class OrbaxView:
         self._context = ocdbt.new_context()
         self._lock = threading.Lock()
         self._open: dict[int, ts.TensorStore] = {}
-        self._names: dict[str, set[str]] = {}
 
     def chunk_problem(self, fragment: Fragment) -> str | None:
         """The problem of a chunk as read from the merged store; None if there is none.
@@ -50,57 +86,21 @@ class OrbaxView:
             values = self._array(fragment)[place].read().result()
         # Raised by TensorStore and by the file system.
         except (OSError, ValueError) as error:
-            return f"cannot be read from the merged store ({_first_line(error)})"
+            first_line = str(error).partition("\n")[0][:200]
+            return f"cannot be read from the merged store ({first_line})"
         if digest.values_digest(np.asarray(values)) != fragment.digest:
             return "is not what was saved: the merged store gives other values"
         return None
 
-    def metadata_problems(self) -> Iterator[tuple[str, str]]:
-        """The problems of Orbax's JSON files, after all chunks were read.
-
-        Yields:
-          The path of a file in the step's directory, and what is wrong with it.
-        """
-        reported = dict(orbax_digests.problems(self._directory))
-        yield from reported.items()
-        for part, saved in sorted(self._names.items()):
-            file = f"{part}/{_TREE_FILE}"
-            if file not in reported:
-                yield from ((file, why) for why in self._tree_problems(part, saved))
-
-    def _tree_problems(self, part: str, saved: set[str]) -> Iterator[str]:
-        try:
-            tree = json.loads((self._directory / part / _TREE_FILE).read_bytes())
-            listed = set(_array_names(tree))
-        except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-            yield f"does not list arrays as Orbax does ({error!r})"
-            return
-        for name in sorted(saved - listed):
-            yield f"does not list the array {_shown(name)!r}, so Orbax does not load it"
-        for name in sorted(listed - saved):
-            # Arrays without elements have no chunks.
-            try:
-                array = ocdbt.open_saved_array(
-                    self._directory / part, name, self._context
-                )
-            except (OSError, ValueError):
-                yield f"lists the array {_shown(name)!r}, which is not in the store"
-                continue
-            if 0 not in array.shape:
-                yield f"lists the array {_shown(name)!r}, which was not saved"
-
     def _array(self, fragment: Fragment) -> ts.TensorStore:
         leaf = self._contents.leaves[fragment.leaf]
         store, _, key = fragment.file.partition("//")
-        checkpointable = store.rpartition("/")[0]
         # Behind the prefix of the array, a `c` and a number for each dim.
-        parts = key.split("/")
-        name = "/".join([*parts[: -len(leaf.shape) - 1], ""])
+        name = "/".join([*key.split("/")[: -len(leaf.shape) - 1], ""])
         with self._lock:
-            self._names.setdefault(checkpointable, set()).add(name)
             if fragment.leaf not in self._open:
                 opened = ocdbt.open_saved_array(
-                    self._directory / checkpointable, name, self._context
+                    self._directory / store.rpartition("/")[0], name, self._context
                 )
                 stored = (opened.shape, opened.dtype.numpy_dtype)
                 if stored != (leaf.shape, np.dtype(leaf.dtype)):
@@ -112,17 +112,5 @@ class OrbaxView:
             return self._open[fragment.leaf]
 
 
-def _array_names(tree: dict[str, Any]) -> Iterator[str]:
-    for entry in tree["tree_metadata"].values():
-        value = entry["value_metadata"]
-        if not value["skip_deserialize"] and value["value_type"] != "string":
-            name = ".".join(key["key"] for key in entry["key_metadata"])
-            yield ocdbt.array_prefix(name)
-
-
-def _shown(prefix: str) -> str:
-    return prefix.removesuffix("/")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:200]
+def _digest(content: bytes) -> str:
+    return digest.values_digest(np.frombuffer(content, np.uint8)).hex()

@@ -40,7 +40,7 @@ from elastic_ckpt.steps.manifest import (
 from elastic_ckpt.steps.search import Step
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import stored_part
-from elastic_ckpt.tiers.persistent import claims, ocdbt, orbax_digests
+from elastic_ckpt.tiers.persistent import claims, ocdbt, orbax_view
 from elastic_ckpt.tiers.persistent.persistent_root import (
     COMMIT_FILE,
     PersistentRoot,
@@ -309,7 +309,7 @@ def commit(
             ocdbt.merge(unfinished / part, names)
         for part, arrays in _empty_arrays(saved).items():
             ocdbt.write(unfinished / part, arrays, ocdbt.new_context())
-        digests = {orbax_digests.FILE: orbax_digests.to_bytes(orbax_files)}
+        digests = {orbax_view.FILE: orbax_view.to_bytes(orbax_files)}
         for name, content in {**orbax_files, **digests}.items():
             _write(unfinished / name, content)
 
