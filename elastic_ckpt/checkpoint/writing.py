@@ -55,10 +55,9 @@ class Writing:
         """
         self._identity = identity
 
-        def begin(writer: Writer) -> Claim | None:
+        def begin(writer: Writer) -> None:
             with contextlib.suppress(*bucket_clients.failures()):
                 self._begin(writer)
-            return writer.own
 
         self.is_writer = self._agreed(begin) is not None
 
@@ -72,20 +71,14 @@ class Writing:
           ReplacedError: if another program writes now, or the directory was removed.
           HostsFailedError: if storage is out of reach.
         """
-
-        def check(writer: Writer) -> Claim | None:
-            self._begin(writer)
-            writer.check()
-            return writer.own
-
-        return self._agreed(check)
+        return self._agreed(self._begin)
 
     def claim(self, line: Line) -> Claim | None:
         """Records the line that steps are saved to from now on; as `check`."""
 
-        def claim(writer: Writer) -> Claim:
+        def claim(writer: Writer) -> None:
             self._begin(writer)
-            return writer.claim(line)
+            writer.claim(line)
 
         return self._agreed(claim)
 
@@ -96,22 +89,21 @@ class Writing:
 
     def _begin(self, writer: Writer) -> None:
         writer.begin()
-        if self._identity is None:
-            return
-        if self._is_identified:
-            run_identity.check(self._directory, self._identity)
-        else:
-            run_identity.create(self._directory, self._identity)
+        if self._identity is not None:
+            is_first = not self._is_identified
+            run_identity.keep(self._directory, self._identity, is_first=is_first)
             self._is_identified = True
+        writer.check()
 
-    def _agreed(self, act: Callable[[Writer], Claim | None]) -> Claim | None:
-        # What host 0 has done.
+    def _agreed(self, act: Callable[[Writer], None]) -> Claim | None:
+        # Has host 0 act; the claim that it has then.
         if not self._is_needed:
             return None
         kind, problem, claim = "", "", None
         if self._writer is not None:
             try:
-                claim = codec.encode(act(self._writer))
+                act(self._writer)
+                claim = codec.encode(self._writer.own)
             except (errors.ElasticCkptError, *bucket_clients.failures()) as error:
                 kind, problem = type(error).__name__, str(error)
         answer: Any = self._hosts.share("writer", [kind, problem, claim])[0]

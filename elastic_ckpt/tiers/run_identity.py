@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from etils import epath
 
-from elastic_ckpt.core import bucket_clients, checked_json, errors, storage
+from elastic_ckpt.core import bucket_clients, checked_json, codec, errors, storage
 from elastic_ckpt.tiers.choices import Chosen
 from elastic_ckpt.tiers.persistent import persistent_root
 from elastic_ckpt.tiers.ram import ram_disk
@@ -54,11 +54,6 @@ class Place:
     identity: Identity | None
     is_out_of_reach: bool = False
 
-    @property
-    def name(self) -> str:
-        """The name of its identity; empty if it has none yet."""
-        return self.identity.name if self.identity else ""
-
 
 def agreed(
     stored: Place | None, disks: Sequence[Place], *, fresh: str
@@ -86,7 +81,9 @@ def agreed(
     for number, each in enumerate(disks):
         if is_new and each.identity is not None and each.identity.is_stored:
             raise _without_storage(other, each)
-        if expected is not None and each.name not in ("", expected.name):
+        # By name: hosts without storage do not know whether the run has some.
+        own = each.identity
+        if expected is not None and own is not None and own.name != expected.name:
             raise _refused(number, each, other, disks)
     if expected is not None:
         is_stored = expected.is_stored or stored is not None
@@ -119,40 +116,38 @@ def write(disk: ram_disk.RamDisk, identity: Identity) -> None:
         storage.write_atomic(disk.root / FILE, _to_bytes(identity))
 
 
-def create(directory: epath.PathLike, identity: Identity) -> None:
-    """Gives persistent storage the identity of its run, unless it has it.
+def keep(directory: epath.PathLike, identity: Identity, *, is_first: bool) -> None:
+    """Gives persistent storage the identity of its run, or checks that it is there.
+
+    Args:
+      directory: of the run's steps.
+      identity: of the run.
+      is_first: whether this program has not done it yet.
 
     Raises:
       RunError: if another run has taken the directory meanwhile.
+      ReplacedError: if the directory was removed while this run was writing to it.
       OSError: if storage is unavailable, or another of `bucket_clients.failures`.
     """
     path = storage.absolute(directory)
-    storage.make_directory(path)
-    if not storage.create(path / FILE, _to_bytes(identity)):
-        there = _read(path)
-        if there is None or there.name != identity.name:
-            raise errors.RunError(
-                f"another run started in {path} at the same time; start this one"
-                " again, in another directory if you want both"
-            )
-
-
-def check(directory: epath.PathLike, identity: Identity) -> None:
-    """Checks that storage is still that of the run.
-
-    Raises:
-      ReplacedError: if it was removed, or another run has begun there.
-      OSError: if storage is unavailable, or another of `bucket_clients.failures`.
-    """
-    path = storage.absolute(directory)
+    if is_first:
+        storage.make_directory(path)
+        if storage.create(path / FILE, _to_bytes(identity)):
+            return
     there = _read(path)
-    if there is None or there.name != identity.name:
-        what = "was removed" if there is None else "was removed, and is another run's,"
-        raise errors.ReplacedError(
-            f"{path} {what} while this run was writing to it (its {FILE} is gone)."
-            " What the run had saved there is lost, so it stops; start it again, under"
-            " another name if another run needs the directory"
+    if there is not None and there.name == identity.name:
+        return
+    if is_first:
+        raise errors.RunError(
+            f"another run started in {path} at the same time; start this one again, in"
+            " another directory if you want both"
         )
+    what = "was removed" if there is None else "was removed, and is another run's,"
+    raise errors.ReplacedError(
+        f"{path} {what} while this run was writing to it (its {FILE} is gone). What the"
+        " run had saved there is lost, so it stops; start it again, under another name"
+        " if another run needs the directory"
+    )
 
 
 def new_name() -> str:
@@ -187,24 +182,20 @@ def _without_storage(stored: str, disk: Place) -> errors.RunError:
 
 
 def _to_bytes(identity: Identity) -> bytes:
-    fields: dict[str, storage.Json] = {
-        "name": identity.name,
-        "is_stored": identity.is_stored,
-    }
-    return checked_json.to_bytes(fields, version=_VERSION)
+    return checked_json.to_bytes(vars(identity), version=_VERSION)
 
 
 def _read(directory: epath.Path) -> Identity | None:
     path = directory / FILE
     try:
         fields = checked_json.parse(path.read_bytes(), what=_WHAT, version=_VERSION)
+        return codec.decode(Identity, fields)
     except FileNotFoundError:
         return None
-    except checked_json.UnreadableError as error:
+    except ValueError as error:
         raise errors.CheckpointError(
             f"{path}, the {_WHAT}, {error}; restore the file from a copy"
         ) from None
-    return Identity(name=fields["name"], is_stored=fields["is_stored"])
 
 
 def find_run(chosen: Chosen) -> str | None:

@@ -190,9 +190,8 @@ def _read_listed(directory):
     for path, content in ORBAX_FILES.items():
         (directory / path).parent.mkdir(exist_ok=True)
         (directory / path).write_bytes(content)
-    wrong = [*orbax_view.problems(epath.Path(directory))]
-    if wrong:
-        raise errors.CheckpointError("; ".join(f"{directory}/{path} {why}" for path, why in wrong))
+    for path, why in orbax_view.problems(epath.Path(directory)):
+        raise errors.CheckpointError(f"{directory}/{path} {why}")
     return ORBAX_FILES
 
 
@@ -238,7 +237,8 @@ OWN = {
         file=run_identity.FILE,
         value=IDENTITY,
         content=_written(
-            run_identity.FILE, lambda path: run_identity.create(path, IDENTITY)
+            run_identity.FILE,
+            lambda path: run_identity.keep(path, IDENTITY, is_first=True),
         ),
         read=lambda directory: run_identity.of_storage(directory).identity,
         page=STEPS / "FORMAT.md",

@@ -7,25 +7,29 @@ import tensorstore as ts
 from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.core import boxes
 from elastic_ckpt.steps import layout, manifest
-from elastic_ckpt.tiers import zarr_array
+from elastic_ckpt.tiers.persistent import ocdbt
 from tests.checkpoint.host.test_capture import random_bits
 
 SHAPES = {"vector": ((6,), (3,)), "matrix": ((4, 6), (2, 3)), "number": ((), ())}
 
 
-def stored(dtype, shape, chunk, values):
-    """The content that an `ArrayWriter` stores for an array, by key."""
-    context = ts.Context()
-    spec = {"driver": "memory", "path": "below/"}
-    writes = ts.Transaction(atomic=False)
-    writer = zarr_array.ArrayWriter(spec, context=context, transaction=writes)
+def stored(directory, dtype, shape, chunk, values):
+    """The content that `ocdbt.write` stores for an array, by key."""
+    context = ocdbt.new_context()
+    array = ocdbt.StoredArray(checkpointable="state", name="w", chunk=chunk)
     leaf = manifest.Leaf(path="w", shape=shape, dtype=dtype)
-    writer.describe("w/", leaf, chunk)
-    for box in layout.cut(boxes.whole(shape), chunk):
-        part = values[tuple(map(slice, box.start, box.stop))]
-        writer.write("w/", leaf, chunk, box, part)
-    writes.commit_sync()
-    return content(context, "below/w/")
+    chunks = [
+        ocdbt.Chunk(
+            leaf=leaf,
+            array=array,
+            box=box,
+            values=values[tuple(map(slice, box.start, box.stop))],
+        )
+        for box in layout.cut(boxes.whole(shape), chunk)
+    ]
+    ocdbt.write(directory, chunks, context)
+    found = content(context, ocdbt.store_spec(directory))
+    return {key.removeprefix(b"w/"): value for key, value in found.items()}
 
 
 def by_tensorstore(dtype, shape, chunk, values):
@@ -42,28 +46,28 @@ def by_tensorstore(dtype, shape, chunk, values):
         context=context,
     ).result()
     array.write(values).result()
-    return content(context, "w/")
+    return content(context, {"driver": "memory", "path": "w/"})
 
 
-def content(context, path):
-    store = ts.KvStore.open({"driver": "memory", "path": path}, context=context)
-    opened = store.result()
+def content(context, spec):
+    opened = ts.KvStore.open(spec, context=context).result()
     keys = opened.list().result()
     return {key: bytes(opened.read(key).result().value) for key in keys}
 
 
-@pytest.mark.parametrize("small_bytes", [zarr_array._SMALL_BYTES, -1])
-def test_what_is_stored_is_what_tensorstore_stores(small_bytes, monkeypatch):
+@pytest.mark.parametrize("small_bytes", [ocdbt._SMALL_BYTES, -1])
+def test_what_is_stored_is_what_tensorstore_stores(small_bytes, tmp_path, monkeypatch):
     # Small chunks are encoded here, large ones by TensorStore.
-    monkeypatch.setattr(zarr_array, "_SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(ocdbt, "_SMALL_BYTES", small_bytes)
     for dtype in sorted(capture.STORABLE):
-        for shape, chunk in SHAPES.values():
+        for name, (shape, chunk) in SHAPES.items():
+            directory = tmp_path / dtype / name
             size = int(np.prod(shape))
             values = random_bits(dtype, size).reshape(shape)
             expected = by_tensorstore(dtype, shape, chunk, values)
-            assert stored(dtype, shape, chunk, values) == expected
+            assert stored(directory, dtype, shape, chunk, values) == expected
             assert len(expected) == 1 + size // max(1, int(np.prod(chunk)))
     # Chunks that do not lie in one piece are stored in their order.
     values = np.arange(24, dtype=np.float32).reshape(6, 4).T
     expected = by_tensorstore("float32", (4, 6), (2, 3), values)
-    assert stored("float32", (4, 6), (2, 3), values) == expected
+    assert stored(tmp_path / "order", "float32", (4, 6), (2, 3), values) == expected

@@ -41,8 +41,8 @@ from elastic_ckpt.tiers.source import (
     Offered,
     OnPiece,
     ReadError,
+    Source,
     ignored,
-    merged,
 )
 
 _BEGINNING = datetime.datetime.fromtimestamp(0, datetime.UTC)
@@ -148,24 +148,26 @@ class PersistentTier:
         Raises:
           LaterVersionError: if a later version of elastic_ckpt wrote a manifest.
         """
-        offered: list[Offered] = []
+        sources: dict[Offer, Source] = {}
+        problems = []
         try:
             for directory in self._directories(step):
-                offered.append(
-                    offers_in(
-                        directory,
-                        run=self._run,
-                        step=step,
-                        context=self._context,
-                        hosts=hosts,
-                    )
-                )
+                names = manifest_names(directory)
+                if hosts is not None:
+                    names = sorted(map(manifest_file.file_name, hosts))
+                source = StepSource(directory, self._context)
+                for each in read_manifests(directory, names, run=self._run, step=step):
+                    if isinstance(each, Manifest):
+                        sources[Offer(tier="persistent", manifest=each)] = source
+                    elif isinstance(each, checked_json.LaterVersionError):
+                        raise each
+                    else:
+                        problems.append(str(each))
         except checked_json.LaterVersionError:
             raise
         except (errors.CheckpointError, *bucket_clients.failures()) as error:
-            problem = f"{self.root.final(step)} cannot be read ({error})"
-            offered.append(Offered(sources={}, problems=[problem]))
-        return merged(offered)
+            problems.append(f"{self.root.final(step)} cannot be read ({error})")
+        return Offered(sources=sources, problems=problems)
 
     def _is_offered(self, step: int) -> bool:
         return self._only in (None, step)
@@ -257,42 +259,6 @@ class PersistentTier:
                 f"the steps in {self.root.path} cannot be listed ({error}); try again"
                 " when the storage is back"
             ) from error
-
-
-def offers_in(
-    directory: epath.Path,
-    *,
-    run: str,
-    step: int,
-    context: ts.Context,
-    hosts: Collection[str] | None = None,
-) -> Offered:
-    """The offers of the manifests in the directory of a committed step.
-
-    Args:
-      directory: of the step.
-      run: that it has to be of.
-      step: that it has to be of.
-      context: of TensorStore, for the stores of all steps (`ocdbt.new_context`).
-      hosts: the ids of those whose manifests are read; None for all.
-    """
-    if hosts is None:
-        names = manifest_names(directory)
-    else:
-        names = sorted(map(manifest_file.file_name, hosts))
-    manifests = read_manifests(directory, names, run=run, step=step)
-    for each in manifests:
-        if isinstance(each, checked_json.LaterVersionError):
-            raise each
-    source = StepSource(directory, context)
-    return Offered(
-        sources={
-            Offer(tier="persistent", manifest=each): source
-            for each in manifests
-            if isinstance(each, Manifest)
-        },
-        problems=[str(each) for each in manifests if not isinstance(each, Manifest)],
-    )
 
 
 class StepSource:
