@@ -114,18 +114,25 @@ def per_group(
     names, groups = [], []
     for place in itertools.product(*map(range, sizes)):
         at = dict(zip(others, place, strict=True))
-        names.append(
-            "-".join(
-                ["group", *(f"{_quoted(axis_names[n])}-{i}" for n, i in at.items())]
-            )
-        )
+        quoted = [urllib.parse.quote(axis_names[n], safe="") for n in others]
+        parts = [f"{axis}-{i}" for axis, i in zip(quoted, place, strict=True)]
+        names.append("-".join(["group", *parts]))
         index = tuple(at.get(number, slice(None)) for number in range(mesh_hosts.ndim))
         hosts = np.unique(mesh_hosts[index])
         if host in hosts:
             groups.append((len(names) - 1, int(hosts[0]) == host))
     if len(groups) != 1:
-        raise _no_one_group(
-            mesh_hosts, axis_names, axes, host, [names[n] for n, _ in groups]
+        places = np.argwhere(mesh_hosts == host).T
+        crossed = [
+            axis
+            for axis, column in zip(axis_names, places, strict=True)
+            if axis not in axes and len(set(column)) > 1
+        ]
+        raise errors.ConfigError(
+            f"the devices of host {host} are in {len(groups)} groups of"
+            f" axis={tuple(axes)!r} ({first_of(names[n] for n, _ in groups)}), and a"
+            f" host has one state: share it over {crossed} too, or make the mesh"
+            " from devices of every host, those of each in one group"
         )
     ((own, is_writer),) = groups
     return Sharing(
@@ -135,35 +142,3 @@ def per_group(
         is_writer=is_writer,
         axes=tuple(axes),
     )
-
-
-def _no_one_group(
-    mesh_hosts: np.ndarray,
-    axis_names: Sequence[str],
-    axes: Sequence[str],
-    host: int,
-    groups: Sequence[str],
-) -> errors.ConfigError:
-    if not groups:
-        return errors.ConfigError(
-            f"no device of host {host} is in the mesh of the component (per_group,"
-            f" axis={tuple(axes)!r}), so"
-            " it has no state; make the mesh from devices of every host"
-        )
-    coordinates = np.argwhere(mesh_hosts == host)
-    crossed = [
-        axis
-        for axis, column in zip(axis_names, coordinates.T, strict=True)
-        if axis not in axes and len(set(column)) > 1
-    ]
-    whole = tuple(axis for axis in axis_names if axis in {*axes, *crossed})
-    return errors.ConfigError(
-        f"the devices of host {host} are in {len(groups)} groups of"
-        f" axis={tuple(axes)!r} ({first_of(groups)}), and a host has one state;"
-        f" share it over {crossed} too (axis={whole!r}), or order the"
-        " mesh's devices so that those of a host are in one group"
-    )
-
-
-def _quoted(axis: str) -> str:
-    return urllib.parse.quote(axis, safe="")
