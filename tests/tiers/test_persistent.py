@@ -333,12 +333,9 @@ def test_object_stores_commit_by_a_file_and_paths_by_a_rename(tmp_path):
 
 
 def waits(monkeypatch):
-    slept, reports = [], []
+    slept = []
     monkeypatch.setattr(clock, "sleep", slept.append)
-    policy = retries.Retries(
-        attempts=4, first_secs=1.0, longest_secs=3.0, report=reports.append
-    )
-    return policy, slept, reports
+    return retries.Retries(attempts=4, first_secs=1.0, longest_secs=3.0), slept
 
 
 def failing(*problems):
@@ -353,21 +350,22 @@ def failing(*problems):
     return act
 
 
-def test_what_may_pass_is_waited_for_longer_and_longer_and_reported(monkeypatch):
+def test_what_may_pass_is_waited_for_longer_and_longer_and_logged(monkeypatch, caplog):
     for problem in (
         OSError(errno.EIO, "input/output error"),
         TimeoutError("timed out"),
         ValueError("UNAVAILABLE: the store is away"),
     ):
-        policy, slept, reports = waits(monkeypatch)
+        policy, slept = waits(monkeypatch)
+        caplog.clear()
         act = failing(problem, problem, problem)
         assert policy.call("writing /a", act) == "done"
         assert 0.5 <= slept[0] <= 1 <= slept[1] <= 2
         assert 1.5 <= slept[2] <= 3
-        assert len(reports) == 3
-        assert "writing /a failed, attempt 1 of 4" in reports[0]
+        assert len(caplog.messages) == 3
+        assert "writing /a failed, attempt 1 of 4" in caplog.messages[0]
         # In the end waiting is given up.
-        policy, slept, _ = waits(monkeypatch)
+        policy, slept = waits(monkeypatch)
         given_up = r"writing /a failed 4 times.*again"
         with pytest.raises(errors.CheckpointError, match=given_up):
             policy.call("writing /a", failing(*[problem] * 4))
@@ -382,7 +380,7 @@ def test_what_will_not_pass_is_an_error_at_once(monkeypatch):
         ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device"),
         ValueError("PERMISSION_DENIED: no"),
     ):
-        policy, slept, _ = waits(monkeypatch)
+        policy, slept = waits(monkeypatch)
         with pytest.raises(errors.CheckpointError, match="with its next backup"):
             policy.call("writing /a", failing(problem))
         assert not slept

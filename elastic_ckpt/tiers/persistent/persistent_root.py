@@ -28,7 +28,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from etils import epath
 
@@ -59,13 +59,6 @@ _ASIDE = ".aside"
 _TEMPORARY_NAME = re.compile(
     rf"(0|[1-9]\d*){re.escape(_TEMPORARY)}(?:-(.*?)({re.escape(_ASIDE)})?)?"
 )
-
-
-class Committed(NamedTuple):
-    """What the file that commits a step says of it: the run, and which save."""
-
-    run: str
-    save: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,8 +132,7 @@ class PersistentRoot:
         """
         if not manifest_names(self.final(step)):
             return self.foreign_save(step)
-        there = committed(self.final(step))
-        return there.save if there is not None and there.run == run else None
+        return committed_save(self.final(step), run=run)
 
     def foreign_save(self, step: int) -> str:
         """The save that a step counts as which Orbax alone wrote: when that was.
@@ -346,20 +338,19 @@ def commit_text(final: epath.Path, run: str, save: str) -> bytes:
     return f"Checkpoint commit was successful to {final}\nelastic_ckpt {own}\n".encode()
 
 
-def committed(directory: epath.Path) -> Committed | None:
-    """What the file that commits a step says; None without one of this version."""
-    with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
+def committed_save(directory: epath.Path, *, run: str | None = None) -> str | None:
+    """The save of a committed step of ours; None if it has none of this version.
+
+    Args:
+      directory: of the step.
+      run: that it has to be of; None for any.
+    """
+    with contextlib.suppress(FileNotFoundError):
         found = _COMMITTED.search((directory / COMMIT_FILE).read_bytes())
-        fields = json.loads(found[1]) if found else {"version": None}
-        if fields["version"] == _VERSION:
-            return Committed(fields["run"], fields["save"])
+        fields = json.loads(found[1]) if found else {}
+        if fields.get("version") == _VERSION and run in (None, fields["run"]):
+            return fields["save"]
     return None
-
-
-def committed_save(directory: epath.Path) -> str | None:
-    """The save of a committed step; None as for `committed`."""
-    there = committed(directory)
-    return None if there is None else there.save
 
 
 class UnknownError(errors.CheckpointError):

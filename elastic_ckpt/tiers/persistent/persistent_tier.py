@@ -193,8 +193,7 @@ class PersistentTier:
         held = []
         for step in self._steps():
             directory = self.root.final(step)
-            there = persistent_root.committed(directory)
-            if there is None or there.run != self._run:
+            if persistent_root.committed_save(directory, run=self._run) is None:
                 continue
             metadata = read_json(directory / "_CHECKPOINT_METADATA")
             nsecs = metadata.get("commit_timestamp_nsecs") or 0

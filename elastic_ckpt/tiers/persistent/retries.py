@@ -1,8 +1,8 @@
 """Retries of writes while storage is unavailable, and errors that no retry can solve.
 
 Persistent storage fails temporarily: tokens expire, NFS servers restart, object stores
-limit rates. Each write is retried at growing intervals, and each failure is reported to
-the uploader; a permanent error is raised at once.
+limit rates. Each write is retried at growing intervals, and each failure is logged; a
+permanent error is raised at once.
 """
 
 from __future__ import annotations
@@ -36,10 +36,6 @@ _PERMANENT_STATUSES = ("FAILED_PRECONDITION", "INVALID_ARGUMENT", "UNIMPLEMENTED
 _ADVICE = "check the path, its free space and who may write there"
 
 
-def _warn(message: str) -> None:
-    logging.warning("%s", message)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retries:
     """How often and how long failed writes are retried.
@@ -48,14 +44,11 @@ class Retries:
       attempts: of each write, in all, at least 1.
       first_secs: the longest wait before the second attempt; it doubles from then on.
       longest_secs: the most that is ever waited at once.
-      report: called with each attempt that failed and will be repeated; by default it
-        is logged.
     """
 
     attempts: int = 8
     first_secs: float = 0.5
     longest_secs: float = 30.0
-    report: Callable[[str], None] = _warn
 
     def call(self, what: str, act: Callable[[], Result]) -> Result:
         """Calls `act` until it succeeds, and returns its result.
@@ -88,9 +81,13 @@ class Retries:
                 longest = min(self.longest_secs, self.first_secs * 2 ** (attempt - 1))
                 # Ten thousand hosts that failed together do not come back together.
                 secs = random.uniform(longest / 2, longest)
-                self.report(
-                    f"{what} failed, attempt {attempt} of {self.attempts}, the next in"
-                    f" {secs:.1f} s: {error}"
+                logging.warning(
+                    "%s failed, attempt %d of %d, the next in %.1f s: %s",
+                    what,
+                    attempt,
+                    self.attempts,
+                    secs,
+                    error,
                 )
                 clock.sleep(secs)
         raise AssertionError("attempts is at least 1")

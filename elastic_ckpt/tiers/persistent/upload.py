@@ -91,7 +91,7 @@ class Upload:
       root: of the steps.
       saved: what is uploaded.
       host: that uploads.
-      retries: how long to wait for storage, and the callback for failures.
+      retries: how long to wait for storage.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ def commit(
       hosts: the ids of those that took part; each has to have finished.
       orbax_files: contents by path in the step (`checkpoint.orbax_format`).
       make_way: called before the step becomes visible; older saves of it have to leave.
-      retries: how long to wait for storage, and the callback for failures.
+      retries: how long to wait for storage.
 
     Raises:
       CheckpointError: if hosts have not finished, what they wrote is not all of the
