@@ -27,8 +27,7 @@ def serving(directory, *, port=0, **options):
         futures.ThreadPoolExecutor(1, "node") as executor,
         contextlib.closing(asyncio.new_event_loop()) as loop,
     ):
-        defaults = {"domains": {}, "lifetime": nodes.Lifetime()}
-        options = {**defaults, "announce": announce, **options}
+        options = {"domains": {}, "announce": announce, **options}
         serve = nodes.serve(service, ended, **options)
         node_ended = executor.submit(loop.run_until_complete, serve)
         futures.wait([node_ended, started], return_when=futures.FIRST_COMPLETED)

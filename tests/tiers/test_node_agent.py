@@ -1,6 +1,7 @@
 """The agent of a node serves runs that come and go, and removes those that ended."""
 
 import contextlib
+import functools
 import os
 import shutil
 import time
@@ -119,9 +120,7 @@ class TestRunsThatEnded:
         root = served_nodes.save_run(tmp_path)
         # A removal that a crash cut short.
         served_nodes.save_run(tmp_path, "slice-1/.removed-run")
-        with served_nodes.serving(
-            tmp_path, lifetime=nodes.Lifetime(unused_secs=0.5), sweep_secs=0.05
-        ) as lines:
+        with served_nodes.serving(tmp_path, unused_after=0.5, sweep_secs=0.05) as lines:
             until(lambda: not root.exists())
         assert [line for line in lines if line.startswith("removed run")]
         assert sorted(os.listdir(tmp_path)) == ["agent.lock", "slice-1"]
@@ -131,16 +130,16 @@ class TestRunsThatEnded:
         self, tmp_path
     ):
         root = served_nodes.save_run(tmp_path)
-        lifetime = nodes.Lifetime(unused_secs=3600)
+        sweep = functools.partial(nodes.sweep, str(tmp_path))
         for path in (root, root / "hosts" / "0"):
             os.utime(path, (0, 0))
         with storage.exclusive_lock(root / "hosts" / "0" / "lock"):
             assert nodes.unused_secs(str(root)) == 0
             assert not nodes.remove(str(root))
-        assert lifetime.sweep(str(tmp_path)) == []
+        assert sweep(unused_after=3600, max_bytes=None) == []
         for path in (root, root / "hosts" / "0"):
             os.utime(path, (0, 0))
-        assert lifetime.sweep(str(tmp_path)) == ["run"]
+        assert sweep(unused_after=3600, max_bytes=None) == ["run"]
         assert os.listdir(tmp_path) == []
 
     @pytest.mark.parametrize(
@@ -155,5 +154,7 @@ class TestRunsThatEnded:
             for path in (root / "hosts" / "0", root):
                 os.utime(path, (used, used))
         num_bytes = ram_disk.used_bytes(str(root))
-        lifetime = nodes.Lifetime(limit_bytes=limit * num_bytes)
-        assert lifetime.sweep(str(tmp_path)) == removed
+        swept = nodes.sweep(
+            str(tmp_path), unused_after=None, max_bytes=limit * num_bytes
+        )
+        assert swept == removed

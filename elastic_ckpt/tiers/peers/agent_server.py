@@ -401,16 +401,17 @@ def run(arguments: argparse.Namespace) -> int:
         from elastic_ckpt.steps import failure_domains
         from elastic_ckpt.tiers.peers import nodes
 
-        lifetime = nodes.Lifetime(
-            unused_secs=arguments.remove_unused_after, limit_bytes=arguments.max_bytes
-        )
         domains = nodes.domains(
             failure_domains.parse(arguments.domains, what="--domains"),
             arguments.kubernetes_node,
             failure_domains.parse(arguments.domain_labels, what="--domain-labels"),
         )
         serving = functools.partial(
-            nodes.serve, service_of(arguments), domains=domains, lifetime=lifetime
+            nodes.serve,
+            service_of(arguments),
+            domains=domains,
+            unused_after=arguments.remove_unused_after,
+            max_bytes=arguments.max_bytes,
         )
     elif given:
         option = f"--{given[0].replace('_', '-')}"

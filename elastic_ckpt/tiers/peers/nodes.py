@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import http.client
 import json
 import os
@@ -41,6 +40,8 @@ ACCOUNT_DIRECTORY = "/var/run/secrets/kubernetes.io/serviceaccount"
 _TIMEOUT_SECS = 30.0
 _REMOVED = ".removed-"
 _POLL_SECS = 0.2
+# A pod is replaced in less.
+_LEAST_UNUSED_SECS = 600.0
 
 
 def domains(
@@ -108,7 +109,8 @@ async def serve(
     *,
     announce: Callable[[str], object],
     domains: Mapping[str, str],
-    lifetime: Lifetime,
+    unused_after: float | None = None,
+    max_bytes: int | None = None,
     sweep_secs: float = 30.0,
 ) -> None:
     """Serves the runs of a node until an event is set.
@@ -118,138 +120,99 @@ async def serve(
       ended: set by another task.
       announce: called with a line for each event that people read.
       domains: the failure domains of the node, by kind.
-      lifetime: of the directories of runs.
-      sweep_secs: between two looks for runs that ended.
+      unused_after: the seconds after which an unused run is removed; see `sweep`.
+      max_bytes: of all runs together; see `sweep`.
+      sweep_secs: between two sweeps.
 
     Raises:
       RunError: as `agent_server.serve`.
     """
-    directory = os.path.realpath(service.root)
-    node = Node(directory, service.secret_file, announce)
+    directory, pid = os.path.realpath(service.root), os.getpid()
+    roots: dict[str, str] = {}
+    problems: set[str] = set()
     with agent_server.locked(directory):
-        node.forget()
-        async with agent_server.listening(service, node.roots) as above:
-            node_address = agent.Address(
-                url=above, pid=os.getpid(), machine="", domains=domains
-            )
-            agent.publish(directory, node_address)
+        _forget(directory)
+        async with agent_server.listening(service, roots) as above:
+            address = agent.Address(url=above, pid=pid, machine="", domains=domains)
+            agent.publish(directory, address)
             announce(f"serving {service.root} at {above}")
-            next_sweep = time.monotonic()
+            next_sweep = 0.0
             while not ended.is_set():
                 if time.monotonic() >= next_sweep:
-                    for name in await asyncio.to_thread(lifetime.sweep, directory):
+                    for name in await asyncio.to_thread(
+                        sweep, directory, unused_after=unused_after, max_bytes=max_bytes
+                    ):
                         announce(f"removed {name}, which no process used for a while")
                     next_sweep = time.monotonic() + sweep_secs
-                node.update(above)
+                found = runs(directory)
+                for name in roots.keys() - found.keys():
+                    del roots[name]
+                for name, root in found.items():
+                    url = f"{above}/{urllib.parse.quote(name, safe='')}"
+                    try:
+                        if _publish(root, url, service.secret_file):
+                            roots[name] = root
+                            announce(f"serving {name} at {url}")
+                    except (errors.ElasticCkptError, OSError) as error:
+                        # It is tried again, and a problem is shown once.
+                        problem = f"does not serve {name}: {error}"
+                        if problem not in problems:
+                            print(problem, file=sys.stderr, flush=True)
+                        problems.add(problem)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(ended.wait(), _POLL_SECS)
-        node.forget()
+        _forget(directory)
         storage.remove(os.path.join(directory, agent.ADDRESS_FILE))
 
 
-class Node:
-    """The runs of a node.
+def _publish(root: str, url: str, secret_file: str | None) -> bool:
+    # Writes the address of a run, unless it is there or an agent of its own serves the
+    # run; returns whether it did. Another directory may have taken the place of one.
+    machine_id, address = machine.find(root), agent.find(root)
+    is_published = address and (address.url, address.machine) == (url, machine_id)
+    if is_published or storage.is_locked(os.path.join(root, agent.LOCK_FILE)):
+        return False
+    assert machine_id
+    if secret_file is None:
+        secret.read_or_create(root)
+    agent.publish(root, agent.Address(url=url, pid=os.getpid(), machine=machine_id))
+    return True
+
+
+def _forget(directory: str) -> None:
+    # Removes the addresses of all runs without an agent of their own.
+    for root in runs(directory).values():
+        if not storage.is_locked(os.path.join(root, agent.LOCK_FILE)):
+            storage.remove(os.path.join(root, agent.ADDRESS_FILE))
+
+
+def sweep(
+    directory: str, *, unused_after: float | None, max_bytes: int | None
+) -> list[str]:
+    """Removes runs that no process has; returns their paths below `directory`.
 
     Args:
-      directory: of the node.
-      secret_file: as an agent has it.
-      announce: called with a line for each event that people read.
-
-    Attributes:
-      roots: the RAM disk of each run that is served, by its path below `directory`.
+      directory: of a node.
+      unused_after: the seconds after its last use when a run goes; None keeps it.
+      max_bytes: of all runs together: above it, the runs that were unused the longest
+        go, but for those whose pods may just be replaced. None sets no limit.
     """
-
-    def __init__(
-        self,
-        directory: str,
-        secret_file: str | None,
-        announce: Callable[[str], object],
-    ) -> None:
-        self.roots: dict[str, str] = {}
-        self._directory, self._secret_file = directory, secret_file
-        self._announce = announce
-        self._machines: dict[str, str | None] = {}
-        self._problems: set[str] = set()
-
-    def update(self, above: str) -> None:
-        """Serves runs that are new, and no more those that are gone.
-
-        Args:
-          above: the URL above the names of runs.
-        """
-        found = runs(self._directory)
-        for name in self.roots.keys() - found.keys():
-            del self.roots[name], self._machines[name]
-        for name, root in found.items():
-            try:
-                self._serve(name, root, above)
-            except (errors.ElasticCkptError, OSError) as error:
-                # It is tried again, and a problem is shown once.
-                problem = f"does not serve {name}: {error}"
-                if problem not in self._problems:
-                    self._problems.add(problem)
-                    print(problem, file=sys.stderr, flush=True)
-
-    def forget(self) -> None:
-        """Removes the addresses of all runs without an agent of their own."""
-        for root in runs(self._directory).values():
-            if not storage.is_locked(os.path.join(root, agent.LOCK_FILE)):
-                storage.remove(os.path.join(root, agent.ADDRESS_FILE))
-
-    def _serve(self, name: str, root: str, above: str) -> None:
-        machine_id = machine.find(root)
-        # Another directory may have taken the place of the one that is served; an agent
-        # of the run's own serves until it ends.
-        is_served = self._machines.get(name) == machine_id
-        if is_served or storage.is_locked(os.path.join(root, agent.LOCK_FILE)):
-            return
-        assert machine_id
-        if self._secret_file is None:
-            secret.read_or_create(root)
-        url = f"{above}/{urllib.parse.quote(name, safe='')}"
-        self.roots[name], self._machines[name] = root, machine_id
-        address = agent.Address(url=url, pid=os.getpid(), machine=machine_id)
-        agent.publish(root, address)
-        self._announce(f"serving {name} at {url}")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Lifetime:
-    """How long the directory of a run lasts after its last use.
-
-    Attributes:
-      unused_secs: it is removed after this time; None keeps it.
-      limit_bytes: of all runs together; above it, the runs that were unused for the
-        longest time are removed. None sets no limit.
-      least_unused_secs: the time for which the limit removes no run, so that its pods
-        can be replaced.
-    """
-
-    unused_secs: float | None = None
-    limit_bytes: int | None = None
-    least_unused_secs: float = 600.0
-
-    def sweep(self, directory: str) -> list[str]:
-        """Removes the runs that are to go from a node; returns their paths there."""
-        for pattern in (f"{_REMOVED}*", f"*/{_REMOVED}*"):
-            # Removals that a crash cut short.
-            for path in pathlib.Path(directory).glob(pattern):
-                storage.remove(path)
-        found = runs(directory)
-        unused = {name: unused_secs(root) for name, root in found.items()}
-        sizes = {name: ram_disk.used_bytes(root) for name, root in found.items()}
-        excess = -1
-        if self.limit_bytes is not None:
-            excess = sum(sizes.values()) - self.limit_bytes
-        removed = []
-        for name in sorted(found, key=lambda name: (-unused[name], name)):
-            secs = unused[name]
-            is_old = self.unused_secs is not None and secs > self.unused_secs
-            is_over = excess > 0 and secs > self.least_unused_secs
-            if (is_old or is_over) and remove(found[name]):
-                removed.append(name)
-                excess -= sizes[name]
-        return removed
+    for pattern in (f"{_REMOVED}*", f"*/{_REMOVED}*"):
+        # Removals that a crash cut short.
+        for path in pathlib.Path(directory).glob(pattern):
+            storage.remove(path)
+    found = runs(directory)
+    unused = {name: unused_secs(root) for name, root in found.items()}
+    sizes = {name: ram_disk.used_bytes(root) for name, root in found.items()}
+    excess = 0 if max_bytes is None else sum(sizes.values()) - max_bytes
+    removed = []
+    for name in sorted(found, key=lambda name: (-unused[name], name)):
+        is_old = unused_after is not None and unused[name] > unused_after
+        is_over = excess > 0 and unused[name] > _LEAST_UNUSED_SECS
+        if (is_old or is_over) and remove(found[name]):
+            removed.append(name)
+            excess -= sizes[name]
+    return removed
 
 
 def runs(directory: str) -> dict[str, str]:

@@ -212,25 +212,21 @@ class Endpoint:
         """
         try:
             with self._request("PUT", path, body=content) as response:
-                reason = response.read(_MOST_REASON_BYTES)
+                reason = response.read(_MOST_REASON_BYTES).decode(errors="replace")
         except (source.ReadError, OSError, http.client.HTTPException) as error:
             raise source.RepairError(
-                f"was not repaired: {self.url} does not take it"
-                f" ({error if isinstance(error, source.ReadError) else _why(error)})"
+                f"was not repaired: {self.url} does not take it ({_why(error)})"
             ) from None
-        if response.status == http.HTTPStatus.CONFLICT:
-            raise source.RepairError(reason.decode(errors="replace"))
         if response.status != http.HTTPStatus.NO_CONTENT:
-            raise source.RepairError(
-                f"was not repaired: {self.url} answers with status {response.status}"
-            )
+            if response.status != http.HTTPStatus.CONFLICT:
+                reason = f"was not repaired: {self.url} answers {response.status}"
+            raise source.RepairError(reason)
 
     def close(self) -> None:
         """Closes the idle connections."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                if (connection := self._pool.get_nowait()) is not None:
-                    connection.close()
+        while not self._pool.empty():
+            if (connection := self._pool.get()) is not None:
+                connection.close()
 
     def _tried(self, attempt: Callable[[], T], progress: Callable[[], int] = int) -> T:
         waits = iter(RETRY_SECS)
