@@ -79,10 +79,10 @@ _RESERVED = frozenset(
         ram_disk.RESERVED,
     }
 )
-# Checked trees, by name, structure and types of their leaves, which are usually the
-# same at every step of a run.
+# The text of the structure of trees that were checked, by it and their leaves: the
+# states of a run differ in their values alone.
 _MOST_KNOWN = 64
-_known: set[tuple[str, str, tuple[type, ...]]] = set()
+_known: dict[Any, str] = {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,12 +135,20 @@ class StepDescription:
           CheckpointError: if a leaf cannot be saved, or metrics or custom metadata are
             not JSON.
         """
-        _check(checkpointables, components)
+        if not (checkpointables or components):
+            raise errors.CheckpointError(
+                "no checkpointables were given, so there is nothing to save; give at"
+                " least one"
+            )
+        for name in [*checkpointables, *components]:
+            _check_name(name)
+        abstract = {
+            name: jax.tree.map(_abstract, tree)
+            for name, tree in checkpointables.items()
+        }
+        _checked_json(abstract)
         return cls(
-            trees={
-                name: jax.tree.map(_abstract, tree)
-                for name, tree in checkpointables.items()
-            },
+            trees=abstract,
             components=sorted(components),
             metrics_json=None if metrics is None else json_of_user("metrics", metrics),
             custom_json=None
@@ -225,7 +233,7 @@ class StepDescription:
         return StepNotes(
             metrics=self.metrics_json,
             custom_metadata=self.custom_json,
-            trees=_known_json(self.trees),
+            trees=_checked_json(self.trees),
             parents=tuple(parents),
         )
 
@@ -291,22 +299,24 @@ def to_json(checkpointables: Mapping[str, Any]) -> str:
     return storage.canonical_json({"shardings": listed, "trees": structures}).decode()
 
 
-# The states of a run differ in their values alone.
-_known_texts: dict[Any, str] = {}
-
-
-def _known_json(checkpointables: Mapping[str, Any]) -> str:
+def _checked_json(checkpointables: Mapping[str, Any]) -> str:
+    # As `to_json`, of trees that can be saved.
     leaves = tuple(jax.tree.leaves(checkpointables))
     # 0 equals 0.0.
     key = trees.structure_text(checkpointables), leaves, tuple(map(type, leaves))
     try:
-        text = _known_texts.get(key)
+        text = _known.get(key)
     except TypeError:
-        return to_json(checkpointables)
+        # A leaf that cannot be saved, or an array of a backup.
+        key = text = None
     if text is None:
-        if len(_known_texts) >= _MOST_KNOWN:
-            _known_texts.clear()
-        text = _known_texts[key] = to_json(checkpointables)
+        for name, tree in checkpointables.items():
+            _check_tree(name, tree)
+        text = to_json(checkpointables)
+    if key is not None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[key] = text
     return text
 
 
@@ -403,35 +413,14 @@ def _structure(node: Any, shardings: dict[NamedSharding, int]) -> Any:
     }
 
 
-def _check(checkpointables: Mapping[str, Any], components: Mapping[str, Any]) -> None:
-    # Raises an error that names the part that cannot be saved.
-    if not (checkpointables or components):
+def _check_name(name: str) -> None:
+    refused = name in ("", ".", "..") or "/" in name or name in _RESERVED
+    if refused or manifest_file.is_file_name(name) or not _is_unicode(name):
         raise errors.CheckpointError(
-            "no checkpointables were given, so there is"
-            " nothing to save; give at least one"
+            f"the name {name!r} cannot be used for a checkpointable: it becomes the"
+            f" name of a directory, and {sorted(_RESERVED)} are reserved; choose"
+            " another name"
         )
-    for name in [*checkpointables, *components]:
-        refused = name in ("", ".", "..") or "/" in name or name in _RESERVED
-        if refused or manifest_file.is_file_name(name) or not _is_unicode(name):
-            raise errors.CheckpointError(
-                f"the name {name!r} cannot be used for a checkpointable: it becomes the"
-                f" name of a directory, and {sorted(_RESERVED)} are reserved; choose"
-                " another name"
-            )
-    for name, tree in checkpointables.items():
-        leaves = jax.tree.leaves(tree)
-        texts = [leaf for leaf in leaves if isinstance(leaf, str)]
-        key = (name, trees.structure_text(tree), tuple(map(type, leaves)))
-        if key not in _known:
-            _check_tree(name, tree)
-            if len(_known) >= _MOST_KNOWN:
-                _known.clear()
-            _known.add(key)
-        if not all(map(_is_unicode, texts)):
-            raise errors.CheckpointError(
-                f"a text of {name!r} is not Unicode, and no tier can store it;"
-                f" its texts are {texts[:5]}"
-            )
 
 
 def _check_tree(checkpointable: str, tree: Any) -> None:
@@ -463,6 +452,13 @@ def _check_tree(checkpointable: str, tree: Any) -> None:
         if kind == "string":
             texts[name] = path
     orbax_format.strings_file(texts)
+    written = [leaf for _, leaf in entries if isinstance(leaf, str)]
+    unstorable = [text for text in written if not _is_unicode(text)]
+    if unstorable:
+        raise errors.CheckpointError(
+            f"a text of {checkpointable!r} is not Unicode, and no tier can store it:"
+            f" {unstorable[0]!r}"
+        )
     try:
         to_json({checkpointable: tree})
     except Exception as error:  # raised by the nodes of a user's library

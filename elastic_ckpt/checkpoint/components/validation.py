@@ -17,6 +17,7 @@ A box with a single holder is compared with nothing, and not read.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -61,21 +62,21 @@ class Holder(NamedTuple):
         return f"device {self.device} of host {self.host}"
 
 
-class Copies(NamedTuple):
-    """Copies of a box of a leaf that one host has found to be equal.
+class Copy(NamedTuple):
+    """A copy of a box of a leaf.
 
     Attributes:
       leaf: the number of the leaf in the tree.
       box: the part of it.
+      holder: of the copy.
       content: equal for copies that are equal.
-      holders: of the copies.
       differing: elements that differ between replicas; None if not compared.
     """
 
     leaf: int
     box: boxes.Box
+    holder: Holder
     content: str
-    holders: tuple[Holder, ...]
     differing: int | None = None
 
 
@@ -194,10 +195,10 @@ def compared(
     if len(set(gather(digest.json_digest(structure)))) > 1:
         return _structure_findings(gather(structure))
     by_group = _copies(list(leaves.values()), level)
-    digests: dict[str, set[str | None]] = {}
+    digests: dict[str, set[str | None]] = collections.defaultdict(set)
     for of_host in gather({group: _digest(each) for group, each in by_group.items()}):
         for group, value in of_host.items():
-            digests.setdefault(group, set()).add(value)
+            digests[group].add(value)
     differ = {g for g, values in digests.items() if None in values or len(values) > 1}
     own = [each for group in sorted(differ) for each in by_group.get(group, [])]
     return _findings(own, list(leaves), gather) if differ else []
@@ -216,25 +217,25 @@ def _structure_findings(structures: Sequence[Mapping[str, str]]) -> list[Finding
         kinds = [structure.get(path, "missing") for structure in structures]
         if len(set(kinds)) > 1:
             each = ", ".join(f"host {n}: {kind}" for n, kind in enumerate(kinds))
-            groups = _groups((kind, (Holder(n, -1),)) for n, kind in enumerate(kinds))
+            groups = _groups((kind, Holder(n, -1)) for n, kind in enumerate(kinds))
             why = f"the trees differ ({each})"
             return [Finding(leaf=path, groups=groups, why=why)]
     return []
 
 
 def _findings(
-    own: list[Copies],
+    own: list[Copy],
     paths: list[str],
     gather: Callable[[storage.Json], list[Any]],
 ) -> list[Finding]:
     # From the copies of this host in groups that differ, and from those of the others.
-    by_box: dict[tuple[int, boxes.Box], list[Copies]] = {}
+    by_box: dict[tuple[int, boxes.Box], list[Copy]] = collections.defaultdict(list)
     for sent in gather(codec.encode(own)):
-        for copies in codec.decode(tuple[Copies, ...], sent, name="copies"):
-            by_box.setdefault((copies.leaf, copies.box), []).append(copies)
+        for copy in codec.decode(tuple[Copy, ...], sent, name="copies"):
+            by_box[copy.leaf, copy.box].append(copy)
     findings = []
     for (leaf, box), of_box in sorted(by_box.items(), key=lambda item: item[0]):
-        groups = _groups((each.content, each.holders) for each in of_box)
+        groups = _groups((each.content, each.holder) for each in of_box)
         if len(groups) > 1:
             part = str(box) if box.start else ""
             differing = of_box[0].differing
@@ -247,12 +248,12 @@ def _findings(
 
 
 def _groups(
-    contents: Iterable[tuple[str, tuple[Holder, ...]]],
+    contents: Iterable[tuple[str, Holder]],
 ) -> tuple[tuple[Holder, ...], ...]:
     # Holders of equal contents; the largest group first.
-    groups: dict[str, list[Holder]] = {}
-    for content, holders in contents:
-        groups.setdefault(content, []).extend(holders)
+    groups: dict[str, list[Holder]] = collections.defaultdict(list)
+    for content, holder in contents:
+        groups[content].append(holder)
     ordered = [tuple(sorted(group)) for group in groups.values()]
     return tuple(sorted(ordered, key=lambda group: (-len(group), group)))
 
@@ -271,66 +272,47 @@ def _kind(path: str, leaf: Any) -> str:
     )
 
 
-# By the hosts that hold the copies.
-_ByGroup = dict[str, list[Copies]]
-
-
-def _copies(leaves: list[Any], kind: device_digests.Kind) -> _ByGroup:
-    # The copies of this host that have others to be compared with.
-    by_group: _ByGroup = {}
-    on_devices: list[tuple[int, jax.Array]] = []
+def _copies(
+    leaves: list[Any], kind: device_digests.Kind
+) -> Mapping[str, Sequence[Copy]]:
+    # The copies of this host that have others to be compared with, by the hosts that
+    # hold those.
+    by_group: dict[str, list[Copy]] = collections.defaultdict(list)
+    looked: dict[int, Mapping[jax.Device, device_digests.Looked]] = {}
+    on_devices: dict[int, jax.Array] = {}
     for number, leaf in enumerate(leaves):
-        if isinstance(leaf, jax.Array):
-            if not _held(leaf.sharding, leaf.shape):
-                continue
+        if not isinstance(leaf, jax.Array):
+            if topology.num_hosts() > 1:
+                holder = Holder(topology.this_host(), -1)
+                content = _of_host(leaf, kind).digest
+                copy = Copy(number, boxes.whole(()), holder, content)
+                by_group["hosts"].append(copy)
+        elif _held(leaf.sharding, leaf.shape):
             if _is_in_device_memory(leaf.sharding):
-                on_devices.append((number, leaf))
-            else:
-                of_devices = {
-                    shard.device: _of_host(np.asarray(shard.data), kind)
-                    for shard in leaf.addressable_shards
-                }
-                _add(by_group, number, leaf, of_devices)
-        elif topology.num_hosts() > 1:
-            copy = Copies(
-                leaf=number,
-                box=boxes.whole(()),
-                content=_of_host(leaf, kind).digest,
-                holders=(Holder(topology.this_host(), -1),),
-            )
-            by_group.setdefault("hosts", []).append(copy)
-    looked = device_digests.look([array for _, array in on_devices], kind)
-    for (number, array), of_devices in zip(on_devices, looked, strict=True):
-        _add(by_group, number, array, of_devices)
+                on_devices[number] = leaf
+                continue
+            looked[number] = {
+                shard.device: _of_host(np.asarray(shard.data), kind)
+                for shard in leaf.addressable_shards
+            }
+    found = device_digests.look(list(on_devices.values()), kind)
+    looked |= dict(zip(on_devices, found, strict=True))
+    for number, of_devices in looked.items():
+        array = leaves[number]
+        for device, box, group in _held(array.sharding, array.shape):
+            holder = Holder(device.process_index, device.id)
+            copy = Copy(number, box, holder, *of_devices[device])
+            by_group[group or f"leaf {number}"].append(copy)
     return by_group
 
 
-def _add(
-    by_group: _ByGroup,
-    number: int,
-    array: jax.Array,
-    looked: Mapping[jax.Device, device_digests.Looked],
-) -> None:
-    of_box: dict[tuple[str, boxes.Box, str, int | None], list[Holder]] = {}
-    for device, box, group in _held(array.sharding, array.shape):
-        differing = looked[device].differing
-        content = looked[device].digest
-        key = (group or f"leaf {number}", box, content, differing)
-        holder = Holder(device.process_index, device.id)
-        of_box.setdefault(key, []).append(holder)
-    for (group, box, content, differing), holders in of_box.items():
-        by_group.setdefault(group, []).append(
-            Copies(number, box, content, tuple(holders), differing)
-        )
-
-
-def _digest(copies: list[Copies]) -> str | None:
+def _digest(copies: Sequence[Copy]) -> str | None:
     # Of the boxes with their contents; None if copies of a box differ here already.
-    if len({(each.leaf, each.box) for each in copies}) < len(copies):
+    contents = {(each.leaf, each.box, each.content) for each in copies}
+    if len({(leaf, box) for leaf, box, _ in contents}) < len(contents):
         return None
-    ordered = sorted((each.leaf, each.box, each.content) for each in copies)
-    rows = [[leaf, box.start, box.stop, content] for leaf, box, content in ordered]
-    return digest.json_digest(rows)
+    rows = [[leaf, box.start, box.stop, of_box] for leaf, box, of_box in contents]
+    return digest.json_digest(sorted(rows))
 
 
 class _Held(NamedTuple):
