@@ -10,6 +10,7 @@ followed, and the environment's proxies are ignored.
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import queue
 import re
@@ -130,9 +131,18 @@ class Endpoint:
         self, url: str, client: PeerClient, *, tls: ssl.SSLContext | None
     ) -> None:
         self.url, self.skipped_until = url, 0.0
-        self._client, self._tls = client, tls
-        self._reason = ""
-        self._parsed = urllib.parse.urlsplit(url)
+        self._client, self._reason = client, ""
+        self._skipped_secs = _SKIPPED_LIMITS * client.timeout_secs
+        parsed = urllib.parse.urlsplit(url)
+        self._path = parsed.path
+        self._connect = functools.partial(
+            http.client.HTTPConnection, timeout=client.timeout_secs
+        )
+        if parsed.scheme == "https":
+            self._connect = functools.partial(
+                http.client.HTTPSConnection, timeout=client.timeout_secs, context=tls
+            )
+        self._address = parsed.hostname or "", parsed.port
         # None for a connection that may be made.
         self._pool: queue.LifoQueue[http.client.HTTPConnection | None]
         self._pool = queue.LifoQueue()
@@ -147,7 +157,7 @@ class Endpoint:
         """
 
         def read() -> bytes:
-            with self._answer("GET", path) as response:
+            with self._request("GET", path) as response:
                 if response.length is None or response.length > most_bytes:
                     raise source.ReadError(
                         f"cannot be read: {self.url} sends {response.length} bytes, and"
@@ -173,7 +183,7 @@ class Endpoint:
         def fill() -> None:
             nonlocal done
             wanted = f"bytes={offset + done}-{offset + len(into) - 1}"
-            with self._answer("GET", path, wanted) as response:
+            with self._request("GET", path, 206, wanted=wanted) as response:
                 if response.length != len(into) - done:
                     raise source.ReadError(
                         f"cannot be read: {self.url} sends {response.length} bytes for"
@@ -196,7 +206,7 @@ class Endpoint:
         """
 
         def look() -> int:
-            with self._answer("HEAD", path) as response:
+            with self._request("HEAD", path) as response:
                 length = response.getheader("Content-Length", "")
             if not re.fullmatch("[0-9]{1,18}", length):
                 raise source.ReadError(f"cannot be read: {self.url} gives no size")
@@ -211,16 +221,12 @@ class Endpoint:
           RepairError: if it does not take it.
         """
         try:
-            with self._request("PUT", path, body=content) as response:
-                reason = response.read(_MOST_REASON_BYTES).decode(errors="replace")
+            with self._request("PUT", path, http.HTTPStatus.NO_CONTENT, body=content):
+                return
         except (source.ReadError, OSError, http.client.HTTPException) as error:
             raise source.RepairError(
                 f"was not repaired: {self.url} does not take it ({_why(error)})"
             ) from None
-        if response.status != http.HTTPStatus.NO_CONTENT:
-            if response.status != http.HTTPStatus.CONFLICT:
-                reason = f"was not repaired: {self.url} answers {response.status}"
-            raise source.RepairError(reason)
 
     def close(self) -> None:
         """Closes the idle connections."""
@@ -239,32 +245,38 @@ class Endpoint:
                     waits = iter(RETRY_SECS)
                 wait = next(waits, None) if isinstance(error, _BROKEN) else None
                 if wait is None:
-                    raise self._failed(error) from None
+                    self._reason = _why(error)
+                    self.skipped_until = time.monotonic() + self._skipped_secs
+                    raise source.ReadError(
+                        f"cannot be read: {self.url} fails ({self._reason})"
+                    ) from None
                 time.sleep(wait)
             else:
                 self.skipped_until = 0.0
                 return outcome
 
-    def _failed(self, error: Exception) -> source.ReadError:
-        self._reason = _why(error)
-        secs = _SKIPPED_LIMITS * self._client.timeout_secs
-        self.skipped_until = time.monotonic() + secs
-        return source.ReadError(f"cannot be read: {self.url} fails ({self._reason})")
-
     @contextlib.contextmanager
     def _request(
-        self, method: str, path: str, *, body: bytes | None = None, wanted: str = ""
+        self,
+        method: str,
+        path: str,
+        good: int = http.HTTPStatus.OK,
+        *,
+        body: bytes | None = None,
+        wanted: str = "",
     ) -> Iterator[http.client.HTTPResponse]:
-        """The response to a request; its connection is kept if its body was read."""
+        """The response of status `good`; its connection is kept if it was read."""
         headers = {"Authorization": f"Bearer {self._client.secret()}"}
         if wanted:
             headers["Range"] = wanted
         kept, connection = None, self._pool.get()
         try:
             self._check_asked()
-            connection = connection or self._connection()
-            connection.request(method, self._parsed.path + path, body, headers)
+            connection = connection or self._connect(*self._address)
+            connection.request(method, self._path + path, body, headers)
             response = connection.getresponse()
+            if response.status != good:
+                raise self._refused(method, response)
             yield response
             if response.length == 0:
                 response.close()
@@ -275,41 +287,27 @@ class Endpoint:
             self._pool.put(kept)
 
     def _check_asked(self) -> None:
-        if self._client.needs_tls and self._parsed.scheme != "https":
+        if self._client.needs_tls and not self.url.startswith("https://"):
             raise source.ReadError(
                 f"was not asked for: {self.url} does not encrypt, and this run does"
             )
         if time.monotonic() < self.skipped_until:
             raise source.ReadError(
                 f"was not asked for: {self.url} has failed ({self._reason}), and is"
-                f" left alone for {_SKIPPED_LIMITS * self._client.timeout_secs:g} s"
+                f" left alone for {self._skipped_secs:g} s"
             )
 
-    def _connection(self) -> http.client.HTTPConnection:
-        host, port = self._parsed.hostname or "", self._parsed.port
-        secs = self._client.timeout_secs
-        if self._parsed.scheme == "https":
-            return http.client.HTTPSConnection(
-                host, port, timeout=secs, context=self._tls
+    def _refused(self, method: str, response: http.client.HTTPResponse) -> Exception:
+        status = response.status
+        if status == http.HTTPStatus.UNAUTHORIZED:
+            return source.RefusedError(
+                f"cannot be read: {self.url} does not take the run's secret"
             )
-        return http.client.HTTPConnection(host, port, timeout=secs)
-
-    @contextlib.contextmanager
-    def _answer(
-        self, method: str, path: str, wanted: str = ""
-    ) -> Iterator[http.client.HTTPResponse]:
-        """The response of an agent that gives what was asked for."""
-        with self._request(method, path, wanted=wanted) as response:
-            if response.status == http.HTTPStatus.UNAUTHORIZED:
-                raise source.RefusedError(
-                    f"cannot be read: {self.url} does not take the run's secret"
-                )
-            if response.status != (206 if wanted else 200):
-                status = f"answers with status {response.status}"
-                raise source.ReadError(
-                    f"cannot be read: {self.url} {_STATUS.get(response.status, status)}"
-                )
-            yield response
+        if (method, status) == ("PUT", http.HTTPStatus.CONFLICT):
+            reason = response.read(_MOST_REASON_BYTES)
+            return source.RepairError(reason.decode(errors="replace"))
+        why = _STATUS.get(status, f"answers with status {status}")
+        return source.ReadError(f"cannot be read: {self.url} {why}")
 
     def _pieces(
         self, response: http.client.HTTPResponse, into: memoryview
