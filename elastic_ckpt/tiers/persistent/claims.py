@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from multiprocessing import util
-from typing import Self
+from typing import Any, Self
 
 from etils import epath
 
@@ -130,7 +130,6 @@ class Writer:
       steps: the directory, local or in an object store.
       run: the identity of the run.
       claimant: who claims the worlds of the run; None if nobody but this program does.
-      secs: how long others wait for a renewal.
       advice: what to do where another program writes.
     """
 
@@ -140,19 +139,18 @@ class Writer:
         *,
         run: str = "",
         claimant: Claimant | None = None,
-        secs: float = SECS,
         advice: str = _ADVICE,
     ) -> None:
         own = claimant or new_claimant()
         self._records = _records(steps)
         self._run, self._claimant, self._advice = run, claimant, advice
         self._record = Record(
-            start=own.name, process=own.owner or process.this(), secs=secs
+            start=own.name, process=own.owner or process.this(), secs=SECS
         )
         self._number = 0
         self._held: records.Held | None = None
-        # The claim that this one follows.
-        self._before: Claim | None = None
+        # The save of the line of the start that this one follows.
+        self._before = ""
 
     @property
     def own(self) -> Claim | None:
@@ -170,18 +168,15 @@ class Writer:
         """
         while self._held is None:
             number, there = self._records.newest()
-            self._before = None
+            begun_ms = clock.time_ns() // 10**6
+            fields: dict[str, Any] = {"save": "", "parents": [], "begun_ms": begun_ms}
             if there is not None:
                 self._check_follows(number, there)
-                self._before = _claim(number, there)
-            before = self._before
-            if before is not None and before.run == self._run:
-                line, begun_ms = before.line, before.begun_ms
-            else:
-                line, begun_ms = Line(save="", parents=()), clock.time_ns() // 10**6
-            record = dataclasses.replace(
-                self._record, fields=self._fields(line, begun_ms)
-            )
+                fields |= there.fields if there.fields["run"] == self._run else {}
+                is_own = there.start == self._record.start
+                self._before = "" if is_own else fields["save"]
+            fields |= {"run": self._run, "is_launched": self._claimant is not None}
+            record = dataclasses.replace(self._record, fields=fields)
             if self._records.create(number + 1, record):
                 self._number = number + 1
                 self._held = records.Held(
@@ -201,13 +196,11 @@ class Writer:
         """
         self.check()
         assert self._held is not None
-        before = self._before
-        is_foreign = before is not None and before.start != self._record.start
-        if before is not None and is_foreign and before.line.save >= line.save:
+        if line.save <= self._before:
             # It was claimed after this program had looked for steps.
             raise _replaced(self._records)
-        begun_ms = self._held.record.fields["begun_ms"]
-        self._held.renew(fields=self._fields(line, begun_ms))
+        of_line = {"save": line.save, "parents": [list(each) for each in line.parents]}
+        self._held.renew(fields={**self._held.record.fields, **of_line})
         self.check()
         return _claim(self._number, self._held.record)
 
@@ -231,15 +224,6 @@ class Writer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _fields(self, line: Line, begun_ms: int) -> dict[str, storage.Json]:
-        return {
-            "run": self._run,
-            "is_launched": self._claimant is not None,
-            "save": line.save,
-            "parents": [list(each) for each in line.parents],
-            "begun_ms": begun_ms,
-        }
 
     def _check_follows(self, number: int, there: Record) -> None:
         own, claimant = self._record, self._claimant

@@ -198,7 +198,8 @@ class PersistentRoot:
             if found and not self._is_aside(found):
                 step, save = int(found[1]), found[2]
             elif _STEP.fullmatch(name) and int(name) not in are_committed:
-                step, save = int(name), _save_in(self.path / name)
+                saves = (each.save for each in _readable(self.path / name))
+                step, save = int(name), max(saves, default=None)
             else:
                 continue
             leftovers.append(Leftover(step=step, save=save, path=self.path / name))
@@ -300,18 +301,6 @@ class PersistentRoot:
             ) from error
 
 
-def _save_in(directory: epath.Path) -> str | None:
-    # The newest save that hosts have uploaded to a directory; None if it is not known.
-    saves = []
-    for name in manifest_names(directory):
-        try:
-            content = (directory / name).read_bytes()
-            saves.append(manifest_file.parse(content, stores=True).save)
-        except (FileNotFoundError, checked_json.UnreadableError):
-            return None
-    return max(saves, default=None)
-
-
 def find_run(path: epath.PathLike) -> str | None:
     """The run that saved the newest steps at `path`; None if none did.
 
@@ -325,11 +314,14 @@ def find_run(path: epath.PathLike) -> str | None:
 
 def run_of(directory: epath.Path) -> str | None:
     """The run of a step, in storage or in RAM; None if no manifest of it is valid."""
+    return next((each.run for each in _readable(directory)), None)
+
+
+def _readable(directory: epath.Path) -> Iterator[Manifest]:
     for name in manifest_names(directory):
         with contextlib.suppress(OSError, checked_json.UnreadableError):
             content = (directory / name).read_bytes()
-            return manifest_file.parse(content, stores=True).run
-    return None
+            yield manifest_file.parse(content, stores=True)
 
 
 def commit_text(final: epath.Path, run: str, save: str) -> bytes:
