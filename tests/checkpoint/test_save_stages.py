@@ -183,7 +183,7 @@ def test_what_went_bad_before_it_was_copied_or_stored_is_told(sim):
     sim.open((0, 1), store_every=1)
     sim.threads.late = frozenset({"back-up"})
     begin(sim, 1)
-    path = values_of(sim, 1, "b")
+    path = values_of(sim, 0, "b")
     spoilt_files.change_first_byte(path)
     sim.world.wait()
     # The other host has it, too.

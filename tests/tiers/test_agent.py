@@ -1,3 +1,4 @@
+import functools
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import pytest
 import trustme
 
 from elastic_ckpt.core import errors
+from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.peers import agent, agent_server, secret
 from elastic_ckpt.tiers.ram import machine
 from tests.tiers import served
@@ -196,6 +198,20 @@ class TestAttacks:
         for headers in (["X: " + "a" * 9000], [f"X-{n}: a" for n in range(999)]):
             assert served.ask(url, PART, known, *headers)[0] == 400
         assert not caplog.records
+
+    def test_nothing_is_held_or_repaired_outside_of_the_steps(self, root, url, known):
+        body = ("Content-Length: 2", "", "60")
+        put = functools.partial(served.ask, url, method="PUT")
+        before = sorted(root.parent.rglob("*"))
+        for name in ("30-0%2F..%2F..%2Fx", "30-..", "30-", "x", "30-0/x", "..%2fx"):
+            for path in (f"/holds/{name}", f"/hosts/0/{name}/data/part"):
+                assert put(path, known, *body)[0] in (404, 405, 409), path
+        assert put("/holds/30-0", "x" * 32, *body)[0] == 401
+        assert sorted(root.parent.rglob("*")) == before
+        assert put("/holds/30-0", known, *body)[0] == 204
+        assert preserved.held(root) == {30}
+        assert put("/holds/30-0", known, "Content-Length: 1", "", "0")[0] == 204
+        assert preserved.held(root) == set()
 
     def test_what_a_broken_request_said_is_not_logged(self, url, known, caplog):
         caplog.set_level(logging.DEBUG)

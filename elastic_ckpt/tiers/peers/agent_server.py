@@ -50,6 +50,9 @@ MOST_CONNECTIONS = 512
 HEADERS_WITHIN_SECS = 10.0
 # Clients go on elsewhere with what is cut off.
 _ENDING_SECS = 0.1
+# Names below `hosts` and `holds` in which nothing is encoded.
+_SAVE = "{step:[0-9]+-[0-9A-Za-z]+}"
+_STEP = "{slot:[0-9]+}/" + _SAVE
 # Headers may hold any bytes.
 _RAW = ("utf-8", "surrogateescape")
 _log = logging.getLogger(__name__)
@@ -108,8 +111,8 @@ class _Answers:
             [
                 web.get("/v1/{run}/steps", self._steps),
                 web.get("/v1/{run}/hosts/{path:.+}", self._file),
-                web.put("/v1/{run}/hosts/{slot}/{step}/{path:.+}", self._repair),
-                web.put("/v1/{run}/holds/{step}", self._hold),
+                web.put(f"/v1/{{run}}/hosts/{_STEP}/{{path:.+}}", self._repair),
+                web.put(f"/v1/{{run}}/holds/{_SAVE}", self._hold),
             ]
         )
         return app
@@ -161,8 +164,6 @@ class _Answers:
         from elastic_ckpt.tiers.ram import file_repair
 
         slot, step, path = (request.match_info[n] for n in ("slot", "step", "path"))
-        if not slot.isdecimal() or step.startswith("."):
-            raise web.HTTPNotFound
         directory = os.path.join(self._root(request), "hosts", slot, step)
         num_bytes = request.content_length or 0
         if num_bytes > MOST_FILE_BYTES:
