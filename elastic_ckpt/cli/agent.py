@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from elastic_ckpt.core import errors, option_numbers
-from elastic_ckpt.tiers.peers import agent_server, agent_url
+from elastic_ckpt.tiers.peers import agent, agent_server
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     backups = arguments.backup.split(";")
     for url in backups:
-        agent_url.check(url, what="--backup", needs_tls=arguments.tls_ca is not None)
+        agent.check_url(url, what="--backup", needs_tls=arguments.tls_ca is not None)
     # It reads steps, and other agents stay small.
     from elastic_ckpt.checkpoint import backup_host
 

@@ -14,7 +14,7 @@ from etils import epath
 from elastic_ckpt.core import errors, storage, working_directory
 from elastic_ckpt.steps import failure_domains
 from elastic_ckpt.steps.retention import PreservationPolicy
-from elastic_ckpt.tiers.peers import agent_url
+from elastic_ckpt.tiers.peers import agent
 
 T = TypeVar("T")
 
@@ -170,7 +170,7 @@ class Peers(Tier):
                     f"Peers({name}={urls!r}): give a tuple of URLs"
                 )
             for url in urls:
-                agent_url.check(
+                agent.check_url(
                     url, what=f"Peers({name}=...)", needs_tls=self.tls is not None
                 )
         if self.backups and self.secret_file is None:

@@ -23,7 +23,7 @@ from elastic_ckpt.inspect.run_files import RunRecord
 from elastic_ckpt.steps import failure_domains, layout
 from elastic_ckpt.steps.retention import BestN
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent, Tier, TlsFiles
-from elastic_ckpt.tiers.peers import agent_url
+from elastic_ckpt.tiers.peers import agent
 from elastic_ckpt.training import keys, run_directory, schema
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ def _peers(section: schema.TiersSection) -> Peers:
     }
     for name, of_key in urls.items():
         for url in of_key:
-            agent_url.check(url, what=name, needs_tls=tls is not None)
+            agent.check_url(url, what=name, needs_tls=tls is not None)
     if urls["peer_backup_urls"] and not section.peer_secret_file:
         raise errors.ConfigError(
             "peer_backup_urls needs peer_secret_file: backup hosts do not take part"
