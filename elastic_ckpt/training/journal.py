@@ -63,6 +63,8 @@ class Journal:
         self._claims_at = claims_at
         # The number of the world that was claimed last; none before the first.
         self._claim: dict[str, storage.Json] = {"claim": claim} if claim else {}
+        # Until this start has claimed a world, the newest one may be its own.
+        self._has_claimed = False
         self._lock = threading.Lock()
         self._has_begun = False
         self._step = 0
@@ -82,6 +84,7 @@ class Journal:
                 self.is_stopped = True
             elif name == "world_claimed":
                 self._claim = {"claim": fields["world"]}
+                self._has_claimed = True
             if name not in ("step", "step_done"):
                 line = {"time": time.time(), "event": name, **fields, **self._claim}
                 self._log.append(line)
@@ -119,7 +122,8 @@ class Journal:
         from elastic_ckpt.tiers.persistent import claims
 
         claim = self._claim.get("claim")
-        if storage.is_local(self._directory) or not isinstance(claim, int):
+        is_known = self._has_claimed and isinstance(claim, int)
+        if storage.is_local(self._directory) or not is_known:
             return False
         return claims.is_replaced(self._claims_at, claim)
 
