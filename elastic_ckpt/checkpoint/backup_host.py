@@ -10,6 +10,7 @@ another has, and nobody goes on to a newer one until all that answer have it.
 from __future__ import annotations
 
 import contextlib
+import random
 import time
 from collections.abc import Sequence
 
@@ -78,6 +79,9 @@ class BackupHost:
             stays.
           RunError: if this host is not among the backup hosts.
         """
+        if time.monotonic() - self._read_secs > _RECORD_SECS:
+            self._record = run_agents.read(self._steps) or self._record
+            self._read_secs = time.monotonic()
         own = self._own.held()
         newest = max(own, key=_order, default=None)
         others = self._others()
@@ -87,6 +91,8 @@ class BackupHost:
             target = None
             if newest and any(newest not in saves for saves in others):
                 self._hold(newest, _HOLD_SECS)
+                return None
+            if not self._is_newer_listed(newest):
                 return None
         found = self._found(target)
         if found is None or _order(found.step.step_id) <= _order(newest):
@@ -130,11 +136,14 @@ class BackupHost:
         peers = [Peer(url, self._client, self._disk.run) for url in self._backups]
         return [set(each.known_saves()) for each in peers if not each.problems]
 
+    def _is_newer_listed(self, newest: StepId | None) -> bool:
+        # One agent is asked: each has parts of every step.
+        url = random.choice(list(self._record.urls.values()))
+        asked = Peer(url, self._client, self._disk.run)
+        return any(_order(each) > _order(newest) for each in asked.known_saves())
+
     def _found(self, target: StepId | None) -> find.FoundStep | None:
         # The step to copy: `target` if the run still has it, else its newest.
-        if time.monotonic() - self._read_secs > _RECORD_SECS:
-            self._record = run_agents.read(self._steps) or self._record
-            self._read_secs = time.monotonic()
         run = self._disk.run
         peers = Peers(
             [

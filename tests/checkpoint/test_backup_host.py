@@ -50,7 +50,7 @@ class Run:
         """Has the run hold this step alone, but for those that are held."""
         disk = ram_disk.RamDisk(self.ram, run=tiered_steps.RUN)
         for _, each in disk.all_saves():
-            if each.step not in disk.preserved():
+            if each.step not in disk.kept():
                 shutil.rmtree(disk.step_directory(0, each))
         with tiered_steps.checkpointer(self.saved) as opened:
             tiered_steps.save(opened, step)
@@ -123,6 +123,15 @@ def test_a_part_that_cannot_be_read_leaves_the_step_before(run):
         with pytest.raises(errors.CheckpointError, match="no good copy"):
             host.follow()
     assert run.held(0) == run.held(1) == [0]
+
+
+def test_a_share_without_any_part_counts_as_copied(run):
+    run.hosts[0].close()
+    # Far more shares than there are parts.
+    urls = [run.urls[1], run.urls[0], *[run.urls[1]] * 200]
+    with contextlib.closing(run.backup(run.roots[0], urls=urls)) as host:
+        assert host.follow()[1].copies == 0
+    assert run.held(0) == [0]
 
 
 def test_urls_that_do_not_name_this_host_are_an_error(run):

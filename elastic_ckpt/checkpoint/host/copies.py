@@ -68,7 +68,7 @@ class HostCopies:
             taken = self.fetch(tables)
         return dataclasses.replace(
             taken,
-            preserved=tuple(self._world.disk.preserved()),
+            preserved=tuple(self._world.disk.kept()),
             failed=bool(taken.problems),
         )
 

@@ -55,7 +55,8 @@ def fetch(
     )
     taken = take(holdings, items, verified_read.VerifiedReader(sources), writer)
     is_enough = is_partial or taken.copies == len(items)
-    if taken.copies and is_enough:
+    # A share may be empty, and is complete then.
+    if is_enough and (taken.copies or not is_partial):
         writer.commit()
     else:
         writer.abandon()

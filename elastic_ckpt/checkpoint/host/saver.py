@@ -210,7 +210,7 @@ class HostSaver:
     @calls.call()
     def preserved(self) -> tuple[int, ...]:
         """The steps that are preserved by hand on this machine."""
-        return tuple(self._world.disk.preserved())
+        return tuple(self._world.disk.kept())
 
     @calls.call()
     def collect(

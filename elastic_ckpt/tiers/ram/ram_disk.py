@@ -173,13 +173,18 @@ class RamDisk:
         return manifest
 
     def preserved(self) -> list[int]:
-        """The steps that are pinned or held on this machine, ascending."""
-        pinned = {
-            each.step
-            for slot, each in self.all_saves()
-            if preserved.is_preserved(self.step_directory(slot, each))
-        }
-        return sorted(pinned | preserved.held(self.root))
+        """The steps that are pinned on this machine, ascending."""
+        return sorted(
+            {
+                each.step
+                for slot, each in self.all_saves()
+                if preserved.is_preserved(self.step_directory(slot, each))
+            }
+        )
+
+    def kept(self) -> list[int]:
+        """The steps that are pinned, or held by a reader, ascending."""
+        return sorted({*self.preserved(), *preserved.held(self.root)})
 
     def leftovers(self) -> list[Leftover]:
         """The saves of steps without a manifest: being written, or cut short."""
