@@ -1,9 +1,8 @@
-"""When copies are compared, and what follows: before saves, at intervals, in saves.
+"""Decides when copies are compared, and reports what differs.
 
-Replicated components are compared
-when a step is saved: host 0 writes the state for all, so a host whose state differs
-would lose it without a word, and all hosts would continue from a state that perhaps no
-other one had.
+The state is compared before saves and at intervals. Replicated components are compared
+in each save: host 0 writes the state for all, so a host whose state differs would lose
+it silently, and all hosts would continue from a state that perhaps only host 0 had.
 """
 
 from __future__ import annotations
@@ -91,7 +90,14 @@ class ValidationSchedule:
         metrics.VALIDATION.record(secs)
         if topology.is_primary():
             # The findings are the same on all hosts.
-            self._report(step, findings, secs)
+            report(step, findings, emit=self._emit)
+            self._emit(
+                "validated",
+                step=step,
+                level=self._level,
+                findings=len(findings),
+                secs=secs,
+            )
         if not findings:
             self._equal_step = step
         elif self._stops:
@@ -109,18 +115,6 @@ class ValidationSchedule:
                 why = f"the copies of the state differ after step {step}"
                 self._emit("step_preserved", step=kept, why=why)
         return findings
-
-    def _report(
-        self, step: int, findings: list[validation.Finding], secs: float
-    ) -> None:
-        report(step, findings, emit=self._emit)
-        self._emit(
-            "validated",
-            step=step,
-            level=self._level,
-            findings=len(findings),
-            secs=secs,
-        )
 
 
 def report(
@@ -168,7 +162,7 @@ def comparison(
     def compare() -> None:
         if not taken:
             return
-        # Without its state the save fails, on all hosts.
+        # A host that could not take its state fails the save on all hosts.
         lacking = {"problem": "its state could not be taken"}
         states = {
             name: lacking if encoded is None else encoded.leaves
