@@ -190,27 +190,8 @@ class PersistentTier:
         Args:
           line: of the evaluations that count.
         """
-        held = []
-        for step in self._steps():
-            directory = self.root.final(step)
-            if persistent_root.committed_save(directory, run=self._run) is None:
-                continue
-            metadata = read_json(directory / "_CHECKPOINT_METADATA")
-            nsecs = metadata.get("commit_timestamp_nsecs") or 0
-            saved, complete = None, True
-            try:
-                saved = read_metrics(directory / "metrics" / "metrics")
-            except UnknownError as error:
-                logging.warning("step %d is kept, because %s", step, error)
-                complete = None
-            held.append(
-                retention.HeldStep(
-                    step=step,
-                    time=_BEGINNING + datetime.timedelta(microseconds=nsecs // 1000),
-                    metrics=saved,
-                    complete=complete,
-                )
-            )
+        found = self.root.of_each(self._held, self._steps())
+        held = [each for each in found.values() if each is not None]
         counted = evaluations.counted(self.root, line, run=self._run)
         metrics = {step: json.loads(text) for step, text in counted}
         return retention.with_evaluations(held, metrics)
@@ -243,6 +224,25 @@ class PersistentTier:
         for each in aside:
             self.root.discard_aside(each)
         return committed or bool(aside)
+
+    def _held(self, step: int) -> retention.HeldStep | None:
+        directory = self.root.final(step)
+        if persistent_root.committed_save(directory, run=self._run) is None:
+            return None
+        metadata = read_json(directory / "_CHECKPOINT_METADATA")
+        nsecs = metadata.get("commit_timestamp_nsecs") or 0
+        saved, complete = None, True
+        try:
+            saved = read_metrics(directory / "metrics" / "metrics")
+        except UnknownError as error:
+            logging.warning("step %d is kept, because %s", step, error)
+            complete = None
+        return retention.HeldStep(
+            step=step,
+            time=_BEGINNING + datetime.timedelta(microseconds=nsecs // 1000),
+            metrics=saved,
+            complete=complete,
+        )
 
     def _steps(self) -> list[int]:
         return [step for step, names in self._listed() if names]
