@@ -59,7 +59,7 @@ class Writing:
             with contextlib.suppress(*bucket_clients.failures()):
                 self._begin(writer)
 
-        self.is_writer = self._agreed(begin) is not None
+        self.is_writer = self._agreed("begin", begin) is not None
 
     def check(self) -> Claim | None:
         """Checks, before storage is written to, that it is still this run's.
@@ -71,7 +71,7 @@ class Writing:
           ReplacedError: if another program writes now, or the directory was removed.
           HostsFailedError: if storage is out of reach.
         """
-        return self._agreed(self._begin)
+        return self._agreed("check", self._begin)
 
     def claim(self, line: Line) -> Claim | None:
         """Records the line that steps are saved to from now on; as `check`."""
@@ -80,7 +80,7 @@ class Writing:
             self._begin(writer)
             writer.claim(line)
 
-        return self._agreed(claim)
+        return self._agreed("claim", claim)
 
     def close(self) -> None:
         """Lets other programs write."""
@@ -95,8 +95,9 @@ class Writing:
             self._is_identified = True
         writer.check()
 
-    def _agreed(self, act: Callable[[Writer], None]) -> Claim | None:
-        # Has host 0 act; the claim that it has then.
+    def _agreed(self, name: str, act: Callable[[Writer], None]) -> Claim | None:
+        # Has host 0 act; the claim that it has then. By name, since a backup and a
+        # commit may ask at the same time.
         if not self._is_needed:
             return None
         kind, problem, claim = "", "", None
@@ -106,7 +107,8 @@ class Writing:
                 claim = codec.encode(self._writer.own)
             except (errors.ElasticCkptError, *bucket_clients.failures()) as error:
                 kind, problem = type(error).__name__, str(error)
-        answer: Any = self._hosts.share("writer", [kind, problem, claim])[0]
+        shared = self._hosts.share(f"writer/{name}", [kind, problem, claim])
+        answer: Any = shared[0]
         kind, problem, claim = answer
         if kind in (errors.RunError.__name__, errors.ReplacedError.__name__):
             raise getattr(errors, kind)(problem)

@@ -15,6 +15,7 @@ left.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from multiprocessing import util
 from typing import Any, Self
 
@@ -148,6 +149,8 @@ class Writer:
             start=own.name, process=own.owner or process.this(), secs=SECS
         )
         self._number = 0
+        # A backup and a commit may find at the same time that storage is back.
+        self._beginning = threading.Lock()
         self._held: records.Held | None = None
         # The save of the line of the start that this one follows.
         self._before = ""
@@ -166,26 +169,8 @@ class Writer:
           CheckpointError: if a record cannot be read.
           OSError: if storage is unavailable, or another of `bucket_clients.failures`.
         """
-        while self._held is None:
-            number, there = self._records.newest()
-            begun_ms = clock.time_ns() // 10**6
-            fields: dict[str, Any] = {"save": "", "parents": [], "begun_ms": begun_ms}
-            if there is not None:
-                self._check_follows(number, there)
-                fields |= there.fields if there.fields["run"] == self._run else {}
-                is_own = there.start == self._record.start
-                self._before = "" if is_own else fields["save"]
-            fields |= {"run": self._run, "is_launched": self._claimant is not None}
-            record = dataclasses.replace(self._record, fields=fields)
-            if self._records.create(number + 1, record):
-                self._number = number + 1
-                self._held = records.Held(
-                    self._records.path(number + 1),
-                    record,
-                    after=self._records.path(number + 2),
-                )
-                # Also if `close` is never called, and in children that are forked.
-                util.Finalize(self, self._held.give_back, exitpriority=0)
+        with self._beginning:
+            self._begin()
 
     def claim(self, line: Line) -> Claim:
         """Has the record tell a line, before anything is saved to it.
@@ -224,6 +209,28 @@ class Writer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _begin(self) -> None:
+        while self._held is None:
+            number, there = self._records.newest()
+            begun_ms = clock.time_ns() // 10**6
+            fields: dict[str, Any] = {"save": "", "parents": [], "begun_ms": begun_ms}
+            if there is not None:
+                self._check_follows(number, there)
+                fields |= there.fields if there.fields["run"] == self._run else {}
+                is_own = there.start == self._record.start
+                self._before = "" if is_own else fields["save"]
+            fields |= {"run": self._run, "is_launched": self._claimant is not None}
+            record = dataclasses.replace(self._record, fields=fields)
+            if self._records.create(number + 1, record):
+                self._number = number + 1
+                self._held = records.Held(
+                    self._records.path(number + 1),
+                    record,
+                    after=self._records.path(number + 2),
+                )
+                # Also if `close` is never called, and in children that are forked.
+                util.Finalize(self, self._held.give_back, exitpriority=0)
 
     def _check_follows(self, number: int, there: Record) -> None:
         own, claimant = self._record, self._claimant
