@@ -166,7 +166,7 @@ def test_large_arrays_are_copied_in_several_threads(num_threads):
     ("num_bytes", "pinned_bytes", "where"),
     [
         # In several waves, and of several chunks.
-        (3 * 2**26, 0, "auto"),
+        (2**27 + 2**24, 0, "auto"),
         (2**27, 0, "device"),
         (2**22, 2**29, "auto"),
         (2**22, 2**29, "host"),
