@@ -439,3 +439,15 @@ def test_a_step_that_is_leased_is_neither_set_aside_nor_replaced(run):
         assert "is leased: a program is reading it" in told[0]["why"]
         opened.wait()
         assert run.stock()[-1] == (4, 304)
+
+
+def test_an_abandoned_step_that_was_leased_is_not_gone_on_from(run):
+    with run.open() as opened:
+        run.save(opened, 1, 2, 3)
+        with leases.lease(run.path / "steps" / "3"):
+            opened.load(1, go_back=True)
+            run.save(opened, 1, line=2, overwrite=True)
+    run.lose_ram()
+    # It is where it was, and the newest by its number.
+    assert [step for step, _ in run.stock()] == [1, 3]
+    assert run.steps() == [(1, 201)]

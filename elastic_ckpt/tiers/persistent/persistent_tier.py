@@ -27,10 +27,11 @@ from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import preserved
-from elastic_ckpt.tiers.persistent import claims, evaluations, ocdbt, persistent_root
+from elastic_ckpt.tiers.persistent import claims, evaluations, ocdbt
 from elastic_ckpt.tiers.persistent.persistent_root import (
     PersistentRoot,
     UnknownError,
+    committed_save,
     manifest_names,
     read_json,
     read_manifests,
@@ -93,16 +94,17 @@ class PersistentTier:
         return sorted(filter(self._is_offered, aside.union(self._steps())))
 
     def known_saves(self) -> list[StepId]:
-        """The newest committed step that can be read, and the steps set aside.
+        """The committed steps that can be read, and those that are set aside.
 
-        Steps that are not set aside are of one line: no save is newer than the last's.
+        An abandoned step that a program reads is not set aside, so that the newest save
+        need not be that of the newest step.
         """
-        steps = self.root.set_aside_steps()
-        for step in reversed(self._steps()):
-            save = self.root.save_of(step, run=self._run)
-            if save is not None:
-                return [*steps, StepId(step, save)]
-        return steps
+        committed = self.root.of_each(
+            lambda step: committed_save(self.root.final(step), run=self._run),
+            self._steps(),
+        )
+        there = (StepId(step, save) for step, save in committed.items() if save)
+        return [*self.root.set_aside_steps(), *there]
 
     def recorded_lines(self) -> list[Line]:
         """The newest line on record, which may have no step in storage yet.
@@ -227,7 +229,7 @@ class PersistentTier:
 
     def _held(self, step: int) -> retention.HeldStep | None:
         directory = self.root.final(step)
-        if persistent_root.committed_save(directory, run=self._run) is None:
+        if committed_save(directory, run=self._run) is None:
             return None
         metadata = read_json(directory / "_CHECKPOINT_METADATA")
         nsecs = metadata.get("commit_timestamp_nsecs") or 0
