@@ -1,14 +1,16 @@
 """Suite `scale`: a save and a restore of 10,000 hosts, driven by the product's stages.
 
 The world is 100 slices, or one for each 10 hosts if there are fewer, whose hosts hold
-100 boxes each: one of each of 100 leaves, no two alike. It saves a step with copies,
-and restores it when hosts have changed places.
+100 boxes each: one of each of 100 leaves, no two alike. The first host of a slice has a
+file of a component, too. The world saves a step with copies, and restores it when hosts
+have changed places.
 
 All hosts are simulated in one process, which pass messages as real ones do. Each has
 the product's own part of an exchange (`host.copies`), a RAM disk with its manifest,
 mail and a share of the coordination service that count, and no devices. A call runs on
 one host after the other; the time that it takes is that of the slowest host, because
-real ones run at the same time.
+real ones run at the same time. All hosts restore from the same table, so the last of
+them takes it apart and plans its reads, and those between have its message alone.
 
 * `messages_per_host_10k`: of a save to RAM with copies, at the host that passes the
   most messages of decisions; requests for values are not among them.
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import gc
 import itertools
 import pathlib
@@ -32,7 +35,7 @@ import tempfile
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
 import numpy as np
 
@@ -40,28 +43,32 @@ from benchmarks import report, sized, turns
 from elastic_ckpt.checkpoint import restore, save_stages
 from elastic_ckpt.checkpoint.host import copies, reader, recovery
 from elastic_ckpt.checkpoint.host.answers import Replicated, Written
+from elastic_ckpt.checkpoint.host.exchange import GIVEN
 from elastic_ckpt.checkpoint.host.reader import HostReader
+from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.step_notes import WrittenStep
 from elastic_ckpt.checkpoint.host.trees import WantedLeaf
-from elastic_ckpt.checkpoint.host.world import HostWorld
+from elastic_ckpt.checkpoint.host.world import HeldStep, HostWorld
 from elastic_ckpt.checkpoint.hosts import Hosts, Method
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.structure import StepDescription
 from elastic_ckpt.core import allgather, boxes, calls, codec, events
-from elastic_ckpt.steps import manifest_file
-from elastic_ckpt.steps.holdings import Holdings
+from elastic_ckpt.steps import manifest_file, owners
 from elastic_ckpt.steps.manifest import (
-    ComponentFile,
     Contents,
-    Fragments,
+    Holder,
     Host,
     Leaf,
     Manifest,
+    Parts,
 )
-from elastic_ckpt.steps.part_table import PartTable
 from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.table import StepTable
 from elastic_ckpt.tiers.choices import Peers
+from elastic_ckpt.tiers.find import FoundStep
+from elastic_ckpt.tiers.ram.local import LocalHost
 from elastic_ckpt.tiers.ram.ram_disk import RamDisk
+from elastic_ckpt.tiers.ram.step_writer import WrittenFile
 from elastic_ckpt.tiers.source import ReadError, Source
 
 AnswerT = TypeVar("AnswerT")
@@ -81,7 +88,6 @@ _LEAVES = 100
 # Each host has as many of a leaf.
 _ROWS = 16
 _COLUMNS = 512
-_BOX_BYTES = 2**20
 # By host. A message counts at the host that reads it and, if another host has left it
 # in its RAM disk, at that host too; a request to the coordination service at the host
 # that makes it.
@@ -99,6 +105,7 @@ def measure() -> dict[str, report.Figure]:
 
 def _costs(num_hosts: int) -> dict[str, float]:
     # Of a save with copies, and of a restore by hosts in other places.
+    copies.fetch = _fetched  # type: ignore[assignment]
     with tempfile.TemporaryDirectory(prefix="scale-", dir="/dev/shm") as directory:
         hosts = _SimulatedHosts(pathlib.Path(directory), num_hosts)
         _save(hosts)
@@ -137,16 +144,14 @@ def _save(hosts: _SimulatedHosts) -> None:
 
 def _restore(hosts: _SimulatedHosts) -> None:
     driver = cast(Hosts, hosts)
-    outcome = restore.find(driver, None, emit=events.nobody, is_dealt=True)
-    step = outcome.checkpoint
+    step = restore.find(driver, None, emit=events.nobody).checkpoint
     assert step is not None
-    assert outcome.is_dealt
-    restore.open_step(driver, step, is_dealt=True)
+    driver.all(HostReader.open_step, step.step_id)
     contents = hosts.opened()
     hosts.select(lambda number: _wanted(contents, number, hosts.num_hosts))
-    restore.plan_reads(driver, step, [])
-    answers: list[Any] = hosts.all(HostReader.read)
-    assert {each["planned"] for each in answers} == {len(contents.leaves)}
+    planned = {host: each["planned"] for host, each in enumerate(driver.read()) if each}
+    num_planned = dict.fromkeys([0, hosts.num_hosts - 1], _LEAVES)
+    assert planned == num_planned, planned
     hosts.all(HostReader.close_step)
 
 
@@ -162,7 +167,7 @@ def _wanted(contents: Contents, number: int, num_hosts: int) -> list[WantedLeaf]
             place=lambda _, values: values,
             join=list,
         )
-        for leaf in contents.leaves
+        for leaf in contents.arrays
     ]
 
 
@@ -212,9 +217,6 @@ class _Mail:
         self._messages[host] += 1
         return content
 
-    def deliver(self, host: int, name: str, content: bytes) -> None:
-        del host, name, content
-
     def remove(self, prefix: str) -> None:
         for name in [name for name in self._own if name.startswith(prefix)]:
             del self._own[name]
@@ -227,84 +229,93 @@ class _WorldAlone(HostWorld):
     def is_connected(self) -> bool:
         return True
 
-    def source(self, host: Host, url: str, step_id: StepId) -> Source:
-        del host, url, step_id
+    made: ClassVar[owners.Owners | None] = None
+
+    @functools.cached_property
+    def owners(self) -> owners.Owners:
+        # The first host makes them for all: they follow from the hosts of the world.
+        if _WorldAlone.made is None:
+            _WorldAlone.made = owners.Owners(self.hosts, self.copy_policy)
+        return _WorldAlone.made
+
+    def source(self, holder: Holder, step_id: StepId) -> Source:
+        del holder, step_id
         return cast(Any, None)
 
 
-class _CopiesAlone(copies.HostCopies):
+def _fetched(own: LocalHost, found: FoundStep) -> Replicated:
     # Takes copies without their values: what a host fetches does not depend on how many
     # other hosts there are.
-
-    def __init__(self, world: HostWorld) -> None:
-        super().__init__(world)
-        self._disk = world.disk
-
-    def fetch(self, tables: Sequence[PartTable]) -> Replicated:
-        offers = [each for table in tables for each in table.offers(named=True)]
-        if not offers:
-            return Replicated()
-        held = Holdings.from_offers(offers)
-        step_id = tables[0].saved.step_id
-        own = self._disk.manifest(0, step_id)
-        manifests = [own, *(offer.manifest for offer in offers)]
-        fragments = [
-            each.fragments.row(number, contents=own.contents)
-            for each in manifests
-            for number in range(len(each.fragments))
-        ]
-        copied = dataclasses.replace(
-            own,
-            fragments=Fragments.from_rows(fragments, contents=own.contents),
-            component_files=tuple(
-                f for each in manifests for f in each.component_files
-            ),
-        )
-        manifest_file.write(self._disk.step_directory(0, step_id), copied)
-        num_bytes = int(held.stored_bytes.sum())
-        return Replicated(copies=held.num_items, num_bytes=num_bytes)
+    table = found.table
+    saved = own.disk.manifest(own.slot, table.step_id)
+    parts = dict.fromkeys([*saved.rows(), *table.manifest.rows()])
+    copied = dataclasses.replace(saved, parts=Parts.of_rows(parts, saved.contents))
+    directory = own.disk.step_directory(own.slot, table.step_id)
+    manifest_file.write(directory, copied)
+    return Replicated(copies=len(table), num_bytes=int(table.num_bytes.sum()))
 
 
 class _ReaderAlone(reader.HostReader):
     # Plans its reads, and reads no values.
 
-    def __init__(self, world: HostWorld) -> None:
-        super().__init__(world)
-        self._simulated = world
-        self.wanted: Sequence[WantedLeaf] = ()
-        self.open = StepId(0, "")
-
-    def open_step(self, step_id: StepId, *, is_dealt: bool = False) -> None:
-        super().open_step(step_id, is_dealt=is_dealt)
-        self.open = step_id
+    def open_step(self, step_id: StepId) -> None:
+        world = self._world
+        if world.number in (0, len(world.hosts) - 1):
+            super().open_step(step_id)
+        else:
+            self._exchange.take(GIVEN)
 
     def read(self) -> dict[str, int]:
-        world = self._simulated
+        world, restoring = self._world, self._restoring
+        if restoring is None:
+            return {}
         plan = recovery.planned(
-            self.sharing.parts(self.open).step,
-            self.wanted,
+            restoring.found.table,
+            restoring.wanted,
             host=world.own.host,
             domain=world.peers.domain,
         )
         return {"planned": len(plan)}
 
 
-class _SaverAlone:
+class _SaverAlone(HostSaver):
     # Writes nothing: the manifest of the step is there already.
 
-    def __init__(self, number: int) -> None:
-        name = f"shards-{number:05d}-{number:05d}.json"
-        self._written = Written(files={"data": (name,)}, time_ms=number)
+    def __init__(self, world: HostWorld) -> None:
+        self._world = world
 
-    def write(self, **arguments: Any) -> Written:
-        del arguments
-        return self._written
+    def write(
+        self, step_id: StepId, components: tuple[str, ...], problem: str | None
+    ) -> Written:
+        del components, problem
+        saved = self._saved(step_id)
+        files = [
+            WrittenFile(leaf.path, leaf.shape[0], named)
+            for number, _, named in saved.rows()[_LEAVES:]
+            for leaf in [saved.contents.leaves[number]]
+        ]
+        return Written(files=tuple(files), time_ms=0, shared={})
 
     def commit(self, written: WrittenStep) -> None:
-        del written
+        table = StepTable([self._saved(written.step_id)])
+        world = self._world
+        holders = [(world.number,)] * len(table)
+        world.held[written.step_id] = HeldStep(
+            FoundStep(table, [cast(Any, None)]), holders, len(world.hosts)
+        )
+        self._add_others(written.step_id)
 
-    def collect(self, **arguments: Any) -> None:
-        del arguments
+    def collect(
+        self,
+        step_id: StepId,
+        in_flight: tuple[StepId, ...],
+        preserved: tuple[int, ...],
+        parents: tuple[StepId, ...],
+    ) -> None:
+        del step_id, in_flight, preserved, parents
+
+    def _saved(self, step_id: StepId) -> Manifest:
+        return self._world.disk.manifest(0, step_id)
 
 
 class _SimulatedHosts:
@@ -319,10 +330,10 @@ class _SimulatedHosts:
         self.num_hosts = num_hosts
         self._store = _CountedStore(self.messages)
         posted: dict[int, dict[str, bytes]] = collections.defaultdict(dict)
-        hosts: list[Host] = []
-        worlds = []
-        for number, manifest in enumerate(_manifests(num_hosts)):
-            hosts.append(manifest.host)
+        manifests = list(_manifests(num_hosts))
+        hosts = [manifest.host for manifest in manifests]
+        worlds, _WorldAlone.made = [], None
+        for number, manifest in enumerate(manifests):
             world = _world(directory / str(number), manifest, hosts, number)
             world.mail = cast(Any, _Mail(posted, self.messages, number))
             worlds.append(world)
@@ -368,15 +379,16 @@ class _SimulatedHosts:
         shared = dict.fromkeys(range(self.num_hosts), codec.encode(value))
         return [value for _ in self._gather(f"share/{name}", shared)]
 
+    def read(self) -> list[dict[str, int]]:
+        return self.all(HostReader.read)
+
     def opened(self) -> Contents:
         return self._hosts[0].part("HostReader").opened()
 
     def select(self, wanted: Callable[[int], Sequence[WantedLeaf]]) -> None:
         # What each host reads of the step that is open, by its number.
-        for number, host in enumerate(self._hosts):
-            of_host = host.part("HostReader")
-            of_host.wanted = wanted(number)
-            of_host.select(of_host.wanted, ())
+        for number in (0, self.num_hosts - 1):
+            self._hosts[number].part("HostReader").select(wanted(number), ())
         self._gather("check", {})
 
     def _run(
@@ -445,13 +457,11 @@ def _world(
 
 def _parts(world: HostWorld) -> Any:
     # The parts of a host that a save and a restore call.
-    reader_of_host = _ReaderAlone(world)
     parts = {
         "HostWorld": world,
-        "HostSaver": _SaverAlone(world.number),
-        "HostCopies": _CopiesAlone(world),
-        "HostReader": reader_of_host,
-        "StepSearch": reader_of_host.sharing,
+        "HostSaver": _SaverAlone(world),
+        "HostCopies": copies.HostCopies(world),
+        "HostReader": _ReaderAlone(world),
     }
     return types.SimpleNamespace(part=parts.__getitem__)
 
@@ -459,43 +469,32 @@ def _parts(world: HostWorld) -> Any:
 def _manifests(num_hosts: int) -> Iterator[Manifest]:
     # That hosts write when they save.
     shape = (num_hosts * _ROWS, _COLUMNS)
+    chunk = (_ROWS, _COLUMNS)
     leaves = [
-        Leaf(path=f"params/layer_{number:03d}/w", shape=shape, dtype="float32")
+        Leaf(path=f"params/{number:03d}/w", shape=shape, dtype="float32", chunk=chunk)
         for number in range(_LEAVES)
     ]
-    contents = Contents(leaves=tuple(leaves), components={"data": num_hosts})
     slice_hosts = max(10, num_hosts // 100)
+    num_slices = -(-num_hosts // slice_hosts)
+    files = [Leaf.of_file(f"data/shards-{n:05d}.json", 150) for n in range(num_slices)]
+    contents = Contents(leaves=(*leaves, *files), components=("data",))
     generator = np.random.default_rng(_STEP)
     for number in range(num_hosts):
-        start = np.tile([number * _ROWS, 0], (_LEAVES, 1))
+        rows = number * _ROWS
+        box = boxes.Box(start=(rows, 0), stop=(rows + _ROWS, _COLUMNS))
+        held = [(leaf, box) for leaf in range(_LEAVES)]
+        if number % slice_hosts == 0:
+            held.append((_LEAVES + number // slice_hosts, boxes.whole((150,))))
+        host = Host(
+            id=f"{number:016x}.0",
+            number=number,
+            domains={"slice": str(number // slice_hosts)},
+        )
+        parts = [(*each, generator.bytes(16)) for each in held]
         yield Manifest(
             run="scale",
-            step=_STEP,
-            save="0",
-            host=Host(
-                id=f"{number:016x}.0",
-                number=number,
-                domains={"slice": str(number // slice_hosts)},
-            ),
+            step_id=StepId(_STEP, "0"),
             contents=contents,
-            fragments=Fragments(
-                leaf=np.arange(_LEAVES, dtype=np.int32),
-                boxes=boxes.Boxes(
-                    start=start, stop=start + np.array([_ROWS, _COLUMNS])
-                ),
-                digest=generator.integers(0, 2**64, (_LEAVES, 2), np.uint64),
-                file=np.zeros(_LEAVES, np.int32),
-                offset=np.arange(_LEAVES) * _BOX_BYTES,
-                stored_bytes=np.full(_LEAVES, _BOX_BYTES),
-                files=("arrays.bin",),
-            ),
-            component_files=(
-                ComponentFile(
-                    component="data",
-                    parts=(number, number + 1),
-                    path=f"data/shards-{number:05d}-{number:05d}.json",
-                    digest=generator.bytes(16),
-                    stored_bytes=150,
-                ),
-            ),
+            holders=(Holder(host),),
+            parts=Parts.of_rows(parts, contents),
         )

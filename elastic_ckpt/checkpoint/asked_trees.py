@@ -68,7 +68,7 @@ def resolve(
     saved = saved_trees(contents)
     missing = sorted(asked.keys() - saved.keys())
     if missing:
-        there = sorted(saved.keys() | contents.components.keys())
+        there = sorted({*saved, *contents.components})
         raise errors.CheckpointError(
             f"step {step} contains no pytrees named {missing}; it contains {there}."
             " Restore those, and each component with an object that can load it"

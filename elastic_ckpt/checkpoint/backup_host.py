@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.checkpoint.host import replication
+from elastic_ckpt.checkpoint.host import copies
 from elastic_ckpt.checkpoint.host.answers import Replicated
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.steps.manifest import Manifest
@@ -95,27 +95,24 @@ class BackupHost:
             if not self._is_newer_listed(newest):
                 return None
         found = self._found(target)
-        if found is None or _order(found.step.step_id) <= _order(newest):
+        if found is None or _order(found.step_id) <= _order(newest):
             return None
         common = set(own).intersection(*others)
         kept = {newest, max(common, key=_order, default=None)}
         with file_repair.held_off(self._slot):
             for each in set(own) - kept:
                 self._own.remove(each)
-        holdings = found.step.holdings
-        end = np.cumsum(holdings.stored_bytes)
+        num_bytes = found.table.num_bytes
+        end = np.cumsum(num_bytes)
         # Equal shares of all bytes in a line, each part by its middle.
-        middle = (end - holdings.stored_bytes / 2) / max(1, end[-1])
+        middle = (end - num_bytes / 2) / max(1, end[-1])
         number = self._number()
         mine = np.flatnonzero(middle * len(self._backups) // 1 == number).tolist()
-        num_bytes = int(holdings.stored_bytes[mine].sum())
-        self._hold(found.step.step_id, _HOLD_SECS + num_bytes / _LEAST_BYTES_PER_SEC)
-        senders = holdings.holder[holdings.first_row[:-1]]
-        items = [(item, holdings.offers[senders[item]].host) for item in mine]
-        sources = {each: found.sources[each] for each in holdings.offers}
-        taken = replication.fetch(self._own, sources, items, is_partial=False)
+        share_bytes = int(num_bytes[mine].sum())
+        self._hold(found.step_id, _HOLD_SECS + share_bytes / _LEAST_BYTES_PER_SEC)
+        taken = copies.fetch(self._own, found, mine, is_partial=False)
         self._known.clear()
-        return found.step.step_id, taken
+        return found.step_id, taken
 
     def close(self) -> None:
         """Releases the RAM disk; the steps in it stay."""
@@ -154,7 +151,7 @@ class BackupHost:
         if target is not None:
             with contextlib.suppress(errors.CheckpointError):
                 return find.of_save([peers], target)
-        return find.Search([peers]).newest().found_step
+        return find.search([peers]).newest().found
 
     def _hold(self, step_id: StepId, secs: float) -> None:
         # At one machine it counts for all.

@@ -33,11 +33,10 @@ from elastic_ckpt.checkpoint.components import validation_schedule
 from elastic_ckpt.checkpoint.host import component_files
 from elastic_ckpt.checkpoint.host.answers import (
     CheckpointMetadata,
-    SearchOutcome,
 )
 from elastic_ckpt.checkpoint.host.backup import HostBackup
+from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
-from elastic_ckpt.checkpoint.host.step_search import StepSearch
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.response import Response, SaveResponse
@@ -615,7 +614,7 @@ class HostsCheckpointer:
             self._own_line, self._looked_at, self._loaded = None, None, None
             self._unloaded = frozenset()
             self._is_placed = self._is_anew = True
-            self._go_on_from(SearchOutcome(newest_save=newest))
+            self._go_on_from(restore.SearchOutcome(newest_save=newest))
 
     def delete(
         self,
@@ -840,7 +839,7 @@ class HostsCheckpointer:
         return self._stages.committed or self._restored
 
     def _complete(self) -> list[CheckpointMetadata]:
-        listed = list(self._hosts.first(StepSearch.complete_steps))
+        listed = list(self._hosts.first(HostReader.complete_steps))
         if self._root is None:
             return listed
         try:
@@ -1071,7 +1070,7 @@ class HostsCheckpointer:
         save = None
         try:
             self._claim()
-            older = self._hosts.first(StepSearch.stored_before, before, self._line)
+            older = self._hosts.first(HostReader.stored_before, before, self._line)
             if older is None:
                 return None
             save = self._hosts.first(HostWorld.new_save, self._line.save)
@@ -1084,11 +1083,13 @@ class HostsCheckpointer:
                 # The line may be on record although the answer was lost. What is saved
                 # from now on has to be of a later one.
                 stays = self._stages.committed or self._restored
-                self._go_on_from(SearchOutcome(checkpoint=stays, newest_save=save))
+                self._go_on_from(
+                    restore.SearchOutcome(checkpoint=stays, newest_save=save)
+                )
             return None
         self._trusted_step = older.step
         self._own_line, self._looked_at, self._left_step = None, None, None
-        self._go_on_from(SearchOutcome(checkpoint=older, newest_save=save))
+        self._go_on_from(restore.SearchOutcome(checkpoint=older, newest_save=save))
         return older
 
     def _described(self, step: int | CheckpointMetadata | None) -> CheckpointMetadata:
@@ -1212,7 +1213,7 @@ class HostsCheckpointer:
         save = self._hosts.first(HostWorld.new_save, after)
         return Line(save=save, parents=latest.line)
 
-    def _go_on_from(self, search: SearchOutcome) -> None:
+    def _go_on_from(self, search: restore.SearchOutcome) -> None:
         self._restored = search.checkpoint
         step_id = None if self._restored is None else self._restored.step_id
         self._stages.go_on_from(step_id)

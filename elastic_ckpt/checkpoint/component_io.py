@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent import futures
 from typing import Any, TypeVar
 
@@ -194,27 +194,6 @@ def load(
 
     name = name or path.name
     _in_time({name: component}, {name: read}, "loaded", LOAD_TIMEOUT_SECS)
-
-
-def numbered(
-    names: Sequence[Mapping[str, Sequence[str]]],
-) -> dict[str, dict[str, int]]:
-    """The files of each component that all hosts together wrote, numbered as its parts.
-
-    Args:
-      names: for each host, by component, the names of the files that it wrote.
-
-    Returns:
-      By component and file name, the number of the part, the same on all hosts.
-    """
-    together: dict[str, set[str]] = {}
-    for of_host in names:
-        for component, files in of_host.items():
-            together.setdefault(component, set()).update(files)
-    return {
-        component: {file: number for number, file in enumerate(sorted(files))}
-        for component, files in sorted(together.items())
-    }
 
 
 def _kind(component: ocp.StatefulCheckpointable) -> str:

@@ -152,7 +152,7 @@ class Step:
     def _run(self) -> str | None:
         # None if it is gone from storage.
         if self._in_ram is not None:
-            return self._in_ram.step.holdings.offers[0].manifest.run
+            return self._in_ram.table.run
         return persistent_root.run_of(self.path) if self.path.is_dir() else None
 
 
@@ -253,7 +253,7 @@ def _watched(
     _warn_if_missing(root)
     for found in _waiting(look, every_secs=every_secs, timeout_secs=timeout_secs):
         if isinstance(found, FoundStep):
-            step_id = found.step.step_id
+            step_id = found.step_id
             yield Step(step_id, _root=root, _reading=reading, _in_ram=found)
             continue
         path = root.final(found)
@@ -360,10 +360,10 @@ class _Reading:
         Raises:
           CheckpointError: if no good copy of a part is left.
         """
-        contents = found.step.holdings.contents
+        contents = found.table.contents
         for tree, name in self.begin():
             try:
-                asked = _resolved(tree, name, contents, step=found.step.step)
+                asked = _resolved(tree, name, contents, step=found.step_id.step)
             except errors.ElasticCkptError:
                 # What does not fit this step is an error of its load.
                 continue
@@ -375,7 +375,7 @@ class _Reading:
         Raises:
           StepGoneError: if no good copy of a part is left.
         """
-        step, contents = found.step.step, found.step.holdings.contents
+        step, contents = found.step_id.step, found.table.contents
         asked = _resolved(tree, name, contents, step=step)
         self._asked.append((tree, name))
         wanted = trees.wanted(asked.read)
@@ -604,7 +604,7 @@ class _Newest:
 
     def _in_ram(self) -> FoundStep | None:
         peers = peer.Peers([self._peer(url) for url in self._agents.urls.values()])
-        search = find.Search([peers], lines=[self._line], without=self._unreadable)
+        search = find.search([peers], lines=[self._line], without=self._unreadable)
         self._line = search.line
         outcome = search.newest()
         listed = set(peers.known_saves())
@@ -623,10 +623,10 @@ class _Newest:
             )
         for step, why in outcome.passed_over.items():
             logging.info("step %d is not followed in RAM: %s", step, why)
-        found = outcome.found_step
-        if found is None or not self._is_later(found.step.step_id):
+        found = outcome.found
+        if found is None or not self._is_later(found.step_id):
             return None
-        step_id = found.step.step_id
+        step_id = found.step_id
         try:
             self._reading.read_ahead(found)
         except errors.CheckpointError as error:

@@ -22,7 +22,7 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.checkpoint import component_io, orbax_context
 from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.core import checked_json, errors, storage
-from elastic_ckpt.steps import manifest_file
+from elastic_ckpt.steps.manifest import Manifest
 from elastic_ckpt.tiers.persistent import persistent_root
 
 _NUMBER, _TEXT = "a number", "a text"
@@ -262,9 +262,9 @@ def steps(directory: epath.PathLike) -> dict[int, epath.Path]:
 
 
 def _by_manifest(step_path: epath.Path, name: str) -> list[LeafSummary]:
-    for manifest in persistent_root.manifest_names(step_path):
+    for file in persistent_root.manifest_names(step_path):
         try:
-            manifest = manifest_file.parse((step_path / manifest).read_bytes())
+            manifest = Manifest.parse((step_path / file).read_bytes())
         except (OSError, checked_json.UnreadableError):
             continue
         return [

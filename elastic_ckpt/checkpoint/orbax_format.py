@@ -27,7 +27,6 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint.host.trees import AbstractArray, KeyPath, leaf_path
 from elastic_ckpt.core import errors
-from elastic_ckpt.tiers.persistent import ocdbt
 
 # How Orbax numbers the kinds of keys in `_METADATA`.
 _SEQUENCE, _DICT = 1, 2
@@ -69,29 +68,6 @@ class SavedArray(jax.ShapeDtypeStruct):
     ) -> None:
         super().__init__(shape, dtype)
         self.saved_sharding = saved_sharding
-
-
-def stored_arrays(
-    checkpointables: Mapping[str, Any], chunks: Mapping[str, Sequence[int]]
-) -> dict[str, ocdbt.StoredArray]:
-    """The location of each leaf in Orbax's stores, by its path in manifests.
-
-    Args:
-      checkpointables: pytrees by name, which `structure` has checked; leaves may be
-        abstract.
-      chunks: by the path of a leaf (`state/params/w`), the shape of its chunks.
-    """
-    arrays: dict[str, ocdbt.StoredArray] = {}
-    for checkpointable, tree in checkpointables.items():
-        for key_path, leaf in jax.tree.leaves_with_path(tree):
-            if isinstance(leaf, str):
-                continue
-            path = leaf_path(checkpointable, key_path)
-            name = array_name(key_path)
-            arrays[path] = ocdbt.StoredArray(
-                checkpointable=checkpointable, name=name, chunk=tuple(chunks[path])
-            )
-    return arrays
 
 
 def entries(tree: Any) -> list[tuple[KeyPath, Any]]:

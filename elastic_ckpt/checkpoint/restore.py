@@ -1,14 +1,10 @@
 """Restore: all hosts read one step, the newest one that is readable.
 
-    find          host 0 searches what all hosts and persistent storage have
-    open_step     all hosts have the contents of the step
+    find          the newest step that is complete by what hosts and storage have
+    open_step     all hosts have the table of the step
     describe      what is in it, without values
     Restorer      checks what is requested, and for trees of another layout, how it is
                   read; lets hosts read and repair; loads components; makes the arrays
-    plan_reads    host 0 deals each host the parts that it reads
-
-A host that cannot be reached by its neighbours in the tree (`host.step_search`) asks
-all others itself, as the only host of a world does.
 
 No value is returned, and no component is loaded, before every host has read and
 verified all of its part: if one cannot, all hosts read the step before. If a component
@@ -22,7 +18,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,23 +33,24 @@ from elastic_ckpt.checkpoint import (
     asked_trees,
     component_io,
     foreign_steps,
-    part_passes,
     structure,
 )
 from elastic_ckpt.checkpoint.host import component_files
 from elastic_ckpt.checkpoint.host.answers import (
+    Candidate,
     CheckpointMetadata,
-    SearchOutcome,
+    Survey,
 )
 from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.step_boxes import StepBoxes, TreeReading
-from elastic_ckpt.checkpoint.host.step_search import StepSearch
+from elastic_ckpt.checkpoint.host.verified_read import BadCopy
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.core import errors, events, metrics, storage, storage_cause
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.read_plan import NEARNESS
+from elastic_ckpt.steps.search import Looked, Search
 from elastic_ckpt.steps.step_id import StepId
 
 ValueT = TypeVar("ValueT")
@@ -89,6 +85,21 @@ def step_number(step: Any) -> int:
     return index
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchOutcome:
+    """The outcome of a search for a complete step.
+
+    Attributes:
+      checkpoint: the step; None if none is complete.
+      newest_save: of all steps that there are; empty if there are none.
+      missing: that no tier has the step, or any step, a sentence; None if one has.
+    """
+
+    checkpoint: CheckpointMetadata | None = None
+    newest_save: str = ""
+    missing: str | None = None
+
+
 def find(
     hosts: Hosts,
     step: int | CheckpointMetadata | None,
@@ -96,7 +107,6 @@ def find(
     emit: events.Emit,
     without: Sequence[StepId] = (),
     own_line: Line | None = None,
-    is_dealt: bool = False,
 ) -> SearchOutcome:
     """Looks for the newest complete step, or for a certain one.
 
@@ -106,100 +116,123 @@ def find(
       emit: called when newer steps are passed over, and for peers that refuse.
       without: steps and saves that proved to be unreadable.
       own_line: the line that the caller has saved to.
-      is_dealt: whether hosts will read the step.
 
     Raises:
       StepNotFoundError: if no tier has a certain step.
       CheckpointError: if a certain step is not complete, there may be one in storage
         that is out of reach, or a later version of elastic_ckpt has saved the newest
-        one there.
+        one.
     """
-    number, save = None, ""
-    if step is not None:
-        number = step_number(step)
-        save = getattr(step, "save", "")
-    search = functools.partial(
-        hosts.first,
-        StepSearch.find,
-        number,
-        save=save,
-        without=tuple(without),
-        own_line=own_line,
-        is_dealt=is_dealt,
+    number = None if step is None else step_number(step)
+    hosts.all(HostReader.offer_saves)
+    survey = hosts.first(HostReader.survey)
+
+    def look(at: int) -> Looked[Candidate]:
+        if hosts.num_hosts > 1:
+            hosts.all(HostReader.offer, at)
+        examined = hosts.first(HostReader.examine, at)
+        return Looked(examined.saves, examined.problems)
+
+    own = [] if own_line is None else [own_line]
+    looking = Search(
+        survey.steps,
+        survey.saves,
+        look,
+        lines=[*own, *survey.lines],
+        without=without,
     )
-    outcome = _survey(hosts, search)
-    for passed_over, why in outcome.passed_over:
-        emit("step_passed_over", step=passed_over, why=why)
-    if number is not None and outcome.missing is not None:
-        raise StepNotFoundError(outcome.missing)
+    # Of the same step, the later save counts.
+    foreign = [each for each in survey.foreign if not looking.line.abandons(each)]
+    if number is None:
+        found = _newest(hosts, looking, foreign, survey, emit)
+    else:
+        save = getattr(step, "save", "")
+        found = _of_step(hosts, looking, foreign, survey, StepId(number, save))
+    if hosts.num_hosts > 1:
+        # It holds no messages while nothing is read.
+        hosts.all(HostReader.close_step)
+    outcome = dataclasses.replace(found, newest_save=looking.line.save)
     newest = 0 if outcome.checkpoint is None else outcome.checkpoint.step
-    for why in outcome.refusing:
+    for why in survey.refusing:
         logging.warning("%s", why)
         storage_cause.report(emit, "peer", newest, why)
-    if outcome.out_of_reach is not None:
+    if survey.out_of_reach is not None:
         if outcome.checkpoint is None:
             raise errors.CheckpointError(
-                f"no step is complete in RAM, and {outcome.out_of_reach}"
+                f"no step is complete in RAM, and {survey.out_of_reach}"
             )
-        storage_cause.report(emit, "persistent", newest, outcome.out_of_reach)
+        storage_cause.report(emit, "persistent", newest, survey.out_of_reach)
     return outcome
 
 
-def _survey(hosts: Hosts, search: Callable[..., SearchOutcome]) -> SearchOutcome:
-    # Has host 0 search what hosts report: the steps that they have, then the parts of
-    # those that it asks for, until one is complete.
-    offer = functools.partial(hosts.all, StepSearch.offer_saves)
-    part_passes.gather(hosts, "restore", offer)
-    if hosts.num_hosts == 1:
-        return search()
-    surveyed: tuple[int, ...] = ()
-    while (needs := (outcome := search(surveyed=surveyed)).needs) is not None:
-        offer = functools.partial(hosts.all, StepSearch.offer_step, needs)
-        part_passes.gather(hosts, "restore", offer)
-        surveyed = (*surveyed, needs)
-    if not outcome.is_dealt:
-        hosts.all(StepSearch.end)
-    return outcome
+def _newest(
+    hosts: Hosts,
+    looking: Search[Candidate],
+    foreign: Sequence[StepId],
+    survey: Survey,
+    emit: events.Emit,
+) -> SearchOutcome:
+    outcome = looking.newest()
+    for passed_over, why in outcome.passed_over.items():
+        emit("step_passed_over", step=passed_over, why=why)
+    found = outcome.found
+    newest = -1 if found is None else found.step_id.step
+    newer = [each for each in foreign if each.step > newest]
+    if newer:
+        return _foreign(hosts, max(newer))
+    if found is not None:
+        return SearchOutcome(checkpoint=found.checkpoint)
+    if outcome.passed_over or survey.out_of_reach:
+        return SearchOutcome()
+    return SearchOutcome(missing=f"{_nothing(survey)}; save a step first")
 
 
-def open_step(hosts: Hosts, checkpoint: CheckpointMetadata, *, is_dealt: bool) -> None:
-    """Opens a step on all hosts.
-
-    Args:
-      hosts: of the world.
-      checkpoint: the step.
-      is_dealt: whether host 0 keeps its parts (`SearchOutcome`).
-
-    Raises:
-      HostsFailedError: if a host cannot open it.
-    """
-    step_id = checkpoint.step_id
-    if is_dealt:
-        share = functools.partial(hosts.first, StepSearch.share, step_id)
-        part_passes.deal(hosts, "restore", share)
-    hosts.all(HostReader.open_step, step_id, is_dealt=is_dealt)
-
-
-def plan_reads(
-    hosts: Hosts, checkpoint: CheckpointMetadata, components: Sequence[str]
-) -> None:
-    """Deals each host the parts that it reads; those that get none ask all others.
-
-    Args:
-      hosts: of the world; they have selected what they read.
-      checkpoint: the step that is open, and shared.
-      components: that all hosts read.
-    """
-    step_id = checkpoint.step_id
-    try:
-        part_passes.exchanged(
-            hosts,
-            "restore",
-            offer=lambda: hosts.all(HostReader.offer_wanted),
-            decide=lambda: hosts.first(StepSearch.plan, step_id, tuple(components)),
+def _of_step(
+    hosts: Hosts,
+    looking: Search[Candidate],
+    foreign: Sequence[StepId],
+    survey: Survey,
+    wanted: StepId,
+) -> SearchOutcome:
+    step, save = wanted
+    by_orbax = [each for each in survey.foreign if each.step == step and not save]
+    if by_orbax and looking.lacks(step):
+        return _foreign(hosts, by_orbax[0])
+    if looking.lacks(step):
+        if survey.out_of_reach is not None:
+            raise errors.CheckpointError(
+                f"step {step} is not in RAM, and {survey.out_of_reach}"
+            )
+        found = looking.newest().found
+        numbers = [each.step for each in foreign]
+        numbers += [] if found is None else [found.step_id.step]
+        if not numbers:
+            raise StepNotFoundError(f"there is no step {step}: {_nothing(survey)}")
+        raise StepNotFoundError(
+            f"step {step} is not in any tier of {survey.places}; newest complete step"
+            f" is {max(numbers)}: restore it with step={max(numbers)}"
         )
-    except errors.HostsFailedError as error:
-        logging.warning("step %d: each host plans its reads: %s", step_id.step, error)
+    try:
+        found = looking.of_step(step, save)
+    except errors.CheckpointError:
+        if by_orbax:
+            return _foreign(hosts, by_orbax[0])
+        raise
+    if by_orbax and found.step_id < by_orbax[0]:
+        return _foreign(hosts, by_orbax[0])
+    return SearchOutcome(checkpoint=found.checkpoint)
+
+
+def _foreign(hosts: Hosts, step_id: StepId) -> SearchOutcome:
+    # A step that Orbax alone saved.
+    return SearchOutcome(checkpoint=hosts.first(HostReader.foreign_step, *step_id))
+
+
+def _nothing(survey: Survey) -> str:
+    # Why there is no step, for a message.
+    if not survey.is_there:
+        return f"there is no directory {survey.places}"
+    return f"{survey.places} has no checkpoints yet"
 
 
 def describe(hosts: Hosts, checkpoint: CheckpointMetadata) -> CheckpointMetadata:
@@ -329,10 +362,12 @@ class _Wanted:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Read:
     # The requested trees of the saved layout, the bytes read by nearness of their
-    # source, the directories of the components' files, and all components of the step.
+    # source, the directories of the components' files, copies that proved to be bad,
+    # and all components of the step.
     asked: asked_trees.AskedTrees
     num_bytes: dict[str, int]
     directories: dict[str, str]
+    bad: tuple[BadCopy, ...]
     components: frozenset[str]
 
 
@@ -403,7 +438,7 @@ class Restorer:
         if read is None:
             parts, num_bytes = self._restore_foreign(checkpoint, wanted, requested)
             return Restored(search, frozenset(), parts, num_bytes)
-        bad = self._repair()
+        bad = self._repair(read.bad)
         self._load_components(requested.stateful, read.directories)
         made = self.hosts.arrays(read.asked.read)
         parts = {**made, **read.asked.filled(made), **requested.stateful}
@@ -429,7 +464,7 @@ class Restorer:
             self.emit(name, **fields)
 
         while True:
-            search = find(self.hosts, step, without=without, emit=noted, is_dealt=True)
+            search = find(self.hosts, step, without=without, emit=noted)
             checkpoint = search.checkpoint
             if checkpoint is None and search.missing is not None:
                 raise StepNotFoundError(search.missing)
@@ -447,9 +482,7 @@ class Restorer:
             if not checkpoint.save:
                 return search, None
             try:
-                return search, self._read(
-                    checkpoint, requested, is_dealt=search.is_dealt
-                )
+                return search, self._read(checkpoint, requested)
             except errors.HostsFailedError as error:
                 # All drivers have this error; hosts may hold what they have read.
                 self.hosts.all(HostReader.close_step)
@@ -458,15 +491,9 @@ class Restorer:
                 without.append(checkpoint.step_id)
                 noted("step_passed_over", step=checkpoint.step, why=str(error))
 
-    def _read(
-        self,
-        checkpoint: CheckpointMetadata,
-        requested: _Wanted,
-        *,
-        is_dealt: bool,
-    ) -> _Read:
+    def _read(self, checkpoint: CheckpointMetadata, requested: _Wanted) -> _Read:
         hosts = self.hosts
-        open_step(hosts, checkpoint, is_dealt=is_dealt)
+        hosts.all(HostReader.open_step, checkpoint.step_id)
         contents = hosts.opened()
         others: Mapping[str, TreeReading] = {}
         if requested.layout is not None:
@@ -487,13 +514,9 @@ class Restorer:
         except errors.HostsFailedError as error:
             # An older step would not have it either: the request is wrong.
             raise errors.CheckpointError(next(iter(error.of_host.values()))) from None
-        if is_dealt:
-            plan_reads(hosts, checkpoint, stateful)
         answers = hosts.read()
-        directories = {
-            name: hosts.all(HostReader.materialise, name)[hosts.own]
-            for name in stateful
-        }
+        made = hosts.all(HostReader.materialise, tuple(stateful))
+        directory = made[hosts.own].directory
         num_bytes = {
             f"{near}_bytes": sum(read_bytes.get(near, 0) for read_bytes in answers)
             for near in NEARNESS
@@ -502,7 +525,8 @@ class Restorer:
         return _Read(
             asked=asked,
             num_bytes=num_bytes,
-            directories=directories,
+            directories={name: f"{directory}/{name}" for name in stateful},
+            bad=tuple(copy for each in made for copy in each.bad),
             components=frozenset(contents.components),
         )
 
@@ -551,10 +575,8 @@ class Restorer:
             raise errors.CheckpointError(str(errors.HostsFailedError(failed)))
         return result
 
-    def _repair(self) -> dict[str, int]:
+    def _repair(self, bad: tuple[BadCopy, ...]) -> dict[str, int]:
         # The numbers of bad copies that were read, and of those that were repaired.
-        answers = self.hosts.all(HostReader.bad_copies)
-        bad = tuple(copy for copies in answers for copy in copies)
         for each in bad:
             logging.warning(
                 "host %s, %s tier: %s %s", each.host, each.tier, each.name, each.why

@@ -22,7 +22,6 @@ whatever depends on time, such as whether a stage is idle.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import re
 import threading
@@ -32,15 +31,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from absl import logging
 
-from elastic_ckpt.checkpoint import part_passes
 from elastic_ckpt.checkpoint.due_steps import DueSteps
-from elastic_ckpt.checkpoint.host.answers import (
-    CheckpointMetadata,
-    Readiness,
-    StepInRam,
-)
+from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata, Readiness
 from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.host.copies import HostCopies
+from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.step_notes import StepNotes, WrittenStep
 from elastic_ckpt.checkpoint.host.world import HostWorld
@@ -109,12 +104,10 @@ class Copies(NamedTuple):
 
     Attributes:
       preserved: the steps that are preserved by hand on any machine, ascending.
-      has_diverged: whether replicas differ.
       has_failed: whether copies were not made that could have been.
     """
 
     preserved: list[int]
-    has_diverged: bool
     has_failed: bool
 
 
@@ -246,10 +239,10 @@ class SaveStages:
     def catch_up(self, restored: CheckpointMetadata, *, line: Line) -> None:
         """Begins to finish what worlds before could not.
 
-        A world that was left or killed may leave a step in RAM with fewer copies than
-        it should have, and steps that were due in storage without their backup. This
-        world makes the copies, and then the backups, from what RAM holds: the newest
-        step first, and older ones as long as no newer backup waits.
+        A world that was left or killed may leave the step that is restored with fewer
+        copies than it should have, and steps that were due in storage without their
+        backup. This world makes the copies, and then the backup of the newest that was
+        due.
 
         Args:
           restored: the step from which this world goes on.
@@ -350,10 +343,15 @@ class SaveStages:
             names = tuple(saving.description.components)
             written = self._hosts.all(HostSaver.write, saving.step_id, names, problem)
             complete = saving.written(written, notes)
+            differing = saving.diverged(self._hosts, written)
             if not self._in_ram:
-                stored = self._store(saving, complete)
+                stored = self._store(saving, complete, differing)
                 abandon()
                 return stored
+            if differing is not None:
+                self._degraded("local", saving.step, differing)
+                abandon()
+                return False
             self._hosts.all(HostSaver.commit, complete)
         except errors.HostsFailedError as error:
             stored = self._in_ram and self._store_captured(saving, notes, str(error))
@@ -429,23 +427,24 @@ class SaveStages:
             return False
         why += "; it goes to storage without RAM"
         self._degraded("local", saving.step, why)
-        return self._store(saving, saving.written(written, notes))
+        differing = saving.diverged(self._hosts, written)
+        return self._store(saving, saving.written(written, notes), differing)
 
-    def _store(self, saving: Saving, written: WrittenStep) -> bool:
+    def _store(self, saving: Saving, written: WrittenStep, problem: str | None) -> bool:
         # Uploads a step from the memory that it was captured in.
         # Hosts upload one step at a time.
         self._catch_up_stage.wait()
         self._backup_stage.wait()
         background.wait(self._cleaned)
-        try:
-            self._hosts.all(HostSaver.hold, written)
-            problem = saving.diverged(self._hosts)
-        except errors.HostsFailedError as error:
-            problem = str(error)
+        if problem is None:
+            try:
+                self._hosts.all(HostSaver.hold, written)
+            except errors.HostsFailedError as error:
+                problem = str(error)
         if problem is not None:
             self._not_taken(saving.step, f"it was not backed up: {problem}")
             return False
-        if not self._upload(dataclasses.replace(saving, is_held=True)):
+        if not self._upload(saving):
             return False
         self._due.begin(saving.step_id)
         self._due.end()
@@ -500,7 +499,6 @@ class SaveStages:
 
     def _make_room(self) -> None:
         # Removes an older step that was kept because newer ones lack copies.
-        self._catch_up.is_short = True
         can_copy = all(each.can_copy for each in self._share_readiness())
         if self.committed is not None and can_copy:
             self._covered = None
@@ -519,11 +517,8 @@ class SaveStages:
         self._catch_up.copied.wait()
         copies = self.replicate(committed)
         self._preserved = None if copies is None else copies.preserved
-        if copies is not None:
-            if copies.has_diverged:
-                return
-            if not copies.has_failed:
-                self._covered = committed.step_id
+        if copies is not None and not copies.has_failed:
+            self._covered = committed.step_id
         self._collect(committed)
 
     def replicate(
@@ -541,24 +536,26 @@ class SaveStages:
         """
         step, began_secs = committed.step, clock.monotonic()
         try:
-            placed = part_passes.exchanged(
-                self._hosts,
-                "copies",
-                offer=lambda: self._hosts.all(HostCopies.offer, committed.step_id),
-                decide=lambda: self._hosts.first(HostCopies.place, committed.step_id),
+            offered = self._hosts.all(HostCopies.offer, committed.step_id)
+            senders: list[list[int]] = [[] for _ in offered]
+            for number, each in enumerate(offered):
+                for target in each.targets:
+                    senders[target].append(number)
+            answers = self._hosts.all(
+                HostCopies.take, committed.step_id, tuple(map(tuple, senders))
             )
-            answers = self._hosts.all(HostCopies.take, committed.step_id)
+            self._hosts.all(HostCopies.end)
         except errors.HostsFailedError as error:
             self._degraded("peer", step, str(error))
             return None
         copies = Copies(
             preserved=sorted({n for each in answers for n in each.preserved}),
-            has_diverged=bool(placed.diverged),
-            has_failed=placed.failed or any(each.failed for each in answers),
+            has_failed=any(each.failed for each in answers),
         )
         if not is_late:
-            of_hosts = [why for each in answers for why in each.problems]
-            self._report_lacking(step, [*placed.problems, *of_hosts])
+            shortfalls = [why for each in offered for why in each.shortfalls]
+            problems = [why for each in answers for why in each.problems]
+            self._report_lacking(step, [*shortfalls, *problems])
         num_copies = sum(each.copies for each in answers)
         if num_copies or not is_late:
             num_bytes = sum(each.num_bytes for each in answers)
@@ -566,8 +563,8 @@ class SaveStages:
             self._record(metrics.CHECKPOINT_COPY, num_bytes)
             self._record(metrics.CHECKPOINT_COPY_SECS, secs)
             # No event says that a step is safe which lacks copies.
-            is_safe = placed.num_machines >= 2
-            if is_safe and not (copies.has_failed or copies.has_diverged):
+            is_safe = min(each.num_machines for each in offered) >= 2
+            if is_safe and not copies.has_failed:
                 self._emit(
                     "replicated",
                     step=step,
@@ -654,56 +651,38 @@ class SaveStages:
     def _finish_earlier(
         self, owed: _CatchUp, restored: CheckpointMetadata, line: Line
     ) -> None:
+        hosts, step_id = self._hosts, restored.step_id
         try:
-            held = self._look_for_owed(owed, restored, line)
+            # Hosts that have no part of a step learn where the others are.
+            is_held = all(hosts.all(HostReader.hold, step_id))
+            due = hosts.first(HostBackup.find_owed, line, restored.step + 1)
+            if due is not None and all(hosts.all(HostBackup.hold_owed, due)):
+                owed.step_id = due
             owed.looked.set()
-            if restored.step_id in [each.step_id for each in held]:
+            if is_held:
                 self.replicate(restored, is_late=True)
             owed.copied.set()
-            if owed.steps:
+            if owed.step_id is not None:
                 background.wait(self._cleaned)
-                self._back_up_owed(owed)
+                self._back_up_owed(owed.step_id)
+        except errors.HostsFailedError as error:
+            why = f"what earlier worlds have left is not done: {error}"
+            logging.warning("step %d: %s", restored.step, why)
         finally:
             owed.end()
 
-    def _look_for_owed(
-        self, owed: _CatchUp, restored: CheckpointMetadata, line: Line
-    ) -> Sequence[StepInRam]:
+    def _back_up_owed(self, step_id: StepId) -> None:
+        self._due.add(step_id)
         try:
-            held = self._hosts.first(HostBackup.steps_in_ram, line)
+            contents = self._hosts.first(HostBackup.contents, step_id)
+            saving = Saving.from_contents(step_id, contents)
         except errors.HostsFailedError as error:
-            logging.warning("steps without a backup were not looked for: %s", error)
-            return ()
-        owed.steps = [
-            each.step_id
-            for each in held[::-1]
-            if each.step_id.step <= restored.step and each.is_owed
-        ]
-        return held
-
-    def _back_up_owed(self, owed: _CatchUp) -> None:
-        newest: Saving | None = None
-        for step_id in list(owed.steps):
-            # Host 0 decides: the stages of other processes may be a moment behind.
-            waits = owed.is_short or self._due.is_late
-            if newest is not None and self._hosts.share("backup_waits", waits)[0]:
-                break
-            if newest is None:
-                self._due.add(step_id)
-            try:
-                contents = self._hosts.first(HostBackup.contents, step_id)
-                saving = Saving.from_contents(step_id, contents)
-            except errors.HostsFailedError as error:
-                self._not_taken(step_id.step, f"it was not backed up: {error}")
-                break
-            if not self._upload(saving):
-                self._due.keep(saving)
-                break
-            newest = newest or saving
-            owed.steps = owed.steps[1:]
-        owed.steps = []
-        if newest is not None:
-            self._collect_backups(newest)
+            self._not_taken(step_id.step, f"it was not backed up: {error}")
+            return
+        if self._upload(saving):
+            self._collect_backups(saving)
+        else:
+            self._due.keep(saving)
 
     def _not_taken(self, step: int, why: str) -> None:
         # Storage has not taken a step that is due there.
@@ -731,38 +710,34 @@ class SaveStages:
 
 
 class _CatchUp:
-    """What earlier worlds have left to do, from one restore on.
+    """What an earlier world has left to do for the step that was restored.
 
     Attributes:
       looked: set when it is known.
       copied: set when the copies are made, or cannot be.
-      ended: set when all is done.
-      is_short: whether RAM is full, so that no other backup begins.
-      steps: that are owed to storage, newest first; the first is being backed up.
+      step_id: the step, if it is owed to storage, until all is done.
     """
 
     def __init__(self) -> None:
         self.looked, self.copied = threading.Event(), threading.Event()
-        self.ended = threading.Event()
-        self.is_short = False
-        self.steps: list[StepId] = []
+        self.step_id: StepId | None = None
 
     def end(self) -> None:
         """Lets all go on that wait for it: it is done, or has failed."""
-        for each in (self.looked, self.copied, self.ended):
-            each.set()
+        self.step_id = None
+        self.looked.set()
+        self.copied.set()
 
     @property
     def in_flight(self) -> list[StepId]:
-        """The steps that have to stay in RAM until they are backed up."""
-        steps = list(self.steps)
-        return steps[:1] if self.is_short else steps
+        """The step, if it has to stay in RAM until it is backed up."""
+        return [] if self.step_id is None else [self.step_id]
 
     @property
     def is_backing_up(self) -> bool:
-        """Whether backups are being made; returns once that is known."""
+        """Whether a backup is being made; returns once that is known."""
         self.looked.wait()
-        return bool(self.steps) and not self.ended.is_set()
+        return self.step_id is not None
 
 
 def _lack(why: str) -> str:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from absl import logging
 from etils import epath
 
-from elastic_ckpt.checkpoint import component_io, part_passes
 from elastic_ckpt.checkpoint.components.component import Component
 from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata, Written
 from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.host.saver import HostSaver
-from elastic_ckpt.checkpoint.host.step_notes import StepNotes, WrittenStep
+from elastic_ckpt.checkpoint.host.step_notes import (
+    FileAtHosts,
+    StepNotes,
+    WrittenStep,
+)
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.structure import StepDescription
 from elastic_ckpt.core import clock, errors
@@ -45,7 +47,6 @@ class Saving:
       component_kinds: by name, what the components of this host are.
       compare: compares states that should be equal on all hosts.
       optional: the components among those of the step that may be left out, by name.
-      is_held: whether hosts upload what they have captured, because it is not in RAM.
       stored: set when the step is in persistent storage.
     """
 
@@ -62,7 +63,6 @@ class Saving:
     component_kinds: Mapping[str, str] = dataclasses.field(default_factory=dict)
     compare: Callable[[], object] = lambda: None
     optional: Mapping[str, Component] = dataclasses.field(default_factory=dict)
-    is_held: bool = False
     stored: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     @classmethod
@@ -158,37 +158,47 @@ class Saving:
           notes: of the step; there are some if it was written.
         """
         assert notes is not None
+        hosts: dict[str, list[int]] = {}
+        sizes: dict[str, int] = {}
+        for number, each in enumerate(written):
+            for path, num_bytes, _ in each.files:
+                hosts.setdefault(path, []).append(number)
+                sizes[path] = num_bytes
         return WrittenStep(
             step_id=self.step_id,
-            parts=component_io.numbered([each.files for each in written]),
+            components=tuple(self.description.components),
+            files={
+                path: FileAtHosts(sizes[path], tuple(numbers))
+                for path, numbers in hosts.items()
+            },
             notes=dataclasses.replace(notes, time_ms=written[0].time_ms),
         )
 
-    def diverged(self, hosts: Hosts) -> str | None:
-        """The first part of a held step that hosts hold with different values.
+    def diverged(self, hosts: Hosts, written: Sequence[Written]) -> str | None:
+        """The first part that hosts have written with different values.
+
+        Args:
+          hosts: of the world.
+          written: by all hosts.
 
         Raises:
           HostsFailedError: if a host cannot tell.
         """
+        files = [{f"{f.path}": f.digest.hex() for f in each.files} for each in written]
+        part, numbers = _differing(files)
         under: tuple[str, ...] = ()
-        holders: dict[str, list[int]] = {}
-        # Groups of hosts; then the leaves and boxes of one that differs.
-        for _ in range(3):
-            digests: dict[str, dict[str, list[int]]] = {}
-            answers = hosts.all(HostSaver.digests, self.step_id, under)
-            for number, answer in enumerate(answers):
-                for name, each in answer.items():
-                    of_name = digests.setdefault(name, {})
-                    of_name.setdefault(each, []).append(number)
-            differing = sorted(n for n, each in digests.items() if len(each) > 1)
-            if not differing:
+        # Sets of hosts; then the leaves and boxes of one that differs.
+        answers: Sequence[Mapping[str, str]] = [each.shared for each in written]
+        while not part:
+            name, numbers = _differing(answers)
+            if not name:
                 return None
-            under = (*under, differing[0])
-            holders = digests[differing[0]]
-        _, leaf, box = under
-        numbers = sorted(n for each in holders.values() for n in each)
+            under = (*under, name)
+            part = "".join(under[1:]) if under[2:] else ""
+            if not part:
+                answers = hosts.all(HostSaver.digests, self.step_id, under)
         return (
-            f"{leaf}{box} has different values at the hosts"
+            f"{part} has different values at the hosts"
             f" {', '.join(map(str, numbers))}: a device or memory of one of them is"
             " faulty, or hosts computed different values; the step is not saved"
         )
@@ -213,17 +223,11 @@ class Saving:
         claim = check_writer()
         assert claim is not None
         step_id, description = self.step_id, self.description
-        deal = functools.partial(hosts.first, HostBackup.chunk_shapes, step_id, claim)
-        if self.is_held:
-            chunks = deal()
-        else:
-            offer = functools.partial(hosts.all, HostBackup.offer, step_id)
-            chunks = part_passes.exchanged(hosts, "backup", offer=offer, decide=deal)
-        names = description.names(chunks)
-        answers = hosts.all(HostBackup.back_up, step_id, names)
+        chunks = hosts.first(HostBackup.begin, step_id, claim)
+        answers = hosts.all(HostBackup.back_up, step_id)
         files = description.files(chunks)
         check_writer()
-        hosts.first(HostBackup.commit, step_id, names, files, claim)
+        hosts.first(HostBackup.commit, step_id, files, claim)
         bad = dict.fromkeys(why for each in answers for why in each.bad)
         return sum(each.num_bytes for each in answers), list(bad)
 
@@ -242,6 +246,18 @@ class Saving:
             custom_metadata=self.description.custom_metadata,
             commit_timestamp_nsecs=1_000_000 * time_ms,
         )
+
+
+def _differing(of_hosts: Sequence[Mapping[str, str]]) -> tuple[str, list[int]]:
+    # The first name for which hosts have different texts, and these hosts.
+    texts: dict[str, dict[str, list[int]]] = {}
+    for number, of_host in enumerate(of_hosts):
+        for name, text in of_host.items():
+            texts.setdefault(name, {}).setdefault(text, []).append(number)
+    for name, holders in sorted(texts.items()):
+        if len(holders) > 1:
+            return name, sorted(n for numbers in holders.values() for n in numbers)
+    return "", []
 
 
 def _difference(of_hosts: Sequence[Mapping[str, str]]) -> str:

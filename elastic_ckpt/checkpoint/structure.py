@@ -237,21 +237,6 @@ class StepDescription:
             parents=tuple(parents),
         )
 
-    def arrays(self, chunks: Chunks) -> dict[str, ocdbt.StoredArray]:
-        """By the path of a leaf, where Orbax looks for it.
-
-        Args:
-          chunks: by the path of a leaf, the shape of its chunks.
-        """
-        return orbax_format.stored_arrays(self.trees, chunks)
-
-    def names(self, chunks: Chunks) -> dict[str, tuple[str, str]]:
-        """By the path of a leaf, the checkpointable and the name that Orbax uses."""
-        return {
-            path: (array.checkpointable, array.name)
-            for path, array in self.arrays(chunks).items()
-        }
-
     def files(self, chunks: Chunks) -> dict[str, str]:
         """The files that Orbax adds to the values, by path, as of now.
 

@@ -77,6 +77,19 @@ def unsealed(content: Any, *, what: str, version: int) -> dict[str, Any]:
     Raises:
       UnreadableError: if it is something else, altered, or of another version.
     """
+    check_version(content, what=what, version=version)
+    fields = {name: value for name, value in content.items() if name != "digest"}
+    try:
+        actual = digest.json_digest(fields)
+    except (TypeError, ValueError) as error:
+        raise UnreadableError(f"is not JSON ({error})") from None
+    if actual != content.get("digest"):
+        raise UnreadableError("was altered after it was saved (its digest differs)")
+    return fields
+
+
+def check_version(content: Any, *, what: str, version: int) -> None:
+    """Checks that `content` is an object of a version, as `unsealed` does."""
     if not isinstance(content, dict) or "version" not in content:
         raise UnreadableError(f"is not a {what}")
     found = content["version"]
@@ -88,14 +101,6 @@ def unsealed(content: Any, *, what: str, version: int) -> dict[str, Any]:
                 " continue with that"
             )
         raise UnreadableError(f"has {reads}")
-    fields = {name: value for name, value in content.items() if name != "digest"}
-    try:
-        actual = digest.json_digest(fields)
-    except (TypeError, ValueError) as error:
-        raise UnreadableError(f"is not JSON ({error})") from None
-    if actual != content.get("digest"):
-        raise UnreadableError("was altered after it was saved (its digest differs)")
-    return fields
 
 
 def read(path: epath.Path, *, what: str, version: int) -> dict[str, Any]:

@@ -35,7 +35,7 @@ _CAUSES = {
     ),
     "too_few": (
         "add machines or slices, or ask for fewer copies",
-        "items lack (copies|a distant holder)",
+        "parts lack (copies|a distant holder)",
     ),
     "damaged": (
         "look for faulty memory: `elastic-ckpt verify` reads all",

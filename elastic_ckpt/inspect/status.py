@@ -16,9 +16,11 @@ from typing import Any
 from elastic_ckpt.checkpoint import foreign_steps
 from elastic_ckpt.core import errors, metrics
 from elastic_ckpt.inspect import run_files, tier_locations
+from elastic_ckpt.inspect.survey import in_tier, with_holders
 from elastic_ckpt.inspect.tier_locations import Locations
-from elastic_ckpt.steps import search
-from elastic_ckpt.steps.holdings import Offer
+from elastic_ckpt.steps.manifest import Holder
+from elastic_ckpt.steps.table import StepTable
+from elastic_ckpt.tiers.find import FoundStep
 
 # Waits for data are averaged over this time.
 _RECENT_SECS = 60.0
@@ -162,8 +164,8 @@ def collect(directory: str) -> Status:
     if all(event["event"] != "run_started" for event in events):
         events = run_files.read_events(directory)
     with tier_locations.opened([directory]) as (_, tiers):
-        offers = reachable(tiers)
-        local, stored = newest_steps(offers)
+        there = reachable(tiers)
+        local, stored = newest_steps(there)
         uncommitted = sorted({each.step for each in tiers.leftovers()})
     if stored.step is None:
         # Steps of Orbax's own checkpointer, which MaxText uses without tiers.
@@ -181,7 +183,7 @@ def collect(directory: str) -> Status:
             dataclasses.replace(
                 each, step=stored.step if each.step is None else each.step
             )
-            for each in after_losses(offers, slices=world_slices(events))
+            for each in after_losses(there, slices=world_slices(events))
         ],
         uncommitted=uncommitted,
         first_step=record.first_step,
@@ -354,78 +356,73 @@ def _replicas(events: Sequence[Event]) -> Iterator[str]:
         yield f"differed at step {found['step']:,}: {errors.first_of(parts)}{kept}"
 
 
-def reachable(locations: Locations) -> list[Offer]:
-    """The copies of the steps from which a restore chooses.
+def reachable(locations: Locations) -> list[FoundStep]:
+    """The steps from which a restore chooses, the newest first.
 
-    These are the newest steps, down to one that persistent storage has all of, since no
-    loss of hosts takes that away. Abandoned steps are left out.
+    They end with one that persistent storage has all of, since no loss of hosts takes
+    that away. Abandoned steps are left out.
     """
-    offers: list[Offer] = []
+    there: list[FoundStep] = []
     for step in reversed(locations.steps):
-        copies, _ = locations.look(step)
-        of_step = [
+        of_line = [
             each
-            for each in copies
-            if not locations.line.abandons(each.manifest.step_id)
+            for each in locations.look(step).saves
+            if not locations.line.abandons(each.step_id)
         ]
-        offers += of_step
-        if search.newest(_in_tier(of_step, "persistent")) is not None:
+        there += of_line
+        stored = [in_tier(each, "persistent") for each in of_line]
+        if any(each is not None and each.complete for each in stored):
             break
-    return offers
+    return there
 
 
-def newest_steps(offers: Sequence[Offer]) -> tuple[NewestStep, ...]:
+def newest_steps(there: Sequence[FoundStep]) -> tuple[NewestStep, ...]:
     """The newest complete step of each tier."""
     return tuple(
-        _newest_of(tier, _in_tier(offers, tier)) for tier in ("local", "persistent")
+        _newest_of(tier, [in_tier(each, tier) for each in there])
+        for tier in ("local", "persistent")
     )
 
 
 def after_losses(
-    offers: Sequence[Offer], *, slices: Iterable[int] = ()
+    there: Sequence[FoundStep], *, slices: Iterable[int] = ()
 ) -> tuple[AfterLoss, ...]:
     """The step that is left after the loss of each slice and each host.
 
     Args:
-      offers: the copies.
+      there: the steps.
       slices: of the current world; they need not hold a copy.
     """
     losses = []
+    holders = [holder for each in there for holder in each.table.holders]
     for domain in ("slice", "host"):
-        names = {_key(each, domain): _name(each, domain) for each in offers}
+        names = {_key(each, domain): _name(each, domain) for each in holders}
         if domain == "slice":
             names |= {str(number): str(number) for number in slices}
         names.pop("", None)
         for key in sorted(names, key=lambda key: (len(names[key]), names[key])):
-            left = [
-                each
-                for each in offers
-                if each.tier != "local" or _key(each, domain) != key
-            ]
-            losses.append(
-                AfterLoss(
-                    domain=domain, name=names[key], step=_newest_of("", left).step
-                )
-            )
+
+            def is_left(holder: Holder, key: str = key, domain: str = domain) -> bool:
+                return holder.tier != "local" or _key(holder, domain) != key
+
+            left = _newest_of("", [with_holders(each, is_left) for each in there])
+            losses.append(AfterLoss(domain=domain, name=names[key], step=left.step))
     return tuple(losses)
 
 
-def _newest_of(tier: str, offers: Sequence[Offer]) -> NewestStep:
-    step = search.newest(offers)
-    if step is None:
-        return NewestStep(tier=tier, step=None, time_ms=None)
-    time_ms = step.holdings.contents.time_ms or None
-    return NewestStep(tier=tier, step=step.step, time_ms=time_ms)
+def _newest_of(tier: str, tables: Iterable[StepTable | None]) -> NewestStep:
+    for table in tables:
+        if table is not None and table.complete:
+            time_ms = table.contents.time_ms or None
+            return NewestStep(tier=tier, step=table.step_id.step, time_ms=time_ms)
+    return NewestStep(tier=tier, step=None, time_ms=None)
 
 
-def _in_tier(offers: Sequence[Offer], tier: str) -> list[Offer]:
-    return [each for each in offers if each.tier == tier]
-
-
-def _key(offer: Offer, domain: str) -> str:
+def _key(holder: Holder, domain: str) -> str:
     # A host without a machine's name is alone on it.
-    return offer.host.domains.get(domain, offer.host.id if domain == "host" else "")
+    host = holder.host
+    return host.domains.get(domain, host.id if domain == "host" else "")
 
 
-def _name(offer: Offer, domain: str) -> str:
-    return str(offer.host.number) if domain == "host" else _key(offer, domain)
+def _name(holder: Holder, domain: str) -> str:
+    return str(holder.host.number) if domain == "host" else _key(holder, domain)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,9 @@ from elastic_ckpt.checkpoint.host import verified_read
 from elastic_ckpt.core import digest, errors
 from elastic_ckpt.core.errors import MOST_NAMED, first_of
 from elastic_ckpt.inspect.tier_locations import Locations
-from elastic_ckpt.steps import search
-from elastic_ckpt.steps.holdings import Holdings, Offer
-from elastic_ckpt.tiers.source import Source
+from elastic_ckpt.steps.manifest import Holder
+from elastic_ckpt.steps.table import StepTable
+from elastic_ckpt.tiers.find import FoundStep
 
 # The file of a component that describes itself, and files with the version of others.
 _DESCRIPTION = "component.json"
@@ -157,19 +157,18 @@ def survey(
         is_preserved = number in preserved
         if number in locations.foreign_steps:
             of_number.append(_foreign(number, preserved=is_preserved))
-        copies, unread = locations.look(number)
-        problems += unread
-        for offers in reversed(search.saves(list(copies))):
-            examined = search.Step.from_offers(offers)
-            abandoned = locations.line.abandons(examined.step_id)
+        looked = locations.look(number)
+        problems += looked.problems
+        for found in reversed(looked.saves):
+            abandoned = locations.line.abandons(found.step_id)
             of_number.append(
-                _surveyed(examined, copies, preserved=is_preserved, abandoned=abandoned)
+                _surveyed(found, preserved=is_preserved, abandoned=abandoned)
             )
-            is_found |= examined.complete and not abandoned
+            is_found |= found.problem is None and not abandoned
         surveyed = [*of_number, *surveyed]
     if not known:
         # Locations that cannot be read have no steps, either.
-        _, problems = locations.look(step or 0)
+        problems = [*locations.look(step or 0).problems]
     return Survey(
         known=tuple(known),
         steps=tuple(surveyed),
@@ -182,37 +181,52 @@ def survey(
     )
 
 
-def _surveyed(
-    step: search.Step,
-    copies: Mapping[Offer, Source],
-    *,
-    preserved: bool,
-    abandoned: bool,
-) -> SurveyedStep:
-    offers = step.holdings.offers
-    parents = step.holdings.contents.parents
+def _surveyed(found: FoundStep, *, preserved: bool, abandoned: bool) -> SurveyedStep:
+    table = found.table
+    parents = table.contents.parents
     tiers = []
-    for tier in sorted({each.tier for each in offers}):
-        held = [each for each in offers if each.tier == tier]
-        alone = search.Step.from_offers(held)
+    for tier in sorted({holder.tier for holder in table.holders}):
+        alone = in_tier(found, tier)
+        assert alone is not None
         tiers.append(
             TierOfStep(
                 tier=tier,
                 problem=None if alone.complete else alone.lacking(),
-                holders=tuple(sorted(each.host.id for each in held)),
-                num_bytes=sum(each.manifest.stored_bytes for each in held),
+                holders=tuple(sorted(each.host.id for each in alone.holders)),
+                num_bytes=int(alone.num_bytes[alone.item].sum()),
             )
         )
     return SurveyedStep(
-        step=step.step,
-        save=step.save,
-        problem=None if step.complete else step.lacking(),
+        step=table.step_id.step,
+        save=table.step_id.save,
+        problem=None if table.complete else table.lacking(),
         preserved=preserved,
         abandoned=abandoned,
         parent=parents[-1] if parents else None,
         tiers=tuple(tiers),
-        components=_components(step, copies) if step.complete else (),
+        components=_components(found) if table.complete else (),
     )
+
+
+def in_tier(found: FoundStep, tier: str) -> StepTable | None:
+    """The parts of a step in one tier; None if it has none."""
+    return with_holders(found, lambda holder: holder.tier == tier)
+
+
+def with_holders(
+    found: FoundStep, counts: Callable[[Holder], bool]
+) -> StepTable | None:
+    """The parts of a step at some holders; None if there are none of them."""
+    whole = found.table.manifest
+    kept = [n for n, holder in enumerate(whole.holders) if counts(holder)]
+    if not kept:
+        return None
+    number = np.full(len(whole.holders), -1, np.int32)
+    number[kept] = np.arange(len(kept))
+    parts = whole.parts.take(np.flatnonzero(number[whole.parts.holder] >= 0))
+    parts = parts._replace(holder=number[parts.holder])
+    holders = tuple(whole.holders[n] for n in kept)
+    return StepTable([dataclasses.replace(whole, holders=holders, parts=parts)])
 
 
 def _foreign(step: int, *, preserved: bool) -> SurveyedStep:
@@ -228,44 +242,35 @@ def _foreign(step: int, *, preserved: bool) -> SurveyedStep:
     )
 
 
-def _components(
-    step: search.Step, copies: Mapping[Offer, Source]
-) -> tuple[StepComponent, ...]:
-    """The components of a step by name. A step without all of them is incomplete.
-
-    Args:
-      step: the save of it.
-      copies: the holders of its parts.
-    """
-    holdings = step.holdings
-    # Leaves without elements, and components without files, have no items.
-    num_leaves = collections.Counter(
-        leaf.path.partition("/")[0] for leaf in holdings.contents.leaves
-    )
-    items: collections.defaultdict[str, list[int]] = collections.defaultdict(list)
-    items |= {name: [] for name in (*num_leaves, *holdings.contents.components)}
-    for item in range(holdings.num_items):
-        items[_component(holdings, item)].append(item)
+def _components(found: FoundStep) -> tuple[StepComponent, ...]:
+    # The components of a complete step by name. Leaves without elements, and components
+    # without files, have no items.
+    table = found.table
+    num_leaves = collections.Counter(leaf.part for leaf in table.contents.arrays)
+    items: dict[str, list[int]] = {
+        name: [] for name in sorted({*num_leaves, *table.contents.components})
+    }
+    for item in range(len(table)):
+        items[table.leaf(item).part].append(item)
     return tuple(
-        _described(holdings, name, items[name], num_leaves[name], copies)
-        for name in sorted(items)
+        _described(found, name, of_name, num_leaves[name])
+        for name, of_name in items.items()
     )
 
 
 def _described(
-    holdings: Holdings,
-    name: str,
-    items: list[int],
-    num_leaves: int,
-    copies: Mapping[Offer, Source],
+    found: FoundStep, name: str, items: list[int], num_leaves: int
 ) -> StepComponent:
-    fields = _description(holdings, name, copies)
-    is_tree = name not in holdings.contents.components
+    table = found.table
+    fields = _description(found, name)
+    is_tree = name not in table.contents.components
     pattern = fields.get("pattern", _BY_SHARDING if is_tree else _OWN)
     resize = "its own rule" if pattern == _OWN else "none needed"
     if pattern in ("per_host", "per_node", "per_group"):
         # Older descriptions have no rule.
         resize = fields.get("on_resize") or "by the rule of the program that loads it"
+    named = [[table.name(item), table.digest(item).hex()] for item in items]
+    holders = {holder for item in items for holder in table.holders_of(item)}
     return StepComponent(
         name=name,
         pattern=" ".join([pattern, "+".join(fields.get("axes") or ())]).strip(),
@@ -273,42 +278,23 @@ def _described(
         required=fields.get("required"),
         version=fields.get("version"),
         num_leaves=num_leaves,
-        num_files=sum(item >= len(holdings.leaf) for item in items),
-        num_bytes=int(holdings.stored_bytes[np.array(items, int)].sum()),
-        digest=digest.json_digest([_part(holdings, item) for item in items]),
-        hosts=tuple(
-            sorted({o.host.id for item in items for o in holdings.holders(item)})
-        ),
+        num_files=sum(table.leaf(item).is_file for item in items),
+        num_bytes=int(table.num_bytes[np.array(items, int)].sum()),
+        digest=digest.json_digest(named),
+        hosts=tuple(sorted({table.holders[each].host.id for each in holders})),
     )
 
 
-def _component(holdings: Holdings, item: int) -> str:
-    if item >= len(holdings.leaf):
-        return holdings.files[item - len(holdings.leaf)].component
-    path = holdings.contents.leaves[int(holdings.leaf[item])].path
-    return path.partition("/")[0]
-
-
-def _part(holdings: Holdings, item: int) -> list[str]:
-    if item >= len(holdings.leaf):
-        checksum = holdings.files[item - len(holdings.leaf)].digest
-    else:
-        checksum = holdings.fragment(int(holdings.first_row[item])).digest
-    return [holdings.name(item), checksum.hex()]
-
-
-def _description(
-    holdings: Holdings, name: str, copies: Mapping[Offer, Source]
-) -> dict[str, Any]:
-    numbers = {file.path: number for number, file in enumerate(holdings.files)}
+def _description(found: FoundStep, name: str) -> dict[str, Any]:
+    table = found.table
     for kind in (_DESCRIPTION, *_OTHERS):
-        number = numbers.get(f"{name}/{kind}")
+        number = table.contents.files.get(f"{name}/{kind}")
         if number is None:
             continue
-        offers = holdings.holders(len(holdings.leaf) + number)
-        reader = verified_read.VerifiedReader({each: copies[each] for each in offers})
+        reader = verified_read.VerifiedReader(found)
         try:
-            fields = json.loads(reader.file(holdings.files[number], offers))
+            (item,) = table.of_leaf(number).tolist()
+            fields = json.loads(reader.values(item).tobytes())
         except (errors.CheckpointError, ValueError):
             # Verification names what is wrong with a file.
             return {"pattern": "unreadable"}

@@ -15,17 +15,18 @@ from etils import epath
 
 from elastic_ckpt.core import checked_json, errors, storage
 from elastic_ckpt.inspect import run_files
-from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.line import Line
+from elastic_ckpt.steps.search import Looked
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import find
+from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.peers import peer_client, run_agents, secret
 from elastic_ckpt.tiers.peers.peer import Peer
 from elastic_ckpt.tiers.persistent import persistent_root
 from elastic_ckpt.tiers.persistent.persistent_tier import PersistentTier
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt.tiers.ram.ram_disk import RamDisk
-from elastic_ckpt.tiers.source import Leftover, Source
+from elastic_ckpt.tiers.source import Copy, Leftover, Offered
 
 Location = RamDisk | Peer | PersistentTier
 
@@ -50,7 +51,7 @@ class Locations:
     def line(self) -> Line:
         """The line of the newest save: steps that it abandons do not count."""
         lines = [line for each in self._stored for line in each.recorded_lines()]
-        return find.Search(self._tiers, lines=lines).line
+        return find.search(self._tiers, lines=lines).line
 
     @functools.cached_property
     def foreign_steps(self) -> dict[int, str]:
@@ -60,9 +61,9 @@ class Locations:
             steps |= {step: str(each.root.final(step)) for step in each.foreign_steps()}
         return dict(sorted(steps.items()))
 
-    def look(self, step: int) -> tuple[dict[Offer, Source], list[str]]:
-        """The copies of a step, each holder once, and problems of unreadable ones."""
-        copies: dict[Offer, Source] = {}
+    def look(self, step: int) -> Looked[FoundStep]:
+        """The saves of a step, each holder once, and problems of unreadable parts."""
+        copies: list[Copy] = []
         problems: list[str] = []
         seen: set[tuple[str, str, str]] = set()
         for tier in self._tiers:
@@ -72,15 +73,16 @@ class Locations:
                 problems.append(str(error))
                 continue
             problems += offered.problems
-            for offer, source in offered.sources.items():
+            for each in offered.copies:
+                (holder,) = each.manifest.holders
                 # A machine may be given by its path and by its agent; both are one
                 # memory.
-                memory = "" if offer.tier == "local" else source.directory
-                holder = (memory, offer.host.id, offer.manifest.save)
-                if holder not in seen:
-                    seen.add(holder)
-                    copies[offer] = source
-        return copies, problems
+                memory = "" if holder.tier == "local" else each.source.directory
+                place = (memory, holder.host.id, each.manifest.step_id.save)
+                if place not in seen:
+                    seen.add(place)
+                    copies.append(each)
+        return find.looked(Offered(copies, problems))
 
     def leftovers(self) -> list[Leftover]:
         """The uncommitted parts of steps, ascending by step; an agent lists none."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from concurrent import futures
 from typing import Literal
 
@@ -20,12 +20,12 @@ from etils import epath
 
 from elastic_ckpt.core import errors, host_memory
 from elastic_ckpt.inspect.tier_locations import Locations
-from elastic_ckpt.steps import layout, search
-from elastic_ckpt.steps.holdings import Offer
-from elastic_ckpt.steps.manifest import ComponentFile, Fragment
+from elastic_ckpt.steps import layout
+from elastic_ckpt.steps.manifest import Holder
 from elastic_ckpt.tiers import stored_part
-from elastic_ckpt.tiers.persistent import orbax_view
-from elastic_ckpt.tiers.source import ReadError, Source
+from elastic_ckpt.tiers.find import FoundStep
+from elastic_ckpt.tiers.persistent import ocdbt, orbax_view
+from elastic_ckpt.tiers.source import ReadError
 
 Kind = Literal["damaged", "diverged", "incomplete", "manifest", "orbax", "unverifiable"]
 State = Literal["complete", "incomplete", "unverifiable"]
@@ -148,23 +148,22 @@ def verify(
                     remedy="save through ec.Checkpointer to have digests",
                 )
             )
-        copies, unread = locations.look(number)
-        problems += [_of_manifest(number, why) for why in unread]
-        groups = list(search.steps(list(copies)))
-        for step in reversed(groups):
-            read = _Copies(step, copies, progress)
+        looked = locations.look(number)
+        problems += [_of_manifest(number, why) for why in looked.problems]
+        for found in reversed(looked.saves):
+            read = _Copies(found, progress)
             problems += read.problems()
             verified.append(read.summary())
         # One complete save is enough; without one, the last save counts. If it has
         # diverged, that is reported by item.
-        whole = any(step.complete for step in groups)
-        if groups and not whole and (groups[0].gaps or groups[0].missing_parts):
+        tables = [found.table for found in looked.saves]
+        if tables and tables[0].gaps and not any(each.complete for each in tables):
             problems.append(
                 Problem(
                     kind="incomplete",
                     step=number,
-                    save=groups[0].save,
-                    why=groups[0].lacking(),
+                    save=tables[0].step_id.save,
+                    why=tables[0].lacking(),
                     remedy="look where the other holders are as well (more paths,"
                     " --secret-file), or restore another step",
                 )
@@ -201,38 +200,33 @@ class _Copies:
     """Every copy of one save of a step, read and compared in several threads.
 
     Args:
-      step: the save.
-      copies: the files of each holder.
+      found: the save.
       progress: called with the bytes read and the total, from any thread.
 
     Attributes:
-      step: the save.
-      copies: the files of each holder.
-      faults: of copies, by their rows in the holdings.
+      faults: of copies, by their rows in the table.
     """
 
-    def __init__(
-        self, step: search.Step, copies: Mapping[Offer, Source], progress: OnBytes
-    ) -> None:
-        self.step = step
-        self.copies = copies
-        self._progress = progress
+    def __init__(self, found: FoundStep, progress: OnBytes) -> None:
         self.faults: dict[int, _Fault] = {}
-        self._held = held = step.holdings
-        self._item = held.item
+        self._table = table = found.table
+        self._sources = found.sources
+        self._progress = progress
+        self._item = table.item
         # All hosts wrote into one directory.
         directories = dict.fromkeys(
-            copies[each].directory for each in held.offers if each.tier == "persistent"
+            source.directory
+            for holder, source in zip(table.holders, found.sources, strict=True)
+            if holder.tier == "persistent"
         )
         self._views = {
-            directory: orbax_view.OrbaxView(epath.Path(directory), held.contents)
+            directory: orbax_view.OrbaxView(epath.Path(directory))
             for directory in directories
         }
-        # Of each item, with the checksum behind values, which some manifests omit.
-        itemsize = [np.dtype(leaf.dtype).itemsize for leaf in held.contents.leaves]
-        of_boxes = held.boxes.volumes * np.array(itemsize, np.int64)[held.leaf]
-        of_files = np.array([file.stored_bytes for file in held.files], np.int64)
-        self._sizes = np.concatenate([of_boxes + layout.CHECKSUM_BYTES, of_files])
+        # Of each item, with the checksum behind values.
+        is_array = np.array([not leaf.is_file for leaf in table.contents.leaves], bool)
+        behind = layout.CHECKSUM_BYTES * is_array[table.items.leaf]
+        self._sizes = table.num_bytes + behind
         self._total = int(self._sizes[self._item].sum())
         self._num_bytes = 0
         self._lock = threading.Lock()
@@ -244,33 +238,35 @@ class _Copies:
     def summary(self) -> VerifiedStep:
         """What was read."""
         return VerifiedStep(
-            step=self.step.step,
-            save=self.step.save,
-            state="complete" if self.step.complete else "incomplete",
+            step=self._table.step_id.step,
+            save=self._table.step_id.save,
+            state="complete" if self._table.complete else "incomplete",
             num_copies=len(self._item),
             num_bytes=self._num_bytes,
         )
 
     def problems(self) -> Iterator[Problem]:
         """The problems, by item and holder."""
-        of_step = functools.partial(Problem, step=self.step.step, save=self.step.save)
+        step, save = self._table.step_id
+        of_step = functools.partial(Problem, step=step, save=save)
         unusable = [row for row in self.faults if self.faults[row].remedy is None]
         for row in [*sorted(unusable), *sorted(self.faults.keys() - set(unusable))]:
-            fault, offer = self.faults[row], self._offer(row)
+            fault, holder = self.faults[row], self._holder(row)
             yield of_step(
                 kind=fault.kind,
-                part=self._name(row),
-                tier=offer.tier,
-                holder=offer.host.id,
+                part=self._table.name(int(self._item[row])),
+                tier=holder.tier,
+                holder=holder.host.id,
                 path=self._path(row),
                 why=fault.why,
                 remedy=fault.remedy or self._elsewhere(row),
             )
-        for item in self._held.diverged.tolist():
-            hosts = [each.host.id for each in self._held.holders(item)]
+        for item in self._table.diverged.tolist():
+            holders = self._table.holders_of(item)
+            hosts = [self._table.holders[each].host.id for each in holders]
             yield of_step(
                 kind="diverged",
-                part=self._held.name(item),
+                part=self._table.name(item),
                 why=f"the hosts {errors.first_of(hosts)} saved different values",
                 remedy="a device or memory of one of them is faulty: find it, and"
                 " restore an older step",
@@ -300,26 +296,20 @@ class _Copies:
                 self._progress(self._num_bytes, self._total)
 
     def _examined(self, row: int, memory: np.ndarray) -> _Fault | None:
-        offer, part = self._offer(row), self._part(row)
-        file, offset = (
-            (part.file, part.offset) if isinstance(part, Fragment) else (part.path, 0)
-        )
-        source, surplus = self.copies[offer], 0
+        table, item = self._table, int(self._item[row])
+        leaf, box, named = table.leaf(item), table.box(item), table.digest_at(row)
+        source, surplus = self._sources[table.holder[row]], 0
         try:
-            source.read_into(file, offset, memory.data)
-            # The index of a store gives the end of values; its files may hold more.
-            held = offer.manifest.fragments
-            is_whole = offer.tier == "local" and len(held.files) == len(held)
-            if is_whole or isinstance(part, ComponentFile):
-                surplus = source.size(file) - offset - memory.nbytes
-            why = stored_part.damage(memory, part)
+            source.read_into(leaf, box, memory.data)
+            surplus = source.size(leaf, box) - memory.nbytes
+            why = stored_part.damage(memory, leaf, named)
         except ReadError as error:
             why = str(error)
-        view = self._views.get(source.directory)
         if why is not None:
             return _Fault(kind="damaged", why=why, remedy=None)
-        if isinstance(part, Fragment) and view is not None:
-            hidden = view.chunk_problem(part)
+        view = self._views.get(source.directory)
+        if view is not None and not leaf.is_file:
+            hidden = view.chunk_problem(leaf, box, named)
             if hidden is not None:
                 return _Fault(kind="orbax", why=hidden, remedy=_ORBAX_REMEDY)
         if surplus > 0:
@@ -332,17 +322,17 @@ class _Copies:
         return None
 
     def _elsewhere(self, row: int) -> str:
-        directory = self.copies[self._offer(row)].directory
+        directory = self._sources[self._table.holder[row]].directory
         good = self._good(row)
         if not good:
             return (
                 "no good copy is left: restore an older step, and remove the directory"
                 f" {directory}"
             )
-        holder = f"host {self._offer(good[0]).host.id}"
-        if self._offer(good[0]).tier == "persistent":
+        holder = f"host {self._holder(good[0]).host.id}"
+        if self._holder(good[0]).tier == "persistent":
             holder = "the persistent tier"
-        if self._offer(row).tier == "persistent":
+        if self._holder(row).tier == "persistent":
             return f"{holder} has a good copy: restore the step, and save it anew"
         return (
             f"{holder} has a good copy, and a restore that reads the bad one repairs it"
@@ -350,26 +340,20 @@ class _Copies:
 
     def _good(self, row: int) -> list[int]:
         # The rows of the same item that can be used.
-        first, end = self._held.first_row[self._item[row] :][:2].tolist()
+        first, end = self._table.first_row[self._item[row] :][:2].tolist()
         return [
             each
             for each in range(first, end)
             if each not in self.faults or self.faults[each].remedy is not None
         ]
 
-    def _offer(self, row: int) -> Offer:
-        return self._held.offers[self._held.holder[row]]
-
-    def _part(self, row: int) -> Fragment | ComponentFile:
-        # As its holder lists it.
-        if self._item[row] < len(self._held.leaf):
-            return self._held.fragment(row)
-        return self._offer(row).manifest.component_files[self._held.number[row]]
-
-    def _name(self, row: int) -> str:
-        return self._held.name(int(self._item[row]))
+    def _holder(self, row: int) -> Holder:
+        return self._table.holders[self._table.holder[row]]
 
     def _path(self, row: int) -> str:
-        part = self._part(row)
-        file = part.file if isinstance(part, Fragment) else part.path
-        return f"{self.copies[self._offer(row)].directory}/{file}"
+        item = int(self._item[row])
+        leaf, box = self._table.leaf(item), self._table.box(item)
+        file = layout.part_file(leaf, box)
+        if self._holder(row).tier == "persistent" and not leaf.is_file:
+            file = f"{leaf.part}//{ocdbt.key(leaf, box)}"
+        return f"{self._sources[self._table.holder[row]].directory}/{file}"

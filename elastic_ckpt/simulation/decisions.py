@@ -29,16 +29,10 @@ from typing import Any
 import numpy as np
 
 from elastic_ckpt.core import boxes
-from elastic_ckpt.steps import owners, read_plan, search
-from elastic_ckpt.steps.holdings import Holdings, Offer, Tier
-from elastic_ckpt.steps.manifest import (
-    ComponentFile,
-    Contents,
-    Fragments,
-    Host,
-    Leaf,
-    Manifest,
-)
+from elastic_ckpt.steps import owners, read_plan
+from elastic_ckpt.steps.manifest import Contents, Holder, Host, Leaf, Manifest, Parts
+from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.table import StepTable
 
 # Boxes of each host, if no other slice has them: placement copies them to several
 # hosts, which matters where copies are all that is left.
@@ -113,54 +107,68 @@ class WorldLayout:
         """The leaves and components of a step."""
         size = shape.hosts_per_slice * self.part_bytes(shape)
         leaves = [
-            Leaf(path=f"params/{number}", shape=(size,), dtype="uint8")
+            Leaf(
+                path=f"params/{number}",
+                shape=(size,),
+                dtype="uint8",
+                chunk=(self.part_bytes(shape),),
+            )
             for number in range(shape.parts)
         ]
-        return Contents(leaves=tuple(leaves), components={"data": shape.hosts})
+        leaves += [
+            Leaf.of_file(f"data/{number:06d}", _FILE_BYTES)
+            for number in range(shape.hosts)
+        ]
+        return Contents(leaves=tuple(leaves), components=("data",))
 
     def boxes(self, shape: Shape, items: np.ndarray) -> tuple[np.ndarray, boxes.Boxes]:
-        """The leaf and the box of items of the holdings, int64 `[i]`.
+        """The leaf and the box of items of the table, int64 `[i]`.
 
-        Items are numbered by leaf, then by the host's position in its slice.
+        Items are numbered by leaf, then by the host's position in its slice; then come
+        the files, by host.
 
         Returns:
           int32 `[i]`, and as many boxes.
         """
         leaf, position = np.divmod(items, shape.hosts_per_slice)
-        size = self.part_bytes(shape)
-        start = position[:, None] * size
+        is_file = items >= shape.num_boxes
+        leaf = np.where(is_file, shape.parts + items - shape.num_boxes, leaf)
+        size = np.where(is_file, _FILE_BYTES, self.part_bytes(shape))[:, None]
+        start = np.where(is_file, 0, position)[:, None] * size
         return leaf.astype(np.int32), boxes.Boxes(start=start, stop=start + size)
 
-    def saved(self, shape: Shape) -> list[Offer]:
+    def saved(self, shape: Shape) -> list[Manifest]:
         """The manifests of the hosts of a world that has saved a step."""
         contents, per_slice = self.contents(shape), shape.hosts_per_slice
-        parts = [
-            self._fragments(shape, np.arange(shape.parts) * per_slice + place)
-            for place in range(per_slice)
+        of_place = [
+            np.arange(shape.parts) * per_slice + place for place in range(per_slice)
         ]
         return [
-            _offer(
+            self._manifest(
+                shape,
                 contents,
-                self.host(number, domain),
-                parts[number % per_slice],
-                [_file(number)],
+                Holder(self.host(number, domain)),
+                np.append(of_place[number % per_slice], shape.num_boxes + number),
             )
             for number, domain in enumerate(shape.domains.tolist())
         ]
 
     def copies(
-        self, shape: Shape, offers: Sequence[Offer], item: np.ndarray, host: np.ndarray
-    ) -> list[tuple[int, Offer]]:
+        self,
+        shape: Shape,
+        saved: Sequence[Manifest],
+        item: np.ndarray,
+        host: np.ndarray,
+    ) -> list[tuple[int, Manifest]]:
         """The manifests of copies that hosts have taken, with the numbers of the hosts.
 
         Args:
           shape: of the world.
-          offers: of its hosts, as `saved`.
-          item: of each copy, its number in the holdings.
+          saved: of its hosts, as `saved`.
+          item: of each copy, its number in the table.
           host: of each copy, the number of the host that has it.
         """
-        contents = offers[0].manifest.contents
-        num_boxes = shape.num_boxes
+        contents = saved[0].contents
         order = np.lexsort([item, host])
         item, host = item[order], host[order]
         holders, first = np.unique(host, return_index=True)
@@ -168,69 +176,35 @@ class WorldLayout:
         return [
             (
                 number,
-                _offer(
-                    contents,
-                    offers[number].host,
-                    self._fragments(shape, items[items < num_boxes]),
-                    [_file(n) for n in (items[items >= num_boxes] - num_boxes)],
-                ),
+                self._manifest(shape, contents, Holder(saved[number].host), items),
             )
             for number, items in zip(holders.tolist(), taken, strict=True)
         ]
 
-    def stored(self, shape: Shape) -> Offer:
+    def stored(self, shape: Shape) -> Manifest:
         """The manifest of a step in persistent storage."""
-        num_boxes = shape.num_boxes
-        return _offer(
-            self.contents(shape),
-            Host(id="storage", number=0, domains={}),
-            self._fragments(shape, np.arange(num_boxes)),
-            [_file(number) for number in range(shape.hosts)],
-            tier="persistent",
-        )
+        host = Host(id="storage", number=0, domains={})
+        items = np.arange(shape.num_boxes + shape.hosts)
+        holder = Holder(host, "persistent")
+        return self._manifest(shape, self.contents(shape), holder, items)
 
-    def _fragments(self, shape: Shape, items: np.ndarray) -> Fragments:
+    def _manifest(
+        self, shape: Shape, contents: Contents, holder: Holder, items: np.ndarray
+    ) -> Manifest:
         leaf, of_items = self.boxes(shape, items)
-        zeros = np.zeros(len(items), np.int64)
-        return Fragments(
-            leaf=leaf,
-            boxes=of_items,
-            digest=np.zeros((len(items), 2), np.uint64),
-            file=zeros.astype(np.int32),
-            offset=zeros,
-            stored_bytes=np.full(len(items), self.part_bytes(shape)),
-            files=("values",),
+        return Manifest(
+            run="simulated",
+            step_id=StepId(1, ""),
+            contents=contents,
+            holders=(holder,),
+            parts=Parts(
+                holder=np.zeros(len(items), np.int32),
+                leaf=leaf,
+                start=of_items.start,
+                stop=of_items.stop,
+                digest=np.zeros((len(items), 2), np.uint64),
+            ),
         )
-
-
-def _file(number: int) -> ComponentFile:
-    return ComponentFile(
-        component="data",
-        parts=(number, number + 1),
-        path=f"data/{number:06d}",
-        digest=bytes(16),
-        stored_bytes=_FILE_BYTES,
-    )
-
-
-def _offer(
-    contents: Contents,
-    host: Host,
-    fragments: Fragments,
-    files: Sequence[ComponentFile],
-    *,
-    tier: Tier = "local",
-) -> Offer:
-    manifest = Manifest(
-        run="simulated",
-        step=1,
-        save="",
-        host=host,
-        contents=contents,
-        fragments=fragments,
-        component_files=tuple(files),
-    )
-    return Offer(tier=tier, manifest=manifest)
 
 
 # Shapes whose placement is kept; 10,000 hosts take about 50 MB each.
@@ -244,15 +218,15 @@ class Held:
 
     Attributes:
       shape: of the world.
-      offers: manifests with the numbers of their hosts: saved parts, then copies.
-      item: of each row (an item at a host), its number in the holdings.
+      saved: manifests with the numbers of their hosts: saved parts, then copies.
+      item: of each row (an item at a host), its number in the table.
       host: of each row, the number of the host.
       copy_bytes: of all copies.
       most_copy_bytes: that one host takes.
     """
 
     shape: Shape
-    offers: Sequence[tuple[int, Offer]]
+    saved: Sequence[tuple[int, Manifest]]
     item: np.ndarray
     host: np.ndarray
     copy_bytes: int
@@ -325,25 +299,25 @@ class Decisions:
         self._kept = functools.lru_cache(_MOST_SHAPES)(self._held)
         self._complete: dict[tuple[int, bool], bool] = {}
         self._nearness: dict[int, int] = {}
-        self._last: tuple[tuple[Any, ...], search.Step | None] | None = None
+        self._last: tuple[tuple[Any, ...], StepTable | None] | None = None
 
     def held(self, shape: Shape) -> Held:
         """A save of a world with the copies that placement gives it."""
         return self._kept(shape) if self._is_cached else self._held(shape)
 
     def _held(self, shape: Shape) -> Held:
-        offers = self._layout.saved(shape)
-        table = Holdings.from_offers(offers)
-        hosts = [offer.host for offer in offers]
+        saved = self._layout.saved(shape)
+        table = StepTable(saved)
+        hosts = [each.host for each in saved]
         placed = owners.Owners(hosts, self._policy).place(
-            table.holder_sets(hosts), table.stored_bytes
+            table.holder_sets(hosts), table.num_bytes
         )
-        size = table.stored_bytes[placed.item]
+        size = table.num_bytes[placed.item]
         per_host = np.bincount(placed.target, size, shape.hosts)
-        copies = self._layout.copies(shape, offers, placed.item, placed.target)
+        copies = self._layout.copies(shape, saved, placed.item, placed.target)
         return Held(
             shape=shape,
-            offers=[*enumerate(offers), *copies],
+            saved=[*enumerate(saved), *copies],
             item=np.concatenate([table.item, placed.item]),
             host=np.concatenate([table.holder, placed.target]).astype(np.int64),
             copy_bytes=int(size.sum()),
@@ -352,11 +326,11 @@ class Decisions:
 
     def without_copies(self, held: Held) -> Held:
         """The same save before its copies are made."""
-        offers = held.offers[: held.shape.hosts]
+        saved = held.saved[: held.shape.hosts]
         num_rows = held.shape.hosts * (held.shape.parts + 1)
         return dataclasses.replace(
             held,
-            offers=offers,
+            saved=saved,
             item=held.item[:num_rows],
             host=held.host[:num_rows],
             copy_bytes=0,
@@ -412,16 +386,17 @@ class Decisions:
 
     def _newest(
         self, held: Held, dead: Collection[int], *, is_stored: bool
-    ) -> search.Step | None:
+    ) -> StepTable | None:
         gone = frozenset(dead)
-        key = (held.shape, len(held.offers), gone, is_stored)
+        key = (held.shape, len(held.saved), gone, is_stored)
         if self._last is not None and self._last[0] == key:
             # The step that was searched for is read.
             return self._last[1]
-        offers = [offer for number, offer in held.offers if number not in gone]
+        left = [each for number, each in held.saved if number not in gone]
         if is_stored:
-            offers.append(self._layout.stored(held.shape))
-        step = search.newest(offers)
+            left.append(self._layout.stored(held.shape))
+        table = StepTable(left) if left else None
+        step = table if table is not None and table.complete else None
         self._last = (key, step)
         return step
 
@@ -467,10 +442,10 @@ class Decisions:
             domain=self._layout.domain,
         )
         assert len(plan) == len(part)
-        first = step.holdings.holder[plan.choice[plan.first_choice[:-1]]]
+        first = plan.choices.holder[plan.choices.first[:-1]]
         numbers = [
-            _NOT_OF_WORLD if offer.tier == "persistent" else offer.host.number
-            for offer in step.holdings.offers
+            _NOT_OF_WORLD if each.tier == "persistent" else each.host.number
+            for each in step.holders
         ]
         holder = np.array(numbers)[first]
         near = np.where(

@@ -3,7 +3,7 @@
     state/params/w/zarr.json        an array, `params/w` of the checkpointable `state`
     state/params/w/c/0/1            one of its chunks: a box of it, a fragment
     data/shards-00000-00063.json    a file of the component `data`
-    manifest-<host id>.json         what a host holds of all this; written last
+    manifest-<host id>              what a host holds of all this; written last
 
 An array is in zarr v3: uncompressed, little-endian, each chunk with its CRC-32C behind
 its values. So a chunk's values start at byte 0 of its file with the same layout as in
@@ -26,11 +26,8 @@ import math
 import urllib.parse
 from collections.abc import Iterator, Sequence
 
-# NumPy knows bfloat16 by its name only after this import, also in an agent.
-import ml_dtypes  # noqa: F401
-import numpy as np
-
 from elastic_ckpt.core import boxes, digest, errors, storage
+from elastic_ckpt.steps.manifest import Leaf
 
 # The directory of the steps in that of a run.
 STEPS = "checkpoints"
@@ -47,15 +44,16 @@ def leaf_directory(path: str) -> str:
     return "/".join(_safe(part) for part in path.split("/"))
 
 
-def chunk_file(path: str, box: boxes.Box, chunk: Sequence[int]) -> str:
-    """The file of a chunk, relative to the step's directory.
+def part_file(leaf: Leaf, box: boxes.Box) -> str:
+    """The file of a part in a RAM disk, relative to the step's directory."""
+    if leaf.is_file:
+        return leaf.path
+    return f"{leaf_directory(leaf.path)}/{chunk_key(box, leaf.chunk)}"
 
-    Args:
-      path: of the leaf.
-      box: of the chunk, in global coordinates.
-      chunk: the shape of all chunks of the leaf.
-    """
-    return f"{leaf_directory(path)}/{chunk_key(box, chunk)}"
+
+def stored_bytes(leaf: Leaf, box: boxes.Box) -> int:
+    """Bytes of a part with the checksum behind values."""
+    return leaf.num_bytes(box) + (0 if leaf.is_file else CHECKSUM_BYTES)
 
 
 def chunk_key(box: boxes.Box, chunk: Sequence[int]) -> str:
@@ -107,22 +105,14 @@ def cut(box: boxes.Box, chunk: Sequence[int]) -> Iterator[boxes.Box]:
         )
 
 
-def array_metadata(
-    shape: Sequence[int], dtype: str, chunk: Sequence[int]
-) -> dict[str, storage.Json]:
-    """The `metadata` of TensorStore's `zarr3` driver for a leaf.
-
-    Args:
-      shape: of the whole array.
-      dtype: NumPy's name, such as `bfloat16`.
-      chunk: the shape of its chunks.
-    """
+def array_metadata(leaf: Leaf) -> dict[str, storage.Json]:
+    """The `metadata` of TensorStore's `zarr3` driver for an array."""
     return {
-        "shape": list(shape),
-        "data_type": dtype,
+        "shape": list(leaf.shape),
+        "data_type": leaf.dtype,
         "chunk_grid": {
             "name": "regular",
-            "configuration": {"chunk_shape": list(chunk)},
+            "configuration": {"chunk_shape": list(leaf.chunk)},
         },
         "chunk_key_encoding": {"name": "default"},
         "codecs": [
@@ -130,11 +120,6 @@ def array_metadata(
             {"name": "crc32c"},
         ],
     }
-
-
-def num_bytes(box: boxes.Box, dtype: str) -> int:
-    """Bytes of the values of a box."""
-    return box.volume * np.dtype(dtype).itemsize
 
 
 def _largest_divisor(number: int, most: int) -> int:

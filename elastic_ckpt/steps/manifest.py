@@ -1,52 +1,96 @@
-"""Manifests: what one host holds of one step; only a manifest makes a part exist.
+"""Manifests: what holders have of a step; only a manifest makes a part exist.
 
-A host writes its manifest last and atomically, and anew when copies from peers have
-arrived. It lists the whole step (every leaf, every component), so that parts that no
-manifest holds are detected as missing. Then it lists the parts that this host holds:
+A part is a box of a leaf, with the digest of its values. A file of a component (data
+state, random numbers, whatever a run has) is a leaf, too: the array of its bytes. Where
+a part lies follows from its leaf, its box and its holder.
 
-* fragments, boxes of leaves with the digest of their values and their place in a file
-* files of components (data state, random numbers, whatever a run has)
+A manifest lists the whole step (every leaf, every component), so that parts that nobody
+holds are detected as missing, and the parts that its holders have. That of one holder
+is a file in the step's directory, `manifest-<host id>`, written last and atomically,
+and anew when copies from peers have arrived. That of several holders is what hosts tell
+each other. Both are the same bytes (FORMAT.md).
 
-`manifest_file` reads and writes the format on disk.
-
-Glossary: n fragments, r the most dims that a leaf has.
+Glossary: n parts, r the most dims that a leaf has.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
+# NumPy knows bfloat16 by its name only after this import, also in an agent.
+import ml_dtypes  # noqa: F401
 import numpy as np
 
-from elastic_ckpt.core import boxes
+from elastic_ckpt.core import boxes, checked_blobs, checked_json, codec, errors
 from elastic_ckpt.steps.step_id import StepId
+
+VERSION = 1
+# A host's own memory is its local tier, and to all others it is the peer tier.
+Tier = Literal["local", "persistent"]
+# The id of a host.
+ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+# Errors that other content raises when it is decoded.
+_OTHER = (
+    *(AttributeError, KeyError, IndexError, OverflowError),
+    *(RecursionError, TypeError, ValueError),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """An array of the state.
+    """An array of the state, or a file of a component.
 
     Attributes:
-      path: its place in the state's tree, unique in a step.
-      shape: of the whole array.
-      dtype: its name, such as `bfloat16`.
+      path: its place in the step, unique there: in the tree of the checkpointable that
+        its first part names, or in the step's directory.
+      shape: of the whole array; of a file, its length.
+      dtype: its name, such as `bfloat16`; of a file, `uint8`.
+      chunk: the shape of all of its parts, at least 1 in each dim.
+      is_file: whether it is a file.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: str
+    chunk: tuple[int, ...] = ()
+    is_file: bool = False
+
+    @classmethod
+    def of_file(cls, path: str, num_bytes: int) -> Leaf:
+        """A file of a component."""
+        chunk = (max(1, num_bytes),)
+        return cls(
+            path=path, shape=(num_bytes,), dtype="uint8", chunk=chunk, is_file=True
+        )
+
+    @property
+    def part(self) -> str:
+        """The name of the checkpointable that it is of."""
+        return self.path.partition("/")[0]
+
+    @property
+    def name(self) -> str:
+        """The name of an array in Orbax's stores, such as `params.w`."""
+        return ".".join(map(_unescaped, self.path.split("/")[1:]))
+
+    def num_bytes(self, box: boxes.Box) -> int:
+        """Bytes of the values of a box."""
+        return box.volume * np.dtype(self.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contents:
-    """The contents of a whole step, the same in the manifests of all hosts.
+    """The contents of a whole step, the same in all of its manifests.
 
     Attributes:
-      leaves: ordered by path.
-      components: by name, the number of logical parts of each: the logical shards of
-        the cursors, 1 of what all hosts share.
+      leaves: the arrays, ordered by path, and then the files of components, likewise.
+      components: their names, ordered; one may have no files.
       time_ms: when it was committed, since 1970, by the clock of host 0.
       metrics: JSON of the metrics that retention may rank it by; None if it was not
         evaluated. It is kept as text, which is equal to itself also if a loss is NaN.
@@ -59,7 +103,7 @@ class Contents:
     """
 
     leaves: tuple[Leaf, ...]
-    components: Mapping[str, int]
+    components: tuple[str, ...] = ()
     time_ms: int = 0
     metrics: str | None = None
     parents: tuple[StepId, ...] = ()
@@ -67,10 +111,15 @@ class Contents:
     custom_metadata: str | None = None
     is_due: bool = False
 
-    @property
-    def rank(self) -> int:
-        """The most dims that a leaf has."""
-        return self.shapes.shape[1]
+    @functools.cached_property
+    def arrays(self) -> tuple[Leaf, ...]:
+        """The leaves that are arrays."""
+        return tuple(leaf for leaf in self.leaves if not leaf.is_file)
+
+    @functools.cached_property
+    def files(self) -> Mapping[str, int]:
+        """The numbers of the leaves that are files, by path."""
+        return {leaf.path: n for n, leaf in enumerate(self.leaves) if leaf.is_file}
 
     @functools.cached_property
     def shapes(self) -> np.ndarray:
@@ -80,10 +129,9 @@ class Contents:
         return np.array(wide, np.int64).reshape(len(wide), rank)
 
     @functools.cached_property
-    def has_dim(self) -> np.ndarray:
-        """Whether a leaf has a dim, bool `[leaves, r]`."""
-        ranks = np.array([len(leaf.shape) for leaf in self.leaves], np.int64)
-        return np.arange(self.rank) < ranks[:, None]
+    def item_bytes(self) -> np.ndarray:
+        """The bytes of an element of each leaf, int64 `[leaves]`."""
+        return np.array([np.dtype(each.dtype).itemsize for each in self.leaves], int)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,150 +161,210 @@ class Host:
         return self.id.rpartition(".")[2]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Fragment:
-    """A box of a leaf in one file.
+class Holder(NamedTuple):
+    """A host that holds parts, and where.
 
     Attributes:
-      leaf: its number in the contents.
-      box: in global coordinates.
-      digest: `core.digest.values_digest` of the values, 16 bytes.
-      file: relative to the step's directory; behind `//`, a key of the key-value store
-        that the file or directory before is.
-      offset: of its first byte in the file.
-      stored_bytes: from there on, as stored: compressed, maybe.
+      host: the host.
+      tier: the tier in which it keeps them.
+      url: of its agent, or of the step's directory in persistent storage; empty if its
+        machine is one of the world.
     """
 
-    leaf: int
-    box: boxes.Box
-    digest: bytes
-    file: str
-    offset: int
-    stored_bytes: int
+    host: Host
+    tier: Tier = "local"
+    url: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Fragments:
-    """Fragments as columns.
+class Parts(NamedTuple):
+    """Parts as columns.
 
     Attributes:
-      leaf: int32 `[n]`.
-      boxes: `[n, r]`; of a leaf with fewer dims than r, the last are `0:1`.
-      digest: uint64 `[n, 2]`, the 16 bytes of each as they lie in memory.
-      file: int32 `[n]`, the number of the file in `files`.
-      offset: int64 `[n]`.
-      stored_bytes: int64 `[n]`.
-      files: as in `Fragment`.
+      holder: of each part, the number of its holder, int32 `[n]`.
+      leaf: the number of its leaf, int32 `[n]`.
+      start: of its box, int64 `[n, r]`; 0 in dims that the leaf lacks.
+      stop: likewise; 1 in dims that the leaf lacks.
+      digest: `core.digest.values_digest` of its values, uint64 `[n, 2]`: the 16 bytes
+        as they lie in memory.
     """
 
+    holder: np.ndarray
     leaf: np.ndarray
-    boxes: boxes.Boxes
+    start: np.ndarray
+    stop: np.ndarray
     digest: np.ndarray
-    file: np.ndarray
-    offset: np.ndarray
-    stored_bytes: np.ndarray
-    files: tuple[str, ...]
 
     @classmethod
-    def from_rows(
-        cls, fragments: Iterable[Fragment], *, contents: Contents
-    ) -> Fragments:
-        """Makes columns of `fragments`, sorted by leaf and box."""
-        listed = sorted(fragments, key=lambda each: (each.leaf, each.box))
-        files = tuple(sorted({each.file for each in listed}))
-        numbers = {file: number for number, file in enumerate(files)}
-        digests = b"".join(each.digest for each in listed)
+    def of_rows(
+        cls, rows: Iterable[tuple[int, boxes.Box, bytes]], contents: Contents
+    ) -> Parts:
+        """Parts of one holder, sorted: the leaf, the box, and the digest of each."""
+        ordered = sorted(rows)
+        held = padded([box for _, box, _ in ordered], rank=contents.shapes.shape[1])
+        digests = b"".join(each for *_, each in ordered)
         return cls(
-            leaf=np.array([each.leaf for each in listed], np.int32),
-            boxes=padded([each.box for each in listed], rank=contents.rank),
+            holder=np.zeros(len(ordered), np.int32),
+            leaf=np.array([leaf for leaf, *_ in ordered], np.int32),
+            start=held.start,
+            stop=held.stop,
             digest=np.frombuffer(digests, np.uint64).reshape(-1, 2),
-            file=np.array([numbers[each.file] for each in listed], np.int32),
-            offset=np.array([each.offset for each in listed], np.int64),
-            stored_bytes=np.array([each.stored_bytes for each in listed], np.int64),
-            files=files,
         )
 
-    def __len__(self) -> int:
-        return len(self.leaf)
+    @property
+    def boxes(self) -> boxes.Boxes:
+        """The boxes of the parts."""
+        return boxes.Boxes(start=self.start, stop=self.stop)
 
-    def row(self, number: int, *, contents: Contents) -> Fragment:
-        """One of them."""
-        leaf = int(self.leaf[number])
-        rank = len(contents.leaves[leaf].shape)
-        return Fragment(
-            leaf=leaf,
-            box=self.boxes.box(number, rank=rank),
-            digest=self.digest[number].tobytes(),
-            file=self.files[self.file[number]],
-            offset=int(self.offset[number]),
-            stored_bytes=int(self.stored_bytes[number]),
-        )
+    def take(self, rows: np.ndarray) -> Parts:
+        """Some of them."""
+        return Parts(*(column.take(rows, axis=0) for column in self))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ComponentFile:
-    """A file of a component.
-
-    Attributes:
-      component: its name.
-      parts: the first of the component's parts in this file, and the one after the
-        last.
-      path: relative to the step's directory.
-      digest: `core.digest.values_digest` of its bytes, 16 bytes.
-      stored_bytes: its length.
-    """
-
-    component: str
-    parts: tuple[int, int]
-    path: str
-    digest: bytes
-    stored_bytes: int
+_DTYPES = ("<i4", "<i4", "<i8", "<i8", "<u8")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Manifest:
-    """The parts of one step that one host holds.
+    """What some holders have of one save of a step.
 
     Attributes:
       run: the identity of the run.
-      step: the training step.
-      save: which save of this step it is, if a run that fell back came to it again;
-        manifests of different saves are never mixed, and a later one's is greater.
-      host: that holds it.
+      step_id: the step, and which save of it; manifests of different saves are never
+        mixed.
       contents: of the whole step.
-      fragments: that the host holds.
-      component_files: that the host holds.
+      holders: that have the parts.
+      parts: that they have.
     """
 
     run: str
-    step: int
-    save: str
-    host: Host
+    step_id: StepId
     contents: Contents
-    fragments: Fragments
-    component_files: tuple[ComponentFile, ...]
+    holders: tuple[Holder, ...]
+    parts: Parts
 
     @property
-    def step_id(self) -> StepId:
-        """The step, and which save of it."""
-        return StepId(self.step, self.save)
+    def host(self) -> Host:
+        """The first holder."""
+        return self.holders[0].host
 
     @property
-    def rows(self) -> list[Fragment]:
-        """The fragments, one by one."""
-        every = range(len(self.fragments))
-        return [self.fragments.row(each, contents=self.contents) for each in every]
+    def num_bytes(self) -> int:
+        """The bytes of all parts."""
+        of_leaf = self.contents.item_bytes[self.parts.leaf]
+        return int((self.parts.boxes.volumes * of_leaf).sum())
 
-    @property
-    def stored_bytes(self) -> int:
-        """The bytes of all fragments and files that the host holds."""
-        of_files = sum(file.stored_bytes for file in self.component_files)
-        return int(self.fragments.stored_bytes.sum()) + of_files
+    def rows(self) -> list[tuple[int, boxes.Box, bytes]]:
+        """The leaf, the box and the digest of each part."""
+        ranks = [len(leaf.shape) for leaf in self.contents.leaves]
+        held, leaves = self.parts.boxes, self.parts.leaf.tolist()
+        digests = self.parts.digest.tobytes()
+        return [
+            (leaf, held.box(n, rank=ranks[leaf]), digests[16 * n : 16 * n + 16])
+            for n, leaf in enumerate(leaves)
+        ]
+
+    def at(self, tier: Tier, url: str = "") -> Manifest:
+        """The same, found in a tier at an agent."""
+        holders = tuple(Holder(each.host, tier, url) for each in self.holders)
+        return dataclasses.replace(self, holders=holders)
+
+    def to_bytes(self) -> bytes:
+        """Encodes it; `parse` reads that."""
+        contents = json.dumps(codec.encode(self.contents), separators=(",", ":"))
+        columns = zip(self.parts, _DTYPES, strict=True)
+        return checked_blobs.to_bytes(
+            {
+                "run": self.run,
+                "step_id": codec.encode(self.step_id),
+                "holders": codec.encode(self.holders),
+                "num_parts": len(self.parts.leaf),
+            },
+            [
+                contents.encode(),
+                *(np.ascontiguousarray(each, kind).tobytes() for each, kind in columns),
+            ],
+            version=VERSION,
+        )
+
+    @classmethod
+    def parse(cls, content: bytes) -> Manifest:
+        """The manifest that `to_bytes` encoded, checked.
+
+        Raises:
+          UnreadableError: if it is cut short, altered, of another version, or not a
+            manifest.
+        """
+        fields, blobs = checked_blobs.parse(content, what="manifest", version=VERSION)
+        try:
+            contents = _contents(blobs[0])
+            manifest = cls(
+                run=codec.decode(str, fields["run"]),
+                step_id=codec.decode(StepId, fields["step_id"]),
+                contents=contents,
+                holders=codec.decode(tuple[Holder, ...], fields["holders"]),
+                parts=_columns(blobs[1:], int(fields["num_parts"]), contents),
+            )
+            _check(manifest)
+        except _OTHER as error:
+            problem = f"is not a manifest ({error!r})"
+            raise checked_json.UnreadableError(problem) from None
+        return manifest
+
+    @classmethod
+    def merged(cls, manifests: Sequence[Manifest]) -> Manifest:
+        """One manifest of the holders of several, at least one.
+
+        Raises:
+          CheckpointError: if they are of different runs, steps, saves or contents.
+        """
+        first = manifests[0]
+        for each in manifests:
+            if not each.is_alike(first):
+                raise errors.CheckpointError(
+                    f"the manifest of host {each.host.id!r} (run {each.run!r}, step"
+                    f" {each.step_id.step}, save {each.step_id.save!r}) lists another"
+                    f" step than that of host {first.host.id!r} (run {first.run!r},"
+                    f" step {first.step_id.step}, save {first.step_id.save!r}); remove"
+                    " the one that does not belong there"
+                )
+        sizes = [len(each.parts.leaf) for each in manifests]
+        before = np.cumsum([0, *(len(each.holders) for each in manifests)])[:-1]
+        several = zip(*(each.parts for each in manifests), strict=True)
+        parts = Parts(*map(np.concatenate, several))
+        holder = parts.holder + np.repeat(before, sizes).astype(np.int32)
+        return dataclasses.replace(
+            first,
+            holders=tuple(holder for each in manifests for holder in each.holders),
+            parts=parts._replace(holder=holder),
+        )
+
+    def is_alike(self, other: Manifest) -> bool:
+        """Whether both list the same save of the same step, with the same contents."""
+        # Contents that were parsed are mostly the same object.
+        one, two = self.contents, other.contents
+        alike = one is two or one == two
+        return alike and (self.run, self.step_id) == (other.run, other.step_id)
+
+
+def grouped(manifests: Iterable[Manifest]) -> list[list[Manifest]]:
+    """Manifests of one step in groups that list the same, the newest save first."""
+    groups: list[list[Manifest]] = []
+    for each in manifests:
+        alike = next((group for group in groups if each.is_alike(group[0])), None)
+        if alike is None:
+            groups.append([each])
+        else:
+            alike.append(each)
+    return sorted(groups, key=lambda group: group[0].step_id, reverse=True)
 
 
 def escaped(key: str) -> str:
     """A key of a tree as a part of a leaf's path, in which `/` joins the parts."""
     return key.replace("~", "~0").replace("/", "~1")
+
+
+def _unescaped(part: str) -> str:
+    return part.replace("~1", "/").replace("~0", "~")
 
 
 def padded(of_leaves: Sequence[boxes.Box], *, rank: int) -> boxes.Boxes:
@@ -267,3 +375,60 @@ def padded(of_leaves: Sequence[boxes.Box], *, rank: int) -> boxes.Boxes:
         for box, n in zip(of_leaves, more, strict=True)
     ]
     return boxes.Boxes.from_boxes(wide, rank=rank)
+
+
+@functools.lru_cache(maxsize=64)
+def _contents(text: bytes) -> Contents:
+    # All hosts of a step list the same: it is made once, and is the same object.
+    contents = codec.decode(Contents, json.loads(text))
+    places = [(leaf.is_file, leaf.path) for leaf in contents.leaves]
+    _require(places == sorted(set(places)), "the order of the leaves")
+    _require(min(map(min, map(_sizes, contents.leaves)), default=1) > 0, "the shapes")
+    names = [leaf.path.split("/") for leaf in contents.leaves if leaf.is_file]
+    # A path of a peer must not lead out of the step's directory.
+    _require(
+        all(part not in ("", ".", "..") for name in names for part in name),
+        "the paths of files",
+    )
+    _require({name[0] for name in names} <= set(contents.components), "the components")
+    for text_of in (contents.metrics, contents.trees, contents.custom_metadata):
+        _require(isinstance(json.loads(text_of or "{}"), dict), "what is JSON")
+    # They raise an error if a dtype is unknown, or ranks differ.
+    _ = contents.item_bytes, contents.shapes
+    return contents
+
+
+def _sizes(leaf: Leaf) -> list[int]:
+    ranks = {len(leaf.shape), len(leaf.chunk)}
+    _require(len(ranks) == 1, "the chunks")
+    return [1, *leaf.chunk, *(size + 1 for size in leaf.shape)]
+
+
+def _columns(blobs: Sequence[bytes], count: int, contents: Contents) -> Parts:
+    rank = contents.shapes.shape[1]
+    shapes = ((count,), (count,), (count, rank), (count, rank), (count, 2))
+    listed = list(zip(blobs, _DTYPES, shapes, strict=True))
+    sizes = [math.prod(shape) * np.dtype(kind).itemsize for _, kind, shape in listed]
+    _require(list(map(len, blobs)) == sizes, "columns of a length")
+    return Parts(*(np.frombuffer(blob, k).reshape(shape) for blob, k, shape in listed))
+
+
+def _check(manifest: Manifest) -> None:
+    contents, parts = manifest.contents, manifest.parts
+    ids = [each.host.id for each in manifest.holders]
+    _require(all(map(ID.fullmatch, ids)), "the ids")
+    _require(bool(manifest.holders), "the holders")
+    _require(_within(parts.leaf, len(contents.leaves)), "the numbers of leaves")
+    _require(_within(parts.holder, len(manifest.holders)), "the numbers of holders")
+    bounds = contents.shapes[parts.leaf]
+    inside = (parts.start >= 0) & (parts.start <= parts.stop) & (parts.stop <= bounds)
+    _require(bool(inside.all()), "a box inside of its leaf")
+
+
+def _within(numbers: np.ndarray, count: int) -> bool:
+    return bool(((numbers >= 0) & (numbers < count)).all())
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(f"{what} cannot be right")

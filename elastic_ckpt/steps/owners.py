@@ -17,7 +17,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -54,7 +54,8 @@ class Placement:
       item: the number of the item of each copy, int64 `[m]`.
       source: the host that sends it, int64 `[m]`.
       target: the host that receives it, int64 `[m]`.
-      shortfalls: what the items lack even after all copies, a sentence each.
+      shortfalls: what items lack even after all copies, a sentence each, the same on
+        hosts with parts that lack the same.
       num_machines: the fewest that then have an item; 0 if one has no holder.
     """
 
@@ -110,9 +111,8 @@ class Owners:
         ]
         item = np.repeat(np.arange(len(copies)), [len(each) for each in copies])
         # The items of one set are alike.
-        after = collections.Counter(
-            (*of_item, *more) for of_item, more in zip(holders, copies, strict=True)
-        )
+        pairs = zip(holders, copies, strict=True)
+        after = {(*of_item, *more) for of_item, more in pairs}
         return Placement(
             item=item,
             source=np.array(senders, np.int64)[item],
@@ -184,7 +184,7 @@ class Owners:
     def _count(self, labels: Sequence[str], hosts: Sequence[int]) -> int:
         return len({labels[host] for host in hosts})
 
-    def _shortfalls(self, items: collections.Counter[Holders]) -> Iterator[str]:
+    def _shortfalls(self, items: Collection[Holders]) -> Iterator[str]:
         policy, domain = self._policy, self._policy.domain
         kinds: tuple[tuple[str, Callable[[Holders], bool], str], ...] = (
             (
@@ -206,9 +206,8 @@ class Owners:
             ),
         )
         for lack, lacks, why in kinds:
-            count = sum(number for held, number in items.items() if lacks(held))
-            if count:
-                yield f"{count} of {items.total()} items lack {lack}: {why}"
+            if any(map(lacks, items)):
+                yield f"parts lack {lack}: {why}"
 
 
 def shares(holders: Sequence[Holders], num_bytes: np.ndarray) -> list[int]:

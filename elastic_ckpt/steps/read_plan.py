@@ -16,19 +16,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from elastic_ckpt.core import box_cover, box_join, boxes, columns, digest, errors
-from elastic_ckpt.steps.holdings import Holdings, Offer
-from elastic_ckpt.steps.manifest import (
-    ComponentFile,
-    Contents,
-    Fragment,
-    Host,
-    padded,
-)
-from elastic_ckpt.steps.search import Step
+from elastic_ckpt.steps.manifest import Contents, Host, padded
+from elastic_ckpt.steps.table import StepTable
 
 # From the nearest holder on.
 NEARNESS = ("local", "close", "distant", "persistent")
@@ -43,7 +37,7 @@ class Wanted:
     Attributes:
       reader: the number of the host that requests each, int32 `[w]`.
       leaf: the number of its leaf, int32 `[w]`.
-      boxes: `[w, r]`, padded as in `Fragments`.
+      boxes: `[w, r]`, padded as in `Parts`.
     """
 
     reader: np.ndarray
@@ -75,27 +69,22 @@ class Wanted:
         return cls(
             reader=np.array([reader for reader, _, _ in listed], np.int32),
             leaf=np.array([numbers[path] for _, path, _ in listed], np.int32),
-            boxes=padded([box for _, _, box in listed], rank=contents.rank),
+            boxes=padded([box for _, _, box in listed], rank=contents.shapes.shape[1]),
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Read:
-    """One piece, with all that a reader needs to read it.
+class Read(NamedTuple):
+    """One piece.
 
     Attributes:
-      path: of the leaf.
       piece: in global coordinates.
       into: where the piece goes in the wanted box.
       out_of: where the piece lies in the saved box.
-      choices: its holders, and their fragments, in the order to try them.
     """
 
-    path: str
     piece: boxes.Box
     into: tuple[slice, ...]
     out_of: tuple[slice, ...]
-    choices: tuple[tuple[Offer, Fragment], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,58 +92,44 @@ class ReadPlan:
     """The pieces to read, and the holders of each.
 
     Attributes:
-      holdings: of the step that is read.
+      table: of the step that is read.
       wanted: the requested boxes.
       of_wanted: the wanted box that each piece is of, ascending, int64 `[p]`.
-      box: the saved box that it is cut out of, int64 `[p]`.
-      pieces: in global coordinates, `[p, r]`, padded as in `Fragments`.
-      first_choice: the choices of piece i are `first_choice[i]` to
-        `first_choice[i + 1]`, int64 `[p + 1]`.
-      choice: rows of the holdings, in the order to try them, int64.
+      item: the saved box that it is cut out of, int64 `[p]`.
+      pieces: in global coordinates, `[p, r]`, padded as in `Parts`.
+      choices: the holders of its item.
     """
 
-    holdings: Holdings
+    table: StepTable
     wanted: Wanted
     of_wanted: np.ndarray
-    box: np.ndarray
+    item: np.ndarray
     pieces: boxes.Boxes
-    first_choice: np.ndarray
-    choice: np.ndarray
+    choices: Choices
 
     def __len__(self) -> int:
-        return len(self.box)
+        return len(self.item)
 
     def read(self, number: int) -> Read:
         """One piece."""
-        of_wanted, box = int(self.of_wanted[number]), int(self.box[number])
-        leaf = self.holdings.contents.leaves[self.wanted.leaf[of_wanted]]
-        rank = len(leaf.shape)
+        of_wanted, item = int(self.of_wanted[number]), int(self.item[number])
+        rank = len(self.table.leaf(item).shape)
         piece = self.pieces.box(number, rank=rank)
         wanted = self.wanted.boxes.box(of_wanted, rank=rank)
-        saved = self.holdings.boxes.box(box, rank=rank)
-        rows = self.choice[self.first_choice[number] : self.first_choice[number + 1]]
         return Read(
-            path=leaf.path,
             piece=piece,
             into=boxes.relative(piece, wanted),
-            out_of=boxes.relative(piece, saved),
-            choices=tuple(
-                (
-                    self.holdings.offers[self.holdings.holder[row]],
-                    self.holdings.fragment(row),
-                )
-                for row in rows.tolist()
-            ),
+            out_of=boxes.relative(piece, self.table.box(item)),
         )
 
 
 def plan(
-    step: Step, readers: Sequence[Host], wanted: Wanted, *, domain: str = "slice"
+    table: StepTable, readers: Sequence[Host], wanted: Wanted, *, domain: str = "slice"
 ) -> ReadPlan:
     """Plans the reads of `readers`; it does not depend on which hosts saved the step.
 
     Args:
-      step: a complete step.
+      table: of a complete step.
       readers: the hosts that `wanted.reader` numbers.
       wanted: their boxes.
       domain: the kind of failure domain inside of which a peer is close.
@@ -162,85 +137,62 @@ def plan(
     Raises:
       CheckpointError: if the step is not complete.
     """
-    if not step.complete:
-        raise errors.CheckpointError(f"{step.problem()}; plan for a complete step")
-    holdings = step.holdings
-    nearness = _Nearness(holdings, readers, domain)
+    if not table.complete:
+        raise errors.CheckpointError(f"{table.problem()}; plan for a complete step")
+    near = Nearness(table, readers, domain=domain)
     parts = [
-        _pieces(step, wanted, leaf, nearness)
+        _pieces(table, wanted, leaf, near)
         for leaf in columns.distinct(wanted.leaf).tolist()
     ]
     of_wanted = np.concatenate([np.empty(0, np.int64), *(part[0] for part in parts)])
-    box = np.concatenate([np.empty(0, np.int64), *(part[1] for part in parts)])
-    rank = holdings.contents.rank
-    nothing = boxes.Boxes.from_boxes([], rank=rank).start
+    item = np.concatenate([np.empty(0, np.int64), *(part[1] for part in parts)])
+    nothing = table.boxes.start[:0]
     pieces = boxes.Boxes(
         start=np.concatenate([nothing, *(part[2].start for part in parts)]),
         stop=np.concatenate([nothing, *(part[2].stop for part in parts)]),
     )
     order = columns.order(of_wanted)
-    of_wanted, box = of_wanted[order], box[order]
-    first_choice, choice = nearness.choices(wanted.reader[of_wanted], box)
+    of_wanted, item = of_wanted[order], item[order]
     return ReadPlan(
-        holdings=holdings,
+        table=table,
         wanted=wanted,
         of_wanted=of_wanted,
-        box=box,
+        item=item,
         pieces=pieces.take(order),
-        first_choice=first_choice,
-        choice=choice,
+        choices=near.choices(wanted.reader[of_wanted], item),
     )
 
 
-def files(
-    step: Step, reader: Host, component: str, *, domain: str = "slice"
-) -> list[tuple[ComponentFile, tuple[Offer, ...]]]:
-    """The files of a component, each with its holders in the order to try them.
+class Choices(NamedTuple):
+    """The holders of some items, in the order to ask them.
 
-    Files of the same name hold the same bytes; a part may be in several files.
+    Attributes:
+      first: those of item k are `first[k]` to `first[k + 1]`, int64 `[n + 1]`.
+      holder: their numbers in the table, int32.
     """
-    holdings = step.holdings
-    nearness = _Nearness(holdings, [reader], domain)
-    holders = []
-    for number, file in enumerate(holdings.files, start=len(holdings.leaf)):
-        if file.component == component:
-            nobody_else = np.zeros(1, np.int64)
-            _, rows = nearness.choices(nobody_else, np.array([number]))
-            offers = [holdings.offers[holder] for holder in holdings.holder[rows]]
-            holders.append((file, tuple(offers)))
-    return holders
+
+    first: np.ndarray
+    holder: np.ndarray
+
+    def of(self, number: int) -> list[int]:
+        """Those of one item."""
+        return self.holder[self.first[number] : self.first[number + 1]].tolist()
 
 
-def box_choices(
-    step: Step, reader: Host, *, domain: str = "slice"
-) -> tuple[np.ndarray, np.ndarray]:
-    """The holders of every saved box, for a reader that reads boxes whole.
+class Nearness:
+    """The nearness of holders to readers, and the order among equally near ones.
 
-    Returns:
-      As `ReadPlan.first_choice` and `ReadPlan.choice`, by the number of a saved box.
+    Args:
+      table: of the step.
+      readers: by number.
+      domain: the kind of failure domain inside of which a peer is close.
     """
-    items = np.arange(len(step.holdings.leaf))
-    near = _Nearness(step.holdings, [reader], domain)
-    return near.choices(np.zeros_like(items), items)
-
-
-def nearness(holdings: Holdings, reader: Host, *, domain: str) -> dict[Offer, str]:
-    """The nearness of each holder to a reader: one of `NEARNESS`."""
-    of_reader = _Nearness(holdings, [reader], domain)
-    holder = np.arange(len(holdings.offers))
-    near = of_reader.between(np.zeros_like(holder), holder)
-    names = [NEARNESS[each] for each in near.tolist()]
-    return dict(zip(holdings.offers, names, strict=True))
-
-
-class _Nearness:
-    """The nearness of holders to readers, and the order among equally near ones."""
 
     def __init__(
-        self, holdings: Holdings, readers: Sequence[Host], domain: str
+        self, table: StepTable, readers: Sequence[Host], *, domain: str
     ) -> None:
-        self._holdings = holdings
-        hosts = [*readers, *(offer.host for offer in holdings.offers)]
+        self._table = table
+        hosts = [*readers, *(holder.host for holder in table.holders)]
         ids = np.array([digest.name_hash(host.id) for host in hosts], np.uint64)
         labels = [host.domains.get(domain, "") for host in hosts]
         domains = np.unique(labels, return_inverse=True)[1]
@@ -248,7 +200,7 @@ class _Nearness:
         self._reader_id, self._holder_id = ids[:count], ids[count:]
         self._reader_domain, self._holder_domain = domains[:count], domains[count:]
         self._persistent = np.array(
-            [offer.tier == "persistent" for offer in holdings.offers], bool
+            [holder.tier == "persistent" for holder in table.holders], bool
         )
 
     def between(self, reader: np.ndarray, holder: np.ndarray) -> np.ndarray:
@@ -260,54 +212,56 @@ class _Nearness:
         near[self._persistent[holder]] = PERSISTENT
         return near
 
-    def choices(
-        self, reader: np.ndarray, item: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the `first_choice` and `choice` of a plan, for items and readers."""
-        first = self._holdings.first_row
+    def of_holders(self) -> list[str]:
+        """Of each holder to reader 0: one of `NEARNESS`."""
+        holder = np.arange(len(self._holder_id))
+        near = self.between(np.zeros_like(holder), holder)
+        return [NEARNESS[each] for each in near.tolist()]
+
+    def choices(self, reader: np.ndarray, item: np.ndarray) -> Choices:
+        """The holders of some items, each for one reader."""
+        first = self._table.first_row
         sizes = first[item + 1] - first[item]
-        bounds = np.concatenate([[0], np.cumsum(sizes)])
         piece, within = columns.runs(sizes)
-        row = first[item][piece] + within
-        holder = self._holdings.holder[row]
+        holder = self._table.holder[first[item][piece] + within]
         near = self.between(reader[piece], holder).astype(np.uint64)
-        chance = self._chance(reader[piece], item[piece], holder)
+        chance = digest.mixed(
+            self._reader_id[reader[piece]], item[piece], self._holder_id[holder]
+        )
         chance >>= np.uint64(64 - _HASH_BITS)
         # One number a row, which sorts fastest.
         key = piece.astype(np.uint64) << np.uint64(_NEARNESS_BITS) | near
         key = key << np.uint64(_HASH_BITS) | chance
-        return bounds, row[np.argsort(key, kind="stable")]
+        bounds = np.concatenate([[0], np.cumsum(sizes)])
+        return Choices(bounds, holder[np.argsort(key, kind="stable")])
 
-    def _chance(
-        self, reader: np.ndarray, item: np.ndarray, holder: np.ndarray
-    ) -> np.ndarray:
-        return digest.mixed(self._reader_id[reader], item, self._holder_id[holder])
+    def of_items(self) -> Choices:
+        """The holders of every item, for reader 0."""
+        items = np.arange(len(self._table))
+        return self.choices(np.zeros_like(items), items)
 
 
 def _pieces(
-    step: Step, wanted: Wanted, leaf: int, nearness: _Nearness
+    table: StepTable, wanted: Wanted, leaf: int, nearness: Nearness
 ) -> tuple[np.ndarray, np.ndarray, boxes.Boxes]:
     # For one leaf: the wanted box and the saved box of each piece, and the piece.
-    holdings = step.holdings
-    asked, held = np.flatnonzero(wanted.leaf == leaf), holdings.of_leaf(leaf)
-    first, second = box_join.overlaps(
-        wanted.boxes.take(asked), holdings.boxes.take(held)
-    )
-    of_wanted, box = asked[first], held[second]
+    asked, held = np.flatnonzero(wanted.leaf == leaf), table.of_leaf(leaf)
+    first, second = box_join.overlaps(wanted.boxes.take(asked), table.boxes.take(held))
+    of_wanted, item = asked[first], held[second]
     shared = boxes.Boxes(
-        start=np.maximum(wanted.boxes.start[of_wanted], holdings.boxes.start[box]),
-        stop=np.minimum(wanted.boxes.stop[of_wanted], holdings.boxes.stop[box]),
+        start=np.maximum(wanted.boxes.start[of_wanted], table.boxes.start[item]),
+        stop=np.minimum(wanted.boxes.stop[of_wanted], table.boxes.stop[item]),
     )
-    if leaf not in step.overlapping:
-        return of_wanted, box, shared
+    if leaf not in table.overlapping:
+        return of_wanted, item, shared
     reader = wanted.reader[of_wanted]
-    bounds, row = nearness.choices(reader, box)
-    nearest = nearness.between(reader, holdings.holder[row[bounds[:-1]]])
+    choices = nearness.choices(reader, item)
+    nearest = nearness.between(reader, choices.holder[choices.first[:-1]])
     order = np.lexsort([-shared.volumes, nearest, of_wanted])
     given = _without_overlaps(of_wanted, shared, order)
     numbers = np.array([number for number, _ in given], np.int64)
     pieces = boxes.Boxes.from_boxes([piece for _, piece in given], rank=shared.rank)
-    return of_wanted[numbers], box[numbers], pieces
+    return of_wanted[numbers], item[numbers], pieces
 
 
 def _without_overlaps(

@@ -1,167 +1,188 @@
-"""Search: the newest step of which every box and component is reachable somewhere.
+"""Search: the newest step of which all parts are reachable somewhere.
 
 A step counts in any mixture of tiers and holders, on the present hosts, independent of
 the hosts that saved it. Manifests of different saves of a step are kept apart, because
-a run that repeated a step may have computed other bits.
+a run that repeated a step may have computed other bits. Only as many steps are looked
+at as are needed, the newest first. Abandoned steps (see `line`) are found only by their
+numbers.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-import numpy as np
-
-from elastic_ckpt.core import box_cover, boxes, errors
-from elastic_ckpt.steps.holdings import Holdings, Offer
+from elastic_ckpt.core import checked_json, errors
+from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.step_id import StepId
 
+_UNKNOWN = Line(save="", parents=())
+# A broken peer may list hundreds of saves that it does not have.
+_MOST_TRIED = 300
+_NO_MANIFEST = "has no manifest that can be read"
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Step:
-    """One save of a step, and the parts of it that no holder has.
 
-    Attributes:
-      step: the training step.
-      save: which save of it.
-      holdings: all parts of it that are held.
-      gaps: by the number of a leaf, the disjoint boxes that no holder has.
-      missing_parts: by the name of a component, its parts that no holder has.
-      overlapping: the leaves of which saved boxes share elements.
-    """
-
-    step: int
-    save: str
-    holdings: Holdings
-    gaps: Mapping[int, boxes.Boxes]
-    missing_parts: Mapping[str, tuple[int, ...]]
-    overlapping: frozenset[int]
+class Examined(Protocol):
+    """A save of a step that somebody has looked at."""
 
     @property
     def step_id(self) -> StepId:
         """The step, and which save of it."""
-        return StepId(self.step, self.save)
-
-    @classmethod
-    def from_offers(cls, offers: Sequence[Offer]) -> Step:
-        """Makes the step of `offers`, at least one, all of one save.
-
-        Raises:
-          CheckpointError: if they are not of one save.
-        """
-        holdings = Holdings.from_offers(offers)
-        gaps, overlapping = _gaps(holdings)
-        return cls(
-            step=offers[0].manifest.step,
-            save=offers[0].manifest.save,
-            holdings=holdings,
-            gaps=gaps,
-            missing_parts=_missing_parts(holdings),
-            overlapping=overlapping,
-        )
+        ...
 
     @property
-    def complete(self) -> bool:
-        """Whether all of it can be read, and in one way only."""
-        diverged = len(self.holdings.diverged) > 0
-        return not (self.gaps or self.missing_parts or diverged)
+    def parents(self) -> tuple[StepId, ...]:
+        """See `Contents.parents`."""
+        ...
 
-    def problem(self) -> str:
-        """Describes why a step is not complete, for people."""
-        tiers = " and ".join(sorted({offer.tier for offer in self.holdings.offers}))
-        return f"step {self.step} in {tiers} {self.lacking()}"
-
-    def lacking(self) -> str:
-        """The end of `problem`: the missing parts, or that holders disagree."""
-        contents = self.holdings.contents
-        lacks = []
-        if self.gaps:
-            named = (
-                f"{contents.leaves[leaf].path}{lacking[number]}"
-                for leaf, lacking in self.gaps.items()
-                for number in range(len(lacking))
-            )
-            lacks.append(
-                f"parts of {len(self.gaps)} of {len(contents.leaves)} leaves:"
-                f" [{errors.first_of(named)}]"
-            )
-        for name, parts in self.missing_parts.items():
-            lacks.append(
-                f"{len(parts)} of {contents.components[name]} parts of {name}:"
-                f" [{errors.first_of(map(str, parts))}]"
-            )
-        problems = [f"lacks {each}" for each in lacks]
-        diverged = self.holdings.diverged.tolist()
-        if diverged:
-            problems.append(
-                f"has different values at different holders of {len(diverged)} parts:"
-                f" [{errors.first_of(map(self.holdings.name, diverged))}]"
-            )
-        return ", and ".join(problems)
+    @property
+    def problem(self) -> str | None:
+        """Why it cannot be read, a sentence; None if it is complete."""
+        ...
 
 
-def newest(offers: Sequence[Offer]) -> Step | None:
-    """The newest step that is complete by the manifests of all tiers.
+ExaminedT = TypeVar("ExaminedT", bound=Examined)
 
-    Older steps are not examined.
+
+class Looked(NamedTuple, Generic[ExaminedT]):
+    """What was found of a step.
+
+    Attributes:
+      saves: of the step, the newest first.
+      problems: manifests that could not be had or read, and why, a sentence each.
     """
-    return next((step for step in steps(offers) if step.complete), None)
+
+    saves: Sequence[ExaminedT]
+    problems: Sequence[str]
 
 
-def steps(offers: Sequence[Offer]) -> Iterator[Step]:
-    """Examines the steps that are offered and their saves, newest first."""
-    return map(Step.from_offers, saves(offers))
+class Outcome(NamedTuple, Generic[ExaminedT]):
+    """The result of a search: a complete step, and the problems of newer ones.
 
-
-def saves(offers: Sequence[Offer]) -> list[list[Offer]]:
-    """Groups `offers` by step and save, newest first.
-
-    Manifests that list different contents are separate groups.
+    Attributes:
+      found: None if no step is complete.
+      passed_over: by step, newest first, what is wrong with those that are newer.
     """
-    groups: dict[StepId, list[list[Offer]]] = {}
-    for offer in offers:
-        manifest = offer.manifest
-        alike = groups.setdefault(manifest.step_id, [])
-        for group in alike:
-            contents = group[0].manifest.contents
-            if manifest.contents is contents or manifest.contents == contents:
-                group.append(offer)
-                break
-        else:
-            alike.append([offer])
-    ordered = sorted(groups, reverse=True)
-    return [group for key in ordered for group in groups[key]]
+
+    found: ExaminedT | None
+    passed_over: Mapping[int, str]
 
 
-def _gaps(
-    holdings: Holdings,
-) -> tuple[dict[int, boxes.Boxes], frozenset[int]]:
-    gaps: dict[int, boxes.Boxes] = {}
-    overlapping = set()
-    contents = holdings.contents
-    tiled = box_cover.tiled(contents.shapes, holdings.leaf, holdings.boxes)
-    for number in np.flatnonzero(~tiled).tolist():
-        leaf = contents.leaves[number]
-        rank = len(leaf.shape)
-        held = holdings.boxes.take(holdings.of_leaf(number))
-        held = boxes.Boxes(start=held.start[:, :rank], stop=held.stop[:, :rank])
-        array = boxes.whole(leaf.shape)
-        lacking = box_cover.gaps(array, held)
-        if len(lacking):
-            gaps[number] = lacking
-        covered = array.volume - int(lacking.volumes.sum())
-        if int(held.volumes.sum()) > covered:
-            overlapping.add(number)
-    return gaps, frozenset(overlapping)
+class Search(Generic[ExaminedT]):
+    """A search for steps.
 
+    Args:
+      steps: that may be there.
+      saves: some of them with their saves, the newest save among them.
+      look: looks at a step; it is asked once for each.
+      lines: that no manifest contains: the caller's, and those recorded in storage.
+      without: steps and saves that proved to be unreadable.
 
-def _missing_parts(holdings: Holdings) -> dict[str, tuple[int, ...]]:
-    components = holdings.contents.components
-    there = {name: np.zeros(parts, bool) for name, parts in components.items()}
-    for file in holdings.files:
-        there[file.component][slice(*file.parts)] = True
-    return {
-        name: tuple(np.flatnonzero(~held).tolist())
-        for name, held in there.items()
-        if not held.all()
-    }
+    Attributes:
+      line: of the newest save.
+    """
+
+    def __init__(
+        self,
+        steps: Iterable[int],
+        saves: Iterable[StepId],
+        look: Callable[[int], Looked[ExaminedT]],
+        *,
+        lines: Collection[Line] = (),
+        without: Collection[StepId] = (),
+    ) -> None:
+        self._steps = sorted(set(steps))
+        self._look = functools.cache(look)
+        self._without = frozenset(without)
+        self.line = max([*lines, self._line(saves)], key=lambda line: line.save)
+
+    def newest(self, *, before: int | None = None) -> Outcome[ExaminedT]:
+        """The newest complete step.
+
+        Args:
+          before: looks only at steps with a lower number.
+
+        Raises:
+          LaterVersionError: if a later version of elastic_ckpt has saved one that is
+            newer in storage: an older step would abandon it.
+        """
+        passed_over: dict[int, str] = {}
+        for step in reversed(self._steps):
+            if before is None or step < before:
+                found = self._examined(step, passed_over, abandoned=False)
+                if found is not None:
+                    return Outcome(found, passed_over)
+        return Outcome(None, passed_over)
+
+    def complete_steps(self) -> list[ExaminedT]:
+        """The steps that are complete, ascending."""
+        found = []
+        for step in self._steps:
+            with contextlib.suppress(checked_json.LaterVersionError):
+                found.append(self._examined(step, {}, abandoned=False))
+        return [each for each in found if each is not None]
+
+    def lacks(self, step: int) -> bool:
+        """Whether all could be read, and nothing is there of `step`."""
+        return step not in self._steps and not self._look(step).problems
+
+    def of_step(self, step: int, save: str = "") -> ExaminedT:
+        """The complete save of `step`, the last of several.
+
+        An abandoned one is taken if there is no other.
+
+        Args:
+          step: the step.
+          save: the only one that counts; empty for all.
+
+        Raises:
+          CheckpointError: if there is none; the message names the missing parts and the
+            step to restore instead.
+        """
+        why: dict[int, str] = {}
+        for abandoned in (False, True):
+            found = self._examined(step, why, abandoned=abandoned, save=save)
+            if found is not None:
+                return found
+        instead = self.newest().found
+        way_out = "no step is complete"
+        if instead is not None:
+            number = instead.step_id.step
+            way_out = f"newest complete step is {number}; restore it with step={number}"
+        named = f"step {step} {_NO_MANIFEST}" + (f" of save {save}" if save else "")
+        raise errors.CheckpointError(f"{why.get(step, named)}; {way_out}")
+
+    def _line(self, saves: Iterable[StepId]) -> Line:
+        newest = sorted(set(saves), key=lambda each: (each.save, each.step))
+        for step_id in newest[: -_MOST_TRIED - 1 : -1]:
+            for each in self._look(step_id.step).saves:
+                if each.step_id == step_id:
+                    return Line(save=step_id.save, parents=each.parents)
+        return _UNKNOWN
+
+    def _examined(
+        self, step: int, passed_over: dict[int, str], *, abandoned: bool, save: str = ""
+    ) -> ExaminedT | None:
+        # The complete save of a step; if there is none, notes what is wrong with it.
+        looked = self._look(step)
+        of_line = [
+            each
+            for each in looked.saves
+            if self.line.abandons(each.step_id) == abandoned
+            and save in ("", each.step_id.save)
+        ]
+        wrong = []
+        for each in of_line:
+            if each.step_id in self._without:
+                continue
+            if each.problem is None:
+                return each
+            wrong.append(each.problem)
+        if of_line or not (looked.saves or abandoned):
+            why = "proved to be unreadable" if of_line else _NO_MANIFEST
+            problems = f" ({'; '.join(looked.problems)})" if looked.problems else ""
+            described = "; ".join(wrong or [f"step {step} {why}"])
+            passed_over.setdefault(step, f"{described}{problems}")
+        return None

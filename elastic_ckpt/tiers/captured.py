@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -54,11 +55,6 @@ class CapturedLeaf(NamedTuple):
     files: Mapping[boxes.Box, ChunkFile] = types.MappingProxyType({})
     place: object = None
 
-    @property
-    def chunk(self) -> tuple[int, ...]:
-        """The shape of all chunks of the leaf, here and elsewhere."""
-        return chunk_shape(self.leaf, self.shard_shape)
-
     def shard(self, chunk: boxes.Box) -> boxes.Box:
         """The shard that a chunk is of."""
         start = tuple(
@@ -69,12 +65,13 @@ class CapturedLeaf(NamedTuple):
         return boxes.Box(start=start, stop=stop)
 
 
-def chunk_shape(leaf: Leaf, shard_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the chunks of a leaf, at least 1 in each dim."""
-    if 0 in leaf.shape:
-        return tuple(max(1, size) for size in leaf.shape)
-    item_bytes = np.dtype(leaf.dtype).itemsize
-    return layout.chunk_shape(shard_shape, item_bytes=item_bytes)
+def chunked(leaf: Leaf, shard_shape: tuple[int, ...]) -> Leaf:
+    """A leaf with the shape of its chunks, at least 1 in each dim."""
+    chunk = tuple(max(1, size) for size in leaf.shape)
+    if 0 not in leaf.shape:
+        item_bytes = np.dtype(leaf.dtype).itemsize
+        chunk = layout.chunk_shape(shard_shape, item_bytes=item_bytes)
+    return dataclasses.replace(leaf, chunk=chunk)
 
 
 class Captured:

@@ -1,4 +1,4 @@
-"""Sources: one holder's parts of one step, read by byte ranges.
+"""Sources: one holder's parts of one step.
 
 A host's own RAM disk, a peer's, and persistent storage are read alike. A source returns
 bytes as it read them: the caller compares them with the manifest's digests.
@@ -7,12 +7,13 @@ bytes as it read them: the caller compares them with the manifest's digests.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from etils import epath
 
-from elastic_ckpt.steps.holdings import Offer
+from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.steps.manifest import Leaf, Manifest
 from elastic_ckpt.steps.step_id import StepId
 
 # A piece of this size fits into a processor's cache: processing it directly after the
@@ -39,7 +40,7 @@ def ignored(piece: memoryview) -> None:
 
 
 class Source(Protocol):
-    """Reads the files of one step at one holder; any number of threads may call it."""
+    """Reads parts of one step at one holder; any number of threads may call it."""
 
     @property
     def directory(self) -> str:
@@ -47,27 +48,28 @@ class Source(Protocol):
         ...
 
     def read_into(
-        self, file: str, offset: int, into: memoryview, on_piece: OnPiece = ignored
+        self, leaf: Leaf, box: Box, into: memoryview, on_piece: OnPiece = ignored
     ) -> None:
-        """Fills `into`, of bytes, with those of `file` from `offset` on.
+        """Fills `into` with a part, or with the first bytes of it.
 
         Args:
-          file: as a manifest names it.
-          offset: of the first byte.
-          into: writable and contiguous.
+          leaf: the leaf.
+          box: of the part, one that the holder has.
+          into: writable and contiguous. If it is longer than the values, the rest is
+            what lies behind them.
           on_piece: called with each part of `into`, in order, once it is read.
 
         Raises:
-          ReadError: if the file is missing or too short, or the holder does not answer;
+          ReadError: if the part is missing or too short, or the holder does not answer;
             what `into` holds then is undefined.
         """
         ...
 
-    def size(self, file: str) -> int:
-        """The length of `file` in bytes.
+    def size(self, leaf: Leaf, box: Box) -> int:
+        """The length of what a part is stored in, in bytes.
 
         Raises:
-          ReadError: if the file is missing, or the holder does not answer.
+          ReadError: if it is missing, or the holder does not answer.
         """
         ...
 
@@ -76,12 +78,13 @@ class Source(Protocol):
 class RepairableSource(Source, Protocol):
     """A source in a slot of a RAM disk that this process does not own."""
 
-    def put_right(self, file: str, content: bytes) -> None:
+    def put_right(self, leaf: Leaf, box: Box, content: bytes) -> None:
         """Replaces a bad copy by what was saved, atomically.
 
         Args:
-          file: as a manifest names it.
-          content: all bytes of the file; they are compared with its manifest first.
+          leaf: the leaf.
+          box: of the part.
+          content: all bytes of its file; they are compared with its manifest first.
 
         Raises:
           RepairError: if it was not replaced.
@@ -104,26 +107,28 @@ class Leftover:
     path: epath.Path
 
 
+class Copy(NamedTuple):
+    """What one holder has of a save of a step.
+
+    Attributes:
+      manifest: of one holder.
+      source: where to read the parts.
+    """
+
+    manifest: Manifest
+    source: Source
+
+
 class Offered(NamedTuple):
     """The parts of a step that a tier holds.
 
     Attributes:
-      sources: where to read what is offered.
+      copies: of all saves of the step.
       problems: manifests that could not be had or read, and why, a sentence each.
     """
 
-    sources: Mapping[Offer, Source]
+    copies: Sequence[Copy]
     problems: Sequence[str]
-
-
-def merged(several: Iterable[Offered]) -> Offered:
-    """Merges what several holders or tiers offer."""
-    sources: dict[Offer, Source] = {}
-    problems: list[str] = []
-    for offered in several:
-        sources.update(offered.sources)
-        problems.extend(offered.problems)
-    return Offered(sources=sources, problems=problems)
 
 
 class Tier(Protocol):
@@ -138,5 +143,9 @@ class Tier(Protocol):
         ...
 
     def offers(self, step: int) -> Offered:
-        """The parts of a step, of all its saves, as the manifests list them."""
+        """The parts of a step, of all its saves, as the manifests list them.
+
+        Raises:
+          LaterVersionError: if a later version of elastic_ckpt wrote it in storage.
+        """
         ...

@@ -10,60 +10,52 @@ import google_crc32c
 import numpy as np
 
 from elastic_ckpt.core import digest
+from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps import layout
-from elastic_ckpt.steps.manifest import ComponentFile, Contents, Fragment
+from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.tiers.source import ReadError, Source
-
-Part = Fragment | ComponentFile
 
 DIFFERS = "is not what was saved: its digest differs"
 
 
-def num_bytes(part: Part, contents: Contents) -> int:
-    """The bytes of a part with the checksum behind values.
-
-    Args:
-      part: of the step.
-      contents: of the step.
-    """
-    if isinstance(part, ComponentFile):
-        return part.stored_bytes
-    dtype = contents.leaves[part.leaf].dtype
-    return layout.num_bytes(part.box, dtype) + layout.CHECKSUM_BYTES
-
-
-def damage(stored: np.ndarray, part: Part) -> str | None:
+def damage(stored: np.ndarray, leaf: Leaf, named: bytes) -> str | None:
     """The problem of the bytes of a part; None if they are as they were saved.
 
     Args:
-      stored: all bytes of the part, uint8 `[num_bytes]`.
-      part: as a manifest lists it.
+      stored: all bytes of the part, uint8 `[layout.stored_bytes]`.
+      leaf: that it is of.
+      named: the digest of its values.
 
     Returns:
       The end of a sentence.
     """
-    if isinstance(part, ComponentFile):
-        return None if digest.values_digest(stored) == part.digest else DIFFERS
-    values, stored_checksum = np.split(stored, [len(stored) - layout.CHECKSUM_BYTES])
-    if digest.values_digest(values) != part.digest:
+    values, behind = stored, stored[:0]
+    if not leaf.is_file:
+        values, behind = np.split(stored, [len(stored) - layout.CHECKSUM_BYTES])
+    if digest.values_digest(values) != named:
         return DIFFERS
-    if checksum(values) != stored_checksum.tobytes():
+    if len(behind) and checksum(values) != behind.tobytes():
         return (
             "has right values, and a wrong CRC-32C behind them: zarr readers refuse it"
         )
     return None
 
 
-def why_differs(source: Source, file: str) -> str:
-    """The problem of a file that was read, and had other bytes than were saved.
+def why_differs(source: Source, leaf: Leaf, box: Box) -> str:
+    """The problem of a part that was read, and had other bytes than were saved.
 
     While a step is read it may be removed, and its files be written anew for another.
     """
     try:
-        source.size(file)
+        source.size(leaf, box)
     except ReadError as error:
         return str(error)
     return DIFFERS
+
+
+def content(leaf: Leaf, values: np.ndarray) -> bytes:
+    """The bytes of a part in a file: its values in C order, and their checksum."""
+    return values.tobytes() if leaf.is_file else chunk_content(values)
 
 
 def chunk_content(values: np.ndarray) -> bytes:

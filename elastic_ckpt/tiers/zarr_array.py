@@ -6,27 +6,27 @@ CRC-32C. So no array is read or created before it is written.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import tensorstore as ts
 
 from elastic_ckpt.steps import layout
+from elastic_ckpt.steps.manifest import Leaf
 
 METADATA = "zarr.json"
 
 
-@functools.lru_cache(maxsize=2**14)
-def metadata_file(shape: tuple[int, ...], dtype: str, chunk: tuple[int, ...]) -> bytes:
-    """The `zarr.json` of an array, as TensorStore writes it.
+def metadata_file(leaf: Leaf) -> bytes:
+    """The `zarr.json` of an array, as TensorStore writes it."""
+    return _metadata_file(dataclasses.replace(leaf, path=""))
 
-    Args:
-      shape: of the array.
-      dtype: NumPy's name.
-      chunk: the shape of its chunks.
-    """
+
+@functools.lru_cache(maxsize=2**14)
+def _metadata_file(leaf: Leaf) -> bytes:
     context = ts.Context()
     spec = {"driver": "zarr3", "kvstore": "memory://"}
-    metadata = layout.array_metadata(shape, dtype, chunk)
+    metadata = layout.array_metadata(leaf)
     ts.open({**spec, "metadata": metadata}, create=True, context=context).result()
     store = ts.KvStore.open(spec["kvstore"], context=context).result()
     return bytes(store.read(METADATA).result().value)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -292,7 +292,8 @@ class HostArrays:
     Args:
       saver: of the host.
       reader: of the host.
-      own: the ids of its CPU devices.
+      host: its number.
+      host_of: the numbers of the hosts of all CPU devices, by their ids.
       devices: all CPU devices of the world, by id.
     """
 
@@ -301,16 +302,16 @@ class HostArrays:
         saver: HostSaver,
         reader: HostReader,
         *,
-        own: Collection[int],
+        host: int,
+        host_of: Mapping[int, int],
         devices: Mapping[int, jax.Device],
     ) -> None:
         self._saver = saver
         self._reader = reader
-        self._own = frozenset(own)
+        self._host, self._host_of = host, host_of
         self._devices = devices
         self._layouts: dict[int, list[Group]] = {}
         self._boxes: dict[int, dict[str, dict[boxes.Box, int]]] = {}
-        # Made by the first save that a RAM disk does not hold.
         self._holders: dict[tuple[int, str], dict[boxes.Box, tuple[int, ...]]] = {}
         # By layout and group, until the last one is there.
         self._captured: dict[tuple[int, int], Captured] = {}
@@ -426,7 +427,7 @@ class HostArrays:
         return [
             (device, boxes.of_index(index or (), leaf.shape))
             for device, index in here.items()
-            if device.id in self._own
+            if self._host_of[device.id] == self._host
         ]
 
     def _shards(
@@ -453,18 +454,17 @@ class HostArrays:
             boxes=tuple(listed),
             kept=kept,
             holders=lambda box: self._holders_of(layout, group, leaf)[box],
-            own=self._own,
         )
 
     def _holders_of(
         self, layout: int, group: Group, leaf: PlacedLeaf
     ) -> dict[boxes.Box, tuple[int, ...]]:
-        # By box, the devices that hold it.
+        # By box, the hosts that hold it.
         key = (layout, leaf.path)
         if key not in self._holders:
             devices_of = boxes.holders(leaf.on(group.mesh), leaf.shape)
             self._holders[key] = {
-                box: tuple(sorted(device.id for device in devices))
+                box: tuple(sorted({self._host_of[each.id] for each in devices}))
                 for box, devices in devices_of.items()
             }
         return self._holders[key]

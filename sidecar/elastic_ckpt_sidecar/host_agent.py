@@ -159,11 +159,16 @@ class _HostAgent:
                 peers, interface=addresses.toward(peers.interface)
             )
         chosen = dataclasses.replace(config.chosen, peers=peers)
-        own = [device for device, n in self._host_of.items() if n == config.number]
 
         def more_parts(parts: Mapping[str, Any]) -> Mapping[str, Any]:
             saver, reader = parts["HostSaver"], parts["HostReader"]
-            arrays = HostArrays(saver, reader, own=own, devices=devices)
+            arrays = HostArrays(
+                saver,
+                reader,
+                host=config.number,
+                host_of=self._host_of,
+                devices=devices,
+            )
             return {"HostArrays": arrays}
 
         return HostEndpoint(dataclasses.replace(config, chosen=chosen), more_parts)

@@ -70,14 +70,19 @@ def save(root, trees, *, step=5, num_hosts=2, metrics=None):
     by_path = leaves(trees)
     chunks = {path: chunk_shape(leaf) for path, leaf in by_path.items()}
     listed = tuple(
-        manifest.Leaf(path=path, shape=data(leaf).shape, dtype=str(data(leaf).dtype))
+        manifest.Leaf(
+            path=path,
+            shape=data(leaf).shape,
+            dtype=str(data(leaf).dtype),
+            chunk=chunks[path],
+        )
         for path, leaf in by_path.items()
     )
+    cursor = manifest.Leaf.of_file("data/cursor.json", len(CURSOR))
     saved = upload.UploadedStep(
         run=RUN,
         step_id=StepId(step, "0"),
-        contents=manifest.Contents(leaves=listed, components={"data": 1}),
-        arrays=orbax_format.stored_arrays(trees, chunks),
+        contents=manifest.Contents(leaves=(*listed, cursor), components=("data",)),
     )
     parts = [
         upload.Upload(
@@ -92,18 +97,13 @@ def save(root, trees, *, step=5, num_hosts=2, metrics=None):
         for box in layout.cut(boxes.whole(leaf.shape), chunks[leaf.path]):
             place = tuple(map(slice, box.start, box.stop))
             values = np.array(data(by_path[leaf.path])[place], order="C")
-            parts[turn % num_hosts].write_chunks(
-                [upload.Chunk(number, box, values, digest.values_digest(values))]
-            )
+            named = upload.Part(number, box, digest.values_digest(values))
+            parts[turn % num_hosts].write([named], [values])
             turn += 1
-    cursor = manifest.ComponentFile(
-        component="data",
-        parts=(0, 1),
-        path="data/cursor.json",
-        digest=digest.values_digest(np.frombuffer(CURSOR, np.uint8)),
-        stored_bytes=len(CURSOR),
-    )
-    parts[0].write_file(cursor, CURSOR)
+    content = np.frombuffer(CURSOR, np.uint8)
+    named = digest.values_digest(content)
+    whole = boxes.whole(cursor.shape)
+    parts[0].write([upload.Part(len(listed), whole, named)], [content])
     for part in parts:
         part.finish()
     upload.commit(

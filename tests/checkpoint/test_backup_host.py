@@ -72,10 +72,10 @@ def run(tmp_path):
 def test_together_they_have_one_copy_and_each_byte_is_sent_once(run):
     taken = [host.follow()[1] for host in run.hosts]
     tiers = [ram_disk.RamDisk(root, run=tiered_steps.RUN) for root in run.roots]
-    found = find.Search(tiers).newest().found_step
-    assert found.step.step == 0
-    assert (np.diff(found.step.holdings.first_row) == 1).all()
-    assert sum(each.copies for each in taken) == found.step.holdings.num_items
+    found = find.search(tiers).newest().found
+    assert found.step_id.step == 0
+    assert (np.diff(found.table.first_row) == 1).all()
+    assert sum(each.copies for each in taken) == len(found.table)
     # The largest part is a quarter of the bytes of both.
     sizes = [each.num_bytes for each in taken]
     assert max(sizes) <= 3 * min(sizes)

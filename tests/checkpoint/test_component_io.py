@@ -1,4 +1,4 @@
-"""Components: their state is taken at once, written later, and numbered by file."""
+"""Components: their state is taken at once, and written later."""
 
 import asyncio
 
@@ -76,10 +76,3 @@ def test_the_components_that_hang_are_named(tmp_path):
     failing = {"f": Counter(error=TimeoutError("no answer"))}
     with pytest.raises(TimeoutError, match=r"^no answer$"):
         component_io.begin_save(failing, made)()
-
-
-def test_files_are_numbered_alike_whoever_wrote_them():
-    listed = [{"data": ["b", "a"]}, {"data": ["c", "a"], "rng": ["x"]}, {}]
-    expected = {"data": {"a": 0, "b": 1, "c": 2}, "rng": {"x": 0}}
-    assert component_io.numbered(listed) == expected
-    assert component_io.numbered(listed[::-1]) == expected

@@ -9,16 +9,17 @@ from elastic_ckpt_sidecar import remote_hosts
 
 from elastic_ckpt.checkpoint import hosts, rendezvous, restore
 from elastic_ckpt.checkpoint.host.answers import Readiness
+from elastic_ckpt.checkpoint.host.copies import HostCopies
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
+from elastic_ckpt.checkpoint.host.exchange import Exchange
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.step_notes import StepNotes, WrittenStep
-from elastic_ckpt.checkpoint.host.step_search import StepSearch
-from elastic_ckpt.core import checked_json, errors, events
+from elastic_ckpt.core import errors, events
 from elastic_ckpt.core.allgather import Allgather
-from elastic_ckpt.steps import part_message
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import find
+from elastic_ckpt.tiers.source import ReadError
 from tests.core import thread_store
 from tests.sidecar import simulated_hosts
 
@@ -97,11 +98,11 @@ def test_a_failure_reaches_each_driver_with_the_hosts_that_failed(drive):
     def bug(driver):
         # No host has joined.
         with pytest.raises(errors.HostsFailedError, match="AssertionError"):
-            driver.first(StepSearch.complete_steps)
+            driver.first(HostReader.complete_steps)
 
     def fail(driver, call):
         with pytest.raises(errors.HostsFailedError) as raised:
-            getattr(driver, call)(HostReader.open_step, StepId(9, "1"))
+            getattr(driver, call)(HostCopies.offer, StepId(9, "1"))
         return raised.value.of_host
 
     drive(bug)
@@ -113,7 +114,7 @@ def test_a_failure_reaches_each_driver_with_the_hosts_that_failed(drive):
 
 
 @pytest.mark.parametrize("lost", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_hosts_read_what_host_0_deals_them_or_else_ask_all_others(
+def test_hosts_read_by_the_table_of_host_0_or_else_ask_all_others(
     drive, monkeypatch, lost
 ):
     trees = {"state": {"n": np.arange(6.0)}}
@@ -128,32 +129,28 @@ def test_hosts_read_what_host_0_deals_them_or_else_ask_all_others(
     def save(driver):
         driver.capture(**one, trees=trees)
         driver.all(HostSaver.write, **one, components=(), problem=None)
-        driver.all(HostSaver.commit, WrittenStep(**one, parts={}, notes=NOTES))
+        written = WrittenStep(**one, components=(), files={}, notes=NOTES)
+        driver.all(HostSaver.commit, written)
 
     def read_back(driver):
-        outcome = restore.find(driver, None, emit=events.nobody, is_dealt=True)
-        step = outcome.checkpoint
-        restore.open_step(driver, step, is_dealt=outcome.is_dealt)
+        step = restore.find(driver, None, emit=events.nobody).checkpoint
+        driver.all(HostReader.open_step, step.step_id)
         contents = driver.opened()
         driver.check(trees, [], {})
-        if lost:
-            monkeypatch.setattr(part_message, "parse", refuse)
-        restore.plan_reads(driver, step, [])
         driver.read()
         restored = driver.arrays(trees)
         driver.all(HostReader.close_step)
-        return outcome.is_dealt, [leaf.path for leaf in contents.leaves], restored
+        return [leaf.path for leaf in contents.leaves], restored
 
-    def refuse(content):
-        del content
-        raise checked_json.UnreadableError("was cut short or altered")
+    def refuse(*_):
+        raise ReadError("was not given")
 
     drive(join)
     drive(save)
     monkeypatch.setattr(find, "of_save", noted)
-    for is_dealt, paths, restored in drive(read_back):
-        assert is_dealt
+    if lost:
+        monkeypatch.setattr(Exchange, "take", refuse)
+    for paths, restored in drive(read_back):
         assert paths == ["state/n"]
         np.testing.assert_array_equal(restored["state"]["n"], trees["state"]["n"])
-    # The messages of host 0 stay in its memory.
     assert read_alone == [1] * lost

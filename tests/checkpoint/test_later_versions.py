@@ -3,7 +3,6 @@
 `tests/own_formats` has later versions of each file.
 """
 
-import json
 import shutil
 
 import numpy as np
@@ -12,7 +11,7 @@ from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
 from elastic_ckpt import frontend
-from elastic_ckpt.core import checked_json, errors
+from elastic_ckpt.core import checked_blobs, errors
 from tests.recorded_events import RecordedEvents
 
 
@@ -31,11 +30,11 @@ def save(checkpointer, *steps):
 
 def raise_versions(directory, step):
     """Has a step, in each place below a directory, saved by a later version."""
-    for path in directory.rglob("manifest-*.json"):
-        fields = json.loads(path.read_bytes())
-        if fields["step"] == step:
-            del fields["digest"], fields["version"]
-            path.write_bytes(checked_json.to_bytes(fields, version=2))
+    for path in directory.rglob("manifest-*"):
+        fields, blobs = checked_blobs.parse(path.read_bytes(), what="", version=1)
+        if fields["step_id"][0] == step:
+            del fields["version"], fields["sizes"]
+            path.write_bytes(checked_blobs.to_bytes(fields, blobs, version=2))
     for path in directory.glob(f"**/{step}/commit_success.txt"):
         path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
 

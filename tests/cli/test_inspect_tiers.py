@@ -6,12 +6,10 @@ import re
 
 import numpy as np
 
-from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.core import boxes, digest, storage
 from elastic_ckpt.steps import manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import preserved
-from elastic_ckpt.tiers.captured import CapturedLeaf
 from elastic_ckpt.tiers.ram import local, ram_disk
 from elastic_ckpt.training import schema
 from tests import runs, shared_memory
@@ -24,31 +22,21 @@ def save(root, rows, *, step=3):
     """A machine that holds some rows of `w`."""
     disk = ram_disk.RamDisk(root, run=tiered_steps.RUN)
     contents = manifest.Contents(
-        leaves=(manifest.Leaf(path="state/w", shape=(4, 8), dtype="float32"),),
-        components={},
+        leaves=(
+            manifest.Leaf(path="state/w", shape=(4, 8), dtype="float32", chunk=(1, 8)),
+        ),
     )
     with contextlib.closing(
         local.LocalHost(disk, slot=0, domains={}, number=0)
     ) as host:
         writer = host.begin(StepId(step, "0"), contents, num_bytes=1000)
-        captured = capture.capture({"state/w": STATE["w"]}, capture.Memory())
-        (part,) = captured.parts
-        captured.parts = (CapturedLeaf(leaf=part.leaf, shard_shape=(1, 8), boxes=()),)
-        writer.write(captured)
         for row in rows:
             values = STATE["w"][row : row + 1]
+            box = boxes.Box(start=(row, 0), stop=(row + 1, 8))
+            content = values.reshape(-1).view(np.uint8)
             writer.put(
-                manifest.Fragment(
-                    leaf=0,
-                    box=boxes.Box(start=(row, 0), stop=(row + 1, 8)),
-                    digest=digest.values_digest(values),
-                    file="wherever",
-                    offset=0,
-                    stored_bytes=values.nbytes,
-                ),
-                lambda into, values=values: np.copyto(
-                    into, values.reshape(-1).view(np.uint8)
-                ),
+                *(0, box, digest.values_digest(values)),
+                lambda into, content=content: np.copyto(into, content),
             )
         writer.commit()
     return disk.machine

@@ -1,5 +1,6 @@
 """`elastic-ckpt verify`: any damage of any copy is found, and named."""
 
+import dataclasses
 import json
 import pathlib
 import random
@@ -10,6 +11,7 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.inspect import tier_locations, verification
 from elastic_ckpt.steps import manifest_file
+from elastic_ckpt.steps.manifest import Manifest, Parts
 from elastic_ckpt.tiers.peers import run_agents
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt.training import schema
@@ -172,23 +174,15 @@ def loaded(steps):
         return stock_program.digests(orbax.load_checkpointables(2, {"state": None}))
 
 
+def rewrite(path, held, parts):
+    changed = dataclasses.replace(held, parts=parts)
+    manifest_file.write(path.parent, changed)
+
+
 def test_step_that_is_not_complete_says_what_is_missing(saved):
     manifest_path = next(in_ram(saved).glob("manifest-*"))
-    held = manifest_file.parse(manifest_path.read_bytes())
-    part = held.fragments.row(0, contents=held.contents)
-    fewer = held.fragments.from_rows(
-        [
-            held.fragments.row(number, contents=held.contents)
-            for number in range(1, len(held.fragments))
-        ],
-        contents=held.contents,
-    )
-    manifest_path.unlink()
-    manifest_file.write(
-        manifest_path.parent,
-        type(held)(**{**vars(held), "fragments": fewer}),
-    )
-    assert part.file.startswith("state/params/b")
+    held = Manifest.parse(manifest_path.read_bytes())
+    rewrite(manifest_path, held, Parts.of_rows(held.rows()[1:], held.contents))
     (problem,) = problems(saved / "ram")
     assert problem["kind"] == "incomplete"
     assert problem["why"] == "lacks parts of 1 of 4 leaves: [state/params/b[0:6]]"
@@ -198,14 +192,12 @@ def test_step_that_is_not_complete_says_what_is_missing(saved):
 
 def test_holders_that_disagree_are_named(saved):
     manifest_path = next(in_ram(saved).glob("manifest-*"))
-    held = manifest_file.parse(manifest_path.read_bytes())
-    digests = held.fragments.digest.copy()
-    digests[0] ^= 1
-    fragments = type(held.fragments)(**{**vars(held.fragments), "digest": digests})
-    manifest_file.write(
-        manifest_path.parent, type(held)(**{**vars(held), "fragments": fragments})
-    )
-    by_kind = {each["kind"]: each for each in problems(saved / "ram", saved / "steps")}
+    held = Manifest.parse(manifest_path.read_bytes())
+    (leaf, box, digest), *others = held.rows()
+    rows = [(leaf, box, digest[::-1]), *others]
+    rewrite(manifest_path, held, Parts.of_rows(rows, held.contents))
+    found = problems(saved / "ram", saved / "steps")
+    by_kind = {each["kind"]: each for each in found}
     assert by_kind.keys() == {"damaged", "diverged"}
     assert by_kind["diverged"]["part"] == "state/params/b[0:6]"
     assert "saved different values" in by_kind["diverged"]["why"]

@@ -40,9 +40,10 @@ def values(kind):
         return st.dictionaries(st.text(), values(arguments[1]), max_size=3)
     if arguments:
         return st.one_of(*map(values, arguments))
-    if dataclasses.is_dataclass(kind):
+    if dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"):
         hints = typing.get_type_hints(kind)
-        names = [each.name for each in dataclasses.fields(kind)]
+        fields = getattr(kind, "__dataclass_fields__", None)
+        names = kind._fields if fields is None else fields
         return st.builds(kind, **{name: values(hints[name]) for name in names})
     if kind is float:
         return st.floats(allow_nan=False)

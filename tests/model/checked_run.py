@@ -14,6 +14,7 @@ import pytest
 
 from elastic_ckpt.checkpoint import follow
 from elastic_ckpt.core import errors, storage
+from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import leases, persistent_root
@@ -285,10 +286,8 @@ class CheckedRun:
         for slot, step_id in disk.all_saves():
             with contextlib.suppress(errors.CheckpointError):
                 listed = disk.manifest(slot, step_id)
-                names = [*listed.fragments.files]
-                names += [each.path for each in listed.component_files]
                 directory = pathlib.Path(disk.step_directory(slot, step_id))
-                files += [directory / name for name in names]
+                files += [directory / name for name in named_files(listed)]
         if not self._spoil(files, number, kind):
             return False
         self.model.lose(machine)
@@ -434,9 +433,7 @@ class CheckedRun:
             for slot, step_id in disk.all_saves():
                 listed = disk.manifest(slot, step_id)
                 directory = pathlib.Path(disk.step_directory(slot, step_id))
-                named = {disk.manifest_path(slot, step_id).name}
-                named |= {*listed.fragments.files}
-                named |= {each.path for each in listed.component_files}
+                named = {disk.manifest_path(slot, step_id).name, *named_files(listed)}
                 there = {
                     str(path.relative_to(directory))
                     for path in directory.rglob("*")
@@ -490,6 +487,12 @@ class CheckedRun:
                 self.model.store(save)
         if newest is not None:
             self.model.collect(newest)
+
+
+def named_files(listed):
+    """The files that a manifest of a RAM disk lists."""
+    leaves = listed.contents.leaves
+    return [layout.part_file(leaves[leaf], box) for leaf, box, _ in listed.rows()]
 
 
 def _save_more(world, step):

@@ -549,7 +549,6 @@ class SimulatedHosts:
             boxes=((box, leaf[tuple(map(slice, box.start, box.stop))]),),
             kept=False,
             holders=lambda _: tuple(holders),
-            own=(number,),
         )
 
     def _wanted(self, leaf, number):

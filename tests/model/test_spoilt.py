@@ -27,7 +27,7 @@ STORAGE = "storage"
 FILES = {
     "manifest of a store": r"manifest\.ocdbt$",
     "values in a store": r"ocdbt\.process_.*/d/|/state/d/",
-    "manifest": r"/manifest-.*\.json$",
+    "manifest": r"/manifest-[^/]*$",
     "component": r"/data/position$",
     "array": r"zarr\.json$",
     "chunk": r"/state/\w+/c/",
@@ -46,7 +46,7 @@ PLACES = {
 }
 # Where a part has one holder.
 AT_RISK = ("one machine", "storage")
-NAMED = re.compile(r"state/[bvw]\[[0-9:, ]*\]|data/position|parts? of data|not in any")
+NAMED = re.compile(r"state/[bvw]\[[0-9:, ]*\]|data/position|not in any")
 
 
 class Saved:

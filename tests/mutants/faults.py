@@ -41,8 +41,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a box is read up to the element before its last",
         "elastic_ckpt/steps/read_plan.py",
-        "stop=np.minimum(wanted.boxes.stop[of_wanted], holdings.boxes.stop[box]),",
-        "stop=np.minimum(wanted.boxes.stop[of_wanted], holdings.boxes.stop[box] - 1),",
+        "stop=np.minimum(wanted.boxes.stop[of_wanted], table.boxes.stop[item]),",
+        "stop=np.minimum(wanted.boxes.stop[of_wanted], table.boxes.stop[item] - 1),",
         ("tests/steps/test_read_plan.py",),
     ),
     Fault(
@@ -68,16 +68,16 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a step counts although its holders disagree",
-        "elastic_ckpt/steps/search.py",
-        "return not (self.gaps or self.missing_parts or diverged)",
-        "return not (self.gaps or self.missing_parts)",
+        "elastic_ckpt/steps/table.py",
+        "return not (self.gaps or len(self.diverged))",
+        "return not self.gaps",
         ("tests/steps/test_search.py",),
     ),
     Fault(
-        "a step counts that lacks a part of its data state",
-        "elastic_ckpt/steps/search.py",
-        "return not (self.gaps or self.missing_parts or diverged)",
-        "return not (self.gaps or diverged)",
+        "a step counts that lacks a part",
+        "elastic_ckpt/steps/table.py",
+        "return not (self.gaps or len(self.diverged))",
+        "return not len(self.diverged)",
         ("tests/steps/test_search.py",),
     ),
     Fault(
@@ -97,8 +97,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a manifest is read as that of another run or host",
         "elastic_ckpt/steps/manifest_file.py",
-        "if (manifest.run, manifest.step, file_name(manifest.host.id)) == expected:",
-        "if manifest.step == step:",
+        "if actual == (run, step, os.path.basename(path)):",
+        "if saved.step_id.step == step:",
         ("tests/steps/test_manifest_file.py",),
     ),
     Fault(
@@ -132,7 +132,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a manifest lacks the files of components",
         "elastic_ckpt/tiers/ram/step_writer.py",
-        "        self._files |= {file.path: file for file in component_files}\n",
+        "            self.parts[number, whole] = named\n",
         "",
         ("tests/tiers/test_local.py",),
     ),
@@ -346,7 +346,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "`verify` passes a wrong value",
         "elastic_ckpt/inspect/verification.py",
-        "            why = stored_part.damage(memory, part)",
+        "            why = stored_part.damage(memory, leaf, named)",
         "            why = None",
         ("tests/cli/test_verify.py",),
     ),

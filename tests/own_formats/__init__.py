@@ -4,6 +4,7 @@
 """
 
 import base64
+import dataclasses
 import json
 import pathlib
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from elastic_ckpt.core import checked_json, errors, process
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.steps import manifest_file
 from elastic_ckpt.steps.line import Line
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import run_identity
 from elastic_ckpt.tiers.peers import run_agents
 from elastic_ckpt.tiers.persistent import (
@@ -78,29 +80,22 @@ class OwnFormat(NamedTuple):
 
 
 def manifest():
-    """A host with two of four parts of a matrix, a scalar and two cursors."""
-    contents = saved_worlds.contents(
-        {"params/b": [], "params/empty": [3, 0], "params/w": [8, 4]},
-        **{"data/cursors": 8, "data/state": 1},
+    """What a host holds of a step: boxes of arrays, and a file."""
+    whole = saved_worlds.contents({"b": [], "opt/m": [4], "w": [8, 9]}, files=2)
+    parts = saved_worlds.grid([8, 9], [2, 2])
+    held = [
+        *((2, parts[3]), (0, saved_worlds.boxes.whole(())), (2, parts[1])),
+        saved_worlds.file_of(whole, 1),
+    ]
+    whole = dataclasses.replace(
+        whole,
+        time_ms=1_790_000_000_123,
+        metrics='{"loss":2.5}',
+        parents=(StepId(20, "000000000000001"),),
+        is_due=True,
     )
-    parts = saved_worlds.grid([8, 4], [4, 1])
-    offer = saved_worlds.offer(
-        saved_worlds.host(1, 2, 4, rack="r7"),
-        contents.__class__(
-            leaves=contents.leaves,
-            components=contents.components,
-            time_ms=1_790_000_000_123,
-            metrics='{"loss":2}',
-            parents=((4, "000000000000001"), (39, "000000000000002")),
-            trees='{"shardings":[],"trees":{"params":{"b":"array","w":"numpy"}}}',
-            custom_metadata='{"note":"x"}',
-            is_due=True,
-        ),
-        [(2, parts[3]), (0, saved_worlds.boxes.whole(())), (2, parts[1])],
-        files=[saved_worlds.data_file(2, 3)],
-        step=40,
-    )
-    return offer.manifest
+    host = saved_worlds.host(1, 2, 4)
+    return saved_worlds.saved_by(host, whole, held, step=40)
 
 
 DESCRIPTION = component.Description(
@@ -171,8 +166,8 @@ def _written(file: str, write: Callable[[pathlib.Path], object]):
 
 
 def _read_manifest(directory):
-    path = directory / "manifest-host-01.json"
-    return manifest_file.to_bytes(manifest_file.read(path, run="run-7", step=40))
+    path = directory / "manifest-host-01"
+    return manifest_file.read(path, run="run-7", step=40).to_bytes()
 
 
 def _read_state(directory):
@@ -197,12 +192,11 @@ def _read_listed(directory):
 
 OWN = {
     "manifest": OwnFormat(
-        golden="manifest_v1.json",
-        file="manifest-host-01.json",
-        value=manifest_file.to_bytes(manifest()),
-        content=lambda _: manifest_file.to_bytes(manifest()),
+        golden="manifest_v1.txt",
+        file="manifest-host-01",
+        value=manifest().to_bytes(),
+        content=lambda _: manifest().to_bytes(),
         read=_read_manifest,
-        schema=STEPS / "schemas" / "manifest.json",
         page=STEPS / "FORMAT.md",
     ),
     "component": OwnFormat(

@@ -15,7 +15,7 @@ import threading
 from elastic_ckpt import frontend
 from elastic_ckpt.core import topology
 from elastic_ckpt.elastic import multicontroller
-from elastic_ckpt.steps import manifest_file
+from elastic_ckpt.steps import layout, manifest
 from elastic_ckpt.training import schema
 from tests.processes import tier_worlds
 
@@ -143,10 +143,12 @@ def _check_clean(root):
         if directory.name == "messages":
             assert not list(directory.iterdir())
             continue
-        (path,) = directory.glob("manifest-*.json")
-        manifest = manifest_file.parse(path.read_bytes())
-        named = {path.name, *manifest.fragments.files}
-        named |= {file.path for file in manifest.component_files}
+        (path,) = directory.glob("manifest-*")
+        saved = manifest.Manifest.parse(path.read_bytes())
+        leaves = saved.contents.leaves
+        rows = saved.rows()
+        named = {layout.part_file(leaves[leaf], box) for leaf, box, _ in rows}
+        named.add(path.name)
         there = {
             str(file.relative_to(directory))
             for file in directory.rglob("*")

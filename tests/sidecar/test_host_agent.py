@@ -18,7 +18,6 @@ from elastic_ckpt.checkpoint import restore as restore_module
 from elastic_ckpt.checkpoint.host import saver
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.inspect import tier_locations, verification
-from elastic_ckpt.steps import search
 from elastic_ckpt.tiers import choices
 from elastic_ckpt.tiers.peers import peer_client
 from elastic_ckpt.tiers.ram import machine
@@ -81,9 +80,8 @@ def test_storage_alone_has_each_box_once_for_any_number_of_hosts(machines, tmp_p
     stored = tier_locations.Locations([location])
     verified = verification.verify(stored, stored.steps, progress=lambda *_: None)
     assert verified.passed(strict=True)
-    copies, _ = stored.look(4)
-    holdings = search.Step.from_offers(list(copies)).holdings
-    assert len(holdings.holder) == holdings.num_items
+    (found,) = stored.look(4).saves
+    assert len(found.table.holder) == len(found.table)
     for num_hosts in (2, 8):
         with simulated_hosts.world(machines, num_hosts, **alone) as (
             checkpointer,

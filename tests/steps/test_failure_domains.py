@@ -26,8 +26,8 @@ def saved(tmp_path, **peers):
     tiers = [Local(tmp_path), Peers(**peers)]
     with frontend.Checkpointer(tiers, run="run", slice_name="s1") as checkpointer:
         checkpointer.save(1, {"w": jnp.zeros(3)})
-    (offer,) = ram_disk.RamDisk(tmp_path, run="run").offers(1).sources
-    return dict(offer.host.domains)
+    (copy,) = ram_disk.RamDisk(tmp_path, run="run").offers(1).copies
+    return dict(copy.manifest.host.domains)
 
 
 def test_a_host_is_in_the_domains_of_its_environment(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core import box_cover, boxes, errors
 from elastic_ckpt.steps import layout
+from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.steps.step_id import StepId
 
 SHAPES = st.lists(st.integers(1, 16), max_size=4).map(tuple)
@@ -50,7 +51,8 @@ def test_the_chunks_of_a_shard_cover_it_once(shard, data):
     assert sum(part.volume for part in parts) == box.volume
     assert not len(box_cover.gaps(box, boxes.Boxes.from_boxes(parts, rank=len(shard))))
     assert {part.shape for part in parts} == {chunk}
-    files = {layout.chunk_file("w", part, chunk) for part in parts}
+    leaf = Leaf(path="w", shape=stop, dtype="int8", chunk=chunk)
+    files = {layout.part_file(leaf, part) for part in parts}
     assert len(files) == len(parts)
 
 

@@ -121,15 +121,15 @@ def test_what_items_lack_is_told_with_the_remedy():
     shared = world([(n // 2, n // 2) for n in range(4)])
     (short,) = placed(shared, [(n,) for n in range(4)], copies=2).shortfalls
     assert short == (
-        "4 of 4 items lack copies: they are on fewer than 3 machines, of 2; add"
-        " machines, or ask for fewer copies"
+        "parts lack copies: they are on fewer than 3 machines, of 2; add machines, or"
+        " ask for fewer copies"
     )
     # The event of the run has the cause, and no list of leaves.
     assert storage_cause.of_message(short) == "too_few"
     placement = placed(slices(4), [(0,), (), ()], copies=2)
     lost, alone = placement.shortfalls
-    assert lost.startswith("2 of 3 items lack any holder: no host that is there has")
-    assert alone.startswith("1 of 3 items lack a distant holder: they are in one slice")
+    assert lost.startswith("parts lack any holder: no host that is there has")
+    assert alone.startswith("parts lack a distant holder: they are in one slice")
     assert placement.num_machines == 0
 
 

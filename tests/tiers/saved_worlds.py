@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import boxes, digest
-from elastic_ckpt.steps import holdings, manifest
+from elastic_ckpt.steps import manifest
+from elastic_ckpt.steps.step_id import StepId
 
 RUN = "run-7"
 
@@ -42,72 +43,59 @@ def host(number, slices=1, hosts=1, **domains):
     )
 
 
-def contents(shapes, **components):
-    """Float32 leaves by path, and components by name."""
-    leaves = tuple(
-        manifest.Leaf(path=path, shape=tuple(shape), dtype="float32")
-        for path, shape in sorted(shapes.items())
-    )
-    return manifest.Contents(leaves=leaves, components=components)
-
-
-def offer(host, whole, held, *, step=30, save="0", tier="local", files=()):
-    """The offer of `host`; `held` are pairs of the number of a leaf and a box."""
-    fragments = []
-    for number, (leaf, box) in enumerate(held):
-        saved_leaf = whole.leaves[leaf]
-        part = values(saved_leaf.path, saved_leaf.shape)[
-            tuple(map(slice, box.start, box.stop))
-        ]
-        fragments.append(
-            manifest.Fragment(
-                leaf=leaf,
-                box=box,
-                digest=digest.values_digest(part),
-                file=f"arrays/{host.id}.bin",
-                offset=100 * number,
-                stored_bytes=part.nbytes,
-            )
+def contents(shapes, *, files=0):
+    """Float32 leaves by path, and so many files of the component `data`."""
+    leaves = [
+        manifest.Leaf(
+            path=path,
+            shape=tuple(shape),
+            dtype="float32",
+            chunk=tuple(max(1, size) for size in shape),
         )
-    return holdings.Offer(
-        tier=tier,
-        manifest=manifest.Manifest(
-            run=RUN,
-            step=step,
-            save=save,
-            host=host,
-            contents=whole,
-            fragments=manifest.Fragments.from_rows(fragments, contents=whole),
-            component_files=tuple(files),
-        ),
-    )
+        for path, shape in sorted(shapes.items())
+    ]
+    leaves += [
+        manifest.Leaf.of_file(f"data/shard-{number:05d}.json", 150)
+        for number in range(files)
+    ]
+    components = ("data",) if files else ()
+    return manifest.Contents(leaves=tuple(leaves), components=components)
 
 
-def data_file(shard, last=None):
-    """The file of the cursors of shards `shard` to `last`."""
-    last = shard if last is None else last
-    name = f"data/shards-{shard:05d}-{last:05d}.json"
-    return manifest.ComponentFile(
-        component="data/cursors",
-        parts=(shard, last + 1),
-        path=name,
-        digest=digest.values_digest(np.frombuffer(name.encode(), np.uint8)),
-        stored_bytes=150,
+def file_of(whole, number):
+    """One of the files, as a pair of the number of a leaf and a box."""
+    return len(whole.arrays) + number, boxes.whole((150,))
+
+
+def saved_by(host, whole, held, *, step=30, save="0", tier="local"):
+    """The manifest of `host`; `held` are pairs of the number of a leaf and a box."""
+    rows = []
+    for leaf, box in held:
+        saved_leaf = whole.leaves[leaf]
+        part = values(saved_leaf.path, saved_leaf.shape)
+        named = digest.values_digest(part[tuple(map(slice, box.start, box.stop))])
+        rows.append((leaf, box, named))
+    return manifest.Manifest(
+        run=RUN,
+        step_id=StepId(step, save),
+        contents=whole,
+        holders=(manifest.Holder(host, tier),),
+        parts=manifest.Parts.of_rows(rows, whole),
     )
 
 
 @st.composite
 def saved(draw, *, most_hosts=8, step=30, replicas=True):
-    """Offers of all hosts of a step: every box is held, and every cursor."""
+    """Manifests of all hosts of a step: every box is held, and every file."""
     slices = draw(st.integers(1, 4))
     hosts = slices * draw(st.integers(1, max(1, most_hosts // slices)))
     shapes = {
         "b": draw(st.lists(st.integers(1, 6), max_size=3)),
         "w": [draw(st.integers(1, 9)), draw(st.integers(1, 9))],
     }
-    whole = contents(shapes, **{"data/cursors": hosts})
-    held = {number: [] for number in range(hosts)}
-    for leaf, saved_leaf in enumerate(whole.leaves):
+    whole = contents(shapes, files=hosts)
+    held = {number: [file_of(whole, number)] for number in range(hosts)}
+    for leaf, saved_leaf in enumerate(whole.arrays):
         parts = [draw(st.integers(1, dim)) for dim in saved_leaf.shape]
         for box in grid(saved_leaf.shape, parts):
             some = st.sets(
@@ -118,12 +106,6 @@ def saved(draw, *, most_hosts=8, step=30, replicas=True):
             for number in draw(some):
                 held[number].append((leaf, box))
     return [
-        offer(
-            host(number, slices, hosts),
-            whole,
-            held[number],
-            step=step,
-            files=[data_file(number)],
-        )
+        saved_by(host(number, slices, hosts), whole, held[number], step=step)
         for number in range(hosts)
     ]

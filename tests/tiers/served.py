@@ -11,7 +11,7 @@ from concurrent import futures
 
 import numpy as np
 
-from elastic_ckpt.core import digest
+from elastic_ckpt.core import boxes, digest
 from elastic_ckpt.steps import manifest, manifest_file
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.peers import agent, agent_server
@@ -32,26 +32,33 @@ def save(root, step, files, *, slot="0", run=RUN):
 
 
 def manifest_of(step, files, *, slot="0", run=RUN):
-    """The manifest of a host with `files`, each a part of the component `data`."""
-    contents = manifest.Contents(leaves=(), components={"data": len(files)})
+    """The manifest of a host with `files` of components."""
+    listed = sorted(files.items())
+    contents = manifest.Contents(
+        leaves=tuple(leaf_of(path, content) for path, content in listed),
+        components=tuple(sorted({path.partition("/")[0] for path in files})),
+    )
+    host = manifest.Host(id=f"{MACHINE}.{slot}", number=0, domains={})
+    rows = [
+        (
+            number,
+            boxes.whole((len(content),)),
+            digest.values_digest(np.frombuffer(content, np.uint8)),
+        )
+        for number, (_, content) in enumerate(listed)
+    ]
     return manifest.Manifest(
         run=run,
-        step=step,
-        save="0",
-        host=manifest.Host(id=f"{MACHINE}.{slot}", number=0, domains={}),
+        step_id=StepId(step, "0"),
         contents=contents,
-        fragments=manifest.Fragments.from_rows([], contents=contents),
-        component_files=tuple(
-            manifest.ComponentFile(
-                component="data",
-                parts=(number, number + 1),
-                path=path,
-                digest=digest.values_digest(np.frombuffer(content, np.uint8)),
-                stored_bytes=len(content),
-            )
-            for number, (path, content) in enumerate(sorted(files.items()))
-        ),
+        holders=(manifest.Holder(host),),
+        parts=manifest.Parts.of_rows(rows, contents),
     )
+
+
+def leaf_of(path, content=b""):
+    """The leaf that a file is."""
+    return manifest.Leaf.of_file(path, len(content))
 
 
 @contextlib.contextmanager

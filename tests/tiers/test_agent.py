@@ -95,17 +95,17 @@ class TestLists:
         (root / "hosts/0/50-0").mkdir()
         (root / "hosts/0/60-0").mkdir()
         os.symlink(
-            root / f"hosts/0/30-0/manifest-{served.MACHINE}.0.json",
-            root / "hosts/0/60-0/manifest-a.json",
+            root / f"hosts/0/30-0/manifest-{served.MACHINE}.0",
+            root / "hosts/0/60-0/manifest-a",
         )
         (root / "hosts/0/notes").mkdir()
-        (root / "hosts/0/notes/manifest-a.json").write_bytes(b"")
+        (root / "hosts/0/notes/manifest-a").write_bytes(b"")
         os.symlink(root / "hosts/0", root / "hosts/7")
         status, body = served.ask(url, "/steps", known)
         assert status == 200
         expected = []
         for name in ("0/30-0", "1/40-0"):
-            name += f"/manifest-{served.MACHINE}.{name[0]}.json"
+            name += f"/manifest-{served.MACHINE}.{name[0]}"
             there = os.stat(root / "hosts" / name)
             expected.append([name, there.st_size, there.st_mtime])
         assert json.loads(body) == {

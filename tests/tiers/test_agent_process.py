@@ -57,12 +57,3 @@ def test_exchanges_of_one_host_do_not_disturb_each_other(tmp_path):
         posting.read(0, "copies-offered")
     # The directory stays: another exchange may be about to post there.
     assert list((tmp_path / "hosts" / "0" / mailbox.MESSAGES).iterdir()) == []
-    # What is delivered is read once, and removed with its exchange.
-    posting.deliver(0, "copies-offered", b"another way")
-    assert posting.read(0, "copies-offered") == b"another way"
-    with pytest.raises(source.ReadError):
-        posting.read(0, "copies-offered")
-    posting.deliver(0, "copies-offered", b"late")
-    posting.remove("copies-")
-    with pytest.raises(source.ReadError):
-        posting.read(0, "copies-offered")

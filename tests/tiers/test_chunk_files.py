@@ -11,7 +11,7 @@ import tensorstore as ts
 
 from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.core import boxes, digest
-from elastic_ckpt.steps import manifest
+from elastic_ckpt.steps import layout, manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import stored_part
 from elastic_ckpt.tiers.ram import local, ram_disk
@@ -40,7 +40,7 @@ def save(host, step, values, memory):
     """Saves values; returns the manifest, and the chunks that were in files."""
     captured = capture.capture(values, memory)
     files = [each for part in captured.parts for each in part.files]
-    contents = manifest.Contents(leaves=captured.leaves, components={})
+    contents = manifest.Contents(leaves=captured.leaves, components=())
     writer = host.begin(StepId(step, "0"), contents, num_bytes=None)
     host.reserve(writer, captured.num_bytes, taken_bytes=captured.file_bytes)
     writer.write(captured)
@@ -49,15 +49,17 @@ def save(host, step, values, memory):
 
 
 def path_of(host, saved, name):
-    (file,) = (each for each in saved.fragments.files if each.startswith(f"{name}/"))
+    leaves = saved.contents.leaves
+    files = [layout.part_file(leaves[leaf], box) for leaf, box, _ in saved.rows()]
+    (file,) = (each for each in files if each.startswith(f"{name}/"))
     return host.disk.step_directory(0, saved.step_id) / file
 
 
 def check(host, saved, values):
     """Compares a step with what was saved: files, digests, and as TensorStore reads."""
-    for fragment in saved.rows:
-        name = saved.contents.leaves[fragment.leaf].path
-        assert fragment.digest == digest.values_digest(values[name])
+    for leaf, _, named in saved.rows():
+        name = saved.contents.leaves[leaf].path
+        assert named == digest.values_digest(values[name])
         directory = host.disk.step_directory(0, saved.step_id) / name
         spec = {"driver": "file", "path": os.fspath(directory)}
         array = ts.open({"driver": "zarr3", "kvstore": spec}).result()
@@ -87,9 +89,9 @@ def test_a_step_takes_the_files_of_one_that_was_removed(host):
 def test_a_copy_that_was_repaired_is_not_written_to_by_later_steps(host):
     memory = capture.Memory(host.files)
     saved, _ = save(host, 1, state(1), memory)
-    fragment = next(each for each in saved.rows if each.leaf == 0)
+    leaf = saved.contents.leaves[0]
     content = stored_part.chunk_content(state(1)["large"])
-    host.put_right(saved.step_id, fragment.file, content)
+    host.put_right(saved.step_id, leaf, boxes.whole(leaf.shape), content)
     host.remove(StepId(1, "0"))
     for step in (2, 3):
         saved, _ = save(host, step, state(step), memory)
@@ -145,7 +147,7 @@ def test_a_capture_that_fails_or_is_abandoned_leaves_no_file_and_no_memory(
         capture.capture({**state(1), "w": shards}, capture.Memory(host.files))
     captured = capture.capture(state(1), capture.Memory(host.files))
     assert host.files.taken_bytes
-    contents = manifest.Contents(leaves=captured.leaves, components={})
+    contents = manifest.Contents(leaves=captured.leaves, components=())
     writer = host.begin(StepId(1, "0"), contents, num_bytes=captured.num_bytes)
     writer.write(captured)
     captured.release()
@@ -166,7 +168,7 @@ def test_what_is_captured_on_one_host_leaves_room_for_another(tmp_path):
             stack.callback(own.close)
             values = {"large": np.zeros(LARGE + LARGE // 4, np.uint8)}
             captured = capture.capture(values, capture.Memory(own.files))
-            contents = manifest.Contents(leaves=captured.leaves, components={})
+            contents = manifest.Contents(leaves=captured.leaves, components=())
             writers.append(
                 (own, captured, own.begin(StepId(1, "0"), contents, num_bytes=None))
             )

@@ -6,7 +6,7 @@ from concurrent import futures
 
 import pytest
 
-from elastic_ckpt.core import storage
+from elastic_ckpt.core import boxes, storage
 from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.peers import agent, agent_server, peer, peer_client, secret
 from elastic_ckpt.tiers.ram import file_repair, machine
@@ -36,8 +36,13 @@ def remote(directory):
             peer_client.PeerClient(secret.read_or_create(root), timeout_secs=600)
         ) as client,
     ):
-        (made,) = peer.Peer(address.url, client, served.RUN).offers(30).sources.values()
+        ((_, made),) = peer.Peer(address.url, client, served.RUN).offers(30).copies
         yield made
+
+
+def put_right(remote, file, content):
+    leaf = served.leaf_of(file, content)
+    remote.put_right(leaf, boxes.whole(leaf.shape), content)
 
 
 def test_a_bad_file_is_replaced_and_one_that_is_gone_is_made(directory):
@@ -61,7 +66,7 @@ def test_anything_else_is_refused(directory, remote, file, content, why):
         file_repair.replace(directory, file, content)
     if ".." not in file:
         with pytest.raises(source.RepairError, match=why):
-            remote.put_right(file, content)
+            put_right(remote, file, content)
     assert (directory / "data" / "part").read_bytes() == b"damaged"
     assert not (directory / "data" / "new").exists()
 
@@ -70,12 +75,12 @@ def test_a_live_process_repairs_its_own_slot(directory, remote):
     with storage.exclusive_lock(directory.parent / "lock"):
         for replace in (
             lambda: file_repair.replace(directory, "data/part", SAVED),
-            lambda: remote.put_right("data/part", SAVED),
+            lambda: put_right(remote, "data/part", SAVED),
         ):
             with pytest.raises(source.RepairError, match="a live process has the slot"):
                 replace()
     assert (directory / "data" / "part").read_bytes() == b"damaged"
-    remote.put_right("data/part", SAVED)
+    put_right(remote, "data/part", SAVED)
     assert (directory / "data" / "part").read_bytes() == SAVED
 
 
@@ -101,7 +106,7 @@ def test_a_repair_waits_while_a_live_process_removes_the_step(directory):
 def test_a_step_that_is_gone_is_not_made_anew(directory, remote):
     next(directory.glob("manifest-*")).unlink()
     with pytest.raises(source.RepairError, match="the manifest of its host"):
-        remote.put_right("data/part", SAVED)
+        put_right(remote, "data/part", SAVED)
     assert (directory / "data" / "part").read_bytes() == b"damaged"
 
 
@@ -110,7 +115,7 @@ def test_no_link_is_followed(directory, remote):
     (directory / "data").rename(outside)
     (directory / "data").symlink_to(outside)
     with pytest.raises(source.RepairError, match="cannot be written"):
-        remote.put_right("data/part", SAVED)
+        put_right(remote, "data/part", SAVED)
     assert (outside / "part").read_bytes() == b"damaged"
 
 

@@ -1,7 +1,6 @@
 import contextlib
 import dataclasses
 import errno
-import json
 import os
 import pathlib
 import re
@@ -18,7 +17,7 @@ import tensorstore as ts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from elastic_ckpt.checkpoint.host import capture
-from elastic_ckpt.core import boxes, digest, errors, storage
+from elastic_ckpt.core import checked_blobs, digest, errors, storage
 from elastic_ckpt.steps import layout, line, manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import source, stored_part
@@ -47,7 +46,7 @@ def host(disk):
 def save(host, state, *, step=3, slot_of=None):
     """Saves `state`; of its boxes those that `slot_of` gives to the host's slot."""
     captured = capture.capture(state, capture.Memory())
-    contents = manifest.Contents(leaves=captured.leaves, components={})
+    contents = manifest.Contents(leaves=captured.leaves, components=())
     if slot_of is not None:
         captured.parts = tuple(
             CapturedLeaf(
@@ -65,33 +64,29 @@ def save(host, state, *, step=3, slot_of=None):
 def offered(disk, step):
     offered = disk.offers(step)
     assert not offered.problems
-    return offered.sources
+    return offered.copies
 
 
-def fragments(saved):
-    every = range(len(saved.fragments))
-    return [saved.fragments.row(n, contents=saved.contents) for n in every]
+def read(files, leaf, box, named):
+    """The values of a part, as a restore reads them, and whether they are right."""
+    values = np.empty(box.shape, leaf.dtype)
+    files.read_into(leaf, box, memoryview(values.reshape(-1).view(np.uint8)))
+    return values, digest.values_digest(values) == named
 
 
-def read(files, saved, fragment):
-    """The values of a fragment, as a restore reads them, and whether they are right."""
-    leaf = saved.contents.leaves[fragment.leaf]
-    values = np.empty(fragment.box.shape, leaf.dtype)
-    into = memoryview(values.reshape(-1).view(np.uint8))
-    files.read_into(fragment.file, fragment.offset, into)
-    return values, digest.values_digest(values) == fragment.digest
+def parts(saved):
+    """The leaf, the box and the digest of each."""
+    return [(saved.contents.leaves[n], box, named) for n, box, named in saved.rows()]
 
 
 def restored(disk, step):
     """Every leaf of a step, from all slots together, each element checked."""
     whole, filled = {}, {}
-    for offer, files in offered(disk, step).items():
-        saved = offer.manifest
-        for fragment in fragments(saved):
-            leaf = saved.contents.leaves[fragment.leaf]
-            values, right = read(files, saved, fragment)
+    for saved, files in offered(disk, step):
+        for leaf, box, named in parts(saved):
+            values, right = read(files, leaf, box, named)
             assert right
-            place = boxes.relative(fragment.box, boxes.whole(leaf.shape))
+            place = tuple(map(slice, box.start, box.stop))
             whole.setdefault(leaf.path, np.zeros(leaf.shape, leaf.dtype))[place] = (
                 values
             )
@@ -141,11 +136,12 @@ def test_large_shards_are_cut_into_chunks_that_tensorstore_joins(
     monkeypatch.setattr(layout.chunk_shape, "__kwdefaults__", {"chunk_bytes": 100})
     values = random_bits("bfloat16", 1024).reshape(32, 32)
     saved = save(host, {"w": sharded(values, "a", "b")})
-    assert len(saved.fragments) > 8
-    assert max(saved.fragments.stored_bytes) <= 100 + layout.CHECKSUM_BYTES
+    assert len(parts(saved)) > 8
     directory = disk.step_directory(0, StepId(3, "0"))
-    for fragment in fragments(saved):
-        assert (directory / fragment.file).stat().length == fragment.stored_bytes
+    for leaf, box, _ in parts(saved):
+        assert leaf.num_bytes(box) <= 100
+        file = directory / layout.part_file(leaf, box)
+        assert file.stat().length == layout.stored_bytes(leaf, box)
     assert restored(disk, 3)["w"].tobytes() == values.tobytes()
     joined = open_array(disk.step_directory(0, StepId(3, "0")), "w")
     assert joined.tobytes() == values.tobytes()
@@ -170,8 +166,8 @@ def test_the_directories_of_two_hosts_together_are_one_array(disk, host, tmp_pat
 def test_saves_of_a_step_are_offered_and_held_apart(disk, host):
     first = local_steps.save(host, 3, save="0")
     second = local_steps.save(host, 3, save="1")
-    saves = [offer.manifest.save for offer in offered(disk, 3)]
-    assert sorted(saves) == [first.save, second.save]
+    saves = [each.step_id for each, _ in offered(disk, 3)]
+    assert sorted(saves) == [first.step_id, second.step_id]
     assert host.held() == [(3, "0"), (3, "1")]
     assert disk.steps() == [3]
     host.remove(StepId(3, "0"))
@@ -184,7 +180,7 @@ def unreadable(path):
 
 def test_what_is_held_has_the_time_and_metrics_of_its_save(disk, host):
     captured = capture.capture({"w": np.ones(8)}, capture.Memory())
-    contents = manifest.Contents(leaves=captured.leaves, components={})
+    contents = manifest.Contents(leaves=captured.leaves, components=())
     writer = host.begin(StepId(3, "0"), contents, num_bytes=64)
     writer.write(captured)
     known = dataclasses.replace(contents, time_ms=1500, metrics='{"loss":NaN}')
@@ -222,32 +218,34 @@ def test_a_manifest_goes_before_the_files_that_it_names(disk, host):
 def test_any_flipped_bit_of_a_chunk_is_found_and_put_right(disk, host):
     values = random_bits("float32", 6).reshape(3, 2)
     save(host, {"w": values})
-    ((offer, files),) = offered(disk, 3).items()
-    (fragment,) = fragments(offer.manifest)
-    path = pathlib.Path(disk.step_directory(0, StepId(3, "0")) / fragment.file)
+    ((saved, files),) = offered(disk, 3)
+    (part,) = parts(saved)
+    file = layout.part_file(*part[:2])
+    path = pathlib.Path(disk.step_directory(0, StepId(3, "0")) / file)
     sound = path.read_bytes()
     for bit in range(8 * values.nbytes):
         spoilt = bytearray(sound)
         spoilt[bit // 8] ^= 1 << bit % 8
         path.write_bytes(spoilt)
-        assert not read(files, offer.manifest, fragment)[1]
+        assert not read(files, *part)[1]
     # Damaged metadata does not prevent the repair.
     (path.parents[2] / "zarr.json").write_bytes(b"{")
     content = stored_part.chunk_content(values)
-    host.put_right(offer.manifest.step_id, fragment.file, content)
+    host.put_right(saved.step_id, *part[:2], content)
     assert path.read_bytes() == sound
-    assert read(files, offer.manifest, fragment)[1]
+    assert read(files, *part)[1]
 
 
 def test_a_file_that_cannot_give_the_bytes_is_a_read_error(disk, host, tmp_path):
     save(host, {"w": np.arange(12.0)})
-    ((offer, files),) = offered(disk, 3).items()
-    (fragment,) = fragments(offer.manifest)
-    path = pathlib.Path(disk.step_directory(0, StepId(3, "0")) / fragment.file)
+    ((saved, files),) = offered(disk, 3)
+    (part,) = parts(saved)
+    file = layout.part_file(*part[:2])
+    path = pathlib.Path(disk.step_directory(0, StepId(3, "0")) / file)
 
     def check(message):
         with pytest.raises(source.ReadError, match=message):
-            read(files, offer.manifest, fragment)
+            read(files, *part)
 
     for num_bytes in (90, 0):
         os.truncate(path, num_bytes)
@@ -274,9 +272,9 @@ def test_a_manifest_that_is_spoilt_or_of_another_save_is_a_problem_beside_others
     path = pathlib.Path(disk.manifest_path(0, StepId(3, "0")))
     path.write_bytes(path.read_bytes()[:-9])
     offered = disk.offers(3)
-    assert [offer.manifest.save for offer in offered.sources] == ["1"]
+    assert [each.step_id.save for each, _ in offered.copies] == ["1"]
     (problem,) = offered.problems
-    assert "is cut short" in problem
+    assert "was cut short" in problem
     assert str(path) in problem
     for other, message in (("4-0", "step 4"), ("3-1", "save '1'")):
         shutil.copy(disk.host_directory(0) / other / path.name, path)
@@ -287,7 +285,7 @@ def test_a_manifest_that_is_spoilt_or_of_another_save_is_a_problem_beside_others
 def test_the_limit_counts_all_slots_and_what_they_are_about_to_write(disk, host):
     save(host, {"w": np.ones(2**17)})
     limited = ram_disk.RamDisk(disk.root, run=RUN, limit_bytes=3 * 2**20)
-    contents = manifest.Contents(leaves=(), components={})
+    contents = manifest.Contents(leaves=(), components=())
     with (
         contextlib.closing(
             local.LocalHost(limited, slot=1, domains={}, number=1)
@@ -310,7 +308,7 @@ def test_the_limit_counts_all_slots_and_what_they_are_about_to_write(disk, host)
 
 
 def test_what_the_file_system_cannot_take_is_refused_at_once_or_later(disk, host):
-    contents = manifest.Contents(leaves=(), components={})
+    contents = manifest.Contents(leaves=(), components=())
     with pytest.raises(errors.CheckpointError, match="without a limit"):
         host.begin(StepId(3, "0"), contents, num_bytes=2**60)
     writer = host.begin(StepId(3, "0"), contents, num_bytes=None)
@@ -344,11 +342,10 @@ def test_a_host_without_a_manifest_holds_the_copies_alone(disk, host, is_spoilt)
         pathlib.Path(disk.manifest_path(0, StepId(3, "0"))).write_bytes(b"{}")
     values = local_steps.state(3)["params/w"]
     held = local_steps.copies(host, 3, values)
-    assert len(held.fragments) == 4
-    assert held.component_files == (local_steps.file_of_peer(3),)
+    assert [leaf for leaf, *_ in held.rows()] == [1, 1, 1, 1, 3]
     assert restored(disk, 3)["params/w"].tobytes() == values.tobytes()
-    ((offer, _),) = offered(disk, 3).items()
-    assert fragments(offer.manifest) == fragments(held)
+    ((saved, _),) = offered(disk, 3)
+    assert saved.rows() == held.rows()
     assert not host.clean()
 
 
@@ -388,7 +385,7 @@ def test_a_directory_that_belongs_to_another_user_is_refused(is_used):
 
 def test_cleaning_leaves_what_is_committed_or_being_written(disk, host):
     local_steps.save(host, 3)
-    contents = manifest.Contents(leaves=(), components={})
+    contents = manifest.Contents(leaves=(), components=())
     writer = host.begin(StepId(4, "0"), contents, num_bytes=9)
     with contextlib.closing(
         local.LocalHost(disk, slot=1, domains={}, number=1)
@@ -414,9 +411,8 @@ def test_what_is_spoilt_or_unpacked_is_cleaned_but_no_other_version(disk, host):
     for step in (3, 4):
         local_steps.save(host, step)
         path = pathlib.Path(disk.manifest_path(0, StepId(step, "0")))
-        content = json.loads(path.read_bytes())
-        content["version" if step == 4 else "step"] = 77
-        path.write_text(json.dumps(content))
+        later = checked_blobs.to_bytes({}, [], version=77)
+        path.write_bytes(later if step == 4 else later[:-1])
     unpacked = pathlib.Path(disk.host_directory(0), ram_disk.RESTORED)
     storage.write_atomic(unpacked / "data" / "0.json", b"{}")
     spoilt = str(disk.step_directory(0, StepId(3, "0")))

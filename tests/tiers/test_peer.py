@@ -10,8 +10,7 @@ import pytest
 import trustme
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import checked_json
-from elastic_ckpt.steps import manifest_file
+from elastic_ckpt.core import boxes, checked_blobs
 from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.peers import (
     agent,
@@ -74,7 +73,7 @@ def source_at(url, client, step=30):
     """The only source of a peer."""
     offered = peer.Peer(url, client, served.RUN).offers(step)
     assert offered.problems == []
-    (file_source,) = offered.sources.values()
+    ((_, file_source),) = offered.copies
     return file_source
 
 
@@ -94,22 +93,14 @@ class TestOffers:
         assert tier.steps() == [30, 40]
         offered = tier.offers(40)
         assert offered.problems == []
-        manifests = {
-            offer.host.id: manifest_file.to_bytes(offer.manifest)
-            for offer in offered.sources
-        }
-        assert manifests == {
-            f"{served.MACHINE}.{slot}": manifest_file.to_bytes(
-                served.manifest_of(40, files, slot=slot)
-            )
+        there = {each.host.id[-1]: each.to_bytes() for each, _ in offered.copies}
+        assert there == {
+            slot: served.manifest_of(40, files, slot=slot).at("local", url).to_bytes()
             for slot, files in (("0", FILES), ("1", {"data/part": b"other"}))
         }
-        by_host = {
-            offer.host.id[-1]: file_source
-            for offer, file_source in offered.sources.items()
-        }
-        into = bytearray(5)
-        by_host["1"].read_into("data/part", 0, memoryview(into))
+        by_host = {each.host.id[-1]: parts for each, parts in offered.copies}
+        into, leaf = bytearray(5), served.leaf_of("data/part", b"other")
+        by_host["1"].read_into(leaf, boxes.whole(leaf.shape), memoryview(into))
         assert into == b"other"
 
     def test_manifests_that_are_known_are_read_again_only_when_they_change(
@@ -119,10 +110,10 @@ class TestOffers:
         known = {}
 
         def offered():
-            tier = peer.Peer(url, client, served.RUN, known=known)
+            peer.Peer(url, client, served.RUN, known=known).offers(40)
             return {
-                (offer.host.id, len(offer.manifest.component_files)): offer.manifest
-                for offer in tier.offers(40).sources
+                (each.host.id, len(each.contents.files)): each
+                for each in known.values()
             }
 
         before = offered()
@@ -132,9 +123,7 @@ class TestOffers:
         ((first, manifest),) = before.items()
         assert after[first] is manifest
         served.save(root, 40, {**FILES, "data/more": b"copy"}, slot="0")
-        copied = offered()
-        assert first not in copied
-        assert len(copied) == 2
+        assert len(offered()) == 3
 
     def test_manifests_of_another_run_or_step_or_host_are_problems(
         self, root, url, client
@@ -144,43 +133,40 @@ class TestOffers:
         steps = root / "hosts/1"
         (steps / "50-0").rename(steps / "60-0")
         moved = served.save(root, 70, FILES, slot="2")
-        (moved / f"manifest-{served.MACHINE}.2.json").rename(moved / "manifest-a.json")
+        (moved / f"manifest-{served.MACHINE}.2").rename(moved / "manifest-a")
         tier = peer.Peer(url, client, served.RUN)
         for step in (40, 60, 70):
-            sources, problems = tier.offers(step)[:2]
-            assert sources == {}
+            copies, problems = tier.offers(step)
+            assert copies == []
             assert "is that of run, step, save and file" in problems[0]
 
     def test_a_manifest_that_was_altered_or_is_later_is_a_problem_beside_the_others(
         self, root, url, client
     ):
         directory = served.save(root, 30, FILES, slot="1")
-        file = directory / f"manifest-{served.MACHINE}.1.json"
-        whole = file.read_bytes()
-        fields = json.loads(whole)
-        del fields["version"], fields["digest"]
+        file = directory / f"manifest-{served.MACHINE}.1"
         for content, why in (
-            (whole.replace(b'"step": 30', b'"step": 31'), "was altered after"),
-            (checked_json.to_bytes(fields, version=2), "later version"),
+            (file.read_bytes().replace(served.RUN.encode(), b"run-8"), "or altered"),
+            (checked_blobs.to_bytes({}, [], version=2), "later version"),
         ):
             file.write_bytes(content)
             offered = peer.Peer(url, client, served.RUN).offers(30)
-            hosts = [offer.host.id for offer in offered.sources]
+            hosts = [each.host.id for each, _ in offered.copies]
             assert hosts == [f"{served.MACHINE}.0"]
             (problem,) = offered.problems
-            assert f"manifest 1/30-0/manifest-{served.MACHINE}.1.json" in problem
+            assert f"manifest 1/30-0/manifest-{served.MACHINE}.1" in problem
             assert why in problem
 
     def test_a_giant_manifest_is_a_problem_and_is_not_read(
         self, url, client, monkeypatch
     ):
         monkeypatch.setattr(peer, "MOST_MANIFEST_BYTES", 100)
-        sources, problems = peer.Peer(url, client, served.RUN).offers(30)[:2]
-        assert sources == {}
+        copies, problems = peer.Peer(url, client, served.RUN).offers(30)
+        assert copies == []
         assert "at most 100 are taken" in problems[0]
 
     def test_a_list_or_a_manifest_that_is_none_is_a_problem(self, client):
-        path = "0/30-0/manifest-a.json"
+        path = "0/30-0/manifest-a"
         listings = [
             b"",
             b"\xff",
@@ -202,8 +188,8 @@ class TestOffers:
             with ScriptedPeer(respond) as lying:
                 tier = peer.Peer(lying.url, client, served.RUN)
                 assert tier.steps() == []
-                sources, (problem,) = tier.offers(30)[:2]
-            assert sources == {}
+                copies, (problem,) = tier.offers(30)
+            assert copies == []
             assert "the list of steps cannot be read" in problem
 
         def nested(connection, request):
@@ -213,8 +199,8 @@ class TestOffers:
             connection.sendall(answer(body))
 
         with ScriptedPeer(nested) as lying:
-            sources, problems = peer.Peer(lying.url, client, served.RUN).offers(30)[:2]
-        assert (sources, len(problems)) == ({}, 1)
+            copies, problems = peer.Peer(lying.url, client, served.RUN).offers(30)
+        assert (copies, len(problems)) == ([], 1)
 
 
 LIES = [
@@ -430,8 +416,8 @@ class TestPeers:
             )
             assert peers.steps() == [20, 30, 40]
             for _ in range(3):
-                sources, (problem,) = peers.offers(30)[:2]
-                assert {offer.host.id[-1] for offer in sources} == {"0", "2"}
+                copies, (problem,) = peers.offers(30)
+                assert {each.host.id[-1] for each, _ in copies} == {"0", "2"}
                 assert f"the list of steps cannot be read: {broken.url}" in problem
             assert broken.num_connections == 1
 

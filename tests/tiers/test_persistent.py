@@ -1,5 +1,6 @@
 """The persistent tier: uploaded by hosts, committed at once, read by manifests."""
 
+import dataclasses
 import datetime
 import errno
 import pathlib
@@ -9,7 +10,7 @@ from concurrent import futures
 import numpy as np
 import pytest
 
-from elastic_ckpt.core import clock, digest, errors, storage
+from elastic_ckpt.core import boxes, clock, digest, errors, storage
 from elastic_ckpt.steps import line
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import source
@@ -68,7 +69,7 @@ def test_steps_of_plain_orbax_are_told_apart_and_not_replaced(root, tier, world)
     )
     assert tier.steps() == [5]
     assert tier.foreign_steps() == [7]
-    assert not tier.offers(7).sources
+    assert not tier.offers(7).copies
     with pytest.raises(errors.CheckpointError, match="Orbax saved"):
         upload.Upload(root, uploaded.saved_step(7), world[0]).begin()
     with pytest.raises(errors.CheckpointError, match="nothing is left to upload"):
@@ -87,7 +88,7 @@ def test_half_a_step_is_refused(root, tier, world, missing):
     messages = {
         "host": "1 of 2 hosts have not finished their uploads .m1.0.",
         "chunk": r"lacks parts of 1 of 3 leaves: .state/params/b\[0:6\]",
-        "file": "lacks 1 of 3 parts of data: .2.;",
+        "file": r"lacks parts of 1 of 2 files: .data/shards-00002.json.;",
     }
     with pytest.raises(errors.CheckpointError, match=messages[missing]):
         uploaded.commit_all(root, saved, world[: 2 if missing == "host" else 1])
@@ -101,10 +102,14 @@ def test_an_upload_that_was_cut_short_is_repeated_on_other_hosts(root, tier, wor
     stray = root.unfinished(StepId(5, "0"))
     storage.write_atomic(stray / "data" / "shards-00007.json", b"stray")
     uploaded.write_all(root, saved, world[1:])
+    with pytest.raises(errors.CheckpointError, match="different values"):
+        uploaded.commit_all(root, saved, world[1:])
+    # What differed is not there any more.
+    uploaded.write_all(root, saved, world[1:])
     uploaded.commit_all(root, saved, world[1:])
     uploaded.read(tier, 5)
     names = set(tree(root.final(5)))
-    assert "manifest-m0.0.json" not in names
+    assert "manifest-m0.0" not in names
     assert "data/shards-00007.json" not in names
     assert not any(ocdbt.store_name("m0.0", "0") in name for name in names)
 
@@ -112,10 +117,11 @@ def test_an_upload_that_was_cut_short_is_repeated_on_other_hosts(root, tier, wor
 def test_an_upload_that_was_killed_does_not_send_again_what_is_there(
     root, tier, monkeypatch
 ):
+    monkeypatch.setattr(upload, "_PROGRESS_SECS", 0.0)
+    monkeypatch.setattr(upload, "_PROGRESS_SHARE", 0)
     saved = uploaded.saved_step()
     items = uploaded.items(saved)
-    # Chunks with other values, and those of another save, are of no use.
-    uploaded.write(root, saved, uploaded.hosts(1)[0], items[:2], seed=1, finish=False)
+    # Chunks of another save are of no use.
     other = uploaded.saved_step(save="1")
     uploaded.write(root, other, uploaded.hosts(1)[0], items, finish=False)
     sent = []
@@ -137,7 +143,7 @@ def test_an_upload_that_was_killed_does_not_send_again_what_is_there(
         # An index that was cut short, longer than any that follows.
         for store in root.unfinished(saved.step_id).glob("*/ocdbt.process_*"):
             (store / "manifest.ocdbt.__lock").write_bytes(bytes(10**5))
-    assert len(sent) == len(items) - len(uploaded.files())
+    assert len(sent) == len(items) - len(uploaded.COMPONENT)
     uploaded.commit_all(root, saved, world)
     uploaded.read(tier, 5)
 
@@ -217,7 +223,7 @@ def test_a_search_has_the_steps_of_when_it_began(root, tier, world):
     assert tier.steps() == [5, 6]
     # What a step has is asked again.
     tier.remove(5)
-    assert not now.offers(5).sources
+    assert not now.offers(5).copies
 
 
 def test_retention_hears_of_time_and_metrics(root, tier, world):
@@ -255,7 +261,7 @@ def test_a_step_of_another_run_is_offered_as_nothing(root, world):
     put(root, world)
     other = persistent_tier.PersistentTier(root, run="another")
     offered = other.offers(5)
-    assert not offered.sources
+    assert not offered.copies
     assert len(offered.problems) == 3
     # Nor will that run's retention ever touch it.
     assert not other.held(LINE)
@@ -263,19 +269,19 @@ def test_a_step_of_another_run_is_offered_as_nothing(root, world):
 
 def test_what_cannot_be_read_is_said(root, tier, world):
     put(root, world)
-    reader = next(iter(tier.offers(5).sources.values()))
-    chunks = [
-        f"state/{ocdbt.store_name(host, '0')}//params.w/c/{chunk}"
-        for host, chunk in (("m0.0", "9/9"), ("m9.0", "0/0"))
-    ]
-    for file, offset, message in (
-        ("data/shards-00002.json", 1, "ends after 3 bytes, before 9"),
-        ("data/none.json", 0, "is missing"),
-        (chunks[0], 0, "ends after 0 bytes"),
-        (chunks[1], 0, "ends after 0 bytes"),
+    (saved, reader), *_ = tier.offers(5).copies
+    chunk, file = saved.contents.leaves[1], saved.contents.leaves[-1]
+    box = boxes.whole(chunk.chunk)
+    elsewhere = dataclasses.replace(chunk, path="state/params/none")
+    gone = dataclasses.replace(file, path="data/none.json")
+    for leaf, num_bytes, message in (
+        (file, 8, "ends after 3 bytes, before 8"),
+        (gone, 8, "is missing"),
+        (chunk, 99, "cannot be read"),
+        (elsewhere, 8, "is missing"),
     ):
         with pytest.raises(source.ReadError, match=message):
-            reader.read_into(file, offset, memoryview(bytearray(8)))
+            reader.read_into(leaf, box, memoryview(bytearray(num_bytes)))
 
 
 def test_of_a_damaged_file_comes_no_wrong_value_that_passes_its_digest(
@@ -291,8 +297,7 @@ def test_of_a_damaged_file_comes_no_wrong_value_that_passes_its_digest(
             spoilt_files.spoil(path, damage, generator, other=b"")
             offered = tier.offers(5)
             noticed += len(offered.problems) + sum(
-                not healthy(offer.manifest, reader)
-                for offer, reader in offered.sources.items()
+                not healthy(*each) for each in offered.copies
             )
             path.write_bytes(content)
         # Each host has a manifest and a file of values at least.
@@ -302,18 +307,17 @@ def test_of_a_damaged_file_comes_no_wrong_value_that_passes_its_digest(
 
 def healthy(held, reader):
     """Whether all that a host lists could be read with its digest; then it is right."""
-    for number in range(len(held.fragments)):
-        fragment = held.fragments.row(number, contents=held.contents)
-        memory = np.zeros(fragment.stored_bytes, np.uint8)
+    for number, box, named in held.rows():
+        leaf = held.contents.leaves[number]
+        memory = np.zeros(leaf.num_bytes(box), np.uint8)
         try:
-            reader.read_into(fragment.file, fragment.offset, memory.data)
+            reader.read_into(leaf, box, memory.data)
         except source.ReadError:
             return False
-        if digest.values_digest(memory) != fragment.digest:
+        if digest.values_digest(memory) != named:
             return False
-        whole = uploaded.values(held.contents.leaves[fragment.leaf].path)
-        box = tuple(map(slice, fragment.box.start, fragment.box.stop))
-        assert memory.tobytes() == whole[box].tobytes()
+        right = uploaded.piece_of(uploaded.saved_step(), (number, box))
+        assert memory.tobytes() == right.tobytes()
     return True
 
 

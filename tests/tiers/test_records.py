@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from elastic_ckpt.core import clock, errors, storage
@@ -309,12 +310,13 @@ def test_what_a_replaced_start_still_uploads_in_place_does_not_count(tmp_path):
         upload.Upload(root, old, host, retries=once) for host in (hosts[0], hosts[3])
     ]
     *chunks, file, _ = uploaded.items(old)
+    path = old.contents.leaves[file[0]].path
     for each in late:
         each.begin()
         uploaded.put(each, old, chunks[0], seed=1)
     new = claimed("9")
     # Its file gives way to that of the start that continues.
-    storage.write_atomic(root.final(5) / file.path, b"of a replaced start")
+    storage.write_atomic(root.final(5) / path, b"of a replaced start")
     uploaded.write_all(root, new, hosts[:3])
     uploaded.commit_all(root, new, hosts[:3])
     committed = contents(root.final(5))
@@ -322,15 +324,15 @@ def test_what_a_replaced_start_still_uploads_in_place_does_not_count(tmp_path):
     with pytest.raises(errors.CheckpointError, match="NOT_FOUND"):
         uploaded.put(late[0], old, chunks[1], seed=1)
     with pytest.raises(errors.ReplacedError, match="as world 2"):
-        late[0].write_file(file, b"another")
+        late[0].write([upload.Part(*file, b"")], [np.zeros(7, np.uint8)])
     with pytest.raises(errors.ReplacedError, match="as world 2"):
         late[0].finish()
     late[1].finish()
     now = contents(root.final(5))
     assert {name: now[name] for name in committed} == committed
     # Its name is the first of all manifests.
-    late_manifest = root.final(5) / "manifest-m3.0.json"
-    storage.rename(late_manifest, root.final(5) / "manifest-a.json")
+    late_manifest = root.final(5) / "manifest-m3.0"
+    storage.rename(late_manifest, root.final(5) / "manifest-a")
     assert root.save_of(5, run=uploaded.RUN) == "9"
     assert not root.is_pending(StepId(5, "9"), run=uploaded.RUN)
     tier = persistent_tier.PersistentTier(root, run=uploaded.RUN)

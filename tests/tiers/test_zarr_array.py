@@ -16,12 +16,10 @@ SHAPES = {"vector": ((6,), (3,)), "matrix": ((4, 6), (2, 3)), "number": ((), ())
 def stored(directory, dtype, shape, chunk, values):
     """The content that `ocdbt.write` stores for an array, by key."""
     context = ocdbt.new_context()
-    array = ocdbt.StoredArray(checkpointable="state", name="w", chunk=chunk)
-    leaf = manifest.Leaf(path="w", shape=shape, dtype=dtype)
+    leaf = manifest.Leaf(path="state/w", shape=shape, dtype=dtype, chunk=chunk)
     chunks = [
         ocdbt.Chunk(
             leaf=leaf,
-            array=array,
             box=box,
             values=values[tuple(map(slice, box.start, box.stop))],
         )
@@ -35,11 +33,12 @@ def stored(directory, dtype, shape, chunk, values):
 def by_tensorstore(dtype, shape, chunk, values):
     """The content that TensorStore stores for it."""
     context = ts.Context()
+    leaf = manifest.Leaf(path="w", shape=shape, dtype=dtype, chunk=chunk)
     array = ts.open(
         {
             "driver": "zarr3",
             "kvstore": {"driver": "memory", "path": "w/"},
-            "metadata": layout.array_metadata(shape, dtype, chunk),
+            "metadata": layout.array_metadata(leaf),
             "store_data_equal_to_fill_value": True,
         },
         create=True,

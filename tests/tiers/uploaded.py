@@ -5,7 +5,7 @@ import numpy as np
 from elastic_ckpt.core import boxes, digest
 from elastic_ckpt.steps import layout, manifest
 from elastic_ckpt.steps.step_id import StepId
-from elastic_ckpt.tiers.persistent import ocdbt, upload
+from elastic_ckpt.tiers.persistent import upload
 
 RUN = "run-7"
 SHAPES = {"state/params/w": (8, 6), "state/params/b": (6,), "state/step": ()}
@@ -28,73 +28,58 @@ def values(path, *, seed=0):
 
 
 def saved_step(step=5, *, save="0"):
-    leaves = tuple(
-        manifest.Leaf(path=path, shape=shape, dtype="float32")
+    leaves = [
+        manifest.Leaf(path=path, shape=shape, dtype="float32", chunk=CHUNKS[path])
         for path, shape in sorted(SHAPES.items())
-    )
+    ]
+    leaves += [
+        manifest.Leaf.of_file(path, len(content)) for path, content in COMPONENT.items()
+    ]
     return upload.UploadedStep(
         run=RUN,
         step_id=StepId(step, save),
-        contents=manifest.Contents(leaves=leaves, components={"data": 3}),
-        arrays={
-            path: ocdbt.StoredArray(
-                checkpointable="state",
-                name=path.removeprefix("state/").replace("/", "."),
-                chunk=chunk,
-            )
-            for path, chunk in CHUNKS.items()
-        },
+        contents=manifest.Contents(leaves=tuple(leaves), components=("data",)),
     )
 
 
-def files():
-    spans = [(0, 2), (2, 3)]
-    return [
-        manifest.ComponentFile(
-            component="data",
-            parts=parts,
-            path=path,
-            digest=digest.values_digest(np.frombuffer(content, np.uint8)),
-            stored_bytes=len(content),
-        )
-        for parts, (path, content) in zip(spans, COMPONENT.items(), strict=True)
-    ]
-
-
 def items(saved):
-    """All chunks, as pairs of the number of a leaf and a box, and all files."""
-    chunks = [
+    """All parts, as pairs of the number of a leaf and a box."""
+    return [
         (number, box)
         for number, leaf in enumerate(saved.contents.leaves)
-        for box in layout.cut(boxes.whole(leaf.shape), CHUNKS[leaf.path])
+        for box in layout.cut(boxes.whole(leaf.shape), leaf.chunk)
     ]
-    return [*chunks, *files()]
 
 
-def write(root, saved, host, part, *, seed=0, finish=True, **options):
+def write(root, saved, host, share, *, seed=0, finish=True, **options):
     """One host uploads some items."""
     ours = upload.Upload(root, saved, host, **options)
     ours.begin()
-    for item in part:
-        put(ours, saved, item, seed=seed)
+    for item in share:
+        if not ours.has(part(saved, item, seed=seed)):
+            put(ours, saved, item, seed=seed)
     return ours.finish() if finish else None
 
 
 def put(ours, saved, item, *, seed=0):
     """A host writes one item of its upload."""
-    if isinstance(item, manifest.ComponentFile):
-        ours.write_file(item, COMPONENT[item.path])
-        return
-    leaf, box = item
-    piece = piece_of(saved, item, seed=seed)
-    ours.write_chunks([upload.Chunk(leaf, box, piece, digest.values_digest(piece))])
+    ours.write([part(saved, item, seed=seed)], [piece_of(saved, item, seed=seed)])
 
 
 def piece_of(saved, item, *, seed=0):
-    """The values of a chunk."""
-    leaf, box = item
-    whole = values(saved.contents.leaves[leaf].path, seed=seed)
+    """The values of a part."""
+    leaf, box = saved.contents.leaves[item[0]], item[1]
+    whole = (
+        np.frombuffer(COMPONENT[leaf.path], np.uint8)
+        if leaf.is_file
+        else values(leaf.path, seed=seed)
+    )
     return np.array(whole[tuple(map(slice, box.start, box.stop))], order="C")
+
+
+def part(saved, item, *, seed=0):
+    """An item with its digest."""
+    return upload.Part(*item, digest.values_digest(piece_of(saved, item, seed=seed)))
 
 
 def write_all(root, saved, world, **options):
@@ -119,18 +104,17 @@ def read(tier, step, *, seed=0):
     offered = tier.offers(step)
     assert not offered.problems
     covered = 0
-    for offer, source in offered.sources.items():
-        held = offer.manifest
-        for number in range(len(held.fragments)):
-            fragment = held.fragments.row(number, contents=held.contents)
-            memory = bytearray(fragment.stored_bytes)
-            source.read_into(fragment.file, fragment.offset, memoryview(memory))
-            whole = values(held.contents.leaves[fragment.leaf].path, seed=seed)
-            box = tuple(map(slice, fragment.box.start, fragment.box.stop))
-            assert bytes(memory) == whole[box].tobytes()
+    for held, source in offered.copies:
+        for number, box, _ in held.rows():
+            leaf = held.contents.leaves[number]
+            memory = bytearray(leaf.num_bytes(box))
+            source.read_into(leaf, box, memoryview(memory))
+            if leaf.is_file:
+                assert bytes(memory) == COMPONENT[leaf.path]
+                continue
+            whole = values(leaf.path, seed=seed)
+            assert (
+                bytes(memory) == whole[tuple(map(slice, box.start, box.stop))].tobytes()
+            )
             covered += len(memory)
-        for file in held.component_files:
-            memory = bytearray(file.stored_bytes)
-            source.read_into(file.path, 0, memoryview(memory))
-            assert bytes(memory) == COMPONENT[file.path]
     assert covered == 4 * sum(int(np.prod(shape)) for shape in SHAPES.values())

@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
+from elastic_ckpt.checkpoint.host.verified_read import BadCopy
+from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.peers.agent import Address
 from elastic_ckpt.tiers.peers.run_agents import Seen
+from elastic_ckpt.tiers.ram.step_writer import WrittenFile
 from elastic_ckpt.tiers.run_identity import Place
 
 
@@ -90,28 +93,29 @@ class Written:
     """A step that a host has written, and not yet committed.
 
     Attributes:
-      files: by component, the names of the files that it wrote on this host.
+      files: that components wrote on this host.
       time_ms: when, since 1970.
+      shared: a digest of what this host holds together with some other hosts, by their
+        numbers.
     """
 
-    files: Mapping[str, tuple[str, ...]]
+    files: tuple[WrittenFile, ...]
     time_ms: int
+    shared: Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Placed:
-    """The copies of a step that all hosts are to make.
+class Offered:
+    """The copies of a step that a host sends.
 
     Attributes:
-      problems: what is lacking or wrong, a sentence each.
-      diverged: of which replicas differ, a sentence each.
-      failed: whether parts of the step could not be read.
+      targets: the hosts to which it sends some.
+      shortfalls: what its parts lack even after all copies, a sentence each.
       num_machines: the fewest that then have a part; 0 if one has no holder.
     """
 
-    problems: tuple[str, ...]
-    diverged: tuple[str, ...]
-    failed: bool
+    targets: tuple[int, ...]
+    shortfalls: tuple[str, ...]
     num_machines: int
 
 
@@ -146,20 +150,6 @@ class BackedUp:
 
     num_bytes: int
     bad: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepInRam:
-    """A step that is whole in the RAM of the hosts.
-
-    Attributes:
-      step_id: the step.
-      is_owed: whether persistent storage lacks it, and it was due there, or its upload
-        was begun.
-    """
-
-    step_id: StepId
-    is_owed: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -218,30 +208,73 @@ class CheckpointMetadata:
         return None if nsecs is None else _time(nsecs)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SearchOutcome:
-    """The outcome of a search for a complete step.
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A save of a step, as host 0 has examined it; a `steps.search.Examined`.
 
     Attributes:
-      checkpoint: the step; None if none is complete.
-      newest_save: of all steps that there are; empty if there are none.
-      passed_over: newer steps that are not complete, and why.
-      out_of_reach: why storage cannot be searched; None if it was, or there is none.
-      refusing: peers that may have steps and refuse this host, a sentence each.
-      needs: a step whose parts all hosts have to report first; None if the search is
-        done.
-      is_dealt: whether host 0 keeps the parts of the step, and can deal them.
-      missing: that no tier has the step, or any step, a sentence; None if one has.
+      checkpoint: its description.
+      problem: why it cannot be read; None if it is complete.
     """
 
-    checkpoint: CheckpointMetadata | None = None
-    newest_save: str = ""
-    passed_over: tuple[tuple[int, str], ...] = ()
-    out_of_reach: str | None = None
-    refusing: tuple[str, ...] = ()
-    needs: int | None = None
-    is_dealt: bool = False
-    missing: str | None = None
+    checkpoint: CheckpointMetadata
+    problem: str | None
+
+    @property
+    def step_id(self) -> StepId:
+        """The step, and which save of it."""
+        return self.checkpoint.step_id
+
+    @property
+    def parents(self) -> tuple[StepId, ...]:
+        """See `Contents.parents`."""
+        return self.checkpoint.line[:-1]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Examined:
+    """What host 0 has found of a step; see `steps.search.Looked`."""
+
+    saves: tuple[Candidate, ...]
+    problems: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What there is to search, by what all hosts and storage have.
+
+    Attributes:
+      steps: of which there may be something.
+      saves: steps with their saves; the newest save is among them.
+      foreign: the steps that Orbax alone saved, with the saves that they count as.
+      lines: that are recorded in storage.
+      out_of_reach: why storage cannot be searched; None if it can, or there is none.
+      refusing: peers that may have steps and refuse this run, a sentence each.
+      places: the directories of the tiers, for messages.
+      is_there: whether one of them exists.
+    """
+
+    steps: tuple[int, ...]
+    saves: tuple[StepId, ...]
+    foreign: tuple[StepId, ...]
+    lines: tuple[Line, ...]
+    out_of_reach: str | None
+    refusing: tuple[str, ...]
+    places: str
+    is_there: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Materialised:
+    """The files of components that a host has read.
+
+    Attributes:
+      directory: in which each component has a directory.
+      bad: the copies that the host has found to be bad, of arrays too.
+    """
+
+    directory: str
+    bad: tuple[BadCopy, ...]
 
 
 def _time(nsecs: int) -> datetime.datetime:

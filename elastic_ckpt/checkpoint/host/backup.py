@@ -1,49 +1,59 @@
-"""A host's share of a checkpoint in persistent storage, from what is in RAM.
+"""A host's share of a checkpoint in persistent storage, from what is in memory.
 
-A backup goes through `offer`, `chunk_shapes`, `back_up`, `commit` and `collect`, which
-removes the steps that are no longer kept there. Before the first one of a world comes
-`clean`; `steps_in_ram` names the steps that earlier worlds could not back up.
+A backup goes through `begin`, `back_up`, `commit` and `collect`, which removes the
+steps that are no longer kept there. Before the first one of a world comes `clean`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 
-from elastic_ckpt.checkpoint.host import (
-    part_offers,
-    repairs,
-    upload_share,
-    verified_read,
+import numpy as np
+
+from elastic_ckpt.checkpoint.host import repairs
+from elastic_ckpt.checkpoint.host.answers import BackedUp
+from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
+from elastic_ckpt.checkpoint.host.world import HeldStep, HostWorld
+from elastic_ckpt.core import (
+    background,
+    bucket_clients,
+    calls,
+    checked_json,
+    clock,
+    digest,
+    errors,
+    storage,
 )
-from elastic_ckpt.checkpoint.host.answers import BackedUp, StepInRam
-from elastic_ckpt.checkpoint.host.part_exchange import Letter
-from elastic_ckpt.checkpoint.host.world import HostWorld, not_in_ram
-from elastic_ckpt.core import bucket_clients, calls, clock, errors, storage
-from elastic_ckpt.steps import part_choices, retention, search
-from elastic_ckpt.steps.holdings import Holdings, Offer
+from elastic_ckpt.steps import layout, owners, retention
 from elastic_ckpt.steps.line import Line
-from elastic_ckpt.steps.manifest import Contents
+from elastic_ckpt.steps.manifest import Contents, Manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import find, preserved
+from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.peers import run_agents
 from elastic_ckpt.tiers.persistent import (
     claims,
     evaluations,
     leases,
-    ocdbt,
     persistent_root,
     upload,
 )
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 from elastic_ckpt.tiers.persistent.persistent_tier import PersistentTier
 from elastic_ckpt.tiers.persistent.retries import PATIENT
-from elastic_ckpt.tiers.source import Leftover, Source
+from elastic_ckpt.tiers.source import Leftover, ReadError
 
 # The saves of our worlds (`HostWorld.new_save`); programs with Orbax alone use others.
 _SAVE = re.compile(r"\d{15}")
-# By the path of a leaf, the checkpointable and name that Orbax uses.
-Names = Mapping[str, tuple[str, str]]
+# Each thread has one batch in memory, and what TensorStore makes of it: with them a
+# backup takes at most 2 * _THREADS * _BATCH_BYTES = 512 MiB, whatever it backs up.
+_THREADS = 4
+_BATCH_BYTES = layout.CHUNK_BYTES
+# Small parts are written together, but all threads have some of them.
+_BATCH_ITEMS = 2048
+# A message that goes with those of copies.
+_OWED = "copies-owed"
 
 
 class HostBackup:
@@ -55,11 +65,10 @@ class HostBackup:
 
     def __init__(self, world: HostWorld) -> None:
         self._world = world
-        self._part_exchange = world.exchanges["backup"]
         self._arranged: StepId | None = None
-        # On host 0, the holdings of the step that is being backed up.
-        self._holdings: Holdings | None = None
         self._leases = leases.Watch()
+        # On host 0, the step that a world before could not back up.
+        self._owed: FoundStep | None = None
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def clean(self, save: str) -> tuple[tuple[int, str], ...]:
@@ -98,25 +107,18 @@ class HostBackup:
         record = run_agents.RunAgents(world.run, agents)
         run_agents.write(self._root().path, record)
 
-    @calls.call(order="up")
-    def offer(self, step_id: StepId) -> tuple[Letter, ...]:
-        """Offers what this host has of a step in RAM; see `PartExchange.offer`."""
-        return self._part_exchange.offer(part_offers.of_save(self._world, step_id))
-
-    @calls.call(limit_secs=calls.LONG_SECS)
+    @calls.call()
     def contents(self, step_id: StepId) -> Contents:
-        """The contents of a step in RAM.
+        """The contents of a step that this host holds.
 
         Raises:
-          CheckpointError: if nothing of it can be read.
+          CheckpointError: if it holds nothing of it.
         """
-        return self._read(step_id)[1].contents
+        return self._world.holding(step_id).found.table.contents
 
     @calls.call(limit_secs=calls.LONG_SECS)
-    def chunk_shapes(
-        self, step_id: StepId, claim: claims.Claim
-    ) -> dict[str, tuple[int, ...]]:
-        """The shapes of the chunks of each leaf of a step, by its path.
+    def begin(self, step_id: StepId, claim: claims.Claim) -> dict[str, tuple[int, ...]]:
+        """The shapes of the chunks of each array of a step, by its path.
 
         Host 0 runs this first.
 
@@ -124,65 +126,48 @@ class HostBackup:
           step_id: the step.
           claim: of this world.
         """
+        contents = self.contents(step_id)
         self._check(claim)
-        self._holdings = holdings = self._dealt(step_id)
         if self._root().in_place:
             # The upload would overwrite the present files.
             PATIENT.call(
                 f"setting aside what step {step_id.step} replaces",
-                lambda: self._arrange(holdings.contents, step_id),
+                lambda: self._arrange(contents, step_id),
             )
-        return self._chunks(holdings, step_id)
+        return {leaf.path: leaf.chunk for leaf in contents.arrays}
 
     @calls.call(limit_secs=calls.LONG_SECS)
-    def back_up(self, step_id: StepId, names: Names) -> BackedUp:
+    def back_up(self, step_id: StepId) -> BackedUp:
         """Writes this host's share of a step to persistent storage.
 
-        The host's bad copies are read from another holder, and repaired.
-
-        Args:
-          step_id: the step.
-          names: by the path of a leaf, the checkpointable and name that Orbax uses.
+        Everything is verified before: a bad copy of this host is read from another
+        holder, and repaired. What an upload that was cut short has written stays.
 
         Raises:
-          CheckpointError: if this host's share is unknown, or storage fails.
+          CheckpointError: if no good copy of a part is left, or storage fails.
         """
-        sources, holdings = self._share(step_id)
+        world, held = self._world, self._world.holding(step_id)
+        # All hosts know what is owed by now.
+        world.mail.remove(_OWED)
         uploading = upload.Upload(
-            self._root(),
-            self._saved_step(holdings, step_id, names),
-            self._world.own.host,
+            self._root(), self._saved_step(step_id), world.own.host
         )
-        reader = verified_read.VerifiedReader(sources)
-        own = self._world.own
-        num_bytes = upload_share.upload_share(
-            holdings,
-            uploading,
-            reader,
-            host=own.host,
-            captured=self._world.captured.get(step_id),
-        )
-        bad = {
-            (each.host, each.file)
-            for each in reader.bad
-            if (each.tier, each.host) == ("local", own.host.id)
-        }
-        repairs.put_right(holdings, sources, own, bad)
+        uploading.begin()
+        reader = VerifiedReader(held.found)
+        num_bytes = _upload_share(held, uploading, reader, number=world.number)
+        own = world.own.host.id
+        bad = {(each.host, each.name) for each in reader.bad if each.host == own}
+        repairs.put_right(held.found, world.own, bad)
         return BackedUp(num_bytes=num_bytes, bad=tuple(map(str, reader.bad)))
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def commit(
-        self,
-        step_id: StepId,
-        names: Names,
-        orbax_files: Mapping[str, str],
-        claim: claims.Claim,
+        self, step_id: StepId, orbax_files: Mapping[str, str], claim: claims.Claim
     ) -> None:
         """Makes a checkpoint of what all hosts have uploaded; one host does it.
 
         Args:
           step_id: the step.
-          names: see `back_up`.
           orbax_files: the texts of the files that Orbax adds to the values, by path.
           claim: of this world.
 
@@ -190,17 +175,16 @@ class HostBackup:
           CheckpointError: if it cannot be committed.
           ReplacedError: if another start has continued the run.
         """
-        holdings = self._holdings or self._read(step_id)[1]
-        self._holdings = None
+        contents = self.contents(step_id)
         self._check(claim)
 
         def make_way() -> None:
             self._check(claim)
-            self._arrange(holdings.contents, step_id)
+            self._arrange(contents, step_id)
 
         upload.commit(
             self._root(),
-            self._saved_step(holdings, step_id, names),
+            self._saved_step(step_id),
             hosts=[host.id for host in self._world.hosts],
             orbax_files={path: text.encode() for path, text in orbax_files.items()},
             make_way=make_way,
@@ -303,19 +287,77 @@ class HostBackup:
         return tuple(evaluations.counted(self._root(), line, run=self._world.run))
 
     @calls.call(limit_secs=calls.LONG_SECS)
-    def steps_in_ram(self, line: Line) -> tuple[StepInRam, ...]:
-        """The steps of a line that are whole in RAM, ascending.
+    def find_owed(self, line: Line, before: int) -> StepId | None:
+        """The newest step in RAM that storage is to have and does not; host 0 finds it.
+
+        Its world could not back it up. It stands for all that were due before.
 
         Args:
-          line: newer than all others; steps that it abandons are left out.
+          line: newer than all others; steps that it abandons do not count.
+          before: only steps with lower numbers count.
         """
-        looking = find.Search(self._world.ram_tiers, lines=[line])
-        held = [each.step for each in looking.complete_steps()]
-        owed = self._owed(held, line)
-        return tuple(
-            StepInRam(step_id=each.step_id, is_owed=each.step_id in owed)
-            for each in held
-        )
+        self._owed = None
+        if self._world.root is None:
+            return None
+        looking = find.search(self._world.ram_tiers, lines=[line])
+        whole = looking.complete_steps()
+        try:
+            # A newer step in storage ends the wait of all before it.
+            stored = [each for each in self._stored() if not line.abandons(each)]
+            after = max((each.step for each in stored), default=-1)
+            owed = [
+                each
+                for each in whole
+                if after <= each.step_id.step < before and self._is_owed(each, line)
+            ]
+        except (errors.CheckpointError, *bucket_clients.failures()):
+            # The search of the restore has reported it.
+            return None
+        self._owed = max(owed, key=lambda each: each.step_id, default=None)
+        return None if self._owed is None else self._owed.step_id
+
+    @calls.call(order="down", limit_secs=calls.LONG_SECS)
+    def hold_owed(self, step_id: StepId) -> bool:
+        """Has all hosts know where the parts of the step are that host 0 has found.
+
+        Raises:
+          CheckpointError: if this host does not learn it.
+        """
+        world, found = self._world, self._owed
+        if world.number:
+            try:
+                given = Manifest.parse(world.exchange.take(_OWED))
+                found = world.found([given])
+            except (ReadError, checked_json.UnreadableError) as error:
+                raise errors.CheckpointError(
+                    f"the table of step {step_id.step} {error}; the next world backs"
+                    " it up"
+                ) from None
+        elif world.passes and found is not None:
+            world.exchange.give(_OWED, found.table.manifest.to_bytes())
+        self._owed = None
+        return found is not None and found.step_id == step_id and world.hold(found)
+
+    def _stored(self) -> list[StepId]:
+        root, run = self._root(), self._world.run
+        return [
+            StepId(step, root.save_of(step, run=run) or "") for step in root.steps()
+        ]
+
+    def _is_owed(self, found: FoundStep, line: Line) -> bool:
+        step_id, contents = found.step_id, found.table.contents
+        root, is_due = self._root(), contents.is_due
+        late = retention.HeldStep.from_contents(step_id, contents, complete=True)
+        if root.is_committed(step_id.step):
+            there = root.save_of(step_id.step, run=self._world.run)
+            # A later save of the step may not have fitted into RAM.
+            is_due &= there is None or there < step_id.save
+        elif root.is_aside(step_id):
+            is_due = False
+        else:
+            # One that was due by the clock alone has no mark.
+            is_due |= root.unfinished(step_id).exists()
+        return is_due and step_id.step not in self._not_kept(line, late)
 
     @calls.call()
     def secs_since_backup(self) -> float:
@@ -339,119 +381,23 @@ class HostBackup:
             return 0.0
         return max(0.0, (clock.time_ns() - nsecs) / 10**9)
 
-    def _read(self, step_id: StepId) -> tuple[dict[Offer, Source], Holdings]:
-        sources = self._world.in_ram(step_id)
-        return sources, Holdings.from_offers(list(sources))
-
-    def _dealt(self, step_id: StepId) -> Holdings:
-        # The holdings of a step, whose parts host 0 deals to all hosts.
-        if step_id in self._world.captured:
-            return self._read(step_id)[1]
-        message = self._part_exchange.merged()
-        table = message.of_save(step_id)
-        if table is None:
-            raise errors.CheckpointError(not_in_ram(step_id.step, message.problems))
-        held = search.Step.from_offers(table.offers())
-        holdings = held.holdings
-        if len(holdings.diverged):
-            # A later reader could not detect the wrong one.
-            raise errors.CheckpointError(
-                f"step {step_id.step} has different values at different hosts, such as"
-                f" {holdings.name(int(holdings.diverged[0]))}; a later one is backed up"
-            )
-        if not held.complete:
-            # Storage would not take it, after an upload of all the rest.
-            why = "; ".join(message.problems) or "no host has them"
-            raise errors.CheckpointError(f"{held.problem()} ({why})")
-        hosts = self._world.hosts
-        self._part_exchange.deal(part_choices.of_uploads(table, holdings, hosts))
-        return holdings
-
-    def _share(self, step_id: StepId) -> tuple[Mapping[Offer, Source], Holdings]:
-        # What this host uploads.
-        own = self._world.own.host
-        if step_id in self._world.captured:
-            # Each host uploads what it has captured itself.
-            return self._read(step_id)
-        tables = part_offers.received(self._part_exchange, step_id)
-        sources = part_offers.sources(self._world, tables)
-        offers = list(sources) or [part_offers.nothing(own, tables)]
-        return sources, Holdings.from_offers(offers)
-
     def _is_held(self, leftover: Leftover) -> bool:
         # Whether the step of an upload that was cut short is whole in RAM.
-        if leftover.save is None:
-            return False
-        try:
-            sources = self._world.in_ram(StepId(leftover.step, leftover.save))
-            return search.Step.from_offers(list(sources)).complete
-        except errors.CheckpointError:
-            return False
+        there = find.looked(find.offered(self._world.ram_tiers, leftover.step))
+        whole = {each.step_id for each in there.saves if each.problem is None}
+        return StepId(leftover.step, leftover.save or "") in whole
 
-    def _owed(self, held: Sequence[search.Step], line: Line) -> set[StepId]:
-        # Those of the steps in RAM that are to be backed up; none if storage is out of
-        # reach, as the search of the restore has reported.
-        root = self._world.root
-        if root is None:
-            return set()
-        try:
-            stored = set(root.steps())
-            owed = [each for each in held if self._is_owed(each, stored)]
-        except (errors.CheckpointError, *bucket_clients.failures()):
-            return set()
-        late = {
-            each.step: retention.HeldStep.from_contents(
-                each.step_id, each.holdings.contents, complete=True
-            )
-            for each in owed
-        }
-        gone = self._gone_at_once(late, line)
-        return {each.step_id for step, each in late.items() if step not in gone}
-
-    def _is_owed(self, held: search.Step, stored: Set[int]) -> bool:
-        is_due = held.holdings.contents.is_due
-        if held.step in stored:
-            run = self._world.run
-            there = self._root().save_of(held.step, run=run)
-            # A later save of the step may not have fitted into RAM.
-            return is_due and (there is None or there < held.save)
-        if self._root().is_aside(held.step_id):
-            return False
-        # One that was due by the clock alone has no mark.
-        return is_due or self._root().unfinished(held.step_id).exists()
-
-    def _gone_at_once(
-        self, late: Mapping[int, retention.HeldStep], line: Line
-    ) -> Sequence[int]:
-        # The steps that retention would remove from storage as soon as they are there,
-        # which has mostly been done before.
-        keep = self._keep()
-        if keep is None or not late:
-            return ()
-        try:
-            stored = {each.step: each for each in self._tier().held(line)}
-        except (errors.CheckpointError, *bucket_clients.failures()):
-            return ()
-        together = {**stored, **late}
-        return retention.steps_to_delete(
-            list(together.values()),
-            keep,
-            newest_complete=max(together),
-            in_flight=(),
-            preserved=self._tier().preserved(),
-        )
-
-    def _not_kept(self, line: Line) -> list[int]:
-        # The steps that the policy gives up.
+    def _not_kept(self, line: Line, *late: retention.HeldStep) -> Sequence[int]:
+        # The steps that the policy gives up, also of those that would come late.
         keep, tier = self._keep(), self._tier()
         if keep is None:
             return []
-        held = tier.held(line)
+        held = {each.step: each for each in (*tier.held(line), *late)}
         return retention.steps_to_delete(
-            held,
+            list(held.values()),
             keep,
             newest_complete=max(
-                (each.step for each in held if each.complete), default=None
+                (step for step, each in held.items() if each.complete), default=None
             ),
             # Uploads lie elsewhere until they are committed.
             in_flight=(),
@@ -486,28 +432,61 @@ class HostBackup:
     def _keep(self) -> retention.PreservationPolicy | None:
         return None if self._world.storage is None else self._world.storage.keep
 
-    def _chunks(
-        self, holdings: Holdings, step_id: StepId
-    ) -> dict[str, tuple[int, ...]]:
-        captured = self._world.captured.get(step_id)
-        return (
-            upload_share.chunk_shapes(holdings)
-            if captured is None
-            else captured.chunk_shapes
+    def _saved_step(self, step_id: StepId) -> upload.UploadedStep:
+        return upload.UploadedStep(
+            run=self._world.run, step_id=step_id, contents=self.contents(step_id)
         )
 
-    def _saved_step(
-        self, holdings: Holdings, step_id: StepId, names: Names
-    ) -> upload.UploadedStep:
-        chunks = self._chunks(holdings, step_id)
-        return upload.UploadedStep(
-            run=self._world.run,
-            step_id=step_id,
-            contents=holdings.contents,
-            arrays={
-                path: ocdbt.StoredArray(
-                    checkpointable=checkpointable, name=name, chunk=chunks[path]
-                )
-                for path, (checkpointable, name) in names.items()
-            },
+
+def _upload_share(
+    held: HeldStep, uploading: upload.Upload, reader: VerifiedReader, *, number: int
+) -> int:
+    # The bytes that this host has uploaded.
+    table, captured = held.found.table, held.captured
+    everyone = tuple(range(held.num_hosts))
+    # After a change of hosts, parts may be in the memory of idle machines alone.
+    sets = [of_item or everyone for of_item in held.holders]
+    owner = np.array(owners.shares(sets, table.num_bytes))
+    parts = {
+        item: upload.Part(
+            int(table.items.leaf[item]), table.box(item), table.digest(item)
         )
+        for item in np.flatnonzero(owner == number).tolist()
+    }
+    parts = {item: part for item, part in parts.items() if not uploading.has(part)}
+
+    def values(item: int) -> np.ndarray:
+        if captured is None:
+            return reader.values(item)
+        here = captured.values(table.leaf(item), table.box(item))
+        if digest.values_digest(here) != table.digest(item):
+            raise errors.CheckpointError(
+                f"{table.name(item)} changed in this host's memory after it was"
+                " captured; save another step, and have the memory of the machine"
+                " checked"
+            )
+        return here
+
+    def write(batch: Sequence[int]) -> int:
+        uploading.write([parts[item] for item in batch], list(map(values, batch)))
+        return int(table.num_bytes[list(batch)].sum())
+
+    with background.pool(_THREADS, "upload") as pool:
+        num_bytes = sum(pool.map(write, _batches(list(parts), table.num_bytes)))
+    uploading.finish()
+    return num_bytes
+
+
+def _batches(items: Sequence[int], sizes: np.ndarray) -> Iterator[list[int]]:
+    # Runs of items that are written together.
+    batch: list[int] = []
+    num_bytes = 0
+    for item in items:
+        is_full = num_bytes + sizes[item] > _BATCH_BYTES or len(batch) == _BATCH_ITEMS
+        if batch and is_full:
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(item)
+        num_bytes += int(sizes[item])
+    if batch:
+        yield batch

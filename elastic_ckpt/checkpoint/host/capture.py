@@ -30,7 +30,7 @@ import math
 import operator
 import os
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple, Self
 
@@ -42,7 +42,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from elastic_ckpt.core import background, boxes, errors, host_memory
 from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.manifest import Leaf
-from elastic_ckpt.tiers.captured import Captured, CapturedLeaf, Values
+from elastic_ckpt.tiers.captured import Captured, CapturedLeaf, Values, chunked
 from elastic_ckpt.tiers.choices import PINNED_BYTES, CaptureIn
 from elastic_ckpt.tiers.ram.chunk_files import LEAST_BYTES, ChunkFile, ChunkFiles
 
@@ -103,9 +103,7 @@ class Shards:
       shard_shape: that all shards of it have, here and elsewhere.
       boxes: each that is here, once, with its values.
       kept: whether no other code changes the values, so that they need no copy.
-      holders: the numbers of what holds a box, such as devices, here and elsewhere,
-        ascending; by default this host alone does.
-      own: those of this host.
+      holders: the numbers of the hosts that hold a box, ascending.
     """
 
     leaf: Leaf
@@ -113,7 +111,6 @@ class Shards:
     boxes: tuple[tuple[boxes.Box, np.ndarray], ...]
     kept: bool
     holders: Callable[[boxes.Box], tuple[int, ...]] = lambda _: (0,)
-    own: Collection[int] = (0,)
 
 
 Value = jax.Array | Whole | Shards
@@ -490,8 +487,9 @@ class _Held(NamedTuple):
     def captured(self) -> CapturedLeaf:
         files = {c.box: c.file for c in self.chunks if c.file is not None}
         values = [(c.box, c.values) for c in self.chunks if c.values is not None]
+        leaf = self.leaf if self.leaf.chunk else chunked(self.leaf, self.shard_shape)
         return CapturedLeaf(
-            self.leaf, self.shard_shape, tuple(values), files or _NO_FILES, self.place
+            leaf, self.shard_shape, tuple(values), files or _NO_FILES, self.place
         )
 
 
@@ -578,6 +576,7 @@ class ArrayPlace(NamedTuple):
 
 def _place(path: str, array: jax.Array) -> ArrayPlace:
     held = numbers(array)
+    shard_shape = held.sharding.shard_shape(held.shape)
     indices = held.sharding.addressable_devices_indices_map(held.shape)
     first: dict[boxes.Box, int] = {}
     for number, index in enumerate(indices.values()):
@@ -588,8 +587,8 @@ def _place(path: str, array: jax.Array) -> ArrayPlace:
         shape=array.shape,
         dtype=array.dtype,
         is_key=_is_key(array.dtype),
-        leaf=leaf_of(path, held),
-        shard_shape=held.sharding.shard_shape(held.shape),
+        leaf=chunked(leaf_of(path, held), shard_shape),
+        shard_shape=shard_shape,
         boxes=tuple((number, box) for box, number in first.items() if box.volume),
         is_far=any(device.platform != "cpu" for device in indices),
     )

@@ -1,25 +1,31 @@
-"""A host's part in making copies: host 0 places them, and each host takes its own.
+"""A host's part in making copies: it offers its parts to hosts, and takes theirs.
 
-Copies of a step go through `offer`, `place`, `pass_on` (see `part_exchange`),
-and `take`.
+Who copies a part is a function of its holders (`steps.owners`), so each host knows what
+it sends: it leaves every target a message with the parts meant for it (`offer`). The
+targets read the messages and the parts, check them, and write their manifests (`take`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from concurrent import futures
 
-from elastic_ckpt.checkpoint.host import part_offers, replication
-from elastic_ckpt.checkpoint.host.answers import Placed, Replicated
-from elastic_ckpt.checkpoint.host.part_exchange import Letter
-from elastic_ckpt.checkpoint.host.world import HostWorld, not_in_ram
-from elastic_ckpt.core import calls, errors
-from elastic_ckpt.steps import owners, part_choices
-from elastic_ckpt.steps.holdings import Holdings
-from elastic_ckpt.steps.manifest import Host
-from elastic_ckpt.steps.part_message import PartMessage
-from elastic_ckpt.steps.part_table import PartTable
+import numpy as np
+
+from elastic_ckpt.checkpoint.host.answers import Offered, Replicated
+from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
+from elastic_ckpt.checkpoint.host.world import HeldStep, HostWorld
+from elastic_ckpt.core import background, calls, checked_json, errors
+from elastic_ckpt.steps.manifest import Holder, Manifest, Parts
 from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.tiers.find import FoundStep
+from elastic_ckpt.tiers.ram.local import LocalHost
+from elastic_ckpt.tiers.source import ReadError
+
+_THREADS = 4
+# Holders of a part besides its sender, which are asked if that one fails.
+_OTHERS = 2
 
 
 class HostCopies:
@@ -31,97 +37,159 @@ class HostCopies:
 
     def __init__(self, world: HostWorld) -> None:
         self._world = world
-        self._part_exchange = world.exchanges["copies"]
-
-    @calls.call(order="up")
-    def offer(self, step_id: StepId) -> tuple[Letter, ...]:
-        """Offers what this host has of a step; see `PartExchange.offer`."""
-        return self._part_exchange.offer(part_offers.of_save(self._world, step_id))
+        # The parts that this host takes, where it knows those of all hosts.
+        self._own: Manifest | None = None
 
     @calls.call()
-    def place(self, step_id: StepId) -> Placed:
-        """Places the copies of a step, and compares replicas; host 0 does it.
-
-        Raises:
-          CheckpointError: if nothing of the step can be read.
-        """
-        message = self._part_exchange.merged()
-        if message.of_save(step_id) is None:
-            raise errors.CheckpointError(not_in_ram(step_id.step, message.problems))
-        world = self._world
-        placed, tables = placed_parts(message, world.hosts, world.copy_policy)
-        self._part_exchange.deal(tables)
-        return placed
+    def offer(self, step_id: StepId) -> Offered:
+        """Leaves each other host the list of the parts that it is to copy from here."""
+        world, held = self._world, self._world.holding(step_id)
+        placed = world.owners.place(held.holders, held.found.table.num_bytes)
+        self._own, targets = None, []
+        if held.is_whole:
+            items = placed.item[placed.target == world.number]
+            self._own = _whole(held, items)
+        else:
+            sent = placed.source == world.number
+            for target in np.unique(placed.target[sent]).tolist():
+                items = placed.item[sent & (placed.target == target)]
+                message = _sent(world, held, items)
+                world.mail.post(f"copies-{target}", message.to_bytes())
+                targets.append(target)
+        return Offered(
+            targets=tuple(targets),
+            shortfalls=placed.shortfalls,
+            num_machines=placed.num_machines,
+        )
 
     @calls.call(limit_secs=calls.LONG_SECS)
-    def take(self, step_id: StepId) -> Replicated:
-        """Takes the copies that placement gives this host.
+    def take(self, step_id: StepId, senders: tuple[tuple[int, ...], ...]) -> Replicated:
+        """Takes the copies that are meant for this host.
+
+        Args:
+          step_id: the step.
+          senders: of each host, by number, those that have left it a message.
 
         Raises:
           CheckpointError: if copies do not fit.
         """
-        try:
-            tables = part_offers.received(self._part_exchange, step_id)
-        except errors.CheckpointError as error:
-            taken = Replicated(problems=(str(error),))
-        else:
-            taken = self.fetch(tables)
+        world, problems = self._world, []
+        offered = [] if self._own is None else [self._own]
+        for sender in senders[world.number]:
+            try:
+                content = world.mail.read(sender, f"copies-{world.number}")
+                message = Manifest.parse(content)
+                if message.step_id != step_id:
+                    raise ReadError("is that of another step")
+                offered.append(message)
+            except (ReadError, checked_json.UnreadableError) as error:
+                problems.append(f"the parts of host {sender}: the list {error}")
+        taken = Replicated()
+        if any(len(each.parts.leaf) for each in offered):
+            taken = fetch(world.own, world.found(offered))
+        problems += taken.problems
         return dataclasses.replace(
             taken,
-            preserved=tuple(self._world.disk.kept()),
-            failed=bool(taken.problems),
+            problems=tuple(dict.fromkeys(problems)),
+            preserved=tuple(world.disk.kept()),
+            failed=bool(problems),
         )
 
-    def fetch(self, tables: Sequence[PartTable]) -> Replicated:
-        """Fetches copies of parts, and writes them to this host's RAM disk.
-
-        Args:
-          tables: of one step, those at the senders first.
-
-        Raises:
-          CheckpointError: if they do not fit.
-        """
-        sources = part_offers.sources(self._world, tables)
-        return replication.fetch(self._world.own, sources)
+    @calls.call()
+    def end(self) -> None:
+        """Removes the messages of this host, which all hosts have read."""
+        self._world.mail.remove("copies-")
 
 
-def placed_parts(
-    message: PartMessage, hosts: Sequence[Host], policy: owners.Policy
-) -> tuple[Placed, tuple[PartTable, PartTable]]:
-    """Places the copies of a step; returns the result, and what each host takes.
+def fetch(
+    own: LocalHost,
+    found: FoundStep,
+    items: Sequence[int] | None = None,
+    *,
+    is_partial: bool = True,
+) -> Replicated:
+    """Fetches parts of a step, a few at a time, and writes them to a RAM disk.
 
     Args:
-      message: the parts of the step at all hosts, of one step.
-      hosts: of the world, by number.
-      policy: how many copies, and where.
+      own: this host's part of the RAM disk.
+      found: the step; of the holders of a part the first sends it, or else the next.
+      items: that are fetched; None for all.
+      is_partial: whether parts are committed if others cannot be fetched.
 
     Raises:
-      CheckpointError: if hosts list different contents of the step.
+      CheckpointError: if they do not fit, or cannot be fetched and are not partial.
     """
-    offers = [offer for table in message.tables for offer in table.offers()]
-    holdings = Holdings.from_offers(offers)
-    (table,) = message.tables
-    diverged = [_diverged(holdings, int(item)) for item in holdings.diverged]
-    placed = _placed(holdings, hosts, policy)
-    summary = Placed(
-        problems=(*message.problems, *diverged, *placed.shortfalls),
-        diverged=tuple(diverged),
-        failed=bool(message.problems),
-        num_machines=placed.num_machines,
+    table, reader = found.table, VerifiedReader(found)
+    listed = list(range(len(table)) if items is None else items)
+    writer = own.copy_writer(
+        table.step_id, table.contents, num_bytes=int(table.num_bytes[listed].sum())
     )
-    return summary, part_choices.of_copies(table, holdings, placed, hosts)
+
+    def take(item: int) -> int:
+        number, box = int(table.items.leaf[item]), table.box(item)
+
+        def read(into: np.ndarray) -> None:
+            reader.read_into(item, into)
+
+        writer.put(number, box, table.digest(item), read)
+        return int(table.num_bytes[item])
+
+    sizes, problems = [], []
+    with background.pool(_THREADS, "copy") as pool:
+        # Its threads bound what is in memory: a copy is kept before the next begins.
+        for got in futures.as_completed([pool.submit(take, item) for item in listed]):
+            try:
+                sizes.append(got.result())
+            except errors.CheckpointError as error:
+                problems.append(str(error))
+    # What fails one write fails those after it.
+    problems = list(dict.fromkeys([*problems, *map(str, reader.bad)]))
+    is_enough = is_partial or len(sizes) == len(listed)
+    # A share may be empty, and is complete then.
+    if is_enough and (sizes or not is_partial):
+        writer.commit()
+    else:
+        writer.abandon()
+    if not is_enough:
+        raise errors.CheckpointError("; ".join(problems))
+    return Replicated(copies=len(sizes), num_bytes=sum(sizes), problems=tuple(problems))
 
 
-def _placed(
-    holdings: Holdings, hosts: Sequence[Host], policy: owners.Policy
-) -> owners.Placement:
-    sets = holdings.holder_sets(hosts)
-    return owners.Owners(hosts, policy).place(sets, holdings.stored_bytes)
+def _sent(world: HostWorld, held: HeldStep, items: np.ndarray) -> Manifest:
+    # Some parts of this host, also at a few other holders.
+    own, table = world.number, held.found.table
+    chosen = [
+        [own, *[each for each in held.holders[item] if each != own][:_OTHERS]]
+        for item in items.tolist()
+    ]
+    numbers = list(dict.fromkeys([own, *(n for of_item in chosen for n in of_item)]))
+    place = {number: n for n, number in enumerate(numbers)}
+    rows = items.repeat([len(of_item) for of_item in chosen])
+    holder = [place[number] for of_item in chosen for number in of_item]
+    return _manifest(
+        held,
+        table.items.take(rows)._replace(holder=np.array(holder, np.int32)),
+        [Holder(world.hosts[number]) for number in numbers],
+    )
 
 
-def _diverged(holdings: Holdings, item: int) -> str:
-    hosts = ", ".join(sorted(offer.host.id for offer in holdings.holders(item)))
-    return (
-        f"{holdings.name(item)} has different values at the hosts {hosts}: a device or"
-        " memory of one of them is faulty, and the step does not count as complete"
+def _whole(held: HeldStep, items: np.ndarray) -> Manifest:
+    # Some parts at all of their holders.
+    table = held.found.table
+    holders = [table.holders_of(item) for item in items.tolist()]
+    rows = items.repeat([len(of_item) for of_item in holders])
+    holder = np.array([n for of_item in holders for n in of_item], np.int32)
+    return _manifest(
+        held, table.items.take(rows)._replace(holder=holder), table.holders
+    )
+
+
+def _manifest(held: HeldStep, parts: Parts, holders: Sequence[Holder]) -> Manifest:
+    table = held.found.table
+    return Manifest(
+        run=table.run,
+        step_id=table.step_id,
+        contents=table.contents,
+        holders=tuple(holders),
+        parts=parts,
     )

@@ -167,7 +167,6 @@ class HostEndpoint:
             HostCopies(world),
             backup,
             reader,
-            reader.sharing,
         )
         self._parts |= {type(part).__name__: part for part in parts}
         self._parts |= self._more_parts(self._parts)

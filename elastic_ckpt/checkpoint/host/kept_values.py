@@ -47,7 +47,7 @@ class KeptValues:
           CheckpointError: if no good copy of a part is left.
         """
         plan = recovery.planned(
-            step_found.step, wanted, host=self._reader, domain=_DOMAIN
+            step_found.table, wanted, host=self._reader, domain=_DOMAIN
         )
         keys = [(leaf.path, box) for leaf in wanted for box in leaf.boxes]
         origins = dict(zip(keys, _origins(plan), strict=True))
@@ -73,7 +73,7 @@ class KeptValues:
         read = recovery.read_leaves(
             step_found,
             changed,
-            verified_read.VerifiedReader(step_found.sources),
+            verified_read.VerifiedReader(step_found),
             host=self._reader,
             domain=_DOMAIN,
         )
@@ -89,12 +89,12 @@ class KeptValues:
 
 def _origins(plan: read_plan.ReadPlan) -> list[_Origin]:
     # Of each wanted box, in their order.
-    holdings = plan.holdings
+    table = plan.table
     made_of: list[list[tuple[boxes.Box, bytes]]] = [[] for _ in plan.wanted.leaf]
-    for of_wanted, item in zip(plan.of_wanted.tolist(), plan.box.tolist(), strict=True):
-        fragment = holdings.fragment(int(holdings.first_row[item]))
-        made_of[of_wanted].append((fragment.box, fragment.digest))
-    dtypes = [leaf.dtype for leaf in holdings.contents.leaves]
+    pairs = zip(plan.of_wanted.tolist(), plan.item.tolist(), strict=True)
+    for of_wanted, item in pairs:
+        made_of[of_wanted].append((table.box(item), table.digest(item)))
+    dtypes = [leaf.dtype for leaf in table.contents.leaves]
     return [
         (dtypes[leaf], tuple(sorted(each)))
         for leaf, each in zip(plan.wanted.leaf.tolist(), made_of, strict=True)

@@ -1,39 +1,53 @@
-"""A host's part in a restore: it reads, verifies and repairs.
+"""A host's part in a restore: what it has, the search, and what it reads.
 
-A restore goes through `StepSearch.find`, then `open_step`, `check`, `read`,
-`materialise` and `repair`.
+    offer_saves, survey    the steps that hosts and storage have
+    offer, examine         the parts of one of them, until one is complete
+    open_step              every host has the table of the step
+    select, read           each host plans its reads, and reads
+    materialise, repair    the files of components; bad copies are put right
+
+What hosts have goes up to host 0, which reads the manifests in storage; the table of
+the step goes down to all (`exchange`). A host that it does not reach, or of a world
+without agents, reads the manifests itself.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from absl import logging
 from etils import epath
 
-from elastic_ckpt.checkpoint.host import (
-    component_files,
-    recovery,
-    repairs,
-    step_search,
-    trees,
-    verified_read,
+from elastic_ckpt.checkpoint.host import component_files, recovery, repairs, trees
+from elastic_ckpt.checkpoint.host.answers import (
+    Candidate,
+    CheckpointMetadata,
+    Examined,
+    Materialised,
+    Survey,
 )
-from elastic_ckpt.checkpoint.host.part_exchange import Letter
+from elastic_ckpt.checkpoint.host.exchange import GIVEN, Report
 from elastic_ckpt.checkpoint.host.step_boxes import StepBoxes, TreeReading
-from elastic_ckpt.checkpoint.host.verified_read import BadCopy
+from elastic_ckpt.checkpoint.host.verified_read import BadCopy, VerifiedReader
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import calls, errors, storage
-from elastic_ckpt.steps import read_plan
-from elastic_ckpt.steps.manifest import Contents
-from elastic_ckpt.steps.part_table import SavedStep
+from elastic_ckpt.steps import line as lines
+from elastic_ckpt.steps import manifest
+from elastic_ckpt.steps.line import Line
+from elastic_ckpt.steps.manifest import Contents, Manifest
+from elastic_ckpt.steps.read_plan import Nearness
+from elastic_ckpt.steps.search import Looked
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.find import FoundStep
+from elastic_ckpt.tiers.peers import secret
+from elastic_ckpt.tiers.peers.peer import Peers
 from elastic_ckpt.tiers.ram import ram_disk
+from elastic_ckpt.tiers.source import Offered, ReadError, Tier
 
 
 class HostReader:
@@ -41,53 +55,177 @@ class HostReader:
 
     Args:
       world: the host among the others.
-
-    Attributes:
-      sharing: of steps with the other hosts, and the search for them.
     """
 
     def __init__(self, world: HostWorld) -> None:
         self._world = world
+        self._exchange = world.exchange
+        # On host 0: storage as it was listed for the search, the saves of agents as
+        # they were reported, and the steps that were examined.
+        self._storage: Tier | None = None
+        self._reported = Report()
+        self._examined: dict[StepId, FoundStep] = {}
         self._restoring: _Restoring | None = None
-        self.sharing = step_search.StepSearch(world)
+        # The step that was read last.
+        self._last: FoundStep | None = None
+
+    @calls.call(order="up")
+    def offer_saves(self) -> None:
+        """Offers the steps for which this host answers; see `Exchange.offer`."""
+        world, peers = self._world, Peers(self._world.idle_peers)
+        if self._world.passes:
+            saves = {*world.disk.listed_saves(self._slots()), *peers.known_saves()}
+            report = Report(saves=sorted(saves), refusing=peers.refusing())
+            self._exchange.offer(report)
 
     @calls.call()
-    def open_step(self, step_id: StepId, *, is_dealt: bool = False) -> None:
-        """Opens a step for reading.
+    def survey(self) -> Survey:
+        """What all hosts and storage have; host 0 tells."""
+        world = self._world
+        self._examined, self._reported = {}, self._exchange.merged
+        self._storage, out_of_reach, foreign, recorded = None, None, {}, []
+        if world.persistent is not None:
+            try:
+                self._storage = tier = world.persistent.as_now()
+                foreign, recorded = tier.foreign_saves(), tier.recorded_lines()
+            except errors.CheckpointError as error:
+                self._storage, out_of_reach = None, str(error)
+        tiers = [*([] if self._world.passes else world.ram_tiers), *self._stored]
+        reported = self._reported.saves
+        refusing = [*self._reported.refusing]
+        refusing += [u for t in tiers if isinstance(t, Peers) for u in t.refusing()]
+        return Survey(
+            steps=tuple(
+                {each.step for each in reported}.union(*(t.steps() for t in tiers))
+            ),
+            saves=tuple({*reported}.union(*(tier.known_saves() for tier in tiers))),
+            foreign=tuple(StepId(*each) for each in foreign.items()),
+            lines=tuple(recorded),
+            out_of_reach=out_of_reach,
+            refusing=tuple(map(self._refused, refusing)),
+            places=" or ".join(map(str, self._places())),
+            is_there=any(each.exists() for each in self._places()),
+        )
+
+    @calls.call(order="up")
+    def offer(self, step: int) -> None:
+        """Offers what this host has of a step; see `Exchange.offer`."""
+        if self._world.passes:
+            there = self._answers_for(step)
+            manifests = [each.manifest for each in there.copies]
+            report = Report(manifests=manifests, problems=there.problems)
+            self._exchange.offer(report)
+
+    @calls.call(limit_secs=calls.LONG_SECS)
+    def examine(self, step: int) -> Examined:
+        """The saves of a step by what all hosts and storage have; host 0 tells.
+
+        Raises:
+          LaterVersionError: if a later version of elastic_ckpt wrote it in storage.
+        """
+        stored = find.offered(self._stored, step)
+        if self._world.passes:
+            told, copies = self._exchange.merged, stored.copies
+            manifests = [*told.manifests, *(each.manifest for each in copies)]
+            looked = self._looked(manifests, [*told.problems, *stored.problems])
+        else:
+            tiers = [*self._world.ram_tiers, *self._stored]
+            looked = find.looked(find.offered(tiers, step))
+        self._examined |= {each.step_id: each for each in looked.saves}
+        saves = [
+            Candidate(self._described(each), each.problem) for each in looked.saves
+        ]
+        return Examined(saves=tuple(saves), problems=tuple(looked.problems))
+
+    @calls.call()
+    def foreign_step(self, step: int, save: str) -> CheckpointMetadata:
+        """A step that Orbax alone saved; host 0 describes it.
 
         Args:
-          step_id: the step.
-          is_dealt: whether host 0 has passed its contents down.
+          step: the step.
+          save: as which it counts.
+        """
+        assert self._world.persistent is not None
+        return CheckpointMetadata(
+            step=step,
+            save="",
+            line=lines.after(StepId(step, save), ()),
+            path=self._path(step),
+            **self._world.persistent.notes(step),
+        )
+
+    @calls.call()
+    def complete_steps(self) -> tuple[CheckpointMetadata, ...]:
+        """The steps that are complete, ascending, without those that are abandoned.
+
+        Those that Orbax alone saved are among them.
+        """
+        survey = self.survey()
+        tiers = [*self._world.ram_tiers, *self._stored]
+        looking = find.search(tiers, lines=survey.lines)
+        complete = [self._described(each) for each in looking.complete_steps()]
+        others = {each.step for each in complete}
+        complete += [
+            self.foreign_step(*each)
+            for each in survey.foreign
+            if each.step not in others and not looking.line.abandons(each)
+        ]
+        return tuple(sorted(complete, key=lambda each: each.step))
+
+    @calls.call()
+    def stored_before(self, step: int, own_line: Line) -> CheckpointMetadata | None:
+        """The newest step before another one that persistent storage has completely.
+
+        Args:
+          step: the other one.
+          own_line: the line of the caller, to which the step belongs.
+
+        Raises:
+          CheckpointError: if storage is out of reach.
+        """
+        tier = self._world.persistent
+        if tier is None:
+            return None
+        found = find.search([tier], lines=[own_line]).newest(before=step).found
+        newest = -1 if found is None else found.step_id.step
+        foreign = [
+            StepId(*each)
+            for each in tier.foreign_saves().items()
+            if newest < each[0] < step and not own_line.abandons(StepId(*each))
+        ]
+        if foreign:
+            return self.foreign_step(*max(foreign))
+        return None if found is None else self._described(found)
+
+    @calls.call(order="down", limit_secs=calls.LONG_SECS)
+    def open_step(self, step_id: StepId) -> None:
+        """Opens a step for reading, and passes its table on.
 
         Raises:
           CheckpointError: if it is not complete in the tiers that this host can reach.
         """
         self._release()
-        whole: FoundStep | None = None
-        try:
-            contents = self.sharing.contents(step_id) if is_dealt else None
-        except errors.CheckpointError as error:
-            logging.warning("%s; this host reads the manifests of all", error)
-            contents = None
-        if contents is None:
-            whole = find.of_save(self._world.tiers, step_id)
-            contents = whole.step.holdings.contents
-        saved = SavedStep(self._world.run, step_id, contents)
-        self._restoring = _Restoring(saved=saved, whole=whole)
-
-    @calls.call(order="up")
-    def offer_wanted(self) -> tuple[Letter, ...]:
-        """Offers a list of the boxes that this host needs of the step that is open."""
-        restoring = self._opened()
-        wanted = None
-        if restoring.whole is None and not restoring.others:
-            wanted = recovery.wanted_boxes(restoring.wanted, restoring.saved.contents)
-        return self.sharing.offer_wanted(restoring.saved, wanted)
+        found = self._examined.get(step_id)
+        if self._world.passes and found is not None:
+            self._exchange.give(GIVEN, found.table.manifest.to_bytes())
+        elif self._world.passes and self._world.number:
+            try:
+                given = Manifest.parse(self._exchange.take(GIVEN))
+                found = self._world.found([given])
+            except (errors.CheckpointError, ReadError, ValueError) as error:
+                logging.warning("the table of step %d %s", step_id.step, error)
+            if found is not None and found.step_id != step_id:
+                found = None
+        if found is None:
+            # It was not searched for, or does not arrive.
+            found = find.of_save(self._world.tiers, step_id)
+        self._examined = {}
+        self._restoring = _Restoring(found=found)
 
     @calls.call()
     def opened(self) -> Contents:
         """The contents of the step that was opened."""
-        return self._opened().saved.contents
+        return self._opened().found.table.contents
 
     def check(
         self,
@@ -118,14 +256,13 @@ class HostReader:
           wanted: the leaves.
           components: that are wanted.
         """
-        restoring = self._opened()
-        contents = restoring.saved.contents
-        missing = sorted(set(components) - contents.components.keys())
+        restoring, contents = self._opened(), self.opened()
+        missing = sorted(set(components).difference(contents.components))
         if missing:
-            trees = {leaf.path.partition("/")[0] for leaf in contents.leaves}
+            there = {leaf.part for leaf in contents.arrays}
             raise errors.CheckpointError(
-                f"step {restoring.saved.step_id.step} contains no {missing}; it"
-                f" contains {sorted(trees.union(contents.components))}. Request only"
+                f"step {restoring.found.step_id.step} contains no {missing}; it"
+                f" contains {sorted(there.union(contents.components))}. Request only"
                 " those"
             )
         restoring.wanted = wanted
@@ -146,36 +283,9 @@ class HostReader:
 
     def read_some(self, paths: Collection[str] | None) -> dict[str, int]:
         """As `read`, of the leaves with these paths; None for all that is selected."""
-        restoring = self._opened()
-        is_dealt = restoring.whole is None and not restoring.others
-        try:
-            if restoring.step_read is None and is_dealt:
-                # What host 0 has passed down of the open step.
-                step_id = restoring.saved.step_id
-                restoring.step_read = self.sharing.parts(step_id)
-            if restoring.step_read is not None:
-                return self._read(restoring, restoring.step_read, paths)
-        except errors.CheckpointError as error:
-            if restoring.step_read and restoring.step_read is restoring.whole:
-                raise
-            logging.warning("%s; this host reads the manifests of all", error)
-        restoring.step_read = self._whole(restoring)
-        return self._read(restoring, restoring.step_read, paths)
-
-    def _whole(self, restoring: _Restoring) -> FoundStep:
-        # The open step with all of its holders, which most hosts do not need.
-        if restoring.whole is None:
-            restoring.whole = find.of_save(self._world.tiers, restoring.saved.step_id)
-        return restoring.whole
-
-    def _read(
-        self,
-        restoring: _Restoring,
-        step_found: FoundStep,
-        paths: Collection[str] | None,
-    ) -> dict[str, int]:
-        host, domain = self._world.own.host, self._world.peers.domain
-        reader = verified_read.VerifiedReader(step_found.sources)
+        restoring, own = self._opened(), self._world.own.host
+        found, domain = restoring.found, self._world.peers.domain
+        reader = VerifiedReader(found)
         restoring.readers.append(reader)
         wanted = restoring.wanted
         if paths is not None:
@@ -183,52 +293,41 @@ class HostReader:
         # What was read before is on the devices.
         restoring.placed = {}
         restoring.placed = recovery.read_leaves(
-            step_found, wanted, reader, host=host, domain=domain
+            found, wanted, reader, host=own, domain=domain
         )
+        near = Nearness(found.table, [own], domain=domain)
         if restoring.others:
-            saved = StepBoxes(step_found, reader, host=host, domain=domain)
+            saved = StepBoxes(found, reader, near)
             restoring.others_made = {
                 name: each.of_boxes(saved) for name, each in restoring.others.items()
             }
-        near = read_plan.nearness(step_found.step.holdings, host, domain=domain)
         total: collections.Counter[str] = collections.Counter()
-        for offer, num_bytes in reader.read_bytes.items():
-            total[near[offer]] += num_bytes
+        nearness = near.of_holders()
+        for holder, num_bytes in reader.read_bytes.items():
+            total[nearness[holder]] += num_bytes
         return dict(total)
 
     @calls.call(limit_secs=calls.LONG_SECS)
-    def materialise(self, component: str) -> str:
-        """Writes the verified files of a component; returns the directory."""
+    def materialise(self, components: tuple[str, ...]) -> Materialised:
+        """Writes the verified files of components, below a directory."""
         restoring = self._opened()
-        if restoring.step_read is None:
-            return self._materialise(restoring, self._whole(restoring), component)
-        try:
-            return self._materialise(restoring, restoring.step_read, component)
-        except errors.CheckpointError as error:
-            # Its parts may be at the nearest holders alone.
-            whole = self._whole(restoring)
-            if whole is restoring.step_read:
-                raise
-            directory = self._materialise(restoring, whole, component)
-            logging.warning("%s; this host has read the manifests of all", error)
-            return directory
-
-    def _materialise(
-        self, restoring: _Restoring, step_found: FoundStep, component: str
-    ) -> str:
-        reader = verified_read.VerifiedReader(step_found.sources)
+        reader = VerifiedReader(restoring.found)
         restoring.readers.append(reader)
-        files = read_plan.files(
-            step_found.step,
-            self._world.own.host,
-            component,
-            domain=self._world.peers.domain,
-        )
-        directory = str(storage.make_directory(self._files() / component))
-        for file, offers in files:
-            _, _, name = file.path.partition("/")
-            storage.write_atomic(f"{directory}/{name}", reader.content(file, offers))
-        return directory
+        table = restoring.found.table
+        near = Nearness(
+            table, [self._world.own.host], domain=self._world.peers.domain
+        ).of_items()
+        for name in components:
+            storage.make_directory(self._files() / name)
+        for number in table.contents.files.values():
+            leaf = table.contents.leaves[number]
+            if leaf.part in components:
+                content = b""
+                for item in table.of_leaf(number).tolist():
+                    content = reader.values(item, near.of(item)).tobytes()
+                storage.write_atomic(self._files() / leaf.path, content)
+        bad = [each for reader in restoring.readers for each in reader.bad]
+        return Materialised(directory=str(self._files()), bad=tuple(dict.fromkeys(bad)))
 
     @calls.call()
     def files(self, component: str) -> dict[str, bytes]:
@@ -252,12 +351,6 @@ class HostReader:
             if paths is None or leaf.path in paths
         }
 
-    @calls.call()
-    def bad_copies(self) -> tuple[BadCopy, ...]:
-        """The bad copies that this host detected while it read."""
-        bad = [each for reader in self._opened().readers for each in reader.bad]
-        return tuple(dict.fromkeys(bad))
-
     @calls.call(limit_secs=calls.LONG_SECS)
     def repair(self, bad: tuple[BadCopy, ...]) -> tuple[str, ...]:
         """Repairs bad copies of the step that was read: this host's, and idle ones.
@@ -274,23 +367,90 @@ class HostReader:
         dealt = repairs.dealt(bad, world.hosts, world.number)
         if world.is_read_only or not dealt:
             return ()
-        try:
-            whole = self._whole(self._opened())
-        except errors.CheckpointError as error:
-            # The step was read; it is not given up for copies that stay bad.
-            logging.warning("bad copies are not repaired: %s", error)
-            return ()
-        return tuple(
-            repairs.put_right(whole.step.holdings, whole.sources, world.own, dealt)
-        )
+        return tuple(repairs.put_right(self._opened().found, world.own, dealt))
 
     @calls.call()
     def close_step(self) -> None:
         """Releases the step that is open, its values and messages."""
         self._release()
-        self.sharing.end()
+        self._exchange.end()
+
+    @calls.call()
+    def hold(self, step_id: StepId) -> bool:
+        """Makes a step that was read one that hosts copy and back up.
+
+        Returns:
+          Whether it is whole in the memory of machines.
+        """
+        last, self._last = self._last, None
+        if last is None or last.step_id != step_id:
+            return False
+        return self._world.hold(last)
+
+    @property
+    def _stored(self) -> list[Tier]:
+        return [] if self._storage is None else [self._storage]
+
+    def _slots(self) -> set[int]:
+        # A host answers for its slot; in the first slot of a machine also for those
+        # that no host of the world has.
+        own, disk = self._world.own.slot, self._world.disk
+        others = [slot for slot in disk.slots() if slot != own] if own == 0 else []
+        ids = {host.id for host in self._world.hosts} if others else set()
+        return {own, *(slot for slot in others if disk.host_id(slot) not in ids)}
+
+    def _answers_for(self, step: int) -> Offered:
+        # Idle machines are dealt to hosts.
+        disk, peers = self._world.disk, Peers(self._world.idle_peers)
+        own, idle = disk.offers(step, slots=self._slots()), peers.offers(step)
+        return Offered([*own.copies, *idle.copies], [*own.problems, *idle.problems])
+
+    def _looked(
+        self, manifests: Sequence[Manifest], problems: list[str]
+    ) -> Looked[FoundStep]:
+        # The saves of a step that hosts have told of.
+        saves = []
+        for group in manifest.grouped(manifests):
+            try:
+                saves.append(self._world.found(group))
+            except errors.CheckpointError as error:
+                problems.append(str(error))
+        return Looked(saves, problems)
+
+    def _described(self, found: FoundStep) -> CheckpointMetadata:
+        contents, step_id = found.table.contents, found.step_id
+        return CheckpointMetadata(
+            step=step_id.step,
+            save=step_id.save,
+            line=lines.after(step_id, contents.parents),
+            path=self._path(step_id.step),
+            metrics=json.loads(contents.metrics or "null"),
+            custom_metadata=json.loads(contents.custom_metadata or "null"),
+            commit_timestamp_nsecs=1_000_000 * contents.time_ms,
+        )
+
+    def _path(self, step: int) -> epath.Path | None:
+        root = self._world.root
+        return None if root is None else root.final(step)
+
+    def _places(self) -> list[epath.Path]:
+        # The directories of the tiers.
+        places = [] if self._world.root is None else [self._world.root.path]
+        if self._world.local_tier is not None:
+            places.append(self._world.disk.root)
+        return places
+
+    def _refused(self, url: str) -> str:
+        known = secret.path(self._world.disk.root)
+        return (
+            f"{url} does not take the secret in {known}, so nothing that it may hold of"
+            " this run is restored; copy that file from a machine of the run, for"
+            " example the agent's, and start again"
+        )
 
     def _release(self) -> None:
+        if self._restoring is not None:
+            self._last = self._restoring.found
         self._restoring = None
         storage.remove(self._files())
 
@@ -306,13 +466,8 @@ class HostReader:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _Restoring:
-    saved: SavedStep
-    # With all holders, once they were asked for; and as it was read.
-    whole: FoundStep | None
-    step_read: FoundStep | None = None
-    readers: list[verified_read.VerifiedReader] = dataclasses.field(
-        default_factory=list
-    )
+    found: FoundStep
+    readers: list[VerifiedReader] = dataclasses.field(default_factory=list)
     wanted: Sequence[trees.WantedLeaf] = ()
     placed: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     others: Mapping[str, TreeReading] = dataclasses.field(default_factory=dict)

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from elastic_ckpt.checkpoint.host import trees, verified_read
-from elastic_ckpt.core import errors
-from elastic_ckpt.steps import layout, read_plan, search
-from elastic_ckpt.steps.manifest import Contents, Host
+from elastic_ckpt.steps import read_plan
+from elastic_ckpt.steps.manifest import Host
+from elastic_ckpt.steps.table import StepTable
 from elastic_ckpt.tiers.find import FoundStep
 
 # Of boxes that are read at a time, and moved to devices at a time.
@@ -42,15 +41,13 @@ def read_leaves(
       By the path of each leaf, its placed boxes.
 
     Raises:
-      CheckpointError: if no good copy of a part is left, or `step_found` lacks one.
+      CheckpointError: if no good copy of a part is left.
     """
-    plan = planned(step_found.step, wanted, host=host, domain=domain)
+    plan = planned(step_found.table, wanted, host=host, domain=domain)
     of_boxes = [(leaf, number) for leaf in wanted for number in range(len(leaf.boxes))]
-    contents = step_found.step.holdings.contents
-    dtypes = {leaf.path: leaf.dtype for leaf in contents.leaves}
+    saved = {leaf.path: leaf for leaf in step_found.table.contents.leaves}
     sizes = [
-        layout.num_bytes(leaf.boxes[number], dtypes[leaf.path])
-        for leaf, number in of_boxes
+        saved[leaf.path].num_bytes(leaf.boxes[number]) for leaf, number in of_boxes
     ]
     windows = _windows([leaf.is_moved for leaf, _ in of_boxes], sizes)
     read = verified_read.read_windows(plan, reader, windows)
@@ -82,7 +79,7 @@ def _windows(is_moved: Sequence[bool], sizes: Sequence[int]) -> list[range]:
 
 
 def planned(
-    step: search.Step,
+    table: StepTable,
     wanted: Sequence[trees.WantedLeaf],
     *,
     host: Host,
@@ -91,35 +88,14 @@ def planned(
     """Plans the reads of a host; its boxes are those of the leaves in their order.
 
     Args:
-      step: complete, at least in the parts that the host needs.
+      table: of the step.
       wanted: the leaves that this host needs.
       host: this one.
       domain: the kind of failure domain inside of which a peer is close.
 
     Raises:
-      CheckpointError: if `step` lacks an element that the host needs.
-    """
-    boxes = wanted_boxes(wanted, step.holdings.contents)
-    plan = read_plan.plan(step, [host], boxes, domain=domain)
-    volumes = np.bincount(plan.of_wanted, plan.pieces.volumes, len(boxes.leaf))
-    lacking = int((volumes != boxes.boxes.volumes).sum())
-    if lacking:
-        raise errors.CheckpointError(
-            f"step {step.step}: {lacking} of {len(volumes)} array regions that this"
-            " host needs are missing from the parts that it received; restore an older"
-            " step"
-        )
-    return plan
-
-
-def wanted_boxes(
-    wanted: Sequence[trees.WantedLeaf], contents: Contents
-) -> read_plan.Wanted:
-    """The requested boxes of one host as columns, in the order of the leaves.
-
-    Args:
-      wanted: the leaves that this host needs.
-      contents: of the step.
+      CheckpointError: if the step is not complete, or lacks what is wanted.
     """
     listed = [(0, leaf.path, box) for leaf in wanted for box in leaf.boxes]
-    return read_plan.Wanted.from_boxes(listed, contents=contents)
+    boxes = read_plan.Wanted.from_boxes(listed, contents=table.contents)
+    return read_plan.plan(table, [host], boxes, domain=domain)

@@ -9,26 +9,19 @@ holder, verified.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from absl import logging
 
-from elastic_ckpt.checkpoint.host import verified_read
-from elastic_ckpt.checkpoint.host.verified_read import BadCopy
+from elastic_ckpt.checkpoint.host.verified_read import BadCopy, VerifiedReader
 from elastic_ckpt.core import errors
-from elastic_ckpt.steps import manifest_file
-from elastic_ckpt.steps.holdings import Holdings, Offer
 from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.tiers import stored_part
+from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.ram.local import LocalHost
-from elastic_ckpt.tiers.source import (
-    ReadError,
-    RepairableSource,
-    RepairError,
-    Source,
-)
+from elastic_ckpt.tiers.source import RepairableSource, RepairError
 
-# The id of a holder, and a file in its directory of the step.
+# The id of a holder, and the name of a part.
 Place = tuple[str, str]
 
 
@@ -40,78 +33,41 @@ def dealt(bad: Sequence[BadCopy], hosts: Sequence[Host], number: int) -> set[Pla
       hosts: of the world, by number.
       number: of the host.
     """
-    places = {(each.host, each.file) for each in bad if each.tier == "local"}
+    places = {(each.host, each.name) for each in bad if each.tier == "local"}
     present = {host.id for host in hosts}
     idle = sorted(each for each in places if each[0] not in present)
     own = {each for each in places if each[0] == hosts[number].id}
     return own.union(idle[number :: len(hosts)])
 
 
-def put_right(
-    holdings: Holdings,
-    sources: Mapping[Offer, Source],
-    own: LocalHost,
-    bad: Collection[Place],
-) -> list[str]:
+def put_right(found: FoundStep, own: LocalHost, bad: Collection[Place]) -> list[str]:
     """Rewrites bad copies in a host's own slot, and elsewhere through agents.
 
     Args:
-      holdings: of the step.
-      sources: where to read what each holder offers.
+      found: the step.
       own: the host.
       bad: the copies.
 
     Returns:
       The names of the repaired items; why others were not is logged.
     """
-    reader = verified_read.VerifiedReader(sources)
-    reachable: dict[Offer, bool] = {}
+    table, reader = found.table, VerifiedReader(found)
     mended = []
-    for row, item in enumerate(holdings.item.tolist()):
-        offer = holdings.offers[holdings.holder[row]]
-        file = _file(holdings, row, item) if offer.tier == "local" else ""
-        if (offer.host.id, file) not in bad:
-            continue
-        source = sources[offer]
-        try:
-            if offer.host.id == own.host.id:
-                content = _content(holdings, item, reader)
-                own.put_right(offer.manifest.step_id, file, content)
-            else:
-                if offer not in reachable:
-                    reachable[offer] = _answers(offer, source)
-                if not (reachable[offer] and isinstance(source, RepairableSource)):
-                    continue
-                source.put_right(file, _content(holdings, item, reader))
-        except (errors.CheckpointError, RepairError, OSError) as error:
-            name = holdings.name(item)
-            logging.warning("%s at host %s: %s", name, offer.host.id, error)
-        else:
-            mended.append(holdings.name(item))
+    wanted = {name for _, name in bad}
+    for item in range(len(table)) if bad else ():
+        name = table.name(item)
+        for holder in table.holders_of(item) if name in wanted else ():
+            host, source = table.holders[holder].host, found.sources[holder]
+            if (host.id, name) not in bad or table.holders[holder].tier != "local":
+                continue
+            leaf, box = table.leaf(item), table.box(item)
+            try:
+                content = stored_part.content(leaf, reader.values(item))
+                if host.id == own.host.id:
+                    own.put_right(table.step_id, leaf, box, content)
+                elif isinstance(source, RepairableSource):
+                    source.put_right(leaf, box, content)
+                mended.append(name)
+            except (errors.CheckpointError, RepairError, OSError) as error:
+                logging.warning("%s at host %s: %s", name, host.id, error)
     return mended
-
-
-def _content(
-    holdings: Holdings, item: int, reader: verified_read.VerifiedReader
-) -> bytes:
-    # The bytes of an item's file in a RAM disk, from any good copy.
-    if item >= len(holdings.leaf):
-        file = holdings.files[item - len(holdings.leaf)]
-        return reader.file(file, holdings.holders(item))
-    return stored_part.chunk_content(verified_read.read_item(holdings, item, reader))
-
-
-def _file(holdings: Holdings, row: int, item: int) -> str:
-    if item >= len(holdings.leaf):
-        return holdings.files[item - len(holdings.leaf)].path
-    return holdings.fragment(row).file
-
-
-def _answers(offer: Offer, source: Source) -> bool:
-    # Nothing is read for a machine that cannot be reached.
-    try:
-        source.size(manifest_file.file_name(offer.host.id))
-    except ReadError as error:
-        logging.warning("copies at host %s stay bad: %s", offer.host.id, error)
-        return False
-    return True

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from etils import epath
 
 from elastic_ckpt.checkpoint.host import (
@@ -22,16 +23,20 @@ from elastic_ckpt.checkpoint.host import (
 from elastic_ckpt.checkpoint.host.answers import CapturedIn, Written
 from elastic_ckpt.checkpoint.host.capture import Value
 from elastic_ckpt.checkpoint.host.step_notes import WrittenStep
-from elastic_ckpt.checkpoint.host.world import HostWorld
-from elastic_ckpt.core import calls, clock, errors, storage
+from elastic_ckpt.checkpoint.host.world import HeldStep, HostWorld
+from elastic_ckpt.core import boxes, calls, clock, digest, errors, storage
+from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps import retention
 from elastic_ckpt.steps.line import Line
-from elastic_ckpt.steps.manifest import ComponentFile, Contents
+from elastic_ckpt.steps.manifest import Contents, Holder, Leaf, Manifest, Parts
+from elastic_ckpt.steps.owners import Holders
 from elastic_ckpt.steps.step_id import StepId
-from elastic_ckpt.tiers.captured import Captured
+from elastic_ckpt.steps.table import StepTable
+from elastic_ckpt.tiers.captured import Captured, Values, fetched
 from elastic_ckpt.tiers.choices import PINNED_BYTES
+from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.peers import secret
-from elastic_ckpt.tiers.ram import step_writer
+from elastic_ckpt.tiers.ram import ram_disk, step_writer
 
 # If less is free on a RAM disk, components write to a staging directory at first.
 _LEAST_BYTES = 2**20
@@ -70,9 +75,6 @@ class HostSaver:
         """Begins to save what was captured of all leaves."""
         saving = _Saving(
             captured=captured,
-            owners=captured_step.Owners(
-                captured, number=self._world.number, num_hosts=len(self._world.hosts)
-            ),
             directory=self._world.disk.step_directory(self._world.own.slot, step_id),
         )
         self._saving[step_id] = saving
@@ -80,7 +82,7 @@ class HostSaver:
             # Only components write files on this machine.
             saving.directory = saving.staging = self._staging(step_id)
             return self._captured_in(saving)
-        contents = Contents(leaves=captured.leaves, components={})
+        contents = Contents(leaves=captured.leaves)
         try:
             saving.writer = self._world.own.begin(step_id, contents, num_bytes=None)
             if not self._world.disk.has_room(_LEAST_BYTES):
@@ -138,7 +140,8 @@ class HostSaver:
             raise errors.CheckpointError(saving.problem)
         writer = saving.writer
         if writer is None:
-            return self._files(saving)
+            saving.parts = _digests(saving.captured)
+            return self._files(step_id, saving)
         # The search for room takes time for each file: the trainer runs meanwhile.
         captured = saving.captured
         self._world.own.reserve(
@@ -147,7 +150,8 @@ class HostSaver:
         if saving.staging is not None:
             writer.put_written(saving.contents)
         writer.write(saving.captured)
-        return self._files(saving)
+        saving.parts = dict(writer.parts)
+        return self._files(step_id, saving)
 
     @calls.call()
     def files(self, step_id: StepId) -> Written:
@@ -164,38 +168,103 @@ class HostSaver:
             )
         if saving.components is None:
             raise errors.CheckpointError("components have not written their files")
-        return self._files(saving)
+        saving.parts = saving.parts or _digests(saving.captured)
+        return self._files(step_id, saving)
 
     @calls.call()
     def hold(self, written: WrittenStep) -> None:
         """Makes a backup read the captured values, until `abandon`."""
-        step_id = written.step_id
-        saving = self._saving[step_id]
-        files = _component_files(saving, written)
-        self._world.captured[step_id] = captured_step.CapturedStep(
-            saving.captured,
-            _contents(saving, written),
-            {file: saving.contents[file.path] for file in files},
-            is_own=saving.owners.is_own,
-            group_of=saving.owners.group_of,
-            identity=(self._world.run, step_id),
-            host=self._world.own.host,
+        saving = self._saving[written.step_id]
+        contents = _contents(saving, written)
+        values: dict[captured_step.Part, Values] = {
+            (part.leaf.path, box): of_box
+            for part in saving.captured.parts
+            for box, of_box in part.boxes
+        }
+        parts = {**(saving.parts or {})}
+        for file in saving.written:
+            number = contents.files[file.path]
+            whole = boxes.whole(contents.leaves[number].shape)
+            content = np.frombuffer(saving.contents[file.path], np.uint8)
+            parts[number, whole], values[file.path, whole] = file.digest, content
+        own = self._world.own.host
+        saved = Manifest(
+            run=self._world.run,
+            step_id=written.step_id,
+            contents=contents,
+            holders=(Holder(own),),
+            parts=Parts.of_rows([(*each, parts[each]) for each in parts], contents),
         )
+        source = captured_step.CapturedSource(values, own.id)
+        found = FoundStep(StepTable([saved]), [source])
+        self._hold(found, self._holders(saving), written, source)
 
     @calls.call()
     def commit(self, written: WrittenStep) -> None:
         """Commits this host's part of the step."""
         saving = self._saving.pop(written.step_id)
-        assert saving.writer is not None
-        contents = _contents(saving, written)
+        writer = saving.writer
+        assert writer is not None
+        holders, contents = self._holders(saving), _contents(saving, written)
         saving.release()
-        files = _component_files(saving, written)
-        saving.writer.commit(files, contents=contents)
+        files = {file.path: file.digest for file in saving.written}
+        saved = writer.commit(files, contents=contents)
+        found = FoundStep(StepTable([saved]), [ram_disk.StepFiles(writer.directory)])
+        self._hold(found, holders, written)
+        self._add_others(written.step_id)
+
+    def _add_others(self, step_id: StepId) -> None:
+        # Where else the parts of a step are, or will be once they are copied: for this
+        # host if its own copy of one proves to be bad.
+        world, held = self._world, self._world.held[step_id]
+        table, holders = held.found.table, held.holders
+        placed = world.owners.place(holders, table.num_bytes)
+        own = world.number
+        hosts = [[each for each in some if each != own][:1] for some in holders]
+        for item, target in zip(placed.item.tolist(), placed.target, strict=True):
+            hosts[item].append(int(target))
+        numbers = sorted({number for some in hosts for number in some})
+        if not (numbers and world.is_connected):
+            return
+        place = {number: n for n, number in enumerate(numbers)}
+        rows = np.repeat(np.arange(len(table)), list(map(len, hosts)))
+        holder = [place[number] for some in hosts for number in some]
+        others = Manifest(
+            run=table.run,
+            step_id=step_id,
+            contents=table.contents,
+            holders=tuple(Holder(world.hosts[number]) for number in numbers),
+            parts=table.items.take(rows)._replace(holder=np.array(holder, np.int32)),
+        )
+        found = world.found([table.manifest, others])
+        world.held[step_id] = held._replace(found=found)
+
+    def _hold(
+        self,
+        found: FoundStep,
+        holders: Mapping[captured_step.Part, Holders],
+        written: WrittenStep,
+        captured: captured_step.CapturedSource | None = None,
+    ) -> None:
+        table = found.table
+        of_items = [
+            written.files[leaf.path].hosts
+            if leaf.is_file
+            else holders[leaf.path, table.box(item)]
+            for item, leaf in ((n, table.leaf(n)) for n in range(len(table)))
+        ]
+        num_hosts = len(self._world.hosts)
+        held = HeldStep(found, of_items, num_hosts, captured=captured)
+        self._world.held[written.step_id] = held
+
+    def _holders(self, saving: _Saving) -> Mapping[captured_step.Part, Holders]:
+        num_hosts = len(self._world.hosts)
+        return captured_step.holders(saving.captured, num_hosts=num_hosts)
 
     @calls.call()
     def abandon(self, step_id: StepId) -> None:
         """Removes the files that this host wrote of a step, committed or not."""
-        self._world.captured.pop(step_id, None)
+        self._world.held.pop(step_id, None)
         saving = self._saving.pop(step_id, None)
         if saving is None:
             self._world.own.remove(step_id)
@@ -255,6 +324,9 @@ class HostSaver:
         for each in gone:
             if each not in in_flight and each not in self._world.own.being_written:
                 self._world.own.remove(each)
+        kept = {*self._world.own.held(), *in_flight}
+        for each in set(self._world.held) - kept:
+            del self._world.held[each]
         if self._world.own.slot == 0:
             # No other host does it if the world became smaller.
             self._world.own.remove_idle(
@@ -276,8 +348,27 @@ class HostSaver:
 
     @calls.call()
     def digests(self, step_id: StepId, under: tuple[str, ...]) -> dict[str, str]:
-        """Digests of what several hosts hold of a step; see `CapturedStep.digests`."""
-        return self._world.captured[step_id].digests(under)
+        """Digests of what other hosts hold too, to be compared with theirs.
+
+        Args:
+          step_id: the step, which is written and not committed.
+          under: nothing, the numbers of some hosts, or those and a leaf that they hold.
+
+        Returns:
+          By hosts, by leaf, or by box.
+        """
+        saving = self._saving[step_id]
+        holders = self._holders(saving)
+        leaves = saving.captured.leaves
+        rows: dict[str, dict[str, storage.Json]] = {}
+        for (number, box), named in (saving.parts or {}).items():
+            path = leaves[number].path
+            hosts = holders[path, box]
+            place = (",".join(map(str, hosts)), path, str(box))
+            if len(hosts) > 1 and place[: len(under)] == under:
+                of_name = rows.setdefault(place[len(under)], {})
+                of_name[" ".join(place)] = named.hex()
+        return {name: digest.json_digest(of_name) for name, of_name in rows.items()}
 
     def _staging(self, step_id: StepId) -> epath.Path:
         if self._world.local_tier is None:
@@ -298,21 +389,17 @@ class HostSaver:
         storage.remove(staging)
         return staging
 
-    def _files(self, saving: _Saving) -> Written:
-        names: dict[str, list[str]] = {name: [] for name in saving.components or ()}
-        for file in saving.written:
-            component, _, name = file.path.partition("/")
-            names[component].append(name)
+    def _files(self, step_id: StepId, saving: _Saving) -> Written:
         return Written(
-            files={name: tuple(files) for name, files in names.items()},
+            files=tuple(saving.written),
             time_ms=clock.time_ns() // 1_000_000,
+            shared=self.digests(step_id, ()),
         )
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _Saving:
     captured: Captured
-    owners: captured_step.Owners
     # Components write to `directory`; `staging` is the same if it is outside of the
     # disk.
     directory: epath.Path
@@ -322,6 +409,8 @@ class _Saving:
     # The files of components, after all of them have written.
     components: Sequence[str] | None = None
     written: Sequence[step_writer.WrittenFile] = ()
+    # The digests of the arrays, by leaf and box, once they are written.
+    parts: Mapping[tuple[int, Box], bytes] | None = None
     contents: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
     def release(self) -> None:
@@ -332,25 +421,20 @@ class _Saving:
 
 
 def _contents(saving: _Saving, written: WrittenStep) -> Contents:
+    files = sorted(written.files.items())
     return Contents(
-        leaves=saving.captured.leaves,
-        components={name: len(files) for name, files in written.parts.items()},
+        leaves=(
+            *saving.captured.leaves,
+            *(Leaf.of_file(path, each.num_bytes) for path, each in files),
+        ),
+        components=tuple(sorted(written.components)),
         **vars(written.notes),
     )
 
 
-def _component_files(saving: _Saving, written: WrittenStep) -> list[ComponentFile]:
-    files = []
-    for file in saving.written:
-        component, _, name = file.path.partition("/")
-        part = written.parts[component][name]
-        files.append(
-            ComponentFile(
-                component=component,
-                parts=(part, part + 1),
-                path=file.path,
-                digest=file.digest,
-                stored_bytes=file.stored_bytes,
-            )
-        )
-    return files
+def _digests(captured: Captured) -> dict[tuple[int, Box], bytes]:
+    return {
+        (number, box): digest.values_digest(fetched(values))
+        for number, part in enumerate(captured.parts)
+        for box, values in part.boxes
+    }

@@ -12,9 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
-from elastic_ckpt.core import boxes
-from elastic_ckpt.steps import layout, read_plan
-from elastic_ckpt.steps.manifest import Host
+from elastic_ckpt.steps.read_plan import NEARNESS, Nearness
 from elastic_ckpt.tiers.find import FoundStep
 
 
@@ -24,56 +22,37 @@ class StepBoxes:
     Args:
       step_found: the step.
       reader: of the step.
-      host: that reads.
-      domain: the kind of failure domain inside of which a peer is close.
+      near: the nearness of its holders to this host.
 
     Attributes:
-      holdings: of the step; a box has its number there.
-      overlapping: the leaves of which saved boxes share elements.
+      table: of the step; a box is an item there.
     """
 
     def __init__(
-        self,
-        step_found: FoundStep,
-        reader: VerifiedReader,
-        *,
-        host: Host,
-        domain: str,
+        self, step_found: FoundStep, reader: VerifiedReader, near: Nearness
     ) -> None:
-        self.holdings = step_found.step.holdings
-        self.overlapping = step_found.step.overlapping
+        self.table = step_found.table
         self._reader = reader
         self._sources = step_found.sources
-        self._near = read_plan.nearness(self.holdings, host, domain=domain)
-        self._first_choice, self._choice = read_plan.box_choices(
-            step_found.step, host, domain=domain
-        )
+        self._near = near.of_holders()
+        self._choices = near.of_items()
 
     def of_leaf(self, leaf: int) -> list[int]:
         """The boxes of a leaf, by its number; the nearest first if they overlap."""
-        numbers: list[int] = self.holdings.of_leaf(leaf).tolist()
-        if leaf in self.overlapping:
-            numbers.sort(key=self._distance)
+        numbers: list[int] = self.table.of_leaf(leaf).tolist()
+        if leaf in self.table.overlapping:
+            numbers.sort(
+                key=lambda n: NEARNESS.index(self._near[self._choices.of(n)[0]])
+            )
         return numbers
-
-    def box(self, number: int) -> boxes.Box:
-        """A box, in the coordinates of its leaf."""
-        leaf = self.holdings.contents.leaves[self.holdings.leaf[number]]
-        return self.holdings.boxes.box(number, rank=len(leaf.shape))
-
-    def num_bytes(self, number: int) -> int:
-        """The size of the values of a box."""
-        leaf = self.holdings.contents.leaves[self.holdings.leaf[number]]
-        return layout.num_bytes(self.box(number), leaf.dtype)
 
     def place(self, number: int) -> str:
         """A name of a box, which no other box has: its nearest holder, leaf and bounds.
 
         It has "://" in it if the holder is reached through a network.
         """
-        holder = self.holdings.holder[self._choice[self._first_choice[number]]]
-        source = self._sources[self.holdings.offers[holder]]
-        return f"{source.directory}/{self.holdings.name(number)}"
+        source = self._sources[self._choices.of(number)[0]]
+        return f"{source.directory}/{self.table.name(number)}"
 
     def read_into(self, number: int, into: np.ndarray) -> None:
         """Fills memory with the values of a box, from the nearest good copy.
@@ -85,17 +64,7 @@ class StepBoxes:
         Raises:
           CheckpointError: if no holder has it as it was saved.
         """
-        first, after = self._first_choice[number : number + 2].tolist()
-        holdings = self.holdings
-        choices = [
-            (holdings.offers[holdings.holder[row]], holdings.fragment(row))
-            for row in self._choice[first:after].tolist()
-        ]
-        self._reader.fragment(choices, into, name=holdings.name(number))
-
-    def _distance(self, number: int) -> int:
-        holder = self.holdings.holder[self._choice[self._first_choice[number]]]
-        return read_plan.NEARNESS.index(self._near[self.holdings.offers[holder]])
+        self._reader.read_into(number, into, self._choices.of(number))
 
 
 class TreeReading(Protocol):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from elastic_ckpt.steps.step_id import StepId
-
-Parts = Mapping[str, Mapping[str, int]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,16 +30,30 @@ class StepNotes:
     is_due: bool = False
 
 
+class FileAtHosts(NamedTuple):
+    """A file of a component.
+
+    Attributes:
+      num_bytes: its length.
+      hosts: that have written it, ascending.
+    """
+
+    num_bytes: int
+    hosts: tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WrittenStep:
     """A step that all hosts have written.
 
     Attributes:
       step_id: the step.
-      parts: by component and file, the number of the part that a file is.
+      components: their names.
+      files: of components, by path.
       notes: of the step.
     """
 
     step_id: StepId
-    parts: Parts
+    components: tuple[str, ...]
+    files: Mapping[str, FileAtHosts]
     notes: StepNotes

@@ -11,17 +11,17 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent import futures
 
 import numpy as np
 
 from elastic_ckpt.core import background, boxes, digest, errors, host_memory
-from elastic_ckpt.steps import layout, read_plan
-from elastic_ckpt.steps.holdings import Holdings, Offer
-from elastic_ckpt.steps.manifest import ComponentFile, Fragment
+from elastic_ckpt.steps import read_plan
+from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.tiers import stored_part
-from elastic_ckpt.tiers.source import ReadError, Source
+from elastic_ckpt.tiers.find import FoundStep
+from elastic_ckpt.tiers.source import ReadError
 
 _REMEDY = (
     "restore it from a copy, bring back a host that has it, or restore an older step"
@@ -35,14 +35,12 @@ class BadCopy:
     Attributes:
       host: the id of its holder.
       tier: of the holder.
-      file: in the step's directory of the holder.
-      name: of the leaf and box, or file of a component.
+      name: of the leaf and box, or file of a component, as `StepTable.name` gives it.
       why: what is wrong, as the end of `<name> at <holder> ...`.
     """
 
     host: str
     tier: str
-    file: str
     name: str
     why: str
 
@@ -59,14 +57,14 @@ class VerifiedReader:
     """Reads parts of one step from their holders; any number of threads may call it.
 
     Args:
-      sources: where to read what each holder offers.
+      step: with the sources of its holders.
     """
 
-    def __init__(self, sources: Mapping[Offer, Source]) -> None:
-        self._sources = sources
+    def __init__(self, step: FoundStep) -> None:
+        self.table, self._sources = step.table, step.sources
         self._lock = threading.Lock()
         self._bad: list[BadCopy] = []
-        self._read_bytes: collections.Counter[Offer] = collections.Counter()
+        self._read_bytes: collections.Counter[int] = collections.Counter()
 
     @property
     def bad(self) -> tuple[BadCopy, ...]:
@@ -75,115 +73,58 @@ class VerifiedReader:
             return tuple(self._bad)
 
     @property
-    def read_bytes(self) -> dict[Offer, int]:
-        """Bytes that were read from each holder and handed out."""
+    def read_bytes(self) -> dict[int, int]:
+        """Bytes that were read from each holder, by number, and handed out."""
         with self._lock:
             return dict(self._read_bytes)
 
-    def fragment(
-        self,
-        choices: Sequence[tuple[Offer, Fragment]],
-        into: np.ndarray,
-        *,
-        name: str,
+    def values(self, item: int, holders: Sequence[int] | None = None) -> np.ndarray:
+        """As `read_into`, in new memory; an array of the leaf's dtype."""
+        leaf, box = self.table.leaf(item), self.table.box(item)
+        memory = host_memory.allocate(leaf.num_bytes(box))
+        self.read_into(item, memory, holders)
+        return memory.view(np.dtype(leaf.dtype)).reshape(box.shape)
+
+    def read_into(
+        self, item: int, into: np.ndarray, holders: Sequence[int] | None = None
     ) -> None:
-        """Fills `into` with the values of a box, from the first holder with good ones.
+        """Fills `into` with an item, from the first holder with good values.
 
         Args:
-          choices: the holders in the order to ask them, as in `read_plan.Read`.
+          item: its number in the table.
           into: contiguous memory for exactly the values, uint8.
-          name: of the box, for messages.
+          holders: in the order to ask them; by default all, in the table's order.
 
         Raises:
           CheckpointError: if no holder has it as it was saved.
         """
-        parts = [
-            (offer, part.file, part.offset, part.digest) for offer, part in choices
-        ]
-        self._fill(parts, into, name)
-
-    def file(self, file: ComponentFile, offers: Sequence[Offer]) -> bytes:
-        """As `content`, in bytes."""
-        return self.content(file, offers).tobytes()
-
-    def content(self, file: ComponentFile, offers: Sequence[Offer]) -> memoryview:
-        """The content of a component's file, from the first holder with a good one.
-
-        Raises:
-          CheckpointError: if no holder has it as it was saved.
-        """
-        content = np.empty(file.stored_bytes, np.uint8)
-        parts = [(offer, file.path, 0, file.digest) for offer in offers]
-        self._fill(parts, content, file.path)
-        return content.data
-
-    def _fill(
-        self,
-        parts: Sequence[tuple[Offer, str, int, bytes]],
-        into: np.ndarray,
-        name: str,
-    ) -> None:
-        tried: dict[Offer, BadCopy] = {}
-        for offer, file, offset, expected in parts:
-            source, actual = self._sources[offer], digest.values_hash()
+        table = self.table
+        leaf, box, expected = table.leaf(item), table.box(item), table.digest(item)
+        tried: dict[int, BadCopy] = {}
+        for number in table.holders_of(item) if holders is None else holders:
+            source, actual = self._sources[number], digest.values_hash()
             try:
-                source.read_into(file, offset, into.data, actual.update)
+                source.read_into(leaf, box, into.data, actual.update)
             except ReadError as error:
                 why = str(error)
             else:
                 if actual.digest() == expected:
                     with self._lock:
-                        self._read_bytes[offer] += into.nbytes
+                        self._read_bytes[number] += into.nbytes
                         self._bad += tried.values()
                     return
-                why = stored_part.why_differs(source, file)
-            tried[offer] = BadCopy(
-                host=offer.host.id, tier=offer.tier, file=file, name=name, why=why
+                why = stored_part.why_differs(source, leaf, box)
+            holder = table.holders[number]
+            tried[number] = BadCopy(
+                host=holder.host.id, tier=holder.tier, name=table.name(item), why=why
             )
         with self._lock:
             self._bad += tried.values()
         failures = "; ".join(f"at {bad.holder} it {bad.why}" for bad in tried.values())
         raise errors.CheckpointError(
-            f"step {parts[0][0].manifest.step}: no good copy of {name} is left"
+            f"step {table.step_id.step}: no good copy of {table.name(item)} is left"
             f" ({failures}); {_REMEDY}"
         )
-
-
-def read_item(
-    holdings: Holdings,
-    item: int,
-    reader: VerifiedReader,
-    *,
-    first: str | None = None,
-) -> np.ndarray:
-    """Reads the values of a saved box into new memory, verified.
-
-    Args:
-      holdings: of the step.
-      item: the number of the box.
-      reader: of the step.
-      first: the id of the host to ask first.
-
-    Raises:
-      CheckpointError: if no good copy is left.
-    """
-    of_item = choices(holdings, item, first=first)
-    saved = of_item[0][1]
-    dtype = np.dtype(holdings.contents.leaves[saved.leaf].dtype)
-    memory = host_memory.allocate(layout.num_bytes(saved.box, dtype.name))
-    reader.fragment(of_item, memory, name=holdings.name(item))
-    return memory.view(dtype).reshape(saved.box.shape)
-
-
-def choices(
-    holdings: Holdings, item: int, *, first: str | None = None
-) -> list[tuple[Offer, Fragment]]:
-    """The holders of a saved box in the order to ask them; see `read_item`."""
-    rows = range(int(holdings.first_row[item]), int(holdings.first_row[item + 1]))
-    listed = [
-        (holdings.offers[holdings.holder[row]], holdings.fragment(row)) for row in rows
-    ]
-    return sorted(listed, key=lambda each: each[0].host.id != first)
 
 
 def read_windows(
@@ -241,41 +182,37 @@ def _begun(
     scratch: threading.local,
 ) -> _Begun:
     # Begins to read a window; returns its boxes, and what fills them.
-    contents = plan.holdings.contents
+    table, leaves = plan.table, plan.table.contents.leaves
     numbers = plan.wanted.leaf[window.start : window.stop].tolist()
-    leaves = [contents.leaves[number] for number in numbers]
     made = [
-        _empty(plan.wanted.boxes[number], np.dtype(leaf.dtype), len(leaf.shape))
-        for number, leaf in zip(window, leaves, strict=True)
+        _empty(plan.wanted.boxes[wanted], leaves[number])
+        for wanted, number in zip(window, numbers, strict=True)
     ]
     first, end = np.searchsorted(plan.of_wanted, [window.start, window.stop]).tolist()
     pieces: dict[int, list[int]] = collections.defaultdict(list)
-    for number, box in enumerate(plan.box[first:end].tolist(), first):
-        pieces[box].append(number)
+    for number, item in enumerate(plan.item[first:end].tolist(), first):
+        pieces[item].append(number)
 
-    def read_chunk(box: int) -> None:
-        reads = [plan.read(number) for number in pieces[box]]
-        leaf = plan.holdings.leaf[box]
-        dtype = np.dtype(contents.leaves[leaf].dtype)
+    def read_item(item: int) -> None:
+        leaf, whole = table.leaf(item), table.box(item)
+        reads = [plan.read(number) for number in pieces[item]]
         targets = [
             made[plan.of_wanted[number] - window.start][(*read.into, ...)]
-            for number, read in zip(pieces[box], reads, strict=True)
+            for number, read in zip(pieces[item], reads, strict=True)
         ]
-        choices = reads[0].choices
-        whole = choices[0][1].box
-        name = f"{reads[0].path}{whole}"
+        holders = plan.choices.of(pieces[item][0])
         if reads[0].piece == whole and targets[0].flags.c_contiguous:
             values = targets[0]
-            reader.fragment(choices, _bytes(values), name=name)
+            reader.read_into(item, values.reshape(-1).view(np.uint8), holders)
         else:
-            memory = _scratch(scratch, layout.num_bytes(whole, dtype.name))
-            reader.fragment(choices, memory, name=name)
-            values = memory.view(dtype).reshape(whole.shape)
+            memory = _scratch(scratch, leaf.num_bytes(whole))
+            reader.read_into(item, memory, holders)
+            values = memory.view(np.dtype(leaf.dtype)).reshape(whole.shape)
             targets[0][...] = values[reads[0].out_of]
         for read, target in zip(reads[1:], targets[1:], strict=True):
             target[...] = values[read.out_of]
 
-    return made, [pool.submit(read_chunk, box) for box in pieces]
+    return made, [pool.submit(read_item, item) for item in pieces]
 
 
 def _ended(
@@ -287,14 +224,10 @@ def _ended(
     return made
 
 
-def _empty(box: boxes.Box, dtype: np.dtype, rank: int) -> np.ndarray:
-    shape = box.shape[:rank]
+def _empty(box: boxes.Box, leaf: Leaf) -> np.ndarray:
+    shape, dtype = box.shape[: len(leaf.shape)], np.dtype(leaf.dtype)
     memory = host_memory.allocate(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
     return memory.view(dtype).reshape(shape)
-
-
-def _bytes(values: np.ndarray) -> np.ndarray:
-    return values.reshape(-1).view(np.uint8)
 
 
 def _scratch(of_thread: threading.local, num_bytes: int) -> np.ndarray:

@@ -2,42 +2,48 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import zlib
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+import numpy as np
 from etils import epath
 
-from elastic_ckpt.checkpoint.host.captured_step import CapturedStep
-from elastic_ckpt.checkpoint.host.part_exchange import KINDS, Kind, Letter, PartExchange
+from elastic_ckpt.checkpoint.host.captured_step import CapturedSource
+from elastic_ckpt.checkpoint.host.exchange import Exchange
 from elastic_ckpt.core import calls, clock, errors
 from elastic_ckpt.steps import failure_domains, owners
-from elastic_ckpt.steps.holdings import Offer
-from elastic_ckpt.steps.manifest import Host
+from elastic_ckpt.steps.manifest import Holder, Host, Manifest
 from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.table import StepTable
 from elastic_ckpt.tiers.choices import Chosen, Peers
+from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.peers import mailbox, peer, peer_client
 from elastic_ckpt.tiers.peers.run_agents import Seen
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
 from elastic_ckpt.tiers.ram import local, ram_disk
 from elastic_ckpt.tiers.ram.machine import find as find_machine
-from elastic_ckpt.tiers.source import ReadError, Source, Tier, merged
-
-# The columns of messages are much alike, and speed counts.
-_COMPRESSION = 1
+from elastic_ckpt.tiers.source import ReadError, Source, Tier
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Forwarded:
-    """The part of a host in what agents did not send.
+class HeldStep(NamedTuple):
+    """A step that this host copies and uploads parts of.
 
     Attributes:
-      messages: by name, compressed.
+      found: the parts that this host knows of, and where to read them.
+      holders: of each item, the numbers of the hosts of this world that have it in
+        memory, ascending.
+      num_hosts: of this world.
+      is_whole: whether these are the parts of all hosts, not only its own.
+      captured: the memory in which they were captured, if they are in no RAM disk.
     """
 
-    messages: Mapping[str, bytes]
+    found: FoundStep
+    holders: Sequence[tuple[int, ...]]
+    num_hosts: int
+    is_whole: bool = False
+    captured: CapturedSource | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,8 +95,7 @@ class HostWorld:
       mail: of this host.
       client: of the agents of other machines.
       is_read_only: whether nothing is written, bad copies included.
-      captured: the steps that this host backs up from the memory of their capture, by
-        step and save.
+      held: the steps that this host copies or backs up.
       agent_urls: of the agents of all machines that are known, by machine.
     """
 
@@ -125,7 +130,7 @@ class HostWorld:
         read_ram = config.chosen.read_ram
         if read_ram is not None and find_machine(read_ram) is not None:
             self._read_disk = ram_disk.RamDisk(read_ram, run=self.run)
-        self.captured: dict[StepId, CapturedStep] = {}
+        self.held: dict[StepId, HeldStep] = {}
         self.client = client
         self.agents = agents
         self.agent_urls = {machine: each.url for machine, each in agents.items()}
@@ -155,6 +160,38 @@ class HostWorld:
             assume_data_parallelism=self.peers.assume_data_parallelism,
         )
 
+    @functools.cached_property
+    def exchange(self) -> Exchange:
+        """This host's part in exchanges with all others."""
+        return Exchange(self.mail, host=self.number, num_hosts=len(self.hosts))
+
+    @property
+    def passes(self) -> bool:
+        """Whether hosts can pass messages: those that keep nothing in RAM cannot."""
+        return len(self.hosts) > 1 and self.is_connected
+
+    def hold(self, found: FoundStep) -> bool:
+        """Has this host copy and back up parts of a step that was found.
+
+        Returns:
+          Whether the step is whole in the memory of machines; if not, it does not.
+        """
+        whole = found.table.manifest
+        is_local = np.array([each.tier == "local" for each in whole.holders], bool)
+        parts = whole.parts.take(np.flatnonzero(is_local[whole.parts.holder]))
+        table = StepTable([dataclasses.replace(whole, parts=parts)])
+        if table.complete:
+            in_ram = FoundStep(table, found.sources)
+            sets = table.holder_sets(self.hosts)
+            held = HeldStep(in_ram, sets, len(self.hosts), is_whole=True)
+            self.held[table.step_id] = held
+        return table.complete
+
+    @functools.cached_property
+    def owners(self) -> owners.Owners:
+        """Decides where copies go."""
+        return owners.Owners(self.hosts, self.copy_policy)
+
     @property
     def tiers(self) -> list[Tier]:
         """All tiers in which this host can look for steps, as they are now.
@@ -170,15 +207,6 @@ class HostWorld:
         peers = peer.Peers([self.peer_at(url) for url in self._agents])
         read = [] if self._read_disk is None else [self._read_disk]
         return [*read, self.disk, peers]
-
-    @functools.cached_property
-    def exchanges(self) -> Mapping[Kind, PartExchange]:
-        """This host's part in the exchanges of each kind."""
-        number, num_hosts = self.number, len(self.hosts)
-        return {
-            kind: PartExchange(self.mail, kind, host=number, num_hosts=num_hosts)
-            for kind in KINDS
-        }
 
     @property
     def is_connected(self) -> bool:
@@ -200,47 +228,50 @@ class HostWorld:
         idle = sorted(set(self._agents) - present)
         return [self.peer_at(url) for url in idle[self.number :: len(self.hosts)]]
 
-    def source(self, host: Host, url: str, step_id: StepId) -> Source:
-        """The source of the parts that a host holds of a save of a step.
-
-        Args:
-          host: the holder.
-          url: of its agent; empty if its machine is one of the world.
-          step_id: the step.
+    def source(self, holder: Holder, step_id: StepId) -> Source:
+        """The source of the parts that a holder has of a save of a step.
 
         Raises:
           CheckpointError: if nothing is known of its machine.
         """
-        machine, slot = host.machine, host.slot
-        if not url and machine == self.disk.machine and slot.isdecimal():
-            directory = self.disk.step_directory(int(slot), step_id)
+        host, machine = holder.host, holder.host.machine
+        if holder.tier == "persistent":
+            assert self.persistent is not None
+            return self.persistent.source(holder.url)
+        if not holder.url and machine == self.disk.machine and host.slot.isdecimal():
+            directory = self.disk.step_directory(int(host.slot), step_id)
             return ram_disk.StepFiles(directory)
-        url = url or self.agent_urls.get(machine, "")
+        url = holder.url or self.agent_urls.get(machine, "")
         if not url:
             raise errors.CheckpointError(
                 f"host {host.id}, which holds parts of step {step_id.step}, has"
                 " announced no agent that serves them; start the run again"
             )
-        return peer.PeerSource(self.client.endpoint(url), f"{slot}/{step_id}")
+        return peer.PeerSource(self.client.endpoint(url), f"{host.slot}/{step_id}")
 
-    def in_ram(self, step_id: StepId) -> dict[Offer, Source]:
-        """Returns the offers in RAM of one save of a step, with their sources.
+    def found(self, manifests: Sequence[Manifest]) -> FoundStep:
+        """A step that hosts have told of, with the sources of its holders.
 
         Raises:
-          CheckpointError: if there are no offers.
+          CheckpointError: as `source`.
         """
-        captured = self.captured.get(step_id)
-        if captured is not None:
-            return {captured.offer: captured}
-        offered, problems = merged(tier.offers(step_id.step) for tier in self.ram_tiers)
-        sources = {
-            offer: source
-            for offer, source in offered.items()
-            if offer.manifest.save == step_id.save
-        }
-        if not sources:
-            raise errors.CheckpointError(not_in_ram(step_id.step, problems))
-        return sources
+        table = StepTable(manifests)
+        return FoundStep(
+            table, [self.source(each, table.step_id) for each in table.holders]
+        )
+
+    def holding(self, step_id: StepId) -> HeldStep:
+        """The parts of a step that this host copies or backs up.
+
+        Raises:
+          CheckpointError: if it has none in memory any more.
+        """
+        if step_id not in self.held:
+            raise errors.CheckpointError(
+                f"step {step_id.step} is not in the memory of this host any more; save"
+                " another one"
+            )
+        return self.held[step_id]
 
     @calls.call()
     def new_save(self, after: str) -> str:
@@ -256,53 +287,6 @@ class HostWorld:
     def peer_at(self, url: str) -> peer.Peer:
         """The RAM disk of a machine whose agent is known, as it is now."""
         return peer.Peer(url, self.client, self.run)
-
-    @calls.call(channel="kind", order="up")
-    def merge_parts(self, kind: Kind) -> tuple[Letter, ...]:
-        """Merges again what is offered below this host; see `PartExchange.merge`."""
-        return self.exchanges[kind].merge()
-
-    @calls.call(channel="kind", order="down")
-    def pass_parts(self, kind: Kind) -> tuple[Letter, ...]:
-        """Takes this host's parts, and passes on others; see `PartExchange.pass_on`."""
-        return self.exchanges[kind].pass_on()
-
-    @calls.call(channel="kind")
-    def forward_mail(self, kind: Kind, letters: tuple[Letter, ...]) -> Forwarded:
-        """Returns the messages of this host that its machine's agent did not send.
-
-        Args:
-          kind: of the exchange.
-          letters: that could not be read.
-        """
-        del kind
-        messages = {}
-        for letter in letters:
-            if letter.writer == self.number:
-                with contextlib.suppress(ReadError):
-                    content = self.mail.read(self.number, letter.name)
-                    messages[letter.name] = zlib.compress(content, _COMPRESSION)
-        return Forwarded(messages=messages)
-
-    @calls.call(channel="kind")
-    def deliver_mail(
-        self,
-        kind: Kind,
-        letters: tuple[Letter, ...],
-        forwarded: tuple[Forwarded, ...],
-    ) -> None:
-        """Delivers what `forward_mail` returned.
-
-        Args:
-          kind: of the exchange.
-          letters: that could not be read.
-          forwarded: by each host, by number.
-        """
-        del kind
-        for letter in letters:
-            content = forwarded[letter.writer].messages.get(letter.name)
-            if letter.reader == self.number and content is not None:
-                self.mail.deliver(letter.writer, letter.name, zlib.decompress(content))
 
     @calls.call()
     def secs_until_peers_are_asked(self) -> float:
@@ -323,9 +307,3 @@ class HostWorld:
             each.save for _, each in self.disk.all_saves() if each.save.isdecimal()
         ]
         return max(map(int, saves), default=0)
-
-
-def not_in_ram(step: int, problems: Sequence[str]) -> str:
-    """Why a step cannot be read, if no host offers anything of it."""
-    reasons = "; ".join(problems) or "no host has a manifest of it"
-    return f"step {step} cannot be read in RAM ({reasons}); save another one"

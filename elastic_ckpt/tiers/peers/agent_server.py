@@ -71,7 +71,7 @@ def listing(root: epath.PathLike) -> dict[str, storage.Json]:
     """The ID of a RAM disk, and the path, size and time of each manifest in it."""
     hosts = pathlib.Path(root, "hosts")
     found = []
-    for path in sorted(hosts.glob("*/*-*/manifest-*.json")):
+    for path in sorted(hosts.glob("*/*-*/manifest-*")):
         name = str(path.relative_to(hosts))
         # A step may be removed meanwhile.
         with contextlib.suppress(FileNotFoundError):

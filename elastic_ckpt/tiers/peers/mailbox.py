@@ -41,7 +41,6 @@ class Mailbox:
         self._slot = slot
         self._hosts = hosts
         self._endpoint = endpoint
-        self._delivered: dict[tuple[int, str], bytes] = {}
 
     def post(self, name: str, content: bytes) -> None:
         """Leaves a message, in place of one of that name."""
@@ -49,14 +48,11 @@ class Mailbox:
         storage.write_atomic(directory / name, content)
 
     def read(self, host: int, name: str) -> bytes:
-        """The message that a host has left, or that was delivered here for it.
+        """The message that a host has left.
 
         Raises:
           ReadError: if there is none, or the host cannot be reached.
         """
-        delivered = self._delivered.pop((host, name), None)
-        if delivered is not None:
-            return delivered
         there = self._hosts[host]
         if there.machine != self._disk.machine:
             path = f"/hosts/{there.slot}/{MESSAGES}/{name}"
@@ -67,15 +63,8 @@ class Mailbox:
         except FileNotFoundError:
             raise ReadError(f"cannot be read: {path} is missing") from None
 
-    def deliver(self, host: int, name: str, content: bytes) -> None:
-        """Keeps a message of a host that came another way, until it is read."""
-        self._delivered[host, name] = content
-
     def remove(self, prefix: str) -> None:
-        """Removes the messages of this host, and to it, whose names begin so."""
-        for key in list(self._delivered):
-            if key[1].startswith(prefix):
-                self._delivered.pop(key, None)
+        """Removes the messages of this host whose names begin so."""
         # The directory stays: another exchange may be about to post there.
         directory = self._disk.host_directory(self._slot) / MESSAGES
         with contextlib.suppress(FileNotFoundError):

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from elastic_ckpt.core import background, checked_json
-from elastic_ckpt.steps import manifest, manifest_file
-from elastic_ckpt.steps.holdings import Offer
+from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.steps import layout, manifest, manifest_file
+from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.peers import peer_client
@@ -50,25 +51,25 @@ class PeerSource:
 
     def read_into(
         self,
-        file: str,
-        offset: int,
+        leaf: Leaf,
+        box: Box,
         into: memoryview,
         on_piece: source.OnPiece = source.ignored,
     ) -> None:
         """See `source.Source`."""
-        self._endpoint.read_into(self._of(file), offset, into, on_piece)
+        self._endpoint.read_into(self._of(leaf, box), 0, into, on_piece)
 
-    def size(self, file: str) -> int:
+    def size(self, leaf: Leaf, box: Box) -> int:
         """See `source.Source`."""
-        return self._endpoint.size(self._of(file))
+        return self._endpoint.size(self._of(leaf, box))
 
-    def put_right(self, file: str, content: bytes) -> None:
+    def put_right(self, leaf: Leaf, box: Box, content: bytes) -> None:
         """Has the agent replace a bad copy; see `source.RepairableSource`."""
-        self._endpoint.put(self._of(file), content)
+        self._endpoint.put(self._of(leaf, box), content)
 
-    def _of(self, file: str) -> str:
+    def _of(self, leaf: Leaf, box: Box) -> str:
         # A name is encoded once, and decoded once by the agent.
-        return urllib.parse.quote(self._path + file)
+        return urllib.parse.quote(self._path + layout.part_file(leaf, box))
 
 
 class Peer:
@@ -125,18 +126,19 @@ class Peer:
 
     def offers(self, step: int) -> source.Offered:
         """See `source.Tier`."""
-        sources: dict[Offer, source.Source] = {}
+        copies: list[source.Copy] = []
         problems = list(self._listing.problems)
         for step_id, listed in self._listing.manifests.items():
             for each in listed if step_id.step == step else ():
                 try:
-                    offer = Offer(tier="local", manifest=self._manifest(step_id, *each))
+                    there = self._manifest(step_id, *each).at("local", self.url)
                 except (checked_json.UnreadableError, source.ReadError) as error:
                     problems.append(f"manifest {each[0]} of {self.url} {error}")
                 else:
                     directory = each[0].rpartition("/")[0]
-                    sources[offer] = PeerSource(self._endpoint, directory)
-        return source.Offered(sources, problems)
+                    parts = PeerSource(self._endpoint, directory)
+                    copies.append(source.Copy(there, parts))
+        return source.Offered(copies, problems)
 
     @functools.cached_property
     def _listing(self) -> _Listing:
@@ -164,11 +166,11 @@ class Peer:
             f"/hosts/{urllib.parse.quote(path)}", most_bytes=MOST_MANIFEST_BYTES
         )
         try:
-            parsed = manifest_file.parse(text)
+            parsed = manifest.Manifest.parse(text)
         except RecursionError:
             raise checked_json.UnreadableError("is nested too deeply") from None
         name = manifest_file.file_name(parsed.host.id)
-        actual = (parsed.run, parsed.step, parsed.save, name)
+        actual = (parsed.run, *parsed.step_id, name)
         expected = (self._run, *step_id, path.rpartition("/")[2])
         if actual != expected:
             raise checked_json.UnreadableError(
@@ -199,7 +201,11 @@ class Peers:
 
     def offers(self, step: int) -> source.Offered:
         """See `source.Tier`."""
-        return source.merged(self._of_each(lambda peer: peer.offers(step)))
+        several = list(self._of_each(lambda peer: peer.offers(step)))
+        return source.Offered(
+            [copy for each in several for copy in each.copies],
+            [problem for each in several for problem in each.problems],
+        )
 
     def refusing(self) -> list[str]:
         """The URLs of agents that do not take the secret that this process has."""

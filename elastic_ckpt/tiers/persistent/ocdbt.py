@@ -34,29 +34,9 @@ _CACHE_BYTES = 100 * 2**20
 _SMALL_BYTES = 2**17
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredArray:
-    """The place and the chunks in which Orbax stores a leaf.
-
-    Attributes:
-      checkpointable: the directory in the step's, such as `state`.
-      name: of the array in the store, such as `params.w`; empty if the checkpointable
-        is an array.
-      chunk: the shape of its chunks.
-    """
-
-    checkpointable: str
-    name: str
-    chunk: tuple[int, ...]
-
-    def key(self, box: boxes.Box) -> str:
-        """The key of the chunk that is `box`."""
-        return self.prefix + layout.chunk_key(box, self.chunk)
-
-    @property
-    def prefix(self) -> str:
-        """The prefix of the array's keys."""
-        return array_prefix(self.name)
+def key(leaf: Leaf, box: boxes.Box) -> str:
+    """The key of a chunk of an array."""
+    return array_prefix(leaf.name) + layout.chunk_key(box, leaf.chunk)
 
 
 def array_prefix(name: str) -> str:
@@ -70,14 +50,12 @@ class Chunk:
 
     Attributes:
       leaf: the whole array.
-      array: where it lies.
       box: of the chunk; of an array without elements the whole of it, and its metadata
         alone is written.
       values: of the box, of the leaf's dtype.
     """
 
     leaf: Leaf
-    array: StoredArray
     box: boxes.Box
     values: np.ndarray
 
@@ -89,20 +67,7 @@ def store_name(host_id: str, save: str) -> str:
     repeated in another world, so the name stands for the host, and for the save: a
     replaced start may still write to its own. Orbax accepts only letters and digits.
     """
-    return f"{_of_save(save)}{digest.name_hash(host_id):016x}"
-
-
-def stores_of(
-    directory: epath.Path, save: str, context: ts.Context
-) -> list[tuple[str, ts.KvStore]]:
-    """The stores of a save in the directory of a checkpointable, with their names."""
-    there = storage.names(directory) if directory.exists() else []
-    names = sorted(name for name in there if name.startswith(_of_save(save)))
-    return [(name, open_store(directory / name, context)) for name in names]
-
-
-def _of_save(save: str) -> str:
-    return f"{_PREFIX}{digest.name_hash(save):016x}"
+    return f"{_PREFIX}{digest.name_hash(f'{save}/{host_id}'):016x}"
 
 
 def new_context() -> ts.Context:
@@ -153,14 +118,13 @@ def write(
     """
     transaction = ts.Transaction(atomic=False)
     store = open_store(directory, context).with_transaction(transaction)
-    for each in {each.array.prefix: each for each in chunks}.values():
-        leaf, array = each.leaf, each.array
-        metadata = zarr_array.metadata_file(leaf.shape, leaf.dtype, array.chunk)
-        store.write(array.prefix + zarr_array.METADATA, metadata)
+    for leaf in {each.leaf.path: each.leaf for each in chunks}.values():
+        metadata = array_prefix(leaf.name) + zarr_array.METADATA
+        store.write(metadata, zarr_array.metadata_file(leaf))
     for each in chunks:
         if 0 < each.values.nbytes <= _SMALL_BYTES:
             content = stored_part.chunk_content(each.values)
-            store.write(each.array.key(each.box), content)
+            store.write(key(each.leaf, each.box), content)
         elif each.values.nbytes:
             _write_large(store_spec(directory), each, context, transaction)
     storage.before("write", directory)
@@ -170,12 +134,11 @@ def write(
 def _write_large(
     spec: dict[str, Any], chunk: Chunk, context: ts.Context, transaction: ts.Transaction
 ) -> None:
-    array, leaf = chunk.array, chunk.leaf
     opened = ts.open(
         {
             "driver": "zarr3",
-            "kvstore": {**spec, "path": array.prefix},
-            "metadata": layout.array_metadata(leaf.shape, leaf.dtype, array.chunk),
+            "kvstore": {**spec, "path": array_prefix(chunk.leaf.name)},
+            "metadata": layout.array_metadata(chunk.leaf),
             # Chunks of zeros are stored as well: a chunk that is missing is lost.
             "store_data_equal_to_fill_value": True,
         },

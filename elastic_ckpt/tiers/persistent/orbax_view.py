@@ -1,8 +1,8 @@
 """A committed step as stock Orbax reads it: one store of all hosts, and its JSON files.
 
-Our manifests name values in the store that each host wrote. Orbax reads the same values
-through the index of the merged store, decodes them by the array's own metadata, and
-finds the arrays by its JSON files. This module checks all of these without Orbax.
+We read values by their keys in the merged store. Orbax decodes them by the array's own
+metadata, and finds the arrays by its JSON files. This module checks all of these
+without Orbax.
 
     <step>/orbax-digests.json    `files`: by path in the step, XXH3-128 of the content
 
@@ -20,7 +20,8 @@ import tensorstore as ts
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, checked_json, digest
-from elastic_ckpt.steps.manifest import Contents, Fragment
+from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.tiers.persistent import ocdbt
 
 FILE = "orbax-digests.json"
@@ -65,42 +66,41 @@ class OrbaxView:
 
     Args:
       directory: of the step.
-      contents: of the step.
     """
 
-    def __init__(self, directory: epath.Path, contents: Contents) -> None:
+    def __init__(self, directory: epath.Path) -> None:
         self._directory = directory
-        self._contents = contents
         self._context = ocdbt.new_context()
         self._lock = threading.Lock()
-        self._open: dict[int, ts.TensorStore] = {}
+        self._open: dict[str, ts.TensorStore] = {}
 
-    def chunk_problem(self, fragment: Fragment) -> str | None:
-        """The problem of a chunk as read from the merged store; None if there is none.
+    def chunk_problem(self, leaf: Leaf, box: Box, named: bytes) -> str | None:
+        """The problem of a chunk as Orbax reads it; None if there is none.
 
         TensorStore compares the CRC-32C behind the values, and then their digest is
         compared.
+
+        Args:
+          leaf: an array.
+          box: of the chunk.
+          named: the digest of its values.
         """
-        place = tuple(map(slice, fragment.box.start, fragment.box.stop))
+        place = tuple(map(slice, box.start, box.stop))
         try:
-            values = self._array(fragment)[place].read().result()
+            values = self._array(leaf)[place].read().result()
         # Raised by TensorStore and by the file system.
         except (OSError, ValueError) as error:
             first_line = str(error).partition("\n")[0][:200]
             return f"cannot be read from the merged store ({first_line})"
-        if digest.values_digest(np.asarray(values)) != fragment.digest:
+        if digest.values_digest(np.asarray(values)) != named:
             return "is not what was saved: the merged store gives other values"
         return None
 
-    def _array(self, fragment: Fragment) -> ts.TensorStore:
-        leaf = self._contents.leaves[fragment.leaf]
-        store, _, key = fragment.file.partition("//")
-        # Behind the prefix of the array, a `c` and a number for each dim.
-        name = "/".join([*key.split("/")[: -len(leaf.shape) - 1], ""])
+    def _array(self, leaf: Leaf) -> ts.TensorStore:
         with self._lock:
-            if fragment.leaf not in self._open:
+            if leaf.path not in self._open:
                 opened = ocdbt.open_saved_array(
-                    self._directory / store.rpartition("/")[0], name, self._context
+                    self._directory / leaf.part, leaf.name, self._context
                 )
                 stored = (opened.shape, opened.dtype.numpy_dtype)
                 if stored != (leaf.shape, np.dtype(leaf.dtype)):
@@ -108,8 +108,8 @@ class OrbaxView:
                         f"the array is {opened.dtype.name}{list(opened.shape)}, not"
                         f" {leaf.dtype}{list(leaf.shape)}"
                     )
-                self._open[fragment.leaf] = opened
-            return self._open[fragment.leaf]
+                self._open[leaf.path] = opened
+            return self._open[leaf.path]
 
 
 def _digest(content: bytes) -> str:

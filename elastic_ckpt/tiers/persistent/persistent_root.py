@@ -198,7 +198,7 @@ class PersistentRoot:
             if found and not self._is_aside(found):
                 step, save = int(found[1]), found[2]
             elif _STEP.fullmatch(name) and int(name) not in are_committed:
-                saves = (each.save for each in _readable(self.path / name))
+                saves = (each.step_id.save for each in _readable(self.path / name))
                 step, save = int(name), max(saves, default=None)
             else:
                 continue
@@ -321,7 +321,7 @@ def _readable(directory: epath.Path) -> Iterator[Manifest]:
     for name in manifest_names(directory):
         with contextlib.suppress(OSError, checked_json.UnreadableError):
             content = (directory / name).read_bytes()
-            yield manifest_file.parse(content, stores=True)
+            yield Manifest.parse(content)
 
 
 def commit_text(final: epath.Path, run: str, save: str) -> bytes:
@@ -388,7 +388,7 @@ def read_manifests(
 
     def read(name: str) -> Manifest | errors.CheckpointError:
         try:
-            return manifest_file.read(directory / name, run=run, step=step, stores=True)
+            return manifest_file.read(directory / name, run=run, step=step)
         except errors.CheckpointError as error:
             return error
         except bucket_clients.failures() as error:

@@ -13,7 +13,7 @@ import datetime
 import json
 import os
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import tensorstore as ts
@@ -21,10 +21,10 @@ from absl import logging
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, checked_json, errors, storage
-from elastic_ckpt.steps import manifest_file, retention
-from elastic_ckpt.steps.holdings import Offer
+from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.steps import retention
 from elastic_ckpt.steps.line import Line
-from elastic_ckpt.steps.manifest import Manifest
+from elastic_ckpt.steps.manifest import Leaf, Manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import claims, evaluations, ocdbt
@@ -38,11 +38,11 @@ from elastic_ckpt.tiers.persistent.persistent_root import (
     read_metrics,
 )
 from elastic_ckpt.tiers.source import (
+    Copy,
     Leftover,
     Offered,
     OnPiece,
     ReadError,
-    Source,
     ignored,
 )
 
@@ -140,36 +140,31 @@ class PersistentTier:
             "commit_timestamp_nsecs": metadata.get("commit_timestamp_nsecs"),
         }
 
-    def offers(self, step: int, *, hosts: Collection[str] | None = None) -> Offered:
-        """See `source.Tier`; empty if the step is not committed, or not reachable.
-
-        Args:
-          step: the training step.
-          hosts: the ids of those whose manifests are read; None for all.
-
-        Raises:
-          LaterVersionError: if a later version of elastic_ckpt wrote a manifest.
-        """
-        sources: dict[Offer, Source] = {}
-        problems = []
+    def offers(self, step: int) -> Offered:
+        """See `source.Tier`; empty if the step is not committed, or not reachable."""
+        copies: list[Copy] = []
+        problems: list[str] = []
         try:
             for directory in self._directories(step):
                 names = manifest_names(directory)
-                if hosts is not None:
-                    names = sorted(map(manifest_file.file_name, hosts))
-                source = StepSource(directory, self._context)
+                source = self.source(str(directory))
                 for each in read_manifests(directory, names, run=self._run, step=step):
-                    if isinstance(each, Manifest):
-                        sources[Offer(tier="persistent", manifest=each)] = source
-                    elif isinstance(each, checked_json.LaterVersionError):
+                    if isinstance(each, checked_json.LaterVersionError):
                         raise each
+                    if isinstance(each, Manifest):
+                        here = each.at("persistent", source.directory)
+                        copies.append(Copy(here, source))
                     else:
                         problems.append(str(each))
         except checked_json.LaterVersionError:
             raise
         except (errors.CheckpointError, *bucket_clients.failures()) as error:
             problems.append(f"{self.root.final(step)} cannot be read ({error})")
-        return Offered(sources=sources, problems=problems)
+        return Offered(copies, problems)
+
+    def source(self, directory: str) -> StepSource:
+        """The source of a step, committed or set aside, in its directory."""
+        return StepSource(epath.Path(directory), self._context)
 
     def _is_offered(self, step: int) -> bool:
         return self._only in (None, step)
@@ -280,36 +275,39 @@ class StepSource:
         self._stores: dict[str, ts.KvStore] = {}
 
     def read_into(
-        self, file: str, offset: int, into: memoryview, on_piece: OnPiece = ignored
+        self, leaf: Leaf, box: Box, into: memoryview, on_piece: OnPiece = ignored
     ) -> None:
         """See `source.Source`."""
-        path, inside, key = file.partition("//")
-        end = offset + len(into)
+        done = 0
         with _read_errors():
-            if inside:
-                reading = self._store(path).read(key, byte_range=slice(offset, end))
-                content = reading.result().value
-                done = len(content)
-                into[:done] = content
-            else:
-                done = 0
-                with (self._path / path).open("rb") as opened:
-                    opened.seek(offset)
+            if leaf.is_file:
+                with (self._path / leaf.path).open("rb") as opened:
                     while content := opened.read(min(_PIECE_BYTES, len(into) - done)):
                         into[done : done + len(content)] = content
                         done += len(content)
+            else:
+                store, asked = self._store(leaf.part), slice(0, len(into))
+                reading = store.read(ocdbt.key(leaf, box), byte_range=asked)
+                read = reading.result()
+                if read.state == "missing":
+                    raise FileNotFoundError(read.state)
+                content = read.value
+                done = len(content)
+                into[:done] = content
         if done != len(into):
-            raise ReadError(f"ends after {offset + done} bytes, before {end}")
+            raise ReadError(f"ends after {done} bytes, before {len(into)}")
         on_piece(into)
 
-    def size(self, file: str) -> int:
+    def size(self, leaf: Leaf, box: Box) -> int:
         """See `source.Source`."""
-        path, inside, key = file.partition("//")
         with _read_errors():
-            if inside:
-                return len(self._store(path).read(key).result().value)
-            with (self._path / path).open("rb") as opened:
-                return opened.seek(0, os.SEEK_END)
+            if leaf.is_file:
+                with (self._path / leaf.path).open("rb") as opened:
+                    return opened.seek(0, os.SEEK_END)
+            read = self._store(leaf.part).read(ocdbt.key(leaf, box)).result()
+            if read.state == "missing":
+                raise FileNotFoundError(read.state)
+            return len(read.value)
 
     def _store(self, name: str) -> ts.KvStore:
         with self._lock:

@@ -1,12 +1,13 @@
 """Upload: each host writes its share of a step to storage, and one commits it.
 
-A host writes chunks and files in any order, from any number of threads, and its
-manifest last. Chunks that an upload of this save which was killed has left are not
-written again, whichever host wrote them.
+A host writes chunks and files in any order, from any number of threads; every few
+seconds, and at the end, it lists in its manifest what is durable. Parts that an upload
+of this save which was killed has listed are not written again, whichever host wrote
+them.
 
     <unfinished>/state/ocdbt.process_<save, host>/   its store: the chunks of `state`
     <unfinished>/data/shards-00000-00063.json        a file of the component `data`
-    <unfinished>/manifest-<host id>.json             what it wrote, or has found
+    <unfinished>/manifest-<host id>                  what it wrote of all this
 
 When all hosts have finished, one of them makes an ordinary Orbax checkpoint of it: it
 merges their stores, adds the files that Orbax requires, and only then makes the step
@@ -23,31 +24,24 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import tensorstore as ts
 from etils import epath
 
-from elastic_ckpt.core import boxes, errors, storage
-from elastic_ckpt.steps import layout, manifest_file
-from elastic_ckpt.steps.holdings import Offer
-from elastic_ckpt.steps.manifest import (
-    ComponentFile,
-    Contents,
-    Fragment,
-    Fragments,
-    Host,
-    Manifest,
-)
-from elastic_ckpt.steps.search import Step
+from elastic_ckpt.core import boxes, checked_json, clock, errors, storage
+from elastic_ckpt.steps import manifest_file
+from elastic_ckpt.steps.manifest import Contents, Holder, Host, Manifest, Parts
 from elastic_ckpt.steps.step_id import StepId
-from elastic_ckpt.tiers import stored_part
+from elastic_ckpt.steps.table import StepTable
 from elastic_ckpt.tiers.persistent import claims, ocdbt, orbax_view
 from elastic_ckpt.tiers.persistent.persistent_root import (
     COMMIT_FILE,
     PersistentRoot,
     commit_text,
-    read_manifests,
 )
 from elastic_ckpt.tiers.persistent.retries import PATIENT, Retries
+
+# The least time between two manifests, and how many times what the last one took.
+_PROGRESS_SECS = 5.0
+_PROGRESS_SHARE = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,29 +52,31 @@ class UploadedStep:
       run: the identity of the run.
       step_id: the step.
       contents: of the whole step.
-      arrays: of each leaf, by its path, where Orbax looks for it
-        (`checkpoint.orbax_format.stored_arrays`).
+      stores: the save in the names of the hosts' stores; by default that of the step.
     """
 
     run: str
     step_id: StepId
     contents: Contents
-    arrays: Mapping[str, ocdbt.StoredArray]
+    stores: str | None = None
+
+    def store(self, host_id: str) -> str:
+        """The name of a host's store."""
+        save = self.step_id.save if self.stores is None else self.stores
+        return ocdbt.store_name(host_id, save)
 
 
-class Chunk(NamedTuple):
-    """A chunk to upload.
+class Part(NamedTuple):
+    """A part to upload.
 
     Attributes:
       leaf: the number of its leaf in the contents.
-      box: of the chunk.
-      values: of the leaf's dtype and the box's shape.
-      digest: of the values, which the caller has verified.
+      box: of the part.
+      digest: of its values, which the caller has verified.
     """
 
     leaf: int
     box: boxes.Box
-    values: np.ndarray
     digest: bytes
 
 
@@ -108,96 +104,84 @@ class Upload:
         self._retries = retries
         self._directory = root.unfinished(saved.step_id)
         self._manifest = self._directory / manifest_file.file_name(host.id)
-        self._store = ocdbt.store_name(host.id, saved.step_id.save)
+        self._store = saved.store(host.id)
         self._context = ocdbt.new_context()
         self._lock = threading.Lock()
-        self._fragments: list[Fragment] = []
-        self._files: list[ComponentFile] = []
-        # By checkpointable, the names and stores of an upload that was cut short.
-        self._there: dict[str, list[tuple[str, ts.KvStore]]] = {}
+        # What this host has written, and what any host has, in an upload cut short.
+        self._parts: dict[tuple[int, boxes.Box], Part] = {}
+        self._there: set[Part] = set()
+        self._noting = threading.Lock()
+        self._next_note_secs = 0.0
         # The newest claim when the upload began.
         self._claim: claims.Claim | None = None
 
     def begin(self) -> None:
-        """Makes room, and looks for what an upload of this save has left.
+        """Makes room, or continues an upload of this save that was cut short.
 
         Raises:
           CheckpointError: if the step is committed already, or storage fails for good.
         """
-        saved = self._saved
-        if not self._retries.call(
-            f"looking for step {saved.step_id.step} in {self._root.path}",
-            lambda: self._root.is_pending(saved.step_id, run=saved.run),
+        saved, root, call = self._saved, self._root, self._retries.call
+        if not call(
+            f"looking for step {saved.step_id.step} in {root.path}",
+            lambda: root.is_pending(saved.step_id, run=saved.run),
         ):
             raise errors.CheckpointError(
-                f"step {saved.step_id.step} in {self._root.path} is committed already,"
-                f" by this save {saved.step_id.save!r}; nothing is left to upload"
+                f"step {saved.step_id.step} in {root.path} is committed already, by"
+                f" this save {saved.step_id.save!r}; nothing is left to upload"
             )
-        if self._root.in_place:
-            self._claim = claims.newest(self._root.path)
-        self._retries.call(f"preparing {self._directory}", self._prepare)
+        if root.in_place:
+            self._claim = claims.newest(root.path)
+        call(f"looking for an upload in {self._directory}", self._continue)
+        for name in {leaf.part for leaf in saved.contents.arrays}:
+            store = self._directory / name / self._store
+            call(f"clearing {store}", lambda store=store: self._clear(store))
+        call(
+            f"creating {self._directory}",
+            lambda: storage.make_directory(self._directory),
+        )
+        self._next_note_secs = clock.monotonic() + _PROGRESS_SECS
 
-    def write_chunks(self, chunks: Sequence[Chunk]) -> int:
-        """Writes chunks, durably, in one commit of the host's store.
+    def _clear(self, store: epath.Path) -> None:
+        if self._parts:
+            ocdbt.remove_stale_lock(store)
+        else:
+            storage.remove(store)
+
+    def has(self, part: Part) -> bool:
+        """Whether a part is in storage already, with these values."""
+        return part in self._there
+
+    def write(self, parts: Sequence[Part], values: Sequence[np.ndarray]) -> None:
+        """Writes parts, durably: all chunks in one commit of the host's store.
 
         A commit takes as long for one chunk as for thousands of small ones.
 
         Args:
-          chunks: of any leaves; their values must not change meanwhile.
-
-        Returns:
-          The bytes that were written: chunks that are there already are not.
+          parts: of any leaves.
+          values: of each, as many; they must not change meanwhile.
 
         Raises:
           CheckpointError: if storage fails for good, or longer than is waited.
+          ReplacedError: if another start of the run has written a file since.
         """
-        leaves = self._saved.contents.leaves
-        arrays = [self._saved.arrays[leaves[each.leaf].path] for each in chunks]
-        found = self._found(chunks, arrays)
         stored: dict[str, list[ocdbt.Chunk]] = {}
-        fragments = []
-        for number, (each, array) in enumerate(zip(chunks, arrays, strict=True)):
-            leaf, box, values, digest = each
-            if number not in found:
-                stored.setdefault(array.checkpointable, []).append(
-                    ocdbt.Chunk(leaf=leaves[leaf], array=array, box=box, values=values)
-                )
-            store = found.get(number, self._store)
-            fragments.append(
-                Fragment(
-                    leaf=leaf,
-                    box=box,
-                    digest=digest,
-                    file=f"{array.checkpointable}/{store}//{array.key(box)}",
-                    offset=0,
-                    stored_bytes=layout.num_bytes(box, leaves[leaf].dtype),
-                )
-            )
-        for checkpointable, some in stored.items():
-            path = self._directory / checkpointable / self._store
+        for part, each in zip(parts, values, strict=True):
+            leaf = self._saved.contents.leaves[part.leaf]
+            if leaf.is_file:
+                self._put(self._directory / leaf.path, each.tobytes())
+            else:
+                chunk = ocdbt.Chunk(leaf=leaf, box=part.box, values=each)
+                stored.setdefault(leaf.part, []).append(chunk)
+        for name, chunks in stored.items():
+            path = self._directory / name / self._store
             self._retries.call(
-                f"writing {len(some)} chunks to {path}",
-                lambda path=path, some=some: ocdbt.write(path, some, self._context),
+                f"writing {len(chunks)} chunks to {path}",
+                lambda path=path, chunks=chunks: ocdbt.write(
+                    path, chunks, self._context
+                ),
             )
-        with self._lock:
-            self._fragments += fragments
-        return sum(each.values.nbytes for some in stored.values() for each in some)
-
-    def write_file(self, file: ComponentFile, content: bytes | memoryview) -> int:
-        """Writes a file of a component, durably; `content` was verified by the caller.
-
-        Returns:
-          Its bytes.
-
-        Raises:
-          CheckpointError: if storage fails for good, or longer than is waited.
-          ReplacedError: if another start of the run has written the file since.
-        """
-        path = self._directory / file.path
-        self._retries.call(f"writing {path}", lambda: self._put(path, content))
-        with self._lock:
-            self._files.append(file)
-        return len(content)
+        self._note(parts)
 
     def finish(self) -> Manifest:
         """Writes the manifest of all that was written, and returns it.
@@ -206,64 +190,81 @@ class Upload:
           CheckpointError: if storage fails for good, or longer than is waited.
           ReplacedError: if another start of the run has written it since.
         """
-        saved = self._saved
-        manifest = Manifest(
-            run=saved.run,
-            step=saved.step_id.step,
-            save=saved.step_id.save,
-            host=self._host,
-            contents=saved.contents,
-            fragments=Fragments.from_rows(self._fragments, contents=saved.contents),
-            component_files=tuple(self._files),
-        )
-        self._retries.call(
-            f"writing {self._manifest}",
-            lambda: self._put(self._manifest, manifest_file.to_bytes(manifest)),
-        )
-        return manifest
+        with self._noting:
+            return self._list()
 
-    def _prepare(self) -> None:
-        storage.remove(self._manifest)
-        storage.make_directory(self._directory)
-        for part in {each.checkpointable for each in self._saved.arrays.values()}:
-            ocdbt.remove_stale_lock(self._directory / part / self._store)
-            self._there[part] = ocdbt.stores_of(
-                self._directory / part, self._saved.step_id.save, self._context
-            )
+    def _put(self, path: epath.Path, content: bytes) -> None:
+        self._retries.call(f"writing {path}", lambda: self._put_once(path, content))
 
-    def _found(
-        self, chunks: Sequence[Chunk], arrays: Sequence[ocdbt.StoredArray]
-    ) -> dict[int, str]:
-        # The stores that have chunks with these values, by their checksums, by the
-        # numbers of the chunks.
-        last = slice(-layout.CHECKSUM_BYTES, None)
-        readings = [
-            (number, name, store.read(array.key(chunk.box), byte_range=last))
-            for number, (chunk, array) in enumerate(zip(chunks, arrays, strict=True))
-            for name, store in self._there.get(array.checkpointable, ())
-        ]
-        found: dict[int, str] = {}
-        for number, name, reading in readings:
-            flat = np.ascontiguousarray(chunks[number].values).reshape(-1)
-            try:
-                there = reading.result().value
-            except ValueError:
-                # Of TensorStore: it cannot be read, and is written again.
-                continue
-            if there == stored_part.checksum(flat.view(np.uint8)):
-                found[number] = name
-        return found
-
-    def _put(self, path: epath.Path, content: bytes | memoryview) -> None:
-        if not self._root.in_place:
-            storage.write_atomic(path, content)
-            return
-        content = bytes(content)
-        if not storage.create(path, content) and path.read_bytes() != content:
+    def _put_once(self, path: epath.Path, content: bytes) -> None:
+        if (
+            self._root.in_place
+            and not storage.create(path, content)
+            and path.read_bytes() != content
+        ):
             # Another start may write the same step, into the same directory.
             if self._claim is not None:
                 claims.check(self._root.path, self._claim)
             storage.write_atomic(path, content)
+        elif not self._root.in_place:
+            storage.write_atomic(path, content)
+
+    def _continue(self) -> None:
+        for each in listed(self._directory, self._saved):
+            parts = {Part(*row) for row in each.rows()}
+            self._there |= parts
+            if each.host.id == self._host.id:
+                self._parts = {(part.leaf, part.box): part for part in parts}
+
+    def _note(self, written: Sequence[Part]) -> None:
+        # Lists what is durable now, from time to time.
+        with self._lock:
+            self._parts |= {(each.leaf, each.box): each for each in written}
+        is_time = clock.monotonic() >= self._next_note_secs
+        if not (is_time and self._noting.acquire(blocking=False)):
+            return
+        try:
+            began_secs = clock.monotonic()
+            self._list()
+            secs = clock.monotonic() - began_secs
+            pause_secs = max(_PROGRESS_SECS, _PROGRESS_SHARE * secs)
+            self._next_note_secs = clock.monotonic() + pause_secs
+        finally:
+            self._noting.release()
+
+    def _list(self) -> Manifest:
+        saved = self._saved
+        with self._lock:
+            rows = list(self._parts.values())
+        written = Manifest(
+            run=saved.run,
+            step_id=saved.step_id,
+            contents=saved.contents,
+            holders=(Holder(self._host, "persistent"),),
+            parts=Parts.of_rows(rows, saved.contents),
+        )
+        self._put(self._manifest, written.to_bytes())
+        return written
+
+
+def listed(directory: epath.Path, saved: UploadedStep) -> list[Manifest]:
+    """What hosts have written of an upload, by their manifests in its directory.
+
+    Raises:
+      OSError: if storage is unavailable, or another of `bucket_clients.failures`.
+    """
+    if not directory.exists():
+        return []
+    found = []
+    for name in filter(manifest_file.is_file_name, sorted(storage.names(directory))):
+        try:
+            each = Manifest.parse((directory / name).read_bytes())
+        except (FileNotFoundError, checked_json.UnreadableError):
+            continue
+        identity = (each.run, each.step_id, each.contents)
+        if identity == (saved.run, saved.step_id, saved.contents):
+            found.append(each)
+    return found
 
 
 def commit(
@@ -303,8 +304,8 @@ def commit(
         return False
 
     def assemble() -> None:
-        stores = _stores(manifests)
-        _drop_unnamed(unfinished, manifests)
+        stores = _stores(manifests, saved)
+        _drop_unnamed(unfinished, manifests, stores)
         for part, names in stores.items():
             ocdbt.merge(unfinished / part, names)
         for part, arrays in _empty_arrays(saved).items():
@@ -314,8 +315,9 @@ def commit(
             _write(unfinished / name, content)
 
     def publish() -> None:
-        names = [*orbax_files, *_files(manifests), *saved.contents.components]
-        parts = {name.partition("/")[0] for name in names}
+        arrays = [leaf.part for leaf in saved.contents.arrays]
+        parts = {name.partition("/")[0] for name in orbax_files}
+        parts |= {*arrays, *saved.contents.components}
         # Orbax commits each part of a step, and last the step. A component without
         # files is a directory to Orbax.
         for part in sorted(parts):
@@ -328,50 +330,46 @@ def commit(
 
     doing = f"committing {unfinished}"
     if retries.call(doing, is_pending):
-        manifests = _manifests(unfinished, saved, sorted(hosts))
+        manifests = retries.call(doing, lambda: _manifests(unfinished, saved, hosts))
         for act in (assemble, make_way, publish):
             retries.call(doing, act)
 
 
 def _manifests(
-    unfinished: epath.Path, saved: UploadedStep, hosts: Sequence[str]
+    unfinished: epath.Path, saved: UploadedStep, hosts: Collection[str]
 ) -> list[Manifest]:
-    names = [manifest_file.file_name(host) for host in hosts]
-    manifests = [
-        each
-        for each in read_manifests(
-            unfinished, names, run=saved.run, step=saved.step_id.step
-        )
-        if isinstance(each, Manifest) and each.save == saved.step_id.save
-    ]
-    done = {each.host.id for each in manifests}
-    missing = [host for host in hosts if host not in done]
+    # Of the hosts, and of those of earlier worlds that have uploaded what is missing.
+    there = listed(unfinished, saved)
+    manifests = [each for each in there if each.host.id in hosts]
+    missing = sorted(set(hosts) - {each.host.id for each in manifests})
     if missing or not manifests:
         raise errors.CheckpointError(
             f"{unfinished} cannot be committed: {len(missing)} of {len(hosts)} hosts"
             f" have not finished their uploads ({errors.first_of(missing)});"
             " wait for them, or upload the step again on the hosts that are there"
         )
-    offers = [Offer(tier="persistent", manifest=each) for each in manifests]
-    step = Step.from_offers(offers)
-    if not step.complete:
-        raise errors.CheckpointError(
-            f"{unfinished} cannot be committed: {step.problem()}; upload the step again"
-        )
-    return manifests
+    for several in (manifests, there):
+        table = StepTable(several)
+        if table.complete:
+            return several
+    if len(table.diverged):
+        # The next upload of it begins anew.
+        for each in there:
+            storage.remove(unfinished / manifest_file.file_name(each.host.id))
+    raise errors.CheckpointError(
+        f"{unfinished} cannot be committed: {table.problem()}; upload the step again"
+    )
 
 
-def _files(manifests: Sequence[Manifest]) -> set[str]:
-    return {file.path for each in manifests for file in each.component_files}
-
-
-def _stores(manifests: Sequence[Manifest]) -> dict[str, set[str]]:
-    # By checkpointable, the stores that have chunks of it.
+def _stores(manifests: Sequence[Manifest], saved: UploadedStep) -> dict[str, set[str]]:
+    # By checkpointable, the stores that hosts wrote chunks of it into.
     stores: dict[str, set[str]] = {}
     for each in manifests:
-        for file in each.fragments.files:
-            checkpointable, _, store = file.partition("//")[0].rpartition("/")
-            stores.setdefault(checkpointable, set()).add(store)
+        store = saved.store(each.host.id)
+        for number in np.unique(each.parts.leaf).tolist():
+            leaf = saved.contents.leaves[number]
+            if not leaf.is_file:
+                stores.setdefault(leaf.part, set()).add(store)
     return stores
 
 
@@ -379,25 +377,23 @@ def _empty_arrays(saved: UploadedStep) -> dict[str, list[ocdbt.Chunk]]:
     # By checkpointable. They have no chunks that a host could upload, but Orbax
     # requires their metadata like that of others.
     empty: dict[str, list[ocdbt.Chunk]] = {}
-    for leaf in saved.contents.leaves:
+    for leaf in saved.contents.arrays:
         if 0 in leaf.shape:
-            array = saved.arrays[leaf.path]
-            chunk = ocdbt.Chunk(
-                leaf=leaf,
-                array=array,
-                box=boxes.whole(leaf.shape),
-                values=np.empty(leaf.shape, leaf.dtype),
-            )
-            empty.setdefault(array.checkpointable, []).append(chunk)
+            values = np.empty(leaf.shape, leaf.dtype)
+            chunk = ocdbt.Chunk(leaf=leaf, box=boxes.whole(leaf.shape), values=values)
+            empty.setdefault(leaf.part, []).append(chunk)
     return empty
 
 
-def _drop_unnamed(unfinished: epath.Path, manifests: Sequence[Manifest]) -> None:
+def _drop_unnamed(
+    unfinished: epath.Path,
+    manifests: Sequence[Manifest],
+    stores: Mapping[str, Collection[str]],
+) -> None:
     # Leaves the manifests and what they name.
-    named = _files(manifests)
-    named |= {manifest_file.file_name(each.host.id) for each in manifests}
-    for checkpointable, stores in _stores(manifests).items():
-        named |= {str(epath.Path(checkpointable) / store) for store in stores}
+    named = {manifest_file.file_name(each.host.id) for each in manifests}
+    named |= manifests[0].contents.files.keys()
+    named |= {f"{name}/{store}" for name, names in stores.items() for store in names}
     above = {str(parent) for name in named for parent in epath.Path(name).parents}
     pending = [(unfinished, "")]
     while pending:

@@ -24,7 +24,7 @@ from etils import epath
 
 from elastic_ckpt.core import boxes, digest, storage
 from elastic_ckpt.steps import layout
-from elastic_ckpt.steps.manifest import Fragment, Leaf
+from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.tiers import zarr_array
 
 # Smaller chunks are written: a mapping takes longer than a copy of so many bytes.
@@ -196,29 +196,26 @@ class ChunkWriter:
         self._made: set[str] = set()
         self._described: set[str] = set()
 
-    def describe(self, leaf: Leaf, chunk: tuple[int, ...]) -> None:
-        """Writes the metadata of an array of chunks of that shape, once."""
+    def describe(self, leaf: Leaf) -> None:
+        """Writes the metadata of an array, once."""
         if leaf.path in self._described:
             return
         name = f"{layout.leaf_directory(leaf.path)}/{zarr_array.METADATA}"
-        content = zarr_array.metadata_file(leaf.shape, leaf.dtype, chunk)
-        storage.write_in_place(self._path(name), content)
+        storage.write_in_place(self._path(name), zarr_array.metadata_file(leaf))
         self._described.add(leaf.path)
 
     def write(
         self,
-        number: int,
         leaf: Leaf,
         box: boxes.Box,
         values: np.ndarray,
         file: ChunkFile | None = None,
         *,
         named: bytes | None = None,
-    ) -> Fragment:
-        """Writes a chunk.
+    ) -> bytes:
+        """Writes a chunk, and returns the digest of its values.
 
         Args:
-          number: of the leaf.
           leaf: that it is of.
           box: of the chunk.
           values: of the box.
@@ -228,27 +225,19 @@ class ChunkWriter:
         Raises:
           OSError: if they cannot be written.
         """
-        name = layout.chunk_file(leaf.path, box, box.shape)
+        name = layout.part_file(leaf, box)
         path = self._path(name)
         if file is None and values.nbytes >= LEAST_BYTES:
             file = self._files.take(values.nbytes)
             np.copyto(file.values(box.shape, values.dtype), values)
-        if file is None:
-            flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-            named = named or digest.values_digest(flat)
-            checksum = google_crc32c.value(flat.tobytes())
-            storage.write_in_place(path, flat.data, checksum.to_bytes(4, "little"))
-        else:
+        if file is not None:
             named = _sealed(file.memory, named)
             self._files.place(file, self.directory, name)
-        return Fragment(
-            leaf=number,
-            box=box,
-            digest=named,
-            file=name,
-            offset=0,
-            stored_bytes=layout.num_bytes(box, leaf.dtype) + layout.CHECKSUM_BYTES,
-        )
+            return named
+        flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        checksum = google_crc32c.value(flat.tobytes())
+        storage.write_in_place(path, flat.data, checksum.to_bytes(4, "little"))
+        return named or digest.values_digest(flat)
 
     def _path(self, name: str) -> str:
         path = os.path.join(self.directory, name)

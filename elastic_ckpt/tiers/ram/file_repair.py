@@ -19,7 +19,7 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import checked_json, errors, storage
-from elastic_ckpt.steps import manifest_file
+from elastic_ckpt.steps import layout, manifest_file
 from elastic_ckpt.steps.manifest import Manifest
 from elastic_ckpt.tiers import no_follow, stored_part
 from elastic_ckpt.tiers.ram import machine
@@ -88,7 +88,7 @@ def _manifest(root: str, names: Sequence[str]) -> Manifest:
     try:
         descriptor = no_follow.open_file(os.path.join(root, "hosts"), names)
         with os.fdopen(descriptor, "rb") as opened:
-            return manifest_file.parse(opened.read())
+            return Manifest.parse(opened.read())
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
     except checked_json.UnreadableError as error:
@@ -96,33 +96,22 @@ def _manifest(root: str, names: Sequence[str]) -> Manifest:
     raise RepairError(f"was not repaired: the manifest of its host {problem}")
 
 
-def _check(manifest: Manifest, file: str, content: bytes) -> None:
-    part = _listed(manifest, file)
-    if part is None:
+def _check(saved: Manifest, file: str, content: bytes) -> None:
+    parts = [(saved.contents.leaves[n], box, named) for n, box, named in saved.rows()]
+    listed = {
+        layout.part_file(leaf, box): (leaf, box, named) for leaf, box, named in parts
+    }
+    if file not in listed:
         raise RepairError("was not repaired: its manifest lists no such file")
-    stored = np.frombuffer(content, np.uint8)
-    if len(stored) != stored_part.num_bytes(part, manifest.contents):
+    leaf, box, named = listed[file]
+    if len(content) != layout.stored_bytes(leaf, box):
         raise RepairError(
-            f"was not repaired: the copy has {len(stored)} bytes, and"
-            f" {stored_part.num_bytes(part, manifest.contents)} were saved"
+            f"was not repaired: the copy has {len(content)} bytes, and"
+            f" {layout.stored_bytes(leaf, box)} were saved"
         )
-    damage = stored_part.damage(stored, part)
+    damage = stored_part.damage(np.frombuffer(content, np.uint8), leaf, named)
     if damage is not None:
         raise RepairError(f"was not repaired: the copy {damage}")
-
-
-def _listed(manifest: Manifest, file: str) -> stored_part.Part | None:
-    # The part that is the whole of a file.
-    for each in manifest.component_files:
-        if each.path == file:
-            return each
-    fragments = manifest.fragments
-    if file not in fragments.files:
-        return None
-    rows = np.flatnonzero(fragments.file == fragments.files.index(file))
-    if len(rows) != 1 or fragments.offset[rows[0]]:
-        return None
-    return fragments.row(int(rows[0]), contents=manifest.contents)
 
 
 def _is_file(root: str, names: Sequence[str]) -> bool:

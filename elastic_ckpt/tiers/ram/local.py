@@ -14,13 +14,16 @@ import threading
 from collections.abc import Collection, Iterator, Mapping
 
 from elastic_ckpt.core import checked_json, errors, storage
-from elastic_ckpt.steps import retention
+from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.steps import layout, retention
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import (
     Contents,
-    Fragments,
+    Holder,
     Host,
+    Leaf,
     Manifest,
+    Parts,
 )
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.ram import ram_disk, step_writer
@@ -144,10 +147,10 @@ class LocalHost:
             present = self._empty(step_id, contents)
         return self._writer(present, num_bytes=num_bytes)
 
-    def put_right(self, step_id: StepId, file: str, content: bytes) -> None:
-        """Writes a bad file of a step anew; the caller has compared the digest."""
+    def put_right(self, step_id: StepId, leaf: Leaf, box: Box, content: bytes) -> None:
+        """Writes a bad part of a step anew; the caller has compared the digest."""
         directory = self.disk.step_directory(self.slot, step_id)
-        storage.write_atomic(directory / file, content)
+        storage.write_atomic(directory / layout.part_file(leaf, box), content)
 
     def remove(self, step_id: StepId) -> None:
         """Removes a save of a step that is not being written, its manifest first."""
@@ -235,12 +238,10 @@ class LocalHost:
     def _empty(self, step_id: StepId, contents: Contents) -> Manifest:
         return Manifest(
             run=self.disk.run,
-            step=step_id.step,
-            save=step_id.save,
-            host=self.host,
+            step_id=step_id,
             contents=contents,
-            fragments=Fragments.from_rows([], contents=contents),
-            component_files=(),
+            holders=(Holder(self.host),),
+            parts=Parts.of_rows([], contents),
         )
 
     def _writer(
@@ -287,7 +288,7 @@ class LocalHost:
         # both fit cannot both find room.
         directory = self.disk.step_directory(self.slot, manifest.step_id)
         try:
-            reserved = manifest.stored_bytes + num_bytes - taken_bytes
+            reserved = manifest.num_bytes + num_bytes - taken_bytes
             storage.write_atomic(directory / ram_disk.RESERVED, b"%d" % reserved)
             free = self.disk.free_bytes()
             if free < 0 and self.files.drop_spare():
@@ -299,9 +300,9 @@ class LocalHost:
             limit = self.disk.limit_bytes
             bound = "without a limit" if limit is None else f"limit {limit} bytes"
             raise errors.CheckpointError(
-                f"step {manifest.step} needs {num_bytes} bytes in {self.disk.root}"
-                f" ({bound}), and {max(0, free + num_bytes)} are free; raise the limit"
-                " or the size of the file system, or keep fewer steps"
+                f"step {manifest.step_id.step} needs {num_bytes} bytes in"
+                f" {self.disk.root} ({bound}), and {max(0, free + num_bytes)} are free;"
+                " raise the limit or the size of the file system, or keep fewer steps"
             )
 
     def _locked(self, slot: int) -> contextlib.AbstractContextManager[None]:

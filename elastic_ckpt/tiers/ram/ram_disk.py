@@ -25,20 +25,20 @@ from collections.abc import Collection, Iterator, Sequence
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.steps import manifest_file
-from elastic_ckpt.steps.holdings import Offer
-from elastic_ckpt.steps.manifest import Manifest
+from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.steps import layout, manifest_file
+from elastic_ckpt.steps.manifest import Leaf, Manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import no_follow, preserved
 from elastic_ckpt.tiers.ram import file_repair
 from elastic_ckpt.tiers.ram.machine import FILE, machine_id
 from elastic_ckpt.tiers.source import (
     PIECE_BYTES,
+    Copy,
     Leftover,
     Offered,
     OnPiece,
     ReadError,
-    Source,
     ignored,
 )
 
@@ -135,7 +135,7 @@ class RamDisk:
           step: the training step.
           slots: to look at; None for all.
         """
-        sources: dict[Offer, Source] = {}
+        copies: list[Copy] = []
         problems = []
         for slot, step_id in self.all_saves():
             if step_id.step != step or not (slots is None or slot in slots):
@@ -154,8 +154,8 @@ class RamDisk:
             except errors.CheckpointError as problem:
                 problems.append(str(problem))
                 continue
-            sources[Offer(tier="local", manifest=manifest)] = StepFiles(directory)
-        return Offered(sources=sources, problems=problems)
+            copies.append(Copy(manifest, StepFiles(directory)))
+        return Offered(copies, problems)
 
     def manifest(self, slot: int, step_id: StepId) -> Manifest:
         """The manifest of one save of a step in a slot.
@@ -165,9 +165,9 @@ class RamDisk:
         """
         path = self.manifest_path(slot, step_id)
         manifest = manifest_file.read(path, run=self.run, step=step_id.step)
-        if manifest.save != step_id.save:
+        if manifest.step_id != step_id:
             raise errors.CheckpointError(
-                f"manifest {path} is that of save {manifest.save!r}, not of"
+                f"manifest {path} is that of save {manifest.step_id.save!r}, not of"
                 f" {step_id.save!r}; what it lists counts as lost: remove it"
             )
         return manifest
@@ -230,34 +230,38 @@ class StepFiles:
         self.directory = os.fspath(directory)
 
     def read_into(
-        self, file: str, offset: int, into: memoryview, on_piece: OnPiece = ignored
+        self, leaf: Leaf, box: Box, into: memoryview, on_piece: OnPiece = ignored
     ) -> None:
-        """See `source.Source`; reads without a copy.
-
-        Raises:
-          ReadError: if the file is missing, too short or cannot be read.
-        """
-        with _read_errors(), _opened(self.directory, file) as descriptor:
+        """See `source.Source`; reads without a copy."""
+        with _read_errors(), self._opened(leaf, box) as descriptor:
             done = 0
             while done < len(into):
                 piece = into[done : done + PIECE_BYTES]
-                read = os.preadv(descriptor, [piece], offset + done)
+                read = os.preadv(descriptor, [piece], done)
                 if not read:
                     raise ReadError(
-                        f"ends after {offset + done} bytes, and"
-                        f" {offset + len(into)} were to be there"
+                        f"ends after {done} bytes, and {len(into)} were to be there"
                     )
                 on_piece(piece[:read])
                 done += read
 
-    def size(self, file: str) -> int:
+    def size(self, leaf: Leaf, box: Box) -> int:
         """See `source.Source`."""
-        with _read_errors(), _opened(self.directory, file) as descriptor:
+        with _read_errors(), self._opened(leaf, box) as descriptor:
             return os.fstat(descriptor).st_size
 
-    def put_right(self, file: str, content: bytes) -> None:
+    def put_right(self, leaf: Leaf, box: Box, content: bytes) -> None:
         """Replaces a bad copy whose process is gone; see `source.RepairableSource`."""
-        file_repair.replace(self.directory, file, content)
+        file_repair.replace(self.directory, layout.part_file(leaf, box), content)
+
+    @contextlib.contextmanager
+    def _opened(self, leaf: Leaf, box: Box) -> Iterator[int]:
+        names = layout.part_file(leaf, box).split("/")
+        descriptor = no_follow.open_file(self.directory, names)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -270,15 +274,6 @@ def _read_errors() -> Iterator[None]:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             raise ReadError("is behind a link, or no file") from None
         raise ReadError(f"cannot be read ({error.strerror})") from None
-
-
-@contextlib.contextmanager
-def _opened(directory: str, file: str) -> Iterator[int]:
-    descriptor = no_follow.open_file(directory, file.split("/"))
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _names(directory: epath.Path) -> list[str]:

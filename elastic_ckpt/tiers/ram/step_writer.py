@@ -9,22 +9,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.core import background, checked_json, digest, errors, storage
+from elastic_ckpt.core import background, boxes, checked_json, digest, errors, storage
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps import layout, manifest_file
-from elastic_ckpt.steps.manifest import (
-    ComponentFile,
-    Contents,
-    Fragment,
-    Fragments,
-    Manifest,
-)
+from elastic_ckpt.steps.manifest import Contents, Manifest, Parts
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.captured import Captured, CapturedLeaf, Values, fetched
 from elastic_ckpt.tiers.ram import ram_disk
@@ -39,13 +34,13 @@ class WrittenFile(NamedTuple):
 
     Attributes:
       path: relative to the step's directory.
+      num_bytes: its length.
       digest: `core.digest.values_digest` of its bytes, 16 bytes.
-      stored_bytes: its length.
     """
 
     path: str
+    num_bytes: int
     digest: bytes
-    stored_bytes: int
 
 
 class StepWriter:
@@ -57,6 +52,7 @@ class StepWriter:
     Attributes:
       directory: of the step.
       manifest: of what was there when it began.
+      parts: what is there by now: the digests of parts, by leaf and box.
     """
 
     def __init__(
@@ -73,10 +69,7 @@ class StepWriter:
         self._ended = ended
         self._chunk_files = files
         self._chunks = ChunkWriter(directory, files)
-        contents, listed = manifest.contents, manifest.fragments
-        rows = [listed.row(n, contents=contents) for n in range(len(listed))]
-        self._fragments = {(each.leaf, each.box): each for each in rows}
-        self._files = {each.path: each for each in manifest.component_files}
+        self.parts = {(leaf, box): named for leaf, box, named in manifest.rows()}
         # Why a copy could not be written.
         self._failure: errors.CheckpointError | None = None
 
@@ -91,63 +84,62 @@ class StepWriter:
         numbers = {leaf.path: number for number, leaf in enumerate(leaves)}
         items = [(part, *each) for part in captured.parts for each in part.boxes]
 
-        def write(item: tuple[CapturedLeaf, Box, Values]) -> Fragment:
+        def write(item: tuple[CapturedLeaf, Box, Values]) -> None:
             part, box, values = item
             number, file = numbers[part.leaf.path], part.files.get(box)
-            return self._chunks.write(number, part.leaf, box, fetched(values), file)
+            named = self._chunks.write(part.leaf, box, fetched(values), file)
+            self.parts[number, box] = named
 
         with self._abandoned_on_failure(), contextlib.ExitStack() as pools:
             for part in captured.parts:
                 if part.boxes:
-                    self._chunks.describe(part.leaf, part.chunk)
+                    self._chunks.describe(part.leaf)
             each = map
             if _NUM_THREADS > 1:
                 pool = background.pool(_NUM_THREADS, "write")
                 each = pools.enter_context(pool).map
-            self._list(*each(write, items))
+            list(each(write, items))
 
-    def put(self, fragment: Fragment, read: Callable[[np.ndarray], None]) -> None:
-        """Writes a copy of another host's fragment, in the place that it has here.
+    def put(
+        self,
+        number: int,
+        box: Box,
+        named: bytes,
+        read: Callable[[np.ndarray], None],
+    ) -> None:
+        """Writes a copy of another host's part, in the place that it has here.
 
         Args:
-          fragment: as that host's manifest lists it: a whole chunk.
+          number: of its leaf.
+          box: of the part.
+          named: its digest.
           read: fills memory, uint8, with its values, and compares their digest.
 
         Raises:
           CheckpointError: if it cannot be written; then no more copies are taken, and
             `commit` fails. Or of `read`, after which the writer goes on.
         """
-        self._check_copies()
-        leaf = self.manifest.contents.leaves[fragment.leaf]
-        box, dtype = fragment.box, np.dtype(leaf.dtype)
-        num_bytes, file = layout.num_bytes(box, leaf.dtype), None
-        if num_bytes >= LEAST_BYTES:
+        if self._failure is not None:
+            raise self._failure
+        leaf = self.manifest.contents.leaves[number]
+        num_bytes, file = leaf.num_bytes(box), None
+        if num_bytes >= LEAST_BYTES and not leaf.is_file:
             with self._failing():
                 file = self._chunk_files.take(num_bytes)
         memory = np.empty(num_bytes, np.uint8) if file is None else file.memory
         try:
             read(memory[:num_bytes])
             with self._failing():
-                self._chunks.describe(leaf, box.shape)
-                values = np.ndarray(box.shape, dtype, memory)
-                written = self._chunks.write(
-                    fragment.leaf, leaf, box, values, file, named=fragment.digest
-                )
-                self._list(written)
+                if leaf.is_file:
+                    storage.write_atomic(self.directory / leaf.path, memory.data)
+                else:
+                    self._chunks.describe(leaf)
+                    values = np.ndarray(box.shape, np.dtype(leaf.dtype), memory)
+                    self._chunks.write(leaf, box, values, file, named=named)
+                self.parts[number, box] = named
         finally:
             if file is not None:
                 self._chunk_files.discard(file)
-
-    def put_file(self, file: ComponentFile, content: bytes) -> None:
-        """Writes a copy of another host's file, whose digest the caller has compared.
-
-        Raises:
-          CheckpointError: as `put`.
-        """
-        self._check_copies()
-        with self._failing():
-            storage.write_atomic(self.directory / file.path, content)
-        self._files[file.path] = file
 
     def put_written(self, contents: Mapping[str, bytes]) -> None:
         """Writes files that components have written elsewhere, by path.
@@ -161,16 +153,17 @@ class StepWriter:
 
     def commit(
         self,
-        component_files: Sequence[ComponentFile] = (),
+        files: Mapping[str, bytes] = types.MappingProxyType({}),
         *,
         contents: Contents | None = None,
     ) -> Manifest:
         """Writes the manifest, which makes all that was written a part of the step.
 
         Args:
-          component_files: what components wrote here; copies are known already.
+          files: what components wrote here, by path, with their digests; copies are
+            known already.
           contents: of the whole step, where not all of them were known when it was
-            begun; the leaves are the same.
+            begun; the arrays are the same.
 
         Raises:
           CheckpointError: as `write`; or if a copy could not be written.
@@ -178,14 +171,14 @@ class StepWriter:
         if self._failure is not None:
             self.abandon()
             raise self._failure
-        self._files |= {file.path: file for file in component_files}
+        contents = contents or self.manifest.contents
+        for path, named in files.items():
+            number = contents.files[path]
+            whole = boxes.whole(contents.leaves[number].shape)
+            self.parts[number, whole] = named
+        rows = [(*part, named) for part, named in self.parts.items()]
         manifest = dataclasses.replace(
-            self.manifest,
-            contents=contents or self.manifest.contents,
-            fragments=Fragments.from_rows(
-                self._fragments.values(), contents=self.manifest.contents
-            ),
-            component_files=tuple(self._files[path] for path in sorted(self._files)),
+            self.manifest, contents=contents, parts=Parts.of_rows(rows, contents)
         )
         with self._abandoned_on_failure():
             manifest_file.write(self.directory, manifest)
@@ -198,13 +191,6 @@ class StepWriter:
         sweep(self.directory / manifest_file.file_name(self.manifest.host.id))
         self._chunk_files.forget_removed(os.fspath(self.directory))
         self._ended()
-
-    def _list(self, *fragments: Fragment) -> None:
-        self._fragments |= {(each.leaf, each.box): each for each in fragments}
-
-    def _check_copies(self) -> None:
-        if self._failure is not None:
-            raise self._failure
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
@@ -230,9 +216,9 @@ class StepWriter:
         system = os.statvfs(self.directory)
         free = system.f_bavail * system.f_frsize
         return errors.CheckpointError(
-            f"step {self.manifest.step} could not be written to {self.directory}"
-            f" ({error}), where {free} bytes were free; give it more space, or keep"
-            " fewer steps"
+            f"step {self.manifest.step_id.step} could not be written to"
+            f" {self.directory} ({error}), where {free} bytes were free; give it more"
+            " space, or keep fewer steps"
         )
 
 
@@ -253,8 +239,8 @@ def written_files(root: epath.Path, components: Iterable[str]) -> list[WrittenFi
                 written.append(
                     WrittenFile(
                         path=os.path.relpath(path, root),
+                        num_bytes=content.nbytes,
                         digest=digest.values_digest(content),
-                        stored_bytes=content.nbytes,
                     )
                 )
     return sorted(written)
@@ -271,7 +257,7 @@ def sweep(path: epath.Path) -> list[str]:
     """
     directory = path.parent
     try:
-        manifest = manifest_file.parse(path.read_bytes())
+        manifest = Manifest.parse(path.read_bytes())
     except checked_json.LaterVersionError:
         return []
     except (FileNotFoundError, checked_json.UnreadableError):
@@ -279,8 +265,9 @@ def sweep(path: epath.Path) -> list[str]:
         storage.remove(path)
         storage.remove(directory)
         return [os.fspath(directory)]
-    named = {path.name, preserved.FILE, *manifest.fragments.files}
-    named |= {file.path for file in manifest.component_files}
+    leaves = manifest.contents.leaves
+    named = {layout.part_file(leaves[leaf], box) for leaf, box, _ in manifest.rows()}
+    named |= {path.name, preserved.FILE}
     removed = []
     for parent, _, files in os.walk(directory):
         for file in files:

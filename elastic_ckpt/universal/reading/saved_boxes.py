@@ -31,24 +31,24 @@ class SavedBoxes(byte_source.ByteSource):
     def __init__(self, saved: StepBoxes, tree: str) -> None:
         self._saved = saved
         self._numbers: dict[str, int] = {}
-        leaves = saved.holdings.contents.leaves
+        leaves = saved.table.contents.leaves
         self.tensors = [
             saved_leaf.tensor(
                 leaves[number],
                 name,
                 [
-                    (saved.box(each), self._file(each), 0)
+                    (saved.table.box(each), self._file(each), 0)
                     for each in saved.of_leaf(number)
                 ],
-                is_overlapping=number in saved.overlapping,
+                is_overlapping=number in saved.table.overlapping,
             )
-            for number, name in _leaves(saved.holdings.contents, tree).items()
+            for number, name in _leaves(saved.table.contents, tree).items()
         ]
 
     def range_of(self, file: str, start: int, stop: int) -> tuple[int, int]:
         """See `ByteSource`."""
         del start, stop
-        return 0, self._saved.num_bytes(self._numbers[file])
+        return 0, int(self._saved.table.num_bytes[self._numbers[file]])
 
     def request_bytes(self, file: str, num_bytes: int, *, is_direct: bool) -> int:
         """See `ByteSource`."""

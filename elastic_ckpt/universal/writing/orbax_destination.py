@@ -27,11 +27,11 @@ from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps import layout, manifest_file
 from elastic_ckpt.steps.manifest import (
     Contents,
-    Fragment,
-    Fragments,
+    Holder,
     Host,
     Leaf,
     Manifest,
+    Parts,
 )
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import stored_part, zarr_array
@@ -45,7 +45,9 @@ from elastic_ckpt.universal.writing.ocdbt_index import Extent
 from elastic_ckpt.universal.writing.writer import Destination, Written
 
 _HOST = Host(id="convert-0", number=0, domains={})
-_STORE = ocdbt.store_name(_HOST.id, "")
+# Its name is known before the attempt.
+_SAVE = ""
+_STORE = ocdbt.store_name(_HOST.id, _SAVE)
 _VALUES = "d"
 # An index of a list.
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,3}")
@@ -68,14 +70,9 @@ class OrbaxDestination(Destination):
                 f" number; convert to {self.target / '0'}"
             )
         self._root = PersistentRoot.from_path(self.target.parent)
-        self._chunks = {
-            self._path(target): conversion.chunk_of[target.name]
-            for target in conversion.targets
-        }
-        saved = self._saved("0")
-        self._arrays = {
-            target.name: saved.arrays[self._path(target)]
-            for target in conversion.targets
+        leaves = {leaf.path: leaf for leaf in self._saved("0").contents.leaves}
+        self._leaves = {
+            target.name: leaves[self._path(target)] for target in conversion.targets
         }
         # The values of the store by their keys, and the metadata among them.
         self._extents: dict[str, Extent] = {}
@@ -93,7 +90,7 @@ class OrbaxDestination(Destination):
     ) -> Iterable[Write]:
         """See `Destination`."""
         del file
-        offset = self._extents[self._arrays[target.name].key(box)].offset
+        offset = self._extents[ocdbt.key(self._leaves[target.name], box)].offset
         content = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         yield Write(content, offset)
         checksum = stored_part.checksum(content)
@@ -141,33 +138,23 @@ class OrbaxDestination(Destination):
         rows = []
         for file in self.files:
             for target, boxes in file.parts.items():
-                array = self._arrays[target.name]
+                leaf = self._leaves[target.name]
                 for box in boxes:
-                    offset = self._extents[array.key(box)].offset
-                    rows.append(
-                        Fragment(
-                            leaf=numbers[self._path(target)],
-                            box=box,
-                            digest=digests[file.name, offset],
-                            file=f"{array.checkpointable}/{_STORE}//{array.key(box)}",
-                            offset=0,
-                            stored_bytes=layout.num_bytes(box, target.dtype.name),
-                        )
-                    )
+                    offset = self._extents[ocdbt.key(leaf, box)].offset
+                    rows.append((numbers[leaf.path], box, digests[file.name, offset]))
         if self._extents:
             store = directory / self.conversion.tree / _STORE
             ocdbt_index.write(store, self._extents)
         manifest = Manifest(
             run=saved.run,
-            step=saved.step_id.step,
-            save=saved.step_id.save,
-            host=_HOST,
+            step_id=saved.step_id,
             contents=saved.contents,
-            fragments=Fragments.from_rows(rows, contents=saved.contents),
-            component_files=(),
+            holders=(Holder(_HOST, "persistent"),),
+            parts=Parts.of_rows(rows, saved.contents),
         )
         manifest_file.write(directory, manifest)
-        texts = StepDescription.from_contents(saved.contents).files(self._chunks)
+        chunks = {leaf.path: leaf.chunk for leaf in saved.contents.leaves}
+        texts = StepDescription.from_contents(saved.contents).files(chunks)
         orbax_files = {path: text.encode() for path, text in texts.items()}
         upload.commit(self._root, saved, hosts=[_HOST.id], orbax_files=orbax_files)
 
@@ -177,7 +164,7 @@ class OrbaxDestination(Destination):
         conversion = self.conversion
         end = 0
         for target in conversion.targets:
-            array = self._arrays[target.name]
+            leaf = self._leaves[target.name]
             for number, box in enumerate(conversion.boxes_of(target)):
                 size = box.volume * target.dtype.itemsize + layout.CHECKSUM_BYTES
                 if end and end + size > self.most_unit_bytes:
@@ -185,15 +172,13 @@ class OrbaxDestination(Destination):
                     parts, end = {}, 0
                 file = f"{_VALUES}/{len(listed):05d}"
                 if not number:
-                    head = zarr_array.metadata_file(
-                        target.shape, target.dtype.name, array.chunk
-                    )
+                    head = zarr_array.metadata_file(leaf)
                     self._metadata.setdefault(file, []).append((end, head))
-                    key = array.prefix + zarr_array.METADATA
+                    key = ocdbt.array_prefix(leaf.name) + zarr_array.METADATA
                     self._extents[key] = Extent(file, end, len(head))
                     end += len(head)
                 parts.setdefault(target, []).append(box)
-                self._extents[array.key(box)] = Extent(file, end, size)
+                self._extents[ocdbt.key(leaf, box)] = Extent(file, end, size)
                 end += size
         return [*listed, self._file(len(listed), parts)] if parts else listed
 
@@ -217,6 +202,7 @@ class OrbaxDestination(Destination):
                     path=self._path(target),
                     shape=target.shape,
                     dtype=target.dtype.name,
+                    chunk=conversion.chunk_of[target.name],
                 )
                 for target in conversion.targets
             ),
@@ -225,7 +211,6 @@ class OrbaxDestination(Destination):
         tree = _with_lists(_tree(conversion.targets), "", conversion.lists)
         contents = Contents(
             leaves=tuple(leaves),
-            components={},
             time_ms=int(attempt),
             trees=structure.to_json({conversion.tree: tree}),
         )
@@ -233,7 +218,7 @@ class OrbaxDestination(Destination):
             run=f"converted-{conversion.identity[:16]}",
             step_id=self._id(attempt),
             contents=contents,
-            arrays=StepDescription.from_contents(contents).arrays(self._chunks),
+            stores=_SAVE,
         )
 
 

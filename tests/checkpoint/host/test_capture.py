@@ -1,5 +1,7 @@
 """What a save holds of each leaf: every box once, bit by bit, in memory of its own."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -41,7 +43,7 @@ def joined(part):
         place = boxes.relative(box, boxes.whole(part.leaf.shape))
         values = fetched(values)
         assert values.dtype == part.leaf.dtype
-        assert values.shape == part.chunk == box.shape
+        assert values.shape == part.leaf.chunk == box.shape
         whole[place] = values
         filled[place] += 1
     assert (filled == 1).all()
@@ -244,5 +246,8 @@ def test_what_a_host_holds_of_an_array_is_copied_unless_it_is_nobody_elses(kept)
     assert np.shares_memory(copy, values) == kept
     assert copy.tobytes() == values.tobytes()
     # A host that holds nothing of an array knows of it.
-    assert captured.leaves == (leaf, nothing)
+    assert captured.leaves == (
+        dataclasses.replace(leaf, chunk=(2, 4)),
+        dataclasses.replace(nothing, chunk=(2,)),
+    )
     assert captured.num_bytes == values.nbytes

@@ -6,62 +6,64 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.checkpoint.host import verified_read
 from elastic_ckpt.core import boxes, errors
-from elastic_ckpt.steps import read_plan, search
+from elastic_ckpt.steps import read_plan
+from elastic_ckpt.steps.table import StepTable
 from elastic_ckpt.tiers import source
+from elastic_ckpt.tiers.find import FoundStep
 from tests.tiers import saved_worlds
 
 
 class Memory:
-    """The files of a host of `saved_worlds`, in memory; they can be damaged."""
+    """What a host of `saved_worlds` holds, in memory; it can be damaged."""
 
-    def __init__(self, offer):
-        contents = offer.manifest.contents
+    directory = "memory"
+
+    def __init__(self, saved):
         self.parts = {}
-        for number in range(len(offer.manifest.fragments)):
-            part = offer.manifest.fragments.row(number, contents=contents)
-            leaf = contents.leaves[part.leaf]
+        for number, box, _ in saved.rows():
+            leaf = saved.contents.leaves[number]
             leaf_values = saved_worlds.values(leaf.path, leaf.shape)
-            place = tuple(map(slice, part.box.start, part.box.stop))
-            self.parts[part.file, part.offset] = bytearray(leaf_values[place].tobytes())
+            place = tuple(map(slice, box.start, box.stop))
+            self.parts[leaf.path, box] = bytearray(leaf_values[place].tobytes())
 
-    def read_into(self, file, offset, into, on_piece):
-        part = self.parts.get((file, offset))
+    def read_into(self, leaf, box, into, on_piece):
+        part = self.parts.get((leaf.path, box))
         if part is None:
             raise source.ReadError("is missing")
-        if len(part) < len(into):
-            raise source.ReadError(f"ends after {len(part)} bytes")
         into[:] = part[: len(into)]
         on_piece(into)
 
-    def size(self, file):
-        return sum(len(part) for (name, _), part in self.parts.items() if name == file)
+    def size(self, leaf, box):
+        return len(self.parts[leaf.path, box])
 
 
 SHAPE = (8, 6)
 
 
 def saved(num_hosts, *, copies=1):
-    """Offers of hosts that hold the rows of two leaves, each `copies` times."""
+    """Hosts that hold the rows of two leaves, each `copies` times."""
     contents = saved_worlds.contents({"b": (), "w": SHAPE})
     rows = saved_worlds.grid(SHAPE, (num_hosts, 1))
-    offers = []
+    saved_by = []
     for number in range(num_hosts):
         held = [(1, rows[(number + turn) % num_hosts]) for turn in range(copies)]
         held.append((0, boxes.whole(())))
         host = saved_worlds.host(number, hosts=num_hosts)
-        offers.append(saved_worlds.offer(host, contents, held))
-    return contents, {offer: Memory(offer) for offer in offers}
+        saved_by.append(saved_worlds.saved_by(host, contents, held))
+    return FoundStep(StepTable(saved_by), [Memory(each) for each in saved_by])
 
 
-def read(contents, sources, wanted, *, host=0):
+def read(found, wanted, *, host=0):
     """The values of `wanted` (path and box) as they were read, and the reader."""
-    step = search.Step.from_offers(list(sources))
+    table = found.table
     plan = read_plan.plan(
-        step,
-        [saved_worlds.host(host, hosts=len(sources))],
-        read_plan.Wanted.from_boxes([(0, *each) for each in wanted], contents=contents),
+        table,
+        [saved_worlds.host(host, hosts=len(table.holders))],
+        read_plan.Wanted.from_boxes(
+            [(0, *each) for each in wanted], contents=table.contents
+        ),
     )
-    reader = verified_read.VerifiedReader(sources)
+    reader = verified_read.VerifiedReader(found)
     windows = [range(len(plan.wanted.leaf))]
     (values,) = verified_read.read_windows(plan, reader, windows, num_threads=2)
     return values, reader
@@ -73,12 +75,12 @@ def read(contents, sources, wanted, *, host=0):
     data=st.data(),
 )
 def test_any_boxes_are_read_bit_equal_from_any_number_of_hosts(num_saved, parts, data):
-    contents, sources = saved(num_saved)
+    found = saved(num_saved)
     of_leaf = data.draw(
         st.lists(st.sampled_from(saved_worlds.grid(SHAPE, parts)), min_size=1)
     )
     wanted = [("b", boxes.whole(())), *(("w", box) for box in of_leaf)]
-    read_values, _ = read(contents, sources, wanted)
+    read_values, _ = read(found, wanted)
     assert len(read_values) == len(wanted)
     for (path, box), values in zip(wanted, read_values, strict=True):
         shape = SHAPE if path == "w" else ()
@@ -91,35 +93,26 @@ def test_any_boxes_are_read_bit_equal_from_any_number_of_hosts(num_saved, parts,
 
 @given(bit=st.integers(0, 8 * 4 * 8 * 6 - 1), host=st.integers(0, 3))
 def test_a_flipped_bit_is_read_from_the_next_holder_and_named(bit, host):
-    contents, sources = saved(4, copies=2)
+    found = saved(4, copies=2)
     in_row = 8 * 4 * 6 * 2
     row = bit // in_row
-    for offer, memory in sources.items():
-        if offer.host.number == row:
-            file = f"arrays/{offer.host.id}.bin"
-            numbers = [
-                number
-                for number in range(len(offer.manifest.fragments))
-                if offer.manifest.fragments.row(number, contents=contents).box.start
-                == (2 * row, 0)
-            ]
-            offset = offer.manifest.fragments.row(numbers[0], contents=contents).offset
-            memory.parts[file, offset][bit % in_row // 8] ^= 1 << bit % 8
-    (values,), reader = read(contents, sources, [("w", boxes.whole(SHAPE))], host=host)
+    box = saved_worlds.grid(SHAPE, (4, 1))[row]
+    found.sources[row].parts["w", box][bit % in_row // 8] ^= 1 << bit % 8
+    (values,), reader = read(found, [("w", boxes.whole(SHAPE))], host=host)
     assert values.tobytes() == saved_worlds.values("w", SHAPE).tobytes()
     for bad in reader.bad:
-        assert bad.host in {o.host.id for o in sources if o.host.number == row}
+        assert bad.host == found.table.holders[row].host.id
         assert str(bad).startswith(f"w[{2 * row}:{2 * row + 2}, 0:6] at host host-0")
 
 
 def test_without_a_good_copy_the_error_names_leaf_box_and_every_holder():
-    contents, sources = saved(2, copies=2)
-    first, second = sources.values()
+    found = saved(2, copies=2)
+    first, second = found.sources
     for part in first.parts.values():
         part[0] ^= 1
     second.parts.clear()
     with pytest.raises(errors.CheckpointError) as caught:
-        read(contents, sources, [("w", boxes.whole(SHAPE))])
+        read(found, [("w", boxes.whole(SHAPE))])
     message = str(caught.value)
     assert message.startswith("step 30: no good copy of w[")
     assert "at host host-00 it is not what was saved" in message
@@ -128,16 +121,16 @@ def test_without_a_good_copy_the_error_names_leaf_box_and_every_holder():
 
 
 def test_a_step_that_is_removed_while_it_is_read_is_missing_not_damaged():
-    contents, sources = saved(1)
-    (memory,) = sources.values()
+    found = saved(1)
+    (memory,) = found.sources
 
-    def size(file):
-        raise source.ReadError(f"{file} is missing")
+    def size(leaf, box):
+        raise source.ReadError(f"{leaf.path}{box} is missing")
 
     # Its files are taken for a later step, and those who have opened them read that.
     memory.size = size
     for part in memory.parts.values():
         part[:] = bytes(len(part))
     with pytest.raises(errors.CheckpointError, match="is missing") as raised:
-        read(contents, sources, [("w", boxes.whole(SHAPE))])
+        read(found, [("w", boxes.whole(SHAPE))])
     assert "digest" not in str(raised.value)

@@ -1,0 +1,61 @@
+"""Blobs behind a JSON object, with a version and a digest.
+
+8 bytes    the length of the header, little-endian
+header     JSON: the version, the fields, and the sizes of the blobs
+blobs      one behind the other
+16 bytes   XXH3-128 of all that
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from elastic_ckpt.core import checked_json, digest, storage
+
+_LENGTH_BYTES = 8
+_DIGEST_BYTES = 16
+
+
+def to_bytes(
+    fields: dict[str, storage.Json], blobs: Sequence[bytes], *, version: int
+) -> bytes:
+    """The content that `parse` takes apart."""
+    sizes: list[storage.Json] = [len(blob) for blob in blobs]
+    header = storage.canonical_json({"version": version, **fields, "sizes": sizes})
+    content = b"".join([len(header).to_bytes(_LENGTH_BYTES, "little"), header, *blobs])
+    return content + digest.values_digest(np.frombuffer(content, np.uint8))
+
+
+def parse(
+    content: bytes, *, what: str, version: int
+) -> tuple[dict[str, Any], list[bytes]]:
+    """The fields and the blobs of `content`, checked.
+
+    Args:
+      content: that `to_bytes` made.
+      what: the kind of content, for messages.
+      version: the one that the caller reads.
+
+    Raises:
+      UnreadableError: if it is cut short, altered, something else, or of another
+        version.
+    """
+    body = np.frombuffer(content, np.uint8)[: max(0, len(content) - _DIGEST_BYTES)]
+    if digest.values_digest(body) != content[len(body) :]:
+        raise checked_json.UnreadableError("was cut short or altered")
+    end = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
+    try:
+        fields = json.loads(content[_LENGTH_BYTES:end])
+        checked_json.check_version(fields, what=what, version=version)
+        ends = itertools.accumulate(map(int, fields["sizes"]), initial=end)
+        blobs = [content[a:b] for a, b in itertools.pairwise(ends)]
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
+        if isinstance(error, checked_json.UnreadableError):
+            raise
+        raise checked_json.UnreadableError(f"is not a {what} ({error!r})") from None
+    return fields, blobs

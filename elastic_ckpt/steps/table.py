@@ -1,0 +1,191 @@
+"""The table of a step: the parts that holders have, and whether they are all of it.
+
+An item is a box of a leaf that some holder has, once; replicas are one item with
+several holders. Everything that is decided about a step (whether it is complete,
+copies, read plans) is arithmetic over these columns, so that 1e6 boxes of 1e4 hosts
+take seconds.
+
+Glossary: i items, n rows (an item at a holder), r the most dims of a leaf.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from elastic_ckpt.core import box_cover, boxes, columns, errors
+from elastic_ckpt.steps.manifest import Host, Leaf, Manifest, Parts
+
+
+class StepTable:
+    """The union of manifests of one save of a step.
+
+    Args:
+      manifests: at least one.
+
+    Attributes:
+      manifest: of all holders.
+      run: the identity of the run.
+      step_id: the step, and which save of it.
+      contents: of the step.
+      holders: of all manifests, in their order.
+      items: a part of each item, in the order of leaves and bounds, `[i]`.
+      boxes: of the items, `[i, r]`.
+      num_bytes: of each item, int64 `[i]`.
+      first_row: the rows of item k are `first_row[k]` to `first_row[k + 1]`, int64
+        `[i + 1]`.
+      holder: of each row, ascending in an item, int32 `[n]`.
+      diverged: the items whose holders do not have the same values, int64.
+
+    Raises:
+      CheckpointError: if they are of different runs, steps, saves or contents.
+    """
+
+    def __init__(self, manifests: Sequence[Manifest]) -> None:
+        self.manifest = whole = Manifest.merged(manifests)
+        self.run, self.step_id = whole.run, whole.step_id
+        self.contents, self.holders = whole.contents, whole.holders
+        rows = whole.parts
+        first, item = columns.distinct_rows(
+            np.column_stack([rows.leaf, rows.start, rows.stop])
+        )
+        self.items: Parts = rows.take(first)
+        self.boxes = self.items.boxes
+        of_leaf = self.contents.item_bytes[self.items.leaf]
+        self.num_bytes = self.boxes.volumes * of_leaf
+        # A holder that is listed twice has an item once.
+        num_holders = len(self.holders)
+        pairs = columns.distinct(item * num_holders + rows.holder)
+        self.holder = (pairs % num_holders).astype(np.int32)
+        counts = np.bincount(pairs // num_holders, minlength=len(first))
+        self.first_row = np.concatenate([[0], np.cumsum(counts)])
+        same = rows.digest == self.items.digest.take(item, axis=0)
+        self.diverged = columns.distinct(item[~same.all(axis=1)])
+
+    def __len__(self) -> int:
+        return len(self.num_bytes)
+
+    @functools.cached_property
+    def item(self) -> np.ndarray:
+        """The item of each row, ascending, int64 `[n]`."""
+        return np.repeat(np.arange(len(self)), np.diff(self.first_row))
+
+    def of_leaf(self, leaf: int) -> np.ndarray:
+        """The items of one leaf, int64."""
+        ends = np.searchsorted(self.items.leaf, [leaf, leaf + 1])
+        return np.arange(*ends)
+
+    def leaf(self, item: int) -> Leaf:
+        """The leaf of an item."""
+        return self.contents.leaves[self.items.leaf[item]]
+
+    def box(self, item: int) -> boxes.Box:
+        """The box of an item, in the coordinates of its leaf."""
+        return self.boxes.box(item, rank=len(self.leaf(item).shape))
+
+    def digest(self, item: int) -> bytes:
+        """The digest of the values of an item."""
+        return self.items.digest[item].tobytes()
+
+    def digest_at(self, row: int) -> bytes:
+        """The digest of the values that the holder of a row has listed."""
+        item = int(self.item[row])
+        if item not in self.diverged:
+            return self.digest(item)
+        rows, own = self.manifest.parts, self.items
+        is_row = (rows.leaf == own.leaf[item]) & (rows.holder == self.holder[row])
+        for bounds, of_item in ((rows.start, own.start), (rows.stop, own.stop)):
+            is_row &= (bounds == of_item[item]).all(axis=1)
+        return rows.digest[np.flatnonzero(is_row)[0]].tobytes()
+
+    def holders_of(self, item: int) -> list[int]:
+        """The numbers of the holders of an item, ascending."""
+        rows = slice(self.first_row[item], self.first_row[item + 1])
+        return self.holder[rows].tolist()
+
+    def holder_sets(self, hosts: Sequence[Host]) -> list[tuple[int, ...]]:
+        """Which of some hosts have each item in their local tiers, ascending."""
+        numbers = {host.id: number for number, host in enumerate(hosts)}
+        of_holder = [
+            numbers.get(holder.host.id, -1) if holder.tier == "local" else -1
+            for holder in self.holders
+        ]
+        host = np.array(of_holder, np.int64)[self.holder].tolist()
+        return [
+            tuple(sorted({each for each in host[a:b] if each >= 0}))
+            for a, b in itertools.pairwise(self.first_row.tolist())
+        ]
+
+    def name(self, item: int) -> str:
+        """Names an item for messages: leaf and bounds, or the path of a file."""
+        leaf = self.leaf(item)
+        return leaf.path if leaf.is_file else f"{leaf.path}{self.box(item)}"
+
+    @functools.cached_property
+    def gaps(self) -> Mapping[int, boxes.Boxes]:
+        """By the number of a leaf, the disjoint boxes that no holder has."""
+        return self._covered[0]
+
+    @functools.cached_property
+    def overlapping(self) -> frozenset[int]:
+        """The leaves of which saved boxes share elements."""
+        return self._covered[1]
+
+    @functools.cached_property
+    def complete(self) -> bool:
+        """Whether all of it can be read, and in one way only."""
+        return not (self.gaps or len(self.diverged))
+
+    def problem(self) -> str:
+        """Describes why a step is not complete, for people."""
+        tiers = " and ".join(sorted({holder.tier for holder in self.holders}))
+        return f"step {self.step_id.step} in {tiers} {self.lacking()}"
+
+    def lacking(self) -> str:
+        """The end of `problem`: the missing parts, or that holders disagree."""
+        leaves = self.contents.leaves
+        problems = []
+        for kind, is_file in (("leaves", False), ("files", True)):
+            named = [
+                leaves[leaf].path if is_file else f"{leaves[leaf].path}{gaps[number]}"
+                for leaf, gaps in self.gaps.items()
+                for number in range(len(gaps))
+                if leaves[leaf].is_file == is_file
+            ]
+            total = sum(leaf.is_file == is_file for leaf in leaves)
+            lacking = sum(leaves[leaf].is_file == is_file for leaf in self.gaps)
+            if lacking:
+                problems.append(
+                    f"lacks parts of {lacking} of {total} {kind}:"
+                    f" [{errors.first_of(named)}]"
+                )
+        diverged = self.diverged.tolist()
+        if diverged:
+            problems.append(
+                f"has different values at different holders of {len(diverged)} parts:"
+                f" [{errors.first_of(map(self.name, diverged))}]"
+            )
+        return ", and ".join(problems)
+
+    @functools.cached_property
+    def _covered(self) -> tuple[dict[int, boxes.Boxes], frozenset[int]]:
+        gaps: dict[int, boxes.Boxes] = {}
+        overlapping = set()
+        shapes, of_items = self.contents.shapes, self.items.leaf
+        tiled = box_cover.tiled(shapes, of_items, self.boxes)
+        for number in np.flatnonzero(~tiled).tolist():
+            leaf = self.contents.leaves[number]
+            rank = len(leaf.shape)
+            held = self.boxes.take(self.of_leaf(number))
+            held = boxes.Boxes(start=held.start[:, :rank], stop=held.stop[:, :rank])
+            array = boxes.whole(leaf.shape)
+            lacking = box_cover.gaps(array, held)
+            if len(lacking):
+                gaps[number] = lacking
+            covered = array.volume - int(lacking.volumes.sum())
+            if int(held.volumes.sum()) > covered:
+                overlapping.add(number)
+        return gaps, frozenset(overlapping)
