@@ -105,8 +105,11 @@ class Writing:
             try:
                 act(self._writer)
                 claim = codec.encode(self._writer.own)
-            except (errors.ElasticCkptError, *bucket_clients.failures()) as error:
+            except errors.ElasticCkptError as error:
                 kind, problem = type(error).__name__, str(error)
+            except bucket_clients.failures() as error:
+                kind = type(error).__name__
+                problem = f"the records in {self._directory} are out of reach: {error}"
         shared = self._hosts.share(f"writer/{name}", [kind, problem, claim])
         answer: Any = shared[0]
         kind, problem, claim = answer

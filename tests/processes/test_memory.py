@@ -110,8 +110,9 @@ def test_assumed_data_parallelism_copies_nothing_and_says_what_that_risks(
     events = on(ram, range(4), saved([1]), tmp_path, **options)
     # No step is said to be safe.
     assert not [each for each in events if each["event"] == "replicated"]
-    # No item has a copy: 24 files of data, four parts of each leaf but the scalar.
-    assert "36 of 37 items lack copies" in " ".join(reasons(events, "degraded"))
+    assert "parts lack copies: they are on fewer" in " ".join(
+        reasons(events, "degraded")
+    )
 
 
 @pytest.mark.slow
