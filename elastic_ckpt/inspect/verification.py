@@ -271,8 +271,11 @@ class _Copies:
                 remedy="a device or memory of one of them is faulty: find it, and"
                 " restore an older step",
             )
-        for directory in self._views:
-            for file, why in orbax_view.problems(epath.Path(directory)):
+        for directory, view in self._views.items():
+            for file, why in [
+                *orbax_view.problems(epath.Path(directory)),
+                *view.empty_problems(self._table.contents),
+            ]:
                 yield of_step(
                     kind="orbax",
                     part=file,

@@ -19,9 +19,9 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 
-from elastic_ckpt.core import bucket_clients, checked_json, digest
+from elastic_ckpt.core import boxes, bucket_clients, checked_json, digest
 from elastic_ckpt.core.boxes import Box
-from elastic_ckpt.steps.manifest import Leaf
+from elastic_ckpt.steps.manifest import Contents, Leaf
 from elastic_ckpt.tiers.persistent import ocdbt
 
 FILE = "orbax-digests.json"
@@ -95,6 +95,15 @@ class OrbaxView:
         if digest.values_digest(np.asarray(values)) != named:
             return "is not what was saved: the merged store gives other values"
         return None
+
+    def empty_problems(self, contents: Contents) -> Iterator[tuple[str, str]]:
+        """The problems of arrays without elements, which no holder lists, by path."""
+        for leaf in contents.arrays:
+            if 0 in leaf.shape:
+                empty = digest.values_digest(np.empty(0, leaf.dtype))
+                why = self.chunk_problem(leaf, boxes.whole(leaf.shape), empty)
+                if why is not None:
+                    yield leaf.path, why
 
     def _array(self, leaf: Leaf) -> ts.TensorStore:
         with self._lock:
