@@ -66,9 +66,8 @@ from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.steps.table import StepTable
 from elastic_ckpt.tiers.choices import Peers
 from elastic_ckpt.tiers.find import FoundStep
-from elastic_ckpt.tiers.ram.local import LocalHost
+from elastic_ckpt.tiers.ram.local import LocalHost, WrittenFile
 from elastic_ckpt.tiers.ram.ram_disk import RamDisk
-from elastic_ckpt.tiers.ram.step_writer import WrittenFile
 from elastic_ckpt.tiers.source import ReadError, Source
 
 AnswerT = TypeVar("AnswerT")

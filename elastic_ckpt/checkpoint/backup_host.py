@@ -26,7 +26,7 @@ from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.peers import agent, run_agents, secret
 from elastic_ckpt.tiers.peers.peer import ManifestKey, Peer, Peers
 from elastic_ckpt.tiers.peers.peer_client import PeerClient
-from elastic_ckpt.tiers.ram import file_repair, local, ram_disk
+from elastic_ckpt.tiers.ram import local, ram_disk
 from elastic_ckpt.tiers.source import RepairError
 
 _POLL_SECS = 1.0
@@ -68,7 +68,7 @@ class BackupHost:
         self._slot = self._disk.host_directory(0)
         self._backups = list(backups)
         self._known: dict[ManifestKey, Manifest] = {}
-        with file_repair.held_off(self._slot):
+        with ram_disk.held_off(self._slot):
             self._own.clean()
 
     def follow(self) -> tuple[StepId, Replicated] | None:
@@ -99,7 +99,7 @@ class BackupHost:
             return None
         common = set(own).intersection(*others)
         kept = {newest, max(common, key=_order, default=None)}
-        with file_repair.held_off(self._slot):
+        with ram_disk.held_off(self._slot):
             for each in set(own) - kept:
                 self._own.remove(each)
         num_bytes = found.table.num_bytes

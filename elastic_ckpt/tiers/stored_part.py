@@ -10,10 +10,8 @@ import google_crc32c
 import numpy as np
 
 from elastic_ckpt.core import digest
-from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.manifest import Leaf
-from elastic_ckpt.tiers.source import ReadError, Source
 
 DIFFERS = "is not what was saved: its digest differs"
 
@@ -41,27 +39,10 @@ def damage(stored: np.ndarray, leaf: Leaf, named: bytes) -> str | None:
     return None
 
 
-def why_differs(source: Source, leaf: Leaf, box: Box) -> str:
-    """The problem of a part that was read, and had other bytes than were saved.
-
-    While a step is read it may be removed, and its files be written anew for another.
-    """
-    try:
-        source.size(leaf, box)
-    except ReadError as error:
-        return str(error)
-    return DIFFERS
-
-
 def content(leaf: Leaf, values: np.ndarray) -> bytes:
     """The bytes of a part in a file: its values in C order, and their checksum."""
-    return values.tobytes() if leaf.is_file else chunk_content(values)
-
-
-def chunk_content(values: np.ndarray) -> bytes:
-    """The content of the file of a chunk: its values in C order and their checksum."""
     flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-    return flat.tobytes() + checksum(flat)
+    return flat.tobytes() if leaf.is_file else flat.tobytes() + checksum(flat)
 
 
 def checksum(values: np.ndarray) -> bytes:

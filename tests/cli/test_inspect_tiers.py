@@ -29,7 +29,7 @@ def save(root, rows, *, step=3):
     with contextlib.closing(
         local.LocalHost(disk, slot=0, domains={}, number=0)
     ) as host:
-        writer = host.begin(StepId(step, "0"), contents, num_bytes=1000)
+        writer = host.begin(StepId(step, "0"), contents)
         for row in rows:
             values = STATE["w"][row : row + 1]
             box = boxes.Box(start=(row, 0), stop=(row + 1, 8))

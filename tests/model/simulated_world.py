@@ -59,7 +59,7 @@ from elastic_ckpt.tiers import choices, run_identity, source
 from elastic_ckpt.tiers.peers import agent, agent_server, peer_client
 from elastic_ckpt.tiers.persistent import persistent_root
 from elastic_ckpt.tiers.persistent.claims import Claimant
-from elastic_ckpt.tiers.ram import file_repair, machine
+from elastic_ckpt.tiers.ram import machine, ram_disk
 from tests import seams
 
 RUN = "run"
@@ -314,7 +314,7 @@ class _Endpoint:
             raise source.RepairError(str(error)) from None
         slot, step, *file = self._name(path).split("/")
         directory = os.path.join(root, "hosts", slot, step)
-        file_repair.replace(directory, "/".join(file), content)
+        ram_disk.put_right(directory, "/".join(file), content)
 
     def _name(self, path):
         return urllib.parse.unquote(path.removeprefix("/hosts/"))

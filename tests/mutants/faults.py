@@ -131,7 +131,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a manifest lacks the files of components",
-        "elastic_ckpt/tiers/ram/step_writer.py",
+        "elastic_ckpt/tiers/ram/local.py",
         "            self.parts[number, whole] = named\n",
         "",
         ("tests/tiers/test_local.py",),
@@ -139,7 +139,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the files of a step go before its manifest",
         "elastic_ckpt/tiers/ram/local.py",
-        "        storage.remove(self.disk.manifest_path(self.slot, step_id))\n"
+        "        storage.remove(self.disk.manifest_path(slot, step_id))\n"
         "        self.files.recycle(os.fspath(directory))\n",
         "        self.files.recycle(os.fspath(directory))\n",
         ("tests/tiers/test_local.py",),

@@ -51,7 +51,7 @@ POINTS = {
         before=True,
         is_saved=False,
     ),
-    "replicate": Point(at=f"{RAM}.step_writer:StepWriter.put"),
+    "replicate": Point(at=f"{RAM}.local:StepWriter.put"),
     "collect": Point(at="os:unlink", within=f"{RAM}.local:LocalHost.remove", call=5),
     "back_up": Point(at="elastic_ckpt.tiers.persistent.ocdbt:merge", host=0),
     "restore": Point(

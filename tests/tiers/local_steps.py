@@ -8,7 +8,7 @@ from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.core import boxes, digest, storage
 from elastic_ckpt.steps import manifest
 from elastic_ckpt.steps.step_id import StepId
-from elastic_ckpt.tiers.ram import step_writer
+from elastic_ckpt.tiers.ram import local
 
 RUN = "run-7"
 FILE = "data/0.json"
@@ -42,10 +42,11 @@ def save(host, step, *, only=None, save="0"):
     whole = contents(captured)
     if only is not None:
         captured.parts = tuple(p for p in captured.parts if p.leaf.path in only)
-    writer = host.begin(StepId(step, save), whole, num_bytes=captured.num_bytes)
+    writer = host.begin(StepId(step, save), whole)
+    writer.reserve(captured.num_bytes)
     writer.write(captured)
     storage.write_atomic(writer.directory / FILE, cursors(step))
-    (file,) = step_writer.written_files(writer.directory, ["data"])
+    (file,) = local.written_files(writer.directory, ["data"])
     return writer.commit({file.path: file.digest})
 
 
@@ -59,7 +60,8 @@ def copies(host, step, values):
         else part
         for part in captured.parts
     )
-    writer = host.copy_writer(StepId(step, "0"), contents(captured), num_bytes=1000)
+    writer = host.copy_writer(StepId(step, "0"), contents(captured))
+    writer.reserve(1000)
     for row in range(4):
         put(writer, row, values[row : row + 1])
     content = np.frombuffer(cursors(step), np.uint8)

@@ -41,8 +41,8 @@ def save(host, step, values, memory):
     captured = capture.capture(values, memory)
     files = [each for part in captured.parts for each in part.files]
     contents = manifest.Contents(leaves=captured.leaves, components=())
-    writer = host.begin(StepId(step, "0"), contents, num_bytes=None)
-    host.reserve(writer, captured.num_bytes, taken_bytes=captured.file_bytes)
+    writer = host.begin(StepId(step, "0"), contents)
+    writer.reserve(captured.num_bytes, taken_bytes=captured.file_bytes)
     writer.write(captured)
     captured.release()
     return writer.commit(), files
@@ -90,7 +90,7 @@ def test_a_copy_that_was_repaired_is_not_written_to_by_later_steps(host):
     memory = capture.Memory(host.files)
     saved, _ = save(host, 1, state(1), memory)
     leaf = saved.contents.leaves[0]
-    content = stored_part.chunk_content(state(1)["large"])
+    content = stored_part.content(leaf, state(1)["large"])
     host.put_right(saved.step_id, leaf, boxes.whole(leaf.shape), content)
     host.remove(StepId(1, "0"))
     for step in (2, 3):
@@ -146,13 +146,12 @@ def test_a_capture_that_fails_or_is_abandoned_leaves_no_file_and_no_memory(
     with pytest.raises(TypeError, match="buffer is too small"):
         capture.capture({**state(1), "w": shards}, capture.Memory(host.files))
     captured = capture.capture(state(1), capture.Memory(host.files))
-    assert host.files.taken_bytes
+    assert spare(host)
     contents = manifest.Contents(leaves=captured.leaves, components=())
-    writer = host.begin(StepId(1, "0"), contents, num_bytes=captured.num_bytes)
+    writer = host.begin(StepId(1, "0"), contents)
     writer.write(captured)
     captured.release()
     writer.abandon()
-    assert host.files.taken_bytes == 0
     assert spare(host) == []
     maps = pathlib.Path("/proc/self/maps").read_text()
     assert str(tmp_path) not in maps
@@ -169,13 +168,11 @@ def test_what_is_captured_on_one_host_leaves_room_for_another(tmp_path):
             values = {"large": np.zeros(LARGE + LARGE // 4, np.uint8)}
             captured = capture.capture(values, capture.Memory(own.files))
             contents = manifest.Contents(leaves=captured.leaves, components=())
-            writers.append(
-                (own, captured, own.begin(StepId(1, "0"), contents, num_bytes=None))
-            )
-        for own, captured, writer in writers:
+            writers.append((captured, own.begin(StepId(1, "0"), contents)))
+        for captured, writer in writers:
             sizes = captured.num_bytes, captured.file_bytes
-            own.reserve(writer, sizes[0], taken_bytes=sizes[1])
-        for _, captured, writer in writers:
+            writer.reserve(sizes[0], taken_bytes=sizes[1])
+        for captured, writer in writers:
             writer.write(captured)
             writer.commit()
         assert 0 <= disk.free_bytes() < LARGE

@@ -9,7 +9,7 @@ import pytest
 from elastic_ckpt.core import boxes, storage
 from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.peers import agent, agent_server, peer, peer_client, secret
-from elastic_ckpt.tiers.ram import file_repair, machine
+from elastic_ckpt.tiers.ram import machine, ram_disk
 from tests.tiers import served
 
 SAVED = b"what was saved" * 1000
@@ -47,7 +47,7 @@ def put_right(remote, file, content):
 
 def test_a_bad_file_is_replaced_and_one_that_is_gone_is_made(directory):
     for _ in range(2):
-        file_repair.replace(directory, "data/part", SAVED)
+        ram_disk.put_right(directory, "data/part", SAVED)
         assert (directory / "data" / "part").read_bytes() == SAVED
         shutil.rmtree(directory / "data")
 
@@ -63,7 +63,7 @@ def test_a_bad_file_is_replaced_and_one_that_is_gone_is_made(directory):
 )
 def test_anything_else_is_refused(directory, remote, file, content, why):
     with pytest.raises(source.RepairError, match=why):
-        file_repair.replace(directory, file, content)
+        ram_disk.put_right(directory, file, content)
     if ".." not in file:
         with pytest.raises(source.RepairError, match=why):
             put_right(remote, file, content)
@@ -74,7 +74,7 @@ def test_anything_else_is_refused(directory, remote, file, content, why):
 def test_a_live_process_repairs_its_own_slot(directory, remote):
     with storage.exclusive_lock(directory.parent / "lock"):
         for replace in (
-            lambda: file_repair.replace(directory, "data/part", SAVED),
+            lambda: ram_disk.put_right(directory, "data/part", SAVED),
             lambda: put_right(remote, "data/part", SAVED),
         ):
             with pytest.raises(source.RepairError, match="a live process has the slot"):
@@ -91,11 +91,11 @@ def test_a_repair_waits_while_a_live_process_removes_the_step(directory):
         futures.ThreadPoolExecutor(1) as executor,
     ):
         # The process of a backup host lets others repair its slot.
-        with file_repair.held_off(slot):
+        with ram_disk.held_off(slot):
             pass
-        file_repair.replace(directory, "data/part", SAVED)
-        with file_repair.held_off(slot):
-            repair = executor.submit(file_repair.replace, directory, "data/part", SAVED)
+        ram_disk.put_right(directory, "data/part", SAVED)
+        with ram_disk.held_off(slot):
+            repair = executor.submit(ram_disk.put_right, directory, "data/part", SAVED)
             assert not futures.wait([repair], timeout=0.2).done
             storage.remove(directory)
         with pytest.raises(source.RepairError, match="was not repaired"):

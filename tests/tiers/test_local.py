@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.core import checked_blobs, digest, errors, storage
-from elastic_ckpt.steps import layout, line, manifest
+from elastic_ckpt.steps import layout, manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import source, stored_part
 from elastic_ckpt.tiers.captured import CapturedLeaf
@@ -56,7 +56,8 @@ def save(host, state, *, step=3, slot_of=None):
             )
             for part in captured.parts
         )
-    writer = host.begin(StepId(step, "0"), contents, num_bytes=captured.num_bytes)
+    writer = host.begin(StepId(step, "0"), contents)
+    writer.reserve(captured.num_bytes)
     writer.write(captured)
     return writer.commit()
 
@@ -181,7 +182,7 @@ def unreadable(path):
 def test_what_is_held_has_the_time_and_metrics_of_its_save(disk, host):
     captured = capture.capture({"w": np.ones(8)}, capture.Memory())
     contents = manifest.Contents(leaves=captured.leaves, components=())
-    writer = host.begin(StepId(3, "0"), contents, num_bytes=64)
+    writer = host.begin(StepId(3, "0"), contents)
     writer.write(captured)
     known = dataclasses.replace(contents, time_ms=1500, metrics='{"loss":NaN}')
     writer.commit(contents=known)
@@ -230,7 +231,7 @@ def test_any_flipped_bit_of_a_chunk_is_found_and_put_right(disk, host):
         assert not read(files, *part)[1]
     # Damaged metadata does not prevent the repair.
     (path.parents[2] / "zarr.json").write_bytes(b"{")
-    content = stored_part.chunk_content(values)
+    content = stored_part.content(part[0], values)
     host.put_right(saved.step_id, *part[:2], content)
     assert path.read_bytes() == sound
     assert read(files, *part)[1]
@@ -256,7 +257,7 @@ def test_a_file_that_cannot_give_the_bytes_is_a_read_error(disk, host, tmp_path)
     check("behind a link")
     path.unlink()
     path.mkdir()
-    check("cannot be read")
+    check("no file")
     inside = pathlib.Path(disk.step_directory(0, StepId(3, "0")) / "w")
     inside.rename(tmp_path / "outside")
     inside.symlink_to(tmp_path / "outside")
@@ -294,9 +295,10 @@ def test_the_limit_counts_all_slots_and_what_they_are_about_to_write(disk, host)
             local.LocalHost(limited, slot=2, domains={}, number=2)
         ) as two,
     ):
-        writer = one.begin(StepId(4, "0"), contents, num_bytes=2**20)
+        writer = one.begin(StepId(4, "0"), contents)
+        writer.reserve(2**20)
         with pytest.raises(errors.CheckpointError) as refused:
-            two.begin(StepId(4, "0"), contents, num_bytes=2**20)
+            two.begin(StepId(4, "0"), contents).reserve(2**20)
         message = str(refused.value)
         assert "step 4 needs 1048576 bytes" in message
         assert "limit 3145728" in message
@@ -304,17 +306,17 @@ def test_the_limit_counts_all_slots_and_what_they_are_about_to_write(disk, host)
         assert two.being_written == set()
         assert limited.saves(2) == []
         writer.abandon()
-        two.begin(StepId(4, "0"), contents, num_bytes=2**20).abandon()
+        other = two.begin(StepId(4, "0"), contents)
+        other.reserve(2**20)
+        other.abandon()
 
 
 def test_what_the_file_system_cannot_take_is_refused_at_once_or_later(disk, host):
     contents = manifest.Contents(leaves=(), components=())
-    with pytest.raises(errors.CheckpointError, match="without a limit"):
-        host.begin(StepId(3, "0"), contents, num_bytes=2**60)
-    writer = host.begin(StepId(3, "0"), contents, num_bytes=None)
+    writer = host.begin(StepId(3, "0"), contents)
     assert host.being_written == {(3, "0")}
     with pytest.raises(errors.CheckpointError, match="without a limit"):
-        host.reserve(writer, 2**60)
+        writer.reserve(2**60)
     assert host.being_written == set()
     assert disk.steps() == []
 
@@ -386,13 +388,14 @@ def test_a_directory_that_belongs_to_another_user_is_refused(is_used):
 def test_cleaning_leaves_what_is_committed_or_being_written(disk, host):
     local_steps.save(host, 3)
     contents = manifest.Contents(leaves=(), components=())
-    writer = host.begin(StepId(4, "0"), contents, num_bytes=9)
+    writer = host.begin(StepId(4, "0"), contents)
+    writer.reserve(9)
     with contextlib.closing(
         local.LocalHost(disk, slot=1, domains={}, number=1)
     ) as alive:
-        alive.begin(StepId(4, "0"), contents, num_bytes=9)
+        alive.begin(StepId(4, "0"), contents).reserve(9)
         dead = local.LocalHost(disk, slot=2, domains={}, number=2)
-        dead.begin(StepId(4, "0"), contents, num_bytes=9)
+        dead.begin(StepId(4, "0"), contents).reserve(9)
         local_steps.save(dead, 3)
         dead.close()
         extra = (
@@ -434,11 +437,8 @@ def test_old_steps_in_slots_of_dead_processes_go_and_those_of_live_ones_stay(
         local.LocalHost(disk, slot=2, domains={}, number=2)
     ) as alive:
         save(alive, state, step=1)
-        of_line = line.Line(save="0", parents=())
-        host.remove_idle(of_line, before=4, kept=[1], preserved=[2])
-        assert [step for step, _ in disk.saves(1)] == [1, 2, 4]
-        assert host.remove_step_of_idle(1)
-        assert not host.remove_step_of_idle(1)
+        assert host.remove_idle(lambda each: each.step in (1, 3))
+        assert not host.remove_idle(lambda each: each.step in (1, 3))
         assert [step for step, _ in disk.saves(1)] == [2, 4]
         assert [step for step, _ in disk.saves(2)] == [1]
         assert not offered(disk, 3)

@@ -15,7 +15,7 @@ from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.peers.agent import Address
 from elastic_ckpt.tiers.peers.run_agents import Seen
-from elastic_ckpt.tiers.ram.step_writer import WrittenFile
+from elastic_ckpt.tiers.ram.local import WrittenFile
 from elastic_ckpt.tiers.run_identity import Place
 
 

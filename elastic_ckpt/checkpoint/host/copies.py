@@ -121,9 +121,8 @@ def fetch(
     """
     table, reader = found.table, VerifiedReader(found)
     listed = list(range(len(table)) if items is None else items)
-    writer = own.copy_writer(
-        table.step_id, table.contents, num_bytes=int(table.num_bytes[listed].sum())
-    )
+    writer = own.copy_writer(table.step_id, table.contents)
+    writer.reserve(int(table.num_bytes[listed].sum()))
 
     def take(item: int) -> int:
         number, box = int(table.items.leaf[item]), table.box(item)

@@ -3,7 +3,7 @@
 Each host rewrites those in its own slot. Others lie on idle machines, in slots that the
 present world does not use, or on backup hosts: their process is gone, or has no other
 copy. They are dealt to the hosts of the world, each of which has the agent of the
-machine write what was saved (`ram.file_repair`). What is written was read from another
+machine write what was saved (`ram.ram_disk`). What is written was read from another
 holder, verified.
 """
 

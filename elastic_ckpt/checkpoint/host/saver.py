@@ -36,7 +36,7 @@ from elastic_ckpt.tiers.captured import Captured, Values, fetched
 from elastic_ckpt.tiers.choices import PINNED_BYTES
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.peers import secret
-from elastic_ckpt.tiers.ram import ram_disk, step_writer
+from elastic_ckpt.tiers.ram import local, ram_disk
 
 # If less is free on a RAM disk, components write to a staging directory at first.
 _LEAST_BYTES = 2**20
@@ -84,7 +84,7 @@ class HostSaver:
             return self._captured_in(saving)
         contents = Contents(leaves=captured.leaves)
         try:
-            saving.writer = self._world.own.begin(step_id, contents, num_bytes=None)
+            saving.writer = self._world.own.begin(step_id, contents)
             if not self._world.disk.has_room(_LEAST_BYTES):
                 # The files of components are small, and may be all that fits.
                 saving.directory = saving.staging = self._staging(step_id)
@@ -128,7 +128,7 @@ class HostSaver:
             raise errors.CheckpointError(problem)
         saving = self._saving[step_id]
         saving.components = components
-        saving.written = step_writer.written_files(saving.directory, components)
+        saving.written = local.written_files(saving.directory, components)
         if self._world.storage is not None or saving.staging is not None:
             # A step that does not fit is removed with its files, so their contents are
             # kept.
@@ -144,12 +144,8 @@ class HostSaver:
             return self._files(step_id, saving)
         # The search for room takes time for each file: the trainer runs meanwhile.
         captured = saving.captured
-        self._world.own.reserve(
-            writer, captured.num_bytes, taken_bytes=captured.file_bytes
-        )
-        if saving.staging is not None:
-            writer.put_written(saving.contents)
-        writer.write(saving.captured)
+        writer.reserve(captured.num_bytes, taken_bytes=captured.file_bytes)
+        writer.write(captured, {} if saving.staging is None else saving.contents)
         saving.parts = dict(writer.parts)
         return self._files(step_id, saving)
 
@@ -329,11 +325,16 @@ class HostSaver:
             del self._world.held[each]
         if self._world.own.slot == 0:
             # No other host does it if the world became smaller.
+            kept_steps = {each.step for each in of_line} - set(removed)
+            before = min([step_id, *in_flight]).step
             self._world.own.remove_idle(
-                line,
-                before=min([step_id, *in_flight]).step,
-                kept={each.step for each in of_line} - set(removed),
-                preserved=preserved,
+                lambda each: (
+                    each.step not in preserved
+                    and (
+                        line.abandons(each)
+                        or (each.step < before and each.step not in kept_steps)
+                    )
+                )
             )
 
     @calls.call()
@@ -343,7 +344,7 @@ class HostSaver:
         saves = [each for each in own.held() if each.step == step]
         for each in saves:
             own.remove(each)
-        was_idle = own.slot == 0 and own.remove_step_of_idle(step)
+        was_idle = own.slot == 0 and own.remove_idle(lambda each: each.step == step)
         return bool(saves) or was_idle
 
     @calls.call()
@@ -404,11 +405,11 @@ class _Saving:
     # disk.
     directory: epath.Path
     staging: epath.Path | None = None
-    writer: step_writer.StepWriter | None = None
+    writer: local.StepWriter | None = None
     problem: str | None = None
     # The files of components, after all of them have written.
     components: Sequence[str] | None = None
-    written: Sequence[step_writer.WrittenFile] = ()
+    written: Sequence[local.WrittenFile] = ()
     # The digests of the arrays, by leaf and box, once they are written.
     parts: Mapping[tuple[int, Box], bytes] | None = None
     contents: Mapping[str, bytes] = dataclasses.field(default_factory=dict)

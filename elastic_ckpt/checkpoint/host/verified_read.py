@@ -105,15 +105,17 @@ class VerifiedReader:
             source, actual = self._sources[number], digest.values_hash()
             try:
                 source.read_into(leaf, box, into.data, actual.update)
-            except ReadError as error:
-                why = str(error)
-            else:
                 if actual.digest() == expected:
                     with self._lock:
                         self._read_bytes[number] += into.nbytes
                         self._bad += tried.values()
                     return
-                why = stored_part.why_differs(source, leaf, box)
+                # While a step is read it may be removed, and its files be written anew
+                # for another.
+                source.size(leaf, box)
+                why = stored_part.DIFFERS
+            except ReadError as error:
+                why = str(error)
             holder = table.holders[number]
             tried[number] = BadCopy(
                 host=holder.host.id, tier=holder.tier, name=table.name(item), why=why

@@ -7,7 +7,7 @@
                                                              manifests, as JSON
     GET, HEAD  /v1/<run>/hosts/<slot>/<step>-<save>/<path>   a file, or a range of it
     PUT        /v1/<run>/hosts/<slot>/<step>-<save>/<path>   a file in place of a bad
-                                                             copy (`ram.file_repair`)
+                                                             copy (`ram.ram_disk`)
     PUT        /v1/<run>/holds/<step>-<save>                 the seconds for which the
                                                              step is kept (`preserved`)
 
@@ -161,7 +161,7 @@ class _Answers:
 
     async def _repair(self, request: web.Request) -> web.Response:
         # Only a repair needs what checks manifests and digests.
-        from elastic_ckpt.tiers.ram import file_repair
+        from elastic_ckpt.tiers.ram import ram_disk
 
         slot, step, path = (request.match_info[n] for n in ("slot", "step", "path"))
         directory = os.path.join(self._root(request), "hosts", slot, step)
@@ -170,9 +170,8 @@ class _Answers:
             raise web.HTTPRequestEntityTooLarge(MOST_FILE_BYTES, num_bytes)
         async with self._repairing:
             content = await request.read()
-            replace = functools.partial(file_repair.replace, directory, path, content)
             try:
-                await asyncio.to_thread(replace)
+                await asyncio.to_thread(ram_disk.put_right, directory, path, content)
             except RepairError as error:
                 raise web.HTTPConflict(text=str(error)) from None
         return web.Response(status=204)

@@ -123,7 +123,7 @@ def write(
         store.write(metadata, zarr_array.metadata_file(leaf))
     for each in chunks:
         if 0 < each.values.nbytes <= _SMALL_BYTES:
-            content = stored_part.chunk_content(each.values)
+            content = stored_part.content(each.leaf, each.values)
             store.write(key(each.leaf, each.box), content)
         elif each.values.nbytes:
             _write_large(store_spec(directory), each, context, transaction)

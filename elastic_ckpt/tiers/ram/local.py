@@ -1,33 +1,37 @@
 """The local tier: the steps that one process holds on its machine's RAM disk.
 
 Each process has a directory, a slot, that it alone writes; it reads all slots of the
-machine. Each step is written into a separate directory and exists when its manifest is
-there (`step_writer`). So a crash leaves directories without a manifest, and files that
-no manifest names, which `clean` removes.
+machine. A step is written into a separate directory, its manifest last, and exists when
+that is there. So a crash leaves directories without a manifest, and files that no
+manifest names, which `clean` removes. A writer that continues a step with a manifest
+adds copies from peers to it: until it commits, the existing manifest stays valid.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
-import threading
-from collections.abc import Collection, Iterator, Mapping
+import pathlib
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
-from elastic_ckpt.core import checked_json, errors, storage
+import numpy as np
+from etils import epath
+
+from elastic_ckpt.core import background, boxes, checked_json, digest, errors, storage
 from elastic_ckpt.core.boxes import Box
-from elastic_ckpt.steps import layout, retention
-from elastic_ckpt.steps.line import Line
-from elastic_ckpt.steps.manifest import (
-    Contents,
-    Holder,
-    Host,
-    Leaf,
-    Manifest,
-    Parts,
-)
+from elastic_ckpt.steps import layout, manifest_file, retention
+from elastic_ckpt.steps.manifest import Contents, Holder, Host, Leaf, Manifest, Parts
 from elastic_ckpt.steps.step_id import StepId
-from elastic_ckpt.tiers.ram import ram_disk, step_writer
-from elastic_ckpt.tiers.ram.chunk_files import ChunkFiles
+from elastic_ckpt.tiers import preserved, zarr_array
+from elastic_ckpt.tiers.captured import Captured, CapturedLeaf, Values, fetched
+from elastic_ckpt.tiers.ram import ram_disk
+from elastic_ckpt.tiers.ram.chunk_files import ChunkFile, ChunkFiles
+
+# As many chunks are written, and are in host memory that devices send, at a time.
+_NUM_THREADS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 
 
 class LocalHost:
@@ -38,6 +42,7 @@ class LocalHost:
       slot: of this process.
       host: this process, as manifests name it.
       files: of chunks, mapped, that are in no step yet.
+      being_written: the steps that have a writer.
     """
 
     def __init__(
@@ -59,27 +64,19 @@ class LocalHost:
         Raises:
           RunError: if a live process has the slot.
         """
-        self.disk = disk
+        self.disk, self.slot = disk, slot
         self.host = Host(id=disk.host_id(slot), number=number, domains=domains)
-        self.slot = slot
-        self._lock = threading.Lock()
-        self._being_written: set[StepId] = set()
+        self.being_written: set[StepId] = set()
         self._held = contextlib.ExitStack()
-        self._held.enter_context(self._locked(slot))
+        self._held.enter_context(disk.locked(slot))
         spare = disk.host_directory(slot) / ram_disk.SPARE
         storage.remove(spare)
         self.files = ChunkFiles(spare)
+        self._held.callback(self.files.close)
 
     def close(self) -> None:
         """Frees the slot; the steps in it stay."""
-        self.files.close()
         self._held.close()
-
-    @property
-    def being_written(self) -> frozenset[StepId]:
-        """The steps and saves that are being written."""
-        with self._lock:
-            return frozenset(self._being_written)
 
     def held(self) -> list[StepId]:
         """The steps and saves that are committed, ascending."""
@@ -89,63 +86,58 @@ class LocalHost:
         """The committed saves as retention requires them, from the manifests."""
         retained = []
         for each in self.held():
-            contents, complete = None, False
+            contents, complete = None, None
             try:
                 contents = self.disk.manifest(self.slot, each).contents
                 complete = True
             except (checked_json.LaterVersionError, OSError):
-                complete = None
-            except errors.CheckpointError:
                 pass
+            except errors.CheckpointError:
+                complete = False
             retained.append(
                 retention.HeldStep.from_contents(each, contents, complete=complete)
             )
         return retained
 
-    def begin(
-        self, step_id: StepId, contents: Contents, *, num_bytes: int | None
-    ) -> step_writer.StepWriter:
+    def begin(self, step_id: StepId, contents: Contents) -> StepWriter:
         """A writer for what this process holds of a step; leftovers of it are removed.
 
         Args:
           step_id: the step.
           contents: of the whole step.
-          num_bytes: of what will be written, all in all; None leaves it to `reserve`,
-            which takes its time.
 
         Raises:
-          CheckpointError: if it does not fit, or is committed already.
+          CheckpointError: if it is committed already.
         """
+        directory = self.disk.step_directory(self.slot, step_id)
         if self.disk.manifest_path(self.slot, step_id).exists():
             raise errors.CheckpointError(
-                f"step {step_id.step}, save {step_id.save!r}, is in"
-                f" {self.disk.step_directory(self.slot, step_id)} already; remove"
-                " it, or save under another name"
+                f"step {step_id.step}, save {step_id.save!r}, is in {directory}"
+                " already; remove it, or save under another name"
             )
-        storage.remove(self.disk.step_directory(self.slot, step_id))
-        empty = self._empty(step_id, contents)
-        return self._writer(empty, num_bytes=num_bytes)
+        storage.remove(directory)
+        empty = Manifest(
+            run=self.disk.run,
+            step_id=step_id,
+            contents=contents,
+            holders=(Holder(self.host),),
+            parts=Parts.of_rows([], contents),
+        )
+        return StepWriter(self, empty)
 
-    def copy_writer(
-        self, step_id: StepId, contents: Contents, *, num_bytes: int
-    ) -> step_writer.StepWriter:
+    def copy_writer(self, step_id: StepId, contents: Contents) -> StepWriter:
         """A writer for copies from peers, beside what is committed here of the step.
 
         Args:
           step_id: the step.
           contents: of the whole step.
-          num_bytes: of what will be added, all in all.
-
-        Raises:
-          CheckpointError: if it does not fit.
         """
         try:
-            present = self.disk.manifest(self.slot, step_id)
+            return StepWriter(self, self.disk.manifest(self.slot, step_id))
         except errors.CheckpointError:
             # It is missing or damaged, so its files cannot be read.
             self.remove(step_id)
-            present = self._empty(step_id, contents)
-        return self._writer(present, num_bytes=num_bytes)
+            return self.begin(step_id, contents)
 
     def put_right(self, step_id: StepId, leaf: Leaf, box: Box, content: bytes) -> None:
         """Writes a bad part of a step anew; the caller has compared the digest."""
@@ -155,47 +147,30 @@ class LocalHost:
     def remove(self, step_id: StepId) -> None:
         """Removes a save of a step that is not being written, its manifest first."""
         assert step_id not in self.being_written
-        # After a crash the rest has no manifest, so it counts as a leftover.
-        directory = self.disk.step_directory(self.slot, step_id)
-        storage.remove(self.disk.manifest_path(self.slot, step_id))
-        self.files.recycle(os.fspath(directory))
-        storage.remove(directory)
+        self._remove(self.slot, step_id)
 
-    def remove_idle(
-        self,
-        line: Line,
-        *,
-        before: int,
-        kept: Collection[int],
-        preserved: Collection[int],
-    ) -> None:
-        """Removes old steps from the slots of this machine whose process is gone.
+    def remove_idle(self, is_removed: Callable[[StepId], bool]) -> bool:
+        """Removes steps from the slots of this machine whose process is gone.
 
         Args:
-          line: steps that it abandons are removed too.
-          before: the first step that stays.
-          kept: steps before that which stay, unless the line abandons them.
-          preserved: steps that stay whatever they are.
+          is_removed: whether a step is.
+
+        Returns:
+          Whether there were any.
         """
+        removed = False
         for slot in self._idle_slots():
-            for each in self.disk.saves(slot):
-                is_old = each.step < before and each.step not in kept
-                if (is_old or line.abandons(each)) and each.step not in preserved:
-                    self._remove_of_idle(slot, each)
+            for each in filter(is_removed, self.disk.saves(slot)):
+                self._remove(slot, each)
+                removed = True
+        return removed
 
-    def remove_step_of_idle(self, step: int) -> bool:
-        """Removes a step from such slots, too; returns whether one had it."""
-        was_there = False
-        for slot in self._idle_slots():
-            for each in self.disk.saves(slot):
-                if each.step == step:
-                    self._remove_of_idle(slot, each)
-                    was_there = True
-        return was_there
-
-    def _remove_of_idle(self, slot: int, step_id: StepId) -> None:
+    def _remove(self, slot: int, step_id: StepId) -> None:
+        # After a crash the rest has no manifest, so it counts as a leftover.
+        directory = self.disk.step_directory(slot, step_id)
         storage.remove(self.disk.manifest_path(slot, step_id))
-        storage.remove(self.disk.step_directory(slot, step_id))
+        self.files.recycle(os.fspath(directory))
+        storage.remove(directory)
 
     def clean(self) -> list[str]:
         """Removes leftovers of dead processes of the machine.
@@ -216,94 +191,296 @@ class LocalHost:
         # The slots of this machine whose process is gone, each locked meanwhile.
         for slot in self.disk.slots():
             if slot != self.slot:
-                with contextlib.suppress(errors.RunError), self._locked(slot):
+                with contextlib.suppress(errors.RunError), self.disk.locked(slot):
                     yield slot
 
     def _clean(self, slot: int) -> list[str]:
-        removed = []
-        leftovers = [ram_disk.RESTORED, ram_disk.MESSAGES]
-        if slot != self.slot:
-            leftovers.append(ram_disk.SPARE)
-        for name in leftovers:
-            leftover = self.disk.host_directory(slot) / name
+        removed, is_own = [], slot == self.slot
+        names = [ram_disk.RESTORED, ram_disk.MESSAGES, *[ram_disk.SPARE][is_own:]]
+        for leftover in (self.disk.host_directory(slot) / name for name in names):
             if leftover.exists():
                 storage.remove(leftover)
                 removed.append(os.fspath(leftover))
         for each in self.disk.saves(slot):
-            if slot != self.slot or each not in self.being_written:
-                path = self.disk.manifest_path(slot, each)
-                removed += step_writer.sweep(path)
+            if not (is_own and each in self.being_written):
+                removed += self.sweep(slot, each)
         return removed
 
-    def _empty(self, step_id: StepId, contents: Contents) -> Manifest:
-        return Manifest(
-            run=self.disk.run,
-            step_id=step_id,
-            contents=contents,
-            holders=(Holder(self.host),),
-            parts=Parts.of_rows([], contents),
-        )
+    def sweep(self, slot: int, step_id: StepId) -> list[str]:
+        """Removes the files of a step that its manifest does not name.
 
-    def _writer(
-        self, manifest: Manifest, *, num_bytes: int | None
-    ) -> step_writer.StepWriter:
-        key = manifest.step_id
+        Without a readable manifest these are all of them. Files that a program of
+        a later version wrote stay.
 
-        def end() -> None:
-            with self._lock:
-                self._being_written.discard(key)
+        Returns:
+          The paths that were removed.
+        """
+        path = self.disk.manifest_path(slot, step_id)
+        try:
+            manifest = Manifest.parse(path.read_bytes())
+        except checked_json.LaterVersionError:
+            return []
+        except (FileNotFoundError, checked_json.UnreadableError):
+            # After a crash between the two it is still a leftover.
+            storage.remove(path)
+            storage.remove(path.parent)
+            return [os.fspath(path.parent)]
+        leaves = manifest.contents.leaves
+        named = {layout.part_file(leaves[n], box) for n, box, _ in manifest.rows()}
+        named |= {path.name, preserved.FILE}
+        removed = []
+        for entry in list(pathlib.Path(path.parent).rglob("*")):
+            is_named = os.path.relpath(entry, path.parent) in named
+            if not (is_named or entry.is_dir() or entry.name == zarr_array.METADATA):
+                storage.remove(entry)
+                removed.append(os.fspath(entry))
+        return removed
 
-        with self._lock:
-            assert key not in self._being_written
-            self._being_written.add(key)
-        directory = self.disk.step_directory(self.slot, key)
-        writer = step_writer.StepWriter(
-            directory, manifest, files=self.files, ended=end
-        )
-        if num_bytes is not None:
-            self.reserve(writer, num_bytes)
-        return writer
 
-    def reserve(
-        self, writer: step_writer.StepWriter, num_bytes: int, *, taken_bytes: int = 0
-    ) -> None:
-        """Makes sure that there is room for what will be written.
+class WrittenFile(NamedTuple):
+    """A file that a component wrote.
+
+    Attributes:
+      path: relative to the step's directory.
+      num_bytes: its length.
+      digest: `core.digest.values_digest` of its bytes, 16 bytes.
+    """
+
+    path: str
+    num_bytes: int
+    digest: bytes
+
+
+def written_files(root: epath.PathLike, components: Iterable[str]) -> list[WrittenFile]:
+    """The files that components have written by now, durable, ordered by path.
+
+    Args:
+      root: of the step; paths are relative to it.
+      components: the names of their directories.
+    """
+    written = []
+    for place in components:
+        storage.sync_tree(os.path.join(root, place))
+        for path in pathlib.Path(root, place).rglob("*"):
+            if not path.is_dir():
+                content = np.fromfile(path, np.uint8)
+                named, name = digest.values_digest(content), path.relative_to(root)
+                written.append(WrittenFile(str(name), content.nbytes, named))
+    return sorted(written)
+
+
+class StepWriter:
+    """Writes what a host holds of one save of a step; any thread may put copies.
+
+    It ends with `commit` or `abandon`. A write that fails abandons it. If it is one of
+    several copies, `commit` does so: other threads may still be writing.
+
+    Args:
+      own: the host.
+      manifest: of the parts that are there already.
+
+    Attributes:
+      directory: of the step.
+      manifest: as given.
+      parts: what is there by now: the digests of parts, by leaf and box.
+    """
+
+    def __init__(self, own: LocalHost, manifest: Manifest) -> None:
+        assert manifest.step_id not in own.being_written
+        own.being_written.add(manifest.step_id)
+        self.directory = own.disk.step_directory(own.slot, manifest.step_id)
+        self.manifest = manifest
+        self.parts = {(leaf, box): named for leaf, box, named in manifest.rows()}
+        self._own = own
+        self._described: set[str] = set()
+        # Why a copy could not be written.
+        self._failure: errors.CheckpointError | None = None
+
+    def reserve(self, num_bytes: int, *, taken_bytes: int = 0) -> None:
+        """Makes sure that there is room for what will be written; this takes its time.
 
         Args:
-          writer: of this process; abandoned if there is none.
           num_bytes: of what will be written, all in all.
-          taken_bytes: of these, those in `files` already.
+          taken_bytes: of these, those in the host's `files` already.
 
         Raises:
-          CheckpointError: if it does not fit.
+          CheckpointError: if it does not fit; the writer is abandoned then.
         """
-        try:
-            self._reserve(writer.manifest, num_bytes, taken_bytes)
-        except BaseException:
-            writer.abandon()
-            raise
+        disk, files = self._own.disk, self._own.files
+        with self._abandoned_on_failure():
+            # Reserved before it is measured: two processes that start together and do
+            # not both fit cannot both find room.
+            try:
+                reserved = self.manifest.num_bytes + num_bytes - taken_bytes
+                storage.write_atomic(
+                    self.directory / ram_disk.RESERVED, b"%d" % reserved
+                )
+                free = disk.free_bytes()
+                if free < 0 and files.drop_spare():
+                    free = disk.free_bytes()
+            except OSError:
+                # Not even that fits.
+                free = -num_bytes
+            if free < 0:
+                limit = disk.limit_bytes
+                bound = "without a limit" if limit is None else f"limit {limit} bytes"
+                raise errors.CheckpointError(
+                    f"step {self.manifest.step_id.step} needs {num_bytes} bytes in"
+                    f" {disk.root} ({bound}), and {max(0, free + num_bytes)} are free;"
+                    " raise the limit or the size of the file system, or keep fewer"
+                    " steps"
+                )
 
-    def _reserve(self, manifest: Manifest, num_bytes: int, taken_bytes: int) -> None:
-        # Reserved before it is measured: two processes that start together and do not
-        # both fit cannot both find room.
-        directory = self.disk.step_directory(self.slot, manifest.step_id)
+    def write(
+        self,
+        captured: Captured,
+        files: Mapping[str, bytes] = types.MappingProxyType({}),
+    ) -> None:
+        """Writes the values of all boxes; `captured` may be released then.
+
+        Args:
+          captured: what the host holds of the arrays.
+          files: that components have written elsewhere, by path.
+
+        Raises:
+          CheckpointError: if they do not fit any more or cannot be written; nothing of
+            the writer is left then.
+        """
+        leaves = self.manifest.contents.leaves
+        numbers = {leaf.path: number for number, leaf in enumerate(leaves)}
+        items = [(part, *each) for part in captured.parts for each in part.boxes]
+
+        def write(item: tuple[CapturedLeaf, Box, Values]) -> None:
+            part, box, values = item
+            values, file = fetched(values), part.files.get(box)
+            if file is None:
+                file = self._own.files.take(values.nbytes)
+                np.copyto(file.values(box.shape, values.dtype), values)
+            self._place(numbers[part.leaf.path], box, file)
+
+        with self._abandoned_on_failure(), contextlib.ExitStack() as pools:
+            for path, content in files.items():
+                storage.write_atomic(self.directory / path, content)
+            for part in captured.parts:
+                if part.boxes:
+                    self._describe(part.leaf)
+            each = map
+            if _NUM_THREADS > 1:
+                pool = background.pool(_NUM_THREADS, "write")
+                each = pools.enter_context(pool).map
+            list(each(write, items))
+
+    def put(
+        self,
+        number: int,
+        box: Box,
+        named: bytes,
+        read: Callable[[np.ndarray], None],
+    ) -> None:
+        """Writes a copy of another host's part, in the place that it has here.
+
+        Args:
+          number: of its leaf.
+          box: of the part.
+          named: its digest.
+          read: fills memory, uint8, with its values, and compares their digest.
+
+        Raises:
+          CheckpointError: if it cannot be written; then no more copies are taken, and
+            `commit` fails. Or of `read`, after which the writer goes on.
+        """
+        if self._failure is not None:
+            raise self._failure
+        leaf, files = self.manifest.contents.leaves[number], self._own.files
+        num_bytes = leaf.num_bytes(box)
+        with self._failing(), contextlib.ExitStack() as stack:
+            if leaf.is_file:
+                content = np.empty(num_bytes, np.uint8)
+                read(content)
+                storage.write_atomic(self.directory / leaf.path, content.data)
+                self.parts[number, box] = named
+                return
+            file = files.take(num_bytes)
+            stack.callback(files.discard, file)
+            read(file.memory[:num_bytes])
+            self._describe(leaf)
+            self._place(number, box, file, named)
+
+    def commit(
+        self,
+        files: Mapping[str, bytes] = types.MappingProxyType({}),
+        *,
+        contents: Contents | None = None,
+    ) -> Manifest:
+        """Writes the manifest, which makes all that was written a part of the step.
+
+        Args:
+          files: what components wrote here, by path, with their digests; copies are
+            known already.
+          contents: of the whole step, where not all of them were known when it was
+            begun; the arrays are the same.
+
+        Raises:
+          CheckpointError: as `write`; or if a copy could not be written.
+        """
+        contents = contents or self.manifest.contents
+        for path, named in files.items():
+            number = contents.files[path]
+            whole = boxes.whole(contents.leaves[number].shape)
+            self.parts[number, whole] = named
+        rows = [(*part, named) for part, named in self.parts.items()]
+        manifest = dataclasses.replace(
+            self.manifest, contents=contents, parts=Parts.of_rows(rows, contents)
+        )
+        with self._abandoned_on_failure():
+            if self._failure is not None:
+                raise self._failure
+            manifest_file.write(self.directory, manifest)
+        storage.remove(self.directory / ram_disk.RESERVED)
+        self._own.being_written.discard(self.manifest.step_id)
+        return manifest
+
+    def abandon(self) -> None:
+        """Removes what was written and is in no manifest."""
+        self._own.sweep(self._own.slot, self.manifest.step_id)
+        self._own.files.forget_removed(os.fspath(self.directory))
+        self._own.being_written.discard(self.manifest.step_id)
+
+    def _describe(self, leaf: Leaf) -> None:
+        # Writes the metadata of an array, once.
+        if leaf.path not in self._described:
+            directory = self.directory / layout.leaf_directory(leaf.path)
+            os.makedirs(directory, exist_ok=True)
+            content = zarr_array.metadata_file(leaf)
+            storage.write_in_place(directory / zarr_array.METADATA, content)
+            self._described.add(leaf.path)
+
+    def _place(
+        self, number: int, box: Box, file: ChunkFile, named: bytes | None = None
+    ) -> None:
+        name = layout.part_file(self.manifest.contents.leaves[number], box)
+        directory = os.fspath(self.directory)
+        self.parts[number, box] = self._own.files.place(file, directory, name, named)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
         try:
-            reserved = manifest.num_bytes + num_bytes - taken_bytes
-            storage.write_atomic(directory / ram_disk.RESERVED, b"%d" % reserved)
-            free = self.disk.free_bytes()
-            if free < 0 and self.files.drop_spare():
-                free = self.disk.free_bytes()
-        except OSError:
-            # Not even that fits.
-            free = -num_bytes
-        if free < 0:
-            limit = self.disk.limit_bytes
-            bound = "without a limit" if limit is None else f"limit {limit} bytes"
-            raise errors.CheckpointError(
-                f"step {manifest.step_id.step} needs {num_bytes} bytes in"
-                f" {self.disk.root} ({bound}), and {max(0, free + num_bytes)} are free;"
-                " raise the limit or the size of the file system, or keep fewer steps"
+            yield
+        except OSError as error:
+            system = os.statvfs(self._own.disk.root)
+            free = system.f_bavail * system.f_frsize
+            self._failure = errors.CheckpointError(
+                f"step {self.manifest.step_id.step} could not be written to"
+                f" {self.directory} ({error}), where {free} bytes were free; give it"
+                " more space, or keep fewer steps"
             )
+            raise self._failure from error
 
-    def _locked(self, slot: int) -> contextlib.AbstractContextManager[None]:
-        return storage.exclusive_lock(self.disk.host_directory(slot) / "lock")
+    @contextlib.contextmanager
+    def _abandoned_on_failure(self) -> Iterator[None]:
+        try:
+            with self._failing():
+                yield
+        except errors.CheckpointError:
+            self.abandon()
+            raise

@@ -40,10 +40,20 @@ def machine_id(root: epath.PathLike) -> str:
                 " ec.Local) to one on a tmpfs that this user may write, such as"
                 " /dev/shm"
             ) from error
-    _check_owner(root)
+    # The owner could change the steps and their digests. Root can change them anyway.
+    owner = os.stat(root).st_uid
+    if owner not in (0, os.geteuid()):
+        raise errors.CheckpointError(
+            f"{root} on {socket.gethostname()} belongs to user {owner}, and this"
+            f" process is of user {os.geteuid()}: another user could change the steps"
+            " in it; remove it, or set local_checkpoint_directory (the directory of"
+            " ec.Local) to one of your own"
+        )
     if not os.path.exists(path):
         storage.create(path, secrets.token_hex(ID_LENGTH // 2).encode())
-    return _read(path)
+    known = find(root)
+    assert known is not None
+    return known
 
 
 def find(root: epath.PathLike) -> str | None:
@@ -52,10 +62,17 @@ def find(root: epath.PathLike) -> str | None:
     Raises:
       CheckpointError: if its file has something else.
     """
+    path = pathlib.Path(root, FILE)
     try:
-        return _read(os.path.join(root, FILE))
+        content = path.read_bytes()
     except FileNotFoundError:
         return None
+    if not _ID.fullmatch(content):
+        raise errors.CheckpointError(
+            f"{path} has {content[: 2 * ID_LENGTH]!r}, not the {ID_LENGTH} hex digits"
+            " of a machine; remove the RAM disk, whose files are of no use without them"
+        )
+    return content.decode()
 
 
 @functools.cache
@@ -75,37 +92,10 @@ def warn_unless_in_memory(root: epath.PathLike) -> None:
 
 def _file_system(path: str) -> str | None:
     # The type of that which is mounted nearest above; None where that is unknown.
-    try:
-        mounts = pathlib.Path("/proc/self/mountinfo").read_text()
-    except OSError:
-        return None
     kinds = {}
-    for mount in mounts.splitlines():
-        above, _, below = mount.partition(" - ")
-        place = above.split(" ")[4].encode().decode("unicode_escape")
-        kinds[place] = below.split(" ")[0]
-    places = [each for each in kinds if os.path.commonpath([each, path]) == each]
-    return kinds[max(places, key=len)] if places else None
-
-
-def _check_owner(root: epath.PathLike) -> None:
-    # The owner could change the steps and their digests. Root can change them anyway.
-    owner = os.stat(root).st_uid
-    if owner not in (0, os.geteuid()):
-        raise errors.CheckpointError(
-            f"{root} on {socket.gethostname()} belongs to user {owner}, and this"
-            f" process is of user {os.geteuid()}: another user could change the steps"
-            " in it; remove it, or set local_checkpoint_directory (the directory of"
-            " ec.Local) to one of your own"
-        )
-
-
-def _read(path: str) -> str:
-    with open(path, "rb") as file:
-        content = file.read(ID_LENGTH + 1)
-    if not _ID.fullmatch(content):
-        raise errors.CheckpointError(
-            f"{path} has {content!r}, not the {ID_LENGTH} hex digits of a machine;"
-            " remove the RAM disk, whose files are of no use without them"
-        )
-    return content.decode()
+    for mount in pathlib.Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = mount.partition(" - ")
+        place = before.split(" ")[4].encode().decode("unicode_escape")
+        if os.path.commonpath([place, path]) == place:
+            kinds[place] = after.split(" ")[0]
+    return kinds[max(kinds, key=len)] if kinds else None

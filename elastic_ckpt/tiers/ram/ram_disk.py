@@ -4,7 +4,7 @@
     run.json                       the identity of the run, see `run_identity`
     holds/<step>-<save>            keeps a step for a reader, see `preserved`
     hosts/<slot>/lock              held by the process whose steps these are
-    hosts/<slot>/repairs.lock      of repairs while it lives, see `file_repair`
+    hosts/<slot>/repairs.lock      of repairs while it lives, see `held_off`
     hosts/<slot>/messages/         messages to other hosts, as long as they need them
     hosts/<slot>/spare/            files that are in no step, see `chunk_files`
     hosts/<slot>/<step>-<save>/    a step of that process, see `layout`; a file
@@ -12,6 +12,13 @@
 
 Any process may read all of it, even if the writers are dead: a directory outlives its
 process, and is lost only with the machine's memory.
+
+A process alone writes its slot (`local`), and puts its bad copies right. A slot whose
+process has ended - that of an idle machine, or of a slot that the present world does
+not use - is repaired by the machine's agent, or by another process there
+(`put_right`): a file is replaced only by the bytes that the manifest beside it lists,
+so a repair cannot make a good copy bad. The process of a backup host has no good copies
+to repair its slot from: it lets others do so while it lives (`held_off`).
 """
 
 from __future__ import annotations
@@ -19,9 +26,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import io
 import os
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 
+import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
@@ -29,9 +39,8 @@ from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps import layout, manifest_file
 from elastic_ckpt.steps.manifest import Leaf, Manifest
 from elastic_ckpt.steps.step_id import StepId
-from elastic_ckpt.tiers import no_follow, preserved
-from elastic_ckpt.tiers.ram import file_repair
-from elastic_ckpt.tiers.ram.machine import FILE, machine_id
+from elastic_ckpt.tiers import preserved, stored_part
+from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt.tiers.source import (
     PIECE_BYTES,
     Copy,
@@ -39,6 +48,7 @@ from elastic_ckpt.tiers.source import (
     Offered,
     OnPiece,
     ReadError,
+    RepairError,
     ignored,
 )
 
@@ -50,6 +60,9 @@ RESTORED = "restored"
 SPARE = "spare"
 # The directory of a slot with messages to other hosts (`peers.mailbox`).
 MESSAGES = "messages"
+# In a slot: held by its process, and by repairs while that lives.
+LOCK = "lock"
+_REPAIRS = "repairs.lock"
 _BLOCK_BYTES = 512
 
 
@@ -72,7 +85,7 @@ class RamDisk:
     @functools.cached_property
     def machine(self) -> str:
         """The id of this machine's memory, the same in all processes: 16 hex digits."""
-        return machine_id(self.root)
+        return machine.machine_id(self.root)
 
     def host_id(self, slot: int) -> str:
         """The id of the host that one process of this machine is."""
@@ -81,6 +94,10 @@ class RamDisk:
     def host_directory(self, slot: int) -> epath.Path:
         """The directory of the steps of one process."""
         return self.root.joinpath("hosts", str(slot))
+
+    def locked(self, slot: int) -> AbstractContextManager[None]:
+        """Makes this process the one of a slot; a RunError if a live one has it."""
+        return storage.exclusive_lock(self.host_directory(slot) / LOCK)
 
     def slots(self) -> list[int]:
         """Those that have a directory, ascending."""
@@ -145,7 +162,7 @@ class RamDisk:
             if manifest_file.file_name(self.host_id(slot)) not in names:
                 problems += [
                     f"manifest {directory / name} is not of the machine that"
-                    f" {self.root / FILE} names; bring that file back"
+                    f" {self.root / machine.FILE} names; bring that file back"
                     for name in names
                 ]
                 continue
@@ -209,9 +226,12 @@ class RamDisk:
         )
         for each in self.all_saves():
             directory = self.step_directory(*each)
-            written = used_bytes(os.fspath(directory))
+            written = reserved = used_bytes(os.fspath(directory))
+            # A committed step reserves nothing more.
+            with contextlib.suppress(FileNotFoundError):
+                reserved = int((directory / RESERVED).read_text())
             used += written
-            promised += max(written, _reserved_bytes(directory))
+            promised += max(written, reserved)
         system = os.statvfs(self.root)
         free = system.f_bavail * system.f_frsize - (promised - used)
         if self.limit_bytes is None:
@@ -220,7 +240,7 @@ class RamDisk:
 
 
 class StepFiles:
-    """The source of one step in a RAM disk: its files, and nothing that links lead to.
+    """The source of one step in a RAM disk: its files; it follows no links in it.
 
     Attributes:
       directory: of the step.
@@ -233,11 +253,11 @@ class StepFiles:
         self, leaf: Leaf, box: Box, into: memoryview, on_piece: OnPiece = ignored
     ) -> None:
         """See `source.Source`; reads without a copy."""
-        with _read_errors(), self._opened(leaf, box) as descriptor:
-            done = 0
+        done = 0
+        with self._opened(leaf, box) as file:
             while done < len(into):
                 piece = into[done : done + PIECE_BYTES]
-                read = os.preadv(descriptor, [piece], done)
+                read = file.readinto(piece)
                 if not read:
                     raise ReadError(
                         f"ends after {done} bytes, and {len(into)} were to be there"
@@ -247,33 +267,105 @@ class StepFiles:
 
     def size(self, leaf: Leaf, box: Box) -> int:
         """See `source.Source`."""
-        with _read_errors(), self._opened(leaf, box) as descriptor:
-            return os.fstat(descriptor).st_size
+        with self._opened(leaf, box) as file:
+            return os.fstat(file.fileno()).st_size
 
     def put_right(self, leaf: Leaf, box: Box, content: bytes) -> None:
         """Replaces a bad copy whose process is gone; see `source.RepairableSource`."""
-        file_repair.replace(self.directory, layout.part_file(leaf, box), content)
+        put_right(self.directory, layout.part_file(leaf, box), content)
 
     @contextlib.contextmanager
-    def _opened(self, leaf: Leaf, box: Box) -> Iterator[int]:
-        names = layout.part_file(leaf, box).split("/")
-        descriptor = no_follow.open_file(self.directory, names)
+    def _opened(self, leaf: Leaf, box: Box) -> Iterator[io.FileIO]:
         try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
+            path = _unlinked(self.directory, layout.part_file(leaf, box))
+            with open(path, "rb", buffering=0) as file:
+                yield file
+        except FileNotFoundError:
+            raise ReadError("is missing") from None
+        except OSError as error:
+            raise ReadError(f"cannot be read ({error.strerror})") from None
 
 
-@contextlib.contextmanager
-def _read_errors() -> Iterator[None]:
+def held_off(slot: epath.PathLike) -> AbstractContextManager[None]:
+    """Keeps others from repairing files of a slot, and lets them do so afterwards.
+
+    The process of the slot calls it at its start, and to remove steps.
+
+    Args:
+      slot: its directory.
+    """
+    return storage.exclusive_lock(os.path.join(slot, _REPAIRS), waits=True)
+
+
+def put_right(directory: epath.PathLike, file: str, content: bytes) -> None:
+    """Replaces a file of a committed step by what was saved, atomically.
+
+    Args:
+      directory: of the step, `<root>/hosts/<slot>/<step>-<save>`.
+      file: as the manifest of the slot lists it.
+      content: all bytes of the file.
+
+    Raises:
+      RepairError: if the manifest cannot be read or does not list these bytes, a live
+        process has the slot, or the file cannot be written.
+    """
+    slot, step = os.path.split(os.fspath(directory))
+    above, number = os.path.split(slot)
+    root, below = os.path.dirname(above), os.path.join("hosts", number, step)
     try:
-        yield
-    except FileNotFoundError:
-        raise ReadError("is missing") from None
+        name = manifest_file.file_name(f"{machine.find(root)}.{number}")
+        path = _unlinked(root, os.path.join(below, name))
+        saved = Manifest.parse(storage.read_bytes(path))
+    except (OSError, ValueError, errors.CheckpointError) as error:
+        raise RepairError(
+            f"was not repaired: the manifest of its host cannot be read ({error})"
+        ) from None
+    _check(saved, file, content)
+    lock = storage.exclusive_lock(os.path.join(slot, LOCK))
+    if os.path.exists(os.path.join(slot, _REPAIRS)):
+        lock = held_off(slot)
+    try:
+        with lock:
+            # No process removes the step meanwhile, or has begun to.
+            if not os.path.exists(path):
+                raise RepairError("was not repaired: its step is gone")
+            target = _unlinked(root, os.path.join(below, file))
+            storage.write_atomic(target, content)
+    except errors.RunError:
+        raise RepairError(
+            "was not repaired: a live process has the slot, and repairs its own copies"
+            " when the step is restored"
+        ) from None
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            raise ReadError("is behind a link, or no file") from None
-        raise ReadError(f"cannot be read ({error.strerror})") from None
+        raise RepairError(f"cannot be written ({error.strerror})") from None
+
+
+def _check(saved: Manifest, file: str, content: bytes) -> None:
+    leaves = saved.contents.leaves
+    listed = {
+        layout.part_file(leaves[number], box): (leaves[number], box, named)
+        for number, box, named in saved.rows()
+    }
+    if file not in listed:
+        raise RepairError("was not repaired: its manifest lists no such file")
+    leaf, box, named = listed[file]
+    if len(content) != layout.stored_bytes(leaf, box):
+        raise RepairError(
+            f"was not repaired: the copy has {len(content)} bytes, and"
+            f" {layout.stored_bytes(leaf, box)} were saved"
+        )
+    damage = stored_part.damage(np.frombuffer(content, np.uint8), leaf, named)
+    if damage is not None:
+        raise RepairError(f"was not repaired: the copy {damage}")
+
+
+def _unlinked(root: str, name: str) -> str:
+    # The path of a file below a directory; an OSError if links lead to it.
+    path = os.path.join(os.path.realpath(root), name)
+    is_other = os.path.exists(path) and not os.path.isfile(path)
+    if is_other or os.path.realpath(path) != path:
+        raise OSError(errno.ELOOP, "it is behind a link, or no file")
+    return path
 
 
 def _names(directory: epath.Path) -> list[str]:
@@ -286,13 +378,6 @@ def _names(directory: epath.Path) -> list[str]:
 
 def _manifest_names(directory: epath.Path) -> list[str]:
     return sorted(filter(manifest_file.is_file_name, _names(directory)))
-
-
-def _reserved_bytes(directory: epath.Path) -> int:
-    # A committed step reserves nothing more.
-    with contextlib.suppress(FileNotFoundError):
-        return int((directory / RESERVED).read_text())
-    return 0
 
 
 def used_bytes(directory: str) -> int:
