@@ -56,7 +56,7 @@ def test_a_bad_file_is_replaced_and_one_that_is_gone_is_made(directory):
     ("file", "content", "why"),
     [
         ("data/part", SAVED[:-1] + b"x", "its digest differs"),
-        ("data/part", SAVED + b"x", "has 14001 bytes, and 14000 were saved"),
+        ("data/part", SAVED + b"x", "its digest differs"),
         ("data/new", SAVED, "its manifest lists no such file"),
         ("../30-0/data/part", SAVED, "its manifest lists no such file"),
     ],

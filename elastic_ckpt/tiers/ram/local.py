@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import pathlib
 import types
@@ -172,20 +173,21 @@ class LocalHost:
         self.files.recycle(os.fspath(directory))
         storage.remove(directory)
 
-    def clean(self) -> list[str]:
+    def clean(self) -> None:
         """Removes leftovers of dead processes of the machine.
 
         In all slots whose process is dead, and in this one, these are steps without a
         readable manifest, files that no manifest names, files that a restore unpacked,
         and messages. Steps that are being written stay.
-
-        Returns:
-          The paths that were removed.
         """
-        removed = self._clean(self.slot)
-        for slot in self._idle_slots():
-            removed += self._clean(slot)
-        return removed
+        for slot in itertools.chain([self.slot], self._idle_slots()):
+            is_own = slot == self.slot
+            for name in (ram_disk.RESTORED, ram_disk.MESSAGES, ram_disk.SPARE):
+                if not (is_own and name == ram_disk.SPARE):
+                    storage.remove(self.disk.host_directory(slot) / name)
+            for each in self.disk.saves(slot):
+                if not (is_own and each in self.being_written):
+                    self.sweep(slot, each)
 
     def _idle_slots(self) -> Iterator[int]:
         # The slots of this machine whose process is gone, each locked meanwhile.
@@ -194,47 +196,29 @@ class LocalHost:
                 with contextlib.suppress(errors.RunError), self.disk.locked(slot):
                     yield slot
 
-    def _clean(self, slot: int) -> list[str]:
-        removed, is_own = [], slot == self.slot
-        names = [ram_disk.RESTORED, ram_disk.MESSAGES, *[ram_disk.SPARE][is_own:]]
-        for leftover in (self.disk.host_directory(slot) / name for name in names):
-            if leftover.exists():
-                storage.remove(leftover)
-                removed.append(os.fspath(leftover))
-        for each in self.disk.saves(slot):
-            if not (is_own and each in self.being_written):
-                removed += self.sweep(slot, each)
-        return removed
-
-    def sweep(self, slot: int, step_id: StepId) -> list[str]:
+    def sweep(self, slot: int, step_id: StepId) -> None:
         """Removes the files of a step that its manifest does not name.
 
         Without a readable manifest these are all of them. Files that a program of
         a later version wrote stay.
-
-        Returns:
-          The paths that were removed.
         """
         path = self.disk.manifest_path(slot, step_id)
         try:
             manifest = Manifest.parse(path.read_bytes())
         except checked_json.LaterVersionError:
-            return []
+            return
         except (FileNotFoundError, checked_json.UnreadableError):
             # After a crash between the two it is still a leftover.
             storage.remove(path)
             storage.remove(path.parent)
-            return [os.fspath(path.parent)]
+            return
         leaves = manifest.contents.leaves
         named = {layout.part_file(leaves[n], box) for n, box, _ in manifest.rows()}
         named |= {path.name, preserved.FILE}
-        removed = []
         for entry in list(pathlib.Path(path.parent).rglob("*")):
             is_named = os.path.relpath(entry, path.parent) in named
             if not (is_named or entry.is_dir() or entry.name == zarr_array.METADATA):
                 storage.remove(entry)
-                removed.append(os.fspath(entry))
-        return removed
 
 
 class WrittenFile(NamedTuple):
@@ -292,7 +276,6 @@ class StepWriter:
         self.manifest = manifest
         self.parts = {(leaf, box): named for leaf, box, named in manifest.rows()}
         self._own = own
-        self._described: set[str] = set()
         # Why a copy could not be written.
         self._failure: errors.CheckpointError | None = None
 
@@ -361,9 +344,6 @@ class StepWriter:
         with self._abandoned_on_failure(), contextlib.ExitStack() as pools:
             for path, content in files.items():
                 storage.write_atomic(self.directory / path, content)
-            for part in captured.parts:
-                if part.boxes:
-                    self._describe(part.leaf)
             each = map
             if _NUM_THREADS > 1:
                 pool = background.pool(_NUM_THREADS, "write")
@@ -403,7 +383,6 @@ class StepWriter:
             file = files.take(num_bytes)
             stack.callback(files.discard, file)
             read(file.memory[:num_bytes])
-            self._describe(leaf)
             self._place(number, box, file, named)
 
     def commit(
@@ -435,6 +414,12 @@ class StepWriter:
         with self._abandoned_on_failure():
             if self._failure is not None:
                 raise self._failure
+            arrays = {number for number, _ in self.parts} - set(contents.files.values())
+            for number in arrays.difference(self.manifest.parts.leaf.tolist()):
+                leaf = contents.leaves[number]
+                directory = self.directory / layout.leaf_directory(leaf.path)
+                metadata = zarr_array.metadata_file(leaf)
+                storage.write_in_place(directory / zarr_array.METADATA, metadata)
             manifest_file.write(self.directory, manifest)
         storage.remove(self.directory / ram_disk.RESERVED)
         self._own.being_written.discard(self.manifest.step_id)
@@ -445,15 +430,6 @@ class StepWriter:
         self._own.sweep(self._own.slot, self.manifest.step_id)
         self._own.files.forget_removed(os.fspath(self.directory))
         self._own.being_written.discard(self.manifest.step_id)
-
-    def _describe(self, leaf: Leaf) -> None:
-        # Writes the metadata of an array, once.
-        if leaf.path not in self._described:
-            directory = self.directory / layout.leaf_directory(leaf.path)
-            os.makedirs(directory, exist_ok=True)
-            content = zarr_array.metadata_file(leaf)
-            storage.write_in_place(directory / zarr_array.METADATA, content)
-            self._described.add(leaf.path)
 
     def _place(
         self, number: int, box: Box, file: ChunkFile, named: bytes | None = None

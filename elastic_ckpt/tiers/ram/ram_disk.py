@@ -343,17 +343,12 @@ def put_right(directory: epath.PathLike, file: str, content: bytes) -> None:
 def _check(saved: Manifest, file: str, content: bytes) -> None:
     leaves = saved.contents.leaves
     listed = {
-        layout.part_file(leaves[number], box): (leaves[number], box, named)
+        layout.part_file(leaves[number], box): (leaves[number], named)
         for number, box, named in saved.rows()
     }
     if file not in listed:
         raise RepairError("was not repaired: its manifest lists no such file")
-    leaf, box, named = listed[file]
-    if len(content) != layout.stored_bytes(leaf, box):
-        raise RepairError(
-            f"was not repaired: the copy has {len(content)} bytes, and"
-            f" {layout.stored_bytes(leaf, box)} were saved"
-        )
+    leaf, named = listed[file]
     damage = stored_part.damage(np.frombuffer(content, np.uint8), leaf, named)
     if damage is not None:
         raise RepairError(f"was not repaired: the copy {damage}")
@@ -383,12 +378,10 @@ def _manifest_names(directory: epath.Path) -> list[str]:
 def used_bytes(directory: str) -> int:
     """The bytes that the files below a directory take on their file system."""
     total = 0
-    # Steps may be removed by their own process meanwhile.
-    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                total += used_bytes(entry.path)
-                continue
+    for parent, _, files in os.walk(directory):
+        for name in files:
+            # Steps may be removed by their own process meanwhile.
             with contextlib.suppress(FileNotFoundError):
-                total += entry.stat(follow_symlinks=False).st_blocks * _BLOCK_BYTES
+                blocks = os.lstat(os.path.join(parent, name)).st_blocks
+                total += blocks * _BLOCK_BYTES
     return total
