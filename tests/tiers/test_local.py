@@ -311,7 +311,7 @@ def test_the_limit_counts_all_slots_and_what_they_are_about_to_write(disk, host)
         other.abandon()
 
 
-def test_what_the_file_system_cannot_take_is_refused_at_once_or_later(disk, host):
+def test_what_the_file_system_cannot_take_is_refused(disk, host):
     contents = manifest.Contents(leaves=(), components=())
     writer = host.begin(StepId(3, "0"), contents)
     assert host.being_written == {(3, "0")}

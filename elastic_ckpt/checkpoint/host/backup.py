@@ -352,7 +352,7 @@ class HostBackup:
             there = root.save_of(step_id.step, run=self._world.run)
             # A later save of the step may not have fitted into RAM.
             is_due &= there is None or there < step_id.save
-        elif root.is_aside(step_id):
+        elif step_id in root.set_aside_steps():
             is_due = False
         else:
             # One that was due by the clock alone has no mark.

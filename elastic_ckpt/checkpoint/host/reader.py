@@ -74,7 +74,7 @@ class HostReader:
         """Offers the steps for which this host answers; see `Exchange.offer`."""
         world, peers = self._world, Peers(self._world.idle_peers)
         if self._world.passes:
-            saves = {*world.disk.listed_saves(self._slots()), *peers.known_saves()}
+            saves = {*world.disk.known_saves(self._slots()), *peers.known_saves()}
             report = Report(saves=sorted(saves), refusing=peers.refusing())
             self._exchange.offer(report)
 

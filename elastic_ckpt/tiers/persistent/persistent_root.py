@@ -205,20 +205,12 @@ class PersistentRoot:
             leftovers.append(Leftover(step=step, save=save, path=self.path / name))
         return sorted(leftovers, key=lambda each: (each.step, str(each.path)))
 
-    def uncommit(self, step: int) -> epath.Path:
-        """Makes a committed step invisible, and returns its directory."""
-        return self._taken_back(step, self.final(step))
-
     def set_aside_steps(self) -> list[StepId]:
         """The steps that are set aside, with their saves, ascending."""
         found = filter(None, map(_TEMPORARY_NAME.fullmatch, self._names()))
         return sorted(
             StepId(int(each[1]), each[2]) for each in found if self._is_aside(each)
         )
-
-    def is_aside(self, step_id: StepId) -> bool:
-        """Whether a save of a step is set aside."""
-        return step_id in self.set_aside_steps()
 
     def misplaced(self, line: Line, *, run: str, step: int) -> list[StepId]:
         """The committed steps to be set aside before one of a line is committed.
@@ -252,10 +244,16 @@ class PersistentRoot:
 
     def discard_aside(self, step_id: StepId) -> None:
         """Removes a step that is set aside: it is gone at once."""
-        storage.remove(self._taken_back(step_id.step, self.aside(step_id)))
+        storage.remove(self.uncommit(step_id.step, self.aside(step_id)))
 
-    def _taken_back(self, step: int, directory: epath.Path) -> epath.Path:
-        # Makes a committed directory invisible, and returns where its files are.
+    def uncommit(self, step: int, directory: epath.Path | None = None) -> epath.Path:
+        """Makes a step invisible, and returns where its files are.
+
+        Args:
+          step: the step.
+          directory: that has it, if it is set aside.
+        """
+        directory = directory or self.final(step)
         if self.in_place:
             storage.remove(directory / COMMIT_FILE)
             return directory
@@ -351,10 +349,9 @@ class UnknownError(errors.CheckpointError):
 
 def read_json(path: epath.Path) -> dict[str, Any]:
     """A JSON object that Orbax wrote; empty if there is none that can be read."""
-    try:
+    with contextlib.suppress(UnknownError):
         return read_metrics(path) or {}
-    except UnknownError:
-        return {}
+    return {}
 
 
 def read_metrics(path: epath.Path) -> dict[str, Any] | None:

@@ -81,7 +81,7 @@ class LocalHost:
 
     def held(self) -> list[StepId]:
         """The steps and saves that are committed, ascending."""
-        return self.disk.committed(self.slot)
+        return self.disk.known_saves([self.slot])
 
     def retained(self) -> list[retention.HeldStep]:
         """The committed saves as retention requires them, from the manifests."""

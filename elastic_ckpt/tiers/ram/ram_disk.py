@@ -126,22 +126,20 @@ class RamDisk:
         """The steps that may have files, ascending."""
         return sorted({each.step for _, each in self.all_saves()})
 
-    def known_saves(self) -> Sequence[StepId]:
-        """The steps and saves that are committed, ascending."""
-        return sorted({each for slot in self.slots() for each in self.committed(slot)})
+    def known_saves(self, slots: Collection[int] | None = None) -> list[StepId]:
+        """The saves that have a manifest, readable or not, ascending.
 
-    def committed(self, slot: int) -> list[StepId]:
-        """The steps and saves of a slot that are committed, ascending."""
-        saves = self.saves(slot)
-        return [each for each in saves if self.manifest_path(slot, each).exists()]
-
-    def listed_saves(self, slots: Collection[int]) -> set[StepId]:
-        """The steps and saves of some slots that have a manifest, readable or not."""
-        return {
-            each
-            for slot, each in self.all_saves()
-            if slot in slots and _manifest_names(self.step_directory(slot, each))
-        }
+        Args:
+          slots: to look at; None for all.
+        """
+        return sorted(
+            {
+                each
+                for slot, each in self.all_saves()
+                if (slots is None or slot in slots)
+                and _manifest_names(self.step_directory(slot, each))
+            }
+        )
 
     def offers(self, step: int, *, slots: Collection[int] | None = None) -> Offered:
         """The parts of a step, of all its saves.
