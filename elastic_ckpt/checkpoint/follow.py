@@ -20,22 +20,24 @@ that fails, so is the next one.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import os
+import random
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
+import numpy as np
 from absl import logging
 from etils import epath
 
 from elastic_ckpt.checkpoint import asked_trees, foreign_steps, structure
-from elastic_ckpt.checkpoint.host import trees
-from elastic_ckpt.checkpoint.host.kept_values import KeptValues
+from elastic_ckpt.checkpoint.host import recovery, trees
+from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
 from elastic_ckpt.checkpoint.structure import json_of_user
-from elastic_ckpt.core import bucket_clients, errors, storage
+from elastic_ckpt.core import boxes, bucket_clients, errors, storage
 from elastic_ckpt.steps import failure_domains
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Contents, Host, Manifest
@@ -43,11 +45,7 @@ from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.peers import peer, peer_client, run_agents, secret
-from elastic_ckpt.tiers.persistent import (
-    evaluations,
-    leases,
-    persistent_root,
-)
+from elastic_ckpt.tiers.persistent import evaluations, leases, persistent_root
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 from elastic_ckpt.tiers.persistent.persistent_tier import PersistentTier
 from elastic_ckpt.tiers.ram import machine
@@ -61,7 +59,6 @@ _MOST_ASKED = 3
 _UNKNOWN = StepId(-1, "")
 # The keys under which a state has its weights.
 _WEIGHTS = ("params", "model")
-T = TypeVar("T")
 
 
 class Step:
@@ -78,12 +75,12 @@ class Step:
         step_id: StepId,
         *,
         _root: PersistentRoot,
-        _reading: _Reading,
+        _reader: _Reader,
         _in_ram: FoundStep | None = None,
     ) -> None:
         self.step, self.save = step_id
         self._root = _root
-        self._reading = _reading
+        self._reader = _reader
         self._in_ram = _in_ram
 
     def __repr__(self) -> str:
@@ -135,19 +132,7 @@ class Step:
         if found is None:
             tier = PersistentTier(self._root, run=self._run() or "")
             found = find.of_save([tier], StepId(self.step, self.save))
-        return self._reading.load(found, tree, checkpointable_name)
-
-    def _record(self, metrics: Mapping[str, Any]) -> None:
-        if _is_ram_disk(self._root):
-            raise errors.CheckpointError(
-                f"metrics of step {self.step} are not recorded: they belong in"
-                " persistent storage; give ec.watch_steps the directory of the run's"
-                " ec.Persistent"
-            )
-        run = self._run() if self.save else None
-        if run is None:
-            raise _not_ours(self)
-        _record(self._root, StepId(self.step, self.save), metrics, run=run)
+        return self._reader.load(found, tree, checkpointable_name)
 
     def _run(self) -> str | None:
         # None if it is gone from storage.
@@ -205,69 +190,60 @@ def watch_steps(
       RunError: if there is no secret in the file, or no agent takes it.
       ConfigError: if `tls_authority` cannot be read.
     """
-    # A program may change its directory before it asks for the first step.
-    secret_file, tls_authority = (
-        None if path is None else storage.absolute(path)
-        for path in (secret_file, tls_authority)
-    )
-    return _watched(
-        PersistentRoot.from_path(directory),
-        after=after,
-        poll_secs=poll_secs,
-        timeout_secs=timeout_secs,
-        duration_secs=duration_secs,
-        secret_file=secret_file,
-        tls_authority=tls_authority,
-        max_bytes_per_sec=max_bytes_per_sec,
-    )
-
-
-def _watched(
-    root: PersistentRoot,
-    *,
-    after: int,
-    poll_secs: float,
-    timeout_secs: float | None,
-    duration_secs: float,
-    secret_file: epath.PathLike | None,
-    tls_authority: epath.PathLike | None,
-    max_bytes_per_sec: float | None,
-) -> Iterator[Step]:
-    reading = _Reading()
-    stored = _Stored(root, after)
-    look: Callable[[], FoundStep | int | None] = stored.next
-    every_secs = poll_secs
+    root, look_secs = PersistentRoot.from_path(directory), poll_secs
     if secret_file is None and _is_ram_disk(root):
         secret_file = secret.path(root.path)
+    client = None
     if secret_file is not None:
-        look = _Newest(
-            root,
-            reading,
-            after,
-            poll_secs=poll_secs,
-            secret_file=secret_file,
-            tls_authority=tls_authority,
+        look_secs = min(poll_secs, _RAM_POLL_SECS)
+        # A program may change its directory before it asks for the first step.
+        file = secret_file = storage.absolute(secret_file)
+        secret.read(file)
+        client = peer_client.PeerClient(
+            lambda: secret.current(file) or "",
+            tls_ca=tls_authority,
             max_bytes_per_sec=max_bytes_per_sec,
-        ).next
-        every_secs = min(poll_secs, _RAM_POLL_SECS)
+        )
+    follower = _Follower(root, client, secret_file, after=after, poll_secs=poll_secs)
+    return _followed(
+        follower,
+        root,
+        look_secs=look_secs,
+        timeout_secs=math.inf if timeout_secs is None else timeout_secs,
+        duration_secs=duration_secs,
+    )
+
+
+def _followed(
+    follower: _Follower,
+    root: PersistentRoot,
+    *,
+    look_secs: float,
+    timeout_secs: float,
+    duration_secs: float,
+) -> Iterator[Step]:
     _warn_if_missing(root)
-    for found in _waiting(look, every_secs=every_secs, timeout_secs=timeout_secs):
-        if isinstance(found, FoundStep):
-            step_id = found.step_id
-            yield Step(step_id, _root=root, _reading=reading, _in_ram=found)
+    reader, found_secs = follower.reader, time.monotonic()
+    while True:
+        found = follower.next()
+        if found is None:
+            left_secs = found_secs + timeout_secs - time.monotonic()
+            if left_secs <= 0:
+                return
+            time.sleep(min(look_secs, left_secs))
             continue
-        path = root.final(found)
-        try:
-            save = persistent_root.committed_save(path)
-            # A step that is being removed is passed over, even if the removal was cut
-            # short and the step is still listed.
-            stored.yielded[found] = save
-            with leases.lease(path, duration_secs=duration_secs):
-                reading.begin()
-                yield Step(StepId(found, save or ""), _root=root, _reading=reading)
-        except leases.StepGoneError as error:
-            logging.info("%s", error)
-            time.sleep(every_secs)
+        if isinstance(found, FoundStep):
+            yield Step(found.step_id, _root=root, _reader=reader, _in_ram=found)
+        else:
+            try:
+                path = root.final(found.step)
+                with leases.lease(path, duration_secs=duration_secs):
+                    reader.asked = []
+                    yield Step(found, _root=root, _reader=reader)
+            except leases.StepGoneError as error:
+                logging.info("%s", error)
+                time.sleep(look_secs)
+        found_secs = time.monotonic()
 
 
 def record_metrics(step: Step | epath.PathLike, metrics: Mapping[str, Any]) -> None:
@@ -287,72 +263,49 @@ def record_metrics(step: Step | epath.PathLike, metrics: Mapping[str, Any]) -> N
         the metrics are not JSON.
       OSError: if storage is unavailable; for a bucket, it may be its client's error.
     """
-    if isinstance(step, Step):
-        step._record(metrics)
-        return
-    directory = storage.absolute(step)
-    run = persistent_root.run_of(directory) if directory.is_dir() else None
-    save = None if run is None else persistent_root.committed_save(directory)
-    if run is None or save is None or not directory.name.isdecimal():
-        raise _not_ours(directory)
-    root = PersistentRoot.from_path(directory.parent)
-    _record(root, StepId(int(directory.name), save), metrics, run=run)
-
-
-def _record(
-    root: PersistentRoot, step_id: StepId, metrics: Mapping[str, Any], *, run: str
-) -> None:
+    given = step
+    if not isinstance(step, Step):
+        path = storage.absolute(step)
+        root, number = PersistentRoot.from_path(path.parent), -1
+        if path.name.isdecimal() and path.is_dir():
+            number = int(path.name)
+        save = persistent_root.committed_save(root.final(number)) or ""
+        step = Step(StepId(number, save), _root=root, _reader=_Reader())
+    elif _is_ram_disk(step._root):
+        raise errors.CheckpointError(
+            f"metrics of step {step.step} are not recorded: they belong in persistent"
+            " storage; give ec.watch_steps the directory of the run's ec.Persistent"
+        )
+    run = step._run() if step.save else None
+    if run is None:
+        raise errors.CheckpointError(
+            f"{given} is not a step that a run of this library has committed; name"
+            " PERSISTENT_DIRECTORY/<step>"
+        )
     evaluations.record(
-        root,
+        step._root,
         evaluations.Evaluation(
             run=run,
-            step=step_id.step,
-            save=step_id.save,
+            step=step.step,
+            save=step.save,
             metrics=json_of_user("metrics", metrics),
         ),
     )
 
 
-def _not_ours(step: Any) -> errors.CheckpointError:
-    return errors.CheckpointError(
-        f"{step} is not a step that a run of this library has committed; name"
-        " PERSISTENT_DIRECTORY/<step>"
-    )
+class _Reader:
+    """Loads trees, and keeps the leaves that one step has as the step before.
 
-
-def _waiting(
-    look: Callable[[], T | None], *, every_secs: float, timeout_secs: float | None
-) -> Iterator[T]:
-    # What `look` finds, until it has found nothing for some time.
-    found_secs = time.monotonic()
-    while True:
-        found = look()
-        if found is not None:
-            yield found
-            found_secs = time.monotonic()
-            continue
-        waited_secs = time.monotonic() - found_secs
-        if timeout_secs is None:
-            time.sleep(every_secs)
-        elif waited_secs < timeout_secs:
-            time.sleep(min(every_secs, timeout_secs - waited_secs))
-        else:
-            return
-
-
-class _Reading:
-    """Loads trees, and remembers what was loaded from the present step."""
+    Attributes:
+      asked: the trees that were loaded of the present step, with their names.
+    """
 
     def __init__(self) -> None:
         domains = failure_domains.of_environment()
-        reader = Host(id="follower", number=-1, domains=domains)
-        self._values = KeptValues(reader)
-        self._asked: list[tuple[Any, str]] = []
-
-    def begin(self) -> list[tuple[Any, str]]:
-        """Begins another step; returns what was loaded from the one before."""
-        asked, self._asked = self._asked, []
-        return asked
+        self._host = Host(id="follower", number=-1, domains=domains)
+        self.asked: list[tuple[Any, str]] = []
+        # By the path of a leaf, the saved boxes with their digests, and values of it.
+        self._kept: dict[str, tuple[Any, dict[boxes.Box, np.ndarray]]] = {}
 
     def read_ahead(self, found: FoundStep) -> None:
         """Begins a step: reads from it what was loaded from the one before.
@@ -360,14 +313,14 @@ class _Reading:
         Raises:
           CheckpointError: if no good copy of a part is left.
         """
-        contents = found.table.contents
-        for tree, name in self.begin():
+        asked, self.asked = self.asked, []
+        for tree, name in asked:
             try:
-                asked = _resolved(tree, name, contents, step=found.step_id.step)
+                resolved = _resolved(tree, name, found)
             except errors.ElasticCkptError:
                 # What does not fit this step is an error of its load.
                 continue
-            self._values.read(found, trees.wanted(asked.read))
+            self._read(found, trees.wanted(resolved.read))
 
     def load(self, found: FoundStep, tree: Any, name: str) -> Any:
         """As `Step.load`; a step that was in RAM is gone if it cannot be read.
@@ -375,29 +328,58 @@ class _Reading:
         Raises:
           StepGoneError: if no good copy of a part is left.
         """
-        step, contents = found.step_id.step, found.table.contents
-        asked = _resolved(tree, name, contents, step=step)
-        self._asked.append((tree, name))
+        asked = _resolved(tree, name, found)
+        self.asked.append((tree, name))
         wanted = trees.wanted(asked.read)
         try:
-            values = self._values.read(found, wanted)
+            self._read(found, wanted)
         except errors.CheckpointError as error:
             raise leases.StepGoneError(
-                f"step {step} cannot be read any more ({error}); load the next one. If"
-                " the run removes steps faster than they are read here, have it keep"
-                " more of them: ec.Local(..., keep=LatestN(3))"
+                f"step {found.step_id.step} cannot be read any more ({error}); load the"
+                " next one. If the run removes steps faster than they are read here,"
+                " have it keep more of them: ec.Local(..., keep=LatestN(3))"
             ) from error
-        made = {leaf.path: leaf.make(values[leaf.path]) for leaf in wanted}
-        rebuilt = {
-            name: trees.rebuilt(read, name, made) for name, read in asked.read.items()
-        }
-        return asked.filled(rebuilt)[name]
+        made = {}
+        for leaf in wanted:
+            _, kept = self._kept[leaf.path]
+            made[leaf.path] = leaf.make([kept[box] for box in leaf.boxes])
+        return asked.filled({name: trees.rebuilt(asked.read[name], name, made)})[name]
+
+    def _read(self, found: FoundStep, wanted: Sequence[trees.WantedLeaf]) -> None:
+        # Reads the boxes that are not kept, or are of a leaf that has changed.
+        table, lacking = found.table, []
+        numbers = {leaf.path: n for n, leaf in enumerate(table.contents.leaves)}
+        for leaf in wanted:
+            number = numbers[leaf.path]
+            parts = table.items.take(table.of_leaf(number))
+            columns = (parts.start, parts.stop, parts.digest)
+            saved = table.contents.leaves[number], *(c.tobytes() for c in columns)
+            kept = self._kept.setdefault(leaf.path, (saved, {}))
+            if kept[0] != saved:
+                kept = self._kept[leaf.path] = (saved, {})
+            lacking.append(
+                dataclasses.replace(
+                    leaf,
+                    boxes=tuple(box for box in leaf.boxes if box not in kept[1]),
+                    place=lambda _, values: values,
+                    join=list,
+                    is_moved=False,
+                )
+            )
+        reader = VerifiedReader(found)
+        read = recovery.read_leaves(
+            found, lacking, reader, host=self._host, domain="slice"
+        )
+        for leaf in lacking:
+            for box, values in zip(leaf.boxes, read[leaf.path], strict=True):
+                # They are handed out, and are those of the next load, too.
+                values.flags.writeable = False
+                self._kept[leaf.path][1][box] = values
 
 
-def _resolved(
-    tree: Any, name: str, contents: Contents, *, step: int
-) -> asked_trees.AskedTrees:
+def _resolved(tree: Any, name: str, found: FoundStep) -> asked_trees.AskedTrees:
     # What is asked of a step; other leaves of it are left out.
+    contents, step = found.table.contents, found.step_id.step
     if tree is None:
         tree = _weights(contents, name)
     else:
@@ -439,112 +421,69 @@ def _check_here(read: Mapping[str, Any]) -> None:
             )
 
 
-class _Stored:
-    """The steps in storage, in ascending order.
-
-    Attributes:
-      yielded: by step, the save that was yielded.
-    """
-
-    def __init__(self, root: PersistentRoot, after: int) -> None:
-        self.yielded: dict[int, str | None] = {}
-        self._root = root
-        self._after = after
-
-    def next(self) -> int | None:
-        """The oldest step that was not yielded; None if there is none."""
-        root, yielded = self._root, self.yielded
-        try:
-            steps = root.steps()
-            # A step that is gone may come back as another save.
-            for step in set(yielded).difference(steps):
-                del yielded[step]
-            newest = steps[-1] if steps else None
-            for step in steps:
-                if step <= self._after:
-                    continue
-                if step not in yielded:
-                    return step
-                # Only the newest step is overwritten in its place.
-                if step == newest:
-                    save = persistent_root.committed_save(root.final(step))
-                    if save != yielded[step]:
-                        return step
-        except (errors.CheckpointError, *bucket_clients.failures()) as error:
-            _warn_of_storage(root, error)
-        return None
-
-
-class _Newest:
-    """The newest step, in the RAM of the run's hosts or in storage.
+class _Follower:
+    """Finds the next step of a run, in storage or in the RAM of its hosts.
 
     Args:
       root: of the steps in storage, where the run records its agents.
-      reading: reads what was loaded from the step before.
+      client: of the agents; None to follow the steps in storage alone.
+      secret_file: with the run's secret, for messages.
       after: only later steps count.
-      poll_secs: between two looks at storage while there is no new step.
-      secret_file: with the run's secret, read again when it changes.
-      tls_authority: of the agents' certificates; None without.
-      max_bytes_per_sec: from all agents together; None without a bound.
+      poll_secs: between two looks at storage while there is no new step in RAM.
 
-    Raises:
-      RunError: if there is no secret in the file.
-      ConfigError: if `tls_authority` cannot be read.
+    Attributes:
+      reader: of the steps.
     """
 
     def __init__(
         self,
         root: PersistentRoot,
-        reading: _Reading,
-        after: int,
+        client: peer_client.PeerClient | None,
+        secret_file: epath.PathLike | None,
         *,
+        after: int,
         poll_secs: float,
-        secret_file: epath.PathLike,
-        tls_authority: epath.PathLike | None,
-        max_bytes_per_sec: float | None,
     ) -> None:
-        self._root = root
-        self._reading = reading
-        self._after = after
-        self._poll_secs = poll_secs
-        self._secret_file = os.fspath(secret_file)
-        secret.read(secret_file)
-        self._client = peer_client.PeerClient(
-            lambda: secret.current(secret_file) or "",
-            tls_ca=tls_authority,
-            max_bytes_per_sec=max_bytes_per_sec,
-        )
-        # A step may be loaded after the last one was requested.
-        weakref.finalize(reading, self._client.close)
+        self._root, self._client, self._secret_file = root, client, secret_file
+        self._after, self._poll_secs = after, poll_secs
+        self.reader = _Reader()
+        if client is not None:
+            # A step may be loaded after the last one was requested.
+            weakref.finalize(self.reader, client.close)
         self._last: StepId | None = None
-        self._unreadable: set[StepId] = set()
-        # When there was a new step, or the last look at storage.
-        self._looked_secs = -math.inf
-        self._agents = run_agents.RunAgents("", {})
         # Of the run, as far as it is known.
         self._line = Line(save="", parents=())
-        self._manifests: dict[peer.ManifestKey, Manifest] = {}
-        self._turn = 0
+        # The steps in storage that were looked at.
+        self._seen: set[int] = set()
+        self._unreadable: set[StepId] = set()
+        # When there was a new step in RAM, or the last look at storage.
+        self._looked_secs = -math.inf
+        self._agents = run_agents.RunAgents("", {})
         self._is_warned = False
+        self._manifests: dict[peer.ManifestKey, Manifest] = {}
         # The later saves that were searched last, and when to search them again.
         self._searched: frozenset[StepId] = frozenset()
         self._pause_secs = self._again_secs = 0.0
 
-    def next(self) -> FoundStep | int | None:
-        """The newest step, if it is later than the one before; None if it is not.
+    def next(self) -> FoundStep | StepId | None:
+        """The next step, found in RAM, or committed in storage; None if there is none.
+
+        In RAM it is the newest, and in storage too if RAM is followed.
 
         Raises:
           RunError: if no agent takes the secret.
         """
         looks_at_storage = time.monotonic() - self._looked_secs >= self._poll_secs
+        if self._client is None:
+            return self._in_storage(newest_only=False)
         if looks_at_storage:
             self._read_record()
-        in_ram = self._in_ram() if self._is_time_to_search() else None
-        if in_ram is not None or looks_at_storage:
+        found = self._in_ram() if self._is_time_to_search() else None
+        if found is not None or looks_at_storage:
             self._looked_secs = time.monotonic()
-        if in_ram is not None:
-            return in_ram
-        return self._in_storage() if looks_at_storage else None
+        if found is not None or not looks_at_storage:
+            return found
+        return self._in_storage(newest_only=True)
 
     def _is_later(self, step_id: StepId) -> bool:
         # A run that went back saves earlier steps under later saves.
@@ -554,6 +493,31 @@ class _Newest:
             return False
         last = self._last
         return last is None or step_id.step > last.step or step_id.save > last.save
+
+    def _in_storage(self, *, newest_only: bool) -> StepId | None:
+        # The first later step; its save is empty if Orbax alone saved it.
+        root = self._root
+        try:
+            steps = root.steps()
+            # A step that is gone may come back as another save.
+            self._seen.intersection_update(steps)
+            newest = steps[-1:]
+            for step in newest if newest_only else steps:
+                # Only the newest step is overwritten in its place.
+                if step <= self._after or (step in self._seen and step not in newest):
+                    continue
+                save = persistent_root.committed_save(root.final(step))
+                later = StepId(step, save or root.foreign_save(step))
+                # One that is being removed is passed over, though it is still listed.
+                self._seen.add(step)
+                if self._is_later(later):
+                    self._last = later
+                    return StepId(step, save or "")
+        except (errors.CheckpointError, *bucket_clients.failures()) as error:
+            logging.warning(
+                "the steps in %s cannot be followed now: %s", root.path, error
+            )
+        return None
 
     def _read_record(self) -> None:
         root = self._root
@@ -578,29 +542,26 @@ class _Newest:
                 root.path / run_agents.FILE,
             )
 
-    def _listed(self) -> frozenset[StepId]:
-        # The later saves in the list of one agent, or of another one if that does not
-        # answer: each has parts of every step.
+    def _is_time_to_search(self) -> bool:
+        # The list of one agent decides: each has parts of every step.
         urls = list(self._agents.urls.values())
-        for _ in range(min(_MOST_ASKED, len(urls))):
-            self._turn = (self._turn + 1) % len(urls)
-            asked = self._peer(urls[self._turn])
+        later = frozenset({_UNKNOWN} if urls else ())
+        for url in random.sample(urls, min(_MOST_ASKED, len(urls))):
+            asked = self._peer(url)
             saves = asked.known_saves()
             if saves or not asked.problems:
-                return frozenset(filter(self._is_later, saves))
-        return frozenset({_UNKNOWN} if urls else ())
-
-    def _is_time_to_search(self) -> bool:
-        listed, now_secs = self._listed(), time.monotonic()
-        if listed != self._searched:
-            self._searched, self._pause_secs = listed, _RAM_POLL_SECS
+                later = frozenset(filter(self._is_later, saves))
+                break
+        now_secs = time.monotonic()
+        if later != self._searched:
+            self._searched, self._pause_secs = later, _RAM_POLL_SECS
         elif now_secs < self._again_secs:
             return False
         else:
             # Less and less often for saves that stay incomplete.
             self._pause_secs = min(2 * self._pause_secs, self._poll_secs)
         self._again_secs = now_secs + self._pause_secs
-        return bool(listed)
+        return bool(later)
 
     def _in_ram(self) -> FoundStep | None:
         peers = peer.Peers([self._peer(url) for url in self._agents.urls.values()])
@@ -628,7 +589,7 @@ class _Newest:
             return None
         step_id = found.step_id
         try:
-            self._reading.read_ahead(found)
+            self.reader.read_ahead(found)
         except errors.CheckpointError as error:
             logging.info("step %d is passed over: %s", step_id.step, error)
             self._unreadable.add(step_id)
@@ -637,24 +598,8 @@ class _Newest:
         return found
 
     def _peer(self, url: str) -> peer.Peer:
+        assert self._client is not None
         return peer.Peer(url, self._client, self._agents.run, known=self._manifests)
-
-    def _in_storage(self) -> int | None:
-        root = self._root
-        try:
-            steps = root.steps()
-            if not steps:
-                return None
-            final = root.final(steps[-1])
-            save = persistent_root.committed_save(final)
-            newest = StepId(steps[-1], save or root.foreign_save(steps[-1]))
-        except (errors.CheckpointError, *bucket_clients.failures()) as error:
-            _warn_of_storage(root, error)
-            return None
-        if not self._is_later(newest):
-            return None
-        self._last = newest
-        return newest.step
 
 
 def _is_ram_disk(root: PersistentRoot) -> bool:
@@ -672,7 +617,3 @@ def _warn_if_missing(root: PersistentRoot) -> None:
         " give the directory of its ec.Persistent",
         root.path,
     )
-
-
-def _warn_of_storage(root: PersistentRoot, error: BaseException) -> None:
-    logging.warning("the steps in %s cannot be followed now: %s", root.path, error)
