@@ -19,7 +19,6 @@ from elastic_ckpt.core import storage
 from elastic_ckpt.data import plan
 from elastic_ckpt.inspect import (
     status,
-    stored_steps,
     survey,
     verification,
 )
@@ -79,7 +78,7 @@ class Setting:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tiers(survey.Survey):
+class Inspected(survey.Survey):
     """What `inspect` adds to a survey.
 
     Attributes:
@@ -87,18 +86,6 @@ class Tiers(survey.Survey):
     """
 
     run: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Inspected(stored_steps.StoredSteps):
-    """What `inspect` prints: of the directory of a run, of tiers, or both.
-
-    Attributes:
-      steps: in storage.
-      tiers: the steps of tiers.
-    """
-
-    tiers: Tiers | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Verifies; 1 if anything is wrong."""
     paths, secret_file = arguments.paths, arguments.secret_file
     with tier_locations.opened(paths, secret_file=secret_file) as (name, tiers):
-        known = sorted({*tiers.steps, *tiers.foreign_steps})
+        known = tiers.known
         steps = known if arguments.step is None else [arguments.step]
         if not known or not set(steps) <= set(known):
             _, problems = tiers.look(steps[0] if steps else 0)

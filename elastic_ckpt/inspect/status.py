@@ -13,7 +13,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.checkpoint import foreign_steps
 from elastic_ckpt.core import errors, metrics
 from elastic_ckpt.inspect import run_files, tier_locations
 from elastic_ckpt.inspect.survey import in_tier, with_holders
@@ -167,10 +166,10 @@ def collect(directory: str) -> Status:
         there = reachable(tiers)
         local, stored = newest_steps(there)
         uncommitted = sorted({each.step for each in tiers.leftovers()})
-    if stored.step is None:
-        # Steps of Orbax's own checkpointer, which MaxText uses without tiers.
-        plain = max(foreign_steps.steps(record.steps_directory), default=None)
-        stored = dataclasses.replace(stored, step=plain)
+        if stored.step is None:
+            # Steps of Orbax's own checkpointer, which MaxText uses without tiers.
+            plain = max(tiers.stored, default=None)
+            stored = dataclasses.replace(stored, step=plain)
     return status(
         events,
         run_files.read_metrics(

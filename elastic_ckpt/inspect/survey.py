@@ -1,7 +1,8 @@
-"""A survey: which steps are in which tiers, who holds them, and what could be lost.
+"""A survey: which steps are in which tiers, who holds them, and what is in them.
 
-A survey reads only manifests, and the files of components that describe themselves;
-`verification` compares the values with their digests.
+A survey reads manifests, the files of components that describe themselves, and of steps
+in storage the metadata of their arrays and their data state; `verification` compares
+the values with their digests.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from etils import epath
 
+from elastic_ckpt.checkpoint import foreign_steps, run_saver
 from elastic_ckpt.checkpoint.host import verified_read
 from elastic_ckpt.core import digest, errors
 from elastic_ckpt.core.errors import MOST_NAMED, first_of
+from elastic_ckpt.data import cursors, mixing, records, state
 from elastic_ckpt.inspect.tier_locations import Locations
 from elastic_ckpt.steps.manifest import Holder
 from elastic_ckpt.steps.table import StepTable
@@ -27,6 +31,8 @@ _DESCRIPTION = "component.json"
 _OTHERS = ("data_state.json", "callbacks.json")
 _BY_SHARDING = "by sharding"
 _OWN = "its own files"
+# The parts of a step as MaxText names them.
+_ITEMS, _ITERATOR = "items", "iter"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +85,30 @@ class TierOfStep:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedData(state.DataState):
+    """The data state of a step.
+
+    Attributes:
+      taken: documents taken of each dataset of a mixture.
+      skipped: corrupt records that were skipped.
+    """
+
+    taken: Mapping[str, int]
+    skipped: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnreadableData:
+    """Stands in place of a data state that cannot be read.
+
+    Attributes:
+      error: why.
+    """
+
+    error: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SurveyedStep:
     """A save of a step.
 
@@ -92,16 +122,20 @@ class SurveyedStep:
         of the first one.
       tiers: that have something of it.
       components: its parts; none of an incomplete step.
+      state: its arrays, as Orbax reads them in storage; none if it is not there.
+      data: its data state in storage; None without one.
     """
 
     step: int
     save: str
-    problem: str | None
     preserved: bool
-    abandoned: bool
-    parent: tuple[int, str] | None
     tiers: tuple[TierOfStep, ...]
+    problem: str | None = None
+    abandoned: bool = False
+    parent: tuple[int, str] | None = None
     components: tuple[StepComponent, ...] = ()
+    state: tuple[foreign_steps.LeafSummary, ...] = ()
+    data: SavedData | UnreadableData | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,31 +181,33 @@ def survey(
     surveyed: list[SurveyedStep] = []
     problems: list[str] = []
     is_found = False
-    preserved = set(locations.preserved())
-    known = sorted({*locations.steps, *locations.foreign_steps})
+    known = locations.known
     # Newest first, so that no more is read than it takes.
     for number in reversed(known):
         if step not in (None, number) or (newest_only and is_found):
             continue
-        of_number = []
-        is_preserved = number in preserved
-        if number in locations.foreign_steps:
-            of_number.append(_foreign(number, preserved=is_preserved))
         looked = locations.look(number)
         problems += looked.problems
-        for found in reversed(looked.saves):
-            abandoned = locations.line.abandons(found.step_id)
+        of_number = [_surveyed(each, locations, problems) for each in looked.saves]
+        if number in locations.foreign_steps:
+            tier = TierOfStep(tier="persistent", problem=None, holders=(), num_bytes=0)
             of_number.append(
-                _surveyed(found, preserved=is_preserved, abandoned=abandoned)
+                SurveyedStep(
+                    step=number,
+                    save="",
+                    preserved=number in locations.preserved,
+                    tiers=(tier,),
+                    **_stored(locations.stored.get(number), problems),
+                )
             )
-            is_found |= found.problem is None and not abandoned
-        surveyed = [*of_number, *surveyed]
+        surveyed += of_number
+        is_found |= any(not (each.problem or each.abandoned) for each in of_number)
     if not known:
         # Locations that cannot be read have no steps, either.
         problems = [*locations.look(step or 0).problems]
     return Survey(
         known=tuple(known),
-        steps=tuple(surveyed),
+        steps=tuple(reversed(surveyed)),
         leftovers=tuple(
             UncommittedStep(step=each.step, path=str(each.path))
             for each in locations.leftovers()
@@ -181,10 +217,10 @@ def survey(
     )
 
 
-def _surveyed(found: FoundStep, *, preserved: bool, abandoned: bool) -> SurveyedStep:
-    table = found.table
-    parents = table.contents.parents
-    tiers = []
+def _surveyed(
+    found: FoundStep, locations: Locations, problems: list[str]
+) -> SurveyedStep:
+    table, tiers = found.table, []
     for tier in sorted({holder.tier for holder in table.holders}):
         alone = in_tier(found, tier)
         assert alone is not None
@@ -196,15 +232,55 @@ def _surveyed(found: FoundStep, *, preserved: bool, abandoned: bool) -> Surveyed
                 num_bytes=int(alone.num_bytes[alone.item].sum()),
             )
         )
+    stored = locations.stored.get(table.step_id.step)
+    is_committed = str(stored) in {source.directory for source in found.sources}
+    parents = table.contents.parents
     return SurveyedStep(
         step=table.step_id.step,
         save=table.step_id.save,
         problem=None if table.complete else table.lacking(),
-        preserved=preserved,
-        abandoned=abandoned,
+        preserved=table.step_id.step in locations.preserved,
+        abandoned=locations.line.abandons(table.step_id),
         parent=parents[-1] if parents else None,
         tiers=tuple(tiers),
         components=_components(found) if table.complete else (),
+        **_stored(stored if is_committed else None, problems),
+    )
+
+
+def _stored(path: epath.Path | None, problems: list[str]) -> dict[str, Any]:
+    # The arrays and the data state of a step that Orbax can read.
+    if path is None:
+        return {}
+    leaves, is_of_maxtext = [], (path / _ITEMS).exists()
+    try:
+        name = _ITEMS if is_of_maxtext else run_saver.STATE
+        leaves = foreign_steps.arrays(path, name)
+    except errors.CheckpointError as error:
+        problems.append(str(error))
+    return {"state": tuple(leaves), "data": data_of(path)}
+
+
+def data_of(path: epath.Path) -> SavedData | UnreadableData | None:
+    """The data state of the step at `path`, also one that no run can go on from."""
+    is_of_maxtext = (path / _ITEMS).exists()
+    directory = path / (_ITERATOR if is_of_maxtext else run_saver.DATA)
+    if not directory.exists():
+        return None
+    try:
+        saved = state.read(directory)
+        num_shards: Any = saved.pipeline.get("num_logical_shards", 0)
+        shards = cursors.read(directory, range(num_shards), saved.position)
+    except errors.DataError as error:
+        return UnreadableData(error=str(error))
+    return SavedData(
+        engine=saved.engine,
+        position=saved.position,
+        pipeline=saved.pipeline_now,
+        left_out=saved.left_out,
+        progress=saved.progress,
+        taken=mixing.taken(shards.values()),
+        skipped=records.skipped(shards.values()),
     )
 
 
@@ -227,19 +303,6 @@ def with_holders(
     parts = parts._replace(holder=number[parts.holder])
     holders = tuple(whole.holders[n] for n in kept)
     return StepTable([dataclasses.replace(whole, holders=holders, parts=parts)])
-
-
-def _foreign(step: int, *, preserved: bool) -> SurveyedStep:
-    tier = TierOfStep(tier="persistent", problem=None, holders=(), num_bytes=0)
-    return SurveyedStep(
-        step=step,
-        save="",
-        problem=None,
-        preserved=preserved,
-        abandoned=False,
-        parent=None,
-        tiers=(tier,),
-    )
 
 
 def _components(found: FoundStep) -> tuple[StepComponent, ...]:
@@ -304,54 +367,54 @@ def _description(found: FoundStep, name: str) -> dict[str, Any]:
     return {}
 
 
-def describe(run: str, survey: Survey) -> str:
-    """The survey of a run, as lines."""
+def describe(run: str, survey: Survey, *, is_brief: bool) -> str:
+    """The survey of a run, as lines.
+
+    Args:
+      run: its identity; empty without one.
+      survey: of it.
+      is_brief: whether arrays are counted rather than listed.
+    """
+    known = list(map(str, survey.known))
+    if len(known) > 2 * MOST_NAMED:
+        known = [*known[:MOST_NAMED], "...", *known[-MOST_NAMED:]]
     named = f"run {run}" if run else "no run"
-    lines = [f"{named}: {numbered(survey.known, 'in tiers')}"]
-    save = ""
-    for step in (each for each in survey.steps if not each.abandoned):
-        lines += _step_lines(step, goes_on=step.save != save, known=survey.known)
-        save = step.save
-    abandoned = [each for each in survey.steps if each.abandoned]
-    if abandoned:
-        lines.append(
-            "abandoned, since the run went on from an earlier step; they are restored"
-            " only by their numbers:"
-        )
-    for step in abandoned:
-        lines += _step_lines(step, goes_on=False)
+    count = f"{len(survey.known)} step{'s' * (len(survey.known) != 1)}"
+    lines = [f"{named}: {count}{': ' * bool(known)}{', '.join(known)}"]
+    before: SurveyedStep | None = None
+    for step in sorted(survey.steps, key=lambda each: each.abandoned):
+        if step.abandoned and not (before and before.abandoned):
+            lines.append(
+                "abandoned, since the run went on from an earlier step; they are"
+                " restored only by their numbers:"
+            )
+        lines += _step_lines(step, before, survey.known, is_brief=is_brief)
+        before = step
     lines += [
         f"step {each.step} is being written, or was cut short: {each.path}"
         for each in survey.leftovers
     ]
-    lines += survey.problems
-    return "\n".join(lines)
-
-
-def numbered(steps: Sequence[int], location: str) -> str:
-    """How many steps there are, with the numbers of the first and the last."""
-    count = f"{len(steps)} steps {location}"
-    if not steps:
-        return count
-    some = list(map(str, steps))
-    if len(some) > 2 * MOST_NAMED:
-        some = [*some[:MOST_NAMED], "...", *some[-MOST_NAMED:]]
-    return f"{count}: {', '.join(some)}"
+    return "\n".join([*lines, *survey.problems])
 
 
 def _step_lines(
-    step: SurveyedStep, *, goes_on: bool, known: Sequence[int] = ()
+    step: SurveyedStep,
+    before: SurveyedStep | None,
+    known: Sequence[int],
+    *,
+    is_brief: bool,
 ) -> Iterator[str]:
     state = "complete" if step.problem is None else f"incomplete: {step.problem}"
     if not step.save:
         state = "saved by Orbax alone, without manifests"
+    goes_on = not (step.abandoned or (before and before.save == step.save))
     if goes_on and step.parent is not None:
-        before = step.parent[0]
+        parent = step.parent[0]
         # A save in place of another goes on from it; once it had the line before it.
-        is_again = before == step.step or (
-            before == step.step - 1 and before not in known
+        is_again = parent == step.step or (
+            parent == step.step - 1 and parent not in known
         )
-        state += ", saved again" if is_again else f", goes on from step {before}"
+        state += ", saved again" if is_again else f", goes on from step {parent}"
     yield f"step {step.step}: {state}" + ", preserved" * step.preserved
     for each in step.tiers if step.save else ():
         alone = "all of it" if each.problem is None else each.problem
@@ -360,6 +423,18 @@ def _step_lines(
             f" ({first_of(each.holders)})  {alone}"
         )
     yield from _component_lines(step.components)
+    if step.state:
+        num_bytes = sum(leaf.num_bytes for leaf in step.state)
+        yield f"  {len(step.state):,} arrays, {num_bytes:,} bytes"
+    if not is_brief and before is not None and step.state == before.state != ():
+        yield f"    as in step {before.step}"
+    elif not is_brief:
+        for leaf in step.state:
+            yield (
+                f"    {leaf.path:<40} {leaf.dtype}{list(leaf.shape)}"
+                f"  {leaf.num_bytes:,} bytes  {leaf.sharding}"
+            )
+    yield from _data_lines(step.data, is_brief=is_brief)
 
 
 def _component_lines(parts: Sequence[StepComponent]) -> Iterator[str]:
@@ -377,3 +452,36 @@ def _component_lines(parts: Sequence[StepComponent]) -> Iterator[str]:
             f" ({first_of(each.hosts)}), digest {each.digest[:12]}; resize:"
             f" {each.resize}"
         )
+
+
+def _data_lines(
+    data: SavedData | UnreadableData | None, *, is_brief: bool
+) -> list[str]:
+    if data is None:
+        return []
+    if isinstance(data, UnreadableData):
+        return [f"  data: {data.error}"]
+    pipeline: Mapping[str, Any] = data.pipeline
+    where, stage = "", pipeline.get("stage")
+    if stage is not None:
+        number, begins = stage["number"], stage["begin_steps"]
+        where = f", stage {number + 1} of {len(begins)}, from step {begins[number]}"
+    position = json.dumps(data.position)
+    lines = [f"  data: {data.engine}, position {position}{where}"]
+    for key, value in {} if is_brief else pipeline.items():
+        if key not in ("datasets", "stage"):
+            lines.append(f"    {key}: {json.dumps(value)}")
+    datasets = pipeline.get("datasets", {})
+    weights = sum(each["weight"] for each in datasets.values()) or 1
+    all_taken = sum(data.taken.values()) or 1
+    for name, dataset in datasets.items():
+        taken, achieved = data.taken.get(name), ""
+        if taken is not None:
+            achieved = f", {taken:,} documents taken so far, {taken / all_taken:.2%}"
+        lines.append(
+            f"    dataset {name}: weight {dataset['weight'] / weights:.2%}{achieved},"
+            f" {len(dataset['files'])} files"
+        )
+    if data.skipped:
+        lines.append(f"    corrupt records skipped: {data.skipped:,}")
+    return lines

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from etils import epath
 
+from elastic_ckpt.checkpoint import foreign_steps
 from elastic_ckpt.core import checked_json, errors, storage
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.steps.line import Line
@@ -61,6 +62,17 @@ class Locations:
             steps |= {step: str(each.root.final(step)) for step in each.foreign_steps()}
         return dict(sorted(steps.items()))
 
+    @functools.cached_property
+    def known(self) -> list[int]:
+        """All steps that may have files, those of Orbax alone among them, ascending."""
+        return sorted({*self.steps, *self.foreign_steps})
+
+    @functools.cached_property
+    def stored(self) -> dict[int, epath.Path]:
+        """The directories of steps in storage that Orbax can read, by their numbers."""
+        roots = [foreign_steps.steps(each.root.path) for each in self._stored]
+        return {step: path for steps in roots for step, path in steps.items()}
+
     def look(self, step: int) -> Looked[FoundStep]:
         """The saves of a step, each holder once, and problems of unreadable parts."""
         copies: list[Copy] = []
@@ -86,21 +98,15 @@ class Locations:
 
     def leftovers(self) -> list[Leftover]:
         """The uncommitted parts of steps, ascending by step; an agent lists none."""
-        leftovers = [
-            leftover
-            for tier in self._tiers
-            if not isinstance(tier, Peer)
-            for leftover in tier.leftovers()
-        ]
+        own = [tier for tier in self._tiers if not isinstance(tier, Peer)]
+        leftovers = [each for tier in own for each in tier.leftovers()]
         return sorted(leftovers, key=lambda each: (each.step, str(each.path)))
 
-    def preserved(self) -> list[int]:
-        """The steps that are preserved by hand, without those of peers, ascending."""
-        preserved: set[int] = set()
-        for tier in self._tiers:
-            if not isinstance(tier, Peer):
-                preserved.update(tier.preserved())
-        return sorted(preserved)
+    @functools.cached_property
+    def preserved(self) -> set[int]:
+        """The steps that are preserved by hand, without those of peers."""
+        own = [tier for tier in self._tiers if not isinstance(tier, Peer)]
+        return {step for tier in own for step in tier.preserved()}
 
 
 @contextlib.contextmanager

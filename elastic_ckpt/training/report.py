@@ -16,10 +16,10 @@ from typing import Any
 
 from elastic_ckpt.checkpoint import foreign_steps
 from elastic_ckpt.core import errors, metrics
-from elastic_ckpt.inspect import page, run_files, status, stored_steps
+from elastic_ckpt.inspect import page, run_files, status, survey
 from elastic_ckpt.inspect.page import COLOURS, Fact, Mood, Point, Section, Series
 from elastic_ckpt.inspect.status import Event, Files
-from elastic_ckpt.inspect.stored_steps import SavedData
+from elastic_ckpt.inspect.survey import SavedData
 from elastic_ckpt.training import run_audit, step_log
 
 # The most lines of a table, and the most bars of a plot.
@@ -160,7 +160,7 @@ def collect(directory: str) -> Record:
         mixtures=[
             (step, data)
             for step, path in steps[::-1][::every][::-1]
-            if isinstance(data := stored_steps.data_of(path), SavedData)
+            if isinstance(data := survey.data_of(path), SavedData)
             and len(_datasets(data)) > 1
         ],
         audit="No audit was asked for.",

@@ -122,7 +122,7 @@ def test_edit_that_cannot_be_made_is_refused_and_nothing_is_written(steps):
 
 
 def _listed(steps):
-    return json.loads(runs.verb("inspect", "--json", str(steps)))["tiers"]["steps"]
+    return json.loads(runs.verb("inspect", "--json", str(steps)))["steps"]
 
 
 def test_step_of_a_live_run_is_not_edited(steps):
