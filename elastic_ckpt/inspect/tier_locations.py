@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 
 from etils import epath
@@ -192,8 +193,11 @@ def is_ram_disk(directory: epath.Path) -> bool:
 
 def find_run(path: epath.PathLike) -> str | None:
     """The run of the first manifest at `path` that can be read; None without one."""
-    directories = _step_directories(storage.absolute(path))
-    runs = map(persistent_root.run_of, directories)
+    directory = storage.absolute(path)
+    pattern = "hosts/*/*" if is_ram_disk(directory) else "*"
+    below = (each for each in directory.glob(pattern) if each.name[:1].isdecimal())
+    places = itertools.chain([directory], below)
+    runs = (persistent_root.run_of(each) for each in places if each.is_dir())
     return next((run for run in runs if run is not None), None)
 
 
@@ -206,16 +210,3 @@ def is_step(path: epath.PathLike) -> bool:
         return bool(persistent_root.manifest_names(directory))
     root = persistent_root.PersistentRoot.from_path(directory.parent)
     return directory.name.isdecimal() and int(directory.name) in root.steps()
-
-
-def _step_directories(directory: epath.Path) -> Iterator[epath.Path]:
-    if is_ram_disk(directory):
-        for slot in (directory / "hosts").iterdir():
-            yield from (each for each in slot.iterdir() if each.is_dir())
-    elif directory.is_dir():
-        yield directory
-        yield from (
-            each
-            for each in directory.iterdir()
-            if each.name.isdecimal() and each.is_dir()
-        )

@@ -149,11 +149,28 @@ def verify(
                 )
             )
         looked = locations.look(number)
-        problems += [_of_manifest(number, why) for why in looked.problems]
+        for problem in looked.problems:
+            what, _, remedy = problem.rpartition("; ")
+            problems.append(
+                Problem(
+                    kind="manifest",
+                    step=number,
+                    why=what or problem,
+                    remedy=remedy if what else "what it lists counts as lost",
+                )
+            )
         for found in reversed(looked.saves):
-            read = _Copies(found, progress)
-            problems += read.problems()
-            verified.append(read.summary())
+            copies = _Copies(found, progress)
+            problems += copies.problems()
+            verified.append(
+                VerifiedStep(
+                    step=number,
+                    save=found.step_id.save,
+                    state="complete" if found.table.complete else "incomplete",
+                    num_copies=len(found.table.item),
+                    num_bytes=copies.num_bytes,
+                )
+            )
         # One complete save is enough; without one, the last save counts. If it has
         # diverged, that is reported by item.
         tables = [found.table for found in looked.saves]
@@ -171,29 +188,9 @@ def verify(
     return Verification(steps=tuple(verified), problems=tuple(problems))
 
 
-def _of_manifest(step: int, why: str) -> Problem:
-    what, _, remedy = why.rpartition("; ")
-    return Problem(
-        kind="manifest",
-        step=step,
-        why=what or why,
-        remedy=remedy if what else "what it lists counts as lost",
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Fault:
-    """What is wrong with one copy.
-
-    Attributes:
-      kind: of the problem.
-      why: the end of a sentence.
-      remedy: what to do; None if the copy cannot be used, and another may be good.
-    """
-
-    kind: Literal["damaged", "orbax"]
-    why: str
-    remedy: str | None
+# What is wrong with a copy: its kind, the end of a sentence, and what to do; an empty
+# remedy if the copy cannot be used, and another may be good.
+_Fault = tuple[Literal["damaged", "orbax"], str, str]
 
 
 class _Copies:
@@ -204,62 +201,47 @@ class _Copies:
       progress: called with the bytes read and the total, from any thread.
 
     Attributes:
-      faults: of copies, by their rows in the table.
+      num_bytes: that were read.
     """
 
     def __init__(self, found: FoundStep, progress: OnBytes) -> None:
-        self.faults: dict[int, _Fault] = {}
-        self._table = table = found.table
-        self._sources = found.sources
-        self._progress = progress
-        self._item = table.item
+        self._table, self._sources = table, sources = found.table, found.sources
+        self._progress, self.num_bytes = progress, 0
+        # By their rows in the table.
+        self._faults: dict[int, _Fault] = {}
         # All hosts wrote into one directory.
-        directories = dict.fromkeys(
-            source.directory
-            for holder, source in zip(table.holders, found.sources, strict=True)
-            if holder.tier == "persistent"
-        )
         self._views = {
-            directory: orbax_view.OrbaxView(epath.Path(directory))
-            for directory in directories
+            source.directory: orbax_view.OrbaxView(epath.Path(source.directory))
+            for holder, source in zip(table.holders, sources, strict=True)
+            if holder.tier == "persistent"
         }
         # Of each item, with the checksum behind values.
         is_array = np.array([not leaf.is_file for leaf in table.contents.leaves], bool)
         behind = layout.CHECKSUM_BYTES * is_array[table.items.leaf]
-        self._sizes = table.num_bytes + behind
-        self._total = int(self._sizes[self._item].sum())
-        self._num_bytes = 0
+        self._sizes = (table.num_bytes + behind)[table.item]
         self._lock = threading.Lock()
-        rows = range(len(self._item))
+        rows = range(len(table.item))
         with futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="verify") as pool:
             # Not a task for each of a million rows.
             list(pool.map(self._read, [rows[n::_THREADS] for n in range(_THREADS)]))
-
-    def summary(self) -> VerifiedStep:
-        """What was read."""
-        return VerifiedStep(
-            step=self._table.step_id.step,
-            save=self._table.step_id.save,
-            state="complete" if self._table.complete else "incomplete",
-            num_copies=len(self._item),
-            num_bytes=self._num_bytes,
-        )
 
     def problems(self) -> Iterator[Problem]:
         """The problems, by item and holder."""
         step, save = self._table.step_id
         of_step = functools.partial(Problem, step=step, save=save)
-        unusable = [row for row in self.faults if self.faults[row].remedy is None]
-        for row in [*sorted(unusable), *sorted(self.faults.keys() - set(unusable))]:
-            fault, holder = self.faults[row], self._holder(row)
+        # Those that cannot be used are first.
+        for row in sorted(
+            self._faults, key=lambda row: (self._faults[row][2] != "", row)
+        ):
+            (kind, why, remedy), holder = self._faults[row], self._holder(row)
             yield of_step(
-                kind=fault.kind,
-                part=self._table.name(int(self._item[row])),
+                kind=kind,
+                part=self._table.name(int(self._table.item[row])),
                 tier=holder.tier,
                 holder=holder.host.id,
                 path=self._path(row),
-                why=fault.why,
-                remedy=fault.remedy or self._elsewhere(row),
+                why=why,
+                remedy=remedy or self._elsewhere(row),
             )
         for item in self._table.diverged.tolist():
             holders = self._table.holders_of(item)
@@ -286,20 +268,19 @@ class _Copies:
                 )
 
     def _read(self, rows: range) -> None:
-        memory = np.empty(0, np.uint8)
+        memory = host_memory.allocate(int(self._sizes[rows].max(initial=0)))
+        total = int(self._sizes.sum())
         for row in rows:
-            size = int(self._sizes[self._item[row]])
-            if memory.nbytes < size:
-                memory = host_memory.allocate(size)
-            fault = self._examined(row, memory[:size])
+            size = int(self._sizes[row])
+            fault = self._fault(row, memory[:size])
             with self._lock:
                 if fault is not None:
-                    self.faults[row] = fault
-                self._num_bytes += size
-                self._progress(self._num_bytes, self._total)
+                    self._faults[row] = fault
+                self.num_bytes += size
+                self._progress(self.num_bytes, total)
 
-    def _examined(self, row: int, memory: np.ndarray) -> _Fault | None:
-        table, item = self._table, int(self._item[row])
+    def _fault(self, row: int, memory: np.ndarray) -> _Fault | None:
+        table, item = self._table, int(self._table.item[row])
         leaf, box, named = table.leaf(item), table.box(item), table.digest_at(row)
         source, surplus = self._sources[table.holder[row]], 0
         try:
@@ -309,31 +290,34 @@ class _Copies:
         except ReadError as error:
             why = str(error)
         if why is not None:
-            return _Fault(kind="damaged", why=why, remedy=None)
+            return "damaged", why, ""
         view = self._views.get(source.directory)
         if view is not None and not leaf.is_file:
-            hidden = view.chunk_problem(leaf, box, named)
-            if hidden is not None:
-                return _Fault(kind="orbax", why=hidden, remedy=_ORBAX_REMEDY)
+            why = view.chunk_problem(leaf, box, named)
+        if why is not None:
+            return "orbax", why, _ORBAX_REMEDY
         if surplus > 0:
-            return _Fault(
-                kind="damaged",
-                why=f"is longer than what was saved, by {surplus} bytes",
-                remedy=f"a restore reads only its first {memory.nbytes} bytes: cut it"
-                " to them",
-            )
+            why = f"is longer than what was saved, by {surplus} bytes"
+            num_bytes = memory.nbytes
+            remedy = f"a restore reads only its first {num_bytes} bytes: cut it to them"
+            return "damaged", why, remedy
         return None
 
     def _elsewhere(self, row: int) -> str:
-        directory = self._sources[self._table.holder[row]].directory
-        good = self._good(row)
+        # What to do about a copy that cannot be used.
+        first, end = self._table.first_row[self._table.item[row] :][:2].tolist()
+        good = [
+            self._holder(each)
+            for each in range(first, end)
+            if each not in self._faults or self._faults[each][2]
+        ]
         if not good:
             return (
                 "no good copy is left: restore an older step, and remove the directory"
-                f" {directory}"
+                f" {self._sources[self._table.holder[row]].directory}"
             )
-        holder = f"host {self._holder(good[0]).host.id}"
-        if self._holder(good[0]).tier == "persistent":
+        holder = f"host {good[0].host.id}"
+        if good[0].tier == "persistent":
             holder = "the persistent tier"
         if self._holder(row).tier == "persistent":
             return f"{holder} has a good copy: restore the step, and save it anew"
@@ -341,20 +325,11 @@ class _Copies:
             f"{holder} has a good copy, and a restore that reads the bad one repairs it"
         )
 
-    def _good(self, row: int) -> list[int]:
-        # The rows of the same item that can be used.
-        first, end = self._table.first_row[self._item[row] :][:2].tolist()
-        return [
-            each
-            for each in range(first, end)
-            if each not in self.faults or self.faults[each].remedy is not None
-        ]
-
     def _holder(self, row: int) -> Holder:
         return self._table.holders[self._table.holder[row]]
 
     def _path(self, row: int) -> str:
-        item = int(self._item[row])
+        item = int(self._table.item[row])
         leaf, box = self._table.leaf(item), self._table.box(item)
         file = layout.part_file(leaf, box)
         if self._holder(row).tier == "persistent" and not leaf.is_file:
