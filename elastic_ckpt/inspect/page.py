@@ -12,6 +12,7 @@ import html
 import itertools
 import json
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -265,11 +266,9 @@ def svg(spec: Spec, *, title: str, width: int | None = WIDTH) -> str:
     Raises:
       ConfigError: if the extra is not installed.
     """
-    size: Spec = {}
-    if width is not None:
-        # All plots are as wide, and their letters as large.
-        fit = {"type": "fit-x", "contains": "padding"}
-        size = {"width": width, "autosize": fit}
+    # All plots are as wide, and their letters as large.
+    fit: Spec = {"width": width, "autosize": {"type": "fit-x", "contains": "padding"}}
+    size = {} if width is None else fit
     drawn = library().vegalite_to_svg({"config": _CONFIG, **size, **spec})
     label = f'<svg role="img" aria-label="{html.escape(title)}" '
     return drawn.replace("<svg ", label, 1)
@@ -292,17 +291,13 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     """At most `_MOST_POINTS`: the least and the greatest of each run of points."""
     if len(points) <= _MOST_POINTS:
         return list(points)
-    size = math.ceil(2 * len(points) / _MOST_POINTS)
+    size, of_y = math.ceil(2 * len(points) / _MOST_POINTS), operator.itemgetter(1)
     runs = [points[start : start + size] for start in range(0, len(points), size)]
     return [
         point
         for run in runs
-        for point in sorted({min(run, key=_of_y), max(run, key=_of_y)})
+        for point in sorted({min(run, key=of_y), max(run, key=of_y)})
     ]
-
-
-def _of_y(point: Point) -> float:
-    return point[1]
 
 
 _STYLE = (
@@ -413,10 +408,9 @@ def to_html(
 
 
 def _section(part: Section) -> str:
-    verdict = ""
+    verdict = figure = ""
     if part.verdict:
         verdict = f'<strong class="{part.mood}">{html.escape(part.verdict)}</strong> '
-    figure = ""
     if part.spec is not None:
         figure = f"<figure>{svg(part.spec, title=part.title)}</figure>"
     whole = ' class="whole"' if part.is_table else ""

@@ -216,26 +216,25 @@ def status(
     started = _last(events, "run_started")
     since_secs = started["time"] if started else 0.0
     since = events[events.index(started) :] if started else ()
-    newest = _newest_lines(files)
+    lines = sorted(itertools.chain(*files.values()), key=lambda line: line["time"])
+    newest = {line["metric"]: line for line in lines}
     now = phase(events, is_alive=is_alive, program=program)
     world: dict[str, int] = {}
     if started is not None and now not in ENDS and is_alive is not False:
         # A host or slice that is lost since then ends the world.
         is_lost = _last(since, "host_lost", "slice_lost", "world_left") is not None
-        of_world = ("hosts", "slices", "devices")
-        world = {name: 0 if is_lost else started[name] for name in of_world}
+        world = {
+            name: 0 if is_lost else started[name]
+            for name in ("hosts", "slices", "devices")
+        }
 
-    def last(metric: metrics.Metric) -> float | None:
+    def last(
+        metric: metrics.Metric, *, since_secs: float = 0.0, step: int | None = None
+    ) -> float | None:
         line = newest.get(metric.name)
-        return line["last"] if line else None
-
-    def of_step(metric: metrics.Metric) -> float | None:
-        line = newest.get(metric.name)
-        return line["last"] if line and line.get("step") == step else None
-
-    def rate(metric: metrics.Metric) -> float | None:
-        line = newest.get(metric.name)
-        return line["last"] if line and line["time"] >= since_secs else None
+        if line is None or line["time"] < since_secs:
+            return None
+        return line["last"] if step in (None, line.get("step")) else None
 
     # Metrics are written a little later than events, and a process that was killed has
     # lost its last ones.
@@ -261,11 +260,11 @@ def status(
         step=step or None,
         steps=started["steps"] if started else None,
         time=max((line["time"] for line in newest.values()), default=None),
-        loss=of_step(metrics.TRAIN_LOSS),
-        learning_rate=of_step(metrics.TRAIN_LEARNING_RATE),
-        steps_per_sec=rate(metrics.TRAIN_STEP_RATE),
-        tokens_per_sec=rate(metrics.TRAIN_TOKEN_RATE),
-        goodput_percent=rate(metrics.GOODPUT),
+        loss=last(metrics.TRAIN_LOSS, step=step),
+        learning_rate=last(metrics.TRAIN_LEARNING_RATE, step=step),
+        steps_per_sec=last(metrics.TRAIN_STEP_RATE, since_secs=since_secs),
+        tokens_per_sec=last(metrics.TRAIN_TOKEN_RATE, since_secs=since_secs),
+        goodput_percent=last(metrics.GOODPUT, since_secs=since_secs),
         data_wait_percent=_data_wait_percent(files, since_secs),
         tiers=tuple(tiers),
         losses=tuple(losses),
@@ -304,12 +303,6 @@ def world_slices(events: Sequence[Event]) -> tuple[int, ...]:
     """The slices of the newest world; empty if the run is not elastic."""
     chosen = _last(events, "world_started")
     return tuple(chosen["slices"]) if chosen else ()
-
-
-def _newest_lines(files: Files) -> dict[str, Mapping[str, Any]]:
-    lines = itertools.chain.from_iterable(files.values())
-    by_time = sorted(lines, key=lambda line: line["time"])
-    return {line["metric"]: line for line in by_time}
 
 
 def _data_wait_percent(files: Files, since_secs: float) -> float | None:
@@ -395,10 +388,11 @@ def after_losses(
     losses = []
     holders = [holder for each in there for holder in each.table.holders]
     for domain in ("slice", "host"):
-        names = {_key(each, domain): _name(each, domain) for each in holders}
+        names = {key: key for each in holders if (key := _key(each, domain))}
+        if domain == "host":
+            names = {_key(each, domain): str(each.host.number) for each in holders}
         if domain == "slice":
             names |= {str(number): str(number) for number in slices}
-        names.pop("", None)
         for key in sorted(names, key=lambda key: (len(names[key]), names[key])):
 
             def is_left(holder: Holder, key: str = key, domain: str = domain) -> bool:
@@ -421,7 +415,3 @@ def _key(holder: Holder, domain: str) -> str:
     # A host without a machine's name is alone on it.
     host = holder.host
     return host.domains.get(domain, host.id if domain == "host" else "")
-
-
-def _name(holder: Holder, domain: str) -> str:
-    return str(holder.host.number) if domain == "host" else _key(holder, domain)

@@ -310,14 +310,12 @@ def _components(found: FoundStep) -> tuple[StepComponent, ...]:
     # without files, have no items.
     table = found.table
     num_leaves = collections.Counter(leaf.part for leaf in table.contents.arrays)
-    items: dict[str, list[int]] = {
-        name: [] for name in sorted({*num_leaves, *table.contents.components})
-    }
+    items = collections.defaultdict(list)
     for item in range(len(table)):
         items[table.leaf(item).part].append(item)
     return tuple(
-        _described(found, name, of_name, num_leaves[name])
-        for name, of_name in items.items()
+        _described(found, name, items[name], num_leaves[name])
+        for name in sorted({*num_leaves, *table.contents.components})
     )
 
 
@@ -354,15 +352,13 @@ def _description(found: FoundStep, name: str) -> dict[str, Any]:
         number = table.contents.files.get(f"{name}/{kind}")
         if number is None:
             continue
-        reader = verified_read.VerifiedReader(found)
         try:
             (item,) = table.of_leaf(number).tolist()
-            fields = json.loads(reader.values(item).tobytes())
-        except (errors.CheckpointError, ValueError):
+            content = verified_read.VerifiedReader(found).values(item).tobytes()
+            fields = dict(json.loads(content))
+        except (errors.CheckpointError, TypeError, ValueError):
             # Verification names what is wrong with a file.
             return {"pattern": "unreadable"}
-        if not isinstance(fields, dict):
-            return {}
         return fields if kind == _DESCRIPTION else {"version": fields.get("version")}
     return {}
 
