@@ -84,19 +84,36 @@ class BackupHost:
             self._read_secs = time.monotonic()
         own = self._own.held()
         newest = max(own, key=_order, default=None)
-        others = self._others()
-        ahead = {each for saves in others for each in saves} - set(own)
-        target = max(ahead, key=_order, default=None)
-        if target is None or _order(target) < _order(newest):
-            target = None
+        backups = [self._peer(url) for url in self._backups]
+        # The steps of those that answer; this host may be among them.
+        others = [set(each.known_saves()) for each in backups if not each.problems]
+        ahead = [each for each in set().union(*others) if _is_newer(each, newest)]
+        urls = list(self._record.urls.values())
+        if not ahead:
             if newest and any(newest not in saves for saves in others):
                 self._hold(newest, _HOLD_SECS)
                 return None
-            if not self._is_newer_listed(newest):
+            # One agent is asked: each has parts of every step.
+            listed = self._peer(random.choice(urls)).known_saves()
+            if not any(_is_newer(each, newest) for each in listed):
                 return None
-        found = self._found(target)
-        if found is None or _order(found.step_id) <= _order(newest):
+        peers = Peers([self._peer(url) for url in urls])
+        found = None
+        if ahead:
+            # The run may have it no more.
+            with contextlib.suppress(errors.CheckpointError):
+                found = find.of_save([peers], max(ahead, key=_order))
+        found = found or find.search([peers]).newest().found
+        if found is None or not _is_newer(found.step_id, newest):
             return None
+        # This host is the one whose agent serves this memory.
+        machines = [each.machine for each in backups]
+        if self._disk.machine not in machines:
+            raise errors.RunError(
+                f"none of the backup hosts {self._backups} is this one, whose RAM disk"
+                f" is {self._disk.root}; give each the same URLs, at which it reaches"
+                " itself"
+            )
         common = set(own).intersection(*others)
         kept = {newest, max(common, key=_order, default=None)}
         with ram_disk.held_off(self._slot):
@@ -105,9 +122,8 @@ class BackupHost:
         num_bytes = found.table.num_bytes
         end = np.cumsum(num_bytes)
         # Equal shares of all bytes in a line, each part by its middle.
-        middle = (end - num_bytes / 2) / max(1, end[-1])
-        number = self._number()
-        mine = np.flatnonzero(middle * len(self._backups) // 1 == number).tolist()
+        share = (end - num_bytes / 2) / max(1, end[-1]) * len(machines) // 1
+        mine = np.flatnonzero(share == machines.index(self._disk.machine)).tolist()
         share_bytes = int(num_bytes[mine].sum())
         self._hold(found.step_id, _HOLD_SECS + share_bytes / _LEAST_BYTES_PER_SEC)
         taken = copies.fetch(self._own, found, mine, is_partial=False)
@@ -118,40 +134,8 @@ class BackupHost:
         """Releases the RAM disk; the steps in it stay."""
         self._own.close()
 
-    def _number(self) -> int:
-        # Of this host among all: the one whose agent serves this memory.
-        for number, url in enumerate(self._backups):
-            if Peer(url, self._client, "").machine == self._disk.machine:
-                return number
-        raise errors.RunError(
-            f"none of the backup hosts {self._backups} is this one, whose RAM disk is"
-            f" {self._disk.root}; give each the same URLs, at which it reaches itself"
-        )
-
-    def _others(self) -> list[set[StepId]]:
-        # The steps of the backup hosts that answer; this one may be among them.
-        peers = [Peer(url, self._client, self._disk.run) for url in self._backups]
-        return [set(each.known_saves()) for each in peers if not each.problems]
-
-    def _is_newer_listed(self, newest: StepId | None) -> bool:
-        # One agent is asked: each has parts of every step.
-        url = random.choice(list(self._record.urls.values()))
-        asked = Peer(url, self._client, self._disk.run)
-        return any(_order(each) > _order(newest) for each in asked.known_saves())
-
-    def _found(self, target: StepId | None) -> find.FoundStep | None:
-        # The step to copy: `target` if the run still has it, else its newest.
-        run = self._disk.run
-        peers = Peers(
-            [
-                Peer(url, self._client, run, known=self._known)
-                for url in self._record.urls.values()
-            ]
-        )
-        if target is not None:
-            with contextlib.suppress(errors.CheckpointError):
-                return find.of_save([peers], target)
-        return find.search([peers]).newest().found
+    def _peer(self, url: str) -> Peer:
+        return Peer(url, self._client, self._disk.run, known=self._known)
 
     def _hold(self, step_id: StepId, secs: float) -> None:
         # At one machine it counts for all.
@@ -180,17 +164,14 @@ def serve(
             max_bytes_per_sec=max_bytes_per_sec,
         )
         stack.callback(client.close)
-        backup = stack.enter_context(
-            contextlib.closing(
-                BackupHost(service.root, steps=steps, backups=backups, client=client)
-            )
-        )
+        backup = BackupHost(service.root, steps=steps, backups=backups, client=client)
+        stack.callback(backup.close)
         while True:
+            copied = None
             try:
                 copied = backup.follow()
             except (errors.CheckpointError, OSError) as error:
                 print(f"no step was copied: {error}", flush=True)
-                copied = None
             if copied is None:
                 time.sleep(_POLL_SECS)
                 continue
@@ -205,3 +186,7 @@ def serve(
 def _order(saved: StepId | None) -> tuple[str, int]:
     # In time: a run that goes back saves earlier steps under later saves.
     return ("", -1) if saved is None else (saved.save, saved.step)
+
+
+def _is_newer(saved: StepId, than: StepId | None) -> bool:
+    return _order(saved) > _order(than)

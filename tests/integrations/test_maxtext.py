@@ -122,7 +122,8 @@ def test_its_steps_take_our_batches_and_verbs_read_the_run(
     capsys.readouterr()
     assert main.main(["inspect", str(directory)]) == 0
     shown = capsys.readouterr().out
-    assert "step 3: saved by Orbax alone, without manifests\n  1 arrays, 8 b" in shown
+    assert "step 3: complete" in shown
+    assert "  1 arrays, 8 bytes" in shown
     assert 'data: sharded, position {"stream_row": 32}' in shown
     assert main.main(["status", str(directory)]) == 0
     shown = capsys.readouterr().out
