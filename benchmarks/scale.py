@@ -42,7 +42,7 @@ import numpy as np
 from benchmarks import report, sized, turns
 from elastic_ckpt.checkpoint import restore, save_stages
 from elastic_ckpt.checkpoint.host import copies, reader, recovery
-from elastic_ckpt.checkpoint.host.answers import Replicated, Written
+from elastic_ckpt.checkpoint.host.answers import Replicated, Written, WrittenFile
 from elastic_ckpt.checkpoint.host.exchange import GIVEN
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
@@ -66,7 +66,7 @@ from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.steps.table import StepTable
 from elastic_ckpt.tiers.choices import Peers
 from elastic_ckpt.tiers.find import FoundStep
-from elastic_ckpt.tiers.ram.local import LocalHost, WrittenFile
+from elastic_ckpt.tiers.ram.local import LocalHost
 from elastic_ckpt.tiers.ram.ram_disk import RamDisk
 from elastic_ckpt.tiers.source import ReadError, Source
 

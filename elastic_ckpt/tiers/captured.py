@@ -9,10 +9,15 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from elastic_ckpt.core import boxes
+from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.manifest import Leaf
+from elastic_ckpt.steps.owners import Holders
 from elastic_ckpt.tiers.ram.chunk_files import ChunkFile
+from elastic_ckpt.tiers.source import OnPiece, ReadError, ignored
+
+# A part: the path of its leaf, and its box.
+Part = tuple[str, Box]
 
 
 class OnDevice(Protocol):
@@ -36,6 +41,11 @@ def fetched(values: Values) -> np.ndarray:
     return values if isinstance(values, np.ndarray) else values.fetch()
 
 
+def everyone(shard: Box) -> Holders | None:
+    """The holders of the shards of values that every host has whole."""
+    del shard
+
+
 class CapturedLeaf(NamedTuple):
     """The part of an array that this process holds.
 
@@ -45,24 +55,23 @@ class CapturedLeaf(NamedTuple):
       boxes: each chunk that is here, once, with its values; an array without elements
         has none.
       files: of chunks whose values lie in a file of the RAM disk already.
-      place: of the array that it was captured of: which processes hold what of it; see
-        `host.captured_step.Owners`.
+      holders: the numbers of the hosts that hold a shard, ascending; None for all.
     """
 
     leaf: Leaf
     shard_shape: tuple[int, ...]
-    boxes: tuple[tuple[boxes.Box, Values], ...]
-    files: Mapping[boxes.Box, ChunkFile] = types.MappingProxyType({})
-    place: object = None
+    boxes: tuple[tuple[Box, Values], ...]
+    files: Mapping[Box, ChunkFile] = types.MappingProxyType({})
+    holders: Callable[[Box], Holders | None] = everyone
 
-    def shard(self, chunk: boxes.Box) -> boxes.Box:
+    def shard(self, chunk: Box) -> Box:
         """The shard that a chunk is of."""
         start = tuple(
             at - at % max(1, size)
             for at, size in zip(chunk.start, self.shard_shape, strict=True)
         )
         stop = tuple(a + n for a, n in zip(start, self.shard_shape, strict=True))
-        return boxes.Box(start=start, stop=stop)
+        return Box(start=start, stop=stop)
 
 
 def chunked(leaf: Leaf, shard_shape: tuple[int, ...]) -> Leaf:
@@ -137,3 +146,56 @@ class Captured:
         on_release, self._on_release, self.parts = self._on_release, None, ()
         if on_release is not None:
             on_release()
+
+    def values(self) -> dict[Part, Values]:
+        """The values of each part that this process holds."""
+        return {
+            (part.leaf.path, box): of_box
+            for part in self.parts
+            for box, of_box in part.boxes
+        }
+
+    def holders(self, *, num_hosts: int) -> dict[Part, Holders]:
+        """The hosts of a world that hold each part that this process holds."""
+        all_hosts = tuple(range(num_hosts))
+        return {
+            (part.leaf.path, box): part.holders(part.shard(box)) or all_hosts
+            for part in self.parts
+            for box, _ in part.boxes
+        }
+
+
+class CapturedSource:
+    """What a host has captured, as a `source.Source`.
+
+    Args:
+      values: of the parts; not to be released while they are read.
+      host_id: of this host.
+    """
+
+    def __init__(self, values: Mapping[Part, Values], host_id: str) -> None:
+        self._values = values
+        self.directory = f"memory of host {host_id}"
+
+    def values(self, leaf: Leaf, box: Box) -> np.ndarray:
+        """The values of a part, without a copy.
+
+        Raises:
+          ReadError: if there is no such part.
+        """
+        values = self._values.get((leaf.path, box))
+        if values is None:
+            raise ReadError("is not in this host's memory")
+        return fetched(values)
+
+    def read_into(
+        self, leaf: Leaf, box: Box, into: memoryview, on_piece: OnPiece = ignored
+    ) -> None:
+        """See `source.Source`."""
+        values = np.ascontiguousarray(self.values(leaf, box))
+        into[:] = values.reshape(-1).view(np.uint8).data
+        on_piece(into)
+
+    def size(self, leaf: Leaf, box: Box) -> int:
+        """See `source.Source`."""
+        return self.values(leaf, box).nbytes

@@ -10,7 +10,6 @@ import threading
 import pytest
 
 from elastic_ckpt.core import errors, metrics
-from elastic_ckpt.tiers.ram import ram_disk
 from tests.checkpoint.test_checkpointer import check, save, stored
 from tests.checkpoint.test_component_io import Counter
 from tests.recorded_events import RecordedEvents
@@ -132,10 +131,8 @@ def test_an_end_with_a_backlog_is_an_error_that_names_it(make, tmp_path, breaks)
     assert stored(tmp_path)[-1] >= 6
 
 
-@pytest.mark.parametrize("is_full", [False, True])
-def test_due_steps_are_stored_and_others_are_not(make, tmp_path, monkeypatch, is_full):
+def test_due_steps_are_stored_and_others_are_not(make, tmp_path):
     recorded = RecordedEvents()
-    monkeypatch.setattr(ram_disk.RamDisk, "has_room", lambda *_: not is_full)
     checkpointer = make(every=2, emit=recorded, local={"limit_bytes": 100})
     saved = [save(checkpointer, step) for step in range(1, 6)]
     assert saved == [False, True, False, True, False]
@@ -187,7 +184,6 @@ class Witness:
 def test_hosts_of_a_machine_write_elsewhere_in_private_directories_of_their_own(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(ram_disk.RamDisk, "has_room", lambda *_: False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "elsewhere"))
     (tmp_path / "elsewhere").mkdir()
     witnesses = []

@@ -5,10 +5,9 @@ import dataclasses
 import numpy as np
 
 from elastic_ckpt.checkpoint.host import capture
-from elastic_ckpt.core import boxes, digest, storage
+from elastic_ckpt.core import boxes, digest
 from elastic_ckpt.steps import manifest
 from elastic_ckpt.steps.step_id import StepId
-from elastic_ckpt.tiers.ram import local
 
 RUN = "run-7"
 FILE = "data/0.json"
@@ -44,10 +43,10 @@ def save(host, step, *, only=None, save="0"):
         captured.parts = tuple(p for p in captured.parts if p.leaf.path in only)
     writer = host.begin(StepId(step, save), whole)
     writer.reserve(captured.num_bytes)
-    writer.write(captured)
-    storage.write_atomic(writer.directory / FILE, cursors(step))
-    (file,) = local.written_files(writer.directory, ["data"])
-    return writer.commit({file.path: file.digest})
+    content = cursors(step)
+    writer.write(captured, {FILE: content})
+    named = digest.values_digest(np.frombuffer(content, np.uint8))
+    return writer.commit({FILE: named})
 
 
 def copies(host, step, values):

@@ -15,7 +15,6 @@ from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.peers.agent import Address
 from elastic_ckpt.tiers.peers.run_agents import Seen
-from elastic_ckpt.tiers.ram.local import WrittenFile
 from elastic_ckpt.tiers.run_identity import Place
 
 
@@ -86,6 +85,20 @@ class CapturedIn(NamedTuple):
     directory: str
     is_lent: bool = False
     notice: str = ""
+
+
+class WrittenFile(NamedTuple):
+    """A file that a component wrote.
+
+    Attributes:
+      path: relative to the step's directory.
+      num_bytes: its length.
+      digest: `core.digest.values_digest` of its bytes, 16 bytes.
+    """
+
+    path: str
+    num_bytes: int
+    digest: bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

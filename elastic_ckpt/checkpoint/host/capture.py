@@ -42,7 +42,14 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from elastic_ckpt.core import background, boxes, errors, host_memory
 from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.manifest import Leaf
-from elastic_ckpt.tiers.captured import Captured, CapturedLeaf, Values, chunked
+from elastic_ckpt.steps.owners import Holders
+from elastic_ckpt.tiers.captured import (
+    Captured,
+    CapturedLeaf,
+    Values,
+    chunked,
+    everyone,
+)
 from elastic_ckpt.tiers.choices import PINNED_BYTES, CaptureIn
 from elastic_ckpt.tiers.ram.chunk_files import LEAST_BYTES, ChunkFile, ChunkFiles
 
@@ -482,14 +489,14 @@ class _Held(NamedTuple):
     leaf: Leaf
     shard_shape: tuple[int, ...]
     chunks: Sequence[_Chunk]
-    place: object
+    holders: Callable[[boxes.Box], Holders | None] = everyone
 
     def captured(self) -> CapturedLeaf:
         files = {c.box: c.file for c in self.chunks if c.file is not None}
         values = [(c.box, c.values) for c in self.chunks if c.values is not None]
         leaf = self.leaf if self.leaf.chunk else chunked(self.leaf, self.shard_shape)
         return CapturedLeaf(
-            leaf, self.shard_shape, tuple(values), files or _NO_FILES, self.place
+            leaf, self.shard_shape, tuple(values), files or _NO_FILES, self.holders
         )
 
 
@@ -533,21 +540,20 @@ def _held(path: str, value: Value, memory: Memory) -> _Held:
                 # Keeping JAX's object instead would cost rounds of garbage collection.
                 shard = np.asarray(shard)
             chunks += _chunks(place.leaf, box, shard, is_far=place.is_far)
-        return _Held(place.leaf, place.shard_shape, chunks, place)
+        return _Held(place.leaf, place.shard_shape, chunks, place.holders)
     if isinstance(value, Shards):
         for box, shard in value.boxes:
             chunks += _chunks(value.leaf, box, shard)
         if value.kept:
             for chunk in chunks:
                 chunk.values = _part(chunk.source, chunk.within)
-        place = dataclasses.replace(value, boxes=())
-        return _Held(value.leaf, value.shard_shape, chunks, place)
+        return _Held(value.leaf, value.shard_shape, chunks, value.holders)
     # In this machine's byte order, which is that of the files.
     leaf = leaf_of(path, value)
     array = np.asarray(value, np.dtype(leaf.dtype))
     if array.size:
         chunks += _chunks(leaf, boxes.whole(array.shape), array)
-    return _Held(leaf, array.shape, chunks, None)
+    return _Held(leaf, array.shape, chunks)
 
 
 class ArrayPlace(NamedTuple):
@@ -572,6 +578,24 @@ class ArrayPlace(NamedTuple):
     shard_shape: tuple[int, ...]
     boxes: tuple[tuple[int, boxes.Box], ...]
     is_far: bool
+
+    def holders(self, shard: boxes.Box) -> Holders | None:
+        """The hosts that hold a shard; None if each has the whole array."""
+        if self.sharding.is_fully_addressable:
+            return None
+        # The numbers of a random key are its last dimension.
+        rank = len(self.shape)
+        whole = boxes.Box(start=shard.start[:rank], stop=shard.stop[:rank])
+        return _hosts(self.sharding, self.shape)[whole]
+
+
+# The shards of an array are asked for one after the other.
+@functools.lru_cache(maxsize=16)
+def _hosts(sharding: Sharding, shape: tuple[int, ...]) -> dict[boxes.Box, Holders]:
+    return {
+        box: tuple(sorted({each.process_index for each in devices}))
+        for box, devices in boxes.holders(sharding, shape).items()
+    }
 
 
 def _place(path: str, array: jax.Array) -> ArrayPlace:

@@ -8,19 +8,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.checkpoint.host import (
-    capture,
-    captured_step,
-    component_files,
-    trees,
-)
-from elastic_ckpt.checkpoint.host.answers import CapturedIn, Written
+from elastic_ckpt.checkpoint.host import capture, component_files, trees
+from elastic_ckpt.checkpoint.host.answers import CapturedIn, Written, WrittenFile
 from elastic_ckpt.checkpoint.host.capture import Value
 from elastic_ckpt.checkpoint.host.step_notes import WrittenStep
 from elastic_ckpt.checkpoint.host.world import HeldStep, HostWorld
@@ -32,14 +27,17 @@ from elastic_ckpt.steps.manifest import Contents, Holder, Leaf, Manifest, Parts
 from elastic_ckpt.steps.owners import Holders
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.steps.table import StepTable
-from elastic_ckpt.tiers.captured import Captured, Values, fetched
+from elastic_ckpt.tiers.captured import (
+    Captured,
+    CapturedSource,
+    Part,
+    Values,
+    fetched,
+)
 from elastic_ckpt.tiers.choices import PINNED_BYTES
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.peers import secret
 from elastic_ckpt.tiers.ram import local, ram_disk
-
-# If less is free on a RAM disk, components write to a staging directory at first.
-_LEAST_BYTES = 2**20
 
 
 class HostSaver:
@@ -57,6 +55,7 @@ class HostSaver:
             "auto" if world.storage is None else world.storage.capture,
             pinned_bytes=PINNED_BYTES if tier is None else tier.pinned_bytes,
         )
+        self._staging = _staging(world)
         self._saving: dict[StepId, _Saving] = {}
 
     def capture(self, step_id: StepId, of_trees: Mapping[str, Any]) -> CapturedIn:
@@ -73,48 +72,37 @@ class HostSaver:
 
     def begin(self, step_id: StepId, captured: Captured) -> CapturedIn:
         """Begins to save what was captured of all leaves."""
-        saving = _Saving(
-            captured=captured,
-            directory=self._world.disk.step_directory(self._world.own.slot, step_id),
-        )
+        storage.make_private_directory(self._staging)
+        saving = _Saving(captured=captured, staging=self._staging / str(step_id))
+        storage.remove(saving.staging)
         self._saving[step_id] = saving
-        if self._world.local_tier is None:
-            # Only components write files on this machine.
-            saving.directory = saving.staging = self._staging(step_id)
-            return self._captured_in(saving)
-        contents = Contents(leaves=captured.leaves)
-        try:
-            saving.writer = self._world.own.begin(step_id, contents)
-            if not self._world.disk.has_room(_LEAST_BYTES):
-                # The files of components are small, and may be all that fits.
-                saving.directory = saving.staging = self._staging(step_id)
-        except (errors.CheckpointError, OSError) as error:
-            # The other hosts have begun: `write` reports the problem to all.
-            saving.problem = str(error)
-            saving.directory = saving.staging = self._staging(step_id)
-        return self._captured_in(saving)
-
-    def _captured_in(self, saving: _Saving) -> CapturedIn:
+        if self._world.local_tier is not None:
+            contents = Contents(leaves=captured.leaves)
+            try:
+                saving.writer = self._world.own.begin(step_id, contents)
+            except (errors.CheckpointError, OSError) as error:
+                # The other hosts have begun: `write` reports the problem to all.
+                saving.problem = str(error)
         notice = self._memory.notice
-        return CapturedIn(str(saving.directory), saving.captured.is_lent, notice)
+        return CapturedIn(str(saving.staging), captured.is_lent, notice)
 
     @calls.call()
     def put(self, step_id: StepId, files: Mapping[str, bytes]) -> None:
-        """Writes files of components into a step that is being saved.
+        """Writes files of components of a step that is being saved.
 
         Args:
           step_id: the step.
           files: by path in the step, their content.
         """
-        component_files.write(self._saving[step_id].directory, files)
+        component_files.write(self._saving[step_id].staging, files)
 
     @calls.call()
     def write(
         self, step_id: StepId, components: tuple[str, ...], problem: str | None
     ) -> Written:
-        """Writes the captured values.
+        """Writes the captured values and the files of components.
 
-        Without a local tier the files are read, and nothing is written.
+        Without a local tier their digests are taken, and nothing is written.
 
         Args:
           step_id: the step.
@@ -127,31 +115,25 @@ class HostSaver:
         if problem is not None:
             raise errors.CheckpointError(problem)
         saving = self._saving[step_id]
-        saving.components = components
-        saving.written = local.written_files(saving.directory, components)
-        if self._world.storage is not None or saving.staging is not None:
-            # A step that does not fit is removed with its files, so their contents are
-            # kept.
-            saving.contents = {
-                file.path: (saving.directory / file.path).read_bytes()
-                for file in saving.written
-            }
+        files = saving.files = {
+            f"{name}/{path}": content
+            for name in components
+            for path, content in component_files.read(saving.staging / name).items()
+        }
         if saving.problem is not None:
             raise errors.CheckpointError(saving.problem)
-        writer = saving.writer
-        if writer is None:
-            saving.parts = _digests(saving.captured)
-            return self._files(step_id, saving)
-        # The search for room takes time for each file: the trainer runs meanwhile.
-        captured = saving.captured
-        writer.reserve(captured.num_bytes, taken_bytes=captured.file_bytes)
-        writer.write(captured, {} if saving.staging is None else saving.contents)
-        saving.parts = dict(writer.parts)
-        return self._files(step_id, saving)
+        writer, captured = saving.writer, saving.captured
+        if writer is not None:
+            # The search for room takes time for each file: the trainer runs meanwhile.
+            num_bytes = captured.num_bytes + sum(map(len, files.values()))
+            writer.reserve(num_bytes, taken_bytes=captured.file_bytes)
+            writer.write(captured, files)
+            saving.parts = dict(writer.parts)
+        return self.files(step_id)
 
     @calls.call()
     def files(self, step_id: StepId) -> Written:
-        """Returns the answer of `write`, for a step that it could not write.
+        """Returns the answer of `write`, also for a step that it could not write.
 
         Raises:
           CheckpointError: if components could not write their files.
@@ -162,27 +144,37 @@ class HostSaver:
                 f"this host has committed its part of step {step_id.step}, and keeps"
                 " no more of it in its own memory"
             )
-        if saving.components is None:
+        if saving.files is None:
             raise errors.CheckpointError("components have not written their files")
-        saving.parts = saving.parts or _digests(saving.captured)
-        return self._files(step_id, saving)
+        saving.parts = saving.parts or {
+            (number, box): digest.values_digest(fetched(values))
+            for number, part in enumerate(saving.captured.parts)
+            for box, values in part.boxes
+        }
+        saving.written = tuple(
+            WrittenFile(
+                path, len(each), digest.values_digest(np.frombuffer(each, np.uint8))
+            )
+            for path, each in sorted(saving.files.items())
+        )
+        return Written(
+            files=saving.written,
+            time_ms=clock.time_ns() // 1_000_000,
+            shared=self.digests(step_id, ()),
+        )
 
     @calls.call()
     def hold(self, written: WrittenStep) -> None:
         """Makes a backup read the captured values, until `abandon`."""
         saving = self._saving[written.step_id]
         contents = _contents(saving, written)
-        values: dict[captured_step.Part, Values] = {
-            (part.leaf.path, box): of_box
-            for part in saving.captured.parts
-            for box, of_box in part.boxes
-        }
+        values: dict[Part, Values] = {**saving.captured.values()}
         parts = {**(saving.parts or {})}
-        for file in saving.written:
-            number = contents.files[file.path]
-            whole = boxes.whole(contents.leaves[number].shape)
-            content = np.frombuffer(saving.contents[file.path], np.uint8)
-            parts[number, whole], values[file.path, whole] = file.digest, content
+        for path, num_bytes, named in saving.written:
+            assert saving.files is not None
+            box = boxes.whole((num_bytes,))
+            parts[contents.files[path], box] = named
+            values[path, box] = np.frombuffer(saving.files[path], np.uint8)
         own = self._world.own.host
         saved = Manifest(
             run=self._world.run,
@@ -191,7 +183,7 @@ class HostSaver:
             holders=(Holder(own),),
             parts=Parts.of_rows([(*each, parts[each]) for each in parts], contents),
         )
-        source = captured_step.CapturedSource(values, own.id)
+        source = CapturedSource(values, own.id)
         found = FoundStep(StepTable([saved]), [source])
         self._hold(found, self._holders(saving), written, source)
 
@@ -202,8 +194,8 @@ class HostSaver:
         writer = saving.writer
         assert writer is not None
         holders, contents = self._holders(saving), _contents(saving, written)
+        files = {path: named for path, _, named in saving.written}
         saving.release()
-        files = {file.path: file.digest for file in saving.written}
         saved = writer.commit(files, contents=contents)
         found = FoundStep(StepTable([saved]), [ram_disk.StepFiles(writer.directory)])
         self._hold(found, holders, written)
@@ -238,9 +230,9 @@ class HostSaver:
     def _hold(
         self,
         found: FoundStep,
-        holders: Mapping[captured_step.Part, Holders],
+        holders: Mapping[Part, Holders],
         written: WrittenStep,
-        captured: captured_step.CapturedSource | None = None,
+        captured: CapturedSource | None = None,
     ) -> None:
         table = found.table
         of_items = [
@@ -253,9 +245,8 @@ class HostSaver:
         held = HeldStep(found, of_items, num_hosts, captured=captured)
         self._world.held[written.step_id] = held
 
-    def _holders(self, saving: _Saving) -> Mapping[captured_step.Part, Holders]:
-        num_hosts = len(self._world.hosts)
-        return captured_step.holders(saving.captured, num_hosts=num_hosts)
+    def _holders(self, saving: _Saving) -> Mapping[Part, Holders]:
+        return saving.captured.holders(num_hosts=len(self._world.hosts))
 
     @calls.call()
     def abandon(self, step_id: StepId) -> None:
@@ -268,9 +259,6 @@ class HostSaver:
         saving.release()
         if saving.writer is not None:
             saving.writer.abandon()
-        else:
-            # Components began to write, even if there is no room.
-            self._world.own.remove(step_id)
 
     @calls.call()
     def preserved(self) -> tuple[int, ...]:
@@ -371,54 +359,25 @@ class HostSaver:
                 of_name[" ".join(place)] = named.hex()
         return {name: digest.json_digest(of_name) for name, of_name in rows.items()}
 
-    def _staging(self, step_id: StepId) -> epath.Path:
-        if self._world.local_tier is None:
-            own = self._world.disk.host_directory(self._world.own.slot)
-            return own / "saving" / str(step_id)
-        # Under one controller the path has to be the same on all hosts, whose RAM disks
-        # have the same path; hosts of one machine have different ones, or slots. Others
-        # do not know the secret.
-        root = self._world.disk.root
-        name = hashlib.blake2b(
-            f"{root}.{self._world.own.slot}".encode(),
-            key=hashlib.sha256(secret.read(secret.path(root)).encode()).digest(),
-            digest_size=16,
-        ).hexdigest()
-        temporary = epath.Path(tempfile.gettempdir()) / f"elastic_ckpt-staging-{name}"
-        storage.make_private_directory(temporary)
-        staging = temporary / str(step_id)
-        storage.remove(staging)
-        return staging
-
-    def _files(self, step_id: StepId, saving: _Saving) -> Written:
-        return Written(
-            files=tuple(saving.written),
-            time_ms=clock.time_ns() // 1_000_000,
-            shared=self.digests(step_id, ()),
-        )
-
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _Saving:
     captured: Captured
-    # Components write to `directory`; `staging` is the same if it is outside of the
-    # disk.
-    directory: epath.Path
-    staging: epath.Path | None = None
+    # Components write there, each below its name.
+    staging: epath.Path
     writer: local.StepWriter | None = None
     problem: str | None = None
-    # The files of components, after all of them have written.
-    components: Sequence[str] | None = None
-    written: Sequence[local.WrittenFile] = ()
+    # The files of components by path, after all of them have written: a step that does
+    # not fit into RAM is removed, and may still go to storage.
+    files: Mapping[str, bytes] | None = None
+    written: tuple[WrittenFile, ...] = ()
     # The digests of the arrays, by leaf and box, once they are written.
     parts: Mapping[tuple[int, Box], bytes] | None = None
-    contents: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
     def release(self) -> None:
         self.captured.release()
-        if self.staging is not None:
-            # Only one step is saved at a time.
-            storage.remove(self.staging.parent)
+        # Only one step is saved at a time.
+        storage.remove(self.staging.parent)
 
 
 def _contents(saving: _Saving, written: WrittenStep) -> Contents:
@@ -433,9 +392,11 @@ def _contents(saving: _Saving, written: WrittenStep) -> Contents:
     )
 
 
-def _digests(captured: Captured) -> dict[tuple[int, Box], bytes]:
-    return {
-        (number, box): digest.values_digest(fetched(values))
-        for number, part in enumerate(captured.parts)
-        for box, values in part.boxes
-    }
+def _staging(world: HostWorld) -> epath.Path:
+    # Under one controller the path has to be the same on all hosts, whose RAM disks
+    # have the same path; hosts of one machine have different ones, or slots. Others do
+    # not know the secret.
+    root, slot = world.disk.root, world.own.slot
+    known = f"{secret.read(secret.path(root))}.{root}.{slot}"
+    name = hashlib.sha256(known.encode()).hexdigest()[:32]
+    return epath.Path(tempfile.gettempdir()) / f"elastic_ckpt-staging-{name}"

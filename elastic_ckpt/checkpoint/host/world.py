@@ -10,13 +10,13 @@ from typing import NamedTuple
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.checkpoint.host.captured_step import CapturedSource
 from elastic_ckpt.checkpoint.host.exchange import Exchange
 from elastic_ckpt.core import calls, clock, errors
 from elastic_ckpt.steps import failure_domains, owners
 from elastic_ckpt.steps.manifest import Holder, Host, Manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.steps.table import StepTable
+from elastic_ckpt.tiers.captured import CapturedSource
 from elastic_ckpt.tiers.choices import Chosen, Peers
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.peers import mailbox, peer, peer_client

@@ -15,13 +15,11 @@ import itertools
 import os
 import pathlib
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
-from etils import epath
 
-from elastic_ckpt.core import background, boxes, checked_json, digest, errors, storage
+from elastic_ckpt.core import background, boxes, checked_json, errors, storage
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps import layout, manifest_file, retention
 from elastic_ckpt.steps.manifest import Contents, Holder, Host, Leaf, Manifest, Parts
@@ -219,38 +217,6 @@ class LocalHost:
             is_named = os.path.relpath(entry, path.parent) in named
             if not (is_named or entry.is_dir() or entry.name == zarr_array.METADATA):
                 storage.remove(entry)
-
-
-class WrittenFile(NamedTuple):
-    """A file that a component wrote.
-
-    Attributes:
-      path: relative to the step's directory.
-      num_bytes: its length.
-      digest: `core.digest.values_digest` of its bytes, 16 bytes.
-    """
-
-    path: str
-    num_bytes: int
-    digest: bytes
-
-
-def written_files(root: epath.PathLike, components: Iterable[str]) -> list[WrittenFile]:
-    """The files that components have written by now, durable, ordered by path.
-
-    Args:
-      root: of the step; paths are relative to it.
-      components: the names of their directories.
-    """
-    written = []
-    for place in components:
-        storage.sync_tree(os.path.join(root, place))
-        for path in pathlib.Path(root, place).rglob("*"):
-            if not path.is_dir():
-                content = np.fromfile(path, np.uint8)
-                named, name = digest.values_digest(content), path.relative_to(root)
-                written.append(WrittenFile(str(name), content.nbytes, named))
-    return sorted(written)
 
 
 class StepWriter:

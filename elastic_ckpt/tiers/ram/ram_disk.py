@@ -211,11 +211,6 @@ class RamDisk:
         ]
         return [each for each in leftovers if not _manifest_names(each.path)]
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether the file system has so much free, at a glance."""
-        system = os.statvfs(self.root)
-        return system.f_bavail * system.f_frsize >= num_bytes
-
     def free_bytes(self) -> int:
         """The free bytes under the limit and in the file system, less reserved ones."""
         used = promised = sum(
