@@ -225,7 +225,7 @@ class _WorldAlone(HostWorld):
     # Without agents: messages pass through `_Mail`, and no values are read.
 
     @property
-    def is_connected(self) -> bool:
+    def passes(self) -> bool:
         return True
 
     made: ClassVar[owners.Owners | None] = None
@@ -272,7 +272,7 @@ class _ReaderAlone(reader.HostReader):
             restoring.found.table,
             restoring.wanted,
             host=world.own.host,
-            domain=world.peers.domain,
+            domain=world.copy_policy.domain,
         )
         return {"planned": len(plan)}
 
@@ -300,7 +300,7 @@ class _SaverAlone(HostSaver):
         world = self._world
         holders = [(world.number,)] * len(table)
         world.held[written.step_id] = HeldStep(
-            FoundStep(table, [cast(Any, None)]), holders, len(world.hosts)
+            FoundStep(table, [cast(Any, None)]), holders
         )
         self._add_others(written.step_id)
 

@@ -26,11 +26,10 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.checkpoint import (
     component_io,
     orbax_context,
-    rendezvous,
     restore,
 )
 from elastic_ckpt.checkpoint.components import validation_schedule
-from elastic_ckpt.checkpoint.host import component_files
+from elastic_ckpt.checkpoint.host import component_files, endpoint
 from elastic_ckpt.checkpoint.host.answers import (
     CheckpointMetadata,
 )
@@ -121,7 +120,7 @@ class HostsCheckpointer:
             on_error.callback(hosts.close)
             self._of_storage = Writing(hosts, chosen, world, run=run)
             on_error.callback(self._of_storage.close)
-            rendezvous.join(hosts, begin_writing=self._of_storage.begin)
+            endpoint.join(hosts, begin_writing=self._of_storage.begin)
             if found not in (None, run):
                 raise _named_otherwise(chosen, run, found)
             self._open_steps(layouts)

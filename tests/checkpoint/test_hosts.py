@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from elastic_ckpt_sidecar import remote_hosts
 
-from elastic_ckpt.checkpoint import hosts, rendezvous, restore
+from elastic_ckpt.checkpoint import hosts, restore
+from elastic_ckpt.checkpoint.host import endpoint
 from elastic_ckpt.checkpoint.host.answers import Readiness
 from elastic_ckpt.checkpoint.host.copies import HostCopies
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
@@ -71,7 +72,7 @@ def drive(request):
 
 
 def join(driver):
-    rendezvous.join(driver)
+    endpoint.join(driver)
     return driver
 
 

@@ -11,9 +11,7 @@ from etils import epath
 
 from elastic_ckpt.checkpoint.host.verified_read import BadCopy
 from elastic_ckpt.steps.line import Line
-from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.steps.step_id import StepId
-from elastic_ckpt.tiers.peers.agent import Address
 from elastic_ckpt.tiers.peers.run_agents import Seen
 from elastic_ckpt.tiers.run_identity import Place
 
@@ -41,20 +39,6 @@ class Introduction:
     fresh_identity: str
     disk: Place
     stored: Place | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class JoinedHost:
-    """A host that has a slot of its machine.
-
-    Attributes:
-      host: as manifests name it.
-      agent: the address of the machine's agent; None for slots after the first, and in
-        a world of one host without peers.
-    """
-
-    host: Host
-    agent: Address | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -154,7 +154,7 @@ class HostBackup:
         )
         uploading.begin()
         reader = VerifiedReader(held.found)
-        num_bytes = _upload_share(held, uploading, reader, number=world.number)
+        num_bytes = _upload_share(world, held, uploading, reader)
         own = world.own.host.id
         bad = {(each.host, each.name) for each in reader.bad if each.host == own}
         repairs.put_right(held.found, world.own, bad)
@@ -430,7 +430,11 @@ class HostBackup:
         return self._world.persistent
 
     def _keep(self) -> retention.PreservationPolicy | None:
-        return None if self._world.storage is None else self._world.storage.keep
+        return (
+            None
+            if self._world.chosen.persistent is None
+            else self._world.chosen.persistent.keep
+        )
 
     def _saved_step(self, step_id: StepId) -> upload.UploadedStep:
         return upload.UploadedStep(
@@ -439,11 +443,14 @@ class HostBackup:
 
 
 def _upload_share(
-    held: HeldStep, uploading: upload.Upload, reader: VerifiedReader, *, number: int
+    world: HostWorld,
+    held: HeldStep,
+    uploading: upload.Upload,
+    reader: VerifiedReader,
 ) -> int:
     # The bytes that this host has uploaded.
     table, captured = held.found.table, held.captured
-    everyone = tuple(range(held.num_hosts))
+    everyone = tuple(range(len(world.hosts)))
     # After a change of hosts, parts may be in the memory of idle machines alone.
     sets = [of_item or everyone for of_item in held.holders]
     owner = np.array(owners.shares(sets, table.num_bytes))
@@ -451,7 +458,7 @@ def _upload_share(
         item: upload.Part(
             int(table.items.leaf[item]), table.box(item), table.digest(item)
         )
-        for item in np.flatnonzero(owner == number).tolist()
+        for item in np.flatnonzero(owner == world.number).tolist()
     }
     parts = {item: part for item, part in parts.items() if not uploading.has(part)}
 

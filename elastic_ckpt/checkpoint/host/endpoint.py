@@ -4,15 +4,20 @@ introduce    the facts that the others need before this host has a slot
 join         it takes a slot of its machine, adopts the secret, starts the agent
 connect      it is connected to the others, and has its parts: what it does for
              saves (`HostSaver`), copies, backups and restores
+
+`join` makes these calls of all hosts of a new world, which agree on slots and on a
+secret. All of it passes through the coordination service alone, the secret too: it is
+on no command line, in no log, and not on the network that arrays take.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from elastic_ckpt.checkpoint.host.answers import Introduction, JoinedHost
+from elastic_ckpt.checkpoint.host.answers import Introduction
 from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.host.copies import HostCopies
 from elastic_ckpt.checkpoint.host.reader import HostReader
@@ -29,6 +34,9 @@ from elastic_ckpt.tiers.peers import (
     secret,
 )
 from elastic_ckpt.tiers.ram import local, machine, ram_disk
+
+if TYPE_CHECKING:
+    from elastic_ckpt.checkpoint.hosts import Hosts
 
 # Makes more parts of a host, by the names of their classes, of those that it has.
 MoreParts = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -75,8 +83,13 @@ class HostEndpoint:
     @calls.call()
     def introduce(self) -> Introduction:
         """Returns the facts that the others need before this host has a slot."""
-        root = self._disk.root
-        file = self._config.peer_tier.secret_file
+        config, root, found = self._config, self._disk.root, self._disk
+        file = config.peer_tier.secret_file
+        if config.chosen.read_ram is not None:
+            found = ram_disk.RamDisk(config.chosen.read_ram, run=config.run)
+        stored = None
+        if config.chosen.persistent is not None and config.number == 0:
+            stored = config.chosen.persistent.directory
         return Introduction(
             machine=self._disk.machine,
             secret=secret.find(root) if file is None else secret.read(file),
@@ -84,8 +97,8 @@ class HostEndpoint:
             agents=run_agents.known(root),
             now_secs=clock.time_ns() / 10**9,
             fresh_identity=run_identity.new_name(),
-            disk=run_identity.of_disk(self._found),
-            stored=self._stored(),
+            disk=run_identity.of_disk(found),
+            stored=None if stored is None else run_identity.of_storage(stored),
         )
 
     @calls.call()
@@ -99,13 +112,17 @@ class HostEndpoint:
         slots: tuple[int, ...],
         shared_secret: str,
         identity: run_identity.Identity | None,
-    ) -> JoinedHost:
+    ) -> tuple[Host, agent.Address | None]:
         """Takes a slot of the machine, adopts the secret, and starts the agent.
 
         Args:
           slots: of each host, by number.
           shared_secret: of the run.
           identity: of the run; None if it is not known.
+
+        Returns:
+          The host as manifests name it; and the address of the machine's agent, None
+          for slots after the first, and in a world of one host without peers.
         """
         config, disk = self._config, self._disk
         slot = slots[config.number]
@@ -124,13 +141,20 @@ class HostEndpoint:
             machine.warn_unless_in_memory(disk.root)
         if identity is not None and config.chosen.local is not None:
             run_identity.write(disk, identity)
-        address = None
         is_alone = config.chosen.peers is None and len(slots) == 1
-        if slot == 0 and config.chosen.local is not None and not is_alone:
-            of_machine = self._network.serve(self._agent_service())
-            self._resources.callback(of_machine.close)
-            address = of_machine.address
-        return JoinedHost(host=own.host, agent=address)
+        if slot or config.chosen.local is None or is_alone:
+            return own.host, None
+        peers = config.peer_tier
+        service = agent.Service(
+            root=str(disk.root),
+            interface=peers.interface or addresses.of_this_host(),
+            port=peers.port,
+            tls_certificate=None if peers.tls is None else peers.tls.certificate,
+            tls_key=None if peers.tls is None else peers.tls.key,
+        )
+        of_machine = self._network.serve(service)
+        self._resources.callback(of_machine.close)
+        return own.host, of_machine.address
 
     @calls.call()
     def connect(
@@ -152,23 +176,12 @@ class HostEndpoint:
             config.peer_tier, secret.read(secret.path(disk.root))
         )
         self._resources.callback(client.close)
-        world = HostWorld(
-            config,
-            own=own,
-            hosts=hosts,
-            client=client,
-            agents=agents,
-        )
-        self._resources.callback(world.close)
-        reader, backup = HostReader(world), HostBackup(world)
-        parts = (
-            world,
-            HostSaver(world),
-            HostCopies(world),
-            backup,
-            reader,
-        )
-        self._parts |= {type(part).__name__: part for part in parts}
+        world = HostWorld(config, own=own, hosts=hosts, client=client, agents=agents)
+        # The messages of this host.
+        self._resources.callback(world.mail.remove, "")
+        kinds = (HostSaver, HostCopies, HostBackup, HostReader)
+        self._parts |= {kind.__name__: kind(world) for kind in kinds}
+        self._parts |= {HostWorld.__name__: world}
         self._parts |= self._more_parts(self._parts)
 
     @calls.call()
@@ -176,26 +189,45 @@ class HostEndpoint:
         """Releases all that the host's process has; what was saved stays."""
         self._resources.close()
 
-    @property
-    def _found(self) -> ram_disk.RamDisk:
-        # The RAM disk that is there before this host has done anything.
-        read_ram = self._config.chosen.read_ram
-        if read_ram is None:
-            return self._disk
-        return ram_disk.RamDisk(read_ram, run=self._config.run)
 
-    def _stored(self) -> run_identity.Place | None:
-        persistent = self._config.chosen.persistent
-        if persistent is None or self._config.number:
-            return None
-        return run_identity.of_storage(persistent.directory)
+def join(
+    hosts: Hosts,
+    *,
+    begin_writing: Callable[[run_identity.Identity | None], None] = lambda _: None,
+) -> None:
+    """Joins `hosts` to a world, in which they can read each other's RAM.
 
-    def _agent_service(self) -> agent.Service:
-        peers = self._config.peer_tier
-        return agent.Service(
-            root=str(self._disk.root),
-            interface=peers.interface or addresses.of_this_host(),
-            port=peers.port,
-            tls_certificate=None if peers.tls is None else peers.tls.certificate,
-            tls_key=None if peers.tls is None else peers.tls.key,
-        )
+    Args:
+      hosts: of the world.
+      begin_writing: called with the identity of the run when all of them have their
+        slots, before the first of them writes to storage.
+
+    Raises:
+      HostsFailedError: if a host cannot take part, with the reason.
+      RunError: if the RAM disk of a host has steps of another run.
+    """
+    introduced = hosts.all(HostEndpoint.introduce)
+    # Machines that were in a world before have its secret, and so have idle ones.
+    secrets = [each.secret for each in introduced if each.secret is not None]
+    shared = introduced[0].fresh_secret
+    if secrets:
+        shared = collections.Counter(secrets).most_common(1)[0][0]
+    # The slot of a host is how many hosts before it are on the same machine.
+    counts: collections.Counter[str] = collections.Counter()
+    slots = []
+    for each in introduced:
+        slots.append(counts[each.machine])
+        counts[each.machine] += 1
+    identity = run_identity.agreed(
+        introduced[0].stored,
+        [each.disk for each in introduced],
+        fresh=introduced[0].fresh_identity,
+    )
+    joined = hosts.all(HostEndpoint.join, tuple(slots), shared, identity)
+    begin_writing(identity)
+    agents = run_agents.joined(
+        [each.agents for each in introduced],
+        {address.machine: address.url for _, address in joined if address is not None},
+        now_secs=introduced[0].now_secs,
+    )
+    hosts.all(HostEndpoint.connect, tuple(host for host, _ in joined), agents)

@@ -284,7 +284,7 @@ class HostReader:
     def read_some(self, paths: Collection[str] | None) -> dict[str, int]:
         """As `read`, of the leaves with these paths; None for all that is selected."""
         restoring, own = self._opened(), self._world.own.host
-        found, domain = restoring.found, self._world.peers.domain
+        found, domain = restoring.found, self._world.copy_policy.domain
         reader = VerifiedReader(found)
         restoring.readers.append(reader)
         wanted = restoring.wanted
@@ -315,7 +315,7 @@ class HostReader:
         restoring.readers.append(reader)
         table = restoring.found.table
         near = Nearness(
-            table, [self._world.own.host], domain=self._world.peers.domain
+            table, [self._world.own.host], domain=self._world.copy_policy.domain
         ).of_items()
         for name in components:
             storage.make_directory(self._files() / name)
@@ -365,7 +365,7 @@ class HostReader:
         """
         world = self._world
         dealt = repairs.dealt(bad, world.hosts, world.number)
-        if world.is_read_only or not dealt:
+        if world.chosen.is_read_only or not dealt:
             return ()
         return tuple(repairs.put_right(self._opened().found, world.own, dealt))
 
@@ -436,7 +436,7 @@ class HostReader:
     def _places(self) -> list[epath.Path]:
         # The directories of the tiers.
         places = [] if self._world.root is None else [self._world.root.path]
-        if self._world.local_tier is not None:
+        if self._world.chosen.local is not None:
             places.append(self._world.disk.root)
         return places
 

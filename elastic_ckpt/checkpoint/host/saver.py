@@ -49,10 +49,12 @@ class HostSaver:
 
     def __init__(self, world: HostWorld) -> None:
         self._world = world
-        tier = world.local_tier
+        tier = world.chosen.local
         self._memory = capture.Memory(
             None if tier is None else world.own.files,
-            "auto" if world.storage is None else world.storage.capture,
+            "auto"
+            if world.chosen.persistent is None
+            else world.chosen.persistent.capture,
             pinned_bytes=PINNED_BYTES if tier is None else tier.pinned_bytes,
         )
         self._staging = _staging(world)
@@ -76,7 +78,7 @@ class HostSaver:
         saving = _Saving(captured=captured, staging=self._staging / str(step_id))
         storage.remove(saving.staging)
         self._saving[step_id] = saving
-        if self._world.local_tier is not None:
+        if self._world.chosen.local is not None:
             contents = Contents(leaves=captured.leaves)
             try:
                 saving.writer = self._world.own.begin(step_id, contents)
@@ -212,7 +214,7 @@ class HostSaver:
         for item, target in zip(placed.item.tolist(), placed.target, strict=True):
             hosts[item].append(int(target))
         numbers = sorted({number for some in hosts for number in some})
-        if not (numbers and world.is_connected):
+        if not (numbers and world.passes):
             return
         place = {number: n for n, number in enumerate(numbers)}
         rows = np.repeat(np.arange(len(table)), list(map(len, hosts)))
@@ -241,9 +243,7 @@ class HostSaver:
             else holders[leaf.path, table.box(item)]
             for item, leaf in ((n, table.leaf(n)) for n in range(len(table)))
         ]
-        num_hosts = len(self._world.hosts)
-        held = HeldStep(found, of_items, num_hosts, captured=captured)
-        self._world.held[written.step_id] = held
+        self._world.held[written.step_id] = HeldStep(found, of_items, captured=captured)
 
     def _holders(self, saving: _Saving) -> Mapping[Part, Holders]:
         return saving.captured.holders(num_hosts=len(self._world.hosts))
@@ -282,8 +282,8 @@ class HostSaver:
           parents: of the save.
         """
         line = Line(save=step_id.save, parents=parents)
-        assert self._world.local_tier is not None
-        policy = self._world.local_tier.keep or retention.NewestOnly()
+        assert self._world.chosen.local is not None
+        policy = self._world.chosen.local.keep or retention.NewestOnly()
         held = self._world.own.retained()
         of_line = [each for each in held if not line.abandons(each.step_id)]
         # Of a step that was saved again the newest save counts.

@@ -34,14 +34,12 @@ class HeldStep(NamedTuple):
       found: the parts that this host knows of, and where to read them.
       holders: of each item, the numbers of the hosts of this world that have it in
         memory, ascending.
-      num_hosts: of this world.
       is_whole: whether these are the parts of all hosts, not only its own.
       captured: the memory in which they were captured, if they are in no RAM disk.
     """
 
     found: FoundStep
     holders: Sequence[tuple[int, ...]]
-    num_hosts: int
     is_whole: bool = False
     captured: CapturedSource | None = None
 
@@ -87,14 +85,12 @@ class HostWorld:
       own: this host's part of the RAM disk.
       disk: the RAM disk of this machine.
       hosts: all of the world, by number.
-      local_tier: the local tier.
-      peers: the peer tier; its `domain` is the kind that this world has.
-      storage: the persistent tier as it was chosen; None if there is none.
+      chosen: the tiers.
+      copy_policy: how many copies of a step this world keeps in the memory of peers.
       root: of persistent storage; None if there is none.
       persistent: the steps there; None if there is none.
       mail: of this host.
       client: of the agents of other machines.
-      is_read_only: whether nothing is written, bad copies included.
       held: the steps that this host copies or backs up.
       agent_urls: of the agents of all machines that are known, by machine.
     """
@@ -113,51 +109,39 @@ class HostWorld:
         self.own = own
         self.disk = own.disk
         self.hosts = hosts
-        self.local_tier = config.chosen.local
-        domain = failure_domains.kind_of(hosts, config.peer_tier.domain)
-        kinds = config.peer_tier.domain
-        self._inner_domain = failure_domains.inner_kind(hosts, kinds, domain)
-        self.peers = dataclasses.replace(config.peer_tier, domain=domain)
-        self.storage = config.chosen.persistent
+        self.chosen = config.chosen
+        peers = config.peer_tier
+        domain = failure_domains.kind_of(hosts, peers.domain)
+        self.copy_policy = owners.Policy(
+            copies=peers.copies if len(hosts) > 1 else 0,
+            domain=domain,
+            inner=failure_domains.inner_kind(hosts, peers.domain, domain),
+            assume_data_parallelism=peers.assume_data_parallelism,
+        )
         self.root: persistent_root.PersistentRoot | None = None
         self.persistent: persistent_tier.PersistentTier | None = None
-        if self.storage is not None:
-            self.root = persistent_root.PersistentRoot.from_path(self.storage.directory)
+        if config.chosen.persistent is not None:
+            directory = config.chosen.persistent.directory
+            self.root = persistent_root.PersistentRoot.from_path(directory)
             self.persistent = persistent_tier.PersistentTier(self.root, run=self.run)
-        self.is_read_only = config.chosen.is_read_only
-        # The RAM disk of a program that runs, or ran.
-        self._read_disk: ram_disk.RamDisk | None = None
+        self._disks = [self.disk]
         read_ram = config.chosen.read_ram
         if read_ram is not None and find_machine(read_ram) is not None:
-            self._read_disk = ram_disk.RamDisk(read_ram, run=self.run)
+            # That of a program that runs, or ran.
+            self._disks.insert(0, ram_disk.RamDisk(read_ram, run=self.run))
         self.held: dict[StepId, HeldStep] = {}
         self.client = client
         self.agents = agents
         self.agent_urls = {machine: each.url for machine, each in agents.items()}
-        announced = [
-            url
-            for machine, url in self.agent_urls.items()
-            if machine != own.disk.machine
-        ]
-        given = dict.fromkeys([*config.peer_tier.known, *config.peer_tier.backups])
         # The agents of all other machines that are known.
-        known = self.agent_urls.values()
-        self._agents = [*announced, *(url for url in given if url not in known)]
+        urls = dict.fromkeys([*self.agent_urls.values(), *peers.known, *peers.backups])
+        urls.pop(self.agent_urls.get(self.disk.machine, ""), None)
+        self._agents = list(urls)
         self.mail = mailbox.Mailbox(
             own.disk,
             slot=own.slot,
             hosts=hosts,
             endpoint=self._endpoint_of,
-        )
-
-    @property
-    def copy_policy(self) -> owners.Policy:
-        """How many copies of a step this world keeps in the memory of peers."""
-        return owners.Policy(
-            copies=self.peers.copies if len(self.hosts) > 1 else 0,
-            domain=self.peers.domain,
-            inner=self._inner_domain,
-            assume_data_parallelism=self.peers.assume_data_parallelism,
         )
 
     @functools.cached_property
@@ -167,8 +151,14 @@ class HostWorld:
 
     @property
     def passes(self) -> bool:
-        """Whether hosts can pass messages: those that keep nothing in RAM cannot."""
-        return len(self.hosts) > 1 and self.is_connected
+        """Whether hosts can pass messages and read each other's RAM.
+
+        For that all other machines need agents; hosts that keep nothing in RAM have
+        none.
+        """
+        machines = {host.machine for host in self.hosts}
+        has_agents = machines <= {self.disk.machine, *self.agent_urls}
+        return len(self.hosts) > 1 and has_agents
 
     def hold(self, found: FoundStep) -> bool:
         """Has this host copy and back up parts of a step that was found.
@@ -183,8 +173,7 @@ class HostWorld:
         if table.complete:
             in_ram = FoundStep(table, found.sources)
             sets = table.holder_sets(self.hosts)
-            held = HeldStep(in_ram, sets, len(self.hosts), is_whole=True)
-            self.held[table.step_id] = held
+            self.held[table.step_id] = HeldStep(in_ram, sets, is_whole=True)
         return table.complete
 
     @functools.cached_property
@@ -204,18 +193,7 @@ class HostWorld:
     @property
     def ram_tiers(self) -> list[Tier]:
         """The tiers in the memory of this machine and of others, as `tiers`."""
-        peers = peer.Peers([self.peer_at(url) for url in self._agents])
-        read = [] if self._read_disk is None else [self._read_disk]
-        return [*read, self.disk, peers]
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the machines of all hosts of the world have agents, or are this one.
-
-        Hosts that keep nothing in RAM have none.
-        """
-        machines = {host.machine for host in self.hosts}
-        return machines <= {self.disk.machine, *self.agent_urls}
+        return [*self._disks, peer.Peers(self._peers(self._agents))]
 
     @property
     def idle_peers(self) -> list[peer.Peer]:
@@ -226,7 +204,7 @@ class HostWorld:
         machines = {host.machine for host in self.hosts}
         present = {self.agent_urls.get(machine) for machine in machines}
         idle = sorted(set(self._agents) - present)
-        return [self.peer_at(url) for url in idle[self.number :: len(self.hosts)]]
+        return self._peers(idle[self.number :: len(self.hosts)])
 
     def source(self, holder: Holder, step_id: StepId) -> Source:
         """The source of the parts that a holder has of a save of a step.
@@ -281,29 +259,19 @@ class HostWorld:
           after: the name of the save that was found last; empty if there was none.
         """
         # The time, in milliseconds, but never back: clocks of machines differ.
-        known = [self._newest_save(), int(after) if after.isdecimal() else 0]
-        return f"{max(clock.time_ns() // 1_000_000, max(known) + 1):015d}"
-
-    def peer_at(self, url: str) -> peer.Peer:
-        """The RAM disk of a machine whose agent is known, as it is now."""
-        return peer.Peer(url, self.client, self.run)
+        known = [after, *(each.save for _, each in self.disk.all_saves())]
+        newest = max((int(each) for each in known if each.isdecimal()), default=0)
+        return f"{max(clock.time_ns() // 1_000_000, newest + 1):015d}"
 
     @calls.call()
     def secs_until_peers_are_asked(self) -> float:
         """How long this host still leaves peers alone that have failed, in seconds."""
         return self.client.left_skipped_secs()
 
-    def close(self) -> None:
-        """Removes the messages of this host."""
-        self.mail.remove("")
+    def _peers(self, urls: Sequence[str]) -> list[peer.Peer]:
+        return [peer.Peer(url, self.client, self.run) for url in urls]
 
     def _endpoint_of(self, machine: str) -> peer_client.Endpoint:
         if machine not in self.agent_urls:
             raise ReadError(f"cannot be read: no agent is known of machine {machine}")
         return self.client.endpoint(self.agent_urls[machine])
-
-    def _newest_save(self) -> int:
-        saves = [
-            each.save for _, each in self.disk.all_saves() if each.save.isdecimal()
-        ]
-        return max(map(int, saves), default=0)
