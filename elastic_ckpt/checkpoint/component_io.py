@@ -175,6 +175,7 @@ def load(
     directory: epath.PathLike,
     *,
     name: str | None = None,
+    limit_secs: float = LOAD_TIMEOUT_SECS,
 ) -> None:
     """Moves a component to the state in `directory`.
 
@@ -182,6 +183,7 @@ def load(
       component: the component.
       directory: of its files.
       name: of the component; by default that of the directory.
+      limit_secs: how long it may take, unless it declares less.
 
     Raises:
       TimeoutError: if it has not returned in time.
@@ -193,7 +195,7 @@ def load(
         await (await component.load(path))
 
     name = name or path.name
-    _in_time({name: component}, {name: read}, "loaded", LOAD_TIMEOUT_SECS)
+    _in_time({name: component}, {name: read}, "loaded", limit_secs)
 
 
 def _kind(component: ocp.StatefulCheckpointable) -> str:

@@ -11,38 +11,21 @@ import asyncio
 import collections
 import dataclasses
 from collections.abc import Awaitable, Collection, Iterable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
+from elastic_ckpt.checkpoint import component_io
 from elastic_ckpt.checkpoint.components.component import Component
 from elastic_ckpt.core import allgather, errors
 
-# The most that a component may take. A checkpointer waits longer for all of a host.
-_MOST_SECS = 240.0
+if TYPE_CHECKING:
+    from elastic_ckpt.checkpoint.checkpointer import HostsCheckpointer
+
 # How long hosts wait for each other at the end of a load.
 _PATIENCE_SECS = 600.0
 _MOST_CHARACTERS = 2000
-
-
-class Source(Protocol):
-    """A checkpointer: ours, or Orbax's `training.Checkpointer`."""
-
-    @property
-    def latest(self) -> Any:
-        """The newest step, or None."""
-        ...
-
-    def checkpointables_metadata(self, step: Any = None) -> Any:
-        """The contents of a step, by checkpointable."""
-        ...
-
-    def load_checkpointables(
-        self, step: Any = None, abstract_checkpointables: Any = None
-    ) -> dict[str, Any]:
-        """Restores checkpointables."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +73,7 @@ def named(components: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str
 
 
 def load(
-    checkpointer: Source,
+    checkpointer: HostsCheckpointer | ocp.training.Checkpointer,
     components: Mapping[str, Any] | Iterable[tuple[str, Any]],
     step: Any = None,
     *,
@@ -151,7 +134,7 @@ def load(
     loaded = checkpointer.load_checkpointables(step, first) if first else {}
     if step is None and first:
         # Ours may have gone back to an earlier step.
-        held = checkpointer.latest
+        held = checkpointer.latest or held
     check()
     if others:
         checkpointer.load_checkpointables(held.step, others)
@@ -214,20 +197,15 @@ class _Read:
     async def load(self, directory: epath.Path) -> Awaitable[None]:
         """Reads the component in `directory`."""
         self.problem = None
-        limit_secs = getattr(self.component, "save_timeout_secs", _MOST_SECS)
-        limit = asyncio.timeout(min(limit_secs, _MOST_SECS))
         try:
-            async with limit:
-                if isinstance(self.component, Component):
-                    self.values = self.component.read(directory)
-                else:
-                    await (await self.component.load(directory))
+            if isinstance(self.component, Component):
+                self.values = self.component.read(directory)
+            else:
+                # A checkpointer waits longer for all components of a host.
+                limit_secs = component_io.SAVE_TIMEOUT_SECS
+                component_io.load(self.component, directory, limit_secs=limit_secs)
+        except (errors.ElasticCkptError, TimeoutError) as error:
+            self.problem = str(error)
         except Exception as error:
-            is_ours = isinstance(error, errors.ElasticCkptError)
-            self.problem = str(error) if is_ours else repr(error)
-            if limit.expired():
-                self.problem = (
-                    "it was not loaded in time; see what it waits for, or set its"
-                    f" save_timeout_secs (at most {_MOST_SECS:g})"
-                )
+            self.problem = repr(error)
         return asyncio.sleep(0)
