@@ -164,10 +164,9 @@ def fail_later(
     """
     try:
         return begin(), None
-    except OSError as error:
-        return functools.partial(_raise, error), None
     except Exception as error:
-        return functools.partial(_raise, error), error
+        is_of_step = isinstance(error, OSError)
+        return functools.partial(_raise, error), None if is_of_step else error
 
 
 def load(

@@ -157,16 +157,7 @@ class InEveryProcess:
     def __init__(self, own: HostEndpoint, messages: Allgather) -> None:
         self._own = own
         self._messages = messages
-
-    @property
-    def own(self) -> int:
-        """See `Hosts`."""
-        return self._messages.host
-
-    @property
-    def num_hosts(self) -> int:
-        """See `Hosts`."""
-        return self._messages.num_hosts
+        self.own, self.num_hosts = messages.host, messages.num_hosts
 
     def all(
         self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs
@@ -191,10 +182,9 @@ class InEveryProcess:
         """See `Hosts`."""
         call = calls.of(method)
         arguments = call.bind(*args, **kwargs)
-        is_first = self._messages.host == 0
         answers = self._gather(
             f"first/{call.turn(arguments)}",
-            lambda: call.run(self._own, arguments) if is_first else None,
+            lambda: call.run(self._own, arguments) if self.own == 0 else None,
             call.limit_secs,
         )
         return call.decode_answer(answers[0])
@@ -234,7 +224,7 @@ class InEveryProcess:
 
     def are_leaving(self, error: BaseException) -> bool:
         """See `Hosts`."""
-        if self._messages.num_hosts > 1 and _is_of_devices(error):
+        if self.num_hosts > 1 and _is_of_devices(error):
             # A host is gone, or has left a computation.
             return False
         try:
