@@ -17,7 +17,7 @@ from elastic_ckpt.checkpoint.host.answers import Offered, Replicated
 from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
 from elastic_ckpt.checkpoint.host.world import HeldStep, HostWorld
 from elastic_ckpt.core import background, calls, checked_json, errors
-from elastic_ckpt.steps.manifest import Holder, Manifest, Parts
+from elastic_ckpt.steps.manifest import Manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.ram.local import LocalHost
@@ -157,38 +157,18 @@ def fetch(
 def _sent(world: HostWorld, held: HeldStep, items: np.ndarray) -> Manifest:
     # Some parts of this host, also at a few other holders.
     own, table = world.number, held.found.table
-    chosen = [
+    hosts = [
         [own, *[each for each in held.holders[item] if each != own][:_OTHERS]]
         for item in items.tolist()
     ]
-    numbers = list(dict.fromkeys([own, *(n for of_item in chosen for n in of_item)]))
-    place = {number: n for n, number in enumerate(numbers)}
-    rows = items.repeat([len(of_item) for of_item in chosen])
-    holder = [place[number] for of_item in chosen for number in of_item]
-    return _manifest(
-        held,
-        table.items.take(rows)._replace(holder=np.array(holder, np.int32)),
-        [Holder(world.hosts[number]) for number in numbers],
-    )
+    return world.listed(table, items, hosts)
 
 
 def _whole(held: HeldStep, items: np.ndarray) -> Manifest:
     # Some parts at all of their holders.
     table = held.found.table
+    whole = table.manifest
     holders = [table.holders_of(item) for item in items.tolist()]
-    rows = items.repeat([len(of_item) for of_item in holders])
+    rows = table.items.take(items.repeat([len(of_item) for of_item in holders]))
     holder = np.array([n for of_item in holders for n in of_item], np.int32)
-    return _manifest(
-        held, table.items.take(rows)._replace(holder=holder), table.holders
-    )
-
-
-def _manifest(held: HeldStep, parts: Parts, holders: Sequence[Holder]) -> Manifest:
-    table = held.found.table
-    return Manifest(
-        run=table.run,
-        step_id=table.step_id,
-        contents=table.contents,
-        holders=tuple(holders),
-        parts=parts,
-    )
+    return dataclasses.replace(whole, parts=rows._replace(holder=holder))

@@ -213,21 +213,10 @@ class HostSaver:
         hosts = [[each for each in some if each != own][:1] for some in holders]
         for item, target in zip(placed.item.tolist(), placed.target, strict=True):
             hosts[item].append(int(target))
-        numbers = sorted({number for some in hosts for number in some})
-        if not (numbers and world.passes):
-            return
-        place = {number: n for n, number in enumerate(numbers)}
-        rows = np.repeat(np.arange(len(table)), list(map(len, hosts)))
-        holder = [place[number] for some in hosts for number in some]
-        others = Manifest(
-            run=table.run,
-            step_id=step_id,
-            contents=table.contents,
-            holders=tuple(Holder(world.hosts[number]) for number in numbers),
-            parts=table.items.take(rows)._replace(holder=np.array(holder, np.int32)),
-        )
-        found = world.found([table.manifest, others])
-        world.held[step_id] = held._replace(found=found)
+        if any(hosts) and world.passes:
+            others = world.listed(table, np.arange(len(table)), hosts)
+            found = world.found([table.manifest, others])
+            world.held[step_id] = held._replace(found=found)
 
     def _hold(
         self,

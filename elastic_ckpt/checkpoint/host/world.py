@@ -238,6 +238,29 @@ class HostWorld:
             table, [self.source(each, table.step_id) for each in table.holders]
         )
 
+    def listed(
+        self, table: StepTable, items: np.ndarray, hosts: Sequence[Sequence[int]]
+    ) -> Manifest:
+        """A list of items of a step, each at some hosts of this world.
+
+        Args:
+          table: of the step.
+          items: their numbers.
+          hosts: of each item, the numbers of the hosts, in the order in which they are
+            asked.
+        """
+        numbers = list(dict.fromkeys(number for some in hosts for number in some))
+        place = {number: n for n, number in enumerate(numbers)}
+        holder = [place[number] for some in hosts for number in some]
+        rows = table.items.take(items.repeat(list(map(len, hosts))))
+        return Manifest(
+            run=table.run,
+            step_id=table.step_id,
+            contents=table.contents,
+            holders=tuple(Holder(self.hosts[number]) for number in numbers),
+            parts=rows._replace(holder=np.array(holder, np.int32)),
+        )
+
     def holding(self, step_id: StepId) -> HeldStep:
         """The parts of a step that this host copies or backs up.
 
