@@ -928,6 +928,7 @@ class HostsCheckpointer:
             if notice:
                 tier = "persistent" if self._chosen.local is None else "local"
                 storage_cause.report(self._emit, tier, step, notice)
+            storage.make_private_directory(directory)
             is_sent = bool(stateful) and self._hosts.is_apart
             try:
                 write = component_io.begin_save(
