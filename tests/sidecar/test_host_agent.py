@@ -20,7 +20,6 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.inspect import tier_locations, verification
 from elastic_ckpt.tiers import choices
 from elastic_ckpt.tiers.peers import peer_client
-from elastic_ckpt.tiers.ram import machine
 from tests.checkpoint import orbax_steps
 from tests.processes import tier_worlds
 from tests.sidecar import held_pipeline, simulated_hosts
@@ -307,7 +306,8 @@ def test_files_of_components_reach_a_host_whose_memory_the_head_does_not_see(
     spied = types.SimpleNamespace(**{**vars(storage), "remove": remove})
     monkeypatch.setattr(checkpointer_module, "storage", spied)
     monkeypatch.setattr(restore_module, "storage", spied)
-    monkeypatch.setattr(machine, "find", lambda _: None)
+    unknown = types.SimpleNamespace(find=lambda _: None)
+    monkeypatch.setattr(remote_hosts, "machine", unknown)
     with simulated_hosts.world(machines, 2) as (checkpointer, _, _):
         parts = {"data": tier_worlds.Counter(5)}
         assert checkpointer.save_checkpointables(5, parts)
