@@ -27,12 +27,11 @@ def damage(stored: np.ndarray, leaf: Leaf, named: bytes) -> str | None:
     Returns:
       The end of a sentence.
     """
-    values, behind = stored, stored[:0]
-    if not leaf.is_file:
-        values, behind = np.split(stored, [len(stored) - layout.CHECKSUM_BYTES])
+    values = stored if leaf.is_file else stored[: -layout.CHECKSUM_BYTES]
     if digest.values_digest(values) != named:
         return DIFFERS
-    if len(behind) and checksum(values) != behind.tobytes():
+    behind = stored[len(values) :].tobytes()
+    if not leaf.is_file and checksum(values) != behind:
         return (
             "has right values, and a wrong CRC-32C behind them: zarr readers refuse it"
         )

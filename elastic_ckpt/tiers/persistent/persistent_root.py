@@ -165,14 +165,11 @@ class PersistentRoot:
             except FileNotFoundError:
                 return None
             is_committed = COMMIT_FILE in names or self.is_committed(step)
-            return _manifests_among(names) if is_committed else None
+            manifests = sorted(filter(manifest_file.is_file_name, names))
+            return manifests if is_committed else None
 
         found = self.of_each(names_in, self._numbers(self._names()))
         return {step: names for step, names in found.items() if names is not None}
-
-    def newest_first(self) -> Iterator[int]:
-        """The committed steps; storage is asked about each when its turn comes."""
-        return filter(self.is_committed, reversed(self._numbers(self._names())))
 
     def of_each(self, asked: Callable[[int], T], steps: Sequence[int]) -> dict[int, T]:
         """What is asked of storage about each of some steps.
@@ -306,7 +303,7 @@ def find_run(path: epath.PathLike) -> str | None:
       CheckpointError: if the steps cannot be listed.
     """
     root = PersistentRoot.from_path(path)
-    runs = (run_of(root.final(step)) for step in root.newest_first())
+    runs = (run_of(root.final(step)) for step in reversed(root.steps()))
     return next((run for run in runs if run is not None), None)
 
 
@@ -371,11 +368,7 @@ def read_metrics(path: epath.Path) -> dict[str, Any] | None:
 
 def manifest_names(directory: epath.Path) -> list[str]:
     """The names of the manifests in the directory of a step, ordered."""
-    return _manifests_among(storage.names(directory))
-
-
-def _manifests_among(names: Sequence[str]) -> list[str]:
-    return sorted(filter(manifest_file.is_file_name, names))
+    return sorted(filter(manifest_file.is_file_name, storage.names(directory)))
 
 
 def read_manifests(

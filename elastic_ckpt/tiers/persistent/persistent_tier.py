@@ -286,12 +286,7 @@ class StepSource:
                         into[done : done + len(content)] = content
                         done += len(content)
             else:
-                store, asked = self._store(leaf.part), slice(0, len(into))
-                reading = store.read(ocdbt.key(leaf, box), byte_range=asked)
-                read = reading.result()
-                if read.state == "missing":
-                    raise FileNotFoundError(read.state)
-                content = read.value
+                content = self._chunk(leaf, box, byte_range=slice(0, len(into)))
                 done = len(content)
                 into[:done] = content
         if done != len(into):
@@ -304,10 +299,14 @@ class StepSource:
             if leaf.is_file:
                 with (self._path / leaf.path).open("rb") as opened:
                     return opened.seek(0, os.SEEK_END)
-            read = self._store(leaf.part).read(ocdbt.key(leaf, box)).result()
-            if read.state == "missing":
-                raise FileNotFoundError(read.state)
-            return len(read.value)
+            return len(self._chunk(leaf, box))
+
+    def _chunk(self, leaf: Leaf, box: Box, **options: Any) -> bytes:
+        store = self._store(leaf.part)
+        read = store.read(ocdbt.key(leaf, box), **options).result()
+        if read.state == "missing":
+            raise FileNotFoundError(read.state)
+        return read.value
 
     def _store(self, name: str) -> ts.KvStore:
         with self._lock:

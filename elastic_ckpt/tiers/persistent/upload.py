@@ -133,20 +133,15 @@ class Upload:
         if root.in_place:
             self._claim = claims.newest(root.path)
         call(f"looking for an upload in {self._directory}", self._continue)
+        clear = ocdbt.remove_stale_lock if self._parts else storage.remove
         for name in {leaf.part for leaf in saved.contents.arrays}:
             store = self._directory / name / self._store
-            call(f"clearing {store}", lambda store=store: self._clear(store))
+            call(f"clearing {store}", lambda store=store: clear(store))
         call(
             f"creating {self._directory}",
             lambda: storage.make_directory(self._directory),
         )
         self._next_note_secs = clock.monotonic() + _PROGRESS_SECS
-
-    def _clear(self, store: epath.Path) -> None:
-        if self._parts:
-            ocdbt.remove_stale_lock(store)
-        else:
-            storage.remove(store)
 
     def has(self, part: Part) -> bool:
         """Whether a part is in storage already, with these values."""
@@ -312,7 +307,7 @@ def commit(
             ocdbt.write(unfinished / part, arrays, ocdbt.new_context())
         digests = {orbax_view.FILE: orbax_view.to_bytes(orbax_files)}
         for name, content in {**orbax_files, **digests}.items():
-            _write(unfinished / name, content)
+            storage.write_atomic(unfinished / name, content)
 
     def publish() -> None:
         arrays = [leaf.part for leaf in saved.contents.arrays]
@@ -322,8 +317,8 @@ def commit(
         # files is a directory to Orbax.
         for part in sorted(parts):
             if part in saved.contents.components or (unfinished / part).is_dir():
-                _write(unfinished / part / COMMIT_FILE, success)
-        _write(unfinished / COMMIT_FILE, success)
+                storage.write_atomic(unfinished / part / COMMIT_FILE, success)
+        storage.write_atomic(unfinished / COMMIT_FILE, success)
         # Over NFS an attempt that seemed to fail may have been carried out.
         if not root.in_place and (unfinished.exists() or not final.exists()):
             storage.rename(unfinished, final)
@@ -404,8 +399,3 @@ def _drop_unnamed(
                 pending.append((child, f"{name}/"))
             elif name not in named:
                 storage.remove(child)
-
-
-def _write(path: epath.Path, content: bytes) -> None:
-    storage.make_directory(path.parent)
-    storage.write_atomic(path, content)
