@@ -20,6 +20,7 @@ that fails, so is the next one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import random
@@ -222,7 +223,14 @@ def _followed(
     timeout_secs: float,
     duration_secs: float,
 ) -> Iterator[Step]:
-    _warn_if_missing(root)
+    with contextlib.suppress(*bucket_clients.failures()):
+        # The first look at the steps reports what fails.
+        if not root.path.exists():
+            logging.warning(
+                "watch_steps: there is no directory %s yet; unless a run is about to"
+                " create it, give the directory of its ec.Persistent",
+                root.path,
+            )
     reader, found_secs = follower.reader, time.monotonic()
     while True:
         found = follower.next()
@@ -604,16 +612,3 @@ class _Follower:
 
 def _is_ram_disk(root: PersistentRoot) -> bool:
     return not root.in_place and machine.find(root.path) is not None
-
-
-def _warn_if_missing(root: PersistentRoot) -> None:
-    try:
-        if root.path.exists():
-            return
-    except bucket_clients.failures():
-        return  # The first look at the steps reports it.
-    logging.warning(
-        "watch_steps: there is no directory %s yet; unless a run is about to create it,"
-        " give the directory of its ec.Persistent",
-        root.path,
-    )

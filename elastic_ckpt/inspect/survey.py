@@ -98,17 +98,6 @@ class SavedData(state.DataState):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UnreadableData:
-    """Stands in place of a data state that cannot be read.
-
-    Attributes:
-      error: why.
-    """
-
-    error: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class SurveyedStep:
     """A save of a step.
 
@@ -123,7 +112,7 @@ class SurveyedStep:
       tiers: that have something of it.
       components: its parts; none of an incomplete step.
       state: its arrays, as Orbax reads them in storage; none if it is not there.
-      data: its data state in storage; None without one.
+      data: its data state in storage, or why it cannot be read; None without one.
     """
 
     step: int
@@ -135,7 +124,7 @@ class SurveyedStep:
     parent: tuple[int, str] | None = None
     components: tuple[StepComponent, ...] = ()
     state: tuple[foreign_steps.LeafSummary, ...] = ()
-    data: SavedData | UnreadableData | None = None
+    data: SavedData | str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -252,17 +241,20 @@ def _stored(path: epath.Path | None, problems: list[str]) -> dict[str, Any]:
     # The arrays and the data state of a step that Orbax can read.
     if path is None:
         return {}
-    leaves, is_of_maxtext = [], (path / _ITEMS).exists()
+    found: dict[str, Any] = {}
+    name = _ITEMS if (path / _ITEMS).exists() else run_saver.STATE
     try:
-        name = _ITEMS if is_of_maxtext else run_saver.STATE
-        leaves = foreign_steps.arrays(path, name)
+        found["state"] = tuple(foreign_steps.arrays(path, name))
     except errors.CheckpointError as error:
         problems.append(str(error))
-    return {"state": tuple(leaves), "data": data_of(path)}
+    return found | {"data": data_of(path)}
 
 
-def data_of(path: epath.Path) -> SavedData | UnreadableData | None:
-    """The data state of the step at `path`, also one that no run can go on from."""
+def data_of(path: epath.Path) -> SavedData | str | None:
+    """The data state of a step, or why it cannot be read; None if it has none.
+
+    It may be one that no run can go on from.
+    """
     is_of_maxtext = (path / _ITEMS).exists()
     directory = path / (_ITERATOR if is_of_maxtext else run_saver.DATA)
     if not directory.exists():
@@ -272,7 +264,7 @@ def data_of(path: epath.Path) -> SavedData | UnreadableData | None:
         num_shards: Any = saved.pipeline.get("num_logical_shards", 0)
         shards = cursors.read(directory, range(num_shards), saved.position)
     except errors.DataError as error:
-        return UnreadableData(error=str(error))
+        return str(error)
     return SavedData(
         engine=saved.engine,
         position=saved.position,
@@ -430,7 +422,8 @@ def _step_lines(
                 f"    {leaf.path:<40} {leaf.dtype}{list(leaf.shape)}"
                 f"  {leaf.num_bytes:,} bytes  {leaf.sharding}"
             )
-    yield from _data_lines(step.data, is_brief=is_brief)
+    if step.data is not None:
+        yield from _data_lines(step.data, is_brief=is_brief)
 
 
 def _component_lines(parts: Sequence[StepComponent]) -> Iterator[str]:
@@ -450,23 +443,19 @@ def _component_lines(parts: Sequence[StepComponent]) -> Iterator[str]:
         )
 
 
-def _data_lines(
-    data: SavedData | UnreadableData | None, *, is_brief: bool
-) -> list[str]:
-    if data is None:
-        return []
-    if isinstance(data, UnreadableData):
-        return [f"  data: {data.error}"]
+def _data_lines(data: SavedData | str, *, is_brief: bool) -> Iterator[str]:
+    if isinstance(data, str):
+        yield f"  data: {data}"
+        return
     pipeline: Mapping[str, Any] = data.pipeline
     where, stage = "", pipeline.get("stage")
     if stage is not None:
         number, begins = stage["number"], stage["begin_steps"]
         where = f", stage {number + 1} of {len(begins)}, from step {begins[number]}"
-    position = json.dumps(data.position)
-    lines = [f"  data: {data.engine}, position {position}{where}"]
+    yield f"  data: {data.engine}, position {json.dumps(data.position)}{where}"
     for key, value in {} if is_brief else pipeline.items():
         if key not in ("datasets", "stage"):
-            lines.append(f"    {key}: {json.dumps(value)}")
+            yield f"    {key}: {json.dumps(value)}"
     datasets = pipeline.get("datasets", {})
     weights = sum(each["weight"] for each in datasets.values()) or 1
     all_taken = sum(data.taken.values()) or 1
@@ -474,10 +463,9 @@ def _data_lines(
         taken, achieved = data.taken.get(name), ""
         if taken is not None:
             achieved = f", {taken:,} documents taken so far, {taken / all_taken:.2%}"
-        lines.append(
+        yield (
             f"    dataset {name}: weight {dataset['weight'] / weights:.2%}{achieved},"
             f" {len(dataset['files'])} files"
         )
     if data.skipped:
-        lines.append(f"    corrupt records skipped: {data.skipped:,}")
-    return lines
+        yield f"    corrupt records skipped: {data.skipped:,}"
