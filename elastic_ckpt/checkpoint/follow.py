@@ -41,7 +41,7 @@ from elastic_ckpt.checkpoint.structure import json_of_user
 from elastic_ckpt.core import boxes, bucket_clients, errors, storage
 from elastic_ckpt.steps import failure_domains
 from elastic_ckpt.steps.line import Line
-from elastic_ckpt.steps.manifest import Contents, Host, Manifest
+from elastic_ckpt.steps.manifest import Host, Manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.find import FoundStep
@@ -388,36 +388,21 @@ class _Reader:
 def _resolved(tree: Any, name: str, found: FoundStep) -> asked_trees.AskedTrees:
     # What is asked of a step; other leaves of it are left out.
     contents, step = found.table.contents, found.step_id.step
+    saved = structure.saved_trees(contents)
     if tree is None:
-        tree = _weights(contents, name)
-    else:
-        _check_there(tree, name, contents, step=step)
-    asked = asked_trees.resolve({name: tree}, contents, step=step, partial=True)
-    _check_here(asked.read)
-    return asked
-
-
-def _weights(contents: Contents, name: str) -> Any:
-    saved = structure.saved_trees(contents).get(name)
-    if not isinstance(saved, Mapping):
-        return None
-    return next(({key: saved[key]} for key in _WEIGHTS if key in saved), None)
-
-
-def _check_there(tree: Any, name: str, contents: Contents, *, step: int) -> None:
-    saved = trees.leaves(structure.saved_trees(contents))
-    there = set(saved)
-    absent = {
-        path: str(list(getattr(leaf, "shape", ())))
-        for path, leaf in trees.leaves({name: tree}).items()
-        if leaf is not ... and path not in there
-    }
-    if absent and name in {path.partition("/")[0] for path in there}:
+        whole = saved.get(name, {})
+        weights = [k for k in _WEIGHTS if isinstance(whole, Mapping) and k in whole]
+        tree = {key: whole[key] for key in weights[:1]} or None
+    elif name in saved:
+        there = trees.leaves(saved)
+        absent = {
+            path: str(list(getattr(leaf, "shape", ())))
+            for path, leaf in trees.leaves({name: tree}).items()
+            if leaf is not ... and path not in there
+        }
         trees.check_same_model(f"step {step}", {}, absent)
-
-
-def _check_here(read: Mapping[str, Any]) -> None:
-    for path, leaf in trees.leaves(read).items():
+    asked = asked_trees.resolve({name: tree}, contents, step=step, partial=True)
+    for path, leaf in trees.leaves(asked.read).items():
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, jax.sharding.Sharding) and not (
             sharding.is_fully_addressable
@@ -427,6 +412,7 @@ def _check_here(read: Mapping[str, Any]) -> None:
                 " different steps; follow in one process, give its leaves shardings"
                 " over jax.local_devices(), and broadcast them"
             )
+    return asked
 
 
 class _Follower:
@@ -532,16 +518,13 @@ class _Follower:
         try:
             agents = run_agents.read(root.path)
             self._agents = agents or self._agents
-            if _is_ram_disk(root):
-                return
-            if agents is not None:
-                tier = PersistentTier(root, run=agents.run)
-                lines = [self._line, *tier.recorded_lines()]
-                self._line = max(lines, key=lambda line: line.save)
+            if agents is not None and not _is_ram_disk(root):
+                lines = PersistentTier(root, run=agents.run).recorded_lines()
+                self._line = max([self._line, *lines], key=lambda line: line.save)
         except errors.CheckpointError as error:
             logging.warning("the agents of the run may have moved: %s", error)
             return
-        if agents is None and not self._is_warned:
+        if agents is None and not (self._is_warned or _is_ram_disk(root)):
             self._is_warned = True
             logging.warning(
                 "watch_steps: %s names no agents, so steps are followed in storage"
