@@ -27,6 +27,7 @@ import contextlib
 import errno
 import functools
 import io
+import itertools
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -349,11 +350,11 @@ def _check(saved: Manifest, file: str, content: bytes) -> None:
 
 def _unlinked(root: str, name: str) -> str:
     # The path of a file below a directory; an OSError if links lead to it.
-    path = os.path.join(os.path.realpath(root), name)
-    is_other = os.path.exists(path) and not os.path.isfile(path)
-    if is_other or os.path.realpath(path) != path:
+    _, *places = itertools.accumulate(name.split("/"), os.path.join, initial=root)
+    is_other = os.path.exists(places[-1]) and not os.path.isfile(places[-1])
+    if is_other or any(map(os.path.islink, places)):
         raise OSError(errno.ELOOP, "it is behind a link, or no file")
-    return path
+    return places[-1]
 
 
 def _names(directory: epath.Path) -> list[str]:
