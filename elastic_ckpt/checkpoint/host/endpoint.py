@@ -23,7 +23,7 @@ from elastic_ckpt.checkpoint.host.copies import HostCopies
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.world import HostConfig, HostWorld
-from elastic_ckpt.core import addresses, calls, clock, working_directory
+from elastic_ckpt.core import addresses, calls, clock, storage, working_directory
 from elastic_ckpt.steps import failure_domains
 from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.tiers import run_identity
@@ -179,9 +179,11 @@ class HostEndpoint:
         world = HostWorld(config, own=own, hosts=hosts, client=client, agents=agents)
         # The messages of this host.
         self._resources.callback(world.mail.remove, "")
-        kinds = (HostSaver, HostCopies, HostBackup, HostReader)
-        self._parts |= {kind.__name__: kind(world) for kind in kinds}
-        self._parts |= {HostWorld.__name__: world}
+        saver = HostSaver(world)
+        # What components wrote of a step that is not finished.
+        self._resources.callback(storage.remove, saver.staging)
+        parts = (world, saver, HostCopies(world), HostBackup(world), HostReader(world))
+        self._parts |= {type(part).__name__: part for part in parts}
         self._parts |= self._more_parts(self._parts)
 
     @calls.call()

@@ -45,6 +45,9 @@ class HostSaver:
 
     Args:
       world: the host among the others.
+
+    Attributes:
+      staging: the private directory in which components write.
     """
 
     def __init__(self, world: HostWorld) -> None:
@@ -57,7 +60,7 @@ class HostSaver:
             else world.chosen.persistent.capture,
             pinned_bytes=PINNED_BYTES if tier is None else tier.pinned_bytes,
         )
-        self._staging = _staging(world)
+        self.staging = _staging(world)
         self._saving: dict[StepId, _Saving] = {}
 
     def capture(self, step_id: StepId, of_trees: Mapping[str, Any]) -> CapturedIn:
@@ -74,8 +77,8 @@ class HostSaver:
 
     def begin(self, step_id: StepId, captured: Captured) -> CapturedIn:
         """Begins to save what was captured of all leaves."""
-        storage.make_private_directory(self._staging)
-        saving = _Saving(captured=captured, staging=self._staging / str(step_id))
+        storage.make_private_directory(self.staging)
+        saving = _Saving(captured=captured, staging=self.staging / str(step_id))
         storage.remove(saving.staging)
         self._saving[step_id] = saving
         if self._world.chosen.local is not None:
