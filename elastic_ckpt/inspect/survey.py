@@ -217,7 +217,9 @@ def _surveyed(
             TierOfStep(
                 tier=tier,
                 problem=None if alone.complete else alone.lacking(),
-                holders=tuple(sorted(each.host.id for each in alone.holders)),
+                holders=tuple(
+                    sorted(each.host.id for each in table.holders if each.tier == tier)
+                ),
                 num_bytes=int(alone.num_bytes[alone.item].sum()),
             )
         )
@@ -284,17 +286,13 @@ def in_tier(found: FoundStep, tier: str) -> StepTable | None:
 def with_holders(
     found: FoundStep, counts: Callable[[Holder], bool]
 ) -> StepTable | None:
-    """The parts of a step at some holders; None if there are none of them."""
+    """A step with the parts of some of its holders; None if it has none of these."""
     whole = found.table.manifest
-    kept = [n for n, holder in enumerate(whole.holders) if counts(holder)]
-    if not kept:
+    is_counted = np.array([counts(each) for each in whole.holders], bool)
+    if not is_counted.any():
         return None
-    number = np.full(len(whole.holders), -1, np.int32)
-    number[kept] = np.arange(len(kept))
-    parts = whole.parts.take(np.flatnonzero(number[whole.parts.holder] >= 0))
-    parts = parts._replace(holder=number[parts.holder])
-    holders = tuple(whole.holders[n] for n in kept)
-    return StepTable([dataclasses.replace(whole, holders=holders, parts=parts)])
+    parts = whole.parts.take(np.flatnonzero(is_counted[whole.parts.holder]))
+    return StepTable([dataclasses.replace(whole, parts=parts)])
 
 
 def _components(found: FoundStep) -> tuple[StepComponent, ...]:
