@@ -315,16 +315,12 @@ def _digest(copies: Sequence[Copy]) -> str | None:
     return digest.json_digest(sorted(rows))
 
 
-class _Held(NamedTuple):
-    # A box on a device of this process that has other holders.
-    device: jax.Device
-    box: boxes.Box
-    # The hosts that hold it; empty if each host may have a separate array.
-    group: str
-
-
 @functools.lru_cache(maxsize=2**14)
-def _held(sharding: Sharding, shape: tuple[int, ...]) -> tuple[_Held, ...]:
+def _held(
+    sharding: Sharding, shape: tuple[int, ...]
+) -> tuple[tuple[jax.Device, boxes.Box, str], ...]:
+    # The devices of this process that hold a box with other holders; and the hosts that
+    # hold it, or nothing if each host may have a separate array.
     is_own = sharding.is_fully_addressable and topology.num_hosts() > 1
     local = sharding.addressable_devices
     held = []
@@ -333,7 +329,7 @@ def _held(sharding: Sharding, shape: tuple[int, ...]) -> tuple[_Held, ...]:
             continue
         hosts = sorted({device.process_index for device in devices})
         group = "" if is_own else ",".join(map(str, hosts))
-        held += [_Held(device, box, group) for device in devices if device in local]
+        held += [(device, box, group) for device in devices if device in local]
     return tuple(held)
 
 
@@ -344,12 +340,12 @@ def _is_in_device_memory(sharding: Sharding) -> bool:
 
 
 def _of_host(value: Any, kind: device_digests.Kind) -> device_digests.Looked:
-    if isinstance(value, np.ndarray | np.generic):
+    if not isinstance(value, np.ndarray | np.generic):
+        text = value if isinstance(value, str | bytes) else repr(value)
+        content = text.encode() if isinstance(text, str) else text
+        values = np.frombuffer(content, np.uint8)
+    else:
         values = np.asarray(value)
         if kind == "quick":
             values = device_digests.host_sample(values)
-    else:
-        content = value.encode() if isinstance(value, str) else value
-        content = content if isinstance(content, bytes) else repr(content).encode()
-        values = np.frombuffer(content, np.uint8)
     return device_digests.Looked(digest=digest.values_digest(values).hex())
