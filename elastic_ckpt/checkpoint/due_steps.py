@@ -52,6 +52,11 @@ class DueSteps:
         """Whether a step waits for its backup."""
         return self._late is not None
 
+    @property
+    def is_backing_up(self) -> bool:
+        """Whether a step is being uploaded."""
+        return self._in_backup is not None
+
     def in_flight(self) -> list[StepId]:
         """The steps that have to stay in RAM until they are in storage."""
         with self._lock:

@@ -23,11 +23,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from absl import logging
 
@@ -59,9 +57,7 @@ from elastic_ckpt.tiers.choices import Peers
 T = TypeVar("T")
 
 _NOT_REMOVED = "older steps were not removed"
-
-# A peer that fails is asked again later; what is said of it differs meanwhile.
-_UNLISTED = re.compile(r"the list of steps [^:]*: (https?://\S+) ")
+_NOT_FINISHED = "what earlier worlds have left is not done"
 
 
 class Stage:
@@ -83,9 +79,14 @@ class Stage:
         return self._doing is None or self._doing.done()
 
     def start(self, work: Callable[[], T]) -> futures.Future[T]:
-        """Begins `work` when the work before has ended, also if that failed."""
-        self.wait()
-        doing = background.in_thread(work, name=self._name)
+        """Begins `work` once the work before has ended, also if that failed."""
+        before = [] if self._doing is None else [self._doing]
+
+        def next_work() -> T:
+            background.wait(before)
+            return work()
+
+        doing = background.in_thread(next_work, name=self._name)
         self._doing = doing
         return doing
 
@@ -97,18 +98,6 @@ class Stage:
             background.wait([doing])
         if self._doing is doing:
             self._doing = None
-
-
-class Copies(NamedTuple):
-    """The copies of a step that hosts have made.
-
-    Attributes:
-      preserved: the steps that are preserved by hand on any machine, ascending.
-      has_failed: whether copies were not made that could have been.
-    """
-
-    preserved: list[int]
-    has_failed: bool
 
 
 class SaveStages:
@@ -150,8 +139,8 @@ class SaveStages:
         self._replaced: errors.ReplacedError | None = None
         self._in_ram = in_ram
         self._peers = peers
-        # Steps that got no copies, until each does; and whether the last one did not.
-        self._num_uncopied, self._is_uncopied = 0, False
+        # How many saves have to get copies until those that get none are reported.
+        self._num_uncopied = 0
         self._clock = clock or BackupClock()
         self._commit_stage = Stage("commit")
         self._copy_stage = Stage("replicate")
@@ -159,10 +148,8 @@ class SaveStages:
         # A separate stage: the first save does not wait for it.
         self._clean_stage = Stage("clean")
         self._cleaned: list[futures.Future[None]] = []
-        # Finishes the work of the worlds before: none, until a step is restored.
-        self._catch_up_stage = Stage("catch-up")
-        self._catch_up = _CatchUp()
-        self._catch_up.end()
+        # Looks for a step that a world before owes to storage.
+        self._looking: list[futures.Future[None]] = []
         self._due = DueSteps(emit, is_first=hosts.own == 0)
         # What copies lacked, as it was reported.
         self._lacking: set[str] = set()
@@ -250,9 +237,28 @@ class SaveStages:
         """
         if not (self._in_ram and restored.save):
             return
-        self._catch_up = owed = _CatchUp()
-        finish = functools.partial(self._finish_earlier, owed, restored, line)
-        self._start(self._catch_up_stage, "persistent", restored.step, finish)
+        step, self._copied = restored.step, None
+
+        def copy() -> None:
+            with self._surviving("peer", step, _NOT_FINISHED):
+                # Hosts that have no part of a step learn where the others are.
+                if all(self._hosts.all(HostReader.hold, restored.step_id)):
+                    self._make_copies(restored, is_late=True)
+
+        owed: list[Saving] = []
+
+        def look() -> None:
+            with self._surviving("persistent", step, _NOT_FINISHED):
+                owed.extend(self._find_owed(line, before=step + 1))
+
+        def back_up() -> None:
+            background.wait(self._looking)
+            for saving in owed:
+                self._back_up(saving, after=[*self._cleaned, copying])
+
+        copying = self._start(self._copy_stage, "peer", step, copy)
+        self._looking = [self._start(Stage("look"), "persistent", step, look)]
+        self._start(self._backup_stage, "persistent", step, back_up)
 
     def wait_for_commit(self) -> None:
         """Returns when the step is committed, or was given up."""
@@ -267,7 +273,6 @@ class SaveStages:
         """Returns when all stages are done, with late copies and a late backup too."""
         self._commit_stage.wait()
         self._clean_stage.wait()
-        self._catch_up_stage.wait()
         self._backup_stage.wait()
         self._copy_stage.wait()
         self.check()
@@ -275,24 +280,13 @@ class SaveStages:
             return
         late = self._due.take()
         if late is not None:
-            self._back_up_late(late)
-        late = self._due.take()
-        if late is not None:
-            # It may lack what only a peer has that all leave alone by now.
-            secs = max(self._hosts.all(HostWorld.secs_until_peers_are_asked))
-            if secs:
-                logging.warning("peers are asked again in %.1f s", secs)
-                clock.sleep(secs)
-                self._back_up_late(late)
-            else:
-                self._due.keep(late)
+            logging.warning("the backup of step %d is made now", late.step)
+            # It may lack what only a peer has that hosts leave alone for a while.
+            clock.sleep(max(self._hosts.all(HostWorld.secs_until_peers_are_asked)))
+            work = functools.partial(self._back_up, late)
+            self._start(self._backup_stage, "persistent", late.step, work)
+            self._backup_stage.wait()
         self._copy_newest()
-
-    def _back_up_late(self, late: Saving) -> None:
-        logging.warning("the backup of step %d is made now", late.step)
-        work = functools.partial(self._back_up, late)
-        self._start(self._backup_stage, "persistent", late.step, work)
-        self._backup_stage.wait()
 
     def _copy_newest(self) -> None:
         # Returns when the newest step has its copies.
@@ -433,7 +427,6 @@ class SaveStages:
     def _store(self, saving: Saving, written: WrittenStep, problem: str | None) -> bool:
         # Uploads a step from the memory that it was captured in.
         # Hosts upload one step at a time.
-        self._catch_up_stage.wait()
         self._backup_stage.wait()
         background.wait(self._cleaned)
         if problem is None:
@@ -482,20 +475,12 @@ class SaveStages:
             self._not_taken(saving.step, why)
 
     def _report_uncopied(self, step: int, *, is_copied: bool) -> None:
-        # Copies that are slower than saves are reported once until they keep up.
-        if not is_copied:
-            self._num_uncopied += 1
-            if self._num_uncopied == 1:
-                why = "copies of an earlier step are not done; it gets none yet"
-                self._degraded("peer", step, why)
-        elif self._num_uncopied and not self._is_uncopied:
-            logging.warning(
-                "step %d: each step gets copies again; %d got none when it was saved",
-                step,
-                self._num_uncopied,
-            )
-            self._num_uncopied = 0
-        self._is_uncopied = not is_copied
+        # Copies that are slower than saves are reported once until they keep up, for
+        # two saves.
+        if not (is_copied or self._num_uncopied):
+            why = "copies of an earlier step are not done; it gets none yet"
+            self._degraded("peer", step, why)
+        self._num_uncopied = max(self._num_uncopied - 1, 0) if is_copied else 2
 
     def _make_room(self) -> None:
         # Removes an older step that was kept because newer ones lack copies.
@@ -506,35 +491,28 @@ class SaveStages:
             self._start(self._copy_stage, "local", self.committed.step, collect)
 
     def _share_readiness(self) -> list[Readiness]:
+        background.wait(self._looking)
         readiness = Readiness(
-            can_copy=self._copy_stage.idle,
-            can_back_up=self._backup_stage.idle and not self._catch_up.is_backing_up,
+            # The first copies wait for those of the step that was restored.
+            can_copy=self._copy_stage.idle or self._copied is None,
+            can_back_up=not self._due.is_backing_up,
             is_time=self._clock.left_secs() <= 0,
         )
         return self._hosts.share("readiness", readiness)
 
     def _replicate(self, committed: CheckpointMetadata) -> None:
-        self._catch_up.copied.wait()
-        copies = self.replicate(committed)
-        self._preserved = None if copies is None else copies.preserved
-        if copies is not None and not copies.has_failed:
+        if self._make_copies(committed):
             self._covered = committed.step_id
         self._collect(committed)
 
-    def replicate(
+    def _make_copies(
         self, committed: CheckpointMetadata, *, is_late: bool = False
-    ) -> Copies | None:
-        """Copies parts of a step between hosts.
-
-        Args:
-          committed: the step.
-          is_late: whether a world before has made copies; then what the step lacks is
-            not reported, and no copies are no event.
-
-        Returns:
-          The copies that were made; None if a host failed.
-        """
+    ) -> bool:
+        # Copies parts of a step between hosts; whether none failed. If a world before
+        # has made copies, what the step lacks is not reported, and no copies are no
+        # event.
         step, began_secs = committed.step, clock.monotonic()
+        self._preserved = None
         try:
             offered = self._hosts.all(HostCopies.offer, committed.step_id)
             senders: list[list[int]] = [[] for _ in offered]
@@ -547,11 +525,9 @@ class SaveStages:
             self._hosts.all(HostCopies.end)
         except errors.HostsFailedError as error:
             self._degraded("peer", step, str(error))
-            return None
-        copies = Copies(
-            preserved=sorted({n for each in answers for n in each.preserved}),
-            has_failed=any(each.failed for each in answers),
-        )
+            return False
+        self._preserved = sorted({n for each in answers for n in each.preserved})
+        is_whole = not any(each.failed for each in answers)
         if not is_late:
             shortfalls = [why for each in offered for why in each.shortfalls]
             problems = [why for each in answers for why in each.problems]
@@ -563,8 +539,7 @@ class SaveStages:
             self._record(metrics.CHECKPOINT_COPY, num_bytes)
             self._record(metrics.CHECKPOINT_COPY_SECS, secs)
             # No event says that a step is safe which lacks copies.
-            is_safe = min(each.num_machines for each in offered) >= 2
-            if is_safe and not copies.has_failed:
+            if is_whole and min(each.num_machines for each in offered) >= 2:
                 self._emit(
                     "replicated",
                     step=step,
@@ -572,26 +547,23 @@ class SaveStages:
                     bytes=num_bytes,
                     secs=secs,
                 )
-        return copies
+        return is_whole
 
     def _report_lacking(self, step: int, reasons: Sequence[str]) -> None:
-        problems: dict[str, str] = {}
-        for why in reasons:
-            problems.setdefault(_lack(why), why)
         # A lack that persists is reported once.
-        fresh = [why for lack, why in problems.items() if lack not in self._lacking]
+        fresh = [why for why in dict.fromkeys(reasons) if why not in self._lacking]
         for why in fresh[: errors.MOST_NAMED]:
             self._degraded("peer", step, why)
         if fresh[errors.MOST_NAMED :]:
             more = len(fresh) - errors.MOST_NAMED
             self._degraded("peer", step, f"and {more} more, in the logs of hosts")
             logging.warning("step %d: %s", step, "; ".join(fresh[errors.MOST_NAMED :]))
-        self._lacking = set(problems)
+        self._lacking = set(reasons)
 
     def _collect(self, committed: CheckpointMetadata) -> None:
         # Removes older steps if this one has its copies; otherwise keeps the newest of
         # them that has.
-        in_flight = [*self._due.in_flight(), *self._catch_up.in_flight]
+        in_flight = self._due.in_flight()
         if self._covered is not None:
             in_flight.append(self._covered)
         with self._surviving("local", committed.step, _NOT_REMOVED):
@@ -648,41 +620,16 @@ class SaveStages:
         with self._surviving("persistent", saving.step, _NOT_REMOVED):
             self._hosts.first(HostBackup.collect, saving.line, saving.step)
 
-    def _finish_earlier(
-        self, owed: _CatchUp, restored: CheckpointMetadata, line: Line
-    ) -> None:
-        hosts, step_id = self._hosts, restored.step_id
-        try:
-            # Hosts that have no part of a step learn where the others are.
-            is_held = all(hosts.all(HostReader.hold, step_id))
-            due = hosts.first(HostBackup.find_owed, line, restored.step + 1)
-            if due is not None and all(hosts.all(HostBackup.hold_owed, due)):
-                owed.step_id = due
-            owed.looked.set()
-            if is_held:
-                self.replicate(restored, is_late=True)
-            owed.copied.set()
-            if owed.step_id is not None:
-                background.wait(self._cleaned)
-                self._back_up_owed(owed.step_id)
-        except errors.HostsFailedError as error:
-            why = f"what earlier worlds have left is not done: {error}"
-            logging.warning("step %d: %s", restored.step, why)
-        finally:
-            owed.end()
-
-    def _back_up_owed(self, step_id: StepId) -> None:
+    def _find_owed(self, line: Line, *, before: int) -> list[Saving]:
+        # The newest step that storage is to have and does not, held by all hosts.
+        hosts = self._hosts
+        step_id = hosts.first(HostBackup.find_owed, line, before)
+        if step_id is None or not all(hosts.all(HostBackup.hold_owed, step_id)):
+            return []
+        contents = hosts.first(HostBackup.contents, step_id)
         self._due.add(step_id)
-        try:
-            contents = self._hosts.first(HostBackup.contents, step_id)
-            saving = Saving.from_contents(step_id, contents)
-        except errors.HostsFailedError as error:
-            self._not_taken(step_id.step, f"it was not backed up: {error}")
-            return
-        if self._upload(saving):
-            self._collect_backups(saving)
-        else:
-            self._due.keep(saving)
+        self._due.begin(step_id)
+        return [Saving.from_contents(step_id, contents)]
 
     def _not_taken(self, step: int, why: str) -> None:
         # Storage has not taken a step that is due there.
@@ -707,40 +654,3 @@ class SaveStages:
         # Values of all hosts are recorded once.
         if self._hosts.own == 0:
             metric.record(value)
-
-
-class _CatchUp:
-    """What an earlier world has left to do for the step that was restored.
-
-    Attributes:
-      looked: set when it is known.
-      copied: set when the copies are made, or cannot be.
-      step_id: the step, if it is owed to storage, until all is done.
-    """
-
-    def __init__(self) -> None:
-        self.looked, self.copied = threading.Event(), threading.Event()
-        self.step_id: StepId | None = None
-
-    def end(self) -> None:
-        """Lets all go on that wait for it: it is done, or has failed."""
-        self.step_id = None
-        self.looked.set()
-        self.copied.set()
-
-    @property
-    def in_flight(self) -> list[StepId]:
-        """The step, if it has to stay in RAM until it is backed up."""
-        return [] if self.step_id is None else [self.step_id]
-
-    @property
-    def is_backing_up(self) -> bool:
-        """Whether a backup is being made; returns once that is known."""
-        self.looked.wait()
-        return self.step_id is not None
-
-
-def _lack(why: str) -> str:
-    # What is lacking: the same for all messages about one peer's list of steps.
-    match = _UNLISTED.match(why)
-    return match[1] if match else why
