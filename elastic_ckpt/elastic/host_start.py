@@ -112,8 +112,10 @@ class LocalProcess:
             flags = int((directory / "stat").read_text().rpartition(")")[2].split()[6])
         except OSError:
             return True
-        (pending,) = re.findall(r"^SigPnd:\s*(\w+)$", status, re.MULTILINE)
-        return bool(flags & _ENDING or int(pending, 16) & 1 << signal.SIGKILL - 1)
+        # The signal of the process stays pending when its thread has taken it.
+        pending = re.findall(r"^(?:SigPnd|ShdPnd):\s*(\w+)$", status, re.MULTILINE)
+        is_killed = any(int(each, 16) & 1 << signal.SIGKILL - 1 for each in pending)
+        return bool(flags & _ENDING or is_killed)
 
     def begin(self, task: host_process.Task) -> None:
         """Has the process do a task, unless it has ended."""
