@@ -160,10 +160,8 @@ class HostsCheckpointer:
         self._begun: set[StepId] = set()
         # Whether this process has a state to go on with: it has loaded or saved one.
         self._is_placed = False
-        # An older step that was loaded since then; the next save shows whether the
-        # training goes on from it. And the newest step, once it does.
-        self._looked_at: Restored | None = None
-        self._left_step: int | None = None
+        # The step that it has loaded although newer ones are complete.
+        self._older: CheckpointMetadata | None = None
         # What was loaded to go on from, until it is distrusted; and the step that the
         # training went back to then, up to which nothing is distrusted again.
         self._loaded: Restored | None = None
@@ -449,7 +447,7 @@ class HostsCheckpointer:
         *,
         partial: bool = False,
         layout: Any = None,
-        go_back: bool | None = None,
+        go_back: bool = False,
     ) -> dict[str, Any]:
         """Restores pytrees and components from the nearest good copies, verified.
 
@@ -468,10 +466,10 @@ class HostsCheckpointer:
           partial: whether trees may lack leaves that were saved.
           layout: an `ec.universal.Layout`, or the name of one, by which trees are read
             that were saved with other leaves.
-          go_back: whether the training continues from this older step, so that the next
-            save abandons the newer ones. By default it does if components are loaded,
-            if nothing was loaded or saved before, or if the next save is of a step that
-            exists; otherwise the step was only looked at.
+          go_back: whether the training continues from this step though newer ones are
+            complete. They are abandoned then, on record in storage when this returns.
+            Without it an older step is only looked at, or, if components are loaded or
+            nothing was loaded or saved before, the next save is an error.
 
         Returns:
           The pytrees and objects by name.
@@ -480,6 +478,8 @@ class HostsCheckpointer:
           StepNotFoundError: if there is no such step.
           CheckpointError: if the step is not complete, or of another model, or if no
             good copy of a part of it is left.
+          HostsFailedError: with `go_back`, if storage is out of reach.
+          ReplacedError: with `go_back`, if another start has continued the run.
         """
         load = self._load_later(
             step,
@@ -499,7 +499,7 @@ class HostsCheckpointer:
         *,
         partial: bool = False,
         layout: Any = None,
-        go_back: bool | None = None,
+        go_back: bool = False,
     ) -> Response[dict[str, Any]]:
         """As `load_checkpointables`, in the background; other calls wait for it."""
         return self._in_background(
@@ -520,7 +520,7 @@ class HostsCheckpointer:
         checkpointable_name: str = "state",
         partial: bool = False,
         layout: Any = None,
-        go_back: bool | None = None,
+        go_back: bool = False,
     ) -> Any:
         """As `load_checkpointables`, for a single pytree, which is returned."""
         wanted = {checkpointable_name: abstract_state}
@@ -537,7 +537,7 @@ class HostsCheckpointer:
         checkpointable_name: str = "state",
         partial: bool = False,
         layout: Any = None,
-        go_back: bool | None = None,
+        go_back: bool = False,
     ) -> Response[Any]:
         """As `load`, in the background; other calls wait for it."""
         wanted = {checkpointable_name: abstract_state}
@@ -610,7 +610,7 @@ class HostsCheckpointer:
         self.wait()
         with self._events.flushing():
             newest = self._line.save
-            self._own_line, self._looked_at, self._loaded = None, None, None
+            self._own_line, self._loaded = None, None
             self._unloaded = frozenset()
             self._is_placed = self._is_anew = True
             self._go_on_from(restore.SearchOutcome(newest_save=newest))
@@ -766,10 +766,12 @@ class HostsCheckpointer:
         *,
         partial: bool,
         layout: Any,
-        go_back: bool | None,
+        go_back: bool,
     ) -> Callable[[], dict[str, Any]]:
         # Checks the call, and returns the load, which any thread may do.
         self._check_open()
+        if go_back:
+            self._check_writable()
         if step is not None:
             step_number(step)
         context = orbax_context.checked(self._context)
@@ -857,9 +859,9 @@ class HostsCheckpointer:
     def _is_due(self, step: int, *, is_saving: bool) -> bool:
         # Whether a tier is due at a step that is newer than all others.
         is_behind = self._newest is not None and step <= self._newest.step
-        if is_behind and not self._goes_back(step):
-            if not self._exists(step):
-                raise self._behind(step)
+        if self._older is not None or (is_behind and not self._exists(step)):
+            raise self._behind(step)
+        if is_behind:
             return False
         return self._schedule.is_due(self._current(step), is_saving=is_saving)
 
@@ -891,17 +893,10 @@ class HostsCheckpointer:
         self._stages.check()
         self._claim()
         forced = force or overwrite
-        goes_back = self._goes_back(step, overwrite=overwrite)
-        if goes_back and (forced or self._is_wanted(step, is_saving=is_saving)):
-            assert self._looked_at is not None
-            self._go_on(self._looked_at)
         line = self._line_for(step, overwrite=overwrite)
         if not (forced or self._is_wanted(step, is_saving=is_saving)):
             return None
-        self._is_placed, self._looked_at = True, None
-        if self._left_step is not None and self._restored is not None:
-            self._emit("went_back", step=self._left_step, to_step=self._restored.step)
-        self._left_step = None
+        self._is_placed = True
         self._emit("save_started", step=step)
         began_secs = clock.monotonic()
         step_id = StepId(step, line.save)
@@ -984,7 +979,7 @@ class HostsCheckpointer:
         *,
         partial: bool = False,
         layout: Any = None,
-        go_back: bool | None = None,
+        go_back: bool = False,
     ) -> dict[str, Any]:
         if isinstance(abstract_checkpointables, CheckpointMetadata):
             abstract_checkpointables = abstract_checkpointables.metadata
@@ -1005,18 +1000,21 @@ class HostsCheckpointer:
         )
         # The values are the caller's alone.
         loaded = restored._replace(parts={})
-        if go_back is None:
-            # Components were set to the step, and a process without a state has this.
-            _, stateful = component_io.split(abstract_checkpointables)
-            go_back = True if stateful or not self._is_placed else None
-        if go_back or step is None or not self._is_older(loaded.search.checkpoint):
-            # A step may be loaded in several calls. A process that has a state already
-            # may go back with its weights alone.
-            unloaded = self._unloaded if self._is_placed else loaded.components
-            self._unloaded = unloaded - abstract_checkpointables.keys()
+        _, stateful = component_io.split(abstract_checkpointables)
+        is_older = step is not None and self._is_older(loaded.search.checkpoint)
+        if is_older and self._is_placed and not (go_back or stateful):
+            # It was only looked at.
+            return restored.parts
+        # A step may be loaded in several calls. A process that has a state already may
+        # go back with its weights alone.
+        unloaded = self._unloaded if self._is_placed else loaded.components
+        self._unloaded = unloaded - abstract_checkpointables.keys()
+        if not is_older:
             self._go_on(loaded)
+        elif go_back:
+            self._go_back_to(loaded)
         else:
-            self._looked_at = loaded if go_back is None else None
+            self._is_placed, self._older = True, loaded.search.checkpoint
         return restored.parts
 
     def _report_unloaded(self, stateful: Mapping[str, Any]) -> None:
@@ -1042,55 +1040,53 @@ class HostsCheckpointer:
         line = Line(save=latest.line[-1][1], parents=latest.line[:-1])
         return not line.abandons(StepId(checkpoint.step, checkpoint.line[-1][1]))
 
-    def _goes_back(self, step: int, *, overwrite: bool = False) -> bool:
-        # Whether to save a step shows that training goes on from one that was looked
-        # at: newer ones are there, which only then are abandoned.
-        if self._looked_at is None or self._newest is None:
-            return False
-        checkpoint, newest = self._looked_at.search.checkpoint, self._newest.step
-        assert checkpoint is not None
-        if overwrite:
-            return checkpoint.step <= step < newest
-        return checkpoint.step < step <= newest
-
     def _go_on(self, loaded: Restored) -> None:
         # The training goes on from the step that was loaded.
-        search = loaded.search
-        left = self._newest if self._is_older(search.checkpoint) else None
-        self._left_step = None if left is None else left.step
-        self._is_placed, self._looked_at, self._own_line = True, None, None
+        self._is_placed, self._own_line = True, None
         self._loaded = loaded.after(self._loaded)
-        self._go_on_from(search)
+        self._go_on_from(loaded.search)
         if self._restored is not None:
             self._stages.catch_up(self._restored, line=self._line)
 
+    def _go_back_to(self, loaded: Restored) -> None:
+        # Newer steps are abandoned from now on.
+        checkpoint, left = loaded.search.checkpoint, self._newest
+        assert checkpoint is not None
+        assert left is not None
+        save = self._claim_line_from(checkpoint, loaded.search.newest_save)
+        search = dataclasses.replace(loaded.search, newest_save=save)
+        self._go_on(loaded._replace(search=search))
+        self._emit("went_back", step=left.step, to_step=checkpoint.step)
+
     def _go_on_from_storage(self, before: int) -> CheckpointMetadata | None:
-        # Later steps are abandoned from now on, also by a world that begins before
-        # this one has saved a step.
-        save = None
         try:
-            self._claim()
             older = self._hosts.first(HostReader.stored_before, before, self._line)
             if older is None:
                 return None
-            save = self._hosts.first(HostWorld.new_save, self._line.save)
-            line = Line(save=save, parents=older.line)
-            self._stages.claim(line)
+            save = self._claim_line_from(older, self._line.save)
         except errors.HostsFailedError as error:
             why = f"the run does not go back to storage: {error}"
             storage_cause.report(self._emit, "persistent", before, why)
-            if save is not None:
-                # The line may be on record although the answer was lost. What is saved
-                # from now on has to be of a later one.
-                stays = self._stages.committed or self._restored
-                self._go_on_from(
-                    restore.SearchOutcome(checkpoint=stays, newest_save=save)
-                )
             return None
-        self._trusted_step = older.step
-        self._own_line, self._looked_at, self._left_step = None, None, None
+        self._trusted_step, self._own_line = older.step, None
         self._go_on_from(restore.SearchOutcome(checkpoint=older, newest_save=save))
         return older
+
+    def _claim_line_from(self, older: CheckpointMetadata, after: str) -> str:
+        # A save after `after` and all others, and on record that it goes on from an
+        # older step: also a world that begins before this one has saved a step abandons
+        # the steps between.
+        self._claim()
+        save = self._hosts.first(HostWorld.new_save, after)
+        try:
+            self._stages.claim(Line(save=save, parents=older.line))
+        except errors.HostsFailedError:
+            # The line may be on record although the answer was lost. What is saved from
+            # now on has to be of a later one.
+            stays = restore.SearchOutcome(checkpoint=self._newest, newest_save=save)
+            self._go_on_from(stays)
+            raise
+        return save
 
     def _described(self, step: int | CheckpointMetadata | None) -> CheckpointMetadata:
         search = restore.find(self._hosts, step, emit=self._emit)
@@ -1105,7 +1101,6 @@ class HostsCheckpointer:
         # Other programs may write too.
         if self._stages.committed is not None:
             self._own_line = self._line
-        self._looked_at = self._left_step = None
         self._go_on_from(
             restore.find(self._hosts, None, emit=self._emit, own_line=self._own_line)
         )
@@ -1173,17 +1168,20 @@ class HostsCheckpointer:
     def _behind(self, step: int) -> errors.CheckpointError:
         # Of a step that will never be saved, because there is a later one.
         assert self._newest is not None
+        loaded = "" if self._older is None else f" than step {self._older.step}"
         return errors.CheckpointError(
             f"step {step} cannot be saved: {self.directory} has step"
-            f" {self._newest.step}, which is later. To continue the run, load that step"
-            " first; to train again from an earlier one, load that with go_back=True;"
-            " for another run, give another directory"
+            f" {self._newest.step}, which is later{loaded}. To continue the run, load"
+            " that step first; to train again from an earlier one, load that with"
+            " go_back=True; for another run, give another directory"
         )
 
     def _line_for(self, step: int, *, overwrite: bool) -> Line:
         # The line that a step is saved to.
         latest = self._newest
         newest_step = -1 if latest is None else latest.step
+        if self._older is not None and not (overwrite and step < newest_step):
+            raise self._behind(step)
         self._begun = {each for each in self._begun if each.step > newest_step}
         if latest is None or step > newest_step:
             line = self._line
@@ -1214,7 +1212,7 @@ class HostsCheckpointer:
         return Line(save=save, parents=latest.line)
 
     def _go_on_from(self, search: restore.SearchOutcome) -> None:
-        self._restored = search.checkpoint
+        self._restored, self._older = search.checkpoint, None
         step_id = None if self._restored is None else self._restored.step_id
         self._stages.go_on_from(step_id)
         # Later saves must not be mixed with earlier ones.

@@ -110,7 +110,10 @@ class RunSaver:
         """
         wanted = {STATE: abstract_state, DATA: data or self._data}
         wanted |= self._saved_callbacks(step)
-        return self.checkpointer.load_checkpointables(step, wanted)[STATE]
+        loaded = self.checkpointer.load_checkpointables(
+            step, wanted, go_back=step is not None
+        )
+        return loaded[STATE]
 
     def restore_data(self, step: int) -> bool:
         """Sets the data iterator and the callbacks, not the state, to `step`.
@@ -120,7 +123,7 @@ class RunSaver:
         """
         try:
             wanted = {DATA: self._data, **self._saved_callbacks(step)}
-            self.checkpointer.load_checkpointables(step, wanted)
+            self.checkpointer.load_checkpointables(step, wanted, go_back=True)
         except errors.CheckpointError as error:
             logging.warning("the data of step %d cannot be read: %s", step, error)
             return False

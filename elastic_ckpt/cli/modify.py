@@ -86,7 +86,6 @@ def run(arguments: argparse.Namespace) -> int:
                 part: modified_step.StoredFiles() if tree is None else None
                 for part, tree in saved.metadata.items()
             },
-            go_back=False,
         )
         if saved.metadata.get(name) is None:
             trees = [part for part, tree in saved.metadata.items() if tree is not None]

@@ -4,6 +4,8 @@
 """
 
 import contextlib
+import functools
+import itertools
 import os
 import shutil
 
@@ -52,7 +54,9 @@ class Run:
     def load(self, opened, step=None):
         """Loads a step with its data; returns the number in its state."""
         parts = {"state": None, "data": Counter()}
-        return value(opened.load_checkpointables(step, parts)["state"])
+        go_back = step is not None
+        loaded = opened.load_checkpointables(step, parts, go_back=go_back)
+        return value(loaded["state"])
 
     def steps(self, **options):
         """The steps that a new world finds, with their values."""
@@ -122,7 +126,7 @@ def test_abandoned_steps_come_back_by_name_and_their_line_goes_on(run):
     newest = {"ram_keep": policies.LatestN(1)}
     with run.open(**newest) as opened:
         run.save(opened, *range(1, 7))
-        opened.load(4)
+        opened.load(4, go_back=True)
         run.save(opened, 5, line=2)
     with run.open(**newest) as opened:
         for step, expected in ((6, 106), (5, 205), (6, 106)):
@@ -152,7 +156,7 @@ def test_retention_prefers_what_it_promised_to_abandoned_steps(run):
     with run.open(keep=latest(3)) as opened:
         run.save(opened, *range(1, 7))
     with run.open(keep=latest(3), ram_keep=latest(2)) as opened:
-        opened.load(4)
+        opened.load(4, go_back=True)
         run.save(opened, 5, line=2)
         assert [step for step, _ in run.stock()] == [4, 5]
         assert run.set_aside() == [6]
@@ -169,7 +173,7 @@ def test_steps_of_plain_orbax_are_abandoned_too(run):
             stock.save(step, {"w": 100 + step})
     with run.open() as opened:
         assert opened.latest.step == 3
-        opened.load(1, {"w": 0})
+        opened.load(1, {"w": 0}, go_back=True)
         run.save(opened, 2, line=2)
     assert run.steps() == run.stock() == [(1, 101), (2, 202)]
 
@@ -194,7 +198,7 @@ def test_where_steps_are_written_in_place_they_are_copied_aside(run, monkeypatch
     monkeypatch.setattr(persistent_root.PersistentRoot, "from_path", in_place)
     with run.open() as opened:
         run.save(opened, *range(1, 5))
-        opened.load(2)
+        opened.load(2, go_back=True)
         run.save(opened, 3, line=2)
     # What the new line has passed is gone.
     assert run.set_aside() == [4]
@@ -235,59 +239,77 @@ def test_looking_at_an_older_step_abandons_nothing(run):
         assert value(opened.load(2)) == 102
         run.save(opened, 5)
     with run.open() as opened:
-        # A process that has nothing else to go on from.
-        assert value(opened.load(2, go_back=False)) == 102
+        # A process that goes on from nothing else may not save after newer steps.
+        assert value(opened.load(2)) == 102
+        assert opened.latest.step == 5
+        behind = (
+            "step 6 cannot be saved: .* step 5, which is later than step 2.*go_back"
+        )
+        for refused in (opened.should_save, functools.partial(run.save, opened)):
+            with pytest.raises(errors.CheckpointError, match=behind):
+                refused(6)
+        run.load(opened)
         run.save(opened, 6)
-        # And the look is forgotten with the step.
-        opened.load(2)
-        opened.delete(2)
-        with pytest.raises(errors.CheckpointError, match="already exists"):
-            run.save(opened, 4)
     assert run.went_back() == []
-    assert run.steps() == old(1, 3, 4, 5, 6)
+    assert run.steps() == old(1, 2, 3, 4, 5, 6)
 
 
-@pytest.mark.parametrize(
-    ("run", "way"),
-    [("ram", "said"), (None, "with components"), ("ram", "first load")],
-    indirect=["run"],
-)
-def test_going_back_abandons_newer_steps_at_the_next_save(run, way):
-    with contextlib.ExitStack() as stack:
-        opened = stack.enter_context(run.open())
-        run.save(opened, 1, 2, 3, 4)
-        if way == "said":
-            opened.load_async(2, go_back=True).result()
-        elif way == "with components":
-            run.load(opened, 2)
+# The step, the newest being 3, and whether components are loaded, and to go back.
+LOADS = list(itertools.product((2, 3), (False, True), (False, True)))
+
+
+@pytest.mark.parametrize("loads", list(itertools.product(LOADS, repeat=2)))
+def test_which_of_two_loads_decides(run, loads):
+    with run.open() as opened:
+        run.save(opened, 1, 2, 3)
+    with run.open() as opened:
+        at = newest = 3
+        is_placed = False
+        for step, has_data, go_back in loads:
+            parts = {"state": None} | ({"data": Counter()} if has_data else {})
+            opened.load_checkpointables(step, parts, go_back=go_back)
+            # An abandoned step is gone on from as if it was the newest.
+            if go_back or has_data or not is_placed or step >= newest:
+                at, is_placed = step, True
+            if go_back or step > newest:
+                newest = step
+        if at < newest:
+            with pytest.raises(errors.CheckpointError, match="go_back=True"):
+                run.save(opened, 4, line=2)
         else:
-            opened.close()
-            opened = stack.enter_context(run.open())
-            opened.load(2)
+            run.save(opened, 4, line=2)
+    saved = [] if at < newest else [(4, 204)]
+    assert run.steps() == [*old(*range(1, newest + 1)), *saved]
+
+
+@with_and_without_ram
+def test_going_back_abandons_newer_steps_at_once(run):
+    with run.open() as opened:
+        run.save(opened, 1, 2, 3, 4)
+        opened.load(2, go_back=True)
         assert opened.latest.step == 2
-        assert run.went_back() == []
-        run.save(opened, 6, line=2)
         assert run.went_back() == [(4, 2)]
+    # Also if it is killed before it saves.
+    assert run.steps() == old(1, 2)
+    with run.open() as opened:
+        run.load(opened)
+        run.save(opened, 6, line=2)
     assert run.steps() == [*old(1, 2), (6, 206)]
 
 
-def test_a_step_is_saved_again_or_overwritten_after_a_look_at_an_older_one(run):
+def test_a_step_is_saved_again_or_overwritten_after_a_run_went_back(run):
     with run.open() as opened:
         run.save(opened, 1, 2, 3)
-        opened.load(1)
-        opened.load(2)
+        opened.load(2, go_back=True)
         assert opened.should_save(3)
-        # A step that is there is saved again: the run goes back to the one loaded.
         run.save(opened, 3, line=2)
-        assert run.went_back() == [(3, 2)]
         opened.load(1)
         run.save(opened, 3, line=2, overwrite=True)
-        opened.load(1)
+        opened.load(1, go_back=True)
         with pytest.raises(errors.CheckpointError, match="already exists"):
             run.save(opened, 1)
-        assert run.went_back() == []
         run.save(opened, 1, line=3, overwrite=True)
-        assert run.went_back() == [(3, 1)]
+        assert run.went_back() == [(3, 2), (3, 1)]
     assert run.steps() == [(1, 301)]
 
 
@@ -369,7 +391,7 @@ def test_the_newest_earlier_step_in_storage_is_gone_on_from_if_one_is_distrusted
         assert opened.distrust(8, within=3) is None
         run.save(opened, 5, 6, line=2)
         # Another load, whose arrays stayed on the devices.
-        opened.load_checkpointables(5, {"data": Counter()})
+        opened.load_checkpointables(5, {"data": Counter()}, go_back=True)
         assert opened.distrust(6).step == 4
     with run.open(every=2) as opened:
         assert run.load(opened) == 104

@@ -68,7 +68,7 @@ class CheckedRun:
         self._is_spoilt = False
         self.machines = ()
         self.head = None
-        self.has_ended = False
+        self.is_behind = self.has_ended = False
         # What was loaded to go on from, and whether some of it was in RAM.
         self._is_near, self._trusted = False, -1
         self._loaded, self._is_from_ram = None, False
@@ -152,17 +152,19 @@ class CheckedRun:
             assert self.model.newest(out_of_reach) is None
             world.begin_anew()
 
-    def load(self, step, *, go_back=None):
+    def load(self, step, *, go_back=False):
         """Loads a step by its number, which has to be sure."""
         with self._may_end():
-            head = self.head
             self.sim.world.wait()
             self._note_events()
+            if go_back:
+                # Others count no more, or if it is cut short, perhaps still.
+                (wanted,) = (each for each in self.sure_steps() if each.step == step)
+                for each in set(self.model.saves.values()) - set(wanted.line()):
+                    each.in_ram = each.stored = False
             self._load(step, frozenset(), go_back=go_back)
-            if go_back is False:
-                self.head = head
 
-    def _load(self, step, out_of_reach, *, go_back=None):
+    def _load(self, step, out_of_reach, *, go_back=False):
         position = simulated_world.Position()
         restored = self.sim.world.load_checkpointables(
             step,
@@ -180,14 +182,19 @@ class CheckedRun:
             )
         # It stays until a newer one has its copies.
         save.is_covered = True
-        # Nobody can do otherwise than go on from the newest one.
-        goes_on = go_back is not False or save is self.head
+        # A run that does not go back may not save to an older step.
+        self.is_behind = not (go_back or step is None or save is self.head)
+        head = self.head
         self._go_on_from(save)
         self._note_events()
-        if goes_on:
-            # A step may be loaded in several calls.
-            was_near = self._is_from_ram and self._loaded is save
-            self._loaded, self._is_from_ram = save, was_near or self._is_near
+        if self.is_behind:
+            self._go_on_from(head)
+            return
+        if go_back and save is not head:
+            self.model.leave(save)
+        # A step may be loaded in several calls.
+        was_near = self._is_from_ram and self._loaded is save
+        self._loaded, self._is_from_ram = save, was_near or self._is_near
 
     def _go_on_from(self, save):
         self.head = save
@@ -212,6 +219,10 @@ class CheckedRun:
 
         self.sim.hosts.on_capture = begun
         self._save = None
+        if self.is_behind:
+            with self._may_end(), pytest.raises(errors.CheckpointError, match="later"):
+                self.sim.world.save_checkpointables(step, {"state": state})
+            return
         with self._may_end():
             response = self.sim.world.save_checkpointables_async(
                 step,

@@ -56,8 +56,9 @@ class Histories(stateful.RuleBasedStateMachine):
         if not hasattr(self, "run"):
             return
         with self.resources:
-            # What is sure in the end is there.
+            # What is sure in the end is there. Nothing replaces a step that is leased.
             self.run.end()
+            self.run.end_leases()
             self.run.open(range(MACHINES))
             self.run.wait()
             self.run.check_nothing_is_left()
@@ -89,7 +90,7 @@ class Histories(stateful.RuleBasedStateMachine):
         return self.run.sure_steps()
 
     @precondition(lambda self: self.run.is_open and self.run.sure_steps())
-    @rule(data=st.data(), go_back=st.sampled_from([None, True, False]))
+    @rule(data=st.data(), go_back=st.booleans())
     def load(self, data, go_back):
         sure = self.sure_steps()
         if sure and self.run.is_open:

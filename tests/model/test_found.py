@@ -77,9 +77,8 @@ def test_the_newest_step_is_known_when_a_load_in_the_background_has_ended():
         run.save(2)
         world, position = run.sim.world, simulated_world.Position()
         run.sim.threads.late = frozenset({"background"})
-        world.load_checkpointables_async(
-            1, {"state": simulated_world.abstract(), "data": position}
-        )
+        wanted = {"state": simulated_world.abstract(), "data": position}
+        world.load_checkpointables_async(1, wanted, go_back=True)
         assert world.latest.step == 1
         assert position.value == 1
 
