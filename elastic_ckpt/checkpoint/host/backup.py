@@ -382,10 +382,11 @@ class HostBackup:
         return max(0.0, (clock.time_ns() - nsecs) / 10**9)
 
     def _is_held(self, leftover: Leftover) -> bool:
-        # Whether the step of an upload that was cut short is whole in RAM.
+        # Whether the step of an upload that was cut short is whole in RAM, and no later
+        # save of it is.
         there = find.looked(find.offered(self._world.ram_tiers, leftover.step))
         whole = {each.step_id for each in there.saves if each.problem is None}
-        return StepId(leftover.step, leftover.save or "") in whole
+        return StepId(leftover.step, leftover.save or "") == max(whole, default=None)
 
     def _not_kept(self, line: Line, *late: retention.HeldStep) -> Sequence[int]:
         # The steps that the policy gives up, also of those that would come late.
