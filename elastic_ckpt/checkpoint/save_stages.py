@@ -7,8 +7,8 @@
 Without a local tier there is one stage: hosts write their shares to persistent storage
 from the captured memory, and the step exists when all have written theirs.
 
-After a restore, another stage catches up: it makes the copies and backups that the
-worlds before could not.
+After a restore, these stages first make the copies of the step, and the newest backup,
+that the worlds before could not.
 
 A save waits until the one before is committed. Copies and backups that are late skip
 steps, and never delay the training. Failures are reported and retried with the next
