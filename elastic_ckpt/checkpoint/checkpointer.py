@@ -1001,20 +1001,25 @@ class HostsCheckpointer:
         # The values are the caller's alone.
         loaded = restored._replace(parts={})
         _, stateful = component_io.split(abstract_checkpointables)
-        is_older = step is not None and self._is_older(loaded.search.checkpoint)
-        if is_older and self._is_placed and not (go_back or stateful):
+        checkpoint = loaded.search.checkpoint
+        left = self._newest if self._is_older(checkpoint) else None
+        # The newest step that can be read is gone on from.
+        goes_back = go_back or step is None
+        if left and self._is_placed and not (goes_back or stateful):
             # It was only looked at.
             return restored.parts
         # A step may be loaded in several calls. A process that has a state already may
         # go back with its weights alone.
         unloaded = self._unloaded if self._is_placed else loaded.components
         self._unloaded = unloaded - abstract_checkpointables.keys()
-        if not is_older:
-            self._go_on(loaded)
-        elif go_back:
-            self._go_back_to(loaded)
-        else:
-            self._is_placed, self._older = True, loaded.search.checkpoint
+        if left and not goes_back:
+            self._is_placed, self._older = True, checkpoint
+            return restored.parts
+        if left and go_back:
+            loaded = self._abandoning(loaded)
+        self._go_on(loaded)
+        if left and checkpoint:
+            self._emit("went_back", step=left.step, to_step=checkpoint.step)
         return restored.parts
 
     def _report_unloaded(self, stateful: Mapping[str, Any]) -> None:
@@ -1048,15 +1053,13 @@ class HostsCheckpointer:
         if self._restored is not None:
             self._stages.catch_up(self._restored, line=self._line)
 
-    def _go_back_to(self, loaded: Restored) -> None:
-        # Newer steps are abandoned from now on.
-        checkpoint, left = loaded.search.checkpoint, self._newest
-        assert checkpoint is not None
-        assert left is not None
-        save = self._claim_line_from(checkpoint, loaded.search.newest_save)
+    def _abandoning(self, loaded: Restored) -> Restored:
+        # An older step that is gone on from; newer ones are abandoned from now on.
+        assert loaded.search.checkpoint is not None
+        after = loaded.search.newest_save
+        save = self._claim_line_from(loaded.search.checkpoint, after)
         search = dataclasses.replace(loaded.search, newest_save=save)
-        self._go_on(loaded._replace(search=search))
-        self._emit("went_back", step=left.step, to_step=checkpoint.step)
+        return loaded._replace(search=search)
 
     def _go_on_from_storage(self, before: int) -> CheckpointMetadata | None:
         try:
