@@ -315,10 +315,11 @@ class TestBreaks:
         closes = False
 
         def respond(connection, request):
-            response = answer(b"[]")
+            # It may change once the response is there.
+            is_last, response = closes, answer(b"[]")
             is_head = request.startswith(b"HEAD")
             connection.sendall(response[:-2] if is_head else response)
-            if closes:
+            if is_last:
                 connection.shutdown(2)
 
         with ScriptedPeer(respond) as keeping:
