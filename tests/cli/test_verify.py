@@ -204,6 +204,9 @@ def test_holders_that_disagree_are_named(saved):
     found = problems(saved / "ram", saved / "steps")
     by_kind = {each["kind"]: each for each in found}
     assert by_kind.keys() == {"damaged", "diverged"}
+    # Each copy is compared with the digest that its own holder lists.
+    damaged = [each["tier"] for each in found if each["kind"] == "damaged"]
+    assert damaged == ["local"]
     assert by_kind["diverged"]["part"] == "state/params/b[0:6]"
     assert "saved different values" in by_kind["diverged"]["why"]
 
