@@ -27,7 +27,7 @@ class StepId(NamedTuple):
     def parse(cls, name: str) -> StepId | None:
         """Parses what `str` returned; None for other names."""
         step, _, save = name.partition("-")
-        if not (step.isdecimal() and save):
+        if not (step.isdecimal() and save) or "/" in save:
             return None
         parsed = cls(int(step), save)
         return parsed if str(parsed) == name else None
