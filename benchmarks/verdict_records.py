@@ -331,7 +331,9 @@ def _restores(world: World, *, is_distrusted: bool) -> Sequence[HostFailure]:
         with ec.Checkpointer(tiers, emit=world.emit) as checkpointer:
             checkpointer.load()
             if is_distrusted:
-                checkpointer.distrust(4)
+                checkpointer.load(2, go_back=True)
+                fields = {"restored_step": 3, "to_step": 2, "why": "the loss is nan"}
+                world.emit("restore_distrusted", step=4, **fields)
     return []
 
 

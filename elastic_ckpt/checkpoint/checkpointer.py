@@ -162,10 +162,6 @@ class HostsCheckpointer:
         self._is_placed = False
         # The step that it has loaded although newer ones are complete.
         self._older: CheckpointMetadata | None = None
-        # What was loaded to go on from, until it is distrusted; and the step that the
-        # training went back to then, up to which nothing is distrusted again.
-        self._loaded: Restored | None = None
-        self._trusted_step = -1
         # Components of the step that this process began with which were not loaded.
         self._unloaded: frozenset[str] = frozenset()
         self._claimed = 0
@@ -557,60 +553,12 @@ class HostsCheckpointer:
         with self._events.flushing():
             self._search_again()
 
-    def distrust(
-        self, step: int, *, within: int = 20, why: str = "the training has diverged"
-    ) -> CheckpointMetadata | None:
-        """Goes back to storage if the training went bad soon after a restore from RAM.
-
-        Call it when a loss is NaN or diverges, before you save. A copy in RAM is
-        verified against what was captured, and that may have been corrupt. If any array
-        of the step that was loaded came from RAM, or all stayed in device memory, it
-        and all later steps are abandoned, on record, so that no restart continues from
-        them. Then load again, with the data, as at the beginning: `latest` is the step
-        that is returned, and the same batches come again. Each load is distrusted at
-        most once.
-
-        Args:
-          step: the number of the step whose loss is bad.
-          within: how many steps after the loaded one that may be.
-          why: for the event `restore_distrusted`, the end of a sentence.
-
-        Returns:
-          The newest earlier step in storage. None if the training went on from storage
-          or from the beginning, for more than `within` steps, or if storage has no
-          earlier step or cannot be written: then nothing has changed.
-
-        Raises:
-          ReplacedError: if another start has continued the run.
-        """
-        self._check_writable()
-        number = step_number(step)
-        self._background.wait()
-        with self._events.flushing():
-            loaded, self._loaded = self._loaded, None
-            restored = None if loaded is None else loaded.search.checkpoint
-            if loaded is None or restored is None or not loaded.is_from_memory:
-                return None
-            if restored.step <= self._trusted_step or number > restored.step + within:
-                return None
-            self._stages.wait()
-            older = self._go_on_from_storage(restored.step)
-            to_step = None if older is None else older.step
-            self._emit(
-                "restore_distrusted",
-                step=number,
-                restored_step=restored.step,
-                to_step=to_step,
-                why=why,
-            )
-            return older
-
     def begin_anew(self) -> None:
         """Continues from before the first step: the next save abandons all steps."""
         self.wait()
         with self._events.flushing():
             newest = self._line.save
-            self._own_line, self._loaded = None, None
+            self._own_line = None
             self._unloaded = frozenset()
             self._is_placed = self._is_anew = True
             self._go_on_from(restore.SearchOutcome(newest_save=newest))
@@ -1048,7 +996,6 @@ class HostsCheckpointer:
     def _go_on(self, loaded: Restored) -> None:
         # The training goes on from the step that was loaded.
         self._is_placed, self._own_line = True, None
-        self._loaded = loaded.after(self._loaded)
         self._go_on_from(loaded.search)
         if self._restored is not None:
             self._stages.catch_up(self._restored, line=self._line)
@@ -1060,20 +1007,6 @@ class HostsCheckpointer:
         save = self._claim_line_from(loaded.search.checkpoint, after)
         search = dataclasses.replace(loaded.search, newest_save=save)
         return loaded._replace(search=search)
-
-    def _go_on_from_storage(self, before: int) -> CheckpointMetadata | None:
-        try:
-            older = self._hosts.first(HostReader.stored_before, before, self._line)
-            if older is None:
-                return None
-            save = self._claim_line_from(older, self._line.save)
-        except errors.HostsFailedError as error:
-            why = f"the run does not go back to storage: {error}"
-            storage_cause.report(self._emit, "persistent", before, why)
-            return None
-        self._trusted_step, self._own_line = older.step, None
-        self._go_on_from(restore.SearchOutcome(checkpoint=older, newest_save=save))
-        return older
 
     def _claim_line_from(self, older: CheckpointMetadata, after: str) -> str:
         # A save after `after` and all others, and on record that it goes on from an

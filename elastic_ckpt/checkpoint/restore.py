@@ -16,7 +16,6 @@ that the step has as it is requested is restored without them.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import operator
 import time
@@ -41,7 +40,6 @@ from elastic_ckpt.checkpoint.host.answers import (
     CheckpointMetadata,
     Survey,
 )
-from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.step_boxes import StepBoxes, TreeReading
 from elastic_ckpt.checkpoint.host.verified_read import BadCopy
@@ -334,20 +332,6 @@ class Restored(NamedTuple):
     components: frozenset[str]
     parts: dict[str, Any]
     num_bytes: Mapping[str, int]
-
-    @property
-    def is_from_memory(self) -> bool:
-        """Whether any array was read from RAM, or all have stayed on the devices."""
-        stored = self.num_bytes.get("persistent_bytes", 0)
-        return not stored or sum(self.num_bytes.values()) > stored
-
-    def after(self, before: Restored | None) -> Restored:
-        """The same with the bytes that were read of the step by an earlier load."""
-        if before is None or before.search.checkpoint != self.search.checkpoint:
-            return self
-        num_bytes = collections.Counter(before.num_bytes)
-        num_bytes.update(self.num_bytes)
-        return self._replace(num_bytes=num_bytes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -671,9 +655,7 @@ class _Reading:
 
     def of_storage(self) -> Any:
         step, path = self.checkpoint.step, self.checkpoint.path
-        if path is None or not self.restorer.hosts.first(
-            HostBackup.holds, self.checkpoint.step_id
-        ):
+        if path is None:
             raise errors.CheckpointError(
                 f"step {step} was saved in another layout and is only in the RAM of"
                 " other processes; under one controller a layout can read only steps"

@@ -108,6 +108,7 @@ class RunSaver:
         Raises:
           CheckpointError: if the step is of another model, or none can be read.
         """
+        self._best_step = None
         wanted = {STATE: abstract_state, DATA: data or self._data}
         wanted |= self._saved_callbacks(step)
         loaded = self.checkpointer.load_checkpointables(
@@ -135,12 +136,12 @@ class RunSaver:
             self._best_step = step
         self.checkpointer.record_metrics(step, metrics)
 
-    def distrust(self, step: int, why: str, *, within: int) -> bool:
-        """Whether `restore` now goes back to storage; see `Checkpointer.distrust`."""
-        if self.checkpointer.distrust(step, within=within, why=why) is None:
-            return False
-        self._best_step = None
-        return True
+    def stored_before(self, step: int) -> CheckpointMetadata | None:
+        """The newest complete step before `step` that persistent storage has."""
+        self.checkpointer.wait()
+        complete = self.checkpointer.checkpoints
+        stored = [each for each in complete if each.path and each.step < step]
+        return stored[-1] if stored else None
 
     def begin_anew(self) -> None:
         """Goes back to before the first step; `save_again` makes that step 0."""

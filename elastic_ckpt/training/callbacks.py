@@ -40,7 +40,7 @@ class Action(enum.Enum):
     WARN: goes on. ROLLBACK: goes back to a good step, and leaves out the data since
     then. STOP: saves, and ends; at a divergence the last good step stays the newest.
     ABORT: ends without a save. DISTRUST: goes back to a step in storage, and repeats
-    the data since then, if the run was restored from RAM just before
+    the data since then, if the run was restored just before
     (`Callbacks.distrust_until`); otherwise it goes on.
     """
 
@@ -80,7 +80,7 @@ class Finding:
         before.
       is_divergence: whether the states since then are bad: a run that stops then leaves
         the last good step as the newest, and does not save the present one. Soon after
-        a restore from RAM it is first of all a reason to distrust that.
+        a restore it is first of all a reason to distrust that.
     """
 
     action: Action

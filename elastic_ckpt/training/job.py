@@ -220,8 +220,8 @@ class Job:
       world: the topology that the job was assembled for.
       loop: over the devices of the world; as it is without a log of its steps.
       rollbacks: to which step, and how often, the run goes back at a divergence.
-      distrust_steps: after a restore from RAM, in which a divergence is first put down
-        to that copy; 0 trusts it.
+      distrust_steps: after a restore, in which a divergence is first put down to the
+        step that was restored; 0 trusts it.
       initial: the weights of a new run; None draws them.
       start_step: steps that are done already; 0 for a new run.
       open_log: opens the step log of an attempt on the primary host, given its first
@@ -282,8 +282,8 @@ class Job:
 
         When a callback has found a divergence it may go back to an older step, and
         continue from there with the data that comes next. Within `distrust_steps` of a
-        restore from RAM it goes back to an older step in storage first, and repeats the
-        data since then.
+        restore it goes back to an older step in storage first, and repeats the data
+        since then.
 
         Args:
           state: from `restore_or_init`; its buffers are donated.
@@ -308,7 +308,8 @@ class Job:
             # The supervisor's message may not have reached all hosts yet.
             is_left=lambda: any(gather("left", is_left())),
         )
-        self._distrust_restore(int(state["step"]), begin)
+        restored = int(state["step"])
+        self._distrust_restore(restored, begin)
         while True:
             start_step = int(state["step"])
             if self.loop.validation and start_step:
@@ -324,7 +325,7 @@ class Job:
                 )
             finding = ended.finding
             if finding and finding.action is Action.DISTRUST:
-                ended = self._restore_from_storage(ended)
+                ended = self._restore_from_storage(ended, before=restored)
                 if ended.is_stopped:
                     return ended
                 state = ended.state
@@ -384,34 +385,41 @@ class Job:
 
     def _distrust_restore(self, restored: int, begin: Callable[[str], None]) -> None:
         saver, within = self.loop.saver, self.distrust_steps
-        if saver is None or not within:
+        if saver is None or not (within and restored):
             return
 
         def go_back(step: int, why: str) -> bool:
             # It waits for saves and backups, which is no hang of a step.
             begin("restore")
-            if saver.distrust(step, why, within=within):
-                return True
-            begin("step")
-            return False
+            older = saver.stored_before(restored)
+            self.loop.emit(
+                "restore_distrusted",
+                step=step,
+                restored_step=restored,
+                to_step=None if older is None else older.step,
+                why=why,
+            )
+            if older is None:
+                begin("step")
+            return older is not None
 
         self.loop.callbacks.distrust_until(restored + within, go_back)
 
-    def _restore_from_storage(self, ended: Ended) -> Ended:
-        # As if the loop had ended with the step that the checkpointer has gone back to.
+    def _restore_from_storage(self, ended: Ended, *, before: int) -> Ended:
+        # As if the loop had ended with the step in storage that the run goes back to.
         saver, rollbacks = self.loop.saver, self.loop.callbacks.rollbacks
         assert saver is not None
         # The devices may not have room for two states.
         for leaf in jax.tree.leaves(ended.state):
             leaf.delete()
-        state = saver.restore(self.loop.program.abstract_state)
-        step = saver.latest_step
-        assert step is not None
-        train_step.check_step(state, step)
+        older = saver.stored_before(before)
+        assert older is not None
+        state = saver.restore(self.loop.program.abstract_state, older)
+        train_step.check_step(state, older.step)
         self.loop.callbacks.go_on()
         self.loop.callbacks.rollbacks = rollbacks
-        self.loop.batches.resize(self.loop.sizes.at(step))
-        return Ended(state=state, step=step, is_stopped=ended.is_stopped)
+        self.loop.batches.resize(self.loop.sizes.at(older.step))
+        return Ended(state=state, step=older.step, is_stopped=ended.is_stopped)
 
     def _leave_newest_good(self, finding: Finding) -> None:
         # Steps that were saved since the divergence are abandoned, so that the next

@@ -220,9 +220,9 @@ class DivergenceSection:
     distrust_steps: int = key(
         20,
         "If the loss is not finite, or a detector or callback finds a divergence,"
-        " within this many steps of a restore from RAM, return to the newest earlier"
-        " checkpoint in storage, once, and train on the same rows again: the copy in"
-        " RAM may have been corrupt when it was saved. 0 disables this.",
+        " within this many steps of a restore, return to the newest earlier checkpoint"
+        " in storage, once, and train on the same rows again: the restored state may"
+        " have been corrupt when it was saved. 0 disables this.",
         at_least=0,
     )
     divergence_action: str = key(

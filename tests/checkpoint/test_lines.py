@@ -1,4 +1,4 @@
-"""Runs that go back to an older step, look at one, or distrust one: which saves count.
+"""Runs that go back to an older step, or look at one: which saves count.
 
 `tests/model` goes back and overwrites in random histories, and crashes at each change.
 """
@@ -361,87 +361,30 @@ def test_a_component_that_was_not_loaded_is_reported_once_when_it_is_saved(run, 
     assert "step 2 has 'data', which was not loaded" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("is_memory_lost", "starts"), [(False, ("a", "b")), (True, (None, None))]
-)
-def test_the_newest_earlier_step_in_storage_is_gone_on_from_if_one_is_distrusted(
-    run, is_memory_lost, starts
+@pytest.mark.parametrize("is_memory_lost", [False, True])
+def test_a_run_goes_back_to_a_step_in_storage_before_anything_is_saved(
+    run, is_memory_lost
 ):
     with run.open(every=2) as opened:
         run.save(opened, 1, 2, 3, 4, 5)
-    with run.open(every=2, start=starts[0]) as opened:
-        assert opened.distrust(6) is None
-        assert run.load(opened) == 105
-        run.save(opened, 6)
-        back = opened.distrust(7, why="the loss is nan")
-        assert back == opened.latest
-        assert back.step == 4
-        assert run.recorded.named("restore_distrusted") == [
-            {"step": 7, "restored_step": 5, "to_step": 4, "why": "the loss is nan"}
-        ]
-        assert is_memory_lost or run.load(opened) == 104
-        # Once for each load, though step 4 is in RAM as well.
-        assert opened.distrust(7) is None
-    # It is on record before anything is saved.
+        stored = [each.step for each in opened.checkpoints if each.path]
+        assert stored == [2, 4]
+        assert run.load(opened, stored[-1]) == 104
     if is_memory_lost:
         run.lose_ram()
-    with run.open(every=2, start=starts[1]) as opened:
-        assert run.load(opened) == 104
-        # A step from storage is not distrusted, nor one that was loaded long ago.
-        assert opened.distrust(8, within=3) is None
-        run.save(opened, 5, 6, line=2)
-        # Another load, whose arrays stayed on the devices.
-        opened.load_checkpointables(5, {"data": Counter()}, go_back=True)
-        assert opened.distrust(6).step == 4
     with run.open(every=2) as opened:
         assert run.load(opened) == 104
-        assert run.load(opened, 5) == 205
+        run.save(opened, 5, line=2)
+        assert run.load(opened) == 205
 
 
-@pytest.mark.parametrize(("saved", "later", "newest"), [([5], 6, 3), ([4, 5], 5, 4)])
-def test_a_step_of_orbax_alone_is_gone_on_from_if_it_is_the_newest_before(
-    run, saved, later, newest
-):
-    def save_by_orbax(step):
-        with ocp.training.Checkpointer(run.path / "steps") as stock:
-            stock.save_checkpointables(step, {"state": {"w": step}})
-
+def test_a_step_of_orbax_alone_is_in_storage(run):
     with run.open(every=2) as opened:
         run.save(opened, 2)
-    save_by_orbax(3)
+    with ocp.training.Checkpointer(run.path / "steps") as stock:
+        stock.save_checkpointables(3, {"state": {"w": 3}})
     with run.open(every=2) as opened:
-        opened.load_checkpointables(3, {"state": None})
-        run.save(opened, *saved)
-    with run.open(every=2) as opened:
-        assert run.load(opened) == 105
-        save_by_orbax(later)
-        assert opened.distrust(6).step == newest
-
-
-def test_without_a_record_or_an_earlier_step_nothing_is_distrusted_but_it_is_said(
-    run, monkeypatch
-):
-    with run.open(every=2) as opened:
-        run.save(opened, 1, 2, 3, 4, 5)
-    with run.open(every=2) as opened:
-        run.load(opened)
-        write = storage.write_atomic
-
-        def refuse(path, *arguments, **options):
-            if "worlds" in str(path):
-                raise PermissionError(13, "it is read-only", str(path))
-            return write(path, *arguments, **options)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(storage, "write_atomic", refuse)
-            assert opened.distrust(6) is None
-        assert opened.latest.step == 5
-        (event,) = run.recorded.named("degraded")
-        assert event["why"].startswith("the run does not go back to storage: ")
-    with run.open(every=2) as opened:
-        run.load(opened, 2)
-        assert opened.distrust(3) is None
-        assert run.recorded.named("restore_distrusted")[-1]["to_step"] is None
+        assert [each.step for each in opened.checkpoints if each.path] == [2, 3]
 
 
 def test_a_step_that_is_leased_is_neither_set_aside_nor_replaced(run):

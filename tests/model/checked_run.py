@@ -69,9 +69,6 @@ class CheckedRun:
         self.machines = ()
         self.head = None
         self.is_behind = self.has_ended = False
-        # What was loaded to go on from, and whether some of it was in RAM.
-        self._is_near, self._trusted = False, -1
-        self._loaded, self._is_from_ram = None, False
 
     def __enter__(self):
         self.sim.__enter__()
@@ -132,7 +129,6 @@ class CheckedRun:
         self.machines, self.has_ended = tuple(machines), False
         out_of_reach = self._out_of_reach()
         self.head, self._by_step = None, {}
-        self._loaded, self._is_from_ram, self._trusted = None, False, -1
         # A restore without room for files of components takes an older step.
         self.sim.files.full_at = None
         with self._may_end():
@@ -192,9 +188,6 @@ class CheckedRun:
             return
         if go_back and save is not head:
             self.model.leave(save)
-        # A step may be loaded in several calls.
-        was_near = self._is_from_ram and self._loaded is save
-        self._loaded, self._is_from_ram = save, was_near or self._is_near
 
     def _go_on_from(self, save):
         self.head = save
@@ -376,45 +369,6 @@ class CheckedRun:
             is_due = save.is_stored and is_there and not announced
             assert save.step in numbers or not is_due
 
-    def distrust(self):
-        """The loss is bad: a run that came from RAM goes back to storage."""
-        with self._may_end():
-            self.sim.world.wait()
-            self._note_events()
-            loaded = self._loaded
-            earlier = [] if loaded is None else list(loaded.line())[1:]
-            stored = [save for save in earlier if save.is_stored]
-            before = {save: vars(save).copy() for save in self.model.saves.values()}
-            if stored:
-                # They count no more, or if it is cut short, perhaps still.
-                for save in set(before) - set(stored[0].line()):
-                    save.in_ram = save.stored = False
-            found = self.sim.world.distrust(self.head.step + 1 if self.head else 1)
-            self._loaded = None
-            if found is None:
-                degraded = [name for name, _ in self.sim.events if name == "degraded"]
-                # What the training went back to, and before, is not distrusted.
-                is_due = stored and self._is_from_ram and loaded.step > self._trusted
-                assert not is_due or degraded
-                for save, fields in before.items():
-                    vars(save).update(fields)
-                return
-            save = self.model.saves[found.step_id]
-            assert self._is_from_ram
-            assert save in earlier
-            assert not stored or save.step >= stored[0].step
-            self._trusted = save.step
-            self.model.leave(save)
-            try:
-                self._load(None, frozenset())
-            except errors.CheckpointError:
-                # All that storage has is spoilt, and the run ends.
-                assert save.is_spoilt
-                assert not stored
-                self.end()
-                return
-            assert self.head is save
-
     def be_replaced(self, machines, step):
         """Another start continues the run, while this one is alive and saves, too."""
         old = self.sim.world, self.sim.hosts
@@ -478,9 +432,6 @@ class CheckedRun:
         can_copy = distinct and self._tiers.get("copies", 1) > 0
         newest = None
         for name, fields in events:
-            if name == "restored_from":
-                near = ("local_bytes", "close_bytes", "distant_bytes")
-                self._is_near = any(fields[each] for each in near)
             save = self._by_step.get(fields.get("step"))
             if save is None:
                 continue

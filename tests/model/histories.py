@@ -133,11 +133,6 @@ class Histories(stateful.RuleBasedStateMachine):
         if sure and self.run.is_open:
             self.run.evaluate(data.draw(st.sampled_from(sure)))
 
-    @precondition(lambda self: self.run.is_open and self.run.head is not None)
-    @rule()
-    def distrust(self):
-        self.run.distrust()
-
     @precondition(lambda self: self.run.is_open and self.claims)
     @rule(world=WORLDS)
     def replace(self, world):

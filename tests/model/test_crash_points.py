@@ -52,11 +52,6 @@ HISTORIES["delete"] = (
     lambda run: run.delete(run.sure_steps()[0]),
     {"store_every": 1},
 )
-HISTORIES["distrust"] = (
-    (1, 2, "close", "open"),
-    lambda run: run.distrust(),
-    {"store_every": 1},
-)
 HISTORIES |= {
     f"{name}, in place": (*history, {**tiers, "in_place": True})
     for name, (*history, tiers) in HISTORIES.items()
@@ -69,7 +64,7 @@ ALWAYS = {"overwrite": 1, "back up, in place": 1, "delete": 1}
 
 
 # Before a change lands, and before a release.
-OFTEN = {("distrust", "all"), ("go back", "one")}
+OFTEN = {("go back", "all"), ("go back", "one")}
 
 
 def _sampled():

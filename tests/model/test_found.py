@@ -98,20 +98,6 @@ def test_a_save_that_a_leased_step_kept_out_of_storage_goes_with_the_next_one():
         run.check_nothing_is_left()
 
 
-def test_a_step_that_is_distrusted_in_vain_abandons_nothing():
-    tiers = {"copies": 1, "store_every": 1000, "claims": True}
-    with run_on((0,), num_machines=4, **tiers) as run:
-        run.save(1)
-        # The last step is whole on machines that the next world does not know.
-        for step, machines in ((2, (0, 1, 2)), (3, (3, 2, 1)), (4, (0,))):
-            run.preempt(step, loses_memory=False)
-            run.open(machines)
-        run.distrust()
-        run.end()
-        run.open(range(4))
-        assert run.head.step == 4
-
-
 def test_a_step_that_retention_removed_is_not_stored_again():
     with run_on((0,), store_every=1, stored_steps=1) as run:
         run.save(1)

@@ -59,8 +59,10 @@ REFUSALS = {
         **READ_ONLY,
         writes=True,
     ),
-    "a reader that distrusts": Refusal(
-        lambda path: reader(path, lambda c: c.distrust(2)), **READ_ONLY, writes=True
+    "a reader that goes back": Refusal(
+        lambda path: reader(path, lambda c: c.load(go_back=True)),
+        **READ_ONLY,
+        writes=True,
     ),
     "a directory that is not there": Refusal(
         lambda path: read(path / "stepz"),

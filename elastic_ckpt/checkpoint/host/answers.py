@@ -159,8 +159,7 @@ class CheckpointMetadata:
         an earlier one; empty if Orbax alone saved it.
       line: the history of the step: `(step, save)` of each save from which the run
         continued to reach it, oldest first, and its own at the end.
-      path: its directory in persistent storage, once it is backed up; None if there is
-        no persistent tier.
+      path: its directory in persistent storage; None if it was found in RAM alone.
       metrics: those it was saved with; None if there are none.
       custom_metadata: as the user saved it; None if there is none.
       commit_timestamp_nsecs: when it was committed, in nanoseconds since 1970.

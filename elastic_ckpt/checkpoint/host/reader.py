@@ -37,7 +37,6 @@ from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import calls, errors, storage
 from elastic_ckpt.steps import line as lines
 from elastic_ckpt.steps import manifest
-from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Contents, Manifest
 from elastic_ckpt.steps.read_plan import Nearness
 from elastic_ckpt.steps.search import Looked
@@ -171,31 +170,6 @@ class HostReader:
             if each.step not in others and not looking.line.abandons(each)
         ]
         return tuple(sorted(complete, key=lambda each: each.step))
-
-    @calls.call()
-    def stored_before(self, step: int, own_line: Line) -> CheckpointMetadata | None:
-        """The newest step before another one that persistent storage has completely.
-
-        Args:
-          step: the other one.
-          own_line: the line of the caller, to which the step belongs.
-
-        Raises:
-          CheckpointError: if storage is out of reach.
-        """
-        tier = self._world.persistent
-        if tier is None:
-            return None
-        found = find.search([tier], lines=[own_line]).newest(before=step).found
-        newest = -1 if found is None else found.step_id.step
-        foreign = [
-            StepId(*each)
-            for each in tier.foreign_saves().items()
-            if newest < each[0] < step and not own_line.abandons(StepId(*each))
-        ]
-        if foreign:
-            return self.foreign_step(*max(foreign))
-        return None if found is None else self._described(found)
 
     @calls.call(order="down", limit_secs=calls.LONG_SECS)
     def open_step(self, step_id: StepId) -> None:
@@ -419,19 +393,20 @@ class HostReader:
 
     def _described(self, found: FoundStep) -> CheckpointMetadata:
         contents, step_id = found.table.contents, found.step_id
+        is_stored = any(each.tier == "persistent" for each in found.table.holders)
         return CheckpointMetadata(
             step=step_id.step,
             save=step_id.save,
             line=lines.after(step_id, contents.parents),
-            path=self._path(step_id.step),
+            path=self._path(step_id.step) if is_stored else None,
             metrics=json.loads(contents.metrics or "null"),
             custom_metadata=json.loads(contents.custom_metadata or "null"),
             commit_timestamp_nsecs=1_000_000 * contents.time_ms,
         )
 
-    def _path(self, step: int) -> epath.Path | None:
-        root = self._world.root
-        return None if root is None else root.final(step)
+    def _path(self, step: int) -> epath.Path:
+        assert self._world.root is not None
+        return self._world.root.final(step)
 
     def _places(self) -> list[epath.Path]:
         # The directories of the tiers.
