@@ -53,7 +53,7 @@ from elastic_ckpt.checkpoint.hosts import Hosts, Method
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.structure import StepDescription
 from elastic_ckpt.core import allgather, boxes, calls, codec, events
-from elastic_ckpt.steps import manifest_file, owners
+from elastic_ckpt.steps import owners
 from elastic_ckpt.steps.manifest import (
     Contents,
     Holder,
@@ -61,8 +61,9 @@ from elastic_ckpt.steps.manifest import (
     Leaf,
     Manifest,
     Parts,
+    write_manifest,
 )
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.steps.table import StepTable
 from elastic_ckpt.tiers.choices import Peers
 from elastic_ckpt.tiers.find import FoundStep
@@ -250,7 +251,7 @@ def _fetched(own: LocalHost, found: FoundStep) -> Replicated:
     parts = dict.fromkeys([*saved.rows(), *table.manifest.rows()])
     copied = dataclasses.replace(saved, parts=Parts.of_rows(parts, saved.contents))
     directory = own.disk.step_directory(own.slot, table.step_id)
-    manifest_file.write(directory, copied)
+    write_manifest(directory, copied)
     return Replicated(copies=len(table), num_bytes=int(table.num_bytes.sum()))
 
 
@@ -439,7 +440,7 @@ def _world(
     step.mkdir(parents=True)
     machine, _, _ = manifest.host.id.rpartition(".")
     (root / "machine").write_text(machine)
-    manifest_file.write(step, manifest)
+    write_manifest(step, manifest)
     disk = RamDisk(root, run=manifest.run)
     config = types.SimpleNamespace(
         run=manifest.run,

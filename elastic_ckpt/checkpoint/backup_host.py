@@ -21,7 +21,7 @@ from elastic_ckpt.checkpoint.host import copies
 from elastic_ckpt.checkpoint.host.answers import Replicated
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.steps.manifest import Manifest
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.peers import agent, run_agents, secret
 from elastic_ckpt.tiers.peers.peer import ManifestKey, Peer, Peers

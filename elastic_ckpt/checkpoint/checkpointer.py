@@ -56,8 +56,7 @@ from elastic_ckpt.core import (
 )
 from elastic_ckpt.core import metrics as recorded_metrics
 from elastic_ckpt.steps import retention
-from elastic_ckpt.steps.line import FROM_SCRATCH, Line
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import FROM_SCRATCH, Line, StepId
 from elastic_ckpt.tiers.choices import Chosen
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot, read_json
 

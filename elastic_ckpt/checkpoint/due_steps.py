@@ -13,7 +13,7 @@ import time
 
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.core import errors, events, metrics, storage_cause
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import StepId
 
 
 class DueSteps:

@@ -39,10 +39,9 @@ from elastic_ckpt.checkpoint.host import recovery, trees
 from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
 from elastic_ckpt.checkpoint.structure import json_of_user
 from elastic_ckpt.core import boxes, bucket_clients, errors, storage
-from elastic_ckpt.steps import failure_domains
-from elastic_ckpt.steps.line import Line
+from elastic_ckpt.steps import owners
 from elastic_ckpt.steps.manifest import Host, Manifest
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.peers import peer, peer_client, run_agents, secret
@@ -309,7 +308,7 @@ class _Reader:
     """
 
     def __init__(self) -> None:
-        domains = failure_domains.of_environment()
+        domains = owners.domains_of_environment()
         self._host = Host(id="follower", number=-1, domains=domains)
         self.asked: list[tuple[Any, str]] = []
         # By the path of a leaf, the saved boxes with their digests, and values of it.

@@ -23,7 +23,7 @@ from elastic_ckpt.checkpoint.host.step_boxes import TreeReading
 from elastic_ckpt.core import allgather, calls, codec
 from elastic_ckpt.core.allgather import Allgather
 from elastic_ckpt.steps.manifest import Contents
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import StepId
 
 # How long a host that leaves after an error waits for the others to do so.
 _LEAVING_SECS = 10.0

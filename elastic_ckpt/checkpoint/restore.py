@@ -45,11 +45,10 @@ from elastic_ckpt.checkpoint.host.step_boxes import StepBoxes, TreeReading
 from elastic_ckpt.checkpoint.host.verified_read import BadCopy
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.core import errors, events, metrics, storage, storage_cause
-from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.read_plan import NEARNESS
 from elastic_ckpt.steps.search import Looked, Search
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import Line, StepId
 
 ValueT = TypeVar("ValueT")
 

@@ -50,8 +50,7 @@ from elastic_ckpt.core import (
     metrics,
     storage_cause,
 )
-from elastic_ckpt.steps.line import Line
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers.choices import Peers
 
 T = TypeVar("T")

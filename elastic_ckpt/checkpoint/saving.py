@@ -21,10 +21,8 @@ from elastic_ckpt.checkpoint.host.step_notes import (
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.structure import StepDescription
 from elastic_ckpt.core import clock, errors
-from elastic_ckpt.steps import line as line_of
-from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Contents
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers.persistent import claims
 
 
@@ -38,7 +36,7 @@ class Saving:
       back_up: whether it goes to persistent storage.
       overwrite: whether other saves of the step are removed from there.
       description: for retention and persistent storage.
-      parents: of the save; see `steps.line`.
+      parents: of the save; see `steps.step`.
       path: the directory that it has in persistent storage; None without such a tier.
       began_secs: when it was begun, on the monotonic clock.
       is_last_of_world: whether the run goes on in another world, which makes its
@@ -240,7 +238,7 @@ class Saving:
         return CheckpointMetadata(
             step=self.step_id.step,
             save=self.step_id.save,
-            line=line_of.after(self.step_id, self.parents),
+            line=self.step_id.after(self.parents),
             path=self.path,
             metrics=self.description.metrics,
             custom_metadata=self.description.custom_metadata,

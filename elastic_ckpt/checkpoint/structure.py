@@ -39,9 +39,8 @@ from elastic_ckpt.checkpoint import orbax_format
 from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.checkpoint.host.step_notes import StepNotes
 from elastic_ckpt.core import digest, errors, storage, topology
-from elastic_ckpt.steps import manifest_file
-from elastic_ckpt.steps.manifest import Contents, Leaf
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.manifest import Contents, Leaf, is_manifest_name
+from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import (
     ocdbt,
@@ -400,7 +399,7 @@ def _structure(node: Any, shardings: dict[NamedSharding, int]) -> Any:
 
 def _check_name(name: str) -> None:
     refused = name in ("", ".", "..") or "/" in name or name in _RESERVED
-    if refused or manifest_file.is_file_name(name) or not _is_unicode(name):
+    if refused or is_manifest_name(name) or not _is_unicode(name):
         raise errors.CheckpointError(
             f"the name {name!r} cannot be used for a checkpointable: it becomes the"
             f" name of a directory, and {sorted(_RESERVED)} are reserved; choose"

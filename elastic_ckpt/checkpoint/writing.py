@@ -9,7 +9,7 @@ from typing import Any
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.run_world import RunWorld
 from elastic_ckpt.core import bucket_clients, codec, errors
-from elastic_ckpt.steps.line import Line
+from elastic_ckpt.steps.step import Line
 from elastic_ckpt.tiers import run_identity
 from elastic_ckpt.tiers.choices import Chosen
 from elastic_ckpt.tiers.persistent.claims import Claim, Writer

@@ -17,9 +17,8 @@ from etils import epath
 from elastic_ckpt.checkpoint import foreign_steps
 from elastic_ckpt.core import checked_json, errors, storage
 from elastic_ckpt.inspect import run_files
-from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.search import Looked
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.peers import peer_client, run_agents, secret

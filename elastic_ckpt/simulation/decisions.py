@@ -31,7 +31,7 @@ import numpy as np
 from elastic_ckpt.core import boxes
 from elastic_ckpt.steps import owners, read_plan
 from elastic_ckpt.steps.manifest import Contents, Holder, Host, Leaf, Manifest, Parts
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.steps.table import StepTable
 
 # Boxes of each host, if no other slice has them: placement copies them to several

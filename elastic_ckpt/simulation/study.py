@@ -17,7 +17,7 @@ from elastic_ckpt.simulation.cluster import ClusterSize, FailureModel
 from elastic_ckpt.simulation.costs import Costs
 from elastic_ckpt.simulation.decisions import Decisions, WorldLayout
 from elastic_ckpt.simulation.simulated_run import Outcome, RunPlan
-from elastic_ckpt.steps import failure_domains, owners
+from elastic_ckpt.steps import owners
 from elastic_ckpt.tiers.choices import Chosen
 from elastic_ckpt.training import configured, load, run_directory, schema
 
@@ -213,7 +213,7 @@ def plan(
     tiers = Chosen.from_choices(configured.tiers(config, persistent=directory))
     local, peers, persistent = tiers.local, tiers.peers, tiers.persistent
     assert persistent is not None
-    by_racks = peers is not None and failure_domains.smallest(peers.domain) != "slice"
+    by_racks = peers is not None and peers.domain.split(";")[-1] != "slice"
     if by_racks and not cluster.hosts_per_rack:
         raise errors.ConfigError(
             f"peer_domain={config.tiers.peer_domain}: name the hosts of each with"
@@ -250,7 +250,7 @@ def copies(config: schema.Config) -> owners.Policy:
         return owners.Policy(copies=0)
     return owners.Policy(
         copies=peers.copies,
-        domain=failure_domains.smallest(peers.domain),
+        domain=peers.domain.split(";")[-1],
         assume_data_parallelism=peers.assume_data_parallelism,
     )
 

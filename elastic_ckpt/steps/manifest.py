@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -26,15 +27,24 @@ from typing import Literal, NamedTuple
 # NumPy knows bfloat16 by its name only after this import, also in an agent.
 import ml_dtypes  # noqa: F401
 import numpy as np
+from etils import epath
 
-from elastic_ckpt.core import boxes, checked_blobs, checked_json, codec, errors
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.core import (
+    boxes,
+    checked_blobs,
+    checked_json,
+    codec,
+    errors,
+    storage,
+)
+from elastic_ckpt.steps.step import StepId
 
 VERSION = 1
 # A host's own memory is its local tier, and to all others it is the peer tier.
 Tier = Literal["local", "persistent"]
-# The id of a host.
-ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+# The id of a host, and the name of its manifest in a step's directory.
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_FILE_NAME = re.compile(rf"manifest-{_ID.pattern}")
 # Errors that other content raises when it is decoded.
 _OTHER = (
     *(AttributeError, KeyError, IndexError, OverflowError),
@@ -95,7 +105,7 @@ class Contents:
       metrics: JSON of the metrics that retention may rank it by; None if it was not
         evaluated. It is kept as text, which is equal to itself also if a loss is NaN.
       parents: the steps, with their saves, from which the saves of its line went on,
-        oldest first (see `line`); empty before the first restore.
+        oldest first (see `step.Line`); empty before the first restore.
       trees: JSON of the structure of the trees (FORMAT.md).
       custom_metadata: JSON of the user's metadata of the step; None if there is none.
       is_due: whether the step is due in persistent storage, so that a later world backs
@@ -346,15 +356,67 @@ class Manifest:
         return alike and (self.run, self.step_id) == (other.run, other.step_id)
 
 
+def manifest_name(host_id: str) -> str:
+    """The name of a host's manifest in a step's directory."""
+    return f"manifest-{host_id}"
+
+
+def is_manifest_name(name: str) -> bool:
+    """Whether `name` has the form of `manifest_name`."""
+    return bool(_FILE_NAME.fullmatch(name))
+
+
+def write_manifest(step_directory: epath.PathLike, saved: Manifest) -> None:
+    """Writes a manifest; the parts that it lists have to be durable already."""
+    path = os.path.join(step_directory, manifest_name(saved.host.id))
+    storage.write_atomic(path, saved.to_bytes())
+
+
+def read_manifest(path: epath.PathLike, *, run: str, step: int) -> Manifest:
+    """The manifest of a host at `path`.
+
+    Args:
+      path: as `manifest_name` names it.
+      run: that it has to be of.
+      step: that it has to be of.
+
+    Raises:
+      LaterVersionError: if a later version of elastic_ckpt wrote it.
+      CheckpointError: if it is missing, `parse` refuses it, or it is of another run,
+        step or host; what it lists then does not exist.
+    """
+    try:
+        saved = Manifest.parse(storage.read_bytes(path))
+        actual = (saved.run, saved.step_id.step, manifest_name(saved.host.id))
+        if actual == (run, step, os.path.basename(path)):
+            return saved
+        problem = (
+            f"is that of run {saved.run!r}, step {saved.step_id.step} and host"
+            f" {saved.host.id!r}, not of run {run!r}, step {step} and its own name"
+        )
+    except FileNotFoundError:
+        problem = "is missing"
+    except checked_json.LaterVersionError as error:
+        raise checked_json.LaterVersionError(
+            f"manifest {path} {error}, or move the directory of the step away to do"
+            " without it"
+        ) from None
+    except checked_json.UnreadableError as error:
+        problem = str(error)
+    raise errors.CheckpointError(
+        f"manifest {path} {problem}; what it lists counts as lost: restore it from a"
+        " copy, or remove it to do without"
+    )
+
+
 def grouped(manifests: Iterable[Manifest]) -> list[list[Manifest]]:
     """Manifests of one step in groups that list the same, the newest save first."""
     groups: list[list[Manifest]] = []
     for each in manifests:
-        alike = next((group for group in groups if each.is_alike(group[0])), None)
-        if alike is None:
-            groups.append([each])
-        else:
-            alike.append(each)
+        alike = next((group for group in groups if each.is_alike(group[0])), [])
+        if not alike:
+            groups.append(alike)
+        alike.append(each)
     return sorted(groups, key=lambda group: group[0].step_id, reverse=True)
 
 
@@ -416,7 +478,7 @@ def _columns(blobs: Sequence[bytes], count: int, contents: Contents) -> Parts:
 def _check(manifest: Manifest) -> None:
     contents, parts = manifest.contents, manifest.parts
     ids = [each.host.id for each in manifest.holders]
-    _require(all(map(ID.fullmatch, ids)), "the ids")
+    _require(all(map(_ID.fullmatch, ids)), "the ids")
     _require(bool(manifest.holders), "the holders")
     _require(_within(parts.leaf, len(contents.leaves)), "the numbers of leaves")
     _require(_within(parts.holder, len(manifest.holders)), "the numbers of holders")

@@ -9,6 +9,11 @@ the hosts, that is a permutation of them which leaves every domain: each host re
 as much as it sends. The hosts of a larger domain take turns with those outside. Close
 copies go to the next hosts of the domain.
 
+Failure domains are written as text, `rack=r7;zone=us-east5-a`, in configs and
+environments. A config applies to all hosts; an environment variable names the domains
+of one host. A Kubernetes pod gets its zone in this way (`configs/deploy`), and others
+from its node's agent.
+
 Glossary: i items, m copies.
 """
 
@@ -17,13 +22,77 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+import os
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from elastic_ckpt.core import errors
 from elastic_ckpt.steps.manifest import Host
 
 Holders = tuple[int, ...]
+DOMAINS_VARIABLE = "ELASTIC_CKPT_DOMAINS"
+# The kinds of domain of which `domain_kinds` chooses by default.
+DEFAULT_DOMAIN = "zone;block;rack;slice"
+_MOST_SHARE = 0.6
+
+
+def parse_domains(text: str, *, what: str) -> dict[str, str]:
+    """Parses the names of domains, by kind; a kind without a name is left out.
+
+    Args:
+      text: pairs, separated by `;`.
+      what: the setting whose value it is, for messages.
+
+    Raises:
+      ConfigError: if the text has another form.
+    """
+    names = {}
+    for pair in filter(None, text.split(";")):
+        kind, equals, name = pair.partition("=")
+        if not (kind and equals):
+            raise errors.ConfigError(
+                f"{what}={text!r}: {pair!r} is not `kind=name`; write for example"
+                " rack=r7;zone=us-east5-a"
+            )
+        if name:
+            names[kind] = name
+    return names
+
+
+def domains_of_environment() -> dict[str, str]:
+    """Returns the domains that this host's environment names.
+
+    Raises:
+      ConfigError: as `parse_domains`.
+    """
+    return parse_domains(os.environ.get(DOMAINS_VARIABLE, ""), what=DOMAINS_VARIABLE)
+
+
+def domain_kinds(hosts: Sequence[Host], kinds: str) -> tuple[str, str]:
+    """Chooses the kinds of failure domain that one copy of everything is outside of.
+
+    The larger the kind, the greater the loss that is survived. But if most hosts were
+    in one domain, the copies of all of them would fill the memory of the few outside.
+
+    Args:
+      hosts: of a world.
+      kinds: from large to small, separated by `;`.
+
+    Returns:
+      The first kind of which every host has a domain, and no domain more than
+      `_MOST_SHARE` of the hosts, or the last kind if there is none; and the last kind,
+      if it is another one of which each host has a domain, or else an empty text.
+    """
+    listed = kinds.split(";")
+    outer = inner = listed[-1]
+    for kind in reversed(listed):
+        counts = collections.Counter(host.domains.get(kind) for host in hosts)
+        if None not in counts and max(counts.values()) <= _MOST_SHARE * len(hosts):
+            outer = kind
+    is_another = inner != outer and all(inner in host.domains for host in hosts)
+    return outer, inner if is_another else ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,8 +115,7 @@ class Policy:
     assume_data_parallelism: bool = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Placement:
+class Placement(NamedTuple):
     """The copies to make.
 
     Attributes:
@@ -81,20 +149,19 @@ class Owners:
         self._policy = policy
         get = [host.domains.get for host in hosts]
         ids = [host.id for host in hosts]
-        self._machine = [g(policy.machine, i) for g, i in zip(get, ids, strict=True)]
         self._domain = [each(policy.domain, "") for each in get]
-        self._inner = [each(policy.inner, "") for each in get]
-
-        def place(host: int) -> tuple[str, ...]:
-            return tuple(of[host] for of in (self._domain, self._inner, self._machine))
-
-        self._circle = sorted(range(len(hosts)), key=lambda host: (place(host), host))
+        # Without an inner kind each host is apart from all others.
+        self._inner = [
+            each(policy.inner, "") if policy.inner else own
+            for each, own in zip(get, ids, strict=True)
+        ]
+        self._machine = [g(policy.machine, i) for g, i in zip(get, ids, strict=True)]
+        labels = [*zip(self._domain, self._inner, self._machine, strict=True)]
+        self._circle = sorted(range(len(ids)), key=lambda host: (labels[host], host))
         self._place = {host: place for place, host in enumerate(self._circle)}
         self._sizes = collections.Counter(self._domain)
-        self._firsts = {
-            self._domain[host]: self._place[host] for host in self._circle[::-1]
-        }
-        self._num_machines = len({*self._machine})
+        by_domain = {self._domain[host]: host for host in self._circle[::-1]}
+        self._firsts = {each: self._place[host] for each, host in by_domain.items()}
         self.copies = functools.cache(self._copies)
 
     def place(self, holders: Sequence[Holders], num_bytes: np.ndarray) -> Placement:
@@ -104,7 +171,7 @@ class Owners:
           holders: of each item, ascending.
           num_bytes: of each item, int64 `[i]`.
         """
-        senders = shares(holders, num_bytes)
+        policy, senders = self._policy, shares(holders, num_bytes)
         copies = [
             self.copies(of_item, sender) if of_item else ()
             for of_item, sender in zip(holders, senders, strict=True)
@@ -113,101 +180,78 @@ class Owners:
         # The items of one set are alike.
         pairs = zip(holders, copies, strict=True)
         after = {(*of_item, *more) for of_item, more in pairs}
+        domains = {self._count(self._domain, each) for each in after}
+        machines = {self._count(self._machine, each) for each in after}
+        num_machines = len({*self._machine})
+        lacks = {
+            "any holder: no host that is there has them; restore an older step": (
+                0 in machines
+            ),
+            f"a distant holder: they are in one {policy.domain} of {len(self._sizes)}"
+            " alone, and are lost with it; add one, or save them to the persistent"
+            " tier": policy.copies > 0 and 1 in domains,
+            f"copies: they are on fewer than {policy.copies + 1} machines, of"
+            f" {num_machines}; add machines, or ask for fewer copies": any(
+                0 < number <= policy.copies for number in machines
+            ),
+        }
         return Placement(
             item=item,
             source=np.array(senders, np.int64)[item],
             target=np.array([each for some in copies for each in some], np.int64),
-            shortfalls=tuple(self._shortfalls(after)),
-            num_machines=min(
-                (self._count(self._machine, each) for each in after),
-                default=self._num_machines,
-            ),
+            shortfalls=tuple(f"parts lack {what}" for what in lacks if lacks[what]),
+            num_machines=min(machines, default=num_machines),
         )
 
     def _copies(self, holders: Holders, source: int) -> Holders:
         # The hosts that copy what `holders` hold, of which `source` sends.
-        policy = self._policy
-        if policy.assume_data_parallelism:
-            return ()
-        held = [*holders]
-        for _ in range(policy.copies):
+        policy, held = self._policy, [*holders]
+        for _ in range(0 if policy.assume_data_parallelism else policy.copies):
             leaves = self._count(self._domain, held) < 2 <= len(self._sizes)
-            if self._count(self._machine, held) > policy.copies and not leaves:
-                break
-            target = self._next(held, source, leaves=leaves)
-            if target is None:
-                break
-            held.append(target)
+            if leaves or self._count(self._machine, held) <= policy.copies:
+                held += self._next(held, source, leaves=leaves)
         return tuple(held[len(holders) :])
 
-    def _next(self, held: Sequence[int], source: int, *, leaves: bool) -> int | None:
+    def _next(self, held: Sequence[int], source: int, *, leaves: bool) -> Sequence[int]:
         # The next holder: if possible in a domain without one, or in that of the
-        # source, and in an inner domain without one.
+        # source, and in an inner domain without one. None if all machines have it.
         machines, domains, inner = (
             {of[host] for host in held}
             for of in (self._machine, self._domain, self._inner)
         )
-        best: tuple[tuple[bool, bool], int] | None = None
+        best: Sequence[int] = ()
+        least: tuple[bool, ...] = (True,)
         for host in self._after(source, leaves=leaves):
-            if self._machine[host] in machines:
-                continue
             domain = self._domain[host]
             misses = (
+                self._machine[host] in machines,
                 domain in domains if leaves else domain != self._domain[source],
-                bool(self._policy.inner) and self._inner[host] in inner,
+                self._inner[host] in inner,
             )
-            if best is None or misses < best[0]:
-                best = misses, host
+            if misses < least:
+                best, least = (host,), misses
             if not any(misses):
                 break
-        return None if best is None else best[1]
+        return best
 
     def _after(self, source: int, *, leaves: bool) -> Iterator[int]:
         # All hosts from the one that follows `source`, or from the one that its distant
         # copy goes to.
-        circle = self._circle
-        if not leaves:
-            begin = self._place[source] + 1
-            yield from (
-                circle[n % len(circle)] for n in range(begin, begin + len(circle))
-            )
-            return
-        size = self._sizes[self._domain[source]]
-        first = self._firsts[self._domain[source]]
-        num_outside = len(circle) - size
-        turn = self._place[source] - first + max(self._sizes.values()) - size
-        for number in range(num_outside):
-            beyond = size + (turn + number) % num_outside
-            yield circle[(first + beyond) % len(circle)]
-        yield from circle[first : first + size]
+        circle, domain = self._circle, self._domain[source]
+        place, size = self._place[source], self._sizes[domain]
+        begin, count, turn = place + 1, len(circle), 0
+        if leaves:
+            first = self._firsts[domain]
+            begin, count = first + size, len(circle) - size
+            turn = place - first + max(self._sizes.values()) - size
+        for number in range(count):
+            yield circle[(begin + (turn + number) % count) % len(circle)]
+        yield from (
+            circle[(begin + n) % len(circle)] for n in range(count, len(circle))
+        )
 
     def _count(self, labels: Sequence[str], hosts: Sequence[int]) -> int:
         return len({labels[host] for host in hosts})
-
-    def _shortfalls(self, items: Collection[Holders]) -> Iterator[str]:
-        policy, domain = self._policy, self._policy.domain
-        kinds: tuple[tuple[str, Callable[[Holders], bool], str], ...] = (
-            (
-                "any holder",
-                lambda held: not held,
-                "no host that is there has them; restore an older step",
-            ),
-            (
-                "a distant holder",
-                lambda held: policy.copies > 0 and self._count(self._domain, held) == 1,
-                f"they are in one {domain} of {len(self._sizes)} alone, and are lost"
-                " with it; add one, or save them to the persistent tier",
-            ),
-            (
-                "copies",
-                lambda held: 0 < self._count(self._machine, held) <= policy.copies,
-                f"they are on fewer than {policy.copies + 1} machines, of"
-                f" {self._num_machines}; add machines, or ask for fewer copies",
-            ),
-        )
-        for lack, lacks, why in kinds:
-            if any(map(lacks, items)):
-                yield f"parts lack {lack}: {why}"
 
 
 def shares(holders: Sequence[Holders], num_bytes: np.ndarray) -> list[int]:
@@ -225,15 +269,14 @@ def shares(holders: Sequence[Holders], num_bytes: np.ndarray) -> list[int]:
     Returns:
       A holder of each item; -1 if it has none.
     """
-    middles = np.zeros(len(holders))
-    totals: dict[Holders, int] = {}
-    for number, of_item in enumerate(holders):
-        begin = totals.get(of_item, 0)
-        middles[number] = begin + num_bytes[number] / 2
-        totals[of_item] = begin + int(num_bytes[number])
+    middles: list[float] = []
+    totals: collections.Counter[Holders] = collections.Counter()
+    for of_item, size in zip(holders, num_bytes.tolist(), strict=True):
+        middles.append(totals[of_item] + size / 2)
+        totals[of_item] += size
     return [
         of_item[_turn(middle, totals[of_item], len(of_item))] if of_item else -1
-        for of_item, middle in zip(holders, middles.tolist(), strict=True)
+        for of_item, middle in zip(holders, middles, strict=True)
     ]
 
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps.manifest import Contents
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import StepId
 
 _BEGINNING = datetime.datetime.fromtimestamp(0, datetime.UTC)
 

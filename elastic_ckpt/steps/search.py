@@ -3,7 +3,7 @@
 A step counts in any mixture of tiers and holders, on the present hosts, independent of
 the hosts that saved it. Manifests of different saves of a step are kept apart, because
 a run that repeated a step may have computed other bits. Only as many steps are looked
-at as are needed, the newest first. Abandoned steps (see `line`) are found only by their
+at as are needed, the newest first. Abandoned steps are found only by their
 numbers.
 """
 
@@ -15,8 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from elastic_ckpt.core import checked_json, errors
-from elastic_ckpt.steps.line import Line
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import Line, StepId
 
 _UNKNOWN = Line(save="", parents=())
 # A broken peer may list hundreds of saves that it does not have.

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, TypeVar, get_args
 from etils import epath
 
 from elastic_ckpt.core import errors, storage, working_directory
-from elastic_ckpt.steps import failure_domains
+from elastic_ckpt.steps import owners
 from elastic_ckpt.steps.retention import PreservationPolicy
 from elastic_ckpt.tiers.peers import agent
 
@@ -144,7 +144,7 @@ class Peers(Tier):
 
     copies: int = 2
     assume_data_parallelism: bool = False
-    domain: str = failure_domains.DEFAULT
+    domain: str = owners.DEFAULT_DOMAIN
     domains: Mapping[str, str] = dataclasses.field(default_factory=dict)
     interface: str | None = None
     port: int = 0

@@ -7,9 +7,8 @@ from collections.abc import Collection, Sequence
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps import manifest
-from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.search import Looked, Search
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.steps.table import StepTable
 from elastic_ckpt.tiers.source import Copy, Offered, Source, Tier
 

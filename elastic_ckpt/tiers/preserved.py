@@ -15,7 +15,7 @@ import time
 from etils import epath
 
 from elastic_ckpt.core import storage
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import StepId
 
 FILE = "preserve"
 _HOLDS = "holds"

@@ -14,7 +14,7 @@ from etils import epath
 
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps.manifest import Leaf, Manifest
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import StepId
 
 # A piece of this size fits into a processor's cache: processing it directly after the
 # read takes a third of the time that it takes later.

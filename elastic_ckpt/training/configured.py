@@ -20,7 +20,7 @@ from absl import logging
 from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import decision, faults, watch, world_host
 from elastic_ckpt.inspect.run_files import RunRecord
-from elastic_ckpt.steps import failure_domains, layout
+from elastic_ckpt.steps import layout, owners
 from elastic_ckpt.steps.retention import BestN
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent, Tier, TlsFiles
 from elastic_ckpt.tiers.peers import agent
@@ -252,7 +252,7 @@ def _peers(section: schema.TiersSection) -> Peers:
         copies=section.peer_copies,
         assume_data_parallelism=section.peer_assume_data_parallelism,
         domain=section.peer_domain,
-        domains=failure_domains.parse(section.peer_domains, what="peer_domains"),
+        domains=owners.parse_domains(section.peer_domains, what="peer_domains"),
         interface=section.peer_interface or None,
         port=section.peer_port,
         known=urls["peer_urls"],

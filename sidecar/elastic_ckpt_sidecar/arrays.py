@@ -33,7 +33,7 @@ from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.core import boxes, calls, errors
 from elastic_ckpt.steps.manifest import Leaf
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers.captured import Captured
 
 # Of a group of leaves on a host: as much passes through its memory at a time.

@@ -34,7 +34,7 @@ from elastic_ckpt.core import addresses, allgather, background, calls, errors, t
 from elastic_ckpt.core.allgather import HostTree
 from elastic_ckpt.data import compatibility
 from elastic_ckpt.steps.manifest import Contents
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers.choices import Chosen
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt_sidecar import (

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from elastic_ckpt.checkpoint import orbax_format
 from elastic_ckpt.core import boxes, digest
 from elastic_ckpt.steps import layout, manifest
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers.persistent import upload
 
 RUN = "run-7"

@@ -5,7 +5,7 @@ from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.steps.line import Line
+from elastic_ckpt.steps.step import Line
 from elastic_ckpt.tiers.persistent import leases, persistent_root
 from tests.tiers import tiered_steps
 

@@ -18,7 +18,7 @@ from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.step_notes import StepNotes, WrittenStep
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.core.allgather import Allgather
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.source import ReadError
 from tests.core import thread_store

@@ -16,8 +16,7 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint import run_world
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.steps import line
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers.choices import Local, Persistent
 from elastic_ckpt.tiers.persistent import claims, leases, persistent_root
 from tests.checkpoint.test_component_io import Counter
@@ -213,7 +212,7 @@ def test_where_steps_are_written_in_place_they_are_copied_aside(run, monkeypatch
 
 
 def test_what_a_line_abandons():
-    current = line.Line(save="5", parents=((3, "1"), (6, "3")))
+    current = Line(save="5", parents=((3, "1"), (6, "3")))
     kept = [(3, "1"), (6, "3"), (3, "0"), (7, "5"), (7, "6")]
     # Those of saves that the line did not go on from, too.
     gone = [(4, "1"), (7, "3"), (2, "2"), (2, "4"), (4, "0")]
@@ -221,7 +220,7 @@ def test_what_a_line_abandons():
         assert not current.abandons(StepId(number, save))
     for number, save in gone:
         assert current.abandons(StepId(number, save))
-    assert not line.Line(save="5", parents=()).abandons(StepId(9, "1"))
+    assert not Line(save="5", parents=()).abandons(StepId(9, "1"))
 
 
 @with_and_without_ram

@@ -5,7 +5,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.core import storage
-from elastic_ckpt.steps.line import Line
+from elastic_ckpt.steps.step import Line
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
 from tests.checkpoint import orbax_steps, stock_environment, stock_program
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from elastic_ckpt.core import boxes, digest, storage
 from elastic_ckpt.steps import manifest
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.ram import local, ram_disk
 from elastic_ckpt.training import schema

@@ -10,8 +10,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.inspect import tier_locations, verification
-from elastic_ckpt.steps import manifest_file
-from elastic_ckpt.steps.manifest import Manifest, Parts
+from elastic_ckpt.steps.manifest import Manifest, Parts, write_manifest
 from elastic_ckpt.tiers.peers import run_agents
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt.training import schema
@@ -181,7 +180,7 @@ def loaded(steps):
 
 def rewrite(path, held, parts):
     changed = dataclasses.replace(held, parts=parts)
-    manifest_file.write(path.parent, changed)
+    write_manifest(path.parent, changed)
 
 
 def test_step_that_is_not_complete_says_what_is_missing(saved):

@@ -15,7 +15,7 @@ import pytest
 from elastic_ckpt.checkpoint import follow
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.steps import layout
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import leases, persistent_root
 from elastic_ckpt.tiers.ram import ram_disk

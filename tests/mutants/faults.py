@@ -89,17 +89,17 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a step is read that the run has gone back from",
-        "elastic_ckpt/steps/line.py",
+        "elastic_ckpt/steps/step.py",
         "return step_id.step > newest[step_id.save]",
         "return step_id.step > newest[step_id.save] + 1",
         ("tests/checkpoint/test_lines.py",),
     ),
     Fault(
         "a manifest is read as that of another run or host",
-        "elastic_ckpt/steps/manifest_file.py",
+        "elastic_ckpt/steps/manifest.py",
         "if actual == (run, step, os.path.basename(path)):",
         "if saved.step_id.step == step:",
-        ("tests/steps/test_manifest_file.py",),
+        ("tests/steps/test_manifest.py",),
     ),
     Fault(
         "two programs write to one directory",

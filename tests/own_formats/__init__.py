@@ -20,9 +20,8 @@ from elastic_ckpt.checkpoint import components as components_room
 from elastic_ckpt.checkpoint.components import component, encoding
 from elastic_ckpt.core import checked_json, errors, process
 from elastic_ckpt.inspect import run_files
-from elastic_ckpt.steps import manifest_file
-from elastic_ckpt.steps.line import Line
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.manifest import read_manifest
+from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers import run_identity
 from elastic_ckpt.tiers.peers import run_agents
 from elastic_ckpt.tiers.persistent import (
@@ -167,7 +166,7 @@ def _written(file: str, write: Callable[[pathlib.Path], object]):
 
 def _read_manifest(directory):
     path = directory / "manifest-host-01"
-    return manifest_file.read(path, run="run-7", step=40).to_bytes()
+    return read_manifest(path, run="run-7", step=40).to_bytes()
 
 
 def _read_state(directory):

@@ -8,7 +8,7 @@ import elastic_ckpt as ec
 from elastic_ckpt.checkpoint.components import rng, sharing
 from elastic_ckpt.checkpoint.components.component import Component
 from elastic_ckpt.core import errors
-from elastic_ckpt.steps import failure_domains, retention
+from elastic_ckpt.steps import owners, retention
 from tests.refusals import Refusal
 
 CUBE = np.arange(8).reshape(2, 2, 2)
@@ -71,7 +71,7 @@ REFUSALS = {
     ),
     "best of none": Refusal(lambda _: retention.BestN(-1), "BestN"),
     "a domain without a name": Refusal(
-        lambda _: failure_domains.parse("rack=r7;zone", what="x"),
+        lambda _: owners.parse_domains("rack=r7;zone", what="x"),
         "x='rack=r7;zone': 'zone' is not `kind=name`",
     ),
     "an unknown sharing": Refusal(

@@ -5,7 +5,7 @@ import pytest
 
 from elastic_ckpt import frontend
 from elastic_ckpt.core import errors
-from elastic_ckpt.steps import failure_domains, manifest
+from elastic_ckpt.steps import manifest, owners
 from elastic_ckpt.tiers.choices import Local, Peers
 from elastic_ckpt.tiers.ram import ram_disk
 from elastic_ckpt.training import schema
@@ -18,7 +18,7 @@ def test_pairs_are_read():
         # A label that the node does not have.
         ("zone=;rack=r=7", {"rack": "r=7"}),
     ):
-        assert failure_domains.parse(text, what="x") == expected
+        assert owners.parse_domains(text, what="x") == expected
 
 
 def saved(tmp_path, **peers):
@@ -31,12 +31,12 @@ def saved(tmp_path, **peers):
 
 
 def test_a_host_is_in_the_domains_of_its_environment(tmp_path, monkeypatch):
-    monkeypatch.setenv(failure_domains.VARIABLE, "zone=z1;rack=r1")
+    monkeypatch.setenv(owners.DOMAINS_VARIABLE, "zone=z1;rack=r1")
     host = saved(tmp_path, domains={"rack": "r2"})
     assert host.pop("host")
     # The program's own values win.
     assert host == {"slice": "s1", "zone": "z1", "rack": "r2"}
-    monkeypatch.setenv(failure_domains.VARIABLE, "z1")
+    monkeypatch.setenv(owners.DOMAINS_VARIABLE, "z1")
     with pytest.raises(errors.CheckpointError, match="ELASTIC_CKPT_DOMAINS='z1'"):
         saved(tmp_path)
 
@@ -47,7 +47,7 @@ def world(*domains):
         manifest.Host(
             id=f"{number:016x}.0",
             number=number,
-            domains=failure_domains.parse(each, what="x"),
+            domains=owners.parse_domains(each, what="x"),
         )
         for number, each in enumerate(domains)
     ]
@@ -74,11 +74,10 @@ def world(*domains):
 def test_the_largest_kind_counts_among_which_hosts_are_spread_evenly(
     domains, kind, inner
 ):
-    hosts, kinds = world(*domains), failure_domains.DEFAULT
-    assert failure_domains.kind_of(hosts, kinds) == kind
-    assert failure_domains.inner_kind(hosts, kinds, kind) == inner
+    hosts, kinds = world(*domains), owners.DEFAULT_DOMAIN
+    assert owners.domain_kinds(hosts, kinds) == (kind, inner)
     # A kind that is named alone counts always.
-    assert failure_domains.kind_of(hosts, "rack") == "rack"
+    assert owners.domain_kinds(hosts, "rack") == ("rack", "")
 
 
 def test_the_default_of_the_configuration_is_that_of_the_tier():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from elastic_ckpt.core import box_cover, boxes, errors
 from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.manifest import Leaf
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import StepId
 
 SHAPES = st.lists(st.integers(1, 16), max_size=4).map(tuple)
 PATHS = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)

@@ -7,7 +7,7 @@ import numpy as np
 from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.core import boxes, digest
 from elastic_ckpt.steps import manifest
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import StepId
 
 RUN = "run-7"
 FILE = "data/0.json"

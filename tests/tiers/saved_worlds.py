@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core import boxes, digest
 from elastic_ckpt.steps import manifest
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import StepId
 
 RUN = "run-7"
 

@@ -12,8 +12,9 @@ from concurrent import futures
 import numpy as np
 
 from elastic_ckpt.core import boxes, digest
-from elastic_ckpt.steps import manifest, manifest_file
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps import manifest
+from elastic_ckpt.steps.manifest import write_manifest
+from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers.peers import agent, agent_server
 
 RUN = "run-7"
@@ -27,7 +28,7 @@ def save(root, step, files, *, slot="0", run=RUN):
         file = directory / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
-    manifest_file.write(directory, manifest_of(step, files, slot=slot, run=run))
+    write_manifest(directory, manifest_of(step, files, slot=slot, run=run))
     return directory
 
 

@@ -12,7 +12,7 @@ import tensorstore as ts
 from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.core import boxes, digest
 from elastic_ckpt.steps import layout, manifest
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers import stored_part
 from elastic_ckpt.tiers.ram import local, ram_disk
 from elastic_ckpt.tiers.ram.chunk_files import LEAST_BYTES

@@ -5,7 +5,7 @@ import pytest
 
 from elastic_ckpt.core import storage
 from elastic_ckpt.steps import retention
-from elastic_ckpt.steps.line import Line
+from elastic_ckpt.steps.step import Line
 from elastic_ckpt.tiers.persistent import evaluations, persistent_root
 from tests.tiers import uploaded
 

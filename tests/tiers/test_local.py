@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.core import checked_blobs, digest, errors, storage
 from elastic_ckpt.steps import layout, manifest
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers import source, stored_part
 from elastic_ckpt.tiers.captured import CapturedLeaf
 from elastic_ckpt.tiers.ram import local, machine, ram_disk

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.core import boxes, clock, digest, errors, storage
-from elastic_ckpt.steps import line
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.persistent import (
     leases,
@@ -25,7 +24,7 @@ from elastic_ckpt.tiers.persistent import (
 from tests import spoilt_files
 from tests.tiers import uploaded
 
-LINE = line.Line(save="9", parents=())
+LINE = Line(save="9", parents=())
 KINDS = ("renamed", "in place")
 
 
@@ -165,7 +164,7 @@ def test_a_committed_step_is_replaced_by_a_newer_save_and_set_aside(root, tier, 
     later = uploaded.saved_step(save="1")
 
     def set_aside():
-        of_later = line.Line(save="1", parents=())
+        of_later = Line(save="1", parents=())
         leases.arrange(root, of_later, run=uploaded.RUN, step=5, watch=leases.Watch())
 
     if root.in_place:

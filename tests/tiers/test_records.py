@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.core import clock, errors, storage
-from elastic_ckpt.steps import line
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers.peers import run_agents
 from elastic_ckpt.tiers.peers.run_agents import RunAgents
 from elastic_ckpt.tiers.persistent import (
@@ -30,7 +29,7 @@ OLD, NOW = (f"{number:015d}" for number in (5, 6))
 
 
 def line_of(save):
-    return line.Line(save=save, parents=((40, "7"),))
+    return Line(save=save, parents=((40, "7"),))
 
 
 def begin(steps, name="a", **claimant):

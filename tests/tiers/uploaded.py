@@ -4,7 +4,7 @@ import numpy as np
 
 from elastic_ckpt.core import boxes, digest
 from elastic_ckpt.steps import layout, manifest
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers.persistent import upload
 
 RUN = "run-7"

@@ -5,7 +5,7 @@ import pytest
 
 from elastic_ckpt.core import errors, events, jsonlog, storage
 from elastic_ckpt.inspect import run_files
-from elastic_ckpt.steps import line
+from elastic_ckpt.steps.step import Line
 from elastic_ckpt.tiers.persistent import claims
 from elastic_ckpt.training import journal, listeners, run_directory, schema
 
@@ -101,7 +101,7 @@ def claim(config, save):
     steps = run_directory.steps_of(run_directory.path_of(config))
     writer = claims.Writer(steps, run="a", claimant=start)
     writer.begin()
-    claimed = writer.claim(line.Line(save=save, parents=()))
+    claimed = writer.claim(Line(save=save, parents=()))
     return {"world": claimed.number, "step": 0}
 
 

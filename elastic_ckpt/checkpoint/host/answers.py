@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from elastic_ckpt.checkpoint.host.verified_read import BadCopy
-from elastic_ckpt.steps.line import Line
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers.peers.run_agents import Seen
 from elastic_ckpt.tiers.run_identity import Place
 

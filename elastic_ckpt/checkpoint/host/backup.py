@@ -26,9 +26,8 @@ from elastic_ckpt.core import (
     storage,
 )
 from elastic_ckpt.steps import layout, owners, retention
-from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Contents, Manifest
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers import find, preserved
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.peers import run_agents

@@ -18,7 +18,7 @@ from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
 from elastic_ckpt.checkpoint.host.world import HeldStep, HostWorld
 from elastic_ckpt.core import background, calls, checked_json, errors
 from elastic_ckpt.steps.manifest import Manifest
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.ram.local import LocalHost
 from elastic_ckpt.tiers.source import ReadError

@@ -24,7 +24,7 @@ from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.world import HostConfig, HostWorld
 from elastic_ckpt.core import addresses, calls, clock, storage, working_directory
-from elastic_ckpt.steps import failure_domains
+from elastic_ckpt.steps import owners
 from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.tiers import run_identity
 from elastic_ckpt.tiers.peers import (
@@ -131,7 +131,7 @@ class HostEndpoint:
             "host": disk.machine,
             "slice": config.slice_name,
             **agent.domains(disk.root),
-            **failure_domains.of_environment(),
+            **owners.domains_of_environment(),
             **config.peer_tier.domains,
         }
         own = local.LocalHost(disk, slot=slot, domains=domains, number=config.number)

@@ -21,7 +21,7 @@ from elastic_ckpt.core import background, checked_blobs, checked_json, codec
 from elastic_ckpt.core.allgather import FAN_IN, HostTree
 from elastic_ckpt.steps import manifest
 from elastic_ckpt.steps.manifest import Manifest
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers.peers.mailbox import Mailbox
 from elastic_ckpt.tiers.source import ReadError
 

@@ -35,12 +35,11 @@ from elastic_ckpt.checkpoint.host.step_boxes import StepBoxes, TreeReading
 from elastic_ckpt.checkpoint.host.verified_read import BadCopy, VerifiedReader
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import calls, errors, storage
-from elastic_ckpt.steps import line as lines
 from elastic_ckpt.steps import manifest
 from elastic_ckpt.steps.manifest import Contents, Manifest
 from elastic_ckpt.steps.read_plan import Nearness
 from elastic_ckpt.steps.search import Looked
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.peers import secret
@@ -148,7 +147,7 @@ class HostReader:
         return CheckpointMetadata(
             step=step,
             save="",
-            line=lines.after(StepId(step, save), ()),
+            line=StepId(step, save).after(()),
             path=self._path(step),
             **self._world.persistent.notes(step),
         )
@@ -397,7 +396,7 @@ class HostReader:
         return CheckpointMetadata(
             step=step_id.step,
             save=step_id.save,
-            line=lines.after(step_id, contents.parents),
+            line=step_id.after(contents.parents),
             path=self._path(step_id.step) if is_stored else None,
             metrics=json.loads(contents.metrics or "null"),
             custom_metadata=json.loads(contents.custom_metadata or "null"),

@@ -22,10 +22,9 @@ from elastic_ckpt.checkpoint.host.world import HeldStep, HostWorld
 from elastic_ckpt.core import boxes, calls, clock, digest, errors, storage
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps import retention
-from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Contents, Holder, Leaf, Manifest, Parts
 from elastic_ckpt.steps.owners import Holders
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.steps.table import StepTable
 from elastic_ckpt.tiers.captured import (
     Captured,

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import StepId
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ from etils import epath
 
 from elastic_ckpt.checkpoint.host.exchange import Exchange
 from elastic_ckpt.core import calls, clock, errors
-from elastic_ckpt.steps import failure_domains, owners
+from elastic_ckpt.steps import owners
 from elastic_ckpt.steps.manifest import Holder, Host, Manifest
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.steps.table import StepTable
 from elastic_ckpt.tiers.captured import CapturedSource
 from elastic_ckpt.tiers.choices import Chosen, Peers
@@ -111,11 +111,11 @@ class HostWorld:
         self.hosts = hosts
         self.chosen = config.chosen
         peers = config.peer_tier
-        domain = failure_domains.kind_of(hosts, peers.domain)
+        domain, inner = owners.domain_kinds(hosts, peers.domain)
         self.copy_policy = owners.Policy(
             copies=peers.copies if len(hosts) > 1 else 0,
             domain=domain,
-            inner=failure_domains.inner_kind(hosts, peers.domain, domain),
+            inner=inner,
             assume_data_parallelism=peers.assume_data_parallelism,
         )
         self.root: persistent_root.PersistentRoot | None = None

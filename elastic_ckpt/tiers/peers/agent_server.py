@@ -398,13 +398,13 @@ def run(arguments: argparse.Namespace) -> int:
     given = [name for name in of_node if getattr(arguments, name)]
     serving = functools.partial(serve, service_of(arguments))
     if arguments.node:
-        from elastic_ckpt.steps import failure_domains
+        from elastic_ckpt.steps import owners
         from elastic_ckpt.tiers.peers import nodes
 
         domains = nodes.domains(
-            failure_domains.parse(arguments.domains, what="--domains"),
+            owners.parse_domains(arguments.domains, what="--domains"),
             arguments.kubernetes_node,
-            failure_domains.parse(arguments.domain_labels, what="--domain-labels"),
+            owners.parse_domains(arguments.domain_labels, what="--domain-labels"),
         )
         serving = functools.partial(
             nodes.serve,

@@ -14,9 +14,9 @@ from typing import NamedTuple, TypeVar
 
 from elastic_ckpt.core import background, checked_json
 from elastic_ckpt.core.boxes import Box
-from elastic_ckpt.steps import layout, manifest, manifest_file
-from elastic_ckpt.steps.manifest import Leaf
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps import layout, manifest
+from elastic_ckpt.steps.manifest import Leaf, manifest_name
+from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.peers import peer_client
 from elastic_ckpt.tiers.peers.peer_client import Endpoint
@@ -169,7 +169,7 @@ class Peer:
             parsed = manifest.Manifest.parse(text)
         except RecursionError:
             raise checked_json.UnreadableError("is nested too deeply") from None
-        name = manifest_file.file_name(parsed.host.id)
+        name = manifest_name(parsed.host.id)
         actual = (parsed.run, *parsed.step_id, name)
         expected = (self._run, *step_id, path.rpartition("/")[2])
         if actual != expected:

@@ -6,7 +6,7 @@ start of a run have one name, and follow each other. Another start of a run that
 launcher starts follows at once, unless both run on one machine: whoever has the newest
 record writes, and the other finds it before it commits a step.
 
-The record has the line of its world (see `steps.line`) from its first save on, and
+The record has the line of its world (see `steps.step`) from its first save on, and
 before that the line of the world before. So what a replaced world still saves does not
 count, and neither does what a run went back from, even if no step of the new line is
 left.
@@ -22,7 +22,7 @@ from typing import Any, Self
 from etils import epath
 
 from elastic_ckpt.core import clock, errors, process, storage
-from elastic_ckpt.steps.line import Line
+from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers.persistent import records
 from elastic_ckpt.tiers.persistent.records import Record, Records
 
@@ -261,7 +261,10 @@ def _claim(number: int, record: Record) -> Claim:
         number=number,
         start=record.start,
         run=fields["run"],
-        line=Line.from_fields(fields["save"], fields["parents"]),
+        line=Line(
+            save=fields["save"],
+            parents=tuple(StepId(*each) for each in fields["parents"]),
+        ),
         begun_ms=fields["begun_ms"],
     )
 

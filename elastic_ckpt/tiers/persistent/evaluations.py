@@ -5,7 +5,7 @@
 An evaluation counts for the saved step of the same number, otherwise for the newest
 saved step before it (`steps.retention.with_evaluations`). It is recorded under the
 number of its training step and the save of its world, so that the line of the run (see
-`steps.line`) decides whether it counts, as for a step: one of a replaced world does
+`steps.step`) decides whether it counts, as for a step: one of a replaced world does
 not. It is removed with its saved step.
 """
 
@@ -18,8 +18,7 @@ from absl import logging
 from etils import epath
 
 from elastic_ckpt.core import checked_json, codec, storage
-from elastic_ckpt.steps.line import Line
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers.persistent import records
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 

@@ -21,7 +21,7 @@ from absl import logging
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, clock, errors, process, storage
-from elastic_ckpt.steps.line import Line
+from elastic_ckpt.steps.step import Line
 from elastic_ckpt.tiers.persistent import persistent_root, records
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 from elastic_ckpt.tiers.persistent.records import Record

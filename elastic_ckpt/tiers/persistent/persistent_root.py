@@ -15,7 +15,7 @@ ways: it lists, and cleans away, the same directories as this module does. (Orba
 assumes that directories can be renamed on `s3://`, unless its
 `AtomicityMode.COMMIT_FILE` is set.)
 
-Before the first step of a line is committed (see `steps.line`), the steps that it
+Before the first step of a line is committed (see `steps.step`), the steps that it
 abandons are set aside: they are whole, and under a name that Orbax does not list. Those
 of the line come back from there. Where a step lies decides nothing: killed at any
 point, all of this can be repeated.
@@ -39,10 +39,8 @@ from elastic_ckpt.core import (
     errors,
     storage,
 )
-from elastic_ckpt.steps import manifest_file
-from elastic_ckpt.steps.line import Line
-from elastic_ckpt.steps.manifest import Manifest
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.manifest import Manifest, is_manifest_name, read_manifest
+from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers.source import Leftover
 
 T = TypeVar("T")
@@ -165,7 +163,7 @@ class PersistentRoot:
             except FileNotFoundError:
                 return None
             is_committed = COMMIT_FILE in names or self.is_committed(step)
-            manifests = sorted(filter(manifest_file.is_file_name, names))
+            manifests = sorted(filter(is_manifest_name, names))
             return manifests if is_committed else None
 
         found = self.of_each(names_in, self._numbers(self._names()))
@@ -368,7 +366,7 @@ def read_metrics(path: epath.Path) -> dict[str, Any] | None:
 
 def manifest_names(directory: epath.Path) -> list[str]:
     """The names of the manifests in the directory of a step, ordered."""
-    return sorted(filter(manifest_file.is_file_name, storage.names(directory)))
+    return sorted(filter(is_manifest_name, storage.names(directory)))
 
 
 def read_manifests(
@@ -378,7 +376,7 @@ def read_manifests(
 
     def read(name: str) -> Manifest | errors.CheckpointError:
         try:
-            return manifest_file.read(directory / name, run=run, step=step)
+            return read_manifest(directory / name, run=run, step=step)
         except errors.CheckpointError as error:
             return error
         except bucket_clients.failures() as error:

@@ -23,9 +23,8 @@ from etils import epath
 from elastic_ckpt.core import bucket_clients, checked_json, errors, storage
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps import retention
-from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Leaf, Manifest
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import claims, evaluations, ocdbt
 from elastic_ckpt.tiers.persistent.persistent_root import (

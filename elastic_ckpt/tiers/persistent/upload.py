@@ -27,9 +27,16 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import boxes, checked_json, clock, errors, storage
-from elastic_ckpt.steps import manifest_file
-from elastic_ckpt.steps.manifest import Contents, Holder, Host, Manifest, Parts
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.manifest import (
+    Contents,
+    Holder,
+    Host,
+    Manifest,
+    Parts,
+    is_manifest_name,
+    manifest_name,
+)
+from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.steps.table import StepTable
 from elastic_ckpt.tiers.persistent import claims, ocdbt, orbax_view
 from elastic_ckpt.tiers.persistent.persistent_root import (
@@ -103,7 +110,7 @@ class Upload:
         self._host = host
         self._retries = retries
         self._directory = root.unfinished(saved.step_id)
-        self._manifest = self._directory / manifest_file.file_name(host.id)
+        self._manifest = self._directory / manifest_name(host.id)
         self._store = saved.store(host.id)
         self._context = ocdbt.new_context()
         self._lock = threading.Lock()
@@ -251,7 +258,7 @@ def listed(directory: epath.Path, saved: UploadedStep) -> list[Manifest]:
     if not directory.exists():
         return []
     found = []
-    for name in filter(manifest_file.is_file_name, sorted(storage.names(directory))):
+    for name in filter(is_manifest_name, sorted(storage.names(directory))):
         try:
             each = Manifest.parse((directory / name).read_bytes())
         except (FileNotFoundError, checked_json.UnreadableError):
@@ -350,7 +357,7 @@ def _manifests(
     if len(table.diverged):
         # The next upload of it begins anew.
         for each in there:
-            storage.remove(unfinished / manifest_file.file_name(each.host.id))
+            storage.remove(unfinished / manifest_name(each.host.id))
     raise errors.CheckpointError(
         f"{unfinished} cannot be committed: {table.problem()}; upload the step again"
     )
@@ -386,7 +393,7 @@ def _drop_unnamed(
     stores: Mapping[str, Collection[str]],
 ) -> None:
     # Leaves the manifests and what they name.
-    named = {manifest_file.file_name(each.host.id) for each in manifests}
+    named = {manifest_name(each.host.id) for each in manifests}
     named |= manifests[0].contents.files.keys()
     named |= {f"{name}/{store}" for name, names in stores.items() for store in names}
     above = {str(parent) for name in named for parent in epath.Path(name).parents}

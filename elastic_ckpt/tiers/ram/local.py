@@ -21,9 +21,17 @@ import numpy as np
 
 from elastic_ckpt.core import background, boxes, checked_json, errors, storage
 from elastic_ckpt.core.boxes import Box
-from elastic_ckpt.steps import layout, manifest_file, retention
-from elastic_ckpt.steps.manifest import Contents, Holder, Host, Leaf, Manifest, Parts
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps import layout, retention
+from elastic_ckpt.steps.manifest import (
+    Contents,
+    Holder,
+    Host,
+    Leaf,
+    Manifest,
+    Parts,
+    write_manifest,
+)
+from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers import preserved, zarr_array
 from elastic_ckpt.tiers.captured import Captured, CapturedLeaf, Values, fetched
 from elastic_ckpt.tiers.ram import ram_disk
@@ -386,7 +394,7 @@ class StepWriter:
                 directory = self.directory / layout.leaf_directory(leaf.path)
                 metadata = zarr_array.metadata_file(leaf)
                 storage.write_in_place(directory / zarr_array.METADATA, metadata)
-            manifest_file.write(self.directory, manifest)
+            write_manifest(self.directory, manifest)
         storage.remove(self.directory / ram_disk.RESERVED)
         self._own.being_written.discard(self.manifest.step_id)
         return manifest

@@ -37,9 +37,15 @@ from etils import epath
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.core.boxes import Box
-from elastic_ckpt.steps import layout, manifest_file
-from elastic_ckpt.steps.manifest import Leaf, Manifest
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps import layout
+from elastic_ckpt.steps.manifest import (
+    Leaf,
+    Manifest,
+    is_manifest_name,
+    manifest_name,
+    read_manifest,
+)
+from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers import preserved, stored_part
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt.tiers.source import (
@@ -120,7 +126,7 @@ class RamDisk:
 
     def manifest_path(self, slot: int, step_id: StepId) -> epath.Path:
         """The path of the manifest of a committed save."""
-        name = manifest_file.file_name(self.host_id(slot))
+        name = manifest_name(self.host_id(slot))
         return self.step_directory(slot, step_id) / name
 
     def steps(self) -> Sequence[int]:
@@ -158,7 +164,7 @@ class RamDisk:
                 continue
             directory = self.step_directory(slot, step_id)
             names = _manifest_names(directory)
-            if manifest_file.file_name(self.host_id(slot)) not in names:
+            if manifest_name(self.host_id(slot)) not in names:
                 problems += [
                     f"manifest {directory / name} is not of the machine that"
                     f" {self.root / machine.FILE} names; bring that file back"
@@ -180,7 +186,7 @@ class RamDisk:
           CheckpointError: if the manifest is missing, altered, or not of this place.
         """
         path = self.manifest_path(slot, step_id)
-        manifest = manifest_file.read(path, run=self.run, step=step_id.step)
+        manifest = read_manifest(path, run=self.run, step=step_id.step)
         if manifest.step_id != step_id:
             raise errors.CheckpointError(
                 f"manifest {path} is that of save {manifest.step_id.save!r}, not of"
@@ -307,7 +313,7 @@ def put_right(directory: epath.PathLike, file: str, content: bytes) -> None:
     above, number = os.path.split(slot)
     root, below = os.path.dirname(above), os.path.join("hosts", number, step)
     try:
-        name = manifest_file.file_name(f"{machine.find(root)}.{number}")
+        name = manifest_name(f"{machine.find(root)}.{number}")
         path = _unlinked(root, os.path.join(below, name))
         saved = Manifest.parse(storage.read_bytes(path))
     except (OSError, ValueError, errors.CheckpointError) as error:
@@ -366,7 +372,7 @@ def _names(directory: epath.Path) -> list[str]:
 
 
 def _manifest_names(directory: epath.Path) -> list[str]:
-    return sorted(filter(manifest_file.is_file_name, _names(directory)))
+    return sorted(filter(is_manifest_name, _names(directory)))
 
 
 def used_bytes(directory: str) -> int:

@@ -24,7 +24,7 @@ from elastic_ckpt.checkpoint.host.trees import AbstractArray
 from elastic_ckpt.checkpoint.structure import StepDescription
 from elastic_ckpt.core import errors
 from elastic_ckpt.core.boxes import Box
-from elastic_ckpt.steps import layout, manifest_file
+from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.manifest import (
     Contents,
     Holder,
@@ -32,8 +32,9 @@ from elastic_ckpt.steps.manifest import (
     Leaf,
     Manifest,
     Parts,
+    write_manifest,
 )
-from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers import stored_part, zarr_array
 from elastic_ckpt.tiers.persistent import claims, ocdbt, upload
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
@@ -152,7 +153,7 @@ class OrbaxDestination(Destination):
             holders=(Holder(_HOST, "persistent"),),
             parts=Parts.of_rows(rows, saved.contents),
         )
-        manifest_file.write(directory, manifest)
+        write_manifest(directory, manifest)
         chunks = {leaf.path: leaf.chunk for leaf in saved.contents.leaves}
         texts = StepDescription.from_contents(saved.contents).files(chunks)
         orbax_files = {path: text.encode() for path, text in texts.items()}

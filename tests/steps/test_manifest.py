@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import checked_blobs, checked_json, errors
-from elastic_ckpt.steps import manifest, manifest_file
-from elastic_ckpt.steps.manifest import Manifest, Parts
+from elastic_ckpt.steps import manifest
+from elastic_ckpt.steps.manifest import Manifest, Parts, read_manifest
 from tests import own_formats
 from tests.tiers import saved_worlds
 
@@ -129,11 +129,11 @@ def test_a_manifest_of_another_run_step_or_host_is_refused(tmp_path):
     ):
         path.write_bytes(forgery)
         with pytest.raises(errors.CheckpointError, match=said) as raised:
-            manifest_file.read(path, run="run-7", step=40)
+            read_manifest(path, run="run-7", step=40)
         assert "counts as lost: restore it from a copy, or remove" in str(raised.value)
     path.unlink()
     with pytest.raises(errors.CheckpointError, match="is missing; what it lists"):
-        manifest_file.read(path, run="run-7", step=40)
+        read_manifest(path, run="run-7", step=40)
 
 
 def test_a_later_version_is_an_error_of_its_own_and_no_byte_may_differ(tmp_path):
@@ -142,7 +142,7 @@ def test_a_later_version_is_an_error_of_its_own_and_no_byte_may_differ(tmp_path)
     with pytest.raises(
         checked_json.LaterVersionError, match="later version of elastic_ckpt"
     ):
-        manifest_file.read(path, run="run-7", step=40)
+        read_manifest(path, run="run-7", step=40)
     content = forged()
     for spoilt in (b"", content[:-1], content + b"{}", b"?" + content[1:]):
         with pytest.raises(checked_json.UnreadableError, match="cut short or altered"):

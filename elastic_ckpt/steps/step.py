@@ -1,4 +1,4 @@
-"""The line of a run: which saves led to its newest one, and which were abandoned.
+"""The identity of a saved step, and the line of a run that it belongs to.
 
 A run that is restored goes on under a new save, later than all before. Each manifest
 lists the steps from which the saves of its line went on (`Contents.parents`), so any
@@ -10,15 +10,46 @@ abandoned step is restored only by its number.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from elastic_ckpt.steps.step_id import StepId
+
+class StepId(NamedTuple):
+    """A saved step: a training step, and which save of it.
+
+    A run that goes back saves some of its steps again, with other values.
+
+    Attributes:
+      step: the number of the training step.
+      save: the name of the save, greater as text than those of all saves before it;
+        empty if Orbax alone saved the step.
+    """
+
+    step: int
+    save: str
+
+    def __str__(self) -> str:
+        """The name of its directory in a RAM disk."""
+        return f"{self.step}-{self.save}"
+
+    @classmethod
+    def parse(cls, name: str) -> StepId | None:
+        """Parses what `str` returned; None for other names."""
+        step, _, save = name.partition("-")
+        if not (step.isdecimal() and save) or "/" in save:
+            return None
+        parsed = cls(int(step), save)
+        return parsed if str(parsed) == name else None
+
+    def after(self, parents: Sequence[StepId]) -> tuple[StepId, ...]:
+        """The parents of saves that go on from this step, whose own are given."""
+        return (*parents, self)[-_MOST_PARENTS:]
+
 
 # Older restores are dropped from the list; saves from before them are kept.
-MOST_PARENTS = 100
+_MOST_PARENTS = 100
 # The parents of a run that is begun again: all saves before are abandoned.
-FROM_SCRATCH: tuple[StepId, ...] = (StepId(0, ""),)
+FROM_SCRATCH = (StepId(0, ""),)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,13 +65,6 @@ class Line:
     save: str
     parents: tuple[StepId, ...]
 
-    @classmethod
-    def from_fields(cls, save: str, parents: Iterable[Sequence[Any]]) -> Line:
-        """Makes a line from its JSON fields."""
-        return cls(
-            save=save, parents=tuple(StepId(step, name) for step, name in parents)
-        )
-
     def abandons(self, step_id: StepId) -> bool:
         """Whether a save of a step is older than the line and not part of it.
 
@@ -54,13 +78,3 @@ class Line:
             return step_id.step > newest[step_id.save]
         first_step, first_save = self.parents[0]
         return step_id.save > first_save or step_id.step > first_step
-
-
-def after(step_id: StepId, parents: Sequence[StepId]) -> tuple[StepId, ...]:
-    """The parents of saves that go on from a step.
-
-    Args:
-      step_id: the step.
-      parents: of that save.
-    """
-    return (*parents, step_id)[-MOST_PARENTS:]
