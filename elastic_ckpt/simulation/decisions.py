@@ -428,21 +428,20 @@ class Decisions:
         step = self._newest(held, dead, is_stored=is_stored)
         assert step is not None
         reader, part = wanted
-        chosen, number = np.unique(reader, return_inverse=True)
         per_slice = held.shape.hosts_per_slice
         leaf, wanted_boxes = self._layout.boxes(
             held.shape, part * per_slice + reader % per_slice
         )
-        plan = read_plan.plan(
-            step,
-            [self._reader(readers, each) for each in chosen.tolist()],
-            read_plan.Wanted(
-                reader=number.astype(np.int32), leaf=leaf, boxes=wanted_boxes
-            ),
-            domain=self._layout.domain,
-        )
-        assert len(plan) == len(part)
-        first = plan.choices.holder[plan.choices.first[:-1]]
+        first = np.empty(len(part), np.int64)
+        for each in np.unique(reader).tolist():
+            rows = np.flatnonzero(reader == each)
+            plan = read_plan.plan(
+                step,
+                self._reader(readers, each),
+                read_plan.Wanted(leaf=leaf[rows], boxes=wanted_boxes.take(rows)),
+                domain=self._layout.domain,
+            )
+            first[rows] = plan.choices.holder[plan.choices.first[:-1]]
         numbers = [
             _NOT_OF_WORLD if each.tier == "persistent" else each.host.number
             for each in step.holders

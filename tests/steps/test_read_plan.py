@@ -11,14 +11,15 @@ from elastic_ckpt.steps.table import StepTable
 from tests.tiers import saved_worlds
 
 
-def shards(whole, readers, parts):
-    """The boxes of a new grid, dealt to the readers in turn."""
-    wanted = []
-    for leaf in whole.arrays:
-        cut = [min(parts, dim) for dim in leaf.shape]
-        for turn, box in enumerate(saved_worlds.grid(leaf.shape, cut)):
-            wanted.append((turn % readers, leaf.path, box))
-    return wanted
+def shards(whole, parts):
+    """The boxes of a new grid."""
+    return [
+        (leaf.path, box)
+        for leaf in whole.arrays
+        for box in saved_worlds.grid(
+            leaf.shape, [min(parts, dim) for dim in leaf.shape]
+        )
+    ]
 
 
 def check(plan, wanted, whole):
@@ -26,8 +27,8 @@ def check(plan, wanted, whole):
     saved = {
         leaf.path: saved_worlds.values(leaf.path, leaf.shape) for leaf in whole.leaves
     }
-    made = [np.full(box.shape, np.nan, np.float32) for _, _, box in wanted]
-    for number in range(len(plan)):
+    made = [np.full(box.shape, np.nan, np.float32) for _, box in wanted]
+    for number in range(len(plan.item)):
         read, item = plan.read(number), plan.item[number]
         box = plan.table.box(item)
         values = saved[plan.table.leaf(item).path]
@@ -37,18 +38,18 @@ def check(plan, wanted, whole):
         into = made[plan.of_wanted[number]]
         assert np.isnan(into[read.into]).all()
         into[read.into] = values[read.out_of]
-    for (_, path, box), read_values in zip(wanted, made, strict=True):
+    for (path, box), read_values in zip(wanted, made, strict=True):
         at = tuple(map(slice, box.start, box.stop))
         assert np.array_equal(read_values, saved[path][at])
 
 
-@given(saved_worlds.saved(), st.integers(1, 5), st.integers(1, 7))
-def test_pieces_tile_every_wanted_box_exactly_once(saved, readers, parts):
+@given(saved_worlds.saved(), st.integers(0, 5), st.integers(1, 7))
+def test_pieces_tile_every_wanted_box_exactly_once(saved, reader, parts):
     whole = saved[0].contents
-    wanted = shards(whole, readers, parts)
+    wanted = shards(whole, parts)
     plan = read_plan.plan(
         StepTable(saved),
-        [saved_worlds.host(number) for number in range(readers)],
+        saved_worlds.host(reader),
         read_plan.Wanted.from_boxes(wanted, contents=whole),
     )
     check(plan, wanted, whole)
@@ -68,39 +69,13 @@ def test_pieces_tile_also_where_saved_boxes_overlap(data):
     another = saved_worlds.saved_by(
         saved_worlds.host(9), whole, more, tier="persistent"
     )
-    wanted = shards(whole, 2, data.draw(st.integers(1, 5)))
+    wanted = shards(whole, data.draw(st.integers(1, 5)))
     plan = read_plan.plan(
         StepTable([*first, another]),
-        [saved_worlds.host(0), saved_worlds.host(1)],
+        saved_worlds.host(0),
         read_plan.Wanted.from_boxes(wanted, contents=whole),
     )
     check(plan, wanted, whole)
-
-
-@given(saved_worlds.saved(), st.integers(1, 4))
-def test_what_a_reader_is_told_does_not_depend_on_the_others(saved, readers):
-    whole = saved[0].contents
-    table = StepTable(saved)
-    hosts = [saved_worlds.host(number) for number in range(readers)]
-    wanted = shards(whole, readers, 3)
-
-    def reads_of(plan):
-        return [
-            (table.name(plan.item[n]), plan.read(n).piece, plan.choices.of(n))
-            for n in range(len(plan))
-        ]
-
-    together = read_plan.plan(
-        table, hosts, read_plan.Wanted.from_boxes(wanted, contents=whole)
-    )
-    alone = []
-    for reader, host in enumerate(hosts):
-        own = [(0, path, box) for who, path, box in wanted if who == reader]
-        plan = read_plan.plan(
-            table, [host], read_plan.Wanted.from_boxes(own, contents=whole)
-        )
-        alone += reads_of(plan)
-    assert sorted(reads_of(together)) == sorted(alone)
 
 
 WHOLE = saved_worlds.contents({"w": [64]}, files=1)
@@ -122,19 +97,18 @@ SAVED = [
 ]
 
 
-def wanted_whole(reader=0):
-    return read_plan.Wanted.from_boxes(
-        [(reader, "w", boxes.whole([64]))], contents=WHOLE
-    )
+def wanted_whole():
+    return read_plan.Wanted.from_boxes([("w", boxes.whole([64]))], contents=WHOLE)
 
 
 def test_the_nearest_copy_is_read_and_the_others_are_next():
     reader = SAVED[2].host
-    plan = read_plan.plan(StepTable(SAVED), [reader], wanted_whole())
-    orders = {tuple(plan.choices.of(number)) for number in range(len(plan))}
+    plan = read_plan.plan(StepTable(SAVED), reader, wanted_whole())
+    orders = {tuple(plan.choices.of(number)) for number in range(len(plan.item))}
     assert orders == {(2, 1, 0, 3, 4), (2, 1, 3, 0, 4)}
-    near = read_plan.Nearness(StepTable(SAVED), [reader], domain="slice")
-    assert near.of_holders() == ["distant", "close", "local", "distant", "persistent"]
+    near = read_plan.Nearness(StepTable(SAVED), reader, domain="slice")
+    named = [read_plan.NEARNESS[each] for each in near.of_holders]
+    assert named == ["distant", "close", "local", "distant", "persistent"]
     of_file = near.of_items().of(64)
     assert of_file[:2] + of_file[-1:] == [2, 1, 4]
 
@@ -149,8 +123,10 @@ def test_where_saved_boxes_overlap_the_nearest_and_then_the_largest_are_read():
         saved_worlds.host(0), WHOLE, [(0, boxes.Box(start=(3,), stop=(9,)))]
     )
     table = StepTable([own, cut(1, 8), cut(2, 2), cut(3, 1, tier="persistent")])
-    plan = read_plan.plan(table, [own.host], wanted_whole())
-    pieces = [(plan.read(n).piece, plan.choices.of(n)[0]) for n in range(len(plan))]
+    plan = read_plan.plan(table, own.host, wanted_whole())
+    pieces = [
+        (plan.read(n).piece, plan.choices.of(n)[0]) for n in range(len(plan.item))
+    ]
     assert sorted(
         (piece.start[0], piece.stop[0], holder) for piece, holder in pieces
     ) == [(0, 3, 2), (3, 9, 0), (9, 32, 2), (32, 64, 2)]
@@ -159,12 +135,12 @@ def test_where_saved_boxes_overlap_the_nearest_and_then_the_largest_are_read():
 def test_a_step_with_a_gap_is_not_planned():
     lone = saved_worlds.saved_by(saved_worlds.host(0), WHOLE, EVERY[:-1])
     with pytest.raises(errors.CheckpointError, match=r"w\[63:64\].*complete step"):
-        read_plan.plan(StepTable([lone]), [lone.host], wanted_whole())
+        read_plan.plan(StepTable([lone]), lone.host, wanted_whole())
 
 
 def test_what_was_not_saved_cannot_be_wanted():
     with pytest.raises(errors.CheckpointError, match=r"no leaf 'v'; it has \['data/"):
-        read_plan.Wanted.from_boxes([(0, "v", boxes.whole([64]))], contents=WHOLE)
+        read_plan.Wanted.from_boxes([("v", boxes.whole([64]))], contents=WHOLE)
     for shape in ([65], [8, 8]):
         with pytest.raises(errors.CheckpointError, match=r"saved, w\[0:64\]; restore"):
-            read_plan.Wanted.from_boxes([(0, "w", boxes.whole(shape))], contents=WHOLE)
+            read_plan.Wanted.from_boxes([("w", boxes.whole(shape))], contents=WHOLE)

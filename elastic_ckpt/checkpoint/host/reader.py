@@ -37,7 +37,7 @@ from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import calls, errors, storage
 from elastic_ckpt.steps import manifest
 from elastic_ckpt.steps.manifest import Contents, Manifest
-from elastic_ckpt.steps.read_plan import Nearness
+from elastic_ckpt.steps.read_plan import NEARNESS, Nearness
 from elastic_ckpt.steps.search import Looked
 from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers import find
@@ -268,16 +268,15 @@ class HostReader:
         restoring.placed = recovery.read_leaves(
             found, wanted, reader, host=own, domain=domain
         )
-        near = Nearness(found.table, [own], domain=domain)
+        near = Nearness(found.table, own, domain=domain)
         if restoring.others:
             saved = StepBoxes(found, reader, near)
             restoring.others_made = {
                 name: each.of_boxes(saved) for name, each in restoring.others.items()
             }
         total: collections.Counter[str] = collections.Counter()
-        nearness = near.of_holders()
         for holder, num_bytes in reader.read_bytes.items():
-            total[nearness[holder]] += num_bytes
+            total[NEARNESS[near.of_holders[holder]]] += num_bytes
         return dict(total)
 
     @calls.call(limit_secs=calls.LONG_SECS)
@@ -288,7 +287,7 @@ class HostReader:
         restoring.readers.append(reader)
         table = restoring.found.table
         near = Nearness(
-            table, [self._world.own.host], domain=self._world.copy_policy.domain
+            table, self._world.own.host, domain=self._world.copy_policy.domain
         ).of_items()
         for name in components:
             storage.make_directory(self._files() / name)

@@ -96,6 +96,6 @@ def planned(
     Raises:
       CheckpointError: if the step is not complete, or lacks what is wanted.
     """
-    listed = [(0, leaf.path, box) for leaf in wanted for box in leaf.boxes]
+    listed = [(leaf.path, box) for leaf in wanted for box in leaf.boxes]
     boxes = read_plan.Wanted.from_boxes(listed, contents=table.contents)
-    return read_plan.plan(table, [host], boxes, domain=domain)
+    return read_plan.plan(table, host, boxes, domain=domain)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
-from elastic_ckpt.steps.read_plan import NEARNESS, Nearness
+from elastic_ckpt.steps.read_plan import Nearness
 from elastic_ckpt.tiers.find import FoundStep
 
 
@@ -34,16 +34,14 @@ class StepBoxes:
         self.table = step_found.table
         self._reader = reader
         self._sources = step_found.sources
-        self._near = near.of_holders()
+        self._nearest = near.nearest
         self._choices = near.of_items()
 
     def of_leaf(self, leaf: int) -> list[int]:
         """The boxes of a leaf, by its number; the nearest first if they overlap."""
         numbers: list[int] = self.table.of_leaf(leaf).tolist()
         if leaf in self.table.overlapping:
-            numbers.sort(
-                key=lambda n: NEARNESS.index(self._near[self._choices.of(n)[0]])
-            )
+            numbers.sort(key=self._nearest.__getitem__)
         return numbers
 
     def place(self, number: int) -> str:

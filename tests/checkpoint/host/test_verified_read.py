@@ -58,10 +58,8 @@ def read(found, wanted, *, host=0):
     table = found.table
     plan = read_plan.plan(
         table,
-        [saved_worlds.host(host, hosts=len(table.holders))],
-        read_plan.Wanted.from_boxes(
-            [(0, *each) for each in wanted], contents=table.contents
-        ),
+        saved_worlds.host(host, hosts=len(table.holders)),
+        read_plan.Wanted.from_boxes(wanted, contents=table.contents),
     )
     reader = verified_read.VerifiedReader(found)
     windows = [range(len(plan.wanted.leaf))]
