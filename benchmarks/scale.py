@@ -275,7 +275,7 @@ class _ReaderAlone(reader.HostReader):
             host=world.own.host,
             domain=world.copy_policy.domain,
         )
-        return {"planned": len(plan)}
+        return {"planned": len(plan.item)}
 
 
 class _SaverAlone(HostSaver):

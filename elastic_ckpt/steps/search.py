@@ -17,7 +17,6 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from elastic_ckpt.core import checked_json, errors
 from elastic_ckpt.steps.step import Line, StepId
 
-_UNKNOWN = Line(save="", parents=())
 # A broken peer may list hundreds of saves that it does not have.
 _MOST_TRIED = 300
 _NO_MANIFEST = "has no manifest that can be read"
@@ -81,6 +80,10 @@ class Search(Generic[ExaminedT]):
 
     Attributes:
       line: of the newest save.
+
+    Raises:
+      LaterVersionError: if a later version of elastic_ckpt has saved the newest one in
+        storage.
     """
 
     def __init__(
@@ -92,16 +95,21 @@ class Search(Generic[ExaminedT]):
         lines: Collection[Line] = (),
         without: Collection[StepId] = (),
     ) -> None:
-        self._steps = sorted(set(steps))
+        self._steps = sorted({*steps})
         self._look = functools.cache(look)
         self._without = frozenset(without)
-        self.line = max([*lines, self._line(saves)], key=lambda line: line.save)
+        newest = sorted({*saves}, key=lambda each: (each.save, each.step))
+        found = (
+            Line(save=each.step_id.save, parents=each.parents)
+            for step_id in newest[: -_MOST_TRIED - 1 : -1]
+            for each in self._look(step_id.step).saves
+            if each.step_id == step_id
+        )
+        known = [*lines, next(found, Line(save="", parents=()))]
+        self.line = max(known, key=lambda line: line.save)
 
-    def newest(self, *, before: int | None = None) -> Outcome[ExaminedT]:
+    def newest(self) -> Outcome[ExaminedT]:
         """The newest complete step.
-
-        Args:
-          before: looks only at steps with a lower number.
 
         Raises:
           LaterVersionError: if a later version of elastic_ckpt has saved one that is
@@ -109,19 +117,19 @@ class Search(Generic[ExaminedT]):
         """
         passed_over: dict[int, str] = {}
         for step in reversed(self._steps):
-            if before is None or step < before:
-                found = self._examined(step, passed_over, abandoned=False)
-                if found is not None:
-                    return Outcome(found, passed_over)
+            found, why = self._examined(step)
+            if found is not None:
+                return Outcome(found, passed_over)
+            passed_over |= {step: why} if why else {}
         return Outcome(None, passed_over)
 
     def complete_steps(self) -> list[ExaminedT]:
         """The steps that are complete, ascending."""
-        found = []
+        complete = []
         for step in self._steps:
             with contextlib.suppress(checked_json.LaterVersionError):
-                found.append(self._examined(step, {}, abandoned=False))
-        return [each for each in found if each is not None]
+                complete.append(self._examined(step)[0])
+        return [found for found in complete if found is not None]
 
     def lacks(self, step: int) -> bool:
         """Whether all could be read, and nothing is there of `step`."""
@@ -140,31 +148,25 @@ class Search(Generic[ExaminedT]):
           CheckpointError: if there is none; the message names the missing parts and the
             step to restore instead.
         """
-        why: dict[int, str] = {}
-        for abandoned in (False, True):
-            found = self._examined(step, why, abandoned=abandoned, save=save)
+        tried = [self._examined(step, save, abandoned=each) for each in (False, True)]
+        for found, _ in tried:
             if found is not None:
                 return found
-        instead = self.newest().found
-        way_out = "no step is complete"
-        if instead is not None:
-            number = instead.step_id.step
-            way_out = f"newest complete step is {number}; restore it with step={number}"
         named = f"step {step} {_NO_MANIFEST}" + (f" of save {save}" if save else "")
-        raise errors.CheckpointError(f"{why.get(step, named)}; {way_out}")
-
-    def _line(self, saves: Iterable[StepId]) -> Line:
-        newest = sorted(set(saves), key=lambda each: (each.save, each.step))
-        for step_id in newest[: -_MOST_TRIED - 1 : -1]:
-            for each in self._look(step_id.step).saves:
-                if each.step_id == step_id:
-                    return Line(save=step_id.save, parents=each.parents)
-        return _UNKNOWN
+        why = next((why for _, why in tried if why), named)
+        instead = self.newest().found
+        if instead is None:
+            raise errors.CheckpointError(f"{why}; no step is complete")
+        number = instead.step_id.step
+        raise errors.CheckpointError(
+            f"{why}; newest complete step is {number}; restore it with step={number}"
+        )
 
     def _examined(
-        self, step: int, passed_over: dict[int, str], *, abandoned: bool, save: str = ""
-    ) -> ExaminedT | None:
-        # The complete save of a step; if there is none, notes what is wrong with it.
+        self, step: int, save: str = "", *, abandoned: bool = False
+    ) -> tuple[ExaminedT | None, str]:
+        # The complete save of a step, or what is wrong with it; neither if it has no
+        # saves but others.
         looked = self._look(step)
         of_line = [
             each
@@ -172,16 +174,13 @@ class Search(Generic[ExaminedT]):
             if self.line.abandons(each.step_id) == abandoned
             and save in ("", each.step_id.save)
         ]
-        wrong = []
-        for each in of_line:
-            if each.step_id in self._without:
-                continue
+        left = [each for each in of_line if each.step_id not in self._without]
+        for each in left:
             if each.problem is None:
-                return each
-            wrong.append(each.problem)
-        if of_line or not (looked.saves or abandoned):
-            why = "proved to be unreadable" if of_line else _NO_MANIFEST
-            problems = f" ({'; '.join(looked.problems)})" if looked.problems else ""
-            described = "; ".join(wrong or [f"step {step} {why}"])
-            passed_over.setdefault(step, f"{described}{problems}")
-        return None
+                return each, ""
+        if not of_line and (looked.saves or abandoned):
+            return None, ""
+        why = f"step {step} {'proved to be unreadable' if of_line else _NO_MANIFEST}"
+        why = "; ".join(str(each.problem) for each in left) or why
+        problems = f" ({'; '.join(looked.problems)})" if looked.problems else ""
+        return None, why + problems
