@@ -66,11 +66,14 @@ class Boxes:
 
     @classmethod
     def from_boxes(cls, boxes: Iterable[Box], *, rank: int) -> Boxes:
-        """`boxes` as columns; `rank` is r, because `boxes` may be empty."""
-        listed = list(boxes)
-        shape = (len(listed), rank)
-        start = np.array([box.start for box in listed], np.int64).reshape(shape)
-        stop = np.array([box.stop for box in listed], np.int64).reshape(shape)
+        """`boxes` as columns, at most of `rank`; the dims that one lacks are `0:1`."""
+        starts, stops = [], []
+        for box in boxes:
+            more = rank - len(box.start)
+            starts.append(box.start + (0,) * more)
+            stops.append(box.stop + (1,) * more)
+        start = np.array(starts, np.int64).reshape(len(starts), rank)
+        stop = np.array(stops, np.int64).reshape(len(stops), rank)
         return cls(start=start, stop=stop)
 
     def __len__(self) -> int:

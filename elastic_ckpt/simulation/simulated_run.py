@@ -322,7 +322,7 @@ class Saves:
                 )
                 for each in self._in_ram
             ],
-            retention.NewestOnly(),
+            retention.BestN(0),
             newest_complete=save.step,
             in_flight=[each.step for each in needed if each],
             preserved=(),

@@ -22,7 +22,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 # NumPy knows bfloat16 by its name only after this import, also in an agent.
 import ml_dtypes  # noqa: F401
@@ -74,9 +74,12 @@ class Leaf:
     @classmethod
     def of_file(cls, path: str, num_bytes: int) -> Leaf:
         """A file of a component."""
-        chunk = (max(1, num_bytes),)
         return cls(
-            path=path, shape=(num_bytes,), dtype="uint8", chunk=chunk, is_file=True
+            path=path,
+            shape=(num_bytes,),
+            dtype="uint8",
+            chunk=(max(1, num_bytes),),
+            is_file=True,
         )
 
     @property
@@ -134,14 +137,14 @@ class Contents:
     @functools.cached_property
     def shapes(self) -> np.ndarray:
         """The shapes of the leaves, padded with 1, int64 `[leaves, r]`."""
+        whole = [boxes.whole(leaf.shape) for leaf in self.leaves]
         rank = max((len(leaf.shape) for leaf in self.leaves), default=0)
-        wide = [each.shape + (1,) * (rank - len(each.shape)) for each in self.leaves]
-        return np.array(wide, np.int64).reshape(len(wide), rank)
+        return boxes.Boxes.from_boxes(whole, rank=rank).stop
 
-    @functools.cached_property
-    def item_bytes(self) -> np.ndarray:
-        """The bytes of an element of each leaf, int64 `[leaves]`."""
-        return np.array([np.dtype(each.dtype).itemsize for each in self.leaves], int)
+    def num_bytes(self, parts: Parts) -> np.ndarray:
+        """The bytes of each of some parts, int64 `[n]`."""
+        of_leaf = [np.dtype(each.dtype).itemsize for each in self.leaves]
+        return parts.boxes.volumes * np.array(of_leaf, np.int64)[parts.leaf]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,7 +213,9 @@ class Parts(NamedTuple):
     ) -> Parts:
         """Parts of one holder, sorted: the leaf, the box, and the digest of each."""
         ordered = sorted(rows)
-        held = padded([box for _, box, _ in ordered], rank=contents.shapes.shape[1])
+        held = boxes.Boxes.from_boxes(
+            [box for _, box, _ in ordered], rank=contents.shapes.shape[1]
+        )
         digests = b"".join(each for *_, each in ordered)
         return cls(
             holder=np.zeros(len(ordered), np.int32),
@@ -257,12 +262,6 @@ class Manifest:
         """The first holder."""
         return self.holders[0].host
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all parts."""
-        of_leaf = self.contents.item_bytes[self.parts.leaf]
-        return int((self.parts.boxes.volumes * of_leaf).sum())
-
     def rows(self) -> list[tuple[int, boxes.Box, bytes]]:
         """The leaf, the box and the digest of each part."""
         ranks = [len(leaf.shape) for leaf in self.contents.leaves]
@@ -307,18 +306,34 @@ class Manifest:
         fields, blobs = checked_blobs.parse(content, what="manifest", version=VERSION)
         try:
             contents = _contents(blobs[0])
-            manifest = cls(
+            parts = _columns(blobs[1:], int(fields["num_parts"]), contents)
+            holders = codec.decode(tuple[Holder, ...], fields["holders"])
+            start, stop = parts.start, parts.stop
+            inside = (start >= 0) & (start <= stop)
+            inside &= stop <= contents.shapes[parts.leaf]
+            counts = (parts.leaf, contents.leaves), (parts.holder, holders)
+            _require(
+                {
+                    "the holders": bool(holders),
+                    "the ids": all(_ID.fullmatch(each.host.id) for each in holders),
+                    "a box inside of its leaf": inside.all(),
+                    "the numbers of leaves and holders": all(
+                        numbers.min(initial=0) > -1
+                        and numbers.max(initial=-1) < len(of)
+                        for numbers, of in counts
+                    ),
+                }
+            )
+            return cls(
                 run=codec.decode(str, fields["run"]),
                 step_id=codec.decode(StepId, fields["step_id"]),
                 contents=contents,
-                holders=codec.decode(tuple[Holder, ...], fields["holders"]),
-                parts=_columns(blobs[1:], int(fields["num_parts"]), contents),
+                holders=holders,
+                parts=parts,
             )
-            _check(manifest)
         except _OTHER as error:
             problem = f"is not a manifest ({error!r})"
             raise checked_json.UnreadableError(problem) from None
-        return manifest
 
     @classmethod
     def merged(cls, manifests: Sequence[Manifest]) -> Manifest:
@@ -429,41 +444,31 @@ def _unescaped(part: str) -> str:
     return part.replace("~1", "/").replace("~0", "~")
 
 
-def padded(of_leaves: Sequence[boxes.Box], *, rank: int) -> boxes.Boxes:
-    """Boxes of leaves with different numbers of dims; the missing dims are `0:1`."""
-    more = [rank - len(box.start) for box in of_leaves]
-    wide = [
-        boxes.Box(start=box.start + (0,) * n, stop=box.stop + (1,) * n)
-        for box, n in zip(of_leaves, more, strict=True)
-    ]
-    return boxes.Boxes.from_boxes(wide, rank=rank)
-
-
 @functools.lru_cache(maxsize=64)
 def _contents(text: bytes) -> Contents:
     # All hosts of a step list the same: it is made once, and is the same object.
     contents = codec.decode(Contents, json.loads(text))
     places = [(leaf.is_file, leaf.path) for leaf in contents.leaves]
-    _require(places == sorted(set(places)), "the order of the leaves")
-    _require(min(map(min, map(_sizes, contents.leaves)), default=1) > 0, "the shapes")
     names = [leaf.path.split("/") for leaf in contents.leaves if leaf.is_file]
-    # A path of a peer must not lead out of the step's directory.
+    texts = (contents.metrics, contents.trees, contents.custom_metadata)
     _require(
-        all(part not in ("", ".", "..") for name in names for part in name),
-        "the paths of files",
+        {
+            "the order of the leaves": places == sorted(set(places)),
+            "the shapes": all(
+                len(leaf.shape) == len(leaf.chunk)
+                and min([1, *leaf.chunk, *(size + 1 for size in leaf.shape)]) > 0
+                and np.dtype(leaf.dtype).itemsize >= 0
+                for leaf in contents.leaves
+            ),
+            # A path of a peer must not lead out of the step's directory.
+            "the paths of files": not any({"", ".", ".."} & {*name} for name in names),
+            "the components": {name[0] for name in names} <= {*contents.components},
+            "what is JSON": all(
+                isinstance(json.loads(each or "{}"), dict) for each in texts
+            ),
+        }
     )
-    _require({name[0] for name in names} <= set(contents.components), "the components")
-    for text_of in (contents.metrics, contents.trees, contents.custom_metadata):
-        _require(isinstance(json.loads(text_of or "{}"), dict), "what is JSON")
-    # They raise an error if a dtype is unknown, or ranks differ.
-    _ = contents.item_bytes, contents.shapes
     return contents
-
-
-def _sizes(leaf: Leaf) -> list[int]:
-    ranks = {len(leaf.shape), len(leaf.chunk)}
-    _require(len(ranks) == 1, "the chunks")
-    return [1, *leaf.chunk, *(size + 1 for size in leaf.shape)]
 
 
 def _columns(blobs: Sequence[bytes], count: int, contents: Contents) -> Parts:
@@ -471,26 +476,11 @@ def _columns(blobs: Sequence[bytes], count: int, contents: Contents) -> Parts:
     shapes = ((count,), (count,), (count, rank), (count, rank), (count, 2))
     listed = list(zip(blobs, _DTYPES, shapes, strict=True))
     sizes = [math.prod(shape) * np.dtype(kind).itemsize for _, kind, shape in listed]
-    _require(list(map(len, blobs)) == sizes, "columns of a length")
+    _require({"columns of a length": [*map(len, blobs)] == sizes})
     return Parts(*(np.frombuffer(blob, k).reshape(shape) for blob, k, shape in listed))
 
 
-def _check(manifest: Manifest) -> None:
-    contents, parts = manifest.contents, manifest.parts
-    ids = [each.host.id for each in manifest.holders]
-    _require(all(map(_ID.fullmatch, ids)), "the ids")
-    _require(bool(manifest.holders), "the holders")
-    _require(_within(parts.leaf, len(contents.leaves)), "the numbers of leaves")
-    _require(_within(parts.holder, len(manifest.holders)), "the numbers of holders")
-    bounds = contents.shapes[parts.leaf]
-    inside = (parts.start >= 0) & (parts.start <= parts.stop) & (parts.stop <= bounds)
-    _require(bool(inside.all()), "a box inside of its leaf")
-
-
-def _within(numbers: np.ndarray, count: int) -> bool:
-    return bool(((numbers >= 0) & (numbers < count)).all())
-
-
-def _require(holds: bool, what: str) -> None:
-    if not holds:
-        raise ValueError(f"{what} cannot be right")
+def _require(checks: Mapping[str, Any]) -> None:
+    for what, holds in checks.items():
+        if not holds:
+            raise ValueError(f"{what} cannot be right")

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from elastic_ckpt.core import box_cover, box_join, boxes, columns, digest, errors
-from elastic_ckpt.steps.manifest import Contents, Holder, Host, padded
+from elastic_ckpt.steps.manifest import Contents, Holder, Host
 from elastic_ckpt.steps.table import StepTable
 
 # From the nearest holder on.
@@ -64,7 +64,9 @@ class Wanted(NamedTuple):
                 )
         return cls(
             leaf=np.array([numbers[path] for path, _ in listed], np.int32),
-            boxes=padded([box for _, box in listed], rank=contents.shapes.shape[1]),
+            boxes=boxes.Boxes.from_boxes(
+                [box for _, box in listed], rank=contents.shapes.shape[1]
+            ),
         )
 
 

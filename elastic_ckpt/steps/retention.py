@@ -69,11 +69,6 @@ class HeldStep:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Context:
-    """The context that Orbax's policies receive besides the steps: empty."""
-
-
 class PreservationPolicy(Protocol):
     """Decides which steps are kept; Orbax's policies have this interface."""
 
@@ -82,17 +77,6 @@ class PreservationPolicy(Protocol):
     ) -> Sequence[bool]:
         """Whether each of `checkpoints`, ordered by step, is kept."""
         ...
-
-
-class NewestOnly:
-    """Preserves only the newest complete step, which is never removed."""
-
-    def should_preserve(
-        self, checkpoints: Sequence[Any], *, context: Any
-    ) -> Sequence[bool]:
-        """Returns False for each."""
-        del context
-        return [False] * len(checkpoints)
 
 
 def steps_to_delete(
@@ -119,20 +103,18 @@ def steps_to_delete(
       preserved: by hand, or because another tier depends on them.
     """
     ordered = sorted(held, key=lambda step: step.step)
-    if newest_complete is None:
-        # No complete step replaces these.
-        return []
     whole = [step for step in ordered if step.complete]
     kept = set(in_flight) | set(preserved)
     kept |= {step.step for step in held if step.complete is None}
     if whole:
-        flags = policy.should_preserve(whole, context=Context())
+        flags = policy.should_preserve(whole, context=None)
         kept |= {step.step for step, keep in zip(whole, flags, strict=True) if keep}
         kept.add(whole[-1].step)
     return [
         step.step
         for step in ordered
-        if step.step not in kept and step.step < newest_complete
+        # Without a complete step nothing replaces these.
+        if step.step not in kept and step.step < (newest_complete or 0)
     ]
 
 
@@ -142,10 +124,9 @@ class BestN:
 
     Unlike Orbax's policy of this name it does not keep every step that was never
     evaluated: one without the metric, or with NaN or infinity, is not among the best.
-    Of steps
-    with equal metrics the oldest is the best, so that a step is replaced by a better
-    one only. A step is ranked once its metric is known; until then, other policies or a
-    lease of the program that evaluates it keep it.
+    Of steps with equal metrics the oldest is the best, so that a step is replaced by a
+    better one only. A step is ranked once its metric is known; until then, other
+    policies or a lease of the program that evaluates it keep it.
 
     Attributes:
       n: how many steps to keep.
@@ -234,15 +215,12 @@ def with_evaluations(
     """
     ranked = []
     for each, after in itertools.zip_longest(steps, steps[1:]):
-        nearest = min(
-            (n for n in evaluated if n >= each.step and (not after or n < after.step)),
-            default=None,
+        counting = (
+            n for n in evaluated if n >= each.step and (not after or n < after.step)
         )
-        if nearest is None:
-            ranked.append(each)
-            continue
-        recorded, saved = dict(evaluated[nearest]), dict(each.metrics or {})
-        is_own = nearest == each.step
-        metrics = {**saved, **recorded} if is_own else {**recorded, **saved}
+        nearest = min(counting, default=-1)
+        recorded, saved = evaluated.get(nearest, {}), each.metrics or {}
+        first, last = (saved, recorded) if nearest == each.step else (recorded, saved)
+        metrics = {**first, **last} or each.metrics
         ranked.append(dataclasses.replace(each, metrics=metrics))
     return ranked

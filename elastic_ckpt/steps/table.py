@@ -54,8 +54,7 @@ class StepTable:
         )
         self.items: Parts = rows.take(first)
         self.boxes = self.items.boxes
-        of_leaf = self.contents.item_bytes[self.items.leaf]
-        self.num_bytes = self.boxes.volumes * of_leaf
+        self.num_bytes = self.contents.num_bytes(self.items)
         # A holder that is listed twice has an item once.
         num_holders = len(self.holders)
         pairs = columns.distinct(item * num_holders + rows.holder)

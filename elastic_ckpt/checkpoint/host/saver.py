@@ -274,7 +274,7 @@ class HostSaver:
         """
         line = Line(save=step_id.save, parents=parents)
         assert self._world.chosen.local is not None
-        policy = self._world.chosen.local.keep or retention.NewestOnly()
+        policy = self._world.chosen.local.keep or retention.BestN(0)
         held = self._world.own.retained()
         of_line = [each for each in held if not line.abandons(each.step_id)]
         # Of a step that was saved again the newest save counts.

@@ -268,7 +268,8 @@ class StepWriter:
             # Reserved before it is measured: two processes that start together and do
             # not both fit cannot both find room.
             try:
-                reserved = self.manifest.num_bytes + num_bytes - taken_bytes
+                there = self.manifest.contents.num_bytes(self.manifest.parts).sum()
+                reserved = there + num_bytes - taken_bytes
                 storage.write_atomic(
                     self.directory / ram_disk.RESERVED, b"%d" % reserved
                 )
