@@ -885,7 +885,6 @@ class HostsCheckpointer:
             return functools.partial(self._send, write, step_id, directory)
 
         write_components, problem = component_io.fail_later(begin)
-        compare = validation_schedule.comparison(step, stateful, emit=self._emit)
         saving = Saving(
             step_id=step_id,
             write_components=write_components,
@@ -895,7 +894,9 @@ class HostsCheckpointer:
             is_copied_at_once=is_last_of_world and self._world.loses_memory(),
             description=description,
             component_kinds=component_io.kinds(stateful),
-            compare=compare,
+            compare=functools.partial(
+                validation_schedule.compare, step, stateful, emit=self._emit
+            ),
             optional=component_io.optional(stateful),
             parents=line.parents,
             path=current.path,

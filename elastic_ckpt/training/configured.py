@@ -174,7 +174,7 @@ def validation(
     if section.replica_validation == "none":
         return None
     return validation_schedule.ValidationSchedule(
-        cast(Any, section.replica_validation),
+        level=cast(Any, section.replica_validation),
         at_saves=section.replica_validation_at_saves,
         interval=section.replica_validation_interval,
         stops=section.replica_validation_action == "stop",

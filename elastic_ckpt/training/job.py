@@ -313,7 +313,7 @@ class Job:
         while True:
             start_step = int(state["step"])
             if self.loop.validation and start_step:
-                self.loop.validation.restored(start_step)
+                self.loop.validation.equal_step = start_step
             # All hosts ask for it.
             left_out = self.loop.batches.left_out
             log = None

@@ -376,8 +376,8 @@ def test_a_state_that_differs_on_a_host_is_named_with_its_path(world):
         (22, "a/groups/1/lr", [2], True),
         (23, "a/ema", [1], True),
         (24, "a/more/3", [0], True),
-        (25, "a/", [1], True),
-        (26, "a/", [1], True),
+        (25, "a/lr", [1], True),
+        (26, "a/lr", [1], True),
     ]
     assert "no such state" in next(
         each["why"]

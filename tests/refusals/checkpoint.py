@@ -82,16 +82,20 @@ REFUSALS = {
         "sharing= of a component returned",
     ),
     "validation of a state per host": Refusal(
-        component("per_host", validation="quick"), "takes no validation"
+        component("per_host", validation="quick"),
+        r"sharing='per_host' takes \[\] .* given {'validation': 'quick'}",
     ),
     "nodes where there are none": Refusal(
-        component("global", processes_per_node=2), "takes no processes_per_node"
+        component("global", processes_per_node=2),
+        r"sharing='global' takes \[\]",
     ),
     "nodes of no processes": Refusal(
-        component("per_node", processes_per_node=0), "not a positive number"
+        component("per_node", processes_per_node=0),
+        "processes_per_node from 1 on",
     ),
     "a group without a mesh": Refusal(
-        component("per_group", axis="data"), "needs axis= and mesh="
+        component("per_group", axis="data"),
+        r"takes \['axis', 'mesh'\] .* given {'axis': 'data'}",
     ),
     "a host in two groups": Refusal(
         lambda _: Component({}, "per_group", axis="data", mesh=mesh(2, 2)),
@@ -99,7 +103,7 @@ REFUSALS = {
     ),
     "a group that cuts a host": Refusal(
         group(["data"], hosts=CUBE // 2, host=1),
-        r"share it over \['pipe'\] too, or",
+        r"share it over another axis of \('data', 'model', 'pipe'\), too, or",
     ),
     "an unknown axis": Refusal(group(["rows"]), "does not fit the mesh"),
     "an axis twice": Refusal(group(["data", "data"]), "does not fit the mesh"),

@@ -34,14 +34,15 @@ import dataclasses
 import functools
 import pathlib
 import socket
-import threading
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+import jax
 import numpy as np
 from absl import logging
 from etils import epath
 from jax.sharding import Mesh
+from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint.components import encoding
 from elastic_ckpt.checkpoint.components import sharing as sharing_of
@@ -67,13 +68,20 @@ _CHOICES = (
 )
 # Linux gives each boot of a machine an id, which its containers share.
 _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
-_machines: list[str] = []
-_asking = threading.Lock()
 # How long hosts wait for each other's machines.
 _PATIENCE_SECS = 60.0
 
 # How an object gives and takes its state, in the order in which these are tried.
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
+# The options of each sharing, and of a function, whose states are not compared.
+_TAKES = {
+    sharing_of.GLOBAL: (),
+    sharing_of.REPLICATED: ("validation",),
+    sharing_of.PER_HOST: (),
+    sharing_of.PER_NODE: ("processes_per_node",),
+    sharing_of.PER_GROUP: ("axis", "mesh"),
+}
+_OF_FUNCTION = ("axis", "mesh", "processes_per_node")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,21 +117,14 @@ class Description:
         Raises:
           CheckpointError: if it is missing or cannot be read; it names the file.
         """
-        path = directory / FILE
-        try:
-            fields = checked_json.parse(path.read_bytes(), what=_WHAT, version=VERSION)
-            return codec.decode(cls, fields, name=_WHAT)
-        except FileNotFoundError:
-            raise encoding.unreadable(path, "is missing") from None
-        except ValueError as error:
-            raise encoding.unreadable(path, str(error)) from None
-
-
-class AwaitedDirectory(Protocol):
-    """A directory that Orbax is about to create (its `PathAwaitingCreation`)."""
-
-    async def await_creation(self) -> epath.Path:
-        """Waits until the directory exists, and returns it."""
+        return encoding.read(
+            directory / FILE,
+            lambda file: codec.decode(
+                cls,
+                checked_json.parse(file.read(), what=_WHAT, version=VERSION),
+                name=_WHAT,
+            ),
+        )
 
 
 class Component:
@@ -216,11 +217,23 @@ class Component:
         self.validation: Level = validation
         self.save_problem: str | None = None
         # The state of the last save, until it was compared with those of other hosts.
-        self.taken: encoding.Encoded | None = None
+        self.taken: Any = None
         self.sharing = sharing
-        _check_given(sharing, axis, mesh, processes_per_node, validation)
+        _check_given(
+            sharing,
+            axis=axis,
+            mesh=mesh,
+            processes_per_node=processes_per_node,
+            validation=validation,
+        )
         self._processes_per_node = processes_per_node
-        self._group = None if mesh is None else _group(axis, mesh)
+        self._group = None
+        if mesh is not None:
+            hosts = np.vectorize(lambda device: device.process_index, otypes=[int])
+            axes = (axis,) if isinstance(axis, str) else axis
+            self._group = sharing_of.per_group(
+                hosts(mesh.devices), mesh.axis_names, axes, host=topology.this_host()
+            )
         # Only this rule needs it.
         is_reset = on_resize == RESET
         self._initial = encoding.encode(self.get()) if is_reset else None
@@ -236,43 +249,44 @@ class Component:
         Raises:
           ConfigError: if `sharing` is a function, and returns no sharing.
         """
-        given = self.sharing
-        name = given() if callable(given) else given
-        host, num_hosts = topology.this_host(), topology.num_hosts()
-        if name in (sharing_of.GLOBAL, sharing_of.REPLICATED):
-            return sharing_of.of_all(name, host=host)
-        if name == sharing_of.PER_HOST:
-            return sharing_of.per_host(host=host, num_hosts=num_hosts)
-        if name == sharing_of.PER_NODE:
-            each = self._processes_per_node
-            nodes = _nodes() if each is None else [n // each for n in range(num_hosts)]
-            return sharing_of.per_node(nodes, host=host)
-        if name == sharing_of.PER_GROUP and self._group is not None:
+        given, each = self.sharing, self._processes_per_node
+        pattern = given() if callable(given) else given
+        num_hosts = topology.num_hosts()
+        nodes: Sequence[object] = [0] * num_hosts
+        if pattern == sharing_of.PER_GROUP and self._group is not None:
             return self._group
-        raise errors.ConfigError(
-            f"the function sharing= of a component returned {name!r}; return one of"
-            f" {sharing_of.PATTERNS}, and for per_group give axis and mesh"
-        )
+        if pattern == sharing_of.PER_HOST:
+            nodes = range(num_hosts)
+        elif pattern == sharing_of.PER_NODE:
+            nodes = _nodes() if each is None else [n // each for n in range(num_hosts)]
+        elif pattern not in (sharing_of.GLOBAL, sharing_of.REPLICATED):
+            raise errors.ConfigError(
+                f"the function sharing= of a component returned {pattern!r}; return one"
+                f" of {[*_TAKES]}, and for per_group give axis and mesh"
+            )
+        return sharing_of.of_nodes(pattern, nodes, host=topology.this_host())
 
     def get(self) -> Any:
         """The values to save: the pytree, or the object's state."""
-        methods = _methods(self.state)
-        return self.state if methods is None else methods[0]()
+        return self._methods()[0]()
 
     def put(self, values: Any) -> None:
         """Sets the pytree or the object to values that `get` has returned."""
-        methods = _methods(self.state)
-        if methods is None:
-            self.state = values
-        else:
-            methods[1](values)
+        self._methods()[1](values)
 
-    async def save(self, directory: AwaitedDirectory) -> Awaitable[None]:
+    def _methods(self) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+        for names in _METHODS:
+            get, put = (getattr(self.state, name, None) for name in names)
+            if callable(get) and callable(put):
+                return get, put
+        return lambda: self.state, functools.partial(setattr, self, "state")
+
+    async def save(self, directory: ocp.path.PathAwaitingCreation) -> Awaitable[None]:
         """Captures the state; the awaitable writes it into Orbax's directory."""
-        files: dict[str, Callable[[epath.Path], None]] = {}
+        writes: list[Callable[[epath.Path], None]] = []
         self.save_problem, self.taken = None, None
         try:
-            files = self._files()
+            writes = self._take()
         except Exception as error:
             if self.required:
                 raise
@@ -281,11 +295,9 @@ class Component:
 
         async def write() -> None:
             path = await directory.await_creation()
-            if self.save_problem is None:
-                # Each state is released once it is written.
-                while files:
-                    name, write_file = files.popitem()
-                    write_file(path / name)
+            # Each state is released once it is written. Others may have a problem.
+            while writes and self.save_problem is None:
+                writes.pop()(path)
 
         return write()
 
@@ -360,99 +372,65 @@ class Component:
         except errors.CheckpointError as error:
             raise errors.CheckpointError(f"component {name!r}: {error}") from None
 
-    def _files(self) -> dict[str, Callable[[epath.Path], None]]:
-        # The files that this host writes, by name.
+    def _take(self) -> list[Callable[[epath.Path], None]]:
+        # Takes the state, and returns what writes the files of this host.
         sharing = self.present()
         # On all hosts: a user's object may ask all of them for its state.
         values = self.get()
-        files: dict[str, Callable[[epath.Path], None]] = {}
+        writes: list[Callable[[epath.Path], None]] = []
         if sharing.is_writer or self.is_compared:
             encoded = encoding.encode(values)
-            self.taken = encoded if self.is_compared else None
+            if self.is_compared:
+                self.taken = jax.tree.map(encoding.on_host, values)
             if sharing.is_writer:
-                write = functools.partial(encoding.write, encoded=encoded)
-                files[f"{sharing.name}.npz"] = write
+                file = f"{sharing.name}.npz"
+                writes.append(lambda path: encoding.write(path / file, encoded))
         if topology.this_host() == 0:
-            rule = self.on_resize
-            # A partial function has the name of its class.
-            named: Any = rule if hasattr(rule, "__qualname__") else type(rule)
-            saved = Description(
+            rule: Any = self.on_resize
+            if not isinstance(rule, str):
+                # A partial function has the name of its class.
+                name = getattr(rule, "__qualname__", type(rule).__qualname__)
+                rule = f"{rule.__module__}.{name}"
+            content = Description(
                 pattern=sharing.pattern,
                 axes=sharing.axes,
                 states=sharing.names,
                 hosts=topology.num_hosts(),
                 kind=encoding.type_name(self.state),
-                on_resize=rule
-                if isinstance(rule, str)
-                else f"{named.__module__}.{named.__qualname__}",
+                on_resize=rule,
                 required=self.required,
-            )
-            write = functools.partial(storage.write_atomic, content=saved.to_bytes())
-            files[FILE] = write
-        return files
+            ).to_bytes()
+            writes.append(lambda path: storage.write_atomic(path / FILE, content))
+        return writes
 
 
-def _check_given(
-    sharing: object,
-    axis: object,
-    mesh: Mesh | None,
-    processes_per_node: int | None,
-    validation: Level,
-) -> None:
-    if not callable(sharing) and sharing not in sharing_of.PATTERNS:
+def _check_given(sharing: Any, **options: Any) -> None:
+    given = {n: each for n, each in options.items() if each not in ((), None, "none")}
+    takes = _OF_FUNCTION if callable(sharing) else _TAKES.get(sharing)
+    if takes is None:
         raise errors.ConfigError(
-            f"sharing={sharing!r} of a component: give one of {sharing_of.PATTERNS}, or"
-            " a function that returns one"
+            f"sharing={sharing!r} of a component: give one of {[*_TAKES]}, or a"
+            " function that returns one"
         )
-    for name, is_given, pattern in (
-        ("axis and mesh", axis != () or mesh is not None, sharing_of.PER_GROUP),
-        ("processes_per_node", processes_per_node is not None, sharing_of.PER_NODE),
-        ("validation", validation != "none", sharing_of.REPLICATED),
+    needs_mesh = "axis" in given or sharing == sharing_of.PER_GROUP
+    is_whole = "mesh" in given or not needs_mesh
+    if (
+        given.keys() - {*takes}
+        or given.get("processes_per_node", 1) < 1
+        or not is_whole
     ):
-        # What a function returns may need any of them, but may not be compared.
-        is_open = callable(sharing) and name != "validation"
-        if is_given and not is_open and sharing != pattern:
-            raise errors.ConfigError(
-                f"a component with sharing={sharing!r} takes no {name}, which is for"
-                f" {pattern!r}"
-            )
-    if processes_per_node is not None and processes_per_node < 1:
         raise errors.ConfigError(
-            f"processes_per_node={processes_per_node} is not a positive number; leave"
-            " it out to compare the machines of the hosts"
-        )
-    if (sharing == sharing_of.PER_GROUP or axis != ()) and mesh is None:
-        raise errors.ConfigError(
-            'a component with sharing="per_group" needs axis= and mesh='
+            f"a component with sharing={sharing!r} takes {[*takes]} (axis with mesh,"
+            f" processes_per_node from 1 on), and was given {given}"
         )
 
 
-def _group(axis: str | tuple[str, ...], mesh: Mesh) -> sharing_of.Sharing:
-    hosts = np.vectorize(lambda device: device.process_index, otypes=[int])
-    return sharing_of.per_group(
-        hosts(mesh.devices),
-        mesh.axis_names,
-        (axis,) if isinstance(axis, str) else axis,
-        host=topology.this_host(),
-    )
-
-
-def _nodes() -> list[str]:
+@functools.cache
+def _nodes() -> tuple[str, ...]:
     # The machine of each host, asked once: hosts on one machine are on one node.
-    with _asking:
-        if not _machines:
-            try:
-                own = _BOOT_ID.read_text().strip()
-            except OSError:
-                own = socket.gethostname()
-            messages = allgather.shared()
-            _machines.extend(messages.gather("nodes", own, timeout_secs=_PATIENCE_SECS))
-        return _machines
-
-
-def _methods(state: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    for names in _METHODS:
-        get, put = (getattr(state, name, None) for name in names)
-        if callable(get) and callable(put):
-            return get, put
-    return None
+    try:
+        own = _BOOT_ID.read_text().strip()
+    except OSError:
+        own = socket.gethostname()
+    gather = allgather.shared().gather
+    return tuple(gather("nodes", own, timeout_secs=_PATIENCE_SECS))

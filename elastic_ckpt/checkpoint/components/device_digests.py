@@ -1,8 +1,9 @@
 """Digests of what each device holds of arrays, computed on the devices themselves.
 
-A program runs on all devices of a mesh (`jax.shard_map` over every axis), so that each
-replica is read where it lies; a jitted function of a replicated array might look at one
-of them. One program digests all arrays of a mesh. It is compiled once for their shapes.
+The parts that the devices of this process hold are taken for the replicas of an array
+on a mesh of these devices, and a program runs on all of them (`jax.shard_map`), so that
+each part is read where it lies. One program digests all arrays. It is compiled once for
+their shapes, and asks no other process.
 
 A digest is a sum modulo 2**32 over the words of a part. Each word is added to a number
 that depends on its position, and the sum goes through a one-to-one function of 32 bits
@@ -15,20 +16,16 @@ digest; changes of several words, as of a swap, are missed with a probability of
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from elastic_ckpt.core import topology
-
-# What to compute of each part: a digest of about a thousand elements; a digest of all;
-# or that, and the number of elements that differ between replicas.
-Kind = Literal["quick", "tensor", "full"]
 
 _SAMPLE = 1024
 # Odd numbers: the second is a multiplier of MurmurHash3's finaliser (Appleby 2008).
@@ -36,56 +33,44 @@ _STRIDE = 0x9E3779B1
 _MULTIPLIER = 0x85EBCA6B
 
 
-class Looked(NamedTuple):
-    """The digest of the part of an array that a device holds.
-
-    Attributes:
-      digest: of its bits, or of those of a sample, in hex.
-      differing: the number of elements that differ between the replicas; None if they
-        were not compared.
-    """
-
-    digest: str
-    differing: int | None = None
+def is_readable(leaf: Any) -> bool:
+    """Whether a leaf is an array in the memory of devices, not in that of the host."""
+    if not isinstance(leaf, jax.Array):
+        return False
+    device = next(iter(leaf.sharding.addressable_devices))
+    return leaf.sharding.memory_kind in (None, device.default_memory().kind)
 
 
-def look(arrays: Sequence[jax.Array], kind: Kind) -> list[Mapping[jax.Device, Looked]]:
-    """Looks at the part of each array that each device of this process holds.
-
-    All processes that share arrays call this alike.
+def look(
+    arrays: Mapping[int, jax.Array], *, is_sample: bool
+) -> dict[int, Mapping[int, str]]:
+    """The digests of the parts of arrays that the devices of this process hold.
 
     Args:
-      arrays: of any dtypes and shardings.
-      kind: of what to compute. Replicas are compared over the network between the
-        devices.
+      arrays: by number, of any dtypes and shardings.
+      is_sample: whether of about a thousand elements of each part, or of all bits.
 
     Returns:
-      For each array, by device.
+      For each array, by the id of the device, in hex.
     """
-    looked: list[Mapping[jax.Device, Looked]] = [{}] * len(arrays)
-    groups: dict[tuple[Mesh, int | None], list[tuple[int, Any]]] = {}
-    for number, array in enumerate(arrays):
-        on_mesh, is_replica = _on_mesh(array)
-        compared = kind == "full" and is_replica
-        compared = compared and bool(topology.replica_axes(on_mesh.sharding))
-        # Comparisons need memory of the size of an array: one at a time.
-        group = groups.setdefault(
-            (on_mesh.sharding.mesh, number if compared else None), []
-        )
-        group.append((number, on_mesh))
-    for (mesh, compared), members in groups.items():
-        specs = tuple(array.sharding.spec for _, array in members)
-        of_group = "tensor" if kind == "full" and compared is None else kind
-        program = _compiled(mesh, specs, of_group)
-        shards = program([array for _, array in members]).addressable_shards
-        for shard in shards:
-            shard.data.copy_to_host_async()
-        rows = {shard.device: np.asarray(shard.data)[0] for shard in shards}
-        for column, (number, _) in enumerate(members):
-            looked[number] = {
-                device: Looked(f"{words[0]:08x}", *map(int, words[1:]))
-                for device, words in ((each, rows[each][column]) for each in rows)
-            }
+    groups: dict[tuple[jax.Device, ...], dict[int, list[Any]]] = {}
+    for number, array in arrays.items():
+        shards = sorted(array.addressable_shards, key=lambda shard: shard.device.id)
+        group = groups.setdefault(tuple(shard.device for shard in shards), {})
+        group[number] = [shard.data for shard in shards]
+    looked: dict[int, Mapping[int, str]] = {}
+    for devices, members in groups.items():
+        mesh = Mesh(np.array(devices), ("device",))
+        replicas = [
+            jax.make_array_from_single_device_arrays(
+                parts[0].shape, topology.replicated(mesh), parts
+            )
+            for parts in members.values()
+        ]
+        rows = np.asarray(_compiled(mesh, is_sample=is_sample)(replicas))
+        for number, words in zip(members, rows.T, strict=True):
+            named = zip(devices, words, strict=True)
+            looked[number] = {device.id: f"{word:08x}" for device, word in named}
     return looked
 
 
@@ -94,49 +79,54 @@ def host_sample(values: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(values[_sample(values.shape)])
 
 
-def _on_mesh(array: jax.Array) -> tuple[Any, bool]:
-    # The array under a NamedSharding, and whether its replicas are those of the mesh.
-    if isinstance(array.sharding, NamedSharding) and array.sharding.mesh.axis_names:
-        return array, True
-    # Each local device gets an axis, and its part stands for a replica of a whole.
-    shards = sorted(array.addressable_shards, key=lambda shard: shard.device.id)
-    mesh = Mesh(np.array([shard.device for shard in shards]), ("device",))
-    parts = [shard.data for shard in shards]
-    together = jax.make_array_from_single_device_arrays(
-        parts[0].shape, topology.replicated(mesh), parts
-    )
-    return together, False
+def differing(leaf: Any) -> Mapping[int, int]:
+    """How many elements of a device's part of an array differ from other replicas.
+
+    All processes that share the array call this alike.
+
+    Returns:
+      By the id of each device of the mesh; nothing unless the leaf is on one that all
+      hosts share.
+    """
+    is_on_mesh = is_readable(leaf) and hasattr(leaf.sharding, "mesh")
+    if not is_on_mesh or (leaf.is_fully_addressable and topology.num_hosts() > 1):
+        return {}
+    sharding, mesh = leaf.sharding, leaf.sharding.mesh
+    axes = topology.replica_axes(sharding)
+
+    def count(part: jax.Array) -> jax.Array:
+        differ = jnp.zeros(part.shape, bool)
+        for words in _bits(part):
+            words = words.astype(jnp.uint32)
+            unequal = lax.pmin(words, axes) != lax.pmax(words, axes)
+            # 64 bits are two words of an element.
+            differ |= unequal.reshape((*part.shape, -1)).any(axis=-1)
+        return lax.all_gather(differ.sum(dtype=jnp.uint32), mesh.axis_names)
+
+    counts = _on_mesh(count, mesh, sharding.spec, PartitionSpec())(leaf)
+    ids = [device.id for device in mesh.devices.flat]
+    return dict(zip(ids, np.asarray(counts).ravel().tolist(), strict=True))
 
 
-@functools.lru_cache(maxsize=2**12)
-def _compiled(
-    mesh: Mesh, specs: tuple[PartitionSpec, ...], kind: Kind
-) -> Callable[[list[jax.Array]], jax.Array]:
-    # Returns uint32 `[devices, arrays, words]`.
-    def words(part: jax.Array, spec: PartitionSpec) -> jax.Array:
-        if jax.dtypes.issubdtype(part.dtype, jax.dtypes.prng_key):
-            part = jax.random.key_data(part)
-        if kind == "quick":
-            part = part[_sample(part.shape)]
-        digest = part_digest(part)
-        if kind != "full":
-            return digest[None]
-        axes = topology.replica_axes(NamedSharding(mesh, spec))
-        differing = _differing(part, axes)
-        return jnp.stack([digest, differing])
-
-    def of_device(parts: list[jax.Array]) -> jax.Array:
-        return jnp.stack([*map(words, parts, specs)])[None]
-
+def _on_mesh(
+    of_device: Callable[[Any], Any], mesh: Mesh, of: Any, into: PartitionSpec
+) -> Callable[[Any], jax.Array]:
     return jax.jit(
         jax.shard_map(
-            of_device,
-            mesh=mesh,
-            in_specs=(list(specs),),
-            out_specs=PartitionSpec(mesh.axis_names),
-            check_vma=False,
+            of_device, mesh=mesh, in_specs=(of,), out_specs=into, check_vma=False
         )
     )
+
+
+@functools.lru_cache(maxsize=2**6)
+def _compiled(mesh: Mesh, *, is_sample: bool) -> Callable[[Any], jax.Array]:
+    # Returns uint32 `[devices, arrays]`.
+    def of_device(parts: list[jax.Array]) -> jax.Array:
+        if is_sample:
+            parts = [part[_sample(part.shape)] for part in parts]
+        return jnp.stack([*map(part_digest, parts)])[None]
+
+    return _on_mesh(of_device, mesh, PartitionSpec(), PartitionSpec(mesh.axis_names))
 
 
 def part_digest(part: jax.Array) -> jax.Array:
@@ -164,6 +154,8 @@ def _positions(shape: tuple[int, ...], number: int) -> jax.Array | np.uint32:
 
 def _bits(part: jax.Array) -> list[jax.Array]:
     # The bits of an array as unsigned integers of at most 32 bits.
+    if jax.dtypes.issubdtype(part.dtype, jax.dtypes.prng_key):
+        part = jax.random.key_data(part)
     dtype = part.dtype
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return [*_bits(lax.real(part)), *_bits(lax.imag(part))]
@@ -176,17 +168,6 @@ def _bits(part: jax.Array) -> list[jax.Array]:
     words = lax.bitcast_convert_type(part, unsigned)
     # No network has smaller ones.
     return [words.astype(jnp.uint8) if num_bits < 8 else words]
-
-
-def _differing(part: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
-    # How many elements differ between the devices along the axes.
-    differ = jnp.zeros(part.shape, bool)
-    for words in _bits(part):
-        words = words.astype(jnp.uint32)
-        unequal = lax.pmin(words, axes) != lax.pmax(words, axes)
-        # 64 bits are two words of an element.
-        differ |= unequal.reshape((*part.shape, -1)).any(axis=-1)
-    return differ.sum(dtype=jnp.uint32)
 
 
 def _sample(shape: tuple[int, ...]) -> tuple[slice, ...]:

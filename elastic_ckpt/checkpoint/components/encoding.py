@@ -25,12 +25,11 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import dataclasses
 import os
 import struct
 import zipfile
-from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -40,31 +39,24 @@ from jax.sharding import SingleDeviceSharding
 from elastic_ckpt.core import checked_json, digest, errors, storage
 
 VERSION = 1
-Leaf = bool | int | float | str | bytes | np.ndarray
 # Stands for the current state where it lacks the place of a saved value.
 _NOTHING = object()
 _WHAT = "state of a component"
-_STATE = "state"
 _DIGEST_LENGTH = 32
 _PIECE_BYTES = 2**20
 _MOST_ATTEMPTS = 10
 
 
-@dataclasses.dataclass(frozen=True)
-class Encoded:
+class Encoded(NamedTuple):
     """A state at one moment.
 
     Attributes:
       tree: its structure, JSON, with the values that are no arrays.
       arrays: the others, copies in host memory.
-      leaves: all values by their paths, `groups/0/lr`, and under the path of a
-        container its type and length. States are equal if these are. Empty if the state
-        was read from a file.
     """
 
     tree: storage.Json
     arrays: Sequence[np.ndarray]
-    leaves: Mapping[str, Leaf] = dataclasses.field(default_factory=dict)
 
 
 def encode(state: Any) -> Encoded:
@@ -73,8 +65,8 @@ def encode(state: Any) -> Encoded:
     Raises:
       CheckpointError: if a value cannot be saved; it names the value's path.
     """
-    encoder = _Encoder()
-    return Encoded(encoder.value(state, ""), encoder.arrays, encoder.leaves)
+    arrays: list[np.ndarray] = []
+    return Encoded(_encoded(state, "", arrays), arrays)
 
 
 def decode(encoded: Encoded, current: Any = None) -> Any:
@@ -88,7 +80,7 @@ def decode(encoded: Encoded, current: Any = None) -> Any:
     Raises:
       CheckpointError: if `current` does not have a node that is needed.
     """
-    return _Decoder(encoded.arrays).value(encoded.tree, current, "")
+    return _decoded(encoded.tree, current, "", encoded.arrays)
 
 
 def write(path: epath.Path, encoded: Encoded) -> None:
@@ -99,21 +91,18 @@ def write(path: epath.Path, encoded: Encoded) -> None:
 
 def dump(encoded: Encoded, file: IO[bytes]) -> None:
     """Writes the content of the file; the same bytes for the same state."""
-    # Types of other packages, which NumPy would store without a name.
-    foreign = [each.dtype.isbuiltin == 2 for each in encoded.arrays]
-    dtypes = [
-        each.dtype.name if is_foreign else ""
-        for each, is_foreign in zip(encoded.arrays, foreign, strict=True)
-    ]
-    fields = {"tree": encoded.tree, "dtypes": dtypes}
+    stored: dict[str, np.ndarray] = {}
+    dtypes = []
+    for number, values in enumerate(encoded.arrays):
+        # Types of other packages, which NumPy would store without a name.
+        is_foreign = values.dtype.isbuiltin == 2
+        dtypes.append(values.dtype.name if is_foreign else "")
+        as_stored = values.view(f"u{values.itemsize}") if is_foreign else values
+        stored[str(number)] = as_stored
+    fields: dict[str, storage.Json] = {"tree": encoded.tree, "dtypes": [*dtypes]}
     text = checked_json.to_bytes(fields, version=VERSION)
-    with zipfile.ZipFile(file, "w") as archive:
-        _put(archive, _STATE, np.frombuffer(text, np.uint8))
-        for number, (values, dtype) in enumerate(
-            zip(encoded.arrays, dtypes, strict=True)
-        ):
-            stored = values.view(f"u{values.itemsize}") if dtype else values
-            _put(archive, str(number), stored)
+    np.savez(file, allow_pickle=False, state=np.frombuffer(text, np.uint8), **stored)
+    with zipfile.ZipFile(file, "a") as archive:
         archive.comment = bytes(_DIGEST_LENGTH)
     value = _file_digest(file)
     file.seek(-_DIGEST_LENGTH, os.SEEK_END)
@@ -124,40 +113,43 @@ def load(file: IO[bytes]) -> Encoded:
     """The state in the content of a file.
 
     Raises:
-      CheckpointError: if it is cut short, altered, or of another version.
+      UnreadableError: if it is cut short, altered, or of another version.
     """
     value = _file_digest(file)
     if value != file.read(_DIGEST_LENGTH + 1):
-        raise errors.CheckpointError("is cut short or altered (its digest differs)")
-    with zipfile.ZipFile(file) as archive:
-        text = _get(archive, _STATE).tobytes()
+        raise checked_json.UnreadableError(
+            "is cut short or altered (its digest differs)"
+        )
+    file.seek(0)
+    with np.load(file, allow_pickle=False) as archive:
+        text = _entry(archive, "state").tobytes()
         fields = checked_json.parse(text, what=_WHAT, version=VERSION)
         arrays = [
-            values.view(np.dtype(name)) if name else values
+            values.view(name) if name else values
             for number, name in enumerate(fields["dtypes"])
-            for values in [_get(archive, str(number))]
+            for values in [_entry(archive, str(number))]
         ]
     return Encoded(fields["tree"], arrays)
 
 
-def read(path: epath.Path) -> Encoded:
-    """The state in a file.
+def read(path: epath.Path, parse: Callable[[IO[bytes]], Any] = load) -> Any:
+    """The content of a file of a component.
+
+    Args:
+      path: the file.
+      parse: what reads it; by default the state that it holds.
 
     Raises:
-      CheckpointError: if the file is missing or `load` rejects it; it names the file.
+      CheckpointError: if the file is missing or `parse` rejects it; it names the file.
     """
     try:
         with path.open("rb") as file:
-            return load(file)
+            return parse(file)
     except FileNotFoundError:
-        raise unreadable(path, "is missing") from None
-    except (errors.CheckpointError, checked_json.UnreadableError) as error:
-        raise unreadable(path, str(error)) from None
-
-
-def unreadable(path: epath.Path, problem: str) -> errors.CheckpointError:
-    """The error of a file of a component that cannot be read."""
-    return errors.CheckpointError(
+        problem = "is missing"
+    except ValueError as error:
+        problem = str(error)
+    raise errors.CheckpointError(
         f"{_WHAT} {path} {problem}; restore the file from a copy, load another step, or"
         " load without the component (strict=False)"
     )
@@ -167,6 +159,16 @@ def type_name(value: Any) -> str:
     """The class of a value with its module, for people."""
     kind = type(value)
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def on_host(value: Any) -> Any:
+    """A copy of an array or random key in host memory; another value as it is."""
+    if isinstance(value, jax.Array):
+        # Of a replicated one every host has all: no other one takes part.
+        local = value if value.is_fully_addressable else value.addressable_data(0)
+        is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+        value = np.asarray(jax.random.key_data(local) if is_key else local)
+    return np.array(value) if isinstance(value, np.ndarray | np.generic) else value
 
 
 def _file_digest(file: IO[bytes]) -> bytes:
@@ -180,99 +182,59 @@ def _file_digest(file: IO[bytes]) -> bytes:
     return hashed.hexdigest().encode()
 
 
-def _put(archive: zipfile.ZipFile, name: str, values: np.ndarray) -> None:
-    # Without the time of the day: equal states have equal bytes.
-    with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:
-        np.lib.format.write_array(file, values, allow_pickle=False)
-
-
-def _get(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+def _entry(archive: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     # NumPy has Python parse the shape and the dtype, which CPython 3.11 now and then
     # fails to do while another thread does it (python/cpython#106905).
     for _ in range(_MOST_ATTEMPTS):
-        with contextlib.suppress(SystemError), archive.open(f"{name}.npy") as file:
-            return np.lib.format.read_array(file, allow_pickle=False)
-    with archive.open(f"{name}.npy") as file:
-        return np.lib.format.read_array(file, allow_pickle=False)
+        with contextlib.suppress(SystemError):
+            return archive[name]
+    return archive[name]
 
 
-class _Encoder:
-    def __init__(self) -> None:
-        self.arrays: list[np.ndarray] = []
-        self.leaves: dict[str, Leaf] = {}
-
-    def value(self, value: Any, path: str) -> storage.Json:
-        kind = type(value)
-        if isinstance(value, jax.Array | np.generic) or kind is np.ndarray:
-            return self._array(value, path)
-        if kind in (list, tuple):
-            self._note(path, f"a {kind.__name__} of {len(value)}")
-            items = [self.value(each, f"{path}/{n}") for n, each in enumerate(value)]
-            return items if kind is list else {"tuple": items}
-        if kind is dict:
-            self._note(path, f"a dict of {len(value)}")
-            pairs = [
-                [_key(k, path), self.value(v, f"{path}/{k}")] for k, v in value.items()
-            ]
-            return {"dict": pairs}
-        encoded: storage.Json = value
-        if kind is float and not np.isfinite(value):
-            encoded = {"float": struct.pack(">d", value).hex()}
-        elif kind is bytes:
-            encoded = {"bytes": base64.b64encode(value).decode()}
-        elif value is not None and kind not in (bool, int, float, str):
-            return self._node(value, path)
-        is_leaf = isinstance(encoded, bool | int | float | str)
-        self._note(path, encoded if is_leaf else repr(encoded).encode())
-        return encoded
-
-    def _note(self, path: str, leaf: Leaf) -> None:
-        path = path.removeprefix("/")
-        # Keys of a dict may differ in their type alone, or contain slashes.
-        while path in self.leaves:
-            path += "'"
-        self.leaves[path] = leaf
-
-    def _array(self, value: Any, path: str) -> storage.Json:
-        node: dict[str, storage.Json] = {"array": len(self.arrays)}
-        if not isinstance(value, jax.Array):
-            if value.dtype.hasobject:
-                raise _refused(path, "an array of Python objects")
-            kind = "numpy" if type(value) is np.ndarray else "scalar"
-            node = {kind: len(self.arrays)}
-        elif not value.is_fully_addressable:
-            if not value.is_fully_replicated:
-                raise errors.CheckpointError(
-                    f"the state{path} is an array whose parts are on several hosts,"
-                    " which belongs with the weights: save it in a pytree beside the"
-                    " components"
-                )
-            # Every host has all of it: no other one takes part.
-            value = value.addressable_shards[0].data
-        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-            node = {"key": len(self.arrays), "impl": str(jax.random.key_impl(value))}
-            value = jax.random.key_data(value)
-        self.arrays.append(np.array(value))
-        self._note(path, self.arrays[-1])
-        self._note(f"{path}/kind", " ".join([*node, str(node.get("impl", ""))]))
-        return node
-
-    def _node(self, value: Any, path: str) -> storage.Json:
-        children = _children(value)
-        if children is None:
-            raise _refused(path, f"a {type_name(value)}")
-        self._note(path, type_name(value))
-        pairs: list[storage.Json] = [
-            [name, self.value(child, _below(path, name))]
-            for name, child in children.items()
-        ]
-        return {"node": type_name(value), "children": pairs}
+def _encoded(value: Any, path: str, arrays: list[np.ndarray]) -> storage.Json:
+    kind = type(value)
+    if isinstance(value, jax.Array | np.generic) or kind is np.ndarray:
+        arrays.append(on_host(value))
+        return _array(value, path, len(arrays) - 1)
+    if kind in (list, tuple):
+        items = [_encoded(v, f"{path}/{n}", arrays) for n, v in enumerate(value)]
+        return items if kind is list else {"tuple": items}
+    if kind is dict:
+        pairs: list[storage.Json] = []
+        for key, each in value.items():
+            if type(key) not in (bool, int, str, type(None)):
+                raise _refused(path, f"a dict with the key {key!r}, a {type_name(key)}")
+            pairs.append([key, _encoded(each, f"{path}/{key}", arrays)])
+        return {"dict": pairs}
+    if kind is bytes:
+        return {"bytes": base64.b64encode(value).decode()}
+    if kind is float and not np.isfinite(value):
+        return {"float": struct.pack(">d", value).hex()}
+    if value is None or kind in (bool, int, float, str):
+        return value
+    children = _children(value)
+    if children is None:
+        raise _refused(path, f"a {type_name(value)}")
+    nodes: list[storage.Json] = [
+        [name, _encoded(child, _below(path, name), arrays)]
+        for name, child in children.items()
+    ]
+    return {"node": type_name(value), "children": nodes}
 
 
-def _key(key: Any, path: str) -> storage.Json:
-    if type(key) not in (bool, int, str, type(None)):
-        raise _refused(path, f"a dict with the key {key!r}, a {type(key).__name__}")
-    return key
+def _array(value: Any, path: str, number: int) -> dict[str, storage.Json]:
+    if not isinstance(value, jax.Array):
+        if value.dtype.hasobject:
+            raise _refused(path, "an array of Python objects")
+        return {"numpy" if type(value) is np.ndarray else "scalar": number}
+    if not (value.is_fully_addressable or value.is_fully_replicated):
+        raise errors.CheckpointError(
+            f"the state{path} is an array whose parts are on several hosts, which"
+            " belongs with the weights: save it in a pytree beside the components"
+        )
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return {"key": number, "impl": str(jax.random.key_impl(value))}
+    return {"array": number}
 
 
 def _children(value: Any) -> dict[str, Any] | None:
@@ -296,63 +258,63 @@ def _refused(path: str, what: str) -> errors.CheckpointError:
     )
 
 
-class _Decoder:
-    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
-        self._arrays = arrays
+def _decoded(node: Any, current: Any, path: str, arrays: Sequence[np.ndarray]) -> Any:
+    if isinstance(node, list):
+        node = {"list": node}
+    if not isinstance(node, dict):
+        return node
 
-    def value(self, node: Any, current: Any, path: str) -> Any:
-        if isinstance(node, list):
-            node = {"list": node}
-        if not isinstance(node, dict):
-            return node
-        kind, content = next(iter(node.items()))
-        if kind == "float":
+    def below(saved: Any, places: Mapping[Any, Any], key: Any, name: str) -> Any:
+        return _decoded(saved, places.get(key, _NOTHING), name, arrays)
+
+    match next(iter(node.items())):
+        case "float", content:
             return struct.unpack(">d", bytes.fromhex(content))[0]
-        if kind == "bytes":
+        case "bytes", content:
             return base64.b64decode(content, validate=True)
-        if kind in ("list", "tuple"):
-            of_current = current if isinstance(current, list | tuple) else ()
-            places = dict(enumerate(of_current))
+        case "list" | "tuple" as kind, content:
+            places = enumerate(current if isinstance(current, list | tuple) else ())
+            of_current = dict(places)
             items = [
-                self.value(each, places.get(number, _NOTHING), f"{path}/{number}")
-                for number, each in enumerate(content)
+                below(each, of_current, n, f"{path}/{n}")
+                for n, each in enumerate(content)
             ]
             return items if kind == "list" else tuple(items)
-        if kind == "dict":
-            places = current if isinstance(current, Mapping) else {}
-            return {
-                key: self.value(each, places.get(key, _NOTHING), f"{path}/{key}")
-                for key, each in content
-            }
-        if kind == "node":
-            return self._node(node, current, path)
-        array = self._arrays[content]
-        if kind == "numpy":
-            return array
-        if kind == "scalar":
-            return array[()]
-        placed = _placed(array, current, path, is_key=kind == "key")
-        if kind == "key":
-            return jax.random.wrap_key_data(placed, impl=node["impl"])
-        return placed
+        case "dict", content:
+            of_current = current if isinstance(current, Mapping) else {}
+            return {k: below(v, of_current, k, f"{path}/{k}") for k, v in content}
+        case "node", _:
+            children = _current_children(node, current, path)
+            made = [
+                below(child, children, name, _below(path, name))
+                for name, child in node["children"]
+            ]
+            structure = jax.tree.structure(current, is_leaf=lambda n: n is not current)
+            return jax.tree.unflatten(structure, made)
+        case "numpy", number:
+            return arrays[number]
+        case "scalar", number:
+            return arrays[number][()]
+        case kind, number:
+            impl = node.get("impl")
+            placed = _placed(arrays[number], current, path, is_key=impl is not None)
+            return jax.random.wrap_key_data(placed, impl=impl) if impl else placed
 
-    def _node(self, node: Mapping[str, Any], current: Any, path: str) -> Any:
-        of_current = None if current is _NOTHING else _children(current)
-        names = [name for name, _ in node["children"]]
-        if type_name(current) != node["node"] or list(of_current or ()) != names:
-            now = "nothing" if current is _NOTHING else f"a {type_name(current)}"
-            raise errors.CheckpointError(
-                f"the state{path} was saved as a {node['node']} with {names}, and the"
-                f" current state has {now} with {list(of_current or ())} there; make"
-                " the state with the same classes and fields before it is loaded"
-            )
-        assert of_current is not None
-        children = [
-            self.value(child, of_current[name], _below(path, name))
-            for name, child in node["children"]
-        ]
-        structure = jax.tree.structure(current, is_leaf=lambda n: n is not current)
-        return jax.tree.unflatten(structure, children)
+
+def _current_children(
+    node: Mapping[str, Any], current: Any, path: str
+) -> Mapping[str, Any]:
+    # Those of the node from which a saved one is made: of the same class and names.
+    of_current = {} if current is _NOTHING else _children(current) or {}
+    names = [name for name, _ in node["children"]]
+    if type_name(current) != node["node"] or list(of_current) != names:
+        now = "nothing" if current is _NOTHING else f"a {type_name(current)}"
+        raise errors.CheckpointError(
+            f"the state{path} was saved as a {node['node']} with {names}, and the"
+            f" current state has {now} with {list(of_current)} there; make the state"
+            " with the same classes and fields before it is loaded"
+        )
+    return of_current
 
 
 def _placed(array: np.ndarray, current: Any, path: str, *, is_key: bool) -> jax.Array:

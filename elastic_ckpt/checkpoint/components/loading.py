@@ -8,7 +8,6 @@ the same error, and nothing has changed.
 from __future__ import annotations
 
 import asyncio
-import collections
 import dataclasses
 from collections.abc import Awaitable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -60,11 +59,10 @@ def named(components: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str
     Raises:
       ConfigError: if names occur twice; it lists them all.
     """
-    if isinstance(components, Mapping):
-        return dict(components)
-    pairs = list(components)
-    counts = collections.Counter(name for name, _ in pairs)
-    doubled = sorted(name for name, count in counts.items() if count > 1)
+    given: Any = components.items() if isinstance(components, Mapping) else components
+    pairs = list(given)
+    names = [name for name, _ in pairs]
+    doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
         raise errors.ConfigError(
             f"several components are called {doubled}; give each another name"
@@ -83,8 +81,7 @@ def load(
     """Loads components, and trees beside them, from a step: all of them or none.
 
     Components are set once all of them were read on all hosts. Objects of other
-    classes, such as batches, set themselves, and are loaded just before. Every process
-    calls it.
+    classes, such as batches, set themselves as they are read. Every process calls it.
 
     Args:
       checkpointer: ours or Orbax's.
@@ -110,42 +107,51 @@ def load(
         for name, each in there.items()
         if isinstance(each, ocp.StatefulCheckpointable)
     }
-    # They set themselves.
-    others = {n: e for n, e in stateful.items() if not isinstance(there[n], Component)}
-    unknown = [
-        name
+    skipped = {
+        name: "the step has it: ask for it, or name it in ignore="
         for name, tree in held.metadata.items()
         if tree is None and name not in wanted and name not in ignore
-    ]
-    skipped = dict.fromkeys(unknown, "the step has it, and it was not asked for")
+    }
+    unknown = [f"{name!r} was not asked for: {why}" for name, why in skipped.items()]
     failed: dict[str, str] = {}
     for name in [name for name in wanted if name not in there]:
         why = f"step {held.step} has no such part; it has {sorted(held.metadata)}"
         (failed if _is_required(wanted[name]) else skipped)[name] = why
 
-    def check(unknown: Collection[str] = ()) -> None:
-        failed.update({n: e.problem for n, e in stateful.items() if e.problem})
-        if strict:
-            required = {n: w for n, w in failed.items() if _is_required(wanted[n])}
-            _check(held.step, required, unknown)
+    def check() -> None:
+        # Raises an error with the problems of all hosts.
+        failed.update({n: each.problem for n, each in stateful.items() if each.problem})
+        problems = [
+            f"{name!r} cannot be loaded: {why}"
+            for name, why in failed.items()
+            if _is_required(wanted[name])
+        ]
+        sent = "; ".join([*problems, *unknown])[:_MOST_CHARACTERS] if strict else ""
+        of_hosts = allgather.shared().gather("load", sent, timeout_secs=_PATIENCE_SECS)
+        of_host = {host: each for host, each in enumerate(of_hosts) if each}
+        if of_host:
+            raise errors.CheckpointError(
+                f"step {held.step}: {errors.HostsFailedError(of_host)}; or load what"
+                " there is with strict=False"
+            )
 
-    check(unknown)
-    first = {n: stateful.get(n, each) for n, each in there.items() if n not in others}
+    check()
+    first = {**there, **stateful}
     loaded = checkpointer.load_checkpointables(step, first) if first else {}
-    if step is None and first:
+    if step is None:
         # Ours may have gone back to an earlier step.
         held = checkpointer.latest or held
     check()
-    if others:
-        checkpointer.load_checkpointables(held.step, others)
-        check()
-    for name, each in stateful.items():
-        if name not in others and each.problem is None:
+    for each in stateful.values():
+        if isinstance(each.component, Component) and each.problem is None:
             each.component.put(each.values)
-        loaded[name] = each.component
     return Summary(
         step=held.step,
-        loaded={name: loaded[name] for name in there if name not in failed},
+        loaded={
+            name: there[name] if name in stateful else loaded[name]
+            for name in there
+            if name not in failed
+        },
         skipped=skipped,
         failed=failed,
     )
@@ -155,40 +161,14 @@ def _is_required(value: Any) -> bool:
     return not isinstance(value, Component) or value.required
 
 
-def _check(step: int, failed: Mapping[str, str], unknown: Collection[str]) -> None:
-    # Raises an error with the problems of all hosts.
-    problems = [f"{name!r} cannot be loaded: {why}" for name, why in failed.items()]
-    if unknown:
-        problems.append(
-            f"{sorted(unknown)} of the step were not asked for (ask for them, or name"
-            " them in ignore=)"
-        )
-    sent = [each[:_MOST_CHARACTERS] for each in problems]
-    of_hosts = allgather.shared().gather("load", sent, timeout_secs=_PATIENCE_SECS)
-    hosts: dict[str, list[int]] = {}
-    for host, problems_there in enumerate(of_hosts):
-        for problem in problems_there:
-            hosts.setdefault(problem, []).append(host)
-    if hosts:
-        listed = (
-            each
-            if len(on) == len(of_hosts)
-            else f"host{'s' * (len(on) > 1)} {errors.first_of(map(str, on))}: {each}"
-            for each, on in hosts.items()
-        )
-        raise errors.CheckpointError(
-            f"step {step}: {'; '.join(listed)}; or load what there is with strict=False"
-        )
-
-
+@dataclasses.dataclass(eq=False)
 class _Read:
     # Reads a component without setting it, or has another object set itself, and keeps
     # an error: the other parts are read all the same.
 
-    def __init__(self, component: Any) -> None:
-        self.component = component
-        self.problem: str | None = None
-        self.values: Any = None
+    component: Any
+    problem: str | None = None
+    values: Any = None
 
     async def save(self, directory: Any) -> Awaitable[None]:
         """Never called; Orbax recognizes a checkpointable by this method too."""
@@ -204,8 +184,7 @@ class _Read:
                 # A checkpointer waits longer for all components of a host.
                 limit_secs = component_io.SAVE_TIMEOUT_SECS
                 component_io.load(self.component, directory, limit_secs=limit_secs)
-        except (errors.ElasticCkptError, TimeoutError) as error:
-            self.problem = str(error)
         except Exception as error:
-            self.problem = repr(error)
+            is_told = isinstance(error, errors.ElasticCkptError | TimeoutError)
+            self.problem = str(error) if is_told else repr(error)
         return asyncio.sleep(0)

@@ -8,9 +8,8 @@ any other.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import urllib.parse
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -23,7 +22,8 @@ REPLICATED = "replicated"
 PER_HOST = "per_host"
 PER_NODE = "per_node"
 PER_GROUP = "per_group"
-PATTERNS = (GLOBAL, REPLICATED, PER_HOST, PER_NODE, PER_GROUP)
+# Of the names of states, of which there may be several.
+_PREFIXES = {PER_HOST: "rank", PER_NODE: "node"}
 Pattern = Literal["global", "replicated", "per_host", "per_node", "per_group"]
 
 
@@ -32,7 +32,7 @@ class Sharing:
     """The states of a component in a world, as one host has them.
 
     Attributes:
-      pattern: one of `PATTERNS`.
+      pattern: see `Pattern`.
       names: of all states, in their order: by host, or by coordinates of the mesh.
       own: the place in `names` of this host's state.
       is_writer: whether this host is the first that has it.
@@ -51,30 +51,22 @@ class Sharing:
         return self.names[self.own]
 
 
-def of_all(pattern: str, *, host: int) -> Sharing:
-    """One state that all hosts have, under GLOBAL or REPLICATED; host 0 writes it."""
-    return Sharing(pattern=pattern, names=("global",), own=0, is_writer=host == 0)
-
-
-def per_host(*, host: int, num_hosts: int) -> Sharing:
-    """A state for each host."""
-    names = tuple(f"rank-{number:05d}" for number in range(num_hosts))
-    return Sharing(pattern=PER_HOST, names=names, own=host, is_writer=True)
-
-
-def per_node(nodes: Sequence[Hashable], *, host: int) -> Sharing:
+def of_nodes(pattern: str, nodes: Sequence[object], *, host: int) -> Sharing:
     """A state for each node, numbered by the first host on it.
 
     Args:
+      pattern: any but PER_GROUP. A node is all hosts, a host, or a machine.
       nodes: of each host, the node that it is on.
       host: this one.
     """
     first = {node: nodes.index(node) for node in nodes}
     order = sorted(first.values())
     own = first[nodes[host]]
+    prefix = _PREFIXES.get(pattern)
+    numbered = tuple(f"{prefix}-{number:05d}" for number in range(len(order)))
     return Sharing(
-        pattern=PER_NODE,
-        names=tuple(f"node-{number:05d}" for number in range(len(order))),
+        pattern=pattern,
+        names=numbered if prefix else ("global",),
         own=order.index(own),
         is_writer=own == host,
     )
@@ -110,29 +102,21 @@ def per_group(
         for number, axis in enumerate(axis_names)
         if axis not in axes and mesh_hosts.shape[number] > 1
     ]
-    sizes = [mesh_hosts.shape[number] for number in others]
+    of_groups = np.moveaxis(mesh_hosts, others, range(len(others)))
     names, groups = [], []
-    for place in itertools.product(*map(range, sizes)):
-        at = dict(zip(others, place, strict=True))
-        quoted = [urllib.parse.quote(axis_names[n], safe="") for n in others]
-        parts = [f"{axis}-{i}" for axis, i in zip(quoted, place, strict=True)]
+    for place in np.ndindex(of_groups.shape[: len(others)]):
+        named = [(axis_names[n], i) for n, i in zip(others, place, strict=True)]
+        parts = [f"{urllib.parse.quote(axis, safe='')}-{i}" for axis, i in named]
         names.append("-".join(["group", *parts]))
-        index = tuple(at.get(number, slice(None)) for number in range(mesh_hosts.ndim))
-        hosts = np.unique(mesh_hosts[index])
-        if host in hosts:
-            groups.append((len(names) - 1, int(hosts[0]) == host))
+        if host in of_groups[place]:
+            groups.append((len(names) - 1, int(of_groups[place].min()) == host))
     if len(groups) != 1:
-        places = np.argwhere(mesh_hosts == host).T
-        crossed = [
-            axis
-            for axis, column in zip(axis_names, places, strict=True)
-            if axis not in axes and len(set(column)) > 1
-        ]
         raise errors.ConfigError(
             f"the devices of host {host} are in {len(groups)} groups of"
             f" axis={tuple(axes)!r} ({first_of(names[n] for n, _ in groups)}), and a"
-            f" host has one state: share it over {crossed} too, or make the mesh"
-            " from devices of every host, those of each in one group"
+            f" host has one state: share it over another axis of {tuple(axis_names)},"
+            " too, or make the mesh from devices of every host, those of each in one"
+            " group"
         )
     ((own, is_writer),) = groups
     return Sharing(

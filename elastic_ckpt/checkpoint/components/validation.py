@@ -12,7 +12,8 @@ Each device digests what it holds (`device_digests`), and hosts exchange digests
 JAX's coordination service: first one for all boxes that the same hosts hold; if those
 differ, the digests of the boxes. So an agreement costs bytes.
 
-A box with a single holder is compared with nothing, and not read.
+A box with a single holder is compared with nothing, and not read. Elements that differ
+are counted by the devices, of arrays with a difference alone.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
-from absl import logging
 from jax.sharding import Sharding
 
 from elastic_ckpt.checkpoint.components import device_digests
@@ -35,12 +36,12 @@ from elastic_ckpt.core import (
     codec,
     digest,
     errors,
-    storage,
     topology,
 )
 
 Level: TypeAlias = Literal["none", "quick", "tensor", "full"]
 LEVELS = ("none", "quick", "tensor", "full")
+Groups: TypeAlias = "tuple[tuple[Holder, ...], ...]"
 
 _MOST_FINDINGS = 100
 
@@ -57,27 +58,13 @@ class Holder(NamedTuple):
     device: int
 
     def __str__(self) -> str:
-        if self.device < 0:
-            return f"host {self.host}"
-        return f"device {self.device} of host {self.host}"
+        device = f"device {self.device} of " if self.device >= 0 else ""
+        return f"{device}host {self.host}"
 
 
-class Copy(NamedTuple):
-    """A copy of a box of a leaf.
-
-    Attributes:
-      leaf: the number of the leaf in the tree.
-      box: the part of it.
-      holder: of the copy.
-      content: equal for copies that are equal.
-      differing: elements that differ between replicas; None if not compared.
-    """
-
-    leaf: int
-    box: boxes.Box
-    holder: Holder
-    content: str
-    differing: int | None = None
+# A copy of a box of a leaf, by its number in the tree: who holds it, and its content,
+# which is equal for copies that are equal.
+_Copy: TypeAlias = tuple[int, boxes.Box, Holder, str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,21 +83,19 @@ class Finding:
 
     leaf: str
     box: str = ""
-    groups: tuple[tuple[Holder, ...], ...]
+    groups: Groups
     differing: int | None = None
     why: str = ""
 
     @property
     def is_certain(self) -> bool:
         """Whether one group is the largest, so that the others are the suspects."""
-        first, second, *_ = map(len, self.groups)
-        return first > second
+        return len(self.groups[0]) > len(self.groups[1])
 
     @property
     def suspects(self) -> tuple[Holder, ...]:
         """The holders outside of the largest group; all if no group is the largest."""
-        groups = self.groups[1:] if self.is_certain else self.groups
-        return tuple(sorted(holder for group in groups for holder in group))
+        return tuple(sorted(itertools.chain(*self.groups[self.is_certain :])))
 
     @property
     def hosts(self) -> tuple[int, ...]:
@@ -123,15 +108,15 @@ class Finding:
         return tuple(sorted(h.device for h in self.suspects if h.device >= 0))
 
     def __str__(self) -> str:
-        part = f"{self.leaf}{self.box}"
-        who = errors.first_of(map(str, self.suspects))
-        plural = "s" * (self.differing != 1)
-        elements = f", in {self.differing} element{plural}" if self.differing else ""
-        why = f": {self.why}" if self.why else ""
+        part, who = f"{self.leaf}{self.box}", errors.first_of(map(str, self.suspects))
+        more = f": {self.why}" if self.why else ""
+        if self.differing:
+            more = f", in {self.differing} element{'s' * (self.differing > 1)}"
         if self.is_certain:
-            others = len(self.groups[0])
-            return f"{part} of {who} differs from {others} equal copies{elements}{why}"
-        return f"{part} differs between {who}{elements}, and either may be right{why}"
+            return (
+                f"{part} of {who} differs from {len(self.groups[0])} equal copies{more}"
+            )
+        return f"{part} differs between {who}, and either may be right{more}"
 
 
 def validate(
@@ -146,9 +131,9 @@ def validate(
       none: compares nothing.
       quick: the structure of the tree, and about a thousand elements of each part.
       tensor: the structure, and a digest of each part. A changed bit is always found.
-      full: as tensor, and counts the elements that differ between the replicas of an
-        array on a mesh. They cross the network between the devices, an array at a time;
-        each device needs memory for two more copies of its part of the largest one.
+      full: as tensor, and if copies of an array on a mesh differ, counts the elements
+        that differ between its replicas. They cross the network between the devices,
+        an array at a time; each device needs memory for two more copies of its part.
 
     Args:
       tree: a pytree of arrays of JAX and NumPy, numbers, texts and bytes.
@@ -188,20 +173,29 @@ def compared(
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
         for path, leaf in jax.tree.leaves_with_path(tree)
     }
-    structure = {path: _kind(path, leaf) for path, leaf in leaves.items()}
+    kinds = {path: _kind(path, leaf) for path, leaf in leaves.items()}
     gather = functools.partial(
         allgather.shared().gather, kind, timeout_secs=timeout_secs
     )
-    if len(set(gather(digest.json_digest(structure)))) > 1:
-        return _structure_findings(gather(structure))
-    by_group = _copies(list(leaves.values()), level)
-    digests: dict[str, set[str | None]] = collections.defaultdict(set)
-    for of_host in gather({group: _digest(each) for group, each in by_group.items()}):
-        for group, value in of_host.items():
-            digests[group].add(value)
-    differ = {g for g, values in digests.items() if None in values or len(values) > 1}
-    own = [each for group in sorted(differ) for each in by_group.get(group, [])]
-    return _findings(own, list(leaves), gather) if differ else []
+    if len(set(gather(digest.json_digest(kinds)))) > 1:
+        return [_structure_finding(gather(kinds))]
+    by_group = _copies(list(leaves.values()), is_sample=level == "quick")
+    sent = gather({group: _digests(each) for group, each in by_group.items()})
+    differ = [
+        group
+        for group in set().union(*sent)
+        if len({each for of_host in sent for each in of_host.get(group, ())}) > 1
+    ]
+    if not differ:
+        return []
+    own = [copy for group in differ for copy in by_group.get(group, ())]
+    by_box: dict[tuple[int, boxes.Box], list[tuple[str, Holder]]] = {}
+    for of_host in gather(codec.encode(own)):
+        for copy in codec.decode(tuple[_Copy, ...], of_host, name="copies"):
+            number, box, holder, content = copy
+            by_box.setdefault((number, box), []).append((content, holder))
+    groups = {part: _groups(each) for part, each in sorted(by_box.items())}
+    return _findings(groups, leaves, is_counted=level == "full")
 
 
 def check_level(level: str) -> None:
@@ -210,52 +204,52 @@ def check_level(level: str) -> None:
         raise errors.ConfigError(f"level={level!r}; choose one of {', '.join(LEVELS)}")
 
 
-def _structure_findings(structures: Sequence[Mapping[str, str]]) -> list[Finding]:
+def _structure_finding(of_hosts: Sequence[Mapping[str, str]]) -> Finding:
     # The first leaf that only some hosts have, or have as another kind: by path, the
     # type, shape and dtype at each host.
-    for path in sorted(set().union(*structures)):
-        kinds = [structure.get(path, "missing") for structure in structures]
-        if len(set(kinds)) > 1:
-            each = ", ".join(f"host {n}: {kind}" for n, kind in enumerate(kinds))
-            groups = _groups((kind, Holder(n, -1)) for n, kind in enumerate(kinds))
-            why = f"the trees differ ({each})"
-            return [Finding(leaf=path, groups=groups, why=why)]
-    return []
+    listed = {
+        path: [kinds.get(path, "missing") for kinds in of_hosts]
+        for path in sorted(set().union(*of_hosts))
+    }
+    path, kinds = next(each for each in listed.items() if len(set(each[1])) > 1)
+    each = ", ".join(f"host {n}: {kind}" for n, kind in enumerate(kinds))
+    groups = _groups((kind, Holder(n, -1)) for n, kind in enumerate(kinds))
+    return Finding(leaf=path, groups=groups, why=f"the trees differ ({each})")
 
 
 def _findings(
-    own: list[Copy],
-    paths: list[str],
-    gather: Callable[[storage.Json], list[Any]],
+    groups: Mapping[tuple[int, boxes.Box], Groups],
+    leaves: Mapping[str, Any],
+    *,
+    is_counted: bool,
 ) -> list[Finding]:
-    # From the copies of this host in groups that differ, and from those of the others.
-    by_box: dict[tuple[int, boxes.Box], list[Copy]] = collections.defaultdict(list)
-    for sent in gather(codec.encode(own)):
-        for copy in codec.decode(tuple[Copy, ...], sent, name="copies"):
-            by_box[copy.leaf, copy.box].append(copy)
-    findings = []
-    for (leaf, box), of_box in sorted(by_box.items(), key=lambda item: item[0]):
-        groups = _groups((each.content, each.holder) for each in of_box)
-        if len(groups) > 1:
-            part = str(box) if box.start else ""
-            differing = of_box[0].differing
-            findings.append(
-                Finding(leaf=paths[leaf], box=part, groups=groups, differing=differing)
-            )
-    if len(findings) > _MOST_FINDINGS:
-        logging.warning("%d parts of leaves differ in all", len(findings))
-    return findings[:_MOST_FINDINGS]
+    # Of the groups of all boxes in the order of leaves, which all hosts have.
+    @functools.cache
+    def counts(path: str) -> Mapping[int, int]:
+        return device_digests.differing(leaves[path]) if is_counted else {}
+
+    differing = [
+        (list(leaves)[number], box, of_box)
+        for (number, box), of_box in groups.items()
+        if len(of_box) > 1
+    ]
+    return [
+        Finding(
+            leaf=path,
+            box=str(box) if box.start else "",
+            groups=of_box,
+            differing=counts(path).get(of_box[0][0].device),
+        )
+        for path, box, of_box in differing[:_MOST_FINDINGS]
+    ]
 
 
-def _groups(
-    contents: Iterable[tuple[str, Holder]],
-) -> tuple[tuple[Holder, ...], ...]:
+def _groups(contents: Iterable[tuple[str, Holder]]) -> Groups:
     # Holders of equal contents; the largest group first.
-    groups: dict[str, list[Holder]] = collections.defaultdict(list)
-    for content, holder in contents:
-        groups[content].append(holder)
-    ordered = [tuple(sorted(group)) for group in groups.values()]
-    return tuple(sorted(ordered, key=lambda group: (-len(group), group)))
+    groups: dict[str, list[Holder]] = {}
+    for content, holder in sorted(contents):
+        groups.setdefault(content, []).append(holder)
+    return tuple(sorted(map(tuple, groups.values()), key=lambda g: (-len(g), g)))
 
 
 def _kind(path: str, leaf: Any) -> str:
@@ -272,80 +266,68 @@ def _kind(path: str, leaf: Any) -> str:
     )
 
 
-def _copies(
-    leaves: list[Any], kind: device_digests.Kind
-) -> Mapping[str, Sequence[Copy]]:
+def _copies(leaves: list[Any], *, is_sample: bool) -> Mapping[str, list[_Copy]]:
     # The copies of this host that have others to be compared with, by the hosts that
     # hold those.
-    by_group: dict[str, list[Copy]] = collections.defaultdict(list)
-    looked: dict[int, Mapping[jax.Device, device_digests.Looked]] = {}
-    on_devices: dict[int, jax.Array] = {}
-    for number, leaf in enumerate(leaves):
-        if not isinstance(leaf, jax.Array):
-            if topology.num_hosts() > 1:
-                holder = Holder(topology.this_host(), -1)
-                content = _of_host(leaf, kind).digest
-                copy = Copy(number, boxes.whole(()), holder, content)
-                by_group["hosts"].append(copy)
-        elif _held(leaf.sharding, leaf.shape):
-            if _is_in_device_memory(leaf.sharding):
-                on_devices[number] = leaf
-                continue
-            looked[number] = {
-                shard.device: _of_host(np.asarray(shard.data), kind)
-                for shard in leaf.addressable_shards
-            }
-    found = device_digests.look(list(on_devices.values()), kind)
-    looked |= dict(zip(on_devices, found, strict=True))
-    for number, of_devices in looked.items():
-        array = leaves[number]
-        for device, box, group in _held(array.sharding, array.shape):
-            holder = Holder(device.process_index, device.id)
-            copy = Copy(number, box, holder, *of_devices[device])
-            by_group[group or f"leaf {number}"].append(copy)
+    held = [
+        _held(leaf.sharding, leaf.shape)
+        if isinstance(leaf, jax.Array)
+        else _held(None, ())
+        for leaf in leaves
+    ]
+    on_devices = {
+        number: leaf
+        for number, leaf in enumerate(leaves)
+        if held[number] and device_digests.is_readable(leaf)
+    }
+    contents = device_digests.look(on_devices, is_sample=is_sample)
+    by_group: dict[str, list[_Copy]] = collections.defaultdict(list)
+    for number, rows in enumerate(held):
+        if rows and number not in contents:
+            contents[number] = _in_host_memory(leaves[number], is_sample=is_sample)
+        for holder, box, group in rows:
+            copy = number, box, holder, contents[number][holder.device]
+            by_group[group].append(copy)
     return by_group
 
 
-def _digest(copies: Sequence[Copy]) -> str | None:
-    # Of the boxes with their contents; None if copies of a box differ here already.
-    contents = {(each.leaf, each.box, each.content) for each in copies}
-    if len({(leaf, box) for leaf, box, _ in contents}) < len(contents):
-        return None
-    rows = [[leaf, box.start, box.stop, of_box] for leaf, box, of_box in contents]
-    return digest.json_digest(sorted(rows))
+def _digests(copies: Sequence[_Copy]) -> list[str]:
+    # Of the least and of the greatest content of each box: they differ if its copies
+    # differ here already.
+    ordered = sorted((f"{leaf} {box}", content) for leaf, box, _, content in copies)
+    return [digest.json_digest(dict(each)) for each in (ordered, ordered[::-1])]
 
 
 @functools.lru_cache(maxsize=2**14)
 def _held(
-    sharding: Sharding, shape: tuple[int, ...]
-) -> tuple[tuple[jax.Device, boxes.Box, str], ...]:
-    # The devices of this process that hold a box with other holders; and the hosts that
-    # hold it, or nothing if each host may have a separate array.
-    is_own = sharding.is_fully_addressable and topology.num_hosts() > 1
-    local = sharding.addressable_devices
+    sharding: Sharding | None, shape: tuple[int, ...]
+) -> tuple[tuple[Holder, boxes.Box, str], ...]:
+    # Who holds a box that has other holders, of this host; and the hosts that hold it.
+    # Each host has values without a sharding, and arrays on its devices alone.
+    num_hosts = topology.num_hosts()
+    if sharding is None:
+        own = Holder(topology.this_host(), -1), boxes.whole(()), "hosts"
+        return (own,) * (num_hosts > 1)
+    is_own = sharding.is_fully_addressable and num_hosts > 1
     held = []
     for box, devices in boxes.holders(sharding, shape).items():
-        if not box.volume or (len(devices) == 1 and not is_own):
-            continue
         hosts = sorted({device.process_index for device in devices})
-        group = "" if is_own else ",".join(map(str, hosts))
-        held += [(device, box, group) for device in devices if device in local]
+        group = "hosts" if is_own else ",".join(map(str, hosts))
+        if box.volume and (len(devices) > 1 or is_own):
+            local = sharding.addressable_devices.intersection(devices)
+            held += [(Holder(d.process_index, d.id), box, group) for d in local]
     return tuple(held)
 
 
-@functools.lru_cache(maxsize=2**14)
-def _is_in_device_memory(sharding: Sharding) -> bool:
-    device = next(iter(sharding.addressable_devices))
-    return sharding.memory_kind in (None, device.default_memory().kind)
-
-
-def _of_host(value: Any, kind: device_digests.Kind) -> device_digests.Looked:
-    if not isinstance(value, np.ndarray | np.generic):
-        text = value if isinstance(value, str | bytes) else repr(value)
-        content = text.encode() if isinstance(text, str) else text
-        values = np.frombuffer(content, np.uint8)
+def _in_host_memory(value: Any, *, is_sample: bool) -> dict[int, str]:
+    # The digests of what is there, by device.
+    if isinstance(value, jax.Array):
+        shards = value.addressable_shards
+        held = {shard.device.id: np.asarray(shard.data) for shard in shards}
+    elif isinstance(value, np.ndarray | np.generic):
+        held = {-1: np.asarray(value)}
     else:
-        values = np.asarray(value)
-        if kind == "quick":
-            values = device_digests.host_sample(values)
-    return device_digests.Looked(digest=digest.values_digest(values).hex())
+        held = {-1: np.frombuffer(repr(value).encode(), np.uint8)}
+    if is_sample:
+        held = {n: device_digests.host_sample(each) for n, each in held.items()}
+    return {n: digest.values_digest(each).hex() for n, each in held.items()}

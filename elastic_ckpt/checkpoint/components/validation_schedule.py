@@ -7,6 +7,7 @@ it silently, and all hosts would continue from a state that perhaps only host 0 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,13 +19,14 @@ from elastic_ckpt.checkpoint.components.component import Component
 from elastic_ckpt.core import errors, events, metrics, topology
 
 
+@dataclasses.dataclass(kw_only=True)
 class ValidationSchedule:
     """Validates the state of a run before saves, at intervals, or both.
 
     With the first finding the newest saved step from before it is preserved, so that
     retention does not leave only steps of which the copies differed.
 
-    Args:
+    Attributes:
       level: how closely copies are compared.
       at_saves: whether before each save.
       interval: steps between two further comparisons; 0 makes none.
@@ -32,29 +34,17 @@ class ValidationSchedule:
       emit: called for each finding, and after each validation.
       preserve: called on all hosts with the step after which all copies were equal;
         preserves the newest saved step up to it, and returns it, if there is one.
+      equal_step: the step after which all copies were equal last, such as one that was
+        restored; None once it is preserved.
     """
 
-    def __init__(
-        self,
-        level: validation.Level,
-        *,
-        at_saves: bool = True,
-        interval: int = 0,
-        stops: bool = False,
-        emit: events.Emit,
-        preserve: Callable[[int], int | None] = lambda _: None,
-    ) -> None:
-        self._level: validation.Level = level
-        self._at_saves, self._interval = at_saves, interval
-        self._stops = stops
-        self._emit = emit
-        self._preserve = preserve
-        # The step after which all copies were equal last; None once it is preserved.
-        self._equal_step: int | None = None
-
-    def restored(self, step: int) -> None:
-        """Counts a step that was restored as one of equal copies: all are of one."""
-        self._equal_step = step
+    level: validation.Level
+    at_saves: bool = True
+    interval: int = 0
+    stops: bool = False
+    emit: events.Emit
+    preserve: Callable[[int], int | None] = lambda _: None
+    equal_step: int | None = None
 
     def is_due(self, step: int, *, is_saving: bool) -> bool:
         """Whether to validate now that `step` steps are done.
@@ -63,9 +53,8 @@ class ValidationSchedule:
           step: the number of steps done.
           is_saving: whether the step is saved next.
         """
-        if is_saving and self._at_saves:
-            return True
-        return self._interval > 0 and step % self._interval == 0
+        is_at_interval = self.interval > 0 and step % self.interval == 0
+        return is_at_interval or (is_saving and self.at_saves)
 
     def run(
         self, step: int, state: Any, *, components: Any = None
@@ -84,23 +73,23 @@ class ValidationSchedule:
         findings = [
             finding
             for tree in (state, components)
-            for finding in validation.validate(tree, level=self._level)
+            for finding in validation.validate(tree, level=self.level)
         ]
         secs = time.monotonic() - began_secs
         metrics.VALIDATION.record(secs)
         if topology.is_primary():
             # The findings are the same on all hosts.
-            report(step, findings, emit=self._emit)
-            self._emit(
+            report(step, findings, emit=self.emit)
+            self.emit(
                 "validated",
                 step=step,
-                level=self._level,
+                level=self.level,
                 findings=len(findings),
                 secs=secs,
             )
         if not findings:
-            self._equal_step = step
-        elif self._stops:
+            self.equal_step = step
+        elif self.stops:
             raise errors.RunError(
                 f"after step {step} copies differ that should be equal:"
                 f" {findings[0]} ({len(findings)} in all, see `replicas_differ` in the"
@@ -108,12 +97,12 @@ class ValidationSchedule:
                 " hosts, and start the run again without them: it continues from the"
                 " newest saved step. replica_validation_action=warn goes on instead"
             )
-        elif self._equal_step is not None:
-            kept = self._preserve(self._equal_step)
-            self._equal_step = None
+        elif self.equal_step is not None:
+            kept = self.preserve(self.equal_step)
+            self.equal_step = None
             if kept is not None:
                 why = f"the copies of the state differ after step {step}"
-                self._emit("step_preserved", step=kept, why=why)
+                self.emit("step_preserved", step=kept, why=why)
         return findings
 
 
@@ -136,46 +125,32 @@ def report(
         )
 
 
-def comparison(
-    step: int, stateful: Mapping[str, Any], *, emit: events.Emit
-) -> Callable[[], None]:
-    """The comparison of the states that a save has taken of replicated components.
+def compare(step: int, components: Mapping[str, Any], *, emit: events.Emit) -> None:
+    """Compares the states that a save has taken of replicated components.
+
+    All hosts call it alike.
 
     Args:
       step: that is saved.
-      stateful: the components of the step, by name, once their states were taken.
+      components: of the step, by name.
       emit: called on the first host, for each difference.
 
-    Returns:
-      A function that all hosts call once, with the same components; a RunError if a
-      host did not answer in time.
+    Raises:
+      RunError: if a host did not answer in time.
     """
     compared = {
         name: each
-        for name, each in stateful.items()
+        for name, each in components.items()
         if isinstance(each, Component) and each.is_compared
     }
-    taken = {name: each.taken for name, each in compared.items()}
-    for component in compared.values():
-        component.taken = None
-
-    def compare() -> None:
-        if not taken:
-            return
+    if not compared:
+        return
+    level = max((e.validation for e in compared.values()), key=validation.LEVELS.index)
+    states = {}
+    for name, component in compared.items():
         # A host that could not take its state fails the save on all hosts.
-        lacking = {"problem": "its state could not be taken"}
-        states = {
-            name: lacking if encoded is None else encoded.leaves
-            for name, encoded in taken.items()
-        }
-        taken.clear()
-        levels = (each.validation for each in compared.values())
-        findings = validation.compared(
-            states,
-            level=max(levels, key=validation.LEVELS.index),
-            kind="replicated components",
-        )
-        if topology.is_primary():
-            report(step, findings, emit=emit)
-
-    return compare
+        states[name] = component.taken or {"problem": "its state could not be taken"}
+        component.taken = None
+    findings = validation.compared(states, level=level, kind="replicated components")
+    if topology.is_primary():
+        report(step, findings, emit=emit)

@@ -169,12 +169,3 @@ def test_arrays_take_the_sharding_of_the_current_state():
     same(state, saved)
     assert state["w"].sharding == sharded
     assert state["k"].sharding == replicated
-
-
-def test_fields_of_nodes_are_in_paths():
-    state = [
-        optax.ScaleByScheduleState(count=np.int32(3)),
-        Point(1.5, Params(2, [True])),
-    ]
-    encoded = encoding.encode(state)
-    assert {"0/count", "1/x", "1/y/w", "1/y/b/0"} <= encoded.leaves.keys()

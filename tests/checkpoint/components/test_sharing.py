@@ -22,13 +22,17 @@ def of_hosts(make, hosts):
 
 
 def test_one_state_of_all_is_written_by_host_0():
-    each = of_hosts(lambda host: sharing.of_all("replicated", host=host), range(3))
+    each = of_hosts(
+        lambda host: sharing.of_nodes("replicated", "aaa", host=host), range(3)
+    )
     assert [one.name for one in each] == ["global"] * 3
     assert [one.is_writer for one in each] == [True, False, False]
 
 
 def test_each_rank_has_its_own():
-    each = of_hosts(lambda host: sharing.per_host(host=host, num_hosts=3), range(3))
+    each = of_hosts(
+        lambda host: sharing.of_nodes("per_host", range(3), host=host), range(3)
+    )
     assert [one.name for one in each] == ["rank-00000", "rank-00001", "rank-00002"]
 
 
@@ -43,7 +47,7 @@ def test_each_rank_has_its_own():
 )
 def test_nodes_are_numbered_by_their_first_host(nodes, names, writers):
     hosts = range(len(nodes))
-    each = of_hosts(lambda host: sharing.per_node(nodes, host=host), hosts)
+    each = of_hosts(lambda host: sharing.of_nodes("per_node", nodes, host=host), hosts)
     assert [one.name for one in each] == [f"node-{number:05d}" for number in names]
     assert [host for host in hosts if each[host].is_writer] == writers
 

@@ -26,7 +26,7 @@ def bad(values):
 
 def test_it_is_due_at_saves_and_intervals_as_they_are_chosen():
     def due(**options):
-        schedule = ValidationSchedule("quick", emit=RecordedEvents(), **options)
+        schedule = ValidationSchedule(level="quick", emit=RecordedEvents(), **options)
         steps = range(1, 7)
         return [s for s in steps if schedule.is_due(s, is_saving=s % 2 == 0)]
 
@@ -37,7 +37,7 @@ def test_it_is_due_at_saves_and_intervals_as_they_are_chosen():
 
 def test_a_finding_is_an_event_and_a_metric(recorded, values, bad):
     emit = RecordedEvents()
-    schedule = ValidationSchedule("tensor", emit=emit)
+    schedule = ValidationSchedule(level="tensor", emit=emit)
     assert schedule.run(2, values) == []
     (finding,) = schedule.run(4, bad, components={"same": values})
     (event,) = emit.named("replicas_differ")
@@ -52,7 +52,7 @@ def test_a_finding_is_an_event_and_a_metric(recorded, values, bad):
 
 def test_a_run_that_is_to_stop_names_the_step_and_the_copy(bad):
     emit = RecordedEvents()
-    schedule = ValidationSchedule("full", emit=emit, stops=True)
+    schedule = ValidationSchedule(level="full", emit=emit, stops=True)
     with pytest.raises(errors.RunError, match="after step 4 copies differ") as raised:
         schedule.run(4, bad)
     said = "device 4 of host 0 differs from 7 equal copies, in 1 element"
@@ -68,12 +68,12 @@ def test_the_newest_step_from_before_a_finding_stays_once(make, tmp_path, values
         emit = RecordedEvents()
         with make(ram=None, keep=latest) as opened:
             schedule = ValidationSchedule(
-                "tensor",
+                level="tensor",
                 emit=emit,
                 preserve=lambda step: run_saver.preserve_newest(opened, up_to=step),
             )
             if restored:
-                schedule.restored(restored)
+                schedule.equal_step = restored
             for step, state in steps.items():
                 schedule.run(step, {"w": state})
                 # The backup of the step before may not be done yet.
