@@ -120,8 +120,7 @@ def load(file: IO[bytes]) -> Encoded:
         raise checked_json.UnreadableError(
             "is cut short or altered (its digest differs)"
         )
-    file.seek(0)
-    with np.load(file, allow_pickle=False) as archive:
+    with np.lib.npyio.NpzFile(file, allow_pickle=False) as archive:
         text = _entry(archive, "state").tobytes()
         fields = checked_json.parse(text, what=_WHAT, version=VERSION)
         arrays = [
