@@ -110,7 +110,7 @@ class HostsCheckpointer:
         """
         self._hosts = hosts
         self._context = None if context is None else ocp.Context(context)
-        self._chosen = chosen
+        self._chosen, self._layouts = chosen, layouts
         self._world = world
         self._events = events.EventQueue(emit)
         # Loads and removals in the background.
@@ -122,7 +122,7 @@ class HostsCheckpointer:
             endpoint.join(hosts, begin_writing=self._of_storage.begin)
             if found not in (None, run):
                 raise _named_otherwise(chosen, run, found)
-            self._open_steps(layouts)
+            self._open_steps()
             self._events.flush()
             on_error.pop_all()
         self._is_closed = False
@@ -130,10 +130,9 @@ class HostsCheckpointer:
         if not chosen.is_read_only:
             self._forget = background.before_exit(self._finish_unclosed)
 
-    def _open_steps(self, layouts: Layouts) -> None:
+    def _open_steps(self) -> None:
         # Finds the newest step, and makes the stages of the saves that follow it.
         hosts, chosen, world = self._hosts, self._chosen, self._world
-        self._restorer = restore.Restorer(hosts=hosts, layouts=layouts, emit=self._emit)
         self._root: PersistentRoot | None = None
         backups = BackupClock()
         if chosen.persistent is not None:
@@ -943,9 +942,14 @@ class HostsCheckpointer:
                 for name, tree in self._described(step).metadata.items()
                 if tree is not None
             }
-        restored = self._restorer.restore(
-            step, abstract_checkpointables, partial=partial, layout=layout
-        )
+        restored = restore.Restorer(
+            self._hosts,
+            self._layouts,
+            self._emit,
+            abstract_checkpointables,
+            partial=partial,
+            layout=layout,
+        ).restore(step)
         # The values are the caller's alone.
         loaded = restored._replace(parts={})
         _, stateful = component_io.split(abstract_checkpointables)
@@ -1026,12 +1030,7 @@ class HostsCheckpointer:
 
     def _described(self, step: int | CheckpointMetadata | None) -> CheckpointMetadata:
         search = restore.find(self._hosts, step, emit=self._emit)
-        checkpoint = search.checkpoint
-        if checkpoint is None:
-            raise restore.StepNotFoundError(
-                search.missing or "no step is complete in any tier; save one"
-            )
-        return restore.describe(self._hosts, checkpoint)
+        return restore.describe(self._hosts, search.required)
 
     def _search_again(self) -> None:
         # Other programs may write too.

@@ -448,7 +448,7 @@ class _Follower:
         self._line = Line(save="", parents=())
         # The steps in storage that were looked at.
         self._seen: set[int] = set()
-        self._unreadable: set[StepId] = set()
+        self._unreadable: dict[StepId, str] = {}
         # When there was a new step in RAM, or the last look at storage.
         self._looked_secs = -math.inf
         self._agents = run_agents.RunAgents("", {})
@@ -582,9 +582,9 @@ class _Follower:
             self.reader.read_ahead(found)
         except errors.CheckpointError as error:
             logging.info("step %d is passed over: %s", step_id.step, error)
-            self._unreadable.add(step_id)
+            self._unreadable[step_id] = str(error)
             return None
-        self._last, self._unreadable = step_id, set()
+        self._last, self._unreadable = step_id, {}
         return found
 
     def _peer(self, url: str) -> peer.Peer:

@@ -19,7 +19,7 @@ from elastic_ckpt.checkpoint.host.answers import CapturedIn
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
-from elastic_ckpt.checkpoint.host.step_boxes import TreeReading
+from elastic_ckpt.checkpoint.host.step_boxes import OtherTree
 from elastic_ckpt.core import allgather, calls, codec
 from elastic_ckpt.core.allgather import Allgather
 from elastic_ckpt.steps.manifest import Contents
@@ -98,7 +98,7 @@ class Hosts(Protocol):
         self,
         trees: Mapping[str, Any],
         components: Sequence[str],
-        others: Mapping[str, TreeReading],
+        others: Mapping[str, OtherTree],
     ) -> int:
         """Selects what `read` reads of the step that is open.
 
@@ -208,7 +208,7 @@ class InEveryProcess:
         self,
         trees: Mapping[str, Any],
         components: Sequence[str],
-        others: Mapping[str, TreeReading],
+        others: Mapping[str, OtherTree],
     ) -> int:
         """See `Hosts`."""
         self._gather("check", lambda: self._reader.check(trees, components, others))

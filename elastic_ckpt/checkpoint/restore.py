@@ -16,10 +16,12 @@ that the step has as it is requested is restored without them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import operator
-import time
-from collections.abc import Callable, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -38,11 +40,11 @@ from elastic_ckpt.checkpoint.host import component_files
 from elastic_ckpt.checkpoint.host.answers import (
     Candidate,
     CheckpointMetadata,
+    Materialised,
     Survey,
 )
 from elastic_ckpt.checkpoint.host.reader import HostReader
-from elastic_ckpt.checkpoint.host.step_boxes import StepBoxes, TreeReading
-from elastic_ckpt.checkpoint.host.verified_read import BadCopy
+from elastic_ckpt.checkpoint.host.step_boxes import OtherTree, StepBoxes
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.core import errors, events, metrics, storage, storage_cause
 from elastic_ckpt.steps.manifest import Contents
@@ -50,7 +52,7 @@ from elastic_ckpt.steps.read_plan import NEARNESS
 from elastic_ckpt.steps.search import Looked, Search
 from elastic_ckpt.steps.step import Line, StepId
 
-ValueT = TypeVar("ValueT")
+T = TypeVar("T")
 
 
 class StepAlreadyExistsError(
@@ -89,12 +91,23 @@ class SearchOutcome:
     Attributes:
       checkpoint: the step; None if none is complete.
       newest_save: of all steps that there are; empty if there are none.
-      missing: that no tier has the step, or any step, a sentence; None if one has.
+      problem: why there is none.
     """
 
     checkpoint: CheckpointMetadata | None = None
     newest_save: str = ""
-    missing: str | None = None
+    problem: errors.CheckpointError | None = None
+
+    @property
+    def required(self) -> CheckpointMetadata:
+        """The step.
+
+        Raises:
+          CheckpointError: if there is none.
+        """
+        if self.checkpoint is None:
+            raise self.problem or StepNotFoundError("no step was searched for")
+        return self.checkpoint
 
 
 def find(
@@ -102,7 +115,7 @@ def find(
     step: int | CheckpointMetadata | None,
     *,
     emit: events.Emit,
-    without: Sequence[StepId] = (),
+    without: Mapping[StepId, str] = types.MappingProxyType({}),
     own_line: Line | None = None,
 ) -> SearchOutcome:
     """Looks for the newest complete step, or for a certain one.
@@ -111,7 +124,7 @@ def find(
       hosts: of the world.
       step: None for the newest.
       emit: called when newer steps are passed over, and for peers that refuse.
-      without: steps and saves that proved to be unreadable.
+      without: why steps and saves proved to be unreadable.
       own_line: the line that the caller has saved to.
 
     Raises:
@@ -127,109 +140,63 @@ def find(
     def look(at: int) -> Looked[Candidate]:
         if hosts.num_hosts > 1:
             hosts.all(HostReader.offer, at)
-        examined = hosts.first(HostReader.examine, at)
-        return Looked(examined.saves, examined.problems)
+        return Looked(*hosts.first(HostReader.examine, at))
 
     own = [] if own_line is None else [own_line]
-    looking = Search(
-        survey.steps,
-        survey.saves,
-        look,
-        lines=[*own, *survey.lines],
-        without=without,
-    )
-    # Of the same step, the later save counts.
-    foreign = [each for each in survey.foreign if not looking.line.abandons(each)]
+    lines = [*own, *survey.lines]
+    looking = Search(survey.steps, survey.saves, look, lines=lines, without=without)
+    problem = None
     if number is None:
-        found = _newest(hosts, looking, foreign, survey, emit)
+        found, passed_over = looking.newest()
+        for newer, why in passed_over.items():
+            emit("step_passed_over", step=newer, why=why)
+        if passed_over:
+            listed = "; ".join(list(passed_over.values())[: errors.MOST_NAMED])
+            problem = errors.CheckpointError(
+                f"no step is complete in any tier: {listed}; bring back a host that has"
+                " the missing parts, or begin a new run in another directory"
+            )
+        elif found is None:
+            problem = StepNotFoundError(f"{survey.nothing}; save a step first")
+    elif not looking.lacks(number):
+        found = looking.of_step(number, getattr(step, "save", ""))
     else:
-        save = getattr(step, "save", "")
-        found = _of_step(hosts, looking, foreign, survey, StepId(number, save))
+        found = None
+        problem = _not_found(number, looking.newest().found, survey)
     if hosts.num_hosts > 1:
         # It holds no messages while nothing is read.
         hosts.all(HostReader.close_step)
-    outcome = dataclasses.replace(found, newest_save=looking.line.save)
-    newest = 0 if outcome.checkpoint is None else outcome.checkpoint.step
     for why in survey.refusing:
         logging.warning("%s", why)
-        storage_cause.report(emit, "peer", newest, why)
+        storage_cause.report(emit, "peer", number or 0, why)
     if survey.out_of_reach is not None:
-        if outcome.checkpoint is None:
+        if found is None:
+            named = "no step" if number is None else f"step {number}"
             raise errors.CheckpointError(
-                f"no step is complete in RAM, and {survey.out_of_reach}"
+                f"{named} is complete in RAM, and {survey.out_of_reach}"
             )
-        storage_cause.report(emit, "persistent", newest, survey.out_of_reach)
-    return outcome
-
-
-def _newest(
-    hosts: Hosts,
-    looking: Search[Candidate],
-    foreign: Sequence[StepId],
-    survey: Survey,
-    emit: events.Emit,
-) -> SearchOutcome:
-    outcome = looking.newest()
-    for passed_over, why in outcome.passed_over.items():
-        emit("step_passed_over", step=passed_over, why=why)
-    found = outcome.found
-    newest = -1 if found is None else found.step_id.step
-    newer = [each for each in foreign if each.step > newest]
-    if newer:
-        return _foreign(hosts, max(newer))
-    if found is not None:
-        return SearchOutcome(checkpoint=found.checkpoint)
-    if outcome.passed_over or survey.out_of_reach:
-        return SearchOutcome()
-    return SearchOutcome(missing=f"{_nothing(survey)}; save a step first")
-
-
-def _of_step(
-    hosts: Hosts,
-    looking: Search[Candidate],
-    foreign: Sequence[StepId],
-    survey: Survey,
-    wanted: StepId,
-) -> SearchOutcome:
-    step, save = wanted
-    by_orbax = [each for each in survey.foreign if each.step == step and not save]
-    if by_orbax and looking.lacks(step):
-        return _foreign(hosts, by_orbax[0])
-    if looking.lacks(step):
-        if survey.out_of_reach is not None:
-            raise errors.CheckpointError(
-                f"step {step} is not in RAM, and {survey.out_of_reach}"
-            )
-        found = looking.newest().found
-        numbers = [each.step for each in foreign]
-        numbers += [] if found is None else [found.step_id.step]
-        if not numbers:
-            raise StepNotFoundError(f"there is no step {step}: {_nothing(survey)}")
-        raise StepNotFoundError(
-            f"step {step} is not in any tier of {survey.places}; newest complete step"
-            f" is {max(numbers)}: restore it with step={max(numbers)}"
+        storage_cause.report(
+            emit, "persistent", found.step_id.step, survey.out_of_reach
         )
-    try:
-        found = looking.of_step(step, save)
-    except errors.CheckpointError:
-        if by_orbax:
-            return _foreign(hosts, by_orbax[0])
-        raise
-    if by_orbax and found.step_id < by_orbax[0]:
-        return _foreign(hosts, by_orbax[0])
-    return SearchOutcome(checkpoint=found.checkpoint)
+    if number is not None and problem is not None:
+        raise problem
+    return SearchOutcome(
+        checkpoint=None if found is None else found.checkpoint,
+        newest_save=looking.line.save,
+        problem=problem,
+    )
 
 
-def _foreign(hosts: Hosts, step_id: StepId) -> SearchOutcome:
-    # A step that Orbax alone saved.
-    return SearchOutcome(checkpoint=hosts.first(HostReader.foreign_step, *step_id))
-
-
-def _nothing(survey: Survey) -> str:
-    # Why there is no step, for a message.
-    if not survey.is_there:
-        return f"there is no directory {survey.places}"
-    return f"{survey.places} has no checkpoints yet"
+def _not_found(
+    step: int, newest: Candidate | None, survey: Survey
+) -> StepNotFoundError:
+    if newest is None:
+        return StepNotFoundError(f"there is no step {step}: {survey.nothing}")
+    instead = newest.step_id.step
+    return StepNotFoundError(
+        f"step {step} is not in any tier; newest complete step is {instead}: restore"
+        f" it with step={instead}"
+    )
 
 
 def describe(hosts: Hosts, checkpoint: CheckpointMetadata) -> CheckpointMetadata:
@@ -242,36 +209,27 @@ def describe(hosts: Hosts, checkpoint: CheckpointMetadata) -> CheckpointMetadata
     Raises:
       HostsFailedError: if it is not complete any more.
     """
-    if not checkpoint.save:
-        return _of_orbax(checkpoint)
-    hosts.all(HostReader.open_step, checkpoint.step_id)
-    contents = hosts.opened()
-    hosts.all(HostReader.close_step)
-    return _of_contents(checkpoint, contents)
-
-
-def _of_contents(
-    checkpoint: CheckpointMetadata, contents: Contents
-) -> CheckpointMetadata:
-    trees = structure.saved_trees(contents)
-    held = dict.fromkeys(contents.components) | jax.tree.map(_described, trees)
-    return dataclasses.replace(checkpoint, metadata=held)
-
-
-def _of_orbax(checkpoint: CheckpointMetadata) -> CheckpointMetadata:
+    if checkpoint.save:
+        hosts.all(HostReader.open_step, checkpoint.step_id)
+        contents = hosts.opened()
+        hosts.all(HostReader.close_step)
+        return dataclasses.replace(checkpoint, metadata=_held(contents))
     assert checkpoint.path is not None
+    saved = v0.metadata.get_step_metadata(checkpoint.path)
     return dataclasses.replace(
         checkpoint,
-        init_timestamp_nsecs=v0.metadata.get_step_metadata(
-            checkpoint.path
-        ).init_timestamp_nsecs,
+        init_timestamp_nsecs=saved.init_timestamp_nsecs,
         metadata=foreign_steps.read_parts(checkpoint.path),
     )
 
 
-def _described(leaf: Any) -> Any:
-    # Orbax's description of texts.
-    return "string" if isinstance(leaf, str) else leaf
+def _held(contents: Contents) -> dict[str, Any]:
+    # What a step has, as Orbax describes it.
+    trees = structure.saved_trees(contents)
+    described = jax.tree.map(
+        lambda leaf: "string" if isinstance(leaf, str) else leaf, trees
+    )
+    return dict.fromkeys(contents.components) | described
 
 
 class Layouts(Protocol):
@@ -296,7 +254,7 @@ class Layouts(Protocol):
         """
         ...
 
-    def load(self, path: epath.Path, abstract: Any, *, layout: Any) -> Any:
+    def load(self, path: epath.Path, abstract: Any, layout: Any) -> Any:
         """Reads a tree into the shardings of an abstract one.
 
         Args:
@@ -323,355 +281,256 @@ class Restored(NamedTuple):
       components: that it has, whether they were requested or not; none if Orbax alone
         saved it.
       parts: what was requested, by name.
-      num_bytes: of its arrays, that all hosts read, by nearness: `local_bytes` and so
-        on.
     """
 
     search: SearchOutcome
     components: frozenset[str]
     parts: dict[str, Any]
-    num_bytes: Mapping[str, int]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Wanted:
-    # The requested trees and components, by name, and how trees may differ.
-    trees: Mapping[str, Any]
-    stateful: Mapping[str, Any]
-    partial: bool
-    layout: Any
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Read:
+class _Read(NamedTuple):
     # The requested trees of the saved layout, the bytes read by nearness of their
-    # source, the directories of the components' files, copies that proved to be bad,
-    # and all components of the step.
+    # source, the answers of `HostReader.materialise`, and all components of the step.
     asked: asked_trees.AskedTrees
     num_bytes: dict[str, int]
-    directories: dict[str, str]
-    bad: tuple[BadCopy, ...]
+    hosts: Sequence[Materialised]
     components: frozenset[str]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Restorer:
-    """Restores steps; all hosts call it alike.
+    """Restores some pytrees and components of a step; all hosts call it alike.
 
-    Attributes:
+    Args:
       hosts: of the world.
       layouts: read the trees that differ.
       emit: called with the sources of the values, and with problems.
+      wanted: by name, abstract trees and components.
+      partial: whether trees may lack leaves that were saved.
+      layout: relates the leaves of saved trees with those of requested ones that differ
+        from them; None if no tree may differ.
     """
 
-    hosts: Hosts
-    layouts: Layouts
-    emit: events.Emit
-
-    def restore(
+    def __init__(
         self,
-        step: int | CheckpointMetadata | None,
+        hosts: Hosts,
+        layouts: Layouts,
+        emit: events.Emit,
         wanted: Mapping[str, Any],
         *,
         partial: bool,
         layout: Any,
-    ) -> Restored:
+    ) -> None:
+        self._hosts, self._layouts, self._emit = hosts, layouts, emit
+        self._wanted, self._partial, self._layout = wanted, partial, layout
+        self._trees, self._stateful = component_io.split(wanted)
+
+    def restore(self, step: int | CheckpointMetadata | None) -> Restored:
         """Restores a step.
 
         Args:
           step: None takes the newest complete one; if it proves to be unreadable, the
             one before.
-          wanted: by name, abstract trees and components.
-          partial: whether trees may lack leaves that were saved.
-          layout: relates the leaves of saved trees with those of requested ones that
-            differ from them; None if no tree may differ.
 
         Raises:
           CheckpointError: if there is no such step, it is of another model, or no good
             copy of a part of it is left.
           ConfigError: if the layout does not fit.
         """
-        began_secs = time.monotonic()
-        trees, stateful = component_io.split(wanted)
-        requested = _Wanted(
-            trees=trees, stateful=stateful, partial=partial, layout=layout
-        )
-        try:
-            restored = self._restore(step, wanted, requested)
-        except errors.OtherModelError as error:
-            names = [] if layout is not None else self._fitting(step, trees)
-            if not names:
-                raise
-            raise errors.OtherModelError(
-                f"{error}. Layouts that ship and fit the names in it:"
-                f" {errors.first_of(names)}; give one as `layout`"
-            ) from None
-        metrics.CHECKPOINT_LOAD.record(time.monotonic() - began_secs)
-        return restored
+        with metrics.CHECKPOINT_LOAD.timed():
+            without: dict[StepId, str] = {}
+            while True:
+                search = find(self._hosts, step, without=without, emit=self._emit)
+                checkpoint = search.required
+                if not checkpoint.save:
+                    parts = self._restore_foreign(checkpoint)
+                    return Restored(search, frozenset(), parts)
+                try:
+                    read = self._read(checkpoint)
+                except errors.HostsFailedError as error:
+                    # All drivers have this error; hosts may hold what they have read.
+                    self._hosts.all(HostReader.close_step)
+                    if step is not None:
+                        raise
+                    without[checkpoint.step_id] = str(error)
+                    continue
+                return Restored(search, read.components, self._made(checkpoint, read))
 
-    def _restore(
-        self,
-        step: int | CheckpointMetadata | None,
-        wanted: Mapping[str, Any],
-        requested: _Wanted,
-    ) -> Restored:
-        search, read = self._read_newest(step, requested)
-        checkpoint = search.checkpoint
-        assert checkpoint is not None
-        if read is None:
-            parts, num_bytes = self._restore_foreign(checkpoint, wanted, requested)
-            return Restored(search, frozenset(), parts, num_bytes)
-        bad = self._repair(read.bad)
-        self._load_components(requested.stateful, read.directories)
-        made = self.hosts.arrays(read.asked.read)
-        parts = {**made, **read.asked.filled(made), **requested.stateful}
-        self.hosts.all(HostReader.close_step)
-        if self.hosts.own == 0:
-            _record(read.num_bytes, bad)
-        self.emit("restored_from", step=checkpoint.step, **read.num_bytes, **bad)
-        parts = {name: parts[name] for name in wanted}
-        return Restored(search, read.components, parts, read.num_bytes)
-
-    def _read_newest(
-        self,
-        step: int | CheckpointMetadata | None,
-        requested: _Wanted,
-    ) -> tuple[SearchOutcome, _Read | None]:
-        # Returns the result of `_read`, or None for a step that Orbax alone saved.
-        without: list[StepId] = []
-        reasons: dict[int, str] = {}
-
-        def noted(name: str, **fields: Any) -> None:
-            if name == "step_passed_over":
-                reasons.setdefault(fields["step"], fields["why"])
-            self.emit(name, **fields)
-
-        while True:
-            search = find(self.hosts, step, without=without, emit=noted)
-            checkpoint = search.checkpoint
-            if checkpoint is None and search.missing is not None:
-                raise StepNotFoundError(search.missing)
-            if checkpoint is None:
-                listed = "; ".join(list(reasons.values())[: errors.MOST_NAMED])
-                if not listed:
-                    raise errors.CheckpointError(
-                        "no step is complete in any tier; test `checkpointer.latest is"
-                        " not None` before you load"
-                    )
-                raise errors.CheckpointError(
-                    f"no step is complete in any tier: {listed}; bring back a host that"
-                    " has the missing parts, or begin a new run in another directory"
-                )
-            if not checkpoint.save:
-                return search, None
-            try:
-                return search, self._read(checkpoint, requested)
-            except errors.HostsFailedError as error:
-                # All drivers have this error; hosts may hold what they have read.
-                self.hosts.all(HostReader.close_step)
-                if step is not None:
-                    raise
-                without.append(checkpoint.step_id)
-                noted("step_passed_over", step=checkpoint.step, why=str(error))
-
-    def _read(self, checkpoint: CheckpointMetadata, requested: _Wanted) -> _Read:
-        hosts = self.hosts
+    def _read(self, checkpoint: CheckpointMetadata) -> _Read:
+        # Has all hosts read and verify what is wanted.
+        hosts = self._hosts
         hosts.all(HostReader.open_step, checkpoint.step_id)
         contents = hosts.opened()
-        others: Mapping[str, TreeReading] = {}
-        if requested.layout is not None:
-            others = self._readings(checkpoint, contents, requested)
-        asked = asked_trees.resolve(
-            {
-                name: tree
-                for name, tree in requested.trees.items()
-                if name not in others
-            },
-            contents,
-            step=checkpoint.step,
-            partial=requested.partial,
-        )
-        stateful = sorted(requested.stateful)
+
+        def other(name: str, tree: Any) -> OtherTree:
+            read = self._layouts.match(contents, name, tree, layout=self._layout)
+            return functools.partial(self._read_other, checkpoint, name, read)
+
+        others = self._of_layout(_held(contents), other)
+        rest = {name: each for name, each in self._trees.items() if name not in others}
+        with self._naming_layouts([(contents, name) for name in rest]):
+            asked = asked_trees.resolve(
+                rest, contents, step=checkpoint.step, partial=self._partial
+            )
+        stateful = sorted(self._stateful)
         try:
             read_here = hosts.check(asked.read, stateful, others)
         except errors.HostsFailedError as error:
             # An older step would not have it either: the request is wrong.
             raise errors.CheckpointError(next(iter(error.of_host.values()))) from None
         answers = hosts.read()
-        made = hosts.all(HostReader.materialise, tuple(stateful))
-        directory = made[hosts.own].directory
         num_bytes = {
             f"{near}_bytes": sum(read_bytes.get(near, 0) for read_bytes in answers)
             for near in NEARNESS
         }
         num_bytes["persistent_bytes"] += read_here
-        return _Read(
-            asked=asked,
-            num_bytes=num_bytes,
-            directories={name: f"{directory}/{name}" for name in stateful},
-            bad=tuple(copy for each in made for copy in each.bad),
-            components=frozenset(contents.components),
-        )
+        materialised = hosts.all(HostReader.materialise, tuple(stateful))
+        components = frozenset(contents.components)
+        return _Read(asked, num_bytes, materialised, components)
 
-    def _readings(
-        self, checkpoint: CheckpointMetadata, contents: Contents, requested: _Wanted
-    ) -> dict[str, _Reading]:
-        # How to read those of the trees that are of another layout than the open step.
-        saved = _of_contents(checkpoint, contents).metadata
-        layout = requested.layout
-        return self._on_all(
-            lambda: {
-                name: _Reading(
-                    restorer=self,
-                    checkpoint=checkpoint,
-                    name=name,
-                    abstract=tree,
-                    layout=layout,
-                    read=self.layouts.match(contents, name, tree, layout=layout),
-                )
-                for name, tree in _differing(saved, requested.trees).items()
-            }
-        )
-
-    def _of_orbax(self, path: epath.Path, requested: _Wanted) -> dict[str, Any]:
-        # Those of the trees that differ from a step that Orbax alone saved.
-        return self._on_all(
-            lambda: {
-                name: self.layouts.load(path / name, tree, layout=requested.layout)
-                for name, tree in _differing(
-                    foreign_steps.read_parts(path), requested.trees
-                ).items()
-            }
-        )
-
-    def _on_all(self, work: Callable[[], ValueT]) -> ValueT:
-        # No host waits for one that has failed.
-        try:
-            result = work()
-        except Exception as error:
-            self.hosts.share("layout", str(error))
-            raise
-        problems: list[str | None] = self.hosts.share("layout", None)
-        failed = {n: each for n, each in enumerate(problems) if each is not None}
-        if failed:
-            # An older step is no remedy, unlike for a step that cannot be read.
-            raise errors.CheckpointError(str(errors.HostsFailedError(failed)))
-        return result
-
-    def _repair(self, bad: tuple[BadCopy, ...]) -> dict[str, int]:
-        # The numbers of bad copies that were read, and of those that were repaired.
+    def _made(self, checkpoint: CheckpointMetadata, read: _Read) -> dict[str, Any]:
+        # Makes what hosts have read, once bad copies of it are repaired.
+        hosts = self._hosts
+        bad = tuple(copy for each in read.hosts for copy in each.bad)
         for each in bad:
             logging.warning(
                 "host %s, %s tier: %s %s", each.host, each.tier, each.name, each.why
             )
-        repaired = self.hosts.all(HostReader.repair, bad) if bad else []
-        return {"bad_copies": len(bad), "repaired": sum(map(len, repaired))}
-
-    def _load_components(
-        self, stateful: Mapping[str, Any], directories: Mapping[str, str]
-    ) -> None:
-        own: Exception | None = None
-        problem: str | None = None
-        for name, component in stateful.items():
-            try:
-                if self.hosts.is_apart:
-                    files = self.hosts.first(HostReader.files, name)
-                    component_files.write(directories[name], files)
-                component_io.load(component, directories[name], name=name)
-            except Exception as error:
-                own, problem = error, f"{name!r} was not loaded: {error!r}"
-                break
-            finally:
-                if self.hosts.is_apart:
-                    storage.remove(directories[name])
-        # No host waits for one that has stopped.
-        problems = self.hosts.share("components_loaded", problem)
-        failed = {n: each for n, each in enumerate(problems) if each is not None}
-        if failed:
-            self.hosts.all(HostReader.close_step)
-            raise own or errors.HostsFailedError(failed)
-
-    def _restore_foreign(
-        self,
-        checkpoint: CheckpointMetadata,
-        wanted: Mapping[str, Any],
-        requested: _Wanted,
-    ) -> tuple[dict[str, Any], Mapping[str, int]]:
-        # Steps that Orbax alone saved have no digests.
-        assert checkpoint.path is not None
-        why = "plain Orbax saved it, and its values cannot be verified"
-        storage_cause.report(self.emit, "persistent", checkpoint.step, why)
-        others: Mapping[str, Any] = {}
-        if requested.layout is not None:
-            others = self._of_orbax(checkpoint.path, requested)
-        rest = {name: each for name, each in wanted.items() if name not in others}
-        parts = {
-            **others,
-            **foreign_steps.load(checkpoint.path, rest, partial=requested.partial),
+        repaired = hosts.all(HostReader.repair, bad) if bad else []
+        fields = {
+            **read.num_bytes,
+            "bad_copies": len(bad),
+            "repaired": sum(map(len, repaired)),
         }
+        directory = read.hosts[hosts.own].directory
+        self._on_all("components_loaded", lambda: self._load_components(directory))
+        made = hosts.arrays(read.asked.read)
+        parts = {**made, **read.asked.filled(made), **self._stateful}
+        hosts.all(HostReader.close_step)
+        if hosts.own == 0:
+            # One host records for all.
+            for near, metric in metrics.CHECKPOINT_READ.items():
+                metric.record(fields[f"{near}_bytes"])
+            metrics.CHECKPOINT_BAD_COPIES.record(fields["bad_copies"])
+            metrics.CHECKPOINT_REPAIRED.record(fields["repaired"])
+        self._emit("restored_from", step=checkpoint.step, **fields)
+        return {name: parts[name] for name in self._wanted}
+
+    def _load_components(self, directory: str) -> None:
+        is_apart = self._hosts.is_apart
+        for name, component in self._stateful.items():
+            path = f"{directory}/{name}"
+            try:
+                if is_apart:
+                    files = self._hosts.first(HostReader.files, name)
+                    component_files.write(path, files)
+                component_io.load(component, path, name=name)
+            except Exception as error:
+                error.add_note(f"{name!r} was not loaded: {error!r}")
+                raise
+            finally:
+                if is_apart:
+                    storage.remove(path)
+
+    def _restore_foreign(self, checkpoint: CheckpointMetadata) -> dict[str, Any]:
+        # Steps that Orbax alone saved have no digests.
+        path = checkpoint.path
+        assert path is not None
+        why = "plain Orbax saved it, and its values cannot be verified"
+        storage_cause.report(self._emit, "persistent", checkpoint.step, why)
+        others = self._of_layout(
+            foreign_steps.read_parts(path),
+            lambda name, tree: self._layouts.load(path / name, tree, self._layout),
+        )
+        rest = {name: each for name, each in self._wanted.items() if name not in others}
+        with self._naming_layouts([path / name for name in self._trees]):
+            loaded = foreign_steps.load(path, rest, partial=self._partial)
+        parts = {**others, **loaded}
         trees, _ = component_io.split(parts)
-        num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(trees))
-        read_bytes = dict.fromkeys((f"{near}_bytes" for near in NEARNESS), 0)
-        read_bytes["persistent_bytes"] = num_bytes
-        self.emit(
+        read_bytes = {f"{near}_bytes": 0 for near in NEARNESS}
+        read_bytes["persistent_bytes"] = sum(
+            getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(trees)
+        )
+        self._emit(
             "restored_from",
             step=checkpoint.step,
             **read_bytes,
             bad_copies=0,
             repaired=0,
         )
-        return {name: parts[name] for name in wanted}, read_bytes
+        return {name: parts[name] for name in self._wanted}
 
-    def _fitting(
-        self, step: int | CheckpointMetadata | None, trees: Mapping[str, Any]
-    ) -> list[str]:
-        # The layouts by which a step may be read that was refused.
-        checkpoint = find(self.hosts, step, emit=events.nobody).checkpoint
-        if checkpoint is None:
-            return []
-        names: set[str] = set()
-        for name in trees:
-            # The step that was refused is open, unless Orbax alone saved it.
-            if checkpoint.save:
-                names.update(self.layouts.fitting((self.hosts.opened(), name)))
-            elif checkpoint.path is not None:
-                names.update(self.layouts.fitting(checkpoint.path / name))
-        return sorted(names)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Reading:
-    # See `step_boxes.TreeReading`.
-    restorer: Restorer
-    checkpoint: CheckpointMetadata
-    name: str
-    abstract: Any
-    layout: Any
-    read: Callable[[StepBoxes], Any]
-
-    def of_boxes(self, saved: StepBoxes) -> Any:
-        return self.read(saved)
-
-    def of_storage(self) -> Any:
-        step, path = self.checkpoint.step, self.checkpoint.path
-        if path is None:
-            raise errors.CheckpointError(
-                f"step {step} was saved in another layout and is only in the RAM of"
-                " other processes; under one controller a layout can read only steps"
-                " in persistent storage. Restore it as it was saved, and save it with"
-                " force=True"
-            )
-        return self.restorer.layouts.load(
-            path / self.name, self.abstract, layout=self.layout
+    def _of_layout(
+        self, saved: Mapping[str, Any], make: Callable[[str, Any], T]
+    ) -> dict[str, T]:
+        # Those of the trees that are of another layout than the saved ones.
+        if self._layout is None:
+            return {}
+        return self._on_all(
+            "layout",
+            lambda: {
+                name: make(name, tree)
+                for name, tree in self._trees.items()
+                if tree is not None
+                and name in saved
+                and not _is_same(saved[name], tree)
+            },
         )
 
+    def _read_other(
+        self,
+        checkpoint: CheckpointMetadata,
+        name: str,
+        read: Callable[[StepBoxes], Any],
+        boxes: StepBoxes | None,
+    ) -> Any:
+        # See `step_boxes.OtherTree`.
+        if boxes is not None:
+            return read(boxes)
+        if checkpoint.path is None:
+            raise errors.CheckpointError(
+                f"step {checkpoint.step} was saved in another layout and is only in the"
+                " RAM of other processes; under one controller a layout can read only"
+                " steps in persistent storage. Restore it as it was saved, and save it"
+                " with force=True"
+            )
+        path = checkpoint.path / name
+        return self._layouts.load(path, self._trees[name], self._layout)
 
-def _differing(saved: Mapping[str, Any], trees: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: tree
-        for name, tree in trees.items()
-        if tree is not None and name in saved and not _is_same(saved[name], tree)
-    }
+    def _on_all(self, name: str, work: Callable[[], T]) -> T:
+        # No host waits for one that has failed. An older step is no remedy.
+        try:
+            result = work()
+        except Exception as error:
+            notes = getattr(error, "__notes__", [])
+            self._hosts.share(name, "; ".join(notes) or str(error))
+            self._hosts.all(HostReader.close_step)
+            raise
+        problems: list[str | None] = self._hosts.share(name, None)
+        failed = {n: each for n, each in enumerate(problems) if each is not None}
+        if failed:
+            self._hosts.all(HostReader.close_step)
+            raise errors.CheckpointError(str(errors.HostsFailedError(failed)))
+        return result
+
+    @contextlib.contextmanager
+    def _naming_layouts(
+        self, trees: Sequence[epath.Path | tuple[Contents, str]]
+    ) -> Iterator[None]:
+        # An error about trees of another model names the layouts that fit them.
+        try:
+            yield
+        except errors.OtherModelError as error:
+            names = {
+                each
+                for tree in (trees if self._layout is None else ())
+                for each in self._layouts.fitting(tree)
+            }
+            if not names:
+                raise
+            raise errors.OtherModelError(
+                f"{error}. Layouts that ship and fit the names in it:"
+                f" {errors.first_of(sorted(names))}; give one as `layout`"
+            ) from None
 
 
 def _is_same(saved: Any, wanted: Any) -> bool:
@@ -680,11 +539,3 @@ def _is_same(saved: Any, wanted: Any) -> bool:
     except errors.OtherModelError:
         return False
     return True
-
-
-def _record(read_bytes: Mapping[str, int], bad: Mapping[str, int]) -> None:
-    # One host records for all.
-    for near, metric in metrics.CHECKPOINT_READ.items():
-        metric.record(read_bytes[f"{near}_bytes"])
-    metrics.CHECKPOINT_BAD_COPIES.record(bad["bad_copies"])
-    metrics.CHECKPOINT_REPAIRED.record(bad["repaired"])

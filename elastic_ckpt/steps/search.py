@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -76,7 +77,7 @@ class Search(Generic[ExaminedT]):
       saves: some of them with their saves, the newest save among them.
       look: looks at a step; it is asked once for each.
       lines: that no manifest contains: the caller's, and those recorded in storage.
-      without: steps and saves that proved to be unreadable.
+      without: why steps and saves proved to be unreadable.
 
     Attributes:
       line: of the newest save.
@@ -93,11 +94,11 @@ class Search(Generic[ExaminedT]):
         look: Callable[[int], Looked[ExaminedT]],
         *,
         lines: Collection[Line] = (),
-        without: Collection[StepId] = (),
+        without: Mapping[StepId, str] = types.MappingProxyType({}),
     ) -> None:
         self._steps = sorted({*steps})
         self._look = functools.cache(look)
-        self._without = frozenset(without)
+        self._without = without
         newest = sorted({*saves}, key=lambda each: (each.save, each.step))
         found = (
             Line(save=each.step_id.save, parents=each.parents)
@@ -174,13 +175,14 @@ class Search(Generic[ExaminedT]):
             if self.line.abandons(each.step_id) == abandoned
             and save in ("", each.step_id.save)
         ]
-        left = [each for each in of_line if each.step_id not in self._without]
-        for each in left:
-            if each.problem is None:
+        wrong = []
+        for each in of_line:
+            problem = self._without.get(each.step_id, each.problem)
+            if problem is None:
                 return each, ""
+            wrong.append(problem)
         if not of_line and (looked.saves or abandoned):
             return None, ""
-        why = f"step {step} {'proved to be unreadable' if of_line else _NO_MANIFEST}"
-        why = "; ".join(str(each.problem) for each in left) or why
+        why = "; ".join(wrong or [f"step {step} {_NO_MANIFEST}"])
         problems = f" ({'; '.join(looked.problems)})" if looked.problems else ""
         return None, why + problems

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+import types
+from collections.abc import Collection, Mapping, Sequence
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps import manifest
@@ -51,7 +52,7 @@ def search(
     tiers: Sequence[Tier],
     *,
     lines: Collection[Line] = (),
-    without: Collection[StepId] = (),
+    without: Mapping[StepId, str] = types.MappingProxyType({}),
 ) -> Search[FoundStep]:
     """A search for steps in some tiers; see `steps.search`."""
     return Search(

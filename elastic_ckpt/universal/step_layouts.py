@@ -60,7 +60,6 @@ class StepLayouts:
         self,
         path: epath.Path,
         abstract: Any,
-        *,
         layout: Layout | str | os.PathLike[str],
     ) -> Any:
         """Reads the tree at `path`, as `loading.load`."""

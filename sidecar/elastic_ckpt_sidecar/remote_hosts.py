@@ -26,7 +26,7 @@ from elastic_ckpt.checkpoint.host.answers import (
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
-from elastic_ckpt.checkpoint.host.step_boxes import TreeReading
+from elastic_ckpt.checkpoint.host.step_boxes import OtherTree
 from elastic_ckpt.checkpoint.host.trees import AskedLeaf, asked, rebuilt
 from elastic_ckpt.checkpoint.host.trees import arrays as captured_leaves
 from elastic_ckpt.checkpoint.host.world import HostConfig
@@ -198,10 +198,10 @@ class RemoteHosts:
         self,
         trees: Mapping[str, Any],
         components: Sequence[str],
-        others: Mapping[str, TreeReading],
+        others: Mapping[str, OtherTree],
     ) -> int:
         """See `Hosts`."""
-        self._others = {name: each.of_storage() for name, each in others.items()}
+        self._others = {name: read(None) for name, read in others.items()}
         self._wanted = self._arrays.to_restore(asked(trees))
         self._made = {}
         layout = self._layout(self._wanted[0])

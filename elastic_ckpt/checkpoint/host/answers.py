@@ -217,21 +217,13 @@ class Candidate:
 
     @property
     def step_id(self) -> StepId:
-        """The step, and which save of it."""
-        return self.checkpoint.step_id
+        """The step, and which save it counts as."""
+        return self.checkpoint.line[-1]
 
     @property
     def parents(self) -> tuple[StepId, ...]:
         """See `Contents.parents`."""
         return self.checkpoint.line[:-1]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Examined:
-    """What host 0 has found of a step; see `steps.search.Looked`."""
-
-    saves: tuple[Candidate, ...]
-    problems: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,22 +233,18 @@ class Survey:
     Attributes:
       steps: of which there may be something.
       saves: steps with their saves; the newest save is among them.
-      foreign: the steps that Orbax alone saved, with the saves that they count as.
       lines: that are recorded in storage.
       out_of_reach: why storage cannot be searched; None if it can, or there is none.
       refusing: peers that may have steps and refuse this run, a sentence each.
-      places: the directories of the tiers, for messages.
-      is_there: whether one of them exists.
+      nothing: why there may be no step, a sentence.
     """
 
     steps: tuple[int, ...]
     saves: tuple[StepId, ...]
-    foreign: tuple[StepId, ...]
     lines: tuple[Line, ...]
     out_of_reach: str | None
     refusing: tuple[str, ...]
-    places: str
-    is_there: bool
+    nothing: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

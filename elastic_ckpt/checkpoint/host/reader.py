@@ -16,7 +16,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -26,19 +26,18 @@ from elastic_ckpt.checkpoint.host import component_files, recovery, repairs, tre
 from elastic_ckpt.checkpoint.host.answers import (
     Candidate,
     CheckpointMetadata,
-    Examined,
     Materialised,
     Survey,
 )
 from elastic_ckpt.checkpoint.host.exchange import GIVEN, Report
-from elastic_ckpt.checkpoint.host.step_boxes import StepBoxes, TreeReading
+from elastic_ckpt.checkpoint.host.step_boxes import OtherTree, StepBoxes
 from elastic_ckpt.checkpoint.host.verified_read import BadCopy, VerifiedReader
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import calls, errors, storage
 from elastic_ckpt.steps import manifest
 from elastic_ckpt.steps.manifest import Contents, Manifest
 from elastic_ckpt.steps.read_plan import NEARNESS, Nearness
-from elastic_ckpt.steps.search import Looked
+from elastic_ckpt.steps.search import Looked, Search
 from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.find import FoundStep
@@ -59,8 +58,9 @@ class HostReader:
         self._world = world
         self._exchange = world.exchange
         # On host 0: storage as it was listed for the search, the saves of agents as
-        # they were reported, and the steps that were examined.
+        # they were reported, what steps of Orbax alone count as, and those examined.
         self._storage: Tier | None = None
+        self._foreign: Mapping[int, str] = {}
         self._reported = Report()
         self._examined: dict[StepId, FoundStep] = {}
         self._restoring: _Restoring | None = None
@@ -81,11 +81,11 @@ class HostReader:
         """What all hosts and storage have; host 0 tells."""
         world = self._world
         self._examined, self._reported = {}, self._exchange.merged
-        self._storage, out_of_reach, foreign, recorded = None, None, {}, []
+        self._storage, self._foreign, out_of_reach, recorded = None, {}, None, []
         if world.persistent is not None:
             try:
                 self._storage = tier = world.persistent.as_now()
-                foreign, recorded = tier.foreign_saves(), tier.recorded_lines()
+                self._foreign, recorded = tier.foreign_saves(), tier.recorded_lines()
             except errors.CheckpointError as error:
                 self._storage, out_of_reach = None, str(error)
         tiers = [*([] if self._world.passes else world.ram_tiers), *self._stored]
@@ -94,15 +94,15 @@ class HostReader:
         refusing += [u for t in tiers if isinstance(t, Peers) for u in t.refusing()]
         return Survey(
             steps=tuple(
-                {each.step for each in reported}.union(*(t.steps() for t in tiers))
+                {each.step for each in reported}.union(
+                    self._foreign, *(t.steps() for t in tiers)
+                )
             ),
             saves=tuple({*reported}.union(*(tier.known_saves() for tier in tiers))),
-            foreign=tuple(StepId(*each) for each in foreign.items()),
             lines=tuple(recorded),
             out_of_reach=out_of_reach,
             refusing=tuple(map(self._refused, refusing)),
-            places=" or ".join(map(str, self._places())),
-            is_there=any(each.exists() for each in self._places()),
+            nothing=self._nothing(),
         )
 
     @calls.call(order="up")
@@ -115,8 +115,8 @@ class HostReader:
             self._exchange.offer(report)
 
     @calls.call(limit_secs=calls.LONG_SECS)
-    def examine(self, step: int) -> Examined:
-        """The saves of a step by what all hosts and storage have; host 0 tells.
+    def examine(self, step: int) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
+        """The saves of a step, and problems, by what all hosts and storage have.
 
         Raises:
           LaterVersionError: if a later version of elastic_ckpt wrote it in storage.
@@ -130,27 +130,7 @@ class HostReader:
             tiers = [*self._world.ram_tiers, *self._stored]
             looked = find.looked(find.offered(tiers, step))
         self._examined |= {each.step_id: each for each in looked.saves}
-        saves = [
-            Candidate(self._described(each), each.problem) for each in looked.saves
-        ]
-        return Examined(saves=tuple(saves), problems=tuple(looked.problems))
-
-    @calls.call()
-    def foreign_step(self, step: int, save: str) -> CheckpointMetadata:
-        """A step that Orbax alone saved; host 0 describes it.
-
-        Args:
-          step: the step.
-          save: as which it counts.
-        """
-        assert self._world.persistent is not None
-        return CheckpointMetadata(
-            step=step,
-            save="",
-            line=StepId(step, save).after(()),
-            path=self._path(step),
-            **self._world.persistent.notes(step),
-        )
+        return self._candidates(step, looked.saves), tuple(looked.problems)
 
     @calls.call()
     def complete_steps(self) -> tuple[CheckpointMetadata, ...]:
@@ -160,15 +140,15 @@ class HostReader:
         """
         survey = self.survey()
         tiers = [*self._world.ram_tiers, *self._stored]
-        looking = find.search(tiers, lines=survey.lines)
-        complete = [self._described(each) for each in looking.complete_steps()]
-        others = {each.step for each in complete}
-        complete += [
-            self.foreign_step(*each)
-            for each in survey.foreign
-            if each.step not in others and not looking.line.abandons(each)
-        ]
-        return tuple(sorted(complete, key=lambda each: each.step))
+        steps = set(self._foreign).union(*(tier.steps() for tier in tiers))
+        saves = {save for tier in tiers for save in tier.known_saves()}
+
+        def look(step: int) -> Looked[Candidate]:
+            looked = find.looked(find.offered(tiers, step))
+            return Looked(self._candidates(step, looked.saves), looked.problems)
+
+        complete = Search(steps, saves, look, lines=survey.lines).complete_steps()
+        return tuple(each.checkpoint for each in complete)
 
     @calls.call(order="down", limit_secs=calls.LONG_SECS)
     def open_step(self, step_id: StepId) -> None:
@@ -204,7 +184,7 @@ class HostReader:
         self,
         of_trees: Mapping[str, Any],
         components: Sequence[str],
-        others: Mapping[str, TreeReading],
+        others: Mapping[str, OtherTree],
     ) -> None:
         """Selects the parts of the step to read, for the devices of this process.
 
@@ -272,7 +252,7 @@ class HostReader:
         if restoring.others:
             saved = StepBoxes(found, reader, near)
             restoring.others_made = {
-                name: each.of_boxes(saved) for name, each in restoring.others.items()
+                name: read(saved) for name, read in restoring.others.items()
             }
         total: collections.Counter[str] = collections.Counter()
         for holder, num_bytes in reader.read_bytes.items():
@@ -389,6 +369,23 @@ class HostReader:
                 problems.append(str(error))
         return Looked(saves, problems)
 
+    def _candidates(
+        self, step: int, saves: Iterable[FoundStep]
+    ) -> tuple[Candidate, ...]:
+        # The newest first; one that Orbax alone saved is complete.
+        found = [Candidate(self._described(each), each.problem) for each in saves]
+        if step in self._foreign:
+            assert self._world.persistent is not None
+            by_orbax = CheckpointMetadata(
+                step=step,
+                save="",
+                line=(StepId(step, self._foreign[step]),),
+                path=self._path(step),
+                **self._world.persistent.notes(step),
+            )
+            found.append(Candidate(by_orbax, None))
+        return tuple(sorted(found, key=lambda each: each.step_id, reverse=True))
+
     def _described(self, found: FoundStep) -> CheckpointMetadata:
         contents, step_id = found.table.contents, found.step_id
         is_stored = any(each.tier == "persistent" for each in found.table.holders)
@@ -406,12 +403,15 @@ class HostReader:
         assert self._world.root is not None
         return self._world.root.final(step)
 
-    def _places(self) -> list[epath.Path]:
-        # The directories of the tiers.
+    def _nothing(self) -> str:
+        # Why there is no step, for a message.
         places = [] if self._world.root is None else [self._world.root.path]
         if self._world.chosen.local is not None:
             places.append(self._world.disk.root)
-        return places
+        named = " or ".join(map(str, places))
+        if not any(each.exists() for each in places):
+            return f"there is no directory {named}"
+        return f"{named} has no checkpoints yet"
 
     def _refused(self, url: str) -> str:
         known = secret.path(self._world.disk.root)
@@ -443,5 +443,5 @@ class _Restoring:
     readers: list[VerifiedReader] = dataclasses.field(default_factory=list)
     wanted: Sequence[trees.WantedLeaf] = ()
     placed: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
-    others: Mapping[str, TreeReading] = dataclasses.field(default_factory=dict)
+    others: Mapping[str, OtherTree] = dataclasses.field(default_factory=dict)
     others_made: Mapping[str, Any] = dataclasses.field(default_factory=dict)

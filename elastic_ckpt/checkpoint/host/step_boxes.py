@@ -7,7 +7,8 @@ reads saved boxes whole, each verified, and from the same holders.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -65,21 +66,7 @@ class StepBoxes:
         self._reader.read_into(number, into, self._choices.of(number))
 
 
-class TreeReading(Protocol):
-    """Reads a tree of another layout than a step has, as this process needs it."""
-
-    def of_boxes(self, saved: StepBoxes) -> Any:
-        """The tree, made of the boxes of the open step in any tier.
-
-        Raises:
-          CheckpointError: if no holder has a box as it was saved.
-        """
-        ...
-
-    def of_storage(self) -> Any:
-        """The tree, made of persistent storage alone, for hosts that are elsewhere.
-
-        Raises:
-          CheckpointError: if the step is not there, or cannot be read.
-        """
-        ...
+# Reads a tree of another layout than a step has, as this process needs it: from the
+# boxes of the open step in any tier, or None from persistent storage alone, for hosts
+# that are elsewhere.
+OtherTree = Callable[[StepBoxes | None], Any]
