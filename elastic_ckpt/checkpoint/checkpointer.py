@@ -39,7 +39,7 @@ from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.response import Response, SaveResponse
-from elastic_ckpt.checkpoint.restore import Layouts, Restored, step_number
+from elastic_ckpt.checkpoint.restore import Layouts, step_number
 from elastic_ckpt.checkpoint.run_world import RunWorld
 from elastic_ckpt.checkpoint.save_stages import SaveStages, Stage
 from elastic_ckpt.checkpoint.saving import Saving
@@ -207,7 +207,12 @@ class HostsCheckpointer:
         number = step_number(step)
         self._background.wait()
         self._events.flush()
-        return self._is_due(number, is_saving=self.is_saving_in_progress())
+        is_behind = self._newest is not None and number <= self._newest.step
+        if self._older is not None or (is_behind and not self._exists(number)):
+            raise self._behind(number)
+        is_saving = self.is_saving_in_progress()
+        current = self._current(number)
+        return not is_behind and self._schedule.is_due(current, is_saving=is_saving)
 
     def save_checkpointables_async(
         self,
@@ -475,16 +480,15 @@ class HostsCheckpointer:
           HostsFailedError: with `go_back`, if storage is out of reach.
           ReplacedError: with `go_back`, if another start has continued the run.
         """
-        load = self._load_later(
+        response = self.load_checkpointables_async(
             step,
             abstract_checkpointables,
             partial=partial,
             layout=layout,
             go_back=go_back,
         )
-        self.wait()
         with self._events.flushing():
-            return load()
+            return response.result()
 
     def load_checkpointables_async(
         self,
@@ -496,14 +500,12 @@ class HostsCheckpointer:
         go_back: bool = False,
     ) -> Response[dict[str, Any]]:
         """As `load_checkpointables`, in the background; other calls wait for it."""
-        return self._in_background(
-            self._load_later(
-                step,
-                abstract_checkpointables,
-                partial=partial,
-                layout=layout,
-                go_back=go_back,
-            )
+        return self._load_async(
+            step,
+            abstract_checkpointables,
+            partial=partial,
+            layout=layout,
+            go_back=go_back,
         )
 
     def load(
@@ -518,10 +520,9 @@ class HostsCheckpointer:
     ) -> Any:
         """As `load_checkpointables`, for a single pytree, which is returned."""
         wanted = {checkpointable_name: abstract_state}
-        restored = self.load_checkpointables(
+        return self.load_checkpointables(
             step, wanted, partial=partial, layout=layout, go_back=go_back
-        )
-        return restored[checkpointable_name]
+        )[checkpointable_name]
 
     def load_async(
         self,
@@ -535,10 +536,14 @@ class HostsCheckpointer:
     ) -> Response[Any]:
         """As `load`, in the background; other calls wait for it."""
         wanted = {checkpointable_name: abstract_state}
-        load = self._load_later(
-            step, wanted, partial=partial, layout=layout, go_back=go_back
+        return self._load_async(
+            step,
+            wanted,
+            alone=checkpointable_name,
+            partial=partial,
+            layout=layout,
+            go_back=go_back,
         )
-        return self._in_background(lambda: load()[checkpointable_name])
 
     # What Orbax called them before.
     load_pytree = load
@@ -705,7 +710,7 @@ class HostsCheckpointer:
         else:
             self.leave(error)
 
-    def _load_later(
+    def _load_async(
         self,
         step: int | CheckpointMetadata | None,
         wanted: Mapping[str, Any] | None,
@@ -713,8 +718,8 @@ class HostsCheckpointer:
         partial: bool,
         layout: Any,
         go_back: bool,
-    ) -> Callable[[], dict[str, Any]]:
-        # Checks the call, and returns the load, which any thread may do.
+        alone: str | None = None,
+    ) -> Response[Any]:
         self._check_open()
         if go_back:
             self._check_writable()
@@ -723,13 +728,14 @@ class HostsCheckpointer:
         context = orbax_context.checked(self._context)
         partial = partial or context.pytree.loading.partial_load
 
-        def load() -> dict[str, Any]:
+        def load() -> Any:
             with context:
-                return self._load(
+                loaded = self._load(
                     step, wanted, partial=partial, layout=layout, go_back=go_back
                 )
+            return loaded if alone is None else loaded[alone]
 
-        return load
+        return self._in_background(load)
 
     def let_others_write(self) -> None:
         """Commits nothing more to storage, so that another program may write there."""
@@ -802,28 +808,6 @@ class HostsCheckpointer:
             recorded = self._hosts.first(HostBackup.evaluations, self._line)
             return {step: json.loads(text) for step, text in recorded}
 
-    def _is_due(self, step: int, *, is_saving: bool) -> bool:
-        # Whether a tier is due at a step that is newer than all others.
-        is_behind = self._newest is not None and step <= self._newest.step
-        if self._older is not None or (is_behind and not self._exists(step)):
-            raise self._behind(step)
-        if is_behind:
-            return False
-        return self._schedule.is_due(self._current(step), is_saving=is_saving)
-
-    def _is_wanted(self, step: int, *, is_saving: bool) -> bool:
-        return self._is_due(step, is_saving=is_saving) or self._is_overdue(
-            step, is_saving=is_saving
-        )
-
-    def _is_overdue(self, step: int, *, is_saving: bool) -> bool:
-        if self._newest is not None and step <= self._newest.step:
-            return False
-        current = self._current(step)
-        return self._schedule.is_backup_due(
-            current, is_saving=is_saving, is_left=self.is_left
-        )
-
     def _begin_save(
         self,
         step: int,
@@ -840,7 +824,13 @@ class HostsCheckpointer:
         self._claim()
         forced = force or overwrite
         line = self._line_for(step, overwrite=overwrite)
-        if not (forced or self._is_wanted(step, is_saving=is_saving)):
+        current = dataclasses.replace(self._current(step), metrics=metrics)
+        is_last_of_world = self.is_left
+        is_backup_due = self._schedule.is_backup_due(
+            current, is_saving=is_saving, is_left=is_last_of_world
+        )
+        is_due = self._schedule.is_due(current, is_saving=is_saving)
+        if not (forced or is_due or is_backup_due):
             return None
         self._is_placed = True
         self._emit("save_started", step=step)
@@ -852,15 +842,9 @@ class HostsCheckpointer:
         description = StepDescription.from_trees(
             trees, stateful, metrics=metrics, custom_metadata=custom_metadata
         )
-        current = dataclasses.replace(self._current(step), metrics=description.metrics)
-        is_last_of_world = self.is_left
-        back_up = self._root is not None and (
-            (forced and not is_last_of_world)
-            or self._schedule.is_backup_due(
-                current, is_saving=is_saving, is_left=is_last_of_world
-            )
+        back_up = is_backup_due or (
+            forced and self._root is not None and not is_last_of_world
         )
-
         is_lent = False
 
         def begin() -> Callable[[], None]:
@@ -950,10 +934,8 @@ class HostsCheckpointer:
             partial=partial,
             layout=layout,
         ).restore(step)
-        # The values are the caller's alone.
-        loaded = restored._replace(parts={})
         _, stateful = component_io.split(abstract_checkpointables)
-        checkpoint = loaded.search.checkpoint
+        checkpoint = restored.search.required
         left = self._newest if self._is_older(checkpoint) else None
         # The newest step that can be read is gone on from.
         goes_back = go_back or step is None
@@ -962,15 +944,19 @@ class HostsCheckpointer:
             return restored.parts
         # A step may be loaded in several calls. A process that has a state already may
         # go back with its weights alone.
-        unloaded = self._unloaded if self._is_placed else loaded.components
+        unloaded = self._unloaded if self._is_placed else restored.components
         self._unloaded = unloaded - abstract_checkpointables.keys()
         if left and not goes_back:
             self._is_placed, self._older = True, checkpoint
             return restored.parts
+        search = restored.search
         if left and go_back:
-            loaded = self._abandoning(loaded)
-        self._go_on(loaded)
-        if left and checkpoint:
+            search = self._abandoning(search)
+        # The training goes on from the step that was loaded.
+        self._is_placed, self._own_line = True, None
+        self._go_on_from(search)
+        self._stages.catch_up(checkpoint, line=self._line)
+        if left:
             self._emit("went_back", step=left.step, to_step=checkpoint.step)
         return restored.parts
 
@@ -989,44 +975,28 @@ class HostsCheckpointer:
             logging.warning("%s", why)
             self._emit("component_not_loaded", step=step, component=name, why=why)
 
-    def _is_older(self, checkpoint: CheckpointMetadata | None) -> bool:
+    def _is_older(self, checkpoint: CheckpointMetadata) -> bool:
         # Whether newer steps went on from this one.
         latest = self._newest
-        if checkpoint is None or latest is None or checkpoint.step >= latest.step:
+        if latest is None or checkpoint.step >= latest.step:
             return False
         line = Line(save=latest.line[-1][1], parents=latest.line[:-1])
         return not line.abandons(StepId(checkpoint.step, checkpoint.line[-1][1]))
 
-    def _go_on(self, loaded: Restored) -> None:
-        # The training goes on from the step that was loaded.
-        self._is_placed, self._own_line = True, None
-        self._go_on_from(loaded.search)
-        if self._restored is not None:
-            self._stages.catch_up(self._restored, line=self._line)
-
-    def _abandoning(self, loaded: Restored) -> Restored:
-        # An older step that is gone on from; newer ones are abandoned from now on.
-        assert loaded.search.checkpoint is not None
-        after = loaded.search.newest_save
-        save = self._claim_line_from(loaded.search.checkpoint, after)
-        search = dataclasses.replace(loaded.search, newest_save=save)
-        return loaded._replace(search=search)
-
-    def _claim_line_from(self, older: CheckpointMetadata, after: str) -> str:
-        # A save after `after` and all others, and on record that it goes on from an
-        # older step: also a world that begins before this one has saved a step abandons
-        # the steps between.
+    def _abandoning(self, search: restore.SearchOutcome) -> restore.SearchOutcome:
+        # Goes on from an older step, on record: also a world that begins before this
+        # one has saved a step abandons the steps between.
         self._claim()
-        save = self._hosts.first(HostWorld.new_save, after)
+        save = self._hosts.first(HostWorld.new_save, search.newest_save)
         try:
-            self._stages.claim(Line(save=save, parents=older.line))
+            self._stages.claim(Line(save=save, parents=search.required.line))
         except errors.HostsFailedError:
             # The line may be on record although the answer was lost. What is saved from
             # now on has to be of a later one.
             stays = restore.SearchOutcome(checkpoint=self._newest, newest_save=save)
             self._go_on_from(stays)
             raise
-        return save
+        return dataclasses.replace(search, newest_save=save)
 
     def _described(self, step: int | CheckpointMetadata | None) -> CheckpointMetadata:
         search = restore.find(self._hosts, step, emit=self._emit)
