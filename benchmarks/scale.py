@@ -40,9 +40,9 @@ from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 import numpy as np
 
 from benchmarks import report, sized, turns
-from elastic_ckpt.checkpoint import restore, save_stages
+from elastic_ckpt.checkpoint import restore
 from elastic_ckpt.checkpoint.host import copies, reader, recovery
-from elastic_ckpt.checkpoint.host.answers import Replicated, Written, WrittenFile
+from elastic_ckpt.checkpoint.host.answers import Replicated, Written
 from elastic_ckpt.checkpoint.host.exchange import GIVEN
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
@@ -50,8 +50,12 @@ from elastic_ckpt.checkpoint.host.step_notes import WrittenStep
 from elastic_ckpt.checkpoint.host.trees import WantedLeaf
 from elastic_ckpt.checkpoint.host.world import HeldStep, HostWorld
 from elastic_ckpt.checkpoint.hosts import Hosts, Method
+from elastic_ckpt.checkpoint.run_world import ALONE
 from elastic_ckpt.checkpoint.saving import Saving
+from elastic_ckpt.checkpoint.schedule import BackupClock
+from elastic_ckpt.checkpoint.stages import SaveStages
 from elastic_ckpt.checkpoint.structure import StepDescription
+from elastic_ckpt.checkpoint.writing import Writing
 from elastic_ckpt.core import allgather, boxes, calls, codec, events
 from elastic_ckpt.steps import owners
 from elastic_ckpt.steps.manifest import (
@@ -65,7 +69,7 @@ from elastic_ckpt.steps.manifest import (
 )
 from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.steps.table import StepTable
-from elastic_ckpt.tiers.choices import Peers
+from elastic_ckpt.tiers.choices import Chosen, Local, Peers
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.ram.local import LocalHost
 from elastic_ckpt.tiers.ram.ram_disk import RamDisk
@@ -122,8 +126,15 @@ def _costs(num_hosts: int) -> dict[str, float]:
 
 def _save(hosts: _SimulatedHosts) -> None:
     names: list[str] = []
-    stages = save_stages.SaveStages(
-        cast(Hosts, hosts), emit=lambda name, **_: names.append(name)
+    chosen = Chosen(local=Local("unused"), peers=None, persistent=None)
+    driver = cast(Hosts, hosts)
+    stages = SaveStages(
+        driver,
+        chosen,
+        clock=BackupClock(),
+        world=ALONE,
+        emit=lambda name, **_: names.append(name),
+        writing=Writing(driver, chosen, ALONE, run="run"),
     )
     saving = Saving(
         step_id=StepId(_STEP, "0"),
@@ -289,14 +300,12 @@ class _SaverAlone(HostSaver):
     ) -> Written:
         del components, problem
         saved = self._saved(step_id)
-        files = [
-            WrittenFile(leaf.path, leaf.shape[0], named)
-            for number, _, named in saved.rows()[_LEAVES:]
-            for leaf in [saved.contents.leaves[number]]
-        ]
-        return Written(files=tuple(files), time_ms=0, shared={})
+        leaves = [saved.contents.leaves[n] for n, *_ in saved.rows()[_LEAVES:]]
+        files = {leaf.path: leaf.shape[0] for leaf in leaves}
+        return Written(files=files, time_ms=0, shared={}, preserved=(), problem="")
 
-    def commit(self, written: WrittenStep) -> None:
+    def commit(self, written: WrittenStep, in_ram: bool) -> None:
+        assert in_ram
         table = StepTable([self._saved(written.step_id)])
         world = self._world
         holders = [(world.number,)] * len(table)

@@ -1,8 +1,8 @@
 """The checkpointer over any choice of tiers: the verbs of Orbax's `Checkpointer`.
 
 It knows the newest step, decides what is due and to which line a step is saved, and
-whether a load was only a look or the training goes on from it. `save_stages` takes each
-step through its tiers in the background, and `restore` reads one.
+whether a load was only a look or the training goes on from it. `stages` takes each step
+through its tiers in the background, and `restore` reads one.
 
 Events of any thread are queued, and reach the user's `emit` in the caller's thread.
 """
@@ -41,9 +41,9 @@ from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.response import Response, SaveResponse
 from elastic_ckpt.checkpoint.restore import Layouts, step_number
 from elastic_ckpt.checkpoint.run_world import RunWorld
-from elastic_ckpt.checkpoint.save_stages import SaveStages, Stage
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.schedule import BackupClock, Schedule
+from elastic_ckpt.checkpoint.stages import SaveStages, Stage
 from elastic_ckpt.checkpoint.structure import StepDescription, json_of_user
 from elastic_ckpt.checkpoint.writing import Writing
 from elastic_ckpt.core import (
@@ -140,14 +140,12 @@ class HostsCheckpointer:
             backups = _clock(hosts, chosen.persistent.every_minutes)
         self._stages = SaveStages(
             hosts,
-            in_ram=chosen.local is not None,
-            peers=chosen.peers,
+            chosen,
             # Without RAM a save begins the period, not the end of its upload.
-            clock=None if chosen.local is None else backups,
+            clock=BackupClock() if chosen.local is None else backups,
             world=world,
             emit=self._emit,
             writing=self._of_storage,
-            has_storage=self._root is not None,
         )
         self._schedule = Schedule(
             chosen, backups, agree=functools.partial(_agree, hosts)
@@ -955,7 +953,7 @@ class HostsCheckpointer:
         # The training goes on from the step that was loaded.
         self._is_placed, self._own_line = True, None
         self._go_on_from(search)
-        self._stages.catch_up(checkpoint, line=self._line)
+        self._stages.catch_up(checkpoint)
         if left:
             self._emit("went_back", step=left.step, to_step=checkpoint.step)
         return restored.parts

@@ -20,6 +20,7 @@ from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.step_boxes import OtherTree
+from elastic_ckpt.checkpoint.host.trees import arrays
 from elastic_ckpt.core import allgather, calls, codec
 from elastic_ckpt.core.allgather import Allgather
 from elastic_ckpt.steps.manifest import Contents
@@ -198,7 +199,7 @@ class InEveryProcess:
     def capture(self, step_id: StepId, trees: Mapping[str, Any]) -> CapturedIn:
         """See `Hosts`."""
         saver: HostSaver = self._own.part(HostSaver.__name__)
-        return saver.capture(step_id, trees)
+        return saver.begin(step_id, saver.captured(arrays(trees)))
 
     def opened(self) -> Contents:
         """See `Hosts`."""

@@ -13,17 +13,13 @@ from elastic_ckpt.checkpoint.components.component import Component
 from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata, Written
 from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.host.saver import HostSaver
-from elastic_ckpt.checkpoint.host.step_notes import (
-    FileAtHosts,
-    StepNotes,
-    WrittenStep,
-)
+from elastic_ckpt.checkpoint.host.step_notes import FileAtHosts, WrittenStep
 from elastic_ckpt.checkpoint.hosts import Hosts
-from elastic_ckpt.checkpoint.structure import StepDescription
+from elastic_ckpt.checkpoint.structure import HostNotes, StepDescription
 from elastic_ckpt.core import clock, errors
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step import Line, StepId
-from elastic_ckpt.tiers.persistent import claims
+from elastic_ckpt.tiers.persistent.claims import Claim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +32,7 @@ class Saving:
       back_up: whether it goes to persistent storage.
       overwrite: whether other saves of the step are removed from there.
       description: for retention and persistent storage.
-      parents: of the save; see `steps.step`.
+      parents: of the save; see `steps.line`.
       path: the directory that it has in persistent storage; None without such a tier.
       began_secs: when it was begun, on the monotonic clock.
       is_last_of_world: whether the run goes on in another world, which makes its
@@ -92,21 +88,25 @@ class Saving:
         """The line that it is saved to."""
         return Line(save=self.step_id.save, parents=tuple(self.parents))
 
-    def agreed(self, hosts: Hosts) -> tuple[Saving, str | None]:
-        """Agrees with the other hosts on what is saved.
+    @property
+    def kinds(self) -> dict[str, str]:
+        """By the path of a leaf or the name of a component, what this host saves."""
+        return self.description.kinds(self.component_kinds)
 
-        Returns:
-          The step with the notes of host 0, because it has one set of notes; and the
-          first difference, if hosts save different things.
-        """
-        kinds = self.description.kinds(self.component_kinds)
-        notes = hosts.share("notes", self.description.host_notes(kinds))
-        agreed = self.description.agreed(notes[0])
-        difference = None
-        if len({each.parts_digest for each in notes}) > 1:
-            # Of texts, host 0's are saved.
-            difference = _difference(hosts.share("parts", kinds))
-        return dataclasses.replace(self, description=agreed), difference
+    def difference(self, hosts: Hosts, notes: Sequence[HostNotes]) -> str | None:
+        """The first part that hosts save differently, by their notes."""
+        if len({each.parts_digest for each in notes}) == 1:
+            return None
+        path, kinds = _differing(hosts.share("parts", self.kinds), missing="nothing")
+        each = "; ".join(
+            f"host{'s' * (len(numbers) > 1)} {errors.first_of(map(str, numbers))}:"
+            f" {kind}"
+            for kind, numbers in kinds.items()
+        )
+        return (
+            f"hosts save different things as {path!r} ({each}); give the same"
+            " checkpointables on every host"
+        )
 
     def complete(self, hosts: Hosts) -> tuple[Saving, dict[str, str]]:
         """Leaves out, on all hosts, optional components that one of them cannot save.
@@ -118,58 +118,48 @@ class Saving:
         if not self.optional:
             return self, why
         problems = {n: c.save_problem for n, c in self.optional.items()}
-        left_out = {n: p for n, p in problems.items() if p}
-        for number, of_host in enumerate(hosts.share("left_out", left_out)):
+        for number, of_host in enumerate(hosts.share("left_out", problems)):
             for name, problem in of_host.items():
-                why.setdefault(name, f"host {number}: {problem}")
+                if problem:
+                    why.setdefault(name, f"host {number}: {problem}")
         for name in why:
             self.optional[name].save_problem = why[name]
         description = self.description.without(why)
         return dataclasses.replace(self, description=description), why
 
-    def prepare(self) -> tuple[StepNotes | None, str | None]:
-        """Writes the files of components.
+    def write_files(self) -> str | None:
+        """Has the components write their files; why they could not, if they could not.
 
-        Returns:
-          The notes of the step; or the problem that all hosts fail the step with.
+        Any error is one of all hosts, which would wait for this one.
         """
-        # Any error is reported to all hosts, which would wait for this one.
-        problem = "components were not written"
         try:
             self.write_components()
-            problem = "the step was not described"
-            notes = self.description.notes(self.parents)
         except (errors.ElasticCkptError, OSError) as error:
-            return None, f"{problem}: {error}"
+            return f"components were not written: {error}"
         except Exception as error:
-            logging.exception(problem)
-            return None, f"{problem}: {error!r}"
-        return dataclasses.replace(notes, is_due=self.back_up), None
+            logging.exception("components were not written")
+            return f"components were not written: {error!r}"
+        return None
 
-    def written(
-        self, written: Sequence[Written], notes: StepNotes | None
-    ) -> WrittenStep:
+    def written(self, written: Sequence[Written], *, is_due: bool) -> WrittenStep:
         """The step as hosts commit it, or hold it for a backup.
 
         Args:
           written: by all hosts.
-          notes: of the step; there are some if it was written.
+          is_due: see `Contents`.
         """
-        assert notes is not None
         hosts: dict[str, list[int]] = {}
         sizes: dict[str, int] = {}
         for number, each in enumerate(written):
-            for path, num_bytes, _ in each.files:
+            sizes |= each.files
+            for path in each.files:
                 hosts.setdefault(path, []).append(number)
-                sizes[path] = num_bytes
+        notes = self.description.notes(self.parents)
         return WrittenStep(
             step_id=self.step_id,
             components=tuple(self.description.components),
-            files={
-                path: FileAtHosts(sizes[path], tuple(numbers))
-                for path, numbers in hosts.items()
-            },
-            notes=dataclasses.replace(notes, time_ms=written[0].time_ms),
+            files={path: FileAtHosts(sizes[path], (*hosts[path],)) for path in hosts},
+            notes=dataclasses.replace(notes, time_ms=written[0].time_ms, is_due=is_due),
         )
 
     def diverged(self, hosts: Hosts, written: Sequence[Written]) -> str | None:
@@ -182,34 +172,24 @@ class Saving:
         Raises:
           HostsFailedError: if a host cannot tell.
         """
-        files = [{f"{f.path}": f.digest.hex() for f in each.files} for each in written]
-        part, numbers = _differing(files)
-        under: tuple[str, ...] = ()
-        # Sets of hosts; then the leaves and boxes of one that differs.
-        answers: Sequence[Mapping[str, str]] = [each.shared for each in written]
-        while not part:
-            name, numbers = _differing(answers)
-            if not name:
-                return None
-            under = (*under, name)
-            part = "".join(under[1:]) if under[2:] else ""
-            if not part:
-                answers = hosts.all(HostSaver.digests, self.step_id, under)
+        shared, _ = _differing([each.shared for each in written])
+        if not shared:
+            return None
+        of_hosts = hosts.all(HostSaver.digests, self.step_id, shared)
+        part, holders = _differing(of_hosts)
+        numbers = sorted(number for some in holders.values() for number in some)
         return (
             f"{part} has different values at the hosts"
             f" {', '.join(map(str, numbers))}: a device or memory of one of them is"
             " faulty, or hosts computed different values; the step is not saved"
         )
 
-    def upload(
-        self, hosts: Hosts, check_writer: Callable[[], claims.Claim | None]
-    ) -> tuple[int, list[str]]:
+    def upload(self, hosts: Hosts, claim: Claim) -> tuple[int, list[str]]:
         """Uploads a committed or held step from all hosts, and commits it to storage.
 
         Args:
           hosts: of the world.
-          check_writer: returns the claim of this world; called before storage is
-            written to, and before the commit.
+          claim: of this world.
 
         Returns:
           The bytes, and the copies that proved to be bad, a sentence each.
@@ -218,16 +198,12 @@ class Saving:
           HostsFailedError: if it is not committed.
           ReplacedError: if another program writes.
         """
-        claim = check_writer()
-        assert claim is not None
-        step_id, description = self.step_id, self.description
+        step_id = self.step_id
         chunks = hosts.first(HostBackup.begin, step_id, claim)
         answers = hosts.all(HostBackup.back_up, step_id)
-        files = description.files(chunks)
-        check_writer()
-        hosts.first(HostBackup.commit, step_id, files, claim)
-        bad = dict.fromkeys(why for each in answers for why in each.bad)
-        return sum(each.num_bytes for each in answers), list(bad)
+        hosts.first(HostBackup.commit, step_id, self.description.files(chunks), claim)
+        bad = dict.fromkeys(why for _, of_host in answers for why in of_host)
+        return sum(num_bytes for num_bytes, _ in answers), list(bad)
 
     def committed(self, time_ms: int) -> CheckpointMetadata:
         """The step once it is committed.
@@ -246,32 +222,16 @@ class Saving:
         )
 
 
-def _differing(of_hosts: Sequence[Mapping[str, str]]) -> tuple[str, list[int]]:
-    # The first name for which hosts have different texts, and these hosts.
-    texts: dict[str, dict[str, list[int]]] = {}
-    for number, of_host in enumerate(of_hosts):
-        for name, text in of_host.items():
-            texts.setdefault(name, {}).setdefault(text, []).append(number)
-    for name, holders in sorted(texts.items()):
-        if len(holders) > 1:
-            return name, sorted(n for numbers in holders.values() for n in numbers)
-    return "", []
-
-
-def _difference(of_hosts: Sequence[Mapping[str, str]]) -> str:
-    # The first part that hosts save differently, and what each of them has there.
-    for path in sorted(set().union(*of_hosts)):
+def _differing(
+    of_hosts: Sequence[Mapping[str, str]], missing: str | None = None
+) -> tuple[str, dict[str, list[int]]]:
+    # The first name for which hosts have different texts, and the hosts of each text.
+    for name in sorted(set().union(*of_hosts)):
         hosts: dict[str, list[int]] = {}
-        for number, kinds in enumerate(of_hosts):
-            hosts.setdefault(kinds.get(path, "nothing"), []).append(number)
+        for number, of_host in enumerate(of_hosts):
+            text = of_host.get(name, missing)
+            if text is not None:
+                hosts.setdefault(text, []).append(number)
         if len(hosts) > 1:
-            each = "; ".join(
-                f"host{'s' * (len(numbers) > 1)} {errors.first_of(map(str, numbers))}:"
-                f" {kind}"
-                for kind, numbers in hosts.items()
-            )
-            return (
-                f"hosts save different things as {path!r} ({each}); give the same"
-                " checkpointables on every host"
-            )
-    return "hosts save different things; give the same checkpointables on every host"
+            return name, hosts
+    return "", {}

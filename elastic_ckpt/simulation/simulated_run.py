@@ -172,7 +172,7 @@ class Save:
 class Saves:
     """The saves of a run, in RAM and in storage.
 
-    The stages are those of `checkpoint.save_stages`: a step is committed in RAM, then
+    The stages are those of `checkpoint.stages`: a step is committed in RAM, then
     its copies are made, then it is backed up if that is due; a stage that is late skips
     steps. Which steps RAM keeps is decided by `steps.retention`, and which one a run
     continues from by `Decisions`.

@@ -111,8 +111,8 @@ class Contents:
         oldest first (see `step.Line`); empty before the first restore.
       trees: JSON of the structure of the trees (FORMAT.md).
       custom_metadata: JSON of the user's metadata of the step; None if there is none.
-      is_due: whether the step is due in persistent storage, so that a later world backs
-        it up if this one cannot.
+      is_due: whether storage is to have the step, or lacked one that was due before
+        it, so that a later world backs it up if this one cannot.
     """
 
     leaves: tuple[Leaf, ...]

@@ -9,13 +9,13 @@ from elastic_ckpt_sidecar import remote_hosts
 
 from elastic_ckpt.checkpoint import hosts, restore
 from elastic_ckpt.checkpoint.host import endpoint
-from elastic_ckpt.checkpoint.host.answers import Readiness
 from elastic_ckpt.checkpoint.host.copies import HostCopies
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.exchange import Exchange
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.step_notes import StepNotes, WrittenStep
+from elastic_ckpt.checkpoint.structure import HostNotes
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.core.allgather import Allgather
 from elastic_ckpt.steps.step import StepId
@@ -90,9 +90,9 @@ def test_answers_of_all_hosts_come_in_their_order(drive):
     )
     assert len(set(introduced)) == NUM_HOSTS
     drive(join)
-    readiness = Readiness(can_copy=True, can_back_up=False, is_time=True)
-    shared = drive(lambda driver: driver.share("ready", readiness))
-    assert same(shared) == [readiness] * len(shared)
+    notes = HostNotes(metrics=None, custom_metadata="{}", texts=("a",), parts_digest="")
+    shared = drive(lambda driver: driver.share("notes", notes))
+    assert same(shared) == [notes] * len(shared)
 
 
 def test_a_failure_reaches_each_driver_with_the_hosts_that_failed(drive):
@@ -131,7 +131,7 @@ def test_hosts_read_by_the_table_of_host_0_or_else_ask_all_others(
         driver.capture(**one, trees=trees)
         driver.all(HostSaver.write, **one, components=(), problem=None)
         written = WrittenStep(**one, components=(), files={}, notes=NOTES)
-        driver.all(HostSaver.commit, written)
+        driver.all(HostSaver.commit, written, in_ram=True)
 
     def read_back(driver):
         step = restore.find(driver, None, emit=events.nobody).checkpoint

@@ -445,7 +445,8 @@ class SimulatedHosts:
                 for path, leaf in trees.arrays(of_trees).items()
             }
             with self._on(number) as host:
-                captured.append(host.part("HostSaver").capture(step_id, shards))
+                saver = host.part("HostSaver")
+                captured.append(saver.begin(step_id, saver.captured(shards)))
         return captured[0]
 
     def opened(self):

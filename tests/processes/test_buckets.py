@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from elastic_ckpt.checkpoint import due_steps
+from elastic_ckpt.checkpoint.stages import SaveStages
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import jsonlog, metrics, storage
 from elastic_ckpt.monitoring import subscription
@@ -27,16 +27,16 @@ class Outage:
     Args:
       path: the file that is there meanwhile.
       waits: a step after which the run waits, and for which count of calls of a method
-        of the backlog.
+        of the stages.
     """
 
     def __init__(self, path, waits):
         self._path, self._waits = pathlib.Path(path), waits
         self._backlog = []
         self._noted = collections.Counter()
-        # Which has called `end` last.
+        # Which has uploaded last.
         self._thread = None
-        for name in ("fail", "end"):
+        for name in ("_not_taken", "_upload"):
             self._note_calls(name)
         subscription.Subscription(self._receive)
 
@@ -56,22 +56,23 @@ class Outage:
 
     def _note_calls(self, name):
         # The events wait for the thread of the training.
-        original = getattr(due_steps.DueSteps, name)
+        original = getattr(SaveStages, name)
 
         def noted(*arguments):
-            original(*arguments)
-            if name == "end":
+            result = original(*arguments)
+            if name == "_upload":
                 self._thread = threading.current_thread()
             self._noted[name] += 1
+            return result
 
-        setattr(due_steps.DueSteps, name, noted)
+        setattr(SaveStages, name, noted)
 
     def _wait_for(self, name, count):
         until = time.monotonic() + LIMIT_SECS
         while self._noted[name] < count:
             assert time.monotonic() < until, self._noted
             time.sleep(0.01)
-        if name == "end":
+        if name == "_upload":
             # Until then the next backup is not begun.
             self._thread.join()
 
@@ -79,7 +80,7 @@ class Outage:
 def train_through(path, config, settings, waits):
     """Trains while the outage of a file comes and goes."""
     train, outage = job.train, Outage(path, waits)
-    if waits[OUTAGE[1]][0] == "fail":  # uploads hang
+    if waits[OUTAGE[1]][0] == "_not_taken":  # uploads hang
         jsonlog.writer.__kwdefaults__["wait_secs"] = 0.5
 
     def paced(config, world):
@@ -189,10 +190,10 @@ class BucketClaims(claims.Claims):
 @pytest.mark.slow
 class TestGs(BucketClaims):
     place, kind = "gs", faulty_buckets.HELD
-    waits = ((5, ("end", 1)), (13, ("fail", 1)))
+    waits = ((5, ("_upload", 1)), (13, ("_not_taken", 1)))
 
 
 @pytest.mark.slow
 class TestS3(BucketClaims):
     place, kind = "s3", faulty_buckets.FORBIDDEN
-    waits = ((5, ("end", 1)), (9, ("end", 2)), (13, ("end", 3)))
+    waits = ((5, ("_upload", 1)), (9, ("_upload", 2)), (13, ("_upload", 3)))

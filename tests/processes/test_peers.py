@@ -1,6 +1,6 @@
 """Peers that hang, lie or are slow: no step waits for them, and none is lost.
 
-`tests/checkpoint/test_save_stages.py` has what goes wrong in each stage.
+`tests/checkpoint/test_stages.py` has what goes wrong in each stage.
 """
 
 import contextlib

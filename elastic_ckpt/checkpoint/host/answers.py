@@ -40,21 +40,6 @@ class Introduction:
     stored: Place | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Readiness:
-    """Which stages of a driver can begin; hosts begin one when all of them can.
-
-    Attributes:
-      can_copy: whether no copies are being made.
-      can_back_up: whether no backup is being made.
-      is_time: whether a backup is due by the clock.
-    """
-
-    can_copy: bool
-    can_back_up: bool
-    is_time: bool
-
-
 class CapturedIn(NamedTuple):
     """A step that was captured on a host.
 
@@ -70,34 +55,24 @@ class CapturedIn(NamedTuple):
     notice: str = ""
 
 
-class WrittenFile(NamedTuple):
-    """A file that a component wrote.
-
-    Attributes:
-      path: relative to the step's directory.
-      num_bytes: its length.
-      digest: `core.digest.values_digest` of its bytes, 16 bytes.
-    """
-
-    path: str
-    num_bytes: int
-    digest: bytes
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Written:
     """A step that a host has written, and not yet committed.
 
     Attributes:
-      files: that components wrote on this host.
+      files: that components wrote on this host: their lengths by path.
       time_ms: when, since 1970.
-      shared: a digest of what this host holds together with some other hosts, by their
-        numbers.
+      shared: a digest of each file, by its path; and of what this host holds together
+        with some other hosts, by their numbers.
+      preserved: the steps that are preserved by hand on this machine.
+      problem: why it is not in the RAM of this host; empty if it is, or has not to be.
     """
 
-    files: tuple[WrittenFile, ...]
+    files: Mapping[str, int]
     time_ms: int
     shared: Mapping[str, str]
+    preserved: tuple[int, ...]
+    problem: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,28 +99,11 @@ class Replicated:
       num_bytes: of them.
       problems: copies that could not be fetched, or are bad at a holder, a sentence
         each with the reason.
-      preserved: the steps that are preserved by hand on this machine.
-      failed: whether copies were not made that could have been.
     """
 
     copies: int = 0
     num_bytes: int = 0
     problems: tuple[str, ...] = ()
-    preserved: tuple[int, ...] = ()
-    failed: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BackedUp:
-    """A host's share of a backup.
-
-    Attributes:
-      num_bytes: of the share.
-      bad: copies in RAM that were bad and were read elsewhere, a sentence each.
-    """
-
-    num_bytes: int
-    bad: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

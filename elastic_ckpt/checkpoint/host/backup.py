@@ -12,24 +12,20 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from elastic_ckpt.checkpoint.host import repairs
-from elastic_ckpt.checkpoint.host.answers import BackedUp
 from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
-from elastic_ckpt.checkpoint.host.world import HeldStep, HostWorld
+from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import (
     background,
     bucket_clients,
     calls,
-    checked_json,
     clock,
-    digest,
     errors,
     storage,
 )
 from elastic_ckpt.steps import layout, owners, retention
-from elastic_ckpt.steps.manifest import Contents, Manifest
+from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step import Line, StepId
-from elastic_ckpt.tiers import find, preserved
-from elastic_ckpt.tiers.find import FoundStep
+from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.peers import run_agents
 from elastic_ckpt.tiers.persistent import (
     claims,
@@ -38,10 +34,7 @@ from elastic_ckpt.tiers.persistent import (
     persistent_root,
     upload,
 )
-from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
-from elastic_ckpt.tiers.persistent.persistent_tier import PersistentTier
 from elastic_ckpt.tiers.persistent.retries import PATIENT
-from elastic_ckpt.tiers.source import Leftover, ReadError
 
 # The saves of our worlds (`HostWorld.new_save`); programs with Orbax alone use others.
 _SAVE = re.compile(r"\d{15}")
@@ -51,8 +44,6 @@ _THREADS = 4
 _BATCH_BYTES = layout.CHUNK_BYTES
 # Small parts are written together, but all threads have some of them.
 _BATCH_ITEMS = 2048
-# A message that goes with those of copies.
-_OWED = "copies-owed"
 
 
 class HostBackup:
@@ -63,57 +54,56 @@ class HostBackup:
     """
 
     def __init__(self, world: HostWorld) -> None:
-        self._world = world
+        assert world.root is not None
+        assert world.persistent is not None
+        self._world, self._root, self._tier = world, world.root, world.persistent
         self._arranged: StepId | None = None
         self._leases = leases.Watch()
-        # On host 0, the step that a world before could not back up.
-        self._owed: FoundStep | None = None
+        assert world.chosen.persistent is not None
+        self._keep = world.chosen.persistent.keep
 
     @calls.call(limit_secs=calls.LONG_SECS)
-    def clean(self, save: str) -> tuple[tuple[int, str], ...]:
+    def clean(self, save: str, restored: StepId | None) -> tuple[tuple[int, str], ...]:
         """Removes leftovers of crashed uploads; host 0 of a world that has claimed it.
 
-        No other world commits any more, so those of older saves are dead. Those of
-        steps that are whole in RAM stay: their uploads are continued.
+        No other world commits any more, so those of older saves are dead. That of the
+        step that the world goes on from stays: its upload is continued. Also records
+        the agents of this world, by which others find its steps in RAM.
 
         Args:
           save: of this world.
+          restored: the step that it goes on from.
 
         Returns:
           The steps whose saves were interrupted, with the paths that were removed.
         """
-        removed = []
-        for each in self._root().leftovers():
+        world, removed = self._world, []
+        if world.chosen.local is not None:
+            machines = {host.machine for host in world.hosts} & world.agents.keys()
+            agents = {machine: world.agents[machine] for machine in machines}
+            run_agents.write(self._root.path, run_agents.RunAgents(world.run, agents))
+        for each in self._root.leftovers():
             of_save = each.save or ""
             is_dead = _SAVE.fullmatch(of_save) and of_save < save
-            if of_save == persistent_root.REMOVED:
-                storage.remove(each.path)
-            elif is_dead and not self._is_held(each):
-                storage.remove(each.path)
+            if is_dead and StepId(each.step, of_save) != restored:
                 removed.append((each.step, str(each.path)))
+            elif of_save != persistent_root.REMOVED:
+                continue
+            storage.remove(each.path)
         return tuple(removed)
 
-    @calls.call()
-    def record_agents(self) -> None:
-        """Records the agents of this world in storage; host 0 does it.
+    @calls.call(limit_secs=calls.LONG_SECS)
+    def owed(self, step_id: StepId) -> Contents | None:
+        """The contents of a step that this host holds; None if storage has it.
 
-        Raises:
-          CheckpointError: if storage is out of reach.
-        """
-        world = self._world
-        machines = {host.machine for host in world.hosts} & world.agents.keys()
-        agents = {machine: world.agents[machine] for machine in machines}
-        record = run_agents.RunAgents(world.run, agents)
-        run_agents.write(self._root().path, record)
-
-    @calls.call()
-    def contents(self, step_id: StepId) -> Contents:
-        """The contents of a step that this host holds.
+        Also None if the step was not due there.
 
         Raises:
           CheckpointError: if it holds nothing of it.
         """
-        return self._world.holding(step_id).found.table.contents
+        contents = self._world.holding(step_id).found.table.contents
+        is_there = self.holds(step_id) or step_id in self._root.set_aside_steps()
+        return contents if contents.is_due and not is_there else None
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def begin(self, step_id: StepId, claim: claims.Claim) -> dict[str, tuple[int, ...]]:
@@ -125,9 +115,9 @@ class HostBackup:
           step_id: the step.
           claim: of this world.
         """
-        contents = self.contents(step_id)
+        contents = self._saved_step(step_id).contents
         self._check(claim)
-        if self._root().in_place:
+        if self._root.in_place:
             # The upload would overwrite the present files.
             PATIENT.call(
                 f"setting aside what step {step_id.step} replaces",
@@ -136,28 +126,45 @@ class HostBackup:
         return {leaf.path: leaf.chunk for leaf in contents.arrays}
 
     @calls.call(limit_secs=calls.LONG_SECS)
-    def back_up(self, step_id: StepId) -> BackedUp:
+    def back_up(self, step_id: StepId) -> tuple[int, tuple[str, ...]]:
         """Writes this host's share of a step to persistent storage.
 
         Everything is verified before: a bad copy of this host is read from another
         holder, and repaired. What an upload that was cut short has written stays.
 
+        Returns:
+          The bytes of the share; and copies in RAM that were bad and were read
+          elsewhere, a sentence each.
+
         Raises:
           CheckpointError: if no good copy of a part is left, or storage fails.
         """
         world, held = self._world, self._world.holding(step_id)
-        # All hosts know what is owed by now.
-        world.mail.remove(_OWED)
-        uploading = upload.Upload(
-            self._root(), self._saved_step(step_id), world.own.host
-        )
+        table, own = held.found.table, world.own.host
+        uploading = upload.Upload(self._root, self._saved_step(step_id), own)
         uploading.begin()
         reader = VerifiedReader(held.found)
-        num_bytes = _upload_share(world, held, uploading, reader)
-        own = world.own.host.id
-        bad = {(each.host, each.name) for each in reader.bad if each.host == own}
+        everyone = tuple(range(len(world.hosts)))
+        # After a change of hosts, parts may be in the memory of idle machines alone.
+        sets = [of_item or everyone for of_item in held.holders]
+        parts: dict[int, upload.Part] = {}
+        for item, owner in enumerate(owners.shares(sets, table.num_bytes)):
+            leaf = int(table.items.leaf[item])
+            part = upload.Part(leaf, table.box(item), table.digest(item))
+            if owner == world.number and not uploading.has(part):
+                parts[item] = part
+
+        def write(batch: Sequence[int]) -> int:
+            values = [reader.values(item) for item in batch]
+            uploading.write([parts[item] for item in batch], values)
+            return sum(each.nbytes for each in values)
+
+        with background.pool(_THREADS, "upload") as pool:
+            num_bytes = sum(pool.map(write, _batches(list(parts), table.num_bytes)))
+        uploading.finish()
+        bad = {(each.host, each.name) for each in reader.bad if each.host == own.id}
         repairs.put_right(held.found, world.own, bad)
-        return BackedUp(num_bytes=num_bytes, bad=tuple(map(str, reader.bad)))
+        return num_bytes, tuple(map(str, reader.bad))
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def commit(
@@ -174,16 +181,16 @@ class HostBackup:
           CheckpointError: if it cannot be committed.
           ReplacedError: if another start has continued the run.
         """
-        contents = self.contents(step_id)
+        saved = self._saved_step(step_id)
         self._check(claim)
 
         def make_way() -> None:
             self._check(claim)
-            self._arrange(contents, step_id)
+            self._arrange(saved.contents, step_id)
 
         upload.commit(
-            self._root(),
-            self._saved_step(step_id),
+            self._root,
+            saved,
             hosts=[host.id for host in self._world.hosts],
             orbax_files={path: text.encode() for path, text in orbax_files.items()},
             make_way=make_way,
@@ -202,7 +209,7 @@ class HostBackup:
           line: of the save that was committed.
           step: the training step.
         """
-        root = self._root()
+        root, tier, keep = self._root, self._tier, self._keep
         for each in root.leftovers():
             # Of uploads of this world that failed.
             if each.step < step and each.save == line.save:
@@ -214,17 +221,30 @@ class HostBackup:
             and each.save < line.save
             and not preserved.is_preserved(root.aside(each))
         ]
-        gone = self._not_kept(line)
-        if not (passed or gone):
+        gone: set[int] = set()
+        if keep is not None:
+            held = tier.held(line)
+            whole = [each.step for each in held if each.complete]
+            gone = {
+                *retention.steps_to_delete(
+                    held,
+                    keep,
+                    newest_complete=max(whole, default=None),
+                    # Uploads lie elsewhere until they are committed.
+                    in_flight=(),
+                    preserved=tier.preserved(),
+                )
+            }
+        numbers = gone | {each.step for each in passed}
+        if not numbers:
             return
-        numbers = {*gone, *(each.step for each in passed)}
         with leases.removing(root, numbers, line, watch=self._leases) as leased:
             for each in passed:
                 if each.step not in leased:
                     root.discard_aside(each)
-            evaluations.forget(root, set(gone) - leased, line)
-            for number in set(gone) - leased:
-                self._tier().remove(number)
+            evaluations.forget(root, gone - leased, line)
+            for number in gone - leased:
+                tier.remove(number)
 
     @calls.call()
     def holds(self, step_id: StepId) -> bool:
@@ -236,7 +256,7 @@ class HostBackup:
         Raises:
           CheckpointError: if storage cannot be reached.
         """
-        root = self._root()
+        root = self._root
         if not root.is_committed(step_id.step):
             return False
         return (
@@ -257,12 +277,12 @@ class HostBackup:
         Raises:
           CheckpointError: if a program reads it under a lease.
         """
-        root = self._root()
+        root = self._root
         with leases.removing(root, {step}, line, watch=self._leases) as leased:
             if step in leased:
                 raise leases.leased_error(root, step)
             evaluations.forget(root, {step}, line)
-            return self._tier().remove_all(step)
+            return self._tier.remove_all(step)
 
     @calls.call()
     def record_metrics(self, step_id: StepId, metrics: str) -> None:
@@ -278,85 +298,12 @@ class HostBackup:
             save=step_id.save,
             metrics=metrics,
         )
-        evaluations.record(self._root(), evaluation)
+        evaluations.record(self._root, evaluation)
 
     @calls.call()
     def evaluations(self, line: Line) -> tuple[tuple[int, str], ...]:
         """The training steps of a line with metrics; see `evaluations.counted`."""
-        return tuple(evaluations.counted(self._root(), line, run=self._world.run))
-
-    @calls.call(limit_secs=calls.LONG_SECS)
-    def find_owed(self, line: Line, before: int) -> StepId | None:
-        """The newest step in RAM that storage is to have and does not; host 0 finds it.
-
-        Its world could not back it up. It stands for all that were due before.
-
-        Args:
-          line: newer than all others; steps that it abandons do not count.
-          before: only steps with lower numbers count.
-        """
-        self._owed = None
-        if self._world.root is None:
-            return None
-        looking = find.search(self._world.ram_tiers, lines=[line])
-        whole = looking.complete_steps()
-        try:
-            # A newer step in storage ends the wait of all before it.
-            stored = [each for each in self._stored() if not line.abandons(each)]
-            after = max((each.step for each in stored), default=-1)
-            owed = [
-                each
-                for each in whole
-                if after <= each.step_id.step < before and self._is_owed(each, line)
-            ]
-        except (errors.CheckpointError, *bucket_clients.failures()):
-            # The search of the restore has reported it.
-            return None
-        self._owed = max(owed, key=lambda each: each.step_id, default=None)
-        return None if self._owed is None else self._owed.step_id
-
-    @calls.call(order="down", limit_secs=calls.LONG_SECS)
-    def hold_owed(self, step_id: StepId) -> bool:
-        """Has all hosts know where the parts of the step are that host 0 has found.
-
-        Raises:
-          CheckpointError: if this host does not learn it.
-        """
-        world, found = self._world, self._owed
-        if world.number:
-            try:
-                given = Manifest.parse(world.exchange.take(_OWED))
-                found = world.found([given])
-            except (ReadError, checked_json.UnreadableError) as error:
-                raise errors.CheckpointError(
-                    f"the table of step {step_id.step} {error}; the next world backs"
-                    " it up"
-                ) from None
-        elif world.passes and found is not None:
-            world.exchange.give(_OWED, found.table.manifest.to_bytes())
-        self._owed = None
-        return found is not None and found.step_id == step_id and world.hold(found)
-
-    def _stored(self) -> list[StepId]:
-        root, run = self._root(), self._world.run
-        return [
-            StepId(step, root.save_of(step, run=run) or "") for step in root.steps()
-        ]
-
-    def _is_owed(self, found: FoundStep, line: Line) -> bool:
-        step_id, contents = found.step_id, found.table.contents
-        root, is_due = self._root(), contents.is_due
-        late = retention.HeldStep.from_contents(step_id, contents, complete=True)
-        if root.is_committed(step_id.step):
-            there = root.save_of(step_id.step, run=self._world.run)
-            # A later save of the step may not have fitted into RAM.
-            is_due &= there is None or there < step_id.save
-        elif step_id in root.set_aside_steps():
-            is_due = False
-        else:
-            # One that was due by the clock alone has no mark.
-            is_due |= root.unfinished(step_id).exists()
-        return is_due and step_id.step not in self._not_kept(line, late)
+        return tuple(evaluations.counted(self._root, line, run=self._world.run))
 
     @calls.call()
     def secs_since_backup(self) -> float:
@@ -365,55 +312,28 @@ class HostBackup:
         Before the first one it is that since the first world of the run was claimed; 0
         if neither is known, or storage is out of reach.
         """
-        root, tier = self._world.root, self._world.persistent
-        if root is None or tier is None:
-            return 0.0
+        now_nsecs = clock.time_ns()
         try:
-            steps = root.steps()
+            steps = self._root.steps()
             if steps:
-                noted = tier.notes(steps[-1])["commit_timestamp_nsecs"]
-                nsecs = noted or clock.time_ns()
+                nsecs = self._tier.notes(steps[-1])["commit_timestamp_nsecs"]
             else:
-                first = claims.newest(root.path)
-                nsecs = clock.time_ns() if first is None else first.begun_ms * 10**6
+                first = claims.newest(self._root.path)
+                nsecs = None if first is None else first.begun_ms * 10**6
         except (errors.CheckpointError, *bucket_clients.failures()):
             return 0.0
-        return max(0.0, (clock.time_ns() - nsecs) / 10**9)
-
-    def _is_held(self, leftover: Leftover) -> bool:
-        # Whether the step of an upload that was cut short is whole in RAM, and no later
-        # save of it is.
-        there = find.looked(find.offered(self._world.ram_tiers, leftover.step))
-        whole = {each.step_id for each in there.saves if each.problem is None}
-        return StepId(leftover.step, leftover.save or "") == max(whole, default=None)
-
-    def _not_kept(self, line: Line, *late: retention.HeldStep) -> Sequence[int]:
-        # The steps that the policy gives up, also of those that would come late.
-        keep, tier = self._keep(), self._tier()
-        if keep is None:
-            return []
-        held = {each.step: each for each in (*tier.held(line), *late)}
-        return retention.steps_to_delete(
-            list(held.values()),
-            keep,
-            newest_complete=max(
-                (step for step, each in held.items() if each.complete), default=None
-            ),
-            # Uploads lie elsewhere until they are committed.
-            in_flight=(),
-            preserved=tier.preserved(),
-        )
+        return max(0, now_nsecs - (nsecs or now_nsecs)) / 10**9
 
     def _check(self, claim: claims.Claim) -> None:
         PATIENT.call(
             "looking for the claim of another world",
-            lambda: claims.check(self._root().path, claim),
+            lambda: claims.check(self._root.path, claim),
         )
 
     def _arrange(self, contents: Contents, step_id: StepId) -> None:
         if self._arranged != step_id:
             leases.arrange(
-                self._root(),
+                self._root,
                 Line(save=step_id.save, parents=contents.parents),
                 run=self._world.run,
                 step=step_id.step,
@@ -421,79 +341,21 @@ class HostBackup:
             )
             self._arranged = step_id
 
-    def _root(self) -> PersistentRoot:
-        assert self._world.root is not None
-        return self._world.root
-
-    def _tier(self) -> PersistentTier:
-        assert self._world.persistent is not None
-        return self._world.persistent
-
-    def _keep(self) -> retention.PreservationPolicy | None:
-        return (
-            None
-            if self._world.chosen.persistent is None
-            else self._world.chosen.persistent.keep
-        )
-
     def _saved_step(self, step_id: StepId) -> upload.UploadedStep:
+        contents = self._world.holding(step_id).found.table.contents
         return upload.UploadedStep(
-            run=self._world.run, step_id=step_id, contents=self.contents(step_id)
+            run=self._world.run, step_id=step_id, contents=contents
         )
 
 
-def _upload_share(
-    world: HostWorld,
-    held: HeldStep,
-    uploading: upload.Upload,
-    reader: VerifiedReader,
-) -> int:
-    # The bytes that this host has uploaded.
-    table, captured = held.found.table, held.captured
-    everyone = tuple(range(len(world.hosts)))
-    # After a change of hosts, parts may be in the memory of idle machines alone.
-    sets = [of_item or everyone for of_item in held.holders]
-    owner = np.array(owners.shares(sets, table.num_bytes))
-    parts = {
-        item: upload.Part(
-            int(table.items.leaf[item]), table.box(item), table.digest(item)
-        )
-        for item in np.flatnonzero(owner == world.number).tolist()
-    }
-    parts = {item: part for item, part in parts.items() if not uploading.has(part)}
-
-    def values(item: int) -> np.ndarray:
-        if captured is None:
-            return reader.values(item)
-        here = captured.values(table.leaf(item), table.box(item))
-        if digest.values_digest(here) != table.digest(item):
-            raise errors.CheckpointError(
-                f"{table.name(item)} changed in this host's memory after it was"
-                " captured; save another step, and have the memory of the machine"
-                " checked"
-            )
-        return here
-
-    def write(batch: Sequence[int]) -> int:
-        uploading.write([parts[item] for item in batch], list(map(values, batch)))
-        return int(table.num_bytes[list(batch)].sum())
-
-    with background.pool(_THREADS, "upload") as pool:
-        num_bytes = sum(pool.map(write, _batches(list(parts), table.num_bytes)))
-    uploading.finish()
-    return num_bytes
-
-
-def _batches(items: Sequence[int], sizes: np.ndarray) -> Iterator[list[int]]:
+def _batches(items: Sequence[int], sizes: np.ndarray) -> Iterator[Sequence[int]]:
     # Runs of items that are written together.
-    batch: list[int] = []
-    num_bytes = 0
-    for item in items:
-        is_full = num_bytes + sizes[item] > _BATCH_BYTES or len(batch) == _BATCH_ITEMS
-        if batch and is_full:
-            yield batch
-            batch, num_bytes = [], 0
-        batch.append(item)
+    begin = num_bytes = 0
+    for end, item in enumerate(items):
+        is_full = num_bytes + sizes[item] > _BATCH_BYTES or end - begin == _BATCH_ITEMS
+        if begin < end and is_full:
+            yield items[begin:end]
+            begin, num_bytes = end, 0
         num_bytes += int(sizes[item])
-    if batch:
-        yield batch
+    if items:
+        yield items[begin:]

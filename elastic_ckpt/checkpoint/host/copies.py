@@ -15,7 +15,7 @@ import numpy as np
 
 from elastic_ckpt.checkpoint.host.answers import Offered, Replicated
 from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
-from elastic_ckpt.checkpoint.host.world import HeldStep, HostWorld
+from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import background, calls, checked_json, errors
 from elastic_ckpt.steps.manifest import Manifest
 from elastic_ckpt.steps.step import StepId
@@ -24,8 +24,9 @@ from elastic_ckpt.tiers.ram.local import LocalHost
 from elastic_ckpt.tiers.source import ReadError
 
 _THREADS = 4
-# Holders of a part besides its sender, which are asked if that one fails.
-_OTHERS = 2
+# Holders of a part that are asked, the sender first.
+_MOST = 3
+_MESSAGE = "copies-"
 
 
 class HostCopies:
@@ -37,25 +38,26 @@ class HostCopies:
 
     def __init__(self, world: HostWorld) -> None:
         self._world = world
-        # The parts that this host takes, where it knows those of all hosts.
-        self._own: Manifest | None = None
 
     @calls.call()
     def offer(self, step_id: StepId) -> Offered:
         """Leaves each other host the list of the parts that it is to copy from here."""
         world, held = self._world, self._world.holding(step_id)
-        placed = world.owners.place(held.holders, held.found.table.num_bytes)
-        self._own, targets = None, []
-        if held.is_whole:
-            items = placed.item[placed.target == world.number]
-            self._own = _whole(held, items)
-        else:
-            sent = placed.source == world.number
-            for target in np.unique(placed.target[sent]).tolist():
-                items = placed.item[sent & (placed.target == target)]
-                message = _sent(world, held, items)
-                world.mail.post(f"copies-{target}", message.to_bytes())
-                targets.append(target)
+        table = held.found.table
+        placed = world.owners.place(held.holders, table.num_bytes)
+        # All hosts have read those of the copies before.
+        world.mail.remove(_MESSAGE)
+        sent = placed.source == world.number
+        targets = np.unique(placed.target[sent]).tolist()
+        for target in targets:
+            items = placed.item[sent & (placed.target == target)]
+            # This host first, and a few others.
+            hosts = [
+                sorted(held.holders[item], key=lambda n: (n != world.number, n))
+                for item in items.tolist()
+            ]
+            message = world.listed(table, items, [some[:_MOST] for some in hosts])
+            world.mail.post(f"{_MESSAGE}{target}", message.to_bytes())
         return Offered(
             targets=tuple(targets),
             shortfalls=placed.shortfalls,
@@ -63,42 +65,29 @@ class HostCopies:
         )
 
     @calls.call(limit_secs=calls.LONG_SECS)
-    def take(self, step_id: StepId, senders: tuple[tuple[int, ...], ...]) -> Replicated:
+    def take(self, step_id: StepId, targets: tuple[tuple[int, ...], ...]) -> Replicated:
         """Takes the copies that are meant for this host.
 
         Args:
           step_id: the step.
-          senders: of each host, by number, those that have left it a message.
+          targets: by the number of each host, those that it has left a message.
 
         Raises:
           CheckpointError: if copies do not fit.
         """
-        world, problems = self._world, []
-        offered = [] if self._own is None else [self._own]
-        for sender in senders[world.number]:
+        world, offered, problems = self._world, [], []
+        for sender in [n for n, some in enumerate(targets) if world.number in some]:
             try:
-                content = world.mail.read(sender, f"copies-{world.number}")
+                content = world.mail.read(sender, f"{_MESSAGE}{world.number}")
                 message = Manifest.parse(content)
                 if message.step_id != step_id:
                     raise ReadError("is that of another step")
                 offered.append(message)
             except (ReadError, checked_json.UnreadableError) as error:
                 problems.append(f"the parts of host {sender}: the list {error}")
-        taken = Replicated()
-        if any(len(each.parts.leaf) for each in offered):
-            taken = fetch(world.own, world.found(offered))
-        problems += taken.problems
-        return dataclasses.replace(
-            taken,
-            problems=tuple(dict.fromkeys(problems)),
-            preserved=tuple(world.disk.kept()),
-            failed=bool(problems),
-        )
-
-    @calls.call()
-    def end(self) -> None:
-        """Removes the messages of this host, which all hosts have read."""
-        self._world.mail.remove("copies-")
+        taken = fetch(world.own, world.found(offered)) if offered else Replicated()
+        problems = dict.fromkeys([*problems, *taken.problems])
+        return dataclasses.replace(taken, problems=tuple(problems))
 
 
 def fetch(
@@ -152,23 +141,3 @@ def fetch(
     if not is_enough:
         raise errors.CheckpointError("; ".join(problems))
     return Replicated(copies=len(sizes), num_bytes=sum(sizes), problems=tuple(problems))
-
-
-def _sent(world: HostWorld, held: HeldStep, items: np.ndarray) -> Manifest:
-    # Some parts of this host, also at a few other holders.
-    own, table = world.number, held.found.table
-    hosts = [
-        [own, *[each for each in held.holders[item] if each != own][:_OTHERS]]
-        for item in items.tolist()
-    ]
-    return world.listed(table, items, hosts)
-
-
-def _whole(held: HeldStep, items: np.ndarray) -> Manifest:
-    # Some parts at all of their holders.
-    table = held.found.table
-    whole = table.manifest
-    holders = [table.holders_of(item) for item in items.tolist()]
-    rows = table.items.take(items.repeat([len(of_item) for of_item in holders]))
-    holder = np.array([n for of_item in holders for n in of_item], np.int32)
-    return dataclasses.replace(whole, parts=rows._replace(holder=holder))

@@ -182,7 +182,9 @@ class HostEndpoint:
         saver = HostSaver(world)
         # What components wrote of a step that is not finished.
         self._resources.callback(storage.remove, saver.staging)
-        parts = (world, saver, HostCopies(world), HostBackup(world), HostReader(world))
+        parts: list[Any] = [world, saver, HostCopies(world), HostReader(world)]
+        if world.root is not None:
+            parts.append(HostBackup(world))
         self._parts |= {type(part).__name__: part for part in parts}
         self._parts |= self._more_parts(self._parts)
 

@@ -16,7 +16,6 @@ from elastic_ckpt.steps import owners
 from elastic_ckpt.steps.manifest import Holder, Host, Manifest
 from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.steps.table import StepTable
-from elastic_ckpt.tiers.captured import CapturedSource
 from elastic_ckpt.tiers.choices import Chosen, Peers
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.peers import mailbox, peer, peer_client
@@ -34,14 +33,10 @@ class HeldStep(NamedTuple):
       found: the parts that this host knows of, and where to read them.
       holders: of each item, the numbers of the hosts of this world that have it in
         memory, ascending.
-      is_whole: whether these are the parts of all hosts, not only its own.
-      captured: the memory in which they were captured, if they are in no RAM disk.
     """
 
     found: FoundStep
     holders: Sequence[tuple[int, ...]]
-    is_whole: bool = False
-    captured: CapturedSource | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,7 +168,7 @@ class HostWorld:
         if table.complete:
             in_ram = FoundStep(table, found.sources)
             sets = table.holder_sets(self.hosts)
-            self.held[table.step_id] = HeldStep(in_ram, sets, is_whole=True)
+            self.held[table.step_id] = HeldStep(in_ram, sets)
         return table.complete
 
     @functools.cached_property

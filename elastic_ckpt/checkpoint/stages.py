@@ -1,0 +1,682 @@
+"""The stages of a save: background threads that process one step at a time each.
+
+* commit: hosts write the step to their RAM disks; it exists when all have written it
+* replicate: hosts copy parts from each other, and remove steps that are not needed
+* back up: hosts write their shares of a checkpoint in persistent storage
+
+Without a local tier there is one stage: hosts write their shares to persistent storage
+from the captured memory, and the step exists when all have written theirs.
+
+A save waits until the one before is committed. Copies and backups that are late skip
+steps, and never delay the training: the newest step that waits stands for those before
+it, and comes next when another is saved or the run ends. Failures are reported and
+retried in the same way. A step that is due in storage and does not fit into RAM is
+uploaded from the captured memory; no other step is committed until that is done.
+
+After a restore, the copies of the step and its backup, if the worlds before owe them,
+are the first work of their stages.
+
+Every process of a world runs the same stages in the same order. When a save begins,
+hosts exchange whatever depends on time, such as whether a stage is idle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from typing import Any, TypeVar
+
+from absl import logging
+
+from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata, Written
+from elastic_ckpt.checkpoint.host.backup import HostBackup
+from elastic_ckpt.checkpoint.host.copies import HostCopies
+from elastic_ckpt.checkpoint.host.reader import HostReader
+from elastic_ckpt.checkpoint.host.saver import HostSaver
+from elastic_ckpt.checkpoint.host.step_notes import WrittenStep
+from elastic_ckpt.checkpoint.host.world import HostWorld
+from elastic_ckpt.checkpoint.hosts import Hosts
+from elastic_ckpt.checkpoint.run_world import RunWorld
+from elastic_ckpt.checkpoint.saving import Saving
+from elastic_ckpt.checkpoint.schedule import BackupClock
+from elastic_ckpt.checkpoint.structure import HostNotes
+from elastic_ckpt.checkpoint.writing import Writing
+from elastic_ckpt.core import (
+    background,
+    clock,
+    errors,
+    events,
+    metrics,
+    storage_cause,
+)
+from elastic_ckpt.steps.step import Line, StepId
+from elastic_ckpt.tiers.choices import Chosen
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Readiness:
+    """What each process tells the others when a save begins.
+
+    Attributes:
+      notes: of the step.
+      can_copy: whether no copies are being made; a stage begins when all hosts can.
+      can_back_up: whether no backup is being made.
+      is_due: whether a backup is due by the clock, or because the last step that was
+        due reached neither storage nor RAM; that of host 0 counts.
+      is_behind: whether storage lacks a step that was due, likewise.
+    """
+
+    notes: HostNotes
+    can_copy: bool
+    can_back_up: bool
+    is_due: bool
+    is_behind: bool
+
+
+class Stage:
+    """Runs one piece of work at a time, in a thread.
+
+    The thread is a daemon: at exit a program must not wait for hosts that are gone.
+
+    Args:
+      name: of the thread.
+
+    Attributes:
+      doing: its last work, unless that was waited for.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.doing: list[futures.Future[Any]] = []
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has no work."""
+        return all(each.done() for each in self.doing)
+
+    def start(self, work: Callable[[], T]) -> futures.Future[T]:
+        """Begins `work` once the work before has ended, also if that failed."""
+        before = self.doing
+
+        def next_work() -> T:
+            background.wait(before)
+            return work()
+
+        doing = background.in_thread(next_work, name=self._name)
+        self.doing = [doing]
+        return doing
+
+    def wait(self) -> None:
+        """Returns when its work has ended, also if it failed."""
+        background.wait(self.doing)
+        # Its results are not kept. After an interruption (Ctrl-C) it still has them.
+        self.doing = []
+
+
+class _Backlog:
+    # The steps that are due in persistent storage and are not there. RAM keeps one of
+    # them that waits, the newest; it stands for all before, and so does a newer step in
+    # storage. `why` tells by step what keeps it from there.
+
+    def __init__(self, emit: events.Emit, record: Callable[[float], None]) -> None:
+        self._emit, self._record = emit, record
+        self._lock = threading.Lock()
+        self._steps: set[StepId] = set()
+        # The newest in RAM that was to be backed up.
+        self.in_ram: Saving | None = None
+        self.why: dict[int, str] = {}
+        # The newest failure of storage, and when the first one was since it took all
+        # that it was given.
+        self._failure = ""
+        self._failing_secs: float | None = None
+
+    @property
+    def late(self) -> Saving | None:
+        # The step in RAM that waits for its backup, or is being uploaded.
+        late = self.in_ram
+        if late is None or not any(each <= late.step_id for each in [*self._steps]):
+            return None
+        return late
+
+    @property
+    def is_owed(self) -> bool:
+        # Whether the newest is not in RAM either.
+        step_ids = [] if self.in_ram is None else [self.in_ram.step_id]
+        return max([*self._steps, *step_ids], default=None) not in [None, *step_ids]
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def add(self, step_id: StepId) -> None:
+        # A step is due.
+        with self._lock:
+            self._steps.add(step_id)
+        self._record(len(self))
+
+    def fail(self, step: int, why: str) -> None:
+        # Storage has not taken a step.
+        self._failure = self.why[step] = why
+        self._failing_secs = self._failing_secs or time.monotonic()
+
+    def store(self, step_id: StepId) -> None:
+        # A step is in storage. Storage has recovered, unless newer steps wait that it
+        # has not taken.
+        with self._lock:
+            stored = {each for each in self._steps if each <= step_id}
+            self._steps -= stored
+            self.why = {n: why for n, why in self.why.items() if n > step_id.step}
+        self._record(len(self))
+        refused = [each for each in [*self._steps] if each.step in self.why]
+        if self._failing_secs and not refused:
+            secs, self._failing_secs = time.monotonic() - self._failing_secs, None
+            self._emit(
+                "storage_recovered",
+                step=step_id.step,
+                cause=storage_cause.of_message(self._failure),
+                steps=len(stored),
+                secs=secs,
+            )
+
+    def drop_after(self, step: int) -> None:
+        # The run goes on from a step.
+        with self._lock:
+            self._steps = {each for each in self._steps if each.step <= step}
+        if self.in_ram is not None and self.in_ram.step > step:
+            self.in_ram = None
+
+    def check(self) -> None:
+        # Raises a NotStoredError if a step is left; a second end of the run finds none.
+        late, steps, self._steps = self.in_ram, sorted(self._steps), set()
+        if not steps:
+            return
+        newest, several = steps[-1], ""
+        if steps[1:]:
+            several = f", like {len(steps) - 1} before it since step {steps[0].step}"
+        why = self.why.get(newest.step, self._failure) or "its backup was not made"
+        advice = storage_cause.advice(why)
+        remedies = [] if advice in why else [advice]
+        if late is not None and late.step_id >= newest:
+            remedies.append("start the run once more while the hosts' RAM has the step")
+        else:
+            remedies.append(
+                "save it again: no tier has it, and a start goes on from the"
+                " newest step that was saved"
+            )
+        raise errors.NotStoredError(
+            f"step {newest.step} was due in persistent storage and is not there"
+            f"{several}: {why}; {', and '.join(remedies)}"
+        )
+
+
+class SaveStages:
+    """Takes captured steps through their stages.
+
+    Args:
+      hosts: of the world.
+      chosen: the tiers.
+      clock: of backups.
+      world: among those of the run.
+      emit: called for each event, in the threads of the stages.
+      writing: whether this program may write to storage.
+
+    Attributes:
+      committed: the newest step that was committed here; None before the first, and
+        after a restore.
+    """
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        chosen: Chosen,
+        *,
+        clock: BackupClock,
+        world: RunWorld,
+        emit: events.Emit,
+        writing: Writing,
+    ) -> None:
+        self.committed: CheckpointMetadata | None = None
+        self._hosts, self._emit, self._writing = hosts, emit, writing
+        self._clock, self._world = clock, world
+        self._in_ram = chosen.local is not None
+        self._tier = "local" if self._in_ram else "persistent"
+        self._has_storage = chosen.persistent is not None
+        copies = 0 if chosen.peers is None else chosen.peers.copies
+        self._makes_copies = copies > 0 and hosts.num_hosts > 1
+        self._commit_stage, self._copy_stage = Stage("commit"), Stage("replicate")
+        self._backup_stage = Stage("back-up")
+        # The first save does not wait until leftovers are removed, but until it is
+        # known whether a world before owes copies and a backup.
+        self._cleaning, self._looking = Stage("clean"), Stage("look")
+        backlog = functools.partial(self._record, metrics.CHECKPOINT_BACKLOG)
+        self._backlog = _Backlog(emit, backlog)
+        self._uploading: StepId | None = None
+        # The newest step if its copies are not begun, and the newest that has them.
+        self._uncopied: CheckpointMetadata | None = None
+        self._covered: StepId | None = None
+        # The steps that are preserved by hand on any machine.
+        self._preserved: tuple[int, ...] = ()
+        # What copies lacked, as it was reported; and how many saves have to get copies
+        # until those that get none are.
+        self._lacking: set[str] = set()
+        self._num_uncopied = 0
+        # Set once another start of the run has continued it.
+        self._replaced: errors.ReplacedError | None = None
+        # Whether a stage failed otherwise than hosts report it, and no save since.
+        self._is_broken = False
+        # Whether the next step that is committed is the first of a line.
+        self._begins_line = False
+
+    def go_on_from(self, restored: StepId | None) -> None:
+        """Notes that a step was restored: it is kept until a newer one has copies."""
+        self.committed = self._uncopied = None
+        self._covered, self._begins_line = restored, True
+        self._backlog.drop_after(0 if restored is None else restored.step)
+
+    def claim(self, line: Line) -> int:
+        """Records the line that is saved to; returns the number of the world."""
+        claim = self._writing.claim(line)
+        self._begins_line = False
+        return 0 if claim is None else claim.number
+
+    def check(self) -> None:
+        """Raises a ReplacedError if a stage found that another start continues."""
+        if self._replaced is not None:
+            raise self._replaced
+
+    @property
+    def is_committing(self) -> bool:
+        """Whether a step is being committed."""
+        return not self._commit_stage.idle
+
+    def begin(self, saving: Saving) -> futures.Future[bool]:
+        """Begins to commit a step, when the one before is done.
+
+        Returns:
+          A future of True if the step was committed, and False if it was given up.
+        """
+        commit = functools.partial(self._commit, saving)
+        return self._start(self._commit_stage, self._tier, saving.step, commit)
+
+    def clean(self, step_id: StepId) -> None:
+        """Begins to remove leftovers of crashed worlds from persistent storage.
+
+        Args:
+          step_id: the step that the world goes on from, with the save of its own steps.
+        """
+        step = step_id.step
+
+        def clean() -> None:
+            for number, path in self._hosts.first(
+                HostBackup.clean, step_id.save, self._covered
+            ):
+                self._emit("step_interrupted", step=number, path=path, resume_step=step)
+
+        what = "leftovers were not removed: "
+        self._start(self._cleaning, "persistent", step, clean, what)
+
+    def catch_up(self, restored: CheckpointMetadata) -> None:
+        """Begins to finish what worlds before could not.
+
+        A world that was left or killed may leave the step that is restored with fewer
+        copies than it should have, and steps that were due in storage without their
+        backup. This world makes the copies, and then the backup of the restored step.
+        """
+        step_id = restored.step_id
+
+        def look() -> None:
+            # Hosts that have no part of the step learn where the others are.
+            if not all(self._hosts.all(HostReader.hold, step_id)):
+                return
+            copy = functools.partial(self._make_copies, restored)
+            self._start(self._copy_stage, "peer", restored.step, copy)
+            if self._has_storage:
+                owed = self._hosts.first(HostBackup.owed, step_id)
+                if owed is not None:
+                    self._backlog.add(step_id)
+                    self._begin_backup(Saving.from_contents(step_id, owed))
+
+        if self._in_ram and step_id.save:
+            what = "what earlier worlds have left is not done: "
+            self._start(self._looking, "peer", restored.step, look, what)
+
+    def wait_for_commit(self) -> None:
+        """Returns when the step is committed, or was given up."""
+        self._commit_stage.wait()
+
+    def end(self) -> None:
+        """Waits; raises a CheckpointError if storage lacks a step that was due."""
+        self.wait()
+        self._backlog.check()
+
+    def wait(self) -> None:
+        """Returns when all stages are done, with late copies and a late backup too."""
+        self._commit_stage.wait()
+        for stage in (
+            self._cleaning,
+            self._looking,
+            self._backup_stage,
+            self._copy_stage,
+        ):
+            stage.wait()
+        self.check()
+        if self._is_broken:  # Hosts may be gone.
+            return
+        late = self._backlog.late
+        if late is not None:
+            logging.warning("the backup of step %d is made now", late.step)
+            # It may lack what only a peer has that hosts leave alone for a while.
+            clock.sleep(max(self._hosts.all(HostWorld.secs_until_peers_are_asked)))
+            self._begin_backup(late)
+            self._backup_stage.wait()
+        self._copy_newest()
+        self.check()
+
+    def _copy_newest(self) -> None:
+        # Returns when the newest step has its copies.
+        self._copy()
+        self._copy_stage.wait()
+
+    def _copy(self) -> None:
+        committed, self._uncopied = self._uncopied, None
+        if committed is not None:
+            copy = functools.partial(self._replicate, committed)
+            self._start(self._copy_stage, "peer", committed.step, copy)
+
+    def _start(
+        self, stage: Stage, tier: str, step: int, work: Callable[[], T], what: str = ""
+    ) -> futures.Future[T]:
+        # The training gets the error of a stage only as an event, and through the
+        # response of the save.
+        def guarded() -> T:
+            try:
+                return work()
+            except errors.ReplacedError as error:
+                self._is_broken, self._replaced = True, error
+                raise
+            except Exception as error:
+                logging.exception("step %d, %s tier", step, tier)
+                self._is_broken |= not isinstance(error, errors.HostsFailedError)
+                named = isinstance(error, errors.ElasticCkptError)
+                why = str(error) if named else f"{error!r}; see this host's log"
+                self._backlog.why[step] = why
+                self._degraded(tier, step, what + why)
+                raise
+
+        return stage.start(guarded)
+
+    def _commit(self, saving: Saving) -> bool:
+        # Hosts that share a machine leave its cores to those that still capture.
+        self._looking.wait()
+        hosts = self._hosts
+        is_due = self._clock.left_secs() <= 0 or self._backlog.is_owed
+        of_hosts = hosts.share(
+            "ready",
+            Readiness(
+                notes=saving.description.host_notes(saving.kinds),
+                can_copy=self._copy_stage.idle,
+                can_back_up=self._backup_stage.idle,
+                is_due=is_due,
+                is_behind=len(self._backlog) > 0,
+            ),
+        )
+        notes = [each.notes for each in of_hosts]
+        ready = dataclasses.replace(
+            of_hosts[0],
+            can_copy=all(each.can_copy for each in of_hosts),
+            can_back_up=all(each.can_back_up for each in of_hosts),
+        )
+        saving = dataclasses.replace(
+            saving,
+            description=saving.description.agreed(notes[0]),
+            back_up=saving.back_up or (ready.is_due and self._has_storage),
+        )
+        if saving.back_up:
+            self._backlog.add(saving.step_id)
+        difference = saving.difference(hosts, notes)
+        if difference is None:
+            saving.compare()
+            saving, left_out = saving.complete(hosts)
+            for name, why in left_out.items():
+                why = f"it is saved without the optional component {name!r}: {why}"
+                self._degraded(self._tier, saving.step, why)
+        # Of all hosts alike, it is reported by one.
+        problem = saving.write_files() or (None if hosts.own else difference)
+        names = tuple(saving.description.components)
+        try:
+            written = hosts.all(HostSaver.write, saving.step_id, names, problem)
+            return self._keep(saving, written, ready)
+        except errors.HostsFailedError as error:
+            return self._give_up(saving, f"it was not saved: {error}")
+
+    def _keep(
+        self, saving: Saving, written: Sequence[Written], ready: Readiness
+    ) -> bool:
+        # Commits what hosts have written; whether that was done.
+        self._preserved = tuple({n for each in written for n in each.preserved})
+        is_due = saving.back_up or ready.is_behind
+        complete = saving.written(written, is_due=is_due)
+        differing = saving.diverged(self._hosts, written)
+        if differing is not None:
+            return self._give_up(saving, differing)
+        full = {n: each.problem for n, each in enumerate(written) if each.problem}
+        if full or not self._in_ram:
+            return self._keep_without_ram(saving, complete, full, ready)
+        self._hosts.all(HostSaver.commit, complete, in_ram=True)
+        self._note_committed(saving, complete)
+        self._uncopied = self.committed
+        if saving.is_copied_at_once:
+            self._copy_newest()
+        elif not saving.is_last_of_world:
+            self._begin_others(saving, ready)
+        return True
+
+    def _give_up(self, saving: Saving, why: str) -> bool:
+        self._backlog.why[saving.step] = why
+        self._degraded(self._tier, saving.step, why)
+        self._hosts.all(HostSaver.abandon, saving.step_id)
+        return False
+
+    def _keep_without_ram(
+        self,
+        saving: Saving,
+        complete: WrittenStep,
+        full: dict[int, str],
+        ready: Readiness,
+    ) -> bool:
+        # Stores a step that is due from the memory that it was captured in. `full`
+        # tells why it does not fit into the RAM of hosts.
+        is_due = saving.back_up or (saving.is_last_of_world and self._has_storage)
+        if full:
+            why = str(errors.HostsFailedError(full))
+            goes = f"{why}; it goes to storage without RAM"
+            why = goes if is_due else f"it was not saved: {why}"
+            self._degraded("local", saving.step, why)
+        is_stored = is_due and self._store(saving, complete)
+        self._hosts.all(HostSaver.abandon, saving.step_id)
+        if full and self.committed is not None and ready.can_copy:
+            # An older step may have been kept because newer ones lack copies.
+            self._covered = None
+            collect = functools.partial(self._collect, self.committed)
+            self._start(self._copy_stage, "local", self.committed.step, collect)
+        return is_stored
+
+    def _store(self, saving: Saving, complete: WrittenStep) -> bool:
+        # Hosts upload one step at a time.
+        self._backup_stage.wait()
+        self._cleaning.wait()
+        self._backlog.add(saving.step_id)
+        self._uploading = saving.step_id
+        if not self._upload(saving, complete):
+            return False
+        self._clock.begin_again()
+        self._note_committed(saving, complete)
+        self._collect_backups(saving)
+        return True
+
+    def _note_committed(self, saving: Saving, complete: WrittenStep) -> None:
+        self.committed = saving.committed(complete.notes.time_ms)
+        # RAM may hold nothing of it that could be copied.
+        self._uncopied, self._is_broken = None, False
+        secs = clock.monotonic() - saving.began_secs
+        metrics.CHECKPOINT_SAVE.record(secs)
+        self._emit("saved", step=saving.step, secs=secs)
+        # Then storage has the new line even if all memory is lost before its first
+        # backup. An overwritten step stays valid until its own backup, due at once.
+        if self._begins_line and not saving.overwrite:
+            with self._surviving("persistent", saving.step, "old steps may count"):
+                self.claim(saving.line)
+
+    def _begin_others(self, saving: Saving, ready: Readiness) -> None:
+        # Copies that are slower than saves are reported once until they keep up, for
+        # two saves.
+        self._num_uncopied = max(self._num_uncopied - 1, 0)
+        if ready.can_copy:
+            self._copy()
+        elif self._makes_copies:
+            if not self._num_uncopied:
+                why = "copies of an earlier step are not done; it gets none yet"
+                self._degraded("peer", saving.step, why)
+            self._num_uncopied = 3
+        if ready.can_back_up and (saving.back_up or ready.is_behind):
+            self._begin_backup(saving)
+        elif saving.back_up:
+            self._backlog.in_ram = saving
+            why = "the backup of an earlier step is not done; it comes next"
+            why += f"; {storage_cause.advice(why)}"
+            self._not_taken(saving.step, why)
+
+    def _replicate(self, committed: CheckpointMetadata) -> None:
+        if self._make_copies(committed):
+            self._covered = committed.step_id
+        self._collect(committed)
+
+    def _make_copies(self, committed: CheckpointMetadata) -> bool:
+        # Copies parts of a step between hosts; whether none failed.
+        step, began_secs = committed.step, clock.monotonic()
+        try:
+            offered = self._hosts.all(HostCopies.offer, committed.step_id)
+            targets = tuple(each.targets for each in offered)
+            taken = self._hosts.all(HostCopies.take, committed.step_id, targets)
+        except errors.HostsFailedError as error:
+            self._degraded("peer", step, str(error))
+            return False
+        problems = [why for each in taken for why in each.problems]
+        shortfalls = [why for each in offered for why in each.shortfalls]
+        self._report_lacking(step, [*shortfalls, *problems])
+        num_bytes = sum(each.num_bytes for each in taken)
+        secs = clock.monotonic() - began_secs
+        self._record(metrics.CHECKPOINT_COPY, num_bytes)
+        self._record(metrics.CHECKPOINT_COPY_SECS, secs)
+        copies = sum(each.copies for each in taken)
+        # No event says that a step is safe which lacks copies, or that a restored one
+        # has those that it had.
+        is_safe = not problems and min(each.num_machines for each in offered) >= 2
+        if is_safe and (copies or self.committed is not None):
+            self._emit(
+                "replicated", step=step, copies=copies, bytes=num_bytes, secs=secs
+            )
+        return not problems
+
+    def _report_lacking(self, step: int, reasons: Sequence[str]) -> None:
+        # A lack that persists is reported once.
+        fresh = [why for why in dict.fromkeys(reasons) if why not in self._lacking]
+        for why in fresh[: errors.MOST_NAMED]:
+            self._degraded("peer", step, why)
+        for why in fresh[errors.MOST_NAMED :]:
+            logging.warning("step %d, peer tier: %s", step, why)
+        self._lacking = set(reasons)
+
+    def _collect(self, committed: CheckpointMetadata) -> None:
+        # Removes older steps if this one has its copies; otherwise keeps the newest of
+        # them that has.
+        late = self._backlog.late
+        late_id = None if late is None else late.step_id
+        needed = (self._covered, self._uploading, late_id)
+        in_flight = tuple(each for each in needed if each is not None)
+        with self._surviving("local", committed.step, "older steps were not removed"):
+            self._hosts.all(
+                HostSaver.collect,
+                committed.step_id,
+                in_flight,
+                self._preserved,
+                committed.line[:-1],
+            )
+
+    def _begin_backup(self, saving: Saving) -> None:
+        # Backs up a step in RAM, once its copies are made.
+        self._backlog.in_ram = saving
+        self._clock.begin_again()
+        self._uploading = saving.step_id
+        after = [*self._cleaning.doing, *self._copy_stage.doing]
+
+        def back_up() -> None:
+            background.wait(after)
+            if self._upload(saving):
+                self._collect_backups(saving)
+
+        self._start(self._backup_stage, "persistent", saving.step, back_up)
+
+    def _upload(self, saving: Saving, captured: WrittenStep | None = None) -> bool:
+        # Uploads a step from RAM, or as it was captured; whether storage has taken it.
+        step, began_secs = saving.step, clock.monotonic()
+        try:
+            if captured is not None:
+                self._hosts.all(HostSaver.commit, captured, in_ram=False)
+            claim = self._writing.check()
+            assert claim is not None
+            num_bytes, bad = saving.upload(self._hosts, claim)
+        except errors.HostsFailedError as error:
+            self._not_taken(step, f"it was not backed up: {error}")
+            return False
+        finally:
+            self._uploading = None
+        saving.stored.set()
+        self._backlog.store(saving.step_id)
+        secs = clock.monotonic() - began_secs
+        self._record(metrics.CHECKPOINT_BACKUP, num_bytes)
+        self._record(metrics.CHECKPOINT_BACKUP_SECS, secs)
+        self._emit(
+            "backed_up", step=step, bytes=num_bytes, secs=secs, world=self._world.number
+        )
+        if bad:
+            more = f", like {len(bad) - 1} more copies" if bad[1:] else ""
+            why = f"{bad[0]}; it was backed up from elsewhere{more}"
+            self._degraded("local", step, why)
+        return True
+
+    def _collect_backups(self, saving: Saving) -> None:
+        # Removes what storage does not keep now that the step is there.
+        what = "older steps were not removed"
+        with self._surviving("persistent", saving.step, what):
+            self._hosts.first(HostBackup.collect, saving.line, saving.step)
+
+    def _not_taken(self, step: int, why: str) -> None:
+        # Storage has not taken a step that is due there.
+        self._backlog.fail(step, why)
+        self._degraded("persistent", step, why)
+
+    @contextlib.contextmanager
+    def _surviving(self, tier: str, step: int, what: str) -> Iterator[None]:
+        # Goes on if hosts fail, and reports it.
+        try:
+            yield
+        except errors.HostsFailedError as error:
+            self._degraded(tier, step, f"{what}: {error}")
+
+    def _degraded(self, tier: str, step: int, why: str) -> None:
+        # Reports a failure that the run survives.
+        logging.warning("step %d, %s tier: %s", step, tier, why)
+        self._record(metrics.CHECKPOINT_FAILURES, 1)
+        storage_cause.report(self._emit, tier, step, why)
+
+    def _record(self, metric: metrics.Metric, value: float) -> None:
+        # Values of all hosts are recorded once.
+        if self._hosts.own == 0:
+            metric.record(value)
