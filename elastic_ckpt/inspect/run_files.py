@@ -16,6 +16,7 @@ from etils import epath
 from elastic_ckpt.core import (
     bucket_clients,
     checked_json,
+    codec,
     errors,
     events,
     jsonlog,
@@ -64,12 +65,11 @@ class RunRecord:
 
 def write(directory: epath.PathLike, record: RunRecord) -> None:
     """Records the start of a run in its directory."""
-    fields: dict[str, Any] = dataclasses.asdict(record)
     root = f"{storage.absolute(directory)}/"
     steps = f"{storage.absolute(record.steps_directory)}/"
     if steps.startswith(root):
-        fields["steps_directory"] = steps[len(root) : -1]
-    content = checked_json.to_bytes(fields, version=_VERSION)
+        record = dataclasses.replace(record, steps_directory=steps[len(root) : -1])
+    content = checked_json.to_bytes(vars(record), version=_VERSION)
     storage.write_atomic(f"{root}{RECORD}", content)
 
 
@@ -85,22 +85,21 @@ def read(directory: epath.PathLike) -> RunRecord:
         fields = checked_json.parse(
             path.read_bytes(), what="record of a run", version=_VERSION
         )
+        record = codec.decode(RunRecord, fields)
     except FileNotFoundError:
         raise errors.RunError(
             f"{directory} is not the directory of a run (it contains no {RECORD}); give"
             " base_output_directory/run_name, or the directory of an ec.RunDirectory"
         ) from None
-    except checked_json.UnreadableError as error:
+    except ValueError as error:
         raise errors.DataError(
             f"{path} {error}; restore it from a copy, or start the run again, which"
             " rewrites it"
         ) from None
-    known = {each.name: fields[each.name] for each in dataclasses.fields(RunRecord)}
-    steps = os.path.join(directory, known["steps_directory"])
-    if "://" in known["steps_directory"]:
-        steps = known["steps_directory"]
-    known |= {"steps_directory": steps, "ram": tuple(known["ram"])}
-    return RunRecord(**known)
+    if "://" in record.steps_directory:
+        return record
+    steps = os.path.join(directory, record.steps_directory)
+    return dataclasses.replace(record, steps_directory=steps)
 
 
 def is_run(directory: epath.PathLike) -> bool:
@@ -125,10 +124,9 @@ def is_alive(directory: epath.PathLike) -> bool | None:
         return None
     if storage.is_locked(path):
         return True
-    with open(path) as file:
-        # A lock of another machine may not show here.
-        is_of_this_machine = file.read().endswith(f" on {socket.gethostname()}\n")
-    return False if is_of_this_machine else None
+    # A lock of another machine may not show here.
+    here = f" on {socket.gethostname()}\n".encode()
+    return False if storage.read_bytes(path).endswith(here) else None
 
 
 def read_events(

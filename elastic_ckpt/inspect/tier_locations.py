@@ -40,8 +40,10 @@ class Locations:
     """
 
     def __init__(self, tiers: Sequence[Location]) -> None:
-        self._tiers = tuple(tiers)
-        self._stored = [each for each in tiers if isinstance(each, PersistentTier)]
+        self._tiers = tiers
+        # An agent tells neither what is not committed nor what is preserved.
+        self._own = [tier for tier in tiers if not isinstance(tier, Peer)]
+        self._stored = [tier for tier in tiers if isinstance(tier, PersistentTier)]
 
     @functools.cached_property
     def steps(self) -> list[int]:
@@ -57,10 +59,11 @@ class Locations:
     @functools.cached_property
     def foreign_steps(self) -> dict[int, str]:
         """The directories of steps that Orbax saved without us, by their numbers."""
-        steps: dict[int, str] = {}
-        for each in self._stored:
-            steps |= {step: str(each.root.final(step)) for step in each.foreign_steps()}
-        return dict(sorted(steps.items()))
+        return {
+            step: str(each.root.final(step))
+            for each in self._stored
+            for step in each.foreign_steps()
+        }
 
     @functools.cached_property
     def known(self) -> list[int]:
@@ -70,43 +73,39 @@ class Locations:
     @functools.cached_property
     def stored(self) -> dict[int, epath.Path]:
         """The directories of steps in storage that Orbax can read, by their numbers."""
-        roots = [foreign_steps.steps(each.root.path) for each in self._stored]
-        return {step: path for steps in roots for step, path in steps.items()}
+        return {
+            step: path
+            for each in self._stored
+            for step, path in foreign_steps.steps(each.root.path).items()
+        }
 
     def look(self, step: int) -> Looked[FoundStep]:
         """The saves of a step, each holder once, and problems of unreadable parts."""
-        copies: list[Copy] = []
+        copies: dict[tuple[str, str, str], Copy] = {}
         problems: list[str] = []
-        seen: set[tuple[str, str, str]] = set()
         for tier in self._tiers:
             try:
                 offered = tier.offers(step)
             except checked_json.LaterVersionError as error:
-                problems.append(str(error))
-                continue
+                offered = Offered([], [str(error)])
             problems += offered.problems
             for each in offered.copies:
-                (holder,) = each.manifest.holders
+                (holder,), save = each.manifest.holders, each.manifest.step_id.save
                 # A machine may be given by its path and by its agent; both are one
                 # memory.
                 memory = "" if holder.tier == "local" else each.source.directory
-                place = (memory, holder.host.id, each.manifest.step_id.save)
-                if place not in seen:
-                    seen.add(place)
-                    copies.append(each)
-        return find.looked(Offered(copies, problems))
+                copies.setdefault((memory, holder.host.id, save), each)
+        return find.looked(Offered([*copies.values()], problems))
 
     def leftovers(self) -> list[Leftover]:
         """The uncommitted parts of steps, ascending by step; an agent lists none."""
-        own = [tier for tier in self._tiers if not isinstance(tier, Peer)]
-        leftovers = [each for tier in own for each in tier.leftovers()]
+        leftovers = [each for tier in self._own for each in tier.leftovers()]
         return sorted(leftovers, key=lambda each: (each.step, str(each.path)))
 
     @functools.cached_property
     def preserved(self) -> set[int]:
         """The steps that are preserved by hand, without those of peers."""
-        own = [tier for tier in self._tiers if not isinstance(tier, Peer)]
-        return {step for tier in own for step in tier.preserved()}
+        return {step for tier in self._own for step in tier.preserved()}
 
 
 @contextlib.contextmanager
@@ -126,20 +125,18 @@ def opened(
       RunError: if there is no secret in the file.
     """
     records = {path: run_files.read(path) for path in paths if run_files.is_run(path)}
-    # A run may have saved nothing yet.
-    missing = {each.steps_directory for each in records.values()}
-    given = [storage.absolute(path) for path in paths]
-    disks = [storage.absolute(each) for of in records.values() for each in of.ram]
-    places: list[epath.PathLike] = [
-        records[path].steps_directory if path in records else path for path in paths
-    ]
-    places += [each for each in disks if is_ram_disk(each) and each not in given]
+    of_runs = [each.steps_directory for each in records.values()]
+    given = [path for path in paths if path not in records]
+    ram = (storage.absolute(each) for of in records.values() for each in of.ram)
+    disks = [each for each in ram if each not in map(storage.absolute, given)]
+    places: list[epath.PathLike] = [*of_runs, *given, *filter(is_ram_disk, disks)]
     agents = list(filter(None, map(run_agents.read, places))) if secret_file else []
     names = [*map(find_run, places), *(each.run for each in agents)]
     # Without a manifest there are only steps of plain Orbax.
     run = next(filter(None, names), "")
+    # A run may have saved nothing yet.
     locations: list[Location] = [
-        (at_steps if each in missing else at_path)(each, run=run) for each in places
+        (at_steps if each in of_runs else at_path)(each, run=run) for each in places
     ]
     with contextlib.ExitStack() as closing:
         if secret_file is not None:
@@ -193,11 +190,10 @@ def is_ram_disk(directory: epath.Path) -> bool:
 def find_run(path: epath.PathLike) -> str | None:
     """The run of the first manifest at `path` that can be read; None without one."""
     directory = storage.absolute(path)
-    pattern = "hosts/*/*" if is_ram_disk(directory) else "*"
-    below = (each for each in directory.glob(pattern) if each.name[:1].isdecimal())
-    places = itertools.chain([directory], below)
+    pattern = "hosts/*/[0-9]*" if is_ram_disk(directory) else "[0-9]*"
+    places = itertools.chain([directory], directory.glob(pattern))
     runs = (persistent_root.run_of(each) for each in places if each.is_dir())
-    return next((run for run in runs if run is not None), None)
+    return next(filter(None, runs), None)
 
 
 def is_step(path: epath.PathLike) -> bool:
