@@ -10,15 +10,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from elastic_ckpt.core import errors, metrics
 from elastic_ckpt.inspect import run_files, tier_locations
-from elastic_ckpt.inspect.survey import in_tier, with_holders
 from elastic_ckpt.inspect.tier_locations import Locations
-from elastic_ckpt.steps.manifest import Holder
-from elastic_ckpt.steps.table import StepTable
+from elastic_ckpt.steps.manifest import Holder, Host
 from elastic_ckpt.tiers.find import FoundStep
 
 # Waits for data are averaged over this time.
@@ -231,10 +229,9 @@ def status(
     def last(
         metric: metrics.Metric, *, since_secs: float = 0.0, step: int | None = None
     ) -> float | None:
-        line = newest.get(metric.name)
-        if line is None or line["time"] < since_secs:
-            return None
-        return line["last"] if step in (None, line.get("step")) else None
+        line = newest.get(metric.name, {"time": -1.0})
+        counts = line["time"] >= since_secs and step in (None, line.get("step"))
+        return line.get("last") if counts else None
 
     # Metrics are written a little later than events, and a process that was killed has
     # lost its last ones.
@@ -356,22 +353,18 @@ def reachable(locations: Locations) -> list[FoundStep]:
     """
     there: list[FoundStep] = []
     for step in reversed(locations.steps):
-        of_line = [
-            each
-            for each in locations.look(step).saves
-            if not locations.line.abandons(each.step_id)
-        ]
+        looked = locations.look(step)
+        of_line = [e for e in looked.saves if not locations.line.abandons(e.step_id)]
         there += of_line
-        stored = [in_tier(each, "persistent") for each in of_line]
-        if any(each is not None and each.complete for each in stored):
+        if newest_steps(of_line)[1].step is not None:
             break
     return there
 
 
 def newest_steps(there: Sequence[FoundStep]) -> tuple[NewestStep, ...]:
-    """The newest complete step of each tier."""
+    """The newest complete step of each tier: of RAM, and of persistent storage."""
     return tuple(
-        _newest_of(tier, [in_tier(each, tier) for each in there])
+        _newest_of(tier, there, lambda holder, tier=tier: holder.tier == tier)
         for tier in ("local", "persistent")
     )
 
@@ -385,33 +378,35 @@ def after_losses(
       there: the steps.
       slices: of the current world; they need not hold a copy.
     """
+    hosts = [holder.host for each in there for holder in each.table.holders]
+    of_slices = {*map(str, slices), *(_key(host, "slice") for host in hosts)} - {""}
+    # By domain and its key, the name that is shown.
+    shown = {("slice", each): each for each in of_slices}
+    shown |= {("host", _key(host, "host")): str(host.number) for host in hosts}
     losses = []
-    holders = [holder for each in there for holder in each.table.holders]
-    for domain in ("slice", "host"):
-        names = {key: key for each in holders if (key := _key(each, domain))}
-        if domain == "host":
-            names = {_key(each, domain): str(each.host.number) for each in holders}
-        if domain == "slice":
-            names |= {str(number): str(number) for number in slices}
-        for key in sorted(names, key=lambda key: (len(names[key]), names[key])):
+    for (domain, key), name in shown.items():
 
-            def is_left(holder: Holder, key: str = key, domain: str = domain) -> bool:
-                return holder.tier != "local" or _key(holder, domain) != key
+        def is_left(holder: Holder, key: str = key, domain: str = domain) -> bool:
+            return holder.tier != "local" or _key(holder.host, domain) != key
 
-            left = _newest_of("", [with_holders(each, is_left) for each in there])
-            losses.append(AfterLoss(domain=domain, name=names[key], step=left.step))
-    return tuple(losses)
+        left = _newest_of("", there, is_left)
+        losses.append(AfterLoss(domain=domain, name=name, step=left.step))
+    return tuple(
+        sorted(losses, key=lambda e: (e.domain == "host", len(e.name), e.name))
+    )
 
 
-def _newest_of(tier: str, tables: Iterable[StepTable | None]) -> NewestStep:
-    for table in tables:
-        if table is not None and table.complete:
+def _newest_of(
+    tier: str, there: Iterable[FoundStep], counts: Callable[[Holder], bool]
+) -> NewestStep:
+    # The first step that some holders have all of.
+    for table in (each.table.held_by(counts) for each in there):
+        if table.complete:
             time_ms = table.contents.time_ms or None
             return NewestStep(tier=tier, step=table.step_id.step, time_ms=time_ms)
     return NewestStep(tier=tier, step=None, time_ms=None)
 
 
-def _key(holder: Holder, domain: str) -> str:
+def _key(host: Host, domain: str) -> str:
     # A host without a machine's name is alone on it.
-    host = holder.host
     return host.domains.get(domain, host.id if domain == "host" else "")

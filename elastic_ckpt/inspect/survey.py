@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from etils import epath
 
 from elastic_ckpt.checkpoint import foreign_steps, run_saver
@@ -22,7 +22,7 @@ from elastic_ckpt.core import digest, errors
 from elastic_ckpt.core.errors import MOST_NAMED, first_of
 from elastic_ckpt.data import cursors, mixing, records, state
 from elastic_ckpt.inspect.tier_locations import Locations
-from elastic_ckpt.steps.manifest import Holder
+from elastic_ckpt.steps.manifest import Tier
 from elastic_ckpt.steps.table import StepTable
 from elastic_ckpt.tiers.find import FoundStep
 
@@ -169,11 +169,9 @@ def survey(
     """
     surveyed: list[SurveyedStep] = []
     problems: list[str] = []
-    is_found = False
-    known = locations.known
     # Newest first, so that no more is read than it takes.
-    for number in reversed(known):
-        if step not in (None, number) or (newest_only and is_found):
+    for number in reversed(locations.known):
+        if step not in (None, number):
             continue
         looked = locations.look(number)
         problems += looked.problems
@@ -190,12 +188,13 @@ def survey(
                 )
             )
         surveyed += of_number
-        is_found |= any(not (each.problem or each.abandoned) for each in of_number)
-    if not known:
+        if newest_only and any(not (s.problem or s.abandoned) for s in of_number):
+            break
+    if not locations.known:
         # Locations that cannot be read have no steps, either.
-        problems = [*locations.look(step or 0).problems]
+        problems += locations.look(step or 0).problems
     return Survey(
-        known=tuple(known),
+        known=tuple(locations.known),
         steps=tuple(reversed(surveyed)),
         leftovers=tuple(
             UncommittedStep(step=each.step, path=str(each.path))
@@ -209,33 +208,31 @@ def survey(
 def _surveyed(
     found: FoundStep, locations: Locations, problems: list[str]
 ) -> SurveyedStep:
-    table, tiers = found.table, []
-    for tier in sorted({holder.tier for holder in table.holders}):
-        alone = in_tier(found, tier)
-        assert alone is not None
-        tiers.append(
-            TierOfStep(
-                tier=tier,
-                problem=None if alone.complete else alone.lacking(),
-                holders=tuple(
-                    sorted(each.host.id for each in table.holders if each.tier == tier)
-                ),
-                num_bytes=int(alone.num_bytes[alone.item].sum()),
-            )
-        )
-    stored = locations.stored.get(table.step_id.step)
+    table, (step, save) = found.table, found.step_id
+    stored, contents = locations.stored.get(step), table.contents
     is_committed = str(stored) in {source.directory for source in found.sources}
-    parents = table.contents.parents
+    tiers = sorted({holder.tier for holder in table.holders})
     return SurveyedStep(
-        step=table.step_id.step,
-        save=table.step_id.save,
+        step=step,
+        save=save,
         problem=None if table.complete else table.lacking(),
-        preserved=table.step_id.step in locations.preserved,
-        abandoned=locations.line.abandons(table.step_id),
-        parent=parents[-1] if parents else None,
-        tiers=tuple(tiers),
+        preserved=step in locations.preserved,
+        abandoned=locations.line.abandons(found.step_id),
+        parent=contents.parents[-1] if contents.parents else None,
+        tiers=tuple(_tier(table, each) for each in tiers),
         components=_components(found) if table.complete else (),
         **_stored(stored if is_committed else None, problems),
+    )
+
+
+def _tier(table: StepTable, tier: Tier) -> TierOfStep:
+    alone = table.held_by(lambda holder: holder.tier == tier)
+    ids = [each.host.id for each in table.holders if each.tier == tier]
+    return TierOfStep(
+        tier=tier,
+        problem=None if alone.complete else alone.lacking(),
+        holders=tuple(sorted(ids)),
+        num_bytes=int(alone.num_bytes[alone.item].sum()),
     )
 
 
@@ -243,13 +240,13 @@ def _stored(path: epath.Path | None, problems: list[str]) -> dict[str, Any]:
     # The arrays and the data state of a step that Orbax can read.
     if path is None:
         return {}
-    found: dict[str, Any] = {}
-    name = _ITEMS if (path / _ITEMS).exists() else run_saver.STATE
+    arrays: list[foreign_steps.LeafSummary] = []
     try:
-        found["state"] = tuple(foreign_steps.arrays(path, name))
+        name = _ITEMS if (path / _ITEMS).exists() else run_saver.STATE
+        arrays = foreign_steps.arrays(path, name)
     except errors.CheckpointError as error:
         problems.append(str(error))
-    return found | {"data": data_of(path)}
+    return {"state": tuple(arrays), "data": data_of(path)}
 
 
 def data_of(path: epath.Path) -> SavedData | str | None:
@@ -278,23 +275,6 @@ def data_of(path: epath.Path) -> SavedData | str | None:
     )
 
 
-def in_tier(found: FoundStep, tier: str) -> StepTable | None:
-    """The parts of a step in one tier; None if it has none."""
-    return with_holders(found, lambda holder: holder.tier == tier)
-
-
-def with_holders(
-    found: FoundStep, counts: Callable[[Holder], bool]
-) -> StepTable | None:
-    """A step with the parts of some of its holders; None if it has none of these."""
-    whole = found.table.manifest
-    is_counted = np.array([counts(each) for each in whole.holders], bool)
-    if not is_counted.any():
-        return None
-    parts = whole.parts.take(np.flatnonzero(is_counted[whole.parts.holder]))
-    return StepTable([dataclasses.replace(whole, parts=parts)])
-
-
 def _components(found: FoundStep) -> tuple[StepComponent, ...]:
     # The components of a complete step by name. Leaves without elements, and components
     # without files, have no items.
@@ -303,17 +283,16 @@ def _components(found: FoundStep) -> tuple[StepComponent, ...]:
     items = collections.defaultdict(list)
     for item in range(len(table)):
         items[table.leaf(item).part].append(item)
+    names = sorted({*num_leaves, *table.contents.components})
     return tuple(
-        _described(found, name, items[name], num_leaves[name])
-        for name in sorted({*num_leaves, *table.contents.components})
+        _described(found, each, items[each], num_leaves[each]) for each in names
     )
 
 
 def _described(
     found: FoundStep, name: str, items: list[int], num_leaves: int
 ) -> StepComponent:
-    table = found.table
-    fields = _description(found, name)
+    table, fields = found.table, _description(found, name)
     is_tree = name not in table.contents.components
     pattern = fields.get("pattern", _BY_SHARDING if is_tree else _OWN)
     resize = "its own rule" if pattern == _OWN else "none needed"
@@ -330,27 +309,25 @@ def _described(
         version=fields.get("version"),
         num_leaves=num_leaves,
         num_files=sum(table.leaf(item).is_file for item in items),
-        num_bytes=int(table.num_bytes[np.array(items, int)].sum()),
+        num_bytes=int(table.num_bytes[items].sum()),
         digest=digest.json_digest(named),
         hosts=tuple(sorted({table.holders[each].host.id for each in holders})),
     )
 
 
 def _description(found: FoundStep, name: str) -> dict[str, Any]:
-    table = found.table
-    for kind in (_DESCRIPTION, *_OTHERS):
-        number = table.contents.files.get(f"{name}/{kind}")
-        if number is None:
-            continue
-        try:
-            (item,) = table.of_leaf(number).tolist()
-            content = verified_read.VerifiedReader(found).values(item).tobytes()
-            fields = dict(json.loads(content))
-        except (errors.CheckpointError, TypeError, ValueError):
-            # Verification names what is wrong with a file.
-            return {"pattern": "unreadable"}
-        return fields if kind == _DESCRIPTION else {"version": fields.get("version")}
-    return {}
+    files = found.table.contents.files
+    kinds = [kind for kind in (_DESCRIPTION, *_OTHERS) if f"{name}/{kind}" in files]
+    if not kinds:
+        return {}
+    try:
+        (item,) = found.table.of_leaf(files[f"{name}/{kinds[0]}"]).tolist()
+        content = verified_read.VerifiedReader(found).values(item).tobytes()
+        fields = dict(json.loads(content))
+    except (errors.CheckpointError, TypeError, ValueError):
+        # Verification names what is wrong with a file.
+        return {"pattern": "unreadable"}
+    return fields if kinds[0] == _DESCRIPTION else {"version": fields.get("version")}
 
 
 def describe(run: str, survey: Survey, *, is_brief: bool) -> str:
@@ -362,20 +339,20 @@ def describe(run: str, survey: Survey, *, is_brief: bool) -> str:
       is_brief: whether arrays are counted rather than listed.
     """
     known = list(map(str, survey.known))
+    count = f"{len(known)} step{'s' * (len(known) != 1)}"
     if len(known) > 2 * MOST_NAMED:
         known = [*known[:MOST_NAMED], "...", *known[-MOST_NAMED:]]
     named = f"run {run}" if run else "no run"
-    count = f"{len(survey.known)} step{'s' * (len(survey.known) != 1)}"
     lines = [f"{named}: {count}{': ' * bool(known)}{', '.join(known)}"]
-    before: SurveyedStep | None = None
-    for step in sorted(survey.steps, key=lambda each: each.abandoned):
+    steps = sorted(survey.steps, key=lambda each: each.abandoned)
+    for before, step in itertools.pairwise([None, *steps]):
+        assert step is not None
         if step.abandoned and not (before and before.abandoned):
             lines.append(
                 "abandoned, since the run went on from an earlier step; they are"
                 " restored only by their numbers:"
             )
-        lines += _step_lines(step, before, survey.known, is_brief=is_brief)
-        before = step
+        lines += _step_lines(step, before, is_brief=is_brief)
     lines += [
         f"step {each.step} is being written, or was cut short: {each.path}"
         for each in survey.leftovers
@@ -384,44 +361,37 @@ def describe(run: str, survey: Survey, *, is_brief: bool) -> str:
 
 
 def _step_lines(
-    step: SurveyedStep,
-    before: SurveyedStep | None,
-    known: Sequence[int],
-    *,
-    is_brief: bool,
+    step: SurveyedStep, before: SurveyedStep | None, *, is_brief: bool
 ) -> Iterator[str]:
     state = "complete" if step.problem is None else f"incomplete: {step.problem}"
     if not step.save:
         state = "saved by Orbax alone, without manifests"
-    goes_on = not (step.abandoned or (before and before.save == step.save))
-    if goes_on and step.parent is not None:
+    is_first = not (step.abandoned or (before and before.save == step.save))
+    if is_first and step.parent is not None:
+        # A save in place of another goes on from it.
         parent = step.parent[0]
-        # A save in place of another goes on from it; once it had the line before it.
-        is_again = parent == step.step or (
-            parent == step.step - 1 and parent not in known
-        )
+        is_again = parent == step.step
         state += ", saved again" if is_again else f", goes on from step {parent}"
     yield f"step {step.step}: {state}" + ", preserved" * step.preserved
     for each in step.tiers if step.save else ():
-        alone = "all of it" if each.problem is None else each.problem
         yield (
             f"  {each.tier:<10}  {each.num_bytes:>15,} bytes  at {len(each.holders)}"
-            f" ({first_of(each.holders)})  {alone}"
+            f" ({first_of(each.holders)})  {each.problem or 'all of it'}"
         )
     yield from _component_lines(step.components)
     if step.state:
         num_bytes = sum(leaf.num_bytes for leaf in step.state)
         yield f"  {len(step.state):,} arrays, {num_bytes:,} bytes"
-    if not is_brief and before is not None and step.state == before.state != ():
+    shown = () if is_brief else step.state
+    if shown and before is not None and shown == before.state:
+        shown = ()
         yield f"    as in step {before.step}"
-    elif not is_brief:
-        for leaf in step.state:
-            yield (
-                f"    {leaf.path:<40} {leaf.dtype}{list(leaf.shape)}"
-                f"  {leaf.num_bytes:,} bytes  {leaf.sharding}"
-            )
-    if step.data is not None:
-        yield from _data_lines(step.data, is_brief=is_brief)
+    for leaf in shown:
+        yield (
+            f"    {leaf.path:<40} {leaf.dtype}{list(leaf.shape)}"
+            f"  {leaf.num_bytes:,} bytes  {leaf.sharding}"
+        )
+    yield from _data_lines(step.data, is_brief=is_brief)
 
 
 def _component_lines(parts: Sequence[StepComponent]) -> Iterator[str]:
@@ -441,29 +411,27 @@ def _component_lines(parts: Sequence[StepComponent]) -> Iterator[str]:
         )
 
 
-def _data_lines(data: SavedData | str, *, is_brief: bool) -> Iterator[str]:
-    if isinstance(data, str):
-        yield f"  data: {data}"
+def _data_lines(data: SavedData | str | None, *, is_brief: bool) -> Iterator[str]:
+    if not isinstance(data, SavedData):
+        yield from () if data is None else (f"  data: {data}",)
         return
-    pipeline: Mapping[str, Any] = data.pipeline
-    where, stage = "", pipeline.get("stage")
+    pipeline: dict[str, Any] = {**data.pipeline}
+    datasets, stage = pipeline.pop("datasets", {}), pipeline.pop("stage", None)
+    where = ""
     if stage is not None:
         number, begins = stage["number"], stage["begin_steps"]
         where = f", stage {number + 1} of {len(begins)}, from step {begins[number]}"
     yield f"  data: {data.engine}, position {json.dumps(data.position)}{where}"
-    for key, value in {} if is_brief else pipeline.items():
-        if key not in ("datasets", "stage"):
-            yield f"    {key}: {json.dumps(value)}"
-    datasets = pipeline.get("datasets", {})
+    if not is_brief:
+        yield from (f"    {key}: {json.dumps(pipeline[key])}" for key in pipeline)
     weights = sum(each["weight"] for each in datasets.values()) or 1
     all_taken = sum(data.taken.values()) or 1
     for name, dataset in datasets.items():
-        taken, achieved = data.taken.get(name), ""
-        if taken is not None:
-            achieved = f", {taken:,} documents taken so far, {taken / all_taken:.2%}"
+        taken = data.taken.get(name, 0)
+        achieved = f", {taken:,} documents taken so far, {taken / all_taken:.2%}"
         yield (
-            f"    dataset {name}: weight {dataset['weight'] / weights:.2%}{achieved},"
-            f" {len(dataset['files'])} files"
+            f"    dataset {name}: weight {dataset['weight'] / weights:.2%}"
+            f"{achieved if data.taken else ''}, {len(dataset['files'])} files"
         )
     if data.skipped:
         yield f"    corrupt records skipped: {data.skipped:,}"

@@ -10,14 +10,15 @@ Glossary: i items, n rows (an item at a holder), r the most dims of a leaf.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from elastic_ckpt.core import box_cover, boxes, columns, errors
-from elastic_ckpt.steps.manifest import Host, Leaf, Manifest, Parts
+from elastic_ckpt.steps.manifest import Holder, Host, Leaf, Manifest, Parts
 
 
 class StepTable:
@@ -117,6 +118,13 @@ class StepTable:
             tuple(sorted({each for each in host[a:b] if each >= 0}))
             for a, b in itertools.pairwise(self.first_row.tolist())
         ]
+
+    def held_by(self, counts: Callable[[Holder], bool]) -> StepTable:
+        """The table of the parts that some of the holders have, of the same holders."""
+        is_counted = np.array([counts(each) for each in self.holders], bool)
+        rows = self.manifest.parts
+        parts = rows.take(np.flatnonzero(is_counted[rows.holder]))
+        return StepTable([dataclasses.replace(self.manifest, parts=parts)])
 
     def name(self, item: int) -> str:
         """Names an item for messages: leaf and bounds, or the path of a file."""

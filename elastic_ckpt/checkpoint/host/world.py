@@ -161,10 +161,7 @@ class HostWorld:
         Returns:
           Whether the step is whole in the memory of machines; if not, it does not.
         """
-        whole = found.table.manifest
-        is_local = np.array([each.tier == "local" for each in whole.holders], bool)
-        parts = whole.parts.take(np.flatnonzero(is_local[whole.parts.holder]))
-        table = StepTable([dataclasses.replace(whole, parts=parts)])
+        table = found.table.held_by(lambda holder: holder.tier == "local")
         if table.complete:
             in_ram = FoundStep(table, found.sources)
             sets = table.holder_sets(self.hosts)
