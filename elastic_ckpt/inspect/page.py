@@ -100,14 +100,12 @@ def lines(
       from_zero: whether it begins at 0.
     """
     drawn = [each for each in series if each.points]
-    scale: Spec = {"zero": from_zero}
-    axis: Spec = {}
-    if is_log:
-        values = [value for each in drawn for _, value in each.points]
-        scale, axis = {"type": "log"}, {"values": _log_ticks(values)}
-    names = [each.name for each in drawn]
+    scale: Spec = {"type": "log"} if is_log else {"zero": from_zero}
     colour: Spec = {
-        "scale": {"domain": names, "range": [each.colour for each in drawn]},
+        "scale": {
+            "domain": [each.name for each in drawn],
+            "range": [each.colour for each in drawn],
+        },
         "legend": {} if len(drawn) > 1 else None,
     }
     layers: list[Spec] = [
@@ -121,34 +119,26 @@ def lines(
                 },
                 "y": {
                     **{"field": "y", "type": "quantitative", "title": y},
-                    **{"scale": scale, "axis": axis},
+                    "scale": scale,
                 },
                 "color": {"datum": each.name, **colour},
             },
         }
         for each in drawn
     ]
+    moments = {"values": [{"x": at, "name": name} for at, name in marks]}
+    at: Spec = {"x": {"field": "x", "type": "quantitative"}}
     if marks:
-        moments = {"values": [{"x": at, "name": name} for at, name in marks]}
-        at: Spec = {"x": {"field": "x", "type": "quantitative"}}
         rule = {"type": "rule", "color": _BAD, "strokeDash": [3, 3]}
         layers.append({"data": moments, "mark": rule, "encoding": at})
-        if len(marks) <= _MOST_NAMED:
-            name: Spec = {"text": {"field": "name"}, "y": {"value": 2}}
-            mark = {
-                **{"type": "text", "color": _BAD, "align": "left"},
-                **{"baseline": "top", "dx": 4, "fontSize": 11},
-            }
-            layers.append({"data": moments, "mark": mark, "encoding": {**at, **name}})
+    if 0 < len(marks) <= _MOST_NAMED:
+        mark = {
+            **{"type": "text", "color": _BAD, "align": "left"},
+            **{"baseline": "top", "dx": 4, "fontSize": 11},
+        }
+        named = {**at, "text": {"field": "name"}, "y": {"value": 2}}
+        layers.append({"data": moments, "mark": mark, "encoding": named})
     return {"layer": layers, "height": _HEIGHT}
-
-
-def _log_ticks(values: Sequence[float]) -> list[float]:
-    least, most = min(values), max(values)
-    powers = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)
-    ticks = [m * 10.0**power for power in powers for m in (1, 2, 5)]
-    ticks = [each for each in ticks if least <= each <= most] or [least]
-    return ticks[:: max(1, len(ticks) // 5)]
 
 
 def _mark(series: Series) -> Spec:
@@ -206,15 +196,6 @@ def bars(
         **{"type": "quantitative", "axis": None},
         "scale": {"domain": [0, (max(sums, default=0) or 1) * 1.45], "nice": False},
     }
-    colour: Spec = {
-        **{"field": "part", "type": "nominal"},
-        "scale": {"domain": names, "range": list(parts.values())},
-        "legend": {} if len(parts) > 1 else None,
-    }
-    behind = [
-        {"row": row, "sum": each, "text": text}
-        for row, each, text in zip(order, sums, texts, strict=True)
-    ]
     return {
         "layer": [
             {
@@ -223,12 +204,21 @@ def bars(
                 "encoding": {
                     "y": y,
                     "x": {"field": "value", "stack": "zero", **x},
-                    "color": colour,
+                    "color": {
+                        **{"field": "part", "type": "nominal"},
+                        "scale": {"domain": names, "range": list(parts.values())},
+                        "legend": {} if len(parts) > 1 else None,
+                    },
                     "order": {"field": "place"},
                 },
             },
             {
-                "data": {"values": behind},
+                "data": {
+                    "values": [
+                        {"row": row, "sum": each, "text": text}
+                        for row, each, text in zip(order, sums, texts, strict=True)
+                    ]
+                },
                 "mark": {"type": "text", "align": "left", "dx": 6},
                 "encoding": {
                     "y": y,
@@ -268,8 +258,8 @@ def svg(spec: Spec, *, title: str, width: int | None = WIDTH) -> str:
     """
     # All plots are as wide, and their letters as large.
     fit: Spec = {"width": width, "autosize": {"type": "fit-x", "contains": "padding"}}
-    size = {} if width is None else fit
-    drawn = library().vegalite_to_svg({"config": _CONFIG, **size, **spec})
+    whole = {"config": _CONFIG, **({} if width is None else fit), **spec}
+    drawn = library().vegalite_to_svg(whole)
     label = f'<svg role="img" aria-label="{html.escape(title)}" '
     return drawn.replace("<svg ", label, 1)
 
