@@ -188,11 +188,6 @@ def verify(
     return Verification(steps=tuple(verified), problems=tuple(problems))
 
 
-# What is wrong with a copy: its kind, the end of a sentence, and what to do; an empty
-# remedy if the copy cannot be used, and another may be good.
-_Fault = tuple[Literal["damaged", "orbax"], str, str]
-
-
 class _Copies:
     """Every copy of one save of a step, read and compared in several threads.
 
@@ -207,8 +202,9 @@ class _Copies:
     def __init__(self, found: FoundStep, progress: OnBytes) -> None:
         self._table, self._sources = table, sources = found.table, found.sources
         self._progress, self.num_bytes = progress, 0
-        # By their rows in the table.
-        self._faults: dict[int, _Fault] = {}
+        # By their rows in the table. Without a remedy the copy cannot be used, and
+        # another may be good.
+        self._bad: dict[int, Problem] = {}
         # All hosts wrote into one directory.
         self._views = {
             source.directory: orbax_view.OrbaxView(epath.Path(source.directory))
@@ -216,8 +212,8 @@ class _Copies:
             if holder.tier == "persistent"
         }
         # Of each item, with the checksum behind values.
-        is_array = np.array([not leaf.is_file for leaf in table.contents.leaves], bool)
-        behind = layout.CHECKSUM_BYTES * is_array[table.items.leaf]
+        is_file = np.array([leaf.is_file for leaf in table.contents.leaves], bool)
+        behind = np.where(is_file[table.items.leaf], 0, layout.CHECKSUM_BYTES)
         self._sizes = (table.num_bytes + behind)[table.item]
         self._lock = threading.Lock()
         rows = range(len(table.item))
@@ -227,28 +223,19 @@ class _Copies:
 
     def problems(self) -> Iterator[Problem]:
         """The problems, by item and holder."""
-        step, save = self._table.step_id
-        of_step = functools.partial(Problem, step=step, save=save)
+        table, (step, save) = self._table, self._table.step_id
         # Those that cannot be used are first.
-        for row in sorted(
-            self._faults, key=lambda row: (self._faults[row][2] != "", row)
+        for row, bad in sorted(
+            self._bad.items(), key=lambda each: (each[1].remedy != "", each[0])
         ):
-            (kind, why, remedy), holder = self._faults[row], self._holder(row)
-            yield of_step(
-                kind=kind,
-                part=self._table.name(int(self._table.item[row])),
-                tier=holder.tier,
-                holder=holder.host.id,
-                path=self._path(row),
-                why=why,
-                remedy=remedy or self._elsewhere(row),
-            )
-        for item in self._table.diverged.tolist():
-            holders = self._table.holders_of(item)
-            hosts = [self._table.holders[each].host.id for each in holders]
-            yield of_step(
+            yield dataclasses.replace(bad, remedy=bad.remedy or self._elsewhere(row))
+        for item in table.diverged.tolist():
+            hosts = [table.holders[each].host.id for each in table.holders_of(item)]
+            yield Problem(
                 kind="diverged",
-                part=self._table.name(item),
+                step=step,
+                save=save,
+                part=table.name(item),
                 why=f"the hosts {errors.first_of(hosts)} saved different values",
                 remedy="a device or memory of one of them is faulty: find it, and"
                 " restore an older step",
@@ -256,10 +243,12 @@ class _Copies:
         for directory, view in self._views.items():
             for file, why in [
                 *orbax_view.problems(epath.Path(directory)),
-                *view.empty_problems(self._table.contents),
+                *view.empty_problems(table.contents),
             ]:
-                yield of_step(
+                yield Problem(
                     kind="orbax",
+                    step=step,
+                    save=save,
                     part=file,
                     tier="persistent",
                     path=f"{directory}/{file}",
@@ -272,36 +261,49 @@ class _Copies:
         total = int(self._sizes.sum())
         for row in rows:
             size = int(self._sizes[row])
-            fault = self._fault(row, memory[:size])
+            bad = self._checked(row, memory[:size])
             with self._lock:
-                if fault is not None:
-                    self._faults[row] = fault
+                self._bad |= {} if bad is None else {row: bad}
                 self.num_bytes += size
                 self._progress(self.num_bytes, total)
 
-    def _fault(self, row: int, memory: np.ndarray) -> _Fault | None:
+    def _checked(self, row: int, memory: np.ndarray) -> Problem | None:
         table, item = self._table, int(self._table.item[row])
         leaf, box, named = table.leaf(item), table.box(item), table.digest_at(row)
-        source, surplus = self._sources[table.holder[row]], 0
+        source, holder = self._sources[table.holder[row]], self._holder(row)
+        view = None if leaf.is_file else self._views.get(source.directory)
+        file = layout.part_file(leaf, box)
+        if view is not None:
+            file = f"{leaf.part}//{ocdbt.key(leaf, box)}"
+        problem = functools.partial(
+            Problem,
+            step=table.step_id.step,
+            save=table.step_id.save,
+            part=table.name(item),
+            tier=holder.tier,
+            holder=holder.host.id,
+            path=f"{source.directory}/{file}",
+        )
         try:
             source.read_into(leaf, box, memory.data)
             surplus = source.size(leaf, box) - memory.nbytes
             why = stored_part.damage(memory, leaf, named)
         except ReadError as error:
-            why = str(error)
+            surplus, why = 0, str(error)
         if why is not None:
-            return "damaged", why, ""
-        view = self._views.get(source.directory)
-        if view is not None and not leaf.is_file:
+            return problem(kind="damaged", why=why, remedy="")
+        if view is not None:
             why = view.chunk_problem(leaf, box, named)
         if why is not None:
-            return "orbax", why, _ORBAX_REMEDY
-        if surplus > 0:
-            why = f"is longer than what was saved, by {surplus} bytes"
-            num_bytes = memory.nbytes
-            remedy = f"a restore reads only its first {num_bytes} bytes: cut it to them"
-            return "damaged", why, remedy
-        return None
+            return problem(kind="orbax", why=why, remedy=_ORBAX_REMEDY)
+        if surplus <= 0:
+            return None
+        return problem(
+            kind="damaged",
+            why=f"is longer than what was saved, by {surplus} bytes",
+            remedy=f"a restore reads only its first {memory.nbytes} bytes: cut it to"
+            " them",
+        )
 
     def _elsewhere(self, row: int) -> str:
         # What to do about a copy that cannot be used.
@@ -309,7 +311,7 @@ class _Copies:
         good = [
             self._holder(each)
             for each in range(first, end)
-            if each not in self._faults or self._faults[each][2]
+            if each not in self._bad or self._bad[each].remedy
         ]
         if not good:
             return (
@@ -319,19 +321,10 @@ class _Copies:
         holder = f"host {good[0].host.id}"
         if good[0].tier == "persistent":
             holder = "the persistent tier"
+        remedy = "a good copy, and a restore that reads the bad one repairs it"
         if self._holder(row).tier == "persistent":
-            return f"{holder} has a good copy: restore the step, and save it anew"
-        return (
-            f"{holder} has a good copy, and a restore that reads the bad one repairs it"
-        )
+            remedy = "a good copy: restore the step, and save it anew"
+        return f"{holder} has {remedy}"
 
     def _holder(self, row: int) -> Holder:
         return self._table.holders[self._table.holder[row]]
-
-    def _path(self, row: int) -> str:
-        item = int(self._table.item[row])
-        leaf, box = self._table.leaf(item), self._table.box(item)
-        file = layout.part_file(leaf, box)
-        if self._holder(row).tier == "persistent" and not leaf.is_file:
-            file = f"{leaf.part}//{ocdbt.key(leaf, box)}"
-        return f"{self._sources[self._table.holder[row]].directory}/{file}"
