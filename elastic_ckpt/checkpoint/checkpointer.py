@@ -25,10 +25,9 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import (
     component_io,
-    orbax_context,
+    foreign_steps,
     restore,
 )
-from elastic_ckpt.checkpoint.components import validation_schedule
 from elastic_ckpt.checkpoint.host import component_files, endpoint
 from elastic_ckpt.checkpoint.host.answers import (
     CheckpointMetadata,
@@ -248,7 +247,6 @@ class HostsCheckpointer:
         """
         self._check_writable()
         number = step_number(step)
-        orbax_context.checked(self._context)
         self._background.wait()
         with self._events.flushing():
             return self._begin_save(
@@ -612,7 +610,6 @@ class HostsCheckpointer:
                 f"{checkpointable_name!r} of step {number} cannot be deleted on its"
                 " own: a step can only be deleted as a whole; delete the step"
             )
-        orbax_context.checked(self._context)
         return self._in_background(lambda: self._remove(number, missing_ok=missing_ok))
 
     def is_durable(self, step: int) -> bool:
@@ -723,7 +720,7 @@ class HostsCheckpointer:
             self._check_writable()
         if step is not None:
             step_number(step)
-        context = orbax_context.checked(self._context)
+        context = ocp.Context(foreign_steps.active_context() or self._context)
         partial = partial or context.pytree.loading.partial_load
 
         def load() -> Any:
@@ -874,11 +871,7 @@ class HostsCheckpointer:
             is_last_of_world=is_last_of_world,
             is_copied_at_once=is_last_of_world and self._world.loses_memory(),
             description=description,
-            component_kinds=component_io.kinds(stateful),
-            compare=functools.partial(
-                validation_schedule.compare, step, stateful, emit=self._emit
-            ),
-            optional=component_io.optional(stateful),
+            stateful=stateful,
             parents=line.parents,
             path=current.path,
             began_secs=began_secs,
@@ -913,11 +906,7 @@ class HostsCheckpointer:
         if isinstance(abstract_checkpointables, CheckpointMetadata):
             abstract_checkpointables = abstract_checkpointables.metadata
         if abstract_checkpointables is not None:
-            component_io.check_named(
-                abstract_checkpointables,
-                "load_checkpointables",
-                "load(step, tree) loads",
-            )
+            component_io.check_named(abstract_checkpointables)
         if not abstract_checkpointables:
             abstract_checkpointables = {
                 name: None

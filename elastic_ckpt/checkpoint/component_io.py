@@ -18,14 +18,13 @@ import dataclasses
 import functools
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent import futures
 from typing import Any, TypeVar
 
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint.components.component import Component
 from elastic_ckpt.core import background, errors
 
 T = TypeVar("T")
@@ -62,7 +61,7 @@ def split(
     Raises:
       CheckpointError: if they are not given by name.
     """
-    check_named(checkpointables, "save_checkpointables", "save(step, tree) saves")
+    check_named(checkpointables)
     stateful = {
         name: value
         for name, value in checkpointables.items()
@@ -74,46 +73,23 @@ def split(
     return trees, stateful
 
 
-def check_named(checkpointables: Any, verb: str, alone: str) -> None:
-    """Raises a CheckpointError if `checkpointables` are not a mapping by name.
-
-    Args:
-      checkpointables: what a user passed.
-      verb: to which method.
-      alone: the call for one pytree, and its verb.
-    """
-    if not isinstance(checkpointables, Mapping):
-        found = f"a {type(checkpointables).__name__}"
-    elif not all(isinstance(name, str) for name in checkpointables):
-        found = f"a mapping with the keys {list(checkpointables)[:8]!r}"
-    else:
-        return
-    raise errors.CheckpointError(
-        f'{verb} takes a mapping of names to pytrees and components, as in {{"state":'
-        f' tree, "data": batches}}, and got {found}; {alone} one pytree'
-    )
-
-
-def optional(
-    components: Mapping[str, ocp.StatefulCheckpointable],
-) -> dict[str, Component]:
-    """The components without which a step may be saved."""
-    return {
-        name: component
-        for name, component in components.items()
-        if isinstance(component, Component) and not component.required
-    }
-
-
-def kinds(components: Mapping[str, ocp.StatefulCheckpointable]) -> dict[str, str]:
-    """What the components are, in words that hosts compare."""
-    return {name: _kind(component) for name, component in components.items()}
+def check_named(checkpointables: Any) -> None:
+    """Raises a CheckpointError unless a user passed a mapping by name."""
+    is_mapping = isinstance(checkpointables, Mapping)
+    if not is_mapping or not all(isinstance(name, str) for name in checkpointables):
+        raise errors.CheckpointError(
+            'checkpointables are a mapping of names to pytrees and components, as in {"'
+            'state": tree, "data": batches}, and not a'
+            f" {type(checkpointables).__name__}"
+            f"{f' with the keys {[*checkpointables][:8]}' if is_mapping else ''}; save"
+            " and load take one pytree"
+        )
 
 
 def begin_save(
     components: Mapping[str, ocp.StatefulCheckpointable],
     directory: Callable[[str], epath.Path],
-) -> Callable[[], None]:
+) -> Callable[[], Any]:
     """Takes the state of all components now.
 
     Args:
@@ -130,27 +106,18 @@ def begin_save(
     begun: dict[str, Awaitable[None]] = {}
     try:
         for name, component in components.items():
-
-            def take(name: str = name, component: Any = component) -> Any:
-                return component.save(Created(directory(name)))
-
+            take = functools.partial(component.save, Created(directory(name)))
             begun |= _in_time({name: component}, {name: take}, "saved")
     except BaseException:
-        for each in begun.values():
-            if inspect.iscoroutine(each):
-                each.close()
+        _close(begun.values())
         raise
     writes = {name: functools.partial(begun.pop, name) for name in components}
-
-    def write() -> None:
-        _in_time(components, writes, "saved")
-
-    return write
+    return functools.partial(_in_time, components, writes, "saved")
 
 
 def fail_later(
-    begin: Callable[[], Callable[[], None]],
-) -> tuple[Callable[[], None], Exception | None]:
+    begin: Callable[[], Callable[[], Any]],
+) -> tuple[Callable[[], Any], Exception | None]:
     """Calls `begin`; an error of one host is raised when all hosts write the step.
 
     Otherwise the other hosts would wait for this one.
@@ -197,14 +164,11 @@ def load(
     _in_time({name: component}, {name: read}, "loaded", limit_secs)
 
 
-def _kind(component: ocp.StatefulCheckpointable) -> str:
-    if not isinstance(component, Component):
-        return "component"
-    kind = "component" if component.required else "optional component"
-    # What a function returns is known when the state is taken.
-    sharing = "computed" if callable(component.sharing) else component.sharing
-    compared = ", compared between hosts" if component.is_compared else ""
-    return f"{kind}, {sharing}{compared}"
+def _close(begun: Iterable[Any]) -> None:
+    # Of those that are never awaited.
+    for each in begun:
+        if inspect.iscoroutine(each):
+            each.close()
 
 
 def _raise(error: Exception) -> None:
@@ -228,19 +192,14 @@ def _in_time(
     }
 
     async def limited(name: str) -> T:
-        limit = asyncio.timeout(limits[name])
+        result: Any = None
         try:
-            async with limit:
-                result = await calls[name]()
-        except TimeoutError:
-            if limit.expired():
-                raise _LateError from None
-            raise
-        if time.monotonic() > began_secs + limits[name]:
-            # It blocked the event loop, and the step was given up meanwhile.
-            if inspect.iscoroutine(result):
-                result.close()
-            raise _LateError
+            result = await asyncio.wait_for(calls[name](), limits[name])
+        finally:
+            # It was cancelled, or blocked the event loop until the step was given up.
+            if time.monotonic() > began_secs + limits[name]:
+                _close([result])
+                raise _LateError
         return result
 
     began_secs = time.monotonic()
@@ -250,13 +209,14 @@ def _in_time(
         )
         for name in components
     }
-    late = []
-    for name, doing in begun.items():
-        # A call that blocks its event loop is not cancelled: its thread is abandoned.
-        until_secs = began_secs + limits[name] + _GRACE_SECS
-        futures.wait([doing], timeout=max(0.0, until_secs - time.monotonic()))
-        if not doing.done() or isinstance(doing.exception(), _LateError):
-            late.append(name)
+    # A call that blocks its event loop is not cancelled: its thread is abandoned.
+    longest_secs = max(limits.values(), default=0.0) + _GRACE_SECS
+    futures.wait(begun.values(), timeout=longest_secs)
+    late = [
+        name
+        for name, doing in begun.items()
+        if not doing.done() or isinstance(doing.exception(), _LateError)
+    ]
     if late:
         raise TimeoutError(
             f"the components {sorted(late)} were not {done} in time; see what they wait"

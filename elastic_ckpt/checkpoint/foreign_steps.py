@@ -7,6 +7,7 @@ named.
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +20,7 @@ from etils import epath
 from jax.sharding import Sharding
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import component_io, orbax_context
+from elastic_ckpt.checkpoint import component_io
 from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.core import checked_json, errors, storage
 from elastic_ckpt.steps.manifest import Manifest
@@ -98,12 +99,18 @@ def load(
             raise _unreadable(path, name, "what it holds is unknown")
         if tree is not None and not partial and parts[name] is not None:
             check_same_tree(str(path), parts[name], tree)
-    context = ocp.Context(orbax_context.active())
+    context = ocp.Context(active_context())
     context.pytree.loading.partial_load = partial
     # Components first: they are small, and an error leaves nothing half loaded.
     with context:
         loaded = {name: _load(path, name, wanted[name]) for name in [*stateful, *asked]}
     return {name: loaded[name] for name in wanted}
+
+
+def active_context() -> ocp.Context | None:
+    """The context of Orbax whose `with` block this is; None outside of all."""
+    values = contextvars.copy_context().values()
+    return next((each for each in values if isinstance(each, ocp.Context)), None)
 
 
 def _is_message(wanted: Any) -> bool:

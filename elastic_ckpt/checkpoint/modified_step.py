@@ -6,11 +6,11 @@ not overflow.
 
 from __future__ import annotations
 
-import dataclasses
+import asyncio
 import fractions
 import math
 from collections.abc import Awaitable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,19 +21,18 @@ from elastic_ckpt.checkpoint.host.trees import leaf_path
 from elastic_ckpt.core import errors, storage
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Edit:
+class Edit(NamedTuple):
     """An edit of one number.
 
     Attributes:
       path: its path with the name of the tree, `state/opt_state/learning_rate`.
-      value: the new value, as text; None to scale the present one.
-      factor: what the value is multiplied by, as text; None to set it.
+      text: the new value, or the factor.
+      is_factor: whether the present value is multiplied by it.
     """
 
     path: str
-    value: str | None = None
-    factor: str | None = None
+    text: str
+    is_factor: bool
 
 
 class StoredFiles:
@@ -49,7 +48,7 @@ class StoredFiles:
     async def load(self, directory: epath.Path) -> Awaitable[None]:
         """Reads all files of a component."""
         self.files = {path.name: path.read_bytes() for path in directory.iterdir()}
-        return _nothing()
+        return asyncio.sleep(0)
 
     async def save(self, directory: Created) -> Awaitable[None]:
         """Returns the writer of the files."""
@@ -61,10 +60,6 @@ class StoredFiles:
                 storage.write_atomic(path / name, content)
 
         return write()
-
-
-async def _nothing() -> None:
-    pass
 
 
 def edit(name: str, tree: Any, change: Edit) -> tuple[Any, str]:
@@ -83,17 +78,15 @@ def edit(name: str, tree: Any, change: Edit) -> tuple[Any, str]:
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     values = {leaf_path(name, keys): leaf for keys, leaf in leaves}
-    numbers = [path for path, value in values.items() if _is_number(value)]
-    if change.path not in numbers:
+    before = values.get(change.path)
+    if not _is_number(before):
+        numbers = [path for path, value in values.items() if _is_number(value)]
         raise errors.CheckpointError(
             f"{name!r} has no number {change.path!r}; its numbers are"
             f" {errors.first_of(numbers) or 'none'}"
         )
-    before = values[change.path]
-    after, line = _changed(change, before)
-    if isinstance(before, jax.Array):
-        after = jax.device_put(after, before.sharding)
-    return jax.tree.unflatten(structure, (values | {change.path: after}).values()), line
+    values[change.path], line = _changed(change, before)
+    return jax.tree.unflatten(structure, values.values()), line
 
 
 def _changed(change: Edit, number: Any) -> tuple[Any, str]:
@@ -101,33 +94,27 @@ def _changed(change: Edit, number: Any) -> tuple[Any, str]:
     array = np.asarray(number)
     before = _plain(array)
     try:
-        wanted = _wanted(before, change)
+        if change.is_factor:
+            wanted = before * fractions.Fraction(change.text)
+        elif isinstance(before, bool):
+            wanted = {"true": True, "false": False}[change.text.lower()]
+        else:
+            wanted = type(before)(change.text)
         with np.errstate(over="ignore"):
             after = np.full(array.shape, wanted, array.dtype)
         exact = isinstance(before, float) or _plain(after) == wanted
         if not exact or math.isfinite(_plain(after)) != math.isfinite(wanted):
             raise ValueError(f"the result is not a number of {array.dtype}")
-    except (KeyError, ValueError, OverflowError, TypeError) as error:
-        given = change.value if change.factor is None else f"times {change.factor}"
+    except (ArithmeticError, KeyError, ValueError, TypeError) as error:
+        given = f"times {change.text}" if change.is_factor else change.text
         raise errors.CheckpointError(
             f"{change.path} is a number of {array.dtype}, and cannot become {given}:"
             f" {error}"
         ) from None
     line = f"{change.path} ({array.dtype}): {before!r} -> {_plain(after)!r}"
-    kind = type(number)
-    return kind(after.item()) if kind in (bool, int, float) else after, line
-
-
-def _wanted(before: Any, change: Edit) -> Any:
-    if change.factor is not None and isinstance(before, float):
-        return before * float(change.factor)
-    if change.factor is not None:
-        scaled = before * fractions.Fraction(change.factor)
-        return int(scaled) if scaled.denominator == 1 else float(scaled)
-    assert change.value is not None
-    if isinstance(before, bool):
-        return {"true": True, "false": False}[change.value.lower()]
-    return type(before)(change.value)
+    if isinstance(number, jax.Array):
+        return jax.device_put(after, number.sharding), line
+    return type(number)(after.item()) if np.isscalar(number) else after, line
 
 
 def _plain(array: np.ndarray) -> Any:

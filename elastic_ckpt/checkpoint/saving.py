@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from absl import logging
 from etils import epath
@@ -38,9 +39,7 @@ class Saving:
       is_last_of_world: whether the run goes on in another world, which makes its
         copies and its backup.
       is_copied_at_once: whether this world makes its copies before it is committed.
-      component_kinds: by name, what the components of this host are.
-      compare: compares states that should be equal on all hosts.
-      optional: the components among those of the step that may be left out, by name.
+      stateful: its components, by name; of a step that a world before has saved, none.
       stored: set when the step is in persistent storage.
     """
 
@@ -54,9 +53,7 @@ class Saving:
     path: epath.Path | None = None
     is_last_of_world: bool = False
     is_copied_at_once: bool = False
-    component_kinds: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    compare: Callable[[], object] = lambda: None
-    optional: Mapping[str, Component] = dataclasses.field(default_factory=dict)
+    stateful: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     stored: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     @classmethod
@@ -91,7 +88,11 @@ class Saving:
     @property
     def kinds(self) -> dict[str, str]:
         """By the path of a leaf or the name of a component, what this host saves."""
-        return self.description.kinds(self.component_kinds)
+        kinds = {
+            name: str(each) if isinstance(each, Component) else "component"
+            for name, each in self.stateful.items()
+        }
+        return self.description.kinds(kinds)
 
     def difference(self, hosts: Hosts, notes: Sequence[HostNotes]) -> str | None:
         """The first part that hosts save differently, by their notes."""
@@ -115,15 +116,20 @@ class Saving:
           The step without them; and by name, why one was left out.
         """
         why: dict[str, str] = {}
-        if not self.optional:
+        optional = {
+            name: each
+            for name, each in self.stateful.items()
+            if isinstance(each, Component) and not each.required
+        }
+        if not optional:
             return self, why
-        problems = {n: c.save_problem for n, c in self.optional.items()}
+        problems = {n: c.save_problem for n, c in optional.items()}
         for number, of_host in enumerate(hosts.share("left_out", problems)):
             for name, problem in of_host.items():
                 if problem:
                     why.setdefault(name, f"host {number}: {problem}")
         for name in why:
-            self.optional[name].save_problem = why[name]
+            optional[name].save_problem = why[name]
         description = self.description.without(why)
         return dataclasses.replace(self, description=description), why
 

@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 
 from absl import logging
 
+from elastic_ckpt.checkpoint.components import validation_schedule
 from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata, Written
 from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.host.copies import HostCopies
@@ -441,7 +442,7 @@ class SaveStages:
             self._backlog.add(saving.step_id)
         difference = saving.difference(hosts, notes)
         if difference is None:
-            saving.compare()
+            validation_schedule.compare(saving.step, saving.stateful, emit=self._emit)
             saving, left_out = saving.complete(hosts)
             for name, why in left_out.items():
                 why = f"it is saved without the optional component {name!r}: {why}"

@@ -55,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Edits the step, unless its run is alive."""
     name = arguments.tree
-    edits = [_edit(name, each, "value") for each in arguments.set]
-    edits += [_edit(name, each, "factor") for each in arguments.scale]
+    edits = [_edit(name, each, is_factor=False) for each in arguments.set]
+    edits += [_edit(name, each, is_factor=True) for each in arguments.scale]
     if not edits or len({each.path for each in edits}) < len(edits):
         raise errors.ConfigError(
             "give each number that is to be edited once: --set PATH=VALUE or --scale"
@@ -111,9 +111,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _edit(tree: str, given: str, field: str) -> modified_step.Edit:
+def _edit(tree: str, given: str, *, is_factor: bool) -> modified_step.Edit:
     path, _, number = given.rpartition("=")
     if not (path and number):
-        raise errors.ConfigError(f"{given!r}: write PATH={field.upper()}")
+        raise errors.ConfigError(
+            f"{given!r}: write PATH={'FACTOR' if is_factor else 'VALUE'}"
+        )
     whole = tree if path == "." else f"{tree}/{path}"
-    return modified_step.Edit(path=whole, **{field: number})
+    return modified_step.Edit(whole, number, is_factor)

@@ -243,6 +243,14 @@ class Component:
         """Whether `ec.Checkpointer` compares the states of all hosts in a save."""
         return self.validation != "none" and topology.num_hosts() > 1
 
+    def __str__(self) -> str:
+        # In words that hosts compare.
+        kind = "component" if self.required else "optional component"
+        # What a function returns is known when the state is taken.
+        sharing = "computed" if callable(self.sharing) else self.sharing
+        compared = ", compared between hosts" if self.is_compared else ""
+        return f"{kind}, {sharing}{compared}"
+
     def present(self) -> sharing_of.Sharing:
         """The names of the states that the hosts have now, and which is this host's.
 
