@@ -41,7 +41,7 @@ import numpy as np
 
 from benchmarks import report, sized, turns
 from elastic_ckpt.checkpoint import restore
-from elastic_ckpt.checkpoint.host import copies, reader, recovery
+from elastic_ckpt.checkpoint.host import copies, reader, verified_read
 from elastic_ckpt.checkpoint.host.answers import Replicated, Written
 from elastic_ckpt.checkpoint.host.exchange import GIVEN
 from elastic_ckpt.checkpoint.host.reader import HostReader
@@ -276,16 +276,12 @@ class _ReaderAlone(reader.HostReader):
         else:
             self._exchange.take(GIVEN)
 
-    def read(self) -> dict[str, int]:
-        world, restoring = self._world, self._restoring
-        if restoring is None:
+    def read(self, paths: tuple[str, ...] | None = None) -> dict[str, int]:
+        del paths
+        restoring = self._restoring
+        if restoring is None or restoring.reader.near is None:
             return {}
-        plan = recovery.planned(
-            restoring.found.table,
-            restoring.wanted,
-            host=world.own.host,
-            domain=world.copy_policy.domain,
-        )
+        plan = verified_read.planned(restoring.reader.near, restoring.wanted)
         return {"planned": len(plan.item)}
 
 

@@ -35,12 +35,13 @@ from absl import logging
 from etils import epath
 
 from elastic_ckpt.checkpoint import asked_trees, foreign_steps, structure
-from elastic_ckpt.checkpoint.host import recovery, trees
-from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
+from elastic_ckpt.checkpoint.host import trees
+from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader, read_leaves
 from elastic_ckpt.checkpoint.structure import json_of_user
 from elastic_ckpt.core import boxes, bucket_clients, errors, storage
 from elastic_ckpt.steps import owners
 from elastic_ckpt.steps.manifest import Host, Manifest
+from elastic_ckpt.steps.read_plan import Nearness
 from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.find import FoundStep
@@ -373,10 +374,8 @@ class _Reader:
                     is_moved=False,
                 )
             )
-        reader = VerifiedReader(found)
-        read = recovery.read_leaves(
-            found, lacking, reader, host=self._host, domain="slice"
-        )
+        reader = VerifiedReader(found, Nearness(table, self._host))
+        read = read_leaves(reader, lacking)
         for leaf in lacking:
             for box, values in zip(leaf.boxes, read[leaf.path], strict=True):
                 # They are handed out, and are those of the next load, too.

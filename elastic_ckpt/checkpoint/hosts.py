@@ -15,12 +15,12 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import jax
 from absl import logging
 
+from elastic_ckpt.checkpoint.host import trees as host_trees
 from elastic_ckpt.checkpoint.host.answers import CapturedIn
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
-from elastic_ckpt.checkpoint.host.step_boxes import OtherTree
-from elastic_ckpt.checkpoint.host.trees import arrays
+from elastic_ckpt.checkpoint.host.verified_read import OtherTree
 from elastic_ckpt.core import allgather, calls, codec
 from elastic_ckpt.core.allgather import Allgather
 from elastic_ckpt.steps.manifest import Contents
@@ -199,7 +199,7 @@ class InEveryProcess:
     def capture(self, step_id: StepId, trees: Mapping[str, Any]) -> CapturedIn:
         """See `Hosts`."""
         saver: HostSaver = self._own.part(HostSaver.__name__)
-        return saver.begin(step_id, saver.captured(arrays(trees)))
+        return saver.begin(step_id, saver.captured(host_trees.arrays(trees)))
 
     def opened(self) -> Contents:
         """See `Hosts`."""
@@ -212,7 +212,8 @@ class InEveryProcess:
         others: Mapping[str, OtherTree],
     ) -> int:
         """See `Hosts`."""
-        self._gather("check", lambda: self._reader.check(trees, components, others))
+        wanted = host_trees.wanted(trees)
+        self._gather("check", lambda: self._reader.select(wanted, components, others))
         return 0
 
     def read(self) -> list[dict[str, int]]:

@@ -44,7 +44,7 @@ from elastic_ckpt.checkpoint.host.answers import (
     Survey,
 )
 from elastic_ckpt.checkpoint.host.reader import HostReader
-from elastic_ckpt.checkpoint.host.step_boxes import OtherTree, StepBoxes
+from elastic_ckpt.checkpoint.host.verified_read import OtherTree, VerifiedReader
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.core import errors, events, metrics, storage, storage_cause
 from elastic_ckpt.steps.manifest import Contents
@@ -237,7 +237,7 @@ class Layouts(Protocol):
 
     def match(
         self, contents: Contents, name: str, abstract: Any, *, layout: Any
-    ) -> Callable[[StepBoxes], Any]:
+    ) -> Callable[[VerifiedReader], Any]:
         """Matches a layout with a saved tree, before a value is read.
 
         Args:
@@ -480,10 +480,10 @@ class Restorer:
         self,
         checkpoint: CheckpointMetadata,
         name: str,
-        read: Callable[[StepBoxes], Any],
-        boxes: StepBoxes | None,
+        read: Callable[[VerifiedReader], Any],
+        boxes: VerifiedReader | None,
     ) -> Any:
-        # See `step_boxes.OtherTree`.
+        # See `verified_read.OtherTree`.
         if boxes is not None:
             return read(boxes)
         if checkpoint.path is None:

@@ -435,13 +435,11 @@ class Decisions:
         first = np.empty(len(part), np.int64)
         for each in np.unique(reader).tolist():
             rows = np.flatnonzero(reader == each)
-            plan = read_plan.plan(
-                step,
-                self._reader(readers, each),
-                read_plan.Wanted(leaf=leaf[rows], boxes=wanted_boxes.take(rows)),
-                domain=self._layout.domain,
-            )
-            first[rows] = plan.choices.holder[plan.choices.first[:-1]]
+            own, domain = self._reader(readers, each), self._layout.domain
+            near = read_plan.Nearness(step, own, domain=domain)
+            wanted_here = read_plan.Wanted(leaf[rows], wanted_boxes.take(rows))
+            plan = read_plan.plan(near, wanted_here)
+            first[rows] = near.holders[step.first_row[plan.item]]
         numbers = [
             _NOT_OF_WORLD if each.tier == "persistent" else each.host.number
             for each in step.holders

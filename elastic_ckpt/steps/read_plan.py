@@ -94,7 +94,6 @@ class ReadPlan:
       of_wanted: the wanted box that each piece is of, ascending, int64 `[p]`.
       item: the saved box that it is cut out of, int64 `[p]`.
       pieces: in global coordinates, `[p, r]`, padded as in `Parts`.
-      choices: the holders of its item.
     """
 
     table: StepTable
@@ -102,7 +101,6 @@ class ReadPlan:
     of_wanted: np.ndarray
     item: np.ndarray
     pieces: boxes.Boxes
-    choices: Choices
 
     def read(self, number: int) -> Read:
         """One piece."""
@@ -117,23 +115,19 @@ class ReadPlan:
         )
 
 
-def plan(
-    table: StepTable, reader: Host, wanted: Wanted, *, domain: str = "slice"
-) -> ReadPlan:
+def plan(near: Nearness, wanted: Wanted) -> ReadPlan:
     """Plans the reads of a host; it does not depend on which hosts saved the step.
 
     Args:
-      table: of a complete step.
-      reader: the host.
+      near: the holders of a complete step, as the host sees them.
       wanted: its boxes.
-      domain: the kind of failure domain inside of which a peer is close.
 
     Raises:
       CheckpointError: if the step is not complete.
     """
+    table, none = near.table, np.empty(0, np.int64)
     if not table.complete:
         raise errors.CheckpointError(f"{table.problem()}; plan for a complete step")
-    near, none = Nearness(table, reader, domain=domain), np.empty(0, np.int64)
     parts = [(none, none, table.boxes.take(none))]
     parts += [
         _pieces(wanted, leaf, near) for leaf in columns.distinct(wanted.leaf).tolist()
@@ -150,24 +144,7 @@ def plan(
             start=np.concatenate([each.start for each in pieces])[order],
             stop=np.concatenate([each.stop for each in pieces])[order],
         ),
-        choices=near.choices(item[order]),
     )
-
-
-class Choices(NamedTuple):
-    """The holders of some items, in the order to ask them.
-
-    Attributes:
-      first: those of item k are `first[k]` to `first[k + 1]`, int64 `[n + 1]`.
-      holder: their numbers in the table, int32.
-    """
-
-    first: np.ndarray
-    holder: np.ndarray
-
-    def of(self, number: int) -> list[int]:
-        """Those of one item."""
-        return self.holder[self.first[number] : self.first[number + 1]].tolist()
 
 
 class Nearness:
@@ -182,37 +159,33 @@ class Nearness:
       table: as given.
       of_holders: LOCAL to PERSISTENT of each holder.
       nearest: that of the nearest holder of each item.
+      holders: of all items, in the rows of the table, in the order to ask them.
     """
 
-    def __init__(self, table: StepTable, reader: Host, *, domain: str) -> None:
+    def __init__(
+        self, table: StepTable, reader: Host, *, domain: str = "slice"
+    ) -> None:
         self.table = table
         self.of_holders = np.array(
             [_nearness(each, reader, domain) for each in table.holders], np.uint64
         )
         of_rows = self.of_holders[table.holder]
         self.nearest = np.minimum.reduceat(of_rows, table.first_row[:-1])
-        self._reader = np.array(digest.name_hash(reader.id), np.uint64)
-        self._holders = np.array(
-            [digest.name_hash(each.host.id) for each in table.holders], np.uint64
-        )
-
-    def choices(self, item: np.ndarray) -> Choices:
-        """The holders of some items."""
-        first = self.table.first_row
-        sizes = first[item + 1] - first[item]
-        piece, within = columns.runs(sizes)
-        holder = self.table.holder[first[item][piece] + within]
-        chance = digest.mixed(self._reader, item[piece], self._holders[holder])
-        chance >>= np.uint64(64 - _HASH_BITS)
+        sizes = np.diff(table.first_row)
+        item = np.repeat(np.arange(len(table), dtype=np.uint64), sizes)
+        names = [digest.name_hash(each.host.id) for each in table.holders]
+        name = np.array(names, np.uint64)[table.holder]
+        own = np.array(digest.name_hash(reader.id), np.uint64)
+        chance = digest.mixed(own, item, name) >> np.uint64(64 - _HASH_BITS)
         # One number a row, which sorts fastest.
-        key = piece.astype(np.uint64) << np.uint64(_NEARNESS_BITS)
-        key = (key | self.of_holders[holder]) << np.uint64(_HASH_BITS) | chance
-        bounds = np.concatenate([[0], np.cumsum(sizes)])
-        return Choices(bounds, holder[np.argsort(key, kind="stable")])
+        key = item << np.uint64(_NEARNESS_BITS)
+        key = (key | of_rows) << np.uint64(_HASH_BITS) | chance
+        self.holders = table.holder[np.argsort(key, kind="stable")]
 
-    def of_items(self) -> Choices:
-        """The holders of every item."""
-        return self.choices(np.arange(len(self.table)))
+    def holders_of(self, item: int) -> list[int]:
+        """The holders of an item, by number, in the order to ask them."""
+        first = self.table.first_row
+        return self.holders[first[item] : first[item + 1]].tolist()
 
 
 def _nearness(holder: Holder, reader: Host, domain: str) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.checkpoint.host.step_boxes import StepBoxes
+from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.universal import loading, opening, shipped_layouts
 from elastic_ckpt.universal.formats.format_error import FormatError
@@ -29,7 +29,7 @@ class StepLayouts:
         abstract: Any,
         *,
         layout: Layout | str | os.PathLike[str],
-    ) -> Callable[[StepBoxes], Any]:
+    ) -> Callable[[VerifiedReader], Any]:
         """Matches a layout with a tree of a step; returns a function that reads it.
 
         Raises:
@@ -43,7 +43,7 @@ class StepLayouts:
             {leaf.tensor.name: leaf.tensor for leaf in leaves},
         )
 
-        def read(saved: StepBoxes) -> Any:
+        def read(saved: VerifiedReader) -> Any:
             source = SavedBoxes(saved, name)
             made = restored_tree.read_leaves(
                 OpenedCheckpoint(format="elastic_ckpt", tensors=source.tensors),

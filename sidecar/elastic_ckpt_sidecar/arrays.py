@@ -391,7 +391,7 @@ class HostArrays:
     def read(self, layout: int, group: int) -> dict[str, int]:
         """Reads and verifies this host's boxes of a group; see `HostReader.read`."""
         leaves = self._layouts[layout][group].leaves
-        return self._reader.read_some({leaf.path for leaf in leaves})
+        return self._reader.read(tuple(leaf.path for leaf in leaves))
 
     @calls.call()
     def dtypes(self) -> dict[str, str]:
@@ -406,7 +406,7 @@ class HostArrays:
     def made(self, layout: int, group: int) -> list[list[jax.Array]]:
         """Makes each leaf's arrays of the values read, on this host's devices."""
         members = self._layouts[layout][group]
-        values = self._reader.made({leaf.path for leaf in members.leaves})
+        values = self._reader.made()
         return [
             self._on_devices(members, leaf, values[leaf.path])
             for leaf in members.leaves

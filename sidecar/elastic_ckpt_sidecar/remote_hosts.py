@@ -26,9 +26,9 @@ from elastic_ckpt.checkpoint.host.answers import (
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
-from elastic_ckpt.checkpoint.host.step_boxes import OtherTree
 from elastic_ckpt.checkpoint.host.trees import AskedLeaf, asked, rebuilt
 from elastic_ckpt.checkpoint.host.trees import arrays as captured_leaves
+from elastic_ckpt.checkpoint.host.verified_read import OtherTree
 from elastic_ckpt.checkpoint.host.world import HostConfig
 from elastic_ckpt.core import addresses, allgather, background, calls, errors, topology
 from elastic_ckpt.core.allgather import HostTree

@@ -22,11 +22,12 @@ def shards(whole, parts):
     ]
 
 
-def check(plan, wanted, whole):
+def check(near, wanted, whole):
     """Every element of what is wanted is in one piece, with the digest of its item."""
     saved = {
         leaf.path: saved_worlds.values(leaf.path, leaf.shape) for leaf in whole.leaves
     }
+    plan = read_plan.plan(near, read_plan.Wanted.from_boxes(wanted, contents=whole))
     made = [np.full(box.shape, np.nan, np.float32) for _, box in wanted]
     for number in range(len(plan.item)):
         read, item = plan.read(number), plan.item[number]
@@ -34,7 +35,7 @@ def check(plan, wanted, whole):
         values = saved[plan.table.leaf(item).path]
         values = values[tuple(map(slice, box.start, box.stop))]
         assert digest.values_digest(values) == plan.table.digest(item)
-        assert set(plan.choices.of(number)) == set(plan.table.holders_of(item))
+        assert set(near.holders_of(item)) == set(plan.table.holders_of(item))
         into = made[plan.of_wanted[number]]
         assert np.isnan(into[read.into]).all()
         into[read.into] = values[read.out_of]
@@ -47,12 +48,8 @@ def check(plan, wanted, whole):
 def test_pieces_tile_every_wanted_box_exactly_once(saved, reader, parts):
     whole = saved[0].contents
     wanted = shards(whole, parts)
-    plan = read_plan.plan(
-        StepTable(saved),
-        saved_worlds.host(reader),
-        read_plan.Wanted.from_boxes(wanted, contents=whole),
-    )
-    check(plan, wanted, whole)
+    near = read_plan.Nearness(StepTable(saved), saved_worlds.host(reader))
+    check(near, wanted, whole)
 
 
 @given(st.data())
@@ -70,12 +67,8 @@ def test_pieces_tile_also_where_saved_boxes_overlap(data):
         saved_worlds.host(9), whole, more, tier="persistent"
     )
     wanted = shards(whole, data.draw(st.integers(1, 5)))
-    plan = read_plan.plan(
-        StepTable([*first, another]),
-        saved_worlds.host(0),
-        read_plan.Wanted.from_boxes(wanted, contents=whole),
-    )
-    check(plan, wanted, whole)
+    near = read_plan.Nearness(StepTable([*first, another]), saved_worlds.host(0))
+    check(near, wanted, whole)
 
 
 WHOLE = saved_worlds.contents({"w": [64]}, files=1)
@@ -103,13 +96,13 @@ def wanted_whole():
 
 def test_the_nearest_copy_is_read_and_the_others_are_next():
     reader = SAVED[2].host
-    plan = read_plan.plan(StepTable(SAVED), reader, wanted_whole())
-    orders = {tuple(plan.choices.of(number)) for number in range(len(plan.item))}
+    near = read_plan.Nearness(StepTable(SAVED), reader)
+    plan = read_plan.plan(near, wanted_whole())
+    orders = {tuple(near.holders_of(item)) for item in plan.item.tolist()}
     assert orders == {(2, 1, 0, 3, 4), (2, 1, 3, 0, 4)}
-    near = read_plan.Nearness(StepTable(SAVED), reader, domain="slice")
     named = [read_plan.NEARNESS[each] for each in near.of_holders]
     assert named == ["distant", "close", "local", "distant", "persistent"]
-    of_file = near.of_items().of(64)
+    of_file = near.holders_of(64)
     assert of_file[:2] + of_file[-1:] == [2, 1, 4]
 
 
@@ -123,9 +116,11 @@ def test_where_saved_boxes_overlap_the_nearest_and_then_the_largest_are_read():
         saved_worlds.host(0), WHOLE, [(0, boxes.Box(start=(3,), stop=(9,)))]
     )
     table = StepTable([own, cut(1, 8), cut(2, 2), cut(3, 1, tier="persistent")])
-    plan = read_plan.plan(table, own.host, wanted_whole())
+    near = read_plan.Nearness(table, own.host)
+    plan = read_plan.plan(near, wanted_whole())
     pieces = [
-        (plan.read(n).piece, plan.choices.of(n)[0]) for n in range(len(plan.item))
+        (plan.read(n).piece, near.holders_of(item)[0])
+        for n, item in enumerate(plan.item)
     ]
     assert sorted(
         (piece.start[0], piece.stop[0], holder) for piece, holder in pieces
@@ -135,7 +130,7 @@ def test_where_saved_boxes_overlap_the_nearest_and_then_the_largest_are_read():
 def test_a_step_with_a_gap_is_not_planned():
     lone = saved_worlds.saved_by(saved_worlds.host(0), WHOLE, EVERY[:-1])
     with pytest.raises(errors.CheckpointError, match=r"w\[63:64\].*complete step"):
-        read_plan.plan(StepTable([lone]), lone.host, wanted_whole())
+        read_plan.plan(read_plan.Nearness(StepTable([lone]), lone.host), wanted_whole())
 
 
 def test_what_was_not_saved_cannot_be_wanted():

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from elastic_ckpt.checkpoint.host import repairs
 from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import (
@@ -162,9 +161,10 @@ class HostBackup:
         with background.pool(_THREADS, "upload") as pool:
             num_bytes = sum(pool.map(write, _batches(list(parts), table.num_bytes)))
         uploading.finish()
-        bad = {(each.host, each.name) for each in reader.bad if each.host == own.id}
-        repairs.put_right(held.found, world.own, bad)
-        return num_bytes, tuple(map(str, reader.bad))
+        bad = tuple(reader.bad)
+        here = {(each.host, each.name) for each in bad if each.host == own.id}
+        reader.repair(world.own, here)
+        return num_bytes, tuple(map(str, bad))
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def commit(

@@ -16,13 +16,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import types
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from absl import logging
 from etils import epath
 
-from elastic_ckpt.checkpoint.host import component_files, recovery, repairs, trees
+from elastic_ckpt.checkpoint.host import component_files, trees, verified_read
 from elastic_ckpt.checkpoint.host.answers import (
     Candidate,
     CheckpointMetadata,
@@ -30,8 +31,11 @@ from elastic_ckpt.checkpoint.host.answers import (
     Survey,
 )
 from elastic_ckpt.checkpoint.host.exchange import GIVEN, Report
-from elastic_ckpt.checkpoint.host.step_boxes import OtherTree, StepBoxes
-from elastic_ckpt.checkpoint.host.verified_read import BadCopy, VerifiedReader
+from elastic_ckpt.checkpoint.host.verified_read import (
+    BadCopy,
+    OtherTree,
+    VerifiedReader,
+)
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import calls, errors, storage
 from elastic_ckpt.steps import manifest
@@ -173,41 +177,33 @@ class HostReader:
             # It was not searched for, or does not arrive.
             found = find.of_save(self._world.tiers, step_id)
         self._examined = {}
-        self._restoring = _Restoring(found=found)
+        domain = self._world.copy_policy.domain
+        near = Nearness(found.table, self._world.own.host, domain=domain)
+        self._restoring = _Restoring(found, VerifiedReader(found, near))
 
     @calls.call()
     def opened(self) -> Contents:
         """The contents of the step that was opened."""
-        return self._opened().found.table.contents
+        return self._opened().reader.table.contents
 
-    def check(
+    def select(
         self,
-        of_trees: Mapping[str, Any],
+        wanted: Sequence[trees.WantedLeaf],
         components: Sequence[str],
-        others: Mapping[str, OtherTree],
-    ) -> None:
-        """Selects the parts of the step to read, for the devices of this process.
+        others: Mapping[str, OtherTree] = types.MappingProxyType({}),
+    ) -> dict[str, str]:
+        """Selects the parts of the step to read.
 
         Args:
-          of_trees: the requested trees; the step has all of their leaves, in their
-            shapes.
+          wanted: the leaves that this host needs, in their saved shapes.
           components: that are wanted.
           others: by name, trees of another layout.
 
+        Returns:
+          The saved dtypes of the leaves, by path.
+
         Raises:
           CheckpointError: if the step has no such component.
-        """
-        self.select(trees.wanted(of_trees), components)
-        self._opened().others = others
-
-    def select(
-        self, wanted: Sequence[trees.WantedLeaf], components: Sequence[str]
-    ) -> dict[str, str]:
-        """As `check`; returns the saved dtypes of the leaves.
-
-        Args:
-          wanted: the leaves.
-          components: that are wanted.
         """
         restoring, contents = self._opened(), self.opened()
         missing = sorted(set(components).difference(contents.components))
@@ -218,13 +214,16 @@ class HostReader:
                 f" contains {sorted(there.union(contents.components))}. Request only"
                 " those"
             )
-        restoring.wanted = wanted
+        restoring.wanted, restoring.others = wanted, others
         saved = {leaf.path: leaf.dtype for leaf in contents.leaves}
         return {leaf.path: saved[leaf.path] for leaf in wanted}
 
     @calls.call(limit_secs=calls.LONG_SECS)
-    def read(self) -> dict[str, int]:
+    def read(self, paths: tuple[str, ...] | None = None) -> dict[str, int]:
         """Reads and verifies the selected parts of the step.
+
+        Args:
+          paths: of the leaves to read; None for all that is selected.
 
         Returns:
           The bytes that were read, by nearness of their holders.
@@ -232,28 +231,19 @@ class HostReader:
         Raises:
           CheckpointError: if no good copy of a part is left.
         """
-        return self.read_some(None)
-
-    def read_some(self, paths: Collection[str] | None) -> dict[str, int]:
-        """As `read`, of the leaves with these paths; None for all that is selected."""
-        restoring, own = self._opened(), self._world.own.host
-        found, domain = restoring.found, self._world.copy_policy.domain
-        reader = VerifiedReader(found)
-        restoring.readers.append(reader)
-        wanted = restoring.wanted
-        if paths is not None:
-            wanted = [leaf for leaf in wanted if leaf.path in paths]
+        restoring = self._opened()
+        reader, near = restoring.reader, restoring.reader.near
+        assert near is not None
+        wanted = [
+            each for each in restoring.wanted if paths is None or each.path in paths
+        ]
         # What was read before is on the devices.
         restoring.placed = {}
-        restoring.placed = recovery.read_leaves(
-            found, wanted, reader, host=own, domain=domain
-        )
-        near = Nearness(found.table, own, domain=domain)
-        if restoring.others:
-            saved = StepBoxes(found, reader, near)
-            restoring.others_made = {
-                name: read(saved) for name, read in restoring.others.items()
-            }
+        reader.read_bytes.clear()
+        restoring.placed = verified_read.read_leaves(reader, wanted)
+        restoring.others_made = {
+            name: read(reader) for name, read in restoring.others.items()
+        }
         total: collections.Counter[str] = collections.Counter()
         for holder, num_bytes in reader.read_bytes.items():
             total[NEARNESS[near.of_holders[holder]]] += num_bytes
@@ -262,24 +252,18 @@ class HostReader:
     @calls.call(limit_secs=calls.LONG_SECS)
     def materialise(self, components: tuple[str, ...]) -> Materialised:
         """Writes the verified files of components, below a directory."""
-        restoring = self._opened()
-        reader = VerifiedReader(restoring.found)
-        restoring.readers.append(reader)
-        table = restoring.found.table
-        near = Nearness(
-            table, self._world.own.host, domain=self._world.copy_policy.domain
-        ).of_items()
+        reader, contents = self._opened().reader, self.opened()
         for name in components:
             storage.make_directory(self._files() / name)
-        for number in table.contents.files.values():
-            leaf = table.contents.leaves[number]
+        for number in contents.files.values():
+            leaf = contents.leaves[number]
             if leaf.part in components:
                 content = b""
-                for item in table.of_leaf(number).tolist():
-                    content = reader.values(item, near.of(item)).tobytes()
+                for item in reader.of_leaf(number):
+                    content = reader.values(item).tobytes()
                 storage.write_atomic(self._files() / leaf.path, content)
-        bad = [each for reader in restoring.readers for each in reader.bad]
-        return Materialised(directory=str(self._files()), bad=tuple(dict.fromkeys(bad)))
+        bad = tuple(dict.fromkeys(reader.bad))
+        return Materialised(directory=str(self._files()), bad=bad)
 
     @calls.call()
     def files(self, component: str) -> dict[str, bytes]:
@@ -294,13 +278,13 @@ class HostReader:
         }
         return {**rebuilt, **self._opened().others_made}
 
-    def made(self, paths: Collection[str] | None = None) -> dict[str, Any]:
-        """Makes leaves of their placed boxes, by path; all, or some that were read."""
+    def made(self) -> dict[str, Any]:
+        """Makes the leaves that were read last of their placed boxes, by path."""
         restoring = self._opened()
         return {
             leaf.path: leaf.join(restoring.placed[leaf.path])
             for leaf in restoring.wanted
-            if paths is None or leaf.path in paths
+            if leaf.path in restoring.placed
         }
 
     @calls.call(limit_secs=calls.LONG_SECS)
@@ -316,10 +300,14 @@ class HostReader:
           The names of the repaired parts.
         """
         world = self._world
-        dealt = repairs.dealt(bad, world.hosts, world.number)
-        if world.chosen.is_read_only or not dealt:
+        if world.chosen.is_read_only:
             return ()
-        return tuple(repairs.put_right(self._opened().found, world.own, dealt))
+        places = {(each.host, each.name) for each in bad if each.tier == "local"}
+        present = {host.id for host in world.hosts}
+        idle = sorted(each for each in places if each[0] not in present)
+        own = {each for each in places if each[0] == world.own.host.id}
+        dealt = own.union(idle[world.number :: len(world.hosts)])
+        return tuple(self._opened().reader.repair(world.own, dealt))
 
     @calls.call()
     def close_step(self) -> None:
@@ -437,10 +425,10 @@ class HostReader:
         return self._restoring
 
 
-@dataclasses.dataclass(kw_only=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class _Restoring:
     found: FoundStep
-    readers: list[VerifiedReader] = dataclasses.field(default_factory=list)
+    reader: VerifiedReader
     wanted: Sequence[trees.WantedLeaf] = ()
     placed: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     others: Mapping[str, OtherTree] = dataclasses.field(default_factory=dict)

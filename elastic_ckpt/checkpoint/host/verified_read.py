@@ -3,26 +3,37 @@
 A copy that is missing, cut short or altered is noted, and the next holder is asked. So
 what is handed out is what was saved, or an error names it.
 
-Glossary: a chunk is a saved box of a read plan; its pieces go into wanted boxes.
+A restore of the trees that were saved reads the boxes of their new shards
+(`read_leaves`). A tree of another layout is made of saved boxes, in another order, and
+not of all at a time (`OtherTree`).
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent import futures
+from typing import Any
 
+import jax
 import numpy as np
+from absl import logging
 
-from elastic_ckpt.core import background, boxes, digest, errors, host_memory
+from elastic_ckpt.checkpoint.host import trees
+from elastic_ckpt.core import background, digest, errors, host_memory
 from elastic_ckpt.steps import read_plan
-from elastic_ckpt.steps.manifest import Leaf
+from elastic_ckpt.steps.read_plan import Nearness
 from elastic_ckpt.tiers import stored_part
 from elastic_ckpt.tiers.find import FoundStep
-from elastic_ckpt.tiers.source import ReadError
+from elastic_ckpt.tiers.ram.local import LocalHost
+from elastic_ckpt.tiers.source import ReadError, RepairableSource, RepairError
 
+_THREADS = 8
+# Of boxes that are read at a time, and moved to devices at a time.
+_WINDOW_BYTES = 2**28
 _REMEDY = (
     "restore it from a copy, bring back a host that has it, or restore an older step"
 )
@@ -58,57 +69,68 @@ class VerifiedReader:
 
     Args:
       step: with the sources of its holders.
+      near: in which order they are asked; None for that of the table.
+
+    Attributes:
+      table: of the step; a saved box is an item there.
+      near: as given.
+      bad: the copies that were found to be bad.
+      read_bytes: bytes that were read and handed out, by the number of the holder.
     """
 
-    def __init__(self, step: FoundStep) -> None:
-        self.table, self._sources = step.table, step.sources
+    def __init__(self, step: FoundStep, near: Nearness | None = None) -> None:
+        self.table, self._sources, self.near = step.table, step.sources, near
         self._lock = threading.Lock()
-        self._bad: list[BadCopy] = []
-        self._read_bytes: collections.Counter[int] = collections.Counter()
+        self.bad: list[BadCopy] = []
+        self.read_bytes: collections.Counter[int] = collections.Counter()
 
-    @property
-    def bad(self) -> tuple[BadCopy, ...]:
-        """The bad copies that were detected so far."""
-        with self._lock:
-            return tuple(self._bad)
+    def holders_of(self, item: int) -> list[int]:
+        """The numbers of the holders of an item, in the order to ask them."""
+        return (self.near or self.table).holders_of(item)
 
-    @property
-    def read_bytes(self) -> dict[int, int]:
-        """Bytes that were read from each holder, by number, and handed out."""
-        with self._lock:
-            return dict(self._read_bytes)
+    def of_leaf(self, leaf: int) -> list[int]:
+        """The items of a leaf, by its number; the nearest first if they overlap."""
+        items: list[int] = self.table.of_leaf(leaf).tolist()
+        if self.near is not None and leaf in self.table.overlapping:
+            items.sort(key=self.near.nearest.__getitem__)
+        return items
 
-    def values(self, item: int, holders: Sequence[int] | None = None) -> np.ndarray:
+    def place(self, item: int) -> str:
+        """A name of an item, which no other has: its nearest holder, leaf and bounds.
+
+        It has "://" in it if the holder is reached through a network.
+        """
+        source = self._sources[self.holders_of(item)[0]]
+        return f"{source.directory}/{self.table.name(item)}"
+
+    def values(self, item: int) -> np.ndarray:
         """As `read_into`, in new memory; an array of the leaf's dtype."""
         leaf, box = self.table.leaf(item), self.table.box(item)
         memory = host_memory.allocate(leaf.num_bytes(box))
-        self.read_into(item, memory, holders)
+        self.read_into(item, memory)
         return memory.view(np.dtype(leaf.dtype)).reshape(box.shape)
 
-    def read_into(
-        self, item: int, into: np.ndarray, holders: Sequence[int] | None = None
-    ) -> None:
+    def read_into(self, item: int, into: np.ndarray) -> None:
         """Fills `into` with an item, from the first holder with good values.
 
         Args:
           item: its number in the table.
           into: contiguous memory for exactly the values, uint8.
-          holders: in the order to ask them; by default all, in the table's order.
 
         Raises:
           CheckpointError: if no holder has it as it was saved.
         """
         table = self.table
         leaf, box, expected = table.leaf(item), table.box(item), table.digest(item)
-        tried: dict[int, BadCopy] = {}
-        for number in table.holders_of(item) if holders is None else holders:
+        tried: list[BadCopy] = []
+        for number in self.holders_of(item):
             source, actual = self._sources[number], digest.values_hash()
             try:
                 source.read_into(leaf, box, into.data, actual.update)
                 if actual.digest() == expected:
                     with self._lock:
-                        self._read_bytes[number] += into.nbytes
-                        self._bad += tried.values()
+                        self.read_bytes[number] += into.nbytes
+                        self.bad += tried
                     return
                 # While a step is read it may be removed, and its files be written anew
                 # for another.
@@ -117,123 +139,197 @@ class VerifiedReader:
             except ReadError as error:
                 why = str(error)
             holder = table.holders[number]
-            tried[number] = BadCopy(
-                host=holder.host.id, tier=holder.tier, name=table.name(item), why=why
+            tried.append(
+                BadCopy(
+                    host=holder.host.id,
+                    tier=holder.tier,
+                    name=table.name(item),
+                    why=why,
+                )
             )
         with self._lock:
-            self._bad += tried.values()
-        failures = "; ".join(f"at {bad.holder} it {bad.why}" for bad in tried.values())
+            self.bad += tried
+        failures = "; ".join(f"at {bad.holder} it {bad.why}" for bad in tried)
         raise errors.CheckpointError(
             f"step {table.step_id.step}: no good copy of {table.name(item)} is left"
             f" ({failures}); {_REMEDY}"
         )
 
+    def repair(self, own: LocalHost, bad: Collection[tuple[str, str]]) -> list[str]:
+        """Rewrites bad copies in a host's own slot, and elsewhere through agents.
 
-def read_windows(
-    plan: read_plan.ReadPlan,
-    reader: VerifiedReader,
-    windows: Sequence[range],
-    *,
-    num_threads: int = 8,
-) -> Iterator[list[np.ndarray]]:
-    """Reads the wanted boxes of a plan, a window of them at a time.
+        What is written was read from another holder, verified.
 
-    A chunk is read whole, since its digest is that of the whole, and once for all
+        Args:
+          own: the host.
+          bad: the ids of holders, and what they hold, as `BadCopy` names it.
+
+        Returns:
+          The names of the repaired items; why others were not is logged.
+        """
+        table, mended = self.table, []
+        wanted = {name for _, name in bad}
+        for item in range(len(table)) if bad else ():
+            name, leaf, box = table.name(item), table.leaf(item), table.box(item)
+            for number in table.holders_of(item) if name in wanted else ():
+                holder, source = table.holders[number], self._sources[number]
+                if holder.tier != "local" or (holder.host.id, name) not in bad:
+                    continue
+                try:
+                    content = stored_part.content(leaf, self.values(item))
+                    if holder.host.id == own.host.id:
+                        own.put_right(table.step_id, leaf, box, content)
+                    elif isinstance(source, RepairableSource):
+                        source.put_right(leaf, box, content)
+                    mended.append(name)
+                except (errors.CheckpointError, RepairError, OSError) as error:
+                    logging.warning("%s at host %s: %s", name, holder.host.id, error)
+        return mended
+
+
+# Reads a tree of another layout than a step has, as this process needs it: from the
+# boxes of the open step in any tier, or None from persistent storage alone, for hosts
+# that are elsewhere.
+OtherTree = Callable[[VerifiedReader | None], Any]
+
+
+def read_leaves(
+    reader: VerifiedReader, wanted: Sequence[trees.WantedLeaf]
+) -> dict[str, list[Any]]:
+    """Reads the requested boxes of a host, verified, and places them.
+
+    They are read in windows, of which one is moved to the devices while the next is
+    read: what is in host memory at a time is bounded, but for leaves that stay there.
+    A saved box is read whole, since its digest is that of the whole, and once for all
     boxes of a window that share it: straight into the wanted box where it lies there in
-    one piece. Besides the boxes themselves a chunk is in memory for each thread.
+    one piece. Besides the boxes themselves a saved box is in memory for each thread.
 
     Args:
-      plan: for one reader.
-      reader: reads the pieces of the plan.
-      windows: the numbers of the wanted boxes, in order.
-      num_threads: that read at a time.
+      reader: of the step, for this host.
+      wanted: the leaves that this host needs.
 
-    Yields:
-      For each box of a window an array of the leaf's dtype, in new host memory, while
-      the next window is being read.
+    Returns:
+      By the path of each leaf, its placed boxes.
 
     Raises:
-      CheckpointError: if no holder has a part as it was saved.
+      CheckpointError: if the step is not complete, lacks what is wanted, or no good
+        copy of a part is left.
     """
-    scratch = threading.local()
-    with background.pool(num_threads, "read") as pool:
+    assert reader.near is not None
+    plan = planned(reader.near, wanted)
+    of_boxes = [(leaf, number) for leaf in wanted for number in range(len(leaf.boxes))]
+    placed: dict[str, list[Any]] = {leaf.path: [] for leaf in wanted}
+    arrived: list[Any] = []
+    with background.pool(_THREADS, "read") as pool:
+        begin = _Windows(plan, reader, pool).begin
         try:
-            ahead = None
-            for window in windows:
-                begun = _begun(plan, reader, window, pool, scratch)
-                if ahead is not None:
-                    yield _ended(*ahead)
-                ahead = begun
-                del begun
-            if ahead is not None:
-                yield _ended(*ahead)
+            windows = list(_windows(plan, of_boxes))
+            coming = begin(windows[0])
+            for window, following in itertools.pairwise([*windows, range(0)]):
+                (values, reads), coming = coming, begin(following)
+                # The first error ends all.
+                for each in futures.as_completed(reads):
+                    each.result()
+                # A device may still receive the window before.
+                jax.block_until_ready(arrived)
+                arrived = []
+                for at, box_values in zip(window, values, strict=True):
+                    leaf, number = of_boxes[at]
+                    part = leaf.place(number, box_values)
+                    placed[leaf.path].append(part)
+                    if leaf.is_moved:
+                        arrived.append(part)
         except BaseException:
             # What is not begun is not read.
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    return placed
 
 
-_Begun = tuple[list[np.ndarray], list[futures.Future[None]]]
+def planned(near: Nearness, wanted: Sequence[trees.WantedLeaf]) -> read_plan.ReadPlan:
+    """Plans the reads of a host; its boxes are those of the leaves in their order.
+
+    Raises:
+      CheckpointError: if the step is not complete, or lacks what is wanted.
+    """
+    listed = [(leaf.path, box) for leaf in wanted for box in leaf.boxes]
+    contents = near.table.contents
+    return read_plan.plan(near, read_plan.Wanted.from_boxes(listed, contents=contents))
 
 
-def _begun(
-    plan: read_plan.ReadPlan,
-    reader: VerifiedReader,
-    window: range,
-    pool: futures.Executor,
-    scratch: threading.local,
-) -> _Begun:
-    # Begins to read a window; returns its boxes, and what fills them.
-    table, leaves = plan.table, plan.table.contents.leaves
-    numbers = plan.wanted.leaf[window.start : window.stop].tolist()
-    made = [
-        _empty(plan.wanted.boxes[wanted], leaves[number])
-        for wanted, number in zip(window, numbers, strict=True)
-    ]
-    first, end = np.searchsorted(plan.of_wanted, [window.start, window.stop]).tolist()
-    pieces: dict[int, list[int]] = collections.defaultdict(list)
-    for number, item in enumerate(plan.item[first:end].tolist(), first):
-        pieces[item].append(number)
+def _windows(
+    plan: read_plan.ReadPlan, of_boxes: Sequence[tuple[trees.WantedLeaf, int]]
+) -> Iterator[range]:
+    # What stays in host memory is bounded by nothing: it ends no window.
+    leaves = plan.table.contents.leaves
+    first = num_bytes = 0
+    for at, ((leaf, number), saved) in enumerate(
+        zip(of_boxes, plan.wanted.leaf.tolist(), strict=True)
+    ):
+        size = leaves[saved].num_bytes(leaf.boxes[number]) if leaf.is_moved else 0
+        if size and num_bytes and num_bytes + size > _WINDOW_BYTES:
+            yield range(first, at)
+            first, num_bytes = at, 0
+        num_bytes += size
+    yield range(first, len(of_boxes))
 
-    def read_item(item: int) -> None:
-        leaf, whole = table.leaf(item), table.box(item)
-        reads = [plan.read(number) for number in pieces[item]]
-        targets = [
-            made[plan.of_wanted[number] - window.start][(*read.into, ...)]
-            for number, read in zip(pieces[item], reads, strict=True)
+
+class _Windows:
+    # Reads windows of the wanted boxes of a plan, in threads of a pool.
+
+    def __init__(
+        self, plan: read_plan.ReadPlan, reader: VerifiedReader, pool: futures.Executor
+    ) -> None:
+        self._plan, self._reader, self._pool = plan, reader, pool
+        self._scratch = threading.local()
+
+    def begin(
+        self, window: range
+    ) -> tuple[list[np.ndarray], list[futures.Future[None]]]:
+        # The boxes of a window in new memory, and what fills them.
+        plan = self._plan
+        made = {at: self._empty(at) for at in window}
+        bounds = np.searchsorted(plan.of_wanted, [window.start, window.stop])
+        pieces: dict[int, list[int]] = collections.defaultdict(list)
+        for number in range(*bounds.tolist()):
+            pieces[int(plan.item[number])].append(number)
+        reads = [
+            self._pool.submit(self._read, item, numbers, made)
+            for item, numbers in pieces.items()
         ]
-        holders = plan.choices.of(pieces[item][0])
+        return list(made.values()), reads
+
+    def _empty(self, at: int) -> np.ndarray:
+        wanted = self._plan.wanted
+        leaf = self._plan.table.contents.leaves[wanted.leaf[at]]
+        box = wanted.boxes.box(at, rank=len(leaf.shape))
+        memory = host_memory.allocate(leaf.num_bytes(box))
+        return memory.view(np.dtype(leaf.dtype)).reshape(box.shape)
+
+    def _read(
+        self, item: int, numbers: Sequence[int], made: dict[int, np.ndarray]
+    ) -> None:
+        # Reads a saved box for all pieces that are cut out of it.
+        plan, reader, leaf = self._plan, self._reader, self._plan.table.leaf(item)
+        whole = plan.table.box(item)
+        reads = [plan.read(number) for number in numbers]
+        targets = [
+            made[int(plan.of_wanted[number])][(*read.into, ...)]
+            for number, read in zip(numbers, reads, strict=True)
+        ]
         if reads[0].piece == whole and targets[0].flags.c_contiguous:
             values = targets[0]
-            reader.read_into(item, values.reshape(-1).view(np.uint8), holders)
+            reader.read_into(item, values.reshape(-1).view(np.uint8))
         else:
-            memory = _scratch(scratch, leaf.num_bytes(whole))
-            reader.read_into(item, memory, holders)
+            memory = self._memory(leaf.num_bytes(whole))
+            reader.read_into(item, memory)
             values = memory.view(np.dtype(leaf.dtype)).reshape(whole.shape)
             targets[0][...] = values[reads[0].out_of]
         for read, target in zip(reads[1:], targets[1:], strict=True):
             target[...] = values[read.out_of]
 
-    return made, [pool.submit(read_item, item) for item in pieces]
-
-
-def _ended(
-    made: list[np.ndarray], begun: list[futures.Future[None]]
-) -> list[np.ndarray]:
-    # The first error ends all.
-    for each in futures.as_completed(begun):
-        each.result()
-    return made
-
-
-def _empty(box: boxes.Box, leaf: Leaf) -> np.ndarray:
-    shape, dtype = box.shape[: len(leaf.shape)], np.dtype(leaf.dtype)
-    memory = host_memory.allocate(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
-    return memory.view(dtype).reshape(shape)
-
-
-def _scratch(of_thread: threading.local, num_bytes: int) -> np.ndarray:
-    memory = getattr(of_thread, "memory", None)
-    if memory is None or memory.nbytes < num_bytes:
-        memory = of_thread.memory = host_memory.allocate(num_bytes)
-    return memory[:num_bytes]
+    def _memory(self, num_bytes: int) -> np.ndarray:
+        memory = getattr(self._scratch, "memory", None)
+        if memory is None or memory.nbytes < num_bytes:
+            memory = self._scratch.memory = host_memory.allocate(num_bytes)
+        return memory[:num_bytes]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from elastic_ckpt.checkpoint.host.step_boxes import StepBoxes
+from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.universal.formats import saved_leaf
 from elastic_ckpt.universal.reading import byte_source
@@ -28,7 +28,7 @@ class SavedBoxes(byte_source.ByteSource):
       tensors: the leaves, as `tensors_of` has them, with a file for each box.
     """
 
-    def __init__(self, saved: StepBoxes, tree: str) -> None:
+    def __init__(self, saved: VerifiedReader, tree: str) -> None:
         self._saved = saved
         self._numbers: dict[str, int] = {}
         leaves = saved.table.contents.leaves

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.checkpoint.host import verified_read
+from elastic_ckpt.checkpoint.host.trees import WantedLeaf
 from elastic_ckpt.core import boxes, errors
-from elastic_ckpt.steps import read_plan
+from elastic_ckpt.steps.read_plan import Nearness
 from elastic_ckpt.steps.table import StepTable
 from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.find import FoundStep
@@ -55,16 +56,16 @@ def saved(num_hosts, *, copies=1):
 
 def read(found, wanted, *, host=0):
     """The values of `wanted` (path and box) as they were read, and the reader."""
-    table = found.table
-    plan = read_plan.plan(
-        table,
-        saved_worlds.host(host, hosts=len(table.holders)),
-        read_plan.Wanted.from_boxes(wanted, contents=table.contents),
-    )
-    reader = verified_read.VerifiedReader(found)
-    windows = [range(len(plan.wanted.leaf))]
-    (values,) = verified_read.read_windows(plan, reader, windows, num_threads=2)
-    return values, reader
+    own = saved_worlds.host(host, hosts=len(found.table.holders))
+    reader = verified_read.VerifiedReader(found, Nearness(found.table, own))
+    leaves = [
+        WantedLeaf(
+            path=path, shape=(), boxes=(box,), place=lambda _, values: values, join=list
+        )
+        for path, box in wanted
+    ]
+    placed = verified_read.read_leaves(reader, leaves)
+    return [placed[path].pop(0) for path, _ in wanted], reader
 
 
 @given(
