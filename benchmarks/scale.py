@@ -46,7 +46,6 @@ from elastic_ckpt.checkpoint.host.answers import Replicated, Written
 from elastic_ckpt.checkpoint.host.exchange import GIVEN
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
-from elastic_ckpt.checkpoint.host.step_notes import WrittenStep
 from elastic_ckpt.checkpoint.host.trees import WantedLeaf
 from elastic_ckpt.checkpoint.host.world import HeldStep, HostWorld
 from elastic_ckpt.checkpoint.hosts import Hosts, Method
@@ -300,15 +299,20 @@ class _SaverAlone(HostSaver):
         files = {leaf.path: leaf.shape[0] for leaf in leaves}
         return Written(files=files, time_ms=0, shared={}, preserved=(), problem="")
 
-    def commit(self, written: WrittenStep, in_ram: bool) -> None:
+    def commit(
+        self,
+        step_id: StepId,
+        contents: Contents,
+        files: Mapping[str, tuple[int, ...]],
+        in_ram: bool,
+    ) -> None:
+        del contents, files
         assert in_ram
-        table = StepTable([self._saved(written.step_id)])
+        table = StepTable([self._saved(step_id)])
         world = self._world
         holders = [(world.number,)] * len(table)
-        world.held[written.step_id] = HeldStep(
-            FoundStep(table, [cast(Any, None)]), holders
-        )
-        self._add_others(written.step_id)
+        world.held[step_id] = HeldStep(FoundStep(table, [cast(Any, None)]), holders)
+        self._add_others(step_id)
 
     def collect(
         self,

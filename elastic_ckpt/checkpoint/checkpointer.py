@@ -623,7 +623,7 @@ class HostsCheckpointer:
 
     def is_saving_in_progress(self) -> bool:
         """Whether a save is not committed yet."""
-        return self._stages.is_committing
+        return not self._stages.committing.idle
 
     def wait(self) -> None:
         """Waits until all work that was begun is done, in every tier."""
@@ -694,7 +694,7 @@ class HostsCheckpointer:
     def _finish(self) -> None:
         self._background.wait()
         stages = self._stages
-        stages.wait_for_commit() if self.is_left else stages.end()
+        stages.committing.wait() if self.is_left else stages.end()
 
     def __enter__(self) -> Self:
         return self
@@ -813,8 +813,8 @@ class HostsCheckpointer:
         metrics: Mapping[str, Any] | None,
         custom_metadata: Mapping[str, Any] | None,
     ) -> SaveResponse | None:
-        is_saving = self._stages.is_committing
-        self._stages.wait_for_commit()
+        is_saving = not self._stages.committing.idle
+        self._stages.committing.wait()
         self._stages.check()
         self._claim()
         forced = force or overwrite

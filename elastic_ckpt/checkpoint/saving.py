@@ -11,16 +11,13 @@ from absl import logging
 from etils import epath
 
 from elastic_ckpt.checkpoint.components.component import Component
-from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata, Written
-from elastic_ckpt.checkpoint.host.backup import HostBackup
+from elastic_ckpt.checkpoint.host.answers import Written
 from elastic_ckpt.checkpoint.host.saver import HostSaver
-from elastic_ckpt.checkpoint.host.step_notes import FileAtHosts, WrittenStep
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.structure import HostNotes, StepDescription
-from elastic_ckpt.core import clock, errors
-from elastic_ckpt.steps.manifest import Contents
+from elastic_ckpt.core import errors
+from elastic_ckpt.steps.manifest import Contents, Leaf
 from elastic_ckpt.steps.step import Line, StepId
-from elastic_ckpt.tiers.persistent.claims import Claim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,36 +41,17 @@ class Saving:
     """
 
     step_id: StepId
-    write_components: Callable[[], None]
-    back_up: bool
-    overwrite: bool
     description: StepDescription
     parents: Sequence[StepId]
     began_secs: float
+    back_up: bool = True
+    overwrite: bool = False
+    write_components: Callable[[], None] = lambda: None
     path: epath.Path | None = None
     is_last_of_world: bool = False
     is_copied_at_once: bool = False
     stateful: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     stored: threading.Event = dataclasses.field(default_factory=threading.Event)
-
-    @classmethod
-    def from_contents(cls, step_id: StepId, contents: Contents) -> Saving:
-        """A step that a world before has saved, on its way to storage.
-
-        Args:
-          step_id: the step, which is in RAM.
-          contents: of its manifests.
-        """
-        return cls(
-            step_id=step_id,
-            # That world has written the files.
-            write_components=lambda: None,
-            back_up=True,
-            overwrite=False,
-            description=StepDescription.from_contents(contents),
-            parents=contents.parents,
-            began_secs=clock.monotonic(),
-        )
 
     @property
     def step(self) -> int:
@@ -123,11 +101,11 @@ class Saving:
         }
         if not optional:
             return self, why
-        problems = {n: c.save_problem for n, c in optional.items()}
-        for number, of_host in enumerate(hosts.share("left_out", problems)):
-            for name, problem in of_host.items():
-                if problem:
-                    why.setdefault(name, f"host {number}: {problem}")
+        problems = {n: c.save_problem or "" for n, c in optional.items()}
+        # Of several hosts that cannot, the first is named.
+        for number, of_host in enumerate(hosts.share("left_out", problems)[::-1], 1):
+            host = hosts.num_hosts - number
+            why |= {n: f"host {host}: {each}" for n, each in of_host.items() if each}
         for name in why:
             optional[name].save_problem = why[name]
         description = self.description.without(why)
@@ -140,32 +118,25 @@ class Saving:
         """
         try:
             self.write_components()
-        except (errors.ElasticCkptError, OSError) as error:
-            return f"components were not written: {error}"
         except Exception as error:
             logging.exception("components were not written")
-            return f"components were not written: {error!r}"
+            is_told = isinstance(error, errors.ElasticCkptError | OSError)
+            return f"components were not written: {error if is_told else repr(error)}"
         return None
 
-    def written(self, written: Sequence[Written], *, is_due: bool) -> WrittenStep:
-        """The step as hosts commit it, or hold it for a backup.
+    def contents(self, written: Sequence[Written], *, is_due: bool) -> Contents:
+        """The contents of its manifests, but for the arrays.
 
         Args:
           written: by all hosts.
           is_due: see `Contents`.
         """
-        hosts: dict[str, list[int]] = {}
-        sizes: dict[str, int] = {}
-        for number, each in enumerate(written):
-            sizes |= each.files
-            for path in each.files:
-                hosts.setdefault(path, []).append(number)
-        notes = self.description.notes(self.parents)
-        return WrittenStep(
-            step_id=self.step_id,
-            components=tuple(self.description.components),
-            files={path: FileAtHosts(sizes[path], (*hosts[path],)) for path in hosts},
-            notes=dataclasses.replace(notes, time_ms=written[0].time_ms, is_due=is_due),
+        files = {path: size for each in written for path, size in each.files.items()}
+        return self.description.contents(
+            self.parents,
+            leaves=tuple(Leaf.of_file(path, files[path]) for path in sorted(files)),
+            time_ms=written[0].time_ms,
+            is_due=is_due,
         )
 
     def diverged(self, hosts: Hosts, written: Sequence[Written]) -> str | None:
@@ -188,43 +159,6 @@ class Saving:
             f"{part} has different values at the hosts"
             f" {', '.join(map(str, numbers))}: a device or memory of one of them is"
             " faulty, or hosts computed different values; the step is not saved"
-        )
-
-    def upload(self, hosts: Hosts, claim: Claim) -> tuple[int, list[str]]:
-        """Uploads a committed or held step from all hosts, and commits it to storage.
-
-        Args:
-          hosts: of the world.
-          claim: of this world.
-
-        Returns:
-          The bytes, and the copies that proved to be bad, a sentence each.
-
-        Raises:
-          HostsFailedError: if it is not committed.
-          ReplacedError: if another program writes.
-        """
-        step_id = self.step_id
-        chunks = hosts.first(HostBackup.begin, step_id, claim)
-        answers = hosts.all(HostBackup.back_up, step_id)
-        hosts.first(HostBackup.commit, step_id, self.description.files(chunks), claim)
-        bad = dict.fromkeys(why for _, of_host in answers for why in of_host)
-        return sum(num_bytes for num_bytes, _ in answers), list(bad)
-
-    def committed(self, time_ms: int) -> CheckpointMetadata:
-        """The step once it is committed.
-
-        Args:
-          time_ms: when that was, since the epoch.
-        """
-        return CheckpointMetadata(
-            step=self.step_id.step,
-            save=self.step_id.save,
-            line=self.step_id.after(self.parents),
-            path=self.path,
-            metrics=self.description.metrics,
-            custom_metadata=self.description.custom_metadata,
-            commit_timestamp_nsecs=1_000_000 * time_ms,
         )
 
 

@@ -39,13 +39,12 @@ from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.host.copies import HostCopies
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
-from elastic_ckpt.checkpoint.host.step_notes import WrittenStep
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.run_world import RunWorld
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.schedule import BackupClock
-from elastic_ckpt.checkpoint.structure import HostNotes
+from elastic_ckpt.checkpoint.structure import HostNotes, StepDescription
 from elastic_ckpt.checkpoint.writing import Writing
 from elastic_ckpt.core import (
     background,
@@ -55,6 +54,7 @@ from elastic_ckpt.core import (
     metrics,
     storage_cause,
 )
+from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers.choices import Chosen
 
@@ -200,19 +200,19 @@ class _Backlog:
         newest, several = steps[-1], ""
         if steps[1:]:
             several = f", like {len(steps) - 1} before it since step {steps[0].step}"
-        why = self.why.get(newest.step, self._failure) or "its backup was not made"
-        advice = storage_cause.advice(why)
-        remedies = [] if advice in why else [advice]
-        if late is not None and late.step_id >= newest:
-            remedies.append("start the run once more while the hosts' RAM has the step")
-        else:
-            remedies.append(
+        remedy = "start the run once more while the hosts' RAM has the step"
+        if late is None or late.step_id < newest:
+            remedy = (
                 "save it again: no tier has it, and a start goes on from the"
                 " newest step that was saved"
             )
+        why = self.why.get(newest.step, self._failure) or "its backup was not made"
+        advice = storage_cause.advice(why)
+        if advice not in why:
+            remedy = f"{advice}, and {remedy}"
         raise errors.NotStoredError(
             f"step {newest.step} was due in persistent storage and is not there"
-            f"{several}: {why}; {', and '.join(remedies)}"
+            f"{several}: {why}; {remedy}"
         )
 
 
@@ -230,6 +230,7 @@ class SaveStages:
     Attributes:
       committed: the newest step that was committed here; None before the first, and
         after a restore.
+      committing: the stage that commits.
     """
 
     def __init__(
@@ -250,8 +251,8 @@ class SaveStages:
         self._has_storage = chosen.persistent is not None
         copies = 0 if chosen.peers is None else chosen.peers.copies
         self._makes_copies = copies > 0 and hosts.num_hosts > 1
-        self._commit_stage, self._copy_stage = Stage("commit"), Stage("replicate")
-        self._backup_stage = Stage("back-up")
+        self.committing = Stage("commit")
+        self._copy_stage, self._backup_stage = Stage("replicate"), Stage("back-up")
         # The first save does not wait until leftovers are removed, but until it is
         # known whether a world before owes copies and a backup.
         self._cleaning, self._looking = Stage("clean"), Stage("look")
@@ -291,11 +292,6 @@ class SaveStages:
         if self._replaced is not None:
             raise self._replaced
 
-    @property
-    def is_committing(self) -> bool:
-        """Whether a step is being committed."""
-        return not self._commit_stage.idle
-
     def begin(self, saving: Saving) -> futures.Future[bool]:
         """Begins to commit a step, when the one before is done.
 
@@ -303,7 +299,7 @@ class SaveStages:
           A future of True if the step was committed, and False if it was given up.
         """
         commit = functools.partial(self._commit, saving)
-        return self._start(self._commit_stage, self._tier, saving.step, commit)
+        return self._start(self.committing, self._tier, saving.step, commit)
 
     def clean(self, step_id: StepId) -> None:
         """Begins to remove leftovers of crashed worlds from persistent storage.
@@ -341,15 +337,18 @@ class SaveStages:
                 owed = self._hosts.first(HostBackup.owed, step_id)
                 if owed is not None:
                     self._backlog.add(step_id)
-                    self._begin_backup(Saving.from_contents(step_id, owed))
+                    self._begin_backup(
+                        Saving(
+                            step_id=step_id,
+                            description=StepDescription.from_contents(owed),
+                            parents=owed.parents,
+                            began_secs=clock.monotonic(),
+                        )
+                    )
 
         if self._in_ram and step_id.save:
             what = "what earlier worlds have left is not done: "
             self._start(self._looking, "peer", restored.step, look, what)
-
-    def wait_for_commit(self) -> None:
-        """Returns when the step is committed, or was given up."""
-        self._commit_stage.wait()
 
     def end(self) -> None:
         """Waits; raises a CheckpointError if storage lacks a step that was due."""
@@ -358,7 +357,7 @@ class SaveStages:
 
     def wait(self) -> None:
         """Returns when all stages are done, with late copies and a late backup too."""
-        self._commit_stage.wait()
+        self.committing.wait()
         for stage in (
             self._cleaning,
             self._looking,
@@ -376,13 +375,9 @@ class SaveStages:
             clock.sleep(max(self._hosts.all(HostWorld.secs_until_peers_are_asked)))
             self._begin_backup(late)
             self._backup_stage.wait()
-        self._copy_newest()
-        self.check()
-
-    def _copy_newest(self) -> None:
-        # Returns when the newest step has its copies.
         self._copy()
         self._copy_stage.wait()
+        self.check()
 
     def _copy(self) -> None:
         committed, self._uncopied = self._uncopied, None
@@ -462,18 +457,35 @@ class SaveStages:
         # Commits what hosts have written; whether that was done.
         self._preserved = tuple({n for each in written for n in each.preserved})
         is_due = saving.back_up or ready.is_behind
-        complete = saving.written(written, is_due=is_due)
+        contents = saving.contents(written, is_due=is_due)
         differing = saving.diverged(self._hosts, written)
         if differing is not None:
             return self._give_up(saving, differing)
+        files: dict[str, tuple[int, ...]] = {}
+        for number, each in enumerate(written):
+            files |= {path: (*files.get(path, ()), number) for path in each.files}
+        commit = functools.partial(
+            self._hosts.all, HostSaver.commit, saving.step_id, contents, files
+        )
         full = {n: each.problem for n, each in enumerate(written) if each.problem}
+        if full:
+            if self.committed is not None and ready.can_copy:
+                # An older step may have been kept because newer ones lack copies.
+                self._covered = None
+                self._collect(self.committed)
+            why = str(errors.HostsFailedError(full))
+            if not (saving.back_up or (saving.is_last_of_world and self._has_storage)):
+                return self._give_up(saving, f"it was not saved: {why}")
+            why += "; it goes to storage without RAM"
+            self._degraded("local", saving.step, why)
         if full or not self._in_ram:
-            return self._keep_without_ram(saving, complete, full, ready)
-        self._hosts.all(HostSaver.commit, complete, in_ram=True)
-        self._note_committed(saving, complete)
+            return self._store(saving, contents, functools.partial(commit, False))
+        commit(True)
+        self._note_committed(saving, contents)
         self._uncopied = self.committed
         if saving.is_copied_at_once:
-            self._copy_newest()
+            self._copy()
+            self._copy_stage.wait()
         elif not saving.is_last_of_world:
             self._begin_others(saving, ready)
         return True
@@ -484,45 +496,32 @@ class SaveStages:
         self._hosts.all(HostSaver.abandon, saving.step_id)
         return False
 
-    def _keep_without_ram(
-        self,
-        saving: Saving,
-        complete: WrittenStep,
-        full: dict[int, str],
-        ready: Readiness,
+    def _store(
+        self, saving: Saving, contents: Contents, hold: Callable[[], object]
     ) -> bool:
-        # Stores a step that is due from the memory that it was captured in. `full`
-        # tells why it does not fit into the RAM of hosts.
-        is_due = saving.back_up or (saving.is_last_of_world and self._has_storage)
-        if full:
-            why = str(errors.HostsFailedError(full))
-            goes = f"{why}; it goes to storage without RAM"
-            why = goes if is_due else f"it was not saved: {why}"
-            self._degraded("local", saving.step, why)
-        is_stored = is_due and self._store(saving, complete)
-        self._hosts.all(HostSaver.abandon, saving.step_id)
-        if full and self.committed is not None and ready.can_copy:
-            # An older step may have been kept because newer ones lack copies.
-            self._covered = None
-            collect = functools.partial(self._collect, self.committed)
-            self._start(self._copy_stage, "local", self.committed.step, collect)
-        return is_stored
-
-    def _store(self, saving: Saving, complete: WrittenStep) -> bool:
+        # Stores a step from the memory that it was captured in, and `hold` keeps.
         # Hosts upload one step at a time.
         self._backup_stage.wait()
         self._cleaning.wait()
         self._backlog.add(saving.step_id)
-        self._uploading = saving.step_id
-        if not self._upload(saving, complete):
-            return False
-        self._clock.begin_again()
-        self._note_committed(saving, complete)
-        self._collect_backups(saving)
-        return True
+        is_stored = self._upload(saving, hold)
+        if is_stored:
+            self._clock.begin_again()
+            self._note_committed(saving, contents)
+            self._collect_backups(saving)
+        self._hosts.all(HostSaver.abandon, saving.step_id)
+        return is_stored
 
-    def _note_committed(self, saving: Saving, complete: WrittenStep) -> None:
-        self.committed = saving.committed(complete.notes.time_ms)
+    def _note_committed(self, saving: Saving, contents: Contents) -> None:
+        self.committed = CheckpointMetadata(
+            step=saving.step,
+            save=saving.step_id.save,
+            line=saving.step_id.after(saving.parents),
+            path=saving.path,
+            metrics=saving.description.metrics,
+            custom_metadata=saving.description.custom_metadata,
+            commit_timestamp_nsecs=1_000_000 * contents.time_ms,
+        )
         # RAM may hold nothing of it that could be copied.
         self._uncopied, self._is_broken = None, False
         secs = clock.monotonic() - saving.began_secs
@@ -624,31 +623,37 @@ class SaveStages:
 
         self._start(self._backup_stage, "persistent", saving.step, back_up)
 
-    def _upload(self, saving: Saving, captured: WrittenStep | None = None) -> bool:
+    def _upload(
+        self, saving: Saving, hold: Callable[[], object] = lambda: None
+    ) -> bool:
         # Uploads a step from RAM, or as it was captured; whether storage has taken it.
-        step, began_secs = saving.step, clock.monotonic()
+        hosts, step_id, step = self._hosts, saving.step_id, saving.step
+        began_secs = clock.monotonic()
         try:
-            if captured is not None:
-                self._hosts.all(HostSaver.commit, captured, in_ram=False)
+            hold()
             claim = self._writing.check()
             assert claim is not None
-            num_bytes, bad = saving.upload(self._hosts, claim)
+            chunks = hosts.first(HostBackup.begin, step_id, claim)
+            answers = hosts.all(HostBackup.back_up, step_id)
+            files = saving.description.files(chunks)
+            hosts.first(HostBackup.commit, step_id, files, claim)
         except errors.HostsFailedError as error:
             self._not_taken(step, f"it was not backed up: {error}")
             return False
         finally:
             self._uploading = None
         saving.stored.set()
-        self._backlog.store(saving.step_id)
+        self._backlog.store(step_id)
+        num_bytes = sum(of_host for of_host, _ in answers)
         secs = clock.monotonic() - began_secs
         self._record(metrics.CHECKPOINT_BACKUP, num_bytes)
         self._record(metrics.CHECKPOINT_BACKUP_SECS, secs)
         self._emit(
             "backed_up", step=step, bytes=num_bytes, secs=secs, world=self._world.number
         )
+        bad = list(dict.fromkeys(why for _, of_host in answers for why in of_host))
         if bad:
-            more = f", like {len(bad) - 1} more copies" if bad[1:] else ""
-            why = f"{bad[0]}; it was backed up from elsewhere{more}"
+            why = f"{errors.first_of(bad)}; it was backed up from elsewhere"
             self._degraded("local", step, why)
         return True
 

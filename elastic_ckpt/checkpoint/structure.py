@@ -37,7 +37,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.checkpoint import orbax_format
 from elastic_ckpt.checkpoint.host import trees
-from elastic_ckpt.checkpoint.host.step_notes import StepNotes
 from elastic_ckpt.core import digest, errors, storage, topology
 from elastic_ckpt.steps.manifest import Contents, Leaf, is_manifest_name
 from elastic_ckpt.steps.step import StepId
@@ -227,13 +226,20 @@ class StepDescription:
         left = [name for name in self.components if name not in components]
         return dataclasses.replace(self, components=left)
 
-    def notes(self, parents: Sequence[StepId]) -> StepNotes:
-        """The notes that manifests have of it, as a save with these parents."""
-        return StepNotes(
+    def contents(self, parents: Sequence[StepId], **more: Any) -> Contents:
+        """The contents of manifests of it, as a save with these parents.
+
+        Args:
+          parents: see `Contents`.
+          **more: the fields that it does not know.
+        """
+        return Contents(
+            components=tuple(self.components),
             metrics=self.metrics_json,
             custom_metadata=self.custom_json,
             trees=_checked_json(self.trees),
             parents=tuple(parents),
+            **more,
         )
 
     def files(self, chunks: Chunks) -> dict[str, str]:

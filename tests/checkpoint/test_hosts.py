@@ -14,10 +14,10 @@ from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.exchange import Exchange
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
-from elastic_ckpt.checkpoint.host.step_notes import StepNotes, WrittenStep
 from elastic_ckpt.checkpoint.structure import HostNotes
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.core.allgather import Allgather
+from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.source import ReadError
@@ -25,7 +25,6 @@ from tests.core import thread_store
 from tests.sidecar import simulated_hosts
 
 NUM_HOSTS = 2
-NOTES = StepNotes(metrics=None, custom_metadata=None, trees="{}", parents=())
 
 
 def configs(machines):
@@ -130,8 +129,8 @@ def test_hosts_read_by_the_table_of_host_0_or_else_ask_all_others(
     def save(driver):
         driver.capture(**one, trees=trees)
         driver.all(HostSaver.write, **one, components=(), problem=None)
-        written = WrittenStep(**one, components=(), files={}, notes=NOTES)
-        driver.all(HostSaver.commit, written, in_ram=True)
+        contents = Contents(leaves=())
+        driver.all(HostSaver.commit, **one, contents=contents, files={}, in_ram=True)
 
     def read_back(driver):
         step = restore.find(driver, None, emit=events.nobody).checkpoint

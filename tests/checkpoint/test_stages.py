@@ -250,10 +250,10 @@ def test_a_step_stays_in_ram_until_the_next_world_has_stored_it(sim, monkeypatch
     leave(sim, 10, 11)
     upload, held = SaveStages._upload, []
 
-    def upload_late(stages, saving, captured=None):
+    def upload_late(stages, saving):
         begin(sim, 12)
         held.extend(in_ram(sim))
-        return upload(stages, saving, captured)
+        return upload(stages, saving)
 
     sim.open((0, 1), store_every=10)
     monkeypatch.setattr(SaveStages, "_upload", upload_late)

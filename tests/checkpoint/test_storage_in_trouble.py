@@ -81,7 +81,7 @@ def test_an_upload_that_hangs_until_others_are_due_is_slow_and_storage_recovers(
     breaks(is_answering)
     for step in (2, 3, 4):
         assert save(checkpointer, step)
-        checkpointer._stages.wait_for_commit()
+        checkpointer._stages.committing.wait()
         checkpointer._stages._copy_stage.wait()
     checkpointer._events.flush()
     late = recorded.named("degraded")

@@ -16,12 +16,11 @@ from etils import epath
 from elastic_ckpt.checkpoint.host import capture, component_files
 from elastic_ckpt.checkpoint.host.answers import CapturedIn, Written
 from elastic_ckpt.checkpoint.host.capture import Value
-from elastic_ckpt.checkpoint.host.step_notes import WrittenStep
 from elastic_ckpt.checkpoint.host.world import HeldStep, HostWorld
 from elastic_ckpt.core import boxes, calls, clock, digest, errors, storage
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps import retention
-from elastic_ckpt.steps.manifest import Contents, Holder, Leaf, Manifest, Parts
+from elastic_ckpt.steps.manifest import Contents, Holder, Manifest, Parts
 from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.steps.table import StepTable
 from elastic_ckpt.tiers.captured import (
@@ -73,13 +72,6 @@ class HostSaver:
         saving = _Saving(captured=captured, staging=self.staging / str(step_id))
         storage.remove(saving.staging)
         self._saving[step_id] = saving
-        if self._world.chosen.local is not None:
-            contents = Contents(leaves=captured.leaves)
-            try:
-                saving.writer = self._world.own.begin(step_id, contents)
-            except (errors.CheckpointError, OSError) as error:
-                # The other hosts have begun: the answer of `write` tells all.
-                saving.problem = str(error)
         notice = self._memory.notice
         return CapturedIn(str(saving.staging), captured.is_lent, notice)
 
@@ -117,17 +109,18 @@ class HostSaver:
             for name in components
             for path, content in component_files.read(saving.staging / name).items()
         }
-        writer, captured = saving.writer, saving.captured
-        named: dict[tuple[int, Box], bytes] = {}
-        if writer is not None:
-            # The search for room takes time for each file: the trainer runs meanwhile.
+        captured, own, problem = saving.captured, self._world.own, ""
+        named: Mapping[tuple[int, Box], bytes] = {}
+        if self._world.chosen.local is not None:
             num_bytes = captured.num_bytes + sum(map(len, files.values()))
             try:
+                writer = own.begin(step_id, Contents(leaves=captured.leaves))
+                saving.writer = writer
                 writer.reserve(num_bytes, taken_bytes=captured.file_bytes)
                 writer.write(captured, files)
                 named = writer.parts
-            except errors.CheckpointError as error:
-                saving.problem = str(error)
+            except (errors.CheckpointError, OSError) as error:
+                problem = str(error)
         paths = [leaf.path for leaf in captured.leaves]
         known = {(paths[number], box): named[number, box] for number, box in named}
         saving.parts = {
@@ -142,7 +135,7 @@ class HostSaver:
                 for name, parts in self._shared(saving).items()
             },
             preserved=tuple(self._world.disk.kept()),
-            problem=saving.problem,
+            problem=problem,
         )
 
     @calls.call()
@@ -165,29 +158,37 @@ class HostSaver:
         return shared
 
     @calls.call()
-    def commit(self, written: WrittenStep, in_ram: bool) -> None:
+    def commit(
+        self,
+        step_id: StepId,
+        contents: Contents,
+        files: Mapping[str, tuple[int, ...]],
+        in_ram: bool,
+    ) -> None:
         """Commits this host's part of the step.
 
         Args:
-          written: the step.
+          step_id: the step.
+          contents: of the step, without the arrays.
+          files: of components, by path: the numbers of the hosts that have written it.
           in_ram: to RAM; otherwise a backup reads the captured values until `abandon`.
         """
-        world, saving = self._world, self._saving[written.step_id]
+        world, saving = self._world, self._saving[step_id]
         holders = saving.captured.holders(num_hosts=len(world.hosts))
-        for path, file in written.files.items():
-            holders[path, boxes.whole((file.num_bytes,))] = file.hosts
-        contents = _contents(saving, written)
-        numbers = {leaf.path: number for number, leaf in enumerate(contents.leaves)}
+        for leaf in contents.leaves:
+            holders[leaf.path, boxes.whole(leaf.shape)] = files[leaf.path]
+        leaves = (*saving.captured.leaves, *contents.leaves)
+        contents = dataclasses.replace(contents, leaves=leaves)
+        numbers = {leaf.path: number for number, leaf in enumerate(leaves)}
         source: Source
         if in_ram:
             writer = saving.writer
             assert writer is not None
-            del self._saving[written.step_id]
+            del self._saving[step_id]
             saving.release()
-            files = {
-                p: named for (p, _), named in saving.parts.items() if p in saving.files
-            }
-            saved = writer.commit(files, contents=contents)
+            digests = {path: named for (path, _), named in saving.parts.items()}
+            own_files = {path: digests[path] for path in saving.files}
+            saved = writer.commit(own_files, contents=contents)
             source = ram_disk.StepFiles(writer.directory)
         else:
             rows = [
@@ -195,7 +196,7 @@ class HostSaver:
             ]
             saved = Manifest(
                 run=world.run,
-                step_id=written.step_id,
+                step_id=step_id,
                 contents=contents,
                 holders=(Holder(world.own.host),),
                 parts=Parts.of_rows(rows, contents),
@@ -204,9 +205,9 @@ class HostSaver:
         table = StepTable([saved])
         parts = [(table.leaf(item).path, table.box(item)) for item in range(len(table))]
         found = FoundStep(table, [source])
-        world.held[written.step_id] = HeldStep(found, [holders[part] for part in parts])
+        world.held[step_id] = HeldStep(found, [holders[part] for part in parts])
         if in_ram:
-            self._add_others(written.step_id)
+            self._add_others(step_id)
 
     def _add_others(self, step_id: StepId) -> None:
         # Where else the parts of a step are, or will be once they are copied: for this
@@ -230,10 +231,10 @@ class HostSaver:
         saving = self._saving.pop(step_id, None)
         if saving is None:
             self._world.own.remove(step_id)
-            return
-        saving.release()
-        if saving.writer is not None:
-            saving.writer.abandon()
+        else:
+            saving.release()
+            if saving.writer is not None:
+                saving.writer.abandon()
 
     @calls.call()
     def collect(
@@ -272,7 +273,7 @@ class HostSaver:
             if each.step_id not in kept and each.step not in preserved:
                 own.remove(each.step_id)
         # Listed before: a step that is being committed is not among them.
-        for gone in {*world.held}.difference(own.held(), in_flight):
+        for gone in {*world.held}.difference(own.held(), in_flight, self._saving):
             del world.held[gone]
         if own.slot == 0:
             # No other host does it if the world became smaller.
@@ -305,8 +306,6 @@ class _Saving:
     # Components write there, each below its name.
     staging: epath.Path
     writer: local.StepWriter | None = None
-    # Why the step is not in RAM: it may still go to storage.
-    problem: str = ""
     # The files of components by path, and the digests of all parts, once they are
     # written.
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
@@ -326,18 +325,6 @@ class _Saving:
         self.captured.release()
         # Only one step is saved at a time.
         storage.remove(self.staging.parent)
-
-
-def _contents(saving: _Saving, written: WrittenStep) -> Contents:
-    files = sorted(written.files.items())
-    return Contents(
-        leaves=(
-            *saving.captured.leaves,
-            *(Leaf.of_file(path, each.num_bytes) for path, each in files),
-        ),
-        components=tuple(sorted(written.components)),
-        **vars(written.notes),
-    )
 
 
 def _staging(world: HostWorld) -> epath.Path:
