@@ -103,9 +103,9 @@ class Saving:
             return self, why
         problems = {n: c.save_problem or "" for n, c in optional.items()}
         # Of several hosts that cannot, the first is named.
-        for number, of_host in enumerate(hosts.share("left_out", problems)[::-1], 1):
-            host = hosts.num_hosts - number
-            why |= {n: f"host {host}: {each}" for n, each in of_host.items() if each}
+        of_hosts = [*enumerate(hosts.share("left_out", problems))]
+        for number, of_host in reversed(of_hosts):
+            why |= {n: f"host {number}: {each}" for n, each in of_host.items() if each}
         for name in why:
             optional[name].save_problem = why[name]
         description = self.description.without(why)
