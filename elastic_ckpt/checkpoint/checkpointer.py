@@ -247,6 +247,7 @@ class HostsCheckpointer:
         """
         self._check_writable()
         number = step_number(step)
+        foreign_steps.checked_context(self._context)
         self._background.wait()
         with self._events.flushing():
             return self._begin_save(
@@ -610,6 +611,7 @@ class HostsCheckpointer:
                 f"{checkpointable_name!r} of step {number} cannot be deleted on its"
                 " own: a step can only be deleted as a whole; delete the step"
             )
+        foreign_steps.checked_context(self._context)
         return self._in_background(lambda: self._remove(number, missing_ok=missing_ok))
 
     def is_durable(self, step: int) -> bool:
@@ -720,7 +722,7 @@ class HostsCheckpointer:
             self._check_writable()
         if step is not None:
             step_number(step)
-        context = ocp.Context(foreign_steps.active_context() or self._context)
+        context = foreign_steps.checked_context(self._context)
         partial = partial or context.pytree.loading.partial_load
 
         def load() -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,24 @@ from elastic_ckpt.steps.manifest import Manifest
 from elastic_ckpt.tiers.persistent import persistent_root
 
 _NUMBER, _TEXT = "a number", "a text"
+_REFUSED = (
+    "array.loading.enable_padding_and_truncation",
+    "array.loading.raise_array_data_missing_error",
+    "array.saving.scoped_storage_options_creator",
+    "array.saving.storage_options",
+    "array.saving.use_compression",
+    "array.saving.use_ocdbt",
+    "array.saving.use_zarr3",
+    "asynchronous.post_finalization_callback",
+    "atomicity",
+    "checkpoint_layout",
+    "deletion",
+    "file.path_class",
+    "file.path_permission_mode",
+    "multiprocessing.active_processes",
+    "multiprocessing.primary_host",
+    "pytree.saving",
+)
 _REMEDY = (
     "restore it from a copy, or move this step out of its directory to continue from"
     " the one before"
@@ -99,7 +118,7 @@ def load(
             raise _unreadable(path, name, "what it holds is unknown")
         if tree is not None and not partial and parts[name] is not None:
             check_same_tree(str(path), parts[name], tree)
-    context = ocp.Context(active_context())
+    context = checked_context()
     context.pytree.loading.partial_load = partial
     # Components first: they are small, and an error leaves nothing half loaded.
     with context:
@@ -107,10 +126,30 @@ def load(
     return {name: loaded[name] for name in wanted}
 
 
-def active_context() -> ocp.Context | None:
-    """The context of Orbax whose `with` block this is; None outside of all."""
+def checked_context(own: ocp.Context | None = None) -> ocp.Context:
+    """Orbax's context for a call of ours, to be entered in the thread that does it.
+
+    Only `pytree.loading.partial_load` is applied; options that tune Orbax's I/O have no
+    effect. Steps that Orbax alone saved are loaded by Orbax, under the same context.
+
+    Args:
+      own: of the checkpointer; that of a `with` block takes precedence, as in Orbax.
+
+    Raises:
+      CheckpointError: if it has an option that would change what is saved, loaded or
+        deleted.
+    """
     values = contextvars.copy_context().values()
-    return next((each for each in values if isinstance(each, ocp.Context)), None)
+    active = next((each for each in values if isinstance(each, ocp.Context)), own)
+    context, default = ocp.Context(active), ocp.Context()
+    for name in _REFUSED:
+        value = operator.attrgetter(name)(context)
+        if value != operator.attrgetter(name)(default):
+            raise errors.CheckpointError(
+                f"ocp.Context has {name}={value!r}, which this checkpointer does not"
+                " apply; leave it at its default, or use Orbax's own Checkpointer"
+            )
+    return context
 
 
 def _is_message(wanted: Any) -> bool:

@@ -1,6 +1,7 @@
 """Our checkpointer has all that Orbax's has, under the same names."""
 
 import inspect
+import pathlib
 
 import pytest
 from orbax.checkpoint import v1 as ocp
@@ -168,9 +169,35 @@ def context_with(option, value):
     return context
 
 
-def test_other_options_of_a_context_have_no_effect(both):
+def test_options_that_would_be_ignored_are_refused_by_name_and_others_are_taken(both):
     ours, _ = both
     assert ours.save(1, {"n": 1})
+    layout = ocp.options.CheckpointLayout.SAFETENSORS
+
+    def save():
+        ours.save(2, {"n": 2})
+
+    def load():
+        ours.load_async(1)
+
+    for option, value, call in (
+        ("array.saving.use_zarr3", False, save),
+        ("array.saving.storage_options.dtype", "bfloat16", save),
+        ("file.path_class", pathlib.Path, save),
+        ("multiprocessing.primary_host", None, save),
+        ("checkpoint_layout", layout, save),
+        ("checkpoint_layout", layout, load),
+        ("array.loading.enable_padding_and_truncation", True, load),
+        (
+            "deletion.gcs_deletion_options.todelete_full_path",
+            "trash",
+            lambda: ours.delete(1),
+        ),
+    ):
+        context = context_with(option, value)
+        named = option.replace(".", ".*")
+        with context, pytest.raises(errors.CheckpointError, match=named):
+            call()
     with context_with("memory.write_concurrent_bytes", 2**20):
         assert ours.save(2, {"n": 2})
         assert ours.load(2) == {"n": 2}
