@@ -50,7 +50,12 @@ class AskedTrees:
 
 
 def resolve(
-    asked: Mapping[str, Any], contents: Contents, *, step: int, partial: bool
+    asked: Mapping[str, Any],
+    contents: Contents,
+    *,
+    step: int,
+    partial: bool,
+    may_add: bool = True,
 ) -> AskedTrees:
     """Determines what hosts read for the requested trees.
 
@@ -58,8 +63,8 @@ def resolve(
       asked: trees by name; None takes a whole tree as it was saved.
       contents: of the step.
       step: its number.
-      partial: whether saved leaves may be left out; leaves that were not saved then
-        stay as they are given.
+      partial: whether saved leaves may be left out.
+      may_add: whether leaves that were not saved then stay as they are given.
 
     Raises:
       CheckpointError: if the step lacks a leaf, or has it in another form; it names the
@@ -81,7 +86,7 @@ def resolve(
         leaves = _leaves(name, saved[name])
         paths = _leaves(name, abstract)
         resolved_leaves = {
-            path: _resolved(path, leaf, leaves, partial=partial)
+            path: _resolved(path, leaf, leaves, may_add=partial and may_add)
             for path, leaf in paths.items()
         }
         skipped += [
@@ -122,7 +127,7 @@ def _resolved(
     leaf: Any,
     saved: Mapping[str, Any],
     *,
-    partial: bool,
+    may_add: bool,
 ) -> tuple[Any, Any]:
     # The placeholder of a leaf until the hosts have read, and what they read for it.
     if leaf is None or leaf is ...:
@@ -130,7 +135,7 @@ def _resolved(
     was = saved.get(path)
     if was is None:
         # `check` names it where that is an error.
-        return (leaf, None) if partial else (_READ, leaf)
+        return (leaf, None) if may_add else (_READ, leaf)
     if isinstance(was, str) != (leaf is str or isinstance(leaf, str)):
         raise errors.CheckpointError(
             f"{path} was saved as {was!r} and cannot be restored as {leaf!r}; request"

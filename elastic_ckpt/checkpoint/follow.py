@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import random
 import time
@@ -29,19 +30,16 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from absl import logging
 from etils import epath
 
 from elastic_ckpt.checkpoint import asked_trees, foreign_steps, structure
-from elastic_ckpt.checkpoint.host import trees
-from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader, read_leaves
+from elastic_ckpt.checkpoint.host import trees, verified_read
 from elastic_ckpt.checkpoint.structure import json_of_user
 from elastic_ckpt.core import boxes, bucket_clients, errors, storage
-from elastic_ckpt.steps import owners
+from elastic_ckpt.steps import owners, read_plan
 from elastic_ckpt.steps.manifest import Host, Manifest
-from elastic_ckpt.steps.read_plan import Nearness
 from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.find import FoundStep
@@ -72,21 +70,14 @@ class Step:
     """
 
     def __init__(
-        self,
-        step_id: StepId,
-        *,
-        _root: PersistentRoot,
-        _reader: _Reader,
-        _in_ram: FoundStep | None = None,
+        self, step_id: StepId, *, _follower: _Follower, _in_ram: FoundStep | None = None
     ) -> None:
         self.step, self.save = step_id
-        self._root = _root
-        self._reader = _reader
-        self._in_ram = _in_ram
+        self._follower, self._in_ram = _follower, _in_ram
 
     def __repr__(self) -> str:
-        where = self._root.final(self.step) if self._in_ram is None else "RAM"
-        return f"Step({self.step}, in {where})"
+        where = self._follower.root.final(self.step)
+        return f"Step({self.step}, in {'RAM' if self._in_ram else where})"
 
     @property
     def path(self) -> epath.Path:
@@ -101,7 +92,7 @@ class Step:
                 " it with step.load(tree), or call ec.watch_steps without secret_file"
                 " to follow the steps in storage"
             )
-        return self._root.final(self.step)
+        return self._follower.root.final(self.step)
 
     def load(self, tree: Any = None, *, checkpointable_name: str = "state") -> Any:
         """Loads leaves of the step, each compared with the digest that it was saved by.
@@ -131,12 +122,12 @@ class Step:
             return loaded[checkpointable_name]
         found = self._in_ram
         if found is None:
-            tier = PersistentTier(self._root, run=self._run() or "")
+            tier = PersistentTier(self._follower.root, run=self._run() or "")
             found = find.of_save([tier], StepId(self.step, self.save))
-        return self._reader.load(found, tree, checkpointable_name)
+        return self._follower.load(found, tree, checkpointable_name)
 
     def _run(self) -> str | None:
-        # None if it is gone from storage.
+        # None if it is gone from storage, or no run of ours has saved it.
         if self._in_ram is not None:
             return self._in_ram.table.run
         return persistent_root.run_of(self.path) if self.path.is_dir() else None
@@ -208,7 +199,6 @@ def watch_steps(
     follower = _Follower(root, client, secret_file, after=after, poll_secs=poll_secs)
     return _followed(
         follower,
-        root,
         look_secs=look_secs,
         timeout_secs=math.inf if timeout_secs is None else timeout_secs,
         duration_secs=duration_secs,
@@ -216,41 +206,34 @@ def watch_steps(
 
 
 def _followed(
-    follower: _Follower,
-    root: PersistentRoot,
-    *,
-    look_secs: float,
-    timeout_secs: float,
-    duration_secs: float,
+    follower: _Follower, *, look_secs: float, timeout_secs: float, duration_secs: float
 ) -> Iterator[Step]:
     with contextlib.suppress(*bucket_clients.failures()):
         # The first look at the steps reports what fails.
-        if not root.path.exists():
+        if not follower.root.path.exists():
             logging.warning(
                 "watch_steps: there is no directory %s yet; unless a run is about to"
                 " create it, give the directory of its ec.Persistent",
-                root.path,
+                follower.root.path,
             )
-    reader, found_secs = follower.reader, time.monotonic()
+    found_secs = time.monotonic()
     while True:
-        found = follower.next()
-        if found is None:
+        step = follower.next()
+        if step is None:
             left_secs = found_secs + timeout_secs - time.monotonic()
             if left_secs <= 0:
                 return
             time.sleep(min(look_secs, left_secs))
             continue
-        if isinstance(found, FoundStep):
-            yield Step(found.step_id, _root=root, _reader=reader, _in_ram=found)
-        else:
-            try:
-                path = root.final(found.step)
-                with leases.lease(path, duration_secs=duration_secs):
-                    reader.asked = []
-                    yield Step(found, _root=root, _reader=reader)
-            except leases.StepGoneError as error:
-                logging.info("%s", error)
-                time.sleep(look_secs)
+        try:
+            with contextlib.ExitStack() as kept:
+                if step._in_ram is None:
+                    lease = leases.lease(step.path, duration_secs=duration_secs)
+                    kept.enter_context(lease)
+                yield step
+        except leases.StepGoneError as error:
+            logging.info("%s", error)
+            time.sleep(look_secs)
         found_secs = time.monotonic()
 
 
@@ -271,150 +254,41 @@ def record_metrics(step: Step | epath.PathLike, metrics: Mapping[str, Any]) -> N
         the metrics are not JSON.
       OSError: if storage is unavailable; for a bucket, it may be its client's error.
     """
-    given = step
-    if not isinstance(step, Step):
+    if isinstance(step, Step):
+        root, number, save = step._follower.root, step.step, step.save
+        run = step._run()
+    else:
         path = storage.absolute(step)
-        root, number = PersistentRoot.from_path(path.parent), -1
-        if path.name.isdecimal() and path.is_dir():
-            number = int(path.name)
+        is_step = path.name.isdecimal() and path.is_dir()
+        root = PersistentRoot.from_path(path.parent)
+        number = int(path.name) if is_step else -1
         save = persistent_root.committed_save(root.final(number)) or ""
-        step = Step(StepId(number, save), _root=root, _reader=_Reader())
-    elif _is_ram_disk(step._root):
+        run = persistent_root.run_of(path) if save else None
+    if _is_ram_disk(root):
         raise errors.CheckpointError(
-            f"metrics of step {step.step} are not recorded: they belong in persistent"
+            f"metrics of step {number} are not recorded: they belong in persistent"
             " storage; give ec.watch_steps the directory of the run's ec.Persistent"
         )
-    run = step._run() if step.save else None
     if run is None:
         raise errors.CheckpointError(
-            f"{given} is not a step that a run of this library has committed; name"
+            f"{step} is not a step that a run of this library has committed; name"
             " PERSISTENT_DIRECTORY/<step>"
         )
     evaluations.record(
-        step._root,
+        root,
         evaluations.Evaluation(
             run=run,
-            step=step.step,
-            save=step.save,
+            step=number,
+            save=save,
             metrics=json_of_user("metrics", metrics),
         ),
     )
 
 
-class _Reader:
-    """Loads trees, and keeps the leaves that one step has as the step before.
-
-    Attributes:
-      asked: the trees that were loaded of the present step, with their names.
-    """
-
-    def __init__(self) -> None:
-        domains = owners.domains_of_environment()
-        self._host = Host(id="follower", number=-1, domains=domains)
-        self.asked: list[tuple[Any, str]] = []
-        # By the path of a leaf, the saved boxes with their digests, and values of it.
-        self._kept: dict[str, tuple[Any, dict[boxes.Box, np.ndarray]]] = {}
-
-    def read_ahead(self, found: FoundStep) -> None:
-        """Begins a step: reads from it what was loaded from the one before.
-
-        Raises:
-          CheckpointError: if no good copy of a part is left.
-        """
-        asked, self.asked = self.asked, []
-        for tree, name in asked:
-            try:
-                resolved = _resolved(tree, name, found)
-            except errors.ElasticCkptError:
-                # What does not fit this step is an error of its load.
-                continue
-            self._read(found, trees.wanted(resolved.read))
-
-    def load(self, found: FoundStep, tree: Any, name: str) -> Any:
-        """As `Step.load`; a step that was in RAM is gone if it cannot be read.
-
-        Raises:
-          StepGoneError: if no good copy of a part is left.
-        """
-        asked = _resolved(tree, name, found)
-        self.asked.append((tree, name))
-        wanted = trees.wanted(asked.read)
-        try:
-            self._read(found, wanted)
-        except errors.CheckpointError as error:
-            raise leases.StepGoneError(
-                f"step {found.step_id.step} cannot be read any more ({error}); load the"
-                " next one. If the run removes steps faster than they are read here,"
-                " have it keep more of them: ec.Local(..., keep=LatestN(3))"
-            ) from error
-        made = {}
-        for leaf in wanted:
-            _, kept = self._kept[leaf.path]
-            made[leaf.path] = leaf.make([kept[box] for box in leaf.boxes])
-        return asked.filled({name: trees.rebuilt(asked.read[name], name, made)})[name]
-
-    def _read(self, found: FoundStep, wanted: Sequence[trees.WantedLeaf]) -> None:
-        # Reads the boxes that are not kept, or are of a leaf that has changed.
-        table, lacking = found.table, []
-        numbers = {leaf.path: n for n, leaf in enumerate(table.contents.leaves)}
-        for leaf in wanted:
-            number = numbers[leaf.path]
-            parts = table.items.take(table.of_leaf(number))
-            columns = (parts.start, parts.stop, parts.digest)
-            saved = table.contents.leaves[number], *(c.tobytes() for c in columns)
-            kept = self._kept.setdefault(leaf.path, (saved, {}))
-            if kept[0] != saved:
-                kept = self._kept[leaf.path] = (saved, {})
-            lacking.append(
-                dataclasses.replace(
-                    leaf,
-                    boxes=tuple(box for box in leaf.boxes if box not in kept[1]),
-                    place=lambda _, values: values,
-                    join=list,
-                    is_moved=False,
-                )
-            )
-        reader = VerifiedReader(found, Nearness(table, self._host))
-        read = read_leaves(reader, lacking)
-        for leaf in lacking:
-            for box, values in zip(leaf.boxes, read[leaf.path], strict=True):
-                # They are handed out, and are those of the next load, too.
-                values.flags.writeable = False
-                self._kept[leaf.path][1][box] = values
-
-
-def _resolved(tree: Any, name: str, found: FoundStep) -> asked_trees.AskedTrees:
-    # What is asked of a step; other leaves of it are left out.
-    contents, step = found.table.contents, found.step_id.step
-    saved = structure.saved_trees(contents)
-    if tree is None:
-        whole = saved.get(name, {})
-        weights = [k for k in _WEIGHTS if isinstance(whole, Mapping) and k in whole]
-        tree = {key: whole[key] for key in weights[:1]} or None
-    elif name in saved:
-        there = trees.leaves(saved)
-        absent = {
-            path: str(list(getattr(leaf, "shape", ())))
-            for path, leaf in trees.leaves({name: tree}).items()
-            if leaf is not ... and path not in there
-        }
-        trees.check_same_model(f"step {step}", {}, absent)
-    asked = asked_trees.resolve({name: tree}, contents, step=step, partial=True)
-    for path, leaf in trees.leaves(asked.read).items():
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, jax.sharding.Sharding) and not (
-            sharding.is_fully_addressable
-        ):
-            raise errors.ConfigError(
-                f"{path} is wanted on devices of several processes, which may be at"
-                " different steps; follow in one process, give its leaves shardings"
-                " over jax.local_devices(), and broadcast them"
-            )
-    return asked
-
-
 class _Follower:
-    """Finds the next step of a run, in storage or in the RAM of its hosts.
+    """Finds the next step of a run, in storage or in the RAM of its hosts, and loads.
+
+    It keeps the leaves that one step has as the step before.
 
     Args:
       root: of the steps in storage, where the run records its agents.
@@ -424,7 +298,7 @@ class _Follower:
       poll_secs: between two looks at storage while there is no new step in RAM.
 
     Attributes:
-      reader: of the steps.
+      root: as given.
     """
 
     def __init__(
@@ -436,28 +310,31 @@ class _Follower:
         after: int,
         poll_secs: float,
     ) -> None:
-        self._root, self._client, self._secret_file = root, client, secret_file
+        self.root, self._client, self._secret_file = root, client, secret_file
         self._after, self._poll_secs = after, poll_secs
-        self.reader = _Reader()
         if client is not None:
             # A step may be loaded after the last one was requested.
-            weakref.finalize(self.reader, client.close)
-        self._last: StepId | None = None
+            weakref.finalize(self, client.close)
+        domains = owners.domains_of_environment()
+        self._host = Host(id="follower", number=-1, domains=domains)
+        # The trees that were loaded of the present step, with their names.
+        self._asked: list[tuple[Any, str]] = []
+        # By the path of a leaf, the saved boxes with their digests, and values of it.
+        self._kept: dict[str, tuple[Any, dict[boxes.Box, np.ndarray]]] = {}
         # Of the run, as far as it is known.
-        self._line = Line(save="", parents=())
+        self._last, self._line = StepId(-1, ""), Line(save="", parents=())
         # The steps in storage that were looked at.
         self._seen: set[int] = set()
         self._unreadable: dict[StepId, str] = {}
         # When there was a new step in RAM, or the last look at storage.
         self._looked_secs = -math.inf
         self._agents = run_agents.RunAgents("", {})
-        self._is_warned = False
         self._manifests: dict[peer.ManifestKey, Manifest] = {}
         # The later saves that were searched last, and when to search them again.
         self._searched: frozenset[StepId] = frozenset()
         self._pause_secs = self._again_secs = 0.0
 
-    def next(self) -> FoundStep | StepId | None:
+    def next(self) -> Step | None:
         """The next step, found in RAM, or committed in storage; None if there is none.
 
         In RAM it is the newest, and in storage too if RAM is followed.
@@ -465,46 +342,86 @@ class _Follower:
         Raises:
           RunError: if no agent takes the secret.
         """
-        looks_at_storage = time.monotonic() - self._looked_secs >= self._poll_secs
         if self._client is None:
-            return self._in_storage(newest_only=False)
-        if looks_at_storage:
+            return self._in_storage()
+        is_due = time.monotonic() - self._looked_secs >= self._poll_secs
+        if is_due:
             self._read_record()
-        found = self._in_ram() if self._is_time_to_search() else None
-        if found is not None or looks_at_storage:
+        step = self._in_ram()
+        if step is None and is_due:
+            step = self._in_storage()
+        if step is not None or is_due:
             self._looked_secs = time.monotonic()
-        if found is not None or not looks_at_storage:
-            return found
-        return self._in_storage(newest_only=True)
+        return step
+
+    def load(self, found: FoundStep, tree: Any, name: str) -> Any:
+        """As `Step.load`; a step that was in RAM is gone if it cannot be read.
+
+        Raises:
+          StepGoneError: if no good copy of a part is left.
+        """
+        asked = _resolved(tree, name, found)
+        self._asked.append((tree, name))
+        wanted = trees.wanted(asked.read)
+        try:
+            self._read(found, wanted)
+        except errors.CheckpointError as error:
+            raise leases.StepGoneError(
+                f"step {found.step_id.step} cannot be read any more ({error}); load the"
+                " next one. If the run removes steps faster than they are read here,"
+                " have it keep more of them: ec.Local(..., keep=LatestN(3))"
+            ) from error
+        made = {
+            leaf.path: leaf.make([self._kept[leaf.path][1][box] for box in leaf.boxes])
+            for leaf in wanted
+        }
+        return asked.filled({name: trees.rebuilt(asked.read[name], name, made)})[name]
+
+    def _read(self, found: FoundStep, wanted: Sequence[trees.WantedLeaf]) -> None:
+        # Reads the boxes that are not kept, or are of a leaf that has changed.
+        table, lacking = found.table, []
+        numbers = {leaf.path: n for n, leaf in enumerate(table.contents.leaves)}
+        for leaf in wanted:
+            number = numbers[leaf.path]
+            parts = table.items.take(table.of_leaf(number))
+            same = (parts.start, parts.stop, parts.digest)
+            saved = table.contents.leaves[number], *(each.tobytes() for each in same)
+            if leaf.path not in self._kept or self._kept[leaf.path][0] != saved:
+                self._kept[leaf.path] = (saved, {})
+            kept = self._kept[leaf.path][1]
+            new = tuple(box for box in leaf.boxes if box not in kept)
+            keep = functools.partial(_keep, kept, new)
+            lacking.append(
+                dataclasses.replace(leaf, boxes=new, place=keep, is_moved=False)
+            )
+        near = read_plan.Nearness(table, self._host)
+        verified_read.read_leaves(verified_read.VerifiedReader(found, near), lacking)
 
     def _is_later(self, step_id: StepId) -> bool:
         # A run that went back saves earlier steps under later saves.
-        if step_id.step <= self._after or step_id in self._unreadable:
-            return False
-        if self._line.abandons(step_id):
-            return False
-        last = self._last
-        return last is None or step_id.step > last.step or step_id.save > last.save
+        is_new = step_id.step > self._last.step or step_id.save > self._last.save
+        is_good = step_id.step > self._after and step_id not in self._unreadable
+        return is_new and is_good and not self._line.abandons(step_id)
 
-    def _in_storage(self, *, newest_only: bool) -> StepId | None:
-        # The first later step; its save is empty if Orbax alone saved it.
-        root = self._root
+    def _in_storage(self) -> Step | None:
+        # The first later step, or the newest if RAM is followed; its save is empty if
+        # Orbax alone saved it.
+        root = self.root
         try:
             steps = root.steps()
             # A step that is gone may come back as another save.
             self._seen.intersection_update(steps)
-            newest = steps[-1:]
-            for step in newest if newest_only else steps:
+            for step in steps if self._client is None else steps[-1:]:
                 # Only the newest step is overwritten in its place.
-                if step <= self._after or (step in self._seen and step not in newest):
+                if step <= self._after or (step in self._seen and step != steps[-1]):
                     continue
-                save = persistent_root.committed_save(root.final(step))
+                save = persistent_root.committed_save(root.final(step)) or ""
                 later = StepId(step, save or root.foreign_save(step))
                 # One that is being removed is passed over, though it is still listed.
                 self._seen.add(step)
                 if self._is_later(later):
-                    self._last = later
-                    return StepId(step, save or "")
+                    self._last, self._asked = later, []
+                    return Step(StepId(step, save), _follower=self)
         except (errors.CheckpointError, *bucket_clients.failures()) as error:
             logging.warning(
                 "the steps in %s cannot be followed now: %s", root.path, error
@@ -512,18 +429,18 @@ class _Follower:
         return None
 
     def _read_record(self) -> None:
-        root = self._root
+        root = self.root
         try:
             agents = run_agents.read(root.path)
             self._agents = agents or self._agents
-            if agents is not None and not _is_ram_disk(root):
-                lines = PersistentTier(root, run=agents.run).recorded_lines()
-                self._line = max([self._line, *lines], key=lambda line: line.save)
+            if _is_ram_disk(root):
+                return
+            lines = PersistentTier(root, run=self._agents.run).recorded_lines()
+            self._line = max([self._line, *lines], key=lambda line: line.save)
         except errors.CheckpointError as error:
             logging.warning("the agents of the run may have moved: %s", error)
             return
-        if agents is None and not (self._is_warned or _is_ram_disk(root)):
-            self._is_warned = True
+        if agents is None and self._looked_secs == -math.inf:
             logging.warning(
                 "watch_steps: %s names no agents, so steps are followed in storage"
                 " alone; they are recorded with the first step of a run that has"
@@ -531,38 +448,12 @@ class _Follower:
                 root.path / run_agents.FILE,
             )
 
-    def _is_time_to_search(self) -> bool:
-        # The list of one agent decides: each has parts of every step.
-        urls = list(self._agents.urls.values())
-        later = frozenset({_UNKNOWN} if urls else ())
-        for url in random.sample(urls, min(_MOST_ASKED, len(urls))):
-            asked = self._peer(url)
-            saves = asked.known_saves()
-            if saves or not asked.problems:
-                later = frozenset(filter(self._is_later, saves))
-                break
-        now_secs = time.monotonic()
-        if later != self._searched:
-            self._searched, self._pause_secs = later, _RAM_POLL_SECS
-        elif now_secs < self._again_secs:
-            return False
-        else:
-            # Less and less often for saves that stay incomplete.
-            self._pause_secs = min(2 * self._pause_secs, self._poll_secs)
-        self._again_secs = now_secs + self._pause_secs
-        return bool(later)
-
-    def _in_ram(self) -> FoundStep | None:
+    def _in_ram(self) -> Step | None:
+        if not self._is_time_to_search():
+            return None
         peers = peer.Peers([self._peer(url) for url in self._agents.urls.values()])
         search = find.search([peers], lines=[self._line], without=self._unreadable)
-        self._line = search.line
-        outcome = search.newest()
-        listed = set(peers.known_saves())
-        self._manifests = {
-            key: manifest
-            for key, manifest in self._manifests.items()
-            if manifest.step_id in listed
-        }
+        self._line, found = search.line, search.newest().found
         refusing = peers.refusing()
         if refusing and not peers.steps():
             raise errors.RunError(
@@ -571,24 +462,78 @@ class _Follower:
                 " directory of ec.Local on any machine of the run, or the secret_file"
                 " of its ec.Peers"
             )
-        for step, why in outcome.passed_over.items():
-            logging.info("step %d is not followed in RAM: %s", step, why)
-        found = outcome.found
         if found is None or not self._is_later(found.step_id):
             return None
-        step_id = found.step_id
+        asked, self._asked = self._asked, []
+        wanted = []
+        for tree, name in asked:
+            # What does not fit this step is an error of its load.
+            with contextlib.suppress(errors.ElasticCkptError):
+                wanted.append(trees.wanted(_resolved(tree, name, found).read))
         try:
-            self.reader.read_ahead(found)
+            for of_tree in wanted:
+                self._read(found, of_tree)
         except errors.CheckpointError as error:
-            logging.info("step %d is passed over: %s", step_id.step, error)
-            self._unreadable[step_id] = str(error)
+            logging.info("step %d is passed over: %s", found.step_id.step, error)
+            self._unreadable[found.step_id] = str(error)
             return None
-        self._last, self._unreadable = step_id, {}
-        return found
+        self._last, self._unreadable, self._manifests = found.step_id, {}, {}
+        return Step(found.step_id, _follower=self, _in_ram=found)
+
+    def _is_time_to_search(self) -> bool:
+        # The list of one agent decides: each has parts of every step.
+        urls = list(self._agents.urls.values())
+        some = random.sample(urls, min(_MOST_ASKED, len(urls)))
+        answering = (each for each in map(self._peer, some) if not each.problems)
+        asked = next(answering, None)
+        later = frozenset({_UNKNOWN} if urls else ())
+        if asked is not None:
+            later = frozenset(filter(self._is_later, asked.known_saves()))
+        now_secs, pause_secs = time.monotonic(), _RAM_POLL_SECS
+        if later == self._searched:
+            if now_secs < self._again_secs:
+                return False
+            # Less and less often for saves that stay incomplete.
+            pause_secs = min(2 * self._pause_secs, self._poll_secs)
+        self._searched, self._pause_secs = later, pause_secs
+        self._again_secs = now_secs + pause_secs
+        return bool(later)
 
     def _peer(self, url: str) -> peer.Peer:
         assert self._client is not None
         return peer.Peer(url, self._client, self._agents.run, known=self._manifests)
+
+
+def _resolved(tree: Any, name: str, found: FoundStep) -> asked_trees.AskedTrees:
+    # What is asked of a step; other leaves of it are left out.
+    contents, step = found.table.contents, found.step_id.step
+    if tree is None:
+        whole = structure.saved_trees(contents).get(name, {})
+        weights = [k for k in _WEIGHTS if isinstance(whole, Mapping) and k in whole]
+        tree = {key: whole[key] for key in weights[:1]} or None
+    asked = asked_trees.resolve(
+        {name: tree}, contents, step=step, partial=True, may_add=False
+    )
+    for path, leaf in trees.leaves(asked.read).items():
+        sharding = getattr(leaf, "sharding", None)
+        if not getattr(sharding, "is_fully_addressable", True):
+            raise errors.ConfigError(
+                f"{path} is wanted on devices of several processes, which may be at"
+                " different steps; follow in one process, give its leaves shardings"
+                " over jax.local_devices(), and broadcast them"
+            )
+    return asked
+
+
+def _keep(
+    kept: dict[boxes.Box, np.ndarray],
+    new: Sequence[boxes.Box],
+    number: int,
+    values: np.ndarray,
+) -> None:
+    # They are handed out, and are those of the next load, too.
+    values.flags.writeable = False
+    kept[new[number]] = values
 
 
 def _is_ram_disk(root: PersistentRoot) -> bool:
