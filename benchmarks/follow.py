@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks import relay, report, sized
-from elastic_ckpt.tiers.peers import run_agents
+from elastic_ckpt.tiers.persistent import run_files
 
 _NEVER = 10**9
 _NUM_LEAVES = sized(8, 4)  # of the weights
@@ -85,14 +85,14 @@ def _bytes_over_changed(
     directory: str, turn: Callable[[int], list[float]]
 ) -> list[float]:
     steps = f"{directory}/steps"
-    agents = run_agents.read(steps)
+    agents = run_files.read_agents(steps)
     assert agents is not None
     ((machine, url),) = agents.urls.items()
     with relay.Relay(url) as between:
         counted = dataclasses.replace(
-            agents, agents={machine: run_agents.Seen(between.url, 0)}
+            agents, agents={machine: run_files.Seen(between.url, 0)}
         )
-        run_agents.write(steps, counted)
+        run_files.write_agents(steps, counted)
         with _started(_follow, directory) as (_, loaded):
             # It begins with the step that is there.
             loaded.recv()
@@ -103,7 +103,7 @@ def _bytes_over_changed(
                 loaded.recv()
                 num_bytes = between.num_bytes - before
                 ratios.append(num_bytes / (_NUM_LEAVES // 2 * _LEAF_BYTES))
-    run_agents.write(steps, agents)
+    run_files.write_agents(steps, agents)
     return ratios
 
 

@@ -54,7 +54,6 @@ from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.schedule import BackupClock
 from elastic_ckpt.checkpoint.stages import SaveStages
 from elastic_ckpt.checkpoint.structure import StepDescription
-from elastic_ckpt.checkpoint.writing import Writing
 from elastic_ckpt.core import allgather, boxes, calls, codec, events
 from elastic_ckpt.steps import owners
 from elastic_ckpt.steps.manifest import (
@@ -133,7 +132,7 @@ def _save(hosts: _SimulatedHosts) -> None:
         clock=BackupClock(),
         world=ALONE,
         emit=lambda name, **_: names.append(name),
-        writing=Writing(driver, chosen, ALONE, run="run"),
+        writer=None,
     )
     saving = Saving(
         step_id=StepId(_STEP, "0"),

@@ -22,8 +22,8 @@ from elastic_ckpt.checkpoint.host.world import HostConfig
 from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
 from elastic_ckpt.core import allgather, calls, errors, events, topology
 from elastic_ckpt.data import elastic_data, iterator, prefetch
-from elastic_ckpt.tiers import run_identity
 from elastic_ckpt.tiers.choices import Chosen, Tier
+from elastic_ckpt.tiers.persistent import run_files
 from elastic_ckpt.universal.step_layouts import LAYOUTS
 
 
@@ -157,7 +157,7 @@ class Checkpointer(checkpointer.HostsCheckpointer):
         # Storage may change while the processes start: host 0 decides for all.
         found = messages.agreed(
             "run",
-            lambda: run_identity.find_run(chosen) if messages.host == 0 else None,
+            lambda: run_files.find_run(chosen) if messages.host == 0 else None,
             timeout_secs=calls.BRIEF_SECS,
         )[0]
         run = run or found or chosen.run

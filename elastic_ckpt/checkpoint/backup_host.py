@@ -23,9 +23,10 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.steps.manifest import Manifest
 from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers import find
-from elastic_ckpt.tiers.peers import agent, run_agents, secret
+from elastic_ckpt.tiers.peers import agent, secret
 from elastic_ckpt.tiers.peers.peer import ManifestKey, Peer, Peers
 from elastic_ckpt.tiers.peers.peer_client import PeerClient
+from elastic_ckpt.tiers.persistent import run_files
 from elastic_ckpt.tiers.ram import local, ram_disk
 from elastic_ckpt.tiers.source import RepairError
 
@@ -59,7 +60,7 @@ class BackupHost:
         client: PeerClient,
     ) -> None:
         self._steps, self._client = steps, client
-        while (record := run_agents.read(steps)) is None:
+        while (record := run_files.read_agents(steps)) is None:
             time.sleep(_RECORD_SECS)
         self._record, self._read_secs = record, time.monotonic()
         self._disk = ram_disk.RamDisk(root, run=record.run)
@@ -80,7 +81,7 @@ class BackupHost:
           RunError: if this host is not among the backup hosts.
         """
         if time.monotonic() - self._read_secs > _RECORD_SECS:
-            self._record = run_agents.read(self._steps) or self._record
+            self._record = run_files.read_agents(self._steps) or self._record
             self._read_secs = time.monotonic()
         own = self._own.held()
         newest = max(own, key=_order, default=None)

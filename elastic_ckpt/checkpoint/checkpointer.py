@@ -44,7 +44,6 @@ from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.schedule import BackupClock, Schedule
 from elastic_ckpt.checkpoint.stages import SaveStages, Stage
 from elastic_ckpt.checkpoint.structure import StepDescription, json_of_user
-from elastic_ckpt.checkpoint.writing import Writing
 from elastic_ckpt.core import (
     background,
     clock,
@@ -57,6 +56,7 @@ from elastic_ckpt.core import metrics as recorded_metrics
 from elastic_ckpt.steps import retention
 from elastic_ckpt.steps.step import FROM_SCRATCH, Line, StepId
 from elastic_ckpt.tiers.choices import Chosen
+from elastic_ckpt.tiers.persistent.claims import Writer
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot, read_json
 
 Json = storage.Json
@@ -94,7 +94,7 @@ class HostsCheckpointer:
           hosts: of the world, which `close` closes.
           chosen: the tiers.
           run: the name of the run.
-          found: the run whose steps are in the tiers (`run_identity.find_run`); None if
+          found: the run whose steps are in the tiers (`run_files.find_run`); None if
             there are none.
           layouts: read trees of other layouts.
           world: the place of this checkpointer among those of the run.
@@ -116,9 +116,17 @@ class HostsCheckpointer:
         self._background = Stage("background")
         with contextlib.ExitStack() as on_error:
             on_error.callback(hosts.close)
-            self._of_storage = Writing(hosts, chosen, world, run=run)
-            on_error.callback(self._of_storage.close)
-            endpoint.join(hosts, begin_writing=self._of_storage.begin)
+            self._writer = None
+            if chosen.persistent is not None and not chosen.is_read_only:
+                self._writer = Writer(
+                    chosen.persistent.directory,
+                    run=run,
+                    claimant=world.claimant,
+                    share=hosts.share,
+                    acts=hosts.own == 0,
+                )
+            on_error.callback(self.let_others_write)
+            endpoint.join(hosts, writer=self._writer)
             if found not in (None, run):
                 raise _named_otherwise(chosen, run, found)
             self._open_steps()
@@ -144,7 +152,7 @@ class HostsCheckpointer:
             clock=BackupClock() if chosen.local is None else backups,
             world=world,
             emit=self._emit,
-            writing=self._of_storage,
+            writer=self._writer,
         )
         self._schedule = Schedule(
             chosen, backups, agree=functools.partial(_agree, hosts)
@@ -163,7 +171,7 @@ class HostsCheckpointer:
         self._is_anew = False
         self._claims = self._root is not None and world.claimant is not None
         self._go_on_from(restore.find(hosts, None, emit=self._emit))
-        if self._of_storage.is_writer:
+        if self._writer is not None and self._writer.number:
             step = 0 if self._restored is None else self._restored.step
             self._stages.clean(StepId(step, self._save))
 
@@ -378,7 +386,7 @@ class HostsCheckpointer:
 
     def root_metadata(self) -> ocp.training.RootMetadata:
         """The directory of the steps, and Orbax's metadata of the directory."""
-        noted = read_json(self.directory / "metadata" / "_ROOT_METADATA")
+        noted = read_json(self.directory / "metadata" / "_ROOT_METADATA") or {}
         return ocp.training.RootMetadata(
             directory=self.directory, custom_metadata=noted.get("custom_metadata")
         )
@@ -736,7 +744,8 @@ class HostsCheckpointer:
 
     def let_others_write(self) -> None:
         """Commits nothing more to storage, so that another program may write there."""
-        self._of_storage.close()
+        if self._writer is not None:
+            self._writer.close()
 
     @contextlib.contextmanager
     def _closing(self) -> Iterator[None]:

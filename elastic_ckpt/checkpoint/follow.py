@@ -10,7 +10,7 @@ devices of it:
 The metrics count for the run's retention as if the run had evaluated the step itself.
 
 With the secret of the run, steps are followed in the RAM of its hosts, which save far
-more often than storage does. The run records its agents in storage (`run_agents`); one
+more often than storage does. The run records its agents in storage (`run_files`); one
 of them at a time is asked for its list of steps, and only when that names a new save
 are all asked, and the manifests searched as in a restore (`tiers.find`). RAM is for the
 newest steps, so the newest is always taken. It may be gone before it is read: the
@@ -43,8 +43,8 @@ from elastic_ckpt.steps.manifest import Host, Manifest
 from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.find import FoundStep
-from elastic_ckpt.tiers.peers import peer, peer_client, run_agents, secret
-from elastic_ckpt.tiers.persistent import evaluations, leases, persistent_root
+from elastic_ckpt.tiers.peers import peer, peer_client, secret
+from elastic_ckpt.tiers.persistent import leases, persistent_root, run_files
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 from elastic_ckpt.tiers.persistent.persistent_tier import PersistentTier
 from elastic_ckpt.tiers.ram import machine
@@ -274,9 +274,9 @@ def record_metrics(step: Step | epath.PathLike, metrics: Mapping[str, Any]) -> N
             f"{step} is not a step that a run of this library has committed; name"
             " PERSISTENT_DIRECTORY/<step>"
         )
-    evaluations.record(
+    run_files.record_evaluation(
         root,
-        evaluations.Evaluation(
+        run_files.Evaluation(
             run=run,
             step=number,
             save=save,
@@ -328,7 +328,7 @@ class _Follower:
         self._unreadable: dict[StepId, str] = {}
         # When there was a new step in RAM, or the last look at storage.
         self._looked_secs = -math.inf
-        self._agents = run_agents.RunAgents("", {})
+        self._agents = run_files.RunAgents("", {})
         self._manifests: dict[peer.ManifestKey, Manifest] = {}
         # The later saves that were searched last, and when to search them again.
         self._searched: frozenset[StepId] = frozenset()
@@ -431,7 +431,7 @@ class _Follower:
     def _read_record(self) -> None:
         root = self.root
         try:
-            agents = run_agents.read(root.path)
+            agents = run_files.read_agents(root.path)
             self._agents = agents or self._agents
             if _is_ram_disk(root):
                 return
@@ -445,7 +445,7 @@ class _Follower:
                 "watch_steps: %s names no agents, so steps are followed in storage"
                 " alone; they are recorded with the first step of a run that has"
                 " ec.Local and ec.Peers",
-                root.path / run_agents.FILE,
+                root.path / run_files.AGENTS,
             )
 
     def _in_ram(self) -> Step | None:

@@ -45,7 +45,6 @@ from elastic_ckpt.checkpoint.run_world import RunWorld
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.schedule import BackupClock
 from elastic_ckpt.checkpoint.structure import HostNotes, StepDescription
-from elastic_ckpt.checkpoint.writing import Writing
 from elastic_ckpt.core import (
     background,
     clock,
@@ -57,6 +56,7 @@ from elastic_ckpt.core import (
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers.choices import Chosen
+from elastic_ckpt.tiers.persistent.claims import Writer
 
 T = TypeVar("T")
 
@@ -225,7 +225,7 @@ class SaveStages:
       clock: of backups.
       world: among those of the run.
       emit: called for each event, in the threads of the stages.
-      writing: whether this program may write to storage.
+      writer: of storage; None if this program does not write there.
 
     Attributes:
       committed: the newest step that was committed here; None before the first, and
@@ -241,10 +241,10 @@ class SaveStages:
         clock: BackupClock,
         world: RunWorld,
         emit: events.Emit,
-        writing: Writing,
+        writer: Writer | None,
     ) -> None:
         self.committed: CheckpointMetadata | None = None
-        self._hosts, self._emit, self._writing = hosts, emit, writing
+        self._hosts, self._emit, self._writer = hosts, emit, writer
         self._clock, self._world = clock, world
         self._in_ram = chosen.local is not None
         self._tier = "local" if self._in_ram else "persistent"
@@ -283,9 +283,9 @@ class SaveStages:
 
     def claim(self, line: Line) -> int:
         """Records the line that is saved to; returns the number of the world."""
-        claim = self._writing.claim(line)
+        number = 0 if self._writer is None else self._writer.claim(line)
         self._begins_line = False
-        return 0 if claim is None else claim.number
+        return number
 
     def check(self) -> None:
         """Raises a ReplacedError if a stage found that another start continues."""
@@ -631,8 +631,8 @@ class SaveStages:
         began_secs = clock.monotonic()
         try:
             hold()
-            claim = self._writing.check()
-            assert claim is not None
+            assert self._writer is not None
+            claim = self._writer.check()
             chunks = hosts.first(HostBackup.begin, step_id, claim)
             answers = hosts.all(HostBackup.back_up, step_id)
             files = saving.description.files(chunks)

@@ -19,7 +19,8 @@ from elastic_ckpt.elastic import (
 )
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
 from elastic_ckpt.elastic.hardware import Hardware
-from elastic_ckpt.tiers.peers import agent, run_agents
+from elastic_ckpt.tiers.peers import agent
+from elastic_ckpt.tiers.persistent import run_files
 from elastic_ckpt.tiers.ram import machine
 
 
@@ -145,7 +146,7 @@ class LocalSlices:
         memory = self._owned.memory
         roots = [] if memory is None else map(memory.root, self._agents)
         for root, url in itertools.product(roots, agents):
-            run_agents.forget(root, url)
+            run_files.forget_agent(root, url)
 
     def drop_memory(self, number: int) -> None:
         """Removes the memory of a slice of this machine: a fault, or it is gone."""

@@ -8,6 +8,7 @@ step may lie in any of them. Inspection only reads, and does not disturb a runni
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
@@ -21,10 +22,11 @@ from elastic_ckpt.steps.search import Looked
 from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.find import FoundStep
-from elastic_ckpt.tiers.peers import peer_client, run_agents, secret
+from elastic_ckpt.tiers.peers import peer_client, secret
 from elastic_ckpt.tiers.peers.peer import Peer
 from elastic_ckpt.tiers.persistent import persistent_root
 from elastic_ckpt.tiers.persistent.persistent_tier import PersistentTier
+from elastic_ckpt.tiers.persistent.run_files import read_agents
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt.tiers.ram.ram_disk import RamDisk
 from elastic_ckpt.tiers.source import Copy, Leftover, Offered
@@ -62,7 +64,7 @@ class Locations:
         return {
             step: str(each.root.final(step))
             for each in self._stored
-            for step in each.foreign_steps()
+            for step in each.foreign_saves()
         }
 
     @functools.cached_property
@@ -130,7 +132,7 @@ def opened(
     ram = (storage.absolute(each) for of in records.values() for each in of.ram)
     disks = [each for each in ram if each not in map(storage.absolute, given)]
     places: list[epath.PathLike] = [*of_runs, *given, *filter(is_ram_disk, disks)]
-    agents = list(filter(None, map(run_agents.read, places))) if secret_file else []
+    agents = list(filter(None, map(read_agents, places))) if secret_file else []
     names = [*map(find_run, places), *(each.run for each in agents)]
     # Without a manifest there are only steps of plain Orbax.
     run = next(filter(None, names), "")
@@ -168,7 +170,8 @@ def at_path(path: epath.PathLike, *, run: str) -> Location:
         or persistent_root.manifest_names(directory)
     ):
         root = persistent_root.PersistentRoot.from_path(directory.parent)
-        return PersistentTier(root, run=run, only=int(directory.name))
+        only = dataclasses.replace(root, only=int(directory.name))
+        return PersistentTier(only, run=run)
     if not directory.is_dir():
         raise errors.CheckpointError(
             f"{path}: there is no such directory; name that of a run, a RAM disk, the"

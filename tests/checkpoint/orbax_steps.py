@@ -109,7 +109,6 @@ def save(root, trees, *, step=5, num_hosts=2, metrics=None):
     upload.commit(
         root,
         saved,
-        hosts=[f"m{number}.0" for number in range(num_hosts)],
         orbax_files=orbax_format.metadata_files(
             trees,
             ["data"],

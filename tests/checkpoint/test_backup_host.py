@@ -9,7 +9,8 @@ import pytest
 from elastic_ckpt.checkpoint import backup_host
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers import find, preserved
-from elastic_ckpt.tiers.peers import agent, peer_client, run_agents, secret
+from elastic_ckpt.tiers.peers import agent, peer_client, secret
+from elastic_ckpt.tiers.persistent import run_files
 from elastic_ckpt.tiers.ram import ram_disk
 from tests.tiers import served, tiered_steps
 
@@ -31,8 +32,8 @@ class Run:
             secret.adopt(root, known)
             service = agent.Service(root=str(root))
             urls.append(stack.enter_context(served.serving(service)).url)
-        seen = {"m": run_agents.Seen(urls[0], 1.0)}
-        run_agents.write(self.steps, run_agents.RunAgents(tiered_steps.RUN, seen))
+        seen = {"m": run_files.Seen(urls[0], 1.0)}
+        run_files.write_agents(self.steps, run_files.RunAgents(tiered_steps.RUN, seen))
         client = peer_client.PeerClient(known, timeout_secs=600)
         stack.callback(client.close)
         self.urls, self.client = urls[1:], client

@@ -60,7 +60,7 @@ def test_a_removal_that_was_cut_short_is_finished_by_the_next_one(bucket, tmp_pa
         tiered_steps.save(run, 3)
         # As a world leaves it that is killed meanwhile: of step 2 some files are left.
         of_killed = Line(save=f"{1:015d}", parents=())
-        killed = leases.removing(root, [2], of_killed, watch=leases.Watch())
+        killed = leases.removing(root, [2], of_killed, watch={})
         killed.__enter__()
         storage.write_atomic(root.final(2) / "state" / "d" / "x", b"")
         assert [each.step for each in root.leftovers()] == [2]

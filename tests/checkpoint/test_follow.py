@@ -12,8 +12,7 @@ import elastic_ckpt as ec
 from benchmarks.relay import Relay
 from elastic_ckpt import frontend
 from elastic_ckpt.core import errors
-from elastic_ckpt.tiers.peers import run_agents
-from elastic_ckpt.tiers.persistent import leases
+from elastic_ckpt.tiers.persistent import leases, run_files
 from tests.tiers import tiered_steps
 
 # Orbax warns about loads without a sharding.
@@ -175,12 +174,12 @@ def test_only_leaves_that_changed_are_moved(tmp_path):
         checkpointer = stack.enter_context(running(tmp_path, keep=3))
         checkpointer.save(1, state(1))
         checkpointer.wait()
-        agents = run_agents.read(tmp_path / "steps")
+        agents = run_files.read_agents(tmp_path / "steps")
         ((machine, url),) = agents.urls.items()
         relay = stack.enter_context(Relay(url))
-        of_relay = {machine: run_agents.Seen(relay.url, 0)}
-        relayed = run_agents.RunAgents(agents.run, of_relay)
-        run_agents.write(tmp_path / "steps", relayed)
+        of_relay = {machine: run_files.Seen(relay.url, 0)}
+        relayed = run_files.RunAgents(agents.run, of_relay)
+        run_files.write_agents(tmp_path / "steps", relayed)
         # One look at a time, so that waiting moves nothing.
         steps = followed(tmp_path, timeout_secs=0, after=0)
         stack.callback(steps.close)
@@ -230,7 +229,7 @@ def test_steps_in_storage_are_followed_under_a_lease_also_those_of_plain_orbax(
         numbers.append(step.step)
     assert numbers == [2, 4, 5]
     assert not list((tmp_path / "steps" / leases.DIRECTORY).iterdir())
-    (tmp_path / "steps" / run_agents.FILE).unlink(missing_ok=True)
+    (tmp_path / "steps" / run_files.AGENTS).unlink(missing_ok=True)
     assert next(followed(tmp_path, after=4, timeout_secs=0)).step == 5
     warnings = [each.getMessage() for each in caplog.records]
     assert any("agents.json names no agents" in each for each in warnings)

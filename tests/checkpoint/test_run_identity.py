@@ -8,7 +8,7 @@ import pytest
 
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors
-from elastic_ckpt.tiers import run_identity
+from elastic_ckpt.tiers.persistent import run_files
 from tests import shared_memory
 
 
@@ -88,16 +88,16 @@ def test_storage_alone_and_storage_that_is_added_have_the_identity(tmp_path, ram
 
 
 def disk(name, *, identity=None):
-    known = identity and run_identity.Identity(name=identity, is_stored=True)
-    return run_identity.Place(directory=name, identity=known)
+    known = identity and run_files.Identity(name=identity, is_stored=True)
+    return run_files.Place(directory=name, identity=known)
 
 
 def test_the_disks_of_hosts_without_storage_are_of_one_run():
     disks = [disk("a", identity="1"), disk("b"), disk("c", identity="1")]
-    agreed = run_identity.agreed(None, disks, fresh="2")
+    agreed = run_files.agreed(None, disks, fresh="2")
     assert agreed == disks[0].identity
     disks[1] = disk("b", identity="3")
     with pytest.raises(
         errors.RunError, match="host 1: b contains steps of another run"
     ):
-        run_identity.agreed(None, disks, fresh="2")
+        run_files.agreed(None, disks, fresh="2")

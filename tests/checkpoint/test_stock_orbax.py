@@ -66,7 +66,7 @@ def test_orbax_finds_only_committed_steps_and_cleans_the_others_away(kind, tmp_p
     root = root_of(kind, tmp_path)
     orbax_steps.save(root, trees(), step=5)
     orbax_steps.save(root, trees(), step=6)
-    root.uncommit(6)
+    root.uncommit(root.final(6))
     context = ocp.Context()
     mode = ocp.options.AtomicityMode
     context.atomicity.mode = (
@@ -92,5 +92,5 @@ def test_orbax_goes_on_in_our_directory_and_its_steps_are_foreign(tmp_path):
         assert [each.step for each in stock.checkpoints] == [5, 6]
     tier = persistent_tier.PersistentTier(root, run=orbax_steps.RUN)
     assert tier.steps() == [5]
-    assert tier.foreign_steps() == [6]
+    assert list(tier.foreign_saves()) == [6]
     assert [each.step for each in tier.held(Line(save="", parents=()))] == [5]

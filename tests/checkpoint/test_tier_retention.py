@@ -12,9 +12,9 @@ from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import (
-    evaluations,
     persistent_root,
     persistent_tier,
+    run_files,
     upload,
 )
 from tests.recorded_events import RecordedEvents
@@ -91,7 +91,7 @@ def test_steps_of_others_and_the_step_of_a_damaged_newer_one_stay(tmp_path):
         # Step 1 is another run's.
         saved = uploaded.saved_step(1)
         uploaded.write_all(root, saved, uploaded.hosts(2))
-        uploaded.commit_all(root, saved, uploaded.hosts(2))
+        uploaded.commit_all(root, saved)
         assert persistent_tier.PersistentTier(root, run="x").steps() == [1]
         tiered_steps.save(checkpointer, 2, 3)
     assert stored(tmp_path) == [0, 1, 3]
@@ -150,7 +150,7 @@ def test_storage_that_is_away_or_refuses_is_told_and_training_goes_on(
             assert in_ram(tmp_path) == [1]
             assert stored(tmp_path) == []
             patch.undo()
-            patch.setattr(persistent_tier.PersistentTier, "remove", refuse)
+            patch.setattr(persistent_root.PersistentRoot, "remove", refuse)
             tiered_steps.save(checkpointer, 2, 3)
     # Steps that cannot be removed are told, and the backups count.
     assert stored(tmp_path) == [2, 3]
@@ -219,7 +219,7 @@ def test_metrics_need_storage_and_if_it_is_away_the_run_goes_on(tmp_path, monkey
         raise OSError(5, "storage is away")
 
     with opened(tmp_path, emit=recorded) as checkpointer:
-        monkeypatch.setattr(evaluations, "record", away)
+        monkeypatch.setattr(run_files, "record_evaluation", away)
         checkpointer.record_metrics(1, {"loss": 0.1})
     (event,) = recorded.named("degraded")
     assert "its metrics were not recorded: host 0: [Errno 5]" in event["why"]

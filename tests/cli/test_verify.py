@@ -11,7 +11,7 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.inspect import tier_locations, verification
 from elastic_ckpt.steps.manifest import Manifest, Parts, write_manifest
-from elastic_ckpt.tiers.peers import run_agents
+from elastic_ckpt.tiers.persistent import run_files
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt.training import schema
 from tests import runs
@@ -227,8 +227,8 @@ def test_peer_is_read_through_its_agent_with_the_secret_from_a_file(saved):
     path = in_ram(saved) / "state" / "params" / "b" / "c" / "0"
     path.write_bytes(path.read_bytes() + b"more")
     with served.agent_process(saved / "ram") as (_, url):
-        agents = run_agents.RunAgents(tiered_steps.RUN, {"a": run_agents.Seen(url, 0)})
-        run_agents.write(saved / "steps", agents)
+        agents = run_files.RunAgents(tiered_steps.RUN, {"a": run_files.Seen(url, 0)})
+        run_files.write_agents(saved / "steps", agents)
         by_peer = [saved / "steps", "--secret-file", saved / "ram" / "secret"]
         longer, flipped = sorted(problems(*by_peer), key=lambda each: each["part"])
         assert flipped["path"].startswith(f"{url}/hosts/0/2-")

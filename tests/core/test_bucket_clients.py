@@ -83,7 +83,7 @@ def test_a_store_that_is_out_of_reach_is_one_clear_error(failures, away):
     tier = persistent_tier.PersistentTier(root, run="run")
     for failure in [*failures, PermissionError(13, "Permission denied")]:
         away(failure)
-        with pytest.raises(errors.CheckpointError, match="cannot be listed"):
+        with pytest.raises(errors.CheckpointError, match="cannot be read or listed"):
             tier.steps()
         (problem,) = tier.offers(3).problems
         assert "cannot be" in problem

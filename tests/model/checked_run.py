@@ -360,7 +360,7 @@ class CheckedRun:
         # One that was being replaced may be set aside, or its successor is there, if
         # only in part; and a removal that was cut short is finished by the next one.
         numbers = {save.step for save in read}
-        announced = list((self.sim.storage / leases.DIRECTORY).glob("removing-*"))
+        announced = list((self.sim.storage / leases.DIRECTORY).glob("*.removing"))
         root = persistent_root.PersistentRoot(
             path=storage.absolute(self.sim.storage), in_place=self.sim.in_place
         )

@@ -55,9 +55,9 @@ from elastic_ckpt.core import (
 )
 from elastic_ckpt.core.allgather import HostTree
 from elastic_ckpt.steps.manifest import Leaf
-from elastic_ckpt.tiers import choices, run_identity, source
+from elastic_ckpt.tiers import choices, source
 from elastic_ckpt.tiers.peers import agent, agent_server, peer_client
-from elastic_ckpt.tiers.persistent import persistent_root
+from elastic_ckpt.tiers.persistent import persistent_root, run_files
 from elastic_ckpt.tiers.persistent.claims import Claimant
 from elastic_ckpt.tiers.ram import machine, ram_disk
 from tests import seams
@@ -721,7 +721,7 @@ class Simulation:
             self.hosts,
             chosen,
             run=RUN,
-            found=run_identity.find_run(chosen),
+            found=run_files.find_run(chosen),
             layouts=NoLayouts(),
             world=RunWorld(
                 claimant=self._claimant(),

@@ -239,7 +239,7 @@ def test_storage_out_of_reach_is_told_and_what_is_in_ram_is_restored(saved):
     try:
         assert saved.restore("all tiers", None) == 2
         told = [each["why"] for name, each in saved.sim.events if name == "degraded"]
-        unlisted = f"the steps in {saved.sim.storage} cannot be listed"
+        unlisted = f"{saved.sim.storage} cannot be read or listed"
         assert any(why.startswith(unlisted) for why in told), told
         saved.sim.end()
         with pytest.raises(errors.CheckpointError, match="no step is complete in RAM"):

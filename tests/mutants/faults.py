@@ -104,22 +104,22 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "two programs write to one directory",
         "elastic_ckpt/tiers/persistent/claims.py",
-        "        if not may_follow:",
-        "        if may_follow is None:",
+        "            if not may_follow and before.process != own.process:",
+        "            if may_follow is None:",
         ("tests/checkpoint/test_one_writer.py",),
     ),
     Fault(
         "two starts claim one world",
         "elastic_ckpt/tiers/persistent/records.py",
-        "            return read(self.path(number)) == record",
-        "            return True",
+        "        is_own = is_created or read(path) == record",
+        "        is_own = True",
         ("tests/tiers/test_records.py", "tests/model/test_leader_claims.py"),
     ),
     Fault(
         "a start does not notice that it was replaced",
         "elastic_ckpt/tiers/persistent/claims.py",
-        "    if not is_own or there.path(own.number + 1).exists():",
-        "    if not is_own or there.path(own.number + 2).exists():",
+        "    if own is None or there.path(number + 1).exists():",
+        "    if own is None or there.path(number + 2).exists():",
         ("tests/tiers/test_records.py", "tests/checkpoint/test_one_writer.py"),
     ),
     Fault(

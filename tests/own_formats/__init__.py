@@ -22,15 +22,13 @@ from elastic_ckpt.core import checked_json, errors, process
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.steps.manifest import read_manifest
 from elastic_ckpt.steps.step import Line, StepId
-from elastic_ckpt.tiers import run_identity
-from elastic_ckpt.tiers.peers import run_agents
 from elastic_ckpt.tiers.persistent import (
     claims,
-    evaluations,
     orbax_view,
     persistent_root,
     records,
 )
+from elastic_ckpt.tiers.persistent import run_files as beside_steps
 from tests.tiers import saved_worlds
 
 STEPS = pathlib.Path(steps_room.__file__).parent
@@ -111,17 +109,17 @@ STATE = {
     "ema": (np.array([1.5, -2.0], ml_dtypes.bfloat16), None),
     "steps": [3, True, "text", np.int64(7)],
 }
-IDENTITY = run_identity.Identity(
+IDENTITY = beside_steps.Identity(
     name="0123456789abcdef0123456789abcdef", is_stored=True
 )
-EVALUATION = evaluations.Evaluation(
+EVALUATION = beside_steps.Evaluation(
     run="run-7", step=40, save="000000000000003", metrics='{"loss":2}'
 )
-AGENTS = run_agents.RunAgents(
+AGENTS = beside_steps.RunAgents(
     "run-7",
     {
-        "host-01": run_agents.Seen("http://10.0.0.1:9000", 1_790_000_000.5),
-        "host-02": run_agents.Seen("http://[::1]:9", 1_790_000_000.5),
+        "host-01": beside_steps.Seen("http://10.0.0.1:9000", 1_790_000_000.5),
+        "host-02": beside_steps.Seen("http://[::1]:9", 1_790_000_000.5),
     },
 )
 RECORD = run_files.RunRecord(
@@ -177,7 +175,7 @@ def _read_state(directory):
 def _read_evaluations(directory):
     root = persistent_root.PersistentRoot.from_path(directory)
     line = Line(save="000000000000003", parents=())
-    return evaluations.counted(root, line, run="run-7")
+    return beside_steps.evaluations(root, line, run="run-7")
 
 
 def _read_listed(directory):
@@ -227,13 +225,13 @@ OWN = {
     ),
     "identity of a run": OwnFormat(
         golden="run_v1.json",
-        file=run_identity.FILE,
+        file=beside_steps.IDENTITY,
         value=IDENTITY,
         content=_written(
-            run_identity.FILE,
-            lambda path: run_identity.keep(path, IDENTITY, is_first=True),
+            beside_steps.IDENTITY,
+            lambda path: beside_steps.keep(path, IDENTITY, is_first=True),
         ),
-        read=lambda directory: run_identity.of_storage(directory).identity,
+        read=lambda directory: beside_steps.place(directory).identity,
         page=STEPS / "FORMAT.md",
     ),
     "claim of a world": OwnFormat(
@@ -256,7 +254,7 @@ OWN = {
         value=[(40, '{"loss":2}')],
         content=_written(
             "evaluations/40-000000000000003.json",
-            lambda path: evaluations.record(
+            lambda path: beside_steps.record_evaluation(
                 persistent_root.PersistentRoot.from_path(path), EVALUATION
             ),
         ),
@@ -265,10 +263,12 @@ OWN = {
     ),
     "agents of a run": OwnFormat(
         golden="agents_v1.json",
-        file=run_agents.FILE,
+        file=beside_steps.AGENTS,
         value=AGENTS,
-        content=_written(run_agents.FILE, lambda path: run_agents.write(path, AGENTS)),
-        read=run_agents.read,
+        content=_written(
+            beside_steps.AGENTS, lambda path: beside_steps.write_agents(path, AGENTS)
+        ),
+        read=beside_steps.read_agents,
         page=STEPS / "FORMAT.md",
     ),
     "list of Orbax's files": OwnFormat(

@@ -6,7 +6,7 @@ import pytest
 from elastic_ckpt.core import storage
 from elastic_ckpt.steps import retention
 from elastic_ckpt.steps.step import Line
-from elastic_ckpt.tiers.persistent import evaluations, persistent_root
+from elastic_ckpt.tiers.persistent import persistent_root, run_files
 from tests.tiers import uploaded
 
 SAVE = f"{100:015d}"
@@ -26,9 +26,9 @@ def committed(root, *steps, save=SAVE):
 
 
 def record(root, step, loss, *, save=SAVE, run=uploaded.RUN):
-    evaluations.record(
+    run_files.record_evaluation(
         root,
-        evaluations.Evaluation(
+        run_files.Evaluation(
             run=run, step=step, save=save, metrics=f'{{"loss":{loss}}}'
         ),
     )
@@ -36,7 +36,7 @@ def record(root, step, loss, *, save=SAVE, run=uploaded.RUN):
 
 def metrics(root, line=LINE, saved=None):
     """By step, the metrics that retention sees."""
-    counted = evaluations.counted(root, line, run=uploaded.RUN)
+    counted = run_files.evaluations(root, line, run=uploaded.RUN)
     evaluated = {step: json.loads(text) for step, text in counted}
     beginning = datetime.datetime.fromtimestamp(0, datetime.UTC)
     steps = [
@@ -72,7 +72,7 @@ def test_evaluations_go_with_their_step_and_do_not_pass_on_to_another(root):
     committed(root, 1, 2, 4)
     for step in (2, 3, 4):
         record(root, step, step / 10)
-    evaluations.forget(root, {2}, LINE)
+    run_files.forget_evaluations(root, {2}, LINE)
     storage.remove(root.final(2))
     assert metrics(root) == {1: None, 4: {"loss": 0.4}}
     assert waiting(root) == [f"4-{SAVE}.json"]
@@ -89,11 +89,11 @@ def test_what_an_abandoned_or_replaced_world_recorded_does_not_count(root):
     assert metrics(root, line) == {2: {"loss": 0.2}, 4: None}
     # Nor does the old world count those of the new one, or remove them.
     assert metrics(root) == {2: {"loss": 0.2}, 4: {"loss": 0.1}}
-    evaluations.forget(root, {2, 4}, LINE)
+    run_files.forget_evaluations(root, {2, 4}, LINE)
     assert waiting(root) == [f"3-{newer}.json"]
     # Those that the new line has passed go.
     record(root, 4, 0.1)
-    evaluations.forget(root, (), line)
+    run_files.forget_evaluations(root, (), line)
     assert waiting(root) == [f"3-{newer}.json"]
 
 

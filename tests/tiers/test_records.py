@@ -11,8 +11,6 @@ import pytest
 
 from elastic_ckpt.core import clock, errors, storage
 from elastic_ckpt.steps.step import Line, StepId
-from elastic_ckpt.tiers.peers import run_agents
-from elastic_ckpt.tiers.peers.run_agents import RunAgents
 from elastic_ckpt.tiers.persistent import (
     claims,
     leases,
@@ -20,8 +18,10 @@ from elastic_ckpt.tiers.persistent import (
     persistent_tier,
     records,
     retries,
+    run_files,
     upload,
 )
+from elastic_ckpt.tiers.persistent.run_files import RunAgents
 from tests.tiers import uploaded
 from tests.tiers.test_evaluations import committed
 
@@ -48,17 +48,17 @@ class TestClaims:
         steps = steps_in(place)
         assert claims.newest(steps) is None
         old = begin(steps, "a")
-        first = old.claim(line_of("8"))
-        assert claims.newest(steps) == first
-        claims.check(steps, first)
+        assert old.claim(line_of("8")) == 1
+        first = claims.newest(steps)
+        assert (first.number, first.line) == (1, line_of("8"))
+        claims.check(steps, 1)
         new = begin(steps, "b")
         # Until it has a line of its own, that of the world before counts.
         assert claims.newest(steps).line == line_of("8")
-        second = new.claim(line_of("9"))
-        assert claims.newest(steps) == second
-        assert [first.number, second.number] == [1, 2]
+        assert new.claim(line_of("9")) == 2
+        assert claims.newest(steps).line == line_of("9")
         for act in (
-            lambda: claims.check(steps, first),
+            lambda: claims.check(steps, 1),
             old.check,
             # Its clock may be ahead.
             lambda: old.claim(line_of("99")),
@@ -68,21 +68,21 @@ class TestClaims:
                 act()
         assert claims.is_replaced(steps, 1)
         assert not claims.is_replaced(steps, 2)
-        claims.check(steps, second)
+        claims.check(steps, 2)
         new.close()
         with pytest.raises(errors.CheckpointError, match="was closed before"):
-            claims.check(steps, second)
+            claims.check(steps, 2)
 
     def test_a_start_claims_each_of_its_worlds(self, tmp_path):
         begin(tmp_path).claim(line_of("8"))
-        second = begin(tmp_path, has_claimed=True).claim(line_of("9"))
-        assert second.number == 2
+        assert begin(tmp_path, has_claimed=True).claim(line_of("9")) == 2
+        second = claims.newest(tmp_path)
         assert not claims.is_replaced(tmp_path, 1)
         # Another start, whose search was before that, has lost.
         other = begin(tmp_path, "b")
         with pytest.raises(errors.ReplacedError):
             other.claim(line_of("9"))
-        assert other.claim(line_of("95")).number == 3
+        assert other.claim(line_of("95")) == 3
         assert claims.newest(tmp_path).begun_ms == second.begun_ms
 
     def test_one_of_two_simultaneous_starts_writes(self, tmp_path, monkeypatch):
@@ -117,10 +117,10 @@ class TestClaims:
 
         with monkeypatch.context() as patch:
             patch.setattr(storage, "write_atomic", lose)
-            with pytest.raises(OSError, match="the answer is lost"):
+            with pytest.raises(errors.CheckpointError, match="the answer is lost"):
                 writer.claim(line_of("8"))
         assert claims.newest(tmp_path).line == line_of("8")
-        assert writer.claim(line_of("8")) == claims.newest(tmp_path)
+        assert writer.claim(line_of("8")) == 1
 
     def test_a_damaged_claim_or_storage_out_of_reach_is_an_error(
         self, tmp_path, monkeypatch
@@ -141,7 +141,9 @@ class TestClaims:
 
     def test_a_list_that_lags_hides_no_claim(self, tmp_path, monkeypatch):
         for save in ("5", "6", "7"):
-            newest = begin(tmp_path).claim(line_of(save))
+            begin(tmp_path).claim(line_of(save))
+        newest = claims.newest(tmp_path)
+        assert newest.number == 3
         # As in a bucket.
         monkeypatch.setattr(storage, "is_local", lambda _: False)
         monkeypatch.setattr(records.Records, "numbers", lambda _: [1])
@@ -150,7 +152,7 @@ class TestClaims:
 
 def removing(root, steps, save):
     """Announces removals, as a world of this save does; yields leased steps."""
-    return leases.removing(root, steps, line_of(save), watch=leases.Watch())
+    return leases.removing(root, steps, line_of(save), watch={})
 
 
 def lease(path, act=lambda: None, **options):
@@ -173,22 +175,22 @@ class TestLeases:
         return root
 
     def test_a_step_is_leased_while_the_block_runs(self, root):
-        watch = leases.Watch()
+        watch = {}
         with leases.lease(root.final(1)) as path:
             assert path == root.final(1)
             with leases.lease(root.final(1)), leases.lease(root.final(2)):
-                assert watch.leased(root) == {1, 2}
-            assert watch.leased(root) == {1}
+                assert leases.leased(root, watch) == {1, 2}
+            assert leases.leased(root, watch) == {1}
             # A removal sees it, announced before or after.
             with removing(root, [1], NOW) as leased:
                 assert leased == {1}
-        assert watch.leased(root) == set()
+        assert leases.leased(root, watch) == set()
         # Also by the path of a part; but not a step of another program.
         for part in ("", "state"):
             with leases.leased_if_ours(root.final(1) / part):
-                assert leases.Watch().leased(root) == {1}
+                assert leases.leased(root, {}) == {1}
         with leases.leased_if_ours(root.final(2)):
-            assert leases.Watch().leased(root) == set()
+            assert leases.leased(root, {}) == set()
         assert lease_files(root) == []
 
     def test_a_step_that_is_being_removed_or_is_not_there_is_not_leased(
@@ -209,7 +211,7 @@ class TestLeases:
     ):
         now_secs = 0.0
         monkeypatch.setattr(clock, "monotonic", lambda: now_secs)
-        watch = leases.Watch()
+        watch = {}
         held = leases.lease(root.final(1), duration_secs=100.0)
         held.__enter__()
         (name,) = lease_files(root)
@@ -222,9 +224,9 @@ class TestLeases:
             storage.write_atomic(path, records.to_bytes(there))
             for secs in times:
                 now_secs = secs
-                assert watch.leased(root) == {1}
+                assert leases.leased(root, watch) == {1}
         now_secs = 251.0
-        assert watch.leased(root) == set()
+        assert leases.leased(root, watch) == set()
         assert lease_files(root) == []
         # Its holder finds that it was lost.
         with pytest.raises(errors.CheckpointError, match="was lost while it was read"):
@@ -239,21 +241,21 @@ class TestLeases:
         command = [sys.executable, "-c", program, root.final(1)]
         assert subprocess.run(command, check=False).returncode == -9
         assert len(lease_files(root)) == 1
-        assert leases.Watch().leased(root) == set()
+        assert leases.leased(root, {}) == set()
         assert lease_files(root) == []
 
     def test_a_lease_is_renewed_for_as_long_as_it_takes(self, root, monkeypatch):
         # Often, and yet not lost where a thread waits for seconds.
         monkeypatch.setattr(records, "_RENEWALS", 10_000)
         monkeypatch.setattr(clock, "monotonic", lambda: 0.0)
-        watch, contents = leases.Watch(), set()
+        watch, contents = {}, set()
         with leases.lease(root.final(1), duration_secs=600.0):
             (name,) = lease_files(root)
             deadline = time.monotonic() + 600
             while len(contents) < 3:
                 assert time.monotonic() < deadline, "it is not renewed"
                 contents.add((root.path / leases.DIRECTORY / name).read_bytes())
-                assert watch.leased(root) == {1}
+                assert leases.leased(root, watch) == {1}
 
     @pytest.mark.parametrize("loss", ["removed", "saved again", "expired"])
     def test_a_reader_whose_lease_was_lost_gets_an_error(self, root, loss):
@@ -274,10 +276,12 @@ class TestLeases:
     ):
         killed = removing(root, [1], OLD)
         killed.__enter__()
-        assert lease_files(root) == [f"removing-{OLD}.json"]
+        assert lease_files(root) == [f"1-{OLD}.removing"]
         # It had begun with step 3.
         storage.write_atomic(root.final(3) / "state" / "x", b"")
-        with removing(root, [2], NOW), pytest.raises(leases.StepGoneError):
+        with pytest.raises(leases.StepGoneError):
+            lease(root.final(1))
+        with removing(root, [2], NOW):
             lease(root.final(1))
         assert lease_files(root) == []
 
@@ -313,20 +317,25 @@ def test_what_a_replaced_start_still_uploads_in_place_does_not_count(tmp_path):
     for each in late:
         each.begin()
         uploaded.put(each, old, chunks[0], seed=1)
+    # What it would write last.
+    last = late[1].finish()
+    storage.remove(root.final(5) / "manifest-m3.0")
     new = claimed("9")
     # Its file gives way to that of the start that continues.
     storage.write_atomic(root.final(5) / path, b"of a replaced start")
     uploaded.write_all(root, new, hosts[:3])
-    uploaded.commit_all(root, new, hosts[:3])
+    uploaded.commit_all(root, new)
     committed = contents(root.final(5))
     # The commit has removed its store.
     with pytest.raises(errors.CheckpointError, match="NOT_FOUND"):
         uploaded.put(late[0], old, chunks[1], seed=1)
     with pytest.raises(errors.ReplacedError, match="as world 2"):
         late[0].write([upload.Part(*file, b"")], [np.zeros(7, np.uint8)])
-    with pytest.raises(errors.ReplacedError, match="as world 2"):
-        late[0].finish()
-    late[1].finish()
+    for each in late:
+        with pytest.raises(errors.ReplacedError, match="as world 2"):
+            each.finish()
+    # It was about to write when the other one began.
+    storage.write_atomic(root.final(5) / "manifest-m3.0", last.to_bytes())
     now = contents(root.final(5))
     assert {name: now[name] for name in committed} == committed
     # Its name is the first of all manifests.
@@ -343,14 +352,14 @@ DAY = 24 * 3600.0
 
 
 def seen(url, days_ago=0):
-    return run_agents.Seen(url, DAY * (1000 - days_ago))
+    return run_files.Seen(url, DAY * (1000 - days_ago))
 
 
 class TestAgents:
     """The record of a run's agents, in storage and in each RAM disk."""
 
     def test_each_world_replaces_it_and_one_without_agents_has_none(self, tmp_path):
-        assert run_agents.read(tmp_path) is None
+        assert run_files.read_agents(tmp_path) is None
         old = {
             "m1": seen("http://a", 3),
             "m2": seen("http://b"),
@@ -358,29 +367,35 @@ class TestAgents:
         }
         for these in (old, {"m1": seen("http://d")}):
             agents = RunAgents("mine", these)
-            run_agents.write(tmp_path, agents)
-            assert run_agents.read(tmp_path) == agents
+            run_files.write_agents(tmp_path, agents)
+            assert run_files.read_agents(tmp_path) == agents
         assert RunAgents("mine", old).urls == {"m2": "http://b", "m3": "http://c"}
-        run_agents.forget(tmp_path, "http://e")
-        run_agents.forget(tmp_path, "http://d")
-        assert run_agents.read(tmp_path) is None
+        run_files.forget_agent(tmp_path, "http://e")
+        run_files.forget_agent(tmp_path, "http://d")
+        assert run_files.read_agents(tmp_path) is None
 
     def test_an_altered_record_is_an_error_in_storage_and_none_in_ram(self, tmp_path):
-        run_agents.write(tmp_path, RunAgents("mine", {"m1": seen("http://a:8470")}))
-        path = tmp_path / run_agents.FILE
+        run_files.write_agents(
+            tmp_path, RunAgents("mine", {"m1": seen("http://a:8470")})
+        )
+        path = tmp_path / run_files.AGENTS
         for content in (path.read_bytes().replace(b"8470", b"8471"), b"", b"[1]"):
             path.write_bytes(content)
-            with pytest.raises(errors.CheckpointError, match="writes it anew"):
-                run_agents.read(tmp_path)
-            assert run_agents.known(tmp_path) == {}
+            with pytest.raises(
+                errors.CheckpointError, match="restore the file from a copy"
+            ):
+                run_files.read_agents(tmp_path)
+            assert run_files.known_agents(tmp_path) == {}
 
     def test_of_an_agent_that_moved_the_last_place_counts_for_two_weeks(self):
         old, new = {"m1": seen("http://a", 3)}, {"m1": seen("http://b", 2)}
         now_secs = 1000 * DAY
         for recorded in ([old, new], [new, old]):
-            assert run_agents.joined(recorded, {}, now_secs=now_secs) == new
-        agents = run_agents.joined([old, new], {"m1": "http://c"}, now_secs=now_secs)
+            assert run_files.joined_agents(recorded, {}, now_secs=now_secs) == new
+        agents = run_files.joined_agents(
+            [old, new], {"m1": "http://c"}, now_secs=now_secs
+        )
         assert agents == {"m1": seen("http://c")}
         recorded = [{"m1": seen("http://a", 13), "m2": seen("http://b", 15)}]
-        joined = run_agents.joined(recorded, {}, now_secs=now_secs)
+        joined = run_files.joined_agents(recorded, {}, now_secs=now_secs)
         assert list(joined) == ["m1"]

@@ -89,11 +89,10 @@ def write_all(root, saved, world, **options):
         write(root, saved, host, share, **options)
 
 
-def commit_all(root, saved, world, **options):
+def commit_all(root, saved, **options):
     upload.commit(
         root,
         saved,
-        hosts=[host.id for host in world],
         orbax_files={"_CHECKPOINT_METADATA": b'{"commit_timestamp_nsecs": 1000000}'},
         **options,
     )

@@ -83,14 +83,14 @@ def test_run_begins_with_a_step_of_ours_and_reads_it_once(
     read = loading.load
 
     def load_leased(*arguments, **options):
-        leased.append(leases.Watch().leased(root))
+        leased.append(leases.leased(root, {}))
         return read(*arguments, **options)
 
     monkeypatch.setattr(loading, "load", load_leased)
     keys = {"init_from": str(step), "steps": 1}
     check_begun(begun(configured(tmp_path / "begun", corpus, **keys)), saved["params"])
     # Its run does not remove it meanwhile.
-    assert (leased, leases.Watch().leased(root)) == ([{2}], set())
+    assert (leased, leases.leased(root, {})) == ([{2}], set())
     jobs.trained(jobs.assembled(configured(tmp_path / "run", corpus, **keys)))
     told = []
 

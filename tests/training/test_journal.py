@@ -102,7 +102,7 @@ def claim(config, save):
     writer = claims.Writer(steps, run="a", claimant=start)
     writer.begin()
     claimed = writer.claim(Line(save=save, parents=()))
-    return {"world": claimed.number, "step": 0}
+    return {"world": claimed, "step": 0}
 
 
 def two_starts(config):

@@ -11,8 +11,7 @@ from etils import epath
 
 from elastic_ckpt.checkpoint.host.verified_read import BadCopy
 from elastic_ckpt.steps.step import Line, StepId
-from elastic_ckpt.tiers.peers.run_agents import Seen
-from elastic_ckpt.tiers.run_identity import Place
+from elastic_ckpt.tiers.persistent.run_files import Place, Seen
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +22,7 @@ class Introduction:
       machine: the id of the machine's memory.
       secret: of the run, if the machine has one.
       fresh_secret: for a run without one.
-      agents: that this machine has recorded; see `run_agents`.
+      agents: that this machine has recorded; see `run_files`.
       now_secs: the time, in seconds since 1970.
       fresh_identity: the name of an identity, for a run without one.
       disk: the RAM disk of the machine.

@@ -25,12 +25,12 @@ from elastic_ckpt.steps import layout, owners, retention
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers import preserved
-from elastic_ckpt.tiers.peers import run_agents
 from elastic_ckpt.tiers.persistent import (
     claims,
-    evaluations,
     leases,
     persistent_root,
+    persistent_tier,
+    run_files,
     upload,
 )
 from elastic_ckpt.tiers.persistent.retries import PATIENT
@@ -54,12 +54,15 @@ class HostBackup:
 
     def __init__(self, world: HostWorld) -> None:
         assert world.root is not None
-        assert world.persistent is not None
-        self._world, self._root, self._tier = world, world.root, world.persistent
+        self._world, self._root = world, world.root
         self._arranged: StepId | None = None
-        self._leases = leases.Watch()
+        self._leases: leases.Watch = {}
         assert world.chosen.persistent is not None
         self._keep = world.chosen.persistent.keep
+
+    @property
+    def _tier(self) -> persistent_tier.PersistentTier:
+        return persistent_tier.PersistentTier(self._root, run=self._world.run)
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def clean(self, save: str, restored: StepId | None) -> tuple[tuple[int, str], ...]:
@@ -80,7 +83,8 @@ class HostBackup:
         if world.chosen.local is not None:
             machines = {host.machine for host in world.hosts} & world.agents.keys()
             agents = {machine: world.agents[machine] for machine in machines}
-            run_agents.write(self._root.path, run_agents.RunAgents(world.run, agents))
+            record = run_files.RunAgents(world.run, agents)
+            run_files.write_agents(self._root.path, record)
         for each in self._root.leftovers():
             of_save = each.save or ""
             is_dead = _SAVE.fullmatch(of_save) and of_save < save
@@ -105,14 +109,14 @@ class HostBackup:
         return contents if contents.is_due and not is_there else None
 
     @calls.call(limit_secs=calls.LONG_SECS)
-    def begin(self, step_id: StepId, claim: claims.Claim) -> dict[str, tuple[int, ...]]:
+    def begin(self, step_id: StepId, claim: int) -> dict[str, tuple[int, ...]]:
         """The shapes of the chunks of each array of a step, by its path.
 
         Host 0 runs this first.
 
         Args:
           step_id: the step.
-          claim: of this world.
+          claim: the number of this world.
         """
         contents = self._saved_step(step_id).contents
         self._check(claim)
@@ -168,14 +172,14 @@ class HostBackup:
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def commit(
-        self, step_id: StepId, orbax_files: Mapping[str, str], claim: claims.Claim
+        self, step_id: StepId, orbax_files: Mapping[str, str], claim: int
     ) -> None:
         """Makes a checkpoint of what all hosts have uploaded; one host does it.
 
         Args:
           step_id: the step.
           orbax_files: the texts of the files that Orbax adds to the values, by path.
-          claim: of this world.
+          claim: the number of this world.
 
         Raises:
           CheckpointError: if it cannot be committed.
@@ -191,7 +195,6 @@ class HostBackup:
         upload.commit(
             self._root,
             saved,
-            hosts=[host.id for host in self._world.hosts],
             orbax_files={path: text.encode() for path, text in orbax_files.items()},
             make_way=make_way,
         )
@@ -241,10 +244,10 @@ class HostBackup:
         with leases.removing(root, numbers, line, watch=self._leases) as leased:
             for each in passed:
                 if each.step not in leased:
-                    root.discard_aside(each)
-            evaluations.forget(root, gone - leased, line)
+                    root.remove(root.aside(each))
+            run_files.forget_evaluations(root, gone - leased, line)
             for number in gone - leased:
-                tier.remove(number)
+                root.remove(root.final(number))
 
     @calls.call()
     def holds(self, step_id: StepId) -> bool:
@@ -278,32 +281,30 @@ class HostBackup:
           CheckpointError: if a program reads it under a lease.
         """
         root = self._root
-        with leases.removing(root, {step}, line, watch=self._leases) as leased:
-            if step in leased:
-                raise leases.leased_error(root, step)
-            evaluations.forget(root, {step}, line)
+        with leases.removing(root, {step}, line, watch=self._leases, replaced=step):
+            run_files.forget_evaluations(root, {step}, line)
             return self._tier.remove_all(step)
 
     @calls.call()
     def record_metrics(self, step_id: StepId, metrics: str) -> None:
-        """Records the metrics of an evaluation; see `evaluations`.
+        """Records the metrics of an evaluation; see `run_files`.
 
         Args:
           step_id: the step.
           metrics: JSON text.
         """
-        evaluation = evaluations.Evaluation(
+        evaluation = run_files.Evaluation(
             run=self._world.run,
             step=step_id.step,
             save=step_id.save,
             metrics=metrics,
         )
-        evaluations.record(self._root, evaluation)
+        run_files.record_evaluation(self._root, evaluation)
 
     @calls.call()
     def evaluations(self, line: Line) -> tuple[tuple[int, str], ...]:
-        """The training steps of a line with metrics; see `evaluations.counted`."""
-        return tuple(evaluations.counted(self._root, line, run=self._world.run))
+        """The training steps of a line with metrics; see `run_files`."""
+        return tuple(run_files.evaluations(self._root, line, run=self._world.run))
 
     @calls.call()
     def secs_since_backup(self) -> float:
@@ -316,15 +317,15 @@ class HostBackup:
         try:
             steps = self._root.steps()
             if steps:
-                nsecs = self._tier.notes(steps[-1])["commit_timestamp_nsecs"]
+                nsecs = persistent_root.commit_nsecs(self._root.final(steps[-1]))
             else:
                 first = claims.newest(self._root.path)
-                nsecs = None if first is None else first.begun_ms * 10**6
+                nsecs = 0 if first is None else first.begun_ms * 10**6
         except (errors.CheckpointError, *bucket_clients.failures()):
             return 0.0
         return max(0, now_nsecs - (nsecs or now_nsecs)) / 10**9
 
-    def _check(self, claim: claims.Claim) -> None:
+    def _check(self, claim: int) -> None:
         PATIENT.call(
             "looking for the claim of another world",
             lambda: claims.check(self._root.path, claim),

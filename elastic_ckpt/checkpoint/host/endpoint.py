@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import secrets
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +27,12 @@ from elastic_ckpt.checkpoint.host.world import HostConfig, HostWorld
 from elastic_ckpt.core import addresses, calls, clock, storage, working_directory
 from elastic_ckpt.steps import owners
 from elastic_ckpt.steps.manifest import Host
-from elastic_ckpt.tiers import run_identity
 from elastic_ckpt.tiers.peers import (
     agent,
     peer_client,
-    run_agents,
     secret,
 )
+from elastic_ckpt.tiers.persistent import claims, records, run_files
 from elastic_ckpt.tiers.ram import local, machine, ram_disk
 
 if TYPE_CHECKING:
@@ -94,11 +94,11 @@ class HostEndpoint:
             machine=self._disk.machine,
             secret=secret.find(root) if file is None else secret.read(file),
             fresh_secret=secret.new(),
-            agents=run_agents.known(root),
+            agents=run_files.known_agents(root),
             now_secs=clock.time_ns() / 10**9,
-            fresh_identity=run_identity.new_name(),
-            disk=run_identity.of_disk(found),
-            stored=None if stored is None else run_identity.of_storage(stored),
+            fresh_identity=secrets.token_hex(16),
+            disk=run_files.place(found.root, has_steps=bool(found.all_saves())),
+            stored=None if stored is None else run_files.place(stored),
         )
 
     @calls.call()
@@ -111,7 +111,7 @@ class HostEndpoint:
         self,
         slots: tuple[int, ...],
         shared_secret: str,
-        identity: run_identity.Identity | None,
+        identity: run_files.Identity | None,
     ) -> tuple[Host, agent.Address | None]:
         """Takes a slot of the machine, adopts the secret, and starts the agent.
 
@@ -140,7 +140,8 @@ class HostEndpoint:
         if slot == 0 and config.chosen.local is not None:
             machine.warn_unless_in_memory(disk.root)
         if identity is not None and config.chosen.local is not None:
-            run_identity.write(disk, identity)
+            content = records.to_bytes(identity)
+            storage.write_atomic(disk.root / run_files.IDENTITY, content)
         is_alone = config.chosen.peers is None and len(slots) == 1
         if slot or config.chosen.local is None or is_alone:
             return own.host, None
@@ -158,20 +159,20 @@ class HostEndpoint:
 
     @calls.call()
     def connect(
-        self, hosts: tuple[Host, ...], agents: Mapping[str, run_agents.Seen]
+        self, hosts: tuple[Host, ...], agents: Mapping[str, run_files.Seen]
     ) -> None:
         """Connects to the other hosts.
 
         Args:
           hosts: of the world, by number.
           agents: the addresses of the agents of their machines, and of idle ones; see
-            `run_agents`.
+            `run_files`.
         """
         config, own, disk = self._config, self._own, self._disk
         assert own is not None
         # Only now: hosts that are alive have their slots, so none of theirs is cleaned.
         own.clean()
-        run_agents.write(disk.root, run_agents.RunAgents(config.run, agents))
+        run_files.write_agents(disk.root, run_files.RunAgents(config.run, agents))
         client = self._network.client(
             config.peer_tier, secret.read(secret.path(disk.root))
         )
@@ -194,17 +195,13 @@ class HostEndpoint:
         self._resources.close()
 
 
-def join(
-    hosts: Hosts,
-    *,
-    begin_writing: Callable[[run_identity.Identity | None], None] = lambda _: None,
-) -> None:
+def join(hosts: Hosts, *, writer: claims.Writer | None = None) -> None:
     """Joins `hosts` to a world, in which they can read each other's RAM.
 
     Args:
       hosts: of the world.
-      begin_writing: called with the identity of the run when all of them have their
-        slots, before the first of them writes to storage.
+      writer: of storage; it begins when all of them have their slots. None if they do
+        not write there.
 
     Raises:
       HostsFailedError: if a host cannot take part, with the reason.
@@ -212,24 +209,25 @@ def join(
     """
     introduced = hosts.all(HostEndpoint.introduce)
     # Machines that were in a world before have its secret, and so have idle ones.
-    secrets = [each.secret for each in introduced if each.secret is not None]
+    known = [each.secret for each in introduced if each.secret is not None]
     shared = introduced[0].fresh_secret
-    if secrets:
-        shared = collections.Counter(secrets).most_common(1)[0][0]
+    if known:
+        shared = collections.Counter(known).most_common(1)[0][0]
     # The slot of a host is how many hosts before it are on the same machine.
     counts: collections.Counter[str] = collections.Counter()
     slots = []
     for each in introduced:
         slots.append(counts[each.machine])
         counts[each.machine] += 1
-    identity = run_identity.agreed(
+    identity = run_files.agreed(
         introduced[0].stored,
         [each.disk for each in introduced],
         fresh=introduced[0].fresh_identity,
     )
     joined = hosts.all(HostEndpoint.join, tuple(slots), shared, identity)
-    begin_writing(identity)
-    agents = run_agents.joined(
+    if writer is not None:
+        writer.begin(identity)
+    agents = run_files.joined_agents(
         [each.agents for each in introduced],
         {address.machine: address.url for _, address in joined if address is not None},
         now_secs=introduced[0].now_secs,

@@ -86,9 +86,9 @@ class HostReader:
         world = self._world
         self._examined, self._reported = {}, self._exchange.merged
         self._storage, self._foreign, out_of_reach, recorded = None, {}, None, []
-        if world.persistent is not None:
+        if tier := world.persistent:
             try:
-                self._storage = tier = world.persistent.as_now()
+                self._storage = tier
                 self._foreign, recorded = tier.foreign_saves(), tier.recorded_lines()
             except errors.CheckpointError as error:
                 self._storage, out_of_reach = None, str(error)

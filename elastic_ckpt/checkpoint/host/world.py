@@ -19,8 +19,8 @@ from elastic_ckpt.steps.table import StepTable
 from elastic_ckpt.tiers.choices import Chosen, Peers
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.peers import mailbox, peer, peer_client
-from elastic_ckpt.tiers.peers.run_agents import Seen
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
+from elastic_ckpt.tiers.persistent.run_files import Seen
 from elastic_ckpt.tiers.ram import local, ram_disk
 from elastic_ckpt.tiers.ram.machine import find as find_machine
 from elastic_ckpt.tiers.source import ReadError, Source, Tier
@@ -72,7 +72,7 @@ class HostWorld:
       own: its part of the machine's RAM disk.
       hosts: all of the world, by number.
       client: of the agents of other machines.
-      agents: their addresses, by machine; see `run_agents`.
+      agents: their addresses, by machine; see `run_files`.
 
     Attributes:
       run: the identity of the run.
@@ -83,7 +83,6 @@ class HostWorld:
       chosen: the tiers.
       copy_policy: how many copies of a step this world keeps in the memory of peers.
       root: of persistent storage; None if there is none.
-      persistent: the steps there; None if there is none.
       mail: of this host.
       client: of the agents of other machines.
       held: the steps that this host copies or backs up.
@@ -114,11 +113,11 @@ class HostWorld:
             assume_data_parallelism=peers.assume_data_parallelism,
         )
         self.root: persistent_root.PersistentRoot | None = None
-        self.persistent: persistent_tier.PersistentTier | None = None
         if config.chosen.persistent is not None:
             directory = config.chosen.persistent.directory
             self.root = persistent_root.PersistentRoot.from_path(directory)
-            self.persistent = persistent_tier.PersistentTier(self.root, run=self.run)
+        # Of a step in storage: its holders have one directory, and one cache.
+        self._stored = functools.lru_cache(maxsize=4)(persistent_tier.StepSource)
         self._disks = [self.disk]
         read_ram = config.chosen.read_ram
         if read_ram is not None and find_machine(read_ram) is not None:
@@ -138,6 +137,13 @@ class HostWorld:
             hosts=hosts,
             endpoint=self._endpoint_of,
         )
+
+    @property
+    def persistent(self) -> persistent_tier.PersistentTier | None:
+        """The steps in storage as they are now; None if there is none."""
+        if self.root is None:
+            return None
+        return persistent_tier.PersistentTier(self.root, run=self.run)
 
     @functools.cached_property
     def exchange(self) -> Exchange:
@@ -179,8 +185,8 @@ class HostWorld:
 
         Peers are asked for their lists of steps once: ask again for what is new.
         """
-        more = [] if self.persistent is None else [self.persistent]
-        return [*self.ram_tiers, *more]
+        stored = self.persistent
+        return [*self.ram_tiers, *([] if stored is None else [stored])]
 
     @property
     def ram_tiers(self) -> list[Tier]:
@@ -206,8 +212,7 @@ class HostWorld:
         """
         host, machine = holder.host, holder.host.machine
         if holder.tier == "persistent":
-            assert self.persistent is not None
-            return self.persistent.source(holder.url)
+            return self._stored(holder.url)
         if not holder.url and machine == self.disk.machine and host.slot.isdecimal():
             directory = self.disk.step_directory(int(host.slot), step_id)
             return ram_disk.StepFiles(directory)

@@ -171,15 +171,9 @@ class LeaderClaims:
             secs=self.lost_secs,
             fields={"machine": self.machine, "address": address, "key": key},
         )
-        if self._records.create(term + 1, record):
-            self._held = records.Held(
-                self._records.path(term + 1),
-                record,
-                after=self._records.path(term + 2),
-                renewed=renewed_to,
-                mode=_MODE,
-            )
-            self._seen = (term + 1, 0)
+        held = self._records.take(term + 1, record, renewed=renewed_to)
+        if held is not None:
+            self._held, self._seen = held, (term + 1, 0)
         return self.has_lead
 
     def check(self) -> bool:

@@ -14,24 +14,29 @@ left.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
+from collections.abc import Callable
 from multiprocessing import util
-from typing import Any, Self
+from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.core import clock, errors, process, storage
+from elastic_ckpt.core import (
+    allgather,
+    bucket_clients,
+    clock,
+    errors,
+    process,
+    storage,
+)
 from elastic_ckpt.steps.step import Line, StepId
-from elastic_ckpt.tiers.persistent import records
+from elastic_ckpt.tiers.persistent import records, run_files
 from elastic_ckpt.tiers.persistent.records import Record, Records
 
 DIRECTORY = "worlds"
 SECS = 60.0
-_ADVICE = (
-    "wait for it or stop it, save to another directory, or open it with read_only=True"
-    " to read beside it"
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,178 +89,9 @@ def newest(steps: epath.PathLike) -> Claim | None:
     Raises:
       CheckpointError: if the storage is out of reach, or the record cannot be read.
     """
-    there = _records(steps)
-    with records.within_reach(there.directory):
-        number, record = there.newest()
-    return None if record is None else _claim(number, record)
-
-
-def is_replaced(steps: epath.PathLike, number: int) -> bool:
-    """Whether another start has claimed a world after the one of a number.
-
-    Raises:
-      CheckpointError: as `newest`.
-    """
-    last = newest(steps)
-    if last is None or last.number <= number:
-        return False
-    with records.within_reach(_records(steps).directory):
-        own = records.read(_records(steps).path(number))
-    return own is None or own.start != last.start
-
-
-def check(steps: epath.PathLike, own: Claim) -> None:
-    """Checks that the claim of a world is the newest, and was not given back.
-
-    Raises:
-      ReplacedError: if another world was claimed.
-      CheckpointError: if the claim was given back, or is damaged.
-      OSError: if storage is unavailable, or another of `bucket_clients.failures`.
-    """
-    there = _records(steps)
-    record = records.read(there.path(own.number))
-    is_own = record is not None and record.start == own.start
-    if not is_own or there.path(own.number + 1).exists():
-        raise _replaced(there)
-    if record is not None and not record.secs:
-        raise errors.CheckpointError(
-            "the checkpointer was closed before its upload was committed; save once"
-            " more"
-        )
-
-
-class Writer:
-    """This program as the one that writes to a directory of steps.
-
-    Args:
-      steps: the directory, local or in an object store.
-      run: the identity of the run.
-      claimant: who claims the worlds of the run; None if nobody but this program does.
-      advice: what to do where another program writes.
-    """
-
-    def __init__(
-        self,
-        steps: epath.PathLike,
-        *,
-        run: str = "",
-        claimant: Claimant | None = None,
-        advice: str = _ADVICE,
-    ) -> None:
-        own = claimant or new_claimant()
-        self._records = _records(steps)
-        self._run, self._claimant, self._advice = run, claimant, advice
-        self._record = Record(
-            start=own.name, process=own.owner or process.this(), secs=SECS
-        )
-        self._number = 0
-        # A backup and a commit may find at the same time that storage is back.
-        self._beginning = threading.Lock()
-        self._held: records.Held | None = None
-        # The save of the line of the start that this one follows.
-        self._before = ""
-
-    @property
-    def own(self) -> Claim | None:
-        """The claim of this program; None before `begin`."""
-        return None if self._held is None else _claim(self._number, self._held.record)
-
-    def begin(self) -> None:
-        """Becomes the writer; may wait until the writer before has expired.
-
-        Raises:
-          RunError: if another program writes.
-          ReplacedError: if another start has claimed a world after this one's.
-          CheckpointError: if a record cannot be read.
-          OSError: if storage is unavailable, or another of `bucket_clients.failures`.
-        """
-        with self._beginning:
-            self._begin()
-
-    def claim(self, line: Line) -> Claim:
-        """Has the record tell a line, before anything is saved to it.
-
-        Raises:
-          ReplacedError: if another program writes now, or has saved to a later line.
-          OSError: if storage is unavailable, or another of `bucket_clients.failures`.
-        """
-        self.check()
-        assert self._held is not None
-        if line.save <= self._before:
-            # It was claimed after this program had looked for steps.
-            raise _replaced(self._records)
-        of_line = {"save": line.save, "parents": [list(each) for each in line.parents]}
-        self._held.renew(fields={**self._held.record.fields, **of_line})
-        self.check()
-        return _claim(self._number, self._held.record)
-
-    def check(self) -> None:
-        """Raises a ReplacedError if another program writes now.
-
-        Raises:
-          OSError: if storage is unavailable, or another of `bucket_clients.failures`.
-        """
-        if self._held is not None and not self._held.check():
-            raise _replaced(self._records)
-
-    def close(self) -> None:
-        """Gives the record back: another program may write at once."""
-        if self._held is not None:
-            self._held.give_back()
-
-    def __enter__(self) -> Self:
-        self.begin()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _begin(self) -> None:
-        while self._held is None:
-            number, there = self._records.newest()
-            begun_ms = clock.time_ns() // 10**6
-            fields: dict[str, Any] = {"save": "", "parents": [], "begun_ms": begun_ms}
-            if there is not None:
-                self._check_follows(number, there)
-                fields |= there.fields if there.fields["run"] == self._run else {}
-                is_own = there.start == self._record.start
-                self._before = "" if is_own else fields["save"]
-            fields |= {"run": self._run, "is_launched": self._claimant is not None}
-            record = dataclasses.replace(self._record, fields=fields)
-            if self._records.create(number + 1, record):
-                self._number = number + 1
-                self._held = records.Held(
-                    self._records.path(number + 1),
-                    record,
-                    after=self._records.path(number + 2),
-                )
-                # Also if `close` is never called, and in children that are forked.
-                util.Finalize(self, self._held.give_back, exitpriority=0)
-
-    def _check_follows(self, number: int, there: Record) -> None:
-        own, claimant = self._record, self._claimant
-        if own.start == there.start:
-            return
-        if claimant is not None and claimant.has_claimed:
-            raise _replaced(self._records)
-        if own.process == there.process or not there.secs:
-            return
-        if claimant is not None and there.fields["is_launched"]:
-            may_follow = claimant.owner is None or not there.process.is_running
-        else:
-            may_follow = records.is_over(self._records.path(number), there)
-        if not may_follow:
-            raise errors.RunError(
-                f"{self._records.directory.parent} is being written by another live"
-                f" program, {there}; {self._advice}"
-            )
-
-
-def _records(steps: epath.PathLike) -> Records:
-    return Records(storage.absolute(steps) / DIRECTORY)
-
-
-def _claim(number: int, record: Record) -> Claim:
+    number, record = _records(steps).newest()
+    if record is None:
+        return None
     fields = record.fields
     return Claim(
         number=number,
@@ -267,6 +103,192 @@ def _claim(number: int, record: Record) -> Claim:
         ),
         begun_ms=fields["begun_ms"],
     )
+
+
+def is_replaced(steps: epath.PathLike, number: int) -> bool:
+    """Whether another start has claimed a world after the one of a number.
+
+    Raises:
+      CheckpointError: as `newest`.
+    """
+    last, own = newest(steps), records.read(_records(steps).path(number))
+    is_own = own is not None and last is not None and own.start == last.start
+    return last is not None and last.number > number and not is_own
+
+
+def check(steps: epath.PathLike, number: int) -> None:
+    """Checks that the claim of a world is the newest, and was not given back.
+
+    Raises:
+      ReplacedError: if another world was claimed.
+      CheckpointError: if the claim was given back, or is damaged.
+    """
+    there = _records(steps)
+    own = records.read(there.path(number))
+    if own is None or there.path(number + 1).exists():
+        raise _replaced(there)
+    if not own.secs:
+        raise errors.CheckpointError(
+            "the checkpointer was closed before its upload was committed; save once"
+            " more"
+        )
+
+
+class Writer:
+    """The program that writes to a directory of steps.
+
+    Every process that drives the hosts of a run makes one, alike: that of host 0 acts,
+    and all raise what it raises.
+
+    Args:
+      steps: the directory, local or in an object store.
+      run: the identity of the run.
+      claimant: who claims the worlds of the run; None if nobody but this program does.
+      share: passes a value to all drivers under a name, and returns that of each; see
+        `Hosts.share`.
+      acts: whether this process is that of host 0.
+
+    Attributes:
+      number: of the world that this program has claimed; 0 before.
+    """
+
+    def __init__(
+        self,
+        steps: epath.PathLike,
+        *,
+        run: str = "",
+        claimant: Claimant | None = None,
+        share: Callable[[str, Any], list[Any]] = lambda _, value: [value],
+        acts: bool = True,
+    ) -> None:
+        self._steps, self._records = storage.absolute(steps), _records(steps)
+        self._run, self._claimant = run, claimant
+        self._share, self._acts = share, acts
+        own = claimant or new_claimant()
+        self._record = Record(
+            start=own.name, process=own.owner or process.this(), secs=SECS
+        )
+        self._identity: run_files.Identity | None = None
+        self.number = 0
+        # A backup and a commit may find at the same time that storage is back.
+        self._lock = threading.Lock()
+        self._held: records.Held | None = None
+        # The save of the line of the start that this one follows.
+        self._before = ""
+
+    def begin(self, identity: run_files.Identity | None = None) -> None:
+        """Becomes the writer, or leaves it to `check` if storage is out of reach.
+
+        May wait until the writer before has expired.
+
+        Args:
+          identity: of the run; None if it is not known.
+
+        Raises:
+          RunError: if another program writes.
+          ReplacedError: if another start has claimed a world after this one's.
+          HostsFailedError: if a record cannot be read.
+        """
+        self._identity = identity
+
+        def begin() -> int:
+            with contextlib.suppress(
+                records.OutOfReachError, *bucket_clients.failures()
+            ):
+                return self._begin()
+            return 0
+
+        self._agreed("begin", begin)
+
+    def check(self) -> int:
+        """Checks, before storage is written to, that it is still this program's.
+
+        Returns:
+          The number of this world.
+
+        Raises:
+          ReplacedError: if another program writes now, or the directory was removed.
+          HostsFailedError: if storage is out of reach.
+        """
+        return self._agreed("check", self._begin)
+
+    def claim(self, line: Line) -> int:
+        """Records the line that steps are saved to from now on; as `check`.
+
+        Raises:
+          ReplacedError: also if another start has saved to a later line.
+        """
+
+        def claim() -> int:
+            number, held = self._begin(), self._held
+            assert held is not None
+            if line.save <= self._before:
+                # It was claimed after this program had looked for steps.
+                raise _replaced(self._records)
+            of_line = {"save": line.save, "parents": list(map(list, line.parents))}
+            held.renew(fields={**held.record.fields, **of_line})
+            check(self._steps, number)
+            return number
+
+        return self._agreed("claim", claim)
+
+    def close(self) -> None:
+        """Gives the record back: another program may write at once."""
+        if self._held is not None:
+            self._held.give_back()
+
+    def _agreed(self, name: str, act: Callable[[], int]) -> int:
+        # By name, since a backup and a commit may ask at the same time.
+        own = allgather.outcome(act) if self._acts else {}
+        outcome = self._share(f"writer/{name}", own)[0]
+        if outcome.get("kind") == errors.RunError.__name__:
+            raise errors.RunError(outcome["failed"])
+        (self.number,) = allgather.answers({0: outcome})
+        return self.number
+
+    def _begin(self) -> int:
+        # The number of the world that this program has claimed, now or before.
+        with self._lock:
+            if self._identity is not None:
+                is_first = self._held is None
+                run_files.keep(self._steps, self._identity, is_first=is_first)
+            while self._held is None:
+                self._held = self._take(*self._records.newest())
+        number = int(self._held.path.stem)
+        check(self._steps, number)
+        return number
+
+    def _take(self, number: int, before: Record | None) -> records.Held | None:
+        own, claimant = self._record, self._claimant
+        begun_ms = clock.time_ns() // 10**6
+        fields: dict[str, Any] = {"save": "", "parents": [], "begun_ms": begun_ms}
+        if before is not None and before.start != own.start:
+            if claimant is not None and claimant.has_claimed:
+                raise _replaced(self._records)
+            if claimant is not None and before.secs and before.fields["is_launched"]:
+                may_follow = claimant.owner is None or not before.process.is_running
+            else:
+                may_follow = records.is_over(self._records.path(number), before)
+            if not may_follow and before.process != own.process:
+                raise errors.RunError(
+                    f"{self._steps} is being written by another live program, {before};"
+                    " wait for it or stop it, write to another directory, or open this"
+                    " one with read_only=True to read beside it"
+                )
+        if before is not None and before.fields["run"] == self._run:
+            fields |= before.fields
+            self._before = "" if before.start == own.start else fields["save"]
+        fields |= {"run": self._run, "is_launched": claimant is not None}
+        record = dataclasses.replace(own, fields=fields)
+        held = self._records.take(number + 1, record)
+        if held is not None:
+            # Also if `close` is never called, and in children that are forked.
+            util.Finalize(self, held.give_back, exitpriority=0)
+        return held
+
+
+def _records(steps: epath.PathLike) -> Records:
+    return Records(storage.absolute(steps) / DIRECTORY)
 
 
 def _replaced(there: Records) -> errors.ReplacedError:

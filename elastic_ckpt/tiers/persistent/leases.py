@@ -1,12 +1,12 @@
 """Leases: a step that another program reads is not removed meanwhile.
 
-    <root>/leases/<step>-<start>.json    a lease: a record (see `records`)
-    <root>/leases/removing-<save>.json   the steps that the run is about to remove
+    <root>/leases/<step>-<start>.json       a lease: a record (see `records`)
+    <root>/leases/<step>-<save>.removing    the run is about to remove the step
 
-A reader writes a lease and then looks for its step among those being removed; the run
-first writes which steps it removes or sets aside, and then looks for leases. So at
-least one of them sees the other, and gives way: the run keeps the step, or the reader
-takes another one.
+A reader writes a lease and then looks whether its step is being removed; the run first
+writes which steps it removes or sets aside, and then looks for leases. So at least one
+of them sees the other, and gives way: the run keeps the step, or the reader takes
+another one.
 
 If a reader is killed, its step becomes removable at the first collection that finds the
 lease unchanged for one full duration; on the machine of the run, at the next one.
@@ -28,7 +28,10 @@ from elastic_ckpt.tiers.persistent.records import Record
 
 DIRECTORY = "leases"
 DURATION_SECS = 120.0
-_REMOVING = "removing-"
+_LEASE, _REMOVING = ".json", ".removing"
+# The leases of a run as the host that removes steps has seen them: by path, the record
+# and when it was first seen.
+Watch = dict[epath.Path, tuple[Record, float]]
 
 
 class StepGoneError(errors.CheckpointError):
@@ -62,40 +65,36 @@ def lease(
     directory = storage.absolute(step_path)
     root = PersistentRoot.from_path(directory.parent)
     gone = StepGoneError(
-        f"{directory} is not a committed step; name PERSISTENT_DIRECTORY/<step>, or"
-        " take a newer one if it was removed"
+        f"{directory} is not a committed step, or is being removed; name"
+        " PERSISTENT_DIRECTORY/<step>, or take a newer one"
     )
     if not directory.name.isdecimal():
         raise gone
     step, start = int(directory.name), records.new_start()
     record = Record(start=start, process=process.this(), secs=duration_secs)
-    path = storage.make_directory(root.path / DIRECTORY) / f"{step}-{start}.json"
+    path = root.path / DIRECTORY / f"{step}-{start}{_LEASE}"
     storage.write_atomic(path, records.to_bytes(record))
     held = records.Held(path, record)
     try:
-        if step in _announced(root, _names(root)):
-            raise StepGoneError(f"{directory} is being removed; take a newer step")
-        if not root.is_committed(step):
+        if step in _files(root, _REMOVING).values() or not root.is_committed(step):
             raise gone
         save = persistent_root.committed_save(directory)
         yield directory
-        problem = None
-        try:
-            is_late = clock.monotonic() - held.renewed_secs > duration_secs
-            if is_late or not held.check():
-                problem = "it was not renewed in time"
-            elif not root.is_committed(step) or save != persistent_root.committed_save(
-                directory
-            ):
-                problem = "the step was removed, or saved again"
-        except bucket_clients.failures() as error:
-            problem = f"the storage is out of reach ({error})"
+        is_kept = False
+        with contextlib.suppress(records.OutOfReachError, *bucket_clients.failures()):
+            is_kept = (
+                clock.monotonic() - held.renewed_secs <= duration_secs
+                and held.check()
+                and root.is_committed(step)
+                and save == persistent_root.committed_save(directory)
+            )
     finally:
         held.remove()
-    if problem is not None:
+    if not is_kept:
         raise errors.CheckpointError(
-            f"the lease of {directory} was lost while it was read: {problem}; read it"
-            " again, or a newer step"
+            f"the lease of {directory} was lost while it was read: it was not renewed"
+            " in time, the step was removed or saved again, or storage is out of reach;"
+            " read it again, or a newer step"
         )
 
 
@@ -112,57 +111,59 @@ def leased_if_ours(path: epath.PathLike) -> Iterator[None]:
     Raises:
       CheckpointError: as `lease`.
     """
+    given = storage.absolute(path)
+    ours = [
+        each
+        for each in (given, given.parent, given.parent.parent)
+        if each.name.isdecimal()
+        and each.is_dir()
+        and persistent_root.manifest_names(each)
+    ]
     with contextlib.ExitStack() as stack:
-        step_path = _step_of_a_run(storage.absolute(path))
-        if step_path is not None:
+        for directory in ours[:1]:
             try:
-                stack.enter_context(lease(step_path))
+                stack.enter_context(lease(directory))
             except bucket_clients.failures() as error:
                 logging.warning(
                     "%s is read without a lease (%s); see that its run does not"
                     " remove it meanwhile",
-                    step_path,
+                    directory,
                     error,
                 )
         yield
 
 
-class Watch:
-    """The leases of a run, as the host that removes steps has seen them."""
+def leased(root: PersistentRoot, watch: Watch) -> set[int]:
+    """The steps that are leased; files of leases that are over are removed.
 
-    def __init__(self) -> None:
-        # By path: the record, and when it was first seen.
-        self._seen: dict[epath.Path, tuple[Record, float]] = {}
-
-    def leased(self, root: PersistentRoot) -> set[int]:
-        """The steps that are leased; files of leases that are over are removed.
-
-        Raises:
-          CheckpointError: if leases cannot be read, so that nothing may be removed.
-        """
-        before, self._seen = self._seen, {}
-        steps = set()
-        for name in _names(root):
-            path = root.path / DIRECTORY / name
-            number = name.partition("-")[0]
-            record = _read(path) if number.isdecimal() else None
-            if record is None:
-                continue
-            now_secs = clock.monotonic()
-            same, since_secs = before.get(path, (None, now_secs))
-            if record != same:
-                since_secs = now_secs
-            if record.process.is_dead or now_secs - since_secs > record.secs:
-                storage.remove(path)
-                continue
-            self._seen[path] = record, since_secs
-            steps.add(int(number))
-        return steps
+    Raises:
+      CheckpointError: if leases cannot be read, so that nothing may be removed.
+    """
+    files, before = _files(root, _LEASE), dict(watch)
+    watch.clear()
+    for path in files:
+        record = records.read(path)
+        if record is None:
+            continue
+        now_secs = clock.monotonic()
+        same, since_secs = before.get(path, (None, now_secs))
+        if record != same:
+            since_secs = now_secs
+        if record.process.is_dead or now_secs - since_secs > record.secs:
+            storage.remove(path)
+        else:
+            watch[path] = record, since_secs
+    return {files[path] for path in watch}
 
 
 @contextlib.contextmanager
 def removing(
-    root: PersistentRoot, steps: Collection[int], line: Line, *, watch: Watch
+    root: PersistentRoot,
+    steps: Collection[int],
+    line: Line,
+    *,
+    watch: Watch,
+    replaced: int | None = None,
 ) -> Iterator[set[int]]:
     """Announces removals, finishes those of earlier worlds, and yields leased steps.
 
@@ -171,28 +172,33 @@ def removing(
       steps: that are to be removed or moved, unless they are leased.
       line: of the world that does it.
       watch: of the leases.
+      replaced: a step among them that has to go.
+
+    Raises:
+      CheckpointError: if `replaced` is leased, or leases cannot be read.
     """
-    path = root.path / DIRECTORY / f"{_REMOVING}{line.save}.json"
-    record = Record(
-        start=line.save, process=process.this(), secs=0, fields={"steps": sorted(steps)}
-    )
-    storage.make_directory(path.parent)
-    storage.write_atomic(path, records.to_bytes(record))
+    directory = root.path / DIRECTORY
+    own = [directory / f"{step}-{line.save}{_REMOVING}" for step in steps]
+    for path in own:
+        storage.write_atomic(path, b"")
     try:
-        # Of worlds that were killed meanwhile.
-        earlier = [
-            name
-            for name in _names(root)
-            if name.startswith(_REMOVING) and name < path.name
-        ]
-        for number in _announced(root, earlier):
-            if not root.is_committed(number):
-                storage.remove(root.final(number))
-        yield watch.leased(root)
-        for name in earlier:
-            storage.remove(path.parent / name)
+        for path, step in _files(root, _REMOVING).items():
+            # Of a world that was killed meanwhile.
+            if path.stem.partition("-")[2] < line.save:
+                if not root.is_committed(step):
+                    storage.remove(root.final(step))
+                storage.remove(path)
+        are_leased = leased(root, watch)
+        if replaced in are_leased:
+            raise errors.CheckpointError(
+                f"step {replaced} in {root.path} is leased: a program is reading it;"
+                " delete or replace it when that has ended. The lease of a program that"
+                " was killed expires by itself"
+            )
+        yield are_leased
     finally:
-        storage.remove(path)
+        for path in own:
+            storage.remove(path)
 
 
 def arrange(
@@ -216,54 +222,19 @@ def arrange(
     misplaced = root.misplaced(line, run=run, step=step)
     if misplaced:
         numbers = {each.step for each in misplaced}
-        with removing(root, numbers, line, watch=watch) as leased:
-            if step in leased & numbers:
-                raise leased_error(root, step)
+        with removing(root, numbers, line, watch=watch, replaced=step) as kept:
             for each in misplaced:
-                if each.step not in leased:
+                if each.step not in kept:
                     root.set_aside(each)
     root.bring_back(line, step=step)
 
 
-def leased_error(root: PersistentRoot, step: int) -> errors.CheckpointError:
-    """The error of a step that can be neither removed nor replaced."""
-    return errors.CheckpointError(
-        f"step {step} in {root.path} is leased: a program is reading it; delete or"
-        " replace it when that has ended. The lease of a program that was killed"
-        " expires by itself"
-    )
-
-
-def _step_of_a_run(path: epath.Path) -> epath.Path | None:
-    # The directory of the step that has `path`, at most a tree in it; None if it has no
-    # manifest of ours.
-    for directory in (path, path.parent, path.parent.parent):
-        if (
-            directory.name.isdecimal()
-            and directory.is_dir()
-            and persistent_root.manifest_names(directory)
-        ):
-            return directory
-    return None
-
-
-def _announced(root: PersistentRoot, names: Collection[str]) -> set[int]:
-    steps: set[int] = set()
-    for name in names:
-        if name.startswith(_REMOVING):
-            record = _read(root.path / DIRECTORY / name)
-            steps.update([] if record is None else record.fields["steps"])
-    return steps
-
-
-def _names(root: PersistentRoot) -> list[str]:
+def _files(root: PersistentRoot, kind: str) -> dict[epath.Path, int]:
+    # Files of a kind, with their steps. Temporary names begin with a dot.
     directory = root.path / DIRECTORY
-    with records.within_reach(directory):
-        names = storage.names(directory) if directory.exists() else []
-    # Others are temporary names.
-    return sorted(name for name in names if name[0] != "." and name.endswith(".json"))
-
-
-def _read(path: epath.Path) -> Record | None:
-    with records.within_reach(path):
-        return records.read(path)
+    names = [name for name in records.names(directory) if name[0].isdecimal()]
+    return {
+        directory / name: int(name.partition("-")[0])
+        for name in sorted(names)
+        if name.endswith(kind)
+    }

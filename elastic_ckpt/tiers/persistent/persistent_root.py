@@ -4,9 +4,8 @@
     <root>/<step>/preserve                      keeps it, regardless of policies
     <root>/<step>.orbax-checkpoint-tmp-<save>/  one that is being uploaded, or was
     <root>/<step>.orbax-checkpoint-tmp-<save>.aside/  a committed one, set aside
-    <root>/evaluations/, <root>/leases/         see the modules of these names
-    <root>/run.json                             see `run_identity`
-    <root>/agents.json                          see `run_agents`
+    <root>/run.json, <root>/agents.json, <root>/evaluations/    see `run_files`
+    <root>/leases/                              see `leases`
 
 If directories can be renamed atomically, a step is written under the third name, and
 the rename commits it. Object stores have no such rename: there a step is written in its
@@ -32,15 +31,10 @@ from typing import Any, TypeVar
 
 from etils import epath
 
-from elastic_ckpt.core import (
-    background,
-    bucket_clients,
-    checked_json,
-    errors,
-    storage,
-)
+from elastic_ckpt.core import background, checked_json, errors, storage
 from elastic_ckpt.steps.manifest import Manifest, is_manifest_name, read_manifest
 from elastic_ckpt.steps.step import Line, StepId
+from elastic_ckpt.tiers.persistent import records
 from elastic_ckpt.tiers.source import Leftover
 
 T = TypeVar("T")
@@ -66,10 +60,12 @@ class PersistentRoot:
     Attributes:
       path: of the directory of all steps.
       in_place: whether a file commits a step, rather than a rename.
+      only: the one step to list; None for all.
     """
 
     path: epath.Path
     in_place: bool
+    only: int | None = None
 
     @classmethod
     def from_path(cls, path: epath.PathLike) -> PersistentRoot:
@@ -111,17 +107,15 @@ class PersistentRoot:
         if not self.is_committed(step):
             return True
         there = self.save_of(step, run=run)
-        if there == save:
-            return False
-        if there is not None and there < save and not self.in_place:
-            return True
-        what = "one that Orbax saved without elastic_ckpt"
-        if manifest_names(self.final(step)):
-            what = f"its save {there!r}" if there else "of another run or version"
-        raise errors.CheckpointError(
-            f"step {step} in {self.path} exists already, {what}, and is not replaced"
-            f" by save {save!r}; remove it first if the new one shall count"
-        )
+        if there is None or there > save or (self.in_place and there < save):
+            what = "one that Orbax saved without elastic_ckpt"
+            if manifest_names(self.final(step)):
+                what = f"its save is {there or 'of another run or version'}"
+            raise errors.CheckpointError(
+                f"step {step} in {self.path} exists already, {what}, and is not"
+                f" replaced by save {save}; remove it first if the new one shall count"
+            )
+        return there < save
 
     def save_of(self, step: int, *, run: str) -> str | None:
         """Which save of a step is committed; None if it is none that the run can read.
@@ -137,10 +131,7 @@ class PersistentRoot:
 
         Saves are named by the time in milliseconds (see `HostWorld.new_save`).
         """
-        nsecs = read_json(self.final(step) / "_CHECKPOINT_METADATA").get(
-            "commit_timestamp_nsecs"
-        )
-        return f"{(nsecs or 0) // 1_000_000:015d}"
+        return f"{commit_nsecs(self.final(step)) // 1_000_000:015d}"
 
     def steps(self) -> list[int]:
         """The committed steps, ascending.
@@ -148,7 +139,8 @@ class PersistentRoot:
         Raises:
           CheckpointError: if they cannot be listed; `leftovers` likewise.
         """
-        return sorted(self._committed(self._names()))
+        there = self.of_each(self.is_committed, self._numbers(self._names()))
+        return [step for step, is_committed in there.items() if is_committed]
 
     def manifests(self) -> dict[int, list[str]]:
         """The names of the manifests of each committed step, ascending.
@@ -158,10 +150,7 @@ class PersistentRoot:
         """
 
         def names_in(step: int) -> list[str] | None:
-            try:
-                names = storage.names(self.final(step))
-            except FileNotFoundError:
-                return None
+            names = records.names(self.final(step))
             is_committed = COMMIT_FILE in names or self.is_committed(step)
             manifests = sorted(filter(is_manifest_name, names))
             return manifests if is_committed else None
@@ -175,8 +164,6 @@ class PersistentRoot:
         A request to an object store takes as long as thousands on a disk, so that many
         are under way at once: a root may keep hundreds of steps.
         """
-        if not self.in_place:
-            return {step: asked(step) for step in steps}
         with background.pool(_READERS, "steps") as readers:
             return dict(zip(steps, readers.map(asked, steps), strict=True))
 
@@ -186,13 +173,13 @@ class PersistentRoot:
         Leftovers of Orbax itself are included: it names them in the same way.
         """
         leftovers = []
-        names = self._names()
-        are_committed = self._committed(names)
+        # A step that is committed meanwhile is not among them.
+        names, committed = self._names(), self.steps()
         for name in names:
             found = _TEMPORARY_NAME.fullmatch(name)
             if found and not self._is_aside(found):
                 step, save = int(found[1]), found[2]
-            elif _STEP.fullmatch(name) and int(name) not in are_committed:
+            elif _STEP.fullmatch(name) and int(name) not in committed:
                 saves = (each.step_id.save for each in _readable(self.path / name))
                 step, save = int(name), max(saves, default=None)
             else:
@@ -225,9 +212,9 @@ class PersistentRoot:
 
     def set_aside(self, step_id: StepId) -> None:
         """Moves a committed step to the directory `aside`; can be repeated."""
-        if not self.in_place and self.aside(step_id).exists():
+        if self.aside(step_id).exists():
             # An edit was cut short, and a run has stored the same save from RAM again.
-            self.discard_aside(step_id)
+            self.remove(self.aside(step_id))
         self._move(self.final(step_id.step), self.aside(step_id))
 
     def bring_back(self, line: Line, *, step: int) -> None:
@@ -237,21 +224,19 @@ class PersistentRoot:
             if is_of_line and each.step != step and not self.is_committed(each.step):
                 self._move(self.aside(each), self.final(each.step))
 
-    def discard_aside(self, step_id: StepId) -> None:
-        """Removes a step that is set aside: it is gone at once."""
-        storage.remove(self.uncommit(step_id.step, self.aside(step_id)))
+    def remove(self, directory: epath.Path) -> None:
+        """Removes a step, committed or set aside: it is gone at once.
 
-    def uncommit(self, step: int, directory: epath.Path | None = None) -> epath.Path:
-        """Makes a step invisible, and returns where its files are.
-
-        Args:
-          step: the step.
-          directory: that has it, if it is set aside.
+        Its files go little by little. Killed meanwhile, it leaves a leftover.
         """
-        directory = directory or self.final(step)
+        storage.remove(self.uncommit(directory))
+
+    def uncommit(self, directory: epath.Path) -> epath.Path:
+        """Makes a step invisible, and returns where its files are."""
         if self.in_place:
             storage.remove(directory / COMMIT_FILE)
             return directory
+        step = directory.name.partition(".")[0]
         taken_back = self.path / f"{step}{_TEMPORARY}-{REMOVED}"
         # A directory of this name is the rest of an earlier removal.
         storage.remove(taken_back)
@@ -272,37 +257,15 @@ class PersistentRoot:
         is_whole = not self.in_place or (self.path / found[0] / COMMIT_FILE).exists()
         return bool(found[3]) and is_whole
 
-    def _committed(self, names: Sequence[str]) -> set[int]:
-        # The steps among the directories of these names that are committed.
-        are_committed = self.of_each(self.is_committed, self._numbers(names))
-        return {step for step, is_committed in are_committed.items() if is_committed}
-
     @staticmethod
     def _numbers(names: Sequence[str]) -> list[int]:
         # The steps that have directories of these names, committed or not, ascending.
         return sorted(int(name) for name in names if _STEP.fullmatch(name))
 
     def _names(self) -> list[str]:
-        try:
-            return storage.names(self.path)
-        except FileNotFoundError:
-            return []
-        except bucket_clients.failures() as error:
-            raise errors.CheckpointError(
-                f"the steps in {self.path} cannot be listed ({error}); check the path"
-                " and who may read there, or try again when the storage is back"
-            ) from error
-
-
-def find_run(path: epath.PathLike) -> str | None:
-    """The run that saved the newest steps at `path`; None if none did.
-
-    Raises:
-      CheckpointError: if the steps cannot be listed.
-    """
-    root = PersistentRoot.from_path(path)
-    runs = (run_of(root.final(step)) for step in reversed(root.steps()))
-    return next((run for run in runs if run is not None), None)
+        found = records.names(self.path)
+        only = re.compile(r".*" if self.only is None else rf"{self.only}(\D.*)?")
+        return list(filter(only.fullmatch, found))
 
 
 def run_of(directory: epath.Path) -> str | None:
@@ -313,8 +276,7 @@ def run_of(directory: epath.Path) -> str | None:
 def _readable(directory: epath.Path) -> Iterator[Manifest]:
     for name in manifest_names(directory):
         with contextlib.suppress(OSError, checked_json.UnreadableError):
-            content = (directory / name).read_bytes()
-            yield Manifest.parse(content)
+            yield Manifest.parse((directory / name).read_bytes())
 
 
 def commit_text(final: epath.Path, run: str, save: str) -> bytes:
@@ -330,7 +292,8 @@ def committed_save(directory: epath.Path, *, run: str | None = None) -> str | No
       directory: of the step.
       run: that it has to be of; None for any.
     """
-    with contextlib.suppress(FileNotFoundError):
+    # A file that is cut short names no save.
+    with contextlib.suppress(FileNotFoundError, ValueError):
         found = _COMMITTED.search((directory / COMMIT_FILE).read_bytes())
         fields = json.loads(found[1]) if found else {}
         if fields.get("version") == _VERSION and run in (None, fields["run"]):
@@ -338,52 +301,43 @@ def committed_save(directory: epath.Path, *, run: str | None = None) -> str | No
     return None
 
 
-class UnknownError(errors.CheckpointError):
-    """What a file holds is not known, because it cannot be read now."""
+def read_json(path: epath.Path) -> dict[str, Any] | None:
+    """A JSON object that Orbax wrote, empty if there is none.
 
-
-def read_json(path: epath.Path) -> dict[str, Any]:
-    """A JSON object that Orbax wrote; empty if there is none that can be read."""
-    with contextlib.suppress(UnknownError):
-        return read_metrics(path) or {}
-    return {}
-
-
-def read_metrics(path: epath.Path) -> dict[str, Any] | None:
-    """The metrics that a step was saved with; None if there are none.
-
-    Raises:
-      UnknownError: if the file is cut short or altered.
+    None if the file is cut short or altered.
     """
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
+        return {}
+    except ValueError:
         return None
-    except ValueError as error:
-        raise UnknownError(f"{path} is no JSON ({error})") from None
-    return content if isinstance(content, dict) else None
+    return content if isinstance(content, dict) else {}
+
+
+def commit_nsecs(directory: epath.Path) -> int:
+    """When a step was committed, since 1970, by Orbax's metadata; 0 if unknown."""
+    metadata = read_json(directory / "_CHECKPOINT_METADATA") or {}
+    return metadata.get("commit_timestamp_nsecs") or 0
 
 
 def manifest_names(directory: epath.Path) -> list[str]:
     """The names of the manifests in the directory of a step, ordered."""
-    return sorted(filter(is_manifest_name, storage.names(directory)))
+    return sorted(filter(is_manifest_name, records.names(directory)))
 
 
 def read_manifests(
-    directory: epath.Path, names: Sequence[str], *, run: str, step: int
+    directory: epath.Path, *, run: str, step: int
 ) -> list[Manifest | errors.CheckpointError]:
     """The manifests in a step's directory, or why one cannot be had, in order."""
 
     def read(name: str) -> Manifest | errors.CheckpointError:
+        path = directory / name
         try:
-            return read_manifest(directory / name, run=run, step=step)
+            with records.within_reach(path):
+                return read_manifest(path, run=run, step=step)
         except errors.CheckpointError as error:
             return error
-        except bucket_clients.failures() as error:
-            return UnknownError(
-                f"manifest {directory / name} cannot be read ({error}); try again when"
-                " the storage is back"
-            )
 
     with background.pool(_READERS, "manifests") as readers:
-        return list(readers.map(read, names))
+        return list(readers.map(read, manifest_names(directory)))

@@ -25,7 +25,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from absl import logging
 from etils import epath
@@ -40,6 +40,8 @@ from elastic_ckpt.core import (
     process,
     storage,
 )
+
+T = TypeVar("T")
 
 _VERSION = 1
 _RENEWALS = 4
@@ -79,39 +81,67 @@ def new_start() -> str:
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
-def to_bytes(record: Record) -> bytes:
-    """The content of the file of a record."""
-    fields: dict[str, Any] = dataclasses.asdict(record)
+def to_bytes(value: Any) -> bytes:
+    """The content of the file of a record, or of another dataclass."""
+    fields: Any = codec.encode(value)
     return checked_json.to_bytes(fields, version=_VERSION)
 
 
-def read(path: epath.Path) -> Record | None:
-    """The record at a path; None if there is none.
+class OutOfReachError(errors.CheckpointError):
+    """Storage is unavailable, so that what it has is unknown; the cause says why."""
+
+
+@contextlib.contextmanager
+def within_reach(path: epath.Path) -> Iterator[None]:
+    """Raises an OutOfReachError in place of an error of storage; not a missing file."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except bucket_clients.failures() as error:
+        raise OutOfReachError(
+            f"{path} cannot be read or listed, because it is out of reach ({error});"
+            " check the path and who may read there, or try again when the storage is"
+            " back"
+        ) from error
+
+
+def read(path: epath.Path, kind: type[T] = Record) -> T | None:
+    """What `to_bytes` made, from the file at a path; None if there is none.
 
     Raises:
-      CheckpointError: if it is damaged.
-      OSError: if storage is unavailable, or another of `bucket_clients.failures`.
+      CheckpointError: if it is damaged, or storage is unavailable.
     """
-    with contextlib.suppress(FileNotFoundError):
-        try:
+    try:
+        with within_reach(path):
             # Its holder may replace it at any moment.
             content = storage.read_bytes(path)
-            fields = checked_json.parse(content, what="record", version=_VERSION)
-            return codec.decode(Record, fields, name="record")
-        except ValueError as error:
-            raise errors.CheckpointError(
-                f"{path} {error}; restore the file from a copy, or end all programs of"
-                " the run and remove it"
-            ) from None
-    return None
+        fields = checked_json.parse(content, what="record", version=_VERSION)
+        return codec.decode(kind, fields, name="record")
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise errors.CheckpointError(
+            f"{path} {error}; restore the file from a copy, or end all programs of the"
+            " run and remove it"
+        ) from None
+
+
+def names(directory: epath.Path) -> list[str]:
+    """The names in a directory, in any order; none if it does not exist.
+
+    Raises:
+      OutOfReachError: if storage is unavailable.
+    """
+    with contextlib.suppress(FileNotFoundError), within_reach(directory):
+        return storage.names(directory)
+    return []
 
 
 def is_over(path: epath.Path, record: Record) -> bool:
     """Whether the holder of a record is gone; may watch it until it lapses."""
-    if not record.secs or record.process.is_dead:
-        return True
-    if record.process.is_here:
-        return False
+    if not record.secs or record.process.is_here:
+        return not record.secs or record.process.is_dead
     logging.warning(
         "%s, may still hold %s and cannot be asked: waiting for up to %g s until that"
         " is known",
@@ -125,18 +155,6 @@ def is_over(path: epath.Path, record: Record) -> bool:
         if read(path) != record:
             return False
     return True
-
-
-@contextlib.contextmanager
-def within_reach(path: epath.Path) -> Iterator[None]:
-    """Raises a CheckpointError in place of an error of storage."""
-    try:
-        yield
-    except bucket_clients.failures() as error:
-        raise errors.CheckpointError(
-            f"the records in {path} are out of reach ({error}); try again when the"
-            " storage is back"
-        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,9 +174,9 @@ class Records:
         return self.directory / f"{number}.json"
 
     def numbers(self) -> list[int]:
-        """The numbers of the records, ascending."""
-        there = storage.names(self.directory) if self.directory.exists() else []
-        return sorted(int(found[1]) for found in map(_NAME.fullmatch, there) if found)
+        """The numbers of the records, in any order."""
+        found = map(_NAME.fullmatch, names(self.directory))
+        return [int(each[1]) for each in found if each]
 
     def newest(self) -> tuple[int, Record | None]:
         """The newest record and its number; 0 and None before the first."""
@@ -168,22 +186,33 @@ class Records:
             number += 1
         return number, read(self.path(number)) if number else None
 
-    def create(self, number: int, record: Record) -> bool:
-        """Creates a record unless there is one of this number, or a later one."""
-        storage.make_directory(self.directory)
-        content = to_bytes(record)
-        if not storage.create(self.path(number), content, mode=self.mode):
-            # A client of an object store may have repeated its request.
-            return read(self.path(number)) == record
-        there = self.numbers()
-        if there and there[-1] > number:
-            # Others have created, and removed, this number since it was chosen.
-            storage.remove(self.path(number))
-            return False
-        for older in there:
-            if older <= number - _KEPT:
-                storage.remove(self.path(older))
-        return True
+    def take(
+        self,
+        number: int,
+        record: Record,
+        *,
+        renewed: Callable[[int], None] = lambda _: None,
+    ) -> Held | None:
+        """Creates a record unless there is one of this number, or a later one.
+
+        Args:
+          number: the next one.
+          record: that is created.
+          renewed: as for `Held`.
+
+        Returns:
+          The record, which is renewed from now on; None if another program has it.
+        """
+        path = self.path(number)
+        is_created = storage.create(path, to_bytes(record), mode=self.mode)
+        storage.remove(self.path(number - _KEPT))
+        # A client of an object store may have repeated its request. And others may have
+        # created and removed this number since it was chosen.
+        is_own = is_created or read(path) == record
+        if not is_own or max(self.numbers(), default=number) > number:
+            return None
+        after = self.path(number + 1)
+        return Held(path, record, after=after, renewed=renewed, mode=self.mode)
 
 
 class Held:
@@ -217,8 +246,7 @@ class Held:
         self.is_lost = False
         self._after, self._renewed, self._mode = after, renewed, mode
         self._pid = os.getpid()
-        self._ended = threading.Event()
-        self._lock = threading.Lock()
+        self._ended, self._lock = threading.Event(), threading.RLock()
         background.in_thread(self._keep, name="renewals")
 
     def check(self) -> bool:
@@ -241,42 +269,38 @@ class Held:
           **changes: of other attributes of the record.
         """
         with self._lock:
-            if not self._ended.is_set():
-                self._write(changes)
+            began_secs = clock.monotonic()
+            if not self._ended.is_set() and self.check():
+                count = self.record.count + 1
+                self.record = dataclasses.replace(self.record, count=count, **changes)
+                content = to_bytes(self.record)
+                storage.write_atomic(self.path, content, mode=self._mode)
+                self.renewed_secs = began_secs
         self._renewed(self.record.count)
 
     def give_back(self) -> None:
         """Has it lapse at once: another program may follow."""
-        self._end(lambda: self._write({"secs": 0.0}))
+        self._end(lambda: self.renew(secs=0.0))
 
     def remove(self) -> None:
         """Removes it."""
         self._end(lambda: storage.remove(self.path))
 
-    def _write(self, changes: Mapping[str, Any]) -> None:
-        began_secs = clock.monotonic()
-        if self.is_lost or not self.check():
-            return
-        count = self.record.count + 1
-        self.record = dataclasses.replace(self.record, count=count, **changes)
-        storage.write_atomic(self.path, to_bytes(self.record), mode=self._mode)
-        self.renewed_secs = began_secs
-
     def _end(self, end: Callable[[], None]) -> None:
         # A process that was forked has the record of its parent.
         if self._ended.is_set() or os.getpid() != self._pid:
             return
-        self._ended.set()
         with self._lock:
-            try:
-                end()
-            except (errors.CheckpointError, *bucket_clients.failures()) as error:
-                logging.warning("%s was not given back: %s", self.path, error)
+            self._attempt(end)
+            self._ended.set()
 
     def _keep(self) -> None:
         secs = self.record.secs / _RENEWALS
         while not self._ended.wait(secs) and not self.is_lost:
-            try:
-                self.renew()
-            except (errors.CheckpointError, *bucket_clients.failures()) as error:
-                logging.warning("%s is not renewed: %s", self.path, error)
+            self._attempt(self.renew)
+
+    def _attempt(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except (errors.CheckpointError, *bucket_clients.failures()) as error:
+            logging.warning("%s is not written: %s", self.path, error)

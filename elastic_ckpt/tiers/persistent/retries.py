@@ -17,6 +17,7 @@ from typing import TypeVar
 from absl import logging
 
 from elastic_ckpt.core import bucket_clients, clock, errors, storage_cause
+from elastic_ckpt.tiers.persistent import records
 
 Result = TypeVar("Result")
 
@@ -63,20 +64,19 @@ class Retries:
         for attempt in range(1, self.attempts + 1):
             try:
                 return act()
-            except (*bucket_clients.failures(), ValueError) as error:
+            except (
+                *bucket_clients.failures(),
+                ValueError,
+                records.OutOfReachError,
+            ) as error:
                 is_permanent = _is_permanent(error)
                 if is_permanent is None:
                     raise
-                if is_permanent:
+                if is_permanent or attempt == self.attempts:
                     advice = storage_cause.advice(str(error)) or _ADVICE
                     raise errors.CheckpointError(
-                        f"{what} failed: {error}; {advice}; a run tries again with its"
-                        " next backup"
-                    ) from error
-                if attempt == self.attempts:
-                    raise errors.CheckpointError(
-                        f"{what} failed {attempt} times, at last: {error}; a run tries"
-                        " again with its next backup"
+                        f"{what} failed, attempt {attempt} of {self.attempts}: {error};"
+                        f" {advice}; a run tries again with its next backup"
                     ) from error
                 longest = min(self.longest_secs, self.first_secs * 2 ** (attempt - 1))
                 # Ten thousand hosts that failed together do not come back together.
@@ -98,6 +98,8 @@ PATIENT = Retries()
 
 def _is_permanent(error: Exception) -> bool | None:
     # None if the error is not one of storage.
+    if isinstance(error, records.OutOfReachError):
+        return isinstance(error.__cause__, OSError) and _is_permanent(error.__cause__)
     is_lasting = storage_cause.of_error(error) in _PERMANENT
     if isinstance(error, OSError):
         return is_lasting or error.errno in _PERMANENT_ERRNOS

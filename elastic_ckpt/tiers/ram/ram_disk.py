@@ -1,7 +1,7 @@
 """The RAM disk of a machine: what its processes hold of a run's steps, in memory.
 
     machine                        the id of this machine's memory, made once
-    run.json                       the identity of the run, see `run_identity`
+    run.json                       the identity of the run, see `run_files`
     holds/<step>-<save>            keeps a step for a reader, see `preserved`
     hosts/<slot>/lock              held by the process whose steps these are
     hosts/<slot>/repairs.lock      of repairs while it lives, see `held_off`

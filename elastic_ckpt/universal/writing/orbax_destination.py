@@ -121,9 +121,9 @@ class OrbaxDestination(Destination):
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """No run writes to the directory of the step, too; see `Destination`."""
-        advice = "wait for it or stop it, or convert into another directory"
-        writer = claims.Writer(self._root.path, advice=advice)
-        with super().alone(), self.locked(writer):
+        writer = claims.Writer(self._root.path)
+        with super().alone(), contextlib.closing(writer):
+            writer.check()
             yield
 
     def commit(self, attempt: str, contents: Written) -> None:
@@ -157,7 +157,7 @@ class OrbaxDestination(Destination):
         chunks = {leaf.path: leaf.chunk for leaf in saved.contents.leaves}
         texts = StepDescription.from_contents(saved.contents).files(chunks)
         orbax_files = {path: text.encode() for path, text in texts.items()}
-        upload.commit(self._root, saved, hosts=[_HOST.id], orbax_files=orbax_files)
+        upload.commit(self._root, saved, orbax_files=orbax_files)
 
     def _planned(self) -> list[File]:
         listed = []

@@ -1,0 +1,369 @@
+"""The small files of a run beside its steps: its identity, its agents, evaluations.
+
+    <directory>/run.json      the identity of the run
+    <directory>/agents.json   by machine, the URL of its agent and when it was last in a
+                              world, in seconds since 1970
+    <root>/evaluations/<step>-<save>.json   metrics of training step <step>
+
+The first two are in a run's storage and in each of its RAM disks. Two runs may have the
+same name, and then the same path in RAM, for example after the output of one was
+removed. So each run has a random identity, created once when it first starts, and a RAM
+disk of another run is refused.
+
+Programs in no world find the machines of the run by the agents in storage, and a new
+world finds idle machines by those of its hosts. They are hints: an agent may be gone,
+all that it sends is checked, and the run's secret is not here.
+
+Evaluating is not saving: an evaluation counts for the saved step of the same number,
+otherwise for the newest saved step before it (`steps.retention.with_evaluations`). It
+has the save of its world, so that the line of the run (see `steps.step`) decides
+whether it counts, as for a step. It is removed with its saved step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from absl import logging
+from etils import epath
+
+from elastic_ckpt.core import bucket_clients, errors, storage
+from elastic_ckpt.steps.step import Line, StepId
+from elastic_ckpt.tiers.choices import Chosen
+from elastic_ckpt.tiers.persistent import persistent_root, records
+from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
+
+IDENTITY = "run.json"
+AGENTS = "agents.json"
+EVALUATIONS = "evaluations"
+# Machines come and go: one that was in no world for so long is dropped.
+_REMEMBERED_SECS = 14 * 24 * 3600
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Identity:
+    """The identity of a run.
+
+    Attributes:
+      name: random, 32 hex digits.
+      is_stored: whether the run has persistent storage, or had it.
+    """
+
+    name: str
+    is_stored: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """A directory of a run: in storage, or a RAM disk.
+
+    Attributes:
+      directory: of the run's steps.
+      identity: of the run whose steps it has; None if it has none yet.
+      is_out_of_reach: whether the directory cannot be read now.
+    """
+
+    directory: str
+    identity: Identity | None
+    is_out_of_reach: bool = False
+
+
+class Seen(NamedTuple):
+    """The agent of a machine, and when its machine was last in a world."""
+
+    url: str
+    secs: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RunAgents:
+    """The agents of a run, by the id of their machine's memory."""
+
+    run: str
+    agents: Mapping[str, Seen]
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """The agents of the newest world, by machine."""
+        newest = max((each.secs for each in self.agents.values()), default=0)
+        return {m: url for m, (url, secs) in self.agents.items() if secs == newest}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The metrics of one evaluation.
+
+    Attributes:
+      run: the identity of the run.
+      step: the training step that was evaluated, saved or not.
+      save: of the world that evaluated it, or of the saved step.
+      metrics: JSON text of an object.
+    """
+
+    run: str
+    step: int
+    save: str
+    metrics: str
+
+    @property
+    def step_id(self) -> StepId:
+        """The step as that save would have it."""
+        return StepId(self.step, self.save)
+
+
+def place(directory: epath.PathLike, *, has_steps: bool = True) -> Place:
+    """A directory of a run, in storage or in RAM.
+
+    Args:
+      directory: of its steps.
+      has_steps: whether it has any; a RAM disk without any is no run's.
+
+    Raises:
+      CheckpointError: if the identity there is damaged.
+    """
+    path = storage.absolute(directory)
+    try:
+        there = records.read(path / IDENTITY, Identity) if has_steps else None
+    except records.OutOfReachError:
+        return Place(directory=os.fspath(path), identity=None, is_out_of_reach=True)
+    return Place(directory=os.fspath(path), identity=there)
+
+
+def agreed(
+    stored: Place | None, disks: Sequence[Place], *, fresh: str
+) -> Identity | None:
+    """The identity of the run that hosts start; None if it cannot be known now.
+
+    All hosts call it with the same arguments. A disk that was filled while storage was
+    out of reach has no identity yet, and takes that of the run.
+
+    Args:
+      stored: of the run's persistent storage; None if it has none.
+      disks: of each host.
+      fresh: the name of a new identity.
+
+    Raises:
+      RunError: if a RAM disk has steps of another run.
+    """
+    of_disks = Counter(each.identity for each in disks if each.identity is not None)
+    known = stored.identity if stored is not None else None
+    if known is None and of_disks:
+        known = of_disks.most_common(1)[0][0]
+    for number, each in enumerate(disks):
+        if known is None or each.identity is None:
+            continue
+        remedy = (
+            "choose another run_name (another directory of ec.Local), or, if nobody"
+            f" needs these steps, remove the directory: rm -r {each.directory}"
+        )
+        # By name: hosts without storage do not know whether the run has some.
+        if each.identity.name != known.name:
+            other = "other hosts" if stored is None else stored.directory
+            raise errors.RunError(
+                f"host {number}: {each.directory} contains steps of another run, not of"
+                f" {other}; {remedy}"
+            )
+        is_new = stored is not None and not (stored.identity or stored.is_out_of_reach)
+        if stored is not None and is_new and each.identity.is_stored:
+            # Whoever copies the identity says that the storage is to be that of this
+            # run.
+            raise errors.RunError(
+                f"{stored.directory} has no steps, but {each.directory} holds steps of"
+                " a run that was stored. If the storage of this run is gone or was"
+                " replaced, RAM holds the only copy: to continue from it, copy"
+                f" {os.path.join(each.directory, IDENTITY)} to"
+                f" {os.path.join(stored.directory, IDENTITY)} and start again; for the"
+                f" weights alone, elastic-ckpt convert {each.directory} DIRECTORY/STEP."
+                f" If these are steps of another run, {remedy}"
+            )
+    if known is not None:
+        is_stored = known.is_stored or stored is not None
+        return dataclasses.replace(known, is_stored=is_stored)
+    if stored is not None and stored.is_out_of_reach:
+        return None
+    return Identity(name=fresh, is_stored=stored is not None)
+
+
+def keep(directory: epath.PathLike, identity: Identity, *, is_first: bool) -> None:
+    """Gives persistent storage the identity of its run, or checks that it is there.
+
+    Args:
+      directory: of the run's steps.
+      identity: of the run.
+      is_first: whether this program has not done it yet.
+
+    Raises:
+      ReplacedError: if the directory was removed, or another run has taken it.
+      OSError: if storage is unavailable, or another of `bucket_clients.failures`.
+    """
+    path = storage.absolute(directory) / IDENTITY
+    if is_first and storage.create(path, records.to_bytes(identity)):
+        return
+    there = records.read(path, Identity)
+    if there is None or there.name != identity.name:
+        raise errors.ReplacedError(
+            f"{path} is gone, or another run's: the directory was removed while this"
+            " run was writing to it, or another run has started in it at the same time."
+            " What this run had saved there is lost, so it stops; start it again, in"
+            " another directory if another run needs this one"
+        )
+
+
+def find_run(chosen: Chosen) -> str | None:
+    """The run whose steps are in the local tier, or in the persistent one.
+
+    A run that has no name keeps this one when tiers come, go or move.
+
+    Returns:
+      None if there are no steps, or if storage is out of reach: there may be some in
+      the RAM of other hosts.
+
+    Raises:
+      CheckpointError: if storage is out of reach, and there is no local tier.
+    """
+    found = None
+    if chosen.local is not None:
+        disk = storage.absolute(chosen.local.directory)
+        # One that cannot be read is refused, with the reason, by those who use it.
+        with contextlib.suppress(OSError):
+            found = _first_run(each for each in disk.glob("hosts/*/*") if each.is_dir())
+    if found is None and chosen.persistent is not None:
+        root = PersistentRoot.from_path(chosen.persistent.directory)
+        try:
+            found = _first_run(map(root.final, reversed(root.steps())))
+        except (errors.CheckpointError, *bucket_clients.failures()):
+            if chosen.local is None:
+                raise
+    return found
+
+
+def _first_run(steps: Iterable[epath.Path]) -> str | None:
+    return next(filter(None, map(persistent_root.run_of, steps)), None)
+
+
+def write_agents(directory: epath.PathLike, agents: RunAgents) -> None:
+    """Records agents in place of those before; none leave no record.
+
+    Raises:
+      CheckpointError: if storage is out of reach.
+    """
+    path = storage.absolute(directory) / AGENTS
+    with records.within_reach(path):
+        if agents.agents:
+            storage.write_atomic(path, records.to_bytes(agents))
+        else:
+            storage.remove(path)
+
+
+def read_agents(directory: epath.PathLike) -> RunAgents | None:
+    """The agents that were recorded last; None if there is no record.
+
+    Raises:
+      CheckpointError: if storage is out of reach, or the record cannot be read.
+    """
+    return records.read(storage.absolute(directory) / AGENTS, RunAgents)
+
+
+def known_agents(root: epath.PathLike) -> dict[str, Seen]:
+    """The agents recorded in a RAM disk; none if its record is missing or damaged."""
+    with contextlib.suppress(errors.CheckpointError):
+        recorded = read_agents(root)
+        return {} if recorded is None else dict(recorded.agents)
+    return {}
+
+
+def forget_agent(root: epath.PathLike, url: str) -> None:
+    """Drops the agent at `url`, whose machine is gone."""
+    recorded = read_agents(root)
+    if recorded is not None:
+        left = {m: each for m, each in recorded.agents.items() if each.url != url}
+        write_agents(root, RunAgents(recorded.run, left))
+
+
+def joined_agents(
+    heard: Iterable[Mapping[str, Seen]], present: Mapping[str, str], *, now_secs: float
+) -> dict[str, Seen]:
+    """Merges the agents known to hosts, each as it was seen last.
+
+    Args:
+      heard: of each host, what its machine has recorded.
+      present: the URLs of those of the machines of the world, by machine.
+      now_secs: the time, in seconds since 1970.
+    """
+    of_all = [each for agents in heard for each in agents.items()]
+    newest = dict(sorted(of_all, key=lambda each: each[1].secs))
+    oldest_secs = now_secs - _REMEMBERED_SECS
+    recent = {m: each for m, each in newest.items() if each.secs > oldest_secs}
+    return recent | {machine: Seen(url, now_secs) for machine, url in present.items()}
+
+
+def record_evaluation(root: PersistentRoot, evaluation: Evaluation) -> None:
+    """Records an evaluation, durably.
+
+    Raises:
+      OSError: if storage is unavailable, or another of `bucket_clients.failures`.
+    """
+    path = root.path / EVALUATIONS / f"{evaluation.step_id}.json"
+    storage.write_atomic(path, records.to_bytes(evaluation))
+
+
+def evaluations(root: PersistentRoot, line: Line, *, run: str) -> list[tuple[int, str]]:
+    """The evaluations of a line that are there: training steps and JSON of metrics.
+
+    Of two of one training step the later save counts, and comes last.
+
+    Raises:
+      CheckpointError: if storage is out of reach.
+    """
+    return [
+        (each.step, each.metrics)
+        for _, each in _evaluations(root)
+        if each.run == run
+        and each.save <= line.save
+        and not line.abandons(each.step_id)
+    ]
+
+
+def forget_evaluations(
+    root: PersistentRoot, steps: Collection[int], line: Line
+) -> None:
+    """Removes the evaluations of saved steps, and those that the line has passed.
+
+    Args:
+      root: of the steps; they are still there.
+      steps: that are about to be removed.
+      line: of the world that removes them.
+
+    Raises:
+      OSError: if storage is unavailable, or another of `bucket_clients.failures`.
+      CheckpointError: if it cannot be listed.
+    """
+    saved = root.steps()
+    for path, each in _evaluations(root):
+        counts_for = max((step for step in saved if step <= each.step), default=None)
+        is_passed = line.abandons(each.step_id) and each.step <= max(saved)
+        if each.save <= line.save and (is_passed or counts_for in steps):
+            storage.remove(path)
+
+
+def _evaluations(root: PersistentRoot) -> Iterator[tuple[epath.Path, Evaluation]]:
+    # Ascending by step and save.
+    directory = root.path / EVALUATIONS
+    stems = (name.removesuffix(".json") for name in records.names(directory))
+    for step_id in sorted(filter(None, map(StepId.parse, stems))):
+        path = directory / f"{step_id}.json"
+        try:
+            there = records.read(path, Evaluation)
+        except records.OutOfReachError:
+            raise
+        except errors.CheckpointError as error:
+            # A step whose metric is lost counts as one without; the run goes on.
+            logging.warning("an evaluation is not counted: %s", error)
+            continue
+        if there is not None:
+            yield path, there
