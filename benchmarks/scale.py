@@ -143,7 +143,6 @@ def _save(hosts: _SimulatedHosts) -> None:
         description=StepDescription.from_trees(
             {"n": 1}, {}, metrics=None, custom_metadata=None
         ),
-        parents=(),
         began_secs=time.monotonic(),
     )
     stages.begin(saving).result()

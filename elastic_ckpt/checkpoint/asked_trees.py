@@ -152,7 +152,7 @@ def _resolved(
 
 def _placed(path: str, leaf: Any, was: Any) -> Any:
     # Without a requested sharding an array keeps the saved one.
-    if _is_key(leaf) and _is_key(was) and leaf.dtype != was.dtype:
+    if trees.is_key(leaf) and trees.is_key(was) and leaf.dtype != was.dtype:
         raise errors.CheckpointError(
             f"{path} is a random key that was saved as {was.dtype}, and was requested"
             f" as {leaf.dtype}, which gives other numbers; make it with the"
@@ -164,16 +164,11 @@ def _placed(path: str, leaf: Any, was: Any) -> Any:
     return leaf
 
 
-def _is_key(leaf: Any) -> bool:
-    dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
-
-
 def _of_type(path: str, kind: type, was: Any) -> Any:
     # An array in the form of a type, of what was saved as an array or number.
     shape = getattr(was, "shape", ())
     dtype = was.dtype if hasattr(was, "dtype") else np.asarray(was).dtype
-    if issubclass(kind, np.ndarray) and not _is_key(was):
+    if issubclass(kind, np.ndarray) and not trees.is_key(was):
         return trees.AbstractArray(shape=shape, dtype=dtype)
     if issubclass(kind, jax.Array | jax.ShapeDtypeStruct):
         sharding = getattr(was, "sharding", None)

@@ -846,7 +846,11 @@ class HostsCheckpointer:
         trees, stateful = component_io.split(checkpointables)
         self._report_unloaded(stateful)
         description = StepDescription.from_trees(
-            trees, stateful, metrics=metrics, custom_metadata=custom_metadata
+            trees,
+            stateful,
+            metrics=metrics,
+            custom_metadata=custom_metadata,
+            parents=line.parents,
         )
         back_up = is_backup_due or (
             forced and self._root is not None and not is_last_of_world
@@ -883,7 +887,6 @@ class HostsCheckpointer:
             is_copied_at_once=is_last_of_world and self._world.loses_memory(),
             description=description,
             stateful=stateful,
-            parents=line.parents,
             path=current.path,
             began_secs=began_secs,
         )

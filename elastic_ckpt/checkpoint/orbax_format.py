@@ -25,7 +25,13 @@ import orbax.checkpoint as v0
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint.host.trees import AbstractArray, KeyPath, leaf_path
+from elastic_ckpt.checkpoint.host.trees import (
+    AbstractArray,
+    KeyPath,
+    is_key,
+    key_impl,
+    leaf_path,
+)
 from elastic_ckpt.core import errors
 
 # How Orbax numbers the kinds of keys in `_METADATA`.
@@ -163,7 +169,7 @@ def tree_files(
         kind = leaf_kind(leaf, leaf_path(checkpointable, key_path))
         value: dict[str, Any] = {
             "value_type": kind,
-            "skip_deserialize": kind in EMPTY_KINDS,
+            "skip_deserialize": kind in _EMPTY.values(),
         }
         if kind == "jax.Array":
             chunk = list(chunks[leaf_path(checkpointable, key_path)])
@@ -235,7 +241,6 @@ def _key(key: Any) -> dict[str, Any]:
 
 
 _EMPTY = {list: "List", tuple: "Tuple", dict: "Dict", None: "None"}
-EMPTY_KINDS = frozenset(_EMPTY.values())
 
 
 def is_jax(leaf: Any) -> bool:
@@ -268,23 +273,8 @@ def leaf_kind(leaf: Any, path: str) -> str:
     return _EMPTY.get(type(leaf), _EMPTY[None])
 
 
-def is_random_key(leaf: Any) -> bool:
-    """Whether an array of JAX is one of typed random keys."""
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def random_key_impl(leaf: Any) -> str:
-    """The name of the generator of an array of typed random keys."""
-    # The generator of an abstract key is available in a traced function only.
-    kinds: list[Any] = []
-    jax.eval_shape(lambda keys: kinds.append(jax.random.key_impl(keys)), leaf)
-    return str(kinds[0])
-
-
 def _array(name: str, leaf: Any, chunk: list[int]) -> dict[str, Any]:
-    more = None
-    if is_random_key(leaf):
-        more = {"random_key_impl": random_key_impl(leaf)}
+    more = {"random_key_impl": str(key_impl(leaf))} if is_key(leaf) else None
     encoded_metadata = {
         "param_name": name,
         "write_shape": chunk,
@@ -304,7 +294,7 @@ def _sharding(leaf: Any) -> dict[str, Any] | None:
         described = sharding_metadata(sharding)
     if described is not None:
         spec = list(described["partition_spec"])
-        if is_random_key(leaf):
+        if is_key(leaf):
             # Its data has one more dim, which is whole everywhere.
             while spec and spec[-1] is None:
                 spec.pop()

@@ -30,7 +30,6 @@ class Saving:
       back_up: whether it goes to persistent storage.
       overwrite: whether other saves of the step are removed from there.
       description: for retention and persistent storage.
-      parents: of the save; see `steps.line`.
       path: the directory that it has in persistent storage; None without such a tier.
       began_secs: when it was begun, on the monotonic clock.
       is_last_of_world: whether the run goes on in another world, which makes its
@@ -42,7 +41,6 @@ class Saving:
 
     step_id: StepId
     description: StepDescription
-    parents: Sequence[StepId]
     began_secs: float
     back_up: bool = True
     overwrite: bool = False
@@ -61,7 +59,7 @@ class Saving:
     @property
     def line(self) -> Line:
         """The line that it is saved to."""
-        return Line(save=self.step_id.save, parents=tuple(self.parents))
+        return Line(save=self.step_id.save, parents=self.description.contents.parents)
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -108,7 +106,9 @@ class Saving:
             why |= {n: f"host {number}: {each}" for n, each in of_host.items() if each}
         for name in why:
             optional[name].save_problem = why[name]
-        description = self.description.without(why)
+        names = self.description.contents.components
+        left = tuple(name for name in names if name not in why)
+        description = self.description.changed(components=left)
         return dataclasses.replace(self, description=description), why
 
     def write_files(self) -> str | None:
@@ -132,8 +132,8 @@ class Saving:
           is_due: see `Contents`.
         """
         files = {path: size for each in written for path, size in each.files.items()}
-        return self.description.contents(
-            self.parents,
+        return dataclasses.replace(
+            self.description.contents,
             leaves=tuple(Leaf.of_file(path, files[path]) for path in sorted(files)),
             time_ms=written[0].time_ms,
             is_due=is_due,

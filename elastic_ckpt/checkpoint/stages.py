@@ -341,7 +341,6 @@ class SaveStages:
                         Saving(
                             step_id=step_id,
                             description=StepDescription.from_contents(owed),
-                            parents=owed.parents,
                             began_secs=clock.monotonic(),
                         )
                     )
@@ -430,7 +429,9 @@ class SaveStages:
         )
         saving = dataclasses.replace(
             saving,
-            description=saving.description.agreed(notes[0]),
+            description=saving.description.changed(
+                metrics=notes[0].metrics, custom_metadata=notes[0].custom_metadata
+            ),
             back_up=saving.back_up or (ready.is_due and self._has_storage),
         )
         if saving.back_up:
@@ -444,7 +445,7 @@ class SaveStages:
                 self._degraded(self._tier, saving.step, why)
         # Of all hosts alike, it is reported by one.
         problem = saving.write_files() or (None if hosts.own else difference)
-        names = tuple(saving.description.components)
+        names = tuple(saving.description.contents.components)
         try:
             written = hosts.all(HostSaver.write, saving.step_id, names, problem)
             return self._keep(saving, written, ready)
@@ -516,7 +517,7 @@ class SaveStages:
         self.committed = CheckpointMetadata(
             step=saving.step,
             save=saving.step_id.save,
-            line=saving.step_id.after(saving.parents),
+            line=saving.step_id.after(saving.line.parents),
             path=saving.path,
             metrics=saving.description.metrics,
             custom_metadata=saving.description.custom_metadata,

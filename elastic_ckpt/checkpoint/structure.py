@@ -25,9 +25,10 @@ one would be lost, and trees that manifests cannot describe.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -51,8 +52,10 @@ from elastic_ckpt.tiers.ram import ram_disk
 T = TypeVar("T")
 Chunks = Mapping[str, Sequence[int]]
 
-_NUMBERS = {"bool": bool, "int": int, "float": float}
-_EMPTY_TUPLE = "()"
+# What the texts of leaves without values stand for; the numbers are of any value.
+_PLAIN = {"bool": False, "int": 0, "float": 0.0, "()": ()}
+# The texts of the empty nodes that Orbax notes.
+_EMPTY = {"List": [], "Tuple": "()", "Dict": {}, "None": None}
 # The errors of parsing a text that is not a structure.
 _NO_STRUCTURE = (
     AttributeError,
@@ -83,20 +86,18 @@ _MOST_KNOWN = 64
 _known: dict[Any, str] = {}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class HostNotes:
     """Notes that hosts may have made differently; those of host 0 count.
 
     Attributes:
       metrics: that the step is saved with, as JSON text; None if there are none.
       custom_metadata: that a user added, as JSON text; None if there is nothing.
-      texts: the leaves of the trees that are texts.
       parts_digest: of `StepDescription.kinds`, which may not differ.
     """
 
     metrics: str | None
     custom_metadata: str | None
-    texts: tuple[str, ...]
     parts_digest: str
 
 
@@ -106,16 +107,12 @@ class StepDescription:
 
     Attributes:
       trees: pytrees by name, with abstract arrays, and any number for a number.
-      components: the names of other parts, ordered.
-      metrics_json: the metrics that it was saved with, as text.
-      custom_json: the metadata that a user added, as text.
+      contents: as in its manifests; before it is written, without its leaves.
       init_timestamp_nsecs: when its save began, since 1970.
     """
 
     trees: Mapping[str, Any]
-    components: Sequence[str]
-    metrics_json: str | None
-    custom_json: str | None
+    contents: Contents
     init_timestamp_nsecs: int
 
     @classmethod
@@ -126,6 +123,7 @@ class StepDescription:
         *,
         metrics: Mapping[str, Any] | None,
         custom_metadata: Mapping[str, Any] | None,
+        parents: Sequence[StepId] = (),
     ) -> StepDescription:
         """Describes the trees and components; holds no reference to an array.
 
@@ -140,19 +138,19 @@ class StepDescription:
             )
         for name in [*checkpointables, *components]:
             _check_name(name)
-        abstract = {
-            name: jax.tree.map(_abstract, tree)
-            for name, tree in checkpointables.items()
-        }
-        _checked_json(abstract)
-        return cls(
-            trees=abstract,
-            components=sorted(components),
-            metrics_json=None if metrics is None else json_of_user("metrics", metrics),
-            custom_json=None
+        abstract = jax.tree.map(_abstract, dict(checkpointables))
+        contents = Contents(
+            leaves=(),
+            components=tuple(sorted(components)),
+            metrics=None if metrics is None else json_of_user("metrics", metrics),
+            custom_metadata=None
             if custom_metadata is None
             else json_of_user("custom metadata", custom_metadata),
-            init_timestamp_nsecs=time.time_ns(),
+            trees=_checked_json(abstract),
+            parents=tuple(parents),
+        )
+        return cls(
+            trees=abstract, contents=contents, init_timestamp_nsecs=time.time_ns()
         )
 
     @classmethod
@@ -162,23 +160,22 @@ class StepDescription:
         Raises:
           CheckpointError: if they describe its trees in an unsupported way.
         """
+        trees = _trees(contents, lambda described: described, orbax_format.SavedArray)
         return cls(
-            trees=described_trees(contents),
-            components=sorted(contents.components),
-            metrics_json=contents.metrics,
-            custom_json=contents.custom_metadata,
+            trees=trees,
+            contents=contents,
             init_timestamp_nsecs=1_000_000 * contents.time_ms,
         )
 
     @property
     def metrics(self) -> Any:
         """The metrics that it was saved with; None if there are none."""
-        return None if self.metrics_json is None else json.loads(self.metrics_json)
+        return json.loads(self.contents.metrics or "null")
 
     @property
     def custom_metadata(self) -> Any:
         """The metadata that a user added; None if there is nothing."""
-        return None if self.custom_json is None else json.loads(self.custom_json)
+        return json.loads(self.contents.custom_metadata or "null")
 
     def host_notes(self, kinds: Mapping[str, str]) -> HostNotes:
         """The notes that hosts compare, or that those of host 0 replace.
@@ -186,13 +183,8 @@ class StepDescription:
         Args:
           kinds: of what this host saves.
         """
-        leaves = jax.tree.leaves(self.trees)
-        return HostNotes(
-            metrics=self.metrics_json,
-            custom_metadata=self.custom_json,
-            texts=tuple(leaf for leaf in leaves if isinstance(leaf, str)),
-            parts_digest=digest.json_digest(dict(kinds)),
-        )
+        contents, parts_digest = self.contents, digest.json_digest(dict(kinds))
+        return HostNotes(contents.metrics, contents.custom_metadata, parts_digest)
 
     def kinds(self, components: Mapping[str, str]) -> dict[str, str]:
         """By the path of a leaf or the name of a component, what this host saves.
@@ -200,47 +192,18 @@ class StepDescription:
         Args:
           components: by name, what they are.
         """
+        leaves = jax.tree.leaves_with_path(
+            dict(self.trees), is_leaf=lambda each: each is None
+        )
         kinds = {
-            trees.leaf_path(name, keys): _kind(leaf)
-            for name, tree in self.trees.items()
-            for keys, leaf in jax.tree_util.tree_flatten_with_path(
-                tree, is_leaf=lambda each: each is None
-            )[0]
+            trees.leaf_path(keys[0].key, keys[1:]): _kind(leaf) for keys, leaf in leaves
         }
         return kinds | dict(components)
 
-    def agreed(self, notes: HostNotes) -> StepDescription:
-        """This step with the notes of host 0, which are those of the step."""
-        texts = iter(notes.texts)
-        return dataclasses.replace(
-            self,
-            trees=jax.tree.map(
-                lambda leaf: next(texts) if isinstance(leaf, str) else leaf, self.trees
-            ),
-            metrics_json=notes.metrics,
-            custom_json=notes.custom_metadata,
-        )
-
-    def without(self, components: Collection[str]) -> StepDescription:
-        """This step without some components."""
-        left = [name for name in self.components if name not in components]
-        return dataclasses.replace(self, components=left)
-
-    def contents(self, parents: Sequence[StepId], **more: Any) -> Contents:
-        """The contents of manifests of it, as a save with these parents.
-
-        Args:
-          parents: see `Contents`.
-          **more: the fields that it does not know.
-        """
-        return Contents(
-            components=tuple(self.components),
-            metrics=self.metrics_json,
-            custom_metadata=self.custom_json,
-            trees=_checked_json(self.trees),
-            parents=tuple(parents),
-            **more,
-        )
+    def changed(self, **fields: Any) -> StepDescription:
+        """This step with other fields of its contents."""
+        contents = dataclasses.replace(self.contents, **fields)
+        return dataclasses.replace(self, contents=contents)
 
     def files(self, chunks: Chunks) -> dict[str, str]:
         """The files that Orbax adds to the values, by path, as of now.
@@ -250,7 +213,7 @@ class StepDescription:
         """
         files = orbax_format.metadata_files(
             self.trees,
-            self.components,
+            self.contents.components,
             chunks=chunks,
             step=orbax_format.StepMetadata(
                 init_timestamp_nsecs=self.init_timestamp_nsecs,
@@ -289,25 +252,18 @@ def to_json(checkpointables: Mapping[str, Any]) -> str:
     return storage.canonical_json({"shardings": listed, "trees": structures}).decode()
 
 
-def _checked_json(checkpointables: Mapping[str, Any]) -> str:
+def _checked_json(abstract: Mapping[str, Any]) -> str:
     # As `to_json`, of trees that can be saved.
-    leaves = tuple(jax.tree.leaves(checkpointables))
-    # 0 equals 0.0.
-    key = trees.structure_text(checkpointables), leaves, tuple(map(type, leaves))
-    try:
-        text = _known.get(key)
-    except TypeError:
-        # A leaf that cannot be saved, or an array of a backup.
-        key = text = None
-    if text is None:
-        for name, tree in checkpointables.items():
+    leaves = jax.tree.leaves(abstract)
+    named = [each if orbax_format.is_jax(each) else repr(each) for each in leaves]
+    key = (trees.structure_text(abstract), *named)
+    if key not in _known:
+        for name, tree in abstract.items():
             _check_tree(name, tree)
-        text = to_json(checkpointables)
-    if key is not None:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
-        _known[key] = text
-    return text
+        _known[key] = to_json(abstract)
+    return _known[key]
 
 
 def saved_trees(contents: Contents) -> dict[str, Any]:
@@ -322,15 +278,6 @@ def saved_trees(contents: Contents) -> dict[str, Any]:
     return _trees(contents, _sharding, _on_devices)
 
 
-def described_trees(contents: Contents) -> dict[str, Any]:
-    """As `saved_trees`, for a backup: arrays are `SavedArray`s.
-
-    Raises:
-      CheckpointError: likewise.
-    """
-    return _trees(contents, lambda described: described, orbax_format.SavedArray)
-
-
 def _trees(
     contents: Contents,
     sharding: Callable[[Mapping[str, Any]], T],
@@ -343,13 +290,11 @@ def _trees(
         shardings = [sharding(each) for each in structure["shardings"]]
 
         def made(key_path: trees.KeyPath, node: str) -> Any:
-            if node == _EMPTY_TUPLE:
-                return ()
+            if node in _PLAIN:
+                return _PLAIN[node]
             kind, *words = node.split(" ")
             if kind == "text":
                 return node.removeprefix("text ")
-            if kind in _NUMBERS:
-                return _NUMBERS[kind](0)
             name, *keys = key_path
             leaf = saved[trees.leaf_path(name.key, tuple(keys))]
             shape, dtype = leaf.shape, np.dtype(leaf.dtype)
@@ -414,24 +359,23 @@ def _check_name(name: str) -> None:
 
 
 def _check_tree(checkpointable: str, tree: Any) -> None:
-    entries = orbax_format.entries(tree)
     if not jax.tree.leaves(tree) and not tree:
         raise errors.CheckpointError(
             f"{checkpointable!r} is empty, and Orbax does not save it; leave it out"
         )
     paths: dict[str, str] = {}
     texts: dict[str, str] = {}
-    for key_path, leaf in entries:
+    for key_path, leaf in orbax_format.entries(tree):
         path = trees.leaf_path(checkpointable, key_path)
         kind = orbax_format.leaf_kind(leaf, path)
-        if kind in orbax_format.EMPTY_KINDS:
-            continue
         name = orbax_format.array_name(key_path)
-        if not _is_unicode(name):
+        if not _is_unicode(f"{name}{leaf}" if kind == "string" else name):
             raise errors.CheckpointError(
-                f"the name of the leaf {path!r} is not Unicode, and no tier can store"
-                " it; rename its key"
+                f"the name or the text of the leaf {path!r} is not Unicode, and no tier"
+                " can store it; change it"
             )
+        if kind in _EMPTY:
+            continue
         prefix = ocdbt.array_prefix(name)
         if prefix in paths:
             raise errors.CheckpointError(
@@ -442,13 +386,6 @@ def _check_tree(checkpointable: str, tree: Any) -> None:
         if kind == "string":
             texts[name] = path
     orbax_format.strings_file(texts)
-    written = [leaf for _, leaf in entries if isinstance(leaf, str)]
-    unstorable = [text for text in written if not _is_unicode(text)]
-    if unstorable:
-        raise errors.CheckpointError(
-            f"a text of {checkpointable!r} is not Unicode, and no tier can store it:"
-            f" {unstorable[0]!r}"
-        )
     try:
         to_json({checkpointable: tree})
     except Exception as error:  # raised by the nodes of a user's library
@@ -459,61 +396,39 @@ def _check_tree(checkpointable: str, tree: Any) -> None:
         ) from error
 
 
-# What describes an array, by its shape, its dtype, and the identity of its sharding,
-# which is kept with it. From step to step an array mostly has the same one, and a
-# comparison of shardings takes longer than all the rest.
-_structs: dict[tuple[Any, ...], jax.ShapeDtypeStruct] = {}
-_MOST_STRUCTS = 2**17
-
-
-def _struct(array: jax.Array) -> jax.ShapeDtypeStruct:
-    key = array.shape, array.dtype, id(array.sharding)
-    known = _structs.get(key)
-    if known is None:
-        if len(_structs) >= _MOST_STRUCTS:
-            _structs.clear()
-        known = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
-        _structs[key] = known
-    return known
+# From step to step an array mostly has the same sharding.
+_struct = functools.lru_cache(maxsize=2**17)(jax.ShapeDtypeStruct)
 
 
 def _abstract(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):
-        return _struct(leaf)
+        return _struct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
     if isinstance(leaf, np.ndarray):
         return trees.AbstractArray(shape=leaf.shape, dtype=leaf.dtype)
-    for kind in (bool, int, float):
-        if isinstance(leaf, kind):
-            return kind(0)
-    return leaf
+    kinds = (kind for kind in (bool, int, float) if isinstance(leaf, kind))
+    return next((kind(0) for kind in kinds), leaf)
 
 
 def _kind(leaf: Any) -> str:
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return f"{leaf.dtype}{list(leaf.shape)}"
-    return type(leaf).__name__
+    return repr(leaf) if isinstance(leaf, str) else type(leaf).__name__
 
 
 def _leaf(leaf: Any, shardings: dict[NamedSharding, int]) -> Any:
-    if orbax_format.is_jax(leaf):
+    kind = orbax_format.leaf_kind(leaf, "a leaf")
+    if kind == "jax.Array":
         words = ["array"]
-        if orbax_format.is_random_key(leaf):
-            words = ["key", orbax_format.random_key_impl(leaf)]
+        if trees.is_key(leaf):
+            words = ["key", str(trees.key_impl(leaf))]
         if _is_of_all_hosts(leaf.sharding):
             words.append(str(shardings.setdefault(leaf.sharding, len(shardings))))
         return " ".join(words)
-    if isinstance(leaf, str):
-        return f"text {leaf}"
-    for name, kind in _NUMBERS.items():
-        if isinstance(leaf, kind):
-            return name
-    if isinstance(leaf, np.ndarray | trees.AbstractArray):
-        return "numpy"
-    if isinstance(leaf, Mapping):
-        return {}
-    # Empty named tuples, such as optax's EmptyState, are nothing to Orbax.
-    empty = {list: [], tuple: _EMPTY_TUPLE}
-    return empty.get(type(leaf))
+    if kind == "scalar":
+        kinds = (kind for kind in (bool, int, float) if isinstance(leaf, kind))
+        return next(kinds).__name__
+    named = {**_EMPTY, "np.ndarray": "numpy", "string": f"text {leaf}"}
+    return named[kind]
 
 
 def _is_of_all_hosts(sharding: Any) -> bool:
@@ -531,8 +446,4 @@ def _key(leaf: Leaf, impl: str) -> tuple[tuple[int, ...], Any]:
 
 
 def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return text.encode(errors="ignore").decode() == text

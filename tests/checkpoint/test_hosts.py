@@ -89,7 +89,7 @@ def test_answers_of_all_hosts_come_in_their_order(drive):
     )
     assert len(set(introduced)) == NUM_HOSTS
     drive(join)
-    notes = HostNotes(metrics=None, custom_metadata="{}", texts=("a",), parts_digest="")
+    notes = HostNotes(None, "{}", "0a")
     shared = drive(lambda driver: driver.share("notes", notes))
     assert same(shared) == [notes] * len(shared)
 

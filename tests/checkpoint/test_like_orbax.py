@@ -261,13 +261,13 @@ def test_checkpointables_have_names_that_can_be_directories(checkpointer):
     with pytest.raises(errors.CheckpointError, match="no checkpointables were given"):
         checkpointer.save_checkpointables(number, {})
     for given, found in (
-        (jnp.ones(2), "got a ArrayImpl"),
-        ([jnp.ones(2)], "got a list"),
-        ({1: jnp.ones(2)}, r"got a mapping with the keys \[1\]"),
+        (jnp.ones(2), "a ArrayImpl"),
+        ([jnp.ones(2)], "a list"),
+        ({1: jnp.ones(2)}, r"a dict with the keys \[1\]"),
     ):
         for verb in ("save", "load"):
             call = getattr(checkpointer, f"{verb}_checkpointables")
-            message = rf"takes a mapping of names .*{found}; {verb}\(step, tree"
+            message = rf"are a mapping of names .* and not {found}; save and load"
             with pytest.raises(errors.CheckpointError, match=message):
                 call(number, given)
     for options in ({"metrics": {"loss": jnp.ones(2)}}, {"custom_metadata": object()}):

@@ -252,7 +252,7 @@ def _asked(path: str, leaf: Any) -> AskedLeaf:
             dtype=dtype if dtype.isnative else dtype.newbyteorder("="),
         )
     sharding = _with_devices(path, leaf.sharding)
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         return _asked_key(path, leaf, sharding)
     return AskedLeaf(
         path=path, shape=tuple(leaf.shape), dtype=leaf.dtype, sharding=sharding
@@ -325,7 +325,7 @@ def _asked_key(path: str, leaf: Any, sharding: Sharding) -> AskedLeaf:
         more = len(numbers.shape) - len(sharding.spec)
         spec = PartitionSpec(*sharding.spec, *[None] * more)
         sharding = NamedSharding(sharding.mesh, spec)
-    impl = _key_impl(leaf)
+    impl = key_impl(leaf)
     return AskedLeaf(
         path=path,
         shape=tuple(numbers.shape),
@@ -419,7 +419,14 @@ def _updated(whole: jax.Array, part: jax.Array, start: Sequence[int]) -> jax.Arr
     return jax.lax.dynamic_update_slice(whole, part, start)
 
 
-def _key_impl(key: Any) -> Any:
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed random keys, or its abstract form."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def key_impl(key: Any) -> Any:
+    """The generator of an array of typed random keys, which may be abstract."""
     # JAX reports the implementation of keys only, and tracers are keys.
     impls: list[Any] = []
     jax.eval_shape(lambda traced: impls.append(jax.random.key_impl(traced)), key)
