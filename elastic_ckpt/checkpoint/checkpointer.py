@@ -168,7 +168,6 @@ class HostsCheckpointer:
         # Components of the step that this process began with which were not loaded.
         self._unloaded: frozenset[str] = frozenset()
         self._claimed = 0
-        self._is_anew = False
         self._claims = self._root is not None and world.claimant is not None
         self._go_on_from(restore.find(hosts, None, emit=self._emit))
         if self._writer is not None and self._writer.number:
@@ -212,12 +211,10 @@ class HostsCheckpointer:
         number = step_number(step)
         self._background.wait()
         self._events.flush()
-        is_behind = self._newest is not None and number <= self._newest.step
-        if self._older is not None or (is_behind and not self._exists(number)):
-            raise self._behind(number)
         is_saving = self.is_saving_in_progress()
-        current = self._current(number)
-        return not is_behind and self._schedule.is_due(current, is_saving=is_saving)
+        return self._is_new(number) and self._schedule.is_due(
+            self._current(number), is_saving=is_saving
+        )
 
     def save_checkpointables_async(
         self,
@@ -356,7 +353,12 @@ class HostsCheckpointer:
         self._background.wait()
         with self._events.flushing():
             text = json_of_user("metrics", metrics)
-            self._check_storage()
+            if self._root is None:
+                raise errors.CheckpointError(
+                    "metrics of evaluations are recorded in persistent storage, and"
+                    " this checkpointer has none; add Persistent(directory), or pass"
+                    " metrics= when you save"
+                )
             try:
                 self._hosts.first(
                     HostBackup.record_metrics, StepId(number, self._line.save), text
@@ -368,7 +370,8 @@ class HostsCheckpointer:
     def evaluations(self) -> dict[int, dict[str, Any]]:
         """The recorded metrics by step, of steps that are kept or not saved yet."""
         self._background.wait()
-        return self._evaluations()
+        with self._events.flushing():
+            return self._evaluations()
 
     def cancel(self, step: int | CheckpointMetadata | None = None) -> None:
         """Removes a step when its save is done; the save itself is not interrupted.
@@ -568,7 +571,7 @@ class HostsCheckpointer:
             newest = self._line.save
             self._own_line = None
             self._unloaded = frozenset()
-            self._is_placed = self._is_anew = True
+            self._is_placed = True
             self._go_on_from(restore.SearchOutcome(newest_save=newest))
 
     def delete(
@@ -799,8 +802,6 @@ class HostsCheckpointer:
 
     def _complete(self) -> list[CheckpointMetadata]:
         listed = list(self._hosts.first(HostReader.complete_steps))
-        if self._root is None:
-            return listed
         try:
             evaluated = self._evaluations()
         except errors.HostsFailedError as error:
@@ -809,10 +810,10 @@ class HostsCheckpointer:
         return retention.with_evaluations(listed, evaluated)
 
     def _evaluations(self) -> dict[int, dict[str, Any]]:
-        with self._events.flushing():
-            self._check_storage()
-            recorded = self._hosts.first(HostBackup.evaluations, self._line)
-            return {step: json.loads(text) for step, text in recorded}
+        if self._root is None:
+            return {}
+        recorded = self._hosts.first(HostBackup.evaluations, self._line)
+        return {step: json.loads(text) for step, text in recorded}
 
     def _begin_save(
         self,
@@ -1032,14 +1033,6 @@ class HostsCheckpointer:
             storage_cause.report(self._emit, "peer", step, why)
         return was_there
 
-    def _check_storage(self) -> None:
-        if self._root is None:
-            raise errors.CheckpointError(
-                "metrics of evaluations are recorded in persistent storage, and this"
-                " checkpointer has none; add Persistent(directory), or pass metrics="
-                " when you save"
-            )
-
     def _is_stored(self, saving: Saving) -> bool:
         if not saving.stored.is_set():
             self._stages.wait()
@@ -1063,59 +1056,52 @@ class HostsCheckpointer:
         if self._restored is not None:
             return Line(save=self._save, parents=self._restored.line)
         # A run that is begun again abandons what others may still save to it.
-        parents = FROM_SCRATCH if self._claims or self._is_anew else ()
-        return Line(save=self._save, parents=parents)
+        return Line(save=self._save, parents=FROM_SCRATCH)
 
-    def _exists(self, step: int) -> bool:
+    def _is_new(self, step: int) -> bool:
+        # Whether it is later than all steps; an error if it will never be saved.
         newest = self._newest
-        is_newest = newest is not None and newest.step == step
-        return is_newest or step in [each.step for each in self._complete()]
-
-    def _behind(self, step: int) -> errors.CheckpointError:
-        # Of a step that will never be saved, because there is a later one.
-        assert self._newest is not None
+        is_behind = newest is not None and step <= newest.step
+        if newest is None or not (is_behind or self._older):
+            return True
+        there = [newest.step, *(each.step for each in self._complete())]
+        if self._older is None and step in there:
+            return False
         loaded = "" if self._older is None else f" than step {self._older.step}"
-        return errors.CheckpointError(
-            f"step {step} cannot be saved: {self.directory} has step"
-            f" {self._newest.step}, which is later{loaded}. To continue the run, load"
-            " that step first; to train again from an earlier one, load that with"
-            " go_back=True; for another run, give another directory"
+        raise errors.CheckpointError(
+            f"step {step} cannot be saved: {self.directory} has step {newest.step},"
+            f" which is later{loaded}. To continue the run, load that step first; to"
+            " train again from an earlier one, load that with go_back=True; for another"
+            " run, give another directory"
         )
 
     def _line_for(self, step: int, *, overwrite: bool) -> Line:
         # The line that a step is saved to.
-        latest = self._newest
-        newest_step = -1 if latest is None else latest.step
-        if self._older is not None and not (overwrite and step < newest_step):
-            raise self._behind(step)
-        self._begun = {each for each in self._begun if each.step > newest_step}
-        if latest is None or step > newest_step:
-            line = self._line
+        latest, line = self._newest, self._line
+        parents = line.parents if latest is None else latest.line
+        if self._is_new(step):
+            newest_step = -1 if latest is None else latest.step
+            self._begun = {each for each in self._begun if each.step > newest_step}
             if StepId(step, line.save) not in self._begun:
                 return line
             # It was given up, and some hosts may have it all the same. What is saved
             # now must not be mixed with that.
             after = max(each.save for each in self._begun)
-            save = self._hosts.first(HostWorld.new_save, after)
-            parents = line.parents if latest is None else latest.line
-            return Line(save=save, parents=parents)
-        if not overwrite:
-            if not self._exists(step):
-                raise self._behind(step)
+        elif not overwrite:
             raise restore.StepAlreadyExistsError(
                 f"step {step} already exists; save it with overwrite=True, or save a"
                 " later step"
             )
-        if step < latest.step:
+        elif latest is not None and step < latest.step:
             raise errors.CheckpointError(
                 f"step {step} cannot be overwritten: only the newest step can, which"
                 f" is {latest.step}; to continue from an earlier step, load it with"
                 " go_back=True"
             )
-        # The old save is of the line: it counts if the new one is cut short.
-        after = max(self._save, latest.line[-1][1])
-        save = self._hosts.first(HostWorld.new_save, after)
-        return Line(save=save, parents=latest.line)
+        else:
+            # The old save is of the line: it counts if the new one is cut short.
+            after = max(self._save, parents[-1].save)
+        return Line(save=self._hosts.first(HostWorld.new_save, after), parents=parents)
 
     def _go_on_from(self, search: restore.SearchOutcome) -> None:
         self._restored, self._older = search.checkpoint, None

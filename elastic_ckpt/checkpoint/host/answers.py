@@ -114,7 +114,8 @@ class CheckpointMetadata:
       save: the id of this save, as a step may be saved again after the run went back to
         an earlier one; empty if Orbax alone saved it.
       line: the history of the step: `(step, save)` of each save from which the run
-        continued to reach it, oldest first, and its own at the end.
+        continued to reach it, oldest first, and its own at the end. That of a run that
+        began without a step is `(0, "")`.
       path: its directory in persistent storage; None if it was found in RAM alone.
       metrics: those it was saved with; None if there are none.
       custom_metadata: as the user saved it; None if there is none.
