@@ -36,13 +36,11 @@ from etils import epath
 
 from elastic_ckpt.checkpoint import asked_trees, foreign_steps, structure
 from elastic_ckpt.checkpoint.host import trees, verified_read
-from elastic_ckpt.checkpoint.structure import json_of_user
 from elastic_ckpt.core import boxes, bucket_clients, errors, storage
 from elastic_ckpt.steps import owners, read_plan
 from elastic_ckpt.steps.manifest import Host, Manifest
 from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers import find
-from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.peers import peer, peer_client, secret
 from elastic_ckpt.tiers.persistent import leases, persistent_root, run_files
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
@@ -52,6 +50,8 @@ from elastic_ckpt.tiers.ram import machine
 _POLL_SECS = 10.0
 # Between two lists of steps from agents; each is one small request.
 _RAM_POLL_SECS = 0.2
+# Between two warnings that there is no directory.
+_WARN_SECS = 600
 # Agents that are asked for their list before all are, at the same time.
 _MOST_ASKED = 3
 # In the place of the saves that agents have which do not answer.
@@ -70,7 +70,11 @@ class Step:
     """
 
     def __init__(
-        self, step_id: StepId, *, _follower: _Follower, _in_ram: FoundStep | None = None
+        self,
+        step_id: StepId,
+        *,
+        _follower: _Follower,
+        _in_ram: find.FoundStep | None = None,
     ) -> None:
         self.step, self.save = step_id
         self._follower, self._in_ram = _follower, _in_ram
@@ -208,33 +212,24 @@ def watch_steps(
 def _followed(
     follower: _Follower, *, look_secs: float, timeout_secs: float, duration_secs: float
 ) -> Iterator[Step]:
-    with contextlib.suppress(*bucket_clients.failures()):
-        # The first look at the steps reports what fails.
-        if not follower.root.path.exists():
-            logging.warning(
-                "watch_steps: there is no directory %s yet; unless a run is about to"
-                " create it, give the directory of its ec.Persistent",
-                follower.root.path,
-            )
     found_secs = time.monotonic()
     while True:
         step = follower.next()
-        if step is None:
-            left_secs = found_secs + timeout_secs - time.monotonic()
-            if left_secs <= 0:
-                return
-            time.sleep(min(look_secs, left_secs))
-            continue
-        try:
-            with contextlib.ExitStack() as kept:
-                if step._in_ram is None:
-                    lease = leases.lease(step.path, duration_secs=duration_secs)
-                    kept.enter_context(lease)
-                yield step
-        except leases.StepGoneError as error:
-            logging.info("%s", error)
-            time.sleep(look_secs)
-        found_secs = time.monotonic()
+        if step is not None:
+            try:
+                with contextlib.ExitStack() as kept:
+                    if step._in_ram is None:
+                        lease = leases.lease(step.path, duration_secs=duration_secs)
+                        kept.enter_context(lease)
+                    yield step
+            except leases.StepGoneError as error:
+                logging.info("%s", error)
+                time.sleep(look_secs)
+            found_secs = time.monotonic()
+        elif time.monotonic() - found_secs >= timeout_secs:
+            return
+        else:
+            time.sleep(min(look_secs, timeout_secs))
 
 
 def record_metrics(step: Step | epath.PathLike, metrics: Mapping[str, Any]) -> None:
@@ -280,7 +275,7 @@ def record_metrics(step: Step | epath.PathLike, metrics: Mapping[str, Any]) -> N
             run=run,
             step=number,
             save=save,
-            metrics=json_of_user("metrics", metrics),
+            metrics=structure.json_of_user("metrics", metrics),
         ),
     )
 
@@ -331,7 +326,7 @@ class _Follower:
         self._agents = run_files.RunAgents("", {})
         self._manifests: dict[peer.ManifestKey, Manifest] = {}
         # The later saves that were searched last, and when to search them again.
-        self._searched: frozenset[StepId] = frozenset()
+        self._searched: set[StepId] = set()
         self._pause_secs = self._again_secs = 0.0
 
     def next(self) -> Step | None:
@@ -354,7 +349,7 @@ class _Follower:
             self._looked_secs = time.monotonic()
         return step
 
-    def load(self, found: FoundStep, tree: Any, name: str) -> Any:
+    def load(self, found: find.FoundStep, tree: Any, name: str) -> Any:
         """As `Step.load`; a step that was in RAM is gone if it cannot be read.
 
         Raises:
@@ -377,7 +372,7 @@ class _Follower:
         }
         return asked.filled({name: trees.rebuilt(asked.read[name], name, made)})[name]
 
-    def _read(self, found: FoundStep, wanted: Sequence[trees.WantedLeaf]) -> None:
+    def _read(self, found: find.FoundStep, wanted: Sequence[trees.WantedLeaf]) -> None:
         # Reads the boxes that are not kept, or are of a leaf that has changed.
         table, lacking = found.table, []
         numbers = {leaf.path: n for n, leaf in enumerate(table.contents.leaves)}
@@ -409,6 +404,14 @@ class _Follower:
         root = self.root
         try:
             steps = root.steps()
+            if not (steps or root.path.exists()):
+                logging.log_every_n_seconds(
+                    logging.WARNING,
+                    "watch_steps: there is no directory %s yet; unless a run is about"
+                    " to create it, give the directory of its ec.Persistent",
+                    _WARN_SECS,
+                    root.path,
+                )
             # A step that is gone may come back as another save.
             self._seen.intersection_update(steps)
             for step in steps if self._client is None else steps[-1:]:
@@ -449,9 +452,21 @@ class _Follower:
             )
 
     def _in_ram(self) -> Step | None:
-        if not self._is_time_to_search():
+        # The list of one agent decides whether to search: each has parts of every step.
+        urls = list(self._agents.urls.values())
+        some = map(self._peer, random.sample(urls, min(_MOST_ASKED, len(urls))))
+        asked = next((each for each in some if not each.problems), None)
+        later = {_UNKNOWN}
+        if asked is not None:
+            later = {*filter(self._is_later, asked.known_saves())}
+        now_secs, is_again = time.monotonic(), later == self._searched
+        if not later or (is_again and now_secs < self._again_secs):
             return None
-        peers = peer.Peers([self._peer(url) for url in self._agents.urls.values()])
+        # Less and less often for saves that stay incomplete.
+        more_secs = min(2 * self._pause_secs, self._poll_secs)
+        self._pause_secs = more_secs if is_again else _RAM_POLL_SECS
+        self._searched, self._again_secs = later, now_secs + self._pause_secs
+        peers = peer.Peers(list(map(self._peer, urls)))
         search = find.search([peers], lines=[self._line], without=self._unreadable)
         self._line, found = search.line, search.newest().found
         refusing = peers.refusing()
@@ -464,6 +479,10 @@ class _Follower:
             )
         if found is None or not self._is_later(found.step_id):
             return None
+        return self._begun(found)
+
+    def _begun(self, found: find.FoundStep) -> Step | None:
+        # A step in RAM, of which what was loaded from the one before is read already.
         asked, self._asked = self._asked, []
         wanted = []
         for tree, name in asked:
@@ -480,31 +499,12 @@ class _Follower:
         self._last, self._unreadable, self._manifests = found.step_id, {}, {}
         return Step(found.step_id, _follower=self, _in_ram=found)
 
-    def _is_time_to_search(self) -> bool:
-        # The list of one agent decides: each has parts of every step.
-        urls = list(self._agents.urls.values())
-        some = random.sample(urls, min(_MOST_ASKED, len(urls)))
-        answering = (each for each in map(self._peer, some) if not each.problems)
-        asked = next(answering, None)
-        later = frozenset({_UNKNOWN} if urls else ())
-        if asked is not None:
-            later = frozenset(filter(self._is_later, asked.known_saves()))
-        now_secs, pause_secs = time.monotonic(), _RAM_POLL_SECS
-        if later == self._searched:
-            if now_secs < self._again_secs:
-                return False
-            # Less and less often for saves that stay incomplete.
-            pause_secs = min(2 * self._pause_secs, self._poll_secs)
-        self._searched, self._pause_secs = later, pause_secs
-        self._again_secs = now_secs + pause_secs
-        return bool(later)
-
     def _peer(self, url: str) -> peer.Peer:
         assert self._client is not None
         return peer.Peer(url, self._client, self._agents.run, known=self._manifests)
 
 
-def _resolved(tree: Any, name: str, found: FoundStep) -> asked_trees.AskedTrees:
+def _resolved(tree: Any, name: str, found: find.FoundStep) -> asked_trees.AskedTrees:
     # What is asked of a step; other leaves of it are left out.
     contents, step = found.table.contents, found.step_id.step
     if tree is None:

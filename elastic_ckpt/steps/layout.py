@@ -90,16 +90,14 @@ def cut(box: boxes.Box, chunk: Sequence[int]) -> Iterator[boxes.Box]:
     Raises:
       CheckpointError: if the box does not lie on the grid of the chunks.
     """
-    sides = []
-    for start, stop, size in zip(box.start, box.stop, chunk, strict=True):
-        if start % size or stop % size:
-            raise errors.CheckpointError(
-                f"the shard {box} does not consist of chunks of the shape"
-                f" {tuple(chunk)}: shards of one array have to be of one shape; choose"
-                " a sharding that divides the array"
-            )
-        sides.append(range(start, stop, size))
-    for start in itertools.product(*sides):
+    sides = [*zip(box.start, box.stop, chunk, strict=True)]
+    if any(start % size or stop % size for start, stop, size in sides):
+        raise errors.CheckpointError(
+            f"the shard {box} does not consist of chunks of the shape {tuple(chunk)}:"
+            " shards of one array have to be of one shape; choose a sharding that"
+            " divides the array"
+        )
+    for start in itertools.product(*(range(*side) for side in sides)):
         yield boxes.Box(
             start=start, stop=tuple(a + n for a, n in zip(start, chunk, strict=True))
         )
@@ -131,9 +129,9 @@ def _largest_divisor(number: int, most: int) -> int:
 @functools.lru_cache(maxsize=2**16)
 def _safe(part: str) -> str:
     # A unique file name for `part` that cannot point outside of its directory.
-    quoted = urllib.parse.quote(part, safe=" ,()[]{}@+=$!'").replace("/", "%2F")
-    if quoted in ("", ".", "..") or quoted.startswith("."):
-        quoted = "%2E" + quoted[1:] if quoted else "%"
+    quoted = urllib.parse.quote(part, safe=" ,()[]{}@+=$!'") or "%"
+    if quoted.startswith("."):
+        quoted = f"%2E{quoted[1:]}"
     if len(quoted) > _NAME_BYTES:
         quoted = f"{quoted[:_NAME_BYTES]}%{digest.name_hash(part):016x}"
     return quoted

@@ -22,6 +22,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -103,7 +104,6 @@ class Policy:
       copies: holders of each item besides the host that saved it, on other machines.
       domain: the kind of failure domain that comes and goes as a whole.
       inner: a smaller kind that does, too; empty if there is none.
-      machine: the kind of domain that names the machine, where several hosts share one.
       assume_data_parallelism: nothing is copied, for models whose copies would not fit
         into memory; what data parallelism alone leaves at risk is reported.
     """
@@ -111,7 +111,6 @@ class Policy:
     copies: int = 2
     domain: str = "slice"
     inner: str = ""
-    machine: str = "host"
     assume_data_parallelism: bool = False
 
 
@@ -137,8 +136,9 @@ class Placement(NamedTuple):
 class Owners:
     """The hosts of a world, as holders of items.
 
-    A host without a label of a kind counts as a machine of its own, in the domain of
-    all hosts without one: no guarantee goes beyond the labels.
+    A host without the label `host`, which names its machine, counts as a machine of its
+    own; without another one it is in the domain of all hosts without it: no guarantee
+    goes beyond the labels.
 
     Args:
       hosts: by number.
@@ -147,21 +147,19 @@ class Owners:
 
     def __init__(self, hosts: Sequence[Host], policy: Policy) -> None:
         self._policy = policy
-        get = [host.domains.get for host in hosts]
-        ids = [host.id for host in hosts]
-        self._domain = [each(policy.domain, "") for each in get]
+        self._domain = [host.domains.get(policy.domain, "") for host in hosts]
+        self._machine = [host.domains.get("host", host.id) for host in hosts]
         # Without an inner kind each host is apart from all others.
         self._inner = [
-            each(policy.inner, "") if policy.inner else own
-            for each, own in zip(get, ids, strict=True)
+            host.domains.get(policy.inner, "" if policy.inner else host.id)
+            for host in hosts
         ]
-        self._machine = [g(policy.machine, i) for g, i in zip(get, ids, strict=True)]
         labels = [*zip(self._domain, self._inner, self._machine, strict=True)]
-        self._circle = sorted(range(len(ids)), key=lambda host: (labels[host], host))
+        self._circle = sorted(range(len(hosts)), key=lambda host: (labels[host], host))
         self._place = {host: place for place, host in enumerate(self._circle)}
         self._sizes = collections.Counter(self._domain)
-        by_domain = {self._domain[host]: host for host in self._circle[::-1]}
-        self._firsts = {each: self._place[host] for each, host in by_domain.items()}
+        firsts = [(self._domain[host], self._place[host]) for host in self._circle]
+        self._firsts = dict(reversed(firsts))
         self.copies = functools.cache(self._copies)
 
     def place(self, holders: Sequence[Holders], num_bytes: np.ndarray) -> Placement:
@@ -244,11 +242,9 @@ class Owners:
             first = self._firsts[domain]
             begin, count = first + size, len(circle) - size
             turn = place - first + max(self._sizes.values()) - size
-        for number in range(count):
-            yield circle[(begin + (turn + number) % count) % len(circle)]
-        yield from (
-            circle[(begin + n) % len(circle)] for n in range(count, len(circle))
-        )
+        turned = ((turn + number) % count for number in range(count))
+        for offset in itertools.chain(turned, range(count, len(circle))):
+            yield circle[(begin + offset) % len(circle)]
 
     def _count(self, labels: Sequence[str], hosts: Sequence[int]) -> int:
         return len({labels[host] for host in hosts})

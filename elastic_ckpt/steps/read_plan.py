@@ -171,8 +171,7 @@ class Nearness:
         )
         of_rows = self.of_holders[table.holder]
         self.nearest = np.minimum.reduceat(of_rows, table.first_row[:-1])
-        sizes = np.diff(table.first_row)
-        item = np.repeat(np.arange(len(table), dtype=np.uint64), sizes)
+        item = table.item.astype(np.uint64)
         names = [digest.name_hash(each.host.id) for each in table.holders]
         name = np.array(names, np.uint64)[table.holder]
         own = np.array(digest.name_hash(reader.id), np.uint64)

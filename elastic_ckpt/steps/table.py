@@ -38,6 +38,7 @@ class StepTable:
       num_bytes: of each item, int64 `[i]`.
       first_row: the rows of item k are `first_row[k]` to `first_row[k + 1]`, int64
         `[i + 1]`.
+      item: of each row, ascending, int64 `[n]`.
       holder: of each row, ascending in an item, int32 `[n]`.
       diverged: the items whose holders do not have the same values, int64.
 
@@ -56,22 +57,17 @@ class StepTable:
         self.items: Parts = rows.take(first)
         self.boxes = self.items.boxes
         self.num_bytes = self.contents.num_bytes(self.items)
+        place = item * len(self.holders) + rows.holder
+        order = columns.order(place)
         # A holder that is listed twice has an item once.
-        num_holders = len(self.holders)
-        pairs = columns.distinct(item * num_holders + rows.holder)
-        self.holder = (pairs % num_holders).astype(np.int32)
-        counts = np.bincount(pairs // num_holders, minlength=len(first))
-        self.first_row = np.concatenate([[0], np.cumsum(counts)])
+        self._row = row = order[np.diff(place[order], prepend=-1) > 0]
+        self.item, self.holder = item[row], rows.holder[row]
+        self.first_row = np.searchsorted(self.item, np.arange(len(first) + 1))
         same = rows.digest == self.items.digest.take(item, axis=0)
         self.diverged = columns.distinct(item[~same.all(axis=1)])
 
     def __len__(self) -> int:
         return len(self.num_bytes)
-
-    @functools.cached_property
-    def item(self) -> np.ndarray:
-        """The item of each row, ascending, int64 `[n]`."""
-        return np.repeat(np.arange(len(self)), np.diff(self.first_row))
 
     def of_leaf(self, leaf: int) -> np.ndarray:
         """The items of one leaf, int64."""
@@ -92,14 +88,7 @@ class StepTable:
 
     def digest_at(self, row: int) -> bytes:
         """The digest of the values that the holder of a row has listed."""
-        item = int(self.item[row])
-        if item not in self.diverged:
-            return self.digest(item)
-        rows, own = self.manifest.parts, self.items
-        is_row = (rows.leaf == own.leaf[item]) & (rows.holder == self.holder[row])
-        for bounds, of_item in ((rows.start, own.start), (rows.stop, own.stop)):
-            is_row &= (bounds == of_item[item]).all(axis=1)
-        return rows.digest[np.flatnonzero(is_row)[0]].tobytes()
+        return self.manifest.parts.digest[self._row[row]].tobytes()
 
     def holders_of(self, item: int) -> list[int]:
         """The numbers of the holders of an item, ascending."""
@@ -153,22 +142,17 @@ class StepTable:
 
     def lacking(self) -> str:
         """The end of `problem`: the missing parts, or that holders disagree."""
-        leaves = self.contents.leaves
-        problems = []
-        for kind, is_file in (("leaves", False), ("files", True)):
-            named = [
-                leaves[leaf].path if is_file else f"{leaves[leaf].path}{gaps[number]}"
-                for leaf, gaps in self.gaps.items()
-                for number in range(len(gaps))
-                if leaves[leaf].is_file == is_file
-            ]
-            total = sum(leaf.is_file == is_file for leaf in leaves)
-            lacking = sum(leaves[leaf].is_file == is_file for leaf in self.gaps)
-            if lacking:
-                problems.append(
-                    f"lacks parts of {lacking} of {total} {kind}:"
-                    f" [{errors.first_of(named)}]"
-                )
+        leaves, problems = self.contents.leaves, []
+        named = [
+            leaves[leaf].path if leaves[leaf].is_file else f"{leaves[leaf].path}{box}"
+            for leaf, gaps in self.gaps.items()
+            for box in map(gaps.__getitem__, range(len(gaps)))
+        ]
+        if named:
+            problems.append(
+                f"lacks parts of {len(self.gaps)} of {len(leaves)} arrays and files:"
+                f" [{errors.first_of(named)}]"
+            )
         diverged = self.diverged.tolist()
         if diverged:
             problems.append(

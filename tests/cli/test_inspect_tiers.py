@@ -135,11 +135,11 @@ def test_step_that_is_not_whole_is_shown_beside_the_newest_that_is(tmp_path):
     save(paths[0], range(4), step=2)
     text = runs.verb("inspect", *paths)
     assert "run run-7: 3 steps: 2, 3, 4\n" in text
-    assert "step 4: incomplete: lacks parts of 1 of 1 leaves" in text
+    assert "step 4: incomplete: lacks parts of 1 of 1 arrays and files" in text
     assert "step 3: complete" in text
     assert "step 2: " not in text
     (problem,) = inspect(*paths[:2], "--step", 3)["steps"]
-    missing = "lacks parts of 1 of 1 leaves: [state/w[3:4, 0:8]]"
+    missing = "lacks parts of 1 of 1 arrays and files: [state/w[3:4, 0:8]]"
     assert problem["problem"] == missing
 
 

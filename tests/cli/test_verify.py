@@ -189,7 +189,8 @@ def test_step_that_is_not_complete_says_what_is_missing(saved):
     rewrite(manifest_path, held, Parts.of_rows(held.rows()[1:], held.contents))
     (problem,) = problems(saved / "ram")
     assert problem["kind"] == "incomplete"
-    assert problem["why"] == "lacks parts of 1 of 4 leaves: [state/params/b[0:6]]"
+    missing = "lacks parts of 1 of 6 arrays and files: [state/params/b[0:6]]"
+    assert problem["why"] == missing
     # In another mixture it is complete.
     assert verify(saved / "ram", saved / "steps", code=0)["passed"]
 

@@ -94,8 +94,8 @@ def test_what_is_missing_is_named():
     outcome = newest([*four(step=30), *lacking])
     assert outcome.found.step_id.step == 30
     assert outcome.passed_over == {
-        40: "step 40 in local lacks parts of 1 of 2 leaves: [params/w[4:6, 0:4]], and"
-        " lacks parts of 1 of 4 files: [data/shard-00001.json]"
+        40: "step 40 in local lacks parts of 2 of 6 arrays and files:"
+        " [params/w[4:6, 0:4], data/shard-00001.json]"
     }
 
 

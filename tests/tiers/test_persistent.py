@@ -88,8 +88,8 @@ def test_half_a_step_is_refused(root, tier, world, missing):
         uploaded.write(root, saved, world[0], items)
     messages = {
         "everything": "no host has uploaded",
-        "chunk": r"lacks parts of 1 of 3 leaves: .state/params/b\[0:6\]",
-        "file": r"lacks parts of 1 of 2 files: .data/shards-00002.json.;",
+        "chunk": r"lacks parts of 1 of 5 arrays and files: .state/params/b\[0:6\]",
+        "file": r"lacks parts of 1 of 5 arrays and files: .data/shards-00002.json.;",
     }
     with pytest.raises(errors.CheckpointError, match=messages[missing]):
         uploaded.commit_all(root, saved)
