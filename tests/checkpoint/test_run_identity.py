@@ -29,6 +29,7 @@ def save(chosen, *steps, value=0):
             checkpointer.load(None, None)
         for step in steps:
             assert checkpointer.save(step, {"w": jnp.full(4, value + step)})
+            checkpointer.wait()
 
 
 def newest(chosen):
