@@ -169,7 +169,7 @@ class HostsCheckpointer:
         self._unloaded: frozenset[str] = frozenset()
         self._claimed = 0
         self._claims = self._root is not None and world.claimant is not None
-        self._go_on_from(restore.find(hosts, None, emit=self._emit))
+        self._search_again()
         if self._writer is not None and self._writer.number:
             step = 0 if self._restored is None else self._restored.step
             self._stages.clean(StepId(step, self._save))
@@ -572,7 +572,7 @@ class HostsCheckpointer:
             self._own_line = None
             self._unloaded = frozenset()
             self._is_placed = True
-            self._go_on_from(restore.SearchOutcome(newest_save=newest))
+            self._go_on_from(None, newest)
 
     def delete(
         self,
@@ -951,12 +951,12 @@ class HostsCheckpointer:
         if left and not goes_back:
             self._is_placed, self._older = True, checkpoint
             return restored.parts
-        search = restored.search
+        newest_save = restored.search.newest_save
         if left and go_back:
-            search = self._abandoning(search)
+            newest_save = self._abandoning(checkpoint, newest_save)
         # The training goes on from the step that was loaded.
         self._is_placed, self._own_line = True, None
-        self._go_on_from(search)
+        self._go_on_from(checkpoint, newest_save)
         self._stages.catch_up(checkpoint)
         if left:
             self._emit("went_back", step=left.step, to_step=checkpoint.step)
@@ -985,20 +985,19 @@ class HostsCheckpointer:
         line = Line(save=latest.line[-1][1], parents=latest.line[:-1])
         return not line.abandons(StepId(checkpoint.step, checkpoint.line[-1][1]))
 
-    def _abandoning(self, search: restore.SearchOutcome) -> restore.SearchOutcome:
+    def _abandoning(self, older: CheckpointMetadata, newest_save: str) -> str:
         # Goes on from an older step, on record: also a world that begins before this
         # one has saved a step abandons the steps between.
         self._claim()
-        save = self._hosts.first(HostWorld.new_save, search.newest_save)
+        save = self._hosts.first(HostWorld.new_save, newest_save)
         try:
-            self._stages.claim(Line(save=save, parents=search.required.line))
+            self._stages.claim(Line(save=save, parents=older.line))
         except errors.HostsFailedError:
             # The line may be on record although the answer was lost. What is saved from
             # now on has to be of a later one.
-            stays = restore.SearchOutcome(checkpoint=self._newest, newest_save=save)
-            self._go_on_from(stays)
+            self._go_on_from(self._newest, save)
             raise
-        return dataclasses.replace(search, newest_save=save)
+        return save
 
     def _described(self, step: int | CheckpointMetadata | None) -> CheckpointMetadata:
         search = restore.find(self._hosts, step, emit=self._emit)
@@ -1008,9 +1007,13 @@ class HostsCheckpointer:
         # Other programs may write too.
         if self._stages.committed is not None:
             self._own_line = self._line
-        self._go_on_from(
-            restore.find(self._hosts, None, emit=self._emit, own_line=self._own_line)
+        search = restore.find(
+            self._hosts, None, emit=self._emit, own_line=self._own_line
         )
+        if self._hosts.num_hosts > 1:
+            # It holds no messages while nothing is read.
+            self._hosts.all(HostReader.close_step)
+        self._go_on_from(search.checkpoint, search.newest_save)
 
     def _remove(self, step: int, *, missing_ok: bool) -> bool:
         was_there = False
@@ -1103,13 +1106,14 @@ class HostsCheckpointer:
             after = max(self._save, parents[-1].save)
         return Line(save=self._hosts.first(HostWorld.new_save, after), parents=parents)
 
-    def _go_on_from(self, search: restore.SearchOutcome) -> None:
-        self._restored, self._older = search.checkpoint, None
-        step_id = None if self._restored is None else self._restored.step_id
-        self._stages.go_on_from(step_id)
+    def _go_on_from(
+        self, checkpoint: CheckpointMetadata | None, newest_save: str
+    ) -> None:
+        self._restored, self._older = checkpoint, None
+        self._stages.go_on_from(None if checkpoint is None else checkpoint.step_id)
         # Later saves must not be mixed with earlier ones.
-        self._save = self._hosts.first(HostWorld.new_save, search.newest_save)
-        self._schedule.go_on_from([] if self._restored is None else [self._restored])
+        self._save = self._hosts.first(HostWorld.new_save, newest_save)
+        self._schedule.go_on_from([] if checkpoint is None else [checkpoint])
 
 
 def _clock(hosts: Hosts, every_minutes: float | None) -> BackupClock:

@@ -163,9 +163,6 @@ def find(
     else:
         found = None
         problem = _not_found(number, looking.newest().found, survey)
-    if hosts.num_hosts > 1:
-        # It holds no messages while nothing is read.
-        hosts.all(HostReader.close_step)
     for why in survey.refusing:
         logging.warning("%s", why)
         storage_cause.report(emit, "peer", number or 0, why)
