@@ -43,7 +43,7 @@ from benchmarks import report, sized, turns
 from elastic_ckpt.checkpoint import restore
 from elastic_ckpt.checkpoint.host import copies, reader, verified_read
 from elastic_ckpt.checkpoint.host.answers import Replicated, Written
-from elastic_ckpt.checkpoint.host.exchange import GIVEN
+from elastic_ckpt.checkpoint.host.exchange import GIVEN, Exchange
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.trees import WantedLeaf
@@ -203,15 +203,20 @@ class _CountedStore:
             del self._values[each]
 
 
-class _Mail:
+class _Mail(Exchange):
     # Of one host; all can read what any of them has left in its RAM disk.
 
     def __init__(
-        self, posted: dict[int, dict[str, bytes]], messages: _Messages, host: int
+        self,
+        world: HostWorld,
+        posted: dict[int, dict[str, bytes]],
+        messages: _Messages,
     ) -> None:
+        host, agents = world.number, cast(Any, None)
+        super().__init__(world.disk, hosts=world.hosts, number=host, endpoint=agents)
         self._posted = posted
         self._own = posted[host]
-        self._messages = messages
+        self._num = messages
         self._host = host
 
     def post(self, name: str, content: bytes) -> None:
@@ -221,8 +226,8 @@ class _Mail:
         content = self._posted[host].get(name)
         if content is None:
             raise ReadError(f"cannot be read: host {host} has no {name}")
-        self._messages[self._host] += 1
-        self._messages[host] += 1
+        self._num[self._host] += 1
+        self._num[host] += 1
         return content
 
     def remove(self, prefix: str) -> None:
@@ -342,7 +347,7 @@ class _SimulatedHosts:
         worlds, _WorldAlone.made = [], None
         for number, manifest in enumerate(manifests):
             world = _world(directory / str(number), manifest, hosts, number)
-            world.mail = cast(Any, _Mail(posted, self.messages, number))
+            world.mail = _Mail(world, posted, self.messages)
             worlds.append(world)
         self._hosts = [_parts(world) for world in worlds]
         self._allgathers = [

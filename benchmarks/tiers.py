@@ -170,8 +170,8 @@ def _reads(url: str, secret_file: str) -> turns.Secs:
 
     with contextlib.closing(peer_client.PeerClient(known)) as client:
         endpoint = client.endpoint(url)
-        sides: dict[str, Callable[[], None]] = {
-            "client": lambda: endpoint.read_into(f"/{_SERVED}", 0, memory.data),
+        sides: dict[str, Callable[[], object]] = {
+            "client": lambda: endpoint.read_into(f"/{_SERVED}", memory.data),
             "curl": read_curl,
         }
         return turns.timed(sides, _ROUNDS)

@@ -274,7 +274,7 @@ def restore_half(host: Host, *, urls: tuple[str, ...]) -> turns.Secs:
     into = {path: np.ones(os.path.getsize(path), np.uint8) for *_, path in files}
 
     def read(url: str, name: str, path: str) -> None:
-        client.endpoint(url).read_into(f"/{name}", 0, into[path].data)
+        client.endpoint(url).read_into(f"/{name}", into[path].data)
 
     def read_peers_files(_: object) -> None:
         with futures.ThreadPoolExecutor(_THREADS) as pool:

@@ -20,19 +20,20 @@ from etils import epath
 from elastic_ckpt.checkpoint.host import copies
 from elastic_ckpt.checkpoint.host.answers import Replicated
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.steps.manifest import Manifest
+from elastic_ckpt.steps import owners
 from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.peers import agent, secret
-from elastic_ckpt.tiers.peers.peer import ManifestKey, Peer, Peers
+from elastic_ckpt.tiers.peers.peer import Peer
 from elastic_ckpt.tiers.peers.peer_client import PeerClient
 from elastic_ckpt.tiers.persistent import run_files
 from elastic_ckpt.tiers.ram import local, ram_disk
 from elastic_ckpt.tiers.source import RepairError
 
-_POLL_SECS = 1.0
-# Between two looks at the record in storage.
-_RECORD_SECS = 10.0
+# Between two looks at the record in storage, and at an agent.
+_POLL_SECS = 2.0
+# Before all steps.
+_NONE = StepId(-1, "")
 # How long the run keeps a step for this host.
 _HOLD_SECS, _LEAST_BYTES_PER_SEC = 60.0, 2**24
 
@@ -59,18 +60,14 @@ class BackupHost:
         backups: Sequence[str],
         client: PeerClient,
     ) -> None:
-        self._steps, self._client = steps, client
+        self._steps, self._client, self._backups = steps, client, list(backups)
         while (record := run_files.read_agents(steps)) is None:
-            time.sleep(_RECORD_SECS)
-        self._record, self._read_secs = record, time.monotonic()
-        self._disk = ram_disk.RamDisk(root, run=record.run)
-        domains = {"host": self._disk.machine, "backup": "backup"}
-        self._own = local.LocalHost(self._disk, slot=0, domains=domains, number=0)
-        self._slot = self._disk.host_directory(0)
-        self._backups = list(backups)
-        self._known: dict[ManifestKey, Manifest] = {}
-        with ram_disk.held_off(self._slot):
-            self._own.clean()
+            time.sleep(_POLL_SECS)
+        self._record = record
+        disk = ram_disk.RamDisk(root, run=record.run)
+        domains = {"host": disk.machine, "backup": "backup"}
+        self._own = local.LocalHost(disk, slot=0, domains=domains, number=0)
+        self._own.clean()
 
     def follow(self) -> tuple[StepId, Replicated] | None:
         """Copies this host's share of one step; returns it, or None if none is due.
@@ -80,63 +77,54 @@ class BackupHost:
             stays.
           RunError: if this host is not among the backup hosts.
         """
-        if time.monotonic() - self._read_secs > _RECORD_SECS:
-            self._record = run_files.read_agents(self._steps) or self._record
-            self._read_secs = time.monotonic()
-        own = self._own.held()
-        newest = max(own, key=_order, default=None)
-        backups = [self._peer(url) for url in self._backups]
-        # The steps of those that answer; this host may be among them.
-        others = [set(each.known_saves()) for each in backups if not each.problems]
-        ahead = [each for each in set().union(*others) if _is_newer(each, newest)]
+        self._record = run_files.read_agents(self._steps) or self._record
         urls = list(self._record.urls.values())
-        if not ahead:
-            if newest and any(newest not in saves for saves in others):
-                self._hold(newest, _HOLD_SECS)
-                return None
-            # One agent is asked: each has parts of every step.
-            listed = self._peer(random.choice(urls)).known_saves()
-            if not any(_is_newer(each, newest) for each in listed):
-                return None
-        peers = Peers([self._peer(url) for url in urls])
-        found = None
+        own = self._own.held()
+        newest = max(own, key=_order, default=_NONE)
+        backups = self._peers(self._backups)
+        # The steps of those that answer; this host may be among them.
+        others = [
+            set(each.known_saves()) for each in backups if not each.listing.problem
+        ]
+        ahead = [each for each in set().union(*others) if _order(each) > _order(newest)]
+        if own and not ahead and any(newest not in saves for saves in others):
+            self._hold(newest, _HOLD_SECS)
+            return None
+        # One agent is asked: each has parts of every step.
+        listed = ahead or self._peers([random.choice(urls)])[0].known_saves()
+        if not any(_order(each) > _order(newest) for each in listed):
+            return None
+        search, found = find.search(self._peers(urls)), None
         if ahead:
             # The run may have it no more.
             with contextlib.suppress(errors.CheckpointError):
-                found = find.of_save([peers], max(ahead, key=_order))
-        found = found or find.search([peers]).newest().found
-        if found is None or not _is_newer(found.step_id, newest):
+                found = search.of_step(*max(ahead, key=_order))
+        found = found or search.newest().found
+        if found is None or _order(found.step_id) <= _order(newest):
             return None
         # This host is the one whose agent serves this memory.
-        machines = [each.machine for each in backups]
-        if self._disk.machine not in machines:
+        machines, disk = [each.listing.machine for each in backups], self._own.disk
+        if disk.machine not in machines:
             raise errors.RunError(
                 f"none of the backup hosts {self._backups} is this one, whose RAM disk"
-                f" is {self._disk.root}; give each the same URLs, at which it reaches"
-                " itself"
+                f" is {disk.root}; give each the same URLs, at which it reaches itself"
             )
         common = set(own).intersection(*others)
-        kept = {newest, max(common, key=_order, default=None)}
-        with ram_disk.held_off(self._slot):
-            for each in set(own) - kept:
-                self._own.remove(each)
-        num_bytes = found.table.num_bytes
-        end = np.cumsum(num_bytes)
-        # Equal shares of all bytes in a line, each part by its middle.
-        share = (end - num_bytes / 2) / max(1, end[-1]) * len(machines) // 1
-        mine = np.flatnonzero(share == machines.index(self._disk.machine)).tolist()
-        share_bytes = int(num_bytes[mine].sum())
-        self._hold(found.step_id, _HOLD_SECS + share_bytes / _LEAST_BYTES_PER_SEC)
-        taken = copies.fetch(self._own, found, mine, is_partial=False)
-        self._known.clear()
-        return found.step_id, taken
+        for each in {*own} - {newest, max(common, key=_order, default=_NONE)}:
+            self._own.remove(each)
+        sizes, everyone = found.table.num_bytes, tuple(range(len(machines)))
+        taker = np.array(owners.shares([everyone] * len(sizes), sizes), int)
+        mine = np.flatnonzero(taker == machines.index(disk.machine)).tolist()
+        secs = _HOLD_SECS + int(sizes[mine].sum()) / _LEAST_BYTES_PER_SEC
+        self._hold(found.step_id, secs)
+        return found.step_id, copies.fetch(self._own, found, mine, is_partial=False)
 
     def close(self) -> None:
         """Releases the RAM disk; the steps in it stay."""
         self._own.close()
 
-    def _peer(self, url: str) -> Peer:
-        return Peer(url, self._client, self._disk.run, known=self._known)
+    def _peers(self, urls: Sequence[str]) -> list[Peer]:
+        return [Peer(url, self._client, self._record.run) for url in urls]
 
     def _hold(self, step_id: StepId, secs: float) -> None:
         # At one machine it counts for all.
@@ -168,26 +156,19 @@ def serve(
         backup = BackupHost(service.root, steps=steps, backups=backups, client=client)
         stack.callback(backup.close)
         while True:
-            copied = None
             try:
                 copied = backup.follow()
             except (errors.CheckpointError, OSError) as error:
+                copied = None
                 print(f"no step was copied: {error}", flush=True)
             if copied is None:
                 time.sleep(_POLL_SECS)
-                continue
-            step_id, taken = copied
-            print(
-                f"copied {taken.copies} parts, {taken.num_bytes} bytes, of step"
-                f" {step_id.step}",
-                flush=True,
-            )
+            else:
+                (step, _), taken = copied
+                told = f"copied {taken.copies} parts, {taken.num_bytes} bytes, of step"
+                print(told, step, flush=True)
 
 
-def _order(saved: StepId | None) -> tuple[str, int]:
+def _order(saved: StepId) -> tuple[str, int]:
     # In time: a run that goes back saves earlier steps under later saves.
-    return ("", -1) if saved is None else (saved.save, saved.step)
-
-
-def _is_newer(saved: StepId, than: StepId | None) -> bool:
-    return _order(saved) > _order(than)
+    return saved.save, saved.step

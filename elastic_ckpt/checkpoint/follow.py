@@ -38,7 +38,7 @@ from elastic_ckpt.checkpoint import asked_trees, foreign_steps, structure
 from elastic_ckpt.checkpoint.host import trees, verified_read
 from elastic_ckpt.core import boxes, bucket_clients, errors, storage
 from elastic_ckpt.steps import owners, read_plan
-from elastic_ckpt.steps.manifest import Host, Manifest
+from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.peers import peer, peer_client, secret
@@ -324,7 +324,6 @@ class _Follower:
         # When there was a new step in RAM, or the last look at storage.
         self._looked_secs = -math.inf
         self._agents = run_files.RunAgents("", {})
-        self._manifests: dict[peer.ManifestKey, Manifest] = {}
         # The later saves that were searched last, and when to search them again.
         self._searched: set[StepId] = set()
         self._pause_secs = self._again_secs = 0.0
@@ -455,7 +454,7 @@ class _Follower:
         # The list of one agent decides whether to search: each has parts of every step.
         urls = list(self._agents.urls.values())
         some = map(self._peer, random.sample(urls, min(_MOST_ASKED, len(urls))))
-        asked = next((each for each in some if not each.problems), None)
+        asked = next((each for each in some if not each.listing.problem), None)
         later = {_UNKNOWN}
         if asked is not None:
             later = {*filter(self._is_later, asked.known_saves())}
@@ -466,11 +465,11 @@ class _Follower:
         more_secs = min(2 * self._pause_secs, self._poll_secs)
         self._pause_secs = more_secs if is_again else _RAM_POLL_SECS
         self._searched, self._again_secs = later, now_secs + self._pause_secs
-        peers = peer.Peers(list(map(self._peer, urls)))
-        search = find.search([peers], lines=[self._line], without=self._unreadable)
+        peers = list(map(self._peer, urls))
+        search = find.search(peers, lines=[self._line], without=self._unreadable)
         self._line, found = search.line, search.newest().found
-        refusing = peers.refusing()
-        if refusing and not peers.steps():
+        refusing = [each.url for each in peers if each.listing.is_refused]
+        if refusing and not any(each.listing.manifests for each in peers):
             raise errors.RunError(
                 f"{', '.join(refusing)}: no agent of the run takes the secret in"
                 f" {self._secret_file}; give a copy of the file `secret` in the"
@@ -496,12 +495,12 @@ class _Follower:
             logging.info("step %d is passed over: %s", found.step_id.step, error)
             self._unreadable[found.step_id] = str(error)
             return None
-        self._last, self._unreadable, self._manifests = found.step_id, {}, {}
+        self._last, self._unreadable = found.step_id, {}
         return Step(found.step_id, _follower=self, _in_ram=found)
 
     def _peer(self, url: str) -> peer.Peer:
         assert self._client is not None
-        return peer.Peer(url, self._client, self._agents.run, known=self._manifests)
+        return peer.Peer(url, self._client, self._agents.run)
 
 
 def _resolved(tree: Any, name: str, found: find.FoundStep) -> asked_trees.AskedTrees:

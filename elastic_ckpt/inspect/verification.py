@@ -285,8 +285,7 @@ class _Copies:
             path=f"{source.directory}/{file}",
         )
         try:
-            source.read_into(leaf, box, memory.data)
-            surplus = source.size(leaf, box) - memory.nbytes
+            surplus = source.read_into(leaf, box, memory.data) - memory.nbytes
             why = stored_part.damage(memory, leaf, named)
         except ReadError as error:
             surplus, why = 0, str(error)

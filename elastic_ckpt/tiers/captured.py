@@ -190,12 +190,9 @@ class CapturedSource:
 
     def read_into(
         self, leaf: Leaf, box: Box, into: memoryview, on_piece: OnPiece = ignored
-    ) -> None:
+    ) -> int:
         """See `source.Source`."""
         values = np.ascontiguousarray(self.values(leaf, box))
         into[:] = values.reshape(-1).view(np.uint8).data
         on_piece(into)
-
-    def size(self, leaf: Leaf, box: Box) -> int:
-        """See `source.Source`."""
-        return self.values(leaf, box).nbytes
+        return values.nbytes

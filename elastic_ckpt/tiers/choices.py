@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import operator
 import os
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
@@ -20,18 +19,7 @@ T = TypeVar("T")
 
 CaptureIn = Literal["auto", "host", "device", "wait"]
 PINNED_BYTES = 2**29
-# Whether a setting is right, and what to give instead.
-_Rule = tuple[Callable[[Any], bool], str]
-_COUNT: _Rule = (lambda count: operator.index(count) >= 1, "an integer from 1")
-_POSITIVE: _Rule = (lambda number: 0 < number < math.inf, "a positive number")
-_KEEP: _Rule = (
-    lambda policy: callable(policy.should_preserve),
-    "one of Orbax's preservation_policies, such as LatestN(3)",
-)
-_DECIDE: _Rule = (
-    lambda policy: callable(policy.should_save),
-    "one of Orbax's save_decision_policies",
-)
+_POLICY = "one of Orbax's preservation_policies, such as LatestN(3)"
 
 
 class SaveDecisionPolicy(Protocol):
@@ -97,7 +85,8 @@ class Local(Tier):
 
     def __post_init__(self) -> None:
         _make_absolute(self, "directory")
-        _check(self, every=_COUNT, limit_bytes=_COUNT, pinned_bytes=_COUNT, keep=_KEEP)
+        _check_positive(self, "every", "limit_bytes", "pinned_bytes")
+        _check(self, _POLICY, lambda each: hasattr(each, "should_preserve"), "keep")
         if not storage.is_local(self.directory):
             raise errors.ConfigError(
                 f"Local({os.fspath(self.directory)!r}) is not a directory of this"
@@ -157,22 +146,11 @@ class Peers(Tier):
 
     def __post_init__(self) -> None:
         _make_absolute(self, "secret_file")
-        _check(
-            self,
-            copies=(lambda count: operator.index(count) >= 0, "an integer from 0"),
-            port=(lambda port: port in range(65536), "an integer from 0 to 65535"),
-            max_bytes_per_sec=_POSITIVE,
-            timeout_secs=_POSITIVE,
-        )
-        for name, urls in (("known", self.known), ("backups", self.backups)):
-            if isinstance(urls, str) or not isinstance(urls, Sequence):
-                raise errors.ConfigError(
-                    f"Peers({name}={urls!r}): give a tuple of URLs"
-                )
-            for url in urls:
-                agent.check_url(
-                    url, what=f"Peers({name}=...)", needs_tls=self.tls is not None
-                )
+        _check(self, "an integer from 0", lambda number: number >= 0, "copies")
+        _check_positive(self, "max_bytes_per_sec", "timeout_secs")
+        for url in (*self.known, *self.backups):
+            what = "Peers(known=(URL, ...), backups=(URL, ...))"
+            agent.check_url(url, what=what, needs_tls=self.tls is not None)
         if self.backups and self.secret_file is None:
             raise errors.ConfigError(
                 "Peers(backups=...) needs secret_file: backup hosts are in no world, in"
@@ -220,15 +198,16 @@ class Persistent(Tier):
         _make_absolute(self, "directory")
         if len(_intervals(self)) > 1:
             raise _not_one_interval(self)
-        places = get_args(CaptureIn)
+        _check_positive(self, "every", "every_minutes")
+        _check(self, _POLICY, lambda each: hasattr(each, "should_preserve"), "keep")
         _check(
             self,
-            every=_COUNT,
-            every_minutes=_POSITIVE,
-            save_decision_policy=_DECIDE,
-            keep=_KEEP,
-            capture=(lambda place: place in places, f"one of {places}"),
+            "one of Orbax's save_decision_policies",
+            lambda each: hasattr(each, "should_save"),
+            "save_decision_policy",
         )
+        places = get_args(CaptureIn)
+        _check(self, f"one of {places}", places.__contains__, "capture")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -260,15 +239,13 @@ class Chosen:
         Raises:
           ConfigError: if they are no tiers, or do not fit together.
         """
-        listed = list(tiers) if isinstance(tiers, Sequence) else [None]
-        if not all(isinstance(tier, Tier) for tier in listed):
+        if not all(isinstance(tier, Tier) for tier in tiers):
             raise errors.ConfigError(
                 f"tiers={tiers!r} is not a list of tiers; give a list, such as"
                 " [ec.Local(directory, ...), ec.Persistent(directory, ...)]"
             )
-        local = _only([tier for tier in tiers if isinstance(tier, Local)])
-        peers = _only([tier for tier in tiers if isinstance(tier, Peers)])
-        persistent = _only([tier for tier in tiers if isinstance(tier, Persistent)])
+        local, peers = _only(tiers, Local), _only(tiers, Peers)
+        persistent = _only(tiers, Persistent)
         if local is None and peers is not None:
             raise errors.ConfigError(
                 "tiers contains ec.Peers(...) without ec.Local(...): peers copy the"
@@ -282,7 +259,13 @@ class Chosen:
         if persistent is not None and not read_only and not _intervals(persistent):
             raise _not_one_interval(persistent)
         if local is not None and persistent is not None:
-            _check_apart(local, persistent)
+            ram, stored = _real(local.directory), _real(persistent.directory)
+            if storage.is_local(persistent.directory) and stored.is_relative_to(ram):
+                raise errors.ConfigError(
+                    f"Persistent({str(stored)!r}) is inside Local({str(ram)!r}), and"
+                    " would be lost with the host's memory; give another directory"
+                    " (base_output_directory in a configuration)"
+                )
         return cls(local=local, peers=peers, persistent=persistent)
 
     def for_reading(self) -> Chosen:
@@ -313,13 +296,18 @@ class Chosen:
         return working_directory.new_path()
 
 
-def _only(tiers: Sequence[T]) -> T | None:
-    if len(tiers) > 1:
+def _only(tiers: Sequence[Tier], kind: type[T]) -> T | None:
+    found = [tier for tier in tiers if isinstance(tier, kind)]
+    if len(found) > 1:
         raise errors.ConfigError(
-            f"tiers contains {type(tiers[0]).__name__}(...) twice; give at most one"
-            " tier of each kind"
+            f"tiers contains {kind.__name__}(...) twice; give at most one tier of each"
+            " kind"
         )
-    return tiers[0] if tiers else None
+    return found[0] if found else None
+
+
+def _real(directory: epath.PathLike) -> pathlib.Path:
+    return pathlib.Path(os.path.realpath(directory))
 
 
 def _intervals(persistent: Persistent) -> list[str]:
@@ -335,44 +323,27 @@ def _not_one_interval(persistent: Persistent) -> errors.ConfigError:
     )
 
 
-def _check(choice: Tier, **rules: _Rule) -> None:
+def _check(
+    choice: Any, wanted: str, is_right: Callable[[Any], object], *names: str
+) -> None:
     # None stands for a setting that is left out.
-    for name, (is_right, wanted) in rules.items():
+    for name in names:
         value = getattr(choice, name)
-        try:
-            refused = value is not None and not is_right(value)
-        except (AttributeError, TypeError):
-            refused = True
-        if refused:
+        if value is not None and not is_right(value):
             raise errors.ConfigError(
                 f"{type(choice).__name__}({name}={value!r}): give {wanted}"
             )
 
 
+def _check_positive(choice: Tier, *names: str) -> None:
+    _check(choice, "a positive number", lambda number: number > 0, *names)
+
+
 def _make_absolute(choice: Any, *names: str) -> None:
     # A program may change its directory.
+    _check(choice, "a path", lambda path: os.fspath(path).strip(), *names)
     for name in names:
         path = getattr(choice, name)
-        if path is None:
-            continue
-        path = os.fspath(path)
-        if not path.strip():
-            raise errors.ConfigError(
-                f"{type(choice).__name__}({name}={path!r}): give a path"
-            )
-        path = os.path.abspath(path) if storage.is_local(path) else path
-        object.__setattr__(choice, name, path)
-
-
-def _check_apart(local: Local, persistent: Persistent) -> None:
-    if not storage.is_local(persistent.directory):
-        return
-    ram, stored = (
-        os.path.realpath(os.fspath(tier.directory)) for tier in (local, persistent)
-    )
-    if os.path.commonpath([ram, stored]) == ram:
-        raise errors.ConfigError(
-            f"Persistent({stored!r}) is inside Local({ram!r}), and would be lost with"
-            " the host's memory; give another directory (base_output_directory in a"
-            " configuration)"
-        )
+        if path is not None:
+            path = os.path.abspath(path) if storage.is_local(path) else os.fspath(path)
+            object.__setattr__(choice, name, path)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TypeVar
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import background, errors
 from elastic_ckpt.steps import manifest
 from elastic_ckpt.steps.search import Looked, Search
 from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.steps.table import StepTable
-from elastic_ckpt.tiers.source import Copy, Offered, Source, Tier
+from elastic_ckpt.tiers.source import Offered, Source, Tier
+
+_MOST_THREADS = 32
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -25,12 +29,6 @@ class FoundStep:
 
     table: StepTable
     sources: Sequence[Source]
-
-    @classmethod
-    def of(cls, copies: Sequence[Copy]) -> FoundStep:
-        """The step that some holders have parts of."""
-        table = StepTable([each.manifest for each in copies])
-        return cls(table, [each.source for each in copies])
 
     @property
     def step_id(self) -> StepId:
@@ -56,8 +54,8 @@ def search(
 ) -> Search[FoundStep]:
     """A search for steps in some tiers; see `steps.search`."""
     return Search(
-        {step for tier in tiers for step in tier.steps()},
-        {save for tier in tiers for save in tier.known_saves()},
+        {step for steps in of_each(tiers, lambda tier: tier.steps()) for step in steps},
+        saves(tiers),
         lambda step: looked(offered(tiers, step)),
         lines=lines,
         without=without,
@@ -70,25 +68,33 @@ def of_save(tiers: Sequence[Tier], step_id: StepId) -> FoundStep:
     Raises:
       CheckpointError: if it is not complete by what this host can reach.
     """
-    found = looked(offered(tiers, step_id.step))
-    why = f" ({'; '.join(found.problems)})" if found.problems else ""
-    for each in found.saves:
-        if each.step_id == step_id:
-            if each.problem is None:
-                return each
-            raise errors.CheckpointError(
-                f"{each.problem}, as far as this host can reach{why}; look at its"
-                " network"
-            )
+    there = looked(offered(tiers, step_id.step))
+    found = next((each for each in there.saves if each.step_id == step_id), None)
+    if found is not None and found.problem is None:
+        return found
+    missing = f"step {step_id.step}, save {step_id.save}, is not reachable"
+    problems = "; ".join([found.problem or "" if found else missing, *there.problems])
     raise errors.CheckpointError(
-        f"step {step_id.step}, save {step_id.save}, is not reachable from this"
-        f" host{why}; look at its network"
+        f"{problems}, as far as this host can reach; look at its network"
     )
+
+
+def of_each(tiers: Sequence[Tier], ask: Callable[[Tier], T]) -> list[T]:
+    """Asks tiers at the same time: some are peers, which may fail slowly."""
+    num_threads = max(1, min(_MOST_THREADS, len(tiers)))
+    with background.pool(num_threads, "tiers") as pool:
+        return list(pool.map(ask, tiers))
+
+
+def saves(tiers: Sequence[Tier]) -> set[StepId]:
+    """The saves that some tiers know; see `Tier.known_saves`."""
+    several = of_each(tiers, lambda tier: tier.known_saves())
+    return {each for of_tier in several for each in of_tier}
 
 
 def offered(tiers: Sequence[Tier], step: int) -> Offered:
     """What some tiers have of a step."""
-    several = [tier.offers(step) for tier in tiers]
+    several = of_each(tiers, lambda tier: tier.offers(step))
     return Offered(
         [copy for each in several for copy in each.copies],
         [problem for each in several for problem in each.problems],
@@ -97,7 +103,9 @@ def offered(tiers: Sequence[Tier], step: int) -> Offered:
 
 def looked(there: Offered) -> Looked[FoundStep]:
     """The saves of a step that tiers have, the newest first."""
-    sources = {id(each.manifest): each for each in there.copies}
-    groups = manifest.grouped(each.manifest for each in there.copies)
-    found = [FoundStep.of([sources[id(each)] for each in group]) for group in groups]
+    sources = {id(saved): source for saved, source in there.copies}
+    found = [
+        FoundStep(StepTable(group), [sources[id(each)] for each in group])
+        for group in manifest.grouped(saved for saved, _ in there.copies)
+    ]
     return Looked(found, there.problems)

@@ -49,7 +49,7 @@ class Source(Protocol):
 
     def read_into(
         self, leaf: Leaf, box: Box, into: memoryview, on_piece: OnPiece = ignored
-    ) -> None:
+    ) -> int:
         """Fills `into` with a part, or with the first bytes of it.
 
         Args:
@@ -59,17 +59,12 @@ class Source(Protocol):
             what lies behind them.
           on_piece: called with each part of `into`, in order, once it is read.
 
+        Returns:
+          The length of what the part is stored in, in bytes.
+
         Raises:
           ReadError: if the part is missing or too short, or the holder does not answer;
             what `into` holds then is undefined.
-        """
-        ...
-
-    def size(self, leaf: Leaf, box: Box) -> int:
-        """The length of what a part is stored in, in bytes.
-
-        Raises:
-          ReadError: if it is missing, or the holder does not answer.
         """
         ...
 

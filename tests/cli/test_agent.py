@@ -11,12 +11,11 @@ from tests import runs
 from tests.tiers import served, served_nodes
 
 PART = "/hosts/0/30-0/data/part"
-VERB = ("elastic_ckpt.cli.main", "agent")
 # A program that starts an agent, and prints its address.
 PARENT = (
     "import subprocess, sys\n"
-    "program = 'elastic_ckpt.tiers.peers.agent_server'\n"
-    "command = [sys.executable, '-m', program, sys.argv[1], '--until-stdin-closes']\n"
+    "command = [sys.executable, '-m', 'elastic_ckpt.cli.main', 'agent']\n"
+    "command += [sys.argv[1], '--until-stdin-closes']\n"
     "started = subprocess.Popen(command, stdin=subprocess.PIPE)\n"
     "started.wait()\n"
 )
@@ -31,7 +30,7 @@ def root(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_verb_serves_a_directory_until_a_signal_ends_it(root, number):
-    with served.agent_process(root, verb=VERB) as (process, url):
+    with served.agent_process(root) as (process, url):
         known = secret.read_or_create(root)
         assert served.ask(url, PART, known) == (200, b"part")
         announced = agent.find(root)

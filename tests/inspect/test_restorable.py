@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core import boxes
 from elastic_ckpt.inspect import status
-from elastic_ckpt.steps import manifest
 from elastic_ckpt.tiers import find, source
 from tests.tiers import saved_worlds
 
@@ -21,9 +20,8 @@ def saved(number, halves, *, step, tier="local"):
 
 def found(manifests):
     """The steps of these manifests, the newest first."""
-    groups = manifest.grouped(manifests)
-    copies = [[source.Copy(each, None) for each in group] for group in groups]
-    return list(map(find.FoundStep.of, copies))
+    copies = [source.Copy(each, None) for each in manifests]
+    return find.looked(source.Offered(copies, [])).saves
 
 
 def test_each_loss_restores_the_newest_step_that_the_others_have():

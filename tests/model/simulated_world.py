@@ -286,6 +286,7 @@ class _Endpoint:
     network: SimulatedNetwork
     number: int
     url: str
+    manifests: dict = dataclasses.field(default_factory=dict)
 
     def left_skipped_secs(self):
         return 0.0
@@ -296,16 +297,13 @@ class _Endpoint:
             return storage.canonical_json(agent_server.listing(root))
         return self._opened(root, path)
 
-    def read_into(self, path, offset, into, on_piece=source.ignored):
+    def read_into(self, path, into, on_piece=source.ignored):
         content = self._opened(self.network.root(self.number), path)
-        part = content[offset : offset + len(into)]
-        if len(part) < len(into):
+        if len(content) < len(into):
             raise source.ReadError(f"cannot be read: {path} is too short")
-        into[:] = part
+        into[:] = content[: len(into)]
         on_piece(into)
-
-    def size(self, path):
-        return len(self._opened(self.network.root(self.number), path))
+        return len(content)
 
     def put(self, path, content):
         try:

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 
-from elastic_ckpt.tiers.peers import agent_server
 from elastic_ckpt.tiers.ram import machine
 from tests import shared_memory
 
@@ -44,11 +43,7 @@ class Machines:
                 self._begin(number)
                 process = subprocess.Popen(
                     [
-                        *(
-                            sys.executable,
-                            "-m",
-                            agent_server.__name__,
-                        ),
+                        *(sys.executable, "-m", "elastic_ckpt.cli.main", "agent"),
                         self.directory(number),
                     ],
                     stdout=subprocess.PIPE,

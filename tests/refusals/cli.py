@@ -128,7 +128,7 @@ REFUSALS = {
         secret="long-enough-for-a-secret",
     ),
     "agent of a missing directory": verb(
-        "none: no such directory; name the RAM disk of a run",
+        "none cannot be served at .* name the directory of the RAM disk of a run",
         *("agent", "DIR/none"),
         error=errors.ElasticCkptError,
     ),
@@ -143,7 +143,7 @@ REFUSALS = {
         secret="too short",
     ),
     "domains of an agent of no node": verb(
-        "--domains is for the agent of a node; add --node",
+        "domains, .* are for the agent of a node; add --node",
         *("agent", "DIR", "--domains", "rack=r7"),
         error=errors.ElasticCkptError,
     ),

@@ -85,9 +85,7 @@ def serving(service):
 
 
 @contextlib.contextmanager
-def agent_process(
-    root, *arguments, verb=("elastic_ckpt.tiers.peers.agent_server",), cwd=None
-):
+def agent_process(root, *arguments, verb=("elastic_ckpt.cli.main", "agent"), cwd=None):
     """An agent in a separate process, which ends with the block; yields both.
 
     In another directory it is of the program that is there.

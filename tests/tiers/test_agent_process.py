@@ -1,4 +1,4 @@
-"""Agents that programs start, and letters of hosts."""
+"""Agents that programs start."""
 
 import contextlib
 import os
@@ -7,14 +7,7 @@ import signal
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.steps import manifest
-from elastic_ckpt.tiers import source
-from elastic_ckpt.tiers.peers import (
-    agent,
-    mailbox,
-    secret,
-)
-from elastic_ckpt.tiers.ram import ram_disk
+from elastic_ckpt.tiers.peers import agent, secret
 from tests.tiers import served
 
 PART = "/hosts/0/30-0/data/part"
@@ -41,19 +34,3 @@ def test_signals_to_all_processes_of_a_job_do_not_end_it(service, tmp_path):
     missing = agent.Service(root=str(tmp_path / "missing"))
     with pytest.raises(errors.RunError, match="could not be started"):
         agent.AgentProcess(missing)
-
-
-def test_exchanges_of_one_host_do_not_disturb_each_other(tmp_path):
-    disk = ram_disk.RamDisk(tmp_path, run="run")
-    host = manifest.Host(id=disk.host_id(0), number=0, domains={})
-    posting, removing = (
-        mailbox.Mailbox(disk, slot=0, hosts=[host], endpoint=None) for _ in range(2)
-    )
-    posting.post("copies-offered", b"1")
-    removing.remove("backup-")
-    assert posting.read(0, "copies-offered") == b"1"
-    posting.remove("copies-")
-    with pytest.raises(source.ReadError, match="is missing"):
-        posting.read(0, "copies-offered")
-    # The directory stays: another exchange may be about to post there.
-    assert list((tmp_path / "hosts" / "0" / mailbox.MESSAGES).iterdir()) == []

@@ -91,7 +91,8 @@ def test_a_copy_that_was_repaired_is_not_written_to_by_later_steps(host):
     saved, _ = save(host, 1, state(1), memory)
     leaf = saved.contents.leaves[0]
     content = stored_part.content(leaf, state(1)["large"])
-    host.put_right(saved.step_id, leaf, boxes.whole(leaf.shape), content)
+    files = ram_disk.StepFiles(host.disk.step_directory(0, saved.step_id))
+    files.put_right(leaf, boxes.whole(leaf.shape), content)
     host.remove(StepId(1, "0"))
     for step in (2, 3):
         saved, _ = save(host, step, state(step), memory)

@@ -72,12 +72,13 @@ def test_without_the_agent_of_its_node_a_program_starts_one_that_is_replaced_lat
     tmp_path,
 ):
     root = served_nodes.save_run(tmp_path)
-    with (
-        attached(root) as started,
-        served_nodes.serving(tmp_path),
-        attached(root) as again,
-    ):
-        assert again == started
+    with attached(root) as started, contextlib.ExitStack() as stack:
+        own = agent.find(root)
+        stack.enter_context(served_nodes.serving(tmp_path))
+        until(lambda: (agent.find(root) or own) != own)
+        known = secret.read_or_create(root)
+        for url in (started, agent.find(root).url):
+            assert served.ask(url, PART, known)[0] == 200
     # What an agent that was killed has left is not taken for an address.
     stale = agent.Address(url=started, pid=1, machine=served.MACHINE)
     agent.publish(root, stale)
@@ -131,15 +132,13 @@ class TestRunsThatEnded:
     ):
         root = served_nodes.save_run(tmp_path)
         sweep = functools.partial(nodes.sweep, str(tmp_path))
-        for path in (root, root / "hosts" / "0"):
-            os.utime(path, (0, 0))
+        os.utime(root, (0, 0))
         with storage.exclusive_lock(root / "hosts" / "0" / "lock"):
-            assert nodes.unused_secs(str(root)) == 0
-            assert not nodes.remove(str(root))
-        assert sweep(unused_after=3600, max_bytes=None) == []
-        for path in (root, root / "hosts" / "0"):
-            os.utime(path, (0, 0))
-        assert sweep(unused_after=3600, max_bytes=None) == ["run"]
+            for secs in (3600, -1):
+                assert sweep(unused_after=secs) == []
+        assert sweep(unused_after=3600) == []
+        os.utime(root, (0, 0))
+        assert sweep(unused_after=3600) == ["run"]
         assert os.listdir(tmp_path) == []
 
     @pytest.mark.parametrize(
@@ -151,10 +150,7 @@ class TestRunsThatEnded:
         for name, secs in (("a", 5000), ("b", 900), ("c", 30)):
             root = served_nodes.save_run(tmp_path, name)
             used = time.time() - secs
-            for path in (root / "hosts" / "0", root):
-                os.utime(path, (used, used))
+            os.utime(root, (used, used))
         num_bytes = ram_disk.used_bytes(str(root))
-        swept = nodes.sweep(
-            str(tmp_path), unused_after=None, max_bytes=limit * num_bytes
-        )
+        swept = nodes.sweep(str(tmp_path), max_bytes=limit * num_bytes)
         assert swept == removed

@@ -11,7 +11,7 @@ import trustme
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import boxes, checked_blobs
-from elastic_ckpt.tiers import source
+from elastic_ckpt.tiers import find, source
 from elastic_ckpt.tiers.peers import (
     agent,
     peer,
@@ -65,7 +65,7 @@ def hasty():
 
 def read(client, url):
     into = bytearray(len(CONTENT))
-    client.endpoint(url).read_into(PATH, 0, memoryview(into))
+    client.endpoint(url).read_into(PATH, memoryview(into))
     return bytes(into)
 
 
@@ -107,13 +107,12 @@ class TestOffers:
         self, root, url, client
     ):
         served.save(root, 40, FILES, slot="0")
-        known = {}
 
         def offered():
-            peer.Peer(url, client, served.RUN, known=known).offers(40)
+            peer.Peer(url, client, served.RUN).offers(40)
             return {
                 (each.host.id, len(each.contents.files)): each
-                for each in known.values()
+                for each in client.endpoint(url).manifests.values()
             }
 
         before = offered()
@@ -123,7 +122,8 @@ class TestOffers:
         ((first, manifest),) = before.items()
         assert after[first] is manifest
         served.save(root, 40, {**FILES, "data/more": b"copy"}, slot="0")
-        assert len(offered()) == 3
+        assert {number for _, number in offered()} == {1, 2}
+        assert len(offered()) == 2
 
     def test_manifests_of_another_run_or_step_or_host_are_problems(
         self, root, url, client
@@ -138,7 +138,7 @@ class TestOffers:
         for step in (40, 60, 70):
             copies, problems = tier.offers(step)
             assert copies == []
-            assert "is that of run, step, save and file" in problems[0]
+            assert "is that of run, step and file" in problems[0]
 
     def test_a_manifest_that_was_altered_or_is_later_is_a_problem_beside_the_others(
         self, root, url, client
@@ -314,11 +314,10 @@ class TestBreaks:
     def test_connections_are_kept_until_the_peer_closes_them(self, client):
         closes = False
 
-        def respond(connection, request):
+        def respond(connection, _):
             # It may change once the response is there.
-            is_last, response = closes, answer(b"[]")
-            is_head = request.startswith(b"HEAD")
-            connection.sendall(response[:-2] if is_head else response)
+            is_last = closes
+            connection.sendall(answer(b"[]"))
             if is_last:
                 connection.shutdown(2)
 
@@ -327,9 +326,7 @@ class TestBreaks:
             for number in (1, 1, 1, 1, 2, 3):
                 assert endpoint.read("/steps", most_bytes=9) == b"[]"
                 assert keeping.num_connections == number
-                if not closes:
-                    assert endpoint.size("/steps") == 2
-                closes = len(keeping.requests) >= 6
+                closes = len(keeping.requests) >= 3
 
     def test_an_agent_that_is_killed_and_started_again_is_gone_on_with(
         self, root, monkeypatch
@@ -346,7 +343,7 @@ class TestBreaks:
         ):
             with served.agent_process(root) as (process, url):
                 endpoint = slow.endpoint(url)
-                reading = executor.submit(endpoint.read_into, PATH, 0, memoryview(into))
+                reading = executor.submit(endpoint.read_into, PATH, memoryview(into))
                 while into[2**20 + 255] == 0:
                     assert not reading.done()
                 process.send_signal(signal.SIGKILL)
@@ -409,15 +406,13 @@ class TestPeers:
             served.serving(agent.Service(root=str(other))) as address,
             ScriptedPeer(lambda c, _: c.sendall(b"?\r\n")) as broken,
         ):
-            peers = peer.Peers(
-                [
-                    peer.Peer(each, client, served.RUN)
-                    for each in (url, broken.url, address.url)
-                ]
-            )
-            assert peers.steps() == [20, 30, 40]
+            peers = [
+                peer.Peer(each, client, served.RUN)
+                for each in (url, broken.url, address.url)
+            ]
+            assert {each.step for each in find.saves(peers)} == {20, 30, 40}
             for _ in range(3):
-                copies, (problem,) = peers.offers(30)
+                copies, (problem,) = find.offered(peers, 30)
                 assert {each.host.id[-1] for each, _ in copies} == {"0", "2"}
                 assert f"the list of steps cannot be read: {broken.url}" in problem
             assert broken.num_connections == 1

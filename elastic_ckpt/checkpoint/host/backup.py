@@ -167,7 +167,7 @@ class HostBackup:
         uploading.finish()
         bad = tuple(reader.bad)
         here = {(each.host, each.name) for each in bad if each.host == own.id}
-        reader.repair(world.own, here)
+        reader.repair(here)
         return num_bytes, tuple(map(str, bad))
 
     @calls.call(limit_secs=calls.LONG_SECS)

@@ -2,31 +2,38 @@
 
     offer      each host, after those below it, offers what it and they hold
     merged     host 0 has what all hosts hold
-    give       host 0 gives all hosts something
+    post       host 0 gives all hosts something
     take       each host, after the one above it, takes and passes on what host 0 gives
 
 All hosts finish one of these before any begins the next. A host reads at most `FAN_IN`
 messages of hosts below it and one of the host above it, however many hosts there are.
 If the agent of a host does not answer, the hosts around it are asked in its place: only
 what it holds itself is missing.
+
+What hosts tell each other are files in `hosts/<slot>/messages/` of their RAM disks,
+which agents serve as they serve steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from elastic_ckpt.core import background, checked_blobs, checked_json, codec
+from etils import epath
+
+from elastic_ckpt.core import background, checked_blobs, checked_json, codec, storage
 from elastic_ckpt.core.allgather import FAN_IN, HostTree
 from elastic_ckpt.steps import manifest
-from elastic_ckpt.steps.manifest import Manifest
+from elastic_ckpt.steps.manifest import Host, Manifest
 from elastic_ckpt.steps.step import StepId
-from elastic_ckpt.tiers.peers.mailbox import Mailbox
+from elastic_ckpt.tiers.peers.peer_client import Endpoint
+from elastic_ckpt.tiers.ram.ram_disk import MESSAGES, RamDisk
 from elastic_ckpt.tiers.source import ReadError
 
 T = TypeVar("T")
 _VERSION = 1
+_MOST_BYTES = 2**31
 _REPORT = "report"
 # What host 0 gives in a restore.
 GIVEN = "given"
@@ -61,13 +68,10 @@ class Report:
 
     def to_bytes(self) -> bytes:
         """Encodes it; `parse` reads that."""
-        fields = {
-            "problems": list(self.problems),
-            "saves": codec.encode(list(self.saves)),
-            "refusing": list(self.refusing),
-        }
+        rest = codec.encode(dataclasses.replace(self, manifests=()))
+        assert isinstance(rest, dict)
         blobs = [each.to_bytes() for each in self.manifests]
-        return checked_blobs.to_bytes(fields, blobs, version=_VERSION)
+        return checked_blobs.to_bytes(rest, blobs, version=_VERSION)
 
     @classmethod
     def parse(cls, content: bytes) -> Report:
@@ -78,82 +82,110 @@ class Report:
         """
         fields, blobs = checked_blobs.parse(content, what="report", version=_VERSION)
         try:
-            return cls(
-                manifests=[Manifest.parse(blob) for blob in blobs],
-                problems=codec.decode(list[str], fields["problems"]),
-                saves=codec.decode(list[StepId], fields["saves"]),
-                refusing=codec.decode(list[str], fields["refusing"]),
-            )
-        except KeyError as error:
+            rest = codec.decode(cls, fields)
+        except ValueError as error:
             raise checked_json.UnreadableError(f"is not a report ({error})") from None
+        return dataclasses.replace(rest, manifests=[*map(Manifest.parse, blobs)])
 
 
 class Exchange:
-    """One host's part in exchanges, one at a time.
+    """The messages of one host, and its part in exchanges with all, one at a time.
 
     Args:
-      mail: of this host.
-      host: the number of this host.
-      num_hosts: of the world.
+      disk: of its machine.
+      hosts: of the world, by number.
+      number: of this host.
+      endpoint: the agent of a machine of the world, by the id of the machine.
 
     Attributes:
       merged: on host 0, what all hosts have offered.
     """
 
-    def __init__(self, mail: Mailbox, *, host: int, num_hosts: int) -> None:
-        self._mail = mail
-        self._host = host
-        self._tree = HostTree(num_hosts=num_hosts)
+    def __init__(
+        self,
+        disk: RamDisk,
+        *,
+        hosts: Sequence[Host],
+        number: int,
+        endpoint: Callable[[str], Endpoint],
+    ) -> None:
+        self._disk, self._hosts, self._number = disk, hosts, number
+        self._endpoint, self._tree = endpoint, HostTree(num_hosts=len(hosts))
         self.merged = Report()
+
+    def post(self, name: str, content: bytes) -> None:
+        """Leaves a message, in place of one of that name."""
+        storage.write_atomic(self._messages(self._number) / name, content)
+
+    def read(self, host: int, name: str) -> bytes:
+        """The message that a host has left.
+
+        Raises:
+          ReadError: if there is none, or the host cannot be reached.
+        """
+        there = self._hosts[host]
+        if there.machine != self._disk.machine:
+            path = f"/hosts/{there.slot}/{MESSAGES}/{name}"
+            return self._endpoint(there.machine).read(path, most_bytes=_MOST_BYTES)
+        path = self._messages(host) / name
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            raise ReadError(f"cannot be read: {path} is missing") from None
+
+    def remove(self, prefix: str) -> None:
+        """Removes the messages of this host whose names begin so."""
+        # The directory stays: another exchange may be about to post there.
+        for path in self._messages(self._number).glob(f"{prefix}*"):
+            storage.remove(path)
 
     def offer(self, report: Report) -> None:
         """Offers what this host and those below it hold."""
-        children = self._tree.children(self._host)
-        if children:
-            with background.pool(FAN_IN, "reports") as pool:
-                below = list(pool.map(self._of, children))
-            report = Report.merged([report, *below])
-        if self._host:
-            self._mail.post(_REPORT, report.to_bytes())
+        report = self._with_below(report, self._number)
+        if self._number:
+            self.post(_REPORT, report.to_bytes())
         else:
             self.merged = report
 
-    def give(self, name: str, content: bytes) -> None:
-        """Gives all hosts something, by a name; host 0 does it."""
-        self._mail.post(name, content)
-
     def take(self, name: str) -> bytes:
-        """What host 0 gives by a name, which this host passes on.
+        """What host 0 posts by a name, which this host passes on.
 
         Raises:
           ReadError: if no host above has it.
         """
         problem = ReadError("was not given")
-        for above in reversed(self._tree.way(self._host)[:-1]):
+        for above in reversed(self._tree.way(self._number)[:-1]):
             try:
-                content = self._mail.read(above.start, name)
+                content = self.read(above.start, name)
             except ReadError as error:
                 problem = error
                 continue
-            if self._tree.children(self._host):
-                self._mail.post(name, content)
+            if self._tree.children(self._number):
+                self.post(name, content)
             return content
         raise problem
 
     def end(self) -> None:
-        """Removes the messages of this host."""
+        """Removes the messages of an exchange."""
         self.merged = Report()
-        self._mail.remove(_REPORT)
-        self._mail.remove(GIVEN)
+        self.remove(_REPORT)
+        self.remove(GIVEN)
+
+    def _with_below(self, report: Report, host: int) -> Report:
+        with background.pool(FAN_IN, "reports") as pool:
+            below = pool.map(self._of, self._tree.children(host))
+            return Report.merged([report, *below])
 
     def _of(self, host: int) -> Report:
         # What a host has offered; or else what those below it have.
         try:
-            return Report.parse(self._mail.read(host, _REPORT))
+            return Report.parse(self.read(host, _REPORT))
         except (ReadError, checked_json.UnreadableError) as error:
             problem = f"the parts of host {host}: the list {error}"
-            children = self._tree.children(host)
-            return Report.merged([Report(problems=[problem]), *map(self._of, children)])
+            return self._with_below(Report(problems=[problem]), host)
+
+    def _messages(self, host: int) -> epath.Path:
+        return self._disk.host_directory(int(self._hosts[host].slot)) / MESSAGES
 
 
 def _joined(several: Iterable[Iterable[T]]) -> list[T]:

@@ -46,7 +46,7 @@ from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.peers import secret
-from elastic_ckpt.tiers.peers.peer import Peers
+from elastic_ckpt.tiers.peers.peer import Peer
 from elastic_ckpt.tiers.ram import ram_disk
 from elastic_ckpt.tiers.source import Offered, ReadError, Tier
 
@@ -60,7 +60,7 @@ class HostReader:
 
     def __init__(self, world: HostWorld) -> None:
         self._world = world
-        self._exchange = world.exchange
+        self._exchange = world.mail
         # On host 0: storage as it was listed for the search, the saves of agents as
         # they were reported, what steps of Orbax alone count as, and those examined.
         self._storage: Tier | None = None
@@ -74,11 +74,11 @@ class HostReader:
     @calls.call(order="up")
     def offer_saves(self) -> None:
         """Offers the steps for which this host answers; see `Exchange.offer`."""
-        world, peers = self._world, Peers(self._world.idle_peers)
+        world, peers = self._world, self._world.idle_peers
         if self._world.passes:
-            saves = {*world.disk.known_saves(self._slots()), *peers.known_saves()}
-            report = Report(saves=sorted(saves), refusing=peers.refusing())
-            self._exchange.offer(report)
+            saves = {*world.disk.known_saves(self._slots()), *find.saves(peers)}
+            refusing = [each.url for each in peers if each.listing.is_refused]
+            self._exchange.offer(Report(saves=sorted(saves), refusing=refusing))
 
     @calls.call()
     def survey(self) -> Survey:
@@ -93,16 +93,17 @@ class HostReader:
             except errors.CheckpointError as error:
                 self._storage, out_of_reach = None, str(error)
         tiers = [*([] if self._world.passes else world.ram_tiers), *self._stored]
-        reported = self._reported.saves
+        reported, known = self._reported.saves, find.saves(tiers)
+        peers = [tier for tier in tiers if isinstance(tier, Peer)]
         refusing = [*self._reported.refusing]
-        refusing += [u for t in tiers if isinstance(t, Peers) for u in t.refusing()]
+        refusing += [each.url for each in peers if each.listing.is_refused]
         return Survey(
             steps=tuple(
                 {each.step for each in reported}.union(
                     self._foreign, *(t.steps() for t in tiers)
                 )
             ),
-            saves=tuple({*reported}.union(*(tier.known_saves() for tier in tiers))),
+            saves=tuple({*reported, *known}),
             lines=tuple(recorded),
             out_of_reach=out_of_reach,
             refusing=tuple(map(self._refused, refusing)),
@@ -164,7 +165,7 @@ class HostReader:
         self._release()
         found = self._examined.get(step_id)
         if self._world.passes and found is not None:
-            self._exchange.give(GIVEN, found.table.manifest.to_bytes())
+            self._exchange.post(GIVEN, found.table.manifest.to_bytes())
         elif self._world.passes and self._world.number:
             try:
                 given = Manifest.parse(self._exchange.take(GIVEN))
@@ -307,7 +308,7 @@ class HostReader:
         idle = sorted(each for each in places if each[0] not in present)
         own = {each for each in places if each[0] == world.own.host.id}
         dealt = own.union(idle[world.number :: len(world.hosts)])
-        return tuple(self._opened().reader.repair(world.own, dealt))
+        return tuple(self._opened().reader.repair(dealt))
 
     @calls.call()
     def close_step(self) -> None:
@@ -341,8 +342,8 @@ class HostReader:
 
     def _answers_for(self, step: int) -> Offered:
         # Idle machines are dealt to hosts.
-        disk, peers = self._world.disk, Peers(self._world.idle_peers)
-        own, idle = disk.offers(step, slots=self._slots()), peers.offers(step)
+        own = self._world.disk.offers(step, slots=self._slots())
+        idle = find.offered(self._world.idle_peers, step)
         return Offered([*own.copies, *idle.copies], [*own.problems, *idle.problems])
 
     def _looked(

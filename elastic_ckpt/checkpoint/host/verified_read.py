@@ -28,7 +28,6 @@ from elastic_ckpt.steps import read_plan
 from elastic_ckpt.steps.read_plan import Nearness
 from elastic_ckpt.tiers import stored_part
 from elastic_ckpt.tiers.find import FoundStep
-from elastic_ckpt.tiers.ram.local import LocalHost
 from elastic_ckpt.tiers.source import ReadError, RepairableSource, RepairError
 
 _THREADS = 8
@@ -134,7 +133,7 @@ class VerifiedReader:
                     return
                 # While a step is read it may be removed, and its files be written anew
                 # for another.
-                source.size(leaf, box)
+                source.read_into(leaf, box, into.data[:1])
                 why = stored_part.DIFFERS
             except ReadError as error:
                 why = str(error)
@@ -155,13 +154,12 @@ class VerifiedReader:
             f" ({failures}); {_REMEDY}"
         )
 
-    def repair(self, own: LocalHost, bad: Collection[tuple[str, str]]) -> list[str]:
-        """Rewrites bad copies in a host's own slot, and elsewhere through agents.
+    def repair(self, bad: Collection[tuple[str, str]]) -> list[str]:
+        """Rewrites bad copies on this machine, and elsewhere through agents.
 
         What is written was read from another holder, verified.
 
         Args:
-          own: the host.
           bad: the ids of holders, and what they hold, as `BadCopy` names it.
 
         Returns:
@@ -177,9 +175,7 @@ class VerifiedReader:
                     continue
                 try:
                     content = stored_part.content(leaf, self.values(item))
-                    if holder.host.id == own.host.id:
-                        own.put_right(table.step_id, leaf, box, content)
-                    elif isinstance(source, RepairableSource):
+                    if isinstance(source, RepairableSource):
                         source.put_right(leaf, box, content)
                     mended.append(name)
                 except (errors.CheckpointError, RepairError, OSError) as error:

@@ -18,7 +18,7 @@ from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.steps.table import StepTable
 from elastic_ckpt.tiers.choices import Chosen, Peers
 from elastic_ckpt.tiers.find import FoundStep
-from elastic_ckpt.tiers.peers import mailbox, peer, peer_client
+from elastic_ckpt.tiers.peers import peer, peer_client
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
 from elastic_ckpt.tiers.persistent.run_files import Seen
 from elastic_ckpt.tiers.ram import local, ram_disk
@@ -83,7 +83,7 @@ class HostWorld:
       chosen: the tiers.
       copy_policy: how many copies of a step this world keeps in the memory of peers.
       root: of persistent storage; None if there is none.
-      mail: of this host.
+      mail: of this host, and its part in exchanges with all others.
       client: of the agents of other machines.
       held: the steps that this host copies or backs up.
       agent_urls: of the agents of all machines that are known, by machine.
@@ -131,11 +131,8 @@ class HostWorld:
         urls = dict.fromkeys([*self.agent_urls.values(), *peers.known, *peers.backups])
         urls.pop(self.agent_urls.get(self.disk.machine, ""), None)
         self._agents = list(urls)
-        self.mail = mailbox.Mailbox(
-            own.disk,
-            slot=own.slot,
-            hosts=hosts,
-            endpoint=self._endpoint_of,
+        self.mail = Exchange(
+            self.disk, hosts=hosts, number=self.number, endpoint=self._endpoint_of
         )
 
     @property
@@ -144,11 +141,6 @@ class HostWorld:
         if self.root is None:
             return None
         return persistent_tier.PersistentTier(self.root, run=self.run)
-
-    @functools.cached_property
-    def exchange(self) -> Exchange:
-        """This host's part in exchanges with all others."""
-        return Exchange(self.mail, host=self.number, num_hosts=len(self.hosts))
 
     @property
     def passes(self) -> bool:
@@ -191,7 +183,7 @@ class HostWorld:
     @property
     def ram_tiers(self) -> list[Tier]:
         """The tiers in the memory of this machine and of others, as `tiers`."""
-        return [*self._disks, peer.Peers(self._peers(self._agents))]
+        return [*self._disks, *self._peers(self._agents)]
 
     @property
     def idle_peers(self) -> list[peer.Peer]:

@@ -4,7 +4,7 @@ An agent is a separate process (`agent_server`), so that a new world can read th
 machine's steps before, while and after a training process runs there. Its address is in
 `<root>/agent.json`, and it holds the lock `<root>/agent.lock`. That of a node serves
 every run's directory below one: it holds the lock there, and writes the address of each
-run into the run's directory.
+run into the run's directory, also in place of that of an agent of the run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from concurrent import futures
 
 from etils import epath
 
@@ -28,9 +27,10 @@ from elastic_ckpt.tiers.ram import machine
 
 ADDRESS_FILE = "agent.json"
 LOCK_FILE = "agent.lock"
-_PROGRAM = "elastic_ckpt.tiers.peers.agent_server"
+_COMMAND = ("-m", "elastic_ckpt.cli.main", "agent")
 _URL = re.compile(
-    r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:([0-9]{1,5}))?/v1/[A-Za-z0-9%._~-]+"
+    r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?"
+    r"/v1/[A-Za-z0-9%._~-]+"
 )
 
 
@@ -86,15 +86,12 @@ def check_url(url: object, *, what: str, needs_tls: bool = False) -> None:
       ConfigError: if it is not.
     """
     match = _URL.fullmatch(url) if isinstance(url, str) else None
-    if match is None or not 0 < int(match[3] or 80) < 2**16:
+    is_url = match is not None and 0 < int(match[2] or 80) < 2**16
+    if not is_url or (needs_tls and not match[0].startswith("https")):
+        is_such = " that encrypts, as this run does" if needs_tls else ""
         raise errors.ConfigError(
-            f"{what} has {url!r}, which is not the URL of an agent; give it as the"
-            " agent prints it, such as http://10.0.0.7:8470/v1/my_run"
-        )
-    if needs_tls and not match[0].startswith("https://"):
-        raise errors.ConfigError(
-            f"{what} has {url!r}, which does not encrypt, and this run does; give the"
-            " https:// URL of an agent that was started with a certificate"
+            f"{what} has {url!r}, which is not the URL of an agent{is_such}; give it as"
+            f" the agent prints it, such as http{'s' * needs_tls}://10.0.0.7:8470/v1/my_run"
         )
 
 
@@ -167,7 +164,14 @@ class AgentProcess:
     def __init__(self, service: Service) -> None:
         self._process: subprocess.Popen[str] | None = None
         if serving_directory(service.root) is None:
-            self._start(service)
+            self._process = process = _started(service)
+            assert process.stdout
+            if not process.stdout.readline():
+                self.close()
+                raise errors.RunError(
+                    f"the agent of {service.root} could not be started; its messages"
+                    " are in this process's standard error"
+                )
         self.address = wait_for(service.root)
 
     def close(self) -> None:
@@ -177,31 +181,22 @@ class AgentProcess:
             # At the end of its standard input it ends.
             process.communicate()
 
-    def _start(self, service: Service) -> None:
-        command = [sys.executable, "-m", _PROGRAM, service.root, "--until-stdin-closes"]
-        for name, value in dataclasses.asdict(service).items():
-            if name != "root" and value:
-                command += [f"--{name.replace('_', '-')}", str(value)]
-        # In a thread of its own: this one goes on to receive the signals.
-        with futures.ThreadPoolExecutor(1) as thread:
-            self._process = thread.submit(_started, command).result()
-        assert self._process.stdout
-        if not self._process.stdout.readline():
-            self.close()
-            raise errors.RunError(
-                f"the agent of {service.root} could not be started; its messages are in"
-                " this process's standard error"
-            )
 
-
-def _started(command: list[str]) -> subprocess.Popen[str]:
+def _started(service: Service) -> subprocess.Popen[str]:
+    command = [sys.executable, *_COMMAND, service.root, "--until-stdin-closes"]
+    for name, value in dataclasses.asdict(service).items():
+        if name != "root" and value:
+            command += [f"--{name.replace('_', '-')}", str(value)]
     # Neither Ctrl-C of a terminal nor SIGTERM to all processes of a job, Slurm's way,
     # is for it: it serves until the last save is done. It inherits the mask.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)

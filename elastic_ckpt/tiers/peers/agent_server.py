@@ -21,26 +21,26 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import hmac
-import ipaddress
 import logging
+import math
 import os
 import pathlib
 import signal
-import socket
 import ssl
-import sys
 import urllib.parse
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from aiohttp import http, web
 from etils import epath
 
 from elastic_ckpt.core import errors, option_numbers, storage
+from elastic_ckpt.steps import owners
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.peers import agent, secret
-from elastic_ckpt.tiers.ram import machine
+from elastic_ckpt.tiers.ram import machine, ram_disk
 from elastic_ckpt.tiers.source import RepairError
 
 # A chunk has at most 64 MiB and its checksum, unless it cannot be cut.
@@ -50,11 +50,17 @@ MOST_CONNECTIONS = 512
 HEADERS_WITHIN_SECS = 10.0
 # Clients go on elsewhere with what is cut off.
 _ENDING_SECS = 0.1
+# Options that say nothing without `--node`.
+_OF_NODE = (
+    "domains",
+    "kubernetes_node",
+    "domain_labels",
+    "remove_unused_after",
+    "max_bytes",
+)
 # Names below `hosts` and `holds` in which nothing is encoded.
 _SAVE = "{step:[0-9]+-[0-9A-Za-z]+}"
 _STEP = "{slot:[0-9]+}/" + _SAVE
-# Headers may hold any bytes.
-_RAW = ("utf-8", "surrogateescape")
 _log = logging.getLogger(__name__)
 
 
@@ -98,16 +104,13 @@ class _Answers:
     """Answers requests for the RAM disks in `roots`, by the names that URLs have."""
 
     def __init__(self, roots: Mapping[str, str], secret_file: str | None) -> None:
-        self._roots = roots
-        self._secret_file = secret_file
+        self._roots, self._secret_file = roots, secret_file
         self._repairing = asyncio.Lock()
         # The connections that have not shown a secret so far.
         self._fresh: set[asyncio.BaseProtocol] = set()
-
-    def application(self) -> web.Application:
-        """What there is below `/v1`."""
-        app = web.Application(client_max_size=MOST_FILE_BYTES)
-        app.add_routes(
+        # What there is.
+        self.app = web.Application(client_max_size=MOST_FILE_BYTES)
+        self.app.add_routes(
             [
                 web.get("/v1/{run}/steps", self._steps),
                 web.get("/v1/{run}/hosts/{path:.+}", self._file),
@@ -115,34 +118,32 @@ class _Answers:
                 web.put(f"/v1/{{run}}/holds/{_SAVE}", self._hold),
             ]
         )
-        return app
 
     def connection(self, server: web.Server) -> asyncio.BaseProtocol:
         """The protocol of a new connection, which has to show a secret in time."""
         if len(server.connections) >= MOST_CONNECTIONS:
             return _Closed()
-        made = server()
+        made, loop = server(), asyncio.get_running_loop()
         self._fresh.add(made)
-        loop = asyncio.get_running_loop()
         loop.call_later(HEADERS_WITHIN_SECS, self._end_fresh, made)
         return made
 
     def _end_fresh(self, made: web.RequestHandler) -> None:
-        if made in self._fresh:
-            self._fresh.remove(made)
-            if made.transport is not None:
-                made.transport.abort()
+        if made in self._fresh and made.transport is not None:
+            made.transport.abort()
+        self._fresh.discard(made)
 
     def _root(self, request: web.Request) -> str:
         # The RAM disk of the run, for who has its secret.
-        root = self._roots.get(request.match_info["run"])
+        root = self._roots.get(request.match_info["run"], "")
         known = root and secret.current(self._secret_file or secret.path(root))
-        given = request.headers.get("Authorization", "")
-        expected = f"Bearer {known}".encode()
-        if not known or not hmac.compare_digest(given.encode(*_RAW), expected):
+        # A header may hold any bytes.
+        given = request.headers.get("Authorization", "").encode(
+            errors="surrogateescape"
+        )
+        if not known or not hmac.compare_digest(given, f"Bearer {known}".encode()):
             raise web.HTTPUnauthorized(headers={"WWW-Authenticate": "Bearer"})
         self._fresh.discard(request.protocol)
-        assert root
         return root
 
     async def _steps(self, request: web.Request) -> web.Response:
@@ -160,14 +161,8 @@ class _Answers:
         return response
 
     async def _repair(self, request: web.Request) -> web.Response:
-        # Only a repair needs what checks manifests and digests.
-        from elastic_ckpt.tiers.ram import ram_disk
-
         slot, step, path = (request.match_info[n] for n in ("slot", "step", "path"))
         directory = os.path.join(self._root(request), "hosts", slot, step)
-        num_bytes = request.content_length or 0
-        if num_bytes > MOST_FILE_BYTES:
-            raise web.HTTPRequestEntityTooLarge(MOST_FILE_BYTES, num_bytes)
         async with self._repairing:
             content = await request.read()
             try:
@@ -193,35 +188,83 @@ class _Closed(asyncio.Protocol):
 async def listening(
     service: agent.Service, roots: Mapping[str, str]
 ) -> AsyncIterator[str]:
-    """Serves RAM disks while the block lasts; yields the URL above their names.
+    """Serves RAM disks, as the agent of a directory; yields the URL above their names.
 
     Args:
-      service: where to listen, and how.
+      service: of the directory, which is locked meanwhile.
       roots: of the RAM disks by name, looked up for each request.
+
+    Raises:
+      RunError: if the directory does not exist, another agent serves it, or the
+        interface, the port or the certificate cannot be had.
     """
+    root, host = service.root, service.interface
+    if not os.path.isdir(root) or host in ("", "0.0.0.0", "::"):
+        raise errors.RunError(
+            f"{root} cannot be served at {host!r}: name the directory of the RAM disk"
+            " of a run (local_checkpoint_directory), which has to exist, and the"
+            " address at which the other machines reach this one"
+        )
     answers = _Answers(roots, service.secret_file)
     runner = web.AppRunner(
-        answers.application(),
-        access_log=None,
-        logger=_log,
-        shutdown_timeout=_ENDING_SECS,
+        answers.app, access_log=None, logger=_log, shutdown_timeout=_ENDING_SECS
     )
-    tls = _tls(service)
-    await runner.setup()
-    assert runner.server
-    try:
-        server = await asyncio.get_running_loop().create_server(
-            functools.partial(answers.connection, runner.server),
-            sock=_bound(service),
-            ssl=tls,
-            ssl_handshake_timeout=HEADERS_WITHIN_SECS if tls else None,
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            lock = storage.exclusive_lock(os.path.join(root, agent.LOCK_FILE))
+            stack.enter_context(lock)
+        except errors.RunError:
+            raise errors.RunError(
+                f"another agent serves {root}"
+                f" ({agent.find(root) or 'it is just beginning'}); use it, or end it"
+                " first"
+            ) from None
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        assert runner.server
+        tls: ssl.SSLContext | None = None
+        try:
+            if service.tls_certificate is not None:
+                tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                tls.load_cert_chain(service.tls_certificate, service.tls_key)
+            server = await asyncio.get_running_loop().create_server(
+                functools.partial(answers.connection, runner.server),
+                host,
+                service.port,
+                ssl=tls,
+                ssl_handshake_timeout=HEADERS_WITHIN_SECS if tls else None,
+            )
+        except OSError as error:
+            raise errors.RunError(
+                f"{service} cannot listen ({error}); give an address of this machine, a"
+                " port that is free or 0, and a certificate with its key as PEM files"
+            ) from None
+        stack.callback(server.close)
+        at, port = (
+            f"[{host}]" if ":" in host else host,
+            server.sockets[0].getsockname()[1],
         )
-        host, port = service.interface, server.sockets[0].getsockname()[1]
-        at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        yield f"{'https' if tls else 'http'}://{at}/v1"
-        server.close()
-    finally:
-        await runner.cleanup()
+        yield f"{'https' if tls else 'http'}://{at}:{port}/v1"
+
+
+def publish(root: str, above: str, name: str, secret_file: str | None) -> str:
+    """Makes a run's secret unless there is one, and writes where the run is served.
+
+    Returns:
+      The URL.
+
+    Raises:
+      RunError: if the secret is not private, or is none.
+    """
+    url = f"{above}/{urllib.parse.quote(name, safe='')}"
+    address = agent.Address(url=url, pid=os.getpid(), machine=machine.machine_id(root))
+    if agent.find(root) != address:
+        if secret_file is None:
+            secret.read_or_create(root)
+        else:
+            secret.read(secret_file)
+        agent.publish(root, address)
+    return url
 
 
 async def serve(
@@ -238,85 +281,21 @@ async def serve(
       announce: called with a line for people, which ends in the URL.
 
     Raises:
-      RunError: if the directory does not exist, another agent serves it, the interface,
-        the port or the certificate cannot be had, or the secret is not private.
+      RunError: as `listening` and `publish`.
     """
     root = os.path.abspath(service.root)
-    with locked(root):
-        if service.secret_file is None:
-            secret.read_or_create(root)
-        else:
-            secret.read(service.secret_file)
-        name = os.path.basename(root)
-        machine_id = machine.machine_id(root)
-        async with listening(service, {name: root}) as above:
-            url = f"{above}/{urllib.parse.quote(name, safe='')}"
-            address = agent.Address(url=url, pid=os.getpid(), machine=machine_id)
-            agent.publish(root, address)
-            announce(f"serving {service.root} at {url}")
-            await ended.wait()
-            storage.remove(os.path.join(root, agent.ADDRESS_FILE))
-
-
-@contextlib.contextmanager
-def locked(root: str) -> Iterator[None]:
-    """Makes this process the agent of a directory while the block lasts."""
-    if not os.path.isdir(root):
-        raise errors.RunError(
-            f"{root}: no such directory; name the RAM disk of a run"
-            " (local_checkpoint_directory), or create it first"
-        )
-    with contextlib.ExitStack() as stack:
-        lock = os.path.join(root, agent.LOCK_FILE)
-        try:
-            stack.enter_context(storage.exclusive_lock(lock))
-        except errors.RunError:
-            raise errors.RunError(
-                f"another agent serves {root}"
-                f" ({agent.find(root) or 'it is just beginning'}); use it, or end it"
-                " first"
-            ) from None
-        yield
-
-
-def _bound(service: agent.Service) -> socket.socket:
-    try:
-        addresses = socket.getaddrinfo(service.interface, None, type=socket.SOCK_STREAM)
-        family, _, _, _, (host, *_) = addresses[0]
-        if ipaddress.ip_address(str(host)).is_unspecified:
-            raise errors.RunError(
-                f"the agent of {service.root} cannot listen at {service.interface},"
-                " which is every network of this machine; name the address at which"
-                " the other machines reach it"
-            )
-        return socket.create_server((str(host), service.port), family=family)
-    except OSError as error:
-        raise errors.RunError(
-            f"the agent of {service.root} cannot listen at {service.interface}, port"
-            f" {service.port} ({error}); give an address of this machine, and"
-            " a port that is free or 0"
-        ) from None
-
-
-def _tls(service: agent.Service) -> ssl.SSLContext | None:
-    if service.tls_certificate is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(service.tls_certificate, service.tls_key)
-    except OSError as error:
-        raise errors.RunError(
-            f"the agent of {service.root} cannot use the certificate"
-            f" {service.tls_certificate} with the key {service.tls_key} ({error}); give"
-            " two PEM files that belong together"
-        ) from None
-    return context
+    name = os.path.basename(root)
+    async with listening(service, {name: root}) as above:
+        url = publish(root, above, name, service.secret_file)
+        announce(f"serving {service.root} at {url}")
+        await ended.wait()
+        storage.remove(os.path.join(root, agent.ADDRESS_FILE))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the agent's arguments."""
     add = parser.add_argument
-    add("directory", help="the directory of the RAM disk to serve")
+    add("root", metavar="DIRECTORY", help="the directory of the RAM disk to serve")
     add(
         "--interface",
         default="127.0.0.1",
@@ -381,45 +360,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def service_of(arguments: argparse.Namespace) -> agent.Service:
     """What an agent with these arguments serves."""
+    fields = dataclasses.fields(agent.Service)
     return agent.Service(
-        root=arguments.directory,
-        interface=arguments.interface,
-        port=arguments.port,
-        secret_file=arguments.secret_file,
-        tls_certificate=arguments.tls_certificate,
-        tls_key=arguments.tls_key,
+        **{each.name: getattr(arguments, each.name) for each in fields}
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the agent's address, and serves until a signal ends it."""
-    of_node = ("domains", "kubernetes_node", "domain_labels")
-    of_node += ("remove_unused_after", "max_bytes")
-    given = [name for name in of_node if getattr(arguments, name)]
     serving = functools.partial(serve, service_of(arguments))
     if arguments.node:
-        from elastic_ckpt.steps import owners
+        # It is an agent itself.
         from elastic_ckpt.tiers.peers import nodes
 
-        domains = nodes.domains(
-            owners.parse_domains(arguments.domains, what="--domains"),
-            arguments.kubernetes_node,
-            owners.parse_domains(arguments.domain_labels, what="--domain-labels"),
-        )
         serving = functools.partial(
             nodes.serve,
             service_of(arguments),
-            domains=domains,
-            unused_after=arguments.remove_unused_after,
-            max_bytes=arguments.max_bytes,
+            domains=nodes.domains(
+                owners.parse_domains(arguments.domains, what="--domains"),
+                arguments.kubernetes_node,
+                owners.parse_domains(arguments.domain_labels, what="--domain-labels"),
+            ),
+            unused_after=arguments.remove_unused_after or math.inf,
+            max_bytes=arguments.max_bytes or math.inf,
         )
-    elif given:
-        option = f"--{given[0].replace('_', '-')}"
-        raise errors.ConfigError(f"{option} is for the agent of a node; add --node")
+    elif any(getattr(arguments, name) for name in _OF_NODE):
+        raise errors.ConfigError(
+            f"{', '.join(_OF_NODE)} are for the agent of a node; add --node"
+        )
 
     async def main() -> None:
-        loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, ended.set)
         if arguments.until_stdin_closes:
@@ -429,18 +400,3 @@ def run(arguments: argparse.Namespace) -> int:
 
     asyncio.run(main())
     return 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the agent; returns 0, or 1 after an error."""
-    parser = argparse.ArgumentParser(description="Serve the RAM disk of a machine.")
-    add_arguments(parser)
-    try:
-        return run(parser.parse_args(arguments))
-    except errors.ElasticCkptError as error:
-        print(f"agent: {error}", file=sys.stderr)
-        return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,16 +15,18 @@ import asyncio
 import contextlib
 import http.client
 import json
+import math
 import os
 import pathlib
 import ssl
-import sys
 import time
+import urllib.error
 import urllib.parse
+import urllib.request
 from collections.abc import Callable, Mapping
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.tiers.peers import agent, agent_server, secret
+from elastic_ckpt.tiers.peers import agent, agent_server
 from elastic_ckpt.tiers.ram import machine, ram_disk
 
 # The label of each kind of domain, from large to small. Zone and region are
@@ -37,6 +39,7 @@ LABELS = {
     "rack": "cloud.google.com/gce-topology-subblock",
 }
 ACCOUNT_DIRECTORY = "/var/run/secrets/kubernetes.io/serviceaccount"
+_HOST, _PORT = "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"
 _TIMEOUT_SECS = 30.0
 _REMOVED = ".removed-"
 _POLL_SECS = 0.2
@@ -74,32 +77,27 @@ def read_labels(
     Raises:
       RunError: if they cannot be read.
     """
-    host = os.environ.get("KUBERNETES_SERVICE_HOST")
-    port = int(os.environ.get("KUBERNETES_SERVICE_PORT", "443"))
-    if not host:
-        raise errors.RunError(
-            "the labels of a node are read from the Kubernetes API, but this is no pod"
-            " (KUBERNETES_SERVICE_HOST is not set); name the domains with --domains"
-        )
-    account = pathlib.Path(account_directory)
-    path = f"/api/v1/nodes/{urllib.parse.quote(node, safe='')}"
+    host, account = os.environ.get(_HOST, ""), pathlib.Path(account_directory)
+    at = f"[{host}]" if ":" in host else host
+    url = f"https://{at}:{os.environ.get(_PORT, '443')}/api/v1/nodes/"
     try:
-        token = (account / "token").read_text(encoding="ascii").strip()
         tls = ssl.create_default_context(cafile=str(account / "ca.crt"))
-        api = http.client.HTTPSConnection(
-            host, port, timeout=_TIMEOUT_SECS, context=tls
+        token = (account / "token").read_text(encoding="ascii").strip()
+        api = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
         )
-        with contextlib.closing(api):
-            api.request("GET", path, headers={"Authorization": f"Bearer {token}"})
-            with api.getresponse() as response:
-                if response.status != http.HTTPStatus.OK:
-                    raise ValueError(f"status {response.status}")
-                return dict(json.load(response)["metadata"].get("labels", {}))
+        api.addheaders = [("Authorization", f"Bearer {token}")]
+        name = urllib.parse.quote(node, safe="")
+        with api.open(url + name, timeout=_TIMEOUT_SECS) as response:
+            return dict(json.load(response)["metadata"].get("labels", {}))
     except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()
         raise errors.RunError(
-            f"the labels of node {node} cannot be read from {host}:{port}{path}"
-            f" ({error}); the service account needs the verb get on nodes, as the"
-            " manifest of the node agent has it"
+            f"the labels of node {node} cannot be read from {url} ({error}); the"
+            " service account of the pod needs the verb get on nodes, as the manifest"
+            " of the node agent has it; outside of a pod name the domains with"
+            " --domains"
         ) from None
 
 
@@ -109,8 +107,8 @@ async def serve(
     *,
     announce: Callable[[str], object],
     domains: Mapping[str, str],
-    unused_after: float | None = None,
-    max_bytes: int | None = None,
+    unused_after: float = math.inf,
+    max_bytes: float = math.inf,
     sweep_secs: float = 30.0,
 ) -> None:
     """Serves the runs of a node until an event is set.
@@ -125,93 +123,81 @@ async def serve(
       sweep_secs: between two sweeps.
 
     Raises:
-      RunError: as `agent_server.serve`.
+      RunError: as `agent_server.listening`.
     """
-    directory, pid = os.path.realpath(service.root), os.getpid()
+    directory = os.path.realpath(service.root)
     roots: dict[str, str] = {}
-    problems: set[str] = set()
-    with agent_server.locked(directory):
+    # What was announced of a run, by the line for it.
+    told: set[str] = set()
+    async with agent_server.listening(service, roots) as above:
         _forget(directory)
-        async with agent_server.listening(service, roots) as above:
-            address = agent.Address(url=above, pid=pid, machine="", domains=domains)
-            agent.publish(directory, address)
-            announce(f"serving {service.root} at {above}")
-            next_sweep = 0.0
-            while not ended.is_set():
-                if time.monotonic() >= next_sweep:
-                    for name in await asyncio.to_thread(
-                        sweep, directory, unused_after=unused_after, max_bytes=max_bytes
-                    ):
-                        announce(f"removed {name}, which no process used for a while")
-                    next_sweep = time.monotonic() + sweep_secs
-                found = runs(directory)
-                for name in roots.keys() - found.keys():
-                    del roots[name]
-                for name, root in found.items():
-                    url = f"{above}/{urllib.parse.quote(name, safe='')}"
-                    try:
-                        if _publish(root, url, service.secret_file):
-                            roots[name] = root
-                            announce(f"serving {name} at {url}")
-                    except (errors.ElasticCkptError, OSError) as error:
-                        # It is tried again, and a problem is shown once.
-                        problem = f"does not serve {name}: {error}"
-                        if problem not in problems:
-                            print(problem, file=sys.stderr, flush=True)
-                        problems.add(problem)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(ended.wait(), _POLL_SECS)
+        address = agent.Address(url=above, pid=os.getpid(), machine="", domains=domains)
+        agent.publish(directory, address)
+        announce(f"serving {service.root} at {above}")
+        next_sweep = 0.0
+        while not ended.is_set():
+            if time.monotonic() >= next_sweep:
+                for name in await asyncio.to_thread(
+                    sweep, directory, unused_after=unused_after, max_bytes=max_bytes
+                ):
+                    announce(f"removed {name}, which no process used for a while")
+                next_sweep = time.monotonic() + sweep_secs
+            roots.clear()
+            roots.update(runs(directory))
+            for name, root in roots.items():
+                try:
+                    url = agent_server.publish(root, above, name, service.secret_file)
+                    line = f"serving {name} at {url}"
+                except (errors.ElasticCkptError, OSError) as error:
+                    line = f"does not serve {name}, and tries again: {error}"
+                if line not in told:
+                    announce(line)
+                told.add(line)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), _POLL_SECS)
         _forget(directory)
-        storage.remove(os.path.join(directory, agent.ADDRESS_FILE))
-
-
-def _publish(root: str, url: str, secret_file: str | None) -> bool:
-    # Writes the address of a run, unless it is there or an agent of its own serves the
-    # run; returns whether it did. Another directory may have taken the place of one.
-    machine_id, address = machine.find(root), agent.find(root)
-    is_published = address and (address.url, address.machine) == (url, machine_id)
-    if is_published or storage.is_locked(os.path.join(root, agent.LOCK_FILE)):
-        return False
-    assert machine_id
-    if secret_file is None:
-        secret.read_or_create(root)
-    agent.publish(root, agent.Address(url=url, pid=os.getpid(), machine=machine_id))
-    return True
 
 
 def _forget(directory: str) -> None:
-    # Removes the addresses of all runs without an agent of their own.
-    for root in runs(directory).values():
-        if not storage.is_locked(os.path.join(root, agent.LOCK_FILE)):
-            storage.remove(os.path.join(root, agent.ADDRESS_FILE))
+    # Removes the addresses of the node and of its runs.
+    for root in [directory, *runs(directory).values()]:
+        storage.remove(os.path.join(root, agent.ADDRESS_FILE))
 
 
 def sweep(
-    directory: str, *, unused_after: float | None, max_bytes: int | None
+    directory: str, *, unused_after: float = math.inf, max_bytes: float = math.inf
 ) -> list[str]:
     """Removes runs that no process has; returns their paths below `directory`.
 
     Args:
       directory: of a node.
-      unused_after: the seconds after its last use when a run goes; None keeps it.
+      unused_after: the seconds after its last use when a run goes. A run is in use
+        while a process has a slot of it, as sweeps see it.
       max_bytes: of all runs together: above it, the runs that were unused the longest
-        go, but for those whose pods may just be replaced. None sets no limit.
+        go, but for those whose pods may just be replaced.
     """
     for pattern in (f"{_REMOVED}*", f"*/{_REMOVED}*"):
         # Removals that a crash cut short.
         for path in pathlib.Path(directory).glob(pattern):
             storage.remove(path)
-    found = runs(directory)
-    unused = {name: unused_secs(root) for name, root in found.items()}
-    sizes = {name: ram_disk.used_bytes(root) for name, root in found.items()}
-    excess = 0 if max_bytes is None else sum(sizes.values()) - max_bytes
+    found = []
+    for name, root in runs(directory).items():
+        slots = pathlib.Path(root, "hosts").glob("*/")
+        # Others may remove it meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            if any(storage.is_locked(slot / ram_disk.LOCK) for slot in slots):
+                os.utime(root)
+            unused_secs = time.time() - os.stat(root).st_mtime
+            found.append((unused_secs, name, root, ram_disk.used_bytes(root)))
+    excess = sum(num_bytes for *_, num_bytes in found) - max_bytes
     removed = []
-    for name in sorted(found, key=lambda name: (-unused[name], name)):
-        is_old = unused_after is not None and unused[name] > unused_after
-        is_over = excess > 0 and unused[name] > _LEAST_UNUSED_SECS
-        if (is_old or is_over) and remove(found[name]):
-            removed.append(name)
-            excess -= sizes[name]
+    for unused_secs, name, root, num_bytes in sorted(found, reverse=True):
+        is_over = excess > 0 and unused_secs > _LEAST_UNUSED_SECS
+        if unused_secs > unused_after or is_over:
+            with contextlib.suppress(errors.RunError):
+                remove(root)
+                removed.append(name)
+                excess -= num_bytes
     return removed
 
 
@@ -226,32 +212,17 @@ def runs(directory: str) -> dict[str, str]:
     return found
 
 
-def unused_secs(root: str) -> float:
-    """The seconds since a process had a slot of a run; 0 while one has."""
-    slots = [*pathlib.Path(root, "hosts").glob("*/")]
-    if any(storage.is_locked(slot / "lock") for slot in slots):
-        # It may be gone before the next look, without another change.
-        os.utime(root)
-        return 0.0
-    newest = 0.0
-    for each in (root, *slots):
-        with contextlib.suppress(FileNotFoundError):
-            newest = max(newest, os.stat(each).st_mtime)
-    return max(0.0, time.time() - newest)
+def remove(root: str) -> None:
+    """Removes a run's directory.
 
-
-def remove(root: str) -> bool:
-    """Removes a run's directory; returns False if a process has it."""
+    Raises:
+      RunError: if a process has a slot of it.
+    """
     parent, name = os.path.split(root)
     hidden = os.path.join(parent, f"{_REMOVED}{name}")
-    try:
-        with contextlib.ExitStack() as locks:
-            for slot in pathlib.Path(root, "hosts").glob("*/"):
-                locks.enter_context(storage.exclusive_lock(slot / "lock"))
-            # A host that starts meanwhile finds no directory, rather than half of one.
-            storage.remove(hidden)
-            storage.rename(root, hidden)
-    except errors.RunError:
-        return False
+    with contextlib.ExitStack() as locks:
+        for slot in pathlib.Path(root, "hosts").glob("*/"):
+            locks.enter_context(storage.exclusive_lock(slot / ram_disk.LOCK))
+        # A host that starts meanwhile finds no directory, rather than half of one.
+        storage.rename(root, hidden)
     storage.remove(hidden)
-    return True

@@ -9,32 +9,44 @@ from __future__ import annotations
 import functools
 import json
 import urllib.parse
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from elastic_ckpt.core import background, checked_json
+from elastic_ckpt.core import checked_json
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps import layout, manifest
 from elastic_ckpt.steps.manifest import Leaf, manifest_name
 from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers import source
-from elastic_ckpt.tiers.peers import peer_client
-from elastic_ckpt.tiers.peers.peer_client import Endpoint
+from elastic_ckpt.tiers.peers.peer_client import Endpoint, PeerClient
 
 MOST_LISTING_BYTES = 4 * 2**20
 MOST_MANIFEST_BYTES = 64 * 2**20
-_MOST_THREADS = 32
-T = TypeVar("T")
-# The URL of an agent, the path of a manifest there, and its size and time.
-ManifestKey = tuple[str, str, int, float]
 
 
-class _Listing(NamedTuple):
-    machine: str
-    # The path, size and time of each manifest, by step.
-    manifests: dict[StepId, list[tuple[str, int, float]]]
-    problems: Sequence[str]
-    is_refused: bool
+class Listed(NamedTuple):
+    """A manifest in the list of an agent; a file that changes has another time."""
+
+    step_id: StepId
+    path: str
+    size: int
+    mtime: float
+
+
+class Listing(NamedTuple):
+    """What an agent has.
+
+    Attributes:
+      machine: the ID of its memory; empty if it cannot be asked.
+      manifests: that are there.
+      problem: why the list could not be read, a sentence; empty if it was.
+      is_refused: whether the agent does not take the secret that this process has.
+    """
+
+    machine: str = ""
+    manifests: Sequence[Listed] = ()
+    problem: str = ""
+    is_refused: bool = False
 
 
 class PeerSource:
@@ -55,13 +67,9 @@ class PeerSource:
         box: Box,
         into: memoryview,
         on_piece: source.OnPiece = source.ignored,
-    ) -> None:
+    ) -> int:
         """See `source.Source`."""
-        self._endpoint.read_into(self._of(leaf, box), 0, into, on_piece)
-
-    def size(self, leaf: Leaf, box: Box) -> int:
-        """See `source.Source`."""
-        return self._endpoint.size(self._of(leaf, box))
+        return self._endpoint.read_into(self._of(leaf, box), into, on_piece)
 
     def put_right(self, leaf: Leaf, box: Box, content: bytes) -> None:
         """Has the agent replace a bad copy; see `source.RepairableSource`."""
@@ -76,154 +84,90 @@ class Peer:
     """The RAM disk of one other machine at one moment, a `source.Tier`.
 
     It is asked for its list of steps once, when that is first needed. Another object
-    asks again. Not to be called from several threads.
+    asks again, and reads only manifests that are new. One that fails costs its time
+    limit once, is left alone for a while (see `peer_client`), and has no steps.
 
     Args:
       url: of its agent.
       client: of this process.
       run: whose steps are wanted.
-      known: manifests that were read by other objects, which are not read again; what
-        this one reads is added.
 
     Attributes:
       url: as given.
     """
 
-    def __init__(
-        self,
-        url: str,
-        client: peer_client.PeerClient,
-        run: str,
-        *,
-        known: MutableMapping[ManifestKey, manifest.Manifest] | None = None,
-    ) -> None:
-        self.url, self._run = url, run
-        self._known = {} if known is None else known
-        self._endpoint = client.endpoint(url)
-
-    @property
-    def machine(self) -> str:
-        """The ID of its memory; empty if the peer fails."""
-        return self._listing.machine
-
-    def steps(self) -> Sequence[int]:
-        """See `source.Tier`; empty if the peer fails, which `offers` then reports."""
-        return sorted({each.step for each in self._listing.manifests})
-
-    def known_saves(self) -> Sequence[StepId]:
-        """See `source.Tier`."""
-        return sorted(self._listing.manifests)
-
-    @property
-    def problems(self) -> Sequence[str]:
-        """Why its list of steps could not be read."""
-        return self._listing.problems
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether the agent does not take the secret that this process has."""
-        return self._listing.is_refused
-
-    def offers(self, step: int) -> source.Offered:
-        """See `source.Tier`."""
-        copies: list[source.Copy] = []
-        problems = list(self._listing.problems)
-        for step_id, listed in self._listing.manifests.items():
-            for each in listed if step_id.step == step else ():
-                try:
-                    there = self._manifest(step_id, *each).at("local", self.url)
-                except (checked_json.UnreadableError, source.ReadError) as error:
-                    problems.append(f"manifest {each[0]} of {self.url} {error}")
-                else:
-                    directory = each[0].rpartition("/")[0]
-                    parts = PeerSource(self._endpoint, directory)
-                    copies.append(source.Copy(there, parts))
-        return source.Offered(copies, problems)
+    def __init__(self, url: str, client: PeerClient, run: str) -> None:
+        self.url, self._run, self._endpoint = url, run, client.endpoint(url)
 
     @functools.cached_property
-    def _listing(self) -> _Listing:
+    def listing(self) -> Listing:
+        """What the agent has."""
         try:
             text = self._endpoint.read("/steps", most_bytes=MOST_LISTING_BYTES)
-            return _parsed(text)
+            listing = _parsed(text)
         except source.ReadError as error:
             is_refused = isinstance(error, source.RefusedError)
-            return _Listing("", {}, [f"the list of steps {error}"], is_refused)
+            problem = f"the list of steps {error}"
+            return Listing(problem=problem, is_refused=is_refused)
         except (KeyError, RecursionError, TypeError, ValueError) as error:
             problem = (
                 f"the list of steps cannot be read: {self.url} sends something else"
                 f" ({type(error).__name__})"
             )
-            return _Listing("", {}, [problem], is_refused=False)
-
-    def _manifest(
-        self, step_id: StepId, path: str, size: int, mtime: float
-    ) -> manifest.Manifest:
-        # A manifest is replaced when copies have arrived.
-        key = (self.url, path, size, mtime)
-        if key in self._known:
-            return self._known[key]
-        text = self._endpoint.read(
-            f"/hosts/{urllib.parse.quote(path)}", most_bytes=MOST_MANIFEST_BYTES
-        )
-        try:
-            parsed = manifest.Manifest.parse(text)
-        except RecursionError:
-            raise checked_json.UnreadableError("is nested too deeply") from None
-        name = manifest_name(parsed.host.id)
-        actual = (parsed.run, *parsed.step_id, name)
-        expected = (self._run, *step_id, path.rpartition("/")[2])
-        if actual != expected:
-            raise checked_json.UnreadableError(
-                f"is that of run, step, save and file {actual!r:.400}, not of"
-                f" {expected}"
-            )
-        return self._known.setdefault(key, parsed)
-
-
-class Peers:
-    """Many peers as one `source.Tier`, asked at the same time.
-
-    One that fails costs its time limit once, is left alone for a while (see
-    `peer_client`), and is among the problems all the while.
-    """
-
-    def __init__(self, peers: Sequence[Peer]) -> None:
-        self._peers = peers
+            return Listing(problem=problem)
+        known = self._endpoint.manifests
+        listed = known.keys() & set(listing.manifests)
+        self._endpoint.manifests = {each: known[each] for each in listed}
+        return listing
 
     def steps(self) -> Sequence[int]:
-        """See `source.Tier`."""
-        return sorted({step for steps in self._of_each(Peer.steps) for step in steps})
+        """See `source.Tier`; empty if the peer fails, which `offers` then reports."""
+        return sorted({each.step_id.step for each in self.listing.manifests})
 
     def known_saves(self) -> Sequence[StepId]:
         """See `source.Tier`."""
-        saves = self._of_each(Peer.known_saves)
-        return sorted({each for of_peer in saves for each in of_peer})
+        return sorted({each.step_id for each in self.listing.manifests})
 
     def offers(self, step: int) -> source.Offered:
         """See `source.Tier`."""
-        several = list(self._of_each(lambda peer: peer.offers(step)))
-        return source.Offered(
-            [copy for each in several for copy in each.copies],
-            [problem for each in several for problem in each.problems],
+        copies: list[source.Copy] = []
+        problems = list(filter(None, [self.listing.problem]))
+        for each in self.listing.manifests:
+            if each.step_id.step == step:
+                try:
+                    copies.append(self._copy(each))
+                except (checked_json.UnreadableError, source.ReadError) as error:
+                    problems.append(f"manifest {each.path} of {self.url} {error}")
+        return source.Offered(copies, problems)
+
+    def _copy(self, listed: Listed) -> source.Copy:
+        known, (directory, _, name) = (
+            self._endpoint.manifests,
+            listed.path.rpartition("/"),
         )
+        if listed not in known:
+            text = self._endpoint.read(
+                f"/hosts/{urllib.parse.quote(listed.path)}",
+                most_bytes=MOST_MANIFEST_BYTES,
+            )
+            parsed = manifest.Manifest.parse(text)
+            actual = parsed.run, parsed.step_id, manifest_name(parsed.host.id)
+            if actual != (self._run, listed.step_id, name):
+                raise checked_json.UnreadableError(
+                    f"is that of run, step and file {actual!r:.400}, not of run"
+                    f" {self._run!r} and the place where it is"
+                )
+            known[listed] = parsed
+        there = known[listed].at("local", self.url)
+        return source.Copy(there, PeerSource(self._endpoint, directory))
 
-    def refusing(self) -> list[str]:
-        """The URLs of agents that do not take the secret that this process has."""
-        return [peer.url for peer in self._peers if peer.is_refused]
 
-    def _of_each(self, ask: Callable[[Peer], T]) -> Iterable[T]:
-        num_threads = max(1, min(_MOST_THREADS, len(self._peers)))
-        with background.pool(num_threads, "peers") as executor:
-            return list(executor.map(ask, self._peers))
-
-
-def _parsed(text: bytes) -> _Listing:
-    listing = json.loads(text)
-    manifests: dict[StepId, list[tuple[str, int, float]]] = {}
+def _parsed(text: bytes) -> Listing:
+    listing, manifests = json.loads(text), []
     for path, size, mtime in listing["manifests"]:
         _, directory, _ = str(path).split("/")
         step_id = StepId.parse(directory)
         if step_id is None:
             raise ValueError("not a step")
-        manifests.setdefault(step_id, []).append((path, int(size), float(mtime)))
-    return _Listing(str(listing["machine"]), manifests, [], is_refused=False)
+        manifests.append(Listed(step_id, path, int(size), float(mtime)))
+    return Listing(str(listing["machine"]), manifests)

@@ -10,8 +10,8 @@ followed, and the environment's proxies are ignored.
 from __future__ import annotations
 
 import contextlib
-import functools
 import http.client
+import math
 import queue
 import re
 import ssl
@@ -19,11 +19,12 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from etils import epath
 
 from elastic_ckpt.core import errors
+from elastic_ckpt.steps.manifest import Manifest
 from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.choices import Peers
 from elastic_ckpt.tiers.peers import agent
@@ -35,8 +36,14 @@ RETRY_SECS = (0.0, 0.1, 0.2, 0.4)
 _SKIPPED_LIMITS = 3
 _MOST_CONNECTIONS = 4
 _MOST_REASON_BYTES = 1000
-_BROKEN = (ConnectionError, ssl.SSLEOFError)
-_STATUS = {404: "has no such file", 416: "has a shorter file"}
+_BROKEN = (ConnectionError, ssl.SSLEOFError, http.client.IncompleteRead)
+_FAILURES = (OSError, http.client.HTTPException)
+_STATUS: dict[int, str] = {
+    http.HTTPStatus.UNAUTHORIZED: "does not take the run's secret",
+    http.HTTPStatus.NOT_FOUND: "has no such file",
+    http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE: "has a shorter file",
+}
+_SIZE = re.compile("bytes .*/([0-9]{1,18})")
 # Unused bandwidth is kept for this long, so that the limit costs nothing below it, and
 # a transfer never takes more at once: others get their turn in between.
 _BURST_SECS, _TURN_SECS = 1 / 8, 1 / 32
@@ -47,16 +54,15 @@ class Bandwidth:
     """A token bucket for all transfers of a process; any thread may call it.
 
     Args:
-      bytes_per_sec: above 0.
+      bytes_per_sec: above 0, perhaps infinite.
       clock: seconds that only grow.
     """
 
     def __init__(
         self, bytes_per_sec: float, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.piece_bytes = max(
-            1, min(source.PIECE_BYTES, int(bytes_per_sec * _TURN_SECS))
-        )
+        most_bytes = min(source.PIECE_BYTES, bytes_per_sec * _TURN_SECS)
+        self.piece_bytes = max(1, int(most_bytes))
         self._bytes_per_sec, self._clock = bytes_per_sec, clock
         self._lock = threading.Lock()
         # When all that was taken so far will have been paid for.
@@ -96,17 +102,23 @@ class PeerClient:
     ) -> None:
         self.secret = (lambda: secret) if isinstance(secret, str) else secret
         self.timeout_secs = timeout_secs
-        self.bound = Bandwidth(max_bytes_per_sec) if max_bytes_per_sec else None
+        self.bound = Bandwidth(max_bytes_per_sec or math.inf)
         self.needs_tls = tls_ca is not None
-        self._tls = None if tls_ca is None else _tls(tls_ca)
         self._endpoints: dict[str, Endpoint] = {}
+        try:
+            # Made once: to read the authorities takes longer than a request.
+            self.tls = ssl.create_default_context(cafile=tls_ca)
+        except OSError as error:
+            raise errors.ConfigError(
+                f"the certificates of peers cannot be verified with {tls_ca} ({error});"
+                " give a PEM file with that of their authority"
+            ) from None
 
     def endpoint(self, url: str) -> Endpoint:
         """The agent at `url`, one object however often it is asked for."""
-        if self._tls is None and url.startswith("https://"):
-            # Made once: to read the system's authorities takes longer than a request.
-            self._tls = _tls(None)
-        return self._endpoints.setdefault(url, Endpoint(url, self, tls=self._tls))
+        return self._endpoints.get(url) or self._endpoints.setdefault(
+            url, Endpoint(url, self)
+        )
 
     def left_skipped_secs(self) -> float:
         """How long until all peers that have failed are asked again."""
@@ -116,7 +128,8 @@ class PeerClient:
     def close(self) -> None:
         """Closes all idle connections; the client is of no use then."""
         for endpoint in list(self._endpoints.values()):
-            endpoint.close()
+            while not endpoint.pool.empty():
+                endpoint.pool.get().close()
 
 
 class Endpoint:
@@ -125,29 +138,28 @@ class Endpoint:
     Attributes:
       url: as the agent prints it.
       skipped_until: when a peer that failed is asked again, by the monotonic clock.
+      pool: of connections, which open when they are used.
+      manifests: that were read of the agent, by what it lists of them (see `peer`).
     """
 
-    def __init__(
-        self, url: str, client: PeerClient, *, tls: ssl.SSLContext | None
-    ) -> None:
-        self.url, self.skipped_until = url, 0.0
-        self._client, self._reason = client, ""
-        self._skipped_secs = _SKIPPED_LIMITS * client.timeout_secs
-        parsed = urllib.parse.urlsplit(url)
-        self._path = parsed.path
-        self._connect = functools.partial(
-            http.client.HTTPConnection, timeout=client.timeout_secs
+    def __init__(self, url: str, client: PeerClient) -> None:
+        self.url, self._client = url, client
+        self.skipped_until, self._reason = 0.0, ""
+        self.manifests: dict[Any, Manifest] = {}
+        self.pool: queue.LifoQueue[http.client.HTTPConnection] = queue.LifoQueue()
+        at = urllib.parse.urlsplit(url)
+        self._path, place, secs = (
+            at.path,
+            (at.hostname or "", at.port),
+            client.timeout_secs,
         )
-        if parsed.scheme == "https":
-            self._connect = functools.partial(
-                http.client.HTTPSConnection, timeout=client.timeout_secs, context=tls
-            )
-        self._address = parsed.hostname or "", parsed.port
-        # None for a connection that may be made.
-        self._pool: queue.LifoQueue[http.client.HTTPConnection | None]
-        self._pool = queue.LifoQueue()
         for _ in range(_MOST_CONNECTIONS):
-            self._pool.put(None)
+            made = http.client.HTTPConnection(*place, timeout=secs)
+            if at.scheme == "https":
+                made = http.client.HTTPSConnection(
+                    *place, timeout=secs, context=client.tls
+                )
+            self.pool.put(made)
 
     def read(self, path: str, *, most_bytes: int) -> bytes:
         """The whole answer to `path`.
@@ -157,62 +169,49 @@ class Endpoint:
         """
 
         def read() -> bytes:
-            with self._request("GET", path) as response:
+            with self._request("GET", path, http.HTTPStatus.OK) as response:
                 if response.length is None or response.length > most_bytes:
                     raise source.ReadError(
                         f"cannot be read: {self.url} sends {response.length} bytes, and"
                         f" at most {most_bytes} are taken"
                     )
-                content = bytearray(response.length)
-                for _ in self._pieces(response, memoryview(content)):
-                    pass
-                return bytes(content)
+                content = response.read()
+            time.sleep(self._client.bound.take(len(content)))
+            return content
 
         return self._tried(read)
 
     def read_into(
-        self,
-        path: str,
-        offset: int,
-        into: memoryview,
-        on_piece: source.OnPiece = source.ignored,
-    ) -> None:
-        """Fills `into` with bytes of `path` from `offset` on; see `source.Source`."""
-        done = 0
+        self, path: str, into: memoryview, on_piece: source.OnPiece = source.ignored
+    ) -> int:
+        """Fills `into` with the first bytes of `path`; see `source.Source`."""
+        done, bound = 0, self._client.bound
 
-        def fill() -> None:
+        def fill() -> int:
             nonlocal done
-            wanted = f"bytes={offset + done}-{offset + len(into) - 1}"
-            with self._request("GET", path, 206, wanted=wanted) as response:
-                if response.length != len(into) - done:
+            wanted = f"bytes={done}-{len(into) - 1}"
+            partial = http.HTTPStatus.PARTIAL_CONTENT
+            with self._request("GET", path, partial, wanted=wanted) as response:
+                size = _SIZE.fullmatch(response.getheader("Content-Range", ""))
+                if size is None or response.length != len(into) - done:
                     raise source.ReadError(
                         f"cannot be read: {self.url} sends {response.length} bytes for"
                         f" {wanted}"
                     )
-                for piece in self._pieces(response, into[done:]):
-                    done += len(piece)
-                    on_piece(piece)
+                while done < len(into):
+                    piece = into[done : done + bound.piece_bytes]
+                    num_bytes = response.readinto(piece)
+                    if not num_bytes:
+                        raise ConnectionError("closed the connection")
+                    on_piece(piece[:num_bytes])
+                    done += num_bytes
+                    time.sleep(bound.take(num_bytes))
+            return int(size[1])
 
-        if len(into):
-            self._tried(fill, lambda: done)
-        else:
-            self.size(path)
-
-    def size(self, path: str) -> int:
-        """The length of the file at `path` in bytes.
-
-        Raises:
-          ReadError: if it cannot be had.
-        """
-
-        def look() -> int:
-            with self._request("HEAD", path) as response:
-                length = response.getheader("Content-Length", "")
-            if not re.fullmatch("[0-9]{1,18}", length):
-                raise source.ReadError(f"cannot be read: {self.url} gives no size")
-            return int(length)
-
-        return self._tried(look)
+        if not len(into):
+            # No range is empty.
+            return len(self.read(path, most_bytes=0))
+        return self._tried(fill, lambda: done)
 
     def put(self, path: str, content: bytes) -> None:
         """Sends what the agent is to take at `path`; tried once.
@@ -220,19 +219,16 @@ class Endpoint:
         Raises:
           RepairError: if it does not take it.
         """
+        good = http.HTTPStatus.NO_CONTENT, http.HTTPStatus.CONFLICT
         try:
-            with self._request("PUT", path, http.HTTPStatus.NO_CONTENT, body=content):
-                return
-        except (source.ReadError, OSError, http.client.HTTPException) as error:
+            with self._request("PUT", path, *good, body=content) as response:
+                if response.status == http.HTTPStatus.CONFLICT:
+                    reason = response.read(_MOST_REASON_BYTES)
+                    raise source.RepairError(reason.decode(errors="replace"))
+        except (source.ReadError, *_FAILURES) as error:
             raise source.RepairError(
                 f"was not repaired: {self.url} does not take it ({_why(error)})"
             ) from None
-
-    def close(self) -> None:
-        """Closes the idle connections."""
-        while not self._pool.empty():
-            if (connection := self._pool.get()) is not None:
-                connection.close()
 
     def _tried(self, attempt: Callable[[], T], progress: Callable[[], int] = int) -> T:
         waits = iter(RETRY_SECS)
@@ -240,89 +236,59 @@ class Endpoint:
             before = progress()
             try:
                 outcome = attempt()
-            except (OSError, http.client.HTTPException) as error:
+                self.skipped_until = 0.0
+                return outcome
+            except _FAILURES as error:
                 if progress() > before:
                     waits = iter(RETRY_SECS)
                 wait = next(waits, None) if isinstance(error, _BROKEN) else None
                 if wait is None:
-                    self._reason = _why(error)
-                    self.skipped_until = time.monotonic() + self._skipped_secs
+                    self._reason, limit = _why(error), self._client.timeout_secs
+                    self.skipped_until = time.monotonic() + _SKIPPED_LIMITS * limit
                     raise source.ReadError(
                         f"cannot be read: {self.url} fails ({self._reason})"
                     ) from None
                 time.sleep(wait)
-            else:
-                self.skipped_until = 0.0
-                return outcome
 
     @contextlib.contextmanager
     def _request(
         self,
         method: str,
         path: str,
-        good: int = http.HTTPStatus.OK,
-        *,
+        *good: int,
         body: bytes | None = None,
         wanted: str = "",
     ) -> Iterator[http.client.HTTPResponse]:
-        """The response of status `good`; its connection is kept if it was read."""
+        """The response of a `good` status, which the block reads to its end."""
         headers = {"Authorization": f"Bearer {self._client.secret()}"}
         if wanted:
             headers["Range"] = wanted
-        kept, connection = None, self._pool.get()
+        connection = self.pool.get()
         try:
-            self._check_asked()
-            connection = connection or self._connect(*self._address)
+            if self._client.needs_tls and not self.url.startswith("https://"):
+                raise source.ReadError(
+                    f"was not asked for: {self.url} does not encrypt, and this run does"
+                )
+            if time.monotonic() < self.skipped_until:
+                raise source.ReadError(
+                    f"was not asked for: {self.url} has failed ({self._reason}), and is"
+                    f" left alone for {_SKIPPED_LIMITS} time limits"
+                )
             connection.request(method, self._path + path, body, headers)
             response = connection.getresponse()
-            if response.status != good:
-                raise self._refused(method, response)
+            if response.status not in good:
+                is_refused = response.status == http.HTTPStatus.UNAUTHORIZED
+                kind = source.RefusedError if is_refused else source.ReadError
+                why = f"answers with status {response.status}"
+                why = _STATUS.get(response.status, why)
+                raise kind(f"cannot be read: {self.url} {why}")
             yield response
-            if response.length == 0:
-                response.close()
-                kept = connection
+            response.close()
+        except BaseException:
+            connection.close()
+            raise
         finally:
-            if connection is not None and kept is None:
-                connection.close()
-            self._pool.put(kept)
-
-    def _check_asked(self) -> None:
-        if self._client.needs_tls and not self.url.startswith("https://"):
-            raise source.ReadError(
-                f"was not asked for: {self.url} does not encrypt, and this run does"
-            )
-        if time.monotonic() < self.skipped_until:
-            raise source.ReadError(
-                f"was not asked for: {self.url} has failed ({self._reason}), and is"
-                f" left alone for {self._skipped_secs:g} s"
-            )
-
-    def _refused(self, method: str, response: http.client.HTTPResponse) -> Exception:
-        status = response.status
-        if status == http.HTTPStatus.UNAUTHORIZED:
-            return source.RefusedError(
-                f"cannot be read: {self.url} does not take the run's secret"
-            )
-        if (method, status) == ("PUT", http.HTTPStatus.CONFLICT):
-            reason = response.read(_MOST_REASON_BYTES)
-            return source.RepairError(reason.decode(errors="replace"))
-        why = _STATUS.get(status, f"answers with status {status}")
-        return source.ReadError(f"cannot be read: {self.url} {why}")
-
-    def _pieces(
-        self, response: http.client.HTTPResponse, into: memoryview
-    ) -> Iterator[memoryview]:
-        # A piece is the most that is lost when a connection breaks.
-        bound = self._client.bound
-        piece_bytes = source.PIECE_BYTES if bound is None else bound.piece_bytes
-        while len(into):
-            num_bytes = response.readinto(into[:piece_bytes])
-            if not num_bytes:
-                raise ConnectionError("closed the connection")
-            yield into[:num_bytes]
-            into = into[num_bytes:]
-            if bound is not None:
-                time.sleep(bound.take(num_bytes))
+            self.pool.put(connection)
 
 
 class Network:
@@ -340,16 +306,6 @@ class Network:
             timeout_secs=peers.timeout_secs,
             max_bytes_per_sec=peers.max_bytes_per_sec,
         )
-
-
-def _tls(authority: epath.PathLike | None) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=authority)
-    except OSError as error:
-        raise errors.ConfigError(
-            f"the certificates of peers cannot be verified with {authority}"
-            f" ({error}); give a PEM file with that of their authority"
-        ) from None
 
 
 def _why(error: Exception) -> str:

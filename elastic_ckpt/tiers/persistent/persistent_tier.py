@@ -226,26 +226,20 @@ class StepSource:
 
     def read_into(
         self, leaf: Leaf, box: Box, into: memoryview, on_piece: OnPiece = ignored
-    ) -> None:
+    ) -> int:
         """See `source.Source`."""
-        content = self._content(leaf, box, most_bytes=len(into))
-        if len(content) != len(into):
+        content = self._content(leaf, box)
+        if len(content) < len(into):
             raise ReadError(f"ends after {len(content)} bytes, before {len(into)}")
-        into[:] = content
+        into[:] = content[: len(into)]
         on_piece(into)
+        return len(content)
 
-    def size(self, leaf: Leaf, box: Box) -> int:
-        """See `source.Source`."""
-        return len(self._content(leaf, box))
-
-    def _content(self, leaf: Leaf, box: Box, most_bytes: int | None = None) -> bytes:
+    def _content(self, leaf: Leaf, box: Box) -> bytes:
         try:
             if leaf.is_file:
-                with epath.Path(self.directory, leaf.path).open("rb") as opened:
-                    return opened.read(-1 if most_bytes is None else most_bytes)
-            store = self._store(leaf.part)
-            wanted = slice(0, most_bytes)
-            read = store.read(ocdbt.key(leaf, box), byte_range=wanted).result()
+                return epath.Path(self.directory, leaf.path).read_bytes()
+            read = self._store(leaf.part).read(ocdbt.key(leaf, box)).result()
             if read.state == "missing":
                 raise FileNotFoundError(read.state)
         except FileNotFoundError:

@@ -59,11 +59,10 @@ class ChunkFiles:
         self._directory = os.fspath(directory)
         self._lock = threading.RLock()
         self._num_made = 0
-        # By size; and those in use, which are in no step yet.
+        # By size.
         self._spare: dict[int, list[ChunkFile]] = {}
-        self._taken: dict[int, ChunkFile] = {}
-        # Those in steps, by the directory of the step and the file in it.
-        self._placed: dict[str, dict[str, ChunkFile]] = {}
+        # Those in steps, by the directory of the step, and where they are now.
+        self._placed: dict[str, list[tuple[str, ChunkFile]]] = {}
 
     @property
     def spare_bytes(self) -> int:
@@ -81,14 +80,10 @@ class ChunkFiles:
         if num_bytes < LEAST_BYTES:
             return ChunkFile(np.empty(size, np.uint8), 0, "")
         with self._lock:
-            kept = self._spare.get(size)
-            file = kept.pop() if kept else self._made(size)
-            self._taken[file.inode] = file
-        return file
-
-    def _made(self, size: int) -> ChunkFile:
-        self._num_made += 1
-        path = os.path.join(self._directory, str(self._num_made))
+            if kept := self._spare.get(size):
+                return kept.pop()
+            self._num_made += 1
+            path = os.path.join(self._directory, str(self._num_made))
         try:
             return ChunkFile(*storage.mapped_file(path, size), path)
         except OSError:
@@ -98,10 +93,8 @@ class ChunkFiles:
         return ChunkFile(*storage.mapped_file(path, size), path)
 
     def discard(self, file: ChunkFile) -> None:
-        """Removes a file unless it was placed."""
-        with self._lock:
-            is_taken = self._taken.pop(file.inode, None)
-        if is_taken:
+        """Removes a file unless it was placed; its step is not removed yet."""
+        if file.path:
             storage.remove(file.path)
 
     def place(
@@ -135,19 +128,13 @@ class ChunkFiles:
             return named
         storage.move(file.path, path)
         with self._lock:
-            del self._taken[file.inode]
-            self._placed.setdefault(step_directory, {})[name] = file
+            self._placed.setdefault(step_directory, []).append((path, file))
         return named
 
-    def forget_removed(self, step_directory: str) -> None:
-        """Unmaps files of a step that are gone: their memory is in use until then."""
+    def forget(self, step_directory: str) -> None:
+        """Unmaps the files of a step: those that are gone use memory until then."""
         with self._lock:
-            placed = self._placed.pop(step_directory, {})
-            self._placed[step_directory] = {
-                name: file
-                for name, file in placed.items()
-                if os.path.exists(os.path.join(step_directory, name))
-            }
+            self._placed.pop(step_directory, None)
 
     def recycle(self, step_directory: str) -> None:
         """Keeps the files of a step that is being removed, for the next one.
@@ -155,12 +142,11 @@ class ChunkFiles:
         Its manifest is gone already. Spare files never take more room than this step.
         """
         with self._lock:
-            placed = self._placed.pop(step_directory, {})
-            of_step = sum(len(each.memory) for each in placed.values())
-            for name, file in placed.items():
+            placed = self._placed.pop(step_directory, [])
+            of_step = sum(len(file.memory) for _, file in placed)
+            for path, file in placed:
                 if self.spare_bytes + len(file.memory) > of_step:
                     break
-                path = os.path.join(step_directory, name)
                 with contextlib.suppress(OSError):
                     # A copy that was repaired is another file.
                     if os.stat(path).st_ino == file.inode:
@@ -178,10 +164,8 @@ class ChunkFiles:
 
     def close(self) -> None:
         """Removes the files that are in no step."""
-        with self._lock:
-            self._spare.clear()
-            self._taken.clear()
-            storage.remove(self._directory)
+        self._spare.clear()
+        storage.remove(self._directory)
 
 
 def _sealed(memory: np.ndarray, named: bytes | None) -> bytes:

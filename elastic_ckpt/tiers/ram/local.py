@@ -26,7 +26,6 @@ from elastic_ckpt.steps.manifest import (
     Contents,
     Holder,
     Host,
-    Leaf,
     Manifest,
     Parts,
     write_manifest,
@@ -75,8 +74,9 @@ class LocalHost:
         self.host = Host(id=disk.host_id(slot), number=number, domains=domains)
         self.being_written: set[StepId] = set()
         self._held = contextlib.ExitStack()
-        self._held.enter_context(disk.locked(slot))
-        spare = disk.host_directory(slot) / ram_disk.SPARE
+        directory = disk.host_directory(slot)
+        self._held.enter_context(storage.exclusive_lock(directory / ram_disk.LOCK))
+        spare = directory / ram_disk.SPARE
         storage.remove(spare)
         self.files = ChunkFiles(spare)
         self._held.callback(self.files.close)
@@ -146,11 +146,6 @@ class LocalHost:
             self.remove(step_id)
             return self.begin(step_id, contents)
 
-    def put_right(self, step_id: StepId, leaf: Leaf, box: Box, content: bytes) -> None:
-        """Writes a bad part of a step anew; the caller has compared the digest."""
-        directory = self.disk.step_directory(self.slot, step_id)
-        storage.write_atomic(directory / layout.part_file(leaf, box), content)
-
     def remove(self, step_id: StepId) -> None:
         """Removes a save of a step that is not being written, its manifest first."""
         assert step_id not in self.being_written
@@ -175,31 +170,30 @@ class LocalHost:
     def _remove(self, slot: int, step_id: StepId) -> None:
         # After a crash the rest has no manifest, so it counts as a leftover.
         directory = self.disk.step_directory(slot, step_id)
-        storage.remove(self.disk.manifest_path(slot, step_id))
-        self.files.recycle(os.fspath(directory))
-        storage.remove(directory)
+        with ram_disk.repairing(directory.parent):
+            storage.remove(self.disk.manifest_path(slot, step_id))
+            self.files.recycle(os.fspath(directory))
+            storage.remove(directory)
 
     def clean(self) -> None:
-        """Removes leftovers of dead processes of the machine.
+        """Removes leftovers of dead processes of the machine, before the first save.
 
         In all slots whose process is dead, and in this one, these are steps without a
         readable manifest, files that no manifest names, files that a restore unpacked,
-        and messages. Steps that are being written stay.
+        and messages.
         """
         for slot in itertools.chain([self.slot], self._idle_slots()):
-            is_own = slot == self.slot
             for name in (ram_disk.RESTORED, ram_disk.MESSAGES, ram_disk.SPARE):
-                if not (is_own and name == ram_disk.SPARE):
-                    storage.remove(self.disk.host_directory(slot) / name)
+                storage.remove(self.disk.host_directory(slot) / name)
             for each in self.disk.saves(slot):
-                if not (is_own and each in self.being_written):
-                    self.sweep(slot, each)
+                self.sweep(slot, each)
 
     def _idle_slots(self) -> Iterator[int]:
         # The slots of this machine whose process is gone, each locked meanwhile.
         for slot in self.disk.slots():
             if slot != self.slot:
-                with contextlib.suppress(errors.RunError), self.disk.locked(slot):
+                lock = self.disk.host_directory(slot) / ram_disk.LOCK
+                with contextlib.suppress(errors.RunError), storage.exclusive_lock(lock):
                     yield slot
 
     def sweep(self, slot: int, step_id: StepId) -> None:
@@ -230,8 +224,8 @@ class LocalHost:
 class StepWriter:
     """Writes what a host holds of one save of a step; any thread may put copies.
 
-    It ends with `commit` or `abandon`. A write that fails abandons it. If it is one of
-    several copies, `commit` does so: other threads may still be writing.
+    It ends with `commit` or `abandon`. A write that fails abandons it, but for that of
+    a copy, which is left out.
 
     Args:
       own: the host.
@@ -250,8 +244,6 @@ class StepWriter:
         self.manifest = manifest
         self.parts = {(leaf, box): named for leaf, box, named in manifest.rows()}
         self._own = own
-        # Why a copy could not be written.
-        self._failure: errors.CheckpointError | None = None
 
     def reserve(self, num_bytes: int, *, taken_bytes: int = 0) -> None:
         """Makes sure that there is room for what will be written; this takes its time.
@@ -267,26 +259,19 @@ class StepWriter:
         with self._abandoned_on_failure():
             # Reserved before it is measured: two processes that start together and do
             # not both fit cannot both find room.
-            try:
-                there = self.manifest.contents.num_bytes(self.manifest.parts).sum()
-                reserved = there + num_bytes - taken_bytes
-                storage.write_atomic(
-                    self.directory / ram_disk.RESERVED, b"%d" % reserved
-                )
+            there = self.manifest.contents.num_bytes(self.manifest.parts).sum()
+            reserved = there + num_bytes - taken_bytes
+            storage.write_atomic(self.directory / ram_disk.RESERVED, b"%d" % reserved)
+            free = disk.free_bytes()
+            if free < 0 and files.drop_spare():
                 free = disk.free_bytes()
-                if free < 0 and files.drop_spare():
-                    free = disk.free_bytes()
-            except OSError:
-                # Not even that fits.
-                free = -num_bytes
             if free < 0:
-                limit = disk.limit_bytes
-                bound = "without a limit" if limit is None else f"limit {limit} bytes"
+                bound = disk.limit_bytes and f"limit {disk.limit_bytes} bytes"
                 raise errors.CheckpointError(
                     f"step {self.manifest.step_id.step} needs {num_bytes} bytes in"
-                    f" {disk.root} ({bound}), and {max(0, free + num_bytes)} are free;"
-                    " raise the limit or the size of the file system, or keep fewer"
-                    " steps"
+                    f" {disk.root} ({bound or 'without a limit'}), and"
+                    f" {max(0, free + num_bytes)} are free; raise the limit or the size"
+                    " of the file system, or keep fewer steps"
                 )
 
     def write(
@@ -316,14 +301,11 @@ class StepWriter:
                 np.copyto(file.values(box.shape, values.dtype), values)
             self._place(numbers[part.leaf.path], box, file)
 
-        with self._abandoned_on_failure(), contextlib.ExitStack() as pools:
+        with self._abandoned_on_failure():
             for path, content in files.items():
                 storage.write_atomic(self.directory / path, content)
-            each = map
-            if _NUM_THREADS > 1:
-                pool = background.pool(_NUM_THREADS, "write")
-                each = pools.enter_context(pool).map
-            list(each(write, items))
+            with background.pool(_NUM_THREADS, "write") as pool:
+                list(pool.map(write, items))
 
     def put(
         self,
@@ -341,24 +323,20 @@ class StepWriter:
           read: fills memory, uint8, with its values, and compares their digest.
 
         Raises:
-          CheckpointError: if it cannot be written; then no more copies are taken, and
-            `commit` fails. Or of `read`, after which the writer goes on.
+          CheckpointError: if it cannot be written, or of `read`; the writer goes on.
         """
-        if self._failure is not None:
-            raise self._failure
         leaf, files = self.manifest.contents.leaves[number], self._own.files
         num_bytes = leaf.num_bytes(box)
         with self._failing(), contextlib.ExitStack() as stack:
-            if leaf.is_file:
-                content = np.empty(num_bytes, np.uint8)
-                read(content)
-                storage.write_atomic(self.directory / leaf.path, content.data)
-                self.parts[number, box] = named
-                return
             file = files.take(num_bytes)
             stack.callback(files.discard, file)
             read(file.memory[:num_bytes])
-            self._place(number, box, file, named)
+            if leaf.is_file:
+                content = file.memory[:num_bytes].data
+                storage.write_atomic(self.directory / leaf.path, content)
+                self.parts[number, box] = named
+            else:
+                self._place(number, box, file, named)
 
     def commit(
         self,
@@ -375,7 +353,7 @@ class StepWriter:
             begun; the arrays are the same.
 
         Raises:
-          CheckpointError: as `write`; or if a copy could not be written.
+          CheckpointError: as `write`.
         """
         contents = contents or self.manifest.contents
         for path, named in files.items():
@@ -387,8 +365,6 @@ class StepWriter:
             self.manifest, contents=contents, parts=Parts.of_rows(rows, contents)
         )
         with self._abandoned_on_failure():
-            if self._failure is not None:
-                raise self._failure
             arrays = {number for number, _ in self.parts} - set(contents.files.values())
             for number in arrays.difference(self.manifest.parts.leaf.tolist()):
                 leaf = contents.leaves[number]
@@ -403,7 +379,7 @@ class StepWriter:
     def abandon(self) -> None:
         """Removes what was written and is in no manifest."""
         self._own.sweep(self._own.slot, self.manifest.step_id)
-        self._own.files.forget_removed(os.fspath(self.directory))
+        self._own.files.forget(os.fspath(self.directory))
         self._own.being_written.discard(self.manifest.step_id)
 
     def _place(
@@ -420,12 +396,11 @@ class StepWriter:
         except OSError as error:
             system = os.statvfs(self._own.disk.root)
             free = system.f_bavail * system.f_frsize
-            self._failure = errors.CheckpointError(
+            raise errors.CheckpointError(
                 f"step {self.manifest.step_id.step} could not be written to"
                 f" {self.directory} ({error}), where {free} bytes were free; give it"
                 " more space, or keep fewer steps"
-            )
-            raise self._failure from error
+            ) from error
 
     @contextlib.contextmanager
     def _abandoned_on_failure(self) -> Iterator[None]:

@@ -78,7 +78,12 @@ def find(root: epath.PathLike) -> str | None:
 @functools.cache
 def warn_unless_in_memory(root: epath.PathLike) -> None:
     """Warns, once a process, of a RAM disk that is not in memory."""
-    kind = _file_system(os.path.realpath(root))
+    device = os.stat(root).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts = pathlib.Path("/proc/self/mountinfo").read_text().splitlines()
+    # What follows the dash begins with the type of the file system.
+    kinds = {each.split()[2]: each.rpartition(" - ")[2].split()[0] for each in mounts}
+    kind = kinds.get(number)
     if kind is not None and kind not in _IN_MEMORY:
         logging.warning(
             "%s is on a file system of type %s, not in memory: saves are as slow as"
@@ -88,14 +93,3 @@ def warn_unless_in_memory(root: epath.PathLike) -> None:
             root,
             kind,
         )
-
-
-def _file_system(path: str) -> str | None:
-    # The type of that which is mounted nearest above; None where that is unknown.
-    kinds = {}
-    for mount in pathlib.Path("/proc/self/mountinfo").read_text().splitlines():
-        before, _, after = mount.partition(" - ")
-        place = before.split(" ")[4].encode().decode("unicode_escape")
-        if os.path.commonpath([place, path]) == place:
-            kinds[place] = after.split(" ")[0]
-    return kinds[max(kinds, key=len)] if kinds else None

@@ -4,7 +4,7 @@
     run.json                       the identity of the run, see `run_files`
     holds/<step>-<save>            keeps a step for a reader, see `preserved`
     hosts/<slot>/lock              held by the process whose steps these are
-    hosts/<slot>/repairs.lock      of repairs while it lives, see `held_off`
+    hosts/<slot>/repairs.lock      of repairs and removals, see `repairing`
     hosts/<slot>/messages/         messages to other hosts, as long as they need them
     hosts/<slot>/spare/            files that are in no step, see `chunk_files`
     hosts/<slot>/<step>-<save>/    a step of that process, see `layout`; a file
@@ -13,12 +13,11 @@
 Any process may read all of it, even if the writers are dead: a directory outlives its
 process, and is lost only with the machine's memory.
 
-A process alone writes its slot (`local`), and puts its bad copies right. A slot whose
-process has ended - that of an idle machine, or of a slot that the present world does
-not use - is repaired by the machine's agent, or by another process there
-(`put_right`): a file is replaced only by the bytes that the manifest beside it lists,
-so a repair cannot make a good copy bad. The process of a backup host has no good copies
-to repair its slot from: it lets others do so while it lives (`held_off`).
+A process alone writes its slot (`local`), and puts its bad copies right. Those in other
+slots - of an idle machine, of a backup host, or of a process that is gone - are put
+right by the machine's agent, or by another process there (`put_right`): a file is
+replaced only by the bytes that the manifest beside it lists, so a repair cannot make a
+good copy bad.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import io
 import itertools
 import os
+import pathlib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 
@@ -65,11 +64,10 @@ RESERVED = "reserved"
 RESTORED = "restored"
 # The directory of a slot with files of chunks that are in no step (`chunk_files`).
 SPARE = "spare"
-# The directory of a slot with messages to other hosts (`peers.mailbox`).
+# The directory of a slot with messages to other hosts (`checkpoint.host.exchange`).
 MESSAGES = "messages"
-# In a slot: held by its process, and by repairs while that lives.
+# In a slot: held by its process.
 LOCK = "lock"
-_REPAIRS = "repairs.lock"
 _BLOCK_BYTES = 512
 
 
@@ -101,10 +99,6 @@ class RamDisk:
     def host_directory(self, slot: int) -> epath.Path:
         """The directory of the steps of one process."""
         return self.root.joinpath("hosts", str(slot))
-
-    def locked(self, slot: int) -> AbstractContextManager[None]:
-        """Makes this process the one of a slot; a RunError if a live one has it."""
-        return storage.exclusive_lock(self.host_directory(slot) / LOCK)
 
     def slots(self) -> list[int]:
         """Those that have a directory, ascending."""
@@ -139,45 +133,33 @@ class RamDisk:
         Args:
           slots: to look at; None for all.
         """
-        return sorted(
-            {
-                each
-                for slot, each in self.all_saves()
-                if (slots is None or slot in slots)
-                and _manifest_names(self.step_directory(slot, each))
-            }
-        )
+        return sorted({each for _, each in self._with_manifest(slots)})
 
     def offers(self, step: int, *, slots: Collection[int] | None = None) -> Offered:
         """The parts of a step, of all its saves.
-
-        Manifests of another machine are problems.
 
         Args:
           step: the training step.
           slots: to look at; None for all.
         """
-        copies: list[Copy] = []
-        problems = []
-        for slot, step_id in self.all_saves():
-            if step_id.step != step or not (slots is None or slot in slots):
-                continue
-            directory = self.step_directory(slot, step_id)
-            names = _manifest_names(directory)
-            if manifest_name(self.host_id(slot)) not in names:
-                problems += [
-                    f"manifest {directory / name} is not of the machine that"
-                    f" {self.root / machine.FILE} names; bring that file back"
-                    for name in names
-                ]
-                continue
-            try:
-                manifest = self.manifest(slot, step_id)
-            except errors.CheckpointError as problem:
-                problems.append(str(problem))
-                continue
-            copies.append(Copy(manifest, StepFiles(directory)))
+        copies, problems = [], []
+        for slot, step_id in self._with_manifest(slots):
+            if step_id.step == step:
+                files = StepFiles(self.step_directory(slot, step_id))
+                try:
+                    copies.append(Copy(self.manifest(slot, step_id), files))
+                except errors.CheckpointError as problem:
+                    problems.append(str(problem))
         return Offered(copies, problems)
+
+    def _with_manifest(
+        self, slots: Collection[int] | None
+    ) -> Iterator[tuple[int, StepId]]:
+        for slot, each in self.all_saves():
+            if slots is None or slot in slots:
+                names = _names(self.step_directory(slot, each))
+                if any(map(is_manifest_name, names)):
+                    yield slot, each
 
     def manifest(self, slot: int, step_id: StepId) -> Manifest:
         """The manifest of one save of a step in a slot.
@@ -210,25 +192,22 @@ class RamDisk:
 
     def leftovers(self) -> list[Leftover]:
         """The saves of steps without a manifest: being written, or cut short."""
-        leftovers = [
+        committed = set(self._with_manifest(None))
+        return [
             Leftover(
                 step=each.step, save=each.save, path=self.step_directory(slot, each)
             )
             for slot, each in self.all_saves()
+            if (slot, each) not in committed
         ]
-        return [each for each in leftovers if not _manifest_names(each.path)]
 
     def free_bytes(self) -> int:
         """The free bytes under the limit and in the file system, less reserved ones."""
-        used = promised = sum(
-            used_bytes(os.fspath(self.host_directory(slot) / SPARE))
-            for slot in self.slots()
-        )
-        for each in self.all_saves():
-            directory = self.step_directory(*each)
-            written = reserved = used_bytes(os.fspath(directory))
-            # A committed step reserves nothing more.
-            with contextlib.suppress(FileNotFoundError):
+        used = promised = 0
+        for directory in pathlib.Path(self.root).glob("hosts/*/*"):
+            written = reserved = used_bytes(directory)
+            # What is committed or no step reserves nothing more.
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 reserved = int((directory / RESERVED).read_text())
             used += written
             promised += max(written, reserved)
@@ -251,50 +230,39 @@ class StepFiles:
 
     def read_into(
         self, leaf: Leaf, box: Box, into: memoryview, on_piece: OnPiece = ignored
-    ) -> None:
+    ) -> int:
         """See `source.Source`; reads without a copy."""
         done = 0
-        with self._opened(leaf, box) as file:
-            while done < len(into):
-                piece = into[done : done + PIECE_BYTES]
-                read = file.readinto(piece)
-                if not read:
-                    raise ReadError(
-                        f"ends after {done} bytes, and {len(into)} were to be there"
-                    )
-                on_piece(piece[:read])
-                done += read
-
-    def size(self, leaf: Leaf, box: Box) -> int:
-        """See `source.Source`."""
-        with self._opened(leaf, box) as file:
-            return os.fstat(file.fileno()).st_size
-
-    def put_right(self, leaf: Leaf, box: Box, content: bytes) -> None:
-        """Replaces a bad copy whose process is gone; see `source.RepairableSource`."""
-        put_right(self.directory, layout.part_file(leaf, box), content)
-
-    @contextlib.contextmanager
-    def _opened(self, leaf: Leaf, box: Box) -> Iterator[io.FileIO]:
         try:
             path = _unlinked(self.directory, layout.part_file(leaf, box))
             with open(path, "rb", buffering=0) as file:
-                yield file
+                while done < len(into):
+                    piece = into[done : done + PIECE_BYTES]
+                    read = file.readinto(piece)
+                    if not read:
+                        raise ReadError(
+                            f"ends after {done} bytes, and {len(into)} were to be there"
+                        )
+                    on_piece(piece[:read])
+                    done += read
+                return os.fstat(file.fileno()).st_size
         except FileNotFoundError:
             raise ReadError("is missing") from None
         except OSError as error:
             raise ReadError(f"cannot be read ({error.strerror})") from None
 
+    def put_right(self, leaf: Leaf, box: Box, content: bytes) -> None:
+        """Replaces a bad copy in a slot; see `source.RepairableSource`."""
+        put_right(self.directory, layout.part_file(leaf, box), content)
 
-def held_off(slot: epath.PathLike) -> AbstractContextManager[None]:
-    """Keeps others from repairing files of a slot, and lets them do so afterwards.
 
-    The process of the slot calls it at its start, and to remove steps.
+def repairing(slot: epath.PathLike) -> AbstractContextManager[None]:
+    """Locks a slot to repair a file of a committed step, or to remove steps.
 
     Args:
       slot: its directory.
     """
-    return storage.exclusive_lock(os.path.join(slot, _REPAIRS), waits=True)
+    return storage.exclusive_lock(os.path.join(slot, "repairs.lock"), waits=True)
 
 
 def put_right(directory: epath.PathLike, file: str, content: bytes) -> None:
@@ -306,8 +274,8 @@ def put_right(directory: epath.PathLike, file: str, content: bytes) -> None:
       content: all bytes of the file.
 
     Raises:
-      RepairError: if the manifest cannot be read or does not list these bytes, a live
-        process has the slot, or the file cannot be written.
+      RepairError: if the manifest cannot be read or does not list these bytes, or the
+        file cannot be written.
     """
     slot, step = os.path.split(os.fspath(directory))
     above, number = os.path.split(slot)
@@ -316,42 +284,21 @@ def put_right(directory: epath.PathLike, file: str, content: bytes) -> None:
         name = manifest_name(f"{machine.find(root)}.{number}")
         path = _unlinked(root, os.path.join(below, name))
         saved = Manifest.parse(storage.read_bytes(path))
-    except (OSError, ValueError, errors.CheckpointError) as error:
-        raise RepairError(
-            f"was not repaired: the manifest of its host cannot be read ({error})"
-        ) from None
-    _check(saved, file, content)
-    lock = storage.exclusive_lock(os.path.join(slot, LOCK))
-    if os.path.exists(os.path.join(slot, _REPAIRS)):
-        lock = held_off(slot)
-    try:
-        with lock:
-            # No process removes the step meanwhile, or has begun to.
-            if not os.path.exists(path):
-                raise RepairError("was not repaired: its step is gone")
+        problem: str | None = "its manifest lists no such file"
+        for leaf, box, named in saved.rows():
+            part = saved.contents.leaves[leaf]
+            if layout.part_file(part, box) == file:
+                given = np.frombuffer(content, np.uint8)
+                problem = stored_part.damage(given, part, named)
+        if problem is not None:
+            raise RepairError(f"was not repaired: {problem}")
+        with repairing(slot):
+            # Nobody removes the step meanwhile, or has begun to.
+            os.stat(path)
             target = _unlinked(root, os.path.join(below, file))
             storage.write_atomic(target, content)
-    except errors.RunError:
-        raise RepairError(
-            "was not repaired: a live process has the slot, and repairs its own copies"
-            " when the step is restored"
-        ) from None
-    except OSError as error:
-        raise RepairError(f"cannot be written ({error.strerror})") from None
-
-
-def _check(saved: Manifest, file: str, content: bytes) -> None:
-    leaves = saved.contents.leaves
-    listed = {
-        layout.part_file(leaves[number], box): (leaves[number], named)
-        for number, box, named in saved.rows()
-    }
-    if file not in listed:
-        raise RepairError("was not repaired: its manifest lists no such file")
-    leaf, named = listed[file]
-    damage = stored_part.damage(np.frombuffer(content, np.uint8), leaf, named)
-    if damage is not None:
-        raise RepairError(f"was not repaired: the copy {damage}")
+    except (OSError, ValueError, errors.CheckpointError) as error:
+        raise RepairError(f"was not repaired: {error}") from None
 
 
 def _unlinked(root: str, name: str) -> str:
@@ -371,11 +318,7 @@ def _names(directory: epath.Path) -> list[str]:
         return []
 
 
-def _manifest_names(directory: epath.Path) -> list[str]:
-    return sorted(filter(is_manifest_name, _names(directory)))
-
-
-def used_bytes(directory: str) -> int:
+def used_bytes(directory: epath.PathLike) -> int:
     """The bytes that the files below a directory take on their file system."""
     total = 0
     for parent, _, files in os.walk(directory):

@@ -9,8 +9,10 @@ import pytest
 from elastic_ckpt.checkpoint.host.exchange import GIVEN, Exchange, Report
 from elastic_ckpt.core import checked_json
 from elastic_ckpt.core.allgather import FAN_IN, HostTree
+from elastic_ckpt.steps import manifest
 from elastic_ckpt.steps.manifest import Manifest
 from elastic_ckpt.steps.table import StepTable
+from elastic_ckpt.tiers.ram import ram_disk
 from elastic_ckpt.tiers.source import ReadError
 from tests.tiers import saved_worlds
 
@@ -18,13 +20,14 @@ from tests.tiers import saved_worlds
 LARGE = FAN_IN * (FAN_IN + 1) + FAN_IN
 
 
-class Mail:
-    """The mail of a host; `office` has the messages of all, `num` counts each host's.
+class Posted(Exchange):
+    """That of a host; `office` has the messages of all, `num` counts each host's.
 
     A message counts at the host that leaves it for others, and at each that reads it.
     """
 
-    def __init__(self, office, num, host, silent):
+    def __init__(self, office, num, host, num_hosts, silent):
+        super().__init__(None, hosts=range(num_hosts), number=host, endpoint=None)
         self._office, self._num, self._host = office, num, host
         self._silent = silent
 
@@ -61,10 +64,7 @@ def saved_by(num_hosts):
 def exchanges(num_hosts, silent=()):
     """The exchange of each host, after all have offered, and the mail."""
     office, num = {}, collections.Counter()
-    made = [
-        Exchange(Mail(office, num, host, silent), host=host, num_hosts=num_hosts)
-        for host in range(num_hosts)
-    ]
+    made = [Posted(office, num, host, num_hosts, silent) for host in range(num_hosts)]
     for host in in_order(num_hosts, "up"):
         each = saved_by(num_hosts)[host]
         made[host].offer(Report(manifests=[each], saves=[each.step_id]))
@@ -83,7 +83,7 @@ def test_host_0_has_what_all_have_and_all_have_what_it_gives(num_hosts):
     assert StepTable([whole]).complete
     assert merged.saves == [(30, "0")]
     assert not merged.problems
-    made[0].give(GIVEN, whole.to_bytes())
+    made[0].post(GIVEN, whole.to_bytes())
     for host in in_order(num_hosts, "down"):
         if host:
             given = Manifest.parse(made[host].take(GIVEN))
@@ -106,7 +106,7 @@ def test_of_a_silent_host_only_its_own_parts_are_missing(silent):
     assert {holder.host.id for holder in whole.holders} == others
     (problem,) = made[0].merged.problems
     assert problem.startswith(f"the parts of host {silent}: the list cannot be read")
-    made[0].give(GIVEN, b"table")
+    made[0].post(GIVEN, b"table")
     for host in in_order(LARGE, "down"):
         if host:
             assert made[host].take(GIVEN) == b"table"
@@ -118,3 +118,19 @@ def test_a_report_that_was_altered_is_refused():
     for spoilt in (content[:-1], b"", content[:40] + b"?" + content[41:]):
         with pytest.raises(checked_json.UnreadableError):
             Report.parse(spoilt)
+
+
+def test_exchanges_of_one_host_do_not_disturb_each_other(tmp_path):
+    disk = ram_disk.RamDisk(tmp_path, run="run")
+    host = manifest.Host(id=disk.host_id(0), number=0, domains={})
+    posting, removing = (
+        Exchange(disk, hosts=[host], number=0, endpoint=None) for _ in range(2)
+    )
+    posting.post("copies-offered", b"1")
+    removing.remove("backup-")
+    assert posting.read(0, "copies-offered") == b"1"
+    posting.remove("copies-")
+    with pytest.raises(ReadError, match="is missing"):
+        posting.read(0, "copies-offered")
+    # The directory stays: another exchange may be about to post there.
+    assert list((tmp_path / "hosts" / "0" / ram_disk.MESSAGES).iterdir()) == []
