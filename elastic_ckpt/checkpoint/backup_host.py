@@ -144,29 +144,30 @@ def serve(
 ) -> None:
     """Serves a RAM disk, and follows the run until a signal ends this process."""
     storage.make_private_directory(service.root)
-    with contextlib.ExitStack() as stack:
-        process = stack.enter_context(contextlib.closing(agent.AgentProcess(service)))
+    with contextlib.closing(agent.AgentProcess(service)) as process:
         print(f"serving {service.root} at {process.address.url}", flush=True)
         client = PeerClient(
             secret.read(service.secret_file or secret.path(service.root)),
             tls_ca=tls_ca,
             max_bytes_per_sec=max_bytes_per_sec,
         )
-        stack.callback(client.close)
         backup = BackupHost(service.root, steps=steps, backups=backups, client=client)
-        stack.callback(backup.close)
-        while True:
-            try:
-                copied = backup.follow()
-            except (errors.CheckpointError, OSError) as error:
-                copied = None
-                print(f"no step was copied: {error}", flush=True)
-            if copied is None:
-                time.sleep(_POLL_SECS)
-            else:
-                (step, _), taken = copied
-                told = f"copied {taken.copies} parts, {taken.num_bytes} bytes, of step"
-                print(told, step, flush=True)
+        with contextlib.closing(client), contextlib.closing(backup):
+            while True:
+                told = None
+                try:
+                    if copied := backup.follow():
+                        (step, _), taken = copied
+                        told = (
+                            f"copied {taken.copies} parts, {taken.num_bytes} bytes, of"
+                            f" step {step}"
+                        )
+                except (errors.CheckpointError, OSError) as error:
+                    print(f"no step was copied: {error}", flush=True)
+                if told:
+                    print(told, flush=True)
+                else:
+                    time.sleep(_POLL_SECS)
 
 
 def _order(saved: StepId) -> tuple[str, int]:

@@ -27,7 +27,6 @@ class SaveDecisionPolicy(Protocol):
 
     def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
         """Whether `step` is saved; every process must decide alike."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,6 @@ class Source(Protocol):
     @property
     def directory(self) -> str:
         """The path or URL of the step's files, for messages."""
-        ...
 
     def read_into(
         self, leaf: Leaf, box: Box, into: memoryview, on_piece: OnPiece = ignored
@@ -66,7 +65,6 @@ class Source(Protocol):
           ReadError: if the part is missing or too short, or the holder does not answer;
             what `into` holds then is undefined.
         """
-        ...
 
 
 @runtime_checkable
@@ -84,7 +82,6 @@ class RepairableSource(Source, Protocol):
         Raises:
           RepairError: if it was not replaced.
         """
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,11 +128,9 @@ class Tier(Protocol):
 
     def known_saves(self) -> Sequence[StepId]:
         """Steps with their saves; the newest save there is among them."""
-        ...
 
     def steps(self) -> Sequence[int]:
         """The steps that may have files, ascending."""
-        ...
 
     def offers(self, step: int) -> Offered:
         """The parts of a step, of all its saves, as the manifests list them.
@@ -143,4 +138,3 @@ class Tier(Protocol):
         Raises:
           LaterVersionError: if a later version of elastic_ckpt wrote it in storage.
         """
-        ...

@@ -156,11 +156,6 @@ REFUSALS = {
         )
         for text in ("", "short", "with a space in it", "é")
     },
-    "a secret that can be guessed": Refusal(
-        lambda path: secret.adopt(path, "short"),
-        "16 to 1024 characters",
-        errors.RunError,
-    ),
     "outside of a pod": Refusal(
         lambda path: nodes.read_labels("node-7", account_directory=str(path)),
         "--domains",

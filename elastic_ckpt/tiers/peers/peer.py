@@ -22,6 +22,8 @@ from elastic_ckpt.tiers.peers.peer_client import Endpoint, PeerClient
 
 MOST_LISTING_BYTES = 4 * 2**20
 MOST_MANIFEST_BYTES = 64 * 2**20
+# Errors of lists that are none.
+_OTHER = (KeyError, RecursionError, TypeError, ValueError)
 
 
 class Listed(NamedTuple):
@@ -105,16 +107,11 @@ class Peer:
         try:
             text = self._endpoint.read("/steps", most_bytes=MOST_LISTING_BYTES)
             listing = _parsed(text)
-        except source.ReadError as error:
+        except (source.ReadError, *_OTHER) as error:
+            why = f"cannot be read: {self.url} sends something else"
+            why = why if isinstance(error, _OTHER) else str(error)
             is_refused = isinstance(error, source.RefusedError)
-            problem = f"the list of steps {error}"
-            return Listing(problem=problem, is_refused=is_refused)
-        except (KeyError, RecursionError, TypeError, ValueError) as error:
-            problem = (
-                f"the list of steps cannot be read: {self.url} sends something else"
-                f" ({type(error).__name__})"
-            )
-            return Listing(problem=problem)
+            return Listing(problem=f"the list of steps {why}", is_refused=is_refused)
         known = self._endpoint.manifests
         listed = known.keys() & set(listing.manifests)
         self._endpoint.manifests = {each: known[each] for each in listed}

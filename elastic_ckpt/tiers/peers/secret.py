@@ -63,37 +63,26 @@ def read(file: epath.PathLike) -> str:
     Raises:
       RunError: if it is missing or holds no secret.
     """
-    try:
-        with open(file, encoding="ascii", errors="replace") as opened:
-            text = opened.read(2048).rstrip("\n")
-    except FileNotFoundError:
-        raise errors.RunError(f"{file}: there is no such file of a secret") from None
-    # The message must not show what was found.
-    return _checked(text, f"{file} holds no secret")
+    known = current(file)
+    if known is None:
+        # The message must not show what was found.
+        raise errors.RunError(
+            f"{file} holds no secret: it has 16 to 1024 characters of ASCII without"
+            " spaces, such as `openssl rand -hex 32` prints"
+        )
+    return known
 
 
 def current(file: epath.PathLike) -> str | None:
     """The secret in a file now; None while the file is missing or holds none."""
     try:
-        return read(file)
-    except errors.RunError:
+        with open(file, encoding="ascii", errors="replace") as opened:
+            text = opened.read(2048).rstrip("\n")
+    except FileNotFoundError:
         return None
+    return text if _SECRET.fullmatch(text) else None
 
 
 def adopt(root: epath.PathLike, secret: str) -> None:
-    """Makes `secret` that of the RAM disk at `root`, for its agent too.
-
-    Raises:
-      RunError: if it cannot be a secret.
-    """
-    _checked(secret, "that is no secret for a run")
+    """Makes `secret` that of the RAM disk at `root`, for its agent too."""
     storage.write_atomic(path(root), secret.encode(), mode=0o600)
-
-
-def _checked(secret: str, otherwise: str) -> str:
-    if not _SECRET.fullmatch(secret):
-        raise errors.RunError(
-            f"{otherwise}: it has 16 to 1024 characters of ASCII without spaces, such"
-            " as `openssl rand -hex 32` prints"
-        )
-    return secret

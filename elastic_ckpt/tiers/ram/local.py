@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 import os
 import pathlib
+import shutil
 import types
 from collections.abc import Callable, Iterator, Mapping
 
@@ -394,8 +395,7 @@ class StepWriter:
         try:
             yield
         except OSError as error:
-            system = os.statvfs(self._own.disk.root)
-            free = system.f_bavail * system.f_frsize
+            free = shutil.disk_usage(self._own.disk.root).free
             raise errors.CheckpointError(
                 f"step {self.manifest.step_id.step} could not be written to"
                 f" {self.directory} ({error}), where {free} bytes were free; give it"

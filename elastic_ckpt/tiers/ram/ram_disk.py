@@ -28,6 +28,7 @@ import functools
 import itertools
 import os
 import pathlib
+import shutil
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 
@@ -211,8 +212,7 @@ class RamDisk:
                 reserved = int((directory / RESERVED).read_text())
             used += written
             promised += max(written, reserved)
-        system = os.statvfs(self.root)
-        free = system.f_bavail * system.f_frsize - (promised - used)
+        free = shutil.disk_usage(self.root).free - (promised - used)
         if self.limit_bytes is None:
             return free
         return min(free, self.limit_bytes - promised)
