@@ -295,7 +295,7 @@ async def serve(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the agent's arguments."""
     add = parser.add_argument
-    add("root", metavar="DIRECTORY", help="the directory of the RAM disk to serve")
+    add("root", metavar="directory", help="the directory of the RAM disk to serve")
     add(
         "--interface",
         default="127.0.0.1",
