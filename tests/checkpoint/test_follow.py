@@ -144,7 +144,10 @@ def next_after(run, steps):
 def test_a_wrong_secret_is_an_error_that_names_the_file(run, tmp_path):
     wrong = tmp_path / "wrong"
     wrong.write_text("not-the-secret-of-this-run")
-    for path, said in ((wrong, f"secret in {wrong}"), (tmp_path / "no", "no such fil")):
+    for path, said in (
+        (wrong, f"secret in {wrong}"),
+        (tmp_path / "no", "holds no secret"),
+    ):
         with pytest.raises(errors.RunError, match=said):
             next(run.follow(secret_file=path))
 
