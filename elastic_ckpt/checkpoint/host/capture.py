@@ -26,13 +26,13 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 import os
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent import futures
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,8 +101,7 @@ _PINNED = "pinned_host"
 _NO_FILES: Mapping[boxes.Box, ChunkFile] = types.MappingProxyType({})
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Shards:
+class Shards(NamedTuple):
     """The shards that a host holds of an array that other code has assembled.
 
     Attributes:
@@ -110,14 +109,16 @@ class Shards:
       shard_shape: that all shards of it have, here and elsewhere.
       boxes: each that is here, once, with its values.
       kept: whether no other code changes the values, so that they need no copy.
-      holders: the numbers of the hosts that hold a box, ascending.
+      holders: the numbers of the hosts that hold a box, ascending; None for all.
+      is_far: whether the values are on accelerators.
     """
 
     leaf: Leaf
     shard_shape: tuple[int, ...]
-    boxes: tuple[tuple[boxes.Box, np.ndarray], ...]
+    boxes: Sequence[tuple[boxes.Box, Any]]
     kept: bool
-    holders: Callable[[boxes.Box], tuple[int, ...]] = lambda _: (0,)
+    holders: Callable[[boxes.Box], Holders | None] = lambda _: (0,)
+    is_far: bool = False
 
 
 Value = jax.Array | Whole | Shards
@@ -197,9 +198,16 @@ class Memory:
         if where in ("auto", "host") and num_bytes <= self._pinned_bytes:
             chunks = [chunk for chunk in chunks if _pinned(chunk.source) is not None]
             for chunk, sent in zip(chunks, _to_pinned(chunks) or (), strict=False):
-                chunk.values = _Later(sent, None, chunk.num_bytes, is_near=True)
+                chunk.values = _Later(sent, None, chunk.num_bytes, is_far=False)
         elif where == "device" or (where == "auto" and self._fit(chunks)):
-            copies = _copies_on_devices(chunk.source for chunk in chunks)
+            # By one program on each device.
+            of_devices: dict[Sharding, dict[int, jax.Array]] = {}
+            for chunk in chunks:
+                of_device = of_devices.setdefault(chunk.source.sharding, {})
+                of_device[id(chunk.source)] = chunk.source
+            copies: dict[int, jax.Array] = {}
+            for shards in of_devices.values():
+                copies |= zip(shards, _copied([*shards.values()]), strict=True)
             for chunk in chunks:
                 copy = copies[id(chunk.source)]
                 chunk.values = _Later(copy, chunk.within, chunk.num_bytes)
@@ -283,7 +291,7 @@ def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
         it names the leaf.
     """
     here = [_held(path, leaves[path], memory) for path in sorted(leaves)]
-    chunks = [chunk for each in here for chunk in each.chunks]
+    chunks = [chunk for _, of_leaf in here for chunk in of_leaf]
     memory.notice = ""
     memory.hold([chunk for chunk in chunks if chunk.is_far])
     rest = [chunk for chunk in chunks if chunk.values is None]
@@ -292,29 +300,23 @@ def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
         bare = [chunk for chunk in rest if chunk.file is None]
         num_bytes = sum(_aligned(chunk.num_bytes) for chunk in bare)
         # Whoever lends `Shards` does not wait for a save.
-        is_lent = not any(map(_is_borrowed, leaves.values())) and memory.lacks(
-            num_bytes
-        )
+        given = [value for value in leaves.values() if isinstance(value, Shards)]
+        is_waited_for = bool(bare) and all(each.kept for each in given)
+        is_lent = is_waited_for and memory.lacks(num_bytes)
         if is_lent:
             for chunk in bare:
                 chunk.values = _Later(
-                    chunk.source, chunk.within, chunk.num_bytes, not chunk.is_far
+                    chunk.source, chunk.within, chunk.num_bytes, chunk.is_far
                 )
-        piece, offset = memory.take(0 if is_lent else num_bytes), 0
-        with _Copies(memory.num_threads) as copies:
-            for chunk, values in _arriving(c for c in rest if c.values is None):
-                if chunk.file is not None:
-                    chunk.values = copies.begin(values, chunk.file.memory, 0)
-                else:
-                    chunk.values = copies.begin(values, piece, offset)
-                    offset += _aligned(chunk.num_bytes)
+        piece = memory.take(0 if is_lent else num_bytes)
+        _copy([c for c in rest if c.values is None], piece, memory.num_threads)
     except BaseException:
         memory.discard(rest)
         raise
     return Captured(
-        [each.captured() for each in here],
+        [_captured(part, of_leaf) for part, of_leaf in here],
         on_release=functools.partial(memory.give_back, rest, piece),
-        is_lent=is_lent and bool(bare),
+        is_lent=is_lent,
     )
 
 
@@ -331,88 +333,69 @@ def leaf_of(path: str, value: jax.Array | Whole) -> Leaf:
     Raises:
       CheckpointError: as `capture`.
     """
-    if isinstance(value, jax.Array):
-        return Leaf(path=path, shape=value.shape, dtype=_dtype(path, value.dtype))
-    if not isinstance(value, np.ndarray | np.generic | int | float):
+    if not isinstance(value, jax.Array | np.ndarray | np.generic | int | float):
         raise errors.CheckpointError(
             f"leaf {path!r} is a {type(value).__name__}, and a state has arrays and"
             " numbers; take it out of the state, or save it as a separate"
             " checkpointable"
         )
-    array = np.asarray(value)
-    return Leaf(path=path, shape=array.shape, dtype=_dtype(path, array.dtype))
+    array = value if isinstance(value, jax.Array) else np.asarray(value)
+    dtype = _name(array.dtype)
+    if dtype not in STORABLE:
+        raise errors.CheckpointError(
+            f"leaf {path!r} has the dtype {dtype}, which no tier can store; cast"
+            " it to a wider one before it is saved"
+        )
+    return Leaf(path=path, shape=array.shape, dtype=dtype)
 
 
-def _is_borrowed(value: Value) -> bool:
-    return isinstance(value, Shards) and not value.kept
-
-
-class _Copies:
-    # Copies that are made in several threads, and done when the block ends. Of what
-    # they copy, a wave is held at most.
-
-    def __init__(self, num_threads: int) -> None:
-        self._num_threads = num_threads
-        self._pool: futures.Executor | None = None
-        self._begun: collections.deque[tuple[futures.Future[None], int]]
-        self._begun = collections.deque()
-
-    def begin(self, values: np.ndarray, memory: np.ndarray, offset: int) -> np.ndarray:
-        copy = np.ndarray(values.shape, values.dtype, memory, offset)
-        if self._num_threads == 1 or copy.nbytes < LEAST_BYTES:
-            np.copyto(copy, values)
-            return copy
-        if self._pool is None:
-            self._pool = background.pool(self._num_threads, "capture")
-        self._begun.append((self._pool.submit(np.copyto, copy, values), copy.nbytes))
-        while sum(num_bytes for _, num_bytes in self._begun) > _WAVE_BYTES:
-            self._begun.popleft()[0].result()
-        return copy
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for done, _ in self._begun:
-            done.result()
-        if self._pool is not None:
-            self._pool.shutdown()
+def _copy(chunks: Sequence[_Chunk], piece: np.ndarray, num_threads: int) -> None:
+    # Copies chunks into their files, or one after the other into a piece of memory.
+    # Devices send them in waves, one while the wave before is copied.
+    sent_bytes = itertools.accumulate(each.num_bytes * each.is_far for each in chunks)
+    waves = itertools.groupby(
+        zip(chunks, sent_bytes, strict=True), lambda each: each[1] // _WAVE_BYTES
+    )
+    before: Sequence[_Chunk] = ()
+    arriving: Sequence[Any] = ()
+    offset = 0
+    with background.pool(num_threads, "capture") as pool:
+        for wave in [*([chunk for chunk, _ in wave] for _, wave in waves), []]:
+            sent = [_near(chunk) if chunk.is_far else None for chunk in wave]
+            copies = []
+            for chunk, values in zip(before, arriving, strict=True):
+                values = np.asarray(values if chunk.is_far else _near(chunk))
+                memory, begin = piece, offset
+                if chunk.file is not None:
+                    memory, begin = chunk.file.memory, 0
+                else:
+                    offset += _aligned(chunk.num_bytes)
+                chunk.values = np.ndarray(values.shape, values.dtype, memory, begin)
+                if values.nbytes < LEAST_BYTES:
+                    np.copyto(chunk.values, values)
+                else:
+                    copies.append(pool.submit(np.copyto, chunk.values, values))
+            for copy in copies:
+                copy.result()
+            before, arriving = wave, sent
 
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def _arriving(chunks: Iterable[_Chunk]) -> Iterator[tuple[_Chunk, np.ndarray]]:
-    # Chunks with their values in host memory, in order. Devices send the next ones
-    # while those before are copied: a wave at a time.
-    ahead: collections.deque[tuple[_Chunk, Any]] = collections.deque()
-    num_bytes = 0
-    for chunk in chunks:
-        if chunk.is_far:
-            ahead.extend(zip([chunk], _sent([chunk]), strict=True))
-            num_bytes += chunk.num_bytes
-        else:
-            yield chunk, _part(chunk.source, chunk.within)
-        while num_bytes > _WAVE_BYTES:
-            first, sent = ahead.popleft()
-            num_bytes -= first.num_bytes
-            yield first, np.asarray(sent)
-    while ahead:
-        first, sent = ahead.popleft()
-        yield first, np.asarray(sent)
-
-
-def _sent(chunks: Sequence[_Chunk | _Later]) -> list[jax.Array]:
-    # Chunks on accelerators as arrays that arrive in host memory meanwhile; what they
-    # are parts of must not be donated before.
-    sent = _to_pinned(chunks)
-    if sent is None:
-        # JAX keeps what it fetched with an array: here, with the clone.
-        sent = [_part(chunk.source, chunk.within).clone() for chunk in chunks]
-        for clone in sent:
-            clone.copy_to_host_async()
-    return sent
+def _near(chunk: _Chunk | _Later) -> Any:
+    # A chunk in host memory, or on its way there; what it is a part of must not be
+    # donated before.
+    if not chunk.is_far:
+        return _part(chunk.source, chunk.within)
+    sent = _to_pinned([chunk])
+    if sent is not None:
+        return sent[0]
+    # JAX keeps what it fetched with an array: here, with the clone.
+    clone = _part(chunk.source, chunk.within).clone()
+    clone.copy_to_host_async()
+    return clone
 
 
 def _to_pinned(chunks: Sequence[_Chunk | _Later]) -> list[jax.Array] | None:
@@ -438,18 +421,15 @@ def _pinned(shard: jax.Array) -> Sharding | None:
 
 
 class _Later(NamedTuple):
-    # A part of an array, its bytes, and whether it is in host memory, or on its way
-    # there; see `captured.OnDevice`.
+    # A part of an array, its bytes, and whether it is on an accelerator, or in host
+    # memory or on its way there; see `captured.OnDevice`.
     source: Any
     within: tuple[slice, ...] | None
     nbytes: int
-    is_near: bool = False
+    is_far: bool = True
 
     def fetch(self) -> np.ndarray:
-        if self.is_near:
-            return _part(np.asarray(self.source), self.within)
-        (sent,) = _sent([self])
-        return np.asarray(sent)
+        return np.asarray(_near(self))
 
 
 def _part(shard: Any, within: tuple[slice, ...] | None) -> Any:
@@ -467,37 +447,9 @@ def _sliced(
     return jax.lax.dynamic_slice(shard, start, sizes)
 
 
-def _copies_on_devices(shards: Iterable[jax.Array]) -> dict[int, jax.Array]:
-    # Copies by the `id` of the shard, made by one program on each device.
-    of_devices: dict[Any, dict[int, jax.Array]] = {}
-    for shard in shards:
-        of_devices.setdefault(shard.sharding, {})[id(shard)] = shard
-    copies: dict[int, jax.Array] = {}
-    for of_device in of_devices.values():
-        copied = _copied(list(of_device.values()))
-        copies.update(zip(of_device, copied, strict=True))
-    return copies
-
-
 @jax.jit
 def _copied(shards: list[jax.Array]) -> list[jax.Array]:
     return [jnp.copy(shard) for shard in shards]
-
-
-class _Held(NamedTuple):
-    # What is here of a leaf: the chunks of local shards without replicas.
-    leaf: Leaf
-    shard_shape: tuple[int, ...]
-    chunks: Sequence[_Chunk]
-    holders: Callable[[boxes.Box], Holders | None] = everyone
-
-    def captured(self) -> CapturedLeaf:
-        files = {c.box: c.file for c in self.chunks if c.file is not None}
-        values = [(c.box, c.values) for c in self.chunks if c.values is not None]
-        leaf = self.leaf if self.leaf.chunk else chunked(self.leaf, self.shard_shape)
-        return CapturedLeaf(
-            leaf, self.shard_shape, tuple(values), files or _NO_FILES, self.holders
-        )
 
 
 @functools.lru_cache(maxsize=2**14)
@@ -515,45 +467,49 @@ def _cut(
     return num_bytes, tuple((b, (*map(slice, b.start, b.stop),)) for b in cut)
 
 
-def _chunks(
-    leaf: Leaf, box: boxes.Box, shard: Any, *, is_far: bool = False
-) -> Iterator[_Chunk]:
-    num_bytes, cut = _cut(leaf.dtype, box.shape)
-    for chunk, within in cut:
-        here = box
-        if within is not None:
-            here = boxes.Box(
-                start=tuple(map(operator.add, box.start, chunk.start)),
-                stop=tuple(map(operator.add, box.start, chunk.stop)),
-            )
-        yield _Chunk(here, shard, within, num_bytes, is_far)
+def _held(path: str, value: Value, memory: Memory) -> tuple[CapturedLeaf, list[_Chunk]]:
+    # What is here of a leaf, once without replicas.
+    shards, chunks = _shards(path, value, memory), []
+    for box, shard in shards.boxes:
+        num_bytes, cut = _cut(shards.leaf.dtype, box.shape)
+        for part, within in cut:
+            here = box
+            if within is not None:
+                here = boxes.Box(
+                    start=tuple(map(operator.add, box.start, part.start)),
+                    stop=tuple(map(operator.add, box.start, part.stop)),
+                )
+            values = _part(shard, within) if shards.kept else None
+            chunks.append(_Chunk(here, shard, within, num_bytes, shards.is_far, values))
+    leaf, shape = shards.leaf, shards.shard_shape
+    leaf = leaf if leaf.chunk else chunked(leaf, shape)
+    return CapturedLeaf(leaf, shape, (), _NO_FILES, shards.holders), chunks
 
 
-def _held(path: str, value: Value, memory: Memory) -> _Held:
-    chunks: list[_Chunk] = []
+def _captured(part: CapturedLeaf, chunks: Sequence[_Chunk]) -> CapturedLeaf:
+    files = {c.box: c.file for c in chunks if c.file is not None} or _NO_FILES
+    values = tuple((c.box, c.values) for c in chunks if c.values is not None)
+    return part._replace(boxes=values, files=files)
+
+
+def _shards(path: str, value: Value, memory: Memory) -> Shards:
+    if isinstance(value, Shards):
+        return value
     if isinstance(value, jax.Array):
         place = memory.place(path, value)
-        value = numbers(value)
-        for number, box in place.boxes:
-            shard = value.addressable_data(number)
-            if not place.is_far:
-                # Keeping JAX's object instead would cost rounds of garbage collection.
-                shard = np.asarray(shard)
-            chunks += _chunks(place.leaf, box, shard, is_far=place.is_far)
-        return _Held(place.leaf, place.shard_shape, chunks, place.holders)
-    if isinstance(value, Shards):
-        for box, shard in value.boxes:
-            chunks += _chunks(value.leaf, box, shard)
-        if value.kept:
-            for chunk in chunks:
-                chunk.values = _part(chunk.source, chunk.within)
-        return _Held(value.leaf, value.shard_shape, chunks, value.holders)
+        shard = numbers(value).addressable_data
+        holders, is_far = place.holders, place.is_far
+        # Keeping JAX's object instead would cost rounds of garbage collection.
+        held = [
+            (box, shard(number) if is_far else np.asarray(shard(number)))
+            for number, box in place.boxes
+        ]
+        return Shards(place.leaf, place.shard_shape, held, False, holders, is_far)
     # In this machine's byte order, which is that of the files.
     leaf = leaf_of(path, value)
     array = np.asarray(value, np.dtype(leaf.dtype))
-    if array.size:
-        chunks += _chunks(leaf, boxes.whole(array.shape), array)
-    return _Held(leaf, array.shape, chunks)
+    held = [(boxes.whole(array.shape), array)] if array.size else []
+    return Shards(leaf, array.shape, held, False, everyone)
 
 
 class ArrayPlace(NamedTuple):
@@ -563,7 +519,6 @@ class ArrayPlace(NamedTuple):
       sharding: of the array.
       shape: of the array; its numbers have one dim more if it is a random key.
       dtype: of the array.
-      is_key: whether it is a random key.
       leaf: of its numbers.
       shard_shape: likewise.
       boxes: those that are here, and the first shard with each.
@@ -573,7 +528,6 @@ class ArrayPlace(NamedTuple):
     sharding: Sharding
     shape: tuple[int, ...]
     dtype: np.dtype
-    is_key: bool
     leaf: Leaf
     shard_shape: tuple[int, ...]
     boxes: tuple[tuple[int, boxes.Box], ...]
@@ -610,7 +564,6 @@ def _place(path: str, array: jax.Array) -> ArrayPlace:
         sharding=array.sharding,
         shape=array.shape,
         dtype=array.dtype,
-        is_key=_is_key(array.dtype),
         leaf=chunked(leaf_of(path, held), shard_shape),
         shard_shape=shard_shape,
         boxes=tuple((number, box) for box, number in first.items() if box.volume),
@@ -624,11 +577,6 @@ def _is_key(dtype: np.dtype) -> bool:
 
 
 # A dtype's name takes NumPy as long as a copy of 64 KiB.
-@functools.lru_cache(maxsize=2**16)
-def _dtype(path: str, dtype: np.dtype) -> str:
-    if dtype.name not in STORABLE:
-        raise errors.CheckpointError(
-            f"leaf {path!r} has the dtype {dtype.name}, which no tier can store; cast"
-            " it to a wider one before it is saved"
-        )
+@functools.lru_cache
+def _name(dtype: np.dtype) -> str:
     return dtype.name
