@@ -163,7 +163,7 @@ def collect(directory: str) -> Status:
     with tier_locations.opened([directory]) as (_, tiers):
         there = reachable(tiers)
         local, stored = newest_steps(there)
-        uncommitted = sorted({each.step for each in tiers.leftovers()})
+        uncommitted = {each.step for each in tiers.leftovers()}
         if stored.step is None:
             # Steps of Orbax's own checkpointer, which MaxText uses without tiers.
             plain = max(tiers.stored, default=None)
@@ -182,7 +182,7 @@ def collect(directory: str) -> Status:
             )
             for each in after_losses(there, slices=world_slices(events))
         ],
-        uncommitted=uncommitted,
+        uncommitted=sorted(uncommitted),
         first_step=record.first_step,
         program=record.program,
     )
@@ -211,14 +211,14 @@ def status(
       first_step: the number of its first step.
       program: see `run_files.RunRecord`.
     """
-    started = _last(events, "run_started")
-    since_secs = started["time"] if started else 0.0
+    started = _last(events, "run_started") or {}
+    since_secs: float = started.get("time", 0.0)
     since = events[events.index(started) :] if started else ()
     lines = sorted(itertools.chain(*files.values()), key=lambda line: line["time"])
     newest = {line["metric"]: line for line in lines}
     now = phase(events, is_alive=is_alive, program=program)
     world: dict[str, int] = {}
-    if started is not None and now not in ENDS and is_alive is not False:
+    if started and now not in ENDS and is_alive is not False:
         # A host or slice that is lost since then ends the world.
         is_lost = _last(since, "host_lost", "slice_lost", "world_left") is not None
         world = {
@@ -235,27 +235,26 @@ def status(
 
     # Metrics are written a little later than events, and a process that was killed has
     # lost its last ones.
-    done = [e["step"] for e in since if e["event"] in _DONE]
-    done += [e.step + 1 - first_step for e in tiers if e.step is not None]
-    step = max([int(last(metrics.TRAIN_STEPS) or 0), *done])
+    step = max(
+        int(last(metrics.TRAIN_STEPS) or 0),
+        *(each["step"] for each in since if each["event"] in _DONE),
+        *(e.step + 1 - first_step for e in tiers if e.step is not None),
+        0,
+    )
     of_tiers = {each.tier: each.step or 0 for each in tiers if each.step is not None}
-    tried = [
-        e
-        for e in events
-        if e["event"] == "backed_up"
-        or (e["event"] == "degraded" and e["tier"] == "persistent")
-    ]
-    failed = tried[-1] if tried and tried[-1]["event"] == "degraded" else None
+    # A backup that has succeeded has no reason.
+    stored = [e for e in events if e.get("tier", "persistent") == "persistent"]
+    tried = _last(stored, "backed_up", "degraded") or {}
     due = last(metrics.CHECKPOINT_BACKLOG)
     return Status(
-        run=started["run"] if started else "",
+        run=started.get("run", ""),
         phase=now,
         hosts=world.get("hosts"),
         slices=world.get("slices"),
         devices=world.get("devices"),
         slice_numbers=world_slices(events) if world else (),
         step=step or None,
-        steps=started["steps"] if started else None,
+        steps=started.get("steps"),
         time=max((line["time"] for line in newest.values()), default=None),
         loss=last(metrics.TRAIN_LOSS, step=step),
         learning_rate=last(metrics.TRAIN_LEARNING_RATE, step=step),
@@ -269,8 +268,8 @@ def status(
         if "local" in of_tiers
         else None,
         being_written=tuple(uncommitted),
-        backup_failed=failed["why"] if failed else None,
-        backup_cause=failed["cause"] if failed else None,
+        backup_failed=tried.get("why"),
+        backup_cause=tried.get("cause"),
         due_steps=None if due is None else int(due),
         first_step=first_step,
         replicas=tuple(_replicas(events)),
@@ -329,16 +328,14 @@ def _replicas(events: Sequence[Event]) -> Iterator[str]:
     if compared is None:
         return
     step, found = compared["step"], _last(events, "replicas_differ")
-    is_equal = found is None or found["step"] != step
-    verdict = "equal" if is_equal else "DIFFER"
-    yield f"{verdict} at step {step:,} ({compared['level']})"
+    differ = "DIFFER" if found is not None and found["step"] == step else "equal"
+    yield f"{differ} at step {step:,} ({compared['level']})"
     if found is not None:
-        of_step = [e for e in events if e["event"] == "replicas_differ"]
         parts = [
             f"{e['leaf'] or 'the tree'} at hosts {', '.join(map(str, e['hosts']))}"
             + ("" if e["is_certain"] else " (which of them is unknown)")
-            for e in of_step
-            if e["step"] == found["step"]
+            for e in events
+            if (e["event"], e.get("step")) == ("replicas_differ", found["step"])
         ]
         preserved = _last(events, "step_preserved")
         kept = f"; step {preserved['step']:,} is preserved" if preserved else ""

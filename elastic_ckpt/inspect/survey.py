@@ -7,13 +7,13 @@ the values with their digests.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from etils import epath
 
 from elastic_ckpt.checkpoint import foreign_steps, run_saver
@@ -23,6 +23,7 @@ from elastic_ckpt.core.errors import MOST_NAMED, first_of
 from elastic_ckpt.data import cursors, mixing, records, state
 from elastic_ckpt.inspect.tier_locations import Locations
 from elastic_ckpt.steps.manifest import Tier
+from elastic_ckpt.steps.step import FROM_SCRATCH
 from elastic_ckpt.steps.table import StepTable
 from elastic_ckpt.tiers.find import FoundStep
 
@@ -31,6 +32,8 @@ _DESCRIPTION = "component.json"
 _OTHERS = ("data_state.json", "callbacks.json")
 _BY_SHARDING = "by sharding"
 _OWN = "its own files"
+# The parents of the first saves of a run.
+_NO_PARENTS = ((), FROM_SCRATCH)
 # The parts of a step as MaxText names them.
 _ITEMS, _ITERATOR = "items", "iter"
 
@@ -212,26 +215,30 @@ def _surveyed(
     stored, contents = locations.stored.get(step), table.contents
     is_committed = str(stored) in {source.directory for source in found.sources}
     tiers = sorted({holder.tier for holder in table.holders})
+    names = {leaf.part for leaf in contents.arrays}.union(contents.components)
     return SurveyedStep(
         step=step,
         save=save,
         problem=None if table.complete else table.lacking(),
         preserved=step in locations.preserved,
         abandoned=locations.line.abandons(found.step_id),
-        parent=contents.parents[-1] if contents.parents else None,
+        parent=None if contents.parents in _NO_PARENTS else contents.parents[-1],
         tiers=tuple(_tier(table, each) for each in tiers),
-        components=_components(found) if table.complete else (),
+        components=tuple(
+            _described(found, each) for each in sorted(names) if table.complete
+        ),
         **_stored(stored if is_committed else None, problems),
     )
 
 
 def _tier(table: StepTable, tier: Tier) -> TierOfStep:
     alone = table.held_by(lambda holder: holder.tier == tier)
-    ids = [each.host.id for each in table.holders if each.tier == tier]
     return TierOfStep(
         tier=tier,
         problem=None if alone.complete else alone.lacking(),
-        holders=tuple(sorted(ids)),
+        holders=tuple(
+            sorted(each.host.id for each in table.holders if each.tier == tier)
+        ),
         num_bytes=int(alone.num_bytes[alone.item].sum()),
     )
 
@@ -275,40 +282,26 @@ def data_of(path: epath.Path) -> SavedData | str | None:
     )
 
 
-def _components(found: FoundStep) -> tuple[StepComponent, ...]:
-    # The components of a complete step by name. Leaves without elements, and components
-    # without files, have no items.
-    table = found.table
-    num_leaves = collections.Counter(leaf.part for leaf in table.contents.arrays)
-    items = collections.defaultdict(list)
-    for item in range(len(table)):
-        items[table.leaf(item).part].append(item)
-    names = sorted({*num_leaves, *table.contents.components})
-    return tuple(
-        _described(found, each, items[each], num_leaves[each]) for each in names
-    )
-
-
-def _described(
-    found: FoundStep, name: str, items: list[int], num_leaves: int
-) -> StepComponent:
+def _described(found: FoundStep, name: str) -> StepComponent:
+    # Leaves without elements, and components without files, have no items.
     table, fields = found.table, _description(found, name)
+    leaves = [n for n, leaf in enumerate(table.contents.leaves) if leaf.part == name]
+    num_files = sum(table.contents.leaves[each].is_file for each in leaves)
+    items = np.flatnonzero(np.isin(table.items.leaf, leaves)).tolist()
     is_tree = name not in table.contents.components
     pattern = fields.get("pattern", _BY_SHARDING if is_tree else _OWN)
-    resize = "its own rule" if pattern == _OWN else "none needed"
-    if pattern in ("per_host", "per_node", "per_group"):
-        # Older descriptions have no rule.
-        resize = fields.get("on_resize") or "by the rule of the program that loads it"
+    needed = fields.get("on_resize", "none needed")
+    rules = {_OWN: "its own rule", "global": "none needed"}
     named = [[table.name(item), table.digest(item).hex()] for item in items]
     holders = {holder for item in items for holder in table.holders_of(item)}
     return StepComponent(
         name=name,
         pattern=" ".join([pattern, "+".join(fields.get("axes") or ())]).strip(),
-        resize=resize,
+        resize=rules.get(pattern, needed),
         required=fields.get("required"),
         version=fields.get("version"),
-        num_leaves=num_leaves,
-        num_files=sum(table.leaf(item).is_file for item in items),
+        num_leaves=len(leaves) - num_files,
+        num_files=num_files,
         num_bytes=int(table.num_bytes[items].sum()),
         digest=digest.json_digest(named),
         hosts=tuple(sorted({table.holders[each].host.id for each in holders})),
@@ -398,9 +391,9 @@ def _component_lines(parts: Sequence[StepComponent]) -> Iterator[str]:
     """A line for each component of a step."""
     width = max((len(each.name) for each in parts), default=0)
     for each in parts:
-        size = f"{each.num_leaves:,} leaves"
-        if each.num_files:
-            size = f"{each.num_files:,} files"
+        size = f"{each.num_files:,} files"
+        if not each.num_files:
+            size = f"{each.num_leaves:,} leaves"
         version = "" if each.version is None else f" version {each.version},"
         declared = {None: "", True: " required,", False: " optional,"}[each.required]
         yield (

@@ -216,13 +216,14 @@ class Parts(NamedTuple):
         held = boxes.Boxes.from_boxes(
             [box for _, box, _ in ordered], rank=contents.shapes.shape[1]
         )
-        digests = b"".join(each for *_, each in ordered)
         return cls(
             holder=np.zeros(len(ordered), np.int32),
             leaf=np.array([leaf for leaf, *_ in ordered], np.int32),
             start=held.start,
             stop=held.stop,
-            digest=np.frombuffer(digests, np.uint64).reshape(-1, 2),
+            digest=np.frombuffer(
+                b"".join(each for *_, each in ordered), np.uint64
+            ).reshape(-1, 2),
         )
 
     @property
@@ -265,11 +266,10 @@ class Manifest:
     def rows(self) -> list[tuple[int, boxes.Box, bytes]]:
         """The leaf, the box and the digest of each part."""
         ranks = [len(leaf.shape) for leaf in self.contents.leaves]
-        held, leaves = self.parts.boxes, self.parts.leaf.tolist()
-        digests = self.parts.digest.tobytes()
+        held, digests = self.parts.boxes, self.parts.digest.tobytes()
         return [
             (leaf, held.box(n, rank=ranks[leaf]), digests[16 * n : 16 * n + 16])
-            for n, leaf in enumerate(leaves)
+            for n, leaf in enumerate(self.parts.leaf.tolist())
         ]
 
     def at(self, tier: Tier, url: str = "") -> Manifest:
@@ -365,10 +365,9 @@ class Manifest:
 
     def is_alike(self, other: Manifest) -> bool:
         """Whether both list the same save of the same step, with the same contents."""
-        # Contents that were parsed are mostly the same object.
-        one, two = self.contents, other.contents
-        alike = one is two or one == two
-        return alike and (self.run, self.step_id) == (other.run, other.step_id)
+        # Contents that were parsed are mostly the same object, which compares at once.
+        own = (self.run, self.step_id, self.contents)
+        return own == (other.run, other.step_id, other.contents)
 
 
 def manifest_name(host_id: str) -> str:
