@@ -1,6 +1,7 @@
 """Histories in which defects were found, most of them by `test_histories`."""
 
 import contextlib
+import itertools
 import time
 
 import numpy as np
@@ -96,6 +97,37 @@ def test_a_save_that_a_leased_step_kept_out_of_storage_goes_with_the_next_one():
         run.open((0,))
         run.wait()
         run.check_nothing_is_left()
+
+
+# Of host 0, of another host, and of a machine that is idle then.
+@pytest.mark.parametrize("machine", [0, 1, 2])
+def test_an_agent_may_fall_silent_in_each_round_of_a_restore(machine, monkeypatch):
+    def noted(kind):
+        method = getattr(simulated_world.SimulatedHosts, kind)
+
+        def call(hosts, *args, **kwargs):
+            if next(rounds) == silent_at:
+                run.sim.network.failing.add(machine)
+            return method(hosts, *args, **kwargs)
+
+        monkeypatch.setattr(simulated_world.SimulatedHosts, kind, call)
+
+    # Outside of a restore no round counts.
+    rounds, silent_at, is_silent = itertools.repeat(-2), -1, True
+    noted("first")
+    noted("all")
+    while is_silent:
+        silent_at += 1
+        with run_on((0, 1, 2), num_machines=3, store_every=1000) as run:
+            run.save(1)
+            run.save(2)
+            run.close()
+            rounds = itertools.count()
+            run.open((0, 1))
+            assert run.head.step == 2
+            is_silent = machine in run.sim.network.failing
+            rounds = itertools.repeat(-2)
+    assert silent_at > 15
 
 
 def test_a_step_that_retention_removed_is_not_stored_again():
