@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import math
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -23,9 +24,8 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import component_io
 from elastic_ckpt.checkpoint.host import trees
-from elastic_ckpt.core import checked_json, errors, storage
-from elastic_ckpt.steps.manifest import Manifest
-from elastic_ckpt.tiers.persistent import persistent_root
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.tiers.persistent import persistent_root, records
 
 _NUMBER, _TEXT = "a number", "a text"
 _REFUSED = (
@@ -114,7 +114,8 @@ def load(
         )
     asked, stateful = component_io.split(wanted)
     for name, tree in asked.items():
-        if parts[name] is None and not _is_message(tree):
+        # Orbax describes no protocol buffers, requested by a class or an object.
+        if parts[name] is None and not hasattr(tree, "DESCRIPTOR"):
             raise _unreadable(path, name, "what it holds is unknown")
         if tree is not None and not partial and parts[name] is not None:
             check_same_tree(str(path), parts[name], tree)
@@ -122,8 +123,7 @@ def load(
     context.pytree.loading.partial_load = partial
     # Components first: they are small, and an error leaves nothing half loaded.
     with context:
-        loaded = {name: _load(path, name, wanted[name]) for name in [*stateful, *asked]}
-    return {name: loaded[name] for name in wanted}
+        return {name: _load(path, name, wanted[name]) for name in [*stateful, *asked]}
 
 
 def checked_context(own: ocp.Context | None = None) -> ocp.Context:
@@ -152,41 +152,28 @@ def checked_context(own: ocp.Context | None = None) -> ocp.Context:
     return context
 
 
-def _is_message(wanted: Any) -> bool:
-    # The class of a protocol buffer, or one to load into: Orbax describes none.
-    return hasattr(wanted, "DESCRIPTOR")
-
-
 def _load(path: epath.Path, name: str, wanted: Any) -> Any:
     try:
         return ocp.load_checkpointables(path, {name: wanted})[name]
     except Exception as error:
-        raise _own_cause(path, name, error, wanted) from error
+        raise _own_cause(path, name, error) from error
 
 
-def _own_cause(
-    path: epath.Path, name: str, error: Exception, wanted: Any = None
-) -> Exception:
+def _own_cause(path: epath.Path, name: str, error: Exception) -> Exception:
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
     if isinstance(cause, errors.ElasticCkptError):
         return cause
     reason = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
-    return _unreadable(path, name, reason, wanted)
+    return _unreadable(path, name, reason)
 
 
-def _unreadable(
-    path: epath.Path, name: str, why: str, wanted: Any = None
-) -> errors.CheckpointError:
-    if jax.tree.leaves(wanted):
-        # Who is wrong, the step or the request, is not known.
-        return errors.CheckpointError(
-            f"{path}: its part {name!r} cannot be read as it is requested ({why});"
-            f" compare the request with `metadata()`; if it fits, {_REMEDY}"
-        )
+def _unreadable(path: epath.Path, name: str, why: str) -> errors.CheckpointError:
+    # Who is wrong, the step or the request, is not known.
     return errors.CheckpointError(
-        f"{path}: its part {name!r} cannot be read ({why}); {_REMEDY}"
+        f"{path}: its part {name!r} cannot be read ({why}); {_REMEDY}, or, if"
+        " `metadata()` shows it in another form than it is requested in, request that"
     )
 
 
@@ -288,53 +275,36 @@ def arrays(step_path: epath.PathLike, name: str) -> list[LeafSummary]:
     Orbax reads them. It cannot read S3-compatible stores other than Amazon's: there the
     step's manifests list them, without shardings.
     """
-    path = storage.absolute(step_path)
+    path, below = storage.absolute(step_path), f"{name}/"
     tree = read_parts(path).get(name) or {}
-    leaves = [_summary(path, leaf) for path, leaf in _leaves(tree).items()]
-    return leaves or _by_manifest(path, name)
+    found = [_summary(at, leaf, _sharding(leaf)) for at, leaf in _leaves(tree).items()]
+    if found:
+        return found
+    listed = [each.contents.leaves for each in persistent_root.readable(path)]
+    return [
+        _summary(leaf.path.removeprefix(below), leaf, "sharding not read")
+        for leaf in (listed[0] if listed else ())
+        if leaf.path.startswith(below)
+    ]
 
 
 def steps(directory: epath.PathLike) -> dict[int, epath.Path]:
     """The complete steps below `directory`, in order."""
     root = storage.absolute(directory)
-    if not root.exists():
-        return {}
-    complete = {
-        int(path.name): path
-        for path in root.iterdir()
-        if path.name.isdigit() and ocp.is_orbax_checkpoint(path)
-    }
-    return dict(sorted(complete.items()))
+    numbers = sorted(filter(str.isdigit, records.names(root)), key=int)
+    paths = (root / number for number in numbers)
+    return {int(path.name): path for path in paths if ocp.is_orbax_checkpoint(path)}
 
 
-def _by_manifest(step_path: epath.Path, name: str) -> list[LeafSummary]:
-    for file in persistent_root.manifest_names(step_path):
-        try:
-            manifest = Manifest.parse((step_path / file).read_bytes())
-        except (OSError, checked_json.UnreadableError):
-            continue
-        return [
-            _line(leaf.path.removeprefix(f"{name}/"), leaf, "sharding not read")
-            for leaf in manifest.contents.leaves
-            if leaf.path.startswith(f"{name}/")
-        ]
-    return []
-
-
-def _summary(path: str, leaf: Any) -> LeafSummary:
+def _summary(path: str, leaf: Any, sharding: str) -> LeafSummary:
     # The metadata of numbers and texts are the values themselves.
     array = np.asarray(leaf) if isinstance(leaf, int | float | str) else leaf
-    return _line(path, array, _sharding(leaf))
-
-
-def _line(path: str, array: Any, sharding: str) -> LeafSummary:
-    num_elements = int(np.prod(array.shape, dtype=np.int64))
     return LeafSummary(
         path=path,
         shape=tuple(array.shape),
         dtype=str(array.dtype),
         sharding=sharding,
-        num_bytes=num_elements * np.dtype(array.dtype).itemsize,
+        num_bytes=math.prod(array.shape) * np.dtype(array.dtype).itemsize,
     )
 
 
@@ -343,16 +313,8 @@ def _sharding(leaf: Any) -> str:
     spec = getattr(metadata, "partition_spec", None)
     if metadata is None or spec is None:
         return "one device"
-    mesh = dict(
-        zip(metadata.axis_names, np.ravel(metadata.shape).tolist(), strict=True)
-    )
-    over = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
-    dims = ", ".join(_axes(axes) for axes in spec) or "whole"
-    return f"[{dims}] over {over}"
-
-
-def _axes(axes: str | list[str] | tuple[str, ...] | None) -> str:
+    sizes = zip(metadata.axis_names, np.ravel(metadata.shape).tolist(), strict=True)
     # The mesh axes of one dim, as people write them in a PartitionSpec.
-    if axes is None or isinstance(axes, str):
-        return axes or "-"
-    return "+".join(axes)
+    dims = [axes if isinstance(axes, str) else "+".join(axes or "-") for axes in spec]
+    over = ", ".join(f"{axis}={size}" for axis, size in sizes)
+    return f"[{', '.join(dims) or 'whole'}] over {over}"

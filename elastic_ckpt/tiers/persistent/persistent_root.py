@@ -180,7 +180,7 @@ class PersistentRoot:
             if found and not self._is_aside(found):
                 step, save = int(found[1]), found[2]
             elif _STEP.fullmatch(name) and int(name) not in committed:
-                saves = (each.step_id.save for each in _readable(self.path / name))
+                saves = (each.step_id.save for each in readable(self.path / name))
                 step, save = int(name), max(saves, default=None)
             else:
                 continue
@@ -270,10 +270,11 @@ class PersistentRoot:
 
 def run_of(directory: epath.Path) -> str | None:
     """The run of a step, in storage or in RAM; None if no manifest of it is valid."""
-    return next((each.run for each in _readable(directory)), None)
+    return next((each.run for each in readable(directory)), None)
 
 
-def _readable(directory: epath.Path) -> Iterator[Manifest]:
+def readable(directory: epath.Path) -> Iterator[Manifest]:
+    """The manifests in the directory of a step that can be read, of any run."""
     for name in manifest_names(directory):
         with contextlib.suppress(OSError, checked_json.UnreadableError):
             yield Manifest.parse((directory / name).read_bytes())
