@@ -7,7 +7,7 @@ import fsspec
 import pytest
 from etils import epath
 
-from elastic_ckpt.core import bucket_clients, errors, jsonlog, storage
+from elastic_ckpt.core import bucket_clients, clock, errors, jsonlog, storage
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier, retries
 from tests import runs
 
@@ -94,7 +94,7 @@ def test_a_store_that_is_out_of_reach_is_one_clear_error(failures, away):
 
 
 def test_a_write_is_tried_again_when_a_client_fails_but_not_when_it_is_refused(
-    failures,
+    failures, monkeypatch
 ):
     def failing(*problems):
         pending, calls = list(problems), []
@@ -107,13 +107,13 @@ def test_a_write_is_tried_again_when_a_client_fails_but_not_when_it_is_refused(
 
         return write, calls
 
-    patient = retries.Retries(first_secs=0.0)
+    monkeypatch.setattr(clock, "sleep", lambda _: None)
     for failure in failures:
         write, calls = failing(failure, failure)
-        assert patient.call("writing /a", write) == "written"
+        assert retries.call("writing /a", write) == "written"
         assert len(calls) == 3
     for failure in (PermissionError("Access Denied"), OSError("Forbidden: /bucket/a")):
         write, calls = failing(failure)
         with pytest.raises(errors.CheckpointError, match="check who may write there"):
-            retries.PATIENT.call("writing /a", write)
+            retries.call("writing /a", write)
         assert len(calls) == 1

@@ -336,10 +336,12 @@ def test_object_stores_commit_by_a_file_and_paths_by_a_rename(tmp_path):
     assert not persistent_root.PersistentRoot.from_path(tmp_path).in_place
 
 
-def waits(monkeypatch):
+@pytest.fixture
+def slept(monkeypatch):
+    """The seconds of each wait, which takes no time."""
     slept = []
     monkeypatch.setattr(clock, "sleep", slept.append)
-    return retries.Retries(attempts=4, first_secs=1.0, longest_secs=3.0), slept
+    return slept
 
 
 def failing(*problems):
@@ -354,29 +356,28 @@ def failing(*problems):
     return act
 
 
-def test_what_may_pass_is_waited_for_longer_and_longer_and_logged(monkeypatch, caplog):
+def test_what_may_pass_is_waited_for_longer_and_longer_and_logged(slept, caplog):
     for problem in (
         OSError(errno.EIO, "input/output error"),
         TimeoutError("timed out"),
         ValueError("UNAVAILABLE: the store is away"),
     ):
-        policy, slept = waits(monkeypatch)
+        slept.clear()
         caplog.clear()
-        act = failing(problem, problem, problem)
-        assert policy.call("writing /a", act) == "done"
-        assert 0.5 <= slept[0] <= 1 <= slept[1] <= 2
-        assert 1.5 <= slept[2] <= 3
-        assert len(caplog.messages) == 3
-        assert "writing /a failed, attempt 1 of 4" in caplog.messages[0]
+        assert retries.call("writing /a", failing(*[problem] * 7)) == "done"
+        assert 0.25 <= slept[0] <= 0.5 <= slept[1] <= 1 <= slept[2] <= 2
+        assert 15 <= slept[6] <= 30
+        assert len(caplog.messages) == 7
+        assert "writing /a failed, attempt 1 of 8" in caplog.messages[0]
         # In the end waiting is given up.
-        policy, slept = waits(monkeypatch)
-        given_up = r"writing /a failed, attempt 4 of 4.*again"
+        slept.clear()
+        given_up = r"writing /a failed, attempt 8 of 8.*again"
         with pytest.raises(errors.CheckpointError, match=given_up):
-            policy.call("writing /a", failing(*[problem] * 4))
-        assert len(slept) == 3
+            retries.call("writing /a", failing(*[problem] * 8))
+        assert len(slept) == 7
 
 
-def test_what_will_not_pass_is_an_error_at_once(monkeypatch):
+def test_what_will_not_pass_is_an_error_at_once(slept):
     for problem in (
         PermissionError(errno.EACCES, "no"),
         OSError(errno.EROFS, "read-only"),
@@ -384,11 +385,10 @@ def test_what_will_not_pass_is_an_error_at_once(monkeypatch):
         ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device"),
         ValueError("PERMISSION_DENIED: no"),
     ):
-        policy, slept = waits(monkeypatch)
         with pytest.raises(errors.CheckpointError, match="with its next backup"):
-            policy.call("writing /a", failing(problem))
+            retries.call("writing /a", failing(problem))
         assert not slept
     # What storage did not say is an error of the program.
     with pytest.raises(ValueError, match="a bug"):
-        policy.call("writing /a", failing(ValueError("a bug")))
+        retries.call("writing /a", failing(ValueError("a bug")))
     assert not slept

@@ -17,7 +17,6 @@ from elastic_ckpt.tiers.persistent import (
     persistent_root,
     persistent_tier,
     records,
-    retries,
     run_files,
     upload,
 )
@@ -294,7 +293,9 @@ def contents(directory):
     }
 
 
-def test_what_a_replaced_start_still_uploads_in_place_does_not_count(tmp_path):
+def test_what_a_replaced_start_still_uploads_in_place_does_not_count(
+    tmp_path, monkeypatch
+):
     hosts = uploaded.hosts(4)
     path = storage.absolute(tmp_path / "steps")
     root = persistent_root.PersistentRoot(path=path, in_place=True)
@@ -308,10 +309,8 @@ def test_what_a_replaced_start_still_uploads_in_place_does_not_count(tmp_path):
 
     old = claimed("8")
     # The first of them has a successor of the same name, the last has none.
-    once = retries.Retries(attempts=1)
-    late = [
-        upload.Upload(root, old, host, retries=once) for host in (hosts[0], hosts[3])
-    ]
+    monkeypatch.setattr(clock, "sleep", lambda _: None)
+    late = [upload.Upload(root, old, host) for host in (hosts[0], hosts[3])]
     *chunks, file, _ = uploaded.items(old)
     path = old.contents.leaves[file[0]].path
     for each in late:

@@ -30,10 +30,10 @@ from elastic_ckpt.tiers.persistent import (
     leases,
     persistent_root,
     persistent_tier,
+    retries,
     run_files,
     upload,
 )
-from elastic_ckpt.tiers.persistent.retries import PATIENT
 
 # The saves of our worlds (`HostWorld.new_save`); programs with Orbax alone use others.
 _SAVE = re.compile(r"\d{15}")
@@ -122,7 +122,7 @@ class HostBackup:
         self._check(claim)
         if self._root.in_place:
             # The upload would overwrite the present files.
-            PATIENT.call(
+            retries.call(
                 f"setting aside what step {step_id.step} replaces",
                 lambda: self._arrange(contents, step_id),
             )
@@ -326,7 +326,7 @@ class HostBackup:
         return max(0, now_nsecs - (nsecs or now_nsecs)) / 10**9
 
     def _check(self, claim: int) -> None:
-        PATIENT.call(
+        retries.call(
             "looking for the claim of another world",
             lambda: claims.check(self._root.path, claim),
         )

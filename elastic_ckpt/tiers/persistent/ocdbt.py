@@ -10,6 +10,7 @@ Spec: https://google.github.io/tensorstore/kvstore/ocdbt/index.html
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,12 +22,14 @@ from etils import epath
 from elastic_ckpt.core import boxes, digest, storage
 from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.manifest import Leaf
-from elastic_ckpt.tiers import stored_part, zarr_array
+from elastic_ckpt.tiers import stored_part
 
 _PREFIX = "ocdbt.process_"
 # The file of a store that refers to its index, and what TensorStore writes it as.
 MANIFEST = "manifest.ocdbt"
-_NEW_MANIFEST = f"{MANIFEST}.__lock"
+NEW_MANIFEST = f"{MANIFEST}.__lock"
+# The file of an array's metadata, which our layout determines.
+METADATA = "zarr.json"
 # Nodes of indices: without, each value that is read costs a node of each level.
 _CACHE_BYTES = 100 * 2**20
 # Larger chunks are encoded by TensorStore, in its threads. Opening an array takes ten
@@ -80,24 +83,19 @@ def open_store(directory: epath.PathLike, context: ts.Context) -> ts.KvStore:
     return ts.KvStore.open(store_spec(directory), context=context).result()
 
 
-def open_saved_array(
-    directory: epath.PathLike, name: str, context: ts.Context
-) -> ts.TensorStore:
-    """The array `name` in the store in `directory`, as its own metadata describes it.
+def metadata_file(leaf: Leaf) -> bytes:
+    """The `zarr.json` of an array, as TensorStore writes it."""
+    return _metadata_file(dataclasses.replace(leaf, path=""))
 
-    Raises:
-      ValueError: if there is none, or the store cannot be read.
-    """
-    return ts.open(
-        {
-            "driver": "zarr3",
-            "kvstore": {**store_spec(directory), "path": array_prefix(name)},
-            "fill_missing_data_reads": False,
-        },
-        open=True,
-        read=True,
-        context=context,
-    ).result()
+
+@functools.lru_cache(maxsize=2**14)
+def _metadata_file(leaf: Leaf) -> bytes:
+    context, kvstore = ts.Context(), "memory://"
+    spec = {"driver": "zarr3", "kvstore": kvstore}
+    metadata = layout.array_metadata(leaf)
+    ts.open({**spec, "metadata": metadata}, create=True, context=context).result()
+    store = ts.KvStore.open(kvstore, context=context).result()
+    return bytes(store.read(METADATA).result().value)
 
 
 def write(
@@ -119,8 +117,7 @@ def write(
     transaction = ts.Transaction(atomic=False)
     store = open_store(directory, context).with_transaction(transaction)
     for leaf in {each.leaf.path: each.leaf for each in chunks}.values():
-        metadata = array_prefix(leaf.name) + zarr_array.METADATA
-        store.write(metadata, zarr_array.metadata_file(leaf))
+        store.write(array_prefix(leaf.name) + METADATA, metadata_file(leaf))
     for each in chunks:
         if 0 < each.values.nbytes <= _SMALL_BYTES:
             content = stored_part.content(each.leaf, each.values)
@@ -153,18 +150,6 @@ def _write_large(
     ).copy.result()
 
 
-def remove_stale_lock(directory: epath.Path) -> None:
-    """Removes the new index that a killed process was about to rename.
-
-    TensorStore writes the next one over its first bytes. If that is shorter, the store
-    cannot be read any more. No other process may write to the store.
-
-    Args:
-      directory: of the store.
-    """
-    storage.remove(directory / _NEW_MANIFEST)
-
-
 def merge(directory: epath.Path, stores: Iterable[str]) -> None:
     """Makes `directory` a store of all that some stores in it hold, at once.
 
@@ -188,37 +173,37 @@ def merge(directory: epath.Path, stores: Iterable[str]) -> None:
 
 def store_spec(directory: epath.PathLike) -> dict[str, Any]:
     """TensorStore's spec of the store in `directory`, in a `new_context`."""
+    base: Any = base_spec(directory)
+    spec = {"driver": "ocdbt", "cache_pool": "cache_pool#ocdbt", "base": base}
+    if not storage.is_local(directory):
+        return spec
     # Files of values have unique names and can be written in place, without
     # a rename each: only the manifest refers to them, and it is replaced atomically.
-    shared = {"driver": "ocdbt", "cache_pool": "cache_pool#ocdbt"}
-    base = base_spec(directory)
-    if isinstance(base, str) or not storage.is_local(directory):
-        return {**shared, "base": base}
     in_place = {**base, "file_io_locking": {"mode": "non_atomic"}}
-    return {**shared, "base": in_place, "manifest": base}
+    return {**spec, "base": in_place, "manifest": base}
 
 
 def base_spec(directory: epath.PathLike) -> str | dict[str, str]:
     """TensorStore's spec of the files in `directory`, local or in a bucket."""
-    if not storage.is_local(directory):
-        return _object_store(os.fspath(directory) + "/")
-    return {"driver": "file", "path": os.path.abspath(directory) + "/"}
-
-
-def _object_store(url: str) -> str | dict[str, str]:
+    url = os.fspath(directory)
+    if storage.is_local(url):
+        return {"driver": "file", "path": os.path.abspath(url) + "/"}
     # TensorStore looks up `s3://` buckets at Amazon, and does not read the environment
     # variables by which other clients find other stores with that protocol.
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get(
-        "AWS_ENDPOINT_URL"
+    names = (
+        "AWS_ENDPOINT_URL_S3",
+        "AWS_ENDPOINT_URL",
+        "AWS_REGION",
+        "AWS_DEFAULT_REGION",
     )
-    if not (url.startswith("s3://") and endpoint):
-        return url
+    of_s3, endpoint, region, default = map(os.environ.get, names)
+    if not (url.startswith("s3://") and (of_s3 or endpoint)):
+        return url + "/"
     bucket, _, path = url.removeprefix("s3://").partition("/")
-    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     return {
         "driver": "s3",
         "bucket": bucket,
-        "path": path,
-        "endpoint": endpoint,
-        "aws_region": region or "us-east-1",
+        "path": path + "/",
+        "endpoint": of_s3 or endpoint or "",
+        "aws_region": region or default or "us-east-1",
     }

@@ -12,7 +12,7 @@ a verification reads it; values have their digests in manifests.
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -44,21 +44,17 @@ def problems(directory: epath.Path) -> Iterator[tuple[str, str]]:
         listed = checked_json.parse(
             (directory / FILE).read_bytes(), what="list of files", version=_VERSION
         )["files"]
-    except FileNotFoundError:
-        yield FILE, "is missing, so Orbax's own files cannot be compared"
-        return
     except (*bucket_clients.failures(), checked_json.UnreadableError) as error:
-        yield FILE, str(error)
+        yield FILE, f"cannot be read, nor can Orbax's own files be compared ({error})"
         return
     for path, expected in listed.items():
+        why = "is not what was saved: its digest differs"
         try:
-            is_same = _digest((directory / path).read_bytes()) == expected
+            if _digest((directory / path).read_bytes()) == expected:
+                continue
         except bucket_clients.failures() as error:
-            is_missing = isinstance(error, FileNotFoundError)
-            yield path, "is missing" if is_missing else f"cannot be read ({error})"
-        else:
-            if not is_same:
-                yield path, "is not what was saved: its digest differs"
+            why = f"cannot be read ({error})"
+        yield path, why
 
 
 class OrbaxView:
@@ -71,8 +67,8 @@ class OrbaxView:
     def __init__(self, directory: epath.Path) -> None:
         self._directory = directory
         self._context = ocdbt.new_context()
-        self._lock = threading.Lock()
-        self._open: dict[str, ts.TensorStore] = {}
+        # Each is opened once.
+        self._array = functools.cache(self._open)
 
     def chunk_problem(self, leaf: Leaf, box: Box, named: bytes) -> str | None:
         """The problem of a chunk as Orbax reads it; None if there is none.
@@ -105,20 +101,21 @@ class OrbaxView:
                 if why is not None:
                     yield leaf.path, why
 
-    def _array(self, leaf: Leaf) -> ts.TensorStore:
-        with self._lock:
-            if leaf.path not in self._open:
-                opened = ocdbt.open_saved_array(
-                    self._directory / leaf.part, leaf.name, self._context
-                )
-                stored = (opened.shape, opened.dtype.numpy_dtype)
-                if stored != (leaf.shape, np.dtype(leaf.dtype)):
-                    raise ValueError(
-                        f"the array is {opened.dtype.name}{list(opened.shape)}, not"
-                        f" {leaf.dtype}{list(leaf.shape)}"
-                    )
-                self._open[leaf.path] = opened
-            return self._open[leaf.path]
+    def _open(self, leaf: Leaf) -> ts.TensorStore:
+        store = ocdbt.store_spec(self._directory / leaf.part)
+        spec = {
+            "driver": "zarr3",
+            "kvstore": {**store, "path": ocdbt.array_prefix(leaf.name)},
+            "fill_missing_data_reads": False,
+        }
+        opened = ts.open(spec, open=True, read=True, context=self._context).result()
+        stored = opened.shape, opened.dtype.numpy_dtype
+        if stored != (leaf.shape, np.dtype(leaf.dtype)):
+            raise ValueError(
+                f"the array is {opened.dtype.name}{list(opened.shape)}, not"
+                f" {leaf.dtype}{list(leaf.shape)}"
+            )
+        return opened
 
 
 def _digest(content: bytes) -> str:

@@ -45,11 +45,12 @@ REMOVED = "removed"
 _VERSION = 1
 _READERS = 32
 _TEMPORARY = ".orbax-checkpoint-tmp"
-_STEP = re.compile(r"0|[1-9]\d*")
 _COMMITTED = re.compile(rb"^elastic_ckpt (\{.*\})$", re.MULTILINE)
 _ASIDE = ".aside"
-_TEMPORARY_NAME = re.compile(
-    rf"(0|[1-9]\d*){re.escape(_TEMPORARY)}(?:-(.*?)({re.escape(_ASIDE)})?)?"
+# The directory of a step, committed or not, or a temporary one.
+_DIRECTORY = re.compile(
+    rf"(?P<step>0|[1-9]\d*)(?P<temporary>{re.escape(_TEMPORARY)}"
+    rf"(-(?P<save>.*?)(?P<aside>{re.escape(_ASIDE)})?)?)?"
 )
 
 
@@ -139,7 +140,7 @@ class PersistentRoot:
         Raises:
           CheckpointError: if they cannot be listed; `leftovers` likewise.
         """
-        there = self.of_each(self.is_committed, self._numbers(self._names()))
+        there = self.of_each(self.is_committed, self._numbers())
         return [step for step, is_committed in there.items() if is_committed]
 
     def manifests(self) -> dict[int, list[str]]:
@@ -155,7 +156,7 @@ class PersistentRoot:
             manifests = sorted(filter(is_manifest_name, names))
             return manifests if is_committed else None
 
-        found = self.of_each(names_in, self._numbers(self._names()))
+        found = self.of_each(names_in, self._numbers())
         return {step: names for step, names in found.items() if names is not None}
 
     def of_each(self, asked: Callable[[int], T], steps: Sequence[int]) -> dict[int, T]:
@@ -174,25 +175,21 @@ class PersistentRoot:
         """
         leftovers = []
         # A step that is committed meanwhile is not among them.
-        names, committed = self._names(), self.steps()
-        for name in names:
-            found = _TEMPORARY_NAME.fullmatch(name)
-            if found and not self._is_aside(found):
-                step, save = int(found[1]), found[2]
-            elif _STEP.fullmatch(name) and int(name) not in committed:
-                saves = (each.step_id.save for each in readable(self.path / name))
-                step, save = int(name), max(saves, default=None)
-            else:
+        found, committed = self._directories(), self.steps()
+        for each in found:
+            path, step, save = self.path / each[0], int(each["step"]), each["save"]
+            if self._is_aside(each) or not (each["temporary"] or step not in committed):
                 continue
-            leftovers.append(Leftover(step=step, save=save, path=self.path / name))
-        return sorted(leftovers, key=lambda each: (each.step, str(each.path)))
+            if not each["temporary"]:
+                saves = (manifest.step_id.save for manifest in readable(path))
+                save = max(saves, default=None)
+            leftovers.append(Leftover(step=step, save=save, path=path))
+        return leftovers
 
     def set_aside_steps(self) -> list[StepId]:
         """The steps that are set aside, with their saves, ascending."""
-        found = filter(None, map(_TEMPORARY_NAME.fullmatch, self._names()))
-        return sorted(
-            StepId(int(each[1]), each[2]) for each in found if self._is_aside(each)
-        )
+        aside = filter(self._is_aside, self._directories())
+        return [StepId(int(each["step"]), each["save"]) for each in aside]
 
     def misplaced(self, line: Line, *, run: str, step: int) -> list[StepId]:
         """The committed steps to be set aside before one of a line is committed.
@@ -255,17 +252,17 @@ class PersistentRoot:
     def _is_aside(self, found: re.Match[str]) -> bool:
         # Copies and removals take a while in an object store.
         is_whole = not self.in_place or (self.path / found[0] / COMMIT_FILE).exists()
-        return bool(found[3]) and is_whole
+        return bool(found["aside"]) and is_whole
 
-    @staticmethod
-    def _numbers(names: Sequence[str]) -> list[int]:
-        # The steps that have directories of these names, committed or not, ascending.
-        return sorted(int(name) for name in names if _STEP.fullmatch(name))
+    def _numbers(self) -> list[int]:
+        # The steps that have directories, committed or not, ascending.
+        return [int(e["step"]) for e in self._directories() if not e["temporary"]]
 
-    def _names(self) -> list[str]:
-        found = records.names(self.path)
-        only = re.compile(r".*" if self.only is None else rf"{self.only}(\D.*)?")
-        return list(filter(only.fullmatch, found))
+    def _directories(self) -> list[re.Match[str]]:
+        # By step and name.
+        found = map(_DIRECTORY.fullmatch, sorted(records.names(self.path)))
+        listed = [e for e in found if e and self.only in (None, int(e["step"]))]
+        return sorted(listed, key=lambda each: int(each["step"]))
 
 
 def run_of(directory: epath.Path) -> str | None:

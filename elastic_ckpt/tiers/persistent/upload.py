@@ -38,14 +38,13 @@ from elastic_ckpt.steps.manifest import (
 )
 from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.steps.table import StepTable
-from elastic_ckpt.tiers.persistent import claims, ocdbt, orbax_view, records
+from elastic_ckpt.tiers.persistent import claims, ocdbt, orbax_view, records, retries
 from elastic_ckpt.tiers.persistent.persistent_root import (
     COMMIT_FILE,
     PersistentRoot,
     commit_text,
     read_manifests,
 )
-from elastic_ckpt.tiers.persistent.retries import PATIENT, Retries
 
 # The least time between two manifests, and how many times what the last one took.
 _PROGRESS_SECS = 5.0
@@ -95,7 +94,6 @@ class Upload:
       root: of the steps.
       saved: what is uploaded.
       host: that uploads.
-      retries: how long to wait for storage.
     """
 
     def __init__(
@@ -103,11 +101,8 @@ class Upload:
         root: PersistentRoot,
         saved: UploadedStep,
         host: Host,
-        *,
-        retries: Retries = PATIENT,
     ) -> None:
         self._root, self._saved, self._host = root, saved, host
-        self._retries = retries
         self._directory = root.unfinished(saved.step_id)
         self._context = ocdbt.new_context()
         self._lock = threading.Lock()
@@ -124,7 +119,7 @@ class Upload:
         Raises:
           CheckpointError: if the step is committed already, or storage fails for good.
         """
-        self._retries.call(f"preparing an upload to {self._directory}", self._begin)
+        retries.call(f"preparing an upload to {self._directory}", self._begin)
 
     def _begin(self) -> None:
         saved, root = self._saved, self._root
@@ -140,9 +135,13 @@ class Upload:
             self._there |= parts
             if each.host.id == self._host.id:
                 self._parts = {(part.leaf, part.box): part for part in parts}
-        clear = ocdbt.remove_stale_lock if self._parts else storage.remove
+        # In a store that goes on, the index that a killed process was about to rename:
+        # TensorStore writes the next one over its first bytes, and if that is shorter,
+        # the store cannot be read any more.
+        stale = ocdbt.NEW_MANIFEST if self._parts else ""
         for name in {leaf.part for leaf in saved.contents.arrays}:
-            clear(self._directory / name / saved.store(self._host.id))
+            store = self._directory / name / saved.store(self._host.id)
+            storage.remove(store / stale)
         # So much is seen if this host is killed now.
         storage.make_directory(self._directory)
 
@@ -174,7 +173,7 @@ class Upload:
         for name, chunks in stored.items():
             path = self._directory / name / self._saved.store(self._host.id)
             write = functools.partial(ocdbt.write, path, chunks, self._context)
-            self._retries.call(f"writing {len(chunks)} chunks to {path}", write)
+            retries.call(f"writing {len(chunks)} chunks to {path}", write)
         with self._lock:
             self._parts |= {(each.leaf, each.box): each for each in parts}
             began_secs = clock.monotonic()
@@ -215,7 +214,7 @@ class Upload:
                 claims.check(self._root.path, self._claim.number)
             storage.write_atomic(path, content)
 
-        self._retries.call(f"writing {path}", put)
+        retries.call(f"writing {path}", put)
 
 
 def _listed(directory: epath.Path, saved: UploadedStep) -> list[Manifest]:
@@ -238,7 +237,6 @@ def commit(
     *,
     orbax_files: Mapping[str, bytes],
     make_way: Callable[[], None] = lambda: None,
-    retries: Retries = PATIENT,
 ) -> None:
     """Commits a step; does nothing if this save of it is committed already.
 
@@ -249,7 +247,6 @@ def commit(
       saved: what was uploaded; each host that took part has finished.
       orbax_files: contents by path in the step (`checkpoint.orbax_format`).
       make_way: called before the step becomes visible; older saves of it have to leave.
-      retries: how long to wait for storage.
 
     Raises:
       CheckpointError: if what hosts wrote is not all of the step, the step exists by

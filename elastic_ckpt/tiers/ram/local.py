@@ -32,8 +32,9 @@ from elastic_ckpt.steps.manifest import (
     write_manifest,
 )
 from elastic_ckpt.steps.step import StepId
-from elastic_ckpt.tiers import preserved, zarr_array
+from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.captured import Captured, CapturedLeaf, Values, fetched
+from elastic_ckpt.tiers.persistent import ocdbt
 from elastic_ckpt.tiers.ram import ram_disk
 from elastic_ckpt.tiers.ram.chunk_files import ChunkFile, ChunkFiles
 
@@ -218,7 +219,7 @@ class LocalHost:
         named |= {path.name, preserved.FILE}
         for entry in list(pathlib.Path(path.parent).rglob("*")):
             is_named = os.path.relpath(entry, path.parent) in named
-            if not (is_named or entry.is_dir() or entry.name == zarr_array.METADATA):
+            if not (is_named or entry.is_dir() or entry.name == ocdbt.METADATA):
                 storage.remove(entry)
 
 
@@ -370,8 +371,8 @@ class StepWriter:
             for number in arrays.difference(self.manifest.parts.leaf.tolist()):
                 leaf = contents.leaves[number]
                 directory = self.directory / layout.leaf_directory(leaf.path)
-                metadata = zarr_array.metadata_file(leaf)
-                storage.write_in_place(directory / zarr_array.METADATA, metadata)
+                metadata = ocdbt.metadata_file(leaf)
+                storage.write_in_place(directory / ocdbt.METADATA, metadata)
             write_manifest(self.directory, manifest)
         storage.remove(self.directory / ram_disk.RESERVED)
         self._own.being_written.discard(self.manifest.step_id)

@@ -35,7 +35,7 @@ from elastic_ckpt.steps.manifest import (
     write_manifest,
 )
 from elastic_ckpt.steps.step import StepId
-from elastic_ckpt.tiers import stored_part, zarr_array
+from elastic_ckpt.tiers import stored_part
 from elastic_ckpt.tiers.persistent import claims, ocdbt, upload
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 from elastic_ckpt.universal.moves import TargetTensor
@@ -173,9 +173,9 @@ class OrbaxDestination(Destination):
                     parts, end = {}, 0
                 file = f"{_VALUES}/{len(listed):05d}"
                 if not number:
-                    head = zarr_array.metadata_file(leaf)
+                    head = ocdbt.metadata_file(leaf)
                     self._metadata.setdefault(file, []).append((end, head))
-                    key = ocdbt.array_prefix(leaf.name) + zarr_array.METADATA
+                    key = ocdbt.array_prefix(leaf.name) + ocdbt.METADATA
                     self._extents[key] = Extent(file, end, len(head))
                     end += len(head)
                 parts.setdefault(target, []).append(box)
