@@ -70,7 +70,7 @@ class Pathways:
         # That the training function began last.
         self._phase = watch.TRAIN
         self._device_state = DeviceState(self._emit)
-        self._claimant = claims.new_claimant(process.this())
+        self._claimant = claims.Claimant(owner=process.this())
         # By slice that is alive, since when.
         self._since = dict.fromkeys(manager.active_slice_indices, time.monotonic())
         # The slices that were lost since they were last in a world.

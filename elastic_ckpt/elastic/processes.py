@@ -111,8 +111,8 @@ class ProcessCluster:
             self._resources.callback(own.close)
         self._of_machine: OfMachine | None = None
         # Of several machines any may continue the run.
-        self._claimant = claims.new_claimant(
-            process.this() if machines is None else None
+        self._claimant = claims.Claimant(
+            owner=process.this() if machines is None else None
         )
         self._injector = injector.Injector(
             injected,

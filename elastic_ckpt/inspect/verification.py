@@ -241,10 +241,7 @@ class _Copies:
                 " restore an older step",
             )
         for directory, view in self._views.items():
-            for file, why in [
-                *orbax_view.problems(epath.Path(directory)),
-                *view.empty_problems(table.contents),
-            ]:
+            for file, why in view.problems(table.contents):
                 yield Problem(
                     kind="orbax",
                     step=step,

@@ -642,8 +642,8 @@ def alone(config: schema.Config, emit: events.Emit) -> Iterator[World]:
     ) as is_ending:
         slices = config.world.slices
         # An outer launcher starts the hosts again, which take over.
-        claimant = claims.new_claimant(
-            process.this() if topology.num_hosts() == 1 else None
+        claimant = claims.Claimant(
+            owner=process.this() if topology.num_hosts() == 1 else None
         )
         yield World(
             number=1,

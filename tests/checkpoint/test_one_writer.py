@@ -198,8 +198,8 @@ def test_a_start_by_hand_of_a_run_that_runs_is_refused(tmp_path):
             owner = dataclasses.replace(
                 process.this(), pid=other.pid, start_ticks=int(stat.split()[21])
             )
-            first = begin(tmp_path, claims.new_claimant(owner))
-            again = claims.new_claimant(process.this())
+            first = begin(tmp_path, claims.Claimant(owner=owner))
+            again = claims.Claimant(owner=process.this())
             with pytest.raises(errors.RunError, match=f"process {other.pid} on"):
                 begin(tmp_path, again)
         finally:

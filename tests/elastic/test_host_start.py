@@ -89,7 +89,7 @@ AHEAD = CompileAhead(compiles=print, work=work(0))
     ("is_for", "number", "wanted", "more"),
     [
         (True, 2, work(0, 1), {}),
-        (True, 2, work(0, 1, spares=(2,)), {"claimant": claims.new_claimant()}),
+        (True, 2, work(0, 1, spares=(2,)), {"claimant": claims.Claimant()}),
         (True, 2, work(0, 1), {"compile_ahead": AHEAD}),
         (False, 3, work(0, 1), {}),
         (False, 2, work(0, 2), {}),

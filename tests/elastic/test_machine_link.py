@@ -14,7 +14,7 @@ from elastic_ckpt.elastic.slice_check import Checked
 from elastic_ckpt.tiers.persistent import claims
 
 WORK = decision.Train(slices=(0, 2), spares=(1,), rows=24, accumulated=3)
-CLAIMANT = claims.new_claimant(process.this())
+CLAIMANT = claims.Claimant(owner=process.this())
 MEMBER = Member(address="127.0.0.1:1", num_hosts=2, host=1)
 
 

@@ -20,7 +20,7 @@ from elastic_ckpt.checkpoint import components as components_room
 from elastic_ckpt.checkpoint.components import component, encoding
 from elastic_ckpt.core import checked_json, errors, process
 from elastic_ckpt.inspect import run_files
-from elastic_ckpt.steps.manifest import read_manifest
+from elastic_ckpt.steps.manifest import Contents, read_manifest
 from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers.persistent import (
     claims,
@@ -182,7 +182,8 @@ def _read_listed(directory):
     for path, content in ORBAX_FILES.items():
         (directory / path).parent.mkdir(exist_ok=True)
         (directory / path).write_bytes(content)
-    for path, why in orbax_view.problems(epath.Path(directory)):
+    view = orbax_view.OrbaxView(epath.Path(directory))
+    for path, why in view.problems(Contents(leaves=())):
         raise errors.CheckpointError(f"{directory}/{path} {why}")
     return ORBAX_FILES
 

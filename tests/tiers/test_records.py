@@ -145,7 +145,7 @@ class TestClaims:
         assert newest.number == 3
         # As in a bucket.
         monkeypatch.setattr(storage, "is_local", lambda _: False)
-        monkeypatch.setattr(records.Records, "numbers", lambda _: [1])
+        monkeypatch.setattr(storage, "names", lambda _: ["1.json"])
         assert claims.newest(tmp_path) == newest
 
 

@@ -56,7 +56,7 @@ def write(root, saved, host, share, *, seed=0, finish=True, **options):
     ours = upload.Upload(root, saved, host, **options)
     ours.begin()
     for item in share:
-        if not ours.has(part(saved, item, seed=seed)):
+        if part(saved, item, seed=seed) not in ours.there:
             put(ours, saved, item, seed=seed)
     return ours.finish() if finish else None
 

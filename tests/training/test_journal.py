@@ -97,7 +97,7 @@ def test_steps_that_an_earlier_start_has_trained_are_no_goodput_again(config):
 
 
 def claim(config, save):
-    start = claims.new_claimant()
+    start = claims.Claimant()
     steps = run_directory.steps_of(run_directory.path_of(config))
     writer = claims.Writer(steps, run="a", claimant=start)
     writer.begin()

@@ -154,7 +154,7 @@ class HostBackup:
         for item, owner in enumerate(owners.shares(sets, table.num_bytes)):
             leaf = int(table.items.leaf[item])
             part = upload.Part(leaf, table.box(item), table.digest(item))
-            if owner == world.number and not uploading.has(part):
+            if owner == world.number and part not in uploading.there:
                 parts[item] = part
 
         def write(batch: Sequence[int]) -> int:

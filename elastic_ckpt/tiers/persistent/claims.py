@@ -44,13 +44,13 @@ class Claimant:
     """A start of a run, which claims its worlds.
 
     Attributes:
-      name: that no other start has.
+      name: that no other start has; by default after this process.
       has_claimed: whether an earlier world of this start was claimed.
       owner: the process of the start, if nothing but that shows whether it is alive;
         None if it is one of several, or a launcher starts it again.
     """
 
-    name: str
+    name: str = dataclasses.field(default_factory=records.new_start)
     has_claimed: bool = False
     owner: process.Process | None = None
 
@@ -73,11 +73,6 @@ class Claim:
     run: str
     line: Line
     begun_ms: int
-
-
-def new_claimant(owner: process.Process | None = None) -> Claimant:
-    """A claimant for a start of a run, named after this process."""
-    return Claimant(name=records.new_start(), owner=owner)
 
 
 def newest(steps: epath.PathLike) -> Claim | None:
@@ -164,7 +159,7 @@ class Writer:
         self._steps, self._records = storage.absolute(steps), _records(steps)
         self._run, self._claimant = run, claimant
         self._share, self._acts = share, acts
-        own = claimant or new_claimant()
+        own = claimant or Claimant()
         self._record = Record(
             start=own.name, process=own.owner or process.this(), secs=SECS
         )

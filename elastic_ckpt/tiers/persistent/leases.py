@@ -21,7 +21,7 @@ from absl import logging
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, clock, errors, process, storage
-from elastic_ckpt.steps.step import Line
+from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers.persistent import persistent_root, records
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 from elastic_ckpt.tiers.persistent.records import Record
@@ -219,14 +219,23 @@ def arrange(
       CheckpointError: if an older save of `step` is leased, or storage is out of reach.
       OSError: if storage is unavailable.
     """
-    misplaced = root.misplaced(line, run=run, step=step)
+    saves = root.of_each(lambda number: root.save_of(number, run=run), root.steps())
+    older = [
+        StepId(number, save)
+        for number, save in saves.items()
+        if save is not None and save < line.save
+    ]
+    misplaced = [each for each in older if each.step == step or line.abandons(each)]
     if misplaced:
         numbers = {each.step for each in misplaced}
         with removing(root, numbers, line, watch=watch, replaced=step) as kept:
-            for each in misplaced:
+            for each in reversed(misplaced):
                 if each.step not in kept:
                     root.set_aside(each)
-    root.bring_back(line, step=step)
+    for each in root.set_aside_steps():
+        is_of_line = each.save < line.save and not line.abandons(each)
+        if is_of_line and each.step != step and not root.is_committed(each.step):
+            root.move(root.aside(each), root.final(each.step))
 
 
 def _files(root: PersistentRoot, kind: str) -> dict[epath.Path, int]:

@@ -34,29 +34,6 @@ def to_bytes(files: Mapping[str, bytes]) -> bytes:
     return checked_json.to_bytes({"files": listed}, version=_VERSION)
 
 
-def problems(directory: epath.Path) -> Iterator[tuple[str, str]]:
-    """The problems of Orbax's files of a step.
-
-    Yields:
-      The path of a file in the step's directory, and what is wrong with it.
-    """
-    try:
-        listed = checked_json.parse(
-            (directory / FILE).read_bytes(), what="list of files", version=_VERSION
-        )["files"]
-    except (*bucket_clients.failures(), checked_json.UnreadableError) as error:
-        yield FILE, f"cannot be read, nor can Orbax's own files be compared ({error})"
-        return
-    for path, expected in listed.items():
-        why = "is not what was saved: its digest differs"
-        try:
-            if _digest((directory / path).read_bytes()) == expected:
-                continue
-        except bucket_clients.failures() as error:
-            why = f"cannot be read ({error})"
-        yield path, why
-
-
 class OrbaxView:
     """A committed step as Orbax sees it; any number of threads may call it.
 
@@ -92,14 +69,37 @@ class OrbaxView:
             return "is not what was saved: the merged store gives other values"
         return None
 
-    def empty_problems(self, contents: Contents) -> Iterator[tuple[str, str]]:
-        """The problems of arrays without elements, which no holder lists, by path."""
+    def problems(self, contents: Contents) -> Iterator[tuple[str, str]]:
+        """The problems of what no holder lists.
+
+        These are Orbax's files, and arrays without elements.
+
+        Yields:
+          The path of a file or array, and what is wrong with it.
+        """
         for leaf in contents.arrays:
             if 0 in leaf.shape:
                 empty = digest.values_digest(np.empty(0, leaf.dtype))
                 why = self.chunk_problem(leaf, boxes.whole(leaf.shape), empty)
                 if why is not None:
                     yield leaf.path, why
+        try:
+            listed = checked_json.parse(
+                (self._directory / FILE).read_bytes(),
+                what="list of files",
+                version=_VERSION,
+            )["files"]
+        except (*bucket_clients.failures(), checked_json.UnreadableError) as error:
+            yield FILE, f"{error}; Orbax's own files cannot be compared"
+            return
+        for path, expected in listed.items():
+            why = "is not what was saved: its digest differs"
+            try:
+                if _digest((self._directory / path).read_bytes()) == expected:
+                    continue
+            except bucket_clients.failures() as error:
+                why = f"cannot be read ({error})"
+            yield path, why
 
     def _open(self, leaf: Leaf) -> ts.TensorStore:
         store = ocdbt.store_spec(self._directory / leaf.part)

@@ -33,7 +33,7 @@ from etils import epath
 
 from elastic_ckpt.core import background, checked_json, errors, storage
 from elastic_ckpt.steps.manifest import Manifest, is_manifest_name, read_manifest
-from elastic_ckpt.steps.step import Line, StepId
+from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers.persistent import records
 from elastic_ckpt.tiers.source import Leftover
 
@@ -80,9 +80,8 @@ class PersistentRoot:
 
     def unfinished(self, step_id: StepId) -> epath.Path:
         """The directory that a save of a step is uploaded into."""
-        if self.in_place:
-            return self.final(step_id.step)
-        return self.path / f"{step_id.step}{_TEMPORARY}-{step_id.save}"
+        temporary = self.path / f"{step_id.step}{_TEMPORARY}-{step_id.save}"
+        return self.final(step_id.step) if self.in_place else temporary
 
     def aside(self, step_id: StepId) -> epath.Path:
         """The directory of a save of a step that is set aside."""
@@ -90,9 +89,8 @@ class PersistentRoot:
 
     def is_committed(self, step: int) -> bool:
         """Whether the step exists, written by any program."""
-        if self.in_place:
-            return (self.final(step) / COMMIT_FILE).exists()
-        return self.final(step).exists()
+        marker = COMMIT_FILE if self.in_place else ""
+        return (self.final(step) / marker).exists()
 
     def is_pending(self, step_id: StepId, *, run: str) -> bool:
         """Whether a save of a step is still to be committed; False if it was already.
@@ -191,35 +189,12 @@ class PersistentRoot:
         aside = filter(self._is_aside, self._directories())
         return [StepId(int(each["step"]), each["save"]) for each in aside]
 
-    def misplaced(self, line: Line, *, run: str, step: int) -> list[StepId]:
-        """The committed steps to be set aside before one of a line is committed.
-
-        They are those that the line abandons, and older saves of `step`.
-        """
-        misplaced = []
-        for number in reversed(self.steps()):
-            save = self.save_of(number, run=run)
-            if save is None or save >= line.save:
-                continue
-            if number != step and not line.abandons(StepId(number, save)):
-                # From here on down it is as the lines before have arranged it.
-                break
-            misplaced.append(StepId(number, save))
-        return misplaced
-
     def set_aside(self, step_id: StepId) -> None:
         """Moves a committed step to the directory `aside`; can be repeated."""
         if self.aside(step_id).exists():
             # An edit was cut short, and a run has stored the same save from RAM again.
             self.remove(self.aside(step_id))
-        self._move(self.final(step_id.step), self.aside(step_id))
-
-    def bring_back(self, line: Line, *, step: int) -> None:
-        """Brings back the steps of a line that were set aside, but for `step`."""
-        for each in self.set_aside_steps():
-            is_of_line = each.save < line.save and not line.abandons(each)
-            if is_of_line and each.step != step and not self.is_committed(each.step):
-                self._move(self.aside(each), self.final(each.step))
+        self.move(self.final(step_id.step), self.aside(step_id))
 
     def remove(self, directory: epath.Path) -> None:
         """Removes a step, committed or set aside: it is gone at once.
@@ -240,14 +215,13 @@ class PersistentRoot:
         storage.rename(directory, taken_back)
         return taken_back
 
-    def _move(self, source: epath.Path, target: epath.Path) -> None:
+    def move(self, source: epath.Path, target: epath.Path) -> None:
+        """Moves a step: at each moment one of the two is committed."""
         if not self.in_place:
             storage.rename(source, target)
             return
-        # At each moment one of the two is committed.
         storage.copy_tree(source, target, last=COMMIT_FILE)
-        storage.remove(source / COMMIT_FILE)
-        storage.remove(source)
+        self.remove(source)
 
     def _is_aside(self, found: re.Match[str]) -> bool:
         # Copies and removals take a while in an object store.
@@ -327,15 +301,18 @@ def manifest_names(directory: epath.Path) -> list[str]:
 def read_manifests(
     directory: epath.Path, *, run: str, step: int
 ) -> list[Manifest | errors.CheckpointError]:
-    """The manifests in a step's directory, or why one cannot be had, in order."""
+    """The manifests in a step's directory, in order, or why one is none.
+
+    Raises:
+      OutOfReachError: if storage is unavailable.
+    """
 
     def read(name: str) -> Manifest | errors.CheckpointError:
-        path = directory / name
         try:
-            with records.within_reach(path):
-                return read_manifest(path, run=run, step=step)
+            return read_manifest(directory / name, run=run, step=step)
         except errors.CheckpointError as error:
             return error
 
-    with background.pool(_READERS, "manifests") as readers:
-        return list(readers.map(read, manifest_names(directory)))
+    names = manifest_names(directory)
+    with records.within_reach(directory), background.pool(_READERS, "m") as readers:
+        return list(readers.map(read, names))

@@ -46,8 +46,6 @@ T = TypeVar("T")
 _VERSION = 1
 _RENEWALS = 4
 _LOOKS = 16
-# Older records say which start a world was of.
-_KEPT = 100
 _NAME = re.compile(r"([1-9][0-9]*)\.json")
 
 
@@ -173,14 +171,10 @@ class Records:
         """The file of a record."""
         return self.directory / f"{number}.json"
 
-    def numbers(self) -> list[int]:
-        """The numbers of the records, in any order."""
-        found = map(_NAME.fullmatch, names(self.directory))
-        return [int(each[1]) for each in found if each]
-
     def newest(self) -> tuple[int, Record | None]:
         """The newest record and its number; 0 and None before the first."""
-        number = max(self.numbers(), default=0)
+        found = map(_NAME.fullmatch, names(self.directory))
+        number = max((int(each[1]) for each in found if each), default=0)
         # The listing of an object store may lag behind.
         while not storage.is_local(self.directory) and self.path(number + 1).exists():
             number += 1
@@ -193,7 +187,7 @@ class Records:
         *,
         renewed: Callable[[int], None] = lambda _: None,
     ) -> Held | None:
-        """Creates a record unless there is one of this number, or a later one.
+        """Creates a record unless there is one of this number; none is ever removed.
 
         Args:
           number: the next one.
@@ -203,15 +197,11 @@ class Records:
         Returns:
           The record, which is renewed from now on; None if another program has it.
         """
-        path = self.path(number)
+        path, after = self.path(number), self.path(number + 1)
         is_created = storage.create(path, to_bytes(record), mode=self.mode)
-        storage.remove(self.path(number - _KEPT))
-        # A client of an object store may have repeated its request. And others may have
-        # created and removed this number since it was chosen.
-        is_own = is_created or read(path) == record
-        if not is_own or max(self.numbers(), default=number) > number:
+        # A client of an object store may have repeated its request.
+        if not (is_created or read(path) == record):
             return None
-        after = self.path(number + 1)
         return Held(path, record, after=after, renewed=renewed, mode=self.mode)
 
 
@@ -242,8 +232,7 @@ class Held:
         mode: int = 0o666,
     ) -> None:
         self.path, self.record = path, record
-        self.renewed_secs = clock.monotonic()
-        self.is_lost = False
+        self.renewed_secs, self.is_lost = clock.monotonic(), False
         self._after, self._renewed, self._mode = after, renewed, mode
         self._pid = os.getpid()
         self._ended, self._lock = threading.Event(), threading.RLock()

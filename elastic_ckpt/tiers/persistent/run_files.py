@@ -226,47 +226,45 @@ def find_run(chosen: Chosen) -> str | None:
     Raises:
       CheckpointError: if storage is out of reach, and there is no local tier.
     """
-    found = None
+    return next(filter(None, _runs(chosen)), None)
+
+
+def _runs(chosen: Chosen) -> Iterator[str | None]:
     if chosen.local is not None:
         disk = storage.absolute(chosen.local.directory)
         # One that cannot be read is refused, with the reason, by those who use it.
-        with contextlib.suppress(OSError):
-            found = _first_run(each for each in disk.glob("hosts/*/*") if each.is_dir())
-    if found is None and chosen.persistent is not None:
+        with contextlib.suppress(OSError, errors.CheckpointError):
+            steps = (each for each in disk.glob("hosts/*/*") if each.is_dir())
+            yield from map(persistent_root.run_of, steps)
+    if chosen.persistent is not None:
         root = PersistentRoot.from_path(chosen.persistent.directory)
         try:
-            found = _first_run(map(root.final, reversed(root.steps())))
+            steps = map(root.final, reversed(root.steps()))
+            yield from map(persistent_root.run_of, steps)
         except (errors.CheckpointError, *bucket_clients.failures()):
             if chosen.local is None:
                 raise
-    return found
-
-
-def _first_run(steps: Iterable[epath.Path]) -> str | None:
-    return next(filter(None, map(persistent_root.run_of, steps)), None)
 
 
 def write_agents(directory: epath.PathLike, agents: RunAgents) -> None:
-    """Records agents in place of those before; none leave no record.
+    """Records agents in place of those before.
 
     Raises:
       CheckpointError: if storage is out of reach.
     """
     path = storage.absolute(directory) / AGENTS
     with records.within_reach(path):
-        if agents.agents:
-            storage.write_atomic(path, records.to_bytes(agents))
-        else:
-            storage.remove(path)
+        storage.write_atomic(path, records.to_bytes(agents))
 
 
 def read_agents(directory: epath.PathLike) -> RunAgents | None:
-    """The agents that were recorded last; None if there is no record.
+    """The agents that were recorded last; None if there are none.
 
     Raises:
       CheckpointError: if storage is out of reach, or the record cannot be read.
     """
-    return records.read(storage.absolute(directory) / AGENTS, RunAgents)
+    there = records.read(storage.absolute(directory) / AGENTS, RunAgents)
+    return there if there is not None and there.agents else None
 
 
 def known_agents(root: epath.PathLike) -> dict[str, Seen]:

@@ -38,7 +38,7 @@ from elastic_ckpt.steps.manifest import (
 )
 from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.steps.table import StepTable
-from elastic_ckpt.tiers.persistent import claims, ocdbt, orbax_view, records, retries
+from elastic_ckpt.tiers.persistent import claims, ocdbt, orbax_view, retries
 from elastic_ckpt.tiers.persistent.persistent_root import (
     COMMIT_FILE,
     PersistentRoot,
@@ -94,6 +94,9 @@ class Upload:
       root: of the steps.
       saved: what is uploaded.
       host: that uploads.
+
+    Attributes:
+      there: the parts that any host has uploaded, if the upload was cut short before.
     """
 
     def __init__(
@@ -105,10 +108,10 @@ class Upload:
         self._root, self._saved, self._host = root, saved, host
         self._directory = root.unfinished(saved.step_id)
         self._context = ocdbt.new_context()
-        self._lock = threading.Lock()
-        # What this host has written, and what any host has, in an upload cut short.
+        self._lock = threading.RLock()
+        self.there: set[Part] = set()
+        # What this host has written.
         self._parts: dict[tuple[int, boxes.Box], Part] = {}
-        self._there: set[Part] = set()
         self._next_list_secs = clock.monotonic() + _PROGRESS_SECS
         # The newest claim when the upload began.
         self._claim: claims.Claim | None = None
@@ -132,7 +135,7 @@ class Upload:
             self._claim = claims.newest(root.path)
         for each in _listed(self._directory, saved):
             parts = {Part(*row) for row in each.rows()}
-            self._there |= parts
+            self.there |= parts
             if each.host.id == self._host.id:
                 self._parts = {(part.leaf, part.box): part for part in parts}
         # In a store that goes on, the index that a killed process was about to rename:
@@ -144,10 +147,6 @@ class Upload:
             storage.remove(store / stale)
         # So much is seen if this host is killed now.
         storage.make_directory(self._directory)
-
-    def has(self, part: Part) -> bool:
-        """Whether a part is in storage already, with these values."""
-        return part in self._there
 
     def write(self, parts: Sequence[Part], values: Sequence[np.ndarray]) -> None:
         """Writes parts, durably: all chunks in one commit of the host's store.
@@ -178,7 +177,7 @@ class Upload:
             self._parts |= {(each.leaf, each.box): each for each in parts}
             began_secs = clock.monotonic()
             if began_secs >= self._next_list_secs:
-                self._list()
+                self.finish()
                 secs = clock.monotonic() - began_secs
                 pause_secs = max(_PROGRESS_SECS, _PROGRESS_SHARE * secs)
                 self._next_list_secs = clock.monotonic() + pause_secs
@@ -190,19 +189,16 @@ class Upload:
           CheckpointError: if storage fails for good, or longer than is waited.
           ReplacedError: if another start of the run has claimed it since.
         """
-        with self._lock:
-            return self._list()
-
-    def _list(self) -> Manifest:
         saved = self._saved
-        written = Manifest(
-            run=saved.run,
-            step_id=saved.step_id,
-            contents=saved.contents,
-            holders=(Holder(self._host, "persistent"),),
-            parts=Parts.of_rows(self._parts.values(), saved.contents),
-        )
-        self._put(manifest_name(self._host.id), written.to_bytes())
+        with self._lock:
+            written = Manifest(
+                run=saved.run,
+                step_id=saved.step_id,
+                contents=saved.contents,
+                holders=(Holder(self._host, "persistent"),),
+                parts=Parts.of_rows(self._parts.values(), saved.contents),
+            )
+            self._put(manifest_name(self._host.id), written.to_bytes())
         return written
 
     def _put(self, name: str, content: bytes) -> None:
@@ -219,16 +215,10 @@ class Upload:
 
 def _listed(directory: epath.Path, saved: UploadedStep) -> list[Manifest]:
     # What hosts have written of an upload, by their manifests in its directory.
-    found = []
-    for each in read_manifests(directory, run=saved.run, step=saved.step_id.step):
-        if isinstance(each, records.OutOfReachError):
-            raise each
-        if isinstance(each, Manifest) and (each.step_id, each.contents) == (
-            saved.step_id,
-            saved.contents,
-        ):
-            found.append(each)
-    return found
+    found = read_manifests(directory, run=saved.run, step=saved.step_id.step)
+    listed = [each for each in found if isinstance(each, Manifest)]
+    own = saved.step_id, saved.contents
+    return [each for each in listed if (each.step_id, each.contents) == own]
 
 
 def commit(

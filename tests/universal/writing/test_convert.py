@@ -153,7 +153,9 @@ def test_no_step_is_converted_into_the_directory_of_a_live_run(tmp_path):
         owner = dataclasses.replace(
             process.this(), pid=other.pid, start_ticks=int(stat.split()[21])
         )
-        writer = claims.Writer(tmp_path / "steps", claimant=claims.new_claimant(owner))
+        writer = claims.Writer(
+            tmp_path / "steps", claimant=claims.Claimant(owner=owner)
+        )
         writer.begin()
         try:
             with pytest.raises(errors.RunError, match="steps is being written by"):
