@@ -155,7 +155,7 @@ class HostsCheckpointer:
             writer=self._writer,
         )
         self._schedule = Schedule(
-            chosen, backups, agree=functools.partial(_agree, hosts)
+            chosen=chosen, clock=backups, agree=functools.partial(_agree, hosts)
         )
         # The line that was saved to last, by this process.
         self._own_line: Line | None = None
@@ -1113,7 +1113,7 @@ class HostsCheckpointer:
         self._stages.go_on_from(None if checkpoint is None else checkpoint.step_id)
         # Later saves must not be mixed with earlier ones.
         self._save = self._hosts.first(HostWorld.new_save, newest_save)
-        self._schedule.go_on_from([] if checkpoint is None else [checkpoint])
+        self._schedule.stored = [] if checkpoint is None else [checkpoint]
 
 
 def _clock(hosts: Hosts, every_minutes: float | None) -> BackupClock:

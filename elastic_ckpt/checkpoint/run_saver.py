@@ -20,7 +20,6 @@ from elastic_ckpt.core import bucket_clients, errors, metrics, topology
 from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.retention import BestN
 from elastic_ckpt.tiers import preserved
-from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 
 # The directory of the steps in that of a run.
 DIRECTORY = layout.STEPS
@@ -54,36 +53,25 @@ class Saved:
     in_background: bool = True
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class RunSaver:
     """Saves and restores a run; every host makes one, and all call it alike.
 
-    Args:
+    Attributes:
       checkpointer: over the tiers.
       saved: the steps to save besides those that are due.
       data: the data iterator.
       callbacks: None if the run has none.
-
-    Attributes:
-      checkpointer: as given.
+      last_step: the step that ends the run, once it is saved.
+      best_step: whose evaluation was better than all before.
     """
 
-    def __init__(
-        self,
-        checkpointer: HostsCheckpointer,
-        saved: Saved,
-        *,
-        data: ocp.StatefulCheckpointable,
-        callbacks: Callbacks | None = None,
-    ) -> None:
-        self.checkpointer = checkpointer
-        self._saved = saved
-        self._data = data
-        self._callbacks = callbacks
-        # The step that ends the run, once it is saved.
-        self._last_step: int | None = None
-        # The step whose evaluation was better than all before.
-        self._best_step: int | None = None
-        self._is_closed = False
+    checkpointer: HostsCheckpointer
+    saved: Saved
+    data: ocp.StatefulCheckpointable
+    callbacks: Callbacks | None = None
+    last_step: int | None = None
+    best_step: int | None = None
 
     @property
     def latest_step(self) -> int | None:
@@ -108,13 +96,22 @@ class RunSaver:
         Raises:
           CheckpointError: if the step is of another model, or none can be read.
         """
-        self._best_step = None
-        wanted = {STATE: abstract_state, DATA: data or self._data}
-        wanted |= self._saved_callbacks(step)
-        loaded = self.checkpointer.load_checkpointables(
+        self.best_step = None
+        wanted = {STATE: abstract_state, DATA: data or self.data}
+        return self._load(step, wanted)[STATE]
+
+    def _load(
+        self, step: int | CheckpointMetadata | None, wanted: dict[str, Any]
+    ) -> dict[str, Any]:
+        # With the callbacks, which older steps may lack.
+        if self.callbacks is not None:
+            if CALLBACKS in self.checkpointer.checkpointables_metadata(step).metadata:
+                wanted[CALLBACKS] = self.callbacks
+            else:
+                self.callbacks.begin_anew()
+        return self.checkpointer.load_checkpointables(
             step, wanted, go_back=step is not None
         )
-        return loaded[STATE]
 
     def restore_data(self, step: int) -> bool:
         """Sets the data iterator and the callbacks, not the state, to `step`.
@@ -123,8 +120,7 @@ class RunSaver:
           Whether it could be read.
         """
         try:
-            wanted = {DATA: self._data, **self._saved_callbacks(step)}
-            self.checkpointer.load_checkpointables(step, wanted, go_back=True)
+            self._load(step, {DATA: self.data})
         except errors.CheckpointError as error:
             logging.warning("the data of step %d cannot be read: %s", step, error)
             return False
@@ -132,22 +128,20 @@ class RunSaver:
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records the metrics of an evaluation of `step`, which may also be saved."""
-        if self._saved.best is not None and self._is_best(self._saved.best, metrics):
-            self._best_step = step
+        best = self.saved.best
+        before = None if best is None else self._evaluations()
+        if best is not None and before is not None:
+            rank, *ranks = map(best.rank, [metrics, *before.values()])
+            others = [each for each in ranks if each is not None]
+            if rank is not None and all(rank < each for each in others):
+                self.best_step = step
         self.checkpointer.record_metrics(step, metrics)
-
-    def stored_before(self, step: int) -> CheckpointMetadata | None:
-        """The newest complete step before `step` that persistent storage has."""
-        self.checkpointer.wait()
-        complete = self.checkpointer.checkpoints
-        stored = [each for each in complete if each.path and each.step < step]
-        return stored[-1] if stored else None
 
     def begin_anew(self) -> None:
         """Goes back to before the first step; `save_again` makes that step 0."""
         self.checkpointer.begin_anew()
-        if self._callbacks is not None:
-            self._callbacks.begin_anew()
+        if self.callbacks is not None:
+            self.callbacks.begin_anew()
 
     def save_again(self, step: int, state: Any) -> None:
         """Saves the step that was gone back to, in every tier, and waits for it.
@@ -159,7 +153,7 @@ class RunSaver:
         """
         latest = self.checkpointer.latest
         assert (0 if latest is None else latest.step) == step
-        self._best_step = None
+        self.best_step = None
         evaluated = (self._evaluations() or {}).get(step)
         before = {} if latest is None else latest.metrics or {}
         saving = self.checkpointer.save_checkpointables_async(
@@ -183,13 +177,13 @@ class RunSaver:
 
     def is_due(self, step: int, *, last: bool) -> bool:
         """Whether to save `step`, which has just been computed."""
-        if last and self._saved.at_end:
+        if last and self.saved.at_end:
             return not self.checkpointer.is_durable(step)
         return self.checkpointer.should_save(step) or self._is_kept(step)
 
     def save(self, step: int, state: Any, *, last: bool) -> None:
         """Saves `state` and the data state as `step`; the last one to every tier."""
-        self._last_step = step if last else None
+        self.last_step = step if last else None
         # A run that had already ended saves its last step again.
         overwrite = last and self.latest_step == step
         with metrics.CHECKPOINT_SAVE_BLOCK.timed():
@@ -202,19 +196,11 @@ class RunSaver:
                 force=last or self._is_kept(step),
                 overwrite=overwrite,
             )
-            if saving is not None and not self._saved.in_background:
+            if saving is not None and not self.saved.in_background:
                 saving.result()
 
     def _is_kept(self, step: int) -> bool:
-        return step == self._best_step or step in self._saved.steps
-
-    def _is_best(self, policy: BestN, metrics: Mapping[str, float]) -> bool:
-        rank = policy.rank(metrics)
-        before = self._evaluations()
-        if before is None or rank is None:
-            return False
-        ranks = map(policy.rank, before.values())
-        return all(rank < each for each in ranks if each is not None)
+        return step == self.best_step or step in self.saved.steps
 
     def _evaluations(self) -> dict[int, dict[str, Any]] | None:
         # None if storage is out of reach, or there is none.
@@ -232,27 +218,13 @@ class RunSaver:
         Raises:
           CheckpointError: if the step that ends the run is not in persistent storage.
         """
-        if self._is_closed:
-            return
-        self._is_closed = True
+        last_step, self.last_step = self.last_step, None
         is_left = self.checkpointer.is_left
-        close(self.checkpointer, last_step=None if is_left else self._last_step)
+        close(self.checkpointer, last_step=None if is_left else last_step)
 
     def _parts(self, state: Any) -> dict[str, Any]:
-        callbacks = {} if self._callbacks is None else {CALLBACKS: self._callbacks}
-        return {STATE: state, DATA: self._data, **callbacks}
-
-    def _saved_callbacks(
-        self, step: int | CheckpointMetadata | None = None
-    ) -> dict[str, ocp.StatefulCheckpointable]:
-        # Older steps, and those of a run that had no callbacks, lack them.
-        if self._callbacks is None:
-            return {}
-        saved = self.checkpointer.checkpointables_metadata(step).metadata
-        if CALLBACKS in saved:
-            return {CALLBACKS: self._callbacks}
-        self._callbacks.begin_anew()
-        return {}
+        callbacks = {} if self.callbacks is None else {CALLBACKS: self.callbacks}
+        return {STATE: state, DATA: self.data, **callbacks}
 
 
 def close(checkpointer: HostsCheckpointer, *, last_step: int | None) -> None:
@@ -290,15 +262,22 @@ def preserve_newest(checkpointer: HostsCheckpointer, *, up_to: int) -> int | Non
     Returns:
       The step, to the primary host; None if there is none, or no storage.
     """
-    checkpointer.wait()
-    if not topology.is_primary():
+    stored = stored_before(checkpointer, up_to + 1)
+    if stored is None or not topology.is_primary():
         return None
     try:
-        root = PersistentRoot.from_path(checkpointer.directory)
-        step = max((each for each in root.steps() if each <= up_to), default=None)
-        if step is not None:
-            preserved.pin(root.final(step))
+        preserved.pin(str(stored.path))
     except (errors.CheckpointError, *bucket_clients.failures()) as error:
-        logging.error("no step up to %d could be preserved: %s", up_to, error)
+        logging.error("step %d could not be preserved: %s", stored.step, error)
         return None
-    return step
+    return stored.step
+
+
+def stored_before(
+    checkpointer: HostsCheckpointer, step: int
+) -> CheckpointMetadata | None:
+    """The newest complete step before `step` that persistent storage has."""
+    checkpointer.wait()
+    complete = checkpointer.checkpoints
+    stored = [each for each in complete if each.path and each.step < step]
+    return stored[-1] if stored else None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from orbax.checkpoint import multihost
@@ -34,44 +35,34 @@ class BackupClock:
         """Notes that a backup begins now."""
         self._began_secs = clock.monotonic()
 
-    def left_secs(self) -> float:
-        """The time until a backup is due; not above 0 if one is."""
-        return self._began_secs + self.every_secs - clock.monotonic()
+    def passed_secs(self) -> float:
+        """The time since the last backup."""
+        return clock.monotonic() - self._began_secs
+
+    def is_due(self) -> bool:
+        """Whether it is time for a backup."""
+        return self.passed_secs() >= self.every_secs
 
 
+@dataclasses.dataclass(kw_only=True)
 class Schedule:
     """Decides which tiers are due at a step, the same in every process of a world.
 
-    Args:
+    Attributes:
       chosen: the tiers.
       clock: of backups.
       agree: returns the values of host 0, in every process.
+      stored: the steps that a policy is given: that from which the run goes on, if any,
+        and those that were to be stored since, ascending.
     """
 
-    def __init__(
-        self,
-        chosen: Chosen,
-        clock: BackupClock,
-        *,
-        agree: Callable[[bool, int], tuple[bool, int]],
-    ) -> None:
-        self._local = chosen.local
-        self._persistent = chosen.persistent
-        self._clock = clock
-        self._agree = agree
-        # The steps that a policy is given: that of the start, and those stored since.
-        self._stored: list[Any] = []
-        # The step of the start, or the newest that was to be stored since.
-        self._backed_up = 0
-        self._is_time = False
-        # The step at which hosts compare clocks next, and when they did last.
-        self._next_look = 0
-        self._last_look: tuple[int, float] | None = None
-
-    def go_on_from(self, steps: Sequence[Any]) -> None:
-        """Notes the complete steps from which a run goes on, ascending."""
-        self._stored = list(steps)
-        self._backed_up = steps[-1].step if steps else 0
+    chosen: Chosen
+    clock: BackupClock
+    agree: Callable[[bool, int], tuple[bool, int]]
+    stored: list[Any] = dataclasses.field(default_factory=list)
+    _is_time: bool = False
+    # The step at which hosts compare clocks next.
+    _next_look: int = 0
 
     def note_save(self, step: Any, *, back_up: bool) -> None:
         """Notes that a save was begun.
@@ -81,12 +72,10 @@ class Schedule:
           back_up: whether it goes to persistent storage.
         """
         if back_up:
-            self._stored.append(step)
-            self._backed_up = step.step
-        if self._local is None:
-            self._clock.begin_again()
-        self._is_time, self._last_look = False, None
-        self._next_look = 0
+            self.stored.append(step)
+        if self.chosen.local is None:
+            self.clock.begin_again()
+        self._is_time, self._next_look = False, 0
 
     def is_due(self, step: Any, *, is_saving: bool) -> bool:
         """Whether any tier is due.
@@ -95,12 +84,12 @@ class Schedule:
           step: as for `note_save`.
           is_saving: whether a save is under way.
         """
-        if self._local is not None and step.step % self._local.every == 0:
+        local, persistent = self.chosen.local, self.chosen.persistent
+        if any(t and t.every and step.step % t.every == 0 for t in (local, persistent)):
             return True
-        if self._persistent is None or self._persistent.every is None:
-            return self.is_backup_due(step, is_saving=is_saving)
-        is_multiple = step.step % self._persistent.every == 0
-        return is_multiple or self._is_preempted(step)
+        if persistent is not None and persistent.every is not None:
+            return self._is_preempted(step)
+        return self.is_backup_due(step, is_saving=is_saving)
 
     def is_backup_due(
         self, step: Any, *, is_saving: bool, is_left: bool = False
@@ -119,42 +108,40 @@ class Schedule:
           is_left: whether the run goes on in another world, so that the signal to leave
             means no preemption.
         """
-        if self._persistent is None:
+        persistent = self.chosen.persistent
+        if persistent is None:
             return False
         preempted = not is_left and self._is_preempted(step)
-        policy = self._persistent.save_decision_policy
+        policy, every = persistent.save_decision_policy, persistent.every
         if policy is not None:
             context = ocp.training.save_decision_policies.DecisionContext(
                 is_saving_in_progress=is_saving,
                 reached_preemption=preempted,
                 multiprocessing_options=ocp.options.MultiprocessingOptions().v0(),
             )
-            return policy.should_save(step, self._stored, context=context)
+            return policy.should_save(step, self.stored, context=context)
         if preempted:
             return True
-        every = self._persistent.every
         if every is not None:
-            is_overdue = step.step // every > self._backed_up // every
+            # Also if it was at a step before, which a caller may not have saved.
+            is_overdue = step.step // every > self._backed_up() // every
             return is_overdue or step.step % every == 0
-        return self._local is None and self._has_time_passed(step.step)
+        return self.chosen.local is None and self._has_time_passed(step.step)
+
+    def _backed_up(self) -> int:
+        return self.stored[-1].step if self.stored else 0
 
     def _is_preempted(self, step: Any) -> bool:
         # The memory of hosts is lost with the machines.
         return preemption.reached(step.step, multihost.reached_preemption)
 
     def _has_time_passed(self, step: int) -> bool:
-        if self._is_time or step < self._next_look:
-            return self._is_time
-        now_secs = clock.monotonic()
-        left_secs = self._clock.left_secs()
-        skipped = 1
-        if self._last_look is not None:
-            last_step, last_secs = self._last_look
-            step_secs = (now_secs - last_secs) / max(1, step - last_step)
+        if not self._is_time and step >= self._next_look:
+            passed_secs = self.clock.passed_secs()
+            step_secs = passed_secs / max(1, step - self._backed_up())
             # Half of what is left: steps may become slower.
-            left = left_secs / (2 * max(step_secs, 1e-6))
+            left = (self.clock.every_secs - passed_secs) / (2 * max(step_secs, 1e-6))
             skipped = int(min(_MOST_STEPS, max(1, left)))
-        self._last_look = (step, now_secs)
-        self._is_time, skipped = self._agree(left_secs <= 0, skipped)
-        self._next_look = step + skipped
+            self._is_time, skipped = self.agree(self.clock.is_due(), skipped)
+            self._next_look = step + skipped
         return self._is_time

@@ -410,7 +410,7 @@ class SaveStages:
         # Hosts that share a machine leave its cores to those that still capture.
         self._looking.wait()
         hosts = self._hosts
-        is_due = self._clock.left_secs() <= 0 or self._backlog.is_owed
+        is_due = self._clock.is_due() or self._backlog.is_owed
         of_hosts = hosts.share(
             "ready",
             Readiness(

@@ -126,7 +126,10 @@ def assemble(
             on_error.enter_context(checkpointer)
             saved = configured.saved(config.checkpoint)
             saver = run_saver.RunSaver(
-                checkpointer, saved, data=batches, callbacks=called or None
+                checkpointer=checkpointer,
+                saved=saved,
+                data=batches,
+                callbacks=called or None,
             )
             start_step = saver.latest_step or 0
         if start_step > config.run.steps:
@@ -391,7 +394,7 @@ class Job:
         def go_back(step: int, why: str) -> bool:
             # It waits for saves and backups, which is no hang of a step.
             begin("restore")
-            older = saver.stored_before(restored)
+            older = run_saver.stored_before(saver.checkpointer, restored)
             self.loop.emit(
                 "restore_distrusted",
                 step=step,
@@ -412,7 +415,7 @@ class Job:
         # The devices may not have room for two states.
         for leaf in jax.tree.leaves(ended.state):
             leaf.delete()
-        older = saver.stored_before(before)
+        older = run_saver.stored_before(saver.checkpointer, before)
         assert older is not None
         state = saver.restore(self.loop.program.abstract_state, older)
         train_step.check_step(state, older.step)

@@ -30,7 +30,7 @@ def start(make, batches):
         def start(ram="ram", emit=events.nobody, **saved):
             opened = make(ram=ram, every=2, local={"every": 2}, emit=emit)
             saved = run_saver.Saved(**saved)
-            run = run_saver.RunSaver(opened, saved, data=batches)
+            run = run_saver.RunSaver(checkpointer=opened, saved=saved, data=batches)
             stack.callback(run.close)
             return run
 

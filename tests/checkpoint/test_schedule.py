@@ -31,7 +31,7 @@ class SetClock(seams.Clock):
 def made(*tiers, agree=lambda *answers: answers, since_secs=0.0, **options):
     chosen = Chosen.from_choices([*tiers, Persistent("/steps", **options)])
     backups = schedule.BackupClock(options.get("every_minutes"), since_secs=since_secs)
-    return schedule.Schedule(chosen, backups, agree=agree)
+    return schedule.Schedule(chosen=chosen, clock=backups, agree=agree)
 
 
 def due(made, steps, secs_a_step=0.0, clock=None):
@@ -63,7 +63,7 @@ def test_a_backup_that_is_due_is_made_at_the_first_saved_step(
 ):
     # MaxText saves at multiples of its period alone.
     of_both = made(Local("/ram", every=period), every=every)
-    of_both.go_on_from([Step(start)] if backup else [])
+    of_both.stored = [Step(start)] if backup else []
     newest = start if backup else 0
     for step in range(newest + 1, newest + 100):
         if step % period == 0:
@@ -115,7 +115,7 @@ def test_a_policy_of_orbax_decides():
     )
     assert due(made(save_decision_policy=any_of), range(1, 8)) == [1, 5]
     continued = made(save_decision_policy=any_of)
-    continued.go_on_from([Step(4)])
+    continued.stored = [Step(4)]
     assert due(continued, range(5, 8)) == [5]
     busy = made(save_decision_policy=policies.ContinuousCheckpointingPolicy())
     assert not busy.is_due(Step(1), is_saving=True)

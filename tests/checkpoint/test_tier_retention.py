@@ -236,7 +236,9 @@ def saver(tmp_path, *, every=100, keep=None, best=LOWEST_LOSS):
     ]
     saved = run_saver.Saved(best=best, in_background=False)
     checkpointer = frontend.Checkpointer(tiers, run="run", slice_name="s0")
-    return run_saver.RunSaver(checkpointer, saved, data=tiered_steps.Cursors())
+    return run_saver.RunSaver(
+        checkpointer=checkpointer, saved=saved, data=tiered_steps.Cursors()
+    )
 
 
 def evaluate(run, *steps, sign=1):
