@@ -20,9 +20,6 @@ from elastic_ckpt.checkpoint.structure import saved_trees
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps.manifest import Contents
 
-# In the place of a leaf that hosts read.
-_READ = object()
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AskedTrees:
@@ -36,17 +33,15 @@ class AskedTrees:
     read: Mapping[str, Any]
     given: Mapping[str, Any]
 
-    def filled(self, read: Mapping[str, Any]) -> dict[str, Any]:
+    def filled(self, made: Mapping[str, Any]) -> dict[str, Any]:
         """The requested trees, with the values that hosts read for `self.read`."""
-        return {
-            name: jax.tree.map(
-                lambda given, leaf: leaf if given is _READ else given,
-                tree,
-                read[name],
-                is_leaf=_is_none,
-            )
-            for name, tree in self.given.items()
-        }
+        return jax.tree.map(
+            lambda given, read, value: given if read is None else value,
+            dict(self.given),
+            dict(self.read),
+            {name: made[name] for name in self.given},
+            is_leaf=_is_none,
+        )
 
 
 def resolve(
@@ -78,35 +73,29 @@ def resolve(
             f"step {step} contains no pytrees named {missing}; it contains {there}."
             " Restore those, and each component with an object that can load it"
         )
-    given: dict[str, Any] = {}
-    read: dict[str, Any] = {}
-    skipped: list[str] = []
-    for name, tree in asked.items():
-        abstract = saved[name] if tree is None else tree
-        leaves = _leaves(name, saved[name])
-        paths = _leaves(name, abstract)
-        resolved_leaves = {
-            path: _resolved(path, leaf, leaves, may_add=partial and may_add)
-            for path, leaf in paths.items()
-        }
-        skipped += [
-            path for path, (stays, _) in resolved_leaves.items() if stays is not _READ
-        ]
-        structure = jax.tree.structure(abstract, is_leaf=_is_none)
-        stays, needed = (
-            zip(*resolved_leaves.values(), strict=True) if resolved_leaves else ((), ())
-        )
-        given[name] = jax.tree.unflatten(structure, stays)
-        read[name] = jax.tree.unflatten(structure, needed)
-        if not partial:
-            _check_texts(leaves, paths, step=step)
-    trees.check(
-        trees.asked(read),
-        contents,
-        step=step,
-        whole=() if partial else tuple(asked),
-        skipped=skipped,
-    )
+    abstract = {n: saved[n] if tree is None else tree for n, tree in asked.items()}
+    leaves = _leaves(saved)
+    resolved = {
+        path: _resolved(path, leaf, leaves.get(path), may_add=partial and may_add)
+        for path, leaf in _leaves(abstract).items()
+    }
+    structure = jax.tree.structure(abstract, is_leaf=_is_none)
+    given = structure.unflatten([stays for stays, _ in resolved.values()])
+    read = structure.unflatten([form for _, form in resolved.values()])
+    # By path, the shapes of leaves, and texts as such.
+    texts = {path: "text" for path, leaf in leaves.items() if isinstance(leaf, str)}
+    there = texts | {leaf.path: str(list(leaf.shape)) for leaf in contents.arrays}
+    now = dict.fromkeys(texts.keys() & resolved.keys(), "text")
+    now |= {leaf.path: str(list(leaf.shape)) for leaf in trees.asked(read)}
+    left_out = {path for path, (_, form) in resolved.items() if form is None}
+    if partial:
+        left_out |= there.keys()
+    kept = {
+        path: shape
+        for path, shape in there.items()
+        if path in now or (path.partition("/")[0] in asked and path not in left_out)
+    }
+    trees.check_same_model(f"step {step}", kept, now)
     return AskedTrees(read=read, given=given)
 
 
@@ -114,28 +103,25 @@ def _is_none(node: Any) -> bool:
     return node is None
 
 
-def _leaves(name: str, tree: Any) -> dict[str, Any]:
-    # None counts as a leaf.
-    return {
-        trees.leaf_path(name, path): leaf
-        for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=_is_none)
-    }
+def _leaves(named: Mapping[str, Any]) -> dict[str, Any]:
+    # By path; None counts as a leaf.
+    leaves = jax.tree.leaves_with_path(dict(named), is_leaf=_is_none)
+    return {trees.leaf_path(keys[0].key, keys[1:]): leaf for keys, leaf in leaves}
 
 
 def _resolved(
     path: str,
     leaf: Any,
-    saved: Mapping[str, Any],
+    was: Any,
     *,
     may_add: bool,
 ) -> tuple[Any, Any]:
     # The placeholder of a leaf until the hosts have read, and what they read for it.
     if leaf is None or leaf is ...:
         return leaf, None
-    was = saved.get(path)
     if was is None:
-        # `check` names it where that is an error.
-        return (leaf, None) if may_add else (_READ, leaf)
+        # It is named where that is an error.
+        return leaf, None if may_add else leaf
     if isinstance(was, str) != (leaf is str or isinstance(leaf, str)):
         raise errors.CheckpointError(
             f"{path} was saved as {was!r} and cannot be restored as {leaf!r}; request"
@@ -143,15 +129,24 @@ def _resolved(
         )
     if isinstance(was, str):
         return was, None
-    if not isinstance(leaf, type):
-        return _READ, _placed(path, leaf, was)
-    if issubclass(leaf, bool | int | float):
-        return _READ, leaf(0)
-    return _READ, _of_type(path, leaf, was)
+    return leaf, _form(path, leaf, was)
 
 
-def _placed(path: str, leaf: Any, was: Any) -> Any:
-    # Without a requested sharding an array keeps the saved one.
+def _form(path: str, leaf: Any, was: Any) -> Any:
+    # What is requested of an array or number that was saved.
+    if isinstance(leaf, type):
+        if issubclass(leaf, bool | int | float):
+            return leaf(0)
+        shape = getattr(was, "shape", ())
+        dtype = was.dtype if hasattr(was, "dtype") else np.asarray(was).dtype
+        if issubclass(leaf, np.ndarray) and not trees.is_key(was):
+            return trees.AbstractArray(shape=shape, dtype=dtype)
+        if not issubclass(leaf, jax.Array | jax.ShapeDtypeStruct):
+            raise errors.CheckpointError(
+                f"{path} cannot be restored as {leaf.__name__}; give jax.Array,"
+                " np.ndarray, bool, int, float or str, or an abstract array"
+            )
+        leaf = jax.ShapeDtypeStruct(shape, dtype)
     if trees.is_key(leaf) and trees.is_key(was) and leaf.dtype != was.dtype:
         raise errors.CheckpointError(
             f"{path} is a random key that was saved as {was.dtype}, and was requested"
@@ -159,30 +154,7 @@ def _placed(path: str, leaf: Any, was: Any) -> Any:
             " implementation that was saved (jax_default_prng_impl)"
         )
     if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
+        # Without a requested sharding an array keeps the saved one.
         sharding = getattr(was, "sharding", None)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return leaf
-
-
-def _of_type(path: str, kind: type, was: Any) -> Any:
-    # An array in the form of a type, of what was saved as an array or number.
-    shape = getattr(was, "shape", ())
-    dtype = was.dtype if hasattr(was, "dtype") else np.asarray(was).dtype
-    if issubclass(kind, np.ndarray) and not trees.is_key(was):
-        return trees.AbstractArray(shape=shape, dtype=dtype)
-    if issubclass(kind, jax.Array | jax.ShapeDtypeStruct):
-        sharding = getattr(was, "sharding", None)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-    raise errors.CheckpointError(
-        f"{path} cannot be restored as {kind.__name__}; give jax.Array, np.ndarray,"
-        " bool, int, float or str, or an abstract array"
-    )
-
-
-def _check_texts(
-    saved: Mapping[str, Any], asked: Mapping[str, Any], *, step: int
-) -> None:
-    texts = {path: "text" for path, leaf in saved.items() if isinstance(leaf, str)}
-    trees.check_same_model(
-        f"step {step}", texts, dict.fromkeys(texts.keys() & asked.keys(), "text")
-    )

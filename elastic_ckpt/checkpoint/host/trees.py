@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from jax.sharding import (
 
 from elastic_ckpt.core import boxes, errors
 from elastic_ckpt.steps import layout
-from elastic_ckpt.steps.manifest import Contents, escaped
+from elastic_ckpt.steps.manifest import escaped
 
 KeyPath = tuple[Any, ...]
 
@@ -51,7 +51,7 @@ class AbstractArray:
 
 def leaf_path(checkpointable: str, key_path: KeyPath) -> str:
     """The path of a leaf, such as `state/params/w`."""
-    keys = [jax.tree_util.keystr((key,), simple=True) for key in key_path]
+    keys = (jax.tree_util.keystr((key,), simple=True) for key in key_path)
     return "/".join([checkpointable, *map(escaped, keys)])
 
 
@@ -70,10 +70,11 @@ def structure_text(tree: Any) -> str:
 
 def leaves(trees: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of some trees by their paths; `None` is no leaf."""
-    found: dict[str, Any] = {}
-    for name, tree in trees.items():
-        found.update(zip(_paths(name, tree), jax.tree.leaves(tree), strict=True))
-    return found
+    return {
+        path: leaf
+        for name, tree in trees.items()
+        for path, leaf in zip(_paths(name, tree), jax.tree.leaves(tree), strict=True)
+    }
 
 
 def _paths(name: str, tree: Any) -> tuple[str, ...]:
@@ -82,8 +83,9 @@ def _paths(name: str, tree: Any) -> tuple[str, ...]:
     if key not in _KNOWN_PATHS:
         if len(_KNOWN_PATHS) > _MOST_KNOWN:
             _KNOWN_PATHS.clear()
-        keyed = jax.tree.leaves_with_path(tree)
-        _KNOWN_PATHS[key] = tuple(leaf_path(name, path) for path, _ in keyed)
+        _KNOWN_PATHS[key] = tuple(
+            leaf_path(name, path) for path, _ in jax.tree.leaves_with_path(tree)
+        )
     return _KNOWN_PATHS[key]
 
 
@@ -92,10 +94,6 @@ def arrays(trees: Mapping[str, Any]) -> dict[str, Any]:
     return {
         path: leaf for path, leaf in leaves(trees).items() if not isinstance(leaf, str)
     }
-
-
-def _itself(array: Any) -> Any:
-    return array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +113,7 @@ class AskedLeaf:
     shape: tuple[int, ...]
     dtype: Any = None
     sharding: Sharding | None = None
-    finish: Callable[[Any], Any] = _itself
+    finish: Callable[[Any], Any] = lambda array: array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,31 +172,6 @@ def wanted(
     return [_of_this_host(leaf, most_bytes) for leaf in asked(abstract)]
 
 
-def check(
-    asked: Sequence[AskedLeaf],
-    contents: Contents,
-    *,
-    step: int,
-    whole: Collection[str] = (),
-    skipped: Collection[str] = (),
-) -> None:
-    """Raises a CheckpointError unless a step has all that is asked, in those shapes.
-
-    Args:
-      asked: the leaves.
-      contents: of the step.
-      step: its number.
-      whole: the names of trees of which all leaves that were saved have to be asked.
-      skipped: the paths of leaves that need not be.
-    """
-    saved = {leaf.path: str(list(leaf.shape)) for leaf in contents.leaves}
-    now = {leaf.path: str(list(leaf.shape)) for leaf in asked}
-    needed = {path for path in saved if path.partition("/")[0] in whole}
-    needed -= set(skipped)
-    kept = {path: saved[path] for path in saved.keys() & (needed | now.keys())}
-    check_same_model(f"step {step}", kept, now)
-
-
 def check_same_model(
     what: str, saved: Mapping[str, str], now: Mapping[str, str]
 ) -> None:
@@ -227,17 +200,21 @@ def check_same_model(
 
 def rebuilt(tree: Any, name: str, made: Mapping[str, Any]) -> Any:
     """`tree` with the leaves that were made for their paths."""
-    paths = list(leaves({name: tree}))
-    structure = jax.tree_util.tree_structure(tree)
-    return jax.tree_util.tree_unflatten(structure, [made[path] for path in paths])
+    return jax.tree.unflatten(
+        jax.tree.structure(tree), [made[path] for path in _paths(name, tree)]
+    )
 
 
 def _asked(path: str, leaf: Any) -> AskedLeaf:
     if isinstance(leaf, bool | int | float | complex | np.generic):
-        kind = type(leaf)
-        return AskedLeaf(
-            path=path, shape=(), finish=lambda number: _number(path, number, kind)
-        )
+        kind, dtype = type(leaf), np.asarray(leaf).dtype
+
+        def number(array: np.ndarray) -> Any:
+            # An int may be any that was saved.
+            is_wide = kind is int and array.dtype == np.uint64
+            return kind(cast(path, array, array.dtype if is_wide else dtype)[()])
+
+        return AskedLeaf(path=path, shape=(), finish=number)
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         raise errors.CheckpointError(
             f"{path.removeprefix('/')} cannot be restored as a {type(leaf).__name__};"
@@ -252,10 +229,22 @@ def _asked(path: str, leaf: Any) -> AskedLeaf:
             dtype=dtype if dtype.isnative else dtype.newbyteorder("="),
         )
     sharding = _with_devices(path, leaf.sharding)
-    if is_key(leaf):
-        return _asked_key(path, leaf, sharding)
-    return AskedLeaf(
+    asked = AskedLeaf(
         path=path, shape=tuple(leaf.shape), dtype=leaf.dtype, sharding=sharding
+    )
+    if not is_key(leaf):
+        return asked
+    # The numbers of which a key consists are one more dim.
+    numbers = jax.eval_shape(jax.random.key_data, leaf)
+    if isinstance(sharding, NamedSharding):
+        more = [None] * (len(numbers.shape) - len(sharding.spec))
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, *more))
+    return dataclasses.replace(
+        asked,
+        shape=tuple(numbers.shape),
+        dtype=numbers.dtype,
+        sharding=sharding,
+        finish=functools.partial(jax.random.wrap_key_data, impl=key_impl(leaf)),
     )
 
 
@@ -282,106 +271,68 @@ def cast(path: str, values: np.ndarray, dtype: Any) -> np.ndarray:
     if is_real:
         is_kept = is_kept & (values.imag == 0)
     if not is_kept.all():
-        raise _changed(path, values[~is_kept][0], made[~is_kept][0])
+        raise errors.CheckpointError(
+            f"{path.removeprefix('/')} was saved with the value {values[~is_kept][0]}"
+            f" ({values.dtype}), of which the requested {made.dtype} would make"
+            f" {made[~is_kept][0]}; request it as it was saved, and convert it in the"
+            " program"
+        )
     return made
-
-
-def _number(path: str, number: np.ndarray, kind: type) -> Any:
-    if issubclass(kind, np.generic):
-        return cast(path, number, np.dtype(kind))[()]
-    value = number.item()
-    made = complex(value) if kind is complex else kind(np.real(value))
-    if made != value and value == value:
-        raise _changed(path, number[()], made)
-    return made
-
-
-def _changed(path: str, saved: Any, made: Any) -> errors.CheckpointError:
-    return errors.CheckpointError(
-        f"{path.removeprefix('/')} was saved with the value {saved} ({saved.dtype}), of"
-        f" which the requested {np.asarray(made).dtype} would make {made}; request it"
-        " as it was saved, and convert it in the program"
-    )
 
 
 def _with_devices(path: str, sharding: Sharding | None) -> Sharding:
     # Under `jax.set_mesh`, `jax.eval_shape` makes shardings of a mesh without devices.
-    if sharding is None:
-        return SingleDeviceSharding(jax.local_devices()[0])
-    if not isinstance(sharding, NamedSharding) or isinstance(sharding.mesh, Mesh):
-        return sharding
-    mesh = jax.sharding.get_mesh()
-    if mesh.abstract_mesh != sharding.mesh:
-        raise errors.CheckpointError(
-            f"{path.removeprefix('/')} has a sharding of a mesh without devices,"
-            f" {sharding.mesh}; restore it under jax.set_mesh(mesh), as it was made"
-        )
-    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
-
-
-def _asked_key(path: str, leaf: Any, sharding: Sharding) -> AskedLeaf:
-    numbers = jax.eval_shape(jax.random.key_data, leaf)
-    if isinstance(sharding, NamedSharding):
-        more = len(numbers.shape) - len(sharding.spec)
-        spec = PartitionSpec(*sharding.spec, *[None] * more)
-        sharding = NamedSharding(sharding.mesh, spec)
-    impl = key_impl(leaf)
-    return AskedLeaf(
-        path=path,
-        shape=tuple(numbers.shape),
-        dtype=numbers.dtype,
-        sharding=sharding,
-        finish=lambda data: jax.random.wrap_key_data(data, impl=impl),
-    )
+    if isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, Mesh):
+        mesh = jax.sharding.get_mesh()
+        if mesh.abstract_mesh != sharding.mesh:
+            raise errors.CheckpointError(
+                f"{path.removeprefix('/')} has a sharding of a mesh without devices,"
+                f" {sharding.mesh}; restore it under jax.set_mesh(mesh), as it was made"
+            )
+        memory_kind = sharding.memory_kind
+        return NamedSharding(mesh, sharding.spec, memory_kind=memory_kind)
+    return sharding or SingleDeviceSharding(jax.local_devices()[0])
 
 
 def _of_this_host(leaf: AskedLeaf, most_bytes: int | None) -> WantedLeaf:
     shape, dtype, sharding = leaf.shape, leaf.dtype, leaf.sharding
     if sharding is None:
-
-        def keep(number: int, values: np.ndarray) -> Any:
-            del number
-            return values if dtype is None else cast(leaf.path, values, dtype)
-
         return WantedLeaf(
             path=leaf.path,
             shape=shape,
             boxes=(boxes.whole(shape),),
-            place=keep,
+            place=lambda _, values: cast(leaf.path, values, dtype or values.dtype),
             join=lambda placed: leaf.finish(placed[0]),
         )
-    devices: dict[boxes.Box, list[Sharding]] = {}
-    is_moved = False
+    places: dict[boxes.Box, list[Sharding]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        box = boxes.of_index(index or (), shape)
         place = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-        devices.setdefault(box, []).append(place)
-        is_moved |= device.platform != "cpu"
+        places.setdefault(boxes.of_index(index or (), shape), []).append(place)
+    is_moved = any(each.platform != "cpu" for each in sharding.addressable_devices)
     if most_bytes is None and is_moved:
         most_bytes = MOST_PLACED_BYTES
     pieces = [
         (box, piece)
-        for box in devices
+        for box in places
         for piece in _cut(box, np.dtype(dtype).itemsize, most_bytes)
     ]
-    # On each device, of boxes that are made piece by piece, what is made so far.
-    growing: dict[tuple[boxes.Box, Sharding], jax.Array] = {}
+    # On each device, of a box that is made piece by piece, what is made so far.
+    growing: dict[Sharding, jax.Array] = {}
 
     def put(number: int, values: np.ndarray) -> list[jax.Array]:
         box, piece = pieces[number]
         values = cast(leaf.path, values, dtype)
-        placed = [jax.device_put(values, device) for device in devices[box]]
+        placed = [jax.device_put(values, place) for place in places[box]]
         if piece == box:
             return placed
         start = [a - b for a, b in zip(piece.start, box.start, strict=True)]
-        for device, part in zip(devices[box], placed, strict=True):
-            whole = growing.get((box, device))
-            if whole is None:
-                whole = jnp.empty(box.shape, part.dtype, device=device)
-            growing[box, device] = _updated(whole, part, start)
+        for place, part in zip(places[box], placed, strict=True):
+            if not any(start):
+                growing[place] = jnp.empty(box.shape, part.dtype, device=place)
+            growing[place] = _updated(growing[place], part, start)
         if piece.stop != box.stop:
             return []
-        return [growing.pop((box, device)) for device in devices[box]]
+        return [growing.pop(place) for place in places[box]]
 
     def join(placed: list[list[jax.Array]]) -> Any:
         return leaf.finish(

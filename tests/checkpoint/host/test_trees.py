@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from elastic_ckpt.checkpoint import asked_trees, structure
 from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps import manifest
@@ -110,18 +111,24 @@ def test_numbers_and_numpy_arrays_come_back_as_such():
 
 
 def test_a_step_of_another_model_is_refused_and_a_part_of_one_is_not():
+    saved = {"b": np.zeros(3, np.float32), "w": np.zeros((8, 8), np.float32)}
     contents = manifest.Contents(
         leaves=(
             manifest.Leaf(path="state/b", shape=(3,), dtype="float32"),
             manifest.Leaf(path="state/w", shape=(8, 8), dtype="float32"),
         ),
-        components={},
+        trees=structure.to_json({"state": saved}),
     )
-    part = trees.wanted({"state": {"w": np.zeros((8, 8))}})
-    trees.check(part, contents, step=3)
-    other = trees.wanted({"state": {"w": np.zeros((8, 4)), "c": 1}})
+
+    def resolve(tree, *, partial):
+        asked_trees.resolve({"state": tree}, contents, step=3, partial=partial)
+
+    part = {"w": np.zeros((8, 8))}
+    resolve(part, partial=True)
+    with pytest.raises(errors.OtherModelError, match=r"state/b: saved \[3\], now noth"):
+        resolve(part, partial=False)
     with pytest.raises(errors.CheckpointError) as caught:
-        trees.check(other, contents, step=3)
+        resolve({"w": np.zeros((8, 4)), "b": np.zeros(3), "c": 1}, partial=False)
     assert str(caught.value) == (
         "step 3 is a checkpoint of another model: its tree differs from the one that"
         " was requested (state/c: saved nothing, now []; state/w: saved [8, 8], now"
