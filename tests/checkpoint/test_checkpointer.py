@@ -253,6 +253,28 @@ def test_what_a_step_holds_is_told_and_can_be_asked_for(make):
         checkpointer.metadata(checkpointable_name="opt")
 
 
+def test_restored_values_stay_when_the_files_of_their_step_are_used_again(
+    make, tmp_path
+):
+    checkpointer = make(every=None)
+
+    def files():
+        found = tmp_path.glob("ram/hosts/*/**/*")
+        return {each.stat().st_ino for each in found if each.stat().st_size > 2**18}
+
+    def saved(step):
+        return {"jax": jnp.full(2**18, step), "numpy": np.full(2**18, step)}
+
+    assert checkpointer.save(1, saved(1))
+    of_first = files()
+    restored = checkpointer.load(1, saved(0))
+    for step in range(2, 5):
+        assert checkpointer.save(step, saved(step))
+        checkpointer.wait()
+    assert of_first & files()
+    jax.tree.map(np.testing.assert_array_equal, restored, saved(1))
+
+
 def test_what_is_in_ram_is_its_owners_alone():
     with shared_memory.directory("private") as directory:
         root = pathlib.Path(directory, "ram")
