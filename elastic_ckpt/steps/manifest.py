@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -193,8 +192,8 @@ class Parts(NamedTuple):
     """Parts as columns.
 
     Attributes:
-      holder: of each part, the number of its holder, int32 `[n]`.
-      leaf: the number of its leaf, int32 `[n]`.
+      holder: of each part, the number of its holder, int64 `[n]`.
+      leaf: the number of its leaf, int64 `[n]`.
       start: of its box, int64 `[n, r]`; 0 in dims that the leaf lacks.
       stop: likewise; 1 in dims that the leaf lacks.
       digest: `core.digest.values_digest` of its values, uint64 `[n, 2]`: the 16 bytes
@@ -217,8 +216,8 @@ class Parts(NamedTuple):
             [box for _, box, _ in ordered], rank=contents.shapes.shape[1]
         )
         return cls(
-            holder=np.zeros(len(ordered), np.int32),
-            leaf=np.array([leaf for leaf, *_ in ordered], np.int32),
+            holder=np.zeros(len(ordered), np.int64),
+            leaf=np.array([leaf for leaf, *_ in ordered], np.int64),
             start=held.start,
             stop=held.stop,
             digest=np.frombuffer(
@@ -234,9 +233,6 @@ class Parts(NamedTuple):
     def take(self, rows: np.ndarray) -> Parts:
         """Some of them."""
         return Parts(*(column.take(rows, axis=0) for column in self))
-
-
-_DTYPES = ("<i4", "<i4", "<i8", "<i8", "<u8")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -280,18 +276,17 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """Encodes it; `parse` reads that."""
         contents = json.dumps(codec.encode(self.contents), separators=(",", ":"))
-        columns = zip(self.parts, _DTYPES, strict=True)
+        holder, leaf, start, stop, digests = self.parts
+        columns = np.vstack(
+            [holder, leaf, start.T, stop.T, digests.view(np.int64).T], dtype="<i8"
+        )
         return checked_blobs.to_bytes(
             {
                 "run": self.run,
                 "step_id": codec.encode(self.step_id),
                 "holders": codec.encode(self.holders),
-                "num_parts": len(self.parts.leaf),
             },
-            [
-                contents.encode(),
-                *(np.ascontiguousarray(each, kind).tobytes() for each, kind in columns),
-            ],
+            [contents.encode(), columns.tobytes()],
             version=VERSION,
         )
 
@@ -306,7 +301,15 @@ class Manifest:
         fields, blobs = checked_blobs.parse(content, what="manifest", version=VERSION)
         try:
             contents = _contents(blobs[0])
-            parts = _columns(blobs[1:], int(fields["num_parts"]), contents)
+            rank = contents.shapes.shape[1]
+            columns = np.frombuffer(blobs[1], "<i8").reshape(2 * rank + 4, -1)
+            parts = Parts(
+                holder=columns[0],
+                leaf=columns[1],
+                start=columns[2 : 2 + rank].T,
+                stop=columns[2 + rank : -2].T,
+                digest=columns[-2:].T.view(np.uint64),
+            )
             holders = codec.decode(tuple[Holder, ...], fields["holders"])
             start, stop = parts.start, parts.stop
             inside = (start >= 0) & (start <= stop)
@@ -356,7 +359,7 @@ class Manifest:
         before = np.cumsum([0, *(len(each.holders) for each in manifests)])[:-1]
         several = zip(*(each.parts for each in manifests), strict=True)
         parts = Parts(*map(np.concatenate, several))
-        holder = parts.holder + np.repeat(before, sizes).astype(np.int32)
+        holder = parts.holder + np.repeat(before, sizes)
         return dataclasses.replace(
             first,
             holders=tuple(holder for each in manifests for holder in each.holders),
@@ -468,15 +471,6 @@ def _contents(text: bytes) -> Contents:
         }
     )
     return contents
-
-
-def _columns(blobs: Sequence[bytes], count: int, contents: Contents) -> Parts:
-    rank = contents.shapes.shape[1]
-    shapes = ((count,), (count,), (count, rank), (count, rank), (count, 2))
-    listed = list(zip(blobs, _DTYPES, shapes, strict=True))
-    sizes = [math.prod(shape) * np.dtype(kind).itemsize for _, kind, shape in listed]
-    _require({"columns of a length": [*map(len, blobs)] == sizes})
-    return Parts(*(np.frombuffer(blob, k).reshape(shape) for blob, k, shape in listed))
 
 
 def _require(checks: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ class Wanted(NamedTuple):
     """Boxes that a host requests, such as those of its shards under a new sharding.
 
     Attributes:
-      leaf: the number of the leaf of each, int32 `[w]`.
+      leaf: the number of the leaf of each, int64 `[w]`.
       boxes: `[w, r]`, padded as in `Parts`.
     """
 
@@ -63,7 +63,7 @@ class Wanted(NamedTuple):
                     " it with the shape that it was saved with"
                 )
         return cls(
-            leaf=np.array([numbers[path] for path, _ in listed], np.int32),
+            leaf=np.array([numbers[path] for path, _ in listed], np.int64),
             boxes=boxes.Boxes.from_boxes(
                 [box for _, box in listed], rank=contents.shapes.shape[1]
             ),

@@ -39,7 +39,7 @@ class StepTable:
       first_row: the rows of item k are `first_row[k]` to `first_row[k + 1]`, int64
         `[i + 1]`.
       item: of each row, ascending, int64 `[n]`.
-      holder: of each row, ascending in an item, int32 `[n]`.
+      holder: of each row, ascending in an item, int64 `[n]`.
       diverged: the items whose holders do not have the same values, int64.
 
     Raises:
