@@ -41,17 +41,14 @@ class Hosts(Protocol):
     @property
     def own(self) -> int:
         """The number of the host whose paths mean the same to this process."""
-        ...
 
     @property
     def num_hosts(self) -> int:
         """How many hosts the world has."""
-        ...
 
     @property
     def is_apart(self) -> bool:
         """Whether this process does not share the memory of the host `own`."""
-        ...
 
     def all(
         self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs
@@ -65,7 +62,6 @@ class Hosts(Protocol):
           HostsFailedError: if it failed on any host.
           ReplacedError: if another start has continued the run.
         """
-        ...
 
     def first(
         self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs
@@ -76,7 +72,6 @@ class Hosts(Protocol):
           HostsFailedError: if it failed.
           ReplacedError: if another start has continued the run.
         """
-        ...
 
     def share(self, name: str, value: AnswerT) -> list[AnswerT]:
         """Passes a value of each driver to all drivers, in their order.
@@ -85,15 +80,12 @@ class Hosts(Protocol):
           name: of the values, as calls have one; see `all` for their order.
           value: a dataclass that `codec` encodes, or JSON.
         """
-        ...
 
     def capture(self, step_id: StepId, trees: Mapping[str, Any]) -> CapturedIn:
         """Copies what the devices of every host hold."""
-        ...
 
     def opened(self) -> Contents:
         """The contents of the step that is open (`HostReader.open_step`)."""
-        ...
 
     def check(
         self,
@@ -115,7 +107,6 @@ class Hosts(Protocol):
         Raises:
           HostsFailedError: if it has no such component.
         """
-        ...
 
     def read(self) -> list[dict[str, int]]:
         """Reads and verifies on all hosts what `check` has selected.
@@ -126,11 +117,9 @@ class Hosts(Protocol):
         Raises:
           HostsFailedError: if no good copy of a part is left.
         """
-        ...
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
         """The trees and those of other layouts, made of what the hosts read last."""
-        ...
 
     def are_leaving(self, error: BaseException) -> bool:
         """Whether all drivers leave because of errors, so that they can do so together.
@@ -138,11 +127,9 @@ class Hosts(Protocol):
         Args:
           error: of this driver.
         """
-        ...
 
     def close(self) -> None:
         """Releases the hosts."""
-        ...
 
 
 class InEveryProcess:

@@ -129,7 +129,7 @@ class _Backlog:
     def __init__(self, emit: events.Emit, record: Callable[[float], None]) -> None:
         self._emit, self._record = emit, record
         self._lock = threading.Lock()
-        self._steps: set[StepId] = set()
+        self.steps: set[StepId] = set()
         # The newest in RAM that was to be backed up.
         self.in_ram: Saving | None = None
         self.why: dict[int, str] = {}
@@ -142,7 +142,7 @@ class _Backlog:
     def late(self) -> Saving | None:
         # The step in RAM that waits for its backup, or is being uploaded.
         late = self.in_ram
-        if late is None or not any(each <= late.step_id for each in [*self._steps]):
+        if late is None or not any(each <= late.step_id for each in [*self.steps]):
             return None
         return late
 
@@ -150,16 +150,13 @@ class _Backlog:
     def is_owed(self) -> bool:
         # Whether the newest is not in RAM either.
         step_ids = [] if self.in_ram is None else [self.in_ram.step_id]
-        return max([*self._steps, *step_ids], default=None) not in [None, *step_ids]
-
-    def __len__(self) -> int:
-        return len(self._steps)
+        return max([*self.steps, *step_ids], default=None) not in [None, *step_ids]
 
     def add(self, step_id: StepId) -> None:
         # A step is due.
         with self._lock:
-            self._steps.add(step_id)
-        self._record(len(self))
+            self.steps.add(step_id)
+        self._record(len(self.steps))
 
     def fail(self, step: int, why: str) -> None:
         # Storage has not taken a step.
@@ -170,11 +167,11 @@ class _Backlog:
         # A step is in storage. Storage has recovered, unless newer steps wait that it
         # has not taken.
         with self._lock:
-            stored = {each for each in self._steps if each <= step_id}
-            self._steps -= stored
+            stored = {each for each in self.steps if each <= step_id}
+            self.steps -= stored
             self.why = {n: why for n, why in self.why.items() if n > step_id.step}
-        self._record(len(self))
-        refused = [each for each in [*self._steps] if each.step in self.why]
+        self._record(len(self.steps))
+        refused = [each for each in [*self.steps] if each.step in self.why]
         if self._failing_secs and not refused:
             secs, self._failing_secs = time.monotonic() - self._failing_secs, None
             self._emit(
@@ -188,13 +185,13 @@ class _Backlog:
     def drop_after(self, step: int) -> None:
         # The run goes on from a step.
         with self._lock:
-            self._steps = {each for each in self._steps if each.step <= step}
+            self.steps = {each for each in self.steps if each.step <= step}
         if self.in_ram is not None and self.in_ram.step > step:
             self.in_ram = None
 
     def check(self) -> None:
         # Raises a NotStoredError if a step is left; a second end of the run finds none.
-        late, steps, self._steps = self.in_ram, sorted(self._steps), set()
+        late, steps, self.steps = self.in_ram, sorted(self.steps), set()
         if not steps:
             return
         newest, several = steps[-1], ""
@@ -310,13 +307,13 @@ class SaveStages:
         step = step_id.step
 
         def clean() -> None:
-            for number, path in self._hosts.first(
-                HostBackup.clean, step_id.save, self._covered
-            ):
+            save, restored = step_id.save, self._covered
+            for number, path in self._hosts.first(HostBackup.clean, save, restored):
                 self._emit("step_interrupted", step=number, path=path, resume_step=step)
 
-        what = "leftovers were not removed: "
-        self._start(self._cleaning, "persistent", step, clean, what)
+        self._start(
+            self._cleaning, "persistent", step, clean, "leftovers were not removed: "
+        )
 
     def catch_up(self, restored: CheckpointMetadata) -> None:
         """Begins to finish what worlds before could not.
@@ -379,10 +376,17 @@ class SaveStages:
         self.check()
 
     def _copy(self) -> None:
+        # Begins the copies of the newest step, unless they were begun.
         committed, self._uncopied = self._uncopied, None
-        if committed is not None:
-            copy = functools.partial(self._replicate, committed)
-            self._start(self._copy_stage, "peer", committed.step, copy)
+        if committed is None:
+            return
+
+        def replicate() -> None:
+            if self._make_copies(committed):
+                self._covered = committed.step_id
+            self._collect(committed)
+
+        self._start(self._copy_stage, "peer", committed.step, replicate)
 
     def _start(
         self, stage: Stage, tier: str, step: int, work: Callable[[], T], what: str = ""
@@ -418,10 +422,9 @@ class SaveStages:
                 can_copy=self._copy_stage.idle,
                 can_back_up=self._backup_stage.idle,
                 is_due=is_due,
-                is_behind=len(self._backlog) > 0,
+                is_behind=bool(self._backlog.steps),
             ),
         )
-        notes = [each.notes for each in of_hosts]
         ready = dataclasses.replace(
             of_hosts[0],
             can_copy=all(each.can_copy for each in of_hosts),
@@ -430,13 +433,14 @@ class SaveStages:
         saving = dataclasses.replace(
             saving,
             description=saving.description.changed(
-                metrics=notes[0].metrics, custom_metadata=notes[0].custom_metadata
+                metrics=ready.notes.metrics,
+                custom_metadata=ready.notes.custom_metadata,
             ),
             back_up=saving.back_up or (ready.is_due and self._has_storage),
         )
         if saving.back_up:
             self._backlog.add(saving.step_id)
-        difference = saving.difference(hosts, notes)
+        difference = saving.difference(hosts, [each.notes for each in of_hosts])
         if difference is None:
             validation_schedule.compare(saving.step, saving.stateful, emit=self._emit)
             saving, left_out = saving.complete(hosts)
@@ -474,11 +478,12 @@ class SaveStages:
                 # An older step may have been kept because newer ones lack copies.
                 self._covered = None
                 self._collect(self.committed)
-            why = str(errors.HostsFailedError(full))
+            why = errors.HostsFailedError(full)
             if not (saving.back_up or (saving.is_last_of_world and self._has_storage)):
                 return self._give_up(saving, f"it was not saved: {why}")
-            why += "; it goes to storage without RAM"
-            self._degraded("local", saving.step, why)
+            self._degraded(
+                "local", saving.step, f"{why}; it goes to storage without RAM"
+            )
         if full or not self._in_ram:
             return self._store(saving, contents, functools.partial(commit, False))
         commit(True)
@@ -549,14 +554,11 @@ class SaveStages:
             self._begin_backup(saving)
         elif saving.back_up:
             self._backlog.in_ram = saving
-            why = "the backup of an earlier step is not done; it comes next"
-            why += f"; {storage_cause.advice(why)}"
+            why = (
+                "the backup of an earlier step is not done; it comes next; save less"
+                " often, or use faster storage"
+            )
             self._not_taken(saving.step, why)
-
-    def _replicate(self, committed: CheckpointMetadata) -> None:
-        if self._make_copies(committed):
-            self._covered = committed.step_id
-        self._collect(committed)
 
     def _make_copies(self, committed: CheckpointMetadata) -> bool:
         # Copies parts of a step between hosts; whether none failed.

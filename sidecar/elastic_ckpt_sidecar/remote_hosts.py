@@ -122,6 +122,8 @@ class RemoteHosts:
         self, hosts: Sequence[HostDevices], configs: Sequence[HostConfig]
     ) -> None:
         self.num_hosts = len(hosts)
+        # Of host 0.
+        self._directory = configs[0].directory
         host_of = {cpu.id: n for n, host in enumerate(hosts) for cpu in host.cpus}
         self._agent = host_agent.HostAgent(tuple(configs), host_of)
         self._arrays = HeadArrays(hosts)
@@ -142,8 +144,8 @@ class RemoteHosts:
     @functools.cached_property
     def is_apart(self) -> bool:
         """See `Hosts`; a head that shares the memory of host 0 finds its id there."""
-        own, directory = self.first(HostEndpoint.machine)
-        return machine.find(directory) != own
+        own = self.first(HostEndpoint.introduce).machine
+        return machine.find(self._directory) != own
 
     def all(
         self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs

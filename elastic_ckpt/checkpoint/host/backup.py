@@ -55,7 +55,6 @@ class HostBackup:
     def __init__(self, world: HostWorld) -> None:
         assert world.root is not None
         self._world, self._root = world, world.root
-        self._arranged: StepId | None = None
         self._leases: leases.Watch = {}
         assert world.chosen.persistent is not None
         self._keep = world.chosen.persistent.keep
@@ -259,12 +258,9 @@ class HostBackup:
         Raises:
           CheckpointError: if storage cannot be reached.
         """
-        root = self._root
-        if not root.is_committed(step_id.step):
-            return False
-        return (
-            not step_id.save
-            or root.save_of(step_id.step, run=self._world.run) == step_id.save
+        step, save = step_id
+        return self._root.is_committed(step) and (
+            not save or self._root.save_of(step, run=self._world.run) == save
         )
 
     @calls.call(limit_secs=calls.LONG_SECS)
@@ -332,15 +328,13 @@ class HostBackup:
         )
 
     def _arrange(self, contents: Contents, step_id: StepId) -> None:
-        if self._arranged != step_id:
-            leases.arrange(
-                self._root,
-                Line(save=step_id.save, parents=contents.parents),
-                run=self._world.run,
-                step=step_id.step,
-                watch=self._leases,
-            )
-            self._arranged = step_id
+        leases.arrange(
+            self._root,
+            Line(save=step_id.save, parents=contents.parents),
+            run=self._world.run,
+            step=step_id.step,
+            watch=self._leases,
+        )
 
     def _saved_step(self, step_id: StepId) -> upload.UploadedStep:
         contents = self._world.holding(step_id).found.table.contents

@@ -87,9 +87,7 @@ class HostEndpoint:
         file = config.peer_tier.secret_file
         if config.chosen.read_ram is not None:
             found = ram_disk.RamDisk(config.chosen.read_ram, run=config.run)
-        stored = None
-        if config.chosen.persistent is not None and config.number == 0:
-            stored = config.chosen.persistent.directory
+        persistent = None if config.number else config.chosen.persistent
         return Introduction(
             machine=self._disk.machine,
             secret=secret.find(root) if file is None else secret.read(file),
@@ -98,13 +96,8 @@ class HostEndpoint:
             now_secs=clock.time_ns() / 10**9,
             fresh_identity=secrets.token_hex(16),
             disk=run_files.place(found.root, has_steps=bool(found.all_saves())),
-            stored=None if stored is None else run_files.place(stored),
+            stored=run_files.place(persistent.directory) if persistent else None,
         )
-
-    @calls.call()
-    def machine(self) -> tuple[str, str]:
-        """The id of this host's memory, and the directory that has it."""
-        return self._disk.machine, str(self._disk.root)
 
     @calls.call()
     def join(
@@ -209,10 +202,8 @@ def join(hosts: Hosts, *, writer: claims.Writer | None = None) -> None:
     """
     introduced = hosts.all(HostEndpoint.introduce)
     # Machines that were in a world before have its secret, and so have idle ones.
-    known = [each.secret for each in introduced if each.secret is not None]
-    shared = introduced[0].fresh_secret
-    if known:
-        shared = collections.Counter(known).most_common(1)[0][0]
+    known = collections.Counter(each.secret for each in introduced if each.secret)
+    shared = next(iter(known.most_common(1)), (introduced[0].fresh_secret, 0))[0]
     # The slot of a host is how many hosts before it are on the same machine.
     counts: collections.Counter[str] = collections.Counter()
     slots = []

@@ -72,8 +72,7 @@ class HostSaver:
         saving = _Saving(captured=captured, staging=self.staging / str(step_id))
         storage.remove(saving.staging)
         self._saving[step_id] = saving
-        notice = self._memory.notice
-        return CapturedIn(str(saving.staging), captured.is_lent, notice)
+        return CapturedIn(str(saving.staging), captured.is_lent, self._memory.notice)
 
     @calls.call()
     def put(self, step_id: StepId, files: Mapping[str, bytes]) -> None:
