@@ -38,100 +38,88 @@ _NONE = StepId(-1, "")
 _HOLD_SECS, _LEAST_BYTES_PER_SEC = 60.0, 2**24
 
 
-class BackupHost:
-    """One of the backup hosts of a run.
-
-    Args:
-      root: of its RAM disk, which an agent serves.
-      steps: the directory of the run's steps in storage.
-      backups: the URLs of the agents of all backup hosts, in the same order on each.
-      client: of agents.
+def open_disk(root: epath.PathLike, *, run: str) -> local.LocalHost:
+    """The steps of a backup host in its RAM disk, which an agent serves.
 
     Raises:
-      CheckpointError: if storage is out of reach.
-      RunError: if another process keeps steps in this RAM disk.
+      RunError: if another process keeps steps in it.
     """
+    disk = ram_disk.RamDisk(root, run=run)
+    domains = {"host": disk.machine, "backup": "backup"}
+    own = local.LocalHost(disk, slot=0, domains=domains, number=0)
+    own.clean()
+    return own
 
-    def __init__(
-        self,
-        root: epath.PathLike,
-        *,
-        steps: epath.PathLike,
-        backups: Sequence[str],
-        client: PeerClient,
-    ) -> None:
-        self._steps, self._client, self._backups = steps, client, list(backups)
-        while (record := run_files.read_agents(steps)) is None:
-            time.sleep(_POLL_SECS)
-        self._record = record
-        disk = ram_disk.RamDisk(root, run=record.run)
-        domains = {"host": disk.machine, "backup": "backup"}
-        self._own = local.LocalHost(disk, slot=0, domains=domains, number=0)
-        self._own.clean()
 
-    def follow(self) -> tuple[StepId, Replicated] | None:
-        """Copies this host's share of one step; returns it, or None if none is due.
+def follow(
+    own: local.LocalHost,
+    *,
+    agents: Sequence[str],
+    backups: Sequence[str],
+    client: PeerClient,
+) -> tuple[StepId, Replicated] | None:
+    """Copies this host's share of one step.
 
-        Raises:
-          CheckpointError: if the share does not fit or cannot be read; what is there
-            stays.
-          RunError: if this host is not among the backup hosts.
-        """
-        self._record = run_files.read_agents(self._steps) or self._record
-        urls = list(self._record.urls.values())
-        own = self._own.held()
-        newest = max(own, key=_order, default=_NONE)
-        backups = self._peers(self._backups)
-        # The steps of those that answer; this host may be among them.
-        others = [
-            set(each.known_saves()) for each in backups if not each.listing.problem
-        ]
-        ahead = [each for each in set().union(*others) if _order(each) > _order(newest)]
-        if own and not ahead and any(newest not in saves for saves in others):
-            self._hold(newest, _HOLD_SECS)
-            return None
-        # One agent is asked: each has parts of every step.
-        listed = ahead or self._peers([random.choice(urls)])[0].known_saves()
-        if not any(_order(each) > _order(newest) for each in listed):
-            return None
-        search, found = find.search(self._peers(urls)), None
-        if ahead:
-            # The run may have it no more.
-            with contextlib.suppress(errors.CheckpointError):
-                found = search.of_step(*max(ahead, key=_order))
-        found = found or search.newest().found
-        if found is None or _order(found.step_id) <= _order(newest):
-            return None
-        # This host is the one whose agent serves this memory.
-        machines, disk = [each.listing.machine for each in backups], self._own.disk
-        if disk.machine not in machines:
-            raise errors.RunError(
-                f"none of the backup hosts {self._backups} is this one, whose RAM disk"
-                f" is {disk.root}; give each the same URLs, at which it reaches itself"
-            )
-        common = set(own).intersection(*others)
-        for each in {*own} - {newest, max(common, key=_order, default=_NONE)}:
-            self._own.remove(each)
-        sizes, everyone = found.table.num_bytes, tuple(range(len(machines)))
-        taker = np.array(owners.shares([everyone] * len(sizes), sizes), int)
-        mine = np.flatnonzero(taker == machines.index(disk.machine)).tolist()
-        secs = _HOLD_SECS + int(sizes[mine].sum()) / _LEAST_BYTES_PER_SEC
-        self._hold(found.step_id, secs)
-        return found.step_id, copies.fetch(self._own, found, mine, is_partial=False)
+    Args:
+      own: the steps of this host.
+      agents: the URLs of the agents of the run.
+      backups: those of all backup hosts, in the same order on each.
+      client: of agents.
 
-    def close(self) -> None:
-        """Releases the RAM disk; the steps in it stay."""
-        self._own.close()
+    Returns:
+      The step and what was copied; None if none is due.
 
-    def _peers(self, urls: Sequence[str]) -> list[Peer]:
-        return [Peer(url, self._client, self._record.run) for url in urls]
+    Raises:
+      CheckpointError: if the share does not fit or cannot be read; what is there stays.
+      RunError: if this host is not among the backup hosts.
+    """
+    held, disk = own.held(), own.disk
+    newest = max(held, key=_order, default=_NONE)
+    hosts = [Peer(url, client, disk.run) for url in backups]
+    # The steps of those that answer; this host may be among them.
+    others = [set(each.known_saves()) for each in hosts if not each.listing.problem]
+    ahead = [each for each in set().union(*others) if _order(each) > _order(newest)]
+    if held and not ahead and any(newest not in saves for saves in others):
+        _hold(newest, _HOLD_SECS, agents, client)
+        return None
+    # One agent is asked: each has parts of every step.
+    listed = ahead or Peer(random.choice(agents), client, disk.run).known_saves()
+    if not any(_order(each) > _order(newest) for each in listed):
+        return None
+    search, found = find.search([Peer(url, client, disk.run) for url in agents]), None
+    if ahead:
+        # The run may have it no more.
+        with contextlib.suppress(errors.CheckpointError):
+            found = search.of_step(*max(ahead, key=_order))
+    found = found or search.newest().found
+    if found is None or _order(found.step_id) <= _order(newest):
+        return None
+    # This host is the one whose agent serves this memory.
+    machines = [each.listing.machine for each in hosts]
+    if disk.machine not in machines:
+        raise errors.RunError(
+            f"none of the backup hosts {backups} is this one, whose RAM disk is"
+            f" {disk.root}; give each the same URLs, at which it reaches itself"
+        )
+    common = set(held).intersection(*others)
+    for each in {*held} - {newest, max(common, key=_order, default=_NONE)}:
+        own.remove(each)
+    sizes, everyone = found.table.num_bytes, tuple(range(len(machines)))
+    taker = np.array(owners.shares([everyone] * len(sizes), sizes), int)
+    mine = np.flatnonzero(taker == machines.index(disk.machine)).tolist()
+    secs = _HOLD_SECS + int(sizes[mine].sum()) / _LEAST_BYTES_PER_SEC
+    _hold(found.step_id, secs, agents, client)
+    return found.step_id, copies.fetch(own, found, mine, is_partial=False)
 
-    def _hold(self, step_id: StepId, secs: float) -> None:
-        # At one machine it counts for all.
-        for url in self._record.urls.values():
-            with contextlib.suppress(RepairError):
-                self._client.endpoint(url).put(f"/holds/{step_id}", b"%d" % secs)
-                return
+
+def _hold(
+    step_id: StepId, secs: float, agents: Sequence[str], client: PeerClient
+) -> None:
+    # At one machine it counts for all.
+    for url in agents:
+        with contextlib.suppress(RepairError):
+            client.endpoint(url).put(f"/holds/{step_id}", b"%d" % secs)
+            return
 
 
 def serve(
@@ -142,7 +130,19 @@ def serve(
     tls_ca: epath.PathLike | None,
     max_bytes_per_sec: float | None,
 ) -> None:
-    """Serves a RAM disk, and follows the run until a signal ends this process."""
+    """Serves a RAM disk, and follows the run until a signal ends this process.
+
+    Args:
+      service: of the RAM disk.
+      steps: the directory of the run's steps in storage.
+      backups: the URLs of the agents of all backup hosts.
+      tls_ca: a PEM file with the authority of the agents' certificates.
+      max_bytes_per_sec: the most that are copied.
+
+    Raises:
+      CheckpointError: if storage is out of reach at the beginning.
+      RunError: as `open_disk` and `follow`.
+    """
     storage.make_private_directory(service.root)
     with contextlib.closing(agent.AgentProcess(service)) as process:
         print(f"serving {service.root} at {process.address.url}", flush=True)
@@ -151,23 +151,27 @@ def serve(
             tls_ca=tls_ca,
             max_bytes_per_sec=max_bytes_per_sec,
         )
-        backup = BackupHost(service.root, steps=steps, backups=backups, client=client)
-        with contextlib.closing(client), contextlib.closing(backup):
+        while (record := run_files.read_agents(steps)) is None:
+            time.sleep(_POLL_SECS)
+        own = open_disk(service.root, run=record.run)
+        with contextlib.closing(client), contextlib.closing(own):
             while True:
-                told = None
+                copied = None
                 try:
-                    if copied := backup.follow():
-                        (step, _), taken = copied
-                        told = (
-                            f"copied {taken.copies} parts, {taken.num_bytes} bytes, of"
-                            f" step {step}"
-                        )
+                    record = run_files.read_agents(steps) or record
+                    urls = list(record.urls.values())
+                    copied = follow(own, agents=urls, backups=backups, client=client)
                 except (errors.CheckpointError, OSError) as error:
                     print(f"no step was copied: {error}", flush=True)
-                if told:
-                    print(told, flush=True)
-                else:
+                if copied is None:
                     time.sleep(_POLL_SECS)
+                    continue
+                (step, _), taken = copied
+                print(
+                    f"copied {taken.copies} parts, {taken.num_bytes} bytes, of step"
+                    f" {step}",
+                    flush=True,
+                )
 
 
 def _order(saved: StepId) -> tuple[str, int]:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from etils import epath
 
@@ -14,8 +14,6 @@ from elastic_ckpt.core import errors, storage, working_directory
 from elastic_ckpt.steps import owners
 from elastic_ckpt.steps.retention import PreservationPolicy
 from elastic_ckpt.tiers.peers import agent
-
-T = TypeVar("T")
 
 CaptureIn = Literal["auto", "host", "device", "wait"]
 PINNED_BYTES = 2**29
@@ -181,8 +179,8 @@ class Persistent(Tier):
         the host's memory at a time.
 
     Raises:
-      ConfigError: if several of the three are given, or a setting is invalid. If none
-        is given, a checkpointer that writes raises it.
+      ConfigError: if a setting is invalid. If none or several of the three are given, a
+        checkpointer that writes raises it.
     """
 
     directory: epath.PathLike
@@ -195,8 +193,6 @@ class Persistent(Tier):
 
     def __post_init__(self) -> None:
         _make_absolute(self, "directory")
-        if len(_intervals(self)) > 1:
-            raise _not_one_interval(self)
         _check_positive(self, "every", "every_minutes")
         _check(self, _POLICY, lambda each: hasattr(each, "should_preserve"), "keep")
         _check(
@@ -238,25 +234,27 @@ class Chosen:
         Raises:
           ConfigError: if they are no tiers, or do not fit together.
         """
-        if not all(isinstance(tier, Tier) for tier in tiers):
+        local = next((each for each in tiers if isinstance(each, Local)), None)
+        peers = next((each for each in tiers if isinstance(each, Peers)), None)
+        persistent = next(
+            (each for each in tiers if isinstance(each, Persistent)), None
+        )
+        taken = [each for each in (local, peers, persistent) if each is not None]
+        if len(taken) != len(tiers) or (local is None and taken != [persistent]):
+            kinds = ", ".join(type(each).__name__ for each in tiers) or "nothing"
             raise errors.ConfigError(
-                f"tiers={tiers!r} is not a list of tiers; give a list, such as"
-                " [ec.Local(directory, ...), ec.Persistent(directory, ...)]"
+                f"tiers is a list of {kinds}: give ec.Local(directory, ...), or"
+                " ec.Persistent(directory, every=STEPS), or both, each once; and"
+                " ec.Peers(...) only with ec.Local(...), whose steps it copies"
             )
-        local, peers = _only(tiers, Local), _only(tiers, Peers)
-        persistent = _only(tiers, Persistent)
-        if local is None and peers is not None:
+        names = ("every", "every_minutes", "save_decision_policy")
+        given = [name for name in names if getattr(persistent, name, None) is not None]
+        if persistent is not None and not read_only and len(given) != 1:
             raise errors.ConfigError(
-                "tiers contains ec.Peers(...) without ec.Local(...): peers copy the"
-                " steps in the hosts' RAM; add ec.Local(directory, every=STEPS)"
+                f"Persistent({os.fspath(persistent.directory)!r}) has"
+                f" {' and '.join(given) or 'no interval'}; give one of every=STEPS,"
+                " every_minutes=MINUTES and save_decision_policy=POLICY"
             )
-        if local is None and persistent is None:
-            raise errors.ConfigError(
-                "tiers is empty; give ec.Persistent(directory, every=STEPS), with or"
-                " without ec.Local(...)"
-            )
-        if persistent is not None and not read_only and not _intervals(persistent):
-            raise _not_one_interval(persistent)
         if local is not None and persistent is not None:
             ram, stored = _real(local.directory), _real(persistent.directory)
             if storage.is_local(persistent.directory) and stored.is_relative_to(ram):
@@ -295,31 +293,8 @@ class Chosen:
         return working_directory.new_path()
 
 
-def _only(tiers: Sequence[Tier], kind: type[T]) -> T | None:
-    found = [tier for tier in tiers if isinstance(tier, kind)]
-    if len(found) > 1:
-        raise errors.ConfigError(
-            f"tiers contains {kind.__name__}(...) twice; give at most one tier of each"
-            " kind"
-        )
-    return found[0] if found else None
-
-
 def _real(directory: epath.PathLike) -> pathlib.Path:
     return pathlib.Path(os.path.realpath(directory))
-
-
-def _intervals(persistent: Persistent) -> list[str]:
-    names = ("every", "every_minutes", "save_decision_policy")
-    return [name for name in names if getattr(persistent, name) is not None]
-
-
-def _not_one_interval(persistent: Persistent) -> errors.ConfigError:
-    return errors.ConfigError(
-        f"Persistent({os.fspath(persistent.directory)!r}) has"
-        f" {' and '.join(_intervals(persistent)) or 'no interval'}; give one of"
-        " every=STEPS, every_minutes=MINUTES and save_decision_policy=POLICY"
-    )
 
 
 def _check(

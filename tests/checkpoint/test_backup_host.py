@@ -10,7 +10,6 @@ from elastic_ckpt.checkpoint import backup_host
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers import find, preserved
 from elastic_ckpt.tiers.peers import agent, peer_client, secret
-from elastic_ckpt.tiers.persistent import run_files
 from elastic_ckpt.tiers.ram import ram_disk
 from tests.tiers import served, tiered_steps
 
@@ -19,7 +18,7 @@ class Run:
     """A run's RAM disk and the memory of two backup hosts, as they were saved."""
 
     def __init__(self, directory, stack):
-        self.ram, self.steps = directory / "ram", directory / "steps"
+        self.ram = directory / "ram"
         self.roots = [directory / "backup-0", directory / "backup-1"]
         self.saved = directory / "saved"
         with tiered_steps.checkpointer(self.saved) as opened:
@@ -32,20 +31,16 @@ class Run:
             secret.adopt(root, known)
             service = agent.Service(root=str(root))
             urls.append(stack.enter_context(served.serving(service)).url)
-        seen = {"m": run_files.Seen(urls[0], 1.0)}
-        run_files.write_agents(self.steps, run_files.RunAgents(tiered_steps.RUN, seen))
         client = peer_client.PeerClient(known, timeout_secs=600)
         stack.callback(client.close)
-        self.urls, self.client = urls[1:], client
+        (self.url, *self.urls), self.client = urls, client
         self.hosts = [
             stack.enter_context(contextlib.closing(self.backup(root)))
             for root in self.roots
         ]
 
     def backup(self, root, urls=None):
-        return backup_host.BackupHost(
-            root, steps=self.steps, backups=urls or self.urls, client=self.client
-        )
+        return Backup(self, root, urls or self.urls)
 
     def save(self, step):
         """Has the run hold this step alone, but for those that are held."""
@@ -62,6 +57,23 @@ class Run:
 
     def held(self, number):
         return list(ram_disk.RamDisk(self.roots[number], run=tiered_steps.RUN).steps())
+
+
+class Backup:
+    """One of the backup hosts."""
+
+    def __init__(self, run, root, urls):
+        self._run, self._urls = run, urls
+        self._own = backup_host.open_disk(root, run=tiered_steps.RUN)
+        self.close = self._own.close
+
+    def follow(self):
+        return backup_host.follow(
+            self._own,
+            agents=[self._run.url],
+            backups=self._urls,
+            client=self._run.client,
+        )
 
 
 @pytest.fixture

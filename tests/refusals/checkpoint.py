@@ -48,11 +48,11 @@ READ_ONLY = {"says": "opened with read_only=True", "error": errors.CheckpointErr
 REFUSALS = {
     "two RAM tiers": Refusal(
         lambda _: ec.Checkpointer([ec.Local("/a"), ec.Local("/b")]),
-        r"contains Local\(\.\.\.\) twice",
+        "a list of Local, Local: give ec.Local.*, each once",
     ),
     "peers without RAM": Refusal(
         lambda _: ec.Checkpointer([ec.Peers(), ec.Persistent("/a", every=1)]),
-        r"add ec.Local\(directory",
+        r"a list of Peers, Persistent: give ec.Local\(directory",
     ),
     "a writer that only reads": Refusal(
         lambda path: reader(path, lambda c: c.save(2, {"w": np.ones(2)})),

@@ -134,7 +134,7 @@ REFUSALS = {
     ),
     "agent with a short secret": on_files(
         verb(
-            "secret holds no secret",
+            "secret is missing, or holds no secret",
             "agent",
             "DIR",
             *SECRET,
@@ -143,7 +143,7 @@ REFUSALS = {
         secret="too short",
     ),
     "domains of an agent of no node": verb(
-        "domains, .* are for the agent of a node; add --node",
+        "--domains, .* are for the agent of a node; add --node",
         *("agent", "DIR", "--domains", "rack=r7"),
         error=errors.ElasticCkptError,
     ),

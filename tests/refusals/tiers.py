@@ -105,22 +105,22 @@ REFUSALS = {
         r"gs://bucket/ram'\) is not a direct",
     ),
     "two intervals": Refusal(
-        lambda _: persistent(every=1, every_minutes=2),
+        _chosen(persistent(every=1, every_minutes=2)),
         "has every and every_minutes; give one of",
     ),
     "no interval": Refusal(
         _chosen(persistent()), "has no interval; give one of every="
     ),
     "a path for a tier": Refusal(
-        _chosen(LOCAL, "gs://bucket"), "is not a list of tiers; give"
+        _chosen(LOCAL, "gs://bucket"), "a list of Local, str: give ec.Local"
     ),
     "a tier twice": Refusal(
-        _chosen(LOCAL, LOCAL), r"contains Local\(\.\.\.\) twice; give at most one"
+        _chosen(LOCAL, LOCAL), "a list of Local, Local: give .*, each once"
     ),
-    "no tier": Refusal(_chosen(), "tiers is empty; give ec.Persistent"),
+    "no tier": Refusal(_chosen(), "a list of nothing: give ec.Local"),
     "peers without RAM": Refusal(
         _chosen(choices.Peers(), persistent(every=1)),
-        r"Peers\(\.\.\.\) without ec.Local",
+        r"ec.Peers\(\.\.\.\) only with ec.Local",
     ),
     "storage inside of RAM": Refusal(
         _chosen(LOCAL, choices.Persistent("/ram/x/../run/steps", every=1)),

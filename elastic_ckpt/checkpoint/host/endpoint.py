@@ -90,7 +90,7 @@ class HostEndpoint:
         persistent = None if config.number else config.chosen.persistent
         return Introduction(
             machine=self._disk.machine,
-            secret=secret.find(root) if file is None else secret.read(file),
+            secret=secret.read(file) if file else secret.current(secret.path(root)),
             fresh_secret=secret.new(),
             agents=run_files.known_agents(root),
             now_secs=clock.time_ns() / 10**9,

@@ -34,9 +34,9 @@ from elastic_ckpt.tiers.source import ReadError
 T = TypeVar("T")
 _VERSION = 1
 _MOST_BYTES = 2**31
-_REPORT = "report"
+_REPORT = "exchange-report"
 # What host 0 gives in a restore.
-GIVEN = "given"
+GIVEN = "exchange-given"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -168,8 +168,7 @@ class Exchange:
     def end(self) -> None:
         """Removes the messages of an exchange."""
         self.merged = Report()
-        self.remove(_REPORT)
-        self.remove(GIVEN)
+        self.remove("exchange-")
 
     def _with_below(self, report: Report, host: int) -> Report:
         with background.pool(FAN_IN, "reports") as pool:

@@ -145,8 +145,8 @@ class HostReader:
         """
         survey = self.survey()
         tiers = [*self._world.ram_tiers, *self._stored]
+        saves = find.saves(tiers)
         steps = set(self._foreign).union(*(tier.steps() for tier in tiers))
-        saves = {save for tier in tiers for save in tier.known_saves()}
 
         def look(step: int) -> Looked[Candidate]:
             looked = find.looked(find.offered(tiers, step))

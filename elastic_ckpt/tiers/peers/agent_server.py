@@ -32,6 +32,7 @@ import signal
 import ssl
 import urllib.parse
 from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
 
 from aiohttp import http, web
 from etils import epath
@@ -50,14 +51,63 @@ MOST_CONNECTIONS = 512
 HEADERS_WITHIN_SECS = 10.0
 # Clients go on elsewhere with what is cut off.
 _ENDING_SECS = 0.1
-# Options that say nothing without `--node`.
-_OF_NODE = (
-    "domains",
-    "kubernetes_node",
-    "domain_labels",
-    "remove_unused_after",
-    "max_bytes",
-)
+_OPTIONS: Mapping[str, Any] = {
+    "root": {
+        "metavar": "directory",
+        "help": "the directory of the RAM disk to serve",
+    },
+    "--interface": {
+        "default": "127.0.0.1",
+        "help": "the name or address at which other machines reach this one; with TLS,"
+        " that of the certificate",
+    },
+    "--port": {
+        "type": option_numbers.port,
+        "default": 0,
+        "help": "the port to listen on; by default the system chooses one",
+    },
+    "--secret-file": {
+        "help": "a file with the secret of the run; by default DIRECTORY/secret"
+    },
+    "--tls-certificate": {
+        "help": "a PEM file with the certificate of this machine, to encrypt"
+    },
+    "--tls-key": {"help": "a PEM file with the private key of the certificate"},
+    "--until-stdin-closes": {
+        "action": "store_true",
+        "help": "end when the standard input is closed, as by the program that started"
+        " this",
+    },
+}
+_NODE_OPTIONS: Mapping[str, Any] = {
+    "--node": {
+        "action": "store_true",
+        "help": "serve the RAM disks of all runs in the directory, those of later pods"
+        " too",
+    },
+    "--domains": {
+        "default": "",
+        "help": "failure domains of the node, such as rack=r7;zone=us-east5-a",
+    },
+    "--kubernetes-node": {
+        "metavar": "NAME",
+        "help": "the node's name, to read its failure domains from its Kubernetes"
+        " labels",
+    },
+    "--domain-labels": {
+        "default": "",
+        "help": "further labels to read, by kind of domain: rack=example.com/rack",
+    },
+    "--remove-unused-after": {
+        "type": option_numbers.positive_number,
+        "metavar": "SECS",
+        "help": "remove the directory of a run that no process has used for so long",
+    },
+    "--max-bytes": {
+        "type": option_numbers.positive_count,
+        "help": "the most bytes of all runs; above it, remove the longest unused",
+    },
+}
 # Names below `hosts` and `holds` in which nothing is encoded.
 _SAVE = "{step:[0-9]+-[0-9A-Za-z]+}"
 _STEP = "{slot:[0-9]+}/" + _SAVE
@@ -294,68 +344,10 @@ async def serve(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the agent's arguments."""
-    add = parser.add_argument
-    add("root", metavar="directory", help="the directory of the RAM disk to serve")
-    add(
-        "--interface",
-        default="127.0.0.1",
-        help="the name or address at which other machines reach this one; with TLS,"
-        " that of the certificate",
-    )
-    add(
-        "--port",
-        type=option_numbers.port,
-        default=0,
-        help="the port to listen on; by default the system chooses one",
-    )
-    add(
-        "--secret-file",
-        help="a file with the secret of the run; by default DIRECTORY/secret",
-    )
-    add(
-        "--tls-certificate",
-        help="a PEM file with the certificate of this machine, to encrypt",
-    )
-    add("--tls-key", help="a PEM file with the private key of the certificate")
-    add(
-        "--until-stdin-closes",
-        action="store_true",
-        help="end when the standard input is closed, as by the program that started"
-        " this",
-    )
-    add = parser.add_argument_group("the agent of a node").add_argument
-    add(
-        "--node",
-        action="store_true",
-        help="serve the RAM disks of all runs in the directory, those of later pods"
-        " too",
-    )
-    add(
-        "--domains",
-        default="",
-        help="failure domains of the node, such as rack=r7;zone=us-east5-a",
-    )
-    add(
-        "--kubernetes-node",
-        metavar="NAME",
-        help="the node's name, to read its failure domains from its Kubernetes labels",
-    )
-    add(
-        "--domain-labels",
-        default="",
-        help="further labels to read, by kind of domain: rack=example.com/rack",
-    )
-    add(
-        "--remove-unused-after",
-        type=option_numbers.positive_number,
-        metavar="SECS",
-        help="remove the directory of a run that no process has used for so long",
-    )
-    add(
-        "--max-bytes",
-        type=option_numbers.positive_count,
-        help="the most bytes of all runs; above it, remove the longest unused",
-    )
+    of_node = parser.add_argument_group("the agent of a node")
+    for group, options in ((parser, _OPTIONS), (of_node, _NODE_OPTIONS)):
+        for name, option in options.items():
+            group.add_argument(name, **option)
 
 
 def service_of(arguments: argparse.Namespace) -> agent.Service:
@@ -384,9 +376,9 @@ def run(arguments: argparse.Namespace) -> int:
             unused_after=arguments.remove_unused_after or math.inf,
             max_bytes=arguments.max_bytes or math.inf,
         )
-    elif any(getattr(arguments, name) for name in _OF_NODE):
+    elif any(getattr(arguments, name[2:].replace("-", "_")) for name in _NODE_OPTIONS):
         raise errors.ConfigError(
-            f"{', '.join(_OF_NODE)} are for the agent of a node; add --node"
+            f"{', '.join(_NODE_OPTIONS)} are for the agent of a node; add --node"
         )
 
     async def main() -> None:

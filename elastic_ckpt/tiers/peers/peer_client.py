@@ -71,9 +71,8 @@ class Bandwidth:
     def take(self, num_bytes: int) -> float:
         """Takes `num_bytes`; returns the seconds to wait before the next."""
         with self._lock:
-            now = self._clock()
-            begin = max(self._paid, now - _BURST_SECS)
-            self._paid = begin + num_bytes / self._bytes_per_sec
+            now, secs = self._clock(), num_bytes / self._bytes_per_sec
+            self._paid = max(self._paid, now - _BURST_SECS) + secs
             return max(0.0, self._paid - now)
 
 

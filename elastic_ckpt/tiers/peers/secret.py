@@ -30,15 +30,6 @@ def new() -> str:
     return secrets.token_urlsafe(32)
 
 
-def find(root: epath.PathLike) -> str | None:
-    """The secret of the RAM disk at `root`, if it has one yet.
-
-    Raises:
-      RunError: as `read_or_create`.
-    """
-    return read_or_create(root) if os.path.exists(path(root)) else None
-
-
 def read_or_create(root: epath.PathLike) -> str:
     """The secret of the RAM disk at `root`, created by the first call.
 
@@ -67,8 +58,8 @@ def read(file: epath.PathLike) -> str:
     if known is None:
         # The message must not show what was found.
         raise errors.RunError(
-            f"{file} holds no secret: it has 16 to 1024 characters of ASCII without"
-            " spaces, such as `openssl rand -hex 32` prints"
+            f"{file} is missing, or holds no secret: that has 16 to 1024 characters of"
+            " ASCII without spaces, such as `openssl rand -hex 32` prints"
         )
     return known
 

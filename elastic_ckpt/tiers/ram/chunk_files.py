@@ -43,10 +43,6 @@ class ChunkFile(NamedTuple):
     inode: int
     path: str
 
-    def values(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """The values, as an array in the mapping."""
-        return np.ndarray(shape, dtype, self.memory)
-
 
 class ChunkFiles:
     """The mapped files of one slot; any thread may use them.

@@ -300,7 +300,8 @@ class StepWriter:
             values, file = fetched(values), part.files.get(box)
             if file is None:
                 file = self._own.files.take(values.nbytes)
-                np.copyto(file.values(box.shape, values.dtype), values)
+                target = np.ndarray(box.shape, values.dtype, file.memory)
+                np.copyto(target, values)
             self._place(numbers[part.leaf.path], box, file)
 
         with self._abandoned_on_failure():
