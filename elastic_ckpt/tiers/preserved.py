@@ -8,6 +8,7 @@ the RAM disk of one host both count for the step on all hosts.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import time
@@ -63,10 +64,11 @@ def hold(root: epath.PathLike, name: str, secs: bytes) -> None:
 def held(root: epath.PathLike) -> set[int]:
     """The steps that readers hold in a RAM disk; removes holds that are over."""
     steps = set()
-    for path in pathlib.Path(root, _HOLDS).glob("*-*"):
-        step_id = StepId.parse(path.name)
-        if step_id is not None and path.stat().st_mtime > time.time():
-            steps.add(step_id.step)
-        else:
-            storage.remove(path)
+    for path in pathlib.Path(root, _HOLDS).glob("[0-9]*-*"):
+        # Another process may remove it meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_mtime > time.time():
+                steps.add(int(path.name.partition("-")[0]))
+            else:
+                storage.remove(path)
     return steps

@@ -10,9 +10,11 @@ import functools
 import json
 import urllib.parse
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from elastic_ckpt.core import checked_json
+import msgspec
+
+from elastic_ckpt.core import checked_json, codec
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps import layout, manifest
 from elastic_ckpt.steps.manifest import Leaf, manifest_name
@@ -22,17 +24,25 @@ from elastic_ckpt.tiers.peers.peer_client import Endpoint, PeerClient
 
 MOST_LISTING_BYTES = 4 * 2**20
 MOST_MANIFEST_BYTES = 64 * 2**20
+# Of a manifest below `hosts`.
+_PATH = r"^[0-9]+/(0|[1-9][0-9]*)-[^/]+/[^/]+$"
 # Errors of lists that are none.
 _OTHER = (KeyError, RecursionError, TypeError, ValueError)
 
 
 class Listed(NamedTuple):
-    """A manifest in the list of an agent; a file that changes has another time."""
+    """A manifest in the list of an agent; one that changes has another time."""
 
-    step_id: StepId
-    path: str
+    path: Annotated[str, msgspec.Meta(pattern=_PATH)]
     size: int
     mtime: float
+
+    @property
+    def step_id(self) -> StepId:
+        """The step that it is of."""
+        step_id = StepId.parse(self.path.split("/")[1])
+        assert step_id is not None
+        return step_id
 
 
 class Listing(NamedTuple):
@@ -106,16 +116,18 @@ class Peer:
         """What the agent has."""
         try:
             text = self._endpoint.read("/steps", most_bytes=MOST_LISTING_BYTES)
-            listing = _parsed(text)
+            fields = json.loads(text)
+            manifests = codec.decode(list[Listed], fields["manifests"])
+            machine = str(fields["machine"])
         except (source.ReadError, *_OTHER) as error:
             why = f"cannot be read: {self.url} sends something else"
             why = why if isinstance(error, _OTHER) else str(error)
             is_refused = isinstance(error, source.RefusedError)
             return Listing(problem=f"the list of steps {why}", is_refused=is_refused)
         known = self._endpoint.manifests
-        listed = known.keys() & set(listing.manifests)
+        listed = known.keys() & set(manifests)
         self._endpoint.manifests = {each: known[each] for each in listed}
-        return listing
+        return Listing(machine, manifests)
 
     def steps(self) -> Sequence[int]:
         """See `source.Tier`; empty if the peer fails, which `offers` then reports."""
@@ -157,14 +169,3 @@ class Peer:
             known[listed] = parsed
         there = known[listed].at("local", self.url)
         return source.Copy(there, PeerSource(self._endpoint, directory))
-
-
-def _parsed(text: bytes) -> Listing:
-    listing, manifests = json.loads(text), []
-    for path, size, mtime in listing["manifests"]:
-        _, directory, _ = str(path).split("/")
-        step_id = StepId.parse(directory)
-        if step_id is None:
-            raise ValueError("not a step")
-        manifests.append(Listed(step_id, path, int(size), float(mtime)))
-    return Listing(str(listing["machine"]), manifests)

@@ -13,6 +13,7 @@ next step takes them. A later process removes what it finds there.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 from typing import NamedTuple
@@ -84,8 +85,7 @@ class ChunkFiles:
             return ChunkFile(*storage.mapped_file(path, size), path)
         except OSError:
             # What was spare may have been the room.
-            if not self.drop_spare():
-                raise
+            self.drop_spare()
         return ChunkFile(*storage.mapped_file(path, size), path)
 
     def discard(self, file: ChunkFile) -> None:
@@ -149,14 +149,12 @@ class ChunkFiles:
                         storage.move(path, file.path)
                         self._spare.setdefault(len(file.memory), []).append(file)
 
-    def drop_spare(self) -> bool:
-        """Removes the files that nothing uses; whether there were any."""
+    def drop_spare(self) -> None:
+        """Removes the files that nothing uses."""
         with self._lock:
-            dropped = [file for files in self._spare.values() for file in files]
-            self._spare.clear()
-        for file in dropped:
+            dropped, self._spare = self._spare, {}
+        for file in itertools.chain(*dropped.values()):
             storage.remove(file.path)
-        return bool(dropped)
 
     def close(self) -> None:
         """Removes the files that are in no step."""

@@ -265,7 +265,8 @@ class StepWriter:
             reserved = there + num_bytes - taken_bytes
             storage.write_atomic(self.directory / ram_disk.RESERVED, b"%d" % reserved)
             free = disk.free_bytes()
-            if free < 0 and files.drop_spare():
+            if free < 0:
+                files.drop_spare()
                 free = disk.free_bytes()
             if free < 0:
                 bound = disk.limit_bytes and f"limit {disk.limit_bytes} bytes"
