@@ -73,11 +73,12 @@ class Step:
         self,
         step_id: StepId,
         *,
+        _run: str,
         _follower: _Follower,
         _in_ram: find.FoundStep | None = None,
     ) -> None:
         self.step, self.save = step_id
-        self._follower, self._in_ram = _follower, _in_ram
+        self._run, self._follower, self._in_ram = _run, _follower, _in_ram
 
     def __repr__(self) -> str:
         where = self._follower.root.final(self.step)
@@ -126,15 +127,9 @@ class Step:
             return loaded[checkpointable_name]
         found = self._in_ram
         if found is None:
-            tier = PersistentTier(self._follower.root, run=self._run() or "")
+            tier = PersistentTier(self._follower.root, run=self._run)
             found = find.of_save([tier], StepId(self.step, self.save))
         return self._follower.load(found, tree, checkpointable_name)
-
-    def _run(self) -> str | None:
-        # None if it is gone from storage, or no run of ours has saved it.
-        if self._in_ram is not None:
-            return self._in_ram.table.run
-        return persistent_root.run_of(self.path) if self.path.is_dir() else None
 
 
 def watch_steps(
@@ -216,15 +211,14 @@ def _followed(
     while True:
         step = follower.next()
         if step is not None:
+            keep: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+            if step._in_ram is None:
+                keep = leases.lease(step.path, duration_secs=duration_secs)
             try:
-                with contextlib.ExitStack() as kept:
-                    if step._in_ram is None:
-                        lease = leases.lease(step.path, duration_secs=duration_secs)
-                        kept.enter_context(lease)
+                with keep:
                     yield step
             except leases.StepGoneError as error:
                 logging.info("%s", error)
-                time.sleep(look_secs)
             found_secs = time.monotonic()
         elif time.monotonic() - found_secs >= timeout_secs:
             return
@@ -250,21 +244,19 @@ def record_metrics(step: Step | epath.PathLike, metrics: Mapping[str, Any]) -> N
       OSError: if storage is unavailable; for a bucket, it may be its client's error.
     """
     if isinstance(step, Step):
-        root, number, save = step._follower.root, step.step, step.save
-        run = step._run()
+        root, number = step._follower.root, step.step
+        run, save = step._run, step.save
     else:
         path = storage.absolute(step)
-        is_step = path.name.isdecimal() and path.is_dir()
         root = PersistentRoot.from_path(path.parent)
-        number = int(path.name) if is_step else -1
-        save = persistent_root.committed_save(root.final(number)) or ""
-        run = persistent_root.run_of(path) if save else None
+        number = int(path.name) if path.name.isdecimal() else -1
+        run, save = persistent_root.committed(root.final(number))
     if _is_ram_disk(root):
         raise errors.CheckpointError(
             f"metrics of step {number} are not recorded: they belong in persistent"
             " storage; give ec.watch_steps the directory of the run's ec.Persistent"
         )
-    if run is None:
+    if not run:
         raise errors.CheckpointError(
             f"{step} is not a step that a run of this library has committed; name"
             " PERSISTENT_DIRECTORY/<step>"
@@ -417,13 +409,13 @@ class _Follower:
                 # Only the newest step is overwritten in its place.
                 if step <= self._after or (step in self._seen and step != steps[-1]):
                     continue
-                save = persistent_root.committed_save(root.final(step)) or ""
+                run, save = persistent_root.committed(root.final(step))
                 later = StepId(step, save or root.foreign_save(step))
                 # One that is being removed is passed over, though it is still listed.
                 self._seen.add(step)
                 if self._is_later(later):
                     self._last, self._asked = later, []
-                    return Step(StepId(step, save), _follower=self)
+                    return Step(StepId(step, save), _run=run, _follower=self)
         except (errors.CheckpointError, *bucket_clients.failures()) as error:
             logging.warning(
                 "the steps in %s cannot be followed now: %s", root.path, error
@@ -435,29 +427,25 @@ class _Follower:
         try:
             agents = run_files.read_agents(root.path)
             self._agents = agents or self._agents
-            if _is_ram_disk(root):
-                return
             lines = PersistentTier(root, run=self._agents.run).recorded_lines()
             self._line = max([self._line, *lines], key=lambda line: line.save)
+            if agents is None and self._looked_secs == -math.inf:
+                logging.warning(
+                    "watch_steps: %s names no agents, so steps are followed in storage"
+                    " alone; they are recorded with the first step of a run that has"
+                    " ec.Local and ec.Peers",
+                    root.path / run_files.AGENTS,
+                )
         except errors.CheckpointError as error:
             logging.warning("the agents of the run may have moved: %s", error)
-            return
-        if agents is None and self._looked_secs == -math.inf:
-            logging.warning(
-                "watch_steps: %s names no agents, so steps are followed in storage"
-                " alone; they are recorded with the first step of a run that has"
-                " ec.Local and ec.Peers",
-                root.path / run_files.AGENTS,
-            )
 
     def _in_ram(self) -> Step | None:
         # The list of one agent decides whether to search: each has parts of every step.
         urls = list(self._agents.urls.values())
         some = map(self._peer, random.sample(urls, min(_MOST_ASKED, len(urls))))
         asked = next((each for each in some if not each.listing.problem), None)
-        later = {_UNKNOWN}
-        if asked is not None:
-            later = {*filter(self._is_later, asked.known_saves())}
+        listed = [] if asked is None else asked.known_saves()
+        later = {*filter(self._is_later, listed)} if asked else {_UNKNOWN}
         now_secs, is_again = time.monotonic(), later == self._searched
         if not later or (is_again and now_secs < self._again_secs):
             return None
@@ -496,7 +484,8 @@ class _Follower:
             self._unreadable[found.step_id] = str(error)
             return None
         self._last, self._unreadable = found.step_id, {}
-        return Step(found.step_id, _follower=self, _in_ram=found)
+        run = found.table.run
+        return Step(found.step_id, _run=run, _follower=self, _in_ram=found)
 
     def _peer(self, url: str) -> peer.Peer:
         assert self._client is not None

@@ -264,13 +264,19 @@ def committed_save(directory: epath.Path, *, run: str | None = None) -> str | No
       directory: of the step.
       run: that it has to be of; None for any.
     """
+    there, save = committed(directory)
+    return save if save and run in (None, there) else None
+
+
+def committed(directory: epath.Path) -> tuple[str, str]:
+    """The run and the save of a committed step of ours; empty if it is none."""
     # A file that is cut short names no save.
     with contextlib.suppress(FileNotFoundError, ValueError):
         found = _COMMITTED.search((directory / COMMIT_FILE).read_bytes())
         fields = json.loads(found[1]) if found else {}
-        if fields.get("version") == _VERSION and run in (None, fields["run"]):
-            return fields["save"]
-    return None
+        if fields.get("version") == _VERSION:
+            return fields["run"], fields["save"]
+    return "", ""
 
 
 def read_json(path: epath.Path) -> dict[str, Any] | None:
