@@ -1082,6 +1082,12 @@ class HostsCheckpointer:
         # The line that a step is saved to.
         latest, line = self._newest, self._line
         parents = line.parents if latest is None else latest.line
+        if overwrite and latest is not None and step < latest.step:
+            raise errors.CheckpointError(
+                f"step {step} cannot be overwritten: only the newest step can, which"
+                f" is {latest.step}; to continue from an earlier step, load it with"
+                " go_back=True"
+            )
         if self._is_new(step):
             newest_step = -1 if latest is None else latest.step
             self._begun = {each for each in self._begun if each.step > newest_step}
@@ -1094,12 +1100,6 @@ class HostsCheckpointer:
             raise restore.StepAlreadyExistsError(
                 f"step {step} already exists; save it with overwrite=True, or save a"
                 " later step"
-            )
-        elif latest is not None and step < latest.step:
-            raise errors.CheckpointError(
-                f"step {step} cannot be overwritten: only the newest step can, which"
-                f" is {latest.step}; to continue from an earlier step, load it with"
-                " go_back=True"
             )
         else:
             # The old save is of the line: it counts if the new one is cut short.

@@ -111,7 +111,7 @@ def test_ram_keeps_the_newest_step_and_storage_what_is_due(make, tmp_path):
     assert [each.step for each in checkpointer.checkpoints] == [2, 4, 5]
     assert [each["step"] for each in recorded.named("backed_up")] == [2, 4]
     names = os.listdir(tmp_path / "ram" / "hosts" / "0")
-    assert sorted(name.partition("-")[0] for name in names) == ["5", "lock"]
+    assert [name.partition("-")[0] for name in names if name[0].isdigit()] == ["5"]
     # A step that is there is not due; one before the newest will never be saved.
     assert not checkpointer.should_save(2)
     with pytest.raises(errors.CheckpointError, match="has step 5, which is later"):

@@ -33,7 +33,7 @@ def stored(tmp_path):
 
 def in_ram(tmp_path):
     names = (path.name for path in (tmp_path / "ram" / "hosts" / "0").iterdir())
-    return sorted(int(name.partition("-")[0]) for name in names if name != "lock")
+    return sorted(int(name.partition("-")[0]) for name in names if name[0].isdigit())
 
 
 def opened(tmp_path, **options):

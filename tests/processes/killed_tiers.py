@@ -138,7 +138,7 @@ def _save(checkpointer, mesh, step, emit):
 def _check_clean(root):
     # This host has whole steps, and nothing else.
     for directory in pathlib.Path(root, "hosts", "0").iterdir():
-        if directory.name == "lock":
+        if directory.suffix == ".lock" or directory.name == "lock":
             continue
         if directory.name == "messages":
             assert not list(directory.iterdir())
