@@ -109,6 +109,7 @@ def save(root, trees, *, step=5, num_hosts=2, metrics=None):
     upload.commit(
         root,
         saved,
+        hosts=(),
         orbax_files=orbax_format.metadata_files(
             trees,
             ["data"],

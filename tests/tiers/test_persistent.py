@@ -234,6 +234,7 @@ def test_retention_hears_of_time_and_metrics(root, tier, world):
     upload.commit(
         root,
         saved,
+        hosts=[host.id for host in world],
         orbax_files={
             "_CHECKPOINT_METADATA": b'{"commit_timestamp_nsecs": 1700000000000000000}',
             "metrics/metrics": b'{"loss": 1.5}',
@@ -248,7 +249,7 @@ def test_a_step_whose_metrics_cannot_be_read_is_kept_and_asked_again(root, tier,
     saved = uploaded.saved_step()
     uploaded.write_all(root, saved, world)
     files = {"metrics/metrics": b'{"loss": 1.5}'}
-    upload.commit(root, saved, orbax_files=files)
+    upload.commit(root, saved, hosts=(), orbax_files=files)
     pathlib.Path(root.final(5), "metrics", "metrics").write_text('{"lo')
     (held,) = tier().held(LINE)
     assert held.complete is None

@@ -93,6 +93,7 @@ def commit_all(root, saved, **options):
     upload.commit(
         root,
         saved,
+        hosts=(),
         orbax_files={"_CHECKPOINT_METADATA": b'{"commit_timestamp_nsecs": 1000000}'},
         **options,
     )

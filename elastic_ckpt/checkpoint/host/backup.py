@@ -194,6 +194,7 @@ class HostBackup:
         upload.commit(
             self._root,
             saved,
+            hosts=[host.id for host in self._world.hosts],
             orbax_files={path: text.encode() for path, text in orbax_files.items()},
             make_way=make_way,
         )

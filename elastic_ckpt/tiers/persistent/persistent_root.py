@@ -26,13 +26,18 @@ import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 from etils import epath
 
 from elastic_ckpt.core import background, checked_json, errors, storage
-from elastic_ckpt.steps.manifest import Manifest, is_manifest_name, read_manifest
+from elastic_ckpt.steps.manifest import (
+    Manifest,
+    is_manifest_name,
+    manifest_name,
+    read_manifest,
+)
 from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers.persistent import records
 from elastic_ckpt.tiers.source import Leftover
@@ -305,9 +310,15 @@ def manifest_names(directory: epath.Path) -> list[str]:
 
 
 def read_manifests(
-    directory: epath.Path, *, run: str, step: int
+    directory: epath.Path, *, run: str, step: int, hosts: Collection[str] = ()
 ) -> list[Manifest | errors.CheckpointError]:
     """The manifests in a step's directory, in order, or why one is none.
+
+    Args:
+      directory: of the step.
+      run: that they have to be of.
+      step: likewise.
+      hosts: that have written theirs; the listing of an object store may lag behind.
 
     Raises:
       OutOfReachError: if storage is unavailable.
@@ -319,6 +330,6 @@ def read_manifests(
         except errors.CheckpointError as error:
             return error
 
-    names = manifest_names(directory)
+    names = sorted({*manifest_names(directory), *map(manifest_name, hosts)})
     with records.within_reach(directory), background.pool(_READERS, "m") as readers:
         return list(readers.map(read, names))

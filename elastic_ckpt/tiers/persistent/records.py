@@ -265,7 +265,8 @@ class Held:
                 content = to_bytes(self.record)
                 storage.write_atomic(self.path, content, mode=self._mode)
                 self.renewed_secs = began_secs
-        self._renewed(self.record.count)
+        if self.record.secs:
+            self._renewed(self.record.count)
 
     def give_back(self) -> None:
         """Has it lapse at once: another program may follow."""

@@ -151,42 +151,39 @@ def agreed(
       RunError: if a RAM disk has steps of another run.
     """
     of_disks = Counter(each.identity for each in disks if each.identity is not None)
-    known = stored.identity if stored is not None else None
+    known = None if stored is None else stored.identity
+    is_away = stored is not None and stored.is_out_of_reach
+    is_new = stored is not None and known is None and not is_away
     if known is None and of_disks:
         known = of_disks.most_common(1)[0][0]
+    if known is None:
+        return None if is_away else Identity(name=fresh, is_stored=is_new)
+    place_of_run = "other hosts" if stored is None else stored.directory
     for number, each in enumerate(disks):
-        if known is None or each.identity is None:
-            continue
+        own = each.identity or dataclasses.replace(known, is_stored=False)
         remedy = (
             "choose another run_name (another directory of ec.Local), or, if nobody"
             f" needs these steps, remove the directory: rm -r {each.directory}"
         )
         # By name: hosts without storage do not know whether the run has some.
-        if each.identity.name != known.name:
-            other = "other hosts" if stored is None else stored.directory
+        if own.name != known.name:
             raise errors.RunError(
                 f"host {number}: {each.directory} contains steps of another run, not of"
-                f" {other}; {remedy}"
+                f" {place_of_run}; {remedy}"
             )
-        is_new = stored is not None and not (stored.identity or stored.is_out_of_reach)
-        if stored is not None and is_new and each.identity.is_stored:
-            # Whoever copies the identity says that the storage is to be that of this
-            # run.
+        # Whoever copies the identity says that the storage is to be that of this run.
+        if is_new and own.is_stored:
             raise errors.RunError(
-                f"{stored.directory} has no steps, but {each.directory} holds steps of"
-                " a run that was stored. If the storage of this run is gone or was"
+                f"{place_of_run} has no steps, but {each.directory} holds steps of a"
+                " run that was stored. If the storage of this run is gone or was"
                 " replaced, RAM holds the only copy: to continue from it, copy"
                 f" {os.path.join(each.directory, IDENTITY)} to"
-                f" {os.path.join(stored.directory, IDENTITY)} and start again; for the"
+                f" {os.path.join(place_of_run, IDENTITY)} and start again; for the"
                 f" weights alone, elastic-ckpt convert {each.directory} DIRECTORY/STEP."
                 f" If these are steps of another run, {remedy}"
             )
-    if known is not None:
-        is_stored = known.is_stored or stored is not None
-        return dataclasses.replace(known, is_stored=is_stored)
-    if stored is not None and stored.is_out_of_reach:
-        return None
-    return Identity(name=fresh, is_stored=stored is not None)
+    is_stored = known.is_stored or stored is not None
+    return dataclasses.replace(known, is_stored=is_stored)
 
 
 def keep(directory: epath.PathLike, identity: Identity, *, is_first: bool) -> None:

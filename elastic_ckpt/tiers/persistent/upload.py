@@ -133,7 +133,7 @@ class Upload:
             )
         if root.in_place:
             self._claim = claims.newest(root.path)
-        for each in _listed(self._directory, saved):
+        for each in _listed(self._directory, saved, [self._host.id]):
             parts = {Part(*row) for row in each.rows()}
             self.there |= parts
             if each.host.id == self._host.id:
@@ -213,9 +213,12 @@ class Upload:
         retries.call(f"writing {path}", put)
 
 
-def _listed(directory: epath.Path, saved: UploadedStep) -> list[Manifest]:
+def _listed(
+    directory: epath.Path, saved: UploadedStep, hosts: Collection[str]
+) -> list[Manifest]:
     # What hosts have written of an upload, by their manifests in its directory.
-    found = read_manifests(directory, run=saved.run, step=saved.step_id.step)
+    run, step = saved.run, saved.step_id.step
+    found = read_manifests(directory, run=run, step=step, hosts=hosts)
     listed = [each for each in found if isinstance(each, Manifest)]
     own = saved.step_id, saved.contents
     return [each for each in listed if (each.step_id, each.contents) == own]
@@ -225,6 +228,7 @@ def commit(
     root: PersistentRoot,
     saved: UploadedStep,
     *,
+    hosts: Collection[str],
     orbax_files: Mapping[str, bytes],
     make_way: Callable[[], None] = lambda: None,
 ) -> None:
@@ -234,7 +238,8 @@ def commit(
 
     Args:
       root: of the steps.
-      saved: what was uploaded; each host that took part has finished.
+      saved: what was uploaded.
+      hosts: the ids of those that took part, and have finished.
       orbax_files: contents by path in the step (`checkpoint.orbax_format`).
       make_way: called before the step becomes visible; older saves of it have to leave.
 
@@ -246,7 +251,8 @@ def commit(
 
     def act() -> None:
         if root.is_pending(saved.step_id, run=saved.run):
-            _assemble(unfinished, saved, orbax_files)
+            manifests = _complete(unfinished, saved, hosts)
+            _assemble(unfinished, saved, manifests, orbax_files)
             make_way()
             _publish(root, saved, orbax_files)
         elif not root.in_place:
@@ -257,10 +263,12 @@ def commit(
 
 
 def _assemble(
-    unfinished: epath.Path, saved: UploadedStep, orbax_files: Mapping[str, bytes]
+    unfinished: epath.Path,
+    saved: UploadedStep,
+    manifests: Sequence[Manifest],
+    orbax_files: Mapping[str, bytes],
 ) -> None:
     # By checkpointable, the stores that hosts wrote chunks of it into.
-    manifests = _complete(unfinished, saved)
     stores: dict[str, set[str]] = {}
     for each in manifests:
         for number in np.unique(each.parts.leaf).tolist():
@@ -279,8 +287,8 @@ def _assemble(
             values = np.empty(leaf.shape, leaf.dtype)
             whole = ocdbt.Chunk(leaf=leaf, box=boxes.whole(leaf.shape), values=values)
             ocdbt.write(unfinished / leaf.part, [whole], ocdbt.new_context())
-    digests = {orbax_view.FILE: orbax_view.to_bytes(orbax_files)}
-    for name, content in {**orbax_files, **digests}.items():
+    digests = orbax_view.to_bytes(orbax_files)
+    for name, content in {**orbax_files, orbax_view.FILE: digests}.items():
         storage.write_atomic(unfinished / name, content)
 
 
@@ -301,9 +309,11 @@ def _publish(
         storage.rename(unfinished, final)
 
 
-def _complete(unfinished: epath.Path, saved: UploadedStep) -> list[Manifest]:
+def _complete(
+    unfinished: epath.Path, saved: UploadedStep, hosts: Collection[str]
+) -> list[Manifest]:
     # Those of hosts of earlier worlds too, which may have uploaded what others lack.
-    manifests = _listed(unfinished, saved)
+    manifests = _listed(unfinished, saved, hosts)
     problem = "no host has uploaded any of it"
     if manifests:
         table = StepTable(manifests)

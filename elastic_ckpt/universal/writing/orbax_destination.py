@@ -157,7 +157,7 @@ class OrbaxDestination(Destination):
         chunks = {leaf.path: leaf.chunk for leaf in saved.contents.leaves}
         texts = StepDescription.from_contents(saved.contents).files(chunks)
         orbax_files = {path: text.encode() for path, text in texts.items()}
-        upload.commit(self._root, saved, orbax_files=orbax_files)
+        upload.commit(self._root, saved, hosts=[_HOST.id], orbax_files=orbax_files)
 
     def _planned(self) -> list[File]:
         listed = []
