@@ -438,7 +438,7 @@ class Decisions:
             own, domain = self._reader(readers, each), self._layout.domain
             near = read_plan.Nearness(step, own, domain=domain)
             wanted_here = read_plan.Wanted(leaf[rows], wanted_boxes.take(rows))
-            plan = read_plan.plan(near, wanted_here)
+            plan = read_plan.ReadPlan(near, wanted_here)
             first[rows] = near.holders[step.first_row[plan.item]]
         numbers = [
             _NOT_OF_WORLD if each.tier == "persistent" else each.host.number

@@ -13,7 +13,6 @@ Glossary: w wanted boxes, p pieces, r the most dims of a leaf.
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -84,9 +83,12 @@ class Read(NamedTuple):
     out_of: tuple[slice, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ReadPlan:
-    """The pieces to read, and the holders of each.
+    """The pieces that a host reads; it does not depend on which hosts saved the step.
+
+    Args:
+      near: the holders of a complete step, as the host sees them.
+      wanted: its boxes.
 
     Attributes:
       table: of the step that is read.
@@ -94,13 +96,26 @@ class ReadPlan:
       of_wanted: the wanted box that each piece is of, ascending, int64 `[p]`.
       item: the saved box that it is cut out of, int64 `[p]`.
       pieces: in global coordinates, `[p, r]`, padded as in `Parts`.
+
+    Raises:
+      CheckpointError: if the step is not complete.
     """
 
-    table: StepTable
-    wanted: Wanted
-    of_wanted: np.ndarray
-    item: np.ndarray
-    pieces: boxes.Boxes
+    def __init__(self, near: Nearness, wanted: Wanted) -> None:
+        self.table, self.wanted, table = near.table, wanted, near.table
+        if not table.complete:
+            raise errors.CheckpointError(f"{table.problem()}; plan for a complete step")
+        none = np.empty(0, np.int64)
+        parts = [(none, none, table.boxes.take(none))]
+        parts += [_pieces(wanted, leaf, near) for leaf in {*wanted.leaf.tolist()}]
+        of_wanted, item, pieces = zip(*parts, strict=True)
+        order = columns.order(np.concatenate(of_wanted))
+        self.of_wanted = np.concatenate(of_wanted)[order]
+        self.item = np.concatenate(item)[order]
+        self.pieces = boxes.Boxes(
+            start=np.concatenate([each.start for each in pieces])[order],
+            stop=np.concatenate([each.stop for each in pieces])[order],
+        )
 
     def read(self, number: int) -> Read:
         """One piece."""
@@ -113,38 +128,6 @@ class ReadPlan:
             into=boxes.relative(piece, wanted),
             out_of=boxes.relative(piece, self.table.box(item)),
         )
-
-
-def plan(near: Nearness, wanted: Wanted) -> ReadPlan:
-    """Plans the reads of a host; it does not depend on which hosts saved the step.
-
-    Args:
-      near: the holders of a complete step, as the host sees them.
-      wanted: its boxes.
-
-    Raises:
-      CheckpointError: if the step is not complete.
-    """
-    table, none = near.table, np.empty(0, np.int64)
-    if not table.complete:
-        raise errors.CheckpointError(f"{table.problem()}; plan for a complete step")
-    parts = [(none, none, table.boxes.take(none))]
-    parts += [
-        _pieces(wanted, leaf, near) for leaf in columns.distinct(wanted.leaf).tolist()
-    ]
-    columns_of_wanted, columns_of_item, pieces = zip(*parts, strict=True)
-    of_wanted, item = np.concatenate(columns_of_wanted), np.concatenate(columns_of_item)
-    order = columns.order(of_wanted)
-    return ReadPlan(
-        table=table,
-        wanted=wanted,
-        of_wanted=of_wanted[order],
-        item=item[order],
-        pieces=boxes.Boxes(
-            start=np.concatenate([each.start for each in pieces])[order],
-            stop=np.concatenate([each.stop for each in pieces])[order],
-        ),
-    )
 
 
 class Nearness:

@@ -27,7 +27,7 @@ def check(near, wanted, whole):
     saved = {
         leaf.path: saved_worlds.values(leaf.path, leaf.shape) for leaf in whole.leaves
     }
-    plan = read_plan.plan(near, read_plan.Wanted.from_boxes(wanted, contents=whole))
+    plan = read_plan.ReadPlan(near, read_plan.Wanted.from_boxes(wanted, contents=whole))
     made = [np.full(box.shape, np.nan, np.float32) for _, box in wanted]
     for number in range(len(plan.item)):
         read, item = plan.read(number), plan.item[number]
@@ -97,7 +97,7 @@ def wanted_whole():
 def test_the_nearest_copy_is_read_and_the_others_are_next():
     reader = SAVED[2].host
     near = read_plan.Nearness(StepTable(SAVED), reader)
-    plan = read_plan.plan(near, wanted_whole())
+    plan = read_plan.ReadPlan(near, wanted_whole())
     orders = {tuple(near.holders_of(item)) for item in plan.item.tolist()}
     assert orders == {(2, 1, 0, 3, 4), (2, 1, 3, 0, 4)}
     named = [read_plan.NEARNESS[each] for each in near.of_holders]
@@ -117,7 +117,7 @@ def test_where_saved_boxes_overlap_the_nearest_and_then_the_largest_are_read():
     )
     table = StepTable([own, cut(1, 8), cut(2, 2), cut(3, 1, tier="persistent")])
     near = read_plan.Nearness(table, own.host)
-    plan = read_plan.plan(near, wanted_whole())
+    plan = read_plan.ReadPlan(near, wanted_whole())
     pieces = [
         (plan.read(n).piece, near.holders_of(item)[0])
         for n, item in enumerate(plan.item)
@@ -130,7 +130,9 @@ def test_where_saved_boxes_overlap_the_nearest_and_then_the_largest_are_read():
 def test_a_step_with_a_gap_is_not_planned():
     lone = saved_worlds.saved_by(saved_worlds.host(0), WHOLE, EVERY[:-1])
     with pytest.raises(errors.CheckpointError, match=r"w\[63:64\].*complete step"):
-        read_plan.plan(read_plan.Nearness(StepTable([lone]), lone.host), wanted_whole())
+        read_plan.ReadPlan(
+            read_plan.Nearness(StepTable([lone]), lone.host), wanted_whole()
+        )
 
 
 def test_what_was_not_saved_cannot_be_wanted():

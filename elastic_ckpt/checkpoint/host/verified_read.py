@@ -250,7 +250,9 @@ def planned(near: Nearness, wanted: Sequence[trees.WantedLeaf]) -> read_plan.Rea
     """
     listed = [(leaf.path, box) for leaf in wanted for box in leaf.boxes]
     contents = near.table.contents
-    return read_plan.plan(near, read_plan.Wanted.from_boxes(listed, contents=contents))
+    return read_plan.ReadPlan(
+        near, read_plan.Wanted.from_boxes(listed, contents=contents)
+    )
 
 
 def _windows(
