@@ -22,12 +22,12 @@ hosts exchange whatever depends on time, such as whether a stage is idle.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any, TypeVar
 
@@ -59,6 +59,7 @@ from elastic_ckpt.tiers.choices import Chosen
 from elastic_ckpt.tiers.persistent.claims import Writer
 
 T = TypeVar("T")
+_NOT_REMOVED = "older steps were not removed"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,15 +70,14 @@ class Readiness:
       notes: of the step.
       can_copy: whether no copies are being made; a stage begins when all hosts can.
       can_back_up: whether no backup is being made.
-      is_due: whether a backup is due by the clock, or because the last step that was
-        due reached neither storage nor RAM; that of host 0 counts.
+      is_time: whether a backup is due by the clock; that of host 0 counts.
       is_behind: whether storage lacks a step that was due, likewise.
     """
 
     notes: HostNotes
     can_copy: bool
     can_back_up: bool
-    is_due: bool
+    is_time: bool
     is_behind: bool
 
 
@@ -145,12 +145,6 @@ class _Backlog:
         if late is None or not any(each <= late.step_id for each in [*self.steps]):
             return None
         return late
-
-    @property
-    def is_owed(self) -> bool:
-        # Whether the newest is not in RAM either.
-        step_ids = [] if self.in_ram is None else [self.in_ram.step_id]
-        return max([*self.steps, *step_ids], default=None) not in [None, *step_ids]
 
     def add(self, step_id: StepId) -> None:
         # A step is due.
@@ -246,8 +240,8 @@ class SaveStages:
         self._in_ram = chosen.local is not None
         self._tier = "local" if self._in_ram else "persistent"
         self._has_storage = chosen.persistent is not None
-        copies = 0 if chosen.peers is None else chosen.peers.copies
-        self._makes_copies = copies > 0 and hosts.num_hosts > 1
+        peers = chosen.peers
+        self._makes_copies = hosts.num_hosts > 1 and bool(peers and peers.copies)
         self.committing = Stage("commit")
         self._copy_stage, self._backup_stage = Stage("replicate"), Stage("back-up")
         # The first save does not wait until leftovers are removed, but until it is
@@ -353,13 +347,8 @@ class SaveStages:
 
     def wait(self) -> None:
         """Returns when all stages are done, with late copies and a late backup too."""
-        self.committing.wait()
-        for stage in (
-            self._cleaning,
-            self._looking,
-            self._backup_stage,
-            self._copy_stage,
-        ):
+        before = (self.committing, self._cleaning, self._looking)
+        for stage in (*before, self._backup_stage, self._copy_stage):
             stage.wait()
         self.check()
         if self._is_broken:  # Hosts may be gone.
@@ -414,14 +403,13 @@ class SaveStages:
         # Hosts that share a machine leave its cores to those that still capture.
         self._looking.wait()
         hosts = self._hosts
-        is_due = self._clock.is_due() or self._backlog.is_owed
         of_hosts = hosts.share(
             "ready",
             Readiness(
                 notes=saving.description.host_notes(saving.kinds),
                 can_copy=self._copy_stage.idle,
                 can_back_up=self._backup_stage.idle,
-                is_due=is_due,
+                is_time=self._clock.is_due(),
                 is_behind=bool(self._backlog.steps),
             ),
         )
@@ -436,7 +424,7 @@ class SaveStages:
                 metrics=ready.notes.metrics,
                 custom_metadata=ready.notes.custom_metadata,
             ),
-            back_up=saving.back_up or (ready.is_due and self._has_storage),
+            back_up=saving.back_up or (ready.is_time and self._has_storage),
         )
         if saving.back_up:
             self._backlog.add(saving.step_id)
@@ -479,7 +467,10 @@ class SaveStages:
                 self._covered = None
                 self._collect(self.committed)
             why = errors.HostsFailedError(full)
-            if not (saving.back_up or (saving.is_last_of_world and self._has_storage)):
+            is_last = saving.is_last_of_world and self._has_storage
+            # It stands for those before, unless one of them is being uploaded.
+            is_late = ready.is_behind and ready.can_back_up
+            if not (saving.back_up or is_last or is_late):
                 return self._give_up(saving, f"it was not saved: {why}")
             self._degraded(
                 "local", saving.step, f"{why}; it goes to storage without RAM"
@@ -536,8 +527,8 @@ class SaveStages:
         # Then storage has the new line even if all memory is lost before its first
         # backup. An overwritten step stays valid until its own backup, due at once.
         if self._begins_line and not saving.overwrite:
-            with self._surviving("persistent", saving.step, "old steps may count"):
-                self.claim(saving.line)
+            claim = functools.partial(self.claim, saving.line)
+            self._attempt("persistent", saving.step, "old steps may count", claim)
 
     def _begin_others(self, saving: Saving, ready: Readiness) -> None:
         # Copies that are slower than saves are reported once until they keep up, for
@@ -565,14 +556,20 @@ class SaveStages:
         step, began_secs = committed.step, clock.monotonic()
         try:
             offered = self._hosts.all(HostCopies.offer, committed.step_id)
-            targets = tuple(each.targets for each in offered)
+            targets, shortfalls, num_machines = zip(*offered, strict=True)
             taken = self._hosts.all(HostCopies.take, committed.step_id, targets)
         except errors.HostsFailedError as error:
             self._degraded("peer", step, str(error))
             return False
         problems = [why for each in taken for why in each.problems]
-        shortfalls = [why for each in offered for why in each.shortfalls]
-        self._report_lacking(step, [*shortfalls, *problems])
+        # A lack that persists is reported once.
+        reasons = dict.fromkeys([*itertools.chain(*shortfalls), *problems])
+        fresh = [why for why in reasons if why not in self._lacking]
+        for why in fresh[: errors.MOST_NAMED]:
+            self._degraded("peer", step, why)
+        for why in fresh[errors.MOST_NAMED :]:
+            logging.warning("step %d, peer tier: %s", step, why)
+        self._lacking = set(reasons)
         num_bytes = sum(each.num_bytes for each in taken)
         secs = clock.monotonic() - began_secs
         self._record(metrics.CHECKPOINT_COPY, num_bytes)
@@ -580,21 +577,12 @@ class SaveStages:
         copies = sum(each.copies for each in taken)
         # No event says that a step is safe which lacks copies, or that a restored one
         # has those that it had.
-        is_safe = not problems and min(each.num_machines for each in offered) >= 2
+        is_safe = not problems and min(num_machines) >= 2
         if is_safe and (copies or self.committed is not None):
             self._emit(
                 "replicated", step=step, copies=copies, bytes=num_bytes, secs=secs
             )
         return not problems
-
-    def _report_lacking(self, step: int, reasons: Sequence[str]) -> None:
-        # A lack that persists is reported once.
-        fresh = [why for why in dict.fromkeys(reasons) if why not in self._lacking]
-        for why in fresh[: errors.MOST_NAMED]:
-            self._degraded("peer", step, why)
-        for why in fresh[errors.MOST_NAMED :]:
-            logging.warning("step %d, peer tier: %s", step, why)
-        self._lacking = set(reasons)
 
     def _collect(self, committed: CheckpointMetadata) -> None:
         # Removes older steps if this one has its copies; otherwise keeps the newest of
@@ -603,14 +591,15 @@ class SaveStages:
         late_id = None if late is None else late.step_id
         needed = (self._covered, self._uploading, late_id)
         in_flight = tuple(each for each in needed if each is not None)
-        with self._surviving("local", committed.step, "older steps were not removed"):
-            self._hosts.all(
-                HostSaver.collect,
-                committed.step_id,
-                in_flight,
-                self._preserved,
-                committed.line[:-1],
-            )
+        collect = functools.partial(
+            self._hosts.all,
+            HostSaver.collect,
+            committed.step_id,
+            in_flight,
+            self._preserved,
+            committed.line[:-1],
+        )
+        self._attempt("local", committed.step, _NOT_REMOVED, collect)
 
     def _begin_backup(self, saving: Saving) -> None:
         # Backs up a step in RAM, once its copies are made.
@@ -662,20 +651,22 @@ class SaveStages:
 
     def _collect_backups(self, saving: Saving) -> None:
         # Removes what storage does not keep now that the step is there.
-        what = "older steps were not removed"
-        with self._surviving("persistent", saving.step, what):
-            self._hosts.first(HostBackup.collect, saving.line, saving.step)
+        collect = functools.partial(
+            self._hosts.first, HostBackup.collect, saving.line, saving.step
+        )
+        self._attempt("persistent", saving.step, _NOT_REMOVED, collect)
 
     def _not_taken(self, step: int, why: str) -> None:
         # Storage has not taken a step that is due there.
         self._backlog.fail(step, why)
         self._degraded("persistent", step, why)
 
-    @contextlib.contextmanager
-    def _surviving(self, tier: str, step: int, what: str) -> Iterator[None]:
-        # Goes on if hosts fail, and reports it.
+    def _attempt(
+        self, tier: str, step: int, what: str, call: Callable[[], object]
+    ) -> None:
+        # Makes a call, and goes on if hosts fail, and reports it.
         try:
-            yield
+            call()
         except errors.HostsFailedError as error:
             self._degraded(tier, step, f"{what}: {error}")
 

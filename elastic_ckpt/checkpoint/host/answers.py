@@ -75,21 +75,6 @@ class Written:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Offered:
-    """The copies of a step that a host sends.
-
-    Attributes:
-      targets: the hosts to which it sends some.
-      shortfalls: what its parts lack even after all copies, a sentence each.
-      num_machines: the fewest that then have a part; 0 if one has no holder.
-    """
-
-    targets: tuple[int, ...]
-    shortfalls: tuple[str, ...]
-    num_machines: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Replicated:
     """The copies that a host has taken.
 
@@ -151,8 +136,7 @@ class CheckpointMetadata:
     @property
     def commit_timestamp(self) -> datetime.datetime | None:
         """When it was committed, in UTC; None if that is not known."""
-        nsecs = self.commit_timestamp_nsecs
-        return None if nsecs is None else _time(nsecs)
+        return None if self.commit_timestamp_nsecs is None else self.time
 
     @property
     def init_timestamp(self) -> datetime.datetime | None:

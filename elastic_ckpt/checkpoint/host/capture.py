@@ -460,11 +460,11 @@ def _cut(
     # place if it is the whole.
     item_bytes = np.dtype(dtype).itemsize
     chunk = layout.chunk_shape(shard_shape, item_bytes=item_bytes)
-    num_bytes = math.prod(chunk) * item_bytes
-    if chunk == shard_shape:
-        return num_bytes, ((boxes.whole(shard_shape), None),)
-    cut = layout.cut(boxes.whole(shard_shape), chunk)
-    return num_bytes, tuple((b, (*map(slice, b.start, b.stop),)) for b in cut)
+    whole = boxes.whole(shard_shape)
+    return math.prod(chunk) * item_bytes, tuple(
+        (box, None if box == whole else (*map(slice, box.start, box.stop),))
+        for box in layout.cut(whole, chunk)
+    )
 
 
 def _held(path: str, value: Value, memory: Memory) -> tuple[CapturedLeaf, list[_Chunk]]:

@@ -13,7 +13,7 @@ from concurrent import futures
 
 import numpy as np
 
-from elastic_ckpt.checkpoint.host.answers import Offered, Replicated
+from elastic_ckpt.checkpoint.host.answers import Replicated
 from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import background, calls, checked_json, errors
@@ -40,8 +40,14 @@ class HostCopies:
         self._world = world
 
     @calls.call()
-    def offer(self, step_id: StepId) -> Offered:
-        """Leaves each other host the list of the parts that it is to copy from here."""
+    def offer(self, step_id: StepId) -> tuple[tuple[int, ...], tuple[str, ...], int]:
+        """Leaves each other host the list of the parts that it is to copy from here.
+
+        Returns:
+          The hosts to which this one sends some; what its parts lack even after all
+          copies, a sentence each; and the fewest machines that then have a part, 0 if
+          one has no holder.
+        """
         world, held = self._world, self._world.holding(step_id)
         table = held.found.table
         placed = world.owners.place(held.holders, table.num_bytes)
@@ -58,11 +64,7 @@ class HostCopies:
             ]
             message = world.listed(table, items, [some[:_MOST] for some in hosts])
             world.mail.post(f"{_MESSAGE}{target}", message.to_bytes())
-        return Offered(
-            targets=tuple(targets),
-            shortfalls=placed.shortfalls,
-            num_machines=placed.num_machines,
-        )
+        return tuple(targets), placed.shortfalls, placed.num_machines
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def take(self, step_id: StepId, targets: tuple[tuple[int, ...], ...]) -> Replicated:

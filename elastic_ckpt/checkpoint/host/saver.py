@@ -178,7 +178,6 @@ class HostSaver:
             holders[leaf.path, boxes.whole(leaf.shape)] = files[leaf.path]
         leaves = (*saving.captured.leaves, *contents.leaves)
         contents = dataclasses.replace(contents, leaves=leaves)
-        numbers = {leaf.path: number for number, leaf in enumerate(leaves)}
         source: Source
         if in_ram:
             writer = saving.writer
@@ -190,6 +189,7 @@ class HostSaver:
             saved = writer.commit(own_files, contents=contents)
             source = ram_disk.StepFiles(writer.directory)
         else:
+            numbers = {leaf.path: number for number, leaf in enumerate(leaves)}
             rows = [
                 (numbers[p], box, named) for (p, box), named in saving.parts.items()
             ]
