@@ -34,7 +34,7 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from elastic_ckpt.checkpoint import asked_trees, foreign_steps, structure
+from elastic_ckpt.checkpoint import foreign_steps, structure
 from elastic_ckpt.checkpoint.host import trees, verified_read
 from elastic_ckpt.core import boxes, bucket_clients, errors, storage
 from elastic_ckpt.steps import owners, read_plan
@@ -492,14 +492,14 @@ class _Follower:
         return peer.Peer(url, self._client, self._agents.run)
 
 
-def _resolved(tree: Any, name: str, found: find.FoundStep) -> asked_trees.AskedTrees:
+def _resolved(tree: Any, name: str, found: find.FoundStep) -> structure.AskedTrees:
     # What is asked of a step; other leaves of it are left out.
     contents, step = found.table.contents, found.step_id.step
     if tree is None:
         whole = structure.saved_trees(contents).get(name, {})
         weights = [k for k in _WEIGHTS if isinstance(whole, Mapping) and k in whole]
         tree = {key: whole[key] for key in weights[:1]} or None
-    asked = asked_trees.resolve(
+    asked = structure.resolve(
         {name: tree}, contents, step=step, partial=True, may_add=False
     )
     for path, leaf in trees.leaves(asked.read).items():

@@ -14,7 +14,6 @@ Orbax's own, tree by tree, in the tests; what loads them is stock Orbax.
 from __future__ import annotations
 
 import base64
-import dataclasses
 import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -39,23 +38,6 @@ _SEQUENCE, _DICT = 1, 2
 _METRICS = "metrics"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepMetadata:
-    """Orbax's metadata of a whole step.
-
-    Attributes:
-      init_timestamp_nsecs: when its save began, since 1970.
-      commit_timestamp_nsecs: when it was committed, since 1970.
-      metrics: for policies that rank steps; None if it was not evaluated.
-      custom: metadata that the user added, JSON.
-    """
-
-    init_timestamp_nsecs: int
-    commit_timestamp_nsecs: int
-    metrics: Mapping[str, Any] | None = None
-    custom: Mapping[str, Any] | None = None
-
-
 class SavedArray(jax.ShapeDtypeStruct):
     """An abstract array of a step that was saved; its devices may not exist any more.
 
@@ -72,7 +54,8 @@ class SavedArray(jax.ShapeDtypeStruct):
         dtype: Any,
         saved_sharding: Mapping[str, Any] | None,
     ) -> None:
-        super().__init__(shape, dtype)
+        on_device = SingleDeviceSharding(jax.local_devices()[0])
+        super().__init__(shape, dtype, sharding=None if saved_sharding else on_device)
         self.saved_sharding = saved_sharding
 
 
@@ -99,7 +82,10 @@ def metadata_files(
     components: Collection[str],
     *,
     chunks: Mapping[str, Sequence[int]],
-    step: StepMetadata,
+    init_timestamp_nsecs: int,
+    commit_timestamp_nsecs: int,
+    metrics: Mapping[str, Any] | None = None,
+    custom: Mapping[str, Any] | None = None,
 ) -> dict[str, bytes]:
     """The files of a step that Orbax adds to the values, by path.
 
@@ -109,7 +95,10 @@ def metadata_files(
       components: the names of other parts, `StatefulCheckpointable`s to Orbax.
       chunks: by the path of a leaf, the shape of its chunks; of typed random keys, of
         their data.
-      step: the rest.
+      init_timestamp_nsecs: when its save began, since 1970.
+      commit_timestamp_nsecs: when it was committed, since 1970.
+      metrics: for policies that rank steps; None if it was not evaluated.
+      custom: metadata that the user added, JSON.
 
     Raises:
       CheckpointError: if a leaf is of a type that Orbax does not save.
@@ -121,16 +110,16 @@ def metadata_files(
     for name, tree in checkpointables.items():
         for file, content in tree_files(name, tree, chunks).items():
             files[f"{name}/{file}"] = content
-    if step.metrics is not None:
+    if metrics is not None:
         handlers[_METRICS] = handler_name("MetricsHandler")
-        files[f"{_METRICS}/metrics"] = json.dumps(dict(step.metrics)).encode()
+        files[f"{_METRICS}/metrics"] = json.dumps(dict(metrics)).encode()
     encoded_metadata = {
         "item_handlers": dict(sorted(handlers.items())),
         "metrics": {},
         "performance_metrics": {},
-        "init_timestamp_nsecs": step.init_timestamp_nsecs,
-        "commit_timestamp_nsecs": step.commit_timestamp_nsecs,
-        "custom_metadata": dict(step.custom or {}),
+        "init_timestamp_nsecs": init_timestamp_nsecs,
+        "commit_timestamp_nsecs": commit_timestamp_nsecs,
+        "custom_metadata": dict(custom or {}),
     }
     return {**files, "_CHECKPOINT_METADATA": json.dumps(encoded_metadata).encode()}
 
@@ -286,11 +275,8 @@ def _array(name: str, leaf: Any, chunk: list[int]) -> dict[str, Any]:
 
 def _sharding(leaf: Any) -> dict[str, Any] | None:
     # None of shardings that Orbax notes nothing of.
-    sharding, described = leaf.sharding, None
-    if isinstance(leaf, SavedArray):
-        described = leaf.saved_sharding
-        sharding = SingleDeviceSharding(jax.local_devices()[0])
-    elif isinstance(sharding, NamedSharding):
+    sharding, described = leaf.sharding, getattr(leaf, "saved_sharding", None)
+    if isinstance(sharding, NamedSharding):
         described = sharding_metadata(sharding)
     if described is not None:
         spec = list(described["partition_spec"])

@@ -31,7 +31,6 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import (
-    asked_trees,
     component_io,
     foreign_steps,
     structure,
@@ -288,7 +287,7 @@ class Restored(NamedTuple):
 class _Read(NamedTuple):
     # The requested trees of the saved layout, the bytes read by nearness of their
     # source, the answers of `HostReader.materialise`, and all components of the step.
-    asked: asked_trees.AskedTrees
+    asked: structure.AskedTrees
     num_bytes: dict[str, int]
     hosts: Sequence[Materialised]
     components: frozenset[str]
@@ -365,7 +364,7 @@ class Restorer:
         others = self._of_layout(_held(contents), other)
         rest = {name: each for name, each in self._trees.items() if name not in others}
         with self._naming_layouts([(contents, name) for name in rest]):
-            asked = asked_trees.resolve(
+            asked = structure.resolve(
                 rest, contents, step=checkpoint.step, partial=self._partial
             )
         stateful = sorted(self._stateful)

@@ -114,11 +114,9 @@ def save(root, trees, *, step=5, num_hosts=2, metrics=None):
             trees,
             ["data"],
             chunks=chunks,
-            step=orbax_format.StepMetadata(
-                init_timestamp_nsecs=1,
-                commit_timestamp_nsecs=2_000_000_000,
-                metrics=metrics,
-            ),
+            init_timestamp_nsecs=1,
+            commit_timestamp_nsecs=2_000_000_000,
+            metrics=metrics,
         ),
     )
     return saved

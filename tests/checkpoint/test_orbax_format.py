@@ -135,8 +135,6 @@ def test_the_files_are_those_that_orbax_writes(alone, tmp_path):
             metrics=notes["metrics"],
             custom_metadata=notes["custom"],
         )
-    step = orbax_format.StepMetadata(
-        init_timestamp_nsecs=1, commit_timestamp_nsecs=2, **notes
-    )
-    ours = orbax_format.metadata_files(trees, ["data"], chunks=chunks(trees), step=step)
+    notes |= {"init_timestamp_nsecs": 1, "commit_timestamp_nsecs": 2}
+    ours = orbax_format.metadata_files(trees, ["data"], chunks=chunks(trees), **notes)
     assert without_chunks(ours) == without_chunks(files(tmp_path / "5"))

@@ -235,8 +235,7 @@ class Component:
                 hosts(mesh.devices), mesh.axis_names, axes, host=topology.this_host()
             )
         # Only this rule needs it.
-        is_reset = on_resize == RESET
-        self._initial = encoding.encode(self.get()) if is_reset else None
+        self._initial = encoding.encode(self.get()) if on_resize == RESET else None
 
     @property
     def is_compared(self) -> bool:

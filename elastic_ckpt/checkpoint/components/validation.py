@@ -194,8 +194,25 @@ def compared(
         for copy in codec.decode(tuple[_Copy, ...], of_host, name="copies"):
             number, box, holder, content = copy
             by_box.setdefault((number, box), []).append((content, holder))
-    groups = {part: _groups(each) for part, each in sorted(by_box.items())}
-    return _findings(groups, leaves, is_counted=level == "full")
+    found = [
+        (list(leaves)[number], box, _groups(each))
+        for (number, box), each in sorted(by_box.items())
+        if len({content for content, _ in each}) > 1
+    ][:_MOST_FINDINGS]
+    counts: dict[str, Mapping[int, int]] = {}
+    if level == "full":
+        # In one order on all hosts.
+        paths = dict.fromkeys(path for path, *_ in found)
+        counts = {path: device_digests.differing(leaves[path]) for path in paths}
+    return [
+        Finding(
+            leaf=path,
+            box=str(box) if box.start else "",
+            groups=groups,
+            differing=counts.get(path, {}).get(groups[0][0].device),
+        )
+        for path, box, groups in found
+    ]
 
 
 def check_level(level: str) -> None:
@@ -215,33 +232,6 @@ def _structure_finding(of_hosts: Sequence[Mapping[str, str]]) -> Finding:
     each = ", ".join(f"host {n}: {kind}" for n, kind in enumerate(kinds))
     groups = _groups((kind, Holder(n, -1)) for n, kind in enumerate(kinds))
     return Finding(leaf=path, groups=groups, why=f"the trees differ ({each})")
-
-
-def _findings(
-    groups: Mapping[tuple[int, boxes.Box], Groups],
-    leaves: Mapping[str, Any],
-    *,
-    is_counted: bool,
-) -> list[Finding]:
-    # Of the groups of all boxes in the order of leaves, which all hosts have.
-    @functools.cache
-    def counts(path: str) -> Mapping[int, int]:
-        return device_digests.differing(leaves[path]) if is_counted else {}
-
-    differing = [
-        (list(leaves)[number], box, of_box)
-        for (number, box), of_box in groups.items()
-        if len(of_box) > 1
-    ]
-    return [
-        Finding(
-            leaf=path,
-            box=str(box) if box.start else "",
-            groups=of_box,
-            differing=counts(path).get(of_box[0][0].device),
-        )
-        for path, box, of_box in differing[:_MOST_FINDINGS]
-    ]
 
 
 def _groups(contents: Iterable[tuple[str, Holder]]) -> Groups:
@@ -321,13 +311,11 @@ def _held(
 
 def _in_host_memory(value: Any, *, is_sample: bool) -> dict[int, str]:
     # The digests of what is there, by device.
-    if isinstance(value, jax.Array):
-        shards = value.addressable_shards
-        held = {shard.device.id: np.asarray(shard.data) for shard in shards}
-    elif isinstance(value, np.ndarray | np.generic):
-        held = {-1: np.asarray(value)}
-    else:
-        held = {-1: np.frombuffer(repr(value).encode(), np.uint8)}
+    if not isinstance(value, jax.Array | np.ndarray | np.generic):
+        value = np.frombuffer(repr(value).encode(), np.uint8)
+    shards = value.addressable_shards if isinstance(value, jax.Array) else ()
+    held = {shard.device.id: np.asarray(shard.data) for shard in shards}
+    held = held or {-1: np.asarray(value)}
     if is_sample:
         held = {n: device_digests.host_sample(each) for n, each in held.items()}
     return {n: digest.values_digest(each).hex() for n, each in held.items()}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from elastic_ckpt.checkpoint import asked_trees, structure
+from elastic_ckpt.checkpoint import structure
 from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps import manifest
@@ -121,7 +121,7 @@ def test_a_step_of_another_model_is_refused_and_a_part_of_one_is_not():
     )
 
     def resolve(tree, *, partial):
-        asked_trees.resolve({"state": tree}, contents, step=3, partial=partial)
+        structure.resolve({"state": tree}, contents, step=3, partial=partial)
 
     part = {"w": np.zeros((8, 8))}
     resolve(part, partial=True)
