@@ -140,15 +140,13 @@ def load(
     component: ocp.StatefulCheckpointable,
     directory: epath.PathLike,
     *,
-    name: str | None = None,
     limit_secs: float = LOAD_TIMEOUT_SECS,
 ) -> None:
     """Moves a component to the state in `directory`.
 
     Args:
       component: the component.
-      directory: of its files.
-      name: of the component; by default that of the directory.
+      directory: of its files, with the name of the component.
       limit_secs: how long it may take, unless it declares less.
 
     Raises:
@@ -160,8 +158,7 @@ def load(
     async def read() -> None:
         await (await component.load(path))
 
-    name = name or path.name
-    _in_time({name: component}, {name: read}, "loaded", limit_secs)
+    _in_time({path.name: component}, {path.name: read}, "loaded", limit_secs)
 
 
 def _close(begun: Iterable[Any]) -> None:

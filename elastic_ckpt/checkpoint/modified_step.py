@@ -7,6 +7,7 @@ not overflow.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import fractions
 import math
 from collections.abc import Awaitable
@@ -35,6 +36,7 @@ class Edit(NamedTuple):
     is_factor: bool
 
 
+@dataclasses.dataclass(eq=False)
 class StoredFiles:
     """The files of any component, loaded and saved as they are.
 
@@ -42,8 +44,7 @@ class StoredFiles:
       files: the content of each file, by name.
     """
 
-    def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
+    files: dict[str, bytes] = dataclasses.field(default_factory=dict)
 
     async def load(self, directory: epath.Path) -> Awaitable[None]:
         """Reads all files of a component."""
@@ -52,11 +53,10 @@ class StoredFiles:
 
     async def save(self, directory: Created) -> Awaitable[None]:
         """Returns the writer of the files."""
-        files = self.files
 
         async def write() -> None:
             path = await directory.await_creation()
-            for name, content in files.items():
+            for name, content in self.files.items():
                 storage.write_atomic(path / name, content)
 
         return write()

@@ -61,7 +61,9 @@ class SavedArray(jax.ShapeDtypeStruct):
 
 def entries(tree: Any) -> list[tuple[KeyPath, Any]]:
     """The leaves of a tree, and its nodes without children: Orbax notes those too."""
-    return jax.tree.leaves_with_path(tree, is_leaf=_is_entry)
+    return jax.tree.leaves_with_path(
+        tree, is_leaf=lambda node: jax.tree.structure(node).num_nodes == 1
+    )
 
 
 def key_name(key: Any) -> tuple[bool, str]:
@@ -163,14 +165,19 @@ def tree_files(
         if kind == "jax.Array":
             chunk = list(chunks[leaf_path(checkpointable, key_path)])
             value["write_shape"] = chunk
-            arrays.append(_array(name, leaf, chunk))
+            more = {"random_key_impl": str(key_impl(leaf))} if is_key(leaf) else None
+            array = {"param_name": name, "write_shape": chunk, "chunk_shape": chunk}
+            arrays.append({"array_metadata": {**array, "ext_metadata": more}})
             encoded_metadata = _sharding(leaf)
             if encoded_metadata is not None:
                 encoded = base64.urlsafe_b64encode(name.encode()).decode()
                 shardings[encoded] = json.dumps(encoded_metadata)
         if kind == "string":
             strings[name] = leaf
-        keys = tuple(_key(key) for key in key_path)
+        keys = [
+            {"key": each, "key_type": _SEQUENCE if is_item else _DICT}
+            for is_item, each in map(key_name, key_path)
+        ]
         listed[str(tuple(key["key"] for key in keys))] = {
             "key_metadata": keys,
             "value_metadata": value,
@@ -184,12 +191,12 @@ def tree_files(
             "custom_metadata": None,
         }
     }
-    if arrays:
-        files["array_metadatas/process_0"] = {"array_metadatas": arrays}
-    if shardings:
-        files["_sharding"] = shardings
-    if strings:
-        files["_strings.json"] = strings_file(strings)
+    optional = {
+        "array_metadatas/process_0": {"array_metadatas": arrays} if arrays else None,
+        "_sharding": shardings,
+        "_strings.json": strings_file(strings),
+    }
+    files |= {path: content for path, content in optional.items() if content}
     return {path: json.dumps(content).encode() for path, content in files.items()}
 
 
@@ -217,16 +224,6 @@ def strings_file(named: Mapping[str, str]) -> dict[str, Any]:
             )
         node[last] = text
     return content
-
-
-def _is_entry(node: Any) -> bool:
-    # Leaves, and nodes without children: Orbax notes those too.
-    return jax.tree.structure(node).num_nodes == 1
-
-
-def _key(key: Any) -> dict[str, Any]:
-    is_item, name = key_name(key)
-    return {"key": name, "key_type": _SEQUENCE if is_item else _DICT}
 
 
 _EMPTY = {list: "List", tuple: "Tuple", dict: "Dict", None: "None"}
@@ -260,17 +257,6 @@ def leaf_kind(leaf: Any, path: str) -> str:
         return _EMPTY[dict]
     # Empty named tuples, such as optax's EmptyState, are nothing to Orbax.
     return _EMPTY.get(type(leaf), _EMPTY[None])
-
-
-def _array(name: str, leaf: Any, chunk: list[int]) -> dict[str, Any]:
-    more = {"random_key_impl": str(key_impl(leaf))} if is_key(leaf) else None
-    encoded_metadata = {
-        "param_name": name,
-        "write_shape": chunk,
-        "chunk_shape": chunk,
-        "ext_metadata": more,
-    }
-    return {"array_metadata": encoded_metadata}
 
 
 def _sharding(leaf: Any) -> dict[str, Any] | None:

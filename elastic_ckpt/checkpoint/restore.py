@@ -419,7 +419,7 @@ class Restorer:
                 if is_apart:
                     files = self._hosts.first(HostReader.files, name)
                     component_files.write(path, files)
-                component_io.load(component, path, name=name)
+                component_io.load(component, path)
             except Exception as error:
                 error.add_note(f"{name!r} was not loaded: {error!r}")
                 raise

@@ -97,7 +97,6 @@ def differing(leaf: Any) -> Mapping[int, int]:
     def count(part: jax.Array) -> jax.Array:
         differ = jnp.zeros(part.shape, bool)
         for words in _bits(part):
-            words = words.astype(jnp.uint32)
             unequal = lax.pmin(words, axes) != lax.pmax(words, axes)
             # 64 bits are two words of an element.
             differ |= unequal.reshape((*part.shape, -1)).any(axis=-1)
@@ -133,11 +132,9 @@ def part_digest(part: jax.Array) -> jax.Array:
     """The digest of an array that one device holds, a uint32; to be traced."""
     digest = jnp.uint32(0)
     for number, words in enumerate(_bits(part)):
-        words = words.astype(jnp.uint32) + _positions(words.shape, number)
-        words = words ^ (words >> 16)
-        words = words * np.uint32(_MULTIPLIER)
-        words = words ^ (words >> 15)
-        digest += words.sum(dtype=jnp.uint32)
+        words = words + _positions(words.shape, number)
+        words = (words ^ (words >> 16)) * np.uint32(_MULTIPLIER)
+        digest += (words ^ (words >> 15)).sum(dtype=jnp.uint32)
     return digest
 
 
@@ -153,21 +150,17 @@ def _positions(shape: tuple[int, ...], number: int) -> jax.Array | np.uint32:
 
 
 def _bits(part: jax.Array) -> list[jax.Array]:
-    # The bits of an array as unsigned integers of at most 32 bits.
+    # The bits of an array as uint32; 64 bits are two, in one more dim.
     if jax.dtypes.issubdtype(part.dtype, jax.dtypes.prng_key):
         part = jax.random.key_data(part)
-    dtype = part.dtype
-    if jnp.issubdtype(dtype, jnp.complexfloating):
+    if jnp.issubdtype(part.dtype, jnp.complexfloating):
         return [*_bits(lax.real(part)), *_bits(lax.imag(part))]
-    if dtype == jnp.bool_:
-        return [part.astype(jnp.uint8)]
-    is_float = jnp.issubdtype(dtype, jnp.floating)
-    num_bits = (jnp.finfo if is_float else jnp.iinfo)(dtype).bits
-    # 64 bits become one more dim.
-    unsigned = jnp.dtype(f"uint{min(num_bits, 32)}")
-    words = lax.bitcast_convert_type(part, unsigned)
-    # No network has smaller ones.
-    return [words.astype(jnp.uint8) if num_bits < 8 else words]
+    if part.dtype == jnp.bool_:
+        return [part.astype(jnp.uint32)]
+    is_float = jnp.issubdtype(part.dtype, jnp.floating)
+    num_bits = (jnp.finfo if is_float else jnp.iinfo)(part.dtype).bits
+    words = lax.bitcast_convert_type(part, jnp.dtype(f"uint{min(num_bits, 32)}"))
+    return [words.astype(jnp.uint32)]
 
 
 def _sample(shape: tuple[int, ...]) -> tuple[slice, ...]:

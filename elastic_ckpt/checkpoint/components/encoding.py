@@ -91,14 +91,16 @@ def write(path: epath.Path, encoded: Encoded) -> None:
 
 def dump(encoded: Encoded, file: IO[bytes]) -> None:
     """Writes the content of the file; the same bytes for the same state."""
-    stored: dict[str, np.ndarray] = {}
-    dtypes = []
-    for number, values in enumerate(encoded.arrays):
-        # Types of other packages, which NumPy would store without a name.
-        is_foreign = values.dtype.isbuiltin == 2
-        dtypes.append(values.dtype.name if is_foreign else "")
-        as_stored = values.view(f"u{values.itemsize}") if is_foreign else values
-        stored[str(number)] = as_stored
+    # Types of other packages, which NumPy would store without a name.
+    dtypes = [
+        each.dtype.name if each.dtype.isbuiltin == 2 else "" for each in encoded.arrays
+    ]
+    stored = {
+        str(number): values.view(f"u{values.itemsize}") if dtype else values
+        for number, (values, dtype) in enumerate(
+            zip(encoded.arrays, dtypes, strict=True)
+        )
+    }
     fields: dict[str, storage.Json] = {"tree": encoded.tree, "dtypes": [*dtypes]}
     text = checked_json.to_bytes(fields, version=VERSION)
     np.savez(file, allow_pickle=False, state=np.frombuffer(text, np.uint8), **stored)
