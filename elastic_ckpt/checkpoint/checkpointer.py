@@ -15,7 +15,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from typing import Any, Self, TypeVar
 
@@ -114,8 +114,9 @@ class HostsCheckpointer:
         self._events = events.EventQueue(emit)
         # Loads and removals in the background.
         self._background = Stage("background")
-        with contextlib.ExitStack() as on_error:
-            on_error.callback(hosts.close)
+        self._is_closed = False
+        with contextlib.ExitStack() as resources:
+            resources.callback(hosts.close)
             self._writer = None
             if chosen.persistent is not None and not chosen.is_read_only:
                 self._writer = Writer(
@@ -125,17 +126,15 @@ class HostsCheckpointer:
                     share=hosts.share,
                     acts=hosts.own == 0,
                 )
-            on_error.callback(self.let_others_write)
+            resources.callback(self._note_closed)
             endpoint.join(hosts, writer=self._writer)
             if found not in (None, run):
                 raise _named_otherwise(chosen, run, found)
             self._open_steps()
             self._events.flush()
-            on_error.pop_all()
-        self._is_closed = False
-        self._forget: Callable[[], None] = lambda: None
-        if not chosen.is_read_only:
-            self._forget = background.before_exit(self._finish_unclosed)
+            if not chosen.is_read_only:
+                resources.callback(background.before_exit(self._finish_unclosed))
+            self._resources = resources.pop_all()
 
     def _open_steps(self) -> None:
         # Finds the newest step, and makes the stages of the saves that follow it.
@@ -658,13 +657,12 @@ class HostsCheckpointer:
         Raises:
           CheckpointError: if a step that was due is not in persistent storage.
         """
-        with contextlib.closing(self._hosts), self._closing(), self._events.flushing():
+        with self._resources, self._events.flushing():
             self._finish()
 
     def abandon(self) -> None:
         """Releases the hosts without waiting for saves, as some hosts may be gone."""
-        with self._closing():
-            self._hosts.close()
+        self._resources.close()
 
     def leave(self, error: BaseException) -> None:
         """Releases the hosts after an error in the training, or Ctrl-C.
@@ -676,7 +674,7 @@ class HostsCheckpointer:
         Args:
           error: the error, which gets a note if a save could not be finished.
         """
-        with contextlib.closing(self._hosts), self._closing():
+        with self._resources:
             if not self._hosts.are_leaving(error):
                 return
             finishing = background.in_thread(self._finish, name="finish")
@@ -750,14 +748,9 @@ class HostsCheckpointer:
         if self._writer is not None:
             self._writer.close()
 
-    @contextlib.contextmanager
-    def _closing(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self._is_closed = True
-            self._forget()
-            self.let_others_write()
+    def _note_closed(self) -> None:
+        self._is_closed = True
+        self.let_others_write()
 
     def _check_open(self) -> None:
         if self._is_closed:
