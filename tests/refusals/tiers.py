@@ -4,7 +4,7 @@ import functools
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers import choices
-from elastic_ckpt.tiers.peers import agent, nodes, peer_client, secret
+from elastic_ckpt.tiers.peers import agent, agent_server, peer_client, secret
 from elastic_ckpt.tiers.persistent import leases
 from tests.refusals import Refusal
 from tests.tiers import served
@@ -157,7 +157,7 @@ REFUSALS = {
         for text in ("", "short", "with a space in it", "é")
     },
     "outside of a pod": Refusal(
-        lambda path: nodes.read_labels("node-7", account_directory=str(path)),
+        lambda path: agent_server.read_labels("node-7", account_directory=str(path)),
         "--domains",
         errors.RunError,
     ),

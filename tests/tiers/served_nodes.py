@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from concurrent import futures
 
-from elastic_ckpt.tiers.peers import agent, nodes
+from elastic_ckpt.tiers.peers import agent, agent_server
 from elastic_ckpt.tiers.ram import machine
 from tests.tiers import served
 
@@ -28,7 +28,7 @@ def serving(directory, *, port=0, **options):
         contextlib.closing(asyncio.new_event_loop()) as loop,
     ):
         options = {"domains": {}, "announce": announce, **options}
-        serve = nodes.serve(service, ended, **options)
+        serve = agent_server.serve_node(service, ended, **options)
         node_ended = executor.submit(loop.run_until_complete, serve)
         futures.wait([node_ended, started], return_when=futures.FIRST_COMPLETED)
         if not started.done():

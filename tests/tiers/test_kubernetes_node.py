@@ -7,7 +7,7 @@ import pytest
 import trustme
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.tiers.peers import nodes
+from elastic_ckpt.tiers.peers import agent_server
 
 TOKEN = "the-token-of-the-account"
 LABELS = {
@@ -55,30 +55,30 @@ def account(tmp_path, monkeypatch):
 
 
 def test_the_labels_of_a_node_are_those_of_its_object(account):
-    labels = nodes.read_labels("node-7", account_directory=account)
+    labels = agent_server.read_labels("node-7", account_directory=account)
     assert labels == LABELS
 
 
 def test_labels_name_the_domains_that_nobody_else_has_named(monkeypatch):
-    monkeypatch.setattr(nodes, "read_labels", lambda _: LABELS)
+    monkeypatch.setattr(agent_server, "read_labels", lambda _: LABELS)
     of_labels = {
         "region": "us-east5",
         "zone": "us-east5-a",
         "block": "b1",
         "rack": "s4",
     }
-    assert nodes.domains({}, "node-7", {}) == of_labels
+    assert agent_server.node_domains({}, "node-7", {}) == of_labels
     further = {"rack": "example.com/row", "block": "example.com/none", "row": "other"}
-    found = nodes.domains({"zone": "z"}, "node-7", further)
+    found = agent_server.node_domains({"zone": "z"}, "node-7", further)
     assert found == {"region": "us-east5", "zone": "z", "rack": "row-2", "row": "x"}
-    assert nodes.domains({"zone": "z"}, None, further) == {"zone": "z"}
+    assert agent_server.node_domains({"zone": "z"}, None, further) == {"zone": "z"}
 
 
 def test_a_node_that_cannot_be_read_is_an_error_with_the_remedy(account, tmp_path):
     for node in ("node-8", "../secrets", "node-7/status"):
         with pytest.raises(errors.RunError, match="verb get on nodes"):
-            nodes.read_labels(node, account_directory=account)
+            agent_server.read_labels(node, account_directory=account)
     (tmp_path / "token").write_text("another-token")
     with pytest.raises(errors.RunError, match="403") as error:
-        nodes.read_labels("node-7", account_directory=account)
+        agent_server.read_labels("node-7", account_directory=account)
     assert "another-token" not in str(error.value)

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.tiers.peers import agent, nodes, secret
+from elastic_ckpt.tiers.peers import agent, agent_server, secret
 from elastic_ckpt.tiers.ram import machine, ram_disk
 from tests.tiers import served, served_nodes
 from tests.tiers.served_nodes import PART
@@ -113,7 +113,7 @@ def test_directories_that_are_no_runs_are_not_served(tmp_path):
     (tmp_path / "elsewhere").symlink_to(tmp_path)
     served_nodes.save_run(tmp_path, ".removed-run")
     root = served_nodes.save_run(tmp_path)
-    assert nodes.runs(str(tmp_path)) == {"run": str(root)}
+    assert agent_server.runs(str(tmp_path)) == {"run": str(root)}
 
 
 class TestRunsThatEnded:
@@ -131,7 +131,7 @@ class TestRunsThatEnded:
         self, tmp_path
     ):
         root = served_nodes.save_run(tmp_path)
-        sweep = functools.partial(nodes.sweep, str(tmp_path))
+        sweep = functools.partial(agent_server.sweep, str(tmp_path))
         os.utime(root, (0, 0))
         with storage.exclusive_lock(root / "hosts" / "0" / "lock"):
             for secs in (3600, -1):
@@ -152,5 +152,5 @@ class TestRunsThatEnded:
             used = time.time() - secs
             os.utime(root, (used, used))
         num_bytes = ram_disk.used_bytes(str(root))
-        swept = nodes.sweep(str(tmp_path), max_bytes=limit * num_bytes)
+        swept = agent_server.sweep(str(tmp_path), max_bytes=limit * num_bytes)
         assert swept == removed
