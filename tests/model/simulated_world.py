@@ -226,7 +226,7 @@ class ScriptedThreads:
         self._begun.clear()
 
 
-class SimulatedNetwork(peer_client.Network):
+class SimulatedNetwork:
     """Agents by their urls; each serves the RAM disk of a machine.
 
     Attributes:
@@ -247,7 +247,7 @@ class SimulatedNetwork(peer_client.Network):
             )
         )
 
-    def client(self, peers, secret):
+    def client(self, secret, **_):
         return _Client(self)
 
     def root(self, number):
@@ -407,9 +407,7 @@ class SimulatedHosts:
 
     def __init__(self, sim, configs):
         self._sim = sim
-        self._hosts = [
-            HostEndpoint(config, of_agents=sim.network) for config in configs
-        ]
+        self._hosts = [HostEndpoint(config) for config in configs]
         self.num_hosts = len(configs)
         self.on_capture = lambda _: None
         self.opened_id = None
@@ -631,6 +629,11 @@ class Simulation:
         self._resources.enter_context(seams.watched(self.files))
         self._resources.enter_context(seams.made_by(self.threads))
         self._resources.enter_context(seams.by(self.clock))
+        for module, name, made in (
+            (agent, "AgentProcess", self.network.serve),
+            (peer_client, "PeerClient", self.network.client),
+        ):
+            self._resources.enter_context(mock.patch.object(module, name, made))
         if self.in_place:
             in_place = mock.patch.object(
                 persistent_root.PersistentRoot,

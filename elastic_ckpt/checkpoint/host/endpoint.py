@@ -48,17 +48,13 @@ class HostEndpoint:
     Args:
       config: of the host.
       more_parts: makes the parts that a transport adds.
-      of_agents: the network by which hosts read each other's RAM.
     """
 
     def __init__(
         self,
         config: HostConfig,
         more_parts: MoreParts = lambda _: {},
-        *,
-        of_agents: peer_client.Network | None = None,
     ) -> None:
-        self._network = of_agents or peer_client.Network()
         self._config = config
         self._more_parts = more_parts
         self._parts: dict[str, Any] = {"HostEndpoint": self}
@@ -146,7 +142,7 @@ class HostEndpoint:
             tls_certificate=None if peers.tls is None else peers.tls.certificate,
             tls_key=None if peers.tls is None else peers.tls.key,
         )
-        of_machine = self._network.serve(service)
+        of_machine = agent.AgentProcess(service)
         self._resources.callback(of_machine.close)
         return own.host, of_machine.address
 
@@ -166,8 +162,12 @@ class HostEndpoint:
         # Only now: hosts that are alive have their slots, so none of theirs is cleaned.
         own.clean()
         run_files.write_agents(disk.root, run_files.RunAgents(config.run, agents))
-        client = self._network.client(
-            config.peer_tier, secret.read(secret.path(disk.root))
+        peers = config.peer_tier
+        client = peer_client.PeerClient(
+            secret.read(secret.path(disk.root)),
+            tls_ca=None if peers.tls is None else peers.tls.authority,
+            timeout_secs=peers.timeout_secs,
+            max_bytes_per_sec=peers.max_bytes_per_sec,
         )
         self._resources.callback(client.close)
         world = HostWorld(config, own=own, hosts=hosts, client=client, agents=agents)

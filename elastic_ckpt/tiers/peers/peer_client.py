@@ -26,8 +26,6 @@ from etils import epath
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps.manifest import Manifest
 from elastic_ckpt.tiers import source
-from elastic_ckpt.tiers.choices import Peers
-from elastic_ckpt.tiers.peers import agent
 
 # The waits before a transfer without any progress is tried again. Not before the first:
 # a connection that was kept may have been closed long ago.
@@ -288,23 +286,6 @@ class Endpoint:
             raise
         finally:
             self.pool.put(connection)
-
-
-class Network:
-    """Agents in processes of their own, over HTTP; simulations have another."""
-
-    def serve(self, service: agent.Service) -> agent.AgentProcess:
-        """Has the RAM disk of this machine served."""
-        return agent.AgentProcess(service)
-
-    def client(self, peers: Peers, secret: str) -> PeerClient:
-        """A client of the agents of other machines, as `peers` says."""
-        return PeerClient(
-            secret,
-            tls_ca=None if peers.tls is None else peers.tls.authority,
-            timeout_secs=peers.timeout_secs,
-            max_bytes_per_sec=peers.max_bytes_per_sec,
-        )
 
 
 def _why(error: Exception) -> str:
