@@ -47,6 +47,5 @@ def content(leaf: Leaf, values: np.ndarray) -> bytes:
 def checksum(values: np.ndarray) -> bytes:
     """The CRC-32C behind the values of a chunk, as zarr's codec `crc32c` has it."""
     # It does not take memory that can be written.
-    read_only = values.view()
-    read_only.flags.writeable = False
+    read_only = np.frombuffer(values.data.toreadonly(), np.uint8)
     return google_crc32c.value(read_only).to_bytes(layout.CHECKSUM_BYTES, "little")

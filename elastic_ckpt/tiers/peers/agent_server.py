@@ -43,9 +43,7 @@ import pathlib
 import signal
 import ssl
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -403,27 +401,27 @@ def read_labels(
     Raises:
       RunError: if they cannot be read.
     """
-    host, account = os.environ.get(_HOST, ""), pathlib.Path(account_directory)
-    at = f"[{host}]" if ":" in host else host
-    url = f"https://{at}:{os.environ.get(_PORT, '443')}/api/v1/nodes/"
+    host, port = os.environ.get(_HOST, ""), int(os.environ.get(_PORT, "443"))
+    account = pathlib.Path(account_directory)
+    path = f"/api/v1/nodes/{urllib.parse.quote(node, safe='')}"
     try:
-        tls = ssl.create_default_context(cafile=str(account / "ca.crt"))
         token = (account / "token").read_text(encoding="ascii").strip()
-        api = urllib.request.build_opener(
-            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
+        tls = ssl.create_default_context(cafile=str(account / "ca.crt"))
+        api = http.client.HTTPSConnection(
+            host, port, timeout=_TIMEOUT_SECS, context=tls
         )
-        api.addheaders = [("Authorization", f"Bearer {token}")]
-        name = urllib.parse.quote(node, safe="")
-        with api.open(url + name, timeout=_TIMEOUT_SECS) as response:
-            return dict(json.load(response)["metadata"].get("labels", {}))
+        with contextlib.closing(api):
+            api.request("GET", path, headers={"Authorization": f"Bearer {token}"})
+            with api.getresponse() as response:
+                if response.status != http.HTTPStatus.OK:
+                    raise ValueError(f"status {response.status}")
+                return dict(json.load(response)["metadata"].get("labels", {}))
     except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
-        if isinstance(error, urllib.error.HTTPError):
-            error.close()
         raise errors.RunError(
-            f"the labels of node {node} cannot be read from {url} ({error}); the"
-            " service account of the pod needs the verb get on nodes, as the manifest"
-            " of the node agent has it; outside of a pod name the domains with"
-            " --domains"
+            f"the labels of node {node} cannot be read from {host}:{port}{path}"
+            f" ({error}); the service account of the pod needs the verb get on nodes,"
+            " as the manifest of the node agent has it; outside of a pod name the"
+            " domains with --domains"
         ) from None
 
 

@@ -166,8 +166,7 @@ def _sealed(memory: np.ndarray, named: bytes | None) -> bytes:
     # Writes the checksum behind the values, and returns their digest.
     values = memory[: -layout.CHECKSUM_BYTES]
     # google_crc32c does not take memory that can be written.
-    read_only = values.view()
-    read_only.flags.writeable = False
+    read_only = np.frombuffer(values.data.toreadonly(), np.uint8)
     hashed, checksum = digest.values_hash(), 0
     for start in range(0, len(values), _PIECE_BYTES):
         piece = read_only[start : start + _PIECE_BYTES]
