@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import datetime
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, TypeAlias
@@ -30,7 +29,6 @@ from elastic_ckpt.simulation.costs import Costs
 from elastic_ckpt.simulation.decisions import Decisions, Held, Readers, Shape
 from elastic_ckpt.steps import read_plan, retention
 
-_BEGAN = datetime.datetime.fromtimestamp(0, datetime.UTC)
 _Stage: TypeAlias = Literal["copy", "store", "commit"]
 # The order in which stages end that end at one time: a new save finds others free.
 _STAGES: tuple[_Stage, ...] = ("copy", "store", "commit")
@@ -316,7 +314,7 @@ class Saves:
             [
                 retention.HeldStep(
                     step=each.step,
-                    time=_BEGAN + datetime.timedelta(seconds=each.step),
+                    time_ms=1000 * each.step,
                     metrics=None,
                     complete=True,
                 )

@@ -11,16 +11,12 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import itertools
-import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step import StepId
-
-_BEGINNING = datetime.datetime.fromtimestamp(0, datetime.UTC)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +25,7 @@ class HeldStep:
 
     Attributes:
       step: the training step.
-      time: when it was saved, with a time zone.
+      time_ms: when it was saved, since 1970.
       metrics: the values it is ranked by; None if it was not evaluated.
       complete: whether this tier alone has all of it; None if a part of what would tell
         could not be read, so that it is kept.
@@ -37,7 +33,7 @@ class HeldStep:
     """
 
     step: int
-    time: datetime.datetime
+    time_ms: int
     metrics: dict[str, Any] | None
     complete: bool | None
     save: str = ""
@@ -47,26 +43,10 @@ class HeldStep:
         """The step, and which save of it."""
         return StepId(self.step, self.save)
 
-    @classmethod
-    def from_contents(
-        cls, step_id: StepId, contents: Contents | None, *, complete: bool | None
-    ) -> HeldStep:
-        """A step with the time and the metrics of its manifest.
-
-        Args:
-          step_id: the step.
-          contents: None if the manifest could not be read, or is damaged.
-          complete: see the class.
-        """
-        time_ms = 0 if contents is None else contents.time_ms
-        metrics = None if contents is None else contents.metrics
-        return cls(
-            step=step_id.step,
-            save=step_id.save,
-            time=_BEGINNING + datetime.timedelta(milliseconds=time_ms),
-            metrics=None if metrics is None else json.loads(metrics),
-            complete=complete,
-        )
+    @property
+    def time(self) -> datetime.datetime:
+        """When it was saved, with a time zone."""
+        return datetime.datetime.fromtimestamp(self.time_ms / 1000, datetime.UTC)
 
 
 class PreservationPolicy(Protocol):

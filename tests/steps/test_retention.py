@@ -1,4 +1,3 @@
-import datetime
 import math
 
 from hypothesis import given
@@ -8,14 +7,13 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.steps import retention
 
 policies = ocp.training.preservation_policies
-BEGAN = datetime.datetime(2026, 11, 1, tzinfo=datetime.UTC)
 
 
 def held(step, *, complete=True, loss=None):
     """A step that is saved one minute after the one before."""
     return retention.HeldStep(
         step=step,
-        time=BEGAN + datetime.timedelta(minutes=step),
+        time_ms=60_000 * step,
         metrics=None if loss is None else {"loss": loss},
         complete=complete,
     )

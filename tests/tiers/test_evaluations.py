@@ -1,4 +1,3 @@
-import datetime
 import json
 
 import pytest
@@ -38,9 +37,8 @@ def metrics(root, line=LINE, saved=None):
     """By step, the metrics that retention sees."""
     counted = run_files.evaluations(root, line, run=uploaded.RUN)
     evaluated = {step: json.loads(text) for step, text in counted}
-    beginning = datetime.datetime.fromtimestamp(0, datetime.UTC)
     steps = [
-        retention.HeldStep(step=step, time=beginning, metrics=saved, complete=True)
+        retention.HeldStep(step=step, time_ms=0, metrics=saved, complete=True)
         for step in root.steps()
     ]
     ranked = retention.with_evaluations(steps, evaluated)

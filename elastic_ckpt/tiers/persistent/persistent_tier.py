@@ -7,7 +7,6 @@ their digests without Orbax, and reads only those that it needs.
 
 from __future__ import annotations
 
-import datetime
 import functools
 import json
 from typing import Any
@@ -38,8 +37,6 @@ from elastic_ckpt.tiers.source import (
     ReadError,
     ignored,
 )
-
-_BEGINNING = datetime.datetime.fromtimestamp(0, datetime.UTC)
 
 
 class PersistentTier:
@@ -198,10 +195,9 @@ class PersistentTier:
         metrics = read_json(directory / "metrics" / "metrics")
         if metrics is None:
             logging.warning("step %d is kept, because its metrics are no JSON", step)
-        microsecs = commit_nsecs(directory) // 1000
         return retention.HeldStep(
             step=step,
-            time=_BEGINNING + datetime.timedelta(microseconds=microsecs),
+            time_ms=commit_nsecs(directory) // 1_000_000,
             metrics=metrics or None,
             complete=None if metrics is None else True,
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import json
 import os
 import pathlib
 import shutil
@@ -95,7 +96,7 @@ class LocalHost:
         """The committed saves as retention requires them, from the manifests."""
         retained = []
         for each in self.held():
-            contents, complete = None, None
+            contents, complete = Contents(leaves=()), None
             try:
                 contents = self.disk.manifest(self.slot, each).contents
                 complete = True
@@ -104,7 +105,13 @@ class LocalHost:
             except errors.CheckpointError:
                 complete = False
             retained.append(
-                retention.HeldStep.from_contents(each, contents, complete=complete)
+                retention.HeldStep(
+                    step=each.step,
+                    save=each.save,
+                    time_ms=contents.time_ms,
+                    metrics=json.loads(contents.metrics or "null"),
+                    complete=complete,
+                )
             )
         return retained
 
