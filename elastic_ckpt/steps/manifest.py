@@ -91,6 +91,10 @@ class Leaf:
         """The name of an array in Orbax's stores, such as `params.w`."""
         return ".".join(map(_unescaped, self.path.split("/")[1:]))
 
+    def name_of(self, box: boxes.Box) -> str:
+        """Names a part for messages: leaf and bounds, or the path of a file."""
+        return self.path if self.is_file else f"{self.path}{box}"
+
     def num_bytes(self, box: boxes.Box) -> int:
         """Bytes of the values of a box."""
         return box.volume * np.dtype(self.dtype).itemsize

@@ -117,18 +117,30 @@ class StepTable:
 
     def name(self, item: int) -> str:
         """Names an item for messages: leaf and bounds, or the path of a file."""
-        leaf = self.leaf(item)
-        return leaf.path if leaf.is_file else f"{leaf.path}{self.box(item)}"
+        return self.leaf(item).name_of(self.box(item))
 
     @functools.cached_property
     def gaps(self) -> Mapping[int, boxes.Boxes]:
-        """By the number of a leaf, the disjoint boxes that no holder has."""
-        return self._covered[0]
+        """By the number of a leaf, the disjoint boxes that no holder has, `[., r]`."""
+        shapes = self.contents.shapes
+        tiled = box_cover.tiled(shapes, self.items.leaf, self.boxes)
+        of_leaves = {
+            leaf: box_cover.gaps(
+                boxes.whole(shapes[leaf].tolist()),
+                self.boxes.take(self.of_leaf(leaf)),
+            )
+            for leaf in np.flatnonzero(~tiled).tolist()
+        }
+        return {leaf: gaps for leaf, gaps in of_leaves.items() if len(gaps)}
 
     @functools.cached_property
     def overlapping(self) -> frozenset[int]:
         """The leaves of which saved boxes share elements."""
-        return self._covered[1]
+        sizes = np.prod(self.contents.shapes, axis=1)
+        for leaf, gaps in self.gaps.items():
+            sizes[leaf] -= gaps.volumes.sum()
+        held = np.bincount(self.items.leaf, self.boxes.volumes, len(sizes))
+        return frozenset(np.flatnonzero(held > sizes).tolist())
 
     @functools.cached_property
     def complete(self) -> bool:
@@ -144,9 +156,9 @@ class StepTable:
         """The end of `problem`: the missing parts, or that holders disagree."""
         leaves, problems = self.contents.leaves, []
         named = [
-            leaves[leaf].path if leaves[leaf].is_file else f"{leaves[leaf].path}{box}"
+            leaves[leaf].name_of(gaps.box(n, rank=len(leaves[leaf].shape)))
             for leaf, gaps in self.gaps.items()
-            for box in map(gaps.__getitem__, range(len(gaps)))
+            for n in range(len(gaps))
         ]
         if named:
             problems.append(
@@ -160,23 +172,3 @@ class StepTable:
                 f" [{errors.first_of(map(self.name, diverged))}]"
             )
         return ", and ".join(problems)
-
-    @functools.cached_property
-    def _covered(self) -> tuple[dict[int, boxes.Boxes], frozenset[int]]:
-        gaps: dict[int, boxes.Boxes] = {}
-        overlapping = set()
-        shapes, of_items = self.contents.shapes, self.items.leaf
-        tiled = box_cover.tiled(shapes, of_items, self.boxes)
-        for number in np.flatnonzero(~tiled).tolist():
-            leaf = self.contents.leaves[number]
-            rank = len(leaf.shape)
-            held = self.boxes.take(self.of_leaf(number))
-            held = boxes.Boxes(start=held.start[:, :rank], stop=held.stop[:, :rank])
-            array = boxes.whole(leaf.shape)
-            lacking = box_cover.gaps(array, held)
-            if len(lacking):
-                gaps[number] = lacking
-            covered = array.volume - int(lacking.volumes.sum())
-            if int(held.volumes.sum()) > covered:
-                overlapping.add(number)
-        return gaps, frozenset(overlapping)
