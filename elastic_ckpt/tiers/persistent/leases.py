@@ -78,7 +78,7 @@ def lease(
     try:
         if step in _files(root, _REMOVING).values() or not root.is_committed(step):
             raise gone
-        save = persistent_root.committed_save(directory)
+        commit = persistent_root.committed(directory)
         yield directory
         is_kept = False
         with contextlib.suppress(records.OutOfReachError, *bucket_clients.failures()):
@@ -86,7 +86,7 @@ def lease(
                 clock.monotonic() - held.renewed_secs <= duration_secs
                 and held.check()
                 and root.is_committed(step)
-                and save == persistent_root.committed_save(directory)
+                and commit == persistent_root.committed(directory)
             )
     finally:
         held.remove()

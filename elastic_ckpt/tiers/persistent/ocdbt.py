@@ -10,7 +10,6 @@ Spec: https://google.github.io/tensorstore/kvstore/ocdbt/index.html
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -85,17 +84,18 @@ def open_store(directory: epath.PathLike, context: ts.Context) -> ts.KvStore:
 
 def metadata_file(leaf: Leaf) -> bytes:
     """The `zarr.json` of an array, as TensorStore writes it."""
-    return _metadata_file(dataclasses.replace(leaf, path=""))
-
-
-@functools.lru_cache(maxsize=2**14)
-def _metadata_file(leaf: Leaf) -> bytes:
-    context, kvstore = ts.Context(), "memory://"
-    spec = {"driver": "zarr3", "kvstore": kvstore}
-    metadata = layout.array_metadata(leaf)
-    ts.open({**spec, "metadata": metadata}, create=True, context=context).result()
-    store = ts.KvStore.open(kvstore, context=context).result()
-    return bytes(store.read(METADATA).result().value)
+    zeros = {"bool": False, "int": 0, "complex": [0.0, 0.0], "float": 0.0}
+    order = {} if np.dtype(leaf.dtype).itemsize == 1 else {"endian": "little"}
+    as_bytes = {"name": "bytes", **({"configuration": order} if order else {})}
+    return storage.canonical_json(
+        {
+            **layout.array_metadata(leaf),
+            "codecs": [as_bytes, {"name": "crc32c"}],
+            "fill_value": next(zeros[kind] for kind in zeros if kind in leaf.dtype),
+            "node_type": "array",
+            "zarr_format": 3,
+        }
+    )
 
 
 def write(

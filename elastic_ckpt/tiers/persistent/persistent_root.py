@@ -128,7 +128,8 @@ class PersistentRoot:
         """
         if not manifest_names(self.final(step)):
             return self.foreign_save(step)
-        return committed_save(self.final(step), run=run)
+        there, save = committed(self.final(step))
+        return save if there == run else None
 
     def foreign_save(self, step: int) -> str:
         """The save that a step counts as which Orbax alone wrote: when that was.
@@ -146,21 +147,20 @@ class PersistentRoot:
         there = self.of_each(self.is_committed, self._numbers())
         return [step for step, is_committed in there.items() if is_committed]
 
-    def manifests(self) -> dict[int, list[str]]:
-        """The names of the manifests of each committed step, ascending.
+    def are_ours(self) -> dict[int, bool]:
+        """Whether each committed step has manifests, ascending.
 
         An object store is asked once about each step: the listing of its directory
         also shows the file that commits it.
         """
 
-        def names_in(step: int) -> list[str] | None:
+        def is_ours(step: int) -> bool | None:
             names = records.names(self.final(step))
             is_committed = COMMIT_FILE in names or self.is_committed(step)
-            manifests = sorted(filter(is_manifest_name, names))
-            return manifests if is_committed else None
+            return any(map(is_manifest_name, names)) if is_committed else None
 
-        found = self.of_each(names_in, self._numbers())
-        return {step: names for step, names in found.items() if names is not None}
+        found = self.of_each(is_ours, self._numbers())
+        return {step: ours for step, ours in found.items() if ours is not None}
 
     def of_each(self, asked: Callable[[int], T], steps: Sequence[int]) -> dict[int, T]:
         """What is asked of storage about each of some steps.
@@ -260,17 +260,6 @@ def commit_text(final: epath.Path, run: str, save: str) -> bytes:
     """The content of the file that commits a save of a step."""
     own = json.dumps({"version": _VERSION, "run": run, "save": save})
     return f"Checkpoint commit was successful to {final}\nelastic_ckpt {own}\n".encode()
-
-
-def committed_save(directory: epath.Path, *, run: str | None = None) -> str | None:
-    """The save of a committed step of ours; None if it has none of this version.
-
-    Args:
-      directory: of the step.
-      run: that it has to be of; None for any.
-    """
-    there, save = committed(directory)
-    return save if save and run in (None, there) else None
 
 
 def committed(directory: epath.Path) -> tuple[str, str]:

@@ -24,7 +24,7 @@ from elastic_ckpt.tiers.persistent import claims, ocdbt, run_files
 from elastic_ckpt.tiers.persistent.persistent_root import (
     PersistentRoot,
     commit_nsecs,
-    committed_save,
+    committed,
     manifest_names,
     read_json,
     read_manifests,
@@ -56,13 +56,12 @@ class PersistentTier:
         self.root, self._run = root, run
 
     @functools.cached_property
-    def _manifests(self) -> dict[int, list[str]]:
-        # The committed steps and the names of their manifests.
-        return self.root.manifests()
+    def _are_ours(self) -> dict[int, bool]:
+        return self.root.are_ours()
 
     @property
     def _ours(self) -> list[int]:
-        return [step for step, names in self._manifests.items() if names]
+        return [step for step, is_ours in self._are_ours.items() if is_ours]
 
     def steps(self) -> list[int]:
         """The committed steps that have manifests, ascending; also those set aside.
@@ -79,12 +78,15 @@ class PersistentTier:
         An abandoned step that a program reads is not set aside, so that the newest save
         need not be that of the newest step.
         """
-        committed = self.root.of_each(
-            lambda step: committed_save(self.root.final(step), run=self._run),
-            self._ours,
+        commits = self.root.of_each(
+            lambda step: committed(self.root.final(step)), self._ours
         )
-        there = (StepId(step, save) for step, save in committed.items() if save)
-        return [*self.root.set_aside_steps(), *there]
+        of_run = [
+            (step, save)
+            for step, (run, save) in commits.items()
+            if save and run == self._run
+        ]
+        return [*self.root.set_aside_steps(), *(StepId(*each) for each in of_run)]
 
     def recorded_lines(self) -> list[Line]:
         """The newest line on record, which may have no step in storage yet.
@@ -102,7 +104,7 @@ class PersistentTier:
         Returns:
           By step, ascending, the save that it counts as.
         """
-        foreign = [step for step, names in self._manifests.items() if not names]
+        foreign = [step for step, is_ours in self._are_ours.items() if not is_ours]
         return self.root.of_each(self.root.foreign_save, foreign)
 
     def notes(self, step: int) -> dict[str, Any]:
@@ -173,7 +175,7 @@ class PersistentTier:
         """The steps that are preserved by hand, ascending."""
         are_preserved = self.root.of_each(
             lambda step: preserved.is_preserved(self.root.final(step)),
-            list(self._manifests),
+            list(self._are_ours),
         )
         return [step for step, is_preserved in are_preserved.items() if is_preserved]
 
@@ -190,7 +192,7 @@ class PersistentTier:
 
     def _held(self, step: int) -> retention.HeldStep | None:
         directory = self.root.final(step)
-        if committed_save(directory, run=self._run) is None:
+        if committed(directory)[0] != self._run:
             return None
         metrics = read_json(directory / "metrics" / "metrics")
         if metrics is None:

@@ -236,8 +236,8 @@ def _runs(chosen: Chosen) -> Iterator[str | None]:
     if chosen.persistent is not None:
         root = PersistentRoot.from_path(chosen.persistent.directory)
         try:
-            steps = map(root.final, reversed(root.steps()))
-            yield from map(persistent_root.run_of, steps)
+            for step in reversed(root.steps()):
+                yield persistent_root.committed(root.final(step))[0]
         except (errors.CheckpointError, *bucket_clients.failures()):
             if chosen.local is None:
                 raise
