@@ -181,7 +181,7 @@ class PersistentRoot:
         found, committed = self._directories(), self.steps()
         for each in found:
             path, step, save = self.path / each[0], int(each["step"]), each["save"]
-            if self._is_aside(each) or not (each["temporary"] or step not in committed):
+            if self._is_aside(each) or (not each["temporary"] and step in committed):
                 continue
             if not each["temporary"]:
                 saves = (manifest.step_id.save for manifest in readable(path))
