@@ -256,7 +256,9 @@ class Chosen:
                 " every_minutes=MINUTES and save_decision_policy=POLICY"
             )
         if local is not None and persistent is not None:
-            ram, stored = _real(local.directory), _real(persistent.directory)
+            ram, stored = (
+                pathlib.Path(each.directory).resolve() for each in (local, persistent)
+            )
             if storage.is_local(persistent.directory) and stored.is_relative_to(ram):
                 raise errors.ConfigError(
                     f"Persistent({str(stored)!r}) is inside Local({str(ram)!r}), and"
@@ -291,10 +293,6 @@ class Chosen:
         if self.local is not None:
             return os.fspath(self.local.directory)
         return working_directory.new_path()
-
-
-def _real(directory: epath.PathLike) -> pathlib.Path:
-    return pathlib.Path(os.path.realpath(directory))
 
 
 def _check(

@@ -16,7 +16,6 @@ import time
 from etils import epath
 
 from elastic_ckpt.core import storage
-from elastic_ckpt.steps.step import StepId
 
 FILE = "preserve"
 _HOLDS = "holds"
@@ -51,14 +50,13 @@ def hold(root: epath.PathLike, name: str, secs: bytes) -> None:
 
     Args:
       root: of the RAM disk of one of them.
-      name: `<step>-<save>`; another name holds nothing.
+      name: `<step>-<save>`.
       secs: for which it is kept from now on, as a number in ASCII.
     """
-    if StepId.parse(name) is not None and secs.isdigit():
-        until = time.time() + int(secs)
-        path = os.path.join(root, _HOLDS, name)
-        storage.write_atomic(path, b"")
-        os.utime(path, (until, until))
+    until = time.time() + int(secs)
+    path = os.path.join(root, _HOLDS, name)
+    storage.write_atomic(path, b"")
+    os.utime(path, (until, until))
 
 
 def held(root: epath.PathLike) -> set[int]:
