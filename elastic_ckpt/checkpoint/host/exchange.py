@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from etils import epath
 
-from elastic_ckpt.core import background, checked_blobs, checked_json, codec, storage
+from elastic_ckpt.core import background, checked_blobs, codec, storage
 from elastic_ckpt.core.allgather import FAN_IN, HostTree
 from elastic_ckpt.steps import manifest
 from elastic_ckpt.steps.manifest import Host, Manifest
@@ -68,8 +68,7 @@ class Report:
 
     def to_bytes(self) -> bytes:
         """Encodes it; `parse` reads that."""
-        rest = codec.encode(dataclasses.replace(self, manifests=()))
-        assert isinstance(rest, dict)
+        rest: Any = codec.encode(dataclasses.replace(self, manifests=()))
         blobs = [each.to_bytes() for each in self.manifests]
         return checked_blobs.to_bytes(rest, blobs, version=_VERSION)
 
@@ -78,13 +77,10 @@ class Report:
         """The report that `to_bytes` encoded.
 
         Raises:
-          UnreadableError: if it is something else.
+          ValueError: if it is something else.
         """
         fields, blobs = checked_blobs.parse(content, what="report", version=_VERSION)
-        try:
-            rest = codec.decode(cls, fields)
-        except ValueError as error:
-            raise checked_json.UnreadableError(f"is not a report ({error})") from None
+        rest = codec.decode(cls, fields, name="the report")
         return dataclasses.replace(rest, manifests=[*map(Manifest.parse, blobs)])
 
 
@@ -179,7 +175,7 @@ class Exchange:
         # What a host has offered; or else what those below it have.
         try:
             return Report.parse(self.read(host, _REPORT))
-        except (ReadError, checked_json.UnreadableError) as error:
+        except (ReadError, ValueError) as error:
             problem = f"the parts of host {host}: the list {error}"
             return self._with_below(Report(problems=[problem]), host)
 
