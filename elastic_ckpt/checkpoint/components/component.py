@@ -229,10 +229,12 @@ class Component:
         self._processes_per_node = processes_per_node
         self._group = None
         if mesh is not None:
-            hosts = np.vectorize(lambda device: device.process_index, otypes=[int])
-            axes = (axis,) if isinstance(axis, str) else axis
+            process_index = np.vectorize(lambda each: each.process_index, otypes=[int])
             self._group = sharing_of.per_group(
-                hosts(mesh.devices), mesh.axis_names, axes, host=topology.this_host()
+                process_index(mesh.devices),
+                mesh.axis_names,
+                (axis,) if isinstance(axis, str) else axis,
+                host=topology.this_host(),
             )
         # Only this rule needs it.
         self._initial = encoding.encode(self.get()) if on_resize == RESET else None
@@ -259,14 +261,17 @@ class Component:
         given, each = self.sharing, self._processes_per_node
         pattern = given() if callable(given) else given
         num_hosts = topology.num_hosts()
-        nodes: Sequence[object] = [0] * num_hosts
+        everywhere = [0] * num_hosts
+        nodes: Sequence[object] | None = {
+            sharing_of.GLOBAL: everywhere,
+            sharing_of.REPLICATED: everywhere,
+            sharing_of.PER_HOST: range(num_hosts),
+        }.get(pattern)
         if pattern == sharing_of.PER_GROUP and self._group is not None:
             return self._group
-        if pattern == sharing_of.PER_HOST:
-            nodes = range(num_hosts)
-        elif pattern == sharing_of.PER_NODE:
+        if pattern == sharing_of.PER_NODE:
             nodes = _nodes() if each is None else [n // each for n in range(num_hosts)]
-        elif pattern not in (sharing_of.GLOBAL, sharing_of.REPLICATED):
+        if nodes is None:
             raise errors.ConfigError(
                 f"the function sharing= of a component returned {pattern!r}; return one"
                 f" of {[*_TAKES]}, and for per_group give axis and mesh"
@@ -325,12 +330,14 @@ class Component:
         """
         path = epath.Path(directory)
         saved = Description.read(path)
-
-        def read(number: int) -> Any:
-            encoded = encoding.read(path / f"{saved.states[number]}.npz")
-            return encoding.decode(encoded, self.get())
-
-        return self.of_states(path.name, saved.pattern, saved.states, read=read)
+        return self.of_states(
+            path.name,
+            saved.pattern,
+            saved.states,
+            read=lambda number: encoding.decode(
+                encoding.read(path / f"{saved.states[number]}.npz"), self.get()
+            ),
+        )
 
     def of_states(
         self,

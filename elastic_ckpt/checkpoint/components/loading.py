@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from typing import Any
 
 from etils import epath
 from orbax.checkpoint import v1 as ocp
@@ -18,9 +19,6 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.checkpoint import component_io
 from elastic_ckpt.checkpoint.components.component import Component
 from elastic_ckpt.core import allgather, errors
-
-if TYPE_CHECKING:
-    from elastic_ckpt.checkpoint.checkpointer import HostsCheckpointer
 
 # How long hosts wait for each other at the end of a load.
 _PATIENCE_SECS = 600.0
@@ -44,10 +42,13 @@ class Summary:
     failed: Mapping[str, str]
 
     def __str__(self) -> str:
-        lines = [f"step {self.step}: loaded {', '.join(self.loaded) or 'nothing'}"]
-        for kind in ("skipped", "failed"):
-            lines += [f"{kind} {n}: {why}" for n, why in getattr(self, kind).items()]
-        return "\n".join(lines)
+        why = [
+            f"{kind} {name}: {why}"
+            for kind in ("skipped", "failed")
+            for name, why in getattr(self, kind).items()
+        ]
+        first = f"step {self.step}: loaded {', '.join(self.loaded) or 'nothing'}"
+        return "\n".join([first, *why])
 
 
 def named(components: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def named(components: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str
 
 
 def load(
-    checkpointer: HostsCheckpointer | ocp.training.Checkpointer,
+    checkpointer: Any,
     components: Mapping[str, Any] | Iterable[tuple[str, Any]],
     step: Any = None,
     *,
@@ -103,7 +104,14 @@ def load(
     held = checkpointer.checkpointables_metadata(step)
     there = {name: each for name, each in wanted.items() if name in held.metadata}
     stateful = {
-        name: _Read(each)
+        name: _Read(
+            each.read
+            if isinstance(each, Component)
+            # A checkpointer waits longer for all components of a host.
+            else functools.partial(
+                component_io.load, each, limit_secs=component_io.SAVE_TIMEOUT_SECS
+            )
+        )
         for name, each in there.items()
         if isinstance(each, ocp.StatefulCheckpointable)
     }
@@ -116,7 +124,7 @@ def load(
     failed: dict[str, str] = {}
     for name in [name for name in wanted if name not in there]:
         why = f"step {held.step} has no such part; it has {sorted(held.metadata)}"
-        (failed if _is_required(wanted[name]) else skipped)[name] = why
+        (failed if getattr(wanted[name], "required", True) else skipped)[name] = why
 
     def check() -> None:
         # Raises an error with the problems of all hosts.
@@ -124,7 +132,7 @@ def load(
         problems = [
             f"{name!r} cannot be loaded: {why}"
             for name, why in failed.items()
-            if _is_required(wanted[name])
+            if getattr(wanted[name], "required", True)
         ]
         sent = "; ".join([*problems, *unknown])[:_MOST_CHARACTERS] if strict else ""
         of_hosts = allgather.shared().gather("load", sent, timeout_secs=_PATIENCE_SECS)
@@ -142,9 +150,9 @@ def load(
         # Ours may have gone back to an earlier step.
         held = checkpointer.latest or held
     check()
-    for each in stateful.values():
-        if isinstance(each.component, Component) and each.problem is None:
-            each.component.put(each.values)
+    for name, each in stateful.items():
+        if isinstance(there[name], Component) and each.problem is None:
+            there[name].put(each.values)
     return Summary(
         step=held.step,
         loaded={
@@ -157,16 +165,12 @@ def load(
     )
 
 
-def _is_required(value: Any) -> bool:
-    return not isinstance(value, Component) or value.required
-
-
 @dataclasses.dataclass(eq=False)
 class _Read:
     # Reads a component without setting it, or has another object set itself, and keeps
     # an error: the other parts are read all the same.
 
-    component: Any
+    read: Callable[[epath.Path], Any]
     problem: str | None = None
     values: Any = None
 
@@ -178,12 +182,7 @@ class _Read:
         """Reads the component in `directory`."""
         self.problem = None
         try:
-            if isinstance(self.component, Component):
-                self.values = self.component.read(directory)
-            else:
-                # A checkpointer waits longer for all components of a host.
-                limit_secs = component_io.SAVE_TIMEOUT_SECS
-                component_io.load(self.component, directory, limit_secs=limit_secs)
+            self.values = self.read(directory)
         except Exception as error:
             is_told = isinstance(error, errors.ElasticCkptError | TimeoutError)
             self.problem = str(error) if is_told else repr(error)

@@ -87,9 +87,7 @@ class ValidationSchedule:
                 findings=len(findings),
                 secs=secs,
             )
-        if not findings:
-            self.equal_step = step
-        elif self.stops:
+        if findings and self.stops:
             raise errors.RunError(
                 f"after step {step} copies differ that should be equal:"
                 f" {findings[0]} ({len(findings)} in all, see `replicas_differ` in the"
@@ -97,12 +95,13 @@ class ValidationSchedule:
                 " hosts, and start the run again without them: it continues from the"
                 " newest saved step. replica_validation_action=warn goes on instead"
             )
-        elif self.equal_step is not None:
+        kept = None
+        if findings and self.equal_step is not None:
             kept = self.preserve(self.equal_step)
-            self.equal_step = None
-            if kept is not None:
-                why = f"the copies of the state differ after step {step}"
-                self.emit("step_preserved", step=kept, why=why)
+        self.equal_step = None if findings else step
+        if kept is not None:
+            why = f"the copies of the state differ after step {step}"
+            self.emit("step_preserved", step=kept, why=why)
         return findings
 
 
