@@ -5,7 +5,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 import elastic_ckpt as ec
-from elastic_ckpt.checkpoint.components import rng, sharing
+from elastic_ckpt.checkpoint.components import component as components
+from elastic_ckpt.checkpoint.components import rng
 from elastic_ckpt.checkpoint.components.component import Component
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps import owners, retention
@@ -26,7 +27,7 @@ def component(sharing=None, **options):
 
 
 def group(axes, *, hosts=CUBE, host=0):
-    return lambda _: sharing.per_group(hosts, AXES, axes, host=host)
+    return lambda _: components.per_group(hosts, AXES, axes, host=host)
 
 
 def reader(directory, call):

@@ -21,7 +21,7 @@ dict as weights and batches, in our checkpointer and in Orbax's own.
     step.state["lr"]
 
 Saving and loading contain no collective and no barrier: which host writes which file
-follows from host numbers and the mesh alone (`sharing`), so a host that is missing
+follows from host numbers and the mesh alone, so a host that is missing
 delays no other. (Only the first use of `per_node` without `processes_per_node` has the
 hosts tell each other which machine they are on.)
 """
@@ -34,8 +34,9 @@ import dataclasses
 import functools
 import pathlib
 import socket
+import urllib.parse
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -45,7 +46,6 @@ from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint.components import encoding
-from elastic_ckpt.checkpoint.components import sharing as sharing_of
 from elastic_ckpt.checkpoint.components.validation import Level, check_level
 from elastic_ckpt.core import (
     allgather,
@@ -55,6 +55,16 @@ from elastic_ckpt.core import (
     storage,
     topology,
 )
+
+GLOBAL = "global"
+REPLICATED = "replicated"
+PER_HOST = "per_host"
+PER_NODE = "per_node"
+PER_GROUP = "per_group"
+# Of the names of states, of which there may be several.
+_PREFIXES = {PER_HOST: "rank", PER_NODE: "node"}
+Pattern = Literal["global", "replicated", "per_host", "per_node", "per_group"]
+
 
 FILE = "component.json"
 VERSION = 1
@@ -75,11 +85,11 @@ _PATIENCE_SECS = 60.0
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 # The options of each sharing, and of a function, whose states are not compared.
 _TAKES = {
-    sharing_of.GLOBAL: (),
-    sharing_of.REPLICATED: ("validation",),
-    sharing_of.PER_HOST: (),
-    sharing_of.PER_NODE: ("processes_per_node",),
-    sharing_of.PER_GROUP: ("axis", "mesh"),
+    GLOBAL: (),
+    REPLICATED: ("validation",),
+    PER_HOST: (),
+    PER_NODE: ("processes_per_node",),
+    PER_GROUP: ("axis", "mesh"),
 }
 _OF_FUNCTION = ("axis", "mesh", "processes_per_node")
 
@@ -125,6 +135,30 @@ class Description:
                 name=_WHAT,
             ),
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """The states of a component in a world, as one host has them.
+
+    Attributes:
+      pattern: see `Pattern`.
+      names: of all states, in their order: by host, or by coordinates of the mesh.
+      own: the place in `names` of this host's state.
+      is_writer: whether this host is the first that has it.
+      axes: of a group.
+    """
+
+    pattern: str
+    names: tuple[str, ...]
+    own: int
+    is_writer: bool
+    axes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of this host's state."""
+        return self.names[self.own]
 
 
 class Component:
@@ -196,7 +230,7 @@ class Component:
     def __init__(
         self,
         state: Any,
-        sharing: sharing_of.Pattern | Callable[[], sharing_of.Pattern] = "global",
+        sharing: Pattern | Callable[[], Pattern] = "global",
         *,
         axis: str | tuple[str, ...] = (),
         mesh: Mesh | None = None,
@@ -229,15 +263,16 @@ class Component:
         self._processes_per_node = processes_per_node
         self._group = None
         if mesh is not None:
-            process_index = np.vectorize(lambda each: each.process_index, otypes=[int])
-            self._group = sharing_of.per_group(
-                process_index(mesh.devices),
+            hosts_of = np.vectorize(lambda each: each.process_index, otypes=[int])
+            self._group = per_group(
+                hosts_of(mesh.devices),
                 mesh.axis_names,
                 (axis,) if isinstance(axis, str) else axis,
                 host=topology.this_host(),
             )
         # Only this rule needs it.
-        self._initial = encoding.encode(self.get()) if on_resize == RESET else None
+        is_reset = on_resize == RESET
+        self._initial: Any = encoding.encode(self.get()) if is_reset else None
 
     @property
     def is_compared(self) -> bool:
@@ -252,7 +287,7 @@ class Component:
         compared = ", compared between hosts" if self.is_compared else ""
         return f"{kind}, {sharing}{compared}"
 
-    def present(self) -> sharing_of.Sharing:
+    def present(self) -> Sharing:
         """The names of the states that the hosts have now, and which is this host's.
 
         Raises:
@@ -263,20 +298,20 @@ class Component:
         num_hosts = topology.num_hosts()
         everywhere = [0] * num_hosts
         nodes: Sequence[object] | None = {
-            sharing_of.GLOBAL: everywhere,
-            sharing_of.REPLICATED: everywhere,
-            sharing_of.PER_HOST: range(num_hosts),
+            GLOBAL: everywhere,
+            REPLICATED: everywhere,
+            PER_HOST: range(num_hosts),
         }.get(pattern)
-        if pattern == sharing_of.PER_GROUP and self._group is not None:
+        if pattern == PER_GROUP and self._group is not None:
             return self._group
-        if pattern == sharing_of.PER_NODE:
+        if pattern == PER_NODE:
             nodes = _nodes() if each is None else [n // each for n in range(num_hosts)]
         if nodes is None:
             raise errors.ConfigError(
                 f"the function sharing= of a component returned {pattern!r}; return one"
                 f" of {[*_TAKES]}, and for per_group give axis and mesh"
             )
-        return sharing_of.of_nodes(pattern, nodes, host=topology.this_host())
+        return of_nodes(pattern, nodes, host=topology.this_host())
 
     def get(self) -> Any:
         """The values to save: the pytree, or the object's state."""
@@ -368,7 +403,6 @@ class Component:
             if len(states) == count == 1 or rule == FROM_FIRST:
                 return read(0)
             if rule == RESET:
-                assert self._initial is not None
                 return encoding.decode(copy.deepcopy(self._initial), self.get())
             if not callable(rule):
                 raise errors.CheckpointError(
@@ -426,7 +460,7 @@ def _check_given(sharing: Any, **options: Any) -> None:
             f"sharing={sharing!r} of a component: give one of {[*_TAKES]}, or a"
             " function that returns one"
         )
-    needs_mesh = "axis" in given or sharing == sharing_of.PER_GROUP
+    needs_mesh = "axis" in given or sharing == PER_GROUP
     is_whole = "mesh" in given or not needs_mesh
     if (
         given.keys() - {*takes}
@@ -448,3 +482,80 @@ def _nodes() -> tuple[str, ...]:
         own = socket.gethostname()
     gather = allgather.shared().gather
     return tuple(gather("nodes", own, timeout_secs=_PATIENCE_SECS))
+
+
+def of_nodes(pattern: str, nodes: Sequence[object], *, host: int) -> Sharing:
+    """A state for each node, numbered by the first host on it.
+
+    Args:
+      pattern: any but PER_GROUP. A node is all hosts, a host, or a machine.
+      nodes: of each host, the node that it is on.
+      host: this one.
+    """
+    first = {node: nodes.index(node) for node in nodes}
+    order = sorted(first.values())
+    own = first[nodes[host]]
+    prefix = _PREFIXES.get(pattern)
+    numbered = tuple(f"{prefix}-{number:05d}" for number in range(len(order)))
+    return Sharing(
+        pattern=pattern,
+        names=numbered if prefix else ("global",),
+        own=order.index(own),
+        is_writer=own == host,
+    )
+
+
+def per_group(
+    mesh_hosts: np.ndarray,
+    axis_names: Sequence[str],
+    axes: Sequence[str],
+    *,
+    host: int,
+) -> Sharing:
+    """A state for each group of hosts along some axes of a mesh.
+
+    Args:
+      mesh_hosts: of each device of the mesh, its host.
+      axis_names: of the mesh.
+      axes: devices that differ only in these share a state, as they share the result of
+        `jax.lax.psum` over them.
+      host: this one.
+
+    Raises:
+      ConfigError: if the mesh has no such axis, or this host is in no group or several.
+    """
+    unknown = [axis for axis in axes if axis not in axis_names]
+    if unknown or not axes or len(set(axes)) < len(axes):
+        raise errors.ConfigError(
+            f"per_group with axis={tuple(axes)!r} does not fit the mesh with the axes"
+            f" {tuple(axis_names)}; name axes of the mesh, each once"
+        )
+    others = [
+        number
+        for number, axis in enumerate(axis_names)
+        if axis not in axes and mesh_hosts.shape[number] > 1
+    ]
+    of_groups = np.moveaxis(mesh_hosts, others, range(len(others)))
+    names, groups = [], []
+    for place in np.ndindex(of_groups.shape[: len(others)]):
+        named = [(axis_names[n], i) for n, i in zip(others, place, strict=True)]
+        parts = [f"{urllib.parse.quote(axis, safe='')}-{i}" for axis, i in named]
+        names.append("-".join(["group", *parts]))
+        if host in of_groups[place]:
+            groups.append((len(names) - 1, int(of_groups[place].min()) == host))
+    if len(groups) != 1:
+        raise errors.ConfigError(
+            f"the devices of host {host} are in {len(groups)} groups of"
+            f" axis={tuple(axes)!r} ({errors.first_of(names[n] for n, _ in groups)}),"
+            " and a host has one state: share it over another axis of"
+            f" {tuple(axis_names)}, too, or make the mesh from devices of every host,"
+            " those of each in one group"
+        )
+    ((own, is_writer),) = groups
+    return Sharing(
+        pattern=PER_GROUP,
+        names=tuple(names),
+        own=own,
+        is_writer=is_writer,
+        axes=tuple(axes),
+    )

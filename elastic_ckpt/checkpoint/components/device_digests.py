@@ -16,6 +16,7 @@ digest; changes of several words, as of a swap, are missed with a probability of
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -141,11 +142,10 @@ def part_digest(part: jax.Array) -> jax.Array:
 def _positions(shape: tuple[int, ...], number: int) -> jax.Array | np.uint32:
     # The number of each element times an odd number, modulo 2**32.
     positions: Any = np.uint32(number << 16)
-    stride = _STRIDE
-    for dim in reversed(range(len(shape))):
+    for dim in range(len(shape)):
+        stride = _STRIDE * math.prod(shape[dim + 1 :]) % 2**32
         steps = lax.broadcasted_iota(jnp.uint32, shape, dim)
-        positions = positions + steps * np.uint32(stride % 2**32)
-        stride *= shape[dim]
+        positions = positions + steps * np.uint32(stride)
     return positions
 
 

@@ -158,8 +158,7 @@ def read(path: epath.Path, parse: Callable[[IO[bytes]], Any] = load) -> Any:
 
 def type_name(value: Any) -> str:
     """The class of a value with its module, for people."""
-    kind = type(value)
-    return f"{kind.__module__}.{kind.__qualname__}"
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def on_host(value: Any) -> Any:

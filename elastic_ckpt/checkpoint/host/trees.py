@@ -251,7 +251,8 @@ def _asked(path: str, leaf: Any) -> AskedLeaf:
 def cast(path: str, values: np.ndarray, dtype: Any) -> np.ndarray:
     """Saved values in the dtype that was requested for a leaf.
 
-    Floating-point values may be rounded. No other value changes.
+    Floating-point values may be rounded, but not on the way from complex to real ones.
+    No other value changes.
 
     Raises:
       CheckpointError: if one would; it names the leaf and the value.
@@ -259,17 +260,15 @@ def cast(path: str, values: np.ndarray, dtype: Any) -> np.ndarray:
     if values.dtype == dtype:
         return values
     is_real = np.iscomplexobj(values) and not np.issubdtype(dtype, np.complexfloating)
-    parts = values.real if is_real else values
     with np.errstate(all="ignore"):
-        made = parts.astype(dtype)
-        if all(jnp.issubdtype(each.dtype, jnp.inexact) for each in (parts, made)):
-            is_kept = np.isfinite(made) | ~np.isfinite(parts)
+        made = (values.real if is_real else values).astype(dtype)
+        is_rounded = all(jnp.issubdtype(d, jnp.inexact) for d in (values.dtype, dtype))
+        if is_rounded and not is_real:
+            is_kept = np.isfinite(made) | ~np.isfinite(values)
         else:
             # An integer may wrap, and wrap back.
-            is_kept = made.astype(parts.dtype) == parts
-            is_kept &= (made < 0) == (parts < 0)
-    if is_real:
-        is_kept = is_kept & (values.imag == 0)
+            is_kept = made.astype(values.dtype) == values
+            is_kept &= (made < 0) == (values < 0)
     if not is_kept.all():
         raise errors.CheckpointError(
             f"{path.removeprefix('/')} was saved with the value {values[~is_kept][0]}"

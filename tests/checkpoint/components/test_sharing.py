@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from elastic_ckpt.checkpoint.components import sharing
+from elastic_ckpt.checkpoint.components import component as sharing
 
 # Eight hosts of one device each.
 CUBE = np.arange(8).reshape(2, 2, 2)
