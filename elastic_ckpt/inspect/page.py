@@ -59,6 +59,17 @@ _CONFIG: Spec = {
     },
     "text": {"color": _SOFT, "fontSize": 12},
 }
+_LINE_MARK: Spec = {"type": "line", "strokeWidth": 1.75, "clip": True}
+_STEPS_MARK: Spec = {**_LINE_MARK, "interpolate": "step-after"}
+_MARKS: dict[str, Spec] = {
+    "line": _LINE_MARK,
+    "steps": _STEPS_MARK,
+    "area": {
+        **{**_STEPS_MARK, "type": "area", "fillOpacity": 0.25},
+        "line": {"strokeWidth": 1.5},
+    },
+    "dots": {"type": "point", "filled": True, "size": 20, "opacity": 1},
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,16 +153,8 @@ def lines(
 
 
 def _mark(series: Series) -> Spec:
-    if series.kind == "dots" or len(series.points) == 1:
-        return {"type": "point", "filled": True, "size": 20, "opacity": 1}
-    mark: Spec = {"type": "line", "strokeWidth": 1.75, "clip": True}
-    if series.kind != "line":
-        mark["interpolate"] = "step-after"
-    if series.is_dashed:
-        mark["strokeDash"] = [5, 4]
-    if series.kind == "area":
-        mark |= {"type": "area", "fillOpacity": 0.25, "line": {"strokeWidth": 1.5}}
-    return mark
+    kind = "dots" if len(series.points) == 1 else series.kind
+    return {**_MARKS[kind], **({"strokeDash": [5, 4]} if series.is_dashed else {})}
 
 
 def bars(

@@ -362,9 +362,8 @@ def _step_lines(
     is_first = not (step.abandoned or (before and before.save == step.save))
     if is_first and step.parent is not None:
         # A save in place of another goes on from it.
-        parent = step.parent[0]
-        is_again = parent == step.step
-        state += ", saved again" if is_again else f", goes on from step {parent}"
+        from_step = f", goes on from step {step.parent[0]}"
+        state += ", saved again" if step.parent[0] == step.step else from_step
     yield f"step {step.step}: {state}" + ", preserved" * step.preserved
     for each in step.tiers if step.save else ():
         yield (
