@@ -315,10 +315,8 @@ class Manifest:
                 digest=columns[-2:].T.view(np.uint64),
             )
             holders = codec.decode(tuple[Holder, ...], fields["holders"])
-            start, stop = parts.start, parts.stop
-            inside = (start >= 0) & (start <= stop)
-            inside &= stop <= contents.shapes[parts.leaf]
-            counts = (parts.leaf, contents.leaves), (parts.holder, holders)
+            inside = (parts.start >= 0) & (parts.start <= parts.stop)
+            inside &= parts.stop <= contents.shapes[parts.leaf]
             _require(
                 {
                     "the holders": bool(holders),
@@ -327,7 +325,10 @@ class Manifest:
                     "the numbers of leaves and holders": all(
                         numbers.min(initial=0) > -1
                         and numbers.max(initial=-1) < len(of)
-                        for numbers, of in counts
+                        for numbers, of in (
+                            (parts.leaf, contents.leaves),
+                            (parts.holder, holders),
+                        )
                     ),
                 }
             )
@@ -359,15 +360,15 @@ class Manifest:
                     f" step {first.step_id.step}, save {first.step_id.save!r}); remove"
                     " the one that does not belong there"
                 )
-        sizes = [len(each.parts.leaf) for each in manifests]
-        before = np.cumsum([0, *(len(each.holders) for each in manifests)])[:-1]
-        several = zip(*(each.parts for each in manifests), strict=True)
-        parts = Parts(*map(np.concatenate, several))
-        holder = parts.holder + np.repeat(before, sizes)
+        before = np.cumsum([0, *(len(each.holders) for each in manifests)])
+        several = [
+            each.parts._replace(holder=each.parts.holder + number)
+            for each, number in zip(manifests, before[:-1], strict=True)
+        ]
         return dataclasses.replace(
             first,
             holders=tuple(holder for each in manifests for holder in each.holders),
-            parts=parts._replace(holder=holder),
+            parts=Parts(*map(np.concatenate, zip(*several, strict=True))),
         )
 
     def is_alike(self, other: Manifest) -> bool:
