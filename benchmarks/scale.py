@@ -42,10 +42,9 @@ import numpy as np
 from benchmarks import report, sized, turns
 from elastic_ckpt.checkpoint import restore
 from elastic_ckpt.checkpoint.host import copies, reader, verified_read
-from elastic_ckpt.checkpoint.host.answers import Replicated, Written
 from elastic_ckpt.checkpoint.host.exchange import GIVEN, Exchange
 from elastic_ckpt.checkpoint.host.reader import HostReader
-from elastic_ckpt.checkpoint.host.saver import HostSaver
+from elastic_ckpt.checkpoint.host.saver import HostSaver, Written
 from elastic_ckpt.checkpoint.host.trees import WantedLeaf
 from elastic_ckpt.checkpoint.host.world import HeldStep, HostWorld
 from elastic_ckpt.checkpoint.hosts import Hosts, Method
@@ -256,7 +255,7 @@ class _WorldAlone(HostWorld):
         return cast(Any, None)
 
 
-def _fetched(own: LocalHost, found: FoundStep) -> Replicated:
+def _fetched(own: LocalHost, found: FoundStep) -> copies.Replicated:
     # Takes copies without their values: what a host fetches does not depend on how many
     # other hosts there are.
     table = found.table
@@ -265,7 +264,7 @@ def _fetched(own: LocalHost, found: FoundStep) -> Replicated:
     copied = dataclasses.replace(saved, parts=Parts.of_rows(parts, saved.contents))
     directory = own.disk.step_directory(own.slot, table.step_id)
     write_manifest(directory, copied)
-    return Replicated(copies=len(table), num_bytes=int(table.num_bytes.sum()))
+    return copies.Replicated(copies=len(table), num_bytes=int(table.num_bytes.sum()))
 
 
 class _ReaderAlone(reader.HostReader):

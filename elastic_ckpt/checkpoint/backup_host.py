@@ -18,7 +18,6 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.checkpoint.host import copies
-from elastic_ckpt.checkpoint.host.answers import Replicated
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.steps import owners
 from elastic_ckpt.steps.step import StepId
@@ -57,7 +56,7 @@ def follow(
     agents: Sequence[str],
     backups: Sequence[str],
     client: PeerClient,
-) -> tuple[StepId, Replicated] | None:
+) -> tuple[StepId, copies.Replicated] | None:
     """Copies this host's share of one step.
 
     Args:

@@ -16,10 +16,9 @@ import jax
 from absl import logging
 
 from elastic_ckpt.checkpoint.host import trees as host_trees
-from elastic_ckpt.checkpoint.host.answers import CapturedIn
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.reader import HostReader
-from elastic_ckpt.checkpoint.host.saver import HostSaver
+from elastic_ckpt.checkpoint.host.saver import CapturedIn, HostSaver
 from elastic_ckpt.checkpoint.host.verified_read import OtherTree
 from elastic_ckpt.core import allgather, calls, codec
 from elastic_ckpt.core.allgather import Allgather

@@ -11,8 +11,7 @@ from absl import logging
 from etils import epath
 
 from elastic_ckpt.checkpoint.components.component import Component
-from elastic_ckpt.checkpoint.host.answers import Written
-from elastic_ckpt.checkpoint.host.saver import HostSaver
+from elastic_ckpt.checkpoint.host.saver import HostSaver, Written
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.structure import HostNotes, StepDescription
 from elastic_ckpt.core import errors

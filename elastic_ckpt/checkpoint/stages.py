@@ -34,11 +34,11 @@ from typing import Any, TypeVar
 from absl import logging
 
 from elastic_ckpt.checkpoint.components import validation_schedule
-from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata, Written
+from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
 from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.host.copies import HostCopies
 from elastic_ckpt.checkpoint.host.reader import HostReader
-from elastic_ckpt.checkpoint.host.saver import HostSaver
+from elastic_ckpt.checkpoint.host.saver import HostSaver, Written
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.run_world import RunWorld
@@ -121,92 +121,6 @@ class Stage:
         self.doing = []
 
 
-class _Backlog:
-    # The steps that are due in persistent storage and are not there. RAM keeps one of
-    # them that waits, the newest; it stands for all before, and so does a newer step in
-    # storage. `why` tells by step what keeps it from there.
-
-    def __init__(self, emit: events.Emit, record: Callable[[float], None]) -> None:
-        self._emit, self._record = emit, record
-        self._lock = threading.Lock()
-        self.steps: set[StepId] = set()
-        # The newest in RAM that was to be backed up.
-        self.in_ram: Saving | None = None
-        self.why: dict[int, str] = {}
-        # The newest failure of storage, and when the first one was since it took all
-        # that it was given.
-        self._failure = ""
-        self._failing_secs: float | None = None
-
-    @property
-    def late(self) -> Saving | None:
-        # The step in RAM that waits for its backup, or is being uploaded.
-        late = self.in_ram
-        if late is None or not any(each <= late.step_id for each in [*self.steps]):
-            return None
-        return late
-
-    def add(self, step_id: StepId) -> None:
-        # A step is due.
-        with self._lock:
-            self.steps.add(step_id)
-        self._record(len(self.steps))
-
-    def fail(self, step: int, why: str) -> None:
-        # Storage has not taken a step.
-        self._failure = self.why[step] = why
-        self._failing_secs = self._failing_secs or time.monotonic()
-
-    def store(self, step_id: StepId) -> None:
-        # A step is in storage. Storage has recovered, unless newer steps wait that it
-        # has not taken.
-        with self._lock:
-            stored = {each for each in self.steps if each <= step_id}
-            self.steps -= stored
-            self.why = {n: why for n, why in self.why.items() if n > step_id.step}
-        self._record(len(self.steps))
-        refused = [each for each in [*self.steps] if each.step in self.why]
-        if self._failing_secs and not refused:
-            secs, self._failing_secs = time.monotonic() - self._failing_secs, None
-            self._emit(
-                "storage_recovered",
-                step=step_id.step,
-                cause=storage_cause.of_message(self._failure),
-                steps=len(stored),
-                secs=secs,
-            )
-
-    def drop_after(self, step: int) -> None:
-        # The run goes on from a step.
-        with self._lock:
-            self.steps = {each for each in self.steps if each.step <= step}
-        if self.in_ram is not None and self.in_ram.step > step:
-            self.in_ram = None
-
-    def check(self) -> None:
-        # Raises a NotStoredError if a step is left; a second end of the run finds none.
-        late, steps, self.steps = self.in_ram, sorted(self.steps), set()
-        if not steps:
-            return
-        newest, several = steps[-1], ""
-        if steps[1:]:
-            several = f", like {len(steps) - 1} before it since step {steps[0].step}"
-        remedy = "start the run once more while the hosts' RAM has the step"
-        if late is None or late.step_id < newest:
-            remedy = (
-                "save it again: no tier has it, and a start goes on from the"
-                " newest step that was saved"
-            )
-        why = self.why.get(newest.step, self._failure) or "its backup was not made"
-        advice = storage_cause.advice(why)
-        if advice not in why:
-            remedy = f"{advice}, and {remedy}"
-        raise errors.NotStoredError(
-            f"step {newest.step} was due in persistent storage and is not there"
-            f"{several}: {why}; {remedy}"
-        )
-
-
 class SaveStages:
     """Takes captured steps through their stages.
 
@@ -247,8 +161,17 @@ class SaveStages:
         # The first save does not wait until leftovers are removed, but until it is
         # known whether a world before owes copies and a backup.
         self._cleaning, self._looking = Stage("clean"), Stage("look")
-        backlog = functools.partial(self._record, metrics.CHECKPOINT_BACKLOG)
-        self._backlog = _Backlog(emit, backlog)
+        # The steps that are due in storage and not there. RAM keeps one that was to be
+        # backed up, the newest: it stands for those before it, and so does a newer one
+        # in storage.
+        self._lock = threading.Lock()
+        self._due: set[StepId] = set()
+        self._newest: Saving | None = None
+        # What keeps a step from storage; the newest failure of storage itself, and when
+        # the first one was since it took all that it was given.
+        self._why: dict[int, str] = {}
+        self._failure = ""
+        self._failing_secs: float | None = None
         self._uploading: StepId | None = None
         # The newest step if its copies are not begun, and the newest that has them.
         self._uncopied: CheckpointMetadata | None = None
@@ -270,7 +193,11 @@ class SaveStages:
         """Notes that a step was restored: it is kept until a newer one has copies."""
         self.committed = self._uncopied = None
         self._covered, self._begins_line = restored, True
-        self._backlog.drop_after(0 if restored is None else restored.step)
+        step = 0 if restored is None else restored.step
+        with self._lock:
+            self._due = {each for each in self._due if each.step <= step}
+        if self._newest is not None and self._newest.step > step:
+            self._newest = None
 
     def claim(self, line: Line) -> int:
         """Records the line that is saved to; returns the number of the world."""
@@ -327,7 +254,7 @@ class SaveStages:
             if self._has_storage:
                 owed = self._hosts.first(HostBackup.owed, step_id)
                 if owed is not None:
-                    self._backlog.add(step_id)
+                    self._add_due(step_id)
                     self._begin_backup(
                         Saving(
                             step_id=step_id,
@@ -343,7 +270,27 @@ class SaveStages:
     def end(self) -> None:
         """Waits; raises a CheckpointError if storage lacks a step that was due."""
         self.wait()
-        self._backlog.check()
+        # A second end of the run finds none.
+        late, due, self._due = self._newest, sorted(self._due), set()
+        if not due:
+            return
+        newest, several = due[-1], ""
+        if due[1:]:
+            several = f", like {len(due) - 1} before it since step {due[0].step}"
+        remedy = "start the run once more while the hosts' RAM has the step"
+        if late is None or late.step_id < newest:
+            remedy = (
+                "save it again: no tier has it, and a start goes on from the"
+                " newest step that was saved"
+            )
+        why = self._why.get(newest.step, self._failure) or "its backup was not made"
+        advice = storage_cause.advice(why)
+        if advice not in why:
+            remedy = f"{advice}, and {remedy}"
+        raise errors.NotStoredError(
+            f"step {newest.step} was due in persistent storage and is not there"
+            f"{several}: {why}; {remedy}"
+        )
 
     def wait(self) -> None:
         """Returns when all stages are done, with late copies and a late backup too."""
@@ -353,7 +300,7 @@ class SaveStages:
         self.check()
         if self._is_broken:  # Hosts may be gone.
             return
-        late = self._backlog.late
+        late = self._late
         if late is not None:
             logging.warning("the backup of step %d is made now", late.step)
             # It may lack what only a peer has that hosts leave alone for a while.
@@ -363,6 +310,19 @@ class SaveStages:
         self._copy()
         self._copy_stage.wait()
         self.check()
+
+    @property
+    def _late(self) -> Saving | None:
+        # The step in RAM that waits for its backup, or is being uploaded.
+        late = self._newest
+        if late is None or not any(each <= late.step_id for each in [*self._due]):
+            return None
+        return late
+
+    def _add_due(self, step_id: StepId) -> None:
+        with self._lock:
+            self._due.add(step_id)
+        self._record(metrics.CHECKPOINT_BACKLOG, len(self._due))
 
     def _copy(self) -> None:
         # Begins the copies of the newest step, unless they were begun.
@@ -393,7 +353,7 @@ class SaveStages:
                 self._is_broken |= not isinstance(error, errors.HostsFailedError)
                 named = isinstance(error, errors.ElasticCkptError)
                 why = str(error) if named else f"{error!r}; see this host's log"
-                self._backlog.why[step] = why
+                self._why[step] = why
                 self._degraded(tier, step, what + why)
                 raise
 
@@ -410,7 +370,7 @@ class SaveStages:
                 can_copy=self._copy_stage.idle,
                 can_back_up=self._backup_stage.idle,
                 is_time=self._clock.is_due(),
-                is_behind=bool(self._backlog.steps),
+                is_behind=bool(self._due),
             ),
         )
         ready = dataclasses.replace(
@@ -427,7 +387,7 @@ class SaveStages:
             back_up=saving.back_up or (ready.is_time and self._has_storage),
         )
         if saving.back_up:
-            self._backlog.add(saving.step_id)
+            self._add_due(saving.step_id)
         difference = saving.difference(hosts, [each.notes for each in of_hosts])
         if difference is None:
             validation_schedule.compare(saving.step, saving.stateful, emit=self._emit)
@@ -488,7 +448,7 @@ class SaveStages:
         return True
 
     def _give_up(self, saving: Saving, why: str) -> bool:
-        self._backlog.why[saving.step] = why
+        self._why[saving.step] = why
         self._degraded(self._tier, saving.step, why)
         self._hosts.all(HostSaver.abandon, saving.step_id)
         return False
@@ -500,7 +460,7 @@ class SaveStages:
         # Hosts upload one step at a time.
         self._backup_stage.wait()
         self._cleaning.wait()
-        self._backlog.add(saving.step_id)
+        self._add_due(saving.step_id)
         is_stored = self._upload(saving, hold)
         if is_stored:
             self._clock.begin_again()
@@ -544,7 +504,7 @@ class SaveStages:
         if ready.can_back_up and (saving.back_up or ready.is_behind):
             self._begin_backup(saving)
         elif saving.back_up:
-            self._backlog.in_ram = saving
+            self._newest = saving
             why = (
                 "the backup of an earlier step is not done; it comes next; save less"
                 " often, or use faster storage"
@@ -587,7 +547,7 @@ class SaveStages:
     def _collect(self, committed: CheckpointMetadata) -> None:
         # Removes older steps if this one has its copies; otherwise keeps the newest of
         # them that has.
-        late = self._backlog.late
+        late = self._late
         late_id = None if late is None else late.step_id
         needed = (self._covered, self._uploading, late_id)
         in_flight = tuple(each for each in needed if each is not None)
@@ -603,7 +563,7 @@ class SaveStages:
 
     def _begin_backup(self, saving: Saving) -> None:
         # Backs up a step in RAM, once its copies are made.
-        self._backlog.in_ram = saving
+        self._newest = saving
         self._clock.begin_again()
         self._uploading = saving.step_id
         after = [*self._cleaning.doing, *self._copy_stage.doing]
@@ -635,7 +595,7 @@ class SaveStages:
         finally:
             self._uploading = None
         saving.stored.set()
-        self._backlog.store(step_id)
+        self._note_stored(step_id)
         num_bytes = sum(of_host for of_host, _ in answers)
         secs = clock.monotonic() - began_secs
         self._record(metrics.CHECKPOINT_BACKUP, num_bytes)
@@ -649,6 +609,24 @@ class SaveStages:
             self._degraded("local", step, why)
         return True
 
+    def _note_stored(self, step_id: StepId) -> None:
+        # Storage has recovered, unless newer steps wait that it has not taken.
+        with self._lock:
+            stored = {each for each in self._due if each <= step_id}
+            self._due -= stored
+            self._why = {n: why for n, why in self._why.items() if n > step_id.step}
+        self._record(metrics.CHECKPOINT_BACKLOG, len(self._due))
+        refused = [each for each in [*self._due] if each.step in self._why]
+        if self._failing_secs and not refused:
+            secs, self._failing_secs = time.monotonic() - self._failing_secs, None
+            self._emit(
+                "storage_recovered",
+                step=step_id.step,
+                cause=storage_cause.of_message(self._failure),
+                steps=len(stored),
+                secs=secs,
+            )
+
     def _collect_backups(self, saving: Saving) -> None:
         # Removes what storage does not keep now that the step is there.
         collect = functools.partial(
@@ -658,7 +636,8 @@ class SaveStages:
 
     def _not_taken(self, step: int, why: str) -> None:
         # Storage has not taken a step that is due there.
-        self._backlog.fail(step, why)
+        self._failure = self._why[step] = why
+        self._failing_secs = self._failing_secs or time.monotonic()
         self._degraded("persistent", step, why)
 
     def _attempt(

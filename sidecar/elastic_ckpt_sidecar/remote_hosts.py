@@ -20,12 +20,9 @@ import numpy as np
 from jax.experimental import colocated_python
 from jax.sharding import Mesh, NamedSharding
 
-from elastic_ckpt.checkpoint.host.answers import (
-    CapturedIn,
-)
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.reader import HostReader
-from elastic_ckpt.checkpoint.host.saver import HostSaver
+from elastic_ckpt.checkpoint.host.saver import CapturedIn, HostSaver
 from elastic_ckpt.checkpoint.host.trees import AskedLeaf, asked, rebuilt
 from elastic_ckpt.checkpoint.host.trees import arrays as captured_leaves
 from elastic_ckpt.checkpoint.host.verified_read import OtherTree

@@ -4,90 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from etils import epath
 
 from elastic_ckpt.checkpoint.host.verified_read import BadCopy
 from elastic_ckpt.steps.step import Line, StepId
-from elastic_ckpt.tiers.persistent.run_files import Place, Seen
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Introduction:
-    """The facts that other hosts need before this one has a slot.
-
-    Attributes:
-      machine: the id of the machine's memory.
-      secret: of the run, if the machine has one.
-      fresh_secret: for a run without one.
-      agents: that this machine has recorded; see `run_files`.
-      now_secs: the time, in seconds since 1970.
-      fresh_identity: the name of an identity, for a run without one.
-      disk: the RAM disk of the machine.
-      stored: the persistent storage, on host 0; None if there is none.
-    """
-
-    machine: str
-    secret: str | None
-    fresh_secret: str
-    agents: Mapping[str, Seen]
-    now_secs: float
-    fresh_identity: str
-    disk: Place
-    stored: Place | None
-
-
-class CapturedIn(NamedTuple):
-    """A step that was captured on a host.
-
-    Attributes:
-      directory: in which components write their files, each below its name.
-      is_lent: whether values are still those of the caller's arrays, until the step
-        is committed.
-      notice: why the training waits for captures; empty if it does not, or was told.
-    """
-
-    directory: str
-    is_lent: bool = False
-    notice: str = ""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Written:
-    """A step that a host has written, and not yet committed.
-
-    Attributes:
-      files: that components wrote on this host: their lengths by path.
-      time_ms: when, since 1970.
-      shared: a digest of each file, by its path; and of what this host holds together
-        with some other hosts, by their numbers.
-      preserved: the steps that are preserved by hand on this machine.
-      problem: why it is not in the RAM of this host; empty if it is, or has not to be.
-    """
-
-    files: Mapping[str, int]
-    time_ms: int
-    shared: Mapping[str, str]
-    preserved: tuple[int, ...]
-    problem: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Replicated:
-    """The copies that a host has taken.
-
-    Attributes:
-      copies: how many.
-      num_bytes: of them.
-      problems: copies that could not be fetched, or are bad at a holder, a sentence
-        each with the reason.
-    """
-
-    copies: int = 0
-    num_bytes: int = 0
-    problems: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

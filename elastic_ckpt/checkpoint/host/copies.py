@@ -13,7 +13,6 @@ from concurrent import futures
 
 import numpy as np
 
-from elastic_ckpt.checkpoint.host.answers import Replicated
 from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import background, calls, checked_json, errors
@@ -27,6 +26,22 @@ _THREADS = 4
 # Holders of a part that are asked, the sender first.
 _MOST = 3
 _MESSAGE = "copies-"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replicated:
+    """The copies that a host has taken.
+
+    Attributes:
+      copies: how many.
+      num_bytes: of them.
+      problems: copies that could not be fetched, or are bad at a holder, a sentence
+        each with the reason.
+    """
+
+    copies: int = 0
+    num_bytes: int = 0
+    problems: tuple[str, ...] = ()
 
 
 class HostCopies:
@@ -117,11 +132,9 @@ def fetch(
 
     def take(item: int) -> int:
         number, box = int(table.items.leaf[item]), table.box(item)
-
-        def read(into: np.ndarray) -> None:
-            reader.read_into(item, into)
-
-        writer.put(number, box, table.digest(item), read)
+        writer.put(
+            number, box, table.digest(item), lambda into: reader.read_into(item, into)
+        )
         return int(table.num_bytes[item])
 
     sizes, problems = [], []

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import secrets
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from elastic_ckpt.checkpoint.host.answers import Introduction
 from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.host.copies import HostCopies
 from elastic_ckpt.checkpoint.host.reader import HostReader
@@ -40,6 +40,31 @@ if TYPE_CHECKING:
 
 # Makes more parts of a host, by the names of their classes, of those that it has.
 MoreParts = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Introduction:
+    """The facts that other hosts need before this one has a slot.
+
+    Attributes:
+      machine: the id of the machine's memory.
+      secret: of the run, if the machine has one.
+      fresh_secret: for a run without one.
+      agents: that this machine has recorded; see `run_files`.
+      now_secs: the time, in seconds since 1970.
+      fresh_identity: the name of an identity, for a run without one.
+      disk: the RAM disk of the machine.
+      stored: the persistent storage, on host 0; None if there is none.
+    """
+
+    machine: str
+    secret: str | None
+    fresh_secret: str
+    agents: Mapping[str, run_files.Seen]
+    now_secs: float
+    fresh_identity: str
+    disk: run_files.Place
+    stored: run_files.Place | None
 
 
 class HostEndpoint:

@@ -9,12 +9,12 @@ import dataclasses
 import hashlib
 import tempfile
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 from etils import epath
 
 from elastic_ckpt.checkpoint.host import capture, component_files
-from elastic_ckpt.checkpoint.host.answers import CapturedIn, Written
 from elastic_ckpt.checkpoint.host.capture import Value
 from elastic_ckpt.checkpoint.host.world import HeldStep, HostWorld
 from elastic_ckpt.core import boxes, calls, clock, digest, errors, storage
@@ -35,6 +35,41 @@ from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.peers import secret
 from elastic_ckpt.tiers.ram import local, ram_disk
 from elastic_ckpt.tiers.source import Source
+
+
+class CapturedIn(NamedTuple):
+    """A step that was captured on a host.
+
+    Attributes:
+      directory: in which components write their files, each below its name.
+      is_lent: whether values are still those of the caller's arrays, until the step
+        is committed.
+      notice: why the training waits for captures; empty if it does not, or was told.
+    """
+
+    directory: str
+    is_lent: bool = False
+    notice: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Written:
+    """A step that a host has written, and not yet committed.
+
+    Attributes:
+      files: that components wrote on this host: their lengths by path.
+      time_ms: when, since 1970.
+      shared: a digest of each file, by its path; and of what this host holds together
+        with some other hosts, by their numbers.
+      preserved: the steps that are preserved by hand on this machine.
+      problem: why it is not in the RAM of this host; empty if it is, or has not to be.
+    """
+
+    files: Mapping[str, int]
+    time_ms: int
+    shared: Mapping[str, str]
+    preserved: tuple[int, ...]
+    problem: str
 
 
 class HostSaver:
