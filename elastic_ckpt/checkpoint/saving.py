@@ -96,11 +96,9 @@ class Saving:
             for name, each in self.stateful.items()
             if isinstance(each, Component) and not each.required
         }
-        if not optional:
-            return self, why
         problems = {n: c.save_problem or "" for n, c in optional.items()}
         # Of several hosts that cannot, the first is named.
-        of_hosts = [*enumerate(hosts.share("left_out", problems))]
+        of_hosts = [*enumerate(hosts.share("left_out", problems) if problems else ())]
         for number, of_host in reversed(of_hosts):
             why |= {n: f"host {number}: {each}" for n, each in of_host.items() if each}
         for name in why:

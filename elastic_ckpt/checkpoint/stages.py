@@ -409,8 +409,7 @@ class SaveStages:
     ) -> bool:
         # Commits what hosts have written; whether that was done.
         self._preserved = tuple({n for each in written for n in each.preserved})
-        is_due = saving.back_up or ready.is_behind
-        contents = saving.contents(written, is_due=is_due)
+        contents = saving.contents(written, is_due=saving.back_up or ready.is_behind)
         differing = saving.diverged(self._hosts, written)
         if differing is not None:
             return self._give_up(saving, differing)
@@ -505,11 +504,11 @@ class SaveStages:
             self._begin_backup(saving)
         elif saving.back_up:
             self._newest = saving
-            why = (
+            self._not_taken(
+                saving.step,
                 "the backup of an earlier step is not done; it comes next; save less"
-                " often, or use faster storage"
+                " often, or use faster storage",
             )
-            self._not_taken(saving.step, why)
 
     def _make_copies(self, committed: CheckpointMetadata) -> bool:
         # Copies parts of a step between hosts; whether none failed.

@@ -224,20 +224,18 @@ class HostBackup:
             and each.save < line.save
             and not preserved.is_preserved(root.aside(each))
         ]
-        gone: set[int] = set()
-        if keep is not None:
-            held = tier.held(line)
-            whole = [each.step for each in held if each.complete]
-            gone = {
-                *retention.steps_to_delete(
-                    held,
-                    keep,
-                    newest_complete=max(whole, default=None),
-                    # Uploads lie elsewhere until they are committed.
-                    in_flight=(),
-                    preserved=tier.preserved(),
-                )
-            }
+        held = [] if keep is None else tier.held(line)
+        whole = [each.step for each in held if each.complete]
+        gone = {
+            *retention.steps_to_delete(
+                held,
+                keep or retention.BestN(0),
+                newest_complete=max(whole, default=None),
+                # Uploads lie elsewhere until they are committed.
+                in_flight=(),
+                preserved=tier.preserved() if held else (),
+            )
+        }
         numbers = gone | {each.step for each in passed}
         if not numbers:
             return

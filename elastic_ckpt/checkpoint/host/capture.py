@@ -30,7 +30,6 @@ import itertools
 import math
 import operator
 import os
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -98,7 +97,6 @@ _SPARE_BYTES = 2**29
 _WAVE_BYTES = 2**27
 _MOST_PLACES = 2**17
 _PINNED = "pinned_host"
-_NO_FILES: Mapping[boxes.Box, ChunkFile] = types.MappingProxyType({})
 
 
 class Shards(NamedTuple):
@@ -483,11 +481,11 @@ def _held(path: str, value: Value, memory: Memory) -> tuple[CapturedLeaf, list[_
             chunks.append(_Chunk(here, shard, within, num_bytes, shards.is_far, values))
     leaf, shape = shards.leaf, shards.shard_shape
     leaf = leaf if leaf.chunk else chunked(leaf, shape)
-    return CapturedLeaf(leaf, shape, (), _NO_FILES, shards.holders), chunks
+    return CapturedLeaf(leaf, shape, (), holders=shards.holders), chunks
 
 
 def _captured(part: CapturedLeaf, chunks: Sequence[_Chunk]) -> CapturedLeaf:
-    files = {c.box: c.file for c in chunks if c.file is not None} or _NO_FILES
+    files = {c.box: c.file for c in chunks if c.file is not None} or part.files
     values = tuple((c.box, c.values) for c in chunks if c.values is not None)
     return part._replace(boxes=values, files=files)
 

@@ -300,9 +300,9 @@ class HostSaver:
             in_flight=[each.step for each in in_flight],
             preserved=preserved,
         )
-        kept = {each.step_id for n, each in newest.items() if n not in removed}
-        kept |= {each.step_id for each in held if each.complete is None}
-        kept |= {*in_flight, *own.being_written}
+        unknown = [each.step_id for each in held if each.complete is None]
+        kept = {*in_flight, *own.being_written, *unknown}
+        kept |= {each.step_id for n, each in newest.items() if n not in removed}
         for each in held:
             if each.step_id not in kept and each.step not in preserved:
                 own.remove(each.step_id)
