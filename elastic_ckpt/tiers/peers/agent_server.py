@@ -143,13 +143,14 @@ _STEP = "{slot:[0-9]+}/" + _SAVE
 _log = logging.getLogger(__name__)
 
 
-def _is_for_the_log(record: logging.LogRecord) -> bool:
-    # The content of a malformed request may be a secret.
-    error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, http_exceptions.HttpProcessingError)
-
-
-_log.addFilter(_is_for_the_log)
+# The content of a malformed request may be a secret.
+_log.addFilter(
+    lambda record: (
+        not isinstance(
+            record.exc_info and record.exc_info[1], http_exceptions.HttpProcessingError
+        )
+    )
+)
 
 
 def listing(root: epath.PathLike) -> dict[str, storage.Json]:
