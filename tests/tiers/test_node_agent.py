@@ -59,8 +59,13 @@ def test_programs_attach_to_the_agent_of_their_node(tmp_path, path):
 
 def test_the_secret_of_each_run_opens_no_other(tmp_path):
     roots = [served_nodes.save_run(tmp_path, name) for name in ("a", "b")]
+    told = served_nodes.save_run(tmp_path, "c")
+    known = secret.read_or_create(told)
+    (told / "secret").chmod(0o644)
     with served_nodes.serving(tmp_path):
         urls = [agent.wait_for(root).url for root in roots]
+        # Others may know it.
+        assert served.ask(urls[0].replace("/v1/a", "/v1/c"), PART, known)[0] == 401
         secrets = [secret.read_or_create(root) for root in roots]
         for one, url in enumerate(urls):
             for other, known in enumerate(secrets):

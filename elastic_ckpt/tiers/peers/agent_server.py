@@ -467,17 +467,18 @@ async def serve_node(
                 ):
                     announce(f"removed {name}, which no process used for a while")
                 next_sweep = time.monotonic() + sweep_secs
-            roots.clear()
-            roots.update(runs(directory))
-            for name, root in roots.items():
+            published = {}
+            for name, root in runs(directory).items():
                 try:
                     url = publish(root, above, name, service.secret_file)
-                    line = f"serving {name} at {url}"
+                    published[name], line = root, f"serving {name} at {url}"
                 except (errors.ElasticCkptError, OSError) as error:
                     line = f"does not serve {name}, and tries again: {error}"
                 if line not in told:
                     announce(line)
                 told.add(line)
+            roots.clear()
+            roots.update(published)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), _POLL_SECS)
         _forget(directory)
