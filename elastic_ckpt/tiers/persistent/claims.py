@@ -33,7 +33,6 @@ from elastic_ckpt.core import (
 )
 from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers.persistent import records, run_files
-from elastic_ckpt.tiers.persistent.records import Record, Records
 
 DIRECTORY = "worlds"
 SECS = 60.0
@@ -160,7 +159,7 @@ class Writer:
         self._run, self._claimant = run, claimant
         self._share, self._acts = share, acts
         own = claimant or Claimant()
-        self._record = Record(
+        self._record = records.Record(
             start=own.name, process=own.owner or process.this(), secs=SECS
         )
         self._identity: run_files.Identity | None = None
@@ -253,7 +252,7 @@ class Writer:
         check(self._steps, number)
         return number
 
-    def _take(self, number: int, before: Record | None) -> records.Held | None:
+    def _take(self, number: int, before: records.Record | None) -> records.Held | None:
         own, claimant = self._record, self._claimant
         begun_ms = clock.time_ns() // 10**6
         fields: dict[str, Any] = {"save": "", "parents": [], "begun_ms": begun_ms}
@@ -282,11 +281,11 @@ class Writer:
         return held
 
 
-def _records(steps: epath.PathLike) -> Records:
-    return Records(storage.absolute(steps) / DIRECTORY)
+def _records(steps: epath.PathLike) -> records.Records:
+    return records.Records(storage.absolute(steps) / DIRECTORY)
 
 
-def _replaced(there: Records) -> errors.ReplacedError:
+def _replaced(there: records.Records) -> errors.ReplacedError:
     number, by = there.newest()
     other = "another program" if by is None else f"{by.start} ({by})"
     return errors.ReplacedError(

@@ -22,16 +22,19 @@ from etils import epath
 
 from elastic_ckpt.core import bucket_clients, clock, errors, process, storage
 from elastic_ckpt.steps.step import Line, StepId
-from elastic_ckpt.tiers.persistent import persistent_root, records
-from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
-from elastic_ckpt.tiers.persistent.records import Record
+from elastic_ckpt.tiers.persistent import records
+from elastic_ckpt.tiers.persistent.persistent_root import (
+    PersistentRoot,
+    committed,
+    manifest_names,
+)
 
 DIRECTORY = "leases"
 DURATION_SECS = 120.0
 _LEASE, _REMOVING = ".json", ".removing"
 # The leases of a run as the host that removes steps has seen them: by path, the record
 # and when it was first seen.
-Watch = dict[epath.Path, tuple[Record, float]]
+Watch = dict[epath.Path, tuple[records.Record, float]]
 
 
 class StepGoneError(errors.CheckpointError):
@@ -71,14 +74,14 @@ def lease(
     if not directory.name.isdecimal():
         raise gone
     step, start = int(directory.name), records.new_start()
-    record = Record(start=start, process=process.this(), secs=duration_secs)
+    record = records.Record(start=start, process=process.this(), secs=duration_secs)
     path = root.path / DIRECTORY / f"{step}-{start}{_LEASE}"
     storage.write_atomic(path, records.to_bytes(record))
     held = records.Held(path, record)
     try:
         if step in _files(root, _REMOVING).values() or not root.is_committed(step):
             raise gone
-        commit = persistent_root.committed(directory)
+        commit = committed(directory)
         yield directory
         is_kept = False
         with contextlib.suppress(records.OutOfReachError, *bucket_clients.failures()):
@@ -86,7 +89,7 @@ def lease(
                 clock.monotonic() - held.renewed_secs <= duration_secs
                 and held.check()
                 and root.is_committed(step)
-                and commit == persistent_root.committed(directory)
+                and commit == committed(directory)
             )
     finally:
         held.remove()
@@ -115,9 +118,7 @@ def leased_if_ours(path: epath.PathLike) -> Iterator[None]:
     ours = [
         each
         for each in (given, given.parent, given.parent.parent)
-        if each.name.isdecimal()
-        and each.is_dir()
-        and persistent_root.manifest_names(each)
+        if each.name.isdecimal() and each.is_dir() and manifest_names(each)
     ]
     with contextlib.ExitStack() as stack:
         for directory in ours[:1]:

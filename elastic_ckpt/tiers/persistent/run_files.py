@@ -35,8 +35,12 @@ from etils import epath
 from elastic_ckpt.core import bucket_clients, errors, storage
 from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers.choices import Chosen
-from elastic_ckpt.tiers.persistent import persistent_root, records
-from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
+from elastic_ckpt.tiers.persistent import records
+from elastic_ckpt.tiers.persistent.persistent_root import (
+    PersistentRoot,
+    committed,
+    run_of,
+)
 
 IDENTITY = "run.json"
 AGENTS = "agents.json"
@@ -232,12 +236,12 @@ def _runs(chosen: Chosen) -> Iterator[str | None]:
         # One that cannot be read is refused, with the reason, by those who use it.
         with contextlib.suppress(OSError, errors.CheckpointError):
             steps = (each for each in disk.glob("hosts/*/*") if each.is_dir())
-            yield from map(persistent_root.run_of, steps)
+            yield from map(run_of, steps)
     if chosen.persistent is not None:
         root = PersistentRoot.from_path(chosen.persistent.directory)
         try:
             for step in reversed(root.steps()):
-                yield persistent_root.committed(root.final(step))[0]
+                yield committed(root.final(step))[0]
         except (errors.CheckpointError, *bucket_clients.failures()):
             if chosen.local is None:
                 raise
