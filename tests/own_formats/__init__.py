@@ -240,7 +240,6 @@ OWN = {
         file="worlds/1.json",
         value=claims.Claim(
             number=1,
-            start=CLAIM.start,
             run="run-7",
             line=Line(save="000000000000003", parents=((4, "000000000000001"),)),
             begun_ms=1_780_000_000_123,

@@ -60,7 +60,6 @@ class Claim:
 
     Attributes:
       number: of the world, from 1.
-      start: the name of the start of the run.
       run: the identity of the run.
       line: of the world's first save: the steps that it goes on from. Its save is empty
         if no world of the run has saved anything.
@@ -68,7 +67,6 @@ class Claim:
     """
 
     number: int
-    start: str
     run: str
     line: Line
     begun_ms: int
@@ -89,7 +87,6 @@ def newest(steps: epath.PathLike) -> Claim | None:
     fields = record.fields
     return Claim(
         number=number,
-        start=record.start,
         run=fields["run"],
         line=Line(
             save=fields["save"],
@@ -105,9 +102,10 @@ def is_replaced(steps: epath.PathLike, number: int) -> bool:
     Raises:
       CheckpointError: as `newest`.
     """
-    last, own = newest(steps), records.read(_records(steps).path(number))
-    is_own = own is not None and last is not None and own.start == last.start
-    return last is not None and last.number > number and not is_own
+    there = _records(steps)
+    (last, newer), own = there.newest(), records.read(there.path(number))
+    is_same = newer is not None and own is not None and newer.start == own.start
+    return last > number and not is_same
 
 
 def check(steps: epath.PathLike, number: int) -> None:

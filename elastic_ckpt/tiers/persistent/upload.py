@@ -247,17 +247,29 @@ def commit(
       CheckpointError: if what hosts wrote is not all of the step, the step exists by
         another save, or storage fails for good.
     """
-    unfinished = root.unfinished(saved.step_id)
+    unfinished, final = root.unfinished(saved.step_id), root.final(saved.step_id.step)
+    success = commit_text(final, saved.run, saved.step_id.save)
+    parts = {leaf.part for leaf in saved.contents.arrays}
+    parts |= {name.partition("/")[0] for name in orbax_files if "/" in name}
+    # A component without files is a directory to Orbax.
+    parts |= set(saved.contents.components)
 
     def act() -> None:
-        if root.is_pending(saved.step_id, run=saved.run):
-            manifests = _complete(unfinished, saved, hosts)
-            _assemble(unfinished, saved, manifests, orbax_files)
-            make_way()
-            _publish(root, saved, orbax_files)
-        elif not root.in_place:
-            # A host may have begun again before it received the commit.
-            storage.remove(unfinished)
+        if not root.is_pending(saved.step_id, run=saved.run):
+            if not root.in_place:
+                # A host may have begun again before it received the commit.
+                storage.remove(unfinished)
+            return
+        manifests = _complete(unfinished, saved, hosts)
+        _assemble(unfinished, saved, manifests, orbax_files)
+        make_way()
+        # Orbax commits each part of a step, and last the step.
+        for part in sorted(parts):
+            storage.write_atomic(unfinished / part / COMMIT_FILE, success)
+        storage.write_atomic(unfinished / COMMIT_FILE, success)
+        # Over NFS an attempt that seemed to fail may have been carried out.
+        if not root.in_place and (unfinished.exists() or not final.exists()):
+            storage.rename(unfinished, final)
 
     retries.call(f"committing {unfinished}", act)
 
@@ -290,23 +302,6 @@ def _assemble(
     digests = orbax_view.to_bytes(orbax_files)
     for name, content in {**orbax_files, orbax_view.FILE: digests}.items():
         storage.write_atomic(unfinished / name, content)
-
-
-def _publish(
-    root: PersistentRoot, saved: UploadedStep, orbax_files: Mapping[str, bytes]
-) -> None:
-    unfinished, final = root.unfinished(saved.step_id), root.final(saved.step_id.step)
-    success = commit_text(final, saved.run, saved.step_id.save)
-    parts = {leaf.part for leaf in saved.contents.arrays}
-    parts |= {name.partition("/")[0] for name in orbax_files if "/" in name}
-    # Orbax commits each part of a step, and last the step. A component without files is
-    # a directory to Orbax.
-    for part in sorted(parts.union(saved.contents.components)):
-        storage.write_atomic(unfinished / part / COMMIT_FILE, success)
-    storage.write_atomic(unfinished / COMMIT_FILE, success)
-    # Over NFS an attempt that seemed to fail may have been carried out.
-    if not root.in_place and (unfinished.exists() or not final.exists()):
-        storage.rename(unfinished, final)
 
 
 def _complete(
