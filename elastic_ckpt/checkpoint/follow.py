@@ -54,8 +54,6 @@ _RAM_POLL_SECS = 0.2
 _WARN_SECS = 600
 # Agents that are asked for their list before all are, at the same time.
 _MOST_ASKED = 3
-# In the place of the saves that agents have which do not answer.
-_UNKNOWN = StepId(-1, "")
 # The keys under which a state has its weights.
 _WEIGHTS = ("params", "model")
 
@@ -317,7 +315,7 @@ class _Follower:
         self._looked_secs = -math.inf
         self._agents = run_files.RunAgents("", {})
         # The later saves that were searched last, and when to search them again.
-        self._searched: set[StepId] = set()
+        self._searched: set[StepId] | None = set()
         self._pause_secs = self._again_secs = 0.0
 
     def next(self) -> Step | None:
@@ -333,9 +331,7 @@ class _Follower:
         is_due = time.monotonic() - self._looked_secs >= self._poll_secs
         if is_due:
             self._read_record()
-        step = self._in_ram()
-        if step is None and is_due:
-            step = self._in_storage()
+        step = self._in_ram() or (self._in_storage() if is_due else None)
         if step is not None or is_due:
             self._looked_secs = time.monotonic()
         return step
@@ -444,10 +440,10 @@ class _Follower:
         urls = list(self._agents.urls.values())
         some = map(self._peer, random.sample(urls, min(_MOST_ASKED, len(urls))))
         asked = next((each for each in some if not each.listing.problem), None)
-        listed = [] if asked is None else asked.known_saves()
-        later = {*filter(self._is_later, listed)} if asked else {_UNKNOWN}
+        # None: the agents that were asked do not answer.
+        later = {*filter(self._is_later, asked.known_saves())} if asked else None
         now_secs, is_again = time.monotonic(), later == self._searched
-        if not later or (is_again and now_secs < self._again_secs):
+        if later == set() or (is_again and now_secs < self._again_secs):
             return None
         # Less and less often for saves that stay incomplete.
         more_secs = min(2 * self._pause_secs, self._poll_secs)
@@ -484,8 +480,7 @@ class _Follower:
             self._unreadable[found.step_id] = str(error)
             return None
         self._last, self._unreadable = found.step_id, {}
-        run = found.table.run
-        return Step(found.step_id, _run=run, _follower=self, _in_ram=found)
+        return Step(found.step_id, _run=found.table.run, _follower=self, _in_ram=found)
 
     def _peer(self, url: str) -> peer.Peer:
         assert self._client is not None

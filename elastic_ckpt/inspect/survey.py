@@ -23,17 +23,13 @@ from elastic_ckpt.core.errors import MOST_NAMED, first_of
 from elastic_ckpt.data import cursors, mixing, records, state
 from elastic_ckpt.inspect.tier_locations import Locations
 from elastic_ckpt.steps.manifest import Tier
-from elastic_ckpt.steps.step import FROM_SCRATCH
 from elastic_ckpt.steps.table import StepTable
 from elastic_ckpt.tiers.find import FoundStep
 
 # The file of a component that describes itself, and files with the version of others.
 _DESCRIPTION = "component.json"
 _OTHERS = ("data_state.json", "callbacks.json")
-_BY_SHARDING = "by sharding"
 _OWN = "its own files"
-# The parents of the first saves of a run.
-_NO_PARENTS = ((), FROM_SCRATCH)
 # The parts of a step as MaxText names them.
 _ITEMS, _ITERATOR = "items", "iter"
 
@@ -222,7 +218,8 @@ def _surveyed(
         problem=None if table.complete else table.lacking(),
         preserved=step in locations.preserved,
         abandoned=locations.line.abandons(found.step_id),
-        parent=None if contents.parents in _NO_PARENTS else contents.parents[-1],
+        # The first saves of a run go on from a step without a save.
+        parent=next((each for each in contents.parents[-1:] if each.save), None),
         tiers=tuple(_tier(table, each) for each in tiers),
         components=tuple(
             _described(found, each) for each in sorted(names) if table.complete
@@ -289,7 +286,7 @@ def _described(found: FoundStep, name: str) -> StepComponent:
     num_files = sum(table.contents.leaves[each].is_file for each in leaves)
     items = np.flatnonzero(np.isin(table.items.leaf, leaves)).tolist()
     is_tree = name not in table.contents.components
-    pattern = fields.get("pattern", _BY_SHARDING if is_tree else _OWN)
+    pattern = fields.get("pattern", "by sharding" if is_tree else _OWN)
     needed = fields.get("on_resize", "none needed")
     rules = {_OWN: "its own rule", "global": "none needed"}
     named = [[table.name(item), table.digest(item).hex()] for item in items]
