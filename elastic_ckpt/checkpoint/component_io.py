@@ -132,8 +132,8 @@ def fail_later(
     try:
         return begin(), None
     except Exception as error:
-        is_of_step = isinstance(error, OSError)
-        return functools.partial(_raise, error), None if is_of_step else error
+        told = None if isinstance(error, OSError) else error
+        return functools.partial(_raise, error), told
 
 
 def load(

@@ -58,6 +58,7 @@ T = TypeVar("T")
 Chunks = Mapping[str, Sequence[int]]
 
 # What the texts of leaves without values stand for; the numbers are of any value.
+_NUMBERS = (bool, int, float)
 _PLAIN = {"bool": False, "int": 0, "float": 0.0, "()": ()}
 # The texts of the empty nodes that Orbax notes.
 _EMPTY = {"List": [], "Tuple": "()", "Dict": {}, "None": None}
@@ -260,7 +261,14 @@ def _checked_json(abstract: Mapping[str, Any]) -> str:
             _check_tree(name, tree)
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
-        _known[key] = to_json(abstract)
+        try:
+            _known[key] = to_json(abstract)
+        except Exception as error:  # raised by the nodes of a user's library
+            raise errors.CheckpointError(
+                f"the structure of {sorted(abstract)} cannot be saved"
+                f" ({type(error).__name__}: {error}); give trees of dicts, lists and"
+                " arrays, such as nnx.state(model)"
+            ) from error
     return _known[key]
 
 
@@ -384,14 +392,6 @@ def _check_tree(checkpointable: str, tree: Any) -> None:
         if kind == "string":
             texts[name] = path
     orbax_format.strings_file(texts)
-    try:
-        to_json({checkpointable: tree})
-    except Exception as error:  # raised by the nodes of a user's library
-        raise errors.CheckpointError(
-            f"the structure of {checkpointable!r} cannot be saved"
-            f" ({type(error).__name__}: {error}); give a tree of dicts, lists and"
-            " arrays, such as nnx.state(model)"
-        ) from error
 
 
 # From step to step an array mostly has the same sharding.
@@ -403,8 +403,7 @@ def _abstract(leaf: Any) -> Any:
         return _struct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
     if isinstance(leaf, np.ndarray):
         return trees.AbstractArray(shape=leaf.shape, dtype=leaf.dtype)
-    kinds = (kind for kind in (bool, int, float) if isinstance(leaf, kind))
-    return next((kind(0) for kind in kinds), leaf)
+    return next((kind(0) for kind in _NUMBERS if isinstance(leaf, kind)), leaf)
 
 
 def _kind(leaf: Any) -> str:
@@ -423,10 +422,8 @@ def _leaf(leaf: Any, shardings: dict[NamedSharding, int]) -> Any:
             words.append(str(shardings.setdefault(leaf.sharding, len(shardings))))
         return " ".join(words)
     if kind == "scalar":
-        kinds = (kind for kind in (bool, int, float) if isinstance(leaf, kind))
-        return next(kinds).__name__
-    named = {**_EMPTY, "np.ndarray": "numpy", "string": f"text {leaf}"}
-    return named[kind]
+        return next(each.__name__ for each in _NUMBERS if isinstance(leaf, each))
+    return {**_EMPTY, "np.ndarray": "numpy", "string": f"text {leaf}"}[kind]
 
 
 def _is_of_all_hosts(sharding: Any) -> bool:

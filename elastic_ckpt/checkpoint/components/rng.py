@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -72,6 +73,4 @@ class Rng(Component):
 
 
 def _folded(key: jax.Array, *numbers: Any) -> jax.Array:
-    for number in numbers:
-        key = jax.random.fold_in(key, number)
-    return key
+    return functools.reduce(jax.random.fold_in, numbers, key)

@@ -95,9 +95,8 @@ class ValidationSchedule:
                 " hosts, and start the run again without them: it continues from the"
                 " newest saved step. replica_validation_action=warn goes on instead"
             )
-        kept = None
-        if findings and self.equal_step is not None:
-            kept = self.preserve(self.equal_step)
+        before = self.equal_step if findings else None
+        kept = None if before is None else self.preserve(before)
         self.equal_step = None if findings else step
         if kept is not None:
             why = f"the copies of the state differ after step {step}"

@@ -333,19 +333,16 @@ def _of_this_host(leaf: AskedLeaf, most_bytes: int | None) -> WantedLeaf:
             return []
         return [growing.pop(place) for place in places[box]]
 
-    def join(placed: list[list[jax.Array]]) -> Any:
-        return leaf.finish(
-            jax.make_array_from_single_device_arrays(
-                shape, sharding, [part for of_box in placed for part in of_box]
-            )
-        )
-
     return WantedLeaf(
         path=leaf.path,
         shape=shape,
         boxes=tuple(piece for _, piece in pieces),
         place=put,
-        join=join,
+        join=lambda placed: leaf.finish(
+            jax.make_array_from_single_device_arrays(
+                shape, sharding, [part for of_box in placed for part in of_box]
+            )
+        ),
         is_moved=is_moved,
     )
 
