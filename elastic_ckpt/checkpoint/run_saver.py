@@ -131,9 +131,8 @@ class RunSaver:
         best = self.saved.best
         before = None if best is None else self._evaluations()
         if best is not None and before is not None:
-            rank, *ranks = map(best.rank, [metrics, *before.values()])
-            others = [each for each in ranks if each is not None]
-            if rank is not None and all(rank < each for each in others):
+            rank, *others = map(best.rank, [metrics, *before.values()])
+            if rank is not None and all(o is None or rank < o for o in others):
                 self.best_step = step
         self.checkpointer.record_metrics(step, metrics)
 

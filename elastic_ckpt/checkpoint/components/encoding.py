@@ -284,7 +284,15 @@ def _decoded(node: Any, current: Any, path: str, arrays: Sequence[np.ndarray]) -
             of_current = current if isinstance(current, Mapping) else {}
             return {k: below(v, of_current, k, f"{path}/{k}") for k, v in content}
         case "node", _:
-            children = _current_children(node, current, path)
+            names = [name for name, _ in node["children"]]
+            children = {} if current is _NOTHING else _children(current) or {}
+            if type_name(current) != node["node"] or list(children) != names:
+                now = "nothing" if current is _NOTHING else f"a {type_name(current)}"
+                raise errors.CheckpointError(
+                    f"the state{path} was saved as a {node['node']} with {names}, and"
+                    f" the current state has {now} with {list(children)} there; make"
+                    " the state with the same classes and fields before it is loaded"
+                )
             made = [
                 below(child, children, name, _below(path, name))
                 for name, child in node["children"]
@@ -299,22 +307,6 @@ def _decoded(node: Any, current: Any, path: str, arrays: Sequence[np.ndarray]) -
             impl = node.get("impl")
             placed = _placed(arrays[number], current, path, is_key=impl is not None)
             return jax.random.wrap_key_data(placed, impl=impl) if impl else placed
-
-
-def _current_children(
-    node: Mapping[str, Any], current: Any, path: str
-) -> Mapping[str, Any]:
-    # Those of the node from which a saved one is made: of the same class and names.
-    of_current = {} if current is _NOTHING else _children(current) or {}
-    names = [name for name, _ in node["children"]]
-    if type_name(current) != node["node"] or list(of_current) != names:
-        now = "nothing" if current is _NOTHING else f"a {type_name(current)}"
-        raise errors.CheckpointError(
-            f"the state{path} was saved as a {node['node']} with {names}, and the"
-            f" current state has {now} with {list(of_current)} there; make the state"
-            " with the same classes and fields before it is loaded"
-        )
-    return of_current
 
 
 def _placed(array: np.ndarray, current: Any, path: str, *, is_key: bool) -> jax.Array:
