@@ -40,9 +40,8 @@ class Listed(NamedTuple):
     @property
     def step_id(self) -> StepId:
         """The step that it is of."""
-        step_id = StepId.parse(self.path.split("/")[1])
-        assert step_id is not None
-        return step_id
+        step, _, save = self.path.split("/")[1].partition("-")
+        return StepId(int(step), save)
 
 
 class Listing(NamedTuple):
