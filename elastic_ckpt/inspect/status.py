@@ -349,7 +349,7 @@ def reachable(locations: Locations) -> list[FoundStep]:
     that away. Abandoned steps are left out.
     """
     there: list[FoundStep] = []
-    for step in reversed(locations.steps):
+    for step in reversed(locations.known):
         looked = locations.look(step)
         of_line = [e for e in looked.saves if not locations.line.abandons(e.step_id)]
         there += of_line

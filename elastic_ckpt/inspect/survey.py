@@ -176,13 +176,16 @@ def survey(
         problems += looked.problems
         of_number = [_surveyed(each, locations, problems) for each in looked.saves]
         if number in locations.foreign_steps:
-            tier = TierOfStep(tier="persistent", problem=None, holders=(), num_bytes=0)
             of_number.append(
                 SurveyedStep(
                     step=number,
                     save="",
                     preserved=number in locations.preserved,
-                    tiers=(tier,),
+                    tiers=(
+                        TierOfStep(
+                            tier="persistent", problem=None, holders=(), num_bytes=0
+                        ),
+                    ),
                     **_stored(locations.stored.get(number), problems),
                 )
             )
@@ -246,8 +249,9 @@ def _stored(path: epath.Path | None, problems: list[str]) -> dict[str, Any]:
         return {}
     arrays: list[foreign_steps.LeafSummary] = []
     try:
-        name = _ITEMS if (path / _ITEMS).exists() else run_saver.STATE
-        arrays = foreign_steps.arrays(path, name)
+        arrays = foreign_steps.arrays(
+            path, _ITEMS if (path / _ITEMS).exists() else run_saver.STATE
+        )
     except errors.CheckpointError as error:
         problems.append(str(error))
     return {"state": tuple(arrays), "data": data_of(path)}
@@ -258,8 +262,7 @@ def data_of(path: epath.Path) -> SavedData | str | None:
 
     It may be one that no run can go on from.
     """
-    is_of_maxtext = (path / _ITEMS).exists()
-    directory = path / (_ITERATOR if is_of_maxtext else run_saver.DATA)
+    directory = path / (_ITERATOR if (path / _ITEMS).exists() else run_saver.DATA)
     if not directory.exists():
         return None
     try:

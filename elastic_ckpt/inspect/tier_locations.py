@@ -48,11 +48,6 @@ class Locations:
         self._stored = [tier for tier in tiers if isinstance(tier, PersistentTier)]
 
     @functools.cached_property
-    def steps(self) -> list[int]:
-        """The steps that may have files, ascending."""
-        return sorted({step for each in self._tiers for step in each.steps()})
-
-    @functools.cached_property
     def line(self) -> Line:
         """The line of the newest save: steps that it abandons do not count."""
         lines = [line for each in self._stored for line in each.recorded_lines()]
@@ -70,7 +65,8 @@ class Locations:
     @functools.cached_property
     def known(self) -> list[int]:
         """All steps that may have files, those of Orbax alone among them, ascending."""
-        return sorted({*self.steps, *self.foreign_steps})
+        ours = {step for each in self._tiers for step in each.steps()}
+        return sorted({*ours, *self.foreign_steps})
 
     @functools.cached_property
     def stored(self) -> dict[int, epath.Path]:

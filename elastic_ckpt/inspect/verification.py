@@ -28,7 +28,6 @@ from elastic_ckpt.tiers.persistent import ocdbt, orbax_view
 from elastic_ckpt.tiers.source import ReadError
 
 Kind = Literal["damaged", "diverged", "incomplete", "manifest", "orbax", "unverifiable"]
-State = Literal["complete", "incomplete", "unverifiable"]
 # Called with the bytes of a step read and the total, from any thread.
 OnBytes = Callable[[int, int], None]
 
@@ -89,7 +88,7 @@ class VerifiedStep:
 
     step: int
     save: str
-    state: State
+    state: Literal["complete", "incomplete", "unverifiable"]
     num_copies: int
     num_bytes: int
 

@@ -51,11 +51,6 @@ def part_file(leaf: Leaf, box: boxes.Box) -> str:
     return f"{leaf_directory(leaf.path)}/{chunk_key(box, leaf.chunk)}"
 
 
-def stored_bytes(leaf: Leaf, box: boxes.Box) -> int:
-    """Bytes of a part with the checksum behind values."""
-    return leaf.num_bytes(box) + (0 if leaf.is_file else CHECKSUM_BYTES)
-
-
 def chunk_key(box: boxes.Box, chunk: Sequence[int]) -> str:
     """The name of a chunk below its array, such as `c/0/1`."""
     sizes = zip(box.start, chunk, strict=True)

@@ -98,11 +98,12 @@ class StepTable:
     def holder_sets(self, hosts: Sequence[Host]) -> list[tuple[int, ...]]:
         """Which of some hosts have each item in their local tiers, ascending."""
         numbers = {host.id: number for number, host in enumerate(hosts)}
-        of_holder = [
-            numbers.get(holder.host.id, -1) if holder.tier == "local" else -1
-            for holder in self.holders
-        ]
-        host = np.array(of_holder, np.int64)[self.holder].tolist()
+        host = np.array(
+            [
+                numbers.get(holder.host.id, -1) if holder.tier == "local" else -1
+                for holder in self.holders
+            ]
+        )[self.holder].tolist()
         return [
             tuple(sorted({each for each in host[a:b] if each >= 0}))
             for a, b in itertools.pairwise(self.first_row.tolist())

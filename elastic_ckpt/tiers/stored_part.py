@@ -20,7 +20,7 @@ def damage(stored: np.ndarray, leaf: Leaf, named: bytes) -> str | None:
     """The problem of the bytes of a part; None if they are as they were saved.
 
     Args:
-      stored: all bytes of the part, uint8 `[layout.stored_bytes]`.
+      stored: all bytes of the part, uint8.
       leaf: that it is of.
       named: the digest of its values.
 

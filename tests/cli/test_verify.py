@@ -169,7 +169,7 @@ def test_manifest_that_cannot_be_read_is_told(saved, damage, why):
 def verified(*paths):
     locations = [tier_locations.at_path(path, run=tiered_steps.RUN) for path in paths]
     together = tier_locations.Locations(locations)
-    return verification.verify(together, together.steps, progress=lambda *_: None)
+    return verification.verify(together, together.known, progress=lambda *_: None)
 
 
 def loaded(steps):

@@ -77,7 +77,7 @@ def test_storage_alone_has_each_box_once_for_any_number_of_hosts(machines, tmp_p
     tier_worlds.check(restored["state"], step=4)
     location = tier_locations.at_path(tmp_path / "steps", run="run")
     stored = tier_locations.Locations([location])
-    verified = verification.verify(stored, stored.steps, progress=lambda *_: None)
+    verified = verification.verify(stored, stored.known, progress=lambda *_: None)
     assert verified.passed(strict=True)
     (found,) = stored.look(4).saves
     assert len(found.table.holder) == len(found.table)
