@@ -277,12 +277,11 @@ def put_right(directory: epath.PathLike, file: str, content: bytes) -> None:
       RepairError: if the manifest cannot be read or does not list these bytes, or the
         file cannot be written.
     """
-    slot, step = os.path.split(os.fspath(directory))
-    above, number = os.path.split(slot)
-    root, below = os.path.dirname(above), os.path.join("hosts", number, step)
+    step = pathlib.Path(directory)
+    slot, root = step.parent, step.parents[2]
     try:
-        name = manifest_name(f"{machine.find(root)}.{number}")
-        path = _unlinked(root, os.path.join(below, name))
+        name = manifest_name(f"{machine.find(root)}.{slot.name}")
+        path = _unlinked(root, f"hosts/{slot.name}/{step.name}/{name}")
         saved = Manifest.parse(storage.read_bytes(path))
         problem: str | None = "its manifest lists no such file"
         for leaf, box, named in saved.rows():
@@ -295,15 +294,17 @@ def put_right(directory: epath.PathLike, file: str, content: bytes) -> None:
         with repairing(slot):
             # Nobody removes the step meanwhile, or has begun to.
             os.stat(path)
-            target = _unlinked(root, os.path.join(below, file))
+            target = _unlinked(root, f"hosts/{slot.name}/{step.name}/{file}")
             storage.write_atomic(target, content)
     except (OSError, ValueError, errors.CheckpointError) as error:
         raise RepairError(f"was not repaired: {error}") from None
 
 
-def _unlinked(root: str, name: str) -> str:
+def _unlinked(root: epath.PathLike, name: str) -> str:
     # The path of a file below a directory; an OSError if links lead to it.
-    _, *places = itertools.accumulate(name.split("/"), os.path.join, initial=root)
+    _, *places = itertools.accumulate(
+        name.split("/"), os.path.join, initial=os.fspath(root)
+    )
     is_other = os.path.exists(places[-1]) and not os.path.isfile(places[-1])
     if is_other or any(map(os.path.islink, places)):
         raise OSError(errno.ELOOP, "it is behind a link, or no file")
@@ -325,6 +326,6 @@ def used_bytes(directory: epath.PathLike) -> int:
         for name in files:
             # Steps may be removed by their own process meanwhile.
             with contextlib.suppress(FileNotFoundError):
-                blocks = os.lstat(os.path.join(parent, name)).st_blocks
-                total += blocks * _BLOCK_BYTES
+                status = os.lstat(os.path.join(parent, name))
+                total += status.st_blocks * _BLOCK_BYTES
     return total
