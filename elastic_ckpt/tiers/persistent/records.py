@@ -218,7 +218,6 @@ class Held:
     Attributes:
       path: as given.
       record: as it was written last.
-      renewed_secs: when its last renewal began.
       is_lost: whether it was found that another program holds it, or that it is gone.
     """
 
@@ -232,7 +231,7 @@ class Held:
         mode: int = 0o666,
     ) -> None:
         self.path, self.record = path, record
-        self.renewed_secs, self.is_lost = clock.monotonic(), False
+        self.is_lost = False
         self._after, self._renewed, self._mode = after, renewed, mode
         self._pid = os.getpid()
         self._ended, self._lock = threading.Event(), threading.RLock()
@@ -258,13 +257,11 @@ class Held:
           **changes: of other attributes of the record.
         """
         with self._lock:
-            began_secs = clock.monotonic()
             if not self._ended.is_set() and self.check():
                 count = self.record.count + 1
                 self.record = dataclasses.replace(self.record, count=count, **changes)
                 content = to_bytes(self.record)
                 storage.write_atomic(self.path, content, mode=self._mode)
-                self.renewed_secs = began_secs
         if self.record.secs:
             self._renewed(self.record.count)
 
