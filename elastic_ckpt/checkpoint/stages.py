@@ -216,8 +216,12 @@ class SaveStages:
         Returns:
           A future of True if the step was committed, and False if it was given up.
         """
-        commit = functools.partial(self._commit, saving)
-        return self._start(self.committing, self._tier, saving.step, commit)
+        return self._start(
+            self.committing,
+            self._tier,
+            saving.step,
+            functools.partial(self._commit, saving),
+        )
 
     def clean(self, step_id: StepId) -> None:
         """Begins to remove leftovers of crashed worlds from persistent storage.
@@ -249,8 +253,12 @@ class SaveStages:
             # Hosts that have no part of the step learn where the others are.
             if not all(self._hosts.all(HostReader.hold, step_id)):
                 return
-            copy = functools.partial(self._make_copies, restored)
-            self._start(self._copy_stage, "peer", restored.step, copy)
+            self._start(
+                self._copy_stage,
+                "peer",
+                restored.step,
+                functools.partial(self._make_copies, restored),
+            )
             if self._has_storage:
                 owed = self._hosts.first(HostBackup.owed, step_id)
                 if owed is not None:
@@ -264,8 +272,13 @@ class SaveStages:
                     )
 
         if self._in_ram and step_id.save:
-            what = "what earlier worlds have left is not done: "
-            self._start(self._looking, "peer", restored.step, look, what)
+            self._start(
+                self._looking,
+                "peer",
+                restored.step,
+                look,
+                "what earlier worlds have left is not done: ",
+            )
 
     def end(self) -> None:
         """Waits; raises a CheckpointError if storage lacks a step that was due."""
@@ -294,8 +307,13 @@ class SaveStages:
 
     def wait(self) -> None:
         """Returns when all stages are done, with late copies and a late backup too."""
-        before = (self.committing, self._cleaning, self._looking)
-        for stage in (*before, self._backup_stage, self._copy_stage):
+        for stage in (
+            self.committing,
+            self._cleaning,
+            self._looking,
+            self._backup_stage,
+            self._copy_stage,
+        ):
             stage.wait()
         self.check()
         if self._is_broken:  # Hosts may be gone.
@@ -397,9 +415,9 @@ class SaveStages:
                 self._degraded(self._tier, saving.step, why)
         # Of all hosts alike, it is reported by one.
         problem = saving.write_files() or (None if hosts.own else difference)
-        names = tuple(saving.description.contents.components)
         try:
-            written = hosts.all(HostSaver.write, saving.step_id, names, problem)
+            components = tuple(saving.description.contents.components)
+            written = hosts.all(HostSaver.write, saving.step_id, components, problem)
             return self._keep(saving, written, ready)
         except errors.HostsFailedError as error:
             return self._give_up(saving, f"it was not saved: {error}")
@@ -486,8 +504,12 @@ class SaveStages:
         # Then storage has the new line even if all memory is lost before its first
         # backup. An overwritten step stays valid until its own backup, due at once.
         if self._begins_line and not saving.overwrite:
-            claim = functools.partial(self.claim, saving.line)
-            self._attempt("persistent", saving.step, "old steps may count", claim)
+            self._attempt(
+                "persistent",
+                saving.step,
+                "old steps may count",
+                functools.partial(self.claim, saving.line),
+            )
 
     def _begin_others(self, saving: Saving, ready: Readiness) -> None:
         # Copies that are slower than saves are reported once until they keep up, for
@@ -547,18 +569,20 @@ class SaveStages:
         # Removes older steps if this one has its copies; otherwise keeps the newest of
         # them that has.
         late = self._late
-        late_id = None if late is None else late.step_id
-        needed = (self._covered, self._uploading, late_id)
+        needed = (self._covered, self._uploading, late.step_id if late else None)
         in_flight = tuple(each for each in needed if each is not None)
-        collect = functools.partial(
-            self._hosts.all,
-            HostSaver.collect,
-            committed.step_id,
-            in_flight,
-            self._preserved,
-            committed.line[:-1],
+        self._attempt(
+            "local",
+            committed.step,
+            _NOT_REMOVED,
+            lambda: self._hosts.all(
+                HostSaver.collect,
+                committed.step_id,
+                in_flight,
+                self._preserved,
+                committed.line[:-1],
+            ),
         )
-        self._attempt("local", committed.step, _NOT_REMOVED, collect)
 
     def _begin_backup(self, saving: Saving) -> None:
         # Backs up a step in RAM, once its copies are made.
@@ -628,10 +652,12 @@ class SaveStages:
 
     def _collect_backups(self, saving: Saving) -> None:
         # Removes what storage does not keep now that the step is there.
-        collect = functools.partial(
-            self._hosts.first, HostBackup.collect, saving.line, saving.step
+        self._attempt(
+            "persistent",
+            saving.step,
+            _NOT_REMOVED,
+            lambda: self._hosts.first(HostBackup.collect, saving.line, saving.step),
         )
-        self._attempt("persistent", saving.step, _NOT_REMOVED, collect)
 
     def _not_taken(self, step: int, why: str) -> None:
         # Storage has not taken a step that is due there.

@@ -45,8 +45,10 @@ def save(host, step, *, only=None, save="0"):
     writer.reserve(captured.num_bytes)
     content = cursors(step)
     writer.write(captured, {FILE: content})
-    named = digest.values_digest(np.frombuffer(content, np.uint8))
-    return writer.commit({FILE: named})
+    values = np.frombuffer(content, np.uint8)
+    number, box = whole.files[FILE], boxes.whole(values.shape)
+    writer.parts[number, box] = digest.values_digest(values)
+    return writer.commit()
 
 
 def copies(host, step, values):

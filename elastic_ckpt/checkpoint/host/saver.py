@@ -34,7 +34,6 @@ from elastic_ckpt.tiers.choices import PINNED_BYTES
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.peers import secret
 from elastic_ckpt.tiers.ram import local, ram_disk
-from elastic_ckpt.tiers.source import Source
 
 
 class CapturedIn(NamedTuple):
@@ -213,21 +212,19 @@ class HostSaver:
             holders[leaf.path, boxes.whole(leaf.shape)] = files[leaf.path]
         leaves = (*saving.captured.leaves, *contents.leaves)
         contents = dataclasses.replace(contents, leaves=leaves)
-        source: Source
+        numbers = {leaf.path: number for number, leaf in enumerate(leaves)}
+        named = saving.parts.items()
+        parts = {(numbers[path], box): each for (path, box), each in named}
         if in_ram:
             writer = saving.writer
             assert writer is not None
             del self._saving[step_id]
             saving.release()
-            digests = {path: named for (path, _), named in saving.parts.items()}
-            own_files = {path: digests[path] for path in saving.files}
-            saved = writer.commit(own_files, contents=contents)
+            writer.parts |= parts
+            saved = writer.commit(contents)
             source = ram_disk.StepFiles(writer.directory)
         else:
-            numbers = {leaf.path: number for number, leaf in enumerate(leaves)}
-            rows = [
-                (numbers[p], box, named) for (p, box), named in saving.parts.items()
-            ]
+            rows = [(*part, named) for part, named in parts.items()]
             saved = Manifest(
                 run=world.run,
                 step_id=step_id,
@@ -237,9 +234,10 @@ class HostSaver:
             )
             source = CapturedSource(saving.values(), world.own.host.id)
         table = StepTable([saved])
-        parts = [(table.leaf(item).path, table.box(item)) for item in range(len(table))]
-        found = FoundStep(table, [source])
-        world.held[step_id] = HeldStep(found, [holders[part] for part in parts])
+        world.held[step_id] = HeldStep(
+            FoundStep(table, [source]),
+            [holders[table.leaf(n).path, table.box(n)] for n in range(len(table))],
+        )
         if in_ram:
             self._add_others(step_id)
 
@@ -249,8 +247,7 @@ class HostSaver:
         world, held = self._world, self._world.held[step_id]
         table, holders = held.found.table, held.holders
         placed = world.owners.place(holders, table.num_bytes)
-        own = world.number
-        hosts = [[each for each in some if each != own][:1] for some in holders]
+        hosts = [[n for n in some if n != world.number][:1] for some in holders]
         for item, target in zip(placed.item.tolist(), placed.target, strict=True):
             hosts[item].append(int(target))
         if any(hosts) and world.passes:
@@ -366,6 +363,6 @@ def _staging(world: HostWorld) -> epath.Path:
     # have the same path; hosts of one machine have different ones, or slots. Others do
     # not know the secret.
     root, slot = world.disk.root, world.own.slot
-    known = f"{secret.read(secret.path(root))}.{root}.{slot}"
-    name = hashlib.sha256(known.encode()).hexdigest()[:32]
-    return epath.Path(tempfile.gettempdir()) / f"elastic_ckpt-staging-{name}"
+    known = secret.read(secret.path(root))
+    hashed = hashlib.sha256(f"{known}.{root}.{slot}".encode()).hexdigest()
+    return epath.Path(tempfile.gettempdir()) / f"elastic_ckpt-staging-{hashed[:32]}"

@@ -149,9 +149,10 @@ class HostWorld:
         For that all other machines need agents; hosts that keep nothing in RAM have
         none.
         """
-        machines = {host.machine for host in self.hosts}
-        has_agents = machines <= {self.disk.machine, *self.agent_urls}
-        return len(self.hosts) > 1 and has_agents
+        reached = {self.disk.machine, *self.agent_urls}
+        return len(self.hosts) > 1 and reached.issuperset(
+            host.machine for host in self.hosts
+        )
 
     def hold(self, found: FoundStep) -> bool:
         """Has this host copy and back up parts of a step that was found.

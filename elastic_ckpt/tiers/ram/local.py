@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from elastic_ckpt.core import background, boxes, checked_json, errors, storage
+from elastic_ckpt.core import background, checked_json, errors, storage
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps import layout, retention
 from elastic_ckpt.steps.manifest import (
@@ -243,7 +243,8 @@ class StepWriter:
     Attributes:
       directory: of the step.
       manifest: as given.
-      parts: what is there by now: the digests of parts, by leaf and box.
+      parts: what is there by now: the digests of parts, by leaf and box. Whoever has
+        components write their files adds those.
     """
 
     def __init__(self, own: LocalHost, manifest: Manifest) -> None:
@@ -349,17 +350,10 @@ class StepWriter:
             else:
                 self._place(number, box, file, named)
 
-    def commit(
-        self,
-        files: Mapping[str, bytes] = types.MappingProxyType({}),
-        *,
-        contents: Contents | None = None,
-    ) -> Manifest:
+    def commit(self, contents: Contents | None = None) -> Manifest:
         """Writes the manifest, which makes all that was written a part of the step.
 
         Args:
-          files: what components wrote here, by path, with their digests; copies are
-            known already.
           contents: of the whole step, where not all of them were known when it was
             begun; the arrays are the same.
 
@@ -367,10 +361,6 @@ class StepWriter:
           CheckpointError: as `write`.
         """
         contents = contents or self.manifest.contents
-        for path, named in files.items():
-            number = contents.files[path]
-            whole = boxes.whole(contents.leaves[number].shape)
-            self.parts[number, whole] = named
         rows = [(*part, named) for part, named in self.parts.items()]
         manifest = dataclasses.replace(
             self.manifest, contents=contents, parts=Parts.of_rows(rows, contents)
