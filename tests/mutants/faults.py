@@ -131,10 +131,10 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a manifest lacks the files of components",
-        "elastic_ckpt/tiers/ram/local.py",
-        "            self.parts[number, whole] = named\n",
+        "elastic_ckpt/checkpoint/host/saver.py",
+        "            writer.parts |= parts\n",
         "",
-        ("tests/tiers/test_local.py",),
+        ("tests/checkpoint/test_component_saves.py",),
     ),
     Fault(
         "the files of a step go before its manifest",
