@@ -208,7 +208,7 @@ def differ(checkpointer, mesh):
         if hangs:
             part.save_timeout_secs = 1.0
         assert not checkpointer.save_checkpointables(step, {"a": part})
-    assert checkpointer.save_checkpointables(27, {"a": replicated({"lr": 0.5})})
+    assert checkpointer.save_checkpointables(27, {"a": replicated(np.arange(3.0))})
 
 
 def fail_to_load(checkpointer, mesh):

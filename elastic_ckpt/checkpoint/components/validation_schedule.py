@@ -144,10 +144,10 @@ def compare(step: int, components: Mapping[str, Any], *, emit: events.Emit) -> N
     if not compared:
         return
     level = max((e.validation for e in compared.values()), key=validation.LEVELS.index)
-    states = {}
-    for name, component in compared.items():
-        # A host that could not take its state fails the save on all hosts.
-        states[name] = component.taken or {"problem": "its state could not be taken"}
+    # A host that could not take its state fails the save on all hosts.
+    lacking = {"problem": "its state could not be taken"}
+    states = {n: lacking if e.taken is None else e.taken for n, e in compared.items()}
+    for component in compared.values():
         component.taken = None
     findings = validation.compared(states, level=level, kind="replicated components")
     if topology.is_primary():
