@@ -49,17 +49,15 @@ def parse_domains(text: str, *, what: str) -> dict[str, str]:
     Raises:
       ConfigError: if the text has another form.
     """
-    names = {}
-    for pair in filter(None, text.split(";")):
-        kind, equals, name = pair.partition("=")
-        if not (kind and equals):
-            raise errors.ConfigError(
-                f"{what}={text!r}: {pair!r} is not `kind=name`; write for example"
-                " rack=r7;zone=us-east5-a"
-            )
-        if name:
-            names[kind] = name
-    return names
+    pairs = [pair for pair in text.split(";") if pair]
+    wrong = [pair for pair in pairs if pair.find("=") < 1]
+    if wrong:
+        raise errors.ConfigError(
+            f"{what}={text!r}: {wrong[0]!r} is not `kind=name`; write for example"
+            " rack=r7;zone=us-east5-a"
+        )
+    named = (pair.partition("=") for pair in pairs)
+    return {kind: name for kind, _, name in named if name}
 
 
 def domains_of_environment() -> dict[str, str]:
