@@ -2,9 +2,9 @@
 
     class HostSaver:
         @calls.call()
-        def files(self, step_id: StepId) -> Written: ...
+        def digests(self, step_id: StepId, shared: str) -> dict[str, str]: ...
 
-    answers = hosts.all(HostSaver.files, step_id)
+    answers = hosts.all(HostSaver.digests, step_id, shared)
 
 Each host runs the method on its own object of that class. Where hosts are not driven by
 their own processes, a transport carries the name of the method and its arguments to

@@ -47,7 +47,7 @@ class Point:
 POINTS = {
     "save": Point(
         at="os:replace",
-        within="elastic_ckpt.steps.manifest:write_manifest",
+        within=f"{RAM}.local:write_manifest",
         before=True,
         is_saved=False,
     ),
