@@ -231,7 +231,7 @@ def arrange(
         with removing(root, numbers, line, watch=watch, replaced=step) as kept:
             for each in reversed(misplaced):
                 if each.step not in kept:
-                    root.set_aside(each)
+                    root.move(root.final(each.step), root.aside(each))
     for each in root.set_aside_steps():
         is_of_line = each.save < line.save and not line.abandons(each)
         if is_of_line and each.step != step and not root.is_committed(each.step):

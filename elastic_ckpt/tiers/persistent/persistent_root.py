@@ -194,13 +194,6 @@ class PersistentRoot:
         aside = filter(self._is_aside, self._directories())
         return [StepId(int(each["step"]), each["save"]) for each in aside]
 
-    def set_aside(self, step_id: StepId) -> None:
-        """Moves a committed step to the directory `aside`; can be repeated."""
-        if self.aside(step_id).exists():
-            # An edit was cut short, and a run has stored the same save from RAM again.
-            self.remove(self.aside(step_id))
-        self.move(self.final(step_id.step), self.aside(step_id))
-
     def remove(self, directory: epath.Path) -> None:
         """Removes a step, committed or set aside: it is gone at once.
 
@@ -221,7 +214,10 @@ class PersistentRoot:
         return taken_back
 
     def move(self, source: epath.Path, target: epath.Path) -> None:
-        """Moves a step: at each moment one of the two is committed."""
+        """Moves a step, and can be repeated: at each moment one of the two is whole."""
+        if target.exists():
+            # An edit was cut short, and a run has stored the same save from RAM again.
+            self.remove(target)
         if not self.in_place:
             storage.rename(source, target)
             return
