@@ -913,8 +913,8 @@ class HostsCheckpointer:
     ) -> dict[str, Any]:
         if isinstance(abstract_checkpointables, CheckpointMetadata):
             abstract_checkpointables = abstract_checkpointables.metadata
-        if abstract_checkpointables is not None:
-            component_io.check_named(abstract_checkpointables)
+        given = abstract_checkpointables
+        _, stateful = component_io.split({} if given is None else given)
         if not abstract_checkpointables:
             abstract_checkpointables = {
                 name: None
@@ -929,7 +929,6 @@ class HostsCheckpointer:
             partial=partial,
             layout=layout,
         ).restore(step)
-        _, stateful = component_io.split(abstract_checkpointables)
         checkpoint = restored.search.required
         left = self._newest if self._is_older(checkpoint) else None
         # The newest step that can be read is gone on from.

@@ -61,7 +61,14 @@ def split(
     Raises:
       CheckpointError: if they are not given by name.
     """
-    check_named(checkpointables)
+    is_mapping = isinstance(checkpointables, Mapping)
+    if not is_mapping or not all(isinstance(name, str) for name in checkpointables):
+        keys = f" with the keys {[*checkpointables][:8]}" if is_mapping else ""
+        raise errors.CheckpointError(
+            'checkpointables are a mapping of names to pytrees and components, as in {"'
+            'state": tree, "data": batches}, and not a'
+            f" {type(checkpointables).__name__}{keys}; save and load take one pytree"
+        )
     stateful = {
         name: value
         for name, value in checkpointables.items()
@@ -71,19 +78,6 @@ def split(
         name: value for name, value in checkpointables.items() if name not in stateful
     }
     return trees, stateful
-
-
-def check_named(checkpointables: Any) -> None:
-    """Raises a CheckpointError unless a user passed a mapping by name."""
-    is_mapping = isinstance(checkpointables, Mapping)
-    if not is_mapping or not all(isinstance(name, str) for name in checkpointables):
-        raise errors.CheckpointError(
-            'checkpointables are a mapping of names to pytrees and components, as in {"'
-            'state": tree, "data": batches}, and not a'
-            f" {type(checkpointables).__name__}"
-            f"{f' with the keys {[*checkpointables][:8]}' if is_mapping else ''}; save"
-            " and load take one pytree"
-        )
 
 
 def begin_save(
