@@ -82,8 +82,9 @@ class HostBackup:
         if world.chosen.local is not None:
             machines = {host.machine for host in world.hosts} & world.agents.keys()
             agents = {machine: world.agents[machine] for machine in machines}
-            record = run_files.RunAgents(world.run, agents)
-            run_files.write_agents(self._root.path, record)
+            run_files.write_agents(
+                self._root.path, run_files.RunAgents(world.run, agents)
+            )
         for each in self._root.leftovers():
             of_save = each.save or ""
             is_dead = _SAVE.fullmatch(of_save) and of_save < save

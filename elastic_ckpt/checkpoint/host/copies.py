@@ -95,8 +95,9 @@ class HostCopies:
         world, offered, problems = self._world, [], []
         for sender in [n for n, some in enumerate(targets) if world.number in some]:
             try:
-                content = world.mail.read(sender, f"{_MESSAGE}{world.number}")
-                message = Manifest.parse(content)
+                message = Manifest.parse(
+                    world.mail.read(sender, f"{_MESSAGE}{world.number}")
+                )
                 if message.step_id != step_id:
                     raise ReadError("is that of another step")
                 offered.append(message)
