@@ -36,6 +36,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, ParamSpec, TypeVar, cast
+from unittest import mock
 
 import numpy as np
 
@@ -106,8 +107,10 @@ def measure() -> dict[str, report.Figure]:
 
 def _costs(num_hosts: int) -> dict[str, float]:
     # Of a save with copies, and of a restore by hosts in other places.
-    copies.fetch = _fetched  # type: ignore[assignment]
-    with tempfile.TemporaryDirectory(prefix="scale-", dir="/dev/shm") as directory:
+    with (
+        mock.patch.object(copies, "fetch", _fetched),
+        tempfile.TemporaryDirectory(prefix="scale-", dir="/dev/shm") as directory,
+    ):
         hosts = _SimulatedHosts(pathlib.Path(directory), num_hosts)
         _save(hosts)
         saved = max(hosts.messages.values())
