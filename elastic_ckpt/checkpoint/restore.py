@@ -143,7 +143,7 @@ def find(
 
     own = [] if own_line is None else [own_line]
     lines = [*own, *survey.lines]
-    looking = Search(survey.steps, survey.saves, look, lines=lines, without=without)
+    looking = Search(survey.saves, look, lines=lines, without=without)
     problem = None
     if number is None:
         found, passed_over = looking.newest()

@@ -65,7 +65,7 @@ class Locations:
     @functools.cached_property
     def known(self) -> list[int]:
         """All steps that may have files, those of Orbax alone among them, ascending."""
-        ours = {step for each in self._tiers for step in each.steps()}
+        ours = {each.step for each in find.saves(self._tiers)}
         return sorted({*ours, *self.foreign_steps})
 
     @functools.cached_property

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from elastic_ckpt.core import checked_json, errors
@@ -73,8 +73,8 @@ class Search(Generic[ExaminedT]):
     """A search for steps.
 
     Args:
-      steps: that may be there.
-      saves: some of them with their saves, the newest save among them.
+      saves: the steps that may be there, with their saves where these are known; the
+        newest save is among them.
       look: looks at a step; it is asked once for each.
       lines: that no manifest contains: the caller's, and those recorded in storage.
       without: why steps and saves proved to be unreadable.
@@ -89,14 +89,13 @@ class Search(Generic[ExaminedT]):
 
     def __init__(
         self,
-        steps: Iterable[int],
-        saves: Iterable[StepId],
+        saves: Collection[StepId],
         look: Callable[[int], Looked[ExaminedT]],
         *,
         lines: Collection[Line] = (),
         without: Mapping[StepId, str] = types.MappingProxyType({}),
     ) -> None:
-        self._steps = sorted({*steps})
+        self._steps = sorted({each.step for each in saves})
         self._look = functools.cache(look)
         self._without = without
         newest = sorted({*saves}, key=lambda each: (each.save, each.step))

@@ -54,7 +54,6 @@ def search(
 ) -> Search[FoundStep]:
     """A search for steps in some tiers; see `steps.search`."""
     return Search(
-        {step for steps in of_each(tiers, lambda tier: tier.steps()) for step in steps},
         saves(tiers),
         lambda step: looked(offered(tiers, step)),
         lines=lines,

@@ -127,10 +127,10 @@ class Tier(Protocol):
     """A tier of storage that steps are restored from."""
 
     def known_saves(self) -> Sequence[StepId]:
-        """Steps with their saves; the newest save there is among them."""
+        """The steps that may be there, with their saves; an unknown one is empty.
 
-    def steps(self) -> Sequence[int]:
-        """The steps that may have files, ascending."""
+        The newest save is among them.
+        """
 
     def offers(self, step: int) -> Offered:
         """The parts of a step, of all its saves, as the manifests list them.

@@ -12,6 +12,7 @@ from elastic_ckpt.tiers import find, preserved
 from elastic_ckpt.tiers.peers import agent, peer_client, secret
 from elastic_ckpt.tiers.ram import ram_disk
 from tests.tiers import served, tiered_steps
+from tests.tiers.tiered_steps import steps_of
 
 
 class Run:
@@ -56,7 +57,7 @@ class Run:
         )
 
     def held(self, number):
-        return list(ram_disk.RamDisk(self.roots[number], run=tiered_steps.RUN).steps())
+        return steps_of(ram_disk.RamDisk(self.roots[number], run=tiered_steps.RUN))
 
 
 class Backup:

@@ -8,6 +8,7 @@ from elastic_ckpt.core import storage
 from elastic_ckpt.steps.step import Line
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
 from tests.checkpoint import orbax_steps, stock_environment, stock_program
+from tests.tiers.tiered_steps import steps_of
 
 # Orbax warns about loads without a sharding.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
@@ -78,7 +79,7 @@ def test_orbax_finds_only_committed_steps_and_cleans_the_others_away(kind, tmp_p
         context,
         ocp.training.Checkpointer(tmp_path, cleanup_tmp_directories=True) as stock,
     ):
-        assert [each.step for each in stock.checkpoints] == tier.steps() == [5]
+        assert [each.step for each in stock.checkpoints] == steps_of(tier) == [5]
         # It cleans in the background, and before it saves again.
         stock.save_checkpointables(7, trees())
         assert not root.leftovers()
@@ -91,6 +92,6 @@ def test_orbax_goes_on_in_our_directory_and_its_steps_are_foreign(tmp_path):
         stock.save_checkpointables(6, trees())
         assert [each.step for each in stock.checkpoints] == [5, 6]
     tier = persistent_tier.PersistentTier(root, run=orbax_steps.RUN)
-    assert tier.steps() == [5]
+    assert steps_of(tier) == [5]
     assert list(tier.foreign_saves()) == [6]
     assert [each.step for each in tier.held(Line(save="", parents=()))] == [5]

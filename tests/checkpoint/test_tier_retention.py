@@ -19,6 +19,7 @@ from elastic_ckpt.tiers.persistent import (
 )
 from tests.recorded_events import RecordedEvents
 from tests.tiers import tiered_steps, uploaded
+from tests.tiers.tiered_steps import steps_of
 
 # Orbax warns about loads without a sharding.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
@@ -92,7 +93,7 @@ def test_steps_of_others_and_the_step_of_a_damaged_newer_one_stay(tmp_path):
         saved = uploaded.saved_step(1)
         uploaded.write_all(root, saved, uploaded.hosts(2))
         uploaded.commit_all(root, saved)
-        assert persistent_tier.PersistentTier(root, run="x").steps() == [1]
+        assert steps_of(persistent_tier.PersistentTier(root, run="x")) == [1]
         tiered_steps.save(checkpointer, 2, 3)
     assert stored(tmp_path) == [0, 1, 3]
 

@@ -10,6 +10,7 @@ from etils import epath
 from elastic_ckpt.core import bucket_clients, clock, errors, jsonlog, storage
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier, retries
 from tests import runs
+from tests.tiers.tiered_steps import steps_of
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,7 @@ def test_a_store_that_is_out_of_reach_is_one_clear_error(failures, away):
     for failure in [*failures, PermissionError(13, "Permission denied")]:
         away(failure)
         with pytest.raises(errors.CheckpointError, match="cannot be read or listed"):
-            tier.steps()
+            steps_of(tier)
         (problem,) = tier.offers(3).problems
         assert "cannot be" in problem
         for verb in ("inspect", "verify"):

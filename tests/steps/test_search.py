@@ -25,7 +25,7 @@ def newest(manifests):
         return search.Looked([FoundStep(StepTable(group), ()) for group in groups], [])
 
     saves = [each.step_id for each in manifests]
-    return search.Search(by_step, saves, look).newest()
+    return search.Search(saves, look).newest()
 
 
 def found(manifests):

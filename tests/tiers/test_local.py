@@ -26,6 +26,7 @@ from elastic_ckpt.tiers.ram import local, machine, ram_disk
 from tests import seams, shared_memory
 from tests.checkpoint.host.test_capture import random_bits
 from tests.tiers import local_steps
+from tests.tiers.tiered_steps import steps_of
 
 RUN = local_steps.RUN
 
@@ -171,7 +172,7 @@ def test_saves_of_a_step_are_offered_and_held_apart(disk, host):
     saves = [each.step_id for each, _ in offered(disk, 3)]
     assert sorted(saves) == [first.step_id, second.step_id]
     assert host.held() == [(3, "0"), (3, "1")]
-    assert disk.steps() == [3]
+    assert steps_of(disk) == [3]
     host.remove(StepId(3, "0"))
     assert host.held() == [(3, "1")]
 
@@ -319,7 +320,7 @@ def test_what_the_file_system_cannot_take_is_refused(disk, host):
     with pytest.raises(errors.CheckpointError, match="without a limit"):
         writer.reserve(2**60)
     assert host.being_written == set()
-    assert disk.steps() == []
+    assert steps_of(disk) == []
 
 
 def test_a_write_that_fails_halfway_is_a_clear_error_and_leaves_nothing(disk, host):
@@ -334,7 +335,7 @@ def test_a_write_that_fails_halfway_is_a_clear_error_and_leaves_nothing(disk, ho
             save(host, {"small": np.ones(9), "w": np.ones((4, 2**14))})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert disk.steps() == [2]
+    assert steps_of(disk) == [2]
     assert host.being_written == set()
 
 

@@ -20,6 +20,7 @@ from elastic_ckpt.tiers.peers import (
 )
 from tests.tiers import read_contract, served
 from tests.tiers.scripted_peer import ScriptedPeer, answer, wanted_range
+from tests.tiers.tiered_steps import steps_of
 
 SECRET = "the-secret-of-this-run"
 PATH = "/hosts/0/30-0/data/part"
@@ -90,7 +91,7 @@ class TestOffers:
         served.save(root, 40, FILES, slot="0")
         served.save(root, 40, {"data/part": b"other"}, slot="1")
         tier = peer.Peer(url, client, served.RUN)
-        assert tier.steps() == [30, 40]
+        assert steps_of(tier) == [30, 40]
         offered = tier.offers(40)
         assert offered.problems == []
         there = {each.host.id[-1]: each.to_bytes() for each, _ in offered.copies}
@@ -187,7 +188,7 @@ class TestOffers:
             respond = lambda c, _, body=listing: c.sendall(answer(body))  # noqa: E731
             with ScriptedPeer(respond) as lying:
                 tier = peer.Peer(lying.url, client, served.RUN)
-                assert tier.steps() == []
+                assert steps_of(tier) == []
                 copies, (problem,) = tier.offers(30)
             assert copies == []
             assert "the list of steps cannot be read" in problem

@@ -23,6 +23,7 @@ from elastic_ckpt.tiers.persistent import (
 )
 from tests import spoilt_files
 from tests.tiers import uploaded
+from tests.tiers.tiered_steps import steps_of
 
 LINE = Line(save="9", parents=())
 KINDS = ("renamed", "in place")
@@ -67,7 +68,7 @@ def test_steps_of_plain_orbax_are_told_apart_and_not_replaced(root, tier, world)
     storage.write_atomic(
         storage.make_directory(root.final(7)) / persistent_root.COMMIT_FILE, b"done"
     )
-    assert tier().steps() == [5]
+    assert steps_of(tier()) == [5]
     assert list(tier().foreign_saves()) == [7]
     assert not tier().offers(7).copies
     with pytest.raises(errors.CheckpointError, match="Orbax saved"):
@@ -93,7 +94,7 @@ def test_half_a_step_is_refused(root, tier, world, missing):
     }
     with pytest.raises(errors.CheckpointError, match=messages[missing]):
         uploaded.commit_all(root, saved)
-    assert tier().steps() == []
+    assert steps_of(tier()) == []
 
 
 def test_an_upload_that_was_cut_short_is_repeated_on_other_hosts(root, tier, world):
@@ -206,10 +207,10 @@ def test_a_removed_step_is_gone_at_once_and_a_killed_removal_leaves_a_leftover(
     put(root, world, step=5)
     put(root, world, step=6)
     root.remove(root.final(5))
-    assert tier().steps() == [6]
+    assert steps_of(tier()) == [6]
     assert not root.leftovers()
     root.uncommit(root.final(6))
-    assert tier().steps() == []
+    assert steps_of(tier()) == []
     (leftover,) = root.leftovers()
     assert leftover.step == 6
     storage.remove(leftover.path)
@@ -219,10 +220,10 @@ def test_a_removed_step_is_gone_at_once_and_a_killed_removal_leaves_a_leftover(
 def test_a_search_has_the_steps_of_when_it_began(root, tier, world):
     put(root, world, step=5)
     now = tier()
-    assert now.steps() == [5]
+    assert steps_of(now) == [5]
     put(root, world, step=6)
-    assert now.steps() == [5]
-    assert tier().steps() == [5, 6]
+    assert steps_of(now) == [5]
+    assert steps_of(tier()) == [5, 6]
     # What a step has is asked again.
     root.remove(root.final(5))
     assert not now.offers(5).copies
@@ -328,7 +329,7 @@ def test_steps_that_cannot_be_listed_are_an_error_that_says_so(tmp_path):
         persistent_root.PersistentRoot.from_path(tmp_path / "steps"), run=uploaded.RUN
     )
     with pytest.raises(errors.CheckpointError, match="cannot be read or listed"):
-        tier.steps()
+        steps_of(tier)
 
 
 def test_object_stores_commit_by_a_file_and_paths_by_a_rename(tmp_path):

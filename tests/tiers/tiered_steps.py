@@ -71,3 +71,8 @@ def save(opened, *steps, **options):
         parts = {"state": state(step), "data": Cursors()}
         assert opened.save_checkpointables(step, parts, **options)
         opened.wait()
+
+
+def steps_of(tier):
+    """The steps of which a tier may have something, ascending."""
+    return sorted({each.step for each in tier.known_saves()})

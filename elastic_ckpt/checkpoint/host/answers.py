@@ -95,15 +95,13 @@ class Survey:
     """What there is to search, by what all hosts and storage have.
 
     Attributes:
-      steps: of which there may be something.
-      saves: steps with their saves; the newest save is among them.
+      saves: the steps that may be there, as `Search` takes them.
       lines: that are recorded in storage.
       out_of_reach: why storage cannot be searched; None if it can, or there is none.
       refusing: peers that may have steps and refuse this run, a sentence each.
       nothing: why there may be no step, a sentence.
     """
 
-    steps: tuple[int, ...]
     saves: tuple[StepId, ...]
     lines: tuple[Line, ...]
     out_of_reach: str | None

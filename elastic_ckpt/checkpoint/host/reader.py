@@ -98,12 +98,7 @@ class HostReader:
         refusing = [*self._reported.refusing]
         refusing += [each.url for each in peers if each.listing.is_refused]
         return Survey(
-            steps=tuple(
-                {each.step for each in reported}.union(
-                    self._foreign, *(t.steps() for t in tiers)
-                )
-            ),
-            saves=tuple({*reported, *known}),
+            saves=(*{*reported, *known}, *self._foreign_steps()),
             lines=tuple(recorded),
             out_of_reach=out_of_reach,
             refusing=tuple(map(self._refused, refusing)),
@@ -145,14 +140,13 @@ class HostReader:
         """
         survey = self.survey()
         tiers = [*self._world.ram_tiers, *self._stored]
-        saves = find.saves(tiers)
-        steps = set(self._foreign).union(*(tier.steps() for tier in tiers))
+        saves = [*find.saves(tiers), *self._foreign_steps()]
 
         def look(step: int) -> Looked[Candidate]:
             looked = find.looked(find.offered(tiers, step))
             return Looked(self._candidates(step, looked.saves), looked.problems)
 
-        complete = Search(steps, saves, look, lines=survey.lines).complete_steps()
+        complete = Search(saves, look, lines=survey.lines).complete_steps()
         return tuple(each.checkpoint for each in complete)
 
     @calls.call(order="down", limit_secs=calls.LONG_SECS)
@@ -357,6 +351,9 @@ class HostReader:
             except errors.CheckpointError as error:
                 problems.append(str(error))
         return Looked(saves, problems)
+
+    def _foreign_steps(self) -> list[StepId]:
+        return [StepId(step, "") for step in self._foreign]
 
     def _candidates(
         self, step: int, saves: Iterable[FoundStep]

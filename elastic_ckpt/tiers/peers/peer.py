@@ -128,12 +128,8 @@ class Peer:
         self._endpoint.manifests = {each: known[each] for each in listed}
         return Listing(machine, manifests)
 
-    def steps(self) -> Sequence[int]:
-        """See `source.Tier`; empty if the peer fails, which `offers` then reports."""
-        return sorted({each.step_id.step for each in self.listing.manifests})
-
     def known_saves(self) -> Sequence[StepId]:
-        """See `source.Tier`."""
+        """See `source.Tier`; empty if the peer fails, which `offers` then reports."""
         return sorted({each.step_id for each in self.listing.manifests})
 
     def offers(self, step: int) -> source.Offered:

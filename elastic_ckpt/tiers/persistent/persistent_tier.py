@@ -63,30 +63,24 @@ class PersistentTier:
     def _ours(self) -> list[int]:
         return [step for step, is_ours in self._are_ours.items() if is_ours]
 
-    def steps(self) -> list[int]:
-        """The committed steps that have manifests, ascending; also those set aside.
+    def known_saves(self) -> list[StepId]:
+        """The committed steps that have manifests, and those that are set aside.
+
+        The save of one that is not of the run, or cannot be told, is empty. An
+        abandoned step that a program reads is not set aside, so that the newest save
+        need not be that of the newest step.
 
         Raises:
           CheckpointError: if storage is out of reach; `foreign_saves` likewise.
         """
-        aside = (step for step, _ in self.root.set_aside_steps())
-        return sorted({*self._ours, *aside})
-
-    def known_saves(self) -> list[StepId]:
-        """The committed steps that can be read, and those that are set aside.
-
-        An abandoned step that a program reads is not set aside, so that the newest save
-        need not be that of the newest step.
-        """
         commits = self.root.of_each(
             lambda step: committed(self.root.final(step)), self._ours
         )
-        of_run = [
-            (step, save)
+        there = [
+            StepId(step, save if run == self._run else "")
             for step, (run, save) in commits.items()
-            if save and run == self._run
         ]
-        return [*self.root.set_aside_steps(), *(StepId(*each) for each in of_run)]
+        return [*self.root.set_aside_steps(), *there]
 
     def recorded_lines(self) -> list[Line]:
         """The newest line on record, which may have no step in storage yet.

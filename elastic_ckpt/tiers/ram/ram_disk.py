@@ -29,7 +29,7 @@ import itertools
 import os
 import pathlib
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -123,10 +123,6 @@ class RamDisk:
         """The path of the manifest of a committed save."""
         name = manifest_name(self.host_id(slot))
         return self.step_directory(slot, step_id) / name
-
-    def steps(self) -> Sequence[int]:
-        """The steps that may have files, ascending."""
-        return sorted({each.step for _, each in self.all_saves()})
 
     def known_saves(self, slots: Collection[int] | None = None) -> list[StepId]:
         """The saves that have a manifest, readable or not, ascending.
