@@ -169,7 +169,7 @@ class HostsCheckpointer:
         self._claimed = 0
         self._claims = self._root is not None and world.claimant is not None
         self._search_again()
-        if self._writer is not None and self._writer.number:
+        if self._writer is not None:
             step = 0 if self._restored is None else self._restored.step
             self._stages.clean(StepId(step, self._save))
 

@@ -207,7 +207,7 @@ def _followed(
 ) -> Iterator[Step]:
     found_secs = time.monotonic()
     while True:
-        step = follower.next()
+        before, step = follower.last, follower.next()
         if step is not None:
             keep: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
             if step._in_ram is None:
@@ -215,13 +215,15 @@ def _followed(
             try:
                 with keep:
                     yield step
+                found_secs = time.monotonic()
+                continue
             except leases.StepGoneError as error:
+                # The newest comes again: only an older save of it may be removed.
                 logging.info("%s", error)
-            found_secs = time.monotonic()
-        elif time.monotonic() - found_secs >= timeout_secs:
+                follower.last = before
+        if time.monotonic() - found_secs >= timeout_secs:
             return
-        else:
-            time.sleep(min(look_secs, timeout_secs))
+        time.sleep(min(look_secs, timeout_secs))
 
 
 def record_metrics(step: Step | epath.PathLike, metrics: Mapping[str, Any]) -> None:
@@ -284,6 +286,7 @@ class _Follower:
 
     Attributes:
       root: as given.
+      last: the step that came last.
     """
 
     def __init__(
@@ -307,7 +310,7 @@ class _Follower:
         # By the path of a leaf, the saved boxes with their digests, and values of it.
         self._kept: dict[str, tuple[Any, dict[boxes.Box, np.ndarray]]] = {}
         # Of the run, as far as it is known.
-        self._last, self._line = StepId(-1, ""), Line(save="", parents=())
+        self.last, self._line = StepId(-1, ""), Line(save="", parents=())
         # The steps in storage that were looked at.
         self._seen: set[int] = set()
         self._unreadable: dict[StepId, str] = {}
@@ -381,7 +384,7 @@ class _Follower:
 
     def _is_later(self, step_id: StepId) -> bool:
         # A run that went back saves earlier steps under later saves.
-        is_new = step_id.step > self._last.step or step_id.save > self._last.save
+        is_new = step_id.step > self.last.step or step_id.save > self.last.save
         is_good = step_id.step > self._after and step_id not in self._unreadable
         return is_new and is_good and not self._line.abandons(step_id)
 
@@ -410,7 +413,7 @@ class _Follower:
                 # One that is being removed is passed over, though it is still listed.
                 self._seen.add(step)
                 if self._is_later(later):
-                    self._last, self._asked = later, []
+                    self.last, self._asked = later, []
                     return Step(StepId(step, save), _run=run, _follower=self)
         except (errors.CheckpointError, *bucket_clients.failures()) as error:
             logging.warning(
@@ -428,8 +431,8 @@ class _Follower:
             if agents is None and self._looked_secs == -math.inf:
                 logging.warning(
                     "watch_steps: %s names no agents, so steps are followed in storage"
-                    " alone; they are recorded with the first step of a run that has"
-                    " ec.Local and ec.Peers",
+                    " alone; a run with ec.Local and ec.Peers records them when it"
+                    " begins",
                     root.path / run_files.AGENTS,
                 )
         except errors.CheckpointError as error:
@@ -479,7 +482,7 @@ class _Follower:
             logging.info("step %d is passed over: %s", found.step_id.step, error)
             self._unreadable[found.step_id] = str(error)
             return None
-        self._last, self._unreadable = found.step_id, {}
+        self.last, self._unreadable = found.step_id, {}
         return Step(found.step_id, _run=found.table.run, _follower=self, _in_ram=found)
 
     def _peer(self, url: str) -> peer.Peer:

@@ -33,7 +33,7 @@ class Saving:
       began_secs: when it was begun, on the monotonic clock.
       is_last_of_world: whether the run goes on in another world, which makes its
         copies and its backup.
-      is_copied_at_once: whether this world makes its copies before it is committed.
+      is_copied_at_once: whether the save is done only once its copies are made.
       stateful: its components, by name; of a step that a world before has saved, none.
       stored: set when the step is in persistent storage.
     """

@@ -182,6 +182,8 @@ class SaveStages:
         # until those that get none are.
         self._lacking: set[str] = set()
         self._num_uncopied = 0
+        # Removes leftovers of crashed worlds; None once that is done.
+        self._clean: Callable[[], None] | None = None
         # Set once another start of the run has continued it.
         self._replaced: errors.ReplacedError | None = None
         # Whether a stage failed otherwise than hosts report it, and no save since.
@@ -226,19 +228,23 @@ class SaveStages:
     def clean(self, step_id: StepId) -> None:
         """Begins to remove leftovers of crashed worlds from persistent storage.
 
+        If storage is out of reach, the next backup does it.
+
         Args:
           step_id: the step that the world goes on from, with the save of its own steps.
         """
-        step = step_id.step
+        step, restored = step_id.step, self._covered
 
         def clean() -> None:
-            save, restored = step_id.save, self._covered
-            for number, path in self._hosts.first(HostBackup.clean, save, restored):
+            removed = self._hosts.first(HostBackup.clean, step_id.save, restored)
+            self._clean = None
+            for number, path in removed:
                 self._emit("step_interrupted", step=number, path=path, resume_step=step)
 
-        self._start(
-            self._cleaning, "persistent", step, clean, "leftovers were not removed: "
-        )
+        self._clean = clean
+        if self._writer is not None and self._writer.number:
+            what = "leftovers were not removed: "
+            self._start(self._cleaning, "persistent", step, clean, what)
 
     def catch_up(self, restored: CheckpointMetadata) -> None:
         """Begins to finish what worlds before could not.
@@ -608,8 +614,10 @@ class SaveStages:
             hold()
             assert self._writer is not None
             claim = self._writer.check()
+            if self._clean is not None:
+                self._clean()
             chunks = hosts.first(HostBackup.begin, step_id, claim)
-            answers = hosts.all(HostBackup.back_up, step_id)
+            answers = hosts.all(HostBackup.back_up, step_id, claim)
             files = saving.description.files(chunks)
             hosts.first(HostBackup.commit, step_id, files, claim)
         except errors.HostsFailedError as error:

@@ -210,7 +210,7 @@ class Owners:
 
     def _next(self, held: Sequence[int], source: int, *, leaves: bool) -> Sequence[int]:
         # The next holder: if possible in a domain without one, or in that of the
-        # source, and in an inner domain without one. None if all machines have it.
+        # source, and in an inner domain without one. Empty if all machines have it.
         machines, domains, inner = (
             {of[host] for host in held}
             for of in (self._machine, self._domain, self._inner)

@@ -87,7 +87,6 @@ class Captured:
     Args:
       parts: of every array of the state, ordered by path.
       on_release: called by the first `release`.
-
       is_lent: whether some values are still those of the caller's arrays, which must
         not be donated before the release.
 

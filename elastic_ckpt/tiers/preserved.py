@@ -45,15 +45,15 @@ def unpin(step_directory: epath.PathLike) -> None:
     storage.remove(epath.Path(step_directory) / FILE)
 
 
-def hold(root: epath.PathLike, name: str, secs: bytes) -> None:
+def hold(root: epath.PathLike, name: str, secs: int) -> None:
     """Keeps a step in the RAM of all hosts, for a reader that may be killed.
 
     Args:
       root: of the RAM disk of one of them.
       name: `<step>-<save>`.
-      secs: for which it is kept from now on, as a number in ASCII.
+      secs: for which it is kept from now on.
     """
-    until = time.time() + int(secs)
+    until = time.time() + secs
     path = os.path.join(root, _HOLDS, name)
     storage.write_atomic(path, b"")
     os.utime(path, (until, until))

@@ -312,7 +312,7 @@ class Job:
             is_left=lambda: any(gather("left", is_left())),
         )
         restored = int(state["step"])
-        self._distrust_restore(restored, begin)
+        older = self._distrust_restore(restored, begin)
         while True:
             start_step = int(state["step"])
             if self.loop.validation and start_step:
@@ -328,7 +328,7 @@ class Job:
                 )
             finding = ended.finding
             if finding and finding.action is Action.DISTRUST:
-                ended = self._restore_from_storage(ended, before=restored)
+                ended = self._restore_from_storage(ended, older[-1])
                 if ended.is_stopped:
                     return ended
                 state = ended.state
@@ -386,37 +386,42 @@ class Job:
         weights = initial_weights.load(initial, wanted, self.loop.emit)
         return self.loop.program.begin(weights[initial_weights.PARAMS])
 
-    def _distrust_restore(self, restored: int, begin: Callable[[str], None]) -> None:
+    def _distrust_restore(
+        self, restored: int, begin: Callable[[str], None]
+    ) -> list[CheckpointMetadata]:
+        # Has the callbacks distrust the restored step; the step to go back to, later.
         saver, within = self.loop.saver, self.distrust_steps
+        older: list[CheckpointMetadata] = []
         if saver is None or not (within and restored):
-            return
+            return older
 
         def go_back(step: int, why: str) -> bool:
             # It waits for saves and backups, which is no hang of a step.
             begin("restore")
-            older = run_saver.stored_before(saver.checkpointer, restored)
+            found = run_saver.stored_before(saver.checkpointer, restored)
             self.loop.emit(
                 "restore_distrusted",
                 step=step,
                 restored_step=restored,
-                to_step=None if older is None else older.step,
+                to_step=None if found is None else found.step,
                 why=why,
             )
-            if older is None:
+            if found is None:
                 begin("step")
-            return older is not None
+                return False
+            older.append(found)
+            return True
 
         self.loop.callbacks.distrust_until(restored + within, go_back)
+        return older
 
-    def _restore_from_storage(self, ended: Ended, *, before: int) -> Ended:
+    def _restore_from_storage(self, ended: Ended, older: CheckpointMetadata) -> Ended:
         # As if the loop had ended with the step in storage that the run goes back to.
         saver, rollbacks = self.loop.saver, self.loop.callbacks.rollbacks
         assert saver is not None
         # The devices may not have room for two states.
         for leaf in jax.tree.leaves(ended.state):
             leaf.delete()
-        older = run_saver.stored_before(saver.checkpointer, before)
-        assert older is not None
         state = saver.restore(self.loop.program.abstract_state, older)
         train_step.check_step(state, older.step)
         self.loop.callbacks.go_on()

@@ -11,6 +11,7 @@ from orbax.checkpoint import v1 as ocp
 import elastic_ckpt as ec
 from benchmarks.relay import Relay
 from elastic_ckpt import frontend
+from elastic_ckpt.checkpoint import follow
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.persistent import leases, run_files
 from tests.tiers import tiered_steps
@@ -236,6 +237,27 @@ def test_steps_in_storage_are_followed_under_a_lease_also_those_of_plain_orbax(
     assert next(followed(tmp_path, after=4, timeout_secs=0)).step == 5
     warnings = [each.getMessage() for each in caplog.records]
     assert any("agents.json names no agents" in each for each in warnings)
+
+
+def test_a_step_of_which_an_older_save_is_being_removed_comes_later(
+    tmp_path, monkeypatch
+):
+    with running(tmp_path, every=1) as checkpointer:
+        tiered_steps.save(checkpointer, 1, 2)
+    announced = tmp_path / "steps" / leases.DIRECTORY / "2-0.removing"
+    announced.parent.mkdir(exist_ok=True)
+    announced.write_bytes(b"")
+    waits = []
+
+    def sleep(secs):
+        waits.append(secs)
+        announced.unlink()
+
+    monkeypatch.setattr(follow.time, "sleep", sleep)
+    steps = followed(tmp_path, secret_file=None)
+    assert [next(steps).step, next(steps).step] == [1, 2]
+    assert len(waits) == 1
+    steps.close()
 
 
 def test_a_run_without_storage_is_followed_by_its_directory_in_ram(tmp_path):

@@ -10,6 +10,8 @@ import threading
 import pytest
 
 from elastic_ckpt.core import errors, metrics
+from elastic_ckpt.steps.step import StepId
+from elastic_ckpt.tiers.persistent import persistent_root, records
 from tests.checkpoint.test_checkpointer import check, save, stored
 from tests.checkpoint.test_component_io import Counter
 from tests.recorded_events import RecordedEvents
@@ -129,6 +131,29 @@ def test_an_end_with_a_backlog_is_an_error_that_names_it(make, tmp_path, breaks)
     again.close()
     assert stored(tmp_path)[0] == 2
     assert stored(tmp_path)[-1] >= 6
+
+
+def test_a_run_that_begins_without_storage_cleans_it_once_it_is_back(
+    make, tmp_path, monkeypatch
+):
+    root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
+    left = root.unfinished(StepId(1, f"{1:015d}")) / "state"
+    left.mkdir(parents=True)
+
+    with make(every=None) as checkpointer:
+        assert checkpointer.save(1, {"n": 1})
+
+    def away(there):
+        raise records.OutOfReachError(f"{there.directory} is out of reach")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records.Records, "newest", away)
+        checkpointer = make()
+    assert left.exists()
+    assert checkpointer.save(2, {"n": 2})
+    checkpointer.wait()
+    assert root.steps() == [2]
+    assert not left.exists()
 
 
 def test_due_steps_are_stored_and_others_are_not(make, tmp_path):

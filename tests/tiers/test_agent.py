@@ -210,6 +210,7 @@ class TestAttacks:
         assert sorted(root.parent.rglob("*")) == before
         assert put("/holds/30-0", known, *body)[0] == 204
         assert preserved.held(root) == {30}
+        assert put("/holds/30-0", known, "Content-Length: 1", "", "x")[0] == 400
         assert put("/holds/30-0", known, "Content-Length: 1", "", "0")[0] == 204
         assert preserved.held(root) == set()
 

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from elastic_ckpt.core import clock, errors, storage
+from elastic_ckpt.core import clock, errors, process, storage
 from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers.persistent import (
     claims,
@@ -310,7 +310,7 @@ def test_what_a_replaced_start_still_uploads_in_place_does_not_count(
     old = claimed("8")
     # The first of them has a successor of the same name, the last has none.
     monkeypatch.setattr(clock, "sleep", lambda _: None)
-    late = [upload.Upload(root, old, host) for host in (hosts[0], hosts[3])]
+    late = [upload.Upload(root, old, host, claim=1) for host in (hosts[0], hosts[3])]
     *chunks, file, _ = uploaded.items(old)
     path = old.contents.leaves[file[0]].path
     for each in late:
@@ -330,7 +330,8 @@ def test_what_a_replaced_start_still_uploads_in_place_does_not_count(
         uploaded.put(late[0], old, chunks[1], seed=1)
     with pytest.raises(errors.ReplacedError, match="as world 2"):
         late[0].write([upload.Part(*file, b"")], [np.zeros(7, np.uint8)])
-    for each in late:
+    # One that begins only now has the claim that its driver had.
+    for each in [*late, upload.Upload(root, old, hosts[1], claim=1)]:
         with pytest.raises(errors.ReplacedError, match="as world 2"):
             each.finish()
     # It was about to write when the other one began.
@@ -345,6 +346,19 @@ def test_what_a_replaced_start_still_uploads_in_place_does_not_count(
     tier = persistent_tier.PersistentTier(root, run=uploaded.RUN)
     (held,) = tier.held(line_of("9"))
     assert (held.complete, held.step) == (True, 5)
+
+
+def test_a_renewal_of_a_record_that_is_lost_is_not_told(tmp_path):
+    told, there = [], records.Records(storage.absolute(tmp_path))
+    record = records.Record(start="a", process=process.this(), secs=600.0)
+    held = there.take(1, record, renewed=told.append)
+    held.renew()
+    after = there.take(2, dataclasses.replace(record, start="b"))
+    held.renew()
+    assert told == [1]
+    assert held.is_lost
+    for each in (held, after):
+        each.give_back()
 
 
 DAY = 24 * 3600.0

@@ -129,11 +129,15 @@ class HostBackup:
         return {leaf.path: leaf.chunk for leaf in contents.arrays}
 
     @calls.call(limit_secs=calls.LONG_SECS)
-    def back_up(self, step_id: StepId) -> tuple[int, tuple[str, ...]]:
+    def back_up(self, step_id: StepId, claim: int) -> tuple[int, tuple[str, ...]]:
         """Writes this host's share of a step to persistent storage.
 
         Everything is verified before: a bad copy of this host is read from another
         holder, and repaired. What an upload that was cut short has written stays.
+
+        Args:
+          step_id: the step.
+          claim: the number of this world.
 
         Returns:
           The bytes of the share; and copies in RAM that were bad and were read
@@ -144,7 +148,8 @@ class HostBackup:
         """
         world, held = self._world, self._world.holding(step_id)
         table, own = held.found.table, world.own.host
-        uploading = upload.Upload(self._root, self._saved_step(step_id), own)
+        saved = self._saved_step(step_id)
+        uploading = upload.Upload(self._root, saved, own, claim=claim)
         uploading.begin()
         reader = VerifiedReader(held.found)
         everyone = tuple(range(len(world.hosts)))
@@ -238,8 +243,6 @@ class HostBackup:
             )
         }
         numbers = gone | {each.step for each in passed}
-        if not numbers:
-            return
         with leases.removing(root, numbers, line, watch=self._leases) as leased:
             for each in passed:
                 if each.step not in leased:

@@ -85,20 +85,21 @@ class HostReader:
         """What all hosts and storage have; host 0 tells."""
         world = self._world
         self._examined, self._reported = {}, self._exchange.merged
-        self._storage, self._foreign, out_of_reach, recorded = None, {}, None, []
+        self._storage, self._foreign, out_of_reach = None, {}, None
+        stored, recorded = [], []
         if tier := world.persistent:
             try:
-                self._storage = tier
-                self._foreign, recorded = tier.foreign_saves(), tier.recorded_lines()
+                stored, recorded = tier.known_saves(), tier.recorded_lines()
+                self._foreign, self._storage = tier.foreign_saves(), tier
             except errors.CheckpointError as error:
-                self._storage, out_of_reach = None, str(error)
-        tiers = [*([] if self._world.passes else world.ram_tiers), *self._stored]
-        reported, known = self._reported.saves, find.saves(tiers)
-        peers = [tier for tier in tiers if isinstance(tier, Peer)]
+                out_of_reach = str(error)
+        ram = [] if self._world.passes else world.ram_tiers
+        known = {*self._reported.saves, *find.saves(ram), *stored}
+        peers = [tier for tier in ram if isinstance(tier, Peer)]
         refusing = [*self._reported.refusing]
         refusing += [each.url for each in peers if each.listing.is_refused]
         return Survey(
-            saves=(*{*reported, *known}, *self._foreign_steps()),
+            saves=(*known, *self._foreign_steps()),
             lines=tuple(recorded),
             out_of_reach=out_of_reach,
             refusing=tuple(map(self._refused, refusing)),
@@ -139,6 +140,8 @@ class HostReader:
         Those that Orbax alone saved are among them.
         """
         survey = self.survey()
+        if survey.out_of_reach is not None:
+            logging.warning("steps in storage are not listed: %s", survey.out_of_reach)
         tiers = [*self._world.ram_tiers, *self._stored]
         saves = [*find.saves(tiers), *self._foreign_steps()]
 

@@ -86,7 +86,8 @@ class HostWorld:
       mail: of this host, and its part in exchanges with all others.
       client: of the agents of other machines.
       held: the steps that this host copies or backs up.
-      agent_urls: of the agents of all machines that are known, by machine.
+      agents: by machine, the URL of its agent, and when it was last seen.
+      agent_urls: the URLs alone.
     """
 
     def __init__(
@@ -248,7 +249,7 @@ class HostWorld:
             step_id=table.step_id,
             contents=table.contents,
             holders=tuple(Holder(self.hosts[number]) for number in numbers),
-            parts=rows._replace(holder=np.array(holder, np.int32)),
+            parts=rows._replace(holder=np.array(holder, np.int64)),
         )
 
     def holding(self, step_id: StepId) -> HeldStep:

@@ -253,7 +253,11 @@ class _Answers:
 
     async def _hold(self, request: web.Request) -> web.Response:
         root = self._root(request)
-        preserved.hold(root, request.match_info["step"], await request.read())
+        secs = await request.read()
+        if not secs.isdigit():
+            raise web.HTTPBadRequest(text="give the seconds as a number")
+        step = request.match_info["step"]
+        await asyncio.to_thread(preserved.hold, root, step, int(secs))
         return web.Response(status=204)
 
 

@@ -5,6 +5,7 @@
     <root>/<step>.orbax-checkpoint-tmp-<save>/  one that is being uploaded, or was
     <root>/<step>.orbax-checkpoint-tmp-<save>.aside/  a committed one, set aside
     <root>/run.json, <root>/agents.json, <root>/evaluations/    see `run_files`
+    <root>/worlds/                              who may write, see `claims`
     <root>/leases/                              see `leases`
 
 If directories can be renamed atomically, a step is written under the third name, and

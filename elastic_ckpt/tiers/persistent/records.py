@@ -257,11 +257,12 @@ class Held:
           **changes: of other attributes of the record.
         """
         with self._lock:
-            if not self._ended.is_set() and self.check():
-                count = self.record.count + 1
-                self.record = dataclasses.replace(self.record, count=count, **changes)
-                content = to_bytes(self.record)
-                storage.write_atomic(self.path, content, mode=self._mode)
+            if self._ended.is_set() or not self.check():
+                return
+            count = self.record.count + 1
+            self.record = dataclasses.replace(self.record, count=count, **changes)
+            content = to_bytes(self.record)
+            storage.write_atomic(self.path, content, mode=self._mode)
         if self.record.secs:
             self._renewed(self.record.count)
 

@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 # Of each write, in all.
 _ATTEMPTS = 8
-# The longest waits before the second attempt, from where they double, and ever.
+# The longest wait before the second attempt, which doubles from there, and any wait.
 _FIRST_SECS, _LONGEST_SECS = 0.5, 30.0
 # There may be room at the next backup; until then nothing waits for it.
 _PERMANENT = ("full", "read_only", "refused")
@@ -44,7 +44,7 @@ def call(what: str, act: Callable[[], Result]) -> Result:
     """Calls `act` until it succeeds, and returns its result.
 
     Args:
-      what: what is done, and where: the begin of messages, such as `writing /a/b`.
+      what: what is done, and where: the beginning of messages, such as `writing /a/b`.
       act: may be done again after it failed half way.
 
     Raises:

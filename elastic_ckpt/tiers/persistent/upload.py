@@ -94,6 +94,8 @@ class Upload:
       root: of the steps.
       saved: what is uploaded.
       host: that uploads.
+      claim: the number of its world, which has to be the newest when manifests and
+        files are written into the directory of a committed step; 0 for no world.
 
     Attributes:
       there: the parts that any host has uploaded, if the upload was cut short before.
@@ -104,8 +106,12 @@ class Upload:
         root: PersistentRoot,
         saved: UploadedStep,
         host: Host,
+        *,
+        claim: int = 0,
     ) -> None:
         self._root, self._saved, self._host = root, saved, host
+        # Only in place another start may write the same step into the same directory.
+        self._claim = claim if root.in_place else 0
         self._directory = root.unfinished(saved.step_id)
         self._context = ocdbt.new_context()
         self._lock = threading.RLock()
@@ -113,8 +119,6 @@ class Upload:
         # What this host has written.
         self._parts: dict[tuple[int, boxes.Box], Part] = {}
         self._next_list_secs = clock.monotonic() + _PROGRESS_SECS
-        # The newest claim when the upload began.
-        self._claim: claims.Claim | None = None
 
     def begin(self) -> None:
         """Makes room, or continues an upload of this save that was cut short.
@@ -131,8 +135,6 @@ class Upload:
                 f"step {saved.step_id.step} in {root.path} is committed already, by"
                 f" this save {saved.step_id.save!r}; nothing is left to upload"
             )
-        if root.in_place:
-            self._claim = claims.newest(root.path)
         for each in _listed(self._directory, saved, [self._host.id]):
             parts = {Part(*row) for row in each.rows()}
             self.there |= parts
@@ -205,9 +207,8 @@ class Upload:
         path = self._directory / name
 
         def put() -> None:
-            if self._claim is not None:
-                # Another start may write the same step, into the same directory.
-                claims.check(self._root.path, self._claim.number)
+            if self._claim:
+                claims.check(self._root.path, self._claim)
             storage.write_atomic(path, content)
 
         retries.call(f"writing {path}", put)
