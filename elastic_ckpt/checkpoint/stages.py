@@ -373,10 +373,11 @@ class SaveStages:
                 self._is_broken, self._replaced = True, error
                 raise
             except Exception as error:
-                logging.exception("step %d, %s tier", step, tier)
                 self._is_broken |= not isinstance(error, errors.HostsFailedError)
-                named = isinstance(error, errors.ElasticCkptError)
-                why = str(error) if named else f"{error!r}; see this host's log"
+                why = str(error)
+                if not isinstance(error, errors.ElasticCkptError):
+                    logging.exception("step %d, %s tier", step, tier)
+                    why = f"{error!r}; see this host's log"
                 self._why[step] = why
                 self._degraded(tier, step, what + why)
                 raise

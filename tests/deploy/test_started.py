@@ -160,4 +160,4 @@ def test_the_agent_of_a_node_comes_to_the_api_of_its_cluster(here, monkeypatch):
     with started(container, here) as agent:
         output = agent.stdout.read()
     assert agent.returncode == 1
-    assert "the labels of a node are read from the Kubernetes API" in output
+    assert "the labels of node node-7 cannot be read" in output
