@@ -487,15 +487,17 @@ class HostsCheckpointer:
           HostsFailedError: with `go_back`, if storage is out of reach.
           ReplacedError: with `go_back`, if another start has continued the run.
         """
-        response = self.load_checkpointables_async(
+        load = self._load_later(
             step,
             abstract_checkpointables,
             partial=partial,
             layout=layout,
             go_back=go_back,
         )
+        self.wait()
+        # In this thread, whose contexts of JAX count.
         with self._events.flushing():
-            return response.result()
+            return load()
 
     def load_checkpointables_async(
         self,
@@ -507,12 +509,14 @@ class HostsCheckpointer:
         go_back: bool = False,
     ) -> Response[dict[str, Any]]:
         """As `load_checkpointables`, in the background; other calls wait for it."""
-        return self._load_async(
-            step,
-            abstract_checkpointables,
-            partial=partial,
-            layout=layout,
-            go_back=go_back,
+        return self._in_background(
+            self._load_later(
+                step,
+                abstract_checkpointables,
+                partial=partial,
+                layout=layout,
+                go_back=go_back,
+            )
         )
 
     def load(
@@ -543,14 +547,10 @@ class HostsCheckpointer:
     ) -> Response[Any]:
         """As `load`, in the background; other calls wait for it."""
         wanted = {checkpointable_name: abstract_state}
-        return self._load_async(
-            step,
-            wanted,
-            alone=checkpointable_name,
-            partial=partial,
-            layout=layout,
-            go_back=go_back,
+        load = self._load_later(
+            step, wanted, partial=partial, layout=layout, go_back=go_back
         )
+        return self._in_background(lambda: load()[checkpointable_name])
 
     # What Orbax called them before.
     load_pytree = load
@@ -716,7 +716,7 @@ class HostsCheckpointer:
         else:
             self.leave(error)
 
-    def _load_async(
+    def _load_later(
         self,
         step: int | CheckpointMetadata | None,
         wanted: Mapping[str, Any] | None,
@@ -724,8 +724,8 @@ class HostsCheckpointer:
         partial: bool,
         layout: Any,
         go_back: bool,
-        alone: str | None = None,
-    ) -> Response[Any]:
+    ) -> Callable[[], dict[str, Any]]:
+        # Checks the call, and returns the load, which any thread may do.
         self._check_open()
         if go_back:
             self._check_writable()
@@ -734,14 +734,13 @@ class HostsCheckpointer:
         context = foreign_steps.checked_context(self._context)
         partial = partial or context.pytree.loading.partial_load
 
-        def load() -> Any:
+        def load() -> dict[str, Any]:
             with context:
-                loaded = self._load(
+                return self._load(
                     step, wanted, partial=partial, layout=layout, go_back=go_back
                 )
-            return loaded if alone is None else loaded[alone]
 
-        return self._in_background(load)
+        return load
 
     def let_others_write(self) -> None:
         """Commits nothing more to storage, so that another program may write there."""

@@ -275,6 +275,14 @@ def test_restored_values_stay_when_the_files_of_their_step_are_used_again(
     jax.tree.map(np.testing.assert_array_equal, restored, saved(1))
 
 
+def test_a_load_is_under_the_contexts_of_jax_of_its_caller(make):
+    checkpointer = make(every=None)
+    assert checkpointer.save(1, {"n": np.arange(3.0)})
+    with jax.enable_x64(True):
+        restored = checkpointer.load(1, {"n": jax.Array})
+    assert restored["n"].dtype == np.float64
+
+
 def test_what_is_in_ram_is_its_owners_alone():
     with shared_memory.directory("private") as directory:
         root = pathlib.Path(directory, "ram")
