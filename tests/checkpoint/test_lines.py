@@ -255,9 +255,14 @@ def test_looking_at_an_older_step_abandons_nothing(run):
 
 # The step, the newest being 3, and whether components are loaded, and to go back.
 LOADS = list(itertools.product((2, 3), (False, True), (False, True)))
+# All pairs in CI, and a fifth of them each time.
+PAIRS = [
+    pytest.param(pair, marks=[pytest.mark.slow] if number % 5 else [])
+    for number, pair in enumerate(itertools.product(LOADS, repeat=2))
+]
 
 
-@pytest.mark.parametrize("loads", list(itertools.product(LOADS, repeat=2)))
+@pytest.mark.parametrize("loads", PAIRS)
 def test_which_of_two_loads_decides(run, loads):
     with run.open() as opened:
         run.save(opened, 1, 2, 3)
