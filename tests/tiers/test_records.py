@@ -1,9 +1,11 @@
 """Records beside the steps in storage: who writes, who reads, and who serves."""
 
 import dataclasses
+import gc
 import pathlib
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -71,6 +73,26 @@ class TestClaims:
         new.close()
         with pytest.raises(errors.CheckpointError, match="was closed before"):
             claims.check(steps, 2)
+
+    def test_a_writer_that_is_dropped_gives_its_claim_back_in_a_thread_of_its_own(
+        self, tmp_path, monkeypatch
+    ):
+        threads = []
+        give_back = records.Held.give_back
+
+        def noted(held):
+            give_back(held)
+            threads.append(threading.current_thread())
+
+        monkeypatch.setattr(records.Held, "give_back", noted)
+        writer = begin(tmp_path)
+        del writer
+        gc.collect()
+        deadline = time.monotonic() + 600
+        while not threads:
+            assert time.monotonic() < deadline, "it is not given back"
+        assert threads != [threading.current_thread()]
+        assert begin(tmp_path, "b").number == 2
 
     def test_a_start_claims_each_of_its_worlds(self, tmp_path):
         begin(tmp_path).claim(line_of("8"))

@@ -25,6 +25,7 @@ from etils import epath
 
 from elastic_ckpt.core import (
     allgather,
+    background,
     bucket_clients,
     clock,
     errors,
@@ -274,8 +275,12 @@ class Writer:
         record = dataclasses.replace(own, fields=fields)
         held = self._records.take(number + 1, record)
         if held is not None:
-            # Also if `close` is never called, and in children that are forked.
-            util.Finalize(self, held.give_back, exitpriority=0)
+            # Also if `close` is never called, and in children that are forked. Garbage
+            # may be collected in the thread of a client of storage, which must not wait
+            # for itself.
+            in_thread, named = background.in_thread, {"name": "give-back"}
+            util.Finalize(self, in_thread, [held.give_back], named)
+            util.Finalize(None, held.give_back, exitpriority=0)
         return held
 
 
