@@ -164,12 +164,13 @@ def find(
         problem = _not_found(number, looking.newest().found, survey)
     for why in survey.refusing:
         logging.warning("%s", why)
-        storage_cause.report(emit, "peer", number or 0, why)
+        newest = 0 if found is None else found.step_id.step
+        storage_cause.report(emit, "peer", newest, why)
     if survey.out_of_reach is not None:
         if found is None:
-            named = "no step" if number is None else f"step {number}"
+            named = "no step is" if number is None else f"step {number} is not"
             raise errors.CheckpointError(
-                f"{named} is complete in RAM, and {survey.out_of_reach}"
+                f"{named} complete in RAM, and {survey.out_of_reach}"
             )
         storage_cause.report(
             emit, "persistent", found.step_id.step, survey.out_of_reach

@@ -241,6 +241,9 @@ def test_storage_out_of_reach_is_told_and_what_is_in_ram_is_restored(saved):
         told = [each["why"] for name, each in saved.sim.events if name == "degraded"]
         unlisted = f"{saved.sim.storage} cannot be read or listed"
         assert any(why.startswith(unlisted) for why in told), told
+        lacking = f"step 7 is not complete in RAM, and {unlisted}"
+        with pytest.raises(errors.CheckpointError, match=lacking):
+            saved.sim.world.load(7)
         saved.sim.end()
         with pytest.raises(errors.CheckpointError, match="no step is complete in RAM"):
             saved.restore("storage", None)

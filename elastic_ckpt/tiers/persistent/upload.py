@@ -94,8 +94,8 @@ class Upload:
       root: of the steps.
       saved: what is uploaded.
       host: that uploads.
-      claim: the number of its world, which has to be the newest when manifests and
-        files are written into the directory of a committed step; 0 for no world.
+      claim: the number of its world, which must be the newest whenever a file is
+        written into a directory that another start may share; 0 for no world.
 
     Attributes:
       there: the parts that any host has uploaded, if the upload was cut short before.
