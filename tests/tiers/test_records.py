@@ -385,6 +385,23 @@ def test_a_renewal_of_a_record_that_is_lost_is_not_told(tmp_path):
         each.give_back()
 
 
+def test_a_record_that_could_not_be_given_back_is_not_tried_again(
+    tmp_path, monkeypatch
+):
+    record = records.Record(start="a", process=process.this(), secs=600.0)
+    held = records.Records(storage.absolute(tmp_path)).take(1, record)
+
+    def fail(*_, **__):
+        raise RuntimeError("the client of the store is closed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "write_atomic", fail)
+        with pytest.raises(RuntimeError, match="is closed"):
+            held.give_back()
+    held.give_back()
+    assert records.read(held.path).secs == 600.0
+
+
 DAY = 24 * 3600.0
 
 

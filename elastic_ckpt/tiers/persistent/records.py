@@ -279,8 +279,10 @@ class Held:
         if self._ended.is_set() or os.getpid() != self._pid:
             return
         with self._lock:
-            self._attempt(end)
-            self._ended.set()
+            try:
+                self._attempt(end)
+            finally:
+                self._ended.set()
 
     def _keep(self) -> None:
         secs = self.record.secs / _RENEWALS
