@@ -6,6 +6,8 @@ bytes in base64, literals, unions), and paths.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +15,10 @@ import msgspec
 from etils import epath
 
 from elastic_ckpt.core import storage
+
+_lock = threading.Lock()
+# The types that were decoded once.
+_known: set[Any] = set()
 
 
 def encode(value: Any) -> storage.Json:
@@ -36,10 +42,15 @@ def decode(kind: Any, encoded: storage.Json, *, name: str = "value") -> Any:
       ValueError: if a field is missing, or a part is of another type; its message names
         the place.
     """
-    try:
-        return msgspec.convert(encoded, kind, dec_hook=_decoded)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{name}: {error}") from None
+    # msgspec hangs what it knows of a dataclass onto the class before it is complete
+    # (0.22): a second thread that finds it there reads memory of nobody.
+    with contextlib.nullcontext() if kind in _known else _lock:
+        try:
+            return msgspec.convert(encoded, kind, dec_hook=_decoded)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{name}: {error}") from None
+        finally:
+            _known.add(kind)
 
 
 def _encoded(value: Any) -> Any:

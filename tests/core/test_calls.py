@@ -3,6 +3,9 @@
 import dataclasses
 import enum
 import json
+import subprocess
+import sys
+import threading
 import typing
 from collections.abc import Mapping
 
@@ -179,3 +182,34 @@ def test_what_is_not_of_the_declared_type_is_refused(change, why):
 def test_what_has_no_encoding_is_refused():
     with pytest.raises(TypeError, match="no encoding"):
         codec.encode({"a": [object()]})
+
+
+def decode_in_threads():
+    """Decodes new types, each for the first time in several threads at once."""
+    # Threads take turns as often as they can.
+    sys.setswitchinterval(1e-6)
+    encoded = {f"b{n}": {f"a{n}": n for n in range(20)} for n in range(10)}
+    for _ in range(100):
+        names = [f"a{n}" for n in range(20)]
+        inner = dataclasses.make_dataclass("Inner", [(name, int) for name in names])
+        outer = dataclasses.make_dataclass("Outer", [(name, inner) for name in encoded])
+        expected = outer(**{name: inner(**each) for name, each in encoded.items()})
+        together, decoded = threading.Barrier(8), []
+
+        def decode(outer=outer, together=together, decoded=decoded):
+            together.wait()
+            decoded.append(codec.decode(outer, encoded))
+
+        threads = [threading.Thread(target=decode) for _ in range(8)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert decoded == [expected] * 8
+
+
+def test_a_type_is_decoded_for_the_first_time_in_several_threads():
+    # The process would end with SIGSEGV.
+    work = "from tests.core import test_calls; test_calls.decode_in_threads()"
+    ended = subprocess.run([sys.executable, "-c", work], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
