@@ -6,6 +6,7 @@ import socket
 import subprocess
 import time
 
+from elastic_ckpt.tiers.ram.ram_disk import RamDisk
 from tests import process_tree, runs
 
 # Far more than it takes, also on a slow machine.
@@ -66,6 +67,10 @@ class BackupHost:
         return self._wait(
             lambda: max((step for step in self._copied() if step > after), default=0)
         )
+
+    def newest(self):
+        """The newest step of which it holds anything."""
+        return max(RamDisk(self.directory, run="tiny").known_saves()).step
 
     def _copied(self):
         return map(int, _COPIED.findall(self.output()))

@@ -189,7 +189,8 @@ def lose_pods_then_nodes(run):
             assert run.agents[0] == agent.find(os.path.join(nodes[0], "tiny"))
         for node in nodes[:2]:
             shutil.rmtree(node)
-        last = max(each["step"] for each in run.events("saved")) + 4
+        # A leader that was killed may have saved one more than it told.
+        last = backup.newest() + 4
         with pods(run, nodes[2:], f"steps={last}") as tasks:
             (output,) = outer_launcher.outputs(tasks)
         assert tasks[0].returncode == 0, output
