@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 from etils import epath
 
 from elastic_ckpt.core.boxes import Box
@@ -64,6 +65,20 @@ class Source(Protocol):
         Raises:
           ReadError: if the part is missing or too short, or the holder does not answer;
             what `into` holds then is undefined.
+        """
+
+
+@runtime_checkable
+class MappedSource(Source, Protocol):
+    """A source in the memory of this machine."""
+
+    def mapped(self, leaf: Leaf, box: Box) -> np.ndarray:
+        """The values of a part where they lie, uint8, not to be written.
+
+        They may change once the step is removed.
+
+        Raises:
+          ReadError: as `read_into`.
         """
 
 

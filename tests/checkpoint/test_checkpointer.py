@@ -3,6 +3,7 @@
 import os
 import pathlib
 import stat
+import time
 
 import jax
 import jax.numpy as jnp
@@ -273,6 +274,29 @@ def test_restored_values_stay_when_the_files_of_their_step_are_used_again(
         checkpointer.wait()
     assert of_first & files()
     jax.tree.map(np.testing.assert_array_equal, restored, saved(1))
+
+
+def test_files_of_the_next_step_are_made_ahead(make, tmp_path):
+    def inode(place):
+        deadline = time.monotonic() + 600
+        while not (found := [*tmp_path.glob(f"ram/hosts/0/{place}")]):
+            assert time.monotonic() < deadline, place
+            time.sleep(0.01)
+        (path,) = found
+        return path.stat().st_ino
+
+    def save(checkpointer, step):
+        assert checkpointer.save(step, {"w": jnp.full(2**18, step)})
+        checkpointer.wait()
+        return inode(f"{step}-*/*/w/c/*")
+
+    with make(every=None) as first:
+        save(first, 1)
+        assert inode("spare/*") == save(first, 2)
+    with make(every=None) as second:
+        assert not [*tmp_path.glob("ram/hosts/0/spare/*")]
+        second.load(2, {"w": jnp.zeros(2**18)})
+        assert inode("spare/*") == save(second, 3)
 
 
 def test_a_load_is_under_the_contexts_of_jax_of_its_caller(make):

@@ -5,6 +5,7 @@ import os
 import pathlib
 import resource
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore as ts
@@ -109,6 +110,36 @@ def test_spare_files_take_no_more_than_the_last_step(host):
     assert host.files.spare_bytes == LARGE + 4 * 512 * 1024 + 2 * 4
     saved, _ = save(host, 4, state(4, large=LARGE + 1), memory)
     check(host, saved, state(4, large=LARGE + 1))
+
+
+def test_files_that_were_made_ahead_are_those_of_the_next_step(host):
+    saved, _ = save(host, 1, state(1), capture.Memory(host.files))
+    sizes = host.files.sizes(os.fspath(host.disk.step_directory(0, saved.step_id)))
+    assert sorted(sizes) == [4 * 512 * 1024, LARGE]
+    # What is there is not made again.
+    for _ in range(2):
+        host.prepare(sizes)
+    saved, _ = save(host, 2, state(2), capture.Memory(host.files))
+    check(host, saved, state(2))
+    host.files.close()
+    assert host.files.num_made == 4
+    assert spare(host) == []
+
+
+def test_files_are_made_ahead_for_a_state_that_was_restored(host):
+    values = {**state(1), "w": jnp.zeros((512, 1024))}
+    # Nothing is said of what cannot be saved before it is.
+    capture.prepare({**values, "text": np.array(["a"])}, host, pinned_bytes=LARGE)
+    _, files = save(host, 1, values, capture.Memory(host.files))
+    assert len(files) == 3
+    assert host.files.num_made == 3
+
+
+def test_no_file_is_made_ahead_without_room(tmp_path):
+    disk = ram_disk.RamDisk(tmp_path / "ram", run="run-7", limit_bytes=LARGE)
+    with contextlib.closing(local.LocalHost(disk, slot=0, domains={}, number=0)) as own:
+        own.prepare([LARGE, LARGE])
+    assert own.files.num_made == 0
 
 
 @contextlib.contextmanager

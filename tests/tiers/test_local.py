@@ -73,6 +73,9 @@ def read(files, leaf, box, named):
     """The values of a part, as a restore reads them, and whether they are right."""
     values = np.empty(box.shape, leaf.dtype)
     files.read_into(leaf, box, memoryview(values.reshape(-1).view(np.uint8)))
+    mapped = files.mapped(leaf, box)
+    assert mapped.tobytes() == values.tobytes()
+    assert not mapped.flags.writeable
     return values, digest.values_digest(values) == named
 
 
@@ -249,6 +252,8 @@ def test_a_file_that_cannot_give_the_bytes_is_a_read_error(disk, host, tmp_path)
     def check(message):
         with pytest.raises(source.ReadError, match=message):
             read(files, *part)
+        with pytest.raises(source.ReadError, match=message):
+            files.mapped(*part[:2])
 
     for num_bytes in (90, 0):
         os.truncate(path, num_bytes)

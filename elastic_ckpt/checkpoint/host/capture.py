@@ -51,6 +51,7 @@ from elastic_ckpt.tiers.captured import (
 )
 from elastic_ckpt.tiers.choices import PINNED_BYTES, CaptureIn
 from elastic_ckpt.tiers.ram.chunk_files import LEAST_BYTES, ChunkFile, ChunkFiles
+from elastic_ckpt.tiers.ram.local import LocalHost
 
 Whole = np.ndarray | np.generic | int | float | bool
 
@@ -316,6 +317,29 @@ def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
         on_release=functools.partial(memory.give_back, rest, piece),
         is_lent=is_lent,
     )
+
+
+def prepare(leaves: Mapping[str, Value], own: LocalHost, pinned_bytes: int) -> None:
+    """Makes pages in the background for the first capture of such a state.
+
+    Args:
+      leaves: as for `capture`; what cannot be captured is left out.
+      own: the host that saves it.
+      pinned_bytes: as for `Memory`.
+    """
+    chunks: list[_Chunk] = []
+    memory = Memory()
+    for path, value in leaves.items():
+        with contextlib.suppress(errors.CheckpointError):
+            chunks += _held(path, value, memory)[1]
+    own.prepare([chunk.num_bytes for chunk in chunks])
+    far = [chunk for chunk in chunks if chunk.is_far]
+    place = _pinned(far[0].source) if far else None
+    if place is not None:
+        num_bytes = min(pinned_bytes, sum(chunk.num_bytes for chunk in far))
+        zeros = np.zeros(num_bytes, np.uint8)
+        # JAX keeps what it has pinned for the next.
+        background.in_thread(lambda: jax.device_put(zeros, place), name="pinned memory")
 
 
 def numbers(value: Any) -> Any:

@@ -23,7 +23,12 @@ from typing import Any
 from absl import logging
 from etils import epath
 
-from elastic_ckpt.checkpoint.host import component_files, trees, verified_read
+from elastic_ckpt.checkpoint.host import (
+    capture,
+    component_files,
+    trees,
+    verified_read,
+)
 from elastic_ckpt.checkpoint.host.answers import (
     Candidate,
     CheckpointMetadata,
@@ -238,7 +243,9 @@ class HostReader:
         # What was read before is on the devices.
         restoring.placed = {}
         reader.read_bytes.clear()
-        restoring.placed = verified_read.read_leaves(reader, wanted)
+        restoring.placed = verified_read.read_leaves(
+            reader, wanted, maps=not self._world.chosen.is_read_only
+        )
         restoring.others_made = {
             name: read(reader) for name, read in restoring.others.items()
         }
@@ -274,7 +281,11 @@ class HostReader:
         rebuilt = {
             name: trees.rebuilt(tree, name, made) for name, tree in of_trees.items()
         }
-        return {**rebuilt, **self._opened().others_made}
+        arrays = {**rebuilt, **self._opened().others_made}
+        local, own = self._world.chosen.local, self._world.own
+        if local is not None and not self._world.chosen.is_read_only:
+            capture.prepare(trees.arrays(arrays), own, local.pinned_bytes)
+        return arrays
 
     def made(self) -> dict[str, Any]:
         """Makes the leaves that were read last of their placed boxes, by path."""

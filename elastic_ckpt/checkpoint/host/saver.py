@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import tempfile
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -306,6 +307,8 @@ class HostSaver:
         # Listed before: a step that is being committed is not among them.
         for gone in {*world.held}.difference(own.held(), in_flight, self._saving):
             del world.held[gone]
+        directory = world.disk.step_directory(own.slot, step_id)
+        own.prepare(own.files.sizes(os.fspath(directory)))
         if own.slot == 0:
             # No other host does it if the world became smaller.
             before = min([step_id, *in_flight]).step

@@ -32,8 +32,8 @@ KeyPath = tuple[Any, ...]
 
 _KNOWN_PATHS: dict[tuple[str, str], tuple[str, ...]] = {}
 _MOST_KNOWN = 64
-# Of a box that a device receives at once.
-MOST_PLACED_BYTES = 2**27
+# Of a box that a device receives at once: a chunk, whose file is sent as it is.
+MOST_PLACED_BYTES = layout.CHUNK_BYTES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,12 @@ from elastic_ckpt.steps import read_plan
 from elastic_ckpt.steps.read_plan import Nearness
 from elastic_ckpt.tiers import stored_part
 from elastic_ckpt.tiers.find import FoundStep
-from elastic_ckpt.tiers.source import ReadError, RepairableSource, RepairError
+from elastic_ckpt.tiers.source import (
+    MappedSource,
+    ReadError,
+    RepairableSource,
+    RepairError,
+)
 
 _THREADS = 8
 # Of boxes that are read at a time, and moved to devices at a time.
@@ -103,18 +108,31 @@ class VerifiedReader:
         return f"{source.directory}/{self.table.name(item)}"
 
     def values(self, item: int) -> np.ndarray:
-        """As `read_into`, in new memory; an array of the leaf's dtype."""
-        leaf, box = self.table.leaf(item), self.table.box(item)
-        memory = host_memory.allocate(leaf.num_bytes(box))
-        self.read_into(item, memory)
-        return memory.view(np.dtype(leaf.dtype)).reshape(box.shape)
+        """As `read`, in new memory; an array of the leaf's dtype."""
+        return self.as_array(item, self.read(item, host_memory.allocate))
+
+    def as_array(self, item: int, values: np.ndarray) -> np.ndarray:
+        """The values of an item, uint8, as an array of its leaf's dtype."""
+        dtype, shape = self.table.leaf(item).dtype, self.table.box(item).shape
+        return values.view(np.dtype(dtype)).reshape(shape)
 
     def read_into(self, item: int, into: np.ndarray) -> None:
-        """Fills `into` with an item, from the first holder with good values.
+        """As `read`, into contiguous memory for exactly the values, uint8."""
+        self.read(item, lambda _: into)
+
+    def read(
+        self, item: int, memory: Callable[[int], np.ndarray], *, maps: bool = False
+    ) -> np.ndarray:
+        """Reads an item from the first holder with good values.
 
         Args:
           item: its number in the table.
-          into: contiguous memory for exactly the values, uint8.
+          memory: returns contiguous memory for so many bytes, uint8.
+          maps: whether values in the memory of this machine stay where they lie; the
+            step must not be removed while they are used.
+
+        Returns:
+          The values, uint8.
 
         Raises:
           CheckpointError: if no holder has it as it was saved.
@@ -125,15 +143,20 @@ class VerifiedReader:
         for number in self.holders_of(item):
             source, actual = self._sources[number], digest.values_hash()
             try:
-                source.read_into(leaf, box, into.data, actual.update)
+                if maps and isinstance(source, MappedSource):
+                    values = source.mapped(leaf, box)
+                    actual.update(values.data)
+                else:
+                    values = memory(leaf.num_bytes(box))
+                    source.read_into(leaf, box, values.data, actual.update)
                 if actual.digest() == expected:
                     with self._lock:
-                        self.read_bytes[number] += into.nbytes
+                        self.read_bytes[number] += values.nbytes
                         self.bad += tried
-                    return
+                    return values
                 # While a step is read it may be removed, and its files be written anew
                 # for another.
-                source.read_into(leaf, box, into.data[:1])
+                source.read_into(leaf, box, memoryview(bytearray(1)))
                 why = stored_part.DIFFERS
             except ReadError as error:
                 why = str(error)
@@ -190,7 +213,7 @@ OtherTree = Callable[[VerifiedReader | None], Any]
 
 
 def read_leaves(
-    reader: VerifiedReader, wanted: Sequence[trees.WantedLeaf]
+    reader: VerifiedReader, wanted: Sequence[trees.WantedLeaf], *, maps: bool = False
 ) -> dict[str, list[Any]]:
     """Reads the requested boxes of a host, verified, and places them.
 
@@ -199,10 +222,13 @@ def read_leaves(
     A saved box is read whole, since its digest is that of the whole, and once for all
     boxes of a window that share it: straight into the wanted box where it lies there in
     one piece. Besides the boxes themselves a saved box is in memory for each thread.
+    What is mapped is in memory once: devices receive it from there.
 
     Args:
       reader: of the step, for this host.
       wanted: the leaves that this host needs.
+      maps: whether to map files in the memory of this machine; the step must not be
+        removed meanwhile.
 
     Returns:
       By the path of each leaf, its placed boxes.
@@ -217,24 +243,25 @@ def read_leaves(
     placed: dict[str, list[Any]] = {leaf.path: [] for leaf in wanted}
     arrived: list[Any] = []
     with background.pool(_THREADS, "read") as pool:
-        begin = _Windows(plan, reader, pool).begin
+        begin = _Windows(plan, reader, pool, of_boxes, maps=maps).begin
         try:
             windows = list(_windows(plan, of_boxes))
             coming = begin(windows[0])
             for window, following in itertools.pairwise([*windows, range(0)]):
-                (values, reads), coming = coming, begin(following)
+                (made, reads), coming = coming, begin(following)
                 # The first error ends all.
                 for each in futures.as_completed(reads):
                     each.result()
                 # A device may still receive the window before.
                 jax.block_until_ready(arrived)
                 arrived = []
-                for at, box_values in zip(window, values, strict=True):
+                for at in window:
                     leaf, number = of_boxes[at]
-                    part = leaf.place(number, box_values)
+                    part = leaf.place(number, made[at])
                     placed[leaf.path].append(part)
                     if leaf.is_moved:
                         arrived.append(part)
+            jax.block_until_ready(arrived)
         except BaseException:
             # What is not begun is not read.
             pool.shutdown(wait=False, cancel_futures=True)
@@ -276,15 +303,22 @@ class _Windows:
     # Reads windows of the wanted boxes of a plan, in threads of a pool.
 
     def __init__(
-        self, plan: read_plan.ReadPlan, reader: VerifiedReader, pool: futures.Executor
+        self,
+        plan: read_plan.ReadPlan,
+        reader: VerifiedReader,
+        pool: futures.Executor,
+        of_boxes: Sequence[tuple[trees.WantedLeaf, int]],
+        *,
+        maps: bool,
     ) -> None:
         self._plan, self._reader, self._pool = plan, reader, pool
+        self._of_boxes, self._maps = of_boxes, maps
         self._scratch = threading.local()
 
     def begin(
         self, window: range
-    ) -> tuple[list[np.ndarray], list[futures.Future[None]]]:
-        # The boxes of a window in new memory, and what fills them.
+    ) -> tuple[dict[int, np.ndarray], list[futures.Future[None]]]:
+        # The boxes of a window, by number, once all is read.
         plan = self._plan
         made = {at: self._empty(at) for at in window}
         bounds = np.searchsorted(plan.of_wanted, [window.start, window.stop])
@@ -295,7 +329,7 @@ class _Windows:
             self._pool.submit(self._read, item, numbers, made)
             for item, numbers in pieces.items()
         ]
-        return list(made.values()), reads
+        return made, reads
 
     def _empty(self, at: int) -> np.ndarray:
         wanted = self._plan.wanted
@@ -308,23 +342,24 @@ class _Windows:
         self, item: int, numbers: Sequence[int], made: dict[int, np.ndarray]
     ) -> None:
         # Reads a saved box for all pieces that are cut out of it.
-        plan, reader, leaf = self._plan, self._reader, self._plan.table.leaf(item)
-        whole = plan.table.box(item)
+        plan, reader, whole = self._plan, self._reader, self._plan.table.box(item)
         reads = [plan.read(number) for number in numbers]
+        boxes = [int(plan.of_wanted[number]) for number in numbers]
         targets = [
-            made[int(plan.of_wanted[number])][(*read.into, ...)]
-            for number, read in zip(numbers, reads, strict=True)
+            made[box][(*read.into, ...)] for box, read in zip(boxes, reads, strict=True)
         ]
-        if reads[0].piece == whole and targets[0].flags.c_contiguous:
-            values = targets[0]
-            reader.read_into(item, values.reshape(-1).view(np.uint8))
-        else:
-            memory = self._memory(leaf.num_bytes(whole))
-            reader.read_into(item, memory)
-            values = memory.view(np.dtype(leaf.dtype)).reshape(whole.shape)
-            targets[0][...] = values[reads[0].out_of]
-        for read, target in zip(reads[1:], targets[1:], strict=True):
-            target[...] = values[read.out_of]
+        first, target = boxes[0], targets[0]
+        is_whole = reads[0].piece == whole and target.flags.c_contiguous
+        is_moved = self._of_boxes[first][0].is_moved and target.size == made[first].size
+        memory = self._memory
+        if is_whole:
+            memory = lambda _: target.reshape(-1).view(np.uint8)  # noqa: E731
+        maps = self._maps and (is_moved or not is_whole)
+        values = reader.as_array(item, reader.read(item, memory, maps=maps))
+        if is_whole and maps:
+            made[first] = values
+        for read, other in list(zip(reads, targets, strict=True))[int(is_whole) :]:
+            other[...] = values[read.out_of]
 
     def _memory(self, num_bytes: int) -> np.ndarray:
         memory = getattr(self._scratch, "memory", None)

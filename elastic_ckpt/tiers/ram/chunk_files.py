@@ -7,7 +7,8 @@ the RAM disk holds it. Small chunks are in other memory, and are written by `pla
 
 The kernel clears fresh pages, which takes three times as long as a copy. So the files
 of a step that is removed stay mapped, in the directory `spare` of the slot, and the
-next step takes them. A later process removes what it finds there.
+next step takes them. Where none were removed, they are made ahead (`prepare`). A later
+process removes what it finds there.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import contextlib
 import itertools
 import os
 import threading
+from collections.abc import Iterable
+from concurrent import futures
 from typing import NamedTuple
 
 import google_crc32c
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.core import digest, storage
+from elastic_ckpt.core import background, digest, storage
 from elastic_ckpt.steps import layout
 
 # Smaller chunks are written: a mapping takes longer than a copy of so many bytes.
@@ -50,16 +53,21 @@ class ChunkFiles:
 
     Args:
       directory: for files that are in no step.
+
+    Attributes:
+      num_made: how many files were made.
     """
 
     def __init__(self, directory: epath.PathLike) -> None:
         self._directory = os.fspath(directory)
         self._lock = threading.RLock()
-        self._num_made = 0
+        self.num_made = 0
         # By size.
         self._spare: dict[int, list[ChunkFile]] = {}
         # Those in steps, by the directory of the step, and where they are now.
         self._placed: dict[str, list[tuple[str, ChunkFile]]] = {}
+        self._preparing: futures.Future[None] = futures.Future()
+        self._preparing.set_result(None)
 
     @property
     def spare_bytes(self) -> int:
@@ -73,20 +81,45 @@ class ChunkFiles:
         Raises:
           OSError: if the RAM disk has no room for it.
         """
+        background.wait([self._preparing])
+        return self._take(num_bytes)
+
+    def _take(self, num_bytes: int) -> ChunkFile:
         size = num_bytes + layout.CHECKSUM_BYTES
         if num_bytes < LEAST_BYTES:
             return ChunkFile(np.empty(size, np.uint8), 0, "")
         with self._lock:
             if kept := self._spare.get(size):
                 return kept.pop()
-            self._num_made += 1
-            path = os.path.join(self._directory, str(self._num_made))
+            self.num_made += 1
+            path = os.path.join(self._directory, str(self.num_made))
         try:
             return ChunkFile(*storage.mapped_file(path, size), path)
         except OSError:
             # What was spare may have been the room.
             self.drop_spare()
         return ChunkFile(*storage.mapped_file(path, size), path)
+
+    def prepare(self, sizes: Iterable[int]) -> None:
+        """Makes what `take` finds for values of these sizes, in the background."""
+
+        def make() -> None:
+            taken: list[ChunkFile] = []
+            with contextlib.suppress(OSError):
+                for each in sizes:
+                    taken.append(self._take(each))
+            with self._lock:
+                for file in filter(lambda file: file.path, taken):
+                    self._spare.setdefault(len(file.memory), []).append(file)
+
+        background.wait([self._preparing])
+        self._preparing = background.in_thread(make, name="pages")
+
+    def sizes(self, step_directory: str) -> list[int]:
+        """Those of the values in the files of a step."""
+        with self._lock:
+            placed = self._placed.get(step_directory, ())
+            return [len(file.memory) - layout.CHECKSUM_BYTES for _, file in placed]
 
     def discard(self, file: ChunkFile) -> None:
         """Removes a file unless it was placed; its step is not removed yet."""
@@ -158,6 +191,7 @@ class ChunkFiles:
 
     def close(self) -> None:
         """Removes the files that are in no step."""
+        background.wait([self._preparing])
         self._spare.clear()
         storage.remove(self._directory)
 

@@ -17,7 +17,7 @@ import os
 import pathlib
 import shutil
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -87,6 +87,11 @@ class LocalHost:
     def close(self) -> None:
         """Frees the slot; the steps in it stay."""
         self._held.close()
+
+    def prepare(self, sizes: Sequence[int]) -> None:
+        """Makes files ahead for a step with values of these sizes, if there is room."""
+        if self.disk.free_bytes() + self.files.spare_bytes > sum(sizes):
+            self.files.prepare(sizes)
 
     def held(self) -> list[StepId]:
         """The steps and saves that are committed, ascending."""

@@ -25,7 +25,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import io
 import itertools
+import mmap
 import os
 import pathlib
 import shutil
@@ -229,19 +231,32 @@ class StepFiles:
     ) -> int:
         """See `source.Source`; reads without a copy."""
         done = 0
+        with self._opened(leaf, box) as file:
+            while done < len(into):
+                piece = into[done : done + PIECE_BYTES]
+                read = file.readinto(piece)
+                if not read:
+                    raise _short(done, len(into))
+                on_piece(piece[:read])
+                done += read
+            return os.fstat(file.fileno()).st_size
+
+    def mapped(self, leaf: Leaf, box: Box) -> np.ndarray:
+        """See `source.MappedSource`."""
+        num_bytes = leaf.num_bytes(box)
+        with self._opened(leaf, box) as file:
+            if (length := os.fstat(file.fileno()).st_size) < num_bytes:
+                raise _short(length, num_bytes)
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            pages = mmap.mmap(file.fileno(), num_bytes, flags, mmap.PROT_READ)
+        return np.frombuffer(pages, np.uint8)
+
+    @contextlib.contextmanager
+    def _opened(self, leaf: Leaf, box: Box) -> Iterator[io.FileIO]:
         try:
             path = _unlinked(self.directory, layout.part_file(leaf, box))
             with open(path, "rb", buffering=0) as file:
-                while done < len(into):
-                    piece = into[done : done + PIECE_BYTES]
-                    read = file.readinto(piece)
-                    if not read:
-                        raise ReadError(
-                            f"ends after {done} bytes, and {len(into)} were to be there"
-                        )
-                    on_piece(piece[:read])
-                    done += read
-                return os.fstat(file.fileno()).st_size
+                yield file
         except FileNotFoundError:
             raise ReadError("is missing") from None
         except OSError as error:
@@ -250,6 +265,10 @@ class StepFiles:
     def put_right(self, leaf: Leaf, box: Box, content: bytes) -> None:
         """Replaces a bad copy in a slot; see `source.RepairableSource`."""
         put_right(self.directory, layout.part_file(leaf, box), content)
+
+
+def _short(length: int, least: int) -> ReadError:
+    return ReadError(f"ends after {length} bytes, and {least} were to be there")
 
 
 def repairing(slot: epath.PathLike) -> AbstractContextManager[None]:

@@ -1,6 +1,8 @@
 """What a save holds of each leaf: every box once, bit by bit, in memory of its own."""
 
+import contextlib
 import dataclasses
+import time
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.core import boxes, errors
 from elastic_ckpt.steps import manifest
 from elastic_ckpt.tiers.captured import fetched
+from elastic_ckpt.tiers.ram import local, ram_disk
 from elastic_ckpt.tiers.ram.chunk_files import ChunkFiles
 
 
@@ -195,6 +198,29 @@ def test_what_accelerators_hold_is_captured_whatever_memory_there_is(
     for part, expected in zip(captured.parts, (values[:8], values), strict=True):
         assert joined(part).tobytes() == (expected + 1).tobytes()
     captured.release()
+
+
+@pytest.mark.parametrize("pinned_bytes", [2**21, 2**29])
+def test_pinned_memory_is_made_ahead_for_what_accelerators_hold(
+    tmp_path, monkeypatch, pinned_bytes
+):
+    sent, device_put = [], jax.device_put
+
+    def put(values, place):
+        sent.append((values.nbytes, place.memory_kind))
+        return device_put(values, place)
+
+    disk = ram_disk.RamDisk(tmp_path, run="run-7")
+    leaves = {"w": jnp.ones((2, 2**19)), "b": jnp.ones(3)}
+    monkeypatch.setattr(capture, "Memory", FarMemory)
+    monkeypatch.setattr(jax, "device_put", put)
+    with contextlib.closing(local.LocalHost(disk, slot=0, domains={}, number=0)) as own:
+        capture.prepare(leaves, own, pinned_bytes)
+        deadline = time.monotonic() + 600
+        while not sent:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert sent == [(min(pinned_bytes, 2**22 + 12), "pinned_host")]
 
 
 def test_what_finds_no_pinned_memory_goes_through_ordinary_memory(

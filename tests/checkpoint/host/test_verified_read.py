@@ -1,5 +1,6 @@
 """Verified reads: what is handed out is what was saved, or an error names it."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +36,12 @@ class Memory:
         on_piece(into)
         return len(part)
 
+    def mapped(self, leaf, box):
+        part = self.parts.get((leaf.path, box))
+        if part is None:
+            raise source.ReadError("is missing")
+        return np.frombuffer(bytes(part), np.uint8)
+
 
 SHAPE = (8, 6)
 
@@ -52,50 +59,66 @@ def saved(num_hosts, *, copies=1):
     return FoundStep(StepTable(saved_by), [Memory(each) for each in saved_by])
 
 
-def read(found, wanted, *, host=0):
+def read(found, wanted, *, host=0, maps=False, is_moved=False):
     """The values of `wanted` (path and box) as they were read, and the reader."""
     own = saved_worlds.host(host, hosts=len(found.table.holders))
     reader = verified_read.VerifiedReader(found, Nearness(found.table, own))
     leaves = [
         WantedLeaf(
-            path=path, shape=(), boxes=(box,), place=lambda _, values: values, join=list
+            path=path,
+            shape=(),
+            boxes=(box,),
+            place=lambda _, values: values,
+            join=list,
+            is_moved=is_moved,
         )
         for path, box in wanted
     ]
-    placed = verified_read.read_leaves(reader, leaves)
+    placed = verified_read.read_leaves(reader, leaves, maps=maps)
     return [placed[path].pop(0) for path, _ in wanted], reader
 
 
 @given(
     num_saved=st.integers(1, 8),
     parts=st.tuples(st.integers(1, 8), st.integers(1, 6)),
+    maps=st.booleans(),
+    is_moved=st.booleans(),
     data=st.data(),
 )
-def test_any_boxes_are_read_bit_equal_from_any_number_of_hosts(num_saved, parts, data):
+def test_any_boxes_are_read_bit_equal_from_any_number_of_hosts(
+    num_saved, parts, maps, is_moved, data
+):
     found = saved(num_saved)
     of_leaf = data.draw(
         st.lists(st.sampled_from(saved_worlds.grid(SHAPE, parts)), min_size=1)
     )
     wanted = [("b", boxes.whole(())), *(("w", box) for box in of_leaf)]
-    read_values, _ = read(found, wanted)
+    read_values, _ = read(found, wanted, maps=maps, is_moved=is_moved)
     assert len(read_values) == len(wanted)
-    for (path, box), values in zip(wanted, read_values, strict=True):
+    for at, ((path, box), values) in enumerate(zip(wanted, read_values, strict=True)):
         shape = SHAPE if path == "w" else ()
         whole = saved_worlds.values(path, shape)
         expected = whole[(*map(slice, box.start, box.stop), ...)]
         assert values.dtype == expected.dtype
         assert values.shape == expected.shape
         assert values.tobytes() == expected.tobytes()
+        # A saved box that devices receive stays where it is. Others are copied.
+        is_saved = path == "b" or box in saved_worlds.grid(SHAPE, (num_saved, 1))
+        is_first = wanted.index((path, box)) == at
+        is_mapped = maps and is_moved and is_saved and is_first
+        assert values.flags.writeable == (not is_mapped)
 
 
-@given(bit=st.integers(0, 8 * 4 * 8 * 6 - 1), host=st.integers(0, 3))
-def test_a_flipped_bit_is_read_from_the_next_holder_and_named(bit, host):
+@given(
+    bit=st.integers(0, 8 * 4 * 8 * 6 - 1), host=st.integers(0, 3), maps=st.booleans()
+)
+def test_a_flipped_bit_is_read_from_the_next_holder_and_named(bit, host, maps):
     found = saved(4, copies=2)
     in_row = 8 * 4 * 6 * 2
     row = bit // in_row
     box = saved_worlds.grid(SHAPE, (4, 1))[row]
     found.sources[row].parts["w", box][bit % in_row // 8] ^= 1 << bit % 8
-    (values,), reader = read(found, [("w", boxes.whole(SHAPE))], host=host)
+    (values,), reader = read(found, [("w", boxes.whole(SHAPE))], host=host, maps=maps)
     assert values.tobytes() == saved_worlds.values("w", SHAPE).tobytes()
     for bad in reader.bad:
         assert bad.host == found.table.holders[row].host.id
