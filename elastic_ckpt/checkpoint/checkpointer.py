@@ -359,9 +359,8 @@ class HostsCheckpointer:
                     " metrics= when you save"
                 )
             try:
-                self._hosts.first(
-                    HostBackup.record_metrics, StepId(number, self._line.save), text
-                )
+                evaluated = StepId(number, self._save_of(number))
+                self._hosts.first(HostBackup.record_metrics, evaluated, text)
             except errors.HostsFailedError as error:
                 why = f"its metrics were not recorded: {error}"
                 storage_cause.report(self._emit, "persistent", number, why)
@@ -1068,6 +1067,12 @@ class HostsCheckpointer:
             " train again from an earlier one, load that with go_back=True; for another"
             " run, give another directory"
         )
+
+    def _save_of(self, step: int) -> str:
+        # Of the line: a step that is not saved yet will be of the next save.
+        line = () if self._newest is None else self._newest.line
+        saves = [each.save for each in line if each.save and each.step >= step]
+        return next(iter(saves), self._line.save)
 
     def _line_for(self, step: int, *, overwrite: bool) -> Line:
         # The line that a step is saved to.

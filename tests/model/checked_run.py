@@ -348,7 +348,15 @@ class CheckedRun:
             for step in follow.watch_steps(
                 self.sim.storage, poll_secs=0, timeout_secs=0
             ):
-                save = self.model.saves[StepId(step.step, step.save)]
+                if step.save:
+                    save = self.model.saves[StepId(step.step, step.save)]
+                else:
+                    # The file that names its save went bad.
+                    (save,) = (
+                        each
+                        for each in self.model.saves.values()
+                        if each.step == step.step and each.is_spoilt and each.is_stored
+                    )
                 try:
                     loaded = step.load(simulated_world.abstract())
                 except errors.CheckpointError:

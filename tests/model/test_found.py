@@ -239,3 +239,22 @@ def test_a_step_whose_copies_a_peer_did_not_take_is_not_said_to_be_replicated():
         run.end()
         run.evict(2)
         run.open((0, 1))
+
+
+def test_an_evaluation_of_a_saved_step_stays_when_a_world_ends_without_a_save():
+    with run_on((0,), store_every=1) as run:
+        for step in (1, 2, 3):
+            run.save(step)
+        run.wait()
+        run.close()
+        run.open((0,))
+        older, newest = run.sure_steps()[1:]
+        run.evaluate(older)
+        # What it saves from here on is another line.
+        run.load(newest.step)
+        run.check_evaluations()
+        run.save(4)
+        run.wait()
+        run.check_evaluations()
+        run.load(older.step, go_back=True)
+        run.check_evaluations()
