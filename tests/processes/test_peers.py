@@ -7,10 +7,14 @@ import contextlib
 import functools
 import os
 import pathlib
+import re
 import signal
 import time
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.tiers.peers import agent
@@ -100,6 +104,27 @@ def test_a_peer_that_lies_is_believed_nothing(ram, tmp_path):
             on(ram, [0, 2, 3], restored(2), tmp_path)
     # Its own reads return the true values.
     on(ram, range(4), restored(2), tmp_path)
+
+
+def test_a_host_without_room_for_copies_is_named_before_they_are_sent(simulated):
+    # Each host saves 2 MiB. On one the rest of its limit is too small for a copy.
+    full = pathlib.Path(simulated.directory(1), "hosts/9/others/taken")
+    full.parent.mkdir(parents=True)
+    full.write_bytes(bytes(3 * 2**20))
+    limit_bytes = 6 * 2**20
+    tiers = {"copies": 1, "limit_bytes": limit_bytes}
+    opened = simulated_hosts.world(simulated, 2, slices=2, **tiers)
+    with opened as (checkpointer, mesh, told):
+        sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        state = {"w": jax.device_put(np.ones(2**20, np.float32), sharding)}
+        checkpointer.save(1, state)
+        checkpointer.wait()
+    (why,) = reasons(told, "degraded")
+    needs = rf"needs {2**21} bytes in .*/machine-1 \(limit {limit_bytes} bytes\)"
+    assert re.search(rf"host 1: .*{needs}, and \d+ are free", why)
+    # It holds its own part alone.
+    held = [*full.parents[2].glob("0/1-*/**/c/*")]
+    assert sum(path.stat().st_size // 2**20 for path in held) == 2
 
 
 @contextlib.contextmanager
