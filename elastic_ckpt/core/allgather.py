@@ -2,7 +2,7 @@
 
 Every world of processes has that service; no device takes part, so background threads
 may use it while the devices compute. Values travel up a tree of hosts to host 0, which
-publishes all of them under one key. A host makes at most `FAN_IN + 5` requests however
+publishes all of them under one key. A host makes at most `FAN_IN + 4` requests however
 many hosts there are, and n hosts make 3n, or 5n if they do their parts downwards.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, Literal
 from elastic_ckpt.core import codec, errors, storage
 
 # Eight neighbours cost little, and 10,000 hosts are five passes deep.
-FAN_IN = 8
+FAN_IN = 7
 # When hosts do their part: at the same time, after all hosts below them, or after all
 # above.
 Order = Literal["together", "up", "down"]
@@ -118,6 +118,8 @@ class Allgather:
         self._tree = HostTree(num_hosts=num_hosts)
         self._lock = threading.Lock()
         self._turns: collections.Counter[str] = collections.Counter()
+        # At host 0, what it has published and not taken, by kind.
+        self._published: dict[str, _Runs] = {}
 
     def gather(
         self, kind: str, value: storage.Json, *, timeout_secs: float
@@ -215,6 +217,8 @@ class Allgather:
         runs = _joined([*own, *(parts if order == "up" else below())])
         message = zlib.compress(storage.canonical_json([*runs]), 1)
         self._store.key_value_set_bytes(f"{prefix}/{self.host or 'all'}", message)
+        if not self.host:
+            self._published[kind] = runs
         if not self.host and turn and all(text is not None for _, text in runs):
             # A host whose value of this turn is there has read those of the one before.
             self._store.key_value_delete(f"{self._prefix}/{kind}/{turn - 1}/")
@@ -228,7 +232,9 @@ class Allgather:
           timeout_secs: how long hosts wait for each other.
         """
         deadline = time.monotonic() + timeout_secs + self._grace_secs(0) + _GRACE_SECS
-        runs = self._runs(f"{self._prefix}/{kind}/{turn}/all", 0, deadline)
+        runs = self._published.pop(kind, None) or self._runs(
+            f"{self._prefix}/{kind}/{turn}/all", 0, deadline
+        )
         texts = [text for number, text in runs for _ in range(number)]
         missing = [str(host) for host, text in enumerate(texts) if text is None]
         if missing:
