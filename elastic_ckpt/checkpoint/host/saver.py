@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 import tempfile
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -92,6 +91,8 @@ class HostSaver:
         )
         self.staging = _staging(world)
         self._saving: dict[StepId, _Saving] = {}
+        # Of the values that were saved last.
+        self._sizes: list[int] = []
 
     def captured(self, values: Mapping[str, Value]) -> Captured:
         """Copies what this host holds of some leaves, by their paths.
@@ -220,6 +221,9 @@ class HostSaver:
             writer = saving.writer
             assert writer is not None
             del self._saving[step_id]
+            self._sizes = [
+                values.nbytes for values in saving.captured.values().values()
+            ]
             saving.release()
             writer.parts |= parts
             saved = writer.commit(contents)
@@ -307,8 +311,7 @@ class HostSaver:
         # Listed before: a step that is being committed is not among them.
         for gone in {*world.held}.difference(own.held(), in_flight, self._saving):
             del world.held[gone]
-        directory = world.disk.step_directory(own.slot, step_id)
-        own.prepare(own.files.sizes(os.fspath(directory)))
+        own.prepare(self._sizes)
         if own.slot == 0:
             # No other host does it if the world became smaller.
             before = min([step_id, *in_flight]).step

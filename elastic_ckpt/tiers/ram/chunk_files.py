@@ -109,17 +109,11 @@ class ChunkFiles:
                 for each in sizes:
                     taken.append(self._take(each))
             with self._lock:
-                for file in filter(lambda file: file.path, taken):
+                for file in taken:
                     self._spare.setdefault(len(file.memory), []).append(file)
 
         background.wait([self._preparing])
         self._preparing = background.in_thread(make, name="pages")
-
-    def sizes(self, step_directory: str) -> list[int]:
-        """Those of the values in the files of a step."""
-        with self._lock:
-            placed = self._placed.get(step_directory, ())
-            return [len(file.memory) - layout.CHECKSUM_BYTES for _, file in placed]
 
     def discard(self, file: ChunkFile) -> None:
         """Removes a file unless it was placed; its step is not removed yet."""

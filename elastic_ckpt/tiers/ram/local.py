@@ -37,7 +37,7 @@ from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.captured import Captured, CapturedLeaf, Values, fetched
 from elastic_ckpt.tiers.persistent import ocdbt
 from elastic_ckpt.tiers.ram import ram_disk
-from elastic_ckpt.tiers.ram.chunk_files import ChunkFile, ChunkFiles
+from elastic_ckpt.tiers.ram.chunk_files import LEAST_BYTES, ChunkFile, ChunkFiles
 
 # As many chunks are written, and are in host memory that devices send, at a time.
 _NUM_THREADS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
@@ -90,8 +90,9 @@ class LocalHost:
 
     def prepare(self, sizes: Sequence[int]) -> None:
         """Makes files ahead for a step with values of these sizes, if there is room."""
-        if self.disk.free_bytes() + self.files.spare_bytes > sum(sizes):
-            self.files.prepare(sizes)
+        large = [size for size in sizes if size >= LEAST_BYTES]
+        if 0 < sum(large) - self.files.spare_bytes < self.disk.free_bytes():
+            self.files.prepare(large)
 
     def held(self) -> list[StepId]:
         """The steps and saves that are committed, ascending."""
