@@ -127,6 +127,17 @@ def test_a_host_without_room_for_copies_is_named_before_they_are_sent(simulated)
     assert held == {"4", "5", "6", "7"}
 
 
+def test_a_new_machine_with_a_secret_of_its_own_takes_that_of_the_run(simulated):
+    with simulated_hosts.world(simulated, 4, slices=2) as (checkpointer, mesh, _):
+        tier_worlds.save(checkpointer, mesh, steps=[1], sharded=True)
+    simulated.lose(0)
+    # Its agent has made one, as the agent of a node does.
+    simulated.directory(0)
+    with simulated_hosts.world(simulated, 2) as (checkpointer, mesh, told):
+        tier_worlds.restore(checkpointer, mesh, step=1, sharded=True)
+    assert not any("secret" in why for why in reasons(told, "degraded"))
+
+
 @contextlib.contextmanager
 def stopped(ram, number):
     """The agent of a machine is stopped while the block lasts."""

@@ -66,6 +66,10 @@ class Introduction:
     disk: run_files.Place
     stored: run_files.Place | None
 
+    def last_secs(self) -> float:
+        """When the machine was last in a world, by its record; 0 if it has none."""
+        return max((each.secs for each in self.agents.values()), default=0.0)
+
 
 class HostEndpoint:
     """A host, on which calls run.
@@ -226,9 +230,11 @@ def join(hosts: Hosts, *, writer: claims.Writer | None = None) -> None:
       RunError: if the RAM disk of a host has steps of another run.
     """
     introduced = hosts.all(HostEndpoint.introduce)
-    # Machines that were in a world before have its secret, and so have idle ones.
-    known = collections.Counter(each.secret for each in introduced if each.secret)
-    shared = next(iter(known.most_common(1)), (introduced[0].fresh_secret, 0))[0]
+    # Idle machines have that of the newest world. A machine that was in none may have
+    # another, which its agent has made.
+    known = [each for each in introduced if each.secret] or introduced
+    newest = max(known, key=Introduction.last_secs)
+    shared = newest.secret or newest.fresh_secret
     # The slot of a host is how many hosts before it are on the same machine.
     counts: collections.Counter[str] = collections.Counter()
     slots = []
