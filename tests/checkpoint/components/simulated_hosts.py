@@ -4,16 +4,12 @@ import asyncio
 
 from etils import epath
 
-from elastic_ckpt.checkpoint import component_io as step_components
+from elastic_ckpt.checkpoint import component_io
 from elastic_ckpt.core import topology
 
 
 class Turns:
-    """Runs functions as each host of a world.
-
-    Args:
-      monkeypatch: the fixture.
-    """
+    """Replaces the host that this process is, and the number of hosts."""
 
     def __init__(self, monkeypatch):
         self._monkeypatch = monkeypatch
@@ -27,30 +23,17 @@ class Turns:
             results.append(work(host))
         return results
 
-    def save(self, directory, num_hosts, make):
-        """Saves the component `make(host)` of each host."""
-        self.run(num_hosts, lambda host: save(make(host), directory))
-
-    def load(self, directory, num_hosts, make):
-        """The values of each host's component after loading."""
-
-        def loaded(host):
-            component = make(host)
-            load(component, directory)
-            return component.get()
-
-        return self.run(num_hosts, loaded)
-
 
 def save(component, directory):
     """Saves a component into a directory, as a checkpointer does."""
 
     async def saved():
-        await (await component.save(step_components.Created(epath.Path(directory))))
+        await (await component.save(component_io.Created(epath.Path(directory))))
 
     asyncio.run(saved())
 
 
 def load(component, directory):
-    """Loads a component."""
-    step_components.load(component, directory)
+    """Loads a component; returns its values."""
+    component_io.load(component, directory)
+    return component.get()

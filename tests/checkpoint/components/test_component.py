@@ -1,20 +1,43 @@
 """Components are saved and loaded by any number of hosts, under every pattern."""
 
-import collections
+import itertools
 import json
+import types
 
-import jax.numpy as jnp
+import jax
+import numpy as np
 import pytest
-from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint.components.component import Component
+from elastic_ckpt.checkpoint.components.component import (
+    Component,
+    of_nodes,
+    per_group,
+)
 from elastic_ckpt.checkpoint.components.rng import Rng
 from elastic_ckpt.core import errors
 from tests.checkpoint.components import simulated_hosts
-from tests.checkpoint.components.test_encoding import leaves, same
+from tests.checkpoint.components.simulated_hosts import load, save
 
-PATTERNS = ("global", "replicated", "per_host", "per_node")
+# By pattern, the files of the states of four hosts.
+STATES = {
+    "global": ["global.npz"],
+    "replicated": ["global.npz"],
+    "per_host": [f"rank-{number:05d}.npz" for number in range(4)],
+    "per_node": ["node-00000.npz", "node-00001.npz"],
+}
 OLD = [10, 20, 30, 40]
+
+
+def places(pattern, num_hosts):
+    """The number of each host's state; nodes are of two hosts."""
+    each = {"per_host": 1, "per_node": 2}.get(pattern, num_hosts)
+    return [host // each for host in range(num_hosts)]
+
+
+def component(pattern, value, **options):
+    if pattern == "per_node":
+        options["processes_per_node"] = 2
+    return Component({"v": value}, pattern, **options)
 
 
 @pytest.fixture
@@ -22,87 +45,73 @@ def turns(monkeypatch):
     return simulated_hosts.Turns(monkeypatch)
 
 
-def made(pattern, value, **options):
-    """A component under a pattern; nodes are of two hosts."""
-    if pattern == "per_node":
-        options["processes_per_node"] = 2
-    return Component({"v": value}, pattern, **options)
-
-
-def owner(pattern, host):
-    """The place of a host's state."""
-    return {"per_host": host, "per_node": host // 2}.get(pattern, 0)
-
-
-def count(pattern, num_hosts):
-    """How many states there are."""
-    return {"per_host": num_hosts, "per_node": -(-num_hosts // 2)}.get(pattern, 1)
-
-
 @pytest.fixture
 def saved(tmp_path, turns):
     """The directories of a component of four hosts, by pattern."""
-    for pattern in PATTERNS:
-        turns.save(
-            tmp_path / pattern, 4, lambda host, p=pattern: made(p, OLD[owner(p, host)])
-        )
+
+    def save_all(host):
+        for pattern in STATES:
+            value = OLD[places(pattern, 4)[host]]
+            save(component(pattern, value), tmp_path / pattern)
+
+    turns.run(4, save_all)
     return tmp_path
 
 
-def test_files_have_logical_names(saved):
-    def listed(pattern):
-        return sorted(path.name for path in (saved / pattern).iterdir())
+def loaded(turns, directory, num_hosts, pattern, **options):
+    """The value of each host, which is minus its number before."""
 
-    assert listed("global") == ["component.json", "global.npz"]
-    assert listed("replicated") == ["component.json", "global.npz"]
-    ranks = [f"rank-{number:05d}.npz" for number in range(4)]
-    assert listed("per_host") == ["component.json", *ranks]
-    assert listed("per_node") == ["component.json", "node-00000.npz", "node-00001.npz"]
+    def value(host):
+        return load(component(pattern, -host, **options), directory)["v"]
+
+    return turns.run(num_hosts, value)
+
+
+def test_files_have_logical_names_and_one_that_is_missing_is_named(saved, turns):
+    for pattern, files in STATES.items():
+        directory = saved / pattern
+        listed = sorted(path.name for path in directory.iterdir())
+        assert listed == ["component.json", *files]
+        for name in (files[0], "component.json"):
+            (directory / name).unlink()
+            with pytest.raises(errors.CheckpointError, match=rf"{name} is missing"):
+                loaded(turns, directory, 1, pattern, on_resize="from_first")
 
 
 def rotated(states, new_count):
     """A rule: the last of the old states first."""
-    values = [state["v"] for state in states]
-    return [{"v": values[-1 - number % len(values)]} for number in range(new_count)]
+    return [states[-1 - number % len(states)] for number in range(new_count)]
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", STATES)
 def test_a_resize_follows_the_declared_rule(saved, turns, pattern):
-    old = [OLD[place] for place in range(count(pattern, 4))]
+    old = OLD[: len(STATES[pattern])]
     for num_hosts in (4, 2, 8, 1, 3):
-        new_count = count(pattern, num_hosts)
-
-        def loaded(rule, num_hosts=num_hosts):
-            def make(host):
-                return made(pattern, -host, on_resize=rule)
-
-            return [s["v"] for s in turns.load(saved / pattern, num_hosts, make)]
-
-        own = [owner(pattern, number) for number in range(num_hosts)]
-        if new_count == len(old):
+        own = places(pattern, num_hosts)
+        place = turns, saved / pattern, num_hosts, pattern
+        if own[-1] + 1 == len(old):
             for rule in ("error", "reset", "from_first", rotated):
-                assert loaded(rule) == [old[place] for place in own]
+                assert loaded(*place, on_resize=rule) == [old[each] for each in own]
             continue
         with pytest.raises(errors.CheckpointError) as raised:
-            loaded("error")
-        message = str(raised.value)
-        assert f"was saved {pattern} with {len(old)} states" in message
-        assert f"there are {new_count} now" in message
-        for choice in ("reset", "from_first", "(old_states, new_count)"):
-            assert choice in message
-        assert loaded("reset") == [-number for number in range(num_hosts)]
-        assert loaded("from_first") == [old[0]] * num_hosts
-        assert loaded(rotated) == [old[-1 - place % len(old)] for place in own]
+            loaded(*place)
+        for said in (
+            f"was saved {pattern} with {len(old)} states",
+            f"there are {own[-1] + 1} now",
+            *("reset", "from_first", "(old_states, new_count)"),
+        ):
+            assert said in str(raised.value)
+        assert loaded(*place, on_resize="reset") == [-n for n in range(num_hosts)]
+        assert loaded(*place, on_resize="from_first") == [old[0]] * num_hosts
+        by_rule = loaded(*place, on_resize=rotated)
+        assert by_rule == [old[-1 - each % len(old)] for each in own]
         with pytest.raises(errors.CheckpointError, match=r"returned \d states for"):
-            loaded(lambda states, count: [*states[:1], *[0] * count])
+            loaded(*place, on_resize=lambda *_: [0] * 5)
 
 
 def test_another_pattern_than_before_is_a_resize(saved, turns):
-    def values(pattern, num_hosts, now, **options):
-        def make(_):
-            return Component({"v": 0}, lambda: now, **options)
-
-        return [each["v"] for each in turns.load(saved / pattern, num_hosts, make)]
+    def values(before, num_hosts, now, **options):
+        return loaded(turns, saved / before, num_hosts, lambda: now, **options)
 
     assert values("global", 2, "global") == [10, 10]
     assert values("per_host", 4, "per_host") == OLD
@@ -112,87 +121,83 @@ def test_another_pattern_than_before_is_a_resize(saved, turns):
     assert values("global", 2, "per_host", on_resize="from_first") == [10, 10]
 
 
-class Object:
-    """An object that counts, with a state under either pair of names."""
-
-    def __init__(self, names, value):
-        self.value = value
-        for name, method in zip(names, (self._get, self._set), strict=True):
-            setattr(self, name, method)
-
-    def _get(self):
-        return {"value": self.value}
-
-    def _set(self, state):
-        self.value = state["value"]
-
-
 @pytest.mark.parametrize(
     "names", [("get_state", "set_state"), ("state_dict", "load_state_dict")]
 )
-def test_an_object_is_set(tmp_path, names):
-    simulated_hosts.save(Component(Object(names, 5), "global"), tmp_path)
-    wrapped = Object(names, 0)
-    component = Component(wrapped, "global")
-    simulated_hosts.load(component, tmp_path)
-    assert wrapped.value == 5
-    assert component.state is wrapped
-    written = json.loads((tmp_path / "component.json").read_text())
-    assert written["kind"] == "tests.checkpoint.components.test_component.Object"
-
-
-def test_files_are_written_by_the_leader_alone_though_all_give_their_state(
-    turns, tmp_path
+def test_an_object_is_set_and_all_hosts_are_asked_though_the_leader_writes(
+    turns, tmp_path, names
 ):
-    asked = collections.Counter()
+    asked = []
 
-    def make(host):
-        wrapped = Object(("get_state", "set_state"), host)
-        wrapped.get_state = lambda: asked.update([host]) or {"value": host}
+    def component(values):
+        methods = (lambda: asked.append(values) or dict(values), values.update)
+        wrapped = types.SimpleNamespace(**dict(zip(names, methods, strict=True)))
         return Component(wrapped, "replicated")
 
-    turns.save(tmp_path, 3, make)
-    assert asked == {0: 1, 1: 1, 2: 1}
-    assert turns.load(tmp_path, 1, lambda _: Component({}, "global"))[0] == {"value": 0}
+    turns.run(3, lambda host: save(component({"host": host}), tmp_path))
+    assert asked == [{"host": 0}, {"host": 1}, {"host": 2}]
+    assert load(component({}), tmp_path) == {"host": 0}
+    written = json.loads((tmp_path / "component.json").read_text())
+    assert written["kind"] == "types.SimpleNamespace"
 
 
 def test_an_optional_component_that_cannot_be_saved_is_left_out(tmp_path, caplog):
-    simulated_hosts.save(Component([object()], "global", required=False), tmp_path)
+    save(Component([object()], "global", required=False), tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert "optional component is not saved" in caplog.text
-    with pytest.raises(errors.CheckpointError, match=r"component\.json is missing"):
-        simulated_hosts.load(Component([], "global"), tmp_path)
 
 
-def test_a_state_that_is_missing_is_named(saved, turns):
-    (saved / "per_node" / "node-00000.npz").unlink()
-    with pytest.raises(errors.CheckpointError, match=r"node-00000\.npz is missing"):
-        turns.load(
-            saved / "per_node",
-            1,
-            lambda host: made("per_node", host, on_resize="from_first"),
-        )
+def test_nodes_are_numbered_by_their_first_host_which_writes():
+    for nodes, numbers, writers in (
+        ("aabb", [0, 0, 1, 1], [0, 2]),
+        ("abab", [0, 1, 0, 1], [0, 1]),
+        ("bbba", [0, 0, 0, 1], [0, 3]),
+    ):
+        each = [of_nodes("per_node", nodes, host=n) for n in range(4)]
+        assert [one.name for one in each] == [f"node-{n:05d}" for n in numbers]
+        assert [n for n in range(4) if each[n].is_writer] == writers
 
 
-@pytest.mark.parametrize("kind", ["ours", "orbax"])
-def test_components_are_saved_beside_weights_and_batches(make, tmp_path, kind):
-    state = {"w": jnp.arange(4.0)}
-    rng = Rng(3)
-    rng.next()
-    parts = {
-        "state": state,
-        "everything": Component(leaves(), "global"),
-        "rank": Component({"n": 7}, "per_host"),
-        "rng": rng,
-    }
-    loaded = {
-        "everything": Component(None, "global"),
-        "rank": Component(None, "per_host"),
-        "rng": Rng(0),
-    }
-    stock = ocp.training.Checkpointer(tmp_path / "stock")
-    with make() if kind == "ours" else stock as opened:
-        opened.save_checkpointables(1, parts)
-        opened.load_checkpointables(1, {"state": state, **loaded})
-    for name, component in loaded.items():
-        same(component.get(), parts[name].get())
+@pytest.mark.parametrize("order", [range(8), [3, 1, 7, 5, 0, 2, 6, 4]])
+def test_hosts_that_differ_only_along_the_axes_of_a_mesh_share_a_state(order):
+    names = ("data", "model", "pipe")
+    mesh = np.array(order).reshape(2, 2, 2)
+    for count in (1, 2, 3):
+        for axes in itertools.combinations(names, count):
+            each = [per_group(mesh, names, axes, host=host) for host in range(8)]
+            groups = {}
+            for place, host in np.ndenumerate(mesh):
+                at = zip(names, place, strict=True)
+                named = [f"{name}-{n}" for name, n in at if name not in axes]
+                groups.setdefault("-".join(["group", *named]), set()).add(host)
+            assert {one.names for one in each} == {tuple(groups)}
+            for name, hosts in groups.items():
+                assert {n for n in range(8) if each[n].name == name} == hosts
+                assert [n for n in hosts if each[n].is_writer] == [min(hosts)]
+
+
+def test_axes_of_size_1_odd_names_and_hosts_of_several_devices_are_no_matter():
+    thin = per_group(np.arange(2).reshape(2, 1, 1), ("a/b", "x", "y"), "x", host=1)
+    assert thin.names == ("group-a%2Fb-0", "group-a%2Fb-1")
+    assert thin.name == "group-a%2Fb-1"
+    # Four hosts of two devices each, which differ along the last axis.
+    hosts = np.arange(8).reshape(2, 2, 2) // 2
+    assert per_group(hosts, ("a", "b", "c"), "c", host=3).name == "group-a-1-b-1"
+
+
+def test_no_two_random_keys_are_equal_and_the_count_is_a_part_of_the_state():
+    def bits(key):
+        return tuple(np.asarray(jax.random.key_data(key)).tolist())
+
+    rng = Rng(1)
+    assert bits(rng.key) == bits(Rng(jax.random.key(1)).key) == bits(jax.random.key(1))
+    before = bits(rng.for_shard(3, 2))
+    made = [rng.key, *(rng.next() for _ in range(5))]
+    for number, step in itertools.product(range(4), range(3)):
+        made += [rng.for_shard(number, step), rng.for_name(str(number), step)]
+    assert len(set(map(bits, made))) == len(made)
+    # Derived keys do not change with the count, and may be traced.
+    assert bits(rng.for_shard(3, 2)) == bits(jax.jit(rng.for_shard)(3, 2)) == before
+    other = Rng(5)
+    other.put(rng.get())
+    assert bits(other.next()) == bits(rng.next())

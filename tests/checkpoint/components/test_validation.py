@@ -6,13 +6,17 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from orbax.checkpoint import v1 as ocp
 
-import elastic_ckpt as ec
+from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.checkpoint.components import device_digests
+from elastic_ckpt.checkpoint.components.validation import validate
+from elastic_ckpt.checkpoint.components.validation_schedule import ValidationSchedule
 from elastic_ckpt.checkpoint.host import capture
-from tests.checkpoint.components.flipped import flipped, with_leaf
+from elastic_ckpt.core import errors, metrics
+from tests.checkpoint.test_checkpointer import stored
+from tests.recorded_events import RecordedEvents
 
-P = PartitionSpec
 DIGESTS = ("tensor", "full")
 
 
@@ -21,169 +25,174 @@ def mesh():
     return Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("slice", "fsdp", "tp"))
 
 
+def flipped(array, device, bit):
+    """`array`, or random keys, with a bit flipped of the part that `device` holds."""
+    parts = []
+    for shard in array.addressable_shards:
+        part = shard.data
+        if shard.device == device:
+            is_key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
+            values = np.array(jax.random.key_data(part) if is_key else part)
+            values.reshape(-1).view(np.uint8)[bit // 8] ^= np.uint8(1 << bit % 8)
+            part = jax.device_put(values, device)
+            part = jax.random.wrap_key_data(part) if is_key else part
+        parts.append(part)
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+
+
 def placed(values, mesh, *spec):
-    values = np.asarray(values)
-    sharding = NamedSharding(mesh, P(*spec))
-    return jax.make_array_from_callback(
-        values.shape, sharding, lambda index: values[index]
-    )
-
-
-def train_state(mesh):
-    """Weights, an optimizer's state of named tuples, a key, and a counter."""
-    params = {
-        "embedding": placed(np.arange(96, dtype=np.float32).reshape(12, 8), mesh),
-        "layers": [
-            {"kernel": placed(np.ones((4, 6), np.float32), mesh, "fsdp")},
-            {"bias": placed(np.full(5, 0.5, jnp.bfloat16), mesh)},
-        ],
-    }
-    return {
-        "params": params,
-        "opt_state": optax.ScaleByAdamState(
-            count=placed(np.int32(7), mesh), mu=params, nu=params
-        ),
-        "rng": jax.device_put(jax.random.key(3), NamedSharding(mesh, P())),
-        "host": {"epoch": 3, "mean": np.float64(0.5), "name": "tiny"},
-    }
+    return jax.device_put(values, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 def test_a_flipped_bit_of_a_replica_is_found_wherever_it_is(mesh):
-    state = train_state(mesh)
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    generator = np.random.default_rng(0)
-    chosen = [n for n, (_, leaf) in enumerate(leaves) if hasattr(leaf, "sharding")]
-    for number in chosen:
-        path, leaf = leaves[number]
-        if leaf.dtype == jax.random.key(0).dtype:
-            continue
-        device = jax.devices()[generator.integers(8)]
-        part = leaf.addressable_shards[0].data
-        bit = int(generator.integers(8 * part.dtype.itemsize))
-        element = int(generator.integers(part.size))
-        spoilt = flipped(leaf, device, bit, element=element)
-        changed = with_leaf(state, number, lambda _, spoilt=spoilt: spoilt)
-        for level in DIGESTS:
-            (finding,) = ec.components.validate(changed, level=level)
-            assert finding.leaf == jax.tree_util.keystr(
-                path, simple=True, separator="/"
-            )
-            assert finding.is_certain
-            assert finding.devices == (device.id,)
-            assert finding.hosts == (0,)
-            assert level == "tensor" or finding.differing == 1
+    kernel = placed(np.ones((4, 6), np.float32), mesh, "fsdp")
+    bias = placed(np.full(5, 0.5, jnp.bfloat16), mesh)
+    key = placed(jax.random.split(jax.random.key(3), 3), mesh)
+    count = placed(np.int32(7), mesh)
+    state = {
+        "host": {"epoch": 3, "mean": np.float64(0.5), "name": "tiny"},
+        "layers": [{"kernel": kernel}, {"bias": bias}],
+        "opt": optax.ScaleByAdamState(count=count, mu=key, nu=None),
+    }
     for level in ("none", "quick", *DIGESTS):
-        assert ec.components.validate(state, level=level) == []
+        assert validate(state, level=level) == []
+    leaves, structure = jax.tree.flatten(state)
+    paths = ["layers/0/kernel", "layers/1/bias", "opt/count", "opt/mu"]
+    generator = np.random.default_rng(0)
+    for number, path in enumerate(paths, start=3):
+        leaf, device = leaves[number], jax.devices()[generator.integers(8)]
+        bit = int(generator.integers(8 * leaf.addressable_data(0).nbytes))
+        spoilt = [*leaves[:number], flipped(leaf, device, bit), *leaves[number + 1 :]]
+        for level in DIGESTS:
+            (finding,) = validate(structure.unflatten(spoilt), level=level)
+            assert (finding.leaf, finding.is_certain) == (path, True)
+            assert (finding.hosts, finding.devices) == ((0,), (device.id,))
+            assert finding.differing == (1 if level == "full" else None)
 
 
 def test_bits_of_every_dtype_count(mesh):
     # TensorStore's names of those that take less than a byte.
-    small = {"bool": 1, "int2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4}
+    small = {"bool": 1, "int2": 2, "int4": 4, "float4_e2m1fn": 4}
     values = np.arange(6).reshape(3, 2) % 2
+    device, ends = jax.devices()[5], []
     with jax.enable_x64(True):
         clean = {
             name: placed(values.astype(jnp.dtype(name)), mesh)
             for name in sorted(capture.STORABLE)
         }
-        assert ec.components.validate(clean) == []
-        changed = dict(clean)
-        for name, leaf in clean.items():
-            bits = small.get(name, 8 * leaf.dtype.itemsize)
-            for bit in sorted({0, bits - 1}):
-                changed[name] = flipped(leaf, jax.devices()[5], bit, element=bit % 6)
-                (finding,) = ec.components.validate(clean | {name: changed[name]})
-                assert (finding.leaf, finding.devices) == (name, (5,))
+        assert validate(clean) == []
+        # The first bit of one element, and the last of another one.
+        for element, is_last in ((4, False), (1, True)):
+            changed = {}
+            for name, leaf in clean.items():
+                size = 8 * leaf.dtype.itemsize
+                bit = small.get(name, size) - 1 if is_last else 0
+                changed[name] = flipped(leaf, device, size * element + bit)
+            ends.append(changed)
+            found = [(each.leaf, each.devices) for each in validate(changed)]
+            assert found == [(name, (5,)) for name in changed]
         # One for each way to compare bits: these are compiled one by one.
         chosen = ("bool", "complex64", "float16", "float64", "int4")
-        some = {name: changed[name] for name in chosen}
-        findings = ec.components.validate(some, level="full")
+        findings = validate({name: ends[1][name] for name in chosen}, level="full")
         assert [finding.leaf for finding in findings] == list(chosen)
         assert {(f.devices, f.differing) for f in findings} == {((5,), 1)}
 
 
-def test_a_random_key_counts(mesh):
-    keys = jax.random.split(jax.random.key(0), 3)
-    clean = jax.device_put(keys, NamedSharding(mesh, P()))
-    other = jax.device_put(jax.random.split(jax.random.key(1), 3), clean.sharding)
-    parts = [shard.data for shard in clean.addressable_shards]
-    parts[2] = other.addressable_shards[2].data
-    changed = jax.make_array_from_single_device_arrays(
-        clean.shape, clean.sharding, parts
-    )
-    for level in DIGESTS:
-        assert ec.components.validate({"rng": clean}, level=level) == []
-        (finding,) = ec.components.validate({"rng": changed}, level=level)
-        assert (finding.leaf, finding.devices) == ("rng", (2,))
-
-
-@pytest.mark.parametrize(
-    ("spec", "box"),
-    [
-        ((), "[0:4, 0:8]"),
-        (("slice",), "[2:4, 0:8]"),
-        ((None, ("tp", "slice")), "[0:4, 6:8]"),
-        (("fsdp", "tp"), "[2:4, 4:8]"),
-    ],
-)
-def test_only_devices_that_hold_the_same_box_are_compared(mesh, spec, box):
-    clean = placed(np.arange(32, dtype=np.float32).reshape(4, 8), mesh, *spec)
-    changed = flipped(clean, jax.devices()[7], 3)
-    for level in DIGESTS:
-        assert ec.components.validate([clean], level=level) == []
-        (finding,) = ec.components.validate([changed], level=level)
-        assert finding.box == box
-        assert 7 in finding.devices
-
-
-def test_arrays_with_one_holder_and_arrays_on_other_meshes_are_taken(mesh):
-    whole = Mesh(np.array(jax.devices()), ("x",))
-    tree = {
-        "sharded": placed(np.arange(8.0, dtype=np.float32), whole, "x"),
+def test_only_devices_that_hold_the_same_box_are_compared_on_each_mesh(mesh):
+    line, devices = Mesh(np.array(jax.devices()), ("x",)), jax.devices()
+    values = np.arange(32, dtype=np.float32).reshape(4, 8)
+    clean = {
         "empty": placed(np.ones((0, 3), np.float32), mesh),
-        "single": jax.device_put(np.ones(3), SingleDeviceSharding(jax.devices()[3])),
-        "a": flipped(placed(np.ones(3, np.int32), mesh), jax.devices()[0], 1),
-        "b": flipped(placed(np.ones(3, np.int32), whole), jax.devices()[1], 1),
+        "single": jax.device_put(values, SingleDeviceSharding(devices[3])),
+        "whole": placed(values.T, line, "x"),
+    }
+    spoilt = {
+        "[0:4, 0:8]": placed(values, line),
+        "[2:4, 0:8]": placed(values, mesh, "slice"),
+        "[0:4, 6:8]": placed(values, mesh, None, ("tp", "slice")),
+        "[2:4, 4:8]": placed(values, mesh, "fsdp", "tp"),
     }
     for level in ("quick", *DIGESTS):
-        findings = ec.components.validate(tree, level=level)
-        assert [(f.leaf, f.devices) for f in findings] == [("a", (0,)), ("b", (1,))]
-
-
-def test_of_two_copies_that_differ_none_is_the_suspect():
-    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
-    changed = flipped(placed(np.ones(3, np.float32), mesh), jax.devices()[0], 9)
-    for level in DIGESTS:
-        (finding,) = ec.components.validate({"w": changed}, level=level)
-        assert not finding.is_certain
-        assert finding.devices == (0, 1)
-        assert "either may be right" in str(finding)
-
-
-def test_the_first_replica_is_named_if_it_is_the_one_that_differs(mesh):
-    changed = flipped(placed(np.ones(3, np.float32), mesh), jax.devices()[0], 9)
-    (finding,) = ec.components.validate({"w": changed}, level="full")
-    assert finding.devices == (0,)
-    assert str(finding) == (
-        "w[0:3] of device 0 of host 0 differs from 7 equal copies, in 1 element"
-    )
-
-
-def test_a_structure_of_many_leaves_is_compiled_once(mesh):
-    device_digests._compiled.cache_clear()
-    for value in range(3):
-        leaves = [placed(np.full(n, value, np.float32), mesh) for n in range(1, 30)]
-        assert ec.components.validate(leaves) == []
-    assert device_digests._compiled.cache_info().misses == 1
-    (program,) = device_digests._compiled.cache_info()[:1]
-    assert program == 2
+        assert validate(clean | spoilt, level=level) == []
+        changed = {box: flipped(each, devices[7], 3) for box, each in spoilt.items()}
+        findings = validate(clean | changed, level=level)
+        assert [finding.box for finding in findings] == sorted(spoilt)
+        for finding in findings:
+            assert finding.leaf == finding.box
+            # Of two copies that differ none is the suspect.
+            assert finding.is_certain == finding.box.endswith("0:8]")
+            assert 7 in finding.devices
+            assert len(finding.devices) == 2 - finding.is_certain
+            assert ("either may be right" in str(finding)) != finding.is_certain
 
 
 def test_a_swap_of_two_elements_changes_the_digest():
-    digest = jax.jit(device_digests.part_digest)
-    values = np.random.default_rng(0).integers(0, 2**32, (40, 3), np.uint32)
-    digests = set()
-    for other in range(1, 120):
-        swapped = values.copy().reshape(-1)
-        swapped[[0, other]] = swapped[[other, 0]]
-        digests.add(int(digest(swapped.reshape(40, 3))))
-    assert len(digests) == 119
+    values = np.random.default_rng(0).integers(0, 2**32, 120, np.uint32)
+    swapped = np.tile(values, (119, 1))
+    swapped[:, 0] = values[1:]
+    np.fill_diagonal(swapped[:, 1:], values[0])
+    digest = jax.jit(jax.vmap(device_digests.part_digest))
+    assert len({*digest(swapped.reshape(119, 40, 3)).tolist()}) == 119
+
+
+def test_it_is_due_at_saves_and_intervals_as_they_are_chosen():
+    for options, expected in (
+        ({}, [2, 4, 6]),
+        ({"interval": 3}, [2, 3, 4, 6]),
+        ({"at_saves": False, "interval": 3}, [3, 6]),
+    ):
+        schedule = ValidationSchedule(level="quick", emit=print, **options)
+        due = [s for s in range(1, 7) if schedule.is_due(s, is_saving=s % 2 == 0)]
+        assert due == expected
+
+
+def test_a_finding_is_an_event_and_a_metric_and_stops_a_run_that_is_to_stop(
+    recorded, mesh
+):
+    values, emit = placed(np.arange(6.0), mesh), RecordedEvents()
+    # The first replica is the one that differs.
+    bad = flipped(values, jax.devices()[0], 20)
+    schedule = ValidationSchedule(level="full", emit=emit)
+    assert schedule.run(2, values) == []
+    (finding,) = schedule.run(4, bad, components={"same": values})
+    (event,) = emit.named("replicas_differ")
+    expected = {"step": 4, "leaf": "", "hosts": [0], "devices": [0]}
+    assert event == {**expected, "is_certain": True, "why": str(finding)}
+    validated = emit.named("validated")
+    assert [(each["step"], each["findings"]) for each in validated] == [(2, 0), (4, 1)]
+    assert recorded[metrics.VALIDATION_FINDINGS] == [1]
+    assert len(recorded[metrics.VALIDATION]) == 2
+    schedule.stops = True
+    with pytest.raises(errors.RunError, match="after step 6 copies differ") as raised:
+        schedule.run(6, bad)
+    said = "[0:6] of device 0 of host 0 differs from 7 equal copies, in 1 element"
+    assert said in str(raised.value)
+    assert len(emit.named("validated")) == 3
+
+
+def test_the_newest_step_from_before_a_finding_stays_once(make, tmp_path, mesh):
+    values = placed(np.arange(6.0), mesh)
+    bad = flipped(values, jax.devices()[4], 20)
+    latest = ocp.training.preservation_policies.LatestN(1)
+
+    def run(steps, *, restored=None):
+        """The steps that are preserved while some are compared and saved."""
+        emit = RecordedEvents()
+        with make(ram=None, keep=latest) as opened:
+            schedule = ValidationSchedule(
+                level="tensor",
+                emit=emit,
+                preserve=lambda step: run_saver.preserve_newest(opened, up_to=step),
+                equal_step=restored,
+            )
+            for step, state in steps.items():
+                schedule.run(step, {"w": state})
+                # The backup of the step before may not be done yet.
+                assert opened.save_async(step, {"w": state})
+        return [each["step"] for each in emit.named("step_preserved")]
+
+    assert run({1: values, 2: values, 3: bad, 4: bad}) == [2]
+    assert stored(tmp_path) == [2, 4]
+    # Replicas of a step that was restored are equal, whatever was saved in it.
+    assert run({5: bad, 6: values, 7: bad}, restored=4) == [4, 6]
+    assert stored(tmp_path) == [2, 4, 6, 7]
