@@ -1,11 +1,12 @@
 """Loads a step with Orbax alone, and prints what it found as JSON.
 
-    python -I stock_program.py <root> <renamed|in place> <devices> <rows> <columns>
+    python -I stock_program.py <root> <renamed|in place> <rows> <columns>
 
 Imports nothing of ours: it also runs where nothing of ours is installed.
 """
 
 import hashlib
+import importlib.util
 import json
 import sys
 
@@ -31,37 +32,36 @@ def digests(tree):
     return by_path
 
 
-def spec(shape, mesh):
-    """Shards each dim of 8 or more over an axis of the mesh."""
-    axes = list(mesh.axis_names)
-    chosen = [axes.pop(0) if axes and size % 8 == 0 else None for size in shape]
-    return PartitionSpec(*chosen)
-
-
 def abstract(metadata, mesh):
     """The tree to load: the same arrays over another mesh."""
 
     def one(leaf):
-        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or hasattr(
-            leaf, "sharding_metadata"
-        ):
-            sharding = NamedSharding(mesh, spec(leaf.shape, mesh))
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        return leaf
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        # Each dim of 8 or more over an axis.
+        axes = list(mesh.axis_names)
+        spec = [axes.pop(0) if axes and size % 8 == 0 else None for size in leaf.shape]
+        over = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=over)
 
     return jax.tree.map(one, metadata)
 
 
+def context(kind):
+    """The context in which Orbax takes steps of that kind as committed."""
+    chosen = ocp.Context()
+    mode = ocp.options.AtomicityMode
+    chosen.atomicity.mode = (
+        mode.COMMIT_FILE if kind == "in place" else mode.ATOMIC_RENAME
+    )
+    return chosen
+
+
 def load(root, kind, shape):
     """All ways of loading, each as digests."""
-    mode = ocp.options.AtomicityMode
-    chosen = mode.COMMIT_FILE if kind == "in place" else mode.ATOMIC_RENAME
-    context = ocp.Context()
-    context.atomicity.mode = chosen
-    mesh = jax.make_mesh(
-        shape, ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2
-    )
-    with context, ocp.training.Checkpointer(root) as checkpointer:
+    auto = jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh(shape, ("x", "y"), axis_types=(auto, auto))
+    with context(kind), ocp.training.Checkpointer(root) as checkpointer:
         latest = checkpointer.latest
         metadata = checkpointer.checkpointables_metadata(latest.step).metadata
         wanted = abstract(metadata["state"], mesh)
@@ -81,17 +81,12 @@ def load(root, kind, shape):
 
 def main():
     """Runs the program."""
-    root, kind, *numbers = sys.argv[1:]
-    devices, rows, columns = map(int, numbers)
+    root, kind, *shape = sys.argv[1:]
+    rows, columns = map(int, shape)
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", devices)
-    try:
-        import elastic_ckpt
-    except ImportError:
-        installed = False
-    else:
-        installed = bool(elastic_ckpt)
-    print(json.dumps({**load(root, kind, (rows, columns)), "ours": installed}))
+    jax.config.update("jax_num_cpu_devices", rows * columns)
+    is_there = importlib.util.find_spec("elastic_ckpt") is not None
+    print(json.dumps({**load(root, kind, (rows, columns)), "ours": is_there}))
 
 
 if __name__ == "__main__":

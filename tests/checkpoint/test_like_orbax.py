@@ -1,4 +1,4 @@
-"""Trees of all kinds: the same calls give the same with Orbax's checkpointer and ours.
+"""Orbax's checkpointer and ours: the same calls give the same, with trees of all kinds.
 
 Our checkpointer saves and loads each tree that Orbax saves and loads, whichever of the
 two saved it. If Orbax refuses a tree or loses a leaf, ours raises in the call and names
@@ -7,6 +7,9 @@ the leaf.
 
 import collections
 import contextlib
+import functools
+import inspect
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +21,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt import frontend
+from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.choices import Local, Persistent
+from tests.checkpoint import orbax_steps
 from tests.checkpoint.test_orbax_format import TREES
 
 # Orbax warns about loads without a sharding.
@@ -46,20 +51,10 @@ def parts():
         "large numbers": {"i": 2**40, "u": 2**63, "f": float("inf"), "t": True},
         "another byte order": {"a": np.arange(3, dtype=">i4")},
         "small numbers": {"a": jnp.ones(4, jnp.int4), "b": jnp.ones(3, "float8_e5m2")},
-        "arrays of JAX": {
-            "bool": jnp.arange(3) > 1,
-            "int8": jnp.int8(3),
-            "complex": jnp.full((3, 1), 1j, jnp.complex64),
-            "low": jnp.full((2, 3), 3, jnp.bfloat16),
-            "keys": jax.random.split(jax.random.key(3), (3, 2)),
-            "rbg": jax.random.key(3, impl="rbg"),
-        },
-        "arrays of NumPy": {
-            "large": np.arange(3, dtype=np.uint64) + 2**63,
-            "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)) / 3,
-            "no dims": np.array(True),
-            "strided": np.arange(9)[::3],
-        },
+        "complex numbers": jnp.full((3, 1), 1j, jnp.complex64),
+        "keys": jax.random.split(jax.random.key(3), (3, 2)),
+        "order of elements": np.asfortranarray(np.arange(6.0).reshape(2, 3)) / 3,
+        "strided": np.arange(9)[::3],
         "nested": [{3: (1, [Point(None, {"a": ((), {})})])}, (jnp.ones(1),)],
         **{name: make() for name, make in TREES.items()},
     }
@@ -86,21 +81,11 @@ def saved():
 
 def asked(**changes):
     """The same tree as it is asked for."""
-    return {
-        "a": jax.ShapeDtypeStruct((3,), np.float32),
-        "n": np.zeros(3, int),
-        "i": int,
-        "f": float,
-        "b": bool,
-        "s": str,
-        "k": jax.random.key(0),
-        "l": [0, {"z": jnp.zeros(2)}],
-        "none": None,
-        "e": {},
-        "t": (int, int),
-        "w": jax.ShapeDtypeStruct((8, 4), np.float32),
-        **changes,
-    }
+    types = {"i": int, "f": float, "b": bool, "s": str, "t": (int, int)}
+    arrays = {"n": np.zeros(3, int), "l": [0, {"z": jnp.zeros(2)}]}
+    arrays["a"] = jax.ShapeDtypeStruct((3,), np.float32)
+    arrays["w"] = jax.ShapeDtypeStruct((8, 4), np.float32)
+    return {**saved(), "k": jax.random.key(0), **types, **arrays, **changes}
 
 
 # By the step that each is saved as.
@@ -124,13 +109,8 @@ def bits(tree):
     def leaf_bits(leaf):
         if not isinstance(leaf, jax.Array | np.ndarray):
             return type(leaf), repr(leaf)
-        numbers, place = leaf, None
-        if isinstance(leaf, jax.Array):
-            place = leaf.sharding
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-                numbers = jax.random.key_data(leaf)
-        numbers = np.asarray(numbers)
-        return type(leaf), str(leaf.dtype), leaf.shape, numbers.tobytes(), place
+        values, place = orbax_steps.data(leaf), getattr(leaf, "sharding", None)
+        return type(leaf), str(leaf.dtype), values.shape, values.tobytes(), place
 
     leaves, structure = jax.tree.flatten(tree)
     return structure, [leaf_bits(leaf) for leaf in leaves]
@@ -139,50 +119,45 @@ def bits(tree):
 class Saved:
     """The trees as steps that we saved and that Orbax saved, and who reads them."""
 
-    def __init__(self, directory, trees, stack):
+    def __init__(self, directory, stack):
         def open_ours(*tiers, **options):
-            return stack.enter_context(
-                frontend.Checkpointer(tiers, run="run", **options)
-            )
+            opened = frontend.Checkpointer(tiers, run="run", **options)
+            return stack.enter_context(opened)
 
         def open_orbax(path):
             return stack.enter_context(ocp.training.Checkpointer(path))
 
-        self.trees = trees
+        self.trees = {name: make() for name, make in STEPS.items()}
         self.by_orbax = directory / "orbax"
-        ours, stored = directory / "ours", Persistent(directory / "ours", every=1)
+        stored = Persistent(directory / "ours", every=1)
         self.ram = open_ours(Local(directory / "ram", keep=ALL), stored)
         self.orbax = open_orbax(self.by_orbax)
-        for number, tree in enumerate(trees.values()):
-            assert self.ram.save(number, tree)
+        for name, tree in self.trees.items():
+            assert self.ram.save(NUMBERS[name], tree)
+            assert self.orbax.save(NUMBERS[name], tree)
             self.ram.wait()
-            assert self.orbax.save(number, tree)
         self.storage = open_ours(stored, read_only=True)
         self.of_orbax = open_ours(Persistent(self.by_orbax), read_only=True)
-        self.readers = [self.ram, self.storage, self.of_orbax, open_orbax(ours)]
-
-    def check(self, name):
-        """All read the same of a step, without a tree and with one."""
-        number, tree = list(self.trees).index(name), self.trees[name]
-        expected = bits(self.orbax.load(number)), bits(self.orbax.load(number, tree))
-        for reader in self.readers:
-            assert bits(reader.load(number)) == expected[0]
-            assert bits(reader.load(number, tree)) == expected[1]
-        for reader in (self.ram, self.of_orbax):
-            metadata = reader.metadata(number).metadata
-            assert bits(reader.load(number, metadata)) == expected[0]
+        stock = open_orbax(directory / "ours")
+        self.readers = [self.ram, self.storage, self.of_orbax, stock]
 
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory):
     with contextlib.ExitStack() as stack:
-        trees = {name: make() for name, make in STEPS.items()}
-        yield Saved(tmp_path_factory.mktemp("trees"), trees, stack)
+        yield Saved(tmp_path_factory.mktemp("trees"), stack)
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_tree_comes_back_as_from_orbax(name, steps):
-    steps.check(name)
+    number, tree = NUMBERS[name], steps.trees[name]
+    expected = bits(steps.orbax.load(number)), bits(steps.orbax.load(number, tree))
+    for reader in steps.readers:
+        assert bits(reader.load(number)) == expected[0]
+        assert bits(reader.load(number, tree)) == expected[1]
+    for reader in (steps.ram, steps.of_orbax):
+        metadata = reader.metadata(number).metadata
+        assert bits(reader.load(number, metadata)) == expected[0]
 
 
 @pytest.fixture(scope="module")
@@ -212,68 +187,67 @@ def test_orbax_loads_a_tree_of_arrays_without_elements_alone(checkpointer):
         assert bits(orbax.load(number)) == bits(tree)
 
 
+def test_a_tree_is_saved_after_one_that_it_cannot_be_compared_with(checkpointer):
+    for make in (
+        lambda n: {(1, 2) if n == 1 else np.int64(3): np.full(2, n)},
+        lambda n: {1 if n == 1 else True: np.full(2, n)},
+        lambda n: [np.full(2, n)] if n == 1 else (np.full(2, n), {}, []),
+    ):
+        for n in (1, 2, 3):
+            number = save_next(checkpointer, make(n))
+            stored = ocp.load(checkpointer.directory / str(number), make(n))
+            for loaded in (stored, checkpointer.load(number, make(n))):
+                np.testing.assert_array_equal(jax.tree.leaves(loaded), [[n, n]])
+
+
+UNSAVED = [np.float32(1), np.bool_(True), 1j, b"bytes", object(), ..., 2**70]
+UNSAVED += [np.array(["text"]), np.array([None]), np.array(["2020"], "datetime64[D]")]
+UNSAVED += [jax.tree.structure({"b": 1})]
 REFUSED = {
-    "state/a": [
-        lambda: {"a": np.float32(1)},
-        lambda: {"a": np.int64(1)},
-        lambda: {"a": np.bool_(True)},
-        lambda: {"a": 1j},
-        lambda: {"a": b"bytes"},
-        lambda: {"a": object()},
-        lambda: {"a": ...},
-        lambda: {"a": jax.tree.structure({"b": 1})},
-        lambda: {"a": np.array(["text"])},
-        lambda: {"a": np.array([None])},
-        lambda: {"a": np.array(["2020-01-01"], "datetime64[D]")},
-        lambda: {"a": 2**70},
-    ],
-    "state/a/0/b": [lambda: {"a": [{"b": np.uint8(3)}]}],
+    "state/a": [{"a": value} for value in UNSAVED],
+    "state/a/0/b": [{"a": [{"b": np.uint8(3)}]}],
     "'state/a/b' and 'state/a.b'": [
-        lambda: {"a": {"b": 1}, "a.b": 2},
-        lambda: {"a": {"b": jnp.ones(2)}, "a.b": jnp.zeros(3)},
-        lambda: {"a": {"b": "x"}, "a.b": "y"},
+        {"a": {"b": np.ones(2)}, "a.b": np.zeros(3)},
+        {"a": {"b": "x"}, "a.b": "y"},
     ],
-    "'state/a/' and 'state/a/~1'": [lambda: {"a": {"": 1, "/": 2}}],
-    "is not Unicode": [lambda: {"\ud800": 1}, lambda: {"a": "\ud800"}],
-    "'state' is empty": [dict, list, lambda: None],
+    "'state/a/' and 'state/a/~1'": [{"a": {"": 1, "/": 2}}],
+    "is not Unicode": [{"\ud800": 1}, {"a": "\ud800"}],
+    "'state' is empty": [{}, [], None],
 }
 
 
-@pytest.mark.parametrize("leaf", REFUSED)
-def test_a_tree_that_orbax_does_not_save_is_refused_in_the_call(leaf, checkpointer):
-    before = save_next(checkpointer, {"w": jnp.ones(2)})
-    for make in REFUSED[leaf]:
-        with pytest.raises(errors.CheckpointError, match=leaf):
-            checkpointer.save_async(before + 1, make())
+def test_a_tree_that_orbax_does_not_save_is_refused_in_the_call(checkpointer):
+    before = save_next(checkpointer, {"w": 1})
+    for leaf, trees in REFUSED.items():
+        for tree in trees:
+            with pytest.raises(errors.CheckpointError, match=leaf):
+                checkpointer.save_async(before + 1, tree)
     assert checkpointer.latest.step == before
     # The steps after it are saved and backed up.
-    assert checkpointer.is_durable(save_next(checkpointer, {"w": jnp.ones(2)}))
+    assert checkpointer.is_durable(save_next(checkpointer, {"w": 1}))
 
 
 NAMES = ["", ".", "..", "a/b", "metrics", "AUTO", "manifest-a.json", "\ud800"]
 
 
-def test_checkpointables_have_names_that_can_be_directories(checkpointer):
+def test_names_that_cannot_be_directories_and_what_is_no_json_are_refused(checkpointer):
     number = save_next(checkpointer, {"w": 1}) + 1
-    for name in NAMES:
-        with pytest.raises(errors.CheckpointError, match="cannot be used for a check"):
-            checkpointer.save_checkpointables(number, {name: {"w": jnp.ones(2)}})
-    with pytest.raises(errors.CheckpointError, match="no checkpointables were given"):
-        checkpointer.save_checkpointables(number, {})
-    for given, found in (
-        (jnp.ones(2), "a ArrayImpl"),
-        ([jnp.ones(2)], "a list"),
-        ({1: jnp.ones(2)}, r"a dict with the keys \[1\]"),
-    ):
-        for verb in ("save", "load"):
-            call = getattr(checkpointer, f"{verb}_checkpointables")
-            message = rf"are a mapping of names .* and not {found}; save and load"
-            with pytest.raises(errors.CheckpointError, match=message):
-                call(number, given)
+    refused = [({name: {"w": 1}}, "cannot be used for a check") for name in NAMES]
+    mapping = "are a mapping of names .* and not "
+    refused += [
+        ({}, "no checkpointables were given"),
+        (jnp.ones(2), f"{mapping}a ArrayImpl"),
+        ([jnp.ones(2)], f"{mapping}a list"),
+        ({1: jnp.ones(2)}, rf"{mapping}a dict with the keys \[1\]"),
+    ]
+    for given, why in refused:
+        with pytest.raises(errors.CheckpointError, match=why):
+            checkpointer.save_checkpointables(number, given)
+    with pytest.raises(errors.CheckpointError, match=f"{mapping}a list"):
+        checkpointer.load_checkpointables(number, [jnp.ones(2)])
     for options in ({"metrics": {"loss": jnp.ones(2)}}, {"custom_metadata": object()}):
         with pytest.raises(errors.CheckpointError, match=r"are not JSON.* float\(loss"):
-            checkpointer.save(number, {"w": jnp.ones(2)}, **options)
-    assert checkpointer.save(number, {"w": jnp.ones(2)})
+            checkpointer.save(number, {"w": 1}, **options)
 
 
 def forms():
@@ -294,33 +268,17 @@ def forms():
     ]
 
 
-def test_leaves_are_restored_in_the_forms_that_orbax_takes(steps):
+def test_leaves_and_parts_are_restored_in_the_forms_that_orbax_takes(steps):
     number = NUMBERS["leaves of all kinds"]
     for wanted in forms():
         expected = bits(steps.orbax.load(number, wanted))
         assert bits(steps.storage.load(number, wanted)) == expected
         assert bits(steps.of_orbax.load(number, wanted)) == expected
-
-
-@pytest.mark.parametrize("impl", ["unsafe_rbg", "threefry2x32"])
-def test_a_key_of_another_generator_is_refused(steps, impl):
-    # Orbax returns one of the saved generator, if its numbers have that shape.
-    other = {"k": jax.random.key(3, impl=impl)}
-    for tier in (steps.ram, steps.storage):
-        with pytest.raises(errors.CheckpointError, match=r"was saved as key<rbg>, and"):
-            tier.load(NUMBERS["a key of another generator"], other)
-
-
-def test_a_part_is_restored_as_orbax_does(steps):
-    number = NUMBERS["leaves of all kinds"]
-    context = ocp.Context()
-    context.pytree.loading.partial_load = True
-    with ocp.training.Checkpointer(steps.by_orbax, context=context) as orbax:
+    with ocp.training.Checkpointer(steps.by_orbax, context=partial()) as orbax:
         for part in (
             {"a": asked()["a"]},
             {"i": int, "s": str, "none": None},
             {"f": float, "another": 7},
-            asked(),
         ):
             expected = bits(orbax.load(number, part))
             for ours in (steps.ram, steps.of_orbax):
@@ -328,21 +286,24 @@ def test_a_part_is_restored_as_orbax_does(steps):
 
 
 REFUSED_FORMS = {
-    "state/a cannot be restored as a bytes": [{"a": b""}],
-    "state/a cannot be restored as a object": [{"a": object()}],
-    "state/s was saved as": [{"s": int}],
-    "state/i was saved as": [{"i": str}, {"i": "any"}],
-    r"state/f was saved with the value 1.5 .*int64 would make 1;": [{"f": 0}],
-    r"state/i was saved with the value .*bool would make True;": [{"i": bool}],
+    "state/a cannot be restored as a bytes": {"a": b""},
+    "state/a cannot be restored as a object": {"a": object()},
+    "state/s was saved as": {"s": int},
+    "state/i was saved as": {"i": "any"},
+    r"state/f was saved with the value 1.5 .*int64 would make 1;": {"f": 0},
+    r"state/i was saved with the value .*bool would make True;": {"i": bool},
 }
 
 
 def test_a_form_that_orbax_does_not_restore_is_refused(steps):
-    number = NUMBERS["leaves of all kinds"]
-    for why, forms in REFUSED_FORMS.items():
-        for form in forms:
-            with pytest.raises(errors.CheckpointError, match=why):
-                steps.storage.load(number, asked(**form))
+    for why, form in REFUSED_FORMS.items():
+        with pytest.raises(errors.CheckpointError, match=why):
+            steps.storage.load(NUMBERS["leaves of all kinds"], asked(**form))
+    # Orbax returns a key of the saved generator, if its numbers have that shape.
+    for impl in ("unsafe_rbg", "threefry2x32"):
+        other = {"k": jax.random.key(3, impl=impl)}
+        with pytest.raises(errors.CheckpointError, match=r"was saved as key<rbg>, and"):
+            steps.ram.load(NUMBERS["a key of another generator"], other)
 
 
 def test_checkpointables_are_chosen_as_in_orbax(checkpointer, tmp_path):
@@ -362,46 +323,28 @@ def test_checkpointables_are_chosen_as_in_orbax(checkpointer, tmp_path):
 
 
 def test_all_formats_that_orbax_writes_are_read(tmp_path):
-    tree = {"a": jnp.arange(3.0), "k": jax.random.key(3), "s": "x"}
-    formats = [
-        {"use_ocdbt": False},
-        {"use_zarr3": False},
-        {"use_zarr3": False, "use_ocdbt": False},
-        {"use_compression": False},
-    ]
-    for number, saving in enumerate(formats, start=1):
-        context = ocp.Context()
-        for option, value in saving.items():
-            setattr(context.array.saving, option, value)
-        with ocp.training.Checkpointer(tmp_path, context=context) as stock:
-            stock.save(number, tree)
-    message = struct_pb2.Struct()
+    tree, message = saved(), struct_pb2.Struct()
     message["a"] = 5
-    with ocp.training.Checkpointer(tmp_path) as stock:
-        stock.save_checkpointables(5, {"state": tree, "config": message})
-        with frontend.Checkpointer([Persistent(tmp_path)], read_only=True) as ours:
-            for number in range(1, 5):
-                for wanted in (None, {"state": tree}):
-                    expected = bits(stock.load_checkpointables(number, wanted))
-                    assert bits(ours.load_checkpointables(number, wanted)) == expected
-            # A message is read by its class.
-            wanted = {"state": tree, "config": struct_pb2.Struct}
-            assert ours.load_checkpointables(5, wanted)["config"] == message
-
-
-@pytest.mark.parametrize("more", [{}, {"more": {"a": [1, None]}}])
-def test_steps_of_orbax_v0_are_read(tmp_path, more):
-    more = {name: v0.args.JsonSave(value) for name, value in more.items()}
+    for number, use_ocdbt in enumerate((True, False), start=1):
+        context = ocp.Context()
+        context.array.saving.use_zarr3 = False
+        context.array.saving.use_ocdbt = use_ocdbt
+        with ocp.training.Checkpointer(tmp_path, context=context) as stock:
+            stock.save_checkpointables(number, {"state": tree, "config": message})
     with v0.CheckpointManager(tmp_path) as manager:
-        args = v0.args.Composite(state=v0.args.PyTreeSave(saved()), **more)
-        manager.save(1, args=args)
+        more = v0.args.JsonSave({"a": [1, None]})
+        args = v0.args.Composite(state=v0.args.PyTreeSave(tree), more=more)
+        manager.save(3, args=args)
+    requests = [(n, {"state": each}) for n in (1, 2, 3) for each in (None, asked())]
+    # A message is read by its class.
+    requests += [(3, None), (1, {"state": tree, "config": struct_pb2.Struct})]
     with (
         ocp.training.Checkpointer(tmp_path) as stock,
         frontend.Checkpointer([Persistent(tmp_path)], read_only=True) as ours,
     ):
-        for wanted in (None, {"state": asked()}):
-            expected = bits(stock.load_checkpointables(1, wanted))
-            assert bits(ours.load_checkpointables(1, wanted)) == expected
+        for request in requests:
+            expected = bits(stock.load_checkpointables(*request))
+            assert bits(ours.load_checkpointables(*request)) == expected
 
 
 def test_an_nnx_module_with_a_list_is_restored(checkpointer):
@@ -409,16 +352,125 @@ def test_an_nnx_module_with_a_list_is_restored(checkpointer):
     from flax import nnx
 
     class Model(nnx.Module):
-        def __init__(self, seed):
-            rngs = nnx.Rngs(seed)
-            self.layers = nnx.List([nnx.Linear(2, 3, rngs=rngs) for _ in range(11)])
+        def __init__(self, value):
+            self.layers = nnx.List([nnx.Param(jnp.full(2, value)) for _ in range(11)])
 
-    model = Model(0)
-    number = save_next(checkpointer, model)
-    restored = checkpointer.load(number, Model(1))
+    number = save_next(checkpointer, Model(5.0))
+    restored = checkpointer.load(number, Model(1.0))
     assert isinstance(restored, Model)
-    assert bits(jax.tree.leaves(restored)) == bits(jax.tree.leaves(model))
-    layer = checkpointer.load(number)["layers"]["10"]
-    assert np.array_equal(layer["kernel"]["value"], model.layers[10].kernel[...])
-    metadata = checkpointer.metadata(number).metadata
-    assert metadata["layers"]["10"]["kernel"]["value"].shape == (2, 3)
+    assert bits(jax.tree.leaves(restored)) == bits([jnp.full(2, 5.0)] * 11)
+    assert checkpointer.load(number)["layers"]["10"]["value"][0] == 5.0
+
+
+def partial():
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    return context
+
+
+def test_a_context_has_parts_loaded(checkpointer):
+    number = save_next(checkpointer, {"a": 1, "b": {"c": 2, "d": 3}})
+    part, expected = {"b": {"d": 0}}, {"b": {"d": 3}}
+    with partial():
+        # Also in the thread of a load in the background.
+        response = checkpointer.load_async(number, part)
+    assert response.result() == expected
+    # A context of the checkpointer.
+    tiers = [Persistent(checkpointer.directory)]
+    with frontend.Checkpointer(tiers, context=partial(), read_only=True) as opened:
+        assert opened.load(number, part) == expected
+
+
+def test_what_orbax_has_is_there():
+    for name, theirs in vars(ocp.training.Checkpointer).items():
+        if name.startswith("_"):
+            continue
+        ours = getattr(frontend.Checkpointer, name)
+        assert isinstance(ours, property) == isinstance(theirs, property)
+        if isinstance(theirs, property) or hasattr(theirs, "__deprecated__"):
+            continue
+        wanted, takes = (
+            dict(inspect.signature(each).parameters) for each in (theirs, ours)
+        )
+        takes_more = any(each.kind is each.VAR_KEYWORD for each in takes.values())
+        for parameter in wanted.values():
+            if parameter.kind is parameter.KEYWORD_ONLY and takes_more:
+                continue
+            mine = takes[parameter.name]
+            assert (mine.kind, mine.default) == (parameter.kind, parameter.default)
+        by_place = [
+            [n for n, each in given.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
+            for given in (wanted, takes)
+        ]
+        assert by_place[0] == by_place[1], name
+    of_step = {n for n in dir(ocp.training.CheckpointMetadata) if n[0] != "_"}
+    assert of_step <= {
+        *CheckpointMetadata.__dataclass_fields__,
+        *dir(CheckpointMetadata),
+    }
+
+
+@pytest.mark.parametrize("ram", [None, "ram"])
+def test_what_goes_on_in_the_background_comes_to_the_same(make, ram):
+    ours = make(ram=ram)
+    for step in (1, 2, 3):
+        # By a former name.
+        assert ours.save_pytree_async(step, {"n": step}).result()
+        ours.wait()
+    seen = []
+    response = ours.load_async(2, {"n": 0})
+    response.on_complete(seen.append)
+    assert response.result(60) == {"n": 2}
+    assert ours.load_checkpointables_async(1).result() == {"state": {"n": 1}}
+    assert ours.load_pytree() == {"n": 3}
+    assert ours.load_pytree_async(1).result() == {"n": 1}
+    assert ours.pytree_metadata(2).metadata == {"n": 0}
+    assert ours.delete_async(2).result()
+    assert [each.step for each in ours.checkpoints] == [1, 3]
+    assert not ours.delete_async(2, missing_ok=True).result()
+    with pytest.raises(
+        ocp.training.errors.StepNotFoundError, match="step 2 is not in any tier"
+    ):
+        ours.delete_async(2).result()
+    with pytest.raises(errors.CheckpointError, match="'state' of step 3 cannot be del"):
+        ours.delete(3, checkpointable_name="state")
+    ours.cancel(3)
+    assert ours.latest.step == 1
+    ours.wait()
+    assert seen == [{"n": 2}]
+
+
+def context_with(option, value):
+    context = ocp.Context()
+    *groups, last = option.split(".")
+    setattr(functools.reduce(getattr, groups, context), last, value)
+    return context
+
+
+def test_options_that_would_be_ignored_are_refused_by_name_and_others_are_taken(make):
+    ours = make()
+    assert ours.save(1, {"n": 1})
+
+    def save():
+        return ours.save(2, {"n": 2})
+
+    layout = ocp.options.CheckpointLayout.SAFETENSORS
+    to_delete = "deletion.gcs_deletion_options.todelete_full_path"
+    for option, value, call in (
+        ("array.saving.use_zarr3", False, save),
+        ("array.saving.storage_options.dtype", "float16", save),
+        ("file.path_class", pathlib.Path, save),
+        ("multiprocessing.primary_host", None, save),
+        ("checkpoint_layout", layout, save),
+        ("checkpoint_layout", layout, ours.load_async),
+        ("array.loading.enable_padding_and_truncation", True, ours.load_async),
+        (to_delete, "trash", lambda: ours.delete(1)),
+    ):
+        context = context_with(option, value)
+        named = option.replace(".", ".*")
+        with context, pytest.raises(errors.CheckpointError, match=named):
+            call()
+    with context_with("memory.write_concurrent_bytes", 2**20):
+        assert save()
+        assert ours.load(2) == {"n": 2}
+        assert ours.delete(2)

@@ -1,4 +1,4 @@
-"""Our metadata files are Orbax's own, tree by tree."""
+"""The structure of trees: in the files of Orbax, and as text in manifests."""
 
 import collections
 import dataclasses
@@ -12,7 +12,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import orbax_format
+from elastic_ckpt.checkpoint import orbax_format, structure
+from elastic_ckpt.core import errors
+from elastic_ckpt.steps import manifest
 from tests.checkpoint.test_component_io import Counter
 
 Point = collections.namedtuple("Point", "x y")
@@ -26,29 +28,21 @@ class Layer:
     bias: object
 
 
-@jax.tree_util.register_pytree_node_class
 class Pair:
     """A custom node without names of its children."""
 
     def __init__(self, *children):
         self.children = children
 
-    def tree_flatten(self):
-        return self.children, None
 
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(*children)
-
-
-def mesh(shape=(2, 4), names=("slice", "fsdp")):
-    return jax.make_mesh(
-        shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(shape)
-    )
+jax.tree_util.register_pytree_node(
+    Pair, lambda pair: (pair.children, None), lambda _, children: Pair(*children)
+)
 
 
 def sharded(value, *spec):
-    return jax.device_put(value, NamedSharding(mesh(), PartitionSpec(*spec)))
+    mesh = jax.make_mesh((2, 4), ("slice", "fsdp"))
+    return jax.device_put(value, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 def ones(*shape):
@@ -138,3 +132,54 @@ def test_the_files_are_those_that_orbax_writes(alone, tmp_path):
     notes |= {"init_timestamp_nsecs": 1, "commit_timestamp_nsecs": 2}
     ours = orbax_format.metadata_files(trees, ["data"], chunks=chunks(trees), **notes)
     assert without_chunks(ours) == without_chunks(files(tmp_path / "5"))
+
+
+def saved_trees(text, path, shape, dtype):
+    leaf = manifest.Leaf(path=path, shape=shape, dtype=dtype)
+    contents = manifest.Contents(leaves=(leaf,), components={}, trees=text)
+    return structure.saved_trees(contents)
+
+
+def test_the_text_of_some_trees_and_shardings_over_devices_that_are_gone():
+    over = NamedSharding(jax.make_mesh((4, 2), ("a", "b")), PartitionSpec("a"))
+    array = jax.device_put(jnp.ones(4), over)
+    keys = jax.device_put(jax.random.split(jax.random.key(0), 4), over)
+    tree = {
+        "w": array,
+        "again": array,
+        "here": [jnp.ones(1), 0.5, True, np.ones(2)],
+        "keys": [jax.random.key(0), keys],
+        "text": "two words",
+        "nothing": [None, (), [], {}],
+    }
+    described = json.loads(structure.to_json({"state": tree, "n": 3}))
+    assert described["trees"] == {
+        "n": "int",
+        "state": {
+            "w": "array 0",
+            "again": "array 0",
+            "here": ["array", "float", "bool", "numpy"],
+            "keys": ["key threefry2x32", "key threefry2x32 0"],
+            "text": "text two words",
+            "nothing": [None, "()", [], {}],
+        },
+    }
+    assert [each["partition_spec"] for each in described["shardings"]] == [["a"]]
+    text = structure.to_json({"w": array})
+    assert saved_trees(text, "w", (4,), "float32")["w"].sharding == over
+    elsewhere = text.replace('{"id":7}', '{"id":70}')
+    assert saved_trees(elsewhere, "w", (4,), "float32")["w"].sharding is None
+
+
+def test_a_text_of_another_kind_is_one_clear_error():
+    for text in (
+        "{}",
+        '{"shardings":[],"trees":[]}',
+        '{"shardings":[],"trees":{"w":"array"}}',
+        '{"shardings":[{}],"trees":{}}',
+        '{"shardings":[],"trees":{"n":"array 3"}}',
+        '{"shardings":[],"trees":{"n":"key nonsense"}}',
+        '{"shardings":[],"trees":{"n":7}}',
+    ):
+        with pytest.raises(errors.CheckpointError, match="trees that cannot be read"):
+            saved_trees(text, "n", (2,), "uint32")

@@ -1,36 +1,83 @@
 """Stock Orbax, without this package, loads the steps of the persistent tier."""
 
-import jax
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
 import pytest
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.core import storage
 from elastic_ckpt.steps.step import Line
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
-from tests.checkpoint import orbax_steps, stock_environment, stock_program
+from tests.checkpoint import orbax_steps, stock_program
+from tests.checkpoint.test_component_io import Counter
+from tests.sidecar import simulated_hosts
 from tests.tiers.tiered_steps import steps_of
 
 # Orbax warns about loads without a sharding.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
-KINDS = ("renamed", "in place")
+ROOT = pathlib.Path(__file__).parents[2]
+ENVIRONMENT = ROOT / ".venv-stock-orbax"
+CONSTRAINTS = ROOT / "constraints.txt"
 
 
-def root_of(kind, path):
-    return persistent_root.PersistentRoot(
-        path=storage.absolute(path), in_place=kind == "in place"
-    )
+def set_up_environment():
+    """An environment with JAX and Orbax alone, unless the same one is there."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    wanted = hashlib.sha256(version.encode() + CONSTRAINTS.read_bytes()).hexdigest()
+    stamp = ENVIRONMENT / "set_up_from"
+    with contextlib.suppress(FileNotFoundError):
+        if stamp.read_text() == wanted:
+            return
+    shutil.rmtree(ENVIRONMENT, ignore_errors=True)
+    uv = os.environ.get("UV") or shutil.which("uv")
+    python = ENVIRONMENT / "bin" / "python"
+    packages = ("-c", CONSTRAINTS, "jax", "orbax-checkpoint")
+    for command in (
+        [uv, "venv", "--quiet", "--python", sys.executable, ENVIRONMENT],
+        [uv, "pip", "install", "--quiet", "--python", python, *packages],
+    ):
+        subprocess.run(command, cwd=ROOT, check=True)
+    stamp.write_text(wanted)
 
 
-def trees():
-    mesh = jax.make_mesh(
-        (4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2
-    )
-    return {"state": orbax_steps.state(mesh)}
+@pytest.fixture(params=["renamed", "in place"])
+def kind(request, monkeypatch):
+    """How steps are committed: as on a disk, or as in a bucket."""
+
+    def from_path(path):
+        is_in_place = request.param == "in place"
+        path = storage.absolute(path)
+        return persistent_root.PersistentRoot(path=path, in_place=is_in_place)
+
+    monkeypatch.setattr(persistent_root.PersistentRoot, "from_path", from_path)
+    return request.param
 
 
-def check(loaded, *, devices):
-    expected = stock_program.digests(trees()["state"])
+def save(path, *steps):
+    """Two hosts save steps; returns the state."""
+    with (
+        simulated_hosts.Machines() as machines,
+        simulated_hosts.world(
+            machines, 2, slices=2, storage_alone=True, persistent=path
+        ) as (ours, mesh, _),
+    ):
+        state = orbax_steps.state(mesh)
+        for step in steps:
+            parts = {"state": state, "data": Counter()}
+            assert ours.save_checkpointables(step, parts, metrics={"loss": 1.5})
+    return state
+
+
+def check(loaded, state, *, devices):
+    expected = stock_program.digests(state)
     assert loaded["resharded"] == expected
     assert loaded["as_saved"] == (expected if devices == 8 else None)
     assert loaded["devices"] == devices
@@ -39,59 +86,51 @@ def check(loaded, *, devices):
     assert loaded["metrics"] == {"loss": 1.5}
 
 
-@pytest.mark.parametrize(("kind", "shape"), [("renamed", (2, 4)), ("in place", (4, 2))])
-def test_orbax_loads_the_bits_on_other_meshes(kind, shape, tmp_path):
-    orbax_steps.save(root_of(kind, tmp_path), trees(), metrics={"loss": 1.5})
-    check(stock_program.load(tmp_path, kind, shape), devices=8)
+def test_orbax_loads_the_bits_on_other_meshes(kind, tmp_path):
+    state = save(tmp_path, 5)
+    check(stock_program.load(tmp_path, kind, (4, 2)), state, devices=8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "devices", "shape"), [("in place", 8, (2, 4)), ("renamed", 1, (1, 1))]
+    ("kind", "shape"),
+    [("in place", (2, 4)), ("renamed", (1, 1))],
+    indirect=["kind"],
 )
-def test_orbax_loads_the_bits_where_nothing_of_ours_is_installed(
-    kind, devices, shape, tmp_path
-):
-    stock_environment.set_up()
-    root = tmp_path / "steps"
-    orbax_steps.save(root_of(kind, root), trees(), metrics={"loss": 1.5})
-    loaded = stock_environment.load(
-        root, kind, devices=devices, shape=shape, directory=tmp_path
+def test_orbax_loads_the_bits_where_nothing_of_ours_is_installed(kind, shape, tmp_path):
+    set_up_environment()
+    state = save(tmp_path / "steps", 5)
+    program = [ENVIRONMENT / "bin" / "python", "-I", stock_program.__file__]
+    ran = subprocess.run(
+        [*program, tmp_path / "steps", kind, *map(str, shape)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
+    assert ran.returncode == 0, ran.stderr
+    loaded = json.loads(ran.stdout)
     assert not loaded["ours"]
-    check(loaded, devices=devices)
+    check(loaded, state, devices=shape[0] * shape[1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_orbax_finds_only_committed_steps_and_cleans_the_others_away(kind, tmp_path):
-    root = root_of(kind, tmp_path)
-    orbax_steps.save(root, trees(), step=5)
-    orbax_steps.save(root, trees(), step=6)
+def test_orbax_finds_only_committed_steps_and_goes_on_beside_them(kind, tmp_path):
+    save(tmp_path, 5, 6)
+    root = persistent_root.PersistentRoot.from_path(tmp_path)
     root.uncommit(root.final(6))
-    context = ocp.Context()
-    mode = ocp.options.AtomicityMode
-    context.atomicity.mode = (
-        mode.COMMIT_FILE if kind == "in place" else mode.ATOMIC_RENAME
-    )
-    tier = persistent_tier.PersistentTier(root, run=orbax_steps.RUN)
     assert len(root.leftovers()) == 1
+    tier = persistent_tier.PersistentTier(root, run="run")
+    context = stock_program.context(kind)
     with (
         context,
         ocp.training.Checkpointer(tmp_path, cleanup_tmp_directories=True) as stock,
     ):
         assert [each.step for each in stock.checkpoints] == steps_of(tier) == [5]
         # It cleans in the background, and before it saves again.
-        stock.save_checkpointables(7, trees())
+        stock.save_checkpointables(7, {"state": {"n": 7}})
         assert not root.leftovers()
-
-
-def test_orbax_goes_on_in_our_directory_and_its_steps_are_foreign(tmp_path):
-    root = root_of("renamed", tmp_path)
-    orbax_steps.save(root, trees(), step=5)
-    with ocp.training.Checkpointer(tmp_path) as stock:
-        stock.save_checkpointables(6, trees())
-        assert [each.step for each in stock.checkpoints] == [5, 6]
-    tier = persistent_tier.PersistentTier(root, run=orbax_steps.RUN)
+        assert [each.step for each in stock.checkpoints] == [5, 7]
+    tier = persistent_tier.PersistentTier(root, run="run")
     assert steps_of(tier) == [5]
-    assert list(tier.foreign_saves()) == [6]
+    assert list(tier.foreign_saves()) == [7]
     assert [each.step for each in tier.held(Line(save="", parents=()))] == [5]

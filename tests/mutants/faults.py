@@ -134,7 +134,7 @@ FAULTS: tuple[Fault, ...] = (
         "elastic_ckpt/checkpoint/host/saver.py",
         "            writer.parts |= parts\n",
         "",
-        ("tests/checkpoint/test_component_saves.py",),
+        ("tests/checkpoint/test_component_io.py",),
     ),
     Fault(
         "the files of a step go before its manifest",
