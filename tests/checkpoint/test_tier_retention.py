@@ -7,29 +7,26 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
-from elastic_ckpt import frontend
-from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.tiers import preserved
-from elastic_ckpt.tiers.persistent import (
-    persistent_root,
-    persistent_tier,
-    run_files,
-    upload,
-)
+from elastic_ckpt.steps.step import Line
+from elastic_ckpt.tiers.persistent import leases, persistent_root, run_files, upload
 from tests.recorded_events import RecordedEvents
-from tests.tiers import tiered_steps, uploaded
-from tests.tiers.tiered_steps import steps_of
+from tests.tiers import tiered_steps
 
 # Orbax warns about loads without a sharding.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
 policies = ocp.training.preservation_policies
+BEST = policies.BestN(get_metric_fn=lambda m: -m["loss"], n=1)
+NEWEST = policies.LatestN(1)
+
+
+def root_of(tmp_path):
+    return persistent_root.PersistentRoot.from_path(tmp_path / "steps")
 
 
 def stored(tmp_path):
-    root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
-    return root.steps()
+    return root_of(tmp_path).steps()
 
 
 def in_ram(tmp_path):
@@ -41,7 +38,8 @@ def opened(tmp_path, **options):
     return tiered_steps.checkpointer(tmp_path / "ram", tmp_path / "steps", **options)
 
 
-BEST = policies.BestN(get_metric_fn=lambda m: -m["loss"], n=1)
+def numbers(steps):
+    return [each.step for each in steps]
 
 
 @pytest.mark.parametrize(
@@ -62,40 +60,7 @@ def test_policies_of_orbax_decide_what_stays_in_each_tier_also_over_a_new_world(
                 tiered_steps.save(checkpointer, step, metrics={"loss": loss})
     assert stored(tmp_path) == kept
     assert in_ram(tmp_path) == kept_in_ram
-    root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
-    assert root.leftovers() == []
-
-
-def test_what_is_preserved_by_hand_stays_in_ram_over_a_new_world(tmp_path):
-    with opened(tmp_path, every=100) as checkpointer:
-        tiered_steps.save(checkpointer, 1)
-        (step,) = (tmp_path / "ram" / "hosts" / "0").glob("1-*")
-        preserved.pin(step)
-        tiered_steps.save(checkpointer, 2, 3)
-        assert in_ram(tmp_path) == [1, 3]
-    # A new world removes old steps, and respects the mark.
-    with opened(tmp_path, every=100) as checkpointer:
-        tiered_steps.save(checkpointer, 4)
-        assert in_ram(tmp_path) == [1, 4]
-        preserved.unpin(step)
-        tiered_steps.save(checkpointer, 5)
-    assert in_ram(tmp_path) == [5]
-
-
-def test_steps_of_others_and_the_step_of_a_damaged_newer_one_stay(tmp_path):
-    root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
-    # Orbax alone saved step 0.
-    storage.make_directory(root.final(0) / "state")
-    tiers = {"keep": policies.LatestN(1)}
-    ram = tmp_path / "ram"
-    with tiered_steps.checkpointer(ram, root.path, run="x", **tiers) as checkpointer:
-        # Step 1 is another run's.
-        saved = uploaded.saved_step(1)
-        uploaded.write_all(root, saved, uploaded.hosts(2))
-        uploaded.commit_all(root, saved)
-        assert steps_of(persistent_tier.PersistentTier(root, run="x")) == [1]
-        tiered_steps.save(checkpointer, 2, 3)
-    assert stored(tmp_path) == [0, 1, 3]
+    assert root_of(tmp_path).leftovers() == []
 
 
 @pytest.mark.parametrize("is_damaged", [True, False])
@@ -126,54 +91,50 @@ def test_on_a_full_ram_disk_damaged_steps_go_and_those_that_cannot_be_read_stay(
         assert save(checkpointer, 2)
         assert save(checkpointer, 3) == is_damaged
     monkeypatch.undo()
-    if is_damaged:
-        assert in_ram(tmp_path) == [2, 3]
-        assert not recorded.named("degraded")
-    else:
-        assert in_ram(tmp_path) == [1, 2]
-        assert {each["cause"] for each in recorded.named("degraded")} == {"full"}
-        with opened(tmp_path, **options) as checkpointer:
-            assert checkpointer.load(1)["w"][0] == 1
+    assert in_ram(tmp_path) == ([2, 3] if is_damaged else [1, 2])
+    causes = {each["cause"] for each in recorded.named("degraded")}
+    assert causes == (set() if is_damaged else {"full"})
+
+
+def away(*_, **more):
+    del more
+    raise OSError(5, "storage is away")
 
 
 def test_storage_that_is_away_or_refuses_is_told_and_training_goes_on(
     tmp_path, monkeypatch
 ):
-    def refuse(*_, **more):
-        del more
-        raise OSError(5, "storage is away")
-
     recorded = RecordedEvents()
-    with monkeypatch.context() as patch:
-        patch.setattr(upload, "commit", refuse)
-        with opened(tmp_path, keep=policies.LatestN(1), emit=recorded) as checkpointer:
+    with opened(tmp_path, keep=NEWEST, emit=recorded) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(run_files, "record_evaluation", away)
+            checkpointer.record_metrics(1, {"loss": 0.1})
+        with monkeypatch.context() as patch:
+            patch.setattr(upload, "commit", away)
             tiered_steps.save(checkpointer, 1)
-            assert in_ram(tmp_path) == [1]
-            assert stored(tmp_path) == []
-            patch.undo()
-            patch.setattr(persistent_root.PersistentRoot, "remove", refuse)
-            tiered_steps.save(checkpointer, 2, 3)
+        assert in_ram(tmp_path) == [1]
+        assert stored(tmp_path) == []
+        monkeypatch.setattr(persistent_root.PersistentRoot, "remove", away)
+        tiered_steps.save(checkpointer, 2, 3)
     # Steps that cannot be removed are told, and the backups count.
     assert stored(tmp_path) == [2, 3]
     assert [each["step"] for each in recorded.named("backed_up")] == [2, 3]
-    told = recorded.named("degraded")
-    assert "it was not backed up: host 0: [Errno 5] storage" in told[0]["why"]
-    assert told[-1]["step"] == 3
+    metrics, backup, *_, removal = recorded.named("degraded")
+    assert "its metrics were not recorded: host 0: [Errno 5]" in metrics["why"]
+    assert "it was not backed up: host 0: [Errno 5] storage" in backup["why"]
+    assert removal["step"] == 3
 
 
-def keep(n=1, **options):
+def keep(n=1):
     """The newest, and the best."""
-    best = ec.BestN(n, metric="loss", **options)
-    return policies.AnyPreservationPolicy([policies.LatestN(1), best])
+    return policies.AnyPreservationPolicy([NEWEST, ec.BestN(n, metric="loss")])
 
 
 def test_the_best_by_evaluations_stay_over_worlds_whether_they_saved_or_not(tmp_path):
     with opened(tmp_path, keep=keep(2)) as checkpointer:
-        # Evaluated before it is saved.
+        # Evaluated before it is saved; saved and never evaluated; only evaluated.
         checkpointer.record_metrics(2, {"loss": 0.5})
-        tiered_steps.save(checkpointer, 2)
-        # Saved, and never evaluated; an evaluation that was not saved.
-        tiered_steps.save(checkpointer, 4)
+        tiered_steps.save(checkpointer, 2, 4)
         checkpointer.record_metrics(5, {"loss": 0.4})
         tiered_steps.save(checkpointer, 6)
         assert stored(tmp_path) == [2, 4, 6]
@@ -183,116 +144,49 @@ def test_the_best_by_evaluations_stay_over_worlds_whether_they_saved_or_not(tmp_
         checkpointer.record_metrics(6, {"loss": float("nan")})
         tiered_steps.save(checkpointer, 8)
         assert stored(tmp_path) == [2, 4, 8]
-        checkpointer.record_metrics(8, {"loss": 0.45})
-        tiered_steps.save(checkpointer, 9)
-        assert stored(tmp_path) == [4, 8, 9]
         # The list shrinks with the steps.
         assert checkpointer.delete(4)
         tiered_steps.save(checkpointer, 10)
-        assert stored(tmp_path) == [8, 10]
-        assert checkpointer.evaluations() == {8: {"loss": 0.45}}
+        assert stored(tmp_path) == [2, 10]
+        assert checkpointer.evaluations() == {2: {"loss": 0.5}}
 
 
-def test_another_program_records_metrics_of_a_step_in_storage(tmp_path):
-    with opened(tmp_path, keep=keep()) as checkpointer:
+def test_metrics_need_a_step_in_storage_and_json(tmp_path):
+    with opened(tmp_path) as checkpointer:
         tiered_steps.save(checkpointer, 1)
-        ec.record_metrics(tmp_path / "steps" / "1", {"loss": 0.5})
-        tiered_steps.save(checkpointer, 2, 3)
-        assert stored(tmp_path) == [1, 3]
-        with ocp.training.Checkpointer(tmp_path / "steps") as orbax:
-            assert [each.step for each in orbax.checkpoints] == [1, 3]
     for path in (tmp_path / "steps" / "2", tmp_path / "steps", tmp_path / "ram"):
         with pytest.raises(errors.CheckpointError, match="has committed"):
             ec.record_metrics(path, {"loss": 0.5})
     with pytest.raises(errors.CheckpointError, match="are not JSON"):
         ec.record_metrics(tmp_path / "steps" / "1", {"loss": object()})
-
-
-def test_metrics_need_storage_and_if_it_is_away_the_run_goes_on(tmp_path, monkeypatch):
     with (
-        tiered_steps.checkpointer(tmp_path / "ram") as checkpointer,
+        tiered_steps.checkpointer(tmp_path / "alone") as checkpointer,
         pytest.raises(errors.CheckpointError, match="add Persistent"),
     ):
         checkpointer.record_metrics(1, {"loss": 0.1})
-    recorded = RecordedEvents()
-
-    def away(*_):
-        raise OSError(5, "storage is away")
-
-    with opened(tmp_path, emit=recorded) as checkpointer:
-        monkeypatch.setattr(run_files, "record_evaluation", away)
-        checkpointer.record_metrics(1, {"loss": 0.1})
-    (event,) = recorded.named("degraded")
-    assert "its metrics were not recorded: host 0: [Errno 5]" in event["why"]
-
-
-LOWEST_LOSS = ec.BestN(0)
-
-
-def saver(tmp_path, *, every=100, keep=None, best=LOWEST_LOSS):
-    """A saver of a run that saves its best step."""
-    tiers = [
-        ec.Local(tmp_path / "ram", every=every),
-        ec.Persistent(tmp_path / "steps", every=every, keep=keep),
-    ]
-    saved = run_saver.Saved(best=best, in_background=False)
-    checkpointer = frontend.Checkpointer(tiers, run="run", slice_name="s0")
-    return run_saver.RunSaver(
-        checkpointer=checkpointer, saved=saved, data=tiered_steps.Cursors()
-    )
-
-
-def evaluate(run, *steps, sign=1):
-    """Evaluates steps, and saves those that are due."""
-    for step, loss in steps:
-        run.record(step, {"eval_loss": sign * loss})
-        if run.is_due(step, last=False):
-            run.save(step, tiered_steps.state(step), last=False)
-            run.checkpointer.wait()
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_a_step_that_is_the_best_so_far_is_saved_though_it_is_not_due(tmp_path, sign):
-    best = ec.BestN(0, higher_is_better=sign < 0)
-    first = saver(tmp_path, best=best)
-    losses = (1, 0.5), (2, 0.6), (3, 0.4), (4, 0.4), (5, float("nan"))
-    evaluate(first, *losses, sign=sign)
-    first.close()
-    assert stored(tmp_path) == [1, 3]
-    again = saver(tmp_path, best=best)
-    evaluate(again, (6, 0.45), (7, 0.3), sign=sign)
-    again.close()
-    assert stored(tmp_path) == [1, 3, 7]
-
-
-def set_aside(tmp_path):
-    root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
-    return [each.step for each in root.set_aside_steps()]
 
 
 def test_after_a_rollback_preserved_steps_stay(tmp_path):
-    run = saver(tmp_path, every=2, keep=policies.LatestN(1))
-    for step in (2, 4):
-        evaluate(run, (step, 0.5))
-        ec.pin(tmp_path / "steps" / str(step))
-    evaluate(run, (6, 0.5))
-    assert stored(tmp_path) == [2, 4, 6]
-    (newest,) = (tmp_path / "ram" / "hosts" / "0").glob("6-*")
-    ec.pin(newest)
-    # As a run that diverged, which saves the step that it goes back to again.
-    run.checkpointer.wait()
-    good = next(each for each in run.checkpointer.checkpoints if each.step == 2)
-    run.save_again(2, run.restore(None, good, data=tiered_steps.Cursors()))
-    # Of step 2 the old save comes back when retention has removed the new one.
-    evaluate(run, (8, 0.5), (10, 0.5))
+    with opened(tmp_path, keep=NEWEST) as checkpointer:
+        for step in (2, 4, 6):
+            tiered_steps.save(checkpointer, step)
+            if step < 6:
+                ec.pin(tmp_path / "steps" / str(step))
+        assert stored(tmp_path) == [2, 4, 6]
+        (newest,) = (tmp_path / "ram" / "hosts" / "0").glob("6-*")
+        ec.pin(newest)
+        # As a run that diverged, which saves the step that it goes back to again.
+        checkpointer.load(2, go_back=True)
+        tiered_steps.save(checkpointer, 2, overwrite=True)
+        # Of step 2 the old save comes back when retention has removed the new one.
+        tiered_steps.save(checkpointer, 8, 10)
     assert stored(tmp_path) == [2, 10]
-    assert set_aside(tmp_path) == [4]
+    assert numbers(root_of(tmp_path).set_aside_steps()) == [4]
     assert in_ram(tmp_path) == [6, 10]
-    run.close()
 
 
 def test_metrics_recorded_after_a_save_are_those_of_the_step(tmp_path):
-    with opened(tmp_path, keep=None) as checkpointer:
+    with opened(tmp_path) as checkpointer:
         assert ec.best_step(checkpointer, metric="loss") is None
         for step in (2, 4, 6):
             tiered_steps.save(checkpointer, step, metrics={"lr": step})
@@ -308,11 +202,54 @@ def test_metrics_recorded_after_a_save_are_those_of_the_step(tmp_path):
         assert [each.metrics for each in checkpointer.checkpoints] == expected
         assert ec.best_step(checkpointer, metric="loss") == 6
         assert ec.best_step(checkpointer, metric="loss", higher_is_better=True) == 4
-        ec.record_metrics(tmp_path / "steps" / "2", {"loss": 0.05})
-        assert ec.best_step(checkpointer, metric="loss") == 2
-    with opened(tmp_path, keep=None) as checkpointer:
-        tiered_steps.save(checkpointer, 8)
-        assert [each.metrics for each in checkpointer.checkpoints][1] == expected[1]
-        assert ec.best_step(checkpointer, metric="loss") == 2
+    with opened(tmp_path) as checkpointer:
+        assert ec.best_step(checkpointer, metric="loss") == 4
     with ocp.training.Checkpointer(tmp_path / "steps") as orbax:
         assert ec.best_step(orbax, metric="lr") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+def test_followed_best_and_preserved_steps_outlast_the_newest_in_a_bucket(
+    bucket, tmp_path
+):
+    root = persistent_root.PersistentRoot.from_path(bucket)
+    with tiered_steps.checkpointer(tmp_path / "ram", bucket, keep=keep()) as run:
+        tiered_steps.save(run, 1)
+        followed = ec.watch_steps(bucket, timeout_secs=0)
+        ec.record_metrics(next(followed), {"loss": 0.5})
+        tiered_steps.save(run, 2)
+        step = next(followed)
+        tiered_steps.save(run, 3)
+        # The best, the one that is read, and the newest.
+        assert root.steps() == [1, 2, 3]
+        ec.record_metrics(step, {"loss": 0.6})
+        assert numbers(followed) == [3]
+        ec.pin(f"{bucket}/3")
+        run.record_metrics(3, {"loss": 0.7})
+        tiered_steps.save(run, 4)
+        assert root.steps() == [1, 3, 4]
+        assert run.evaluations() == {1: {"loss": 0.5}, 3: {"loss": 0.7}}
+        # Another program's word on a step that is gone.
+        with pytest.raises(errors.CheckpointError, match="has committed"):
+            ec.record_metrics(step.path, {"loss": 0.1})
+
+
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+def test_a_removal_that_was_cut_short_is_finished_by_the_next_one(bucket, tmp_path):
+    root = persistent_root.PersistentRoot.from_path(bucket)
+    with tiered_steps.checkpointer(tmp_path / "ram", bucket, keep=NEWEST) as run:
+        tiered_steps.save(run, 3)
+        # As a world leaves it that is killed meanwhile: of step 2 some files are left.
+        of_killed = Line(save=f"{1:015d}", parents=())
+        killed = leases.removing(root, [2], of_killed, watch={})
+        killed.__enter__()
+        storage.write_atomic(root.final(2) / "state" / "d" / "x", b"")
+        assert numbers(root.leftovers()) == [2]
+        tiered_steps.save(run, 4)
+    assert root.leftovers() == []
+    assert root.steps() == [4]
+    # An empty directory of a bucket is none.
+    assert not (root.path / leases.DIRECTORY).exists()
+    # While the bucket is there, not in a garbage collection after it.
+    killed.__exit__(None, None, None)
