@@ -12,69 +12,46 @@ from elastic_ckpt.tiers import find, preserved
 from elastic_ckpt.tiers.peers import agent, peer_client, secret
 from elastic_ckpt.tiers.ram import ram_disk
 from tests.tiers import served, tiered_steps
-from tests.tiers.tiered_steps import steps_of
 
 
 class Run:
-    """A run's RAM disk and the memory of two backup hosts, as they were saved."""
+    """A run that has saved step 0 in RAM, and the memory of two backup hosts."""
 
     def __init__(self, directory, stack):
         self.ram = directory / "ram"
         self.roots = [directory / "backup-0", directory / "backup-1"]
-        self.saved = directory / "saved"
-        with tiered_steps.checkpointer(self.saved) as opened:
-            tiered_steps.save(opened, 0)
-        known = secret.read_or_create(self.saved)
-        shutil.copytree(self.saved, self.ram)
+        self.checkpointer = stack.enter_context(tiered_steps.checkpointer(self.ram))
+        self.save(0)
+        known = secret.read_or_create(self.ram)
         urls = []
         for root in [self.ram, *self.roots]:
             root.mkdir(exist_ok=True)
             secret.adopt(root, known)
             service = agent.Service(root=str(root))
             urls.append(stack.enter_context(served.serving(service)).url)
-        client = peer_client.PeerClient(known, timeout_secs=600)
-        stack.callback(client.close)
-        (self.url, *self.urls), self.client = urls, client
-        self.hosts = [
-            stack.enter_context(contextlib.closing(self.backup(root)))
-            for root in self.roots
-        ]
-
-    def backup(self, root, urls=None):
-        return Backup(self, root, urls or self.urls)
+        self.url, *self.urls = urls
+        self.client = peer_client.PeerClient(known, timeout_secs=600)
+        stack.callback(self.client.close)
+        opened = [backup_host.open_disk(r, run=tiered_steps.RUN) for r in self.roots]
+        self.disks = [stack.enter_context(contextlib.closing(each)) for each in opened]
 
     def save(self, step):
-        """Has the run hold this step alone, but for those that are held."""
-        disk = ram_disk.RamDisk(self.ram, run=tiered_steps.RUN)
-        for _, each in disk.all_saves():
-            if each.step not in disk.kept():
-                shutil.rmtree(disk.step_directory(0, each))
-        with tiered_steps.checkpointer(self.saved) as opened:
-            tiered_steps.save(opened, step)
-        (newest,) = ram_disk.RamDisk(self.saved, run=tiered_steps.RUN).saves(0)
-        shutil.copytree(
-            self.saved / f"hosts/0/{newest}", self.ram / f"hosts/0/{newest}"
+        """Has the run hold this step, and those that are held for others."""
+        tiered_steps.save(self.checkpointer, step)
+
+    def follow(self, number, urls=None):
+        """A backup host copies its share; the step and what it took, or None."""
+        taken = backup_host.follow(
+            self.disks[number],
+            agents=[self.url],
+            backups=urls or self.urls,
+            client=self.client,
         )
+        return taken and (taken[0].step, taken[1])
 
     def held(self, number):
-        return steps_of(ram_disk.RamDisk(self.roots[number], run=tiered_steps.RUN))
-
-
-class Backup:
-    """One of the backup hosts."""
-
-    def __init__(self, run, root, urls):
-        self._run, self._urls = run, urls
-        self._own = backup_host.open_disk(root, run=tiered_steps.RUN)
-        self.close = self._own.close
-
-    def follow(self):
-        return backup_host.follow(
-            self._own,
-            agents=[self._run.url],
-            backups=self._urls,
-            client=self._run.client,
-        )
+        disk = ram_disk.RamDisk(self.roots[number], run=tiered_steps.RUN)
+        return tiered_steps.steps_of(disk)
 
 
 @pytest.fixture
@@ -84,7 +61,7 @@ def run(tmp_path):
 
 
 def test_together_they_have_one_copy_and_each_byte_is_sent_once(run):
-    taken = [host.follow()[1] for host in run.hosts]
+    taken = [run.follow(number)[1] for number in (0, 1)]
     tiers = [ram_disk.RamDisk(root, run=tiered_steps.RUN) for root in run.roots]
     found = find.search(tiers).newest().found
     assert found.step_id.step == 0
@@ -93,65 +70,50 @@ def test_together_they_have_one_copy_and_each_byte_is_sent_once(run):
     # The largest part is a quarter of the bytes of both.
     sizes = [each.num_bytes for each in taken]
     assert max(sizes) <= 3 * min(sizes)
-    assert all(host.follow() is None for host in run.hosts)
+    assert run.follow(0) is run.follow(1) is None
 
 
 def test_they_copy_the_same_step_which_the_run_keeps_until_all_have_it(run):
-    first, second = run.hosts
-    assert first.follow()[0].step == 0
+    assert run.follow(0)[0] == 0
     run.save(1)
     # The other one has not copied step 0 yet, and takes it although it is not newest.
-    assert first.follow() is None
-    assert second.follow()[0].step == 0
-    assert second.follow()[0].step == 1
+    assert run.follow(0) is None
+    assert [run.follow(1)[0], run.follow(1)[0]] == [0, 1]
     run.save(2)
-    assert first.follow()[0].step == 1
-    assert [host.follow()[0].step for host in run.hosts] == [2, 2]
+    assert [run.follow(0)[0], run.follow(0)[0], run.follow(1)[0]] == [1, 2, 2]
     assert run.held(0) == [1, 2]
     # Where the run has lost a step, the others join those that go on.
     run.save(3)
-    assert first.follow()[0].step == 3
+    assert run.follow(0)[0] == 3
     shutil.rmtree(run.ram / preserved._HOLDS)
     run.save(4)
-    assert second.follow()[0].step == 4
-    assert first.follow()[0].step == 4
+    assert [run.follow(1)[0], run.follow(0)[0]] == [4, 4]
 
 
 def test_one_that_does_not_answer_is_not_waited_for(run):
-    first, _ = run.hosts
-    assert first.follow()[0].step == 0
+    assert run.follow(0)[0] == 0
     (run.roots[1] / "secret").unlink()
     run.save(1)
-    assert first.follow()[0].step == 1
+    assert run.follow(0)[0] == 1
 
 
 def test_a_part_that_cannot_be_read_leaves_the_step_before(run):
-    first, second = run.hosts
-    first.follow()
-    second.follow()
+    for number in (0, 1):
+        run.follow(number)
     run.save(1)
     for file in (run.ram / "hosts/0").glob("1-*/**/*"):
         if file.is_file() and not file.name.startswith("manifest-"):
             file.write_bytes(b"")
-    for host in run.hosts:
+    for number in (0, 1):
         with pytest.raises(errors.CheckpointError, match="no good copy"):
-            host.follow()
+            run.follow(number)
     assert run.held(0) == run.held(1) == [0]
 
 
-def test_a_share_without_any_part_counts_as_copied(run):
-    run.hosts[0].close()
+def test_a_share_without_any_part_counts_as_copied_and_no_share_is_an_error(run):
+    with pytest.raises(errors.RunError, match="none of the backup hosts"):
+        run.follow(0, run.urls[1:])
     # Far more shares than there are parts.
     urls = [run.urls[1], run.urls[0], *[run.urls[1]] * 200]
-    with contextlib.closing(run.backup(run.roots[0], urls=urls)) as host:
-        assert host.follow()[1].copies == 0
+    assert run.follow(0, urls)[1].copies == 0
     assert run.held(0) == [0]
-
-
-def test_urls_that_do_not_name_this_host_are_an_error(run):
-    run.hosts[0].close()
-    with (
-        contextlib.closing(run.backup(run.roots[0], urls=run.urls[1:])) as host,
-        pytest.raises(errors.RunError, match="none of the backup hosts"),
-    ):
-        host.follow()

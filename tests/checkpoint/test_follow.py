@@ -19,34 +19,30 @@ from tests.tiers import tiered_steps
 # Orbax warns about loads without a sharding.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
-NEVER = 10**6
-# Longer than any test: what a follower waits for comes.
-LONG_SECS = 600
 
-
-def running(directory, *, every=NEVER, keep=10):
+def running(directory, *, every=None, keep=10):
     """A run of one host, the agent of which others can ask."""
     newest = ocp.training.preservation_policies.LatestN(keep)
     tiers = [
         ec.Local(directory / "ram", keep=newest),
         ec.Peers(interface="127.0.0.1"),
-        ec.Persistent(directory / "steps", every=every),
+        ec.Persistent(directory / "steps", every=every or 10**6),
     ]
     return frontend.Checkpointer(tiers, run=tiered_steps.RUN, slice_name="s0")
 
 
 def followed(directory, **options):
-    options = {"timeout_secs": LONG_SECS, "poll_secs": 0.05, **options}
+    # Longer than any test: what a follower waits for comes.
+    options = {"timeout_secs": 600, "poll_secs": 0.05, **options}
     options.setdefault("secret_file", directory / "ram" / "secret")
     return ec.watch_steps(directory / "steps", **options)
 
 
-def params(step):
-    return jax.tree.map(np.asarray, tiered_steps.state(step)["params"])
-
-
-def check(loaded, step):
-    expected = params(step)
+def check(step, number):
+    """A step that was followed has the values that were saved."""
+    assert step.step == number
+    loaded = step.load()["params"]
+    expected = jax.tree.map(np.asarray, tiered_steps.state(number)["params"])
     assert loaded.keys() == expected.keys()
     for name, leaf in loaded.items():
         assert np.asarray(leaf).tobytes() == expected[name].tobytes()
@@ -60,29 +56,20 @@ class Run:
         self.checkpointer = checkpointer
         self.newest = 0
 
-    def save(self, number=1):
-        """Saves steps; returns the newest."""
-        for _ in range(number):
-            self.newest += 1
-            tiered_steps.save(self.checkpointer, self.newest)
+    def save(self):
+        """Saves a step; returns its number."""
+        self.newest += 1
+        tiered_steps.save(self.checkpointer, self.newest)
         return self.newest
 
     def follow(self, **options):
         return followed(self.directory, after=self.newest, **options)
 
-    def spoil(self, step):
-        """Removes the values of a step in RAM, and leaves its manifest."""
-        for chunk in (self._in_ram(step) / "state").rglob("*"):
-            if chunk.is_file() and chunk.name != "zarr.json":
-                chunk.unlink()
-
-    def remove_manifest(self, step):
-        (manifest,) = self._in_ram(step).glob("manifest-*")
-        manifest.unlink()
-
-    def _in_ram(self, step):
-        (found,) = (self.directory / "ram" / "hosts" / "0").glob(f"{step}-*")
-        return found
+    def spoil(self, step, pattern):
+        """Removes files of a step in RAM."""
+        for file in self.directory.glob(f"ram/hosts/0/{step}-*/{pattern}"):
+            if file.is_file():
+                file.unlink()
 
 
 @pytest.fixture(scope="module")
@@ -95,21 +82,13 @@ def run(tmp_path_factory):
 def test_each_step_is_followed_in_ram_bit_for_bit(run):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     over = NamedSharding(mesh, PartitionSpec(None, None))
-    wanted = {
-        "params": {
-            "w": jax.ShapeDtypeStruct((16, 6), np.float32, sharding=over),
-            "b": np.zeros(6, jax.numpy.bfloat16),
-        }
-    }
+    wanted = {"params": {"w": jax.ShapeDtypeStruct((16, 6), np.float32, sharding=over)}}
     with contextlib.closing(run.follow()) as steps:
-        for _ in range(3):
+        for _ in range(2):
             number = run.save()
             step = next(steps)
-            assert step.step == number
-            loaded = step.load(wanted)["params"]
-            check(loaded, number)
-            assert loaded["w"].sharding.mesh == mesh
-            check(step.load()["params"], number)
+            check(step, number)
+            assert step.load(wanted)["params"]["w"].sharding.mesh == mesh
             assert step.load({"step": int}) == {"step": number}
     with pytest.raises(errors.CheckpointError, match="in the RAM of its run"):
         ocp.load(step.path)
@@ -117,23 +96,23 @@ def test_each_step_is_followed_in_ram_bit_for_bit(run):
 
 
 def test_a_step_whose_parts_are_gone_is_passed_over_or_an_error_that_says_so(run):
+    values = "state/**/c/**/*"
     with contextlib.closing(run.follow()) as steps:
-        check(next_after(run, steps).load()["params"], run.newest)
+        check(next_after(run, steps), run.newest)
         good = run.save()
-        run.spoil(run.save())
-        check(next(steps).load()["params"], good)
-        step = next_after(run, steps)
-        assert step.step == run.newest
+        run.spoil(run.save(), values)
+        check(next(steps), good)
+        check(next_after(run, steps), run.newest)
     # Before it was loaded once, nothing shows what is read of a step.
     with contextlib.closing(run.follow()) as steps:
         step = next_after(run, steps)
-        run.spoil(step.step)
+        run.spoil(step.step, values)
         with pytest.raises(leases.StepGoneError, match="load the next one"):
             step.load()
-        check(next_after(run, steps).load()["params"], run.newest)
-    before = run.newest
-    run.remove_manifest(run.save())
-    assert list(followed(run.directory, after=before, timeout_secs=0)) == []
+        check(next_after(run, steps), run.newest)
+    steps = run.follow(timeout_secs=0)
+    run.spoil(run.save(), "manifest-*")
+    assert list(steps) == []
 
 
 def next_after(run, steps):
@@ -145,29 +124,27 @@ def next_after(run, steps):
 def test_a_wrong_secret_is_an_error_that_names_the_file(run, tmp_path):
     wrong = tmp_path / "wrong"
     wrong.write_text("not-the-secret-of-this-run")
-    for path, said in (
-        (wrong, f"secret in {wrong}"),
-        (tmp_path / "no", "holds no secret"),
-    ):
+    absent = tmp_path / "no"
+    for path, said in ((wrong, f"secret in {wrong}"), (absent, "holds no secret")):
         with pytest.raises(errors.RunError, match=said):
             next(run.follow(secret_file=path))
 
 
 def test_after_a_rollback_what_is_saved_again_is_yielded_and_nothing_else(run):
-    old = run.save(3) - 2
+    old, _, newest = run.save(), run.save(), run.save()
     steps = followed(run.directory, timeout_secs=0)
     before = next(steps)
     run.checkpointer.load(old, go_back=True)
     run.newest = old
     again = next_after(run, steps)
-    assert [before.step, again.step] == [old + 2, old + 1]
+    assert [before.step, again.step] == [newest, old + 1]
     assert again.save > before.save
     # The newer step is still in RAM, and abandoned.
     assert list(steps) == []
 
 
 def test_only_leaves_that_changed_are_moved(tmp_path):
-    num_bytes = 2**20
+    num_bytes = 2**18
     frozen = np.random.default_rng(0).random(num_bytes // 8)
 
     def state(step):
@@ -188,15 +165,14 @@ def test_only_leaves_that_changed_are_moved(tmp_path):
         steps = followed(tmp_path, timeout_secs=0, after=0)
         stack.callback(steps.close)
         first = next(steps).load()
-        assert 2 * num_bytes < relay.num_bytes < 2.1 * num_bytes
+        assert 2 * num_bytes < relay.num_bytes < 2.2 * num_bytes
         for number in (2, 3):
             before = relay.num_bytes
             checkpointer.save(number, state(number))
             checkpointer.wait()
             loaded = next(steps).load()["params"]
-            assert num_bytes < relay.num_bytes - before < 1.1 * num_bytes
-            for name, values in state(number)["params"].items():
-                assert loaded[name].tobytes() == values.tobytes()
+            assert num_bytes < relay.num_bytes - before < 1.2 * num_bytes
+            jax.tree.map(np.testing.assert_array_equal, loaded, state(number)["params"])
         # What was handed out stays as it was.
         assert first["params"]["hot"].tobytes() == state(1)["params"]["hot"].tobytes()
         with pytest.raises(ValueError, match="read-only"):
@@ -209,34 +185,28 @@ def test_steps_in_storage_are_followed_under_a_lease_also_those_of_plain_orbax(
     with running(tmp_path, every=2, keep=1) as checkpointer:
         tiered_steps.save(checkpointer, 2)
         # It is in RAM and in storage.
-        steps = followed(tmp_path, timeout_secs=0.2)
-        assert [each.step for each in steps] == [2]
+        assert [each.step for each in followed(tmp_path, timeout_secs=0.2)] == [2]
         # Metrics of a step in RAM count for the step before it in storage.
         tiered_steps.save(checkpointer, 3)
         step = next(followed(tmp_path))
         assert step.step == 3
         ec.record_metrics(step, {"loss": 0.5})
         tiered_steps.save(checkpointer, 4)
-        assert checkpointer.evaluations() == {3: {"loss": 0.5}}
-        by_step = {each.step: each.metrics for each in checkpointer.checkpoints}
-        assert by_step[2] == {"loss": 0.5}
+        assert checkpointer.checkpoints[0].metrics == {"loss": 0.5}
     # The hosts are gone.
     with ocp.training.Checkpointer(tmp_path / "steps") as orbax:
-        state = {"params": tiered_steps.state(5)["params"], "step": 5}
-        orbax.save_checkpointables(5, {"state": state})
+        orbax.save(5, {"params": tiered_steps.state(5)["params"]})
     numbers = []
     for step in followed(tmp_path, secret_file=None, timeout_secs=0):
         assert step.path == tmp_path / "steps" / str(step.step)
         assert list((tmp_path / "steps" / leases.DIRECTORY).iterdir())
-        loaded = step.load({"params": {"w": np.zeros((16, 6), np.float32)}})
-        assert loaded["params"]["w"].tobytes() == params(step.step)["w"].tobytes()
         numbers.append(step.step)
+        check(step, numbers[-1])
     assert numbers == [2, 4, 5]
     assert not list((tmp_path / "steps" / leases.DIRECTORY).iterdir())
     (tmp_path / "steps" / run_files.AGENTS).unlink(missing_ok=True)
     assert next(followed(tmp_path, after=4, timeout_secs=0)).step == 5
-    warnings = [each.getMessage() for each in caplog.records]
-    assert any("agents.json names no agents" in each for each in warnings)
+    assert "agents.json names no agents" in caplog.text
 
 
 def test_a_step_of_which_an_older_save_is_being_removed_comes_later(
@@ -254,10 +224,9 @@ def test_a_step_of_which_an_older_save_is_being_removed_comes_later(
         announced.unlink()
 
     monkeypatch.setattr(follow.time, "sleep", sleep)
-    steps = followed(tmp_path, secret_file=None)
-    assert [next(steps).step, next(steps).step] == [1, 2]
+    with contextlib.closing(followed(tmp_path, secret_file=None)) as steps:
+        assert [next(steps).step, next(steps).step] == [1, 2]
     assert len(waits) == 1
-    steps.close()
 
 
 def test_a_run_without_storage_is_followed_by_its_directory_in_ram(tmp_path):
@@ -266,21 +235,8 @@ def test_a_run_without_storage_is_followed_by_its_directory_in_ram(tmp_path):
         steps = ec.watch_steps(tmp_path / "ram", timeout_secs=0)
         tiered_steps.save(checkpointer, 1)
         step = next(steps)
-        check(step.load()["params"], 1)
+        check(step, 1)
         with pytest.raises(errors.CheckpointError, match="belong in persistent stor"):
             ec.record_metrics(step, {"loss": 0.5})
         assert list(steps) == []
     assert list(ec.watch_steps(tmp_path / "ram", timeout_secs=0)) == []
-
-
-@pytest.mark.slow
-def test_the_next_world_is_followed_though_its_agent_has_moved(tmp_path):
-    with running(tmp_path) as checkpointer:
-        tiered_steps.save(checkpointer, 1)
-        steps = followed(tmp_path)
-        assert next(steps).step == 1
-    with running(tmp_path) as checkpointer:
-        checkpointer.load(None)
-        tiered_steps.save(checkpointer, 2)
-        check(next(steps).load()["params"], 2)
-        steps.close()

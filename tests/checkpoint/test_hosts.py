@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from elastic_ckpt_sidecar import remote_hosts
 
+from benchmarks import scale
 from elastic_ckpt.checkpoint import hosts, restore
 from elastic_ckpt.checkpoint.host import endpoint
 from elastic_ckpt.checkpoint.host.copies import HostCopies
@@ -15,8 +16,7 @@ from elastic_ckpt.checkpoint.host.exchange import Exchange
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.structure import HostNotes
-from elastic_ckpt.core import errors, events
-from elastic_ckpt.core.allgather import Allgather
+from elastic_ckpt.core import allgather, errors, events
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers import find
@@ -38,14 +38,13 @@ def configs(machines):
 @contextlib.contextmanager
 def in_every_process(machines):
     """Runs work on the hosts of each of two drivers; returns what each returned."""
-    _, chosen = configs(machines)
     store = thread_store.Store()
     drivers = [
         hosts.InEveryProcess(
             HostEndpoint(config),
-            Allgather(store, "", host=config.number, num_hosts=NUM_HOSTS),
+            allgather.Allgather(store, "", host=config.number, num_hosts=NUM_HOSTS),
         )
-        for config in chosen
+        for config in configs(machines)[1]
     ]
     with futures.ThreadPoolExecutor(NUM_HOSTS) as threads:
 
@@ -70,43 +69,29 @@ def drive(request):
         yield driving
 
 
-def join(driver):
-    endpoint.join(driver)
-    return driver
-
-
 def same(answers):
     """The answer of all drivers."""
     assert all(answer == answers[0] for answer in answers)
     return answers[0]
 
 
-def test_answers_of_all_hosts_come_in_their_order(drive):
-    introduced = same(
-        drive(
-            lambda driver: [each.machine for each in driver.all(HostEndpoint.introduce)]
-        )
-    )
-    assert len(set(introduced)) == NUM_HOSTS
-    drive(join)
-    notes = HostNotes(None, "{}", "0a")
-    shared = drive(lambda driver: driver.share("notes", notes))
-    assert same(shared) == [notes] * len(shared)
-
-
-def test_a_failure_reaches_each_driver_with_the_hosts_that_failed(drive):
-    def bug(driver):
+def test_answers_come_in_the_order_of_hosts_and_failures_reach_each_driver(drive):
+    def introduce(driver):
         # No host has joined.
         with pytest.raises(errors.HostsFailedError, match="AssertionError"):
             driver.first(HostReader.complete_steps)
+        return [each.machine for each in driver.all(HostEndpoint.introduce)]
 
     def fail(driver, call):
         with pytest.raises(errors.HostsFailedError) as raised:
             getattr(driver, call)(HostCopies.offer, StepId(9, "1"))
         return raised.value.of_host
 
-    drive(bug)
-    drive(join)
+    assert len(set(same(drive(introduce)))) == NUM_HOSTS
+    drive(endpoint.join)
+    notes = HostNotes(None, "{}", "0a")
+    shared = drive(lambda driver: driver.share("notes", notes))
+    assert same(shared) == [notes] * len(shared)
     for call, failed in (("all", [0, 1]), ("first", [0])):
         of_host = same(drive(lambda driver, call=call: fail(driver, call)))
         assert sorted(of_host) == failed
@@ -145,7 +130,7 @@ def test_hosts_read_by_the_table_of_host_0_or_else_ask_all_others(
     def refuse(*_):
         raise ReadError("was not given")
 
-    drive(join)
+    drive(endpoint.join)
     drive(save)
     monkeypatch.setattr(find, "of_save", noted)
     if lost:
@@ -154,3 +139,12 @@ def test_hosts_read_by_the_table_of_host_0_or_else_ask_all_others(
         assert paths == ["state/n"]
         np.testing.assert_array_equal(restored["state"]["n"], trees["state"]["n"])
     assert read_alone == [1] * lost
+
+
+def test_the_messages_of_a_host_do_not_grow_with_the_hosts(monkeypatch):
+    monkeypatch.setattr(scale, "_LEAVES", 1)
+    # From 13 hosts on there is one with three children that all have three.
+    monkeypatch.setitem(allgather.HostTree.__init__.__kwdefaults__, "fan_in", 3)
+    few, more = scale._costs(20), scale._costs(40)
+    for figure in ("messages_per_host", "restore_messages_per_host"):
+        assert 0 < more[figure] == few[figure]

@@ -1,4 +1,8 @@
-"""One program writes to a directory of steps; others are refused, or read beside it."""
+"""One run, and one program of it, writes to a directory of steps.
+
+Others are refused, or read beside it. RAM counts for the run alone whose storage has
+the same identity.
+"""
 
 import contextlib
 import dataclasses
@@ -6,6 +10,7 @@ import itertools
 import multiprocessing
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 
@@ -15,17 +20,28 @@ from etils import epath
 
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors, process, storage
-from elastic_ckpt.tiers.persistent import claims, records
+from elastic_ckpt.tiers.persistent import claims, records, run_files
 from elastic_ckpt.training import elastic_run
 from tests import seams, shared_memory
 
 _SLOW = pytest.mark.slow
 
 
-@pytest.fixture(params=["local", pytest.param("gs", marks=_SLOW)])
-def steps(request, steps_in):
-    """A directory of steps, on a disk or in a bucket."""
-    return steps_in(request.param)
+def opened(steps, run="tiny", *, ram=None, **options):
+    tiers = [ec.Local(ram)] if ram else []
+    if steps:
+        tiers.append(ec.Persistent(steps, every=4 if ram else 1))
+    return ec.Checkpointer(tiers, run=run, **options)
+
+
+def save(checkpointer, *steps, more=0):
+    for step in steps:
+        assert checkpointer.save(step, {"w": np.full(4, more + step)})
+        checkpointer.wait()
+
+
+def value(checkpointer):
+    return int(checkpointer.load(None, {"w": np.zeros(4, int)})["w"][0])
 
 
 def save_steps(steps, told, environment):
@@ -33,7 +49,7 @@ def save_steps(steps, told, environment):
     os.environ.update(environment)
     with opened(steps) as checkpointer:
         for step in itertools.count(1):
-            assert checkpointer.save(step, {"w": np.full(4, step)})
+            save(checkpointer, step)
             told.send(step)
             told.recv()
 
@@ -55,15 +71,9 @@ def running(steps):
         ours.close()
 
 
-def opened(steps, run="tiny", **options):
-    return ec.Checkpointer([ec.Persistent(steps, every=1)], run=run, **options)
-
-
-def value(checkpointer):
-    return int(checkpointer.load(None, {"w": np.zeros(4, int)})["w"][0])
-
-
-def test_a_second_program_is_refused_until_the_first_is_killed(steps):
+@pytest.mark.parametrize("place", ["local", pytest.param("gs", marks=_SLOW)])
+def test_a_second_program_is_refused_until_the_first_is_killed(place, steps_in):
+    steps = steps_in(place)
     with running(steps) as (first, pipe):
         assert pipe.recv() == 1
         for run in ("tiny", "another"):
@@ -89,9 +99,7 @@ def test_a_second_program_is_refused_until_the_first_is_killed(steps):
         # At once, with nothing to wait for.
         with opened(steps) as second:
             assert value(second) == 2
-            assert second.save(3, {"w": np.full(4, 3)})
-    with opened(steps) as third:
-        assert value(third) == 3
+            save(second, 3)
 
 
 def _files(directory):
@@ -104,8 +112,7 @@ def test_a_program_that_reads_sees_the_ram_of_the_one_that_runs(tmp_path):
     with shared_memory.directory("writer") as ram:
         tiers = [ec.Local(ram), ec.Persistent(tmp_path / "steps", every=2)]
         with ec.Checkpointer(tiers, run="tiny") as running:
-            for step in (1, 2, 3):
-                assert running.save(step, {"w": np.full(4, step)})
+            save(running, 1, 2, 3)
             running.wait()
             before = _files(tmp_path)
             # A program that reads does not know how often the other saves.
@@ -118,12 +125,7 @@ def test_a_program_that_reads_sees_the_ram_of_the_one_that_runs(tmp_path):
                 assert reading.directory == pathlib.Path(ram)
             # Nothing was written.
             assert _files(tmp_path) == before
-            assert running.save(4, {"w": np.full(4, 4)})
-
-
-def elsewhere(**fields):
-    # A process of another machine: nothing can be proved of it.
-    return dataclasses.replace(process.this(), host="far", boot_id="another", **fields)
+            save(running, 4)
 
 
 class Waiting(seams.Clock):
@@ -144,10 +146,12 @@ class Waiting(seams.Clock):
 @pytest.mark.parametrize("renews", [True, False])
 def test_a_writer_of_another_machine_counts_as_long_as_it_renews(tmp_path, renews):
     with opened(tmp_path) as before:
-        assert before.save(1, {"w": np.full(4, 1)})
+        save(before, 1)
     path = epath.Path(tmp_path / claims.DIRECTORY / "1.json")
+    # A process of another machine: nothing can be proved of it.
+    elsewhere = dataclasses.replace(process.this(), host="far", boot_id="another")
     record = records.read(path)
-    far = dataclasses.replace(record, process=elsewhere(), secs=60.0, start="a")
+    far = dataclasses.replace(record, process=elsewhere, secs=60.0, start="a")
     storage.write_atomic(path, records.to_bytes(far))
 
     def act():
@@ -155,55 +159,124 @@ def test_a_writer_of_another_machine_counts_as_long_as_it_renews(tmp_path, renew
             again = dataclasses.replace(far, count=1)
             storage.write_atomic(path, records.to_bytes(again))
 
-    with seams.by(Waiting(act)):
-        if renews:
-            with pytest.raises(errors.RunError, match=r"process \d+ on far, since"):
-                opened(tmp_path)
-        else:
-            opened(tmp_path).close()
+    refused = pytest.raises(errors.RunError, match=r"process \d+ on far, since")
+    with (
+        seams.by(Waiting(act)),
+        refused if renews else contextlib.nullcontext(),
+    ):
+        opened(tmp_path).close()
 
 
-def test_a_writer_that_was_replaced_commits_no_step(tmp_path):
-    steps = tmp_path / "steps"
-    first = opened(steps)
-    assert first.save(1, {"w": np.full(4, 1)})
-    # As after a pause that was too long: another program has taken over.
-    with opened(steps) as second:
-        assert second.save(2, {"w": np.full(4, 2)})
-        with pytest.raises(errors.ReplacedError, match="commits no step there"):
-            first.save(3, {"w": np.full(4, 3)})
-        with pytest.raises(errors.ReplacedError):
-            first.close()
-        assert [each.step for each in second.checkpoints] == [1, 2]
-        assert second.save(4, {"w": np.full(4, 4)})
-    assert {path.name for path in steps.iterdir() if path.name.isdigit()} == set("124")
-    # A program that has ended lets others write at once.
-    path = epath.Path(steps / claims.DIRECTORY / "3.json")
-    with contextlib.suppress(KeyError), opened(steps):
+def test_a_program_that_has_ended_lets_others_write_at_once(tmp_path):
+    path = epath.Path(tmp_path / claims.DIRECTORY / "1.json")
+    with contextlib.suppress(KeyError), opened(tmp_path):
         assert records.read(path).process == process.this()
         raise KeyError
     assert records.read(path).secs == 0
 
 
-def begin(steps, claimant=None):
-    begun = claims.Writer(steps, claimant=claimant)
-    begun.begin()
-    return begun
-
-
 def test_a_start_by_hand_of_a_run_that_runs_is_refused(tmp_path):
+    def begin(owner):
+        begun = claims.Writer(tmp_path, claimant=claims.Claimant(owner=owner))
+        begun.begin()
+        return begun
+
     with subprocess.Popen(["sleep", "1000"]) as other:
         try:
             stat = pathlib.Path("/proc", str(other.pid), "stat").read_text()
             owner = dataclasses.replace(
                 process.this(), pid=other.pid, start_ticks=int(stat.split()[21])
             )
-            first = begin(tmp_path, claims.Claimant(owner=owner))
-            again = claims.Claimant(owner=process.this())
+            first = begin(owner)
             with pytest.raises(errors.RunError, match=f"process {other.pid} on"):
-                begin(tmp_path, again)
+                begin(process.this())
         finally:
             other.kill()
         other.wait()
-        begin(tmp_path, again).close()
+        begin(process.this()).close()
         first.close()
+
+
+@pytest.fixture
+def ram():
+    with shared_memory.directory("identity") as directory:
+        yield pathlib.Path(directory) / "tiny"
+
+
+def continue_run(steps, ram, *numbers, more=0):
+    with opened(steps, ram=ram) as checkpointer:
+        if checkpointer.latest is not None:
+            value(checkpointer)
+        save(checkpointer, *numbers, more=more)
+
+
+def newest(steps, ram, run="tiny"):
+    """The newest step, and its value."""
+    with opened(steps, run, ram=ram) as checkpointer:
+        latest = checkpointer.latest
+        return latest and (latest.step, value(checkpointer))
+
+
+def refused(steps, ram):
+    with pytest.raises(errors.RunError, match="steps of another run") as raised:
+        newest(steps, ram)
+    assert "another run_name" in str(raised.value)
+    assert f"rm -r {ram}" in str(raised.value)
+
+
+def test_ram_of_another_run_of_the_same_name_is_refused(tmp_path, ram):
+    first, second = tmp_path / "a", tmp_path / "b"
+    continue_run(first, ram, 4, 5)
+    refused(second, ram)
+    # Nothing was changed, and the run of the RAM disk goes on.
+    assert newest(first, ram) == (5, 5)
+    # The remedy: the other run begins with an empty disk.
+    shutil.rmtree(ram)
+    assert newest(second, ram) is None
+    continue_run(second, ram, 4, more=100)
+    assert newest(second, ram) == (4, 104)
+    refused(first, ram)
+
+
+def test_ram_of_a_run_whose_storage_was_removed_is_continued_with_its_identity(
+    tmp_path, ram
+):
+    steps = tmp_path / "a"
+    continue_run(steps, ram, 4, 5)
+    shutil.rmtree(steps)
+    copied = f"copy {ram}/run.json to {steps}/run.json"
+    with pytest.raises(errors.RunError, match=f"holds steps .* only copy.*{copied}"):
+        newest(steps, ram)
+    steps.mkdir(exist_ok=True)
+    shutil.copy(ram / "run.json", steps)
+    assert newest(steps, ram) == (5, 5)
+    continue_run(steps, ram, 8)
+    assert newest(steps, None) == (8, 8)
+
+
+def test_a_run_can_gain_drop_and_rename_its_tiers(tmp_path, ram):
+    steps = tmp_path / "a"
+    continue_run(None, ram, 1, 2)
+    continue_run(steps, ram, 4, 5)
+    assert newest(steps, ram) == newest(None, ram) == (5, 5)
+    assert newest(steps, None) == (4, 4)
+    refused(tmp_path / "b", ram)
+    renamed = ram.rename(ram.with_name("renamed"))
+    assert newest(steps, renamed, run=None) == (5, 5)
+    for disk in (renamed, None):
+        with pytest.raises(errors.RunError, match="another run, 'tiny', and this run"):
+            newest(steps, disk, run="two")
+
+
+def test_the_disks_of_hosts_without_storage_are_of_one_run():
+    known = [run_files.Identity(name=name, is_stored=True) for name in ("1", "3")]
+    disks = [
+        run_files.Place(directory=name, identity=identity)
+        for name, identity in (("a", known[0]), ("b", None), ("c", known[0]))
+    ]
+    assert run_files.agreed(None, disks, fresh="2") == known[0]
+    disks[1] = run_files.Place(directory="b", identity=known[1])
+    with pytest.raises(
+        errors.RunError, match="host 1: b contains steps of another run"
+    ):
+        run_files.agreed(None, disks, fresh="2")
