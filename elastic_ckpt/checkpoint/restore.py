@@ -343,10 +343,11 @@ class Restorer:
                     return Restored(search, frozenset(), parts)
                 try:
                     read = self._read(checkpoint)
-                except errors.HostsFailedError as error:
+                except errors.ElasticCkptError as error:
                     # All drivers have this error; hosts may hold what they have read.
                     self._hosts.all(HostReader.close_step)
-                    if step is not None:
+                    is_readable = not isinstance(error, errors.HostsFailedError)
+                    if is_readable or step is not None:
                         raise
                     without[checkpoint.step_id] = str(error)
                     continue

@@ -70,6 +70,14 @@ def test_a_restore_that_fails_leaves_no_step_open():
         with pytest.raises(errors.HostsFailedError, match="AssertionError"):
             run.sim.hosts.opened()
         run.sim.bugs.clear()
+    with run_on((0,), copies=0, store_every=1000) as run:
+        run.save(1)
+        run.wait()
+        with pytest.raises(errors.CheckpointError, match="of another model"):
+            run.sim.world.load_checkpointables(1, {"state": {"other": np.zeros(3)}})
+        with pytest.raises(errors.HostsFailedError, match="AssertionError"):
+            run.sim.hosts.opened()
+        run.sim.bugs.clear()
 
 
 def test_the_newest_step_is_known_when_a_load_in_the_background_has_ended():
