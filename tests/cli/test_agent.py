@@ -8,9 +8,9 @@ import pytest
 
 from elastic_ckpt.tiers.peers import agent, secret
 from tests import runs
-from tests.tiers import served, served_nodes
+from tests.tiers import served
+from tests.tiers.served import PART
 
-PART = "/hosts/0/30-0/data/part"
 # A program that starts an agent, and prints its address.
 PARENT = (
     "import subprocess, sys\n"
@@ -101,7 +101,7 @@ def test_agent_of_a_node_publishes_domains_and_serves_runs_that_begin(tmp_path):
     arguments = ("--node", "--domains", "rack=r7;zone=z")
     with served.agent_process(tmp_path, *arguments) as (process, at):
         assert at.startswith("http://127.0.0.1:")
-        root = served_nodes.save_run(tmp_path)
+        root = served.save_run(tmp_path)
         url = agent.wait_for(root).url
         assert agent.domains(root) == {"rack": "r7", "zone": "z"}
         assert served.ask(url, PART, secret.read_or_create(root)) == (200, b"part")

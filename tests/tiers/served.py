@@ -1,4 +1,4 @@
-"""RAM disks to serve, agents in separate processes, and raw requests to them."""
+"""RAM disks to serve, agents in threads and in processes, and raw requests to them."""
 
 import asyncio
 import contextlib
@@ -13,12 +13,14 @@ import numpy as np
 
 from elastic_ckpt.core import boxes, digest
 from elastic_ckpt.steps import manifest
-from elastic_ckpt.steps.manifest import write_manifest
 from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers.peers import agent, agent_server
+from elastic_ckpt.tiers.ram import machine
 
 RUN = "run-7"
 MACHINE = "0123456789abcdef"
+# The path of a file that tests save.
+PART = "/hosts/0/30-0/data/part"
 
 
 def save(root, step, files, *, slot="0", run=RUN):
@@ -28,26 +30,28 @@ def save(root, step, files, *, slot="0", run=RUN):
         file = directory / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
-    write_manifest(directory, manifest_of(step, files, slot=slot, run=run))
+    manifest.write_manifest(directory, manifest_of(step, files, slot=slot, run=run))
     return directory
+
+
+def save_run(directory, path="run"):
+    """Saves a step of a run below the directory of a node; returns the run's."""
+    root = directory / path
+    save(root, 30, {"data/part": b"part"})
+    (root / machine.FILE).write_text(MACHINE)
+    return root
 
 
 def manifest_of(step, files, *, slot="0", run=RUN):
     """The manifest of a host with `files` of components."""
-    listed = sorted(files.items())
-    contents = manifest.Contents(
-        leaves=tuple(leaf_of(path, content) for path, content in listed),
-        components=tuple(sorted({path.partition("/")[0] for path in files})),
-    )
+    leaves = tuple(leaf_of(path, files[path]) for path in sorted(files))
+    components = tuple(sorted({path.partition("/")[0] for path in files}))
+    contents = manifest.Contents(leaves=leaves, components=components)
+    rows = []
+    for number, leaf in enumerate(leaves):
+        named = digest.values_digest(np.frombuffer(files[leaf.path], np.uint8))
+        rows.append((number, boxes.whole(leaf.shape), named))
     host = manifest.Host(id=f"{MACHINE}.{slot}", number=0, domains={})
-    rows = [
-        (
-            number,
-            boxes.whole((len(content),)),
-            digest.values_digest(np.frombuffer(content, np.uint8)),
-        )
-        for number, (_, content) in enumerate(listed)
-    ]
     return manifest.Manifest(
         run=run,
         step_id=StepId(step, "0"),
@@ -63,43 +67,54 @@ def leaf_of(path, content=b""):
 
 
 @contextlib.contextmanager
-def serving(service):
-    """An agent in a thread of this process; yields its address."""
-    ended = asyncio.Event()
-    announced = futures.Future()
-    announce = lambda _: announced.set_result(agent.find(service.root))  # noqa: E731
-    serve = agent_server.serve(service, ended, announce=announce)
+def _in_thread(serve, service, **options):
+    # An agent in a thread of this process; yields a list, to which its lines are added.
+    ended, lines, started = asyncio.Event(), [], futures.Future()
+
+    def announce(line):
+        lines.append(line)
+        if not started.done():
+            started.set_result(None)
+
     with (
         futures.ThreadPoolExecutor(1, "agent") as executor,
         contextlib.closing(asyncio.new_event_loop()) as loop,
     ):
-        agent_ended = executor.submit(loop.run_until_complete, serve)
-        futures.wait([agent_ended, announced], return_when=futures.FIRST_COMPLETED)
-        if not announced.done():
-            agent_ended.result()
+        served = serve(service, ended, announce=announce, **options)
+        running = executor.submit(loop.run_until_complete, served)
+        futures.wait([running, started], return_when=futures.FIRST_COMPLETED)
+        if not started.done():
+            running.result()
         try:
-            yield announced.result()
+            yield lines
         finally:
             loop.call_soon_threadsafe(ended.set)
-            agent_ended.result()
+            running.result()
 
 
 @contextlib.contextmanager
-def agent_process(root, *arguments, verb=("elastic_ckpt.cli.main", "agent"), cwd=None):
-    """An agent in a separate process, which ends with the block; yields both.
+def serving(service):
+    """The agent of a run; yields its address."""
+    with _in_thread(agent_server.serve, service):
+        yield agent.find(service.root)
 
-    In another directory it is of the program that is there.
-    """
+
+def serving_node(directory, *, domains=(), **options):
+    """The agent of a node; yields a list, to which its lines are added."""
+    service, serve = agent.Service(root=str(directory)), agent_server.serve_node
+    return _in_thread(serve, service, domains=dict(domains), **options)
+
+
+@contextlib.contextmanager
+def agent_process(root, *arguments):
+    """An agent in a separate process, which ends with the block; yields both."""
+    command = [sys.executable, "-m", "elastic_ckpt.cli.main", "agent", str(root)]
     with subprocess.Popen(
-        [
-            *(sys.executable, "-m", *verb, str(root), "--until-stdin-closes"),
-            *map(str, arguments),
-        ],
+        [*command, "--until-stdin-closes", *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        cwd=cwd,
     ) as process:
         line = process.stdout.readline()
         assert line.startswith(f"serving {root} at "), process.stderr.read()
@@ -107,12 +122,10 @@ def agent_process(root, *arguments, verb=("elastic_ckpt.cli.main", "agent"), cwd
         yield process, line.split()[-1]
 
 
-def connect(url, *, source="127.0.0.1"):
+def connect(url):
     """A connection to an agent without TLS."""
     at = urllib.parse.urlsplit(url)
-    return socket.create_connection(
-        (at.hostname, at.port), timeout=600, source_address=(source, 0)
-    )
+    return socket.create_connection((at.hostname, at.port), timeout=600)
 
 
 def ask(url, path, secret, *headers, method="GET"):

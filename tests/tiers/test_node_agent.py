@@ -1,20 +1,32 @@
 """The agent of a node serves runs that come and go, and removes those that ended."""
 
 import contextlib
-import functools
+import http.server
+import json
 import os
-import shutil
+import ssl
+import threading
 import time
 
 import pytest
+import trustme
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers.peers import agent, agent_server, secret
 from elastic_ckpt.tiers.ram import machine, ram_disk
-from tests.tiers import served, served_nodes
-from tests.tiers.served_nodes import PART
+from tests.tiers import served
+from tests.tiers.served import PART
 
-LIMIT_SECS = 600
+OTHER = "f" * machine.ID_LENGTH
+TOKEN = "the-token-of-the-account"
+LABELS = {
+    "topology.kubernetes.io/region": "us-east5",
+    "topology.kubernetes.io/zone": "us-east5-a",
+    "cloud.google.com/gce-topology-block": "b1",
+    "cloud.google.com/gce-topology-subblock": "s4",
+    "example.com/row": "row-2",
+    "other": "x",
+}
 
 
 @contextlib.contextmanager
@@ -25,137 +37,169 @@ def attached(root):
         yield process.address.url
 
 
-def remove(root):
-    # At once: the agent removes its files, too.
-    gone = root.rename(root.with_name(".gone"))
-    shutil.rmtree(gone)
-
-
 def until(condition):
-    deadline = time.monotonic() + LIMIT_SECS
+    deadline = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("path", ["run", "slice-3/run", "an odd%2Fname"])
-def test_programs_attach_to_the_agent_of_their_node(tmp_path, path):
-    with served_nodes.serving(tmp_path, domains={"rack": "r7"}):
-        root = served_nodes.save_run(tmp_path, path)
-        for _ in range(2):
+def status(root, url, known=None):
+    """Of the answer to a request, by default with the run's secret."""
+    return served.ask(url, PART, known or secret.read_or_create(root))[0]
+
+
+def test_programs_attach_to_the_agent_of_their_node_and_secrets_open_no_other_run(
+    tmp_path,
+):
+    told = served.save_run(tmp_path, "told")
+    known = secret.read_or_create(told)
+    (told / "secret").chmod(0o644)
+    with served.serving_node(tmp_path, domains={"rack": "r7"}):
+        refused = pytest.raises(errors.RunError, match="another agent serves")
+        with refused, served.serving_node(tmp_path):
+            pass
+        roots = [
+            served.save_run(tmp_path, path)
+            for path in ("run", "slice-3/run", "an odd%2Fname")
+        ]
+        for root in 2 * roots:
             with attached(root) as url:
                 assert agent.wait_for(root).url == url
                 assert agent.domains(root) == {"rack": "r7"}
-                known = secret.read_or_create(root)
-                assert served.ask(url, PART, known) == (200, b"part")
-        # Another program has ended, and the agent serves a later one's secret.
+                for other in roots:
+                    there = status(other, url)
+                    assert there == (200 if other == root else 401)
+        # A program has ended, and the agent serves a later one's secret.
+        former = secret.read_or_create(root)
         secret.adopt(root, "the-secret-of-a-later-world")
-        later = served.ask(url, PART, "the-secret-of-a-later-world")
-        assert later == (200, b"part")
-        assert served.ask(url, PART, known)[0] == 401
+        assert (status(root, url), status(root, url, former)) == (200, 401)
+        # Others may know this one.
+        above = url.rpartition("/")[0]
+        assert status(told, f"{above}/told", known) == 401
     assert agent.find(root) is None
     assert agent.domains(root) == {}
-
-
-def test_the_secret_of_each_run_opens_no_other(tmp_path):
-    roots = [served_nodes.save_run(tmp_path, name) for name in ("a", "b")]
-    told = served_nodes.save_run(tmp_path, "c")
-    known = secret.read_or_create(told)
-    (told / "secret").chmod(0o644)
-    with served_nodes.serving(tmp_path):
-        urls = [agent.wait_for(root).url for root in roots]
-        # Others may know it.
-        assert served.ask(urls[0].replace("/v1/a", "/v1/c"), PART, known)[0] == 401
-        secrets = [secret.read_or_create(root) for root in roots]
-        for one, url in enumerate(urls):
-            for other, known in enumerate(secrets):
-                status = 200 if one == other else 401
-                assert served.ask(url, PART, known)[0] == status
 
 
 def test_without_the_agent_of_its_node_a_program_starts_one_that_is_replaced_later(
     tmp_path,
 ):
-    root = served_nodes.save_run(tmp_path)
+    root = served.save_run(tmp_path)
     with attached(root) as started, contextlib.ExitStack() as stack:
         own = agent.find(root)
-        stack.enter_context(served_nodes.serving(tmp_path))
+        stack.enter_context(served.serving_node(tmp_path))
         until(lambda: (agent.find(root) or own) != own)
-        known = secret.read_or_create(root)
-        for url in (started, agent.find(root).url):
-            assert served.ask(url, PART, known)[0] == 200
+        assert status(root, started) == status(root, agent.find(root).url) == 200
     # What an agent that was killed has left is not taken for an address.
     stale = agent.Address(url=started, pid=1, machine=served.MACHINE)
     agent.publish(root, stale)
-    with served_nodes.serving(tmp_path), attached(root) as again:
-        assert again == agent.wait_for(root).url
-        assert again != started
+    with served.serving_node(tmp_path), attached(root) as again:
+        assert again == agent.wait_for(root).url != started
 
 
 def test_a_directory_that_takes_the_place_of_another_is_served_in_its_turn(tmp_path):
-    with served_nodes.serving(tmp_path):
-        root = served_nodes.save_run(tmp_path)
+    with served.serving_node(tmp_path):
+        root = served.save_run(tmp_path)
         agent.wait_for(root)
-        remove(root)
-        served_nodes.save_run(tmp_path)
-        (root / machine.FILE).write_text("f" * machine.ID_LENGTH)
-        assert agent.wait_for(root).machine == "f" * machine.ID_LENGTH
-        known = secret.read_or_create(root)
-        assert served.ask(agent.wait_for(root).url, PART, known)[0] == 200
+        # At once: the agent removes its files, too.
+        storage.remove(root.rename(tmp_path / ".gone"))
+        served.save_run(tmp_path)
+        (root / machine.FILE).write_text(OTHER)
+        address = agent.wait_for(root)
+        assert address.machine == OTHER
+        assert status(root, address.url) == 200
 
 
-def test_two_agents_of_one_node_are_an_error(tmp_path):
-    with (
-        served_nodes.serving(tmp_path),
-        pytest.raises(errors.RunError, match="another agent serves"),
-        served_nodes.serving(tmp_path),
-    ):
+def test_runs_that_ended_are_removed_after_a_while(tmp_path):
+    root = served.save_run(tmp_path)
+    # A removal that a crash cut short.
+    served.save_run(tmp_path, "slice-1/.removed-run")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "elsewhere").symlink_to(tmp_path)
+    assert agent_server.runs(str(tmp_path)) == {"run": str(root)}
+    with served.serving_node(tmp_path, unused_after=0.5, sweep_secs=0.05) as lines:
+        until(lambda: not root.exists())
+    assert [line for line in lines if line.startswith("removed run")]
+    left = ["agent.lock", "elsewhere", "notes", "slice-1"]
+    assert sorted(os.listdir(tmp_path)) == left
+    assert os.listdir(tmp_path / "slice-1") == []
+
+
+def test_a_run_that_a_process_has_or_had_a_moment_ago_is_not_removed(tmp_path):
+    root = served.save_run(tmp_path)
+    os.utime(root, (0, 0))
+    with storage.exclusive_lock(root / "hosts" / "0" / "lock"):
+        for secs in (3600, -1):
+            assert agent_server.sweep(str(tmp_path), unused_after=secs) == []
+    assert agent_server.sweep(str(tmp_path), unused_after=3600) == []
+    os.utime(root, (0, 0))
+    assert agent_server.sweep(str(tmp_path), unused_after=3600) == ["run"]
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_limit_removes_those_that_were_unused_the_longest(tmp_path):
+    for limit, removed in ((3, []), (2, ["a"]), (1, ["a", "b"]), (0, ["a", "b"])):
+        for name, secs in (("a", 5000), ("b", 900), ("c", 30)):
+            root = served.save_run(tmp_path / str(limit), name)
+            used = time.time() - secs
+            os.utime(root, (used, used))
+        num_bytes = limit * ram_disk.used_bytes(str(root))
+        swept = agent_server.sweep(str(tmp_path / str(limit)), max_bytes=num_bytes)
+        assert swept == removed
+
+
+class Api(http.server.BaseHTTPRequestHandler):
+    """The Kubernetes API, with one node."""
+
+    def do_GET(self):
+        allowed = self.headers["Authorization"] == f"Bearer {TOKEN}"
+        is_node = self.path == "/api/v1/nodes/node-7"
+        self.send_response(200 if allowed and is_node else 404 if allowed else 403)
+        self.end_headers()
+        self.wfile.write(json.dumps({"metadata": {"labels": LABELS}}).encode())
+
+    def log_message(self, *_):
         pass
 
 
-def test_directories_that_are_no_runs_are_not_served(tmp_path):
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "elsewhere").symlink_to(tmp_path)
-    served_nodes.save_run(tmp_path, ".removed-run")
-    root = served_nodes.save_run(tmp_path)
-    assert agent_server.runs(str(tmp_path)) == {"run": str(root)}
+def test_the_labels_of_a_node_are_those_of_its_object_or_the_error_has_the_remedy(
+    tmp_path, monkeypatch
+):
+    authority, tls = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.cert_pem.write_to_path(tmp_path / "ca.crt")
+    authority.issue_cert("127.0.0.1").configure_cert(tls)
+    with http.server.HTTPServer(("127.0.0.1", 0), Api) as api:
+        api.socket = tls.wrap_socket(api.socket, server_side=True)
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(api.server_port))
+        thread = threading.Thread(target=api.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            labels_of = lambda node: agent_server.read_labels(  # noqa: E731
+                node, account_directory=str(tmp_path)
+            )
+            (tmp_path / "token").write_text(TOKEN + "\n")
+            assert labels_of("node-7") == LABELS
+            for node in ("node-8", "../secrets", "node-7/status"):
+                with pytest.raises(errors.RunError, match="verb get on nodes"):
+                    labels_of(node)
+            (tmp_path / "token").write_text("another-token")
+            with pytest.raises(errors.RunError, match="403") as error:
+                labels_of("node-7")
+            assert "another-token" not in str(error.value)
+        finally:
+            api.shutdown()
+            thread.join()
 
 
-class TestRunsThatEnded:
-    def test_they_are_removed_after_a_while(self, tmp_path):
-        root = served_nodes.save_run(tmp_path)
-        # A removal that a crash cut short.
-        served_nodes.save_run(tmp_path, "slice-1/.removed-run")
-        with served_nodes.serving(tmp_path, unused_after=0.5, sweep_secs=0.05) as lines:
-            until(lambda: not root.exists())
-        assert [line for line in lines if line.startswith("removed run")]
-        assert sorted(os.listdir(tmp_path)) == ["agent.lock", "slice-1"]
-        assert os.listdir(tmp_path / "slice-1") == []
-
-    def test_a_run_that_a_process_has_or_had_a_moment_ago_is_not_removed(
-        self, tmp_path
+def test_labels_name_the_domains_that_nobody_else_has_named(monkeypatch):
+    monkeypatch.setattr(agent_server, "read_labels", lambda _: LABELS)
+    further = {"rack": "example.com/row", "block": "example.com/none", "row": "other"}
+    known = {"region": "us-east5", "zone": "us-east5-a", "block": "b1", "rack": "s4"}
+    row = {"region": "us-east5", "zone": "z", "rack": "row-2", "row": "x"}
+    for named, node, labels, found in (
+        ({}, "node-7", {}, known),
+        ({"zone": "z"}, "node-7", further, row),
+        ({"zone": "z"}, None, further, {"zone": "z"}),
     ):
-        root = served_nodes.save_run(tmp_path)
-        sweep = functools.partial(agent_server.sweep, str(tmp_path))
-        os.utime(root, (0, 0))
-        with storage.exclusive_lock(root / "hosts" / "0" / "lock"):
-            for secs in (3600, -1):
-                assert sweep(unused_after=secs) == []
-        assert sweep(unused_after=3600) == []
-        os.utime(root, (0, 0))
-        assert sweep(unused_after=3600) == ["run"]
-        assert os.listdir(tmp_path) == []
-
-    @pytest.mark.parametrize(
-        ("limit", "removed"), [(3, []), (2, ["a"]), (1, ["a", "b"]), (0, ["a", "b"])]
-    )
-    def test_the_limit_removes_those_that_were_unused_the_longest(
-        self, tmp_path, limit, removed
-    ):
-        for name, secs in (("a", 5000), ("b", 900), ("c", 30)):
-            root = served_nodes.save_run(tmp_path, name)
-            used = time.time() - secs
-            os.utime(root, (used, used))
-        num_bytes = ram_disk.used_bytes(str(root))
-        swept = agent_server.sweep(str(tmp_path), max_bytes=limit * num_bytes)
-        assert swept == removed
+        assert agent_server.node_domains(named, node, labels) == found
