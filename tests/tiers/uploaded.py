@@ -8,9 +8,17 @@ from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers.persistent import upload
 
 RUN = "run-7"
-SHAPES = {"state/params/w": (8, 6), "state/params/b": (6,), "state/step": ()}
-CHUNKS = {"state/params/w": (2, 3), "state/params/b": (6,), "state/step": ()}
+# Arrays with the shapes of their chunks, ordered by path.
+ARRAYS = {
+    "state/params/b": ((6,), (6,)),
+    "state/params/w": ((8, 6), (2, 3)),
+    "state/step": ((), ()),
+}
 COMPONENT = {"data/shards-00000-00001.json": b"first", "data/shards-00002.json": b"2nd"}
+ORBAX_FILES = {
+    "_CHECKPOINT_METADATA": b'{"commit_timestamp_nsecs": 1700000000000000000}',
+    "metrics/metrics": b'{"loss": 1.5}',
+}
 
 
 def hosts(count):
@@ -20,26 +28,14 @@ def hosts(count):
     ]
 
 
-def values(path, *, seed=0):
-    """The values of a leaf, float32."""
-    number = sorted(SHAPES).index(path)
-    generator = np.random.default_rng([seed, number])
-    return generator.random(SHAPES[path], np.float32)
-
-
 def saved_step(step=5, *, save="0"):
     leaves = [
-        manifest.Leaf(path=path, shape=shape, dtype="float32", chunk=CHUNKS[path])
-        for path, shape in sorted(SHAPES.items())
+        manifest.Leaf(path=path, shape=shape, dtype="float32", chunk=chunk)
+        for path, (shape, chunk) in ARRAYS.items()
     ]
-    leaves += [
-        manifest.Leaf.of_file(path, len(content)) for path, content in COMPONENT.items()
-    ]
-    return upload.UploadedStep(
-        run=RUN,
-        step_id=StepId(step, save),
-        contents=manifest.Contents(leaves=tuple(leaves), components=("data",)),
-    )
+    leaves += [manifest.Leaf.of_file(path, len(COMPONENT[path])) for path in COMPONENT]
+    contents = manifest.Contents(leaves=tuple(leaves), components=("data",))
+    return upload.UploadedStep(run=RUN, step_id=StepId(step, save), contents=contents)
 
 
 def items(saved):
@@ -51,70 +47,53 @@ def items(saved):
     ]
 
 
-def write(root, saved, host, share, *, seed=0, finish=True, **options):
-    """One host uploads some items."""
-    ours = upload.Upload(root, saved, host, **options)
-    ours.begin()
-    for item in share:
-        if part(saved, item, seed=seed) not in ours.there:
-            put(ours, saved, item, seed=seed)
-    return ours.finish() if finish else None
-
-
-def put(ours, saved, item, *, seed=0):
-    """A host writes one item of its upload."""
-    ours.write([part(saved, item, seed=seed)], [piece_of(saved, item, seed=seed)])
-
-
 def piece_of(saved, item, *, seed=0):
     """The values of a part."""
     leaf, box = saved.contents.leaves[item[0]], item[1]
-    whole = (
-        np.frombuffer(COMPONENT[leaf.path], np.uint8)
-        if leaf.is_file
-        else values(leaf.path, seed=seed)
-    )
-    return np.array(whole[tuple(map(slice, box.start, box.stop))], order="C")
+    if leaf.is_file:
+        return np.frombuffer(COMPONENT[leaf.path], np.uint8)
+    values = np.random.default_rng([seed, item[0]]).random(leaf.shape, np.float32)
+    return np.array(values[tuple(map(slice, box.start, box.stop))], order="C")
 
 
-def part(saved, item, *, seed=0):
-    """An item with its digest."""
-    return upload.Part(*item, digest.values_digest(piece_of(saved, item, seed=seed)))
+def put(ours, saved, item, *, seed=0):
+    """A host writes one item of its upload, unless it is there already."""
+    piece = piece_of(saved, item, seed=seed)
+    part = upload.Part(*item, digest.values_digest(piece))
+    if part not in ours.there:
+        ours.write([part], [piece])
+
+
+def write(root, saved, host, share, *, seed=0, finish=True):
+    """One host uploads some items."""
+    ours = upload.Upload(root, saved, host)
+    ours.begin()
+    for item in share:
+        put(ours, saved, item, seed=seed)
+    if finish:
+        ours.finish()
 
 
 def write_all(root, saved, world, **options):
     """All hosts of `world` upload their shares, in turn."""
-    for host in world:
-        share = items(saved)[world.index(host) :: len(world)]
-        write(root, saved, host, share, **options)
+    for number, host in enumerate(world):
+        write(root, saved, host, items(saved)[number :: len(world)], **options)
 
 
 def commit_all(root, saved, **options):
-    upload.commit(
-        root,
-        saved,
-        hosts=(),
-        orbax_files={"_CHECKPOINT_METADATA": b'{"commit_timestamp_nsecs": 1000000}'},
-        **options,
-    )
+    upload.commit(root, saved, hosts=(), orbax_files=ORBAX_FILES, **options)
 
 
-def read(tier, step, *, seed=0):
+def read(tier, saved, *, seed=0):
     """Reads all that a tier has of a step, and compares it with what was saved."""
-    offered = tier.offers(step)
+    offered = tier.offers(saved.step_id.step)
     assert not offered.problems
-    covered = 0
+    covered = set()
     for held, source in offered.copies:
         for number, box, _ in held.rows():
             leaf = held.contents.leaves[number]
             memory = bytearray(leaf.num_bytes(box))
             source.read_into(leaf, box, memoryview(memory))
-            if leaf.is_file:
-                assert bytes(memory) == COMPONENT[leaf.path]
-                continue
-            whole = values(leaf.path, seed=seed)
-            assert (
-                bytes(memory) == whole[tuple(map(slice, box.start, box.stop))].tobytes()
-            )
-            covered += len(memory)
-    assert covered == 4 * sum(int(np.prod(shape)) for shape in SHAPES.values())
+            assert memory == piece_of(saved, (number, box), seed=seed).tobytes()
+            covered.add((number, box))
+    assert covered == set(items(saved))
