@@ -2,60 +2,43 @@
 
 import contextlib
 import socket
+import socketserver
 import threading
 
 
-class ScriptedPeer:
+class ScriptedPeer(socketserver.ThreadingTCPServer):
     """Accepts connections while its `with` block lasts.
 
-    `respond(connection, request)` answers a request; the connection then stays open,
-    if it does not close it. `requests` are those received, `over` is set at the end.
+    `respond(connection, request)` answers a request, or it is what is sent each time;
+    the connection then stays open. `requests` are those received.
     """
 
     def __init__(self, respond):
-        self._respond = respond
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self._threads = [threading.Thread(target=self._accept)]
-        self._connections = []
-        self.requests = []
-        self.over = threading.Event()
-        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+        super().__init__(("127.0.0.1", 0), None)
+        always = lambda connection, _: connection.sendall(respond)  # noqa: E731
+        self._respond = respond if callable(respond) else always
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.01,))
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.connections, self.requests = [], []
 
     def __enter__(self):
-        self._threads[0].start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_):
-        self.over.set()
-        with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)
-        # The thread that accepts adds to both lists, until it has ended.
-        self._threads[0].join()
-        for connection in self._connections:
+        self.shutdown()
+        self._thread.join()
+        for connection in self.connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads[1:]:
-            thread.join()
-        for connection in self._connections:
-            connection.close()
-        self._listening.close()
+        # Waits for the threads of the connections.
+        self.server_close()
 
-    @property
-    def num_connections(self):
-        return len(self._connections)
+    def process_request(self, connection, address):
+        self.connections.append(connection)
+        super().process_request(connection, address)
 
-    def _accept(self):
-        while True:
-            try:
-                connection, _ = self._listening.accept()
-            except OSError:
-                return
-            self._connections.append(connection)
-            thread = threading.Thread(target=self._talk, args=(connection,))
-            self._threads.append(thread)
-            thread.start()
-
-    def _talk(self, connection):
+    def finish_request(self, connection, _):
         with contextlib.suppress(OSError):
             while True:
                 request = b""
@@ -75,8 +58,5 @@ def answer(body, *, status="200 OK", headers=()):
 
 def wanted_range(request):
     """The first and the last byte that a request asks for."""
-    (line,) = [
-        line for line in request.decode().split("\r\n") if line.startswith("Range: ")
-    ]
-    first, last = line.removeprefix("Range: bytes=").split("-")
-    return int(first), int(last)
+    (line,) = (line for line in request.split(b"\r\n") if line.startswith(b"Range: "))
+    return tuple(map(int, line.removeprefix(b"Range: bytes=").split(b"-")))

@@ -2,6 +2,8 @@
 
 import dataclasses
 import gc
+import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.core import clock, errors, process, storage
+from elastic_ckpt.steps import retention
 from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers.persistent import (
     claims,
@@ -22,15 +25,25 @@ from elastic_ckpt.tiers.persistent import (
     run_files,
     upload,
 )
-from elastic_ckpt.tiers.persistent.run_files import RunAgents
 from tests.tiers import uploaded
-from tests.tiers.test_evaluations import committed
 
 OLD, NOW = (f"{number:015d}" for number in (5, 6))
 
 
 def line_of(save):
     return Line(save=save, parents=((40, "7"),))
+
+
+@pytest.fixture
+def root(tmp_path):
+    return persistent_root.PersistentRoot.from_path(tmp_path / "steps")
+
+
+def committed(root, *steps, save=OLD):
+    """Directories of steps, with what commits them alone."""
+    for step in steps:
+        content = persistent_root.commit_text(root.final(step), uploaded.RUN, save)
+        storage.write_atomic(root.final(step) / persistent_root.COMMIT_FILE, content)
 
 
 def begin(steps, name="a", **claimant):
@@ -41,204 +54,209 @@ def begin(steps, name="a", **claimant):
     return writer
 
 
-class TestClaims:
-    """The newest start of a run writes; the others stop before they commit a step."""
+def until(condition):
+    deadline = time.monotonic() + 600
+    while not condition():
+        assert time.monotonic() < deadline
 
-    @pytest.mark.parametrize("place", ["local", "gs", "s3"])
-    def test_a_replaced_start_claims_and_commits_no_more(self, place, steps_in):
-        steps = steps_in(place)
-        assert claims.newest(steps) is None
-        old = begin(steps, "a")
-        assert old.claim(line_of("8")) == 1
-        first = claims.newest(steps)
-        assert (first.number, first.line) == (1, line_of("8"))
-        claims.check(steps, 1)
-        new = begin(steps, "b")
-        # Until it has a line of its own, that of the world before counts.
-        assert claims.newest(steps).line == line_of("8")
-        assert new.claim(line_of("9")) == 2
-        assert claims.newest(steps).line == line_of("9")
-        for act in (
-            lambda: claims.check(steps, 1),
-            old.check,
-            # Its clock may be ahead.
-            lambda: old.claim(line_of("99")),
-            lambda: begin(steps, "a", has_claimed=True),
-        ):
-            with pytest.raises(errors.ReplacedError, match=r"b \(.* as world 2"):
-                act()
-        assert claims.is_replaced(steps, 1)
-        assert not claims.is_replaced(steps, 2)
+
+@pytest.mark.parametrize("place", ["local", "gs", "s3"])
+def test_a_replaced_start_claims_and_commits_no_more(place, steps_in):
+    steps = steps_in(place)
+    assert claims.newest(steps) is None
+    old = begin(steps, "a")
+    assert old.claim(line_of("8")) == 1
+    first = claims.newest(steps)
+    assert (first.number, first.line) == (1, line_of("8"))
+    claims.check(steps, 1)
+    new = begin(steps, "b")
+    # Until it has a line of its own, that of the world before counts.
+    assert claims.newest(steps).line == line_of("8")
+    assert new.claim(line_of("9")) == 2
+    assert claims.newest(steps).line == line_of("9")
+    for act in (
+        lambda: claims.check(steps, 1),
+        old.check,
+        # Its clock may be ahead.
+        lambda: old.claim(line_of("99")),
+        lambda: begin(steps, "a", has_claimed=True),
+    ):
+        with pytest.raises(errors.ReplacedError, match=r"b \(.* as world 2"):
+            act()
+    assert [claims.is_replaced(steps, number) for number in (1, 2)] == [True, False]
+    claims.check(steps, 2)
+    new.close()
+    with pytest.raises(errors.CheckpointError, match="was closed before"):
         claims.check(steps, 2)
-        new.close()
-        with pytest.raises(errors.CheckpointError, match="was closed before"):
-            claims.check(steps, 2)
 
-    def test_a_writer_that_is_dropped_gives_its_claim_back_in_a_thread_of_its_own(
-        self, tmp_path, monkeypatch
-    ):
-        threads = []
-        give_back = records.Held.give_back
 
-        def noted(held):
-            give_back(held)
-            # Garbage of other tests may be collected, too.
-            if held.path.is_relative_to(tmp_path):
-                threads.append(threading.current_thread())
+def test_a_start_claims_each_of_its_worlds_also_if_lists_lag(tmp_path, monkeypatch):
+    begin(tmp_path).claim(line_of("8"))
+    assert begin(tmp_path, has_claimed=True).claim(line_of("9")) == 2
+    second = claims.newest(tmp_path)
+    assert not claims.is_replaced(tmp_path, 1)
+    # Another start, whose search was before that, has lost.
+    other = begin(tmp_path, "b")
+    with pytest.raises(errors.ReplacedError):
+        other.claim(line_of("9"))
+    assert other.claim(line_of("95")) == 3
+    newest = claims.newest(tmp_path)
+    assert (newest.number, newest.begun_ms) == (3, second.begun_ms)
+    # As in a bucket.
+    monkeypatch.setattr(storage, "is_local", lambda _: False)
+    monkeypatch.setattr(storage, "names", lambda _: ["1.json"])
+    assert claims.newest(tmp_path) == newest
 
-        monkeypatch.setattr(records.Held, "give_back", noted)
+    def fail(_):
+        raise OSError(5, "storage is away")
+
+    monkeypatch.setattr(storage, "names", fail)
+    with pytest.raises(errors.CheckpointError, match="out of reach"):
+        claims.newest(tmp_path)
+
+
+def test_one_of_two_simultaneous_starts_writes(tmp_path, monkeypatch):
+    create, others = storage.create, []
+
+    def late(path, content, **options):
+        monkeypatch.undo()
+        others.append(begin(tmp_path, "b"))
+        return create(path, content, **options)
+
+    monkeypatch.setattr(storage, "create", late)
+    begin(tmp_path).check()
+    with pytest.raises(errors.ReplacedError, match=r"a \("):
+        others[0].check()
+
+
+def test_a_request_whose_answer_was_lost_was_carried_out(tmp_path, monkeypatch):
+    create, write = storage.create, storage.write_atomic
+
+    def twice(path, content, **options):
+        # A client repeats its request.
+        create(path, content, **options)
+        return create(path, content, **options)
+
+    def lose(path, content, **options):
+        write(path, content, **options)
+        raise OSError(5, "the answer is lost", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "create", twice)
         writer = begin(tmp_path)
-        del writer
-        gc.collect()
-        deadline = time.monotonic() + 600
-        while not threads:
-            assert time.monotonic() < deadline, "it is not given back"
-        assert threads != [threading.current_thread()]
-        assert begin(tmp_path, "b").number == 2
-
-    def test_a_start_claims_each_of_its_worlds(self, tmp_path):
-        begin(tmp_path).claim(line_of("8"))
-        assert begin(tmp_path, has_claimed=True).claim(line_of("9")) == 2
-        second = claims.newest(tmp_path)
-        assert not claims.is_replaced(tmp_path, 1)
-        # Another start, whose search was before that, has lost.
-        other = begin(tmp_path, "b")
-        with pytest.raises(errors.ReplacedError):
-            other.claim(line_of("9"))
-        assert other.claim(line_of("95")) == 3
-        assert claims.newest(tmp_path).begun_ms == second.begun_ms
-
-    def test_one_of_two_simultaneous_starts_writes(self, tmp_path, monkeypatch):
-        create, others = storage.create, []
-
-        def late(path, content, **options):
-            monkeypatch.undo()
-            others.append(begin(tmp_path, "b"))
-            return create(path, content, **options)
-
-        monkeypatch.setattr(storage, "create", late)
-        begin(tmp_path).check()
-        with pytest.raises(errors.ReplacedError, match=r"a \("):
-            others[0].check()
-
-    def test_a_request_whose_answer_was_lost_was_carried_out(
-        self, tmp_path, monkeypatch
-    ):
-        create, write = storage.create, storage.write_atomic
-        with monkeypatch.context() as patch:
-            # A client repeats its request.
-            patch.setattr(
-                storage,
-                "create",
-                lambda *each, **more: (create(*each, **more), create(*each, **more))[1],
-            )
-            writer = begin(tmp_path)
-
-        def lose(path, content, **options):
-            write(path, content, **options)
-            raise OSError(5, "the answer is lost", str(path))
-
-        with monkeypatch.context() as patch:
-            patch.setattr(storage, "write_atomic", lose)
-            with pytest.raises(errors.CheckpointError, match="the answer is lost"):
-                writer.claim(line_of("8"))
-        assert claims.newest(tmp_path).line == line_of("8")
-        assert writer.claim(line_of("8")) == 1
-
-    def test_a_damaged_claim_or_storage_out_of_reach_is_an_error(
-        self, tmp_path, monkeypatch
-    ):
-        begin(tmp_path).claim(line_of("8"))
-        path = tmp_path / claims.DIRECTORY / "1.json"
-        path.write_bytes(path.read_bytes().replace(b'"start": "a"', b'"start": "b"'))
-        for act in (claims.newest, begin):
-            with pytest.raises(errors.CheckpointError, match=r"1\.json was altered"):
-                act(tmp_path)
-
-        def fail(_):
-            raise OSError(5, "storage is away")
-
-        monkeypatch.setattr(storage, "names", fail)
-        with pytest.raises(errors.CheckpointError, match="out of reach"):
-            claims.newest(tmp_path)
-
-    def test_a_list_that_lags_hides_no_claim(self, tmp_path, monkeypatch):
-        for save in ("5", "6", "7"):
-            begin(tmp_path).claim(line_of(save))
-        newest = claims.newest(tmp_path)
-        assert newest.number == 3
-        # As in a bucket.
-        monkeypatch.setattr(storage, "is_local", lambda _: False)
-        monkeypatch.setattr(storage, "names", lambda _: ["1.json"])
-        assert claims.newest(tmp_path) == newest
+        patch.setattr(storage, "write_atomic", lose)
+        with pytest.raises(errors.CheckpointError, match="the answer is lost"):
+            writer.claim(line_of("8"))
+    assert claims.newest(tmp_path).line == line_of("8")
+    assert writer.claim(line_of("8")) == 1
 
 
-def removing(root, steps, save):
-    """Announces removals, as a world of this save does; yields leased steps."""
-    return leases.removing(root, steps, line_of(save), watch={})
+def test_a_writer_that_is_dropped_gives_its_claim_back_in_a_thread_of_its_own(
+    tmp_path, monkeypatch
+):
+    threads, give_back = [], records.Held.give_back
+
+    def noted(held):
+        give_back(held)
+        # Garbage of other tests may be collected, too.
+        if held.path.is_relative_to(tmp_path):
+            threads.append(threading.current_thread())
+
+    monkeypatch.setattr(records.Held, "give_back", noted)
+    writer = begin(tmp_path)
+    del writer
+    gc.collect()
+    until(lambda: threads)
+    assert threads != [threading.current_thread()]
+    assert begin(tmp_path, "b").number == 2
 
 
-def lease(path, act=lambda: None, **options):
-    with leases.lease(path, **options):
-        act()
+def test_a_renewal_of_a_record_that_is_lost_is_not_told(tmp_path):
+    told, there = [], records.Records(storage.absolute(tmp_path))
+    record = records.Record(start="a", process=process.this(), secs=600.0)
+    held = there.take(1, record, renewed=told.append)
+    held.renew()
+    after = there.take(2, dataclasses.replace(record, start="b"))
+    held.renew()
+    assert told == [1]
+    assert held.is_lost
+    for each in (held, after):
+        each.give_back()
 
 
-def lease_files(root):
-    return sorted(each.name for each in (root.path / leases.DIRECTORY).iterdir())
+def test_a_record_that_could_not_be_given_back_is_not_tried_again(
+    tmp_path, monkeypatch
+):
+    record = records.Record(start="a", process=process.this(), secs=600.0)
+    held = records.Records(storage.absolute(tmp_path)).take(1, record)
+
+    def fail(*_, **__):
+        raise RuntimeError("the client of the store is closed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "write_atomic", fail)
+        with pytest.raises(RuntimeError, match="is closed"):
+            held.give_back()
+    held.give_back()
+    assert records.read(held.path).secs == 600.0
 
 
 class TestLeases:
     """A step that is leased is not removed; a lease of a removed one is refused."""
 
     @pytest.fixture
-    def root(self, tmp_path):
-        root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
+    def first(self, root):
+        """The directory of the first of two steps, which is ours."""
         committed(root, 1, 2)
         (root.final(1) / "manifest-0.json").write_text("{}")
-        return root
+        return root.final(1)
 
-    def test_a_step_is_leased_while_the_block_runs(self, root):
-        watch = {}
-        with leases.lease(root.final(1)) as path:
-            assert path == root.final(1)
-            with leases.lease(root.final(1)), leases.lease(root.final(2)):
-                assert leases.leased(root, watch) == {1, 2}
-            assert leases.leased(root, watch) == {1}
+    @staticmethod
+    def lease_files(root):
+        return sorted((root.path / leases.DIRECTORY).iterdir())
+
+    def test_a_step_is_leased_while_the_block_runs(self, root, first):
+        with leases.lease(first) as path:
+            assert path == first
+            with leases.lease(first), leases.lease(root.final(2)):
+                assert leases.leased(root, {}) == {1, 2}
             # A removal sees it, announced before or after.
-            with removing(root, [1], NOW) as leased:
-                assert leased == {1}
-        assert leases.leased(root, watch) == set()
+            with leases.removing(root, [1], line_of(NOW), watch={}) as leased:
+                assert leased == leases.leased(root, {}) == {1}
         # Also by the path of a part; but not a step of another program.
-        for part in ("", "state"):
-            with leases.leased_if_ours(root.final(1) / part):
-                assert leases.leased(root, {}) == {1}
-        with leases.leased_if_ours(root.final(2)):
-            assert leases.leased(root, {}) == set()
-        assert lease_files(root) == []
+        for path, steps in (
+            (first, {1}),
+            (first / "state", {1}),
+            (root.final(2), set()),
+        ):
+            with leases.leased_if_ours(path):
+                assert leases.leased(root, {}) == steps
+        assert self.lease_files(root) == []
 
-    def test_a_step_that_is_being_removed_or_is_not_there_is_not_leased(
-        self, root, tmp_path
+    def test_a_step_that_is_removed_or_not_there_is_not_leased(
+        self, root, first, tmp_path
     ):
-        with removing(root, [1], NOW):
-            with pytest.raises(leases.StepGoneError, match="is being removed"):
-                lease(root.final(1))
-            lease(root.final(2))
-        lease(root.final(1))
-        for path in (root.final(3), tmp_path / "other"):
-            with pytest.raises(leases.StepGoneError, match="name PERSISTENT_DIRECTORY"):
-                lease(path)
-        assert lease_files(root) == []
+        why = "being removed; name PERSISTENT_DIRECTORY"
+        gone = pytest.raises(leases.StepGoneError, match=why)
+        # The world that announced it is killed then.
+        killed = leases.removing(root, [1], line_of(OLD), watch={})
+        killed.__enter__()
+        for path in (first, root.final(3), tmp_path / "other"):
+            with gone, leases.lease(path):
+                pass
+        removing = leases.removing(root, [2], line_of(NOW), watch={})
+        with removing, leases.lease(first), gone, leases.lease(root.final(2)):
+            pass
+        assert self.lease_files(root) == []
 
     def test_a_lease_that_is_not_renewed_expires_by_the_clock_of_the_remover(
-        self, root, monkeypatch
+        self, root, first, monkeypatch
     ):
-        now_secs = 0.0
+        now_secs, watch = 0.0, {}
         monkeypatch.setattr(clock, "monotonic", lambda: now_secs)
-        watch = {}
-        held = leases.lease(root.final(1), duration_secs=100.0)
+        held = leases.lease(first, duration_secs=100.0)
         held.__enter__()
-        (name,) = lease_files(root)
-        path = root.path / leases.DIRECTORY / name
+        (path,) = self.lease_files(root)
         record = records.read(path)
         # Of a program on another machine; one of this machine counts while it lives.
         far = dataclasses.replace(record.process, boot_id="another")
@@ -250,81 +268,56 @@ class TestLeases:
                 assert leases.leased(root, watch) == {1}
         now_secs = 251.0
         assert leases.leased(root, watch) == set()
-        assert lease_files(root) == []
+        assert self.lease_files(root) == []
         # Its holder finds that it was lost.
         with pytest.raises(errors.CheckpointError, match="was lost while it was read"):
             held.__exit__(None, None, None)
 
-    def test_a_lease_of_a_process_that_was_killed_is_over_at_once(self, root):
+    def test_a_lease_of_a_process_that_was_killed_is_over_at_once(self, root, first):
         program = (
             "import os, sys, elastic_ckpt as ec\n"
             "with ec.lease(sys.argv[1]):\n"
             "    os.kill(os.getpid(), 9)\n"
         )
-        command = [sys.executable, "-c", program, root.final(1)]
+        command = [sys.executable, "-c", program, first]
         assert subprocess.run(command, check=False).returncode == -9
-        assert len(lease_files(root)) == 1
+        assert len(self.lease_files(root)) == 1
         assert leases.leased(root, {}) == set()
-        assert lease_files(root) == []
+        assert self.lease_files(root) == []
 
-    def test_a_lease_is_renewed_for_as_long_as_it_takes(self, root, monkeypatch):
+    def test_a_lease_is_renewed_for_as_long_as_it_takes(self, root, first, monkeypatch):
         # Often, and yet not lost where a thread waits for seconds.
         monkeypatch.setattr(records, "_RENEWALS", 10_000)
-        monkeypatch.setattr(clock, "monotonic", lambda: 0.0)
-        watch, contents = {}, set()
-        with leases.lease(root.final(1), duration_secs=600.0):
-            (name,) = lease_files(root)
-            deadline = time.monotonic() + 600
-            while len(contents) < 3:
-                assert time.monotonic() < deadline, "it is not renewed"
-                contents.add((root.path / leases.DIRECTORY / name).read_bytes())
-                assert leases.leased(root, watch) == {1}
+        contents = set()
+        with leases.lease(first, duration_secs=600.0):
+            (path,) = self.lease_files(root)
+            until(lambda: contents.add(path.read_bytes()) or len(contents) == 3)
+            assert leases.leased(root, {}) == {1}
 
-    @pytest.mark.parametrize("loss", ["removed", "saved again", "expired"])
-    def test_a_reader_whose_lease_was_lost_gets_an_error(self, root, loss):
-        def lose():
-            if loss == "removed":
-                storage.remove(root.final(1))
-            elif loss == "saved again":
-                committed(root, 1, save=f"{200:015d}")
-            else:
-                for name in lease_files(root):
-                    storage.remove(root.path / leases.DIRECTORY / name)
-
-        with pytest.raises(errors.CheckpointError, match="was lost while it was read"):
-            lease(root.final(1), lose)
-
-    def test_announcements_of_worlds_that_were_killed_are_finished_and_removed(
-        self, root
+    def test_a_reader_whose_step_was_removed_or_saved_again_gets_an_error(
+        self, root, first
     ):
-        killed = removing(root, [1], OLD)
-        killed.__enter__()
-        assert lease_files(root) == [f"1-{OLD}.removing"]
-        # It had begun with step 3.
-        storage.write_atomic(root.final(3) / "state" / "x", b"")
-        with pytest.raises(leases.StepGoneError):
-            lease(root.final(1))
-        with removing(root, [2], NOW):
-            lease(root.final(1))
-        assert lease_files(root) == []
-
-
-def contents(directory):
-    return {
-        str(path.relative_to(directory)): path.read_bytes()
-        for path in pathlib.Path(directory).rglob("*")
-        if path.is_file()
-    }
+        for lose in (
+            lambda: committed(root, 1, save=NOW),
+            lambda: storage.remove(first),
+        ):
+            with (
+                pytest.raises(errors.CheckpointError, match="was lost while it was"),
+                leases.lease(first),
+            ):
+                lose()
 
 
 def test_what_a_replaced_start_still_uploads_in_place_does_not_count(
     tmp_path, monkeypatch
 ):
-    hosts = uploaded.hosts(4)
+    def contents(directory):
+        files = filter(pathlib.Path.is_file, pathlib.Path(directory).rglob("*"))
+        return {os.fspath(path): path.read_bytes() for path in files}
+
+    hosts, starts = uploaded.hosts(4), []
     path = storage.absolute(tmp_path / "steps")
     root = persistent_root.PersistentRoot(path=path, in_place=True)
-
-    starts = []
 
     def claimed(save):
         starts.append(begin(root.path, save))
@@ -360,8 +353,7 @@ def test_what_a_replaced_start_still_uploads_in_place_does_not_count(
             each.finish()
     # It was about to write when the other one began.
     storage.write_atomic(root.final(5) / "manifest-m3.0", last.to_bytes())
-    now = contents(root.final(5))
-    assert {name: now[name] for name in committed} == committed
+    assert contents(root.final(5)).items() >= committed.items()
     # Its name is the first of all manifests.
     late_manifest = root.final(5) / "manifest-m3.0"
     storage.rename(late_manifest, root.final(5) / "manifest-a")
@@ -372,84 +364,78 @@ def test_what_a_replaced_start_still_uploads_in_place_does_not_count(
     assert (held.complete, held.step) == (True, 5)
 
 
-def test_a_renewal_of_a_record_that_is_lost_is_not_told(tmp_path):
-    told, there = [], records.Records(storage.absolute(tmp_path))
-    record = records.Record(start="a", process=process.this(), secs=600.0)
-    held = there.take(1, record, renewed=told.append)
-    held.renew()
-    after = there.take(2, dataclasses.replace(record, start="b"))
-    held.renew()
-    assert told == [1]
-    assert held.is_lost
-    for each in (held, after):
-        each.give_back()
-
-
-def test_a_record_that_could_not_be_given_back_is_not_tried_again(
-    tmp_path, monkeypatch
+def test_each_world_replaces_the_agents_and_the_last_place_counts_for_two_weeks(
+    tmp_path,
 ):
-    record = records.Record(start="a", process=process.this(), secs=600.0)
-    held = records.Records(storage.absolute(tmp_path)).take(1, record)
+    day = 24 * 3600.0
 
-    def fail(*_, **__):
-        raise RuntimeError("the client of the store is closed")
+    def seen(url, days_ago=0):
+        return run_files.Seen(url, day * (1000 - days_ago))
 
-    with monkeypatch.context() as patched:
-        patched.setattr(storage, "write_atomic", fail)
-        with pytest.raises(RuntimeError, match="is closed"):
-            held.give_back()
-    held.give_back()
-    assert records.read(held.path).secs == 600.0
+    assert run_files.read_agents(tmp_path) is None
+    old = {"m1": seen("http://a", 3), "m2": seen("http://b"), "m3": seen("http://c")}
+    for these in (old, {"m1": seen("http://d")}):
+        agents = run_files.RunAgents("mine", these)
+        run_files.write_agents(tmp_path, agents)
+        assert run_files.read_agents(tmp_path) == agents
+    urls = run_files.RunAgents("mine", old).urls
+    assert urls == {"m2": "http://b", "m3": "http://c"}
+    for url, left in (("http://e", these), ("http://d", {})):
+        run_files.forget_agent(tmp_path, url)
+        assert run_files.known_agents(tmp_path) == left
+    (tmp_path / run_files.AGENTS).write_bytes(b"damaged")
+    assert run_files.known_agents(tmp_path) == {}
+
+    def joined(*recorded, **present):
+        return run_files.joined_agents(recorded, present, now_secs=1000 * day)
+
+    old, new = {"m1": seen("http://a", 3)}, {"m1": seen("http://b", 2)}
+    assert joined(old, new) == joined(new, old) == new
+    assert joined(old, new, m1="http://c") == {"m1": seen("http://c")}
+    two = {"m1": seen("http://a", 13), "m2": seen("http://b", 15)}
+    assert list(joined(two)) == ["m1"]
 
 
-DAY = 24 * 3600.0
+def test_evaluations_count_for_their_line_and_go_with_their_step(root):
+    committed(root, 2, 5, 7)
 
+    def record(step, loss, *, save=OLD, run=uploaded.RUN):
+        text = f'{{"loss":{loss}}}'
+        each = run_files.Evaluation(run=run, step=step, save=save, metrics=text)
+        run_files.record_evaluation(root, each)
 
-def seen(url, days_ago=0):
-    return run_files.Seen(url, DAY * (1000 - days_ago))
+    def counted(line, saved=None):
+        found = run_files.evaluations(root, line, run=uploaded.RUN)
+        steps = [
+            retention.HeldStep(step=step, time_ms=0, metrics=saved, complete=True)
+            for step in root.steps()
+        ]
+        evaluated = {step: json.loads(text) for step, text in found}
+        ranked = retention.with_evaluations(steps, evaluated)
+        return {each.step: each.metrics for each in ranked}
 
+    def recorded():
+        return sorted(each.name for each in (root.path / "evaluations").iterdir())
 
-class TestAgents:
-    """The record of a run's agents, in storage and in each RAM disk."""
-
-    def test_each_world_replaces_it_and_one_without_agents_has_none(self, tmp_path):
-        assert run_files.read_agents(tmp_path) is None
-        old = {
-            "m1": seen("http://a", 3),
-            "m2": seen("http://b"),
-            "m3": seen("http://c"),
-        }
-        for these in (old, {"m1": seen("http://d")}):
-            agents = RunAgents("mine", these)
-            run_files.write_agents(tmp_path, agents)
-            assert run_files.read_agents(tmp_path) == agents
-        assert RunAgents("mine", old).urls == {"m2": "http://b", "m3": "http://c"}
-        run_files.forget_agent(tmp_path, "http://e")
-        run_files.forget_agent(tmp_path, "http://d")
-        assert run_files.read_agents(tmp_path) is None
-
-    def test_an_altered_record_is_an_error_in_storage_and_none_in_ram(self, tmp_path):
-        run_files.write_agents(
-            tmp_path, RunAgents("mine", {"m1": seen("http://a:8470")})
-        )
-        path = tmp_path / run_files.AGENTS
-        for content in (path.read_bytes().replace(b"8470", b"8471"), b"", b"[1]"):
-            path.write_bytes(content)
-            with pytest.raises(
-                errors.CheckpointError, match="restore the file from a copy"
-            ):
-                run_files.read_agents(tmp_path)
-            assert run_files.known_agents(tmp_path) == {}
-
-    def test_of_an_agent_that_moved_the_last_place_counts_for_two_weeks(self):
-        old, new = {"m1": seen("http://a", 3)}, {"m1": seen("http://b", 2)}
-        now_secs = 1000 * DAY
-        for recorded in ([old, new], [new, old]):
-            assert run_files.joined_agents(recorded, {}, now_secs=now_secs) == new
-        agents = run_files.joined_agents(
-            [old, new], {"m1": "http://c"}, now_secs=now_secs
-        )
-        assert agents == {"m1": seen("http://c")}
-        recorded = [{"m1": seen("http://a", 13), "m2": seen("http://b", 15)}]
-        joined = run_files.joined_agents(recorded, {}, now_secs=now_secs)
-        assert list(joined) == ["m1"]
+    old, new = Line(save=OLD, parents=()), Line(save=NOW, parents=((2, OLD),))
+    # One before all saved steps counts for none, the later one of the same step counts.
+    for step, loss in ((1, 0.1), (4, 0.4), (3, 0.3), (5, 9), (5, 0.5)):
+        record(step, loss)
+    record(5, 9, run="another", save=NOW)
+    assert counted(old) == {2: {"loss": 0.3}, 5: {"loss": 0.5}, 7: None}
+    # Metrics of a save count unless the step itself was evaluated later.
+    saved = {"loss": 9.0, "other": 1}
+    assert counted(old, saved) == {2: saved, 5: {"loss": 0.5, "other": 1}, 7: saved}
+    # The run went back to step 2, and goes on under a newer save. Nor does the old
+    # world count those of the new one, or remove them.
+    record(2, 0.2)
+    record(3, 0.6, save=NOW)
+    assert counted(new) == {2: {"loss": 0.2}, 5: None, 7: None}
+    assert counted(old) == {2: {"loss": 0.2}, 5: {"loss": 0.5}, 7: None}
+    run_files.forget_evaluations(root, {2, 5}, old)
+    left = [f"1-{OLD}.json", f"3-{NOW}.json", f"5-{NOW}.json"]
+    assert recorded() == left
+    # Those that the new line has passed go.
+    record(4, 0.1)
+    run_files.forget_evaluations(root, (), new)
+    assert recorded() == left
