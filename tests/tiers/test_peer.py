@@ -2,6 +2,7 @@ import concurrent.futures
 import contextlib
 import itertools
 import json
+import shutil
 
 import hypothesis
 import numpy as np
@@ -9,9 +10,9 @@ import pytest
 import trustme
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import boxes, checked_blobs
+from elastic_ckpt.core import boxes, checked_blobs, storage
 from elastic_ckpt.tiers import source
-from elastic_ckpt.tiers.peers import agent, peer, peer_client, secret
+from elastic_ckpt.tiers.peers import agent, agent_server, peer, peer_client, secret
 from elastic_ckpt.tiers.ram import machine, ram_disk
 from tests.tiers import served
 from tests.tiers.scripted_peer import ScriptedPeer, answer, wanted_range
@@ -25,7 +26,8 @@ RANDOM = np.random.default_rng(7).bytes(3 * 2**20 + 17)
 
 
 @pytest.fixture(autouse=True)
-def no_waits(monkeypatch):
+def small(monkeypatch):
+    monkeypatch.setattr(agent_server, "MOST_FILE_BYTES", len(CONTENT))
     # As many attempts as there are, without the time between.
     monkeypatch.setattr(peer_client, "RETRY_SECS", (0.0,) * len(peer_client.RETRY_SECS))
 
@@ -39,19 +41,14 @@ def root(tmp_path):
 
 
 @pytest.fixture
-def service(root):
-    return agent.Service(root=str(root))
-
-
-@pytest.fixture
-def url(service):
-    with served.serving(service) as address:
+def url(root):
+    with served.serving(agent.Service(root=str(root))) as address:
         yield address.url
 
 
 # No test of anything else waits for a peer, however busy the machine is.
-def client_of(known=SECRET, *, timeout_secs=600, **options):
-    client = peer_client.PeerClient(known, timeout_secs=timeout_secs, **options)
+def client_of(*, timeout_secs=600, tls_ca=None):
+    client = peer_client.PeerClient(SECRET, timeout_secs=timeout_secs, tls_ca=tls_ca)
     return contextlib.closing(client)
 
 
@@ -230,17 +227,14 @@ def test_a_wrong_answer_is_a_read_error(client):
 
 
 def test_a_peer_that_is_silent_or_gone_costs_its_time_once_and_is_then_left_alone():
-    with (
-        ScriptedPeer(b"") as silent,
-        client_of(timeout_secs=0.5) as hasty,
-    ):
+    with ScriptedPeer(b"") as silent, client_of(timeout_secs=0.5) as hasty:
         assert "timed out" in problem(hasty, silent.url)
         for _ in range(3):
             assert "is left alone for" in problem(hasty, silent.url)
         assert len(silent.connections) == 1
-    with client_of() as client:
+    with client_of() as other:
         for why in ("refused", "is left alone for"):
-            assert why in problem(client, silent.url)
+            assert why in problem(other, silent.url)
 
 
 def test_a_transfer_goes_on_where_it_broke_while_there_is_progress(client):
@@ -302,3 +296,73 @@ def test_an_agent_with_tls_is_read_by_its_authority_and_its_name_alone(root, tmp
     with ScriptedPeer(b"") as plain, client_of(tls_ca=ours) as client:
         assert "does not encrypt" in problem(client, plain.url)
         assert not plain.connections
+
+
+class TestRepairs:
+    """Bad files in a RAM disk are replaced by what was saved, and by nothing else."""
+
+    SAVED = b"what was saved" * 1000
+
+    @pytest.fixture
+    def directory(self, root):
+        """The directory of a step whose file is bad."""
+        made = served.save(root, 30, {"data/part": self.SAVED, "data/b": b"other"})
+        (made / "data" / "part").write_bytes(b"damaged")
+        return made
+
+    def test_an_agent_puts_right_files_of_steps_alone(
+        self, directory, url, root, client
+    ):
+        part, outside = directory / "data" / "part", root / "outside"
+        ((_, remote),) = peer.Peer(url, client, served.RUN).offers(30).copies
+
+        def put(file, content):
+            leaf = served.leaf_of(file, content)
+            remote.put_right(leaf, boxes.whole(leaf.shape), content)
+
+        def refuse(why, file="data/part", content=self.SAVED, *, there=part, here=True):
+            with pytest.raises(source.RepairError, match=why):
+                put(file, content)
+            # So does a program of this machine, which needs no agent.
+            if here:
+                with pytest.raises(source.RepairError, match=why):
+                    ram_disk.put_right(directory, file, content)
+            assert there.read_bytes() == b"damaged"
+
+        refuse("its digest differs", content=self.SAVED[:-1] + b"x")
+        refuse("its digest differs", content=self.SAVED + b"x")
+        refuse("status 413", content=CONTENT + b"x", here=False)
+        refuse("its manifest lists no such file", "data/new")
+        refuse("lists no such file|has no such file", "../30-0/data/part")
+        for path in ("/steps", "/hosts/0/30-0", "/hosts/x/30-0/data/part"):
+            with pytest.raises(source.RepairError):
+                client.endpoint(url).put(path, self.SAVED)
+        secret.adopt(root, "the-secret-of-another-run")
+        refuse("does not take the run's secret", here=False)
+        secret.adopt(root, SECRET)
+        (directory / "data").rename(outside)
+        (directory / "data").symlink_to(outside)
+        refuse("behind a link", there=outside / "part")
+        (directory / "data").unlink()
+        outside.rename(directory / "data")
+        (kept,) = directory.glob("manifest-*")
+        kept.rename(outside)
+        refuse(r"was not repaired.*manifest-")
+        outside.rename(kept)
+        put("data/part", self.SAVED)
+        assert part.read_bytes() == self.SAVED
+        # One that is gone is made.
+        shutil.rmtree(part.parent)
+        ram_disk.put_right(directory, "data/part", self.SAVED)
+        assert part.read_bytes() == self.SAVED
+
+    def test_a_repair_waits_while_a_process_removes_the_step(self, directory):
+        repair = ram_disk.put_right, directory, "data/part", self.SAVED
+        with concurrent.futures.ThreadPoolExecutor(1) as executor:
+            with ram_disk.repairing(directory.parent):
+                repairing = executor.submit(*repair)
+                assert not concurrent.futures.wait([repairing], timeout=0.2).done
+                storage.remove(directory)
+            with pytest.raises(source.RepairError, match="was not repaired"):
+                repairing.result()
+        assert not directory.exists()
