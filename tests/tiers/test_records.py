@@ -3,8 +3,6 @@
 import dataclasses
 import gc
 import json
-import os
-import pathlib
 import subprocess
 import sys
 import threading
@@ -115,31 +113,17 @@ def test_a_start_claims_each_of_its_worlds_also_if_lists_lag(tmp_path, monkeypat
         claims.newest(tmp_path)
 
 
-def test_one_of_two_simultaneous_starts_writes(tmp_path, monkeypatch):
-    create, others = storage.create, []
-
-    def late(path, content, **options):
-        monkeypatch.undo()
-        others.append(begin(tmp_path, "b"))
-        return create(path, content, **options)
-
-    monkeypatch.setattr(storage, "create", late)
-    begin(tmp_path).check()
-    with pytest.raises(errors.ReplacedError, match=r"a \("):
-        others[0].check()
-
-
 def test_a_request_whose_answer_was_lost_was_carried_out(tmp_path, monkeypatch):
     create, write = storage.create, storage.write_atomic
 
-    def twice(path, content, **options):
+    def twice(*each, **options):
         # A client repeats its request.
-        create(path, content, **options)
-        return create(path, content, **options)
+        create(*each, **options)
+        return create(*each, **options)
 
-    def lose(path, content, **options):
-        write(path, content, **options)
-        raise OSError(5, "the answer is lost", str(path))
+    def lose(*each, **options):
+        write(*each, **options)
+        raise OSError(5, "the answer is lost")
 
     with monkeypatch.context() as patch:
         patch.setattr(storage, "create", twice)
@@ -171,24 +155,17 @@ def test_a_writer_that_is_dropped_gives_its_claim_back_in_a_thread_of_its_own(
     assert begin(tmp_path, "b").number == 2
 
 
-def test_a_renewal_of_a_record_that_is_lost_is_not_told(tmp_path):
+def test_a_lost_record_is_not_renewed_and_one_not_given_back_is_not_tried_again(
+    tmp_path, monkeypatch
+):
     told, there = [], records.Records(storage.absolute(tmp_path))
     record = records.Record(start="a", process=process.this(), secs=600.0)
     held = there.take(1, record, renewed=told.append)
     held.renew()
     after = there.take(2, dataclasses.replace(record, start="b"))
     held.renew()
-    assert told == [1]
-    assert held.is_lost
-    for each in (held, after):
-        each.give_back()
-
-
-def test_a_record_that_could_not_be_given_back_is_not_tried_again(
-    tmp_path, monkeypatch
-):
-    record = records.Record(start="a", process=process.this(), secs=600.0)
-    held = records.Records(storage.absolute(tmp_path)).take(1, record)
+    assert (told, held.is_lost) == ([1], True)
+    held.give_back()
 
     def fail(*_, **__):
         raise RuntimeError("the client of the store is closed")
@@ -196,67 +173,66 @@ def test_a_record_that_could_not_be_given_back_is_not_tried_again(
     with monkeypatch.context() as patch:
         patch.setattr(storage, "write_atomic", fail)
         with pytest.raises(RuntimeError, match="is closed"):
-            held.give_back()
-    held.give_back()
-    assert records.read(held.path).secs == 600.0
+            after.give_back()
+    after.give_back()
+    assert records.read(after.path).secs == 600.0
 
 
-class TestLeases:
-    """A step that is leased is not removed; a lease of a removed one is refused."""
+@pytest.fixture
+def first(root):
+    """The directory of the first of two steps, which is ours."""
+    committed(root, 1, 2)
+    (root.final(1) / "manifest-0.json").write_text("{}")
+    return root.final(1)
 
-    @pytest.fixture
-    def first(self, root):
-        """The directory of the first of two steps, which is ours."""
-        committed(root, 1, 2)
-        (root.final(1) / "manifest-0.json").write_text("{}")
-        return root.final(1)
 
-    @staticmethod
-    def lease_files(root):
-        return sorted((root.path / leases.DIRECTORY).iterdir())
+def lease_files(root):
+    return sorted((root.path / leases.DIRECTORY).iterdir())
 
-    def test_a_step_is_leased_while_the_block_runs(self, root, first):
-        with leases.lease(first) as path:
-            assert path == first
-            with leases.lease(first), leases.lease(root.final(2)):
-                assert leases.leased(root, {}) == {1, 2}
-            # A removal sees it, announced before or after.
-            with leases.removing(root, [1], line_of(NOW), watch={}) as leased:
-                assert leased == leases.leased(root, {}) == {1}
-        # Also by the path of a part; but not a step of another program.
-        for path, steps in (
-            (first, {1}),
-            (first / "state", {1}),
-            (root.final(2), set()),
-        ):
-            with leases.leased_if_ours(path):
-                assert leases.leased(root, {}) == steps
-        assert self.lease_files(root) == []
 
-    def test_a_step_that_is_removed_or_not_there_is_not_leased(
-        self, root, first, tmp_path
-    ):
-        why = "being removed; name PERSISTENT_DIRECTORY"
-        gone = pytest.raises(leases.StepGoneError, match=why)
-        # The world that announced it is killed then.
-        killed = leases.removing(root, [1], line_of(OLD), watch={})
-        killed.__enter__()
-        for path in (first, root.final(3), tmp_path / "other"):
-            with gone, leases.lease(path):
-                pass
-        removing = leases.removing(root, [2], line_of(NOW), watch={})
-        with removing, leases.lease(first), gone, leases.lease(root.final(2)):
+def test_a_step_is_leased_while_the_block_runs(root, first):
+    with leases.lease(first) as path:
+        assert path == first
+        with leases.lease(first), leases.lease(root.final(2)):
+            assert leases.leased(root, {}) == {1, 2}
+        # A removal sees it, announced before or after.
+        with leases.removing(root, [1], line_of(NOW), watch={}) as leased:
+            assert leased == leases.leased(root, {}) == {1}
+    # Also by the path of a part; but not a step of another program.
+    for path, steps in ((first, {1}), (first / "state", {1}), (root.final(2), set())):
+        with leases.leased_if_ours(path):
+            assert leases.leased(root, {}) == steps
+    lost = pytest.raises(errors.CheckpointError, match="was lost while it was read")
+    for lose in (lambda: committed(root, 1, save=NOW), lambda: storage.remove(first)):
+        with lost, leases.lease(first):
+            lose()
+    assert lease_files(root) == []
+
+
+def test_a_step_that_is_removed_or_not_there_is_not_leased(root, first, tmp_path):
+    why = "being removed; name PERSISTENT_DIRECTORY"
+    gone = pytest.raises(leases.StepGoneError, match=why)
+    # The world that announced it is killed then.
+    killed = leases.removing(root, [1], line_of(OLD), watch={})
+    killed.__enter__()
+    for path in (first, root.final(3), tmp_path / "other"):
+        with gone, leases.lease(path):
             pass
-        assert self.lease_files(root) == []
+    removing = leases.removing(root, [2], line_of(NOW), watch={})
+    with removing, leases.lease(first), gone, leases.lease(root.final(2)):
+        pass
+    assert lease_files(root) == []
 
-    def test_a_lease_that_is_not_renewed_expires_by_the_clock_of_the_remover(
-        self, root, first, monkeypatch
-    ):
-        now_secs, watch = 0.0, {}
-        monkeypatch.setattr(clock, "monotonic", lambda: now_secs)
-        held = leases.lease(first, duration_secs=100.0)
-        held.__enter__()
-        (path,) = self.lease_files(root)
+
+def test_a_lease_that_is_not_renewed_expires_by_the_clock_of_the_remover(
+    root, first, monkeypatch
+):
+    now_secs, watch = 0.0, {}
+    monkeypatch.setattr(clock, "monotonic", lambda: now_secs)
+    lost = pytest.raises(errors.CheckpointError, match="was lost while it was read")
+    # Its holder finds that it was lost.
+    with lost, leases.lease(first, duration_secs=100.0):
+        (path,) = lease_files(root)
         record = records.read(path)
         # Of a program on another machine; one of this machine counts while it lives.
         far = dataclasses.replace(record.process, boot_id="another")
@@ -268,68 +244,47 @@ class TestLeases:
                 assert leases.leased(root, watch) == {1}
         now_secs = 251.0
         assert leases.leased(root, watch) == set()
-        assert self.lease_files(root) == []
-        # Its holder finds that it was lost.
-        with pytest.raises(errors.CheckpointError, match="was lost while it was read"):
-            held.__exit__(None, None, None)
+        assert lease_files(root) == []
 
-    def test_a_lease_of_a_process_that_was_killed_is_over_at_once(self, root, first):
-        program = (
-            "import os, sys, elastic_ckpt as ec\n"
-            "with ec.lease(sys.argv[1]):\n"
-            "    os.kill(os.getpid(), 9)\n"
-        )
-        command = [sys.executable, "-c", program, first]
-        assert subprocess.run(command, check=False).returncode == -9
-        assert len(self.lease_files(root)) == 1
-        assert leases.leased(root, {}) == set()
-        assert self.lease_files(root) == []
 
-    def test_a_lease_is_renewed_for_as_long_as_it_takes(self, root, first, monkeypatch):
-        # Often, and yet not lost where a thread waits for seconds.
-        monkeypatch.setattr(records, "_RENEWALS", 10_000)
-        contents = set()
-        with leases.lease(first, duration_secs=600.0):
-            (path,) = self.lease_files(root)
-            until(lambda: contents.add(path.read_bytes()) or len(contents) == 3)
-            assert leases.leased(root, {}) == {1}
-
-    def test_a_reader_whose_step_was_removed_or_saved_again_gets_an_error(
-        self, root, first
-    ):
-        for lose in (
-            lambda: committed(root, 1, save=NOW),
-            lambda: storage.remove(first),
-        ):
-            with (
-                pytest.raises(errors.CheckpointError, match="was lost while it was"),
-                leases.lease(first),
-            ):
-                lose()
+def test_a_lease_is_renewed_and_over_at_once_when_its_process_is_killed(
+    root, first, monkeypatch
+):
+    # Often, and yet not lost where a thread waits for seconds.
+    monkeypatch.setattr(records, "_RENEWALS", 10_000)
+    contents = set()
+    with leases.lease(first, duration_secs=600.0):
+        (path,) = lease_files(root)
+        until(lambda: contents.add(path.read_bytes()) or len(contents) == 3)
+        assert leases.leased(root, {}) == {1}
+    program = (
+        "import os, sys, elastic_ckpt as ec\n"
+        "with ec.lease(sys.argv[1]):\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    command = [sys.executable, "-c", program, first]
+    assert subprocess.run(command, check=False).returncode == -9
+    assert len(lease_files(root)) == 1
+    assert leases.leased(root, {}) == set()
+    assert lease_files(root) == []
 
 
 def test_what_a_replaced_start_still_uploads_in_place_does_not_count(
     tmp_path, monkeypatch
 ):
-    def contents(directory):
-        files = filter(pathlib.Path.is_file, pathlib.Path(directory).rglob("*"))
-        return {os.fspath(path): path.read_bytes() for path in files}
-
-    hosts, starts = uploaded.hosts(4), []
-    path = storage.absolute(tmp_path / "steps")
+    monkeypatch.setattr(clock, "sleep", lambda _: None)
+    path, world, starts = storage.absolute(tmp_path / "steps"), uploaded.hosts(4), []
     root = persistent_root.PersistentRoot(path=path, in_place=True)
 
     def claimed(save):
-        starts.append(begin(root.path, save))
+        starts.append(begin(path, save))
         starts[-1].claim(line_of(save))
         return uploaded.saved_step(save=save)
 
     old = claimed("8")
-    # The first of them has a successor of the same name, the last has none.
-    monkeypatch.setattr(clock, "sleep", lambda _: None)
-    late = [upload.Upload(root, old, host, claim=1) for host in (hosts[0], hosts[3])]
     *chunks, file, _ = uploaded.items(old)
-    path = old.contents.leaves[file[0]].path
+    # The first of them has a successor of the same name, the last has none.
+    late = [upload.Upload(root, old, host, claim=1) for host in (world[0], world[3])]
     for each in late:
         each.begin()
         uploaded.put(each, old, chunks[0], seed=1)
@@ -338,28 +293,27 @@ def test_what_a_replaced_start_still_uploads_in_place_does_not_count(
     storage.remove(root.final(5) / "manifest-m3.0")
     new = claimed("9")
     # Its file gives way to that of the start that continues.
-    storage.write_atomic(root.final(5) / path, b"of a replaced start")
-    uploaded.write_all(root, new, hosts[:3])
+    of_file = root.final(5) / old.contents.leaves[file[0]].path
+    storage.write_atomic(of_file, b"of a replaced start")
+    uploaded.write_all(root, new, world[:3])
     uploaded.commit_all(root, new)
-    committed = contents(root.final(5))
+    tier = persistent_tier.PersistentTier(root, run=uploaded.RUN)
+    uploaded.read(tier, new)
     # The commit has removed its store.
     with pytest.raises(errors.CheckpointError, match="NOT_FOUND"):
         uploaded.put(late[0], old, chunks[1], seed=1)
-    with pytest.raises(errors.ReplacedError, match="as world 2"):
+    replaced = pytest.raises(errors.ReplacedError, match="as world 2")
+    with replaced:
         late[0].write([upload.Part(*file, b"")], [np.zeros(7, np.uint8)])
     # One that begins only now has the claim that its driver had.
-    for each in [*late, upload.Upload(root, old, hosts[1], claim=1)]:
-        with pytest.raises(errors.ReplacedError, match="as world 2"):
+    for each in [*late, upload.Upload(root, old, world[1], claim=1)]:
+        with replaced:
             each.finish()
-    # It was about to write when the other one began.
-    storage.write_atomic(root.final(5) / "manifest-m3.0", last.to_bytes())
-    assert contents(root.final(5)).items() >= committed.items()
-    # Its name is the first of all manifests.
-    late_manifest = root.final(5) / "manifest-m3.0"
-    storage.rename(late_manifest, root.final(5) / "manifest-a")
+    uploaded.read(tier, new)
+    # It was about to write when the other one began, and its name is the first of all.
+    storage.write_atomic(root.final(5) / "manifest-a", last.to_bytes())
     assert root.save_of(5, run=uploaded.RUN) == "9"
     assert not root.is_pending(StepId(5, "9"), run=uploaded.RUN)
-    tier = persistent_tier.PersistentTier(root, run=uploaded.RUN)
     (held,) = tier.held(line_of("9"))
     assert (held.complete, held.step) == (True, 5)
 
