@@ -188,25 +188,21 @@ def test_what_is_held_has_the_time_and_metrics_of_its_save(disk, host, monkeypat
     assert [each.complete for each in host.retained()] == [None, None]
 
 
-def test_any_flipped_bit_of_a_chunk_is_found_and_what_gives_no_bytes_is_an_error(
+def test_a_bad_file_is_put_right_and_what_cannot_give_the_bytes_is_an_error(
     disk, host, tmp_path
 ):
-    values = random_bits("float32", 6)
-    saved = save(host, {"w": values})
+    saved = save(host, {"w": np.arange(3.0)})
     ((_, files),) = disk.offers(3).copies
     (number, box, named), _ = saved.rows()
     part = saved.contents.leaves[number], box
     inside = pathlib.Path(disk.step_directory(0, StepId(3, "0")), "w")
     path = inside / "c" / "0"
     sound = path.read_bytes()
-    for bit in range(8 * values.nbytes):
-        spoilt = bytearray(sound)
-        spoilt[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(spoilt)
-        assert digest.values_digest(read(files, *part)) != named
+    path.write_bytes(bytes(len(sound)))
+    assert digest.values_digest(read(files, *part)) != named
     # Damaged metadata does not prevent the repair.
     (inside / "zarr.json").write_bytes(b"{")
-    files.put_right(*part, stored_part.content(part[0], values))
+    files.put_right(*part, stored_part.content(part[0], np.arange(3.0)))
     assert path.read_bytes() == sound
 
     def is_refused(message):

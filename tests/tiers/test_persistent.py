@@ -101,44 +101,36 @@ def test_a_step_is_committed_found_with_time_and_metrics_and_removed_at_once(
 
 
 def test_steps_of_plain_orbax_are_told_apart_and_not_replaced(root, tier, world):
-    saved = put(root, world)
+    put(root, world)
     storage.write_atomic(root.final(7) / persistent_root.COMMIT_FILE, b"done")
     assert steps_of(tier()) == [5]
     assert list(tier().foreign_saves()) == [7]
     assert not tier().offers(7).copies
-    for step, why in (
-        (uploaded.saved_step(7), "Orbax saved"),
-        (saved, "nothing is left to upload"),
-    ):
+    for step, why in ((7, "Orbax saved"), (5, "nothing is left to upload")):
         with pytest.raises(errors.CheckpointError, match=why):
-            upload.Upload(root, step, world[0]).begin()
+            upload.Upload(root, uploaded.saved_step(step), world[0]).begin()
 
 
-def test_half_a_step_is_refused(root, tier, world):
-    items = uploaded.items(uploaded.saved_step())
-    lacks = "lacks parts of 1 of 5 arrays and files:"
-    for step, share, why in (
-        (1, None, "no host has uploaded"),
-        (2, items[1:], rf"{lacks} .state/params/b\[0:6\]"),
-        (3, items[:-1], rf"{lacks} .data/shards-00002.json.;"),
-    ):
-        saved = uploaded.saved_step(step)
-        if share is not None:
-            uploaded.write(root, saved, world[0], share)
+def test_half_a_step_or_one_of_two_minds_is_refused_and_repeated_on_other_hosts(
+    root, tier, world
+):
+    saved = uploaded.saved_step()
+    items = uploaded.items(saved)
+
+    def refuse(why):
         with pytest.raises(errors.CheckpointError, match=why):
             uploaded.commit_all(root, saved)
-    assert steps_of(tier()) == []
+        assert steps_of(tier()) == []
 
-
-def test_an_upload_that_was_cut_short_is_repeated_on_other_hosts(root, tier, world):
-    saved = uploaded.saved_step()
-    # Two finished, with wrong values and files that are of no use any more.
-    uploaded.write_all(root, saved, world[:2], seed=1)
+    refuse("no host has uploaded")
+    # With wrong values, and a file that is of no use any more.
+    uploaded.write(root, saved, world[0], items[1:-1], seed=1)
+    lacks = "lacks parts of 2 of 5 arrays and files"
+    refuse(rf"{lacks}: .state/params/b\[0:6\].*data/shards-00002.json")
     stray = root.unfinished(StepId(5, "0"))
     storage.write_atomic(stray / "data" / "shards-00007.json", b"stray")
     uploaded.write_all(root, saved, world[1:])
-    with pytest.raises(errors.CheckpointError, match="different values"):
-        uploaded.commit_all(root, saved)
+    refuse("different values")
     # What differed is not there any more.
     uploaded.write_all(root, saved, world[1:])
     uploaded.commit_all(root, saved)
@@ -227,37 +219,27 @@ def test_what_cannot_be_read_is_said(root, tier, world):
             reader.read_into(leaf, box, memoryview(bytearray(num_bytes)))
     storage.remove(root.path)
     storage.write_atomic(root.path, b"a file")
+    # It cannot be listed any more.
     with pytest.raises(errors.CheckpointError, match="cannot be read or listed"):
         steps_of(tier())
 
 
-def test_object_stores_commit_by_a_file_and_paths_by_a_rename(tmp_path):
-    for place in ("gs://bucket/run", "s3://bucket/run", tmp_path):
-        in_place = persistent_root.PersistentRoot.from_path(place).in_place
-        assert in_place == (place != tmp_path)
-
-
-@pytest.fixture
-def slept(monkeypatch):
-    """The seconds of each wait, which takes no time."""
-    slept = []
+def test_storage_that_fails_is_waited_for_longer_and_longer_unless_it_says_no(
+    monkeypatch, caplog
+):
+    slept, problems = [], []
+    # Waits take no time.
     monkeypatch.setattr(clock, "sleep", slept.append)
-    return slept
 
+    def call(problem, times=1):
+        def act():
+            if problems:
+                raise problems.pop()
+            return "done"
 
-def failing(*problems):
-    """Raises each of some errors in turn, then answers."""
-    pending = list(problems)
+        problems[:] = [problem] * times
+        return retries.call("writing /a", act)
 
-    def act():
-        if pending:
-            raise pending.pop(0)
-        return "done"
-
-    return act
-
-
-def test_what_may_pass_is_waited_for_longer_and_longer_and_logged(slept, caplog):
     for problem in (
         OSError(errno.EIO, "input/output error"),
         TimeoutError("timed out"),
@@ -265,7 +247,7 @@ def test_what_may_pass_is_waited_for_longer_and_longer_and_logged(slept, caplog)
     ):
         slept.clear()
         caplog.clear()
-        assert retries.call("writing /a", failing(*[problem] * 7)) == "done"
+        assert call(problem, 7) == "done"
         assert 0.25 <= slept[0] <= 0.5 <= slept[1] <= 1 <= slept[2] <= 2
         assert 15 <= slept[6] <= 30
         assert len(caplog.messages) == len(slept) == 7
@@ -273,11 +255,8 @@ def test_what_may_pass_is_waited_for_longer_and_longer_and_logged(slept, caplog)
         # In the end waiting is given up.
         given_up = r"writing /a failed, attempt 8 of 8.*again"
         with pytest.raises(errors.CheckpointError, match=given_up):
-            retries.call("writing /a", failing(*[problem] * 8))
-        assert len(slept) == 14
-
-
-def test_what_will_not_pass_is_an_error_at_once(slept):
+            call(problem, 8)
+    slept.clear()
     for problem in (
         PermissionError(errno.EACCES, "no"),
         OSError(errno.EROFS, "read-only"),
@@ -286,8 +265,8 @@ def test_what_will_not_pass_is_an_error_at_once(slept):
         ValueError("PERMISSION_DENIED: no"),
     ):
         with pytest.raises(errors.CheckpointError, match="with its next backup"):
-            retries.call("writing /a", failing(problem))
+            call(problem)
     # What storage did not say is an error of the program.
     with pytest.raises(ValueError, match="a bug"):
-        retries.call("writing /a", failing(ValueError("a bug")))
+        call(ValueError("a bug"))
     assert not slept
