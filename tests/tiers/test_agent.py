@@ -49,13 +49,8 @@ def root(tmp_path):
 
 
 @pytest.fixture
-def service(root):
-    return agent.Service(root=str(root))
-
-
-@pytest.fixture
-def url(service):
-    with served.serving(service) as address:
+def url(root):
+    with served.serving(agent.Service(root=str(root))) as address:
         yield address.url
 
 
@@ -230,50 +225,45 @@ def test_a_connection_without_a_request_is_closed_after_a_while(
 
 
 def test_one_connection_too_many_is_closed_until_another_ends(root, url, monkeypatch):
-    monkeypatch.setattr(agent_server, "MOST_CONNECTIONS", 2)
-    one = alive(url, root)
-    with alive(url, root):
-        with served.connect(url) as third:
-            assert served.until_closed(third) == b""
-        one.close()
-        while (three := alive(url, root)) is None:
-            pass
-        three.close()
+    monkeypatch.setattr(agent_server, "MOST_CONNECTIONS", 1)
+    with alive(url, root), served.connect(url) as second:
+        assert served.until_closed(second) == b""
+    while (third := alive(url, root)) is None:
+        pass
+    third.close()
 
 
-def test_the_secret_is_made_once_and_for_its_owner_alone(tmp_path):
-    made = secret.read_or_create(tmp_path)
-    assert secret.read_or_create(tmp_path) == made
-    assert len(made) >= 43
-    assert stat.S_IMODE(os.stat(tmp_path / "secret").st_mode) == 0o600
-    assert os.listdir(tmp_path) == ["secret"]
-    (tmp_path / "secret").rename(tmp_path / "other")
-    (tmp_path / "secret").symlink_to("other")
-    with pytest.raises(errors.RunError, match="not a file of mode 0600"):
-        secret.read_or_create(tmp_path)
-
-
-def test_a_running_agent_takes_on_the_secret_that_is_adopted(root, ask):
-    secret.adopt(root, "agreed-by-the-new-world")
-    assert stat.S_IMODE(os.stat(root / "secret").st_mode) == 0o600
+def test_the_secret_is_made_once_for_its_owner_alone_and_may_be_another_later(
+    root, ask, known
+):
+    file, new = root / "secret", "agreed-by-the-new-world"
+    assert secret.read_or_create(root) == known
+    assert len(known) >= 43
+    assert stat.S_IMODE(os.stat(file).st_mode) == 0o600
+    secret.adopt(root, new)
+    assert stat.S_IMODE(os.stat(file).st_mode) == 0o600
     assert ask(PART)[0] == 401
-    assert ask(PART, given="agreed-by-the-new-world") == (200, CONTENT)
+    assert ask(PART, given=new) == (200, CONTENT)
     # Without one any more nobody gets in.
-    (root / "secret").write_text("")
+    file.write_text("")
     assert ask(PART, given="")[0] == 401
-    (root / "secret").unlink()
+    file.unlink()
     assert ask(PART)[0] == 401
+    file.symlink_to("other")
+    secret.adopt(root.parent, known)
+    (root.parent / "secret").rename(root / "other")
+    with pytest.raises(errors.RunError, match="not a file of mode 0600"):
+        secret.read_or_create(root)
 
 
 def test_it_says_where_it_listens_as_long_as_it_does(root, tmp_path):
     (tmp_path / "mounted").write_text("given-by-the-cluster\n")
-    for file in (root / "secret", tmp_path / "mounted"):
-        service = agent.Service(root=str(root), secret_file=str(file))
-        secret.read_or_create(root)
+    for file in (None, str(tmp_path / "mounted")):
+        service = agent.Service(root=str(root), secret_file=file)
         with served.serving(service) as address:
             there = machine.machine_id(root), os.getpid()
             assert (address.machine, address.pid) == there
-            known = secret.read(file)
+            known = secret.read(file or root / "secret")
             assert known not in (root / "agent.json").read_text()
             assert served.ask(address.url, PART, known)[0] == 200
             refused = pytest.raises(errors.RunError, match=f"serves .*{address.url}")
@@ -282,9 +272,9 @@ def test_it_says_where_it_listens_as_long_as_it_does(root, tmp_path):
         assert agent.find(root) is None
 
 
-def test_its_end_ends_transfers_and_idle_connections(root, service):
+def test_its_end_ends_transfers_and_idle_connections(root):
     (root / BIG[1:]).write_bytes(bytes(2**25))
-    with served.serving(service) as address:
+    with served.serving(agent.Service(root=str(root))) as address:
         idle, busy = alive(address.url, root), sent(address.url, root, BIG)
         busy.recv(1)
     with idle, busy:
@@ -292,13 +282,14 @@ def test_its_end_ends_transfers_and_idle_connections(root, service):
         assert len(served.until_closed(busy)) < 2**25
 
 
-def test_signals_to_all_processes_of_a_job_do_not_end_it(root, service):
+def test_signals_to_all_processes_of_a_job_do_not_end_it(root):
     """Slurm's way: the agent is needed until the last save is done."""
-    with contextlib.closing(agent.AgentProcess(service)) as started:
-        url, known = started.address.url, secret.read_or_create(root)
+    started = agent.AgentProcess(agent.Service(root=str(root)))
+    with contextlib.closing(started):
         for number in (signal.SIGTERM, signal.SIGINT):
             os.kill(started.address.pid, number)
-        assert served.ask(url, PART, known) == (200, CONTENT)
+        known = secret.read_or_create(root)
+        assert served.ask(started.address.url, PART, known) == (200, CONTENT)
     with pytest.raises(ProcessLookupError):
         os.kill(started.address.pid, 0)
     missing = agent.Service(root=str(root / "missing"))

@@ -24,7 +24,7 @@ from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers import source, stored_part
 from elastic_ckpt.tiers.ram import local, machine, ram_disk
 from elastic_ckpt.tiers.ram.chunk_files import LEAST_BYTES
-from tests import seams, shared_memory
+from tests import seams
 from tests.checkpoint.host.test_capture import random_bits
 from tests.tiers.tiered_steps import steps_of
 
@@ -33,6 +33,8 @@ FILE, CONTENT = "data/0.json", np.frombuffer(b'{"row": 3}', np.uint8)
 STATE = {"step": 3, "w": np.arange(24, dtype=np.float32).reshape(4, 6)}
 NOTHING = manifest.Contents(leaves=(), components=())
 LARGE = 3 * LEAST_BYTES
+# The large files of the state below, and their checksums.
+LARGE_BYTES = LARGE + 4 * 512 * 1024 + 2 * layout.CHECKSUM_BYTES
 
 
 def large_state(step, large=LARGE):
@@ -74,11 +76,6 @@ def save(host, state=STATE, step=3, *, save="0", only=lambda _: True, mapped=Fal
         part._replace(boxes=tuple(b for n, b in enumerate(part.boxes) if only(n)))
         for part in captured.parts
     )
-    if mapped:
-        # Large chunks are copied straight into the files of their step.
-        sizes = [each.nbytes for part in captured.parts for _, each in part.boxes]
-        large = [size + layout.CHECKSUM_BYTES for size in sizes if size >= LEAST_BYTES]
-        assert captured.file_bytes == sum(large)
     writer = host.begin(StepId(step, save), whole)
     writer.reserve(captured.num_bytes, taken_bytes=captured.file_bytes)
     writer.write(captured, {FILE: CONTENT.tobytes()})
@@ -296,16 +293,18 @@ def test_a_machine_gets_one_id_however_many_processes_ask(disk):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to other users")
-def test_a_directory_that_belongs_to_another_user_is_refused():
-    with shared_memory.directory("owner") as root:
-        for names in ([], [machine.FILE]):
-            os.chown(root, 65534, 65534)
-            refused = r"belongs to user 65534.* set"
-            with pytest.raises(errors.CheckpointError, match=refused):
-                machine.machine_id(root)
-            assert os.listdir(root) == names
-            os.chown(root, 0, 0)
-            machine.machine_id(root)
+def test_a_directory_that_belongs_to_another_user_is_refused(disk):
+    refused = pytest.raises(
+        errors.CheckpointError, match=r"belongs to user 65534.* set"
+    )
+    os.mkdir(disk.root)
+    for names in ([], [machine.FILE]):
+        os.chown(disk.root, 65534, 65534)
+        with refused:
+            machine.machine_id(disk.root)
+        assert os.listdir(disk.root) == names
+        os.chown(disk.root, 0, 0)
+        machine.machine_id(disk.root)
 
 
 def test_of_dead_processes_go_leftovers_and_old_steps_and_of_live_ones_nothing(
@@ -341,8 +340,8 @@ def test_of_dead_processes_go_leftovers_and_old_steps_and_of_live_ones_nothing(
 
 
 def spare(host):
-    directory = host.disk.host_directory(0) / ram_disk.SPARE
-    return sorted(os.listdir(directory)) if directory.exists() else []
+    directory = pathlib.Path(host.disk.host_directory(0), ram_disk.SPARE)
+    return [each.name for each in directory.glob("*")]
 
 
 def test_a_step_takes_the_files_of_one_that_was_removed_but_none_that_was_repaired(
@@ -358,21 +357,18 @@ def test_a_step_takes_the_files_of_one_that_was_removed_but_none_that_was_repair
         directory = disk.step_directory(0, StepId(step, "0"))
         inodes.append(os.stat(directory / "large" / "c" / "0").st_ino)
         if step == 4:
-            leaf = saved.contents.leaves[0]
+            leaf, files = saved.contents.leaves[0], ram_disk.StepFiles(directory)
             content = stored_part.content(leaf, state["large"])
-            files = ram_disk.StepFiles(directory)
             files.put_right(leaf, boxes.whole(leaf.shape), content)
-    assert inodes[2:4] == inodes[:2]
-    assert inodes[4] == inodes[2]
+    assert inodes[2:5] == [*inodes[:2], inodes[0]]
     # They take no more than the last step.
     for step in (7, 8):
         save(host, large_state(step), step, mapped=True)
     for step in (6, 7, 8):
         host.remove(StepId(step, "0"))
-    spare_bytes = LARGE + 4 * 512 * 1024 + 2 * layout.CHECKSUM_BYTES
-    assert host.files.spare_bytes == spare_bytes
+    assert host.files.spare_bytes == LARGE_BYTES
     # They make room under the limit of a machine.
-    disk.limit_bytes = spare_bytes + LEAST_BYTES
+    disk.limit_bytes = LARGE_BYTES + LEAST_BYTES
     state = large_state(8, large=LARGE + 8)
     save(host, state, 8, mapped=True)
     check(disk, state, 8)
@@ -419,28 +415,12 @@ def test_a_capture_that_fails_or_does_not_fit_or_is_abandoned_leaves_no_file(
     with pytest.raises(TypeError, match="buffer is too small"):
         capture.capture({**state, "w": shards}, memory)
     captured = capture.capture(state, memory)
-    assert spare(host)
+    # Large chunks are copied straight into the files of their step.
+    assert captured.file_bytes == LARGE_BYTES
+    assert len(spare(host)) == 2
     writer = host.begin(StepId(1, "0"), contents_of(captured))
     writer.write(captured)
     captured.release()
     writer.abandon()
     assert spare(host) == []
     assert str(tmp_path) not in pathlib.Path("/proc/self/maps").read_text()
-
-
-def test_what_is_captured_on_one_host_leaves_room_for_another(disk):
-    # The room is for one step of each, and no more.
-    disk.limit_bytes = 3 * LARGE
-    values = {"large": np.zeros(LARGE + LARGE // 4, np.uint8)}
-    with opened(disk, 0) as one, opened(disk, 1) as two:
-        writers = []
-        for own in (one, two):
-            captured = capture.capture(values, capture.Memory(own.files))
-            writer = own.begin(StepId(1, "0"), contents_of(captured))
-            writers.append((captured, writer))
-        for captured, writer in writers:
-            writer.reserve(captured.num_bytes, taken_bytes=captured.file_bytes)
-        for captured, writer in writers:
-            writer.write(captured)
-            writer.commit()
-        assert 0 <= disk.free_bytes() < LARGE
