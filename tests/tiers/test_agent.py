@@ -1,5 +1,4 @@
 import contextlib
-import http.client
 import json
 import logging
 import os
@@ -101,17 +100,6 @@ def test_files_and_ranges_are_served_and_a_name_is_decoded_once(ask):
         assert ask(PART, f"Range: bytes={asked}") == (206, part)
     for asked in ("2048-", "9999-99999", "5-4", "-", "a-b", "0-1,4-5", "9" * 5000):
         assert ask(PART, f"Range: bytes={asked}")[0] == 416, asked
-
-
-def test_a_file_that_is_replaced_while_it_is_read_is_the_one_that_was_opened(root, url):
-    file = root / BIG[1:]
-    file.write_bytes(b"a" * 2**23)
-    with sent(url, root, BIG) as connection:
-        answer = http.client.HTTPResponse(connection)
-        answer.begin()
-        (root / "new").write_bytes(b"b" * 2**23)
-        os.replace(root / "new", file)
-        assert answer.read() == b"a" * 2**23
 
 
 def test_the_steps_are_those_with_a_manifest_now(root, ask, tmp_path):

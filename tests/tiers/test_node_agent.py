@@ -5,8 +5,8 @@ import http.server
 import json
 import os
 import ssl
-import threading
 import time
+from concurrent import futures
 
 import pytest
 import trustme
@@ -17,15 +17,12 @@ from elastic_ckpt.tiers.ram import machine, ram_disk
 from tests.tiers import served
 from tests.tiers.served import PART
 
-OTHER = "f" * machine.ID_LENGTH
 TOKEN = "the-token-of-the-account"
 LABELS = {
     "topology.kubernetes.io/region": "us-east5",
     "topology.kubernetes.io/zone": "us-east5-a",
-    "cloud.google.com/gce-topology-block": "b1",
     "cloud.google.com/gce-topology-subblock": "s4",
     "example.com/row": "row-2",
-    "other": "x",
 }
 
 
@@ -77,6 +74,13 @@ def test_programs_attach_to_the_agent_of_their_node_and_secrets_open_no_other_ru
         # Others may know this one.
         above = url.rpartition("/")[0]
         assert status(told, f"{above}/told", known) == 401
+        # Another directory takes its place at once, as the agent removes files, too.
+        storage.remove(root.rename(tmp_path / ".gone"))
+        served.save_run(tmp_path, root.name)
+        (root / machine.FILE).write_text("f" * machine.ID_LENGTH)
+        address = agent.wait_for(root)
+        assert address.machine == "f" * machine.ID_LENGTH
+        assert status(root, address.url) == 200
     assert agent.find(root) is None
     assert agent.domains(root) == {}
 
@@ -97,19 +101,6 @@ def test_without_the_agent_of_its_node_a_program_starts_one_that_is_replaced_lat
         assert again == agent.wait_for(root).url != started
 
 
-def test_a_directory_that_takes_the_place_of_another_is_served_in_its_turn(tmp_path):
-    with served.serving_node(tmp_path):
-        root = served.save_run(tmp_path)
-        agent.wait_for(root)
-        # At once: the agent removes its files, too.
-        storage.remove(root.rename(tmp_path / ".gone"))
-        served.save_run(tmp_path)
-        (root / machine.FILE).write_text(OTHER)
-        address = agent.wait_for(root)
-        assert address.machine == OTHER
-        assert status(root, address.url) == 200
-
-
 def test_runs_that_ended_are_removed_after_a_while(tmp_path):
     root = served.save_run(tmp_path)
     # A removal that a crash cut short.
@@ -125,27 +116,27 @@ def test_runs_that_ended_are_removed_after_a_while(tmp_path):
     assert os.listdir(tmp_path / "slice-1") == []
 
 
-def test_a_run_that_a_process_has_or_had_a_moment_ago_is_not_removed(tmp_path):
+def test_a_run_that_a_process_has_is_not_removed_and_the_longest_unused_goes_first(
+    tmp_path,
+):
+    def sweep(**options):
+        return agent_server.sweep(str(tmp_path), **options)
+
     root = served.save_run(tmp_path)
     os.utime(root, (0, 0))
     with storage.exclusive_lock(root / "hosts" / "0" / "lock"):
-        for secs in (3600, -1):
-            assert agent_server.sweep(str(tmp_path), unused_after=secs) == []
-    assert agent_server.sweep(str(tmp_path), unused_after=3600) == []
+        assert sweep(unused_after=3600) == sweep(unused_after=-1) == []
+    # A process had it a moment ago.
+    assert sweep(unused_after=3600) == []
     os.utime(root, (0, 0))
-    assert agent_server.sweep(str(tmp_path), unused_after=3600) == ["run"]
+    assert sweep(unused_after=3600) == ["run"]
     assert os.listdir(tmp_path) == []
-
-
-def test_the_limit_removes_those_that_were_unused_the_longest(tmp_path):
     for limit, removed in ((3, []), (2, ["a"]), (1, ["a", "b"]), (0, ["a", "b"])):
         for name, secs in (("a", 5000), ("b", 900), ("c", 30)):
-            root = served.save_run(tmp_path / str(limit), name)
+            root = served.save_run(tmp_path, name)
             used = time.time() - secs
             os.utime(root, (used, used))
-        num_bytes = limit * ram_disk.used_bytes(str(root))
-        swept = agent_server.sweep(str(tmp_path / str(limit)), max_bytes=num_bytes)
-        assert swept == removed
+        assert sweep(max_bytes=limit * ram_disk.used_bytes(str(root))) == removed
 
 
 class Api(http.server.BaseHTTPRequestHandler):
@@ -165,41 +156,38 @@ class Api(http.server.BaseHTTPRequestHandler):
 def test_the_labels_of_a_node_are_those_of_its_object_or_the_error_has_the_remedy(
     tmp_path, monkeypatch
 ):
+    def labels_of(node, token=TOKEN):
+        (tmp_path / "token").write_text(f"{token}\n")
+        return agent_server.read_labels(node, account_directory=str(tmp_path))
+
     authority, tls = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.cert_pem.write_to_path(tmp_path / "ca.crt")
     authority.issue_cert("127.0.0.1").configure_cert(tls)
-    with http.server.HTTPServer(("127.0.0.1", 0), Api) as api:
+    with (
+        http.server.HTTPServer(("127.0.0.1", 0), Api) as api,
+        futures.ThreadPoolExecutor(1) as executor,
+        contextlib.ExitStack() as stack,
+    ):
         api.socket = tls.wrap_socket(api.socket, server_side=True)
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
         monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(api.server_port))
-        thread = threading.Thread(target=api.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            labels_of = lambda node: agent_server.read_labels(  # noqa: E731
-                node, account_directory=str(tmp_path)
-            )
-            (tmp_path / "token").write_text(TOKEN + "\n")
-            assert labels_of("node-7") == LABELS
-            for node in ("node-8", "../secrets", "node-7/status"):
-                with pytest.raises(errors.RunError, match="verb get on nodes"):
-                    labels_of(node)
-            (tmp_path / "token").write_text("another-token")
-            with pytest.raises(errors.RunError, match="403") as error:
-                labels_of("node-7")
-            assert "another-token" not in str(error.value)
-        finally:
-            api.shutdown()
-            thread.join()
+        executor.submit(api.serve_forever, 0.01)
+        stack.callback(api.shutdown)
+        assert labels_of("node-7") == LABELS
+        for node in ("node-8", "../secrets", "node-7/status"):
+            with pytest.raises(errors.RunError, match="verb get on nodes"):
+                labels_of(node)
+        with pytest.raises(errors.RunError, match="403") as error:
+            labels_of("node-7", "another-token")
+        assert "another-token" not in str(error.value)
 
 
 def test_labels_name_the_domains_that_nobody_else_has_named(monkeypatch):
     monkeypatch.setattr(agent_server, "read_labels", lambda _: LABELS)
-    further = {"rack": "example.com/row", "block": "example.com/none", "row": "other"}
-    known = {"region": "us-east5", "zone": "us-east5-a", "block": "b1", "rack": "s4"}
-    row = {"region": "us-east5", "zone": "z", "rack": "row-2", "row": "x"}
-    for named, node, labels, found in (
-        ({}, "node-7", {}, known),
-        ({"zone": "z"}, "node-7", further, row),
-        ({"zone": "z"}, None, further, {"zone": "z"}),
-    ):
-        assert agent_server.node_domains(named, node, labels) == found
+    further = {"rack": "example.com/row", "block": "example.com/none"}
+    known = {"region": "us-east5", "zone": "us-east5-a", "rack": "s4"}
+    domains = agent_server.node_domains
+    assert domains({}, "node-7", {}) == known
+    named = {**known, "zone": "z", "rack": "row-2"}
+    assert domains({"zone": "z"}, "node-7", further) == named
+    assert domains({"zone": "z"}, None, further) == {"zone": "z"}
