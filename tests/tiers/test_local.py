@@ -29,7 +29,6 @@ from tests.checkpoint.host.test_capture import random_bits
 from tests.tiers.tiered_steps import steps_of
 
 RUN = "run-7"
-FILE, CONTENT = "data/0.json", np.frombuffer(b'{"row": 3}', np.uint8)
 STATE = {"step": 3, "w": np.arange(24, dtype=np.float32).reshape(4, 6)}
 NOTHING = manifest.Contents(leaves=(), components=())
 LARGE = 3 * LEAST_BYTES
@@ -63,14 +62,12 @@ def host(disk):
 
 
 def contents_of(captured):
-    leaves = (*captured.leaves, manifest.Leaf.of_file(FILE, len(CONTENT)))
-    return manifest.Contents(leaves=leaves, components=("data",))
+    return manifest.Contents(leaves=captured.leaves, components=())
 
 
-def save(host, state=STATE, step=3, *, save="0", only=lambda _: True, mapped=False):
-    """Saves a file, and of the boxes of each array those of some numbers."""
-    memory = capture.Memory(host.files) if mapped else capture.Memory()
-    captured = capture.capture(state, memory)
+def save(host, state=STATE, step=3, *, save="0", only=lambda _: True):
+    """Saves of the boxes of each array those of some numbers."""
+    captured = capture.capture(state, capture.Memory(host.files))
     whole = contents_of(captured)
     captured.parts = tuple(
         part._replace(boxes=tuple(b for n, b in enumerate(part.boxes) if only(n)))
@@ -78,10 +75,8 @@ def save(host, state=STATE, step=3, *, save="0", only=lambda _: True, mapped=Fal
     )
     writer = host.begin(StepId(step, save), whole)
     writer.reserve(captured.num_bytes, taken_bytes=captured.file_bytes)
-    writer.write(captured, {FILE: CONTENT.tobytes()})
+    writer.write(captured)
     captured.release()
-    of_file = whole.files[FILE], boxes.whole(CONTENT.shape)
-    writer.parts[of_file] = digest.values_digest(CONTENT)
     return writer.commit()
 
 
@@ -97,7 +92,7 @@ def read(files, leaf, box):
 
 def check(disk, state, step, directory=None):
     """Compares a step with what was saved, as we and as TensorStore read it."""
-    state, whole, num_read = {FILE: CONTENT, **state}, {}, 0
+    whole, num_read = {}, 0
     copies, problems = disk.offers(step)
     assert not problems
     for saved, files in copies:
@@ -107,16 +102,15 @@ def check(disk, state, step, directory=None):
             assert digest.values_digest(values) == named
             whole.setdefault(leaf.path, np.zeros(leaf.shape, leaf.dtype))
             whole[leaf.path][tuple(map(slice, box.start, box.stop))] = values
-            num_read += 0 if leaf.is_file else values.size
-    assert num_read == sum(np.size(state[name]) for name in whole if name != FILE)
+            num_read += values.size
+    assert num_read == sum(map(np.size, state.values()))
     directory = directory or disk.step_directory(0, StepId(step, "0"))
-    for name in state:
-        expected = np.asarray(state[name]).tobytes()
+    for name, values in state.items():
+        expected = np.asarray(values).tobytes()
         assert whole[name].tobytes() == expected
-        if name != FILE:
-            kvstore = {"driver": "file", "path": f"{directory}/{name}"}
-            array = ts.open({"driver": "zarr3", "kvstore": kvstore}).result()
-            assert np.asarray(array.read().result()).tobytes() == expected
+        kvstore = {"driver": "file", "path": f"{directory}/{name}"}
+        array = ts.open({"driver": "zarr3", "kvstore": kvstore}).result()
+        assert np.asarray(array.read().result()).tobytes() == expected
 
 
 def test_what_two_hosts_save_is_read_by_us_and_by_tensorstore_bit_by_bit(
@@ -138,9 +132,8 @@ def test_what_two_hosts_save_is_read_by_us_and_by_tensorstore_bit_by_bit(
         directory = disk.step_directory(slot, StepId(3, "0"))
         for number, box, _ in each.rows():
             leaf = each.contents.leaves[number]
-            behind = 0 if leaf.is_file else layout.CHECKSUM_BYTES
             length = (directory / layout.part_file(leaf, box)).stat().length
-            assert length == leaf.num_bytes(box) + behind <= 100 + behind
+            assert length == leaf.num_bytes(box) + layout.CHECKSUM_BYTES <= 104
         shutil.copytree(directory, tmp_path / "union", dirs_exist_ok=True)
     check(disk, state, 3, tmp_path / "union")
 
@@ -185,22 +178,13 @@ def test_what_is_held_has_the_time_and_metrics_of_its_save(disk, host, monkeypat
     assert [each.complete for each in host.retained()] == [None, None]
 
 
-def test_a_bad_file_is_put_right_and_what_cannot_give_the_bytes_is_an_error(
-    disk, host, tmp_path
-):
+def test_what_cannot_give_the_bytes_is_a_read_error(disk, host, tmp_path):
     saved = save(host, {"w": np.arange(3.0)})
     ((_, files),) = disk.offers(3).copies
-    (number, box, named), _ = saved.rows()
+    ((number, box, _),) = saved.rows()
     part = saved.contents.leaves[number], box
     inside = pathlib.Path(disk.step_directory(0, StepId(3, "0")), "w")
     path = inside / "c" / "0"
-    sound = path.read_bytes()
-    path.write_bytes(bytes(len(sound)))
-    assert digest.values_digest(read(files, *part)) != named
-    # Damaged metadata does not prevent the repair.
-    (inside / "zarr.json").write_bytes(b"{")
-    files.put_right(*part, stored_part.content(part[0], np.arange(3.0)))
-    assert path.read_bytes() == sound
 
     def is_refused(message):
         for act in (lambda *each: read(files, *each), files.mapped):
@@ -350,27 +334,29 @@ def test_a_step_takes_the_files_of_one_that_was_removed_but_none_that_was_repair
     inodes = []
     for step in range(1, 7):
         state = large_state(step)
-        saved = save(host, state, step, mapped=True)
+        saved = save(host, state, step)
         check(disk, state, step)
         if step > 1:
             host.remove(StepId(step - 1, "0"))
         directory = disk.step_directory(0, StepId(step, "0"))
         inodes.append(os.stat(directory / "large" / "c" / "0").st_ino)
         if step == 4:
+            # Damaged metadata does not prevent a repair.
+            (directory / "large" / "zarr.json").write_bytes(b"{")
             leaf, files = saved.contents.leaves[0], ram_disk.StepFiles(directory)
             content = stored_part.content(leaf, state["large"])
             files.put_right(leaf, boxes.whole(leaf.shape), content)
     assert inodes[2:5] == [*inodes[:2], inodes[0]]
     # They take no more than the last step.
     for step in (7, 8):
-        save(host, large_state(step), step, mapped=True)
+        save(host, large_state(step), step)
     for step in (6, 7, 8):
         host.remove(StepId(step, "0"))
     assert host.files.spare_bytes == LARGE_BYTES
     # They make room under the limit of a machine.
     disk.limit_bytes = LARGE_BYTES + LEAST_BYTES
     state = large_state(8, large=LARGE + 8)
-    save(host, state, 8, mapped=True)
+    save(host, state, 8)
     check(disk, state, 8)
     assert host.files.spare_bytes == 0
 
@@ -380,13 +366,13 @@ def test_files_that_were_made_ahead_are_those_of_the_next_step(disk, host):
     # What is there is not made again.
     for _ in range(2):
         host.prepare(sizes)
-    save(host, large_state(2), 2, mapped=True)
+    save(host, large_state(2), 2)
     check(disk, large_state(2), 2)
     assert host.files.num_made == 2
     # So it is for a state that was restored; what cannot be saved is told later.
     state = {**large_state(3), "w": jnp.zeros((512, 1024))}
     capture.prepare({**state, "text": np.array(["a"])}, host, pinned_bytes=LARGE)
-    save(host, state, mapped=True)
+    save(host, state)
     assert host.files.num_made == 5
     # None is made without room.
     disk.limit_bytes = 2 * LARGE
