@@ -6,9 +6,13 @@ import errno
 import pathlib
 from concurrent import futures
 
+import numpy as np
 import pytest
+import tensorstore as ts
 
+from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.core import boxes, clock, errors, storage
+from elastic_ckpt.steps import layout, manifest
 from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.persistent import (
@@ -19,10 +23,14 @@ from elastic_ckpt.tiers.persistent import (
     retries,
     upload,
 )
+from tests.checkpoint.host.test_capture import random_bits
 from tests.tiers import uploaded
 from tests.tiers.tiered_steps import steps_of
 
 LINE = Line(save="9", parents=())
+WORLD = uploaded.hosts(3)
+# The shapes of chunks, by those of arrays.
+SHAPES = {(6,): (3,), (4, 6): (2, 3), (): ()}
 
 
 @pytest.fixture(params=["renamed", "in place"])
@@ -38,17 +46,11 @@ def tier(root):
     return lambda run=uploaded.RUN: persistent_tier.PersistentTier(root, run=run)
 
 
-@pytest.fixture
-def world():
-    return uploaded.hosts(3)
-
-
-def put(root, world, step=5, *, save="0"):
+def put(root, step=5, *, save="0"):
     """Uploads and commits a step."""
     saved = uploaded.saved_step(step, save=save)
-    uploaded.write_all(root, saved, world)
+    uploaded.write_all(root, saved, WORLD)
     uploaded.commit_all(root, saved)
-    return saved
 
 
 def tree(directory):
@@ -60,13 +62,13 @@ def tree(directory):
 
 
 def test_a_step_is_committed_found_with_time_and_metrics_and_removed_at_once(
-    root, tier, world
+    root, tier
 ):
-    put(root, world)
+    put(root)
     before = tier()
     assert steps_of(before) == [5]
     saved = uploaded.saved_step(6)
-    ours = upload.Upload(root, saved, world[0])
+    ours = upload.Upload(root, saved, WORLD[0])
     ours.begin()
     with futures.ThreadPoolExecutor(16) as threads:
         write = lambda item: uploaded.put(ours, saved, item)  # noqa: E731
@@ -100,19 +102,19 @@ def test_a_step_is_committed_found_with_time_and_metrics_and_removed_at_once(
     assert leftover.step == 6
 
 
-def test_steps_of_plain_orbax_are_told_apart_and_not_replaced(root, tier, world):
-    put(root, world)
+def test_steps_of_plain_orbax_are_told_apart_and_not_replaced(root, tier):
+    put(root)
     storage.write_atomic(root.final(7) / persistent_root.COMMIT_FILE, b"done")
     assert steps_of(tier()) == [5]
     assert list(tier().foreign_saves()) == [7]
     assert not tier().offers(7).copies
     for step, why in ((7, "Orbax saved"), (5, "nothing is left to upload")):
         with pytest.raises(errors.CheckpointError, match=why):
-            upload.Upload(root, uploaded.saved_step(step), world[0]).begin()
+            upload.Upload(root, uploaded.saved_step(step), WORLD[0]).begin()
 
 
 def test_half_a_step_or_one_of_two_minds_is_refused_and_repeated_on_other_hosts(
-    root, tier, world
+    root, tier
 ):
     saved = uploaded.saved_step()
     items = uploaded.items(saved)
@@ -124,15 +126,15 @@ def test_half_a_step_or_one_of_two_minds_is_refused_and_repeated_on_other_hosts(
 
     refuse("no host has uploaded")
     # With wrong values, and a file that is of no use any more.
-    uploaded.write(root, saved, world[0], items[1:-1], seed=1)
+    uploaded.write(root, saved, WORLD[0], items[1:-1], seed=1)
     lacks = "lacks parts of 2 of 5 arrays and files"
     refuse(rf"{lacks}: .state/params/b\[0:6\].*data/shards-00002.json")
     stray = root.unfinished(StepId(5, "0"))
     storage.write_atomic(stray / "data" / "shards-00007.json", b"stray")
-    uploaded.write_all(root, saved, world[1:])
+    uploaded.write_all(root, saved, WORLD[1:])
     refuse("different values")
     # What differed is not there any more.
-    uploaded.write_all(root, saved, world[1:])
+    uploaded.write_all(root, saved, WORLD[1:])
     uploaded.commit_all(root, saved)
     uploaded.read(tier(), saved)
     names = set(tree(root.final(5)))
@@ -172,13 +174,11 @@ def test_an_upload_that_was_killed_does_not_send_again_what_is_there(
     uploaded.read(tier(), saved)
 
 
-def test_a_committed_step_is_replaced_by_a_newer_save_alone_and_set_aside(
-    root, tier, world
-):
-    put(root, world, save="1")
+def test_a_committed_step_is_replaced_by_a_newer_save_alone_and_set_aside(root, tier):
+    put(root, save="1")
     before = tree(root.final(5))
     older, later = (uploaded.saved_step(save=save) for save in "02")
-    ours = upload.Upload(root, older, world[0])
+    ours = upload.Upload(root, older, WORLD[0])
     for act in (ours.begin, lambda: uploaded.commit_all(root, older)):
         with pytest.raises(errors.CheckpointError, match=r"its save is 1.*remove it"):
             act()
@@ -189,10 +189,10 @@ def test_a_committed_step_is_replaced_by_a_newer_save_alone_and_set_aside(
 
     if root.in_place:
         with pytest.raises(errors.CheckpointError, match="its save is 1"):
-            upload.Upload(root, later, world[0]).begin()
+            upload.Upload(root, later, WORLD[0]).begin()
         assert tree(root.final(5)) == before
         set_aside()
-    uploaded.write_all(root, later, world, seed=3)
+    uploaded.write_all(root, later, WORLD, seed=3)
     assert root.is_committed(5) != root.in_place
     uploaded.commit_all(root, later, make_way=set_aside)
     assert tree(root.aside(StepId(5, "1"))) == before
@@ -202,8 +202,8 @@ def test_a_committed_step_is_replaced_by_a_newer_save_alone_and_set_aside(
     assert not root.leftovers()
 
 
-def test_what_cannot_be_read_is_said(root, tier, world):
-    put(root, world)
+def test_what_cannot_be_read_is_said(root, tier):
+    put(root)
     (saved, reader), *_ = tier().offers(5).copies
     chunk, file = saved.contents.leaves[1], saved.contents.leaves[-1]
     box = boxes.whole(chunk.chunk)
@@ -270,3 +270,40 @@ def test_storage_that_fails_is_waited_for_longer_and_longer_unless_it_says_no(
     with pytest.raises(ValueError, match="a bug"):
         call(ValueError("a bug"))
     assert not slept
+
+
+def content(context, spec):
+    store = ts.KvStore.open(spec, context=context).result()
+    return {key: store.read(key).result().value for key in store.list().result()}
+
+
+@pytest.mark.parametrize("small_bytes", [ocdbt._SMALL_BYTES, -1])
+def test_what_is_stored_is_what_tensorstore_stores(small_bytes, tmp_path, monkeypatch):
+    # Small chunks are encoded here, large ones by TensorStore.
+    monkeypatch.setattr(ocdbt, "_SMALL_BYTES", small_bytes)
+    arrays = [
+        random_bits(dtype, int(np.prod(shape))).reshape(shape)
+        for dtype in sorted(capture.STORABLE)
+        for shape in SHAPES
+    ]
+    # Chunks that do not lie in one piece are stored in their order.
+    arrays.append(np.arange(24, dtype=np.float32).reshape(6, 4).T)
+    ours, theirs, chunks = ocdbt.new_context(), ts.Context(), []
+    for number, values in enumerate(arrays):
+        shape, dtype = values.shape, values.dtype.name
+        path, chunk = f"state/{number}", SHAPES[values.shape]
+        leaf = manifest.Leaf(path=path, shape=shape, dtype=dtype, chunk=chunk)
+        for box in layout.cut(boxes.whole(shape), chunk):
+            of_box = values[tuple(map(slice, box.start, box.stop))]
+            chunks.append(ocdbt.Chunk(leaf=leaf, box=box, values=of_box))
+        spec = {
+            "driver": "zarr3",
+            "kvstore": {"driver": "memory", "path": f"{number}/"},
+            "metadata": layout.array_metadata(leaf),
+            "store_data_equal_to_fill_value": True,
+        }
+        ts.open(spec, create=True, context=theirs).result().write(values).result()
+    ocdbt.write(tmp_path, chunks, ours)
+    expected = content(theirs, {"driver": "memory"})
+    assert content(ours, ocdbt.store_spec(tmp_path)) == expected
+    assert len(expected) == len(chunks) + len(arrays)
