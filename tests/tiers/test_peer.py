@@ -22,6 +22,7 @@ from tests.tiers.tiered_steps import steps_of
 SECRET = "the-secret-of-this-run"
 CONTENT = bytes(range(256)) * 2**14
 FILES = {"data/part": CONTENT}
+SAVED = b"what was saved" * 1000
 RANDOM = np.random.default_rng(7).bytes(3 * 2**20 + 17)
 
 
@@ -73,10 +74,7 @@ def problem(client, url):
     return ""
 
 
-@pytest.mark.parametrize("is_peer", [False, True])
-def test_a_source_reads_files_and_their_first_bytes_in_many_threads(
-    root, url, client, is_peer
-):
+def test_files_and_their_first_bytes_are_read_in_many_threads(root, url, client):
     files = {
         "state/params/w/c/0/1": RANDOM,
         "state/a%2Fb [0]/c/0": b"quoted once already",
@@ -84,9 +82,7 @@ def test_a_source_reads_files_and_their_first_bytes_in_many_threads(
         "data/empty": b"",
     }
     served.save(root, 30, files)
-    tier = ram_disk.RamDisk(root, run=served.RUN)
-    tier = peer.Peer(url, client, served.RUN) if is_peer else tier
-    ((_, files_of_step),) = tier.offers(30).copies
+    ((_, files_of_step),) = peer.Peer(url, client, served.RUN).offers(30).copies
 
     def read(file, num_bytes):
         leaf, content = served.leaf_of(file), files.get(file, b"")
@@ -298,71 +294,66 @@ def test_an_agent_with_tls_is_read_by_its_authority_and_its_name_alone(root, tmp
         assert not plain.connections
 
 
-class TestRepairs:
-    """Bad files in a RAM disk are replaced by what was saved, and by nothing else."""
+@pytest.fixture
+def directory(root):
+    """The directory of a step whose file is bad."""
+    made = served.save(root, 30, {"data/part": SAVED, "data/b": b"other"})
+    (made / "data" / "part").write_bytes(b"damaged")
+    return made
 
-    SAVED = b"what was saved" * 1000
 
-    @pytest.fixture
-    def directory(self, root):
-        """The directory of a step whose file is bad."""
-        made = served.save(root, 30, {"data/part": self.SAVED, "data/b": b"other"})
-        (made / "data" / "part").write_bytes(b"damaged")
-        return made
+def test_an_agent_puts_right_files_of_steps_alone(directory, url, root, client):
+    part, outside = directory / "data" / "part", root / "outside"
+    ((_, remote),) = peer.Peer(url, client, served.RUN).offers(30).copies
 
-    def test_an_agent_puts_right_files_of_steps_alone(
-        self, directory, url, root, client
-    ):
-        part, outside = directory / "data" / "part", root / "outside"
-        ((_, remote),) = peer.Peer(url, client, served.RUN).offers(30).copies
+    def put(file, content):
+        leaf = served.leaf_of(file, content)
+        remote.put_right(leaf, boxes.whole(leaf.shape), content)
 
-        def put(file, content):
-            leaf = served.leaf_of(file, content)
-            remote.put_right(leaf, boxes.whole(leaf.shape), content)
-
-        def refuse(why, file="data/part", content=self.SAVED, *, there=part, here=True):
+    def refuse(why, file="data/part", content=SAVED, *, there=part, here=True):
+        with pytest.raises(source.RepairError, match=why):
+            put(file, content)
+        # So does a program of this machine, which needs no agent.
+        if here:
             with pytest.raises(source.RepairError, match=why):
-                put(file, content)
-            # So does a program of this machine, which needs no agent.
-            if here:
-                with pytest.raises(source.RepairError, match=why):
-                    ram_disk.put_right(directory, file, content)
-            assert there.read_bytes() == b"damaged"
+                ram_disk.put_right(directory, file, content)
+        assert there.read_bytes() == b"damaged"
 
-        refuse("its digest differs", content=self.SAVED[:-1] + b"x")
-        refuse("its digest differs", content=self.SAVED + b"x")
-        refuse("status 413", content=CONTENT + b"x", here=False)
-        refuse("its manifest lists no such file", "data/new")
-        refuse("lists no such file|has no such file", "../30-0/data/part")
-        for path in ("/steps", "/hosts/0/30-0", "/hosts/x/30-0/data/part"):
-            with pytest.raises(source.RepairError):
-                client.endpoint(url).put(path, self.SAVED)
-        secret.adopt(root, "the-secret-of-another-run")
-        refuse("does not take the run's secret", here=False)
-        secret.adopt(root, SECRET)
-        (directory / "data").rename(outside)
-        (directory / "data").symlink_to(outside)
-        refuse("behind a link", there=outside / "part")
-        (directory / "data").unlink()
-        outside.rename(directory / "data")
-        (kept,) = directory.glob("manifest-*")
-        kept.rename(outside)
-        refuse(r"was not repaired.*manifest-")
-        outside.rename(kept)
-        put("data/part", self.SAVED)
-        assert part.read_bytes() == self.SAVED
-        # One that is gone is made.
-        shutil.rmtree(part.parent)
-        ram_disk.put_right(directory, "data/part", self.SAVED)
-        assert part.read_bytes() == self.SAVED
+    refuse("its digest differs", content=SAVED[:-1] + b"x")
+    refuse("its digest differs", content=SAVED + b"x")
+    refuse("status 413", content=CONTENT + b"x", here=False)
+    refuse("its manifest lists no such file", "data/new")
+    refuse("lists no such file|has no such file", "../30-0/data/part")
+    for path in ("/steps", "/hosts/0/30-0", "/hosts/x/30-0/data/part"):
+        with pytest.raises(source.RepairError):
+            client.endpoint(url).put(path, SAVED)
+    secret.adopt(root, "the-secret-of-another-run")
+    refuse("does not take the run's secret", here=False)
+    secret.adopt(root, SECRET)
+    (directory / "data").rename(outside)
+    (directory / "data").symlink_to(outside)
+    refuse("behind a link", there=outside / "part")
+    (directory / "data").unlink()
+    outside.rename(directory / "data")
+    (kept,) = directory.glob("manifest-*")
+    kept.rename(outside)
+    refuse(r"was not repaired.*manifest-")
+    outside.rename(kept)
+    put("data/part", SAVED)
+    assert part.read_bytes() == SAVED
+    # One that is gone is made.
+    shutil.rmtree(part.parent)
+    ram_disk.put_right(directory, "data/part", SAVED)
+    assert part.read_bytes() == SAVED
 
-    def test_a_repair_waits_while_a_process_removes_the_step(self, directory):
-        repair = ram_disk.put_right, directory, "data/part", self.SAVED
-        with concurrent.futures.ThreadPoolExecutor(1) as executor:
-            with ram_disk.repairing(directory.parent):
-                repairing = executor.submit(*repair)
-                assert not concurrent.futures.wait([repairing], timeout=0.2).done
-                storage.remove(directory)
-            with pytest.raises(source.RepairError, match="was not repaired"):
-                repairing.result()
-        assert not directory.exists()
+
+def test_a_repair_waits_while_a_process_removes_the_step(directory):
+    repair = ram_disk.put_right, directory, "data/part", SAVED
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        with ram_disk.repairing(directory.parent):
+            repairing = executor.submit(*repair)
+            assert not concurrent.futures.wait([repairing], timeout=0.2).done
+            storage.remove(directory)
+        with pytest.raises(source.RepairError, match="was not repaired"):
+            repairing.result()
+    assert not directory.exists()
