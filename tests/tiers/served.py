@@ -26,11 +26,24 @@ PART = "/hosts/0/30-0/data/part"
 def save(root, step, files, *, slot="0", run=RUN):
     """Saves `files`, bytes by path, as a step of one slot, with their manifest."""
     directory = pathlib.Path(root, "hosts", slot, str(StepId(step, "0")))
-    for path, content in files.items():
-        file = directory / path
+    leaves = tuple(leaf_of(path, files[path]) for path in sorted(files))
+    components = tuple(sorted({path.partition("/")[0] for path in files}))
+    contents, rows = manifest.Contents(leaves=leaves, components=components), []
+    for number, leaf in enumerate(leaves):
+        file, content = directory / leaf.path, files[leaf.path]
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
-    manifest.write_manifest(directory, manifest_of(step, files, slot=slot, run=run))
+        named = digest.values_digest(np.frombuffer(content, np.uint8))
+        rows.append((number, boxes.whole(leaf.shape), named))
+    host = manifest.Host(id=f"{MACHINE}.{slot}", number=0, domains={})
+    saved = manifest.Manifest(
+        run=run,
+        step_id=StepId(step, "0"),
+        contents=contents,
+        holders=(manifest.Holder(host),),
+        parts=manifest.Parts.of_rows(rows, contents),
+    )
+    manifest.write_manifest(directory, saved)
     return directory
 
 
@@ -40,25 +53,6 @@ def save_run(directory, path="run"):
     save(root, 30, {"data/part": b"part"})
     (root / machine.FILE).write_text(MACHINE)
     return root
-
-
-def manifest_of(step, files, *, slot="0", run=RUN):
-    """The manifest of a host with `files` of components."""
-    leaves = tuple(leaf_of(path, files[path]) for path in sorted(files))
-    components = tuple(sorted({path.partition("/")[0] for path in files}))
-    contents = manifest.Contents(leaves=leaves, components=components)
-    rows = []
-    for number, leaf in enumerate(leaves):
-        named = digest.values_digest(np.frombuffer(files[leaf.path], np.uint8))
-        rows.append((number, boxes.whole(leaf.shape), named))
-    host = manifest.Host(id=f"{MACHINE}.{slot}", number=0, domains={})
-    return manifest.Manifest(
-        run=run,
-        step_id=StepId(step, "0"),
-        contents=contents,
-        holders=(manifest.Holder(host),),
-        parts=manifest.Parts.of_rows(rows, contents),
-    )
 
 
 def leaf_of(path, content=b""):

@@ -19,7 +19,6 @@ from tests.tiers.served import PART
 
 CONTENT = bytes(range(256)) * 8
 FILES = {"data/part": CONTENT, "state/a%2Fb/c/0": b"quoted"}
-BIG = "/hosts/0/30-0/data/big"
 OUTSIDE = b"this is not for others"
 # What leads out of the tree, or nowhere.
 PATHS = [
@@ -68,18 +67,15 @@ def ask(url, known):
     return ask
 
 
-def sent(url, root, path, *, method="GET"):
-    """A connection on which a file was asked for."""
-    known, connection = secret.read_or_create(root), served.connect(url)
-    request = f"{method} /v1/root{path} HTTP/1.1\r\nHost: there\r\n"
-    connection.sendall(f"{request}Authorization: Bearer {known}\r\n\r\n".encode())
-    return connection
-
-
 def alive(url, root):
     """A connection that has been answered and stays open, or None if it was refused."""
+    known = secret.read_or_create(root)
+    request = (
+        f"HEAD /v1/root{PART} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {known}"
+    )
     with contextlib.ExitStack() as stack, contextlib.suppress(ConnectionError):
-        connection = stack.enter_context(sent(url, root, PART, method="HEAD"))
+        connection = stack.enter_context(served.connect(url))
+        connection.sendall(f"{request}\r\n\r\n".encode())
         if connection.recv(2**12):
             stack.pop_all()
             return connection
@@ -258,16 +254,6 @@ def test_it_says_where_it_listens_as_long_as_it_does(root, tmp_path):
             with refused, served.serving(service):
                 pass
         assert agent.find(root) is None
-
-
-def test_its_end_ends_transfers_and_idle_connections(root):
-    (root / BIG[1:]).write_bytes(bytes(2**25))
-    with served.serving(agent.Service(root=str(root))) as address:
-        idle, busy = alive(address.url, root), sent(address.url, root, BIG)
-        busy.recv(1)
-    with idle, busy:
-        assert served.until_closed(idle) == b""
-        assert len(served.until_closed(busy)) < 2**25
 
 
 def test_signals_to_all_processes_of_a_job_do_not_end_it(root):

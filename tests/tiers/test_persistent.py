@@ -78,6 +78,8 @@ def test_a_step_is_committed_found_with_time_and_metrics_and_removed_at_once(
         # A commit may be repeated.
         uploaded.commit_all(root, saved)
         uploaded.read(tier(), saved)
+    with pytest.raises(errors.CheckpointError, match="nothing is left to upload"):
+        ours.begin()
     # A search has the steps of when it began.
     assert (steps_of(before), steps_of(tier())) == ([5], [5, 6])
     metrics = pathlib.Path(root.final(6), "metrics", "metrics")
@@ -100,17 +102,6 @@ def test_a_step_is_committed_found_with_time_and_metrics_and_removed_at_once(
     assert steps_of(tier()) == []
     (leftover,) = root.leftovers()
     assert leftover.step == 6
-
-
-def test_steps_of_plain_orbax_are_told_apart_and_not_replaced(root, tier):
-    put(root)
-    storage.write_atomic(root.final(7) / persistent_root.COMMIT_FILE, b"done")
-    assert steps_of(tier()) == [5]
-    assert list(tier().foreign_saves()) == [7]
-    assert not tier().offers(7).copies
-    for step, why in ((7, "Orbax saved"), (5, "nothing is left to upload")):
-        with pytest.raises(errors.CheckpointError, match=why):
-            upload.Upload(root, uploaded.saved_step(step), WORLD[0]).begin()
 
 
 def test_half_a_step_or_one_of_two_minds_is_refused_and_repeated_on_other_hosts(
@@ -175,6 +166,10 @@ def test_an_upload_that_was_killed_does_not_send_again_what_is_there(
 
 
 def test_a_committed_step_is_replaced_by_a_newer_save_alone_and_set_aside(root, tier):
+    storage.write_atomic(root.final(7) / persistent_root.COMMIT_FILE, b"done")
+    with pytest.raises(errors.CheckpointError, match="Orbax saved"):
+        upload.Upload(root, uploaded.saved_step(7), WORLD[0]).begin()
+    storage.remove(root.final(7))
     put(root, save="1")
     before = tree(root.final(5))
     older, later = (uploaded.saved_step(save=save) for save in "02")

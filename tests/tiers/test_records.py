@@ -113,26 +113,15 @@ def test_a_start_claims_each_of_its_worlds_also_if_lists_lag(tmp_path, monkeypat
         claims.newest(tmp_path)
 
 
-def test_a_request_whose_answer_was_lost_was_carried_out(tmp_path, monkeypatch):
-    create, write = storage.create, storage.write_atomic
+def test_a_client_of_storage_may_repeat_its_request(tmp_path, monkeypatch):
+    create = storage.create
 
     def twice(*each, **options):
-        # A client repeats its request.
         create(*each, **options)
         return create(*each, **options)
 
-    def lose(*each, **options):
-        write(*each, **options)
-        raise OSError(5, "the answer is lost")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(storage, "create", twice)
-        writer = begin(tmp_path)
-        patch.setattr(storage, "write_atomic", lose)
-        with pytest.raises(errors.CheckpointError, match="the answer is lost"):
-            writer.claim(line_of("8"))
-    assert claims.newest(tmp_path).line == line_of("8")
-    assert writer.claim(line_of("8")) == 1
+    monkeypatch.setattr(storage, "create", twice)
+    assert begin(tmp_path).claim(line_of("8")) == 1
 
 
 def test_a_writer_that_is_dropped_gives_its_claim_back_in_a_thread_of_its_own(
