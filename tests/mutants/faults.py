@@ -113,7 +113,7 @@ FAULTS: tuple[Fault, ...] = (
         "elastic_ckpt/tiers/persistent/records.py",
         "        if not (is_created or read(path) == record):",
         "        if not (is_created or read(path)):",
-        ("tests/tiers/test_records.py", "tests/model/test_leader_claims.py"),
+        ("tests/model/test_leader_claims.py",),
     ),
     Fault(
         "a start does not notice that it was replaced",

@@ -15,9 +15,8 @@ RUN = "run-7"
 def values(path, shape):
     """The values of a leaf: no two alike."""
     seed = int.from_bytes(hashlib.blake2b(path.encode(), digest_size=4).digest())
-    return (
-        np.arange(np.prod(shape, dtype=int), dtype=np.float32) + seed % 999
-    ).reshape(shape)
+    numbers = np.arange(np.prod(shape, dtype=int), dtype=np.float32)
+    return (numbers + seed % 999).reshape(shape)
 
 
 def grid(shape, parts):
@@ -35,25 +34,21 @@ def grid(shape, parts):
     ]
 
 
-def host(number, slices=1, hosts=1, **domains):
+def host(number, slices=1, hosts=1):
     """The `number`-th of some hosts, which are cut into equal runs, the slices."""
-    of_slice = {"slice": f"s{number * slices // hosts}"}
-    return manifest.Host(
-        id=f"host-{number:02d}", number=number, domains=of_slice | domains
-    )
+    domains = {"slice": f"s{number * slices // hosts}"}
+    return manifest.Host(id=f"host-{number:02d}", number=number, domains=domains)
 
 
 def contents(shapes, *, files=0):
     """Float32 leaves by path, and so many files of the component `data`."""
-    leaves = [
-        manifest.Leaf(
-            path=path,
-            shape=tuple(shape),
-            dtype="float32",
-            chunk=tuple(max(1, size) for size in shape),
+    leaves = []
+    for path, shape in sorted(shapes.items()):
+        chunk = tuple(max(1, size) for size in shape)
+        leaf = manifest.Leaf(
+            path=path, shape=tuple(shape), dtype="float32", chunk=chunk
         )
-        for path, shape in sorted(shapes.items())
-    ]
+        leaves.append(leaf)
     leaves += [
         manifest.Leaf.of_file(f"data/shard-{number:05d}.json", 150)
         for number in range(files)
@@ -85,7 +80,7 @@ def saved_by(host, whole, held, *, step=30, save="0", tier="local"):
 
 
 @st.composite
-def saved(draw, *, most_hosts=8, step=30, replicas=True):
+def saved(draw, *, most_hosts=8, step=30):
     """Manifests of all hosts of a step: every box is held, and every file."""
     slices = draw(st.integers(1, 4))
     hosts = slices * draw(st.integers(1, max(1, most_hosts // slices)))
@@ -98,11 +93,7 @@ def saved(draw, *, most_hosts=8, step=30, replicas=True):
     for leaf, saved_leaf in enumerate(whole.arrays):
         parts = [draw(st.integers(1, dim)) for dim in saved_leaf.shape]
         for box in grid(saved_leaf.shape, parts):
-            some = st.sets(
-                st.integers(0, hosts - 1),
-                min_size=1,
-                max_size=3 if replicas else 1,
-            )
+            some = st.sets(st.integers(0, hosts - 1), min_size=1, max_size=3)
             for number in draw(some):
                 held[number].append((leaf, box))
     return [

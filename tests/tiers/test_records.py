@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import json
 import subprocess
 import sys
 import threading
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.core import clock, errors, process, storage
-from elastic_ckpt.steps import retention
 from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers.persistent import (
     claims,
@@ -38,8 +36,9 @@ def root(tmp_path):
 
 
 def committed(root, *steps, save=OLD):
-    """Directories of steps, with what commits them alone."""
+    """Directories of steps of ours, without values."""
     for step in steps:
+        storage.write_atomic(root.final(step) / "manifest-0", b"")
         content = persistent_root.commit_text(root.final(step), uploaded.RUN, save)
         storage.write_atomic(root.final(step) / persistent_root.COMMIT_FILE, content)
 
@@ -170,8 +169,8 @@ def test_a_lost_record_is_not_renewed_and_one_not_given_back_is_not_tried_again(
 @pytest.fixture
 def first(root):
     """The directory of the first of two steps, which is ours."""
-    committed(root, 1, 2)
-    (root.final(1) / "manifest-0.json").write_text("{}")
+    storage.make_directory(root.final(2))
+    committed(root, 1)
     return root.final(1)
 
 
@@ -340,45 +339,41 @@ def test_each_world_replaces_the_agents_and_the_last_place_counts_for_two_weeks(
 
 
 def test_evaluations_count_for_their_line_and_go_with_their_step(root):
-    committed(root, 2, 5, 7)
-
     def record(step, loss, *, save=OLD, run=uploaded.RUN):
         text = f'{{"loss":{loss}}}'
         each = run_files.Evaluation(run=run, step=step, save=save, metrics=text)
         run_files.record_evaluation(root, each)
 
-    def counted(line, saved=None):
-        found = run_files.evaluations(root, line, run=uploaded.RUN)
-        steps = [
-            retention.HeldStep(step=step, time_ms=0, metrics=saved, complete=True)
-            for step in root.steps()
-        ]
-        evaluated = {step: json.loads(text) for step, text in found}
-        ranked = retention.with_evaluations(steps, evaluated)
-        return {each.step: each.metrics for each in ranked}
+    def counted(line):
+        tier = persistent_tier.PersistentTier(root, run=uploaded.RUN)
+        return {each.step: each.metrics for each in tier.held(line)}
 
     def recorded():
-        return sorted(each.name for each in (root.path / "evaluations").iterdir())
+        return sorted(each.name[:-5] for each in (root.path / "evaluations").iterdir())
 
-    old, new = Line(save=OLD, parents=()), Line(save=NOW, parents=((2, OLD),))
-    # One before all saved steps counts for none, the later one of the same step counts.
-    for step, loss in ((1, 0.1), (4, 0.4), (3, 0.3), (5, 9), (5, 0.5)):
+    committed(root, 2, 5, 7)
+    for step in (2, 5):
+        metrics = root.final(step) / "metrics" / "metrics"
+        storage.write_atomic(metrics, b'{"loss":9,"other":1}')
+    old, new = Line(save=OLD, parents=()), Line(save=NOW, parents=((5, OLD),))
+    # One before all saved steps counts for none.
+    for step, loss in ((1, 0), (3, 0.3), (5, 8), (5, 0.5), (9, 0.9), (8, 0.8)):
         record(step, loss)
-    record(5, 9, run="another", save=NOW)
-    assert counted(old) == {2: {"loss": 0.3}, 5: {"loss": 0.5}, 7: None}
-    # Metrics of a save count unless the step itself was evaluated later.
-    saved = {"loss": 9.0, "other": 1}
-    assert counted(old, saved) == {2: saved, 5: {"loss": 0.5, "other": 1}, 7: saved}
-    # The run went back to step 2, and goes on under a newer save. Nor does the old
+    record(5, 7, run="another", save=NOW)
+    # Metrics of a save count unless the step itself was evaluated later; otherwise the
+    # nearest evaluation counts, and the later one of the same step.
+    kept = {2: {"loss": 9, "other": 1}, 5: {"loss": 0.5, "other": 1}}
+    assert counted(old) == {**kept, 7: {"loss": 0.8}}
+    # The run went back to step 5, and goes on under a newer save. Nor does the old
     # world count those of the new one, or remove them.
-    record(2, 0.2)
-    record(3, 0.6, save=NOW)
-    assert counted(new) == {2: {"loss": 0.2}, 5: None, 7: None}
-    assert counted(old) == {2: {"loss": 0.2}, 5: {"loss": 0.5}, 7: None}
+    assert counted(new) == {**kept, 7: None}
+    record(8, 0.7, save=NOW)
+    assert counted(new) == {**kept, 7: {"loss": 0.7}}
+    assert counted(old) == {**kept, 7: {"loss": 0.8}}
     run_files.forget_evaluations(root, {2, 5}, old)
-    left = [f"1-{OLD}.json", f"3-{NOW}.json", f"5-{NOW}.json"]
+    left = [f"1-{OLD}", f"5-{NOW}", f"8-{OLD}", f"8-{NOW}", f"9-{OLD}"]
     assert recorded() == left
     # Those that the new line has passed go.
-    record(4, 0.1)
+    record(7, 0.1)
     run_files.forget_evaluations(root, (), new)
     assert recorded() == left
