@@ -191,12 +191,11 @@ def test_a_connection_without_a_request_is_closed_after_a_while(
     root, tmp_path, monkeypatch, is_encrypted
 ):
     monkeypatch.setattr(agent_server, "HEADERS_WITHIN_SECS", 0.1)
-    certificate = str(tmp_path / "host.pem") if is_encrypted else None
-    if is_encrypted:
-        issued = trustme.CA().issue_cert("127.0.0.1")
-        issued.private_key_and_cert_chain_pem.write_to_path(certificate)
-    service = agent.Service(root=str(root), tls_certificate=certificate)
-    with served.serving(service) as address:
+    certificate = str(tmp_path / "host.pem")
+    issued = trustme.CA().issue_cert("127.0.0.1").private_key_and_cert_chain_pem
+    issued.write_to_path(certificate)
+    tls = {"tls_certificate": certificate} if is_encrypted else {}
+    with served.serving(agent.Service(root=str(root), **tls)) as address:
         for begun in (b"", b"GET /v1/root/steps HTTP/1.1\r\nHost: "):
             with served.connect(address.url) as connection:
                 connection.sendall(begun)
@@ -240,14 +239,13 @@ def test_the_secret_is_made_once_for_its_owner_alone_and_may_be_another_later(
         secret.read_or_create(root)
 
 
-def test_it_says_where_it_listens_as_long_as_it_does(root, tmp_path):
-    (tmp_path / "mounted").write_text("given-by-the-cluster\n")
-    for file in (None, str(tmp_path / "mounted")):
-        service = agent.Service(root=str(root), secret_file=file)
+def test_it_says_where_it_listens_as_long_as_it_does(root):
+    service = agent.Service(root=str(root))
+    for _ in range(2):
         with served.serving(service) as address:
             there = machine.machine_id(root), os.getpid()
             assert (address.machine, address.pid) == there
-            known = secret.read(file or root / "secret")
+            known = secret.read_or_create(root)
             assert known not in (root / "agent.json").read_text()
             assert served.ask(address.url, PART, known)[0] == 200
             refused = pytest.raises(errors.RunError, match=f"serves .*{address.url}")

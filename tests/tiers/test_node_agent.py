@@ -89,16 +89,18 @@ def test_without_the_agent_of_its_node_a_program_starts_one_that_is_replaced_lat
     tmp_path,
 ):
     root = served.save_run(tmp_path)
-    with attached(root) as started, contextlib.ExitStack() as stack:
-        own = agent.find(root)
-        stack.enter_context(served.serving_node(tmp_path))
-        until(lambda: (agent.find(root) or own) != own)
-        assert status(root, started) == status(root, agent.find(root).url) == 200
     # What an agent that was killed has left is not taken for an address.
-    stale = agent.Address(url=started, pid=1, machine=served.MACHINE)
+    stale = agent.Address(url="http://stale/v1/run", pid=1, machine=served.MACHINE)
+    agent.publish(root, stale)
+    with attached(root) as started:
+        own = agent.find(root)
+        assert own.url == started != stale.url
+        with served.serving_node(tmp_path):
+            until(lambda: (agent.find(root) or own) != own)
+            assert status(root, started) == status(root, agent.find(root).url) == 200
     agent.publish(root, stale)
     with served.serving_node(tmp_path), attached(root) as again:
-        assert again == agent.wait_for(root).url != started
+        assert again == agent.wait_for(root).url != stale.url
 
 
 def test_runs_that_ended_are_removed_after_a_while(tmp_path):

@@ -54,11 +54,8 @@ def put(root, step=5, *, save="0"):
 
 
 def tree(directory):
-    return {
-        str(path.relative_to(directory)): path.read_bytes()
-        for path in pathlib.Path(directory).rglob("*")
-        if path.is_file()
-    }
+    files = filter(pathlib.Path.is_file, pathlib.Path(directory).rglob("*"))
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
 def test_a_step_is_committed_found_with_time_and_metrics_and_removed_at_once(
