@@ -1,5 +1,6 @@
 """The page of a report says what happened, and its plots show all of it."""
 
+import functools
 import re
 import sys
 import types
@@ -11,22 +12,14 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.inspect import page
-from elastic_ckpt.training import report, step_log
+from elastic_ckpt.training import report
 
 VALUES = st.floats(-1e9, 1e9, allow_nan=False) | st.integers(-5, 5).map(float)
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def drawn(spec):
-    return ElementTree.fromstring(page.svg(spec, title="a < b"))
-
-
-def texts(root):
-    return ["".join(each.itertext()) for each in root.iter(f"{SVG}text")]
-
-
-def numbers(path):
-    return [float(each) for each in re.findall(r"-?[0-9.]+(?:e-?\d+)?", path)]
+record = functools.partial(
+    report.Record,
+    **{"run": "<r>", "directory": "runs/r", "phase": "finished", "files": {}},
+    **{"mixtures": [], "audit": "No audit.", "made_secs": 0.0},
+)
 
 
 # Vega draws in a tenth of a second.
@@ -35,74 +28,39 @@ def numbers(path):
     points=st.lists(st.tuples(VALUES, VALUES), min_size=2, max_size=40),
     kind=st.sampled_from(["line", "steps", "area", "dots"]),
     is_log=st.booleans(),
-    from_zero=st.booleans(),
 )
-def test_every_point_is_drawn_within_the_frame(points, kind, is_log, from_zero):
+def test_every_point_is_drawn_within_the_frame(points, kind, is_log):
     if is_log:
         points = [(x, abs(y) + 1e-3) for x, y in points]
     series = page.Series(name="s", points=sorted(points), kind=kind)
-    spec = page.lines([series], x="x", y="y", is_log=is_log, from_zero=from_zero)
-    root = drawn(spec)
-    width, height = map(float, root.get("viewBox").split()[2:])
+    spec = page.lines([series], x="x", y="y", is_log=is_log, from_zero=not is_log)
+    root = ElementTree.fromstring(page.svg(spec, title="a < b"))
     assert root.get("aria-label") == "a < b"
+    width, height = map(float, root.get("viewBox").split()[2:])
     assert width == page.WIDTH
-    coloured = [
-        each
-        for each in root.iter(f"{SVG}path")
-        if page.COLOURS[0] in (each.get("stroke"), each.get("fill"))
-    ]
-    if kind == "dots":
-        assert len(coloured) == len(points)
-    for path in coloured:
-        if kind != "dots":
-            xs, ys = numbers(path.get("d"))[::2], numbers(path.get("d"))[1::2]
-            assert all(-1 <= x <= width for x in xs)
-            assert all(-1 <= y <= height for y in ys)
-    assert coloured
-
-
-def test_without_the_extra_an_error_names_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "vl_convert", None)
-    with pytest.raises(errors.ConfigError, match=r"vl-convert .*'\.\[report\]'"):
-        report.report(record(attempts=[attempt(1, 0, [1.0])]))
-
-
-def record(**changes):
-    values = {
-        "run": "<r>",
-        "directory": "runs/r",
-        "phase": "finished",
-        "events": [],
-        "files": {},
-        "attempts": [],
-        "mixtures": [],
-        "audit": "No audit.",
-        "made_secs": 0.0,
-    }
-    return report.Record(**values | changes)
-
-
-def attempt(number, start_step, losses, hosts=4):
-    return step_log.Attempt(
-        attempt=number,
-        start_step=start_step,
-        hosts=hosts,
-        slices=1,
-        devices=hosts,
-        data={},
-        records=tuple(types.SimpleNamespace(loss=loss) for loss in losses),
-    )
+    paths = [each.attrib for each in root.iter() if each.tag.endswith("}path")]
+    drawn = [p for p in paths if page.COLOURS[0] in (p.get("stroke"), p.get("fill"))]
+    assert len(drawn) == len(points) if kind == "dots" else drawn
+    for path in drawn if kind != "dots" else ():
+        numbers = [*map(float, re.findall(r"-?[0-9.]+(?:e-?\d+)?", path["d"]))]
+        assert -1 <= min(numbers[::2]) <= max(numbers[::2]) <= width
+        assert -1 <= min(numbers[1::2]) <= max(numbers[1::2]) <= height
 
 
 def test_steps_that_a_later_attempt_repeats_do_not_count():
-    attempts = [attempt(1, 0, [1.0] * 12), attempt(2, 10, []), attempt(3, 8, [2.0])]
-    counted = record(attempts=attempts)
+    attempts = [
+        types.SimpleNamespace(
+            start_step=start, records=[types.SimpleNamespace(loss=1)] * num
+        )
+        for start, num in ((0, 12), (10, 0), (8, 1))
+    ]
+    counted = record(events=[], attempts=attempts)
     assert counted.counted == [8, 0, 1]
-    assert [step for step, _ in counted.losses(is_counted=True)] == [*range(1, 10)]
-    assert [step for step, _ in counted.losses(is_counted=False)] == [9, 10, 11, 12]
+    assert counted.losses(is_counted=True) == [(n, 1) for n in range(1, 10)]
+    assert counted.losses(is_counted=False) == [(n, 1) for n in range(9, 13)]
 
 
-def test_interruption_is_shown_with_its_evidence_and_what_it_cost():
+def test_interruption_is_shown_with_its_evidence_and_what_it_cost(monkeypatch):
     judged = {
         "event": "verdict", "time": 60.0, "world": 1, "kind": "slice_lost",
         "what": "slice", "which": "1", "phase": "train", "step": 30, "since": 59.0,
@@ -111,14 +69,19 @@ def test_interruption_is_shown_with_its_evidence_and_what_it_cost():
     }  # fmt: skip
     survived = judged | {"time": 150.0, "what": "storage", "which": "", "why": "full"}
     phases = dict.fromkeys(report._PHASES, 1.0)
-    back = {
-        "event": "recovered", "time": 90.0, "world": 2, "steps_lost": 5, "secs": 7.0,
-    }  # fmt: skip
+    back = {"event": "recovered", "time": 90.0, "world": 2, **phases}
+    back |= {"steps_lost": 5, "secs": 7.0}
     began = {"event": "world_started", "time": 0.0, "slices": [0], "spares": []}
-    text = report.report(record(events=[began, judged, back | phases, survived]))
-    cells = ["1.00", "slice 1", "slice 1 is lost"]
-    cells += ["host 1: killed by SIGKILL; no memory", "leave out", "7.0 s", "5"]
-    assert "".join(f"<td>{cell}</td>" for cell in cells) in text
-    cells = ["2.50", "storage", "full", "; ".join(judged["evidence"]), "leave out"]
-    assert "".join(f"<td>{cell}</td>" for cell in [*cells, "", ""]) in text
-    assert "Nothing failed." in report.report(record(events=[began]))
+    told = record(events=[began, judged, back, survived], attempts=[])
+    evidence = "host 1: killed by SIGKILL; no memory"
+    for cells in (
+        ["1.00", "slice 1", "slice 1 is lost", evidence, "leave out", "7.0 s", "5"],
+        ["2.50", "storage", "full", evidence, "leave out", "", ""],
+    ):
+        assert "".join(f"<td>{cell}</td>" for cell in cells) in report.report(told)
+    told = record(events=[began], attempts=[])
+    assert "Nothing failed." in report.report(told)
+    # Without the extra an error names it.
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    with pytest.raises(errors.ConfigError, match=r"vl-convert .*'\.\[report\]'"):
+        page.library()
