@@ -1,15 +1,21 @@
-"""Who copies and who uploads what some hosts hold."""
+"""Who copies and who uploads what some hosts hold, and in which failure domains."""
 
 import collections
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import storage_cause
+from elastic_ckpt import frontend
+from elastic_ckpt.core import errors, storage_cause
+from elastic_ckpt.steps import owners
 from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.steps.owners import Owners, Policy, shares
+from elastic_ckpt.tiers.choices import Local, Peers
+from elastic_ckpt.tiers.ram import ram_disk
+from elastic_ckpt.training import schema
 
 HOLDERS = st.sets(st.integers(0, 5), min_size=1).map(lambda each: tuple(sorted(each)))
 NUMBERS = st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 9))
@@ -152,3 +158,48 @@ def test_holders_of_a_set_upload_equal_shares_up_to_an_item_and_agree(items):
         own = [n for n, each in enumerate(holders) if host in each]
         found = shares([holders[n] for n in own], num_bytes[own])
         assert found == [uploaders[n] for n in own]
+
+
+def test_a_host_is_in_the_domains_of_its_environment(tmp_path, monkeypatch):
+    def saved(**peers):
+        """The domains of the host in the manifest of a step that it saved."""
+        tiers = [Local(tmp_path), Peers(**peers)]
+        with frontend.Checkpointer(tiers, run="run", slice_name="s1") as checkpointer:
+            checkpointer.save(1, {"w": jnp.zeros(3)})
+        (copy,) = ram_disk.RamDisk(tmp_path, run="run").offers(1).copies
+        return dict(copy.manifest.host.domains)
+
+    # A label that the node does not have is empty.
+    monkeypatch.setenv(owners.DOMAINS_VARIABLE, "zone=z=1;rack=r1;block=;")
+    host = saved(domains={"rack": "r2"})
+    assert host.pop("host")
+    # The program's own values win.
+    assert host == {"slice": "s1", "zone": "z=1", "rack": "r2"}
+    monkeypatch.setenv(owners.DOMAINS_VARIABLE, "z1")
+    with pytest.raises(errors.CheckpointError, match="ELASTIC_CKPT_DOMAINS='z1'"):
+        saved()
+
+
+def test_the_largest_kind_counts_among_which_hosts_are_spread_evenly():
+    for domains, kind, inner in (
+        # One zone and one block: slices count.
+        (["zone=z;block=b;slice=0", "zone=z;block=b;slice=1"], "slice", ""),
+        # The largest kind that parts the hosts, and within it the smallest.
+        (["zone=z;block=b;slice=0", "zone=z;block=c;slice=1"], "block", "slice"),
+        (["zone=y;block=b;slice=0", "zone=z;block=c;slice=1"], "zone", "slice"),
+        (["rack=b;slice=0", "rack=c;slice=0"], "rack", "slice"),
+        # Without a label of one host there is no guarantee.
+        (["zone=y;slice=0", "slice=1"], "slice", ""),
+        (["block=b;slice=0", "block=c"], "block", ""),
+        # One host outside could not take the copies of all others.
+        (["zone=y;slice=0"] * 3 + ["zone=z;slice=1"], "slice", ""),
+        (["zone=y;slice=0"] * 3 + ["zone=z;slice=1"] * 2, "zone", "slice"),
+    ):
+        hosts = [
+            Host(id=f"{n}.0", number=n, domains=owners.parse_domains(each, what="x"))
+            for n, each in enumerate(domains)
+        ]
+        assert owners.domain_kinds(hosts, owners.DEFAULT_DOMAIN) == (kind, inner)
+        # A kind that is named alone counts always.
+        assert owners.domain_kinds(hosts, "rack") == ("rack", "")
+    assert schema.TiersSection().peer_domain == Peers().domain == owners.DEFAULT_DOMAIN

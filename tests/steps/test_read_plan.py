@@ -11,69 +11,45 @@ from elastic_ckpt.steps.table import StepTable
 from tests.tiers import saved_worlds
 
 
-def shards(whole, parts):
-    """The boxes of a new grid."""
-    return [
-        (leaf.path, box)
-        for leaf in whole.arrays
-        for box in saved_worlds.grid(
-            leaf.shape, [min(parts, dim) for dim in leaf.shape]
-        )
-    ]
+def parts_of(data, whole):
+    """The number of each array and the boxes of a grid, which is drawn."""
+    for number, leaf in enumerate(whole.arrays):
+        parts = [data.draw(st.integers(1, dim)) for dim in leaf.shape]
+        for box in saved_worlds.grid(leaf.shape, parts):
+            yield number, box
 
 
-def check(near, wanted, whole):
-    """Every element of what is wanted is in one piece, with the digest of its item."""
-    saved = {
-        leaf.path: saved_worlds.values(leaf.path, leaf.shape) for leaf in whole.leaves
-    }
+@pytest.mark.parametrize("overlaps", [False, True])
+@given(data=st.data(), reader=st.integers(0, 5))
+def test_pieces_tile_every_wanted_box_exactly_once(overlaps, data, reader):
+    saved = data.draw(saved_worlds.saved(most_hosts=3 if overlaps else 8))
+    whole = saved[0].contents
+    if overlaps:
+        host, more = saved_worlds.host(9), parts_of(data, whole)
+        saved.append(saved_worlds.saved_by(host, whole, more, tier="persistent"))
+    near = read_plan.Nearness(StepTable(saved), saved_worlds.host(reader))
+    wanted = [(whole.leaves[n].path, box) for n, box in parts_of(data, whole)]
     plan = read_plan.ReadPlan(near, read_plan.Wanted.from_boxes(wanted, contents=whole))
     made = [np.full(box.shape, np.nan, np.float32) for _, box in wanted]
-    for number in range(len(plan.item)):
-        read, item = plan.read(number), plan.item[number]
-        box = plan.table.box(item)
-        values = saved[plan.table.leaf(item).path]
-        values = values[tuple(map(slice, box.start, box.stop))]
+    for number, item in enumerate(plan.item):
+        read, box = plan.read(number), plan.table.box(item)
+        leaf = plan.table.leaf(item)
+        values = saved_worlds.values(leaf.path, leaf.shape)
+        values = values[(*map(slice, box.start, box.stop), ...)]
         assert digest.values_digest(values) == plan.table.digest(item)
         assert set(near.holders_of(item)) == set(plan.table.holders_of(item))
         into = made[plan.of_wanted[number]]
         assert np.isnan(into[read.into]).all()
         into[read.into] = values[read.out_of]
-    for (path, box), read_values in zip(wanted, made, strict=True):
-        at = tuple(map(slice, box.start, box.stop))
-        assert np.array_equal(read_values, saved[path][at])
-
-
-@given(saved_worlds.saved(), st.integers(0, 5), st.integers(1, 7))
-def test_pieces_tile_every_wanted_box_exactly_once(saved, reader, parts):
-    whole = saved[0].contents
-    wanted = shards(whole, parts)
-    near = read_plan.Nearness(StepTable(saved), saved_worlds.host(reader))
-    check(near, wanted, whole)
-
-
-@given(st.data())
-def test_pieces_tile_also_where_saved_boxes_overlap(data):
-    first = data.draw(saved_worlds.saved(most_hosts=3))
-    whole = first[0].contents
-    more = [
-        (number, box)
-        for number, leaf in enumerate(whole.arrays)
-        for box in saved_worlds.grid(
-            leaf.shape, [data.draw(st.integers(1, dim)) for dim in leaf.shape]
-        )
-    ]
-    another = saved_worlds.saved_by(
-        saved_worlds.host(9), whole, more, tier="persistent"
-    )
-    wanted = shards(whole, data.draw(st.integers(1, 5)))
-    near = read_plan.Nearness(StepTable([*first, another]), saved_worlds.host(0))
-    check(near, wanted, whole)
+    for (path, box), values in zip(wanted, made, strict=True):
+        expected = saved_worlds.values(path, whole.leaves["bw".index(path)].shape)
+        assert np.array_equal(values, expected[(*map(slice, box.start, box.stop), ...)])
 
 
 WHOLE = saved_worlds.contents({"w": [64]}, files=1)
 FILE = saved_worlds.file_of(WHOLE, 0)
 EVERY = [FILE, *((0, part) for part in saved_worlds.grid([64], [64]))]
+WANTED = read_plan.Wanted.from_boxes([("w", boxes.whole([64]))], contents=WHOLE)
 
 
 def in_slice(name, number, **options):
@@ -90,14 +66,10 @@ SAVED = [
 ]
 
 
-def wanted_whole():
-    return read_plan.Wanted.from_boxes([("w", boxes.whole([64]))], contents=WHOLE)
-
-
 def test_the_nearest_copy_is_read_and_the_others_are_next():
     reader = SAVED[2].host
     near = read_plan.Nearness(StepTable(SAVED), reader)
-    plan = read_plan.ReadPlan(near, wanted_whole())
+    plan = read_plan.ReadPlan(near, WANTED)
     orders = {tuple(near.holders_of(item)) for item in plan.item.tolist()}
     assert orders == {(2, 1, 0, 3, 4), (2, 1, 3, 0, 4)}
     named = [read_plan.NEARNESS[each] for each in near.of_holders]
@@ -117,7 +89,7 @@ def test_where_saved_boxes_overlap_the_nearest_and_then_the_largest_are_read():
     )
     table = StepTable([own, cut(1, 8), cut(2, 2), cut(3, 1, tier="persistent")])
     near = read_plan.Nearness(table, own.host)
-    plan = read_plan.ReadPlan(near, wanted_whole())
+    plan = read_plan.ReadPlan(near, WANTED)
     pieces = [
         (plan.read(n).piece, near.holders_of(item)[0])
         for n, item in enumerate(plan.item)
@@ -127,15 +99,11 @@ def test_where_saved_boxes_overlap_the_nearest_and_then_the_largest_are_read():
     ) == [(0, 3, 2), (3, 9, 0), (9, 32, 2), (32, 64, 2)]
 
 
-def test_a_step_with_a_gap_is_not_planned():
+def test_what_was_not_saved_or_is_lost_cannot_be_wanted():
     lone = saved_worlds.saved_by(saved_worlds.host(0), WHOLE, EVERY[:-1])
+    near = read_plan.Nearness(StepTable([lone]), lone.host)
     with pytest.raises(errors.CheckpointError, match=r"w\[63:64\].*complete step"):
-        read_plan.ReadPlan(
-            read_plan.Nearness(StepTable([lone]), lone.host), wanted_whole()
-        )
-
-
-def test_what_was_not_saved_cannot_be_wanted():
+        read_plan.ReadPlan(near, WANTED)
     with pytest.raises(errors.CheckpointError, match=r"no leaf 'v'; it has \['data/"):
         read_plan.Wanted.from_boxes([("v", boxes.whole([64]))], contents=WHOLE)
     for shape in ([65], [8, 8]):

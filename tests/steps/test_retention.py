@@ -64,76 +64,42 @@ def test_the_policies_of_orbax_fit_as_they_are():
     assert [step for step in range(10) if step not in gone] == [0, 5, 6, 9]
 
 
-def test_a_policy_counts_only_steps_that_can_be_restored():
-    steps = [held(step, complete=step < 6) for step in range(10)]
-    assert deleted(steps, policies.LatestN(3), newest=5) == [0, 1, 2]
-
-
-def test_old_steps_that_are_not_complete_are_removed_and_new_ones_are_not():
-    steps = [
-        held(1, complete=False),
-        held(2),
-        held(3, complete=False),
-        held(4),
-        held(5, complete=False),
-    ]
-    assert deleted(steps, policies.PreserveAll(), newest=4) == [1, 3]
-
-
-def test_a_step_of_which_too_little_is_known_is_kept():
-    steps = [held(1, complete=None), held(2, complete=False), held(3), held(4)]
-    assert deleted(steps, policies.LatestN(1), newest=4) == [2, 3]
-
-
-def test_nothing_is_removed_while_no_step_is_complete():
-    steps = [held(step, complete=False) for step in range(4)]
-    assert deleted(steps, policies.LatestN(1), newest=None) == []
-
-
-def kept(losses, n, **options):
-    """The numbers of the best of some steps, whose metrics are given in order."""
-    steps = [held(number, loss=loss) for number, loss in enumerate(losses)]
-    policy = retention.BestN(n, metric="loss", **options)
-    flags = policy.should_preserve(steps)
-    return [number for number, keep in enumerate(flags) if keep]
-
-
-def test_the_best_are_preserved():
-    # Zero is a metric like any other, infinity is none; the oldest of equal ones stays.
-    for losses, n, lowest, highest in (
-        ([0.0, 1.0, -1.0], 1, [2], [1]),
-        ([math.nan, 5.0, math.inf, -math.inf], 2, [1], [1]),
-        ([1.0, 1.0, 1.0], 2, [0, 1], [0, 1]),
-        ([None, 2.0, None], 1, [1], [1]),
-        ([1.0], 0, [], []),
+def test_what_is_not_complete_is_removed_once_a_newer_step_can_replace_it():
+    latest = policies.LatestN
+    for complete, policy, newest, gone in (
+        # A policy counts only steps that can be restored.
+        ([True] * 6 + [False] * 4, latest(3), 5, [0, 1, 2]),
+        ([False, True, False, True, False], policies.PreserveAll(), 3, [0, 2]),
+        # A step of which too little is known is kept.
+        ([None, False, True, True], latest(1), 3, [1, 2]),
+        # Nothing is removed while no step is complete.
+        ([False] * 4, latest(1), None, []),
     ):
-        assert kept(losses, n) == lowest
-        assert kept(losses, n, higher_is_better=True) == highest
+        steps = [held(step, complete=each) for step, each in enumerate(complete)]
+        assert deleted(steps, policy, newest=newest) == gone
 
 
-@given(st.lists(st.none() | st.floats(), max_size=12), st.integers(0, 5), st.booleans())
-def test_no_step_that_is_left_out_is_better_than_one_that_is_preserved(
-    losses, n, higher
-):
-    best = kept(losses, n, higher_is_better=higher)
+# Zero is a metric like any other, infinity is none.
+LOSSES = st.none() | st.floats() | st.sampled_from([0.0, 1.0, math.inf, math.nan])
+
+
+@given(st.lists(LOSSES, max_size=12), st.integers(0, 5), st.booleans())
+def test_the_best_are_preserved(losses, n, higher):
+    steps = [held(number, loss=loss) for number, loss in enumerate(losses)]
+    policy = retention.BestN(n, metric="loss", higher_is_better=higher)
+    flags = policy.should_preserve(steps)
+    best = [number for number, keep in enumerate(flags) if keep]
     sign = -1 if higher else 1
     ranked = {
         number: sign * loss
         for number, loss in enumerate(losses)
         if loss is not None and math.isfinite(loss)
     }
-    assert len(best) == min(n, len(ranked))
-    worst = max(((ranked[number], number) for number in best), default=None)
-    assert all(
-        worst is None or (rank, number) > worst
-        for number, rank in ranked.items()
-        if number not in best
-    )
+    # The oldest of equal ones stays.
+    order = sorted(ranked, key=lambda number: (ranked[number], number))
+    assert best == sorted(order[:n])
 
 
 def test_metrics_that_are_no_numbers_are_never_the_best():
-    policy = retention.BestN(1)
-    assert policy.rank({"eval_loss": True}) is None
-    assert policy.rank({"eval_loss": "low"}) is None
-    assert policy.rank({"accuracy": 1.0}) is None
-    assert policy.rank(None) is None
+    for metrics in ({"eval_loss": True}, {"eval_loss": "low"}, {"accuracy": 1.0}, None):
+        assert retention.BestN(1).rank(metrics) is None
