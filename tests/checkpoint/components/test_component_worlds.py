@@ -1,8 +1,4 @@
-"""Components of real hosts: each pattern on as many hosts as before, and on others.
-
-Four hosts save under every pattern. Other worlds load that, strictly and by a rule, and
-one of them compares copies that differ on one host.
-"""
+"""Components of four real hosts, loaded by four, three and one under every pattern."""
 
 import functools
 
@@ -18,8 +14,7 @@ from tests.checkpoint.components.test_component import rotated
 from tests.checkpoint.components.test_validation import flipped
 from tests.processes import tier_worlds
 
-# By the number of hosts, the sizes of the axes `data` and `model`, and by pattern how
-# many states there are.
+# By the number of hosts: the sizes of the axes `data` and `model`; how many states.
 MESHES = {4: (2, 2), 3: (1, 3), 1: (1, 1)}
 STATES = {
     "global": {4: 1, 3: 1, 1: 1},
@@ -48,22 +43,20 @@ def work(checkpointer, _, *, num_hosts):
             for pattern, more in options.items()
         }
 
-    if checkpointer.latest is None:
-        saved = components()
-        for pattern, each in saved.items():
-            each.state = [pattern, own.get(pattern, 0)]
-        assert checkpointer.save_checkpointables(1, saved)
-    parts, by_rule = components(), components(rotated)
+    saved, parts, by_rule = components(), components(), components(rotated)
+    for pattern, each in saved.items():
+        each.state = [pattern, own.get(pattern, 0)]
+    assert checkpointer.latest or checkpointer.save_checkpointables(1, saved)
     changed = [p for p, num in STATES.items() if num[num_hosts] != num[4]]
     summary = ec.components.load(checkpointer, parts, strict=False)
     assert list(summary.failed) == changed
     ec.components.load(checkpointer, by_rule)
     for pattern, num in STATES.items():
-        now = own.get(pattern, 0)
-        left = None if pattern in changed else [pattern, now]
-        assert parts[pattern].state == left
-        expected = num[4] - 1 - now % num[4] if pattern in changed else now
-        assert by_rule[pattern].state == [pattern, expected]
+        state, last = saved[pattern].state, num[4] - 1
+        if pattern in changed:
+            state = [pattern, last - own.get(pattern, 0) % num[4]]
+        assert by_rule[pattern].state == state
+        assert parts[pattern].state == (None if pattern in changed else state)
     for tree, expected in trees(host) if num_hosts == 4 else ():
         for level in ("quick", "tensor", "full"):
             found = ec.components.validate(tree, level=level, timeout_secs=300)

@@ -65,15 +65,11 @@ def same(one, other):
 def leaves():
     """Values of each kind, by their kind."""
     nan = struct.unpack(">d", bytes.fromhex("fff8000000000abc"))[0]
-    small = np.array([1.5, -0.0, math.nan], ml_dtypes.bfloat16)
-    column = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+    small = np.array([1.5, -0.0, nan], ml_dtypes.bfloat16)
+    column = np.arange(6.0).reshape(2, 3).T
     return {
         "plain": [None, True, 2**70, 0.1, -0.0, -math.inf, nan, "é\n\ud800", b"\0\xff"],
-        "numpy": [
-            np.arange(6, dtype=">i2").reshape(2, 3),
-            column,
-            np.array(["a", "bc"]),
-        ],
+        "numpy": [np.arange(6, dtype=">i2"), column, np.array(["a", "bc"])],
         "odd shapes": [np.array(3.5, np.float32), np.zeros((0, 3), np.uint8)],
         "small": [small, small[0], np.array([-8, 7], ml_dtypes.int4), np.float64(0.1)],
         "jax": [jnp.array([1.0, 448.0], jnp.float8_e4m3fn), jnp.arange(4)],
@@ -89,7 +85,7 @@ def test_a_value_of_each_kind_comes_back_with_its_bits_and_type(tmp_path):
     path = tmp_path / "global.npz"
     path.write_bytes(content(leaves()))
     with np.load(path, allow_pickle=False) as archive:
-        assert archive["0"].tolist() == leaves()["numpy"][0].tolist()
+        assert archive["0"].tolist() == [*range(6)]
         tree = json.loads(archive["state"].tobytes())
     jsonschema.validate(tree, json.loads((SCHEMAS / "state.json").read_text()))
 

@@ -48,12 +48,10 @@ def test_all_names_are_in_one_error_and_without_strict_what_there_is_is_loaded(
         "maybe": Component(0, "global", required=False),
         "cache": Component(0, "per_host"),
     }
-    with pytest.raises(errors.CheckpointError) as caught:
+    said = r"step 4: .*'missing' cannot.*'schedule' was not asked for.*strict=False"
+    with pytest.raises(errors.CheckpointError, match=said) as caught:
         loading.load(checkpointer, wanted, 4)
-    message = str(caught.value)
-    for said in ("step 4", "'missing'", "'schedule' was not asked for", "strict="):
-        assert said in message
-    assert "maybe" not in message
+    assert "maybe" not in str(caught.value)
     assert wanted["cache"].state == 0
     summary = loading.load(checkpointer, wanted, strict=False)
     assert list(summary.loaded) == ["cache"]
@@ -61,9 +59,6 @@ def test_all_names_are_in_one_error_and_without_strict_what_there_is_is_loaded(
     lines = str(summary).splitlines()
     assert lines[0] == "step 4: loaded cache"
     assert lines[-1].startswith("failed missing: step 4 has no such part; it has")
-    # A name to ignore need not be asked for.
-    del wanted["missing"]
-    assert list(loading.load(checkpointer, wanted, ignore=["schedule"]).loaded)
 
 
 def test_a_component_that_fails_leaves_the_others_as_they_were(checkpointer):
@@ -71,9 +66,8 @@ def test_a_component_that_fails_leaves_the_others_as_they_were(checkpointer):
     broken = Component(0, lambda: "per_nobody")
     # The one that can be read comes first.
     wanted = [("schedule", schedule), ("cache", broken)]
-    with pytest.raises(
-        errors.CheckpointError, match=r"'cache' cannot be loaded: .*per_nobody"
-    ):
+    said = r"'cache' cannot be loaded: .*per_nobody"
+    with pytest.raises(errors.CheckpointError, match=said):
         loading.load(checkpointer, wanted)
     assert schedule.state == "as before"
     summary = loading.load(checkpointer, wanted, strict=False)
@@ -81,5 +75,7 @@ def test_a_component_that_fails_leaves_the_others_as_they_were(checkpointer):
     assert list(summary.failed) == ["cache"]
     broken.required = False
     assert list(loading.load(checkpointer, wanted).failed) == ["cache"]
+    # A name to ignore need not be asked for.
+    assert loading.load(checkpointer, wanted[:1], ignore=["cache"]).loaded
     with pytest.raises(errors.ConfigError, match=r"called \['cache', 'schedule'\]"):
         loading.load(checkpointer, [*wanted, *wanted, ("state", {})])
