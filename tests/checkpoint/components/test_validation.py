@@ -134,11 +134,9 @@ def test_a_swap_of_two_elements_changes_the_digest():
 
 
 def test_it_is_due_at_saves_and_intervals_as_they_are_chosen():
-    for options, expected in (
-        ({}, [2, 4, 6]),
-        ({"interval": 3}, [2, 3, 4, 6]),
-        ({"at_saves": False, "interval": 3}, [3, 6]),
-    ):
+    cases = (True, 0, [2, 4, 6]), (True, 3, [2, 3, 4, 6]), (False, 3, [3, 6])
+    for at_saves, interval, expected in cases:
+        options = {"at_saves": at_saves, "interval": interval}
         schedule = ValidationSchedule(level="quick", emit=print, **options)
         due = [s for s in range(1, 7) if schedule.is_due(s, is_saving=s % 2 == 0)]
         assert due == expected

@@ -29,10 +29,10 @@ class Posted(Exchange):
 
     def read(self, host, name):
         self._mail.num.update([self._host, host])
-        if host == self._mail.silent:
+        if host == self._mail.bad.get("silent"):
             raise ReadError("cannot be read: timed out")
         content = self._mail.office[host, name]
-        return content[:-1] if host == self._mail.altered else content
+        return content[:-1] if host == self._mail.bad.get("altered") else content
 
     def remove(self, prefix):
         for host, name in list(self._mail.office):
@@ -40,10 +40,9 @@ class Posted(Exchange):
                 del self._mail.office[host, name]
 
 
-def exchanged(num_hosts, *, silent=None, altered=None):
+def exchanged(num_hosts, **bad):
     """What host 0 has of all hosts, which get a table then, and the mail."""
-    mail = types.SimpleNamespace(office={}, num=collections.Counter())
-    mail.silent, mail.altered = silent, altered
+    mail = types.SimpleNamespace(office={}, num=collections.Counter(), bad=bad)
     made = [Posted(mail, host, num_hosts) for host in range(num_hosts)]
     tree = HostTree(num_hosts=num_hosts)
     for host in itertools.chain.from_iterable(tree.in_order("up")):
@@ -81,8 +80,8 @@ def test_of_a_silent_host_or_an_altered_list_only_its_own_parts_are_missing(sile
 def test_exchanges_of_one_host_do_not_disturb_each_other(tmp_path):
     disk = ram_disk.RamDisk(tmp_path, run="run")
     hosts = [Host(id=disk.host_id(0), number=0, domains={})]
-    of_host = {"hosts": hosts, "number": 0, "endpoint": None}
-    posting, removing = Exchange(disk, **of_host), Exchange(disk, **of_host)
+    posting = Exchange(disk, hosts=hosts, number=0, endpoint=None)
+    removing = Exchange(disk, hosts=hosts, number=0, endpoint=None)
     posting.post("copies-offered", b"1")
     removing.remove("backup-")
     assert posting.read(0, "copies-offered") == b"1"

@@ -25,8 +25,7 @@ def saved_values(path, box):
 class Memory:
     """What a host holds, in memory; it can be damaged, or lost to readers of a byte."""
 
-    directory = "memory"
-    is_removed = False
+    directory, is_removed = "memory", False
 
     def __init__(self, saved):
         leaves = saved.contents.leaves
@@ -53,7 +52,7 @@ def saved(num_hosts):
     saved_by = []
     for number in range(num_hosts):
         held = {(1, rows[number]), (1, rows[number - 1]), (0, boxes.whole(()))}
-        host = saved_worlds.host(number, hosts=num_hosts)
+        host = saved_worlds.host(number)
         saved_by.append(saved_worlds.saved_by(host, contents, held))
     return FoundStep(StepTable(saved_by), [Memory(each) for each in saved_by])
 
@@ -82,10 +81,9 @@ def test_any_boxes_are_read_bit_equal_from_any_hosts_though_a_copy_is_damaged(
     wanted = [("b", boxes.whole(())), *(("w", box) for box in of_leaf)]
     own = found.table.holders[data.draw(st.integers(0, num_saved - 1))].host
     reader = verified_read.VerifiedReader(found, Nearness(found.table, own))
-    made = {"place": lambda _, values: values, "join": list, "is_moved": is_moved}
-    leaves = [
-        WantedLeaf(path=path, shape=(), boxes=(box,), **made) for path, box in wanted
-    ]
+    made = {"shape": (), "place": lambda _, values: values, "join": list}
+    made["is_moved"] = is_moved
+    leaves = [WantedLeaf(path=path, boxes=(box,), **made) for path, box in wanted]
     placed = verified_read.read_leaves(reader, leaves, maps=maps)
     assert all(str(bad).startswith(bad_name) for bad in reader.bad)
     for at, (path, box) in enumerate(wanted):
