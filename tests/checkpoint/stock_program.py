@@ -36,7 +36,7 @@ def abstract(metadata, mesh):
     """The tree to load: the same arrays over another mesh."""
 
     def one(leaf):
-        if not isinstance(leaf, jax.ShapeDtypeStruct):
+        if not hasattr(leaf, "sharding_metadata"):
             return leaf
         # Each dim of 8 or more over an axis.
         axes = list(mesh.axis_names)

@@ -48,99 +48,63 @@ def check(step, number):
         assert np.asarray(leaf).tobytes() == expected[name].tobytes()
 
 
-class Run:
-    """A run that several tests follow, each from its newest step on."""
-
-    def __init__(self, directory, checkpointer):
-        self.directory = directory
-        self.checkpointer = checkpointer
-        self.newest = 0
-
-    def save(self):
-        """Saves a step; returns its number."""
-        self.newest += 1
-        tiered_steps.save(self.checkpointer, self.newest)
-        return self.newest
-
-    def follow(self, **options):
-        return followed(self.directory, after=self.newest, **options)
-
-    def spoil(self, step, pattern):
-        """Removes files of a step in RAM."""
-        for file in self.directory.glob(f"ram/hosts/0/{step}-*/{pattern}"):
-            if file.is_file():
-                file.unlink()
+def spoil(directory, step, pattern="state/**/c/**/*"):
+    """Removes files of a step in RAM, by default its values."""
+    for file in directory.glob(f"ram/hosts/0/{step}-*/{pattern}"):
+        if file.is_file():
+            file.unlink()
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("followed")
-    with running(directory) as checkpointer:
-        yield Run(directory, checkpointer)
-
-
-def test_each_step_is_followed_in_ram_bit_for_bit(run):
+def test_steps_in_ram_are_followed_bit_for_bit_and_those_that_are_gone_passed_over(
+    tmp_path,
+):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     over = NamedSharding(mesh, PartitionSpec(None, None))
     wanted = {"params": {"w": jax.ShapeDtypeStruct((16, 6), np.float32, sharding=over)}}
-    with contextlib.closing(run.follow()) as steps:
-        for _ in range(2):
-            number = run.save()
-            step = next(steps)
-            check(step, number)
-            assert step.load(wanted)["params"]["w"].sharding.mesh == mesh
-            assert step.load({"step": int}) == {"step": number}
-    with pytest.raises(errors.CheckpointError, match="in the RAM of its run"):
-        ocp.load(step.path)
-    assert not list((run.directory / "steps").glob("[0-9]*"))
-
-
-def test_a_step_whose_parts_are_gone_is_passed_over_or_an_error_that_says_so(run):
-    values = "state/**/c/**/*"
-    with contextlib.closing(run.follow()) as steps:
-        check(next_after(run, steps), run.newest)
-        good = run.save()
-        run.spoil(run.save(), values)
-        check(next(steps), good)
-        check(next_after(run, steps), run.newest)
-    # Before it was loaded once, nothing shows what is read of a step.
-    with contextlib.closing(run.follow()) as steps:
-        step = next_after(run, steps)
-        run.spoil(step.step, values)
-        with pytest.raises(leases.StepGoneError, match="load the next one"):
-            step.load()
-        check(next_after(run, steps), run.newest)
-    steps = run.follow(timeout_secs=0)
-    run.spoil(run.save(), "manifest-*")
-    assert list(steps) == []
-
-
-def next_after(run, steps):
-    """The step that is saved next."""
-    run.save()
-    return next(steps)
-
-
-def test_a_wrong_secret_is_an_error_that_names_the_file(run, tmp_path):
-    wrong = tmp_path / "wrong"
+    wrong, absent = tmp_path / "wrong", tmp_path / "no"
     wrong.write_text("not-the-secret-of-this-run")
-    absent = tmp_path / "no"
-    for path, said in ((wrong, f"secret in {wrong}"), (absent, "holds no secret")):
-        with pytest.raises(errors.RunError, match=said):
-            next(run.follow(secret_file=path))
+    with running(tmp_path) as checkpointer:
+        with contextlib.closing(followed(tmp_path)) as steps:
+            for number in (1, 2):
+                tiered_steps.save(checkpointer, number)
+                step = next(steps)
+                check(step, number)
+                assert step.load(wanted)["params"]["w"].sharding.mesh == mesh
+                assert step.load({"step": int}) == {"step": number}
+            with pytest.raises(errors.CheckpointError, match="in the RAM of its run"):
+                ocp.load(step.path)
+            tiered_steps.save(checkpointer, 3, 4)
+            spoil(tmp_path, 4)
+            check(next(steps), 3)
+        for path, said in ((wrong, f"secret in {wrong}"), (absent, "holds no secret")):
+            with pytest.raises(errors.RunError, match=said):
+                next(followed(tmp_path, secret_file=path))
+        # Before it was loaded once, nothing shows what is read of a step.
+        with contextlib.closing(followed(tmp_path, after=4)) as steps:
+            tiered_steps.save(checkpointer, 5)
+            step = next(steps)
+            spoil(tmp_path, 5)
+            with pytest.raises(leases.StepGoneError, match="load the next one"):
+                step.load()
+            tiered_steps.save(checkpointer, 6)
+            check(next(steps), 6)
+        tiered_steps.save(checkpointer, 7)
+        spoil(tmp_path, 7, "manifest-*")
+        assert list(followed(tmp_path, after=6, timeout_secs=0)) == []
 
 
-def test_after_a_rollback_what_is_saved_again_is_yielded_and_nothing_else(run):
-    old, _, newest = run.save(), run.save(), run.save()
-    steps = followed(run.directory, timeout_secs=0)
-    before = next(steps)
-    run.checkpointer.load(old, go_back=True)
-    run.newest = old
-    again = next_after(run, steps)
-    assert [before.step, again.step] == [newest, old + 1]
-    assert again.save > before.save
-    # The newer step is still in RAM, and abandoned.
-    assert list(steps) == []
+def test_after_a_rollback_what_is_saved_again_is_yielded_and_nothing_else(tmp_path):
+    with running(tmp_path) as checkpointer:
+        tiered_steps.save(checkpointer, 1, 2, 3)
+        steps = followed(tmp_path, timeout_secs=0)
+        before = next(steps)
+        checkpointer.load(1, go_back=True)
+        tiered_steps.save(checkpointer, 2)
+        again = next(steps)
+        assert [before.step, again.step] == [3, 2]
+        assert again.save > before.save
+        # The newer step is still in RAM, and abandoned.
+        assert list(steps) == []
 
 
 def test_only_leaves_that_changed_are_moved(tmp_path):

@@ -8,19 +8,19 @@ import pytest
 from elastic_ckpt_sidecar import remote_hosts
 
 from benchmarks import scale
-from elastic_ckpt.checkpoint import hosts, restore
+from elastic_ckpt.checkpoint import hosts, run_world
+from elastic_ckpt.checkpoint.checkpointer import HostsCheckpointer
 from elastic_ckpt.checkpoint.host import endpoint
 from elastic_ckpt.checkpoint.host.copies import HostCopies
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.exchange import Exchange
 from elastic_ckpt.checkpoint.host.reader import HostReader
-from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.structure import HostNotes
 from elastic_ckpt.core import allgather, errors, events
-from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step import StepId
-from elastic_ckpt.tiers import find
+from elastic_ckpt.tiers import choices, find
 from elastic_ckpt.tiers.source import ReadError
+from elastic_ckpt.universal import step_layouts
 from tests.core import thread_store
 from tests.sidecar import simulated_hosts
 
@@ -102,43 +102,35 @@ def test_answers_come_in_the_order_of_hosts_and_failures_reach_each_driver(drive
 def test_hosts_read_by_the_table_of_host_0_or_else_ask_all_others(
     drive, monkeypatch, lost
 ):
-    trees = {"state": {"n": np.arange(6.0)}}
-    one = {"step_id": StepId(1, "5")}
-    read_alone = []
-    of_save = find.of_save
+    values, read_alone, of_save = np.arange(6.0), [], find.of_save
 
     def noted(tiers, step_id):
         read_alone.append(step_id.step)
         return of_save(tiers, step_id)
 
-    def save(driver):
-        driver.capture(**one, trees=trees)
-        driver.all(HostSaver.write, **one, components=(), problem=None)
-        contents = Contents(leaves=())
-        driver.all(HostSaver.commit, **one, contents=contents, files={}, in_ram=True)
-
-    def read_back(driver):
-        step = restore.find(driver, None, emit=events.nobody).checkpoint
-        driver.all(HostReader.open_step, step.step_id)
-        contents = driver.opened()
-        driver.check(trees, [], {})
-        driver.read()
-        restored = driver.arrays(trees)
-        driver.all(HostReader.close_step)
-        return [leaf.path for leaf in contents.leaves], restored
-
     def refuse(*_):
         raise ReadError("was not given")
 
-    drive(endpoint.join)
-    drive(save)
+    def save_and_load(driver):
+        with HostsCheckpointer(
+            driver,
+            choices.Chosen.from_choices(simulated_hosts.tiers_of("/nowhere")),
+            run="run",
+            found=None,
+            layouts=step_layouts.LAYOUTS,
+            world=run_world.ALONE,
+            emit=events.nobody,
+            context=None,
+        ) as ours:
+            assert ours.save(1, {"n": values})
+            return ours.load(1)["n"]
+
     monkeypatch.setattr(find, "of_save", noted)
     if lost:
         monkeypatch.setattr(Exchange, "take", refuse)
-    for paths, restored in drive(read_back):
-        assert paths == ["state/n"]
-        np.testing.assert_array_equal(restored["state"]["n"], trees["state"]["n"])
-    assert read_alone == [1] * lost
+    for loaded in drive(save_and_load):
+        np.testing.assert_array_equal(loaded, values)
+    assert set(read_alone) == {1} if lost else not read_alone
 
 
 def test_the_messages_of_a_host_do_not_grow_with_the_hosts(monkeypatch):

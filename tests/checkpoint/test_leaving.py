@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from elastic_ckpt import frontend
-from elastic_ckpt.tiers.choices import Persistent
+from elastic_ckpt.tiers.choices import Local, Persistent
 from tests import ctrl_c
 from tests.checkpoint.test_checkpointer import stored
 
@@ -58,35 +58,20 @@ def test_a_save_in_flight_is_finished(make, tmp_path, ram, kind):
     assert make(ram=ram).latest.step == 2
 
 
-def test_a_second_interruption_ends_the_wait(make):
-    slow = Slow()
+def test_a_second_interruption_ends_the_wait(tmp_path):
+    slow, tiers = Slow(), [Local(tmp_path / "ram"), Persistent(tmp_path, every=1)]
 
     def press():
         # While the end of the block waits, as soon as it says so.
         ctrl_c.pressed_during(lambda: None)
 
     with pytest.raises(KeyboardInterrupt) as caught:
-        leave(make(), slow, ValueError("stop"), press)
+        leave(frontend.Checkpointer(tiers), slow, ValueError("stop"), press)
     assert str(caught.value.__context__) == "stop"
     # Its hosts were released, and what was whole is there.
-    assert make().latest.step == 1
-    slow.released.set()
-
-
-def test_the_end_of_the_program_finishes_a_checkpointer_that_is_not_closed(
-    make, tmp_path, monkeypatch, caplog
-):
-    at_exit = []
-    monkeypatch.setattr(threading, "_register_atexit", at_exit.append)
-    slow = Slow()
-    make().save_checkpointables_async(1, {"state": STATE, "slow": slow})
-    with frontend.Checkpointer([Persistent(tmp_path / "closed", every=1)]):
-        threading.Timer(0.1, slow.released.set).start()
-    for finish in reversed(at_exit):
-        finish()
-    assert stored(tmp_path) == [1]
-    assert caplog.text.count("not closed") == 1
-    assert f"{tmp_path}/steps was not closed, and its saves are" in caplog.text
+    with frontend.Checkpointer(tiers) as again:
+        assert again.latest.step == 1
+        slow.released.set()
 
 
 UNCLOSED = """

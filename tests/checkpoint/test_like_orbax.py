@@ -7,13 +7,16 @@ the leaf.
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import inspect
+import json
 import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as v0
 import pytest
 from google.protobuf import struct_pb2
@@ -21,17 +24,47 @@ from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt import frontend
+from elastic_ckpt.checkpoint import structure
 from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
 from elastic_ckpt.core import errors
+from elastic_ckpt.steps import manifest
 from elastic_ckpt.tiers.choices import Local, Persistent
 from tests.checkpoint import orbax_steps
-from tests.checkpoint.test_orbax_format import TREES
 
 # Orbax warns about loads without a sharding.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
 ALL = ocp.training.preservation_policies.PreserveAll()
 Point = collections.namedtuple("Point", "x y")
+Nothing = collections.namedtuple("Nothing", "")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layer:
+    weight: object
+    bias: object
+
+
+class Pair:
+    """A custom node without names of its children."""
+
+    def __init__(self, *children):
+        self.children = children
+
+
+jax.tree_util.register_pytree_node(
+    Pair, lambda pair: (pair.children, None), lambda _, children: Pair(*children)
+)
+
+
+def sharded(value, *spec):
+    mesh = jax.make_mesh((2, 4), ("slice", "fsdp"))
+    return jax.device_put(value, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def ones(*shape):
+    return jnp.ones(shape)
 
 
 def parts():
@@ -52,17 +85,33 @@ def parts():
         "another byte order": {"a": np.arange(3, dtype=">i4")},
         "small numbers": {"a": jnp.ones(4, jnp.int4), "b": jnp.ones(3, "float8_e5m2")},
         "complex numbers": jnp.full((3, 1), 1j, jnp.complex64),
-        "keys": jax.random.split(jax.random.key(3), (3, 2)),
         "order of elements": np.asfortranarray(np.arange(6.0).reshape(2, 3)) / 3,
         "strided": np.arange(9)[::3],
         "nested": [{3: (1, [Point(None, {"a": ((), {})})])}, (jnp.ones(1),)],
-        **{name: make() for name, make in TREES.items()},
+        "named tuples": Point(ones(2), {"z": [np.ones(2)]}),
+        "dataclasses": {"layers": [Layer(ones(2), np.ones(3))]},
+        "custom nodes": {"pair": Pair(ones(1), np.ones(2))},
+        "optimizers": optax.adamw(1e-3).init({"w": ones(4)}),
+        "nothing": {"none": None, "empty": [(), [], Nothing(), None], "w": ones(1)},
+        "numpy": {"a": np.ones((2, 3)), "zero": np.zeros(()), "c": np.ones(2) * 1j},
+        "random keys": {
+            "one": jax.random.key(0),
+            "some": jax.random.split(jax.random.key(1), (3, 2)),
+            "rbg": jax.random.key(0, impl="rbg"),
+            "over devices": sharded(jax.random.split(jax.random.key(2), 8), "fsdp"),
+            "everywhere": sharded(jax.random.split(jax.random.key(3), 2)),
+        },
+        "shardings": {
+            "both": sharded(ones(8, 8), "slice", "fsdp"),
+            "joined": sharded(ones(8, 8), ("slice", "fsdp"), None),
+            "replicated": sharded(ones(3)),
+            "low": sharded(jnp.ones((4, 4), jnp.bfloat16), None, "fsdp"),
+        },
     }
 
 
 def saved():
     """A leaf of each kind, as it is saved."""
-    over = NamedSharding(jax.make_mesh((4, 2), ("a", "b")), PartitionSpec("a", "b"))
     return {
         "a": jnp.arange(3.0),
         "n": np.arange(3),
@@ -75,7 +124,7 @@ def saved():
         "none": None,
         "e": {},
         "t": (1, 2),
-        "w": jax.device_put(np.ones((8, 4)), over),
+        "w": sharded(np.ones((8, 4)), "slice", "fsdp"),
     }
 
 
@@ -97,7 +146,7 @@ STEPS = {
     "an array": lambda: jnp.ones(3),
     "nothing": lambda: {"a": None},
     "tuples": lambda: ({"a": (1, 2)}, [Point(1, jnp.ones(2))]),
-    "a named tuple": TREES["named tuples"],
+    "a named tuple": lambda: Point(x=jnp.ones(2), y={"z": [np.ones(2)]}),
     "a key of another generator": lambda: {"k": jax.random.key(3, impl="rbg")},
 }
 NUMBERS = {name: number for number, name in enumerate(STEPS)}
@@ -474,3 +523,54 @@ def test_options_that_would_be_ignored_are_refused_by_name_and_others_are_taken(
         assert save()
         assert ours.load(2) == {"n": 2}
         assert ours.delete(2)
+
+
+def saved_trees(text, path, shape, dtype):
+    leaf = manifest.Leaf(path=path, shape=shape, dtype=dtype)
+    contents = manifest.Contents(leaves=(leaf,), components={}, trees=text)
+    return structure.saved_trees(contents)
+
+
+def test_the_text_of_some_trees_and_shardings_over_devices_that_are_gone():
+    over = NamedSharding(jax.make_mesh((4, 2), ("a", "b")), PartitionSpec("a"))
+    array = jax.device_put(jnp.ones(4), over)
+    keys = jax.device_put(jax.random.split(jax.random.key(0), 4), over)
+    tree = {
+        "w": array,
+        "again": array,
+        "here": [jnp.ones(1), 0.5, True, np.ones(2)],
+        "keys": [jax.random.key(0), keys],
+        "text": "two words",
+        "nothing": [None, (), [], {}],
+    }
+    described = json.loads(structure.to_json({"state": tree, "n": 3}))
+    assert described["trees"] == {
+        "n": "int",
+        "state": {
+            "w": "array 0",
+            "again": "array 0",
+            "here": ["array", "float", "bool", "numpy"],
+            "keys": ["key threefry2x32", "key threefry2x32 0"],
+            "text": "text two words",
+            "nothing": [None, "()", [], {}],
+        },
+    }
+    assert [each["partition_spec"] for each in described["shardings"]] == [["a"]]
+    text = structure.to_json({"w": array})
+    assert saved_trees(text, "w", (4,), "float32")["w"].sharding == over
+    elsewhere = text.replace('{"id":7}', '{"id":70}')
+    assert saved_trees(elsewhere, "w", (4,), "float32")["w"].sharding is None
+
+
+def test_a_text_of_another_kind_is_one_clear_error():
+    for text in (
+        "{}",
+        '{"shardings":[],"trees":[]}',
+        '{"shardings":[],"trees":{"w":"array"}}',
+        '{"shardings":[{}],"trees":{}}',
+        '{"shardings":[],"trees":{"n":"array 3"}}',
+        '{"shardings":[],"trees":{"n":"key nonsense"}}',
+        '{"shardings":[],"trees":{"n":7}}',
+    ):
+        with pytest.raises(errors.CheckpointError, match="trees that cannot be read"):
+            saved_trees(text, "n", (2,), "uint32")

@@ -27,9 +27,9 @@ class SetClock(seams.Clock):
         return self.secs
 
 
-def made(*tiers, agree=lambda *answers: answers, since_secs=0.0, **options):
+def made(*tiers, agree=lambda *answers: answers, **options):
     chosen = Chosen.from_choices([*tiers, Persistent("/steps", **options)])
-    backups = schedule.BackupClock(options.get("every_minutes"), since_secs=since_secs)
+    backups = schedule.BackupClock(options.get("every_minutes"))
     return schedule.Schedule(chosen=chosen, clock=backups, agree=agree)
 
 
@@ -90,16 +90,6 @@ def test_minutes_are_counted_without_a_local_tier(secs):
     assert all(period <= gap <= period + 17 for gap in gaps)
     if secs < 20:
         assert len(asked) < len(steps) / 4
-
-
-def test_beside_a_local_tier_minutes_are_counted_by_the_stages():
-    set_clock = SetClock()
-    with seams.by(set_clock):
-        # No host is asked.
-        of_both = made(Local("/ram", every=2), agree=None, every_minutes=1)
-        assert due(of_both, range(1, 7), 100.0, set_clock) == [2, 4, 6]
-        since = made(every_minutes=10, since_secs=500.0)
-        assert due(since, range(1, 30), 60.0, set_clock)[0] == 2
 
 
 def test_a_policy_of_orbax_decides():

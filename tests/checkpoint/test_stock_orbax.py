@@ -1,7 +1,5 @@
 """Stock Orbax, without this package, loads the steps of the persistent tier."""
 
-import contextlib
-import hashlib
 import json
 import os
 import pathlib
@@ -25,27 +23,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
 ROOT = pathlib.Path(__file__).parents[2]
 ENVIRONMENT = ROOT / ".venv-stock-orbax"
-CONSTRAINTS = ROOT / "constraints.txt"
 
 
 def set_up_environment():
-    """An environment with JAX and Orbax alone, unless the same one is there."""
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    wanted = hashlib.sha256(version.encode() + CONSTRAINTS.read_bytes()).hexdigest()
-    stamp = ENVIRONMENT / "set_up_from"
-    with contextlib.suppress(FileNotFoundError):
-        if stamp.read_text() == wanted:
-            return
-    shutil.rmtree(ENVIRONMENT, ignore_errors=True)
+    """An environment with JAX and Orbax alone."""
     uv = os.environ.get("UV") or shutil.which("uv")
-    python = ENVIRONMENT / "bin" / "python"
-    packages = ("-c", CONSTRAINTS, "jax", "orbax-checkpoint")
+    packages = ["-c", ROOT / "constraints.txt", "jax", "orbax-checkpoint"]
     for command in (
-        [uv, "venv", "--quiet", "--python", sys.executable, ENVIRONMENT],
-        [uv, "pip", "install", "--quiet", "--python", python, *packages],
+        [uv, "venv", "-q", "--allow-existing", "-p", sys.executable, ENVIRONMENT],
+        [uv, "pip", "install", "-q", "-p", ENVIRONMENT / "bin" / "python", *packages],
     ):
         subprocess.run(command, cwd=ROOT, check=True)
-    stamp.write_text(wanted)
 
 
 @pytest.fixture(params=["renamed", "in place"])

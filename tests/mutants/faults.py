@@ -120,7 +120,7 @@ FAULTS: tuple[Fault, ...] = (
         "elastic_ckpt/tiers/persistent/claims.py",
         "    if own is None or there.path(number + 1).exists():",
         "    if own is None or there.path(number + 2).exists():",
-        ("tests/tiers/test_records.py", "tests/checkpoint/test_one_writer.py"),
+        ("tests/tiers/test_records.py",),
     ),
     Fault(
         "two processes hold one lock",
