@@ -68,18 +68,18 @@ def ask(url, known):
 
 
 def alive(url, root):
-    """A connection that has been answered and stays open, or None if it was refused."""
+    """A connection that was answered and stays open, tried until it is not refused."""
     known = secret.read_or_create(root)
     request = (
         f"HEAD /v1/root{PART} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {known}"
     )
-    with contextlib.ExitStack() as stack, contextlib.suppress(ConnectionError):
-        connection = stack.enter_context(served.connect(url))
-        connection.sendall(f"{request}\r\n\r\n".encode())
-        if connection.recv(2**12):
-            stack.pop_all()
-            return connection
-    return None
+    while True:
+        connection = served.connect(url)
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(f"{request}\r\n\r\n".encode())
+            if connection.recv(2**12):
+                return connection
+        connection.close()
 
 
 def test_files_and_ranges_are_served_and_a_name_is_decoded_once(ask):
@@ -211,9 +211,7 @@ def test_one_connection_too_many_is_closed_until_another_ends(root, url, monkeyp
     monkeypatch.setattr(agent_server, "MOST_CONNECTIONS", 1)
     with alive(url, root), served.connect(url) as second:
         assert served.until_closed(second) == b""
-    while (third := alive(url, root)) is None:
-        pass
-    third.close()
+    alive(url, root).close()
 
 
 def test_the_secret_is_made_once_for_its_owner_alone_and_may_be_another_later(
