@@ -146,6 +146,7 @@ def test_restored_values_stay_when_the_files_of_their_step_are_used_again(
     for step in (2, 3, 4):
         assert checkpointer.save(step, saved(step))
         checkpointer.wait()
+    assert steps_of(checkpointer) == [4]
     assert of_first & files()
     assert bits(restored) == bits(saved(1))
 
@@ -325,3 +326,20 @@ def test_a_step_of_a_later_version_in_storage_is_an_error_and_stays(make, tmp_pa
         assert [each.step for each in checkpointer.checkpoints] == [2, 6]
         save_all(checkpointer, 8)
     assert {each.name for each in steps.glob("?")} == {"4", "8"}
+
+
+def test_a_step_of_a_later_version_in_ram_is_passed_over_with_an_event_and_stays(
+    make, tmp_path
+):
+    with make(every=2) as checkpointer:
+        # The last one in RAM alone.
+        save_all(checkpointer, 2, 4, 5)
+    raise_versions(tmp_path / "ram", 5)
+    recorded = RecordedEvents()
+    with make(every=2, emit=recorded) as checkpointer:
+        assert checkpointer.load() == {"n": 4}
+        save_all(checkpointer, 6)
+    passed_over = recorded.named("step_passed_over")
+    assert {each["step"] for each in passed_over} == {5}
+    assert "it has version 2" in passed_over[0]["why"]
+    assert [*tmp_path.glob("ram/hosts/0/5-*")]

@@ -139,8 +139,8 @@ def test_a_component_that_fails_is_not_blamed_on_storage(name, ram, make):
     checkpointer = make(ram=ram, emit=recorded)
     assert checkpointer.save(1, STATE)
     at_once = name in ("a bug", "a service of its own")
-    parts = {"state": STATE, "data": Failing(error, at_once=at_once)}
-    parts |= {"more": parts["data"], "silent": Silent()}
+    failing = Failing(error, at_once=at_once)
+    parts = {"state": STATE, "silent": Silent(), "data": failing, "more": failing}
     if name == "a bug":
         with pytest.raises(TypeError, match=message):
             checkpointer.save_checkpointables(2, parts)

@@ -204,3 +204,16 @@ def test_a_run_without_storage_is_followed_by_its_directory_in_ram(tmp_path):
             ec.record_metrics(step, {"loss": 0.5})
         assert list(steps) == []
     assert list(ec.watch_steps(tmp_path / "ram", timeout_secs=0)) == []
+
+
+@pytest.mark.slow
+def test_the_next_world_is_followed_though_its_agent_has_moved(tmp_path):
+    with running(tmp_path) as checkpointer:
+        tiered_steps.save(checkpointer, 1)
+        steps = followed(tmp_path)
+        assert next(steps).step == 1
+    with running(tmp_path) as checkpointer:
+        checkpointer.load(None)
+        tiered_steps.save(checkpointer, 2)
+        check(next(steps), 2)
+        steps.close()

@@ -32,11 +32,10 @@ def sim():
 
 def begin(sim, *steps):
     """Saves steps, and waits for none of what follows their commits."""
-    saved = []
-    for step in steps:
-        parts = {"state": simulated_world.state_of(step)}
-        saved.append(sim.world.save_checkpointables(step, parts))
-    return saved
+    return [
+        sim.world.save_checkpointables(step, {"state": simulated_world.state_of(step)})
+        for step in steps
+    ]
 
 
 def save(sim, *steps):

@@ -11,7 +11,7 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.steps.step import Line
 from elastic_ckpt.tiers.persistent import leases, persistent_root, run_files, upload
 from tests.recorded_events import RecordedEvents
-from tests.tiers import tiered_steps
+from tests.tiers import tiered_steps, uploaded
 
 # Orbax warns about loads without a sharding.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
@@ -96,6 +96,17 @@ def test_on_a_full_ram_disk_damaged_steps_go_and_those_that_cannot_be_read_stay(
     assert causes == (set() if is_damaged else {"full"})
 
 
+def test_steps_of_orbax_and_of_other_runs_stay(tmp_path):
+    root = root_of(tmp_path)
+    storage.make_directory(root.final(0) / "state")
+    with opened(tmp_path, run="x", keep=NEWEST) as checkpointer:
+        saved = uploaded.saved_step(1)
+        uploaded.write_all(root, saved, uploaded.hosts(2))
+        uploaded.commit_all(root, saved)
+        tiered_steps.save(checkpointer, 2, 3)
+    assert stored(tmp_path) == [0, 1, 3]
+
+
 def away(*_, **more):
     del more
     raise OSError(5, "storage is away")
@@ -168,11 +179,10 @@ def test_metrics_need_a_step_in_storage_and_json(tmp_path):
 
 def test_after_a_rollback_preserved_steps_stay(tmp_path):
     with opened(tmp_path, keep=NEWEST) as checkpointer:
-        for step in (2, 4, 6):
+        for step in (2, 4):
             tiered_steps.save(checkpointer, step)
-            if step < 6:
-                ec.pin(tmp_path / "steps" / str(step))
-        assert stored(tmp_path) == [2, 4, 6]
+            ec.pin(tmp_path / "steps" / str(step))
+        tiered_steps.save(checkpointer, 6)
         (newest,) = (tmp_path / "ram" / "hosts" / "0").glob("6-*")
         ec.pin(newest)
         # As a run that diverged, which saves the step that it goes back to again.
@@ -183,6 +193,18 @@ def test_after_a_rollback_preserved_steps_stay(tmp_path):
     assert stored(tmp_path) == [2, 10]
     assert numbers(root_of(tmp_path).set_aside_steps()) == [4]
     assert in_ram(tmp_path) == [6, 10]
+
+
+def test_retention_prefers_what_it_promised_to_abandoned_steps(tmp_path):
+    with opened(tmp_path, keep=policies.LatestN(3)) as checkpointer:
+        tiered_steps.save(checkpointer, 1, 2, 3, 4)
+        checkpointer.load(2, go_back=True)
+        tiered_steps.save(checkpointer, 3)
+        assert stored(tmp_path) == [2, 3]
+        assert numbers(root_of(tmp_path).set_aside_steps()) == [4]
+        tiered_steps.save(checkpointer, 4, 5)
+    assert stored(tmp_path) == [3, 4, 5]
+    assert numbers(root_of(tmp_path).set_aside_steps()) == []
 
 
 def test_metrics_recorded_after_a_save_are_those_of_the_step(tmp_path):
