@@ -3,10 +3,12 @@
 import functools
 import json
 import pathlib
+import sys
+from unittest import mock
 
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import errors
-from elastic_ckpt.inspect import run_files
+from elastic_ckpt.inspect import page, run_files
 from elastic_ckpt.simulation import cluster
 from elastic_ckpt.training import configured, load
 from tests import runs
@@ -174,6 +176,10 @@ REFUSALS = {
     ),
     "rate of failures": simulated(
         "--fails machine=0: name one of", "--fails", "machine=0"
+    ),
+    "plots without their extra": Refusal(
+        lambda _: mock.patch.dict(sys.modules, vl_convert=None)(page.library)(),
+        r"vl-convert .*'\.\[report\]'",
     ),
     "costs of no run": simulated(
         "nowhere is not the directory of a run",
