@@ -252,14 +252,6 @@ def test_what_does_not_fit_is_a_clear_error_and_leaves_nothing(disk, host):
     assert disk.all_saves() == [(0, (2, "0")), (2, (4, "0"))]
 
 
-def test_a_slot_has_one_live_process(disk, host):
-    with pytest.raises(errors.RunError, match="another live"):
-        opened(disk, 0)
-    host.close()
-    with opened(disk, 0):
-        pass
-
-
 def test_a_machine_gets_one_id_however_many_processes_ask(disk):
     with futures.ThreadPoolExecutor(16) as threads:
         ids = set(threads.map(machine.machine_id, [disk.root] * 16))
@@ -291,6 +283,9 @@ def test_of_dead_processes_go_leftovers_and_old_steps_and_of_live_ones_nothing(
     for step, content in ((1, later), (2, later[:-1])):
         save(host, step=step)
         pathlib.Path(disk.manifest_path(0, StepId(step, "0"))).write_bytes(content)
+    # A slot has one live process.
+    with pytest.raises(errors.RunError, match="another live"):
+        opened(disk, 0)
     with opened(disk, 1) as alive:
         save(alive, step=3)
         alive.begin(StepId(4, "0"), NOTHING).reserve(9)

@@ -199,19 +199,17 @@ def test_what_cannot_be_read_is_said(root, tier):
     (saved, reader), *_ = tier().offers(5).copies
     chunk, file = saved.contents.leaves[1], saved.contents.leaves[-1]
     box = boxes.whole(chunk.chunk)
-    elsewhere = dataclasses.replace(chunk, path="state/params/none")
-    gone = dataclasses.replace(file, path="data/none.json")
-    for leaf, num_bytes, message in (
-        (file, 8, "ends after 3 bytes, before 8"),
-        (gone, 8, "is missing"),
-        (chunk, 99, "ends after 28 bytes"),
-        (elsewhere, 8, "is missing"),
+    for leaf, path, num_bytes, message in (
+        (file, file.path, 8, "ends after 3 bytes, before 8"),
+        (file, "data/none.json", 8, "is missing"),
+        (chunk, chunk.path, 99, "ends after 28 bytes"),
+        (chunk, "state/params/none", 8, "is missing"),
     ):
+        there, into = dataclasses.replace(leaf, path=path), bytearray(num_bytes)
         with pytest.raises(source.ReadError, match=message):
-            reader.read_into(leaf, box, memoryview(bytearray(num_bytes)))
+            reader.read_into(there, box, memoryview(into))
     storage.remove(root.path)
     storage.write_atomic(root.path, b"a file")
-    # It cannot be listed any more.
     with pytest.raises(errors.CheckpointError, match="cannot be read or listed"):
         steps_of(tier())
 
