@@ -266,3 +266,32 @@ def test_an_evaluation_of_a_saved_step_stays_when_a_world_ends_without_a_save():
         run.check_evaluations()
         run.load(older.step, go_back=True)
         run.check_evaluations()
+
+
+def test_a_step_whose_manifests_are_lost_is_not_taken_for_one_of_orbax():
+    with run_on((0,), store_every=1) as run:
+        for step in (1, 2):
+            run.save(step)
+        run.wait()
+        run.close()
+        run.evict(0)
+        newest = run.sure_steps()[-1]
+        for manifest in (run.sim.storage / "2").glob("manifest-*"):
+            manifest.unlink()
+        newest.is_spoilt = True
+        # Orbax could load it, and nobody would know whether it is what was saved.
+        run.open((0,))
+        assert run.head.step == 1
+        run.save(2)
+        run.close()
+
+
+def test_an_evaluation_of_a_step_that_was_saved_again_does_not_count():
+    with run_on((0,), store_every=1) as run:
+        for step in (1, 2):
+            run.save(step)
+        run.wait()
+        run.evaluate(run.sure_steps()[-1])
+        run.save(2, overwrite=True)
+        run.wait()
+        run.check_evaluations()

@@ -127,9 +127,9 @@ class PersistentRoot:
 
         For a step that Orbax alone saved it is the save that it counts as.
         """
-        if not manifest_names(self.final(step)):
-            return self.foreign_save(step)
         there, save = committed(self.final(step))
+        if not there and not manifest_names(self.final(step)):
+            return self.foreign_save(step)
         return save if there == run else None
 
     def foreign_save(self, step: int) -> str:
@@ -149,16 +149,19 @@ class PersistentRoot:
         return [step for step, is_committed in there.items() if is_committed]
 
     def are_ours(self) -> dict[int, bool]:
-        """Whether each committed step has manifests, ascending.
+        """Whether this library wrote each committed step, ascending.
 
-        An object store is asked once about each step: the listing of its directory
-        also shows the file that commits it.
+        An object store is asked once about each step that has manifests: the listing of
+        its directory also shows the file that commits it.
         """
 
         def is_ours(step: int) -> bool | None:
             names = records.names(self.final(step))
-            is_committed = COMMIT_FILE in names or self.is_committed(step)
-            return any(map(is_manifest_name, names)) if is_committed else None
+            if not (COMMIT_FILE in names or self.is_committed(step)):
+                return None
+            # All manifests may be lost.
+            has_any = any(map(is_manifest_name, names))
+            return has_any or committed(self.final(step)) != ("", "")
 
         found = self.of_each(is_ours, self._numbers())
         return {step: ours for step, ours in found.items() if ours is not None}

@@ -64,7 +64,7 @@ class PersistentTier:
         return [step for step, is_ours in self._are_ours.items() if is_ours]
 
     def known_saves(self) -> list[StepId]:
-        """The committed steps that have manifests, and those that are set aside.
+        """The committed steps of this library, and those that are set aside.
 
         The save of one that is not of the run, or cannot be told, is empty. An
         abandoned step that a program reads is not set aside, so that the newest save
@@ -93,7 +93,7 @@ class PersistentTier:
         return [newest.line] if newest and is_known else []
 
     def foreign_saves(self) -> dict[int, str]:
-        """The committed steps without manifests, which Orbax alone wrote.
+        """The committed steps that Orbax alone wrote.
 
         Returns:
           By step, ascending, the save that it counts as.
@@ -179,7 +179,8 @@ class PersistentTier:
 
     def remove_all(self, step: int) -> bool:
         """Removes all saves of a step; whether there were any."""
-        ours = list(filter(manifest_names, self._directories(step)))
+        there = self._directories(step)
+        ours = [each for each in there if manifest_names(each) or committed(each)[0]]
         for directory in ours:
             self.root.remove(directory)
         return bool(ours)

@@ -314,7 +314,8 @@ def record_evaluation(root: PersistentRoot, evaluation: Evaluation) -> None:
 def evaluations(root: PersistentRoot, line: Line, *, run: str) -> list[tuple[int, str]]:
     """The evaluations of a line that are there: training steps and JSON of metrics.
 
-    Of two of one training step the later save counts, and comes last.
+    Of two of one training step the later save counts, and comes last. One of a step
+    that was saved again since is left out.
 
     Raises:
       CheckpointError: if storage is out of reach.
@@ -325,6 +326,7 @@ def evaluations(root: PersistentRoot, line: Line, *, run: str) -> list[tuple[int
         if each.run == run
         and each.save <= line.save
         and not line.abandons(each.step_id)
+        and each.save >= committed(root.final(each.step))[1]
     ]
 
 
