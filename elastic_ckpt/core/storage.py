@@ -18,7 +18,7 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import IO, TYPE_CHECKING, Any
 
 from etils import epath
@@ -261,6 +261,24 @@ def remove(path: epath.PathLike) -> None:
             target.rmtree()
         else:
             target.unlink()
+
+
+def keep_alone(directory: epath.PathLike, named: Collection[str]) -> None:
+    """Removes all but some files and directories below a directory.
+
+    Args:
+      directory: local or in an object store.
+      named: the paths of those that stay, relative to it.
+    """
+    above = {str(parent) for name in named for parent in pathlib.Path(name).parents}
+    prefixes = [""]
+    for prefix in prefixes:
+        for name in names(epath.Path(directory) / prefix):
+            path = f"{prefix}{name}"
+            if path in above:
+                prefixes.append(f"{path}/")
+            elif path not in named:
+                remove(epath.Path(directory) / path)
 
 
 def read_bytes(path: epath.PathLike) -> bytes:

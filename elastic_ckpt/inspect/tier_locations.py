@@ -97,7 +97,8 @@ class Locations:
 
     def leftovers(self) -> list[Leftover]:
         """The uncommitted parts of steps, ascending by step; an agent lists none."""
-        leftovers = [each for tier in self._own for each in tier.leftovers()]
+        own = (each if isinstance(each, RamDisk) else each.root for each in self._own)
+        leftovers = [each for place in own for each in place.leftovers()]
         return sorted(leftovers, key=lambda each: (each.step, str(each.path)))
 
     @functools.cached_property

@@ -14,7 +14,7 @@ from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.steps.owners import Holders
 from elastic_ckpt.tiers.ram.chunk_files import ChunkFile
-from elastic_ckpt.tiers.source import OnPiece, ReadError, ignored
+from elastic_ckpt.tiers.source import OnPiece, ignored
 
 # A part: the path of its leaf, and its box.
 Part = tuple[str, Box]
@@ -39,11 +39,6 @@ def fetched(values: Values) -> np.ndarray:
     return values if isinstance(values, np.ndarray) else values.fetch()
 
 
-def everyone(_: Box) -> Holders | None:
-    """The holders of the shards of values that every host has whole."""
-    return None
-
-
 class CapturedLeaf(NamedTuple):
     """The part of an array that this process holds.
 
@@ -60,7 +55,7 @@ class CapturedLeaf(NamedTuple):
     shard_shape: tuple[int, ...]
     boxes: tuple[tuple[Box, Values], ...]
     files: Mapping[Box, ChunkFile] = types.MappingProxyType({})
-    holders: Callable[[Box], Holders | None] = everyone
+    holders: Callable[[Box], Holders | None] = lambda _: None
 
     def shard(self, chunk: Box) -> Box:
         """The shard that a chunk is of."""
@@ -162,25 +157,22 @@ class Captured:
         }
 
 
-class CapturedSource:
+class CapturedSource(NamedTuple):
     """What a host has captured, as a `source.Source`.
 
-    Args:
+    Attributes:
+      directory: a name for it.
       values: of the parts; not to be released while they are read.
-      host_id: of this host.
     """
 
-    def __init__(self, values: Mapping[Part, Values], host_id: str) -> None:
-        self._values = values
-        self.directory = f"memory of host {host_id}"
+    directory: str
+    values: Mapping[Part, Values]
 
     def read_into(
         self, leaf: Leaf, box: Box, into: memoryview, on_piece: OnPiece = ignored
     ) -> int:
         """See `source.Source`."""
-        values = self._values.get((leaf.path, box))
-        if values is None:
-            raise ReadError("is not in this host's memory")
+        values = self.values[leaf.path, box]
         into[:] = np.ascontiguousarray(fetched(values)).reshape(-1).view(np.uint8).data
         on_piece(into)
         return values.nbytes

@@ -272,13 +272,12 @@ class Chosen:
 
         It takes no slot of the RAM disk, and asks no peers.
         """
-        read_ram = None if self.local is None else os.fspath(self.local.directory)
         return Chosen(
             local=None,
             peers=None,
             persistent=self.persistent,
             is_read_only=True,
-            read_ram=read_ram,
+            read_ram=None if self.local is None else os.fspath(self.local.directory),
         )
 
     @property

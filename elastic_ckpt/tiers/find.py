@@ -80,15 +80,13 @@ def of_save(tiers: Sequence[Tier], step_id: StepId) -> FoundStep:
 
 def of_each(tiers: Sequence[Tier], ask: Callable[[Tier], T]) -> list[T]:
     """Asks tiers at the same time: some are peers, which may fail slowly."""
-    num_threads = max(1, min(_MOST_THREADS, len(tiers)))
-    with background.pool(num_threads, "tiers") as pool:
+    with background.pool(max(1, min(_MOST_THREADS, len(tiers))), "tiers") as pool:
         return list(pool.map(ask, tiers))
 
 
 def saves(tiers: Sequence[Tier]) -> set[StepId]:
     """The saves that some tiers know; see `Tier.known_saves`."""
-    several = of_each(tiers, lambda tier: tier.known_saves())
-    return {each for of_tier in several for each in of_tier}
+    return set().union(*of_each(tiers, lambda tier: tier.known_saves()))
 
 
 def offered(tiers: Sequence[Tier], step: int) -> Offered:

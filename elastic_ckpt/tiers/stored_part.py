@@ -30,8 +30,7 @@ def damage(stored: np.ndarray, leaf: Leaf, named: bytes) -> str | None:
     values = stored if leaf.is_file else stored[: -layout.CHECKSUM_BYTES]
     if digest.values_digest(values) != named:
         return DIFFERS
-    behind = stored[len(values) :].tobytes()
-    if not leaf.is_file and checksum(values) != behind:
+    if not leaf.is_file and checksum(values) != stored[len(values) :].tobytes():
         return (
             "has right values, and a wrong CRC-32C behind them: zarr readers refuse it"
         )

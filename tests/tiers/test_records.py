@@ -299,7 +299,7 @@ def test_what_a_replaced_start_still_uploads_in_place_does_not_count(
         uploaded.put(late[0], old, chunks[1], seed=1)
     replaced = pytest.raises(errors.ReplacedError, match="as world 2")
     with replaced:
-        late[0].write([upload.Part(*file, b"")], [np.zeros(7, np.uint8)])
+        late[0].write([(*file, b"")], [np.zeros(7, np.uint8)])
     # One that begins only now has the claim that its driver had.
     for each in [*late, upload.Upload(root, old, world[1], claim=1)]:
         with replaced:

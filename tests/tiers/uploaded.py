@@ -59,7 +59,7 @@ def piece_of(saved, item, *, seed=0):
 def put(ours, saved, item, *, seed=0):
     """A host writes one item of its upload, unless it is there already."""
     piece = piece_of(saved, item, seed=seed)
-    part = upload.Part(*item, digest.values_digest(piece))
+    part = (*item, digest.values_digest(piece))
     if part not in ours.there:
         ours.write([part], [piece])
 

@@ -158,7 +158,7 @@ class HostBackup:
         parts: dict[int, upload.Part] = {}
         for item, owner in enumerate(owners.shares(sets, table.num_bytes)):
             leaf = int(table.items.leaf[item])
-            part = upload.Part(leaf, table.box(item), table.digest(item))
+            part = leaf, table.box(item), table.digest(item)
             if owner == world.number and part not in uploading.there:
                 parts[item] = part
 

@@ -47,7 +47,6 @@ from elastic_ckpt.tiers.captured import (
     CapturedLeaf,
     Values,
     chunked,
-    everyone,
 )
 from elastic_ckpt.tiers.choices import PINNED_BYTES, CaptureIn
 from elastic_ckpt.tiers.ram.chunk_files import LEAST_BYTES, ChunkFile, ChunkFiles
@@ -531,7 +530,7 @@ def _shards(path: str, value: Value, memory: Memory) -> Shards:
     leaf = leaf_of(path, value)
     array = np.asarray(value, np.dtype(leaf.dtype))
     held = [(boxes.whole(array.shape), array)] if array.size else []
-    return Shards(leaf, array.shape, held, False, everyone)
+    return Shards(leaf, array.shape, held, False, lambda _: None)
 
 
 class ArrayPlace(NamedTuple):

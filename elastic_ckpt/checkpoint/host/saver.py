@@ -237,7 +237,8 @@ class HostSaver:
                 holders=(Holder(world.own.host),),
                 parts=Parts.of_rows(rows, contents),
             )
-            source = CapturedSource(saving.values(), world.own.host.id)
+            memory = f"memory of host {world.own.host.id}"
+            source = CapturedSource(memory, saving.values())
         table = StepTable([saved])
         world.held[step_id] = HeldStep(
             FoundStep(table, [source]),

@@ -112,10 +112,8 @@ def find(root: epath.PathLike) -> Address | None:
 def serving_directory(root: epath.PathLike) -> pathlib.Path | None:
     """`root` or the directory of its node, whichever an agent serves now."""
     path = pathlib.Path(root)
-    for directory in (path, *path.parents[:2]):
-        if storage.is_locked(directory / LOCK_FILE):
-            return directory
-    return None
+    places = (path, *path.parents[:2])
+    return next((each for each in places if storage.is_locked(each / LOCK_FILE)), None)
 
 
 def domains(root: epath.PathLike) -> Mapping[str, str]:
@@ -176,10 +174,9 @@ class AgentProcess:
 
     def close(self) -> None:
         """Ends the agent, if it was started here."""
-        process, self._process = self._process, None
-        if process is not None:
+        if self._process is not None:
             # At the end of its standard input it ends.
-            process.communicate()
+            self._process.communicate()
 
 
 def _started(service: Service) -> subprocess.Popen[str]:

@@ -256,8 +256,9 @@ class _Answers:
         secs = await request.read()
         if not secs.isdigit():
             raise web.HTTPBadRequest(text="give the seconds as a number")
-        step = request.match_info["step"]
-        await asyncio.to_thread(preserved.hold, root, step, int(secs))
+        await asyncio.to_thread(
+            preserved.hold, root, request.match_info["step"], int(secs)
+        )
         return web.Response(status=204)
 
 
@@ -303,6 +304,9 @@ async def listening(
                 f" ({agent.find(root) or 'it is just beginning'}); use it, or end it"
                 " first"
             ) from None
+        # What an agent has left that was killed.
+        _forget(root)
+        stack.callback(_forget, root)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         assert runner.server
@@ -324,10 +328,8 @@ async def listening(
                 " port that is free or 0, and a certificate with its key as PEM files"
             ) from None
         stack.callback(server.close)
-        at, port = (
-            f"[{host}]" if ":" in host else host,
-            server.sockets[0].getsockname()[1],
-        )
+        at = f"[{host}]" if ":" in host else host
+        port = server.sockets[0].getsockname()[1]
         yield f"{'https' if tls else 'http'}://{at}:{port}/v1"
 
 
@@ -373,7 +375,6 @@ async def serve(
         url = publish(root, above, name, service.secret_file)
         announce(f"serving {service.root} at {url}")
         await ended.wait()
-        storage.remove(os.path.join(root, agent.ADDRESS_FILE))
 
 
 def node_domains(
@@ -412,10 +413,9 @@ def read_labels(
     try:
         token = (account / "token").read_text(encoding="ascii").strip()
         tls = ssl.create_default_context(cafile=str(account / "ca.crt"))
-        api = http.client.HTTPSConnection(
-            host, port, timeout=_TIMEOUT_SECS, context=tls
-        )
-        with contextlib.closing(api):
+        with contextlib.closing(
+            http.client.HTTPSConnection(host, port, timeout=_TIMEOUT_SECS, context=tls)
+        ) as api:
             api.request("GET", path, headers={"Authorization": f"Bearer {token}"})
             with api.getresponse() as response:
                 if response.status != http.HTTPStatus.OK:
@@ -455,11 +455,10 @@ async def serve_node(
       RunError: as `listening`.
     """
     directory = os.path.realpath(service.root)
+    # Of a run that is gone the secret is gone, too.
     roots: dict[str, str] = {}
-    # What was announced of a run, by the line for it.
-    told: set[str] = set()
+    announce_once = functools.cache(announce)
     async with listening(service, roots) as above:
-        _forget(directory)
         address = agent.Address(url=above, pid=os.getpid(), machine="", domains=domains)
         agent.publish(directory, address)
         announce(f"serving {service.root} at {above}")
@@ -471,26 +470,21 @@ async def serve_node(
                 ):
                     announce(f"removed {name}, which no process used for a while")
                 next_sweep = time.monotonic() + sweep_secs
-            published = {}
             for name, root in runs(directory).items():
                 try:
                     url = publish(root, above, name, service.secret_file)
-                    published[name], line = root, f"serving {name} at {url}"
+                    roots[name] = root
+                    announce_once(f"serving {name} at {url}")
                 except (errors.ElasticCkptError, OSError) as error:
-                    line = f"does not serve {name}, and tries again: {error}"
-                if line not in told:
-                    announce(line)
-                told.add(line)
-            roots.clear()
-            roots.update(published)
+                    roots.pop(name, None)
+                    announce_once(f"does not serve {name}, and tries again: {error}")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), _POLL_SECS)
-        _forget(directory)
 
 
 def _forget(directory: str) -> None:
-    # Removes the addresses of the node and of its runs.
-    for root in [directory, *runs(directory).values()]:
+    # Removes the addresses of an agent: that of its directory and, on a node, of runs.
+    for root in [directory, *runs(os.path.realpath(directory)).values()]:
         storage.remove(os.path.join(root, agent.ADDRESS_FILE))
 
 
@@ -506,10 +500,9 @@ def sweep(
       max_bytes: of all runs together: above it, the runs that were unused the longest
         go, but for those whose pods may just be replaced.
     """
-    for pattern in (f"{_REMOVED}*", f"*/{_REMOVED}*"):
-        # Removals that a crash cut short.
-        for path in pathlib.Path(directory).glob(pattern):
-            storage.remove(path)
+    # Removals that a crash cut short.
+    for path in _below(directory, f"{_REMOVED}*"):
+        storage.remove(path)
     found = []
     for name, root in runs(directory).items():
         slots = pathlib.Path(root, "hosts").glob("*/")
@@ -524,8 +517,15 @@ def sweep(
     for unused_secs, name, root, num_bytes in sorted(found, reverse=True):
         is_over = excess > 0 and unused_secs > _LEAST_UNUSED_SECS
         if unused_secs > unused_after or is_over:
-            with contextlib.suppress(errors.RunError):
-                remove_run(root)
+            parent, last = os.path.split(root)
+            hidden = os.path.join(parent, f"{_REMOVED}{last}")
+            with contextlib.suppress(errors.RunError), contextlib.ExitStack() as locks:
+                for slot in pathlib.Path(root, "hosts").glob("*/"):
+                    locks.enter_context(storage.exclusive_lock(slot / ram_disk.LOCK))
+                # A host that starts meanwhile finds no directory, rather than half of
+                # one.
+                storage.rename(root, hidden)
+                storage.remove(hidden)
                 removed.append(name)
                 excess -= num_bytes
     return removed
@@ -533,29 +533,21 @@ def sweep(
 
 def runs(directory: str) -> dict[str, str]:
     """The directories of runs, by path below `directory`; no link is followed."""
-    found = {}
-    for pattern in ("*", "*/*"):
-        for file in pathlib.Path(directory).glob(f"{pattern}/{machine.FILE}"):
-            root, name = str(file.parent), str(file.parent.relative_to(directory))
-            if os.path.realpath(root) == root and "/." not in f"/{name}":
-                found[name] = root
-    return found
+    roots = {
+        os.path.relpath(file.parent, directory): str(file.parent)
+        for file in _below(directory, f"*/{machine.FILE}")
+    }
+    return {
+        name: root
+        for name, root in roots.items()
+        if os.path.realpath(root) == root and "/." not in f"/{name}"
+    }
 
 
-def remove_run(root: str) -> None:
-    """Removes a run's directory.
-
-    Raises:
-      RunError: if a process has a slot of it.
-    """
-    parent, name = os.path.split(root)
-    hidden = os.path.join(parent, f"{_REMOVED}{name}")
-    with contextlib.ExitStack() as locks:
-        for slot in pathlib.Path(root, "hosts").glob("*/"):
-            locks.enter_context(storage.exclusive_lock(slot / ram_disk.LOCK))
-        # A host that starts meanwhile finds no directory, rather than half of one.
-        storage.rename(root, hidden)
-    storage.remove(hidden)
+def _below(directory: str, pattern: str) -> list[pathlib.Path]:
+    # A run is in the directory of its node, or one level below.
+    here = pathlib.Path(directory)
+    return [*here.glob(pattern), *here.glob(f"*/{pattern}")]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -568,9 +560,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def service_of(arguments: argparse.Namespace) -> agent.Service:
     """What an agent with these arguments serves."""
-    fields = dataclasses.fields(agent.Service)
     return agent.Service(
-        **{each.name: getattr(arguments, each.name) for each in fields}
+        **{
+            each.name: getattr(arguments, each.name)
+            for each in dataclasses.fields(agent.Service)
+        }
     )
 
 

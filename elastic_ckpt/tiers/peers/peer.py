@@ -118,14 +118,17 @@ class Peer:
             fields = json.loads(text)
             manifests = codec.decode(list[Listed], fields["manifests"])
             machine = str(fields["machine"])
-        except (source.ReadError, *_OTHER) as error:
-            why = f"cannot be read: {self.url} sends something else"
-            why = why if isinstance(error, _OTHER) else str(error)
+        except source.ReadError as error:
             is_refused = isinstance(error, source.RefusedError)
-            return Listing(problem=f"the list of steps {why}", is_refused=is_refused)
-        known = self._endpoint.manifests
-        listed = known.keys() & set(manifests)
-        self._endpoint.manifests = {each: known[each] for each in listed}
+            return Listing(problem=f"the list of steps {error}", is_refused=is_refused)
+        except _OTHER:
+            return Listing(
+                problem=f"the list of steps cannot be read: {self.url} sends something"
+                " else"
+            )
+        # Those of steps that are gone are dropped.
+        listed, known = set(manifests), self._endpoint.manifests.items()
+        self._endpoint.manifests = {name: of for name, of in known if name in listed}
         return Listing(machine, manifests)
 
     def known_saves(self) -> Sequence[StepId]:

@@ -59,8 +59,9 @@ class Bandwidth:
     def __init__(
         self, bytes_per_sec: float, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        most_bytes = min(source.PIECE_BYTES, bytes_per_sec * _TURN_SECS)
-        self.piece_bytes = max(1, int(most_bytes))
+        self.piece_bytes = max(
+            1, int(min(source.PIECE_BYTES, bytes_per_sec * _TURN_SECS))
+        )
         self._bytes_per_sec, self._clock = bytes_per_sec, clock
         self._lock = threading.Lock()
         # When all that was taken so far will have been paid for.
@@ -119,8 +120,9 @@ class PeerClient:
 
     def left_skipped_secs(self) -> float:
         """How long until all peers that have failed are asked again."""
-        skipped = [each.skipped_until for each in list(self._endpoints.values())]
-        return max(0.0, max(skipped, default=0.0) - time.monotonic())
+        now = time.monotonic()
+        known = list(self._endpoints.values())
+        return max([0.0, *(each.skipped_until - now for each in known)])
 
     def close(self) -> None:
         """Closes all idle connections; the client is of no use then."""
@@ -145,18 +147,14 @@ class Endpoint:
         self.manifests: dict[Any, Manifest] = {}
         self.pool: queue.LifoQueue[http.client.HTTPConnection] = queue.LifoQueue()
         at = urllib.parse.urlsplit(url)
-        self._path, place, secs = (
-            at.path,
-            (at.hostname or "", at.port),
-            client.timeout_secs,
-        )
+        self._path, place = at.path, (at.hostname or "", at.port)
+        secs = client.timeout_secs
         for _ in range(_MOST_CONNECTIONS):
-            made = http.client.HTTPConnection(*place, timeout=secs)
-            if at.scheme == "https":
-                made = http.client.HTTPSConnection(
-                    *place, timeout=secs, context=client.tls
-                )
-            self.pool.put(made)
+            self.pool.put(
+                http.client.HTTPSConnection(*place, timeout=secs, context=client.tls)
+                if at.scheme == "https"
+                else http.client.HTTPConnection(*place, timeout=secs)
+            )
 
     def read(self, path: str, *, most_bytes: int) -> bytes:
         """The whole answer to `path`.
@@ -187,8 +185,8 @@ class Endpoint:
         def fill() -> int:
             nonlocal done
             wanted = f"bytes={done}-{len(into) - 1}"
-            partial = http.HTTPStatus.PARTIAL_CONTENT
-            with self._request("GET", path, partial, wanted=wanted) as response:
+            good = http.HTTPStatus.PARTIAL_CONTENT
+            with self._request("GET", path, good, Range=wanted) as response:
                 size = _SIZE.fullmatch(response.getheader("Content-Range", ""))
                 if size is None or response.length != len(into) - done:
                     raise source.ReadError(
@@ -254,12 +252,10 @@ class Endpoint:
         path: str,
         *good: int,
         body: bytes | None = None,
-        wanted: str = "",
+        **headers: str,
     ) -> Iterator[http.client.HTTPResponse]:
         """The response of a `good` status, which the block reads to its end."""
-        headers = {"Authorization": f"Bearer {self._client.secret()}"}
-        if wanted:
-            headers["Range"] = wanted
+        headers["Authorization"] = f"Bearer {self._client.secret()}"
         connection = self.pool.get()
         try:
             if self._client.needs_tls and not self.url.startswith("https://"):
@@ -276,8 +272,8 @@ class Endpoint:
             if response.status not in good:
                 is_refused = response.status == http.HTTPStatus.UNAUTHORIZED
                 kind = source.RefusedError if is_refused else source.ReadError
-                why = f"answers with status {response.status}"
-                why = _STATUS.get(response.status, why)
+                other = f"answers with status {response.status}"
+                why = _STATUS.get(response.status, other)
                 raise kind(f"cannot be read: {self.url} {why}")
             yield response
             response.close()

@@ -105,8 +105,7 @@ def is_replaced(steps: epath.PathLike, number: int) -> bool:
     """
     there = _records(steps)
     (last, newer), own = there.newest(), records.read(there.path(number))
-    is_same = newer is not None and own is not None and newer.start == own.start
-    return last > number and not is_same
+    return last > number and not (newer and own and newer.start == own.start)
 
 
 def check(steps: epath.PathLike, number: int) -> None:
@@ -243,8 +242,7 @@ class Writer:
         # The number of the world that this program has claimed, now or before.
         with self._lock:
             if self._identity is not None:
-                is_first = self._held is None
-                run_files.keep(self._steps, self._identity, is_first=is_first)
+                run_files.keep(self._steps, self._identity, is_first=self._held is None)
             while self._held is None:
                 self._held = self._take(*self._records.newest())
         number = int(self._held.path.stem)
@@ -253,8 +251,8 @@ class Writer:
 
     def _take(self, number: int, before: records.Record | None) -> records.Held | None:
         own, claimant = self._record, self._claimant
-        begun_ms = clock.time_ns() // 10**6
-        fields: dict[str, Any] = {"save": "", "parents": [], "begun_ms": begun_ms}
+        fields: dict[str, Any] = {"save": "", "parents": []}
+        fields["begun_ms"] = clock.time_ns() // 10**6
         if before is not None and before.start != own.start:
             if claimant is not None and claimant.has_claimed:
                 raise _replaced(self._records)
@@ -278,8 +276,8 @@ class Writer:
             # Also if `close` is never called, and in children that are forked. Garbage
             # may be collected in the thread of a client of storage, which must not wait
             # for itself.
-            in_thread, named = background.in_thread, {"name": "give-back"}
-            util.Finalize(self, in_thread, [held.give_back], named)
+            named = {"name": "give-back"}
+            util.Finalize(self, background.in_thread, [held.give_back], named)
             util.Finalize(None, held.give_back, exitpriority=0)
         return held
 

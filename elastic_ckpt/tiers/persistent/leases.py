@@ -32,9 +32,9 @@ from elastic_ckpt.tiers.persistent.persistent_root import (
 DIRECTORY = "leases"
 DURATION_SECS = 120.0
 _LEASE, _REMOVING = ".json", ".removing"
-# The leases of a run as the host that removes steps has seen them: by path, the record
-# and when it was first seen.
-Watch = dict[epath.Path, tuple[records.Record, float]]
+# The leases of a run as the host that removes steps has seen them: by path and count of
+# renewals, when they were first seen.
+Watch = dict[tuple[epath.Path, int], float]
 
 
 class StepGoneError(errors.CheckpointError):
@@ -145,15 +145,13 @@ def leased(root: PersistentRoot, watch: Watch) -> set[int]:
         record = records.read(path)
         if record is None:
             continue
-        now_secs = clock.monotonic()
-        same, since_secs = before.get(path, (None, now_secs))
-        if record != same:
-            since_secs = now_secs
+        now_secs, seen = clock.monotonic(), (path, record.count)
+        since_secs = before.get(seen, now_secs)
         if record.process.is_dead or now_secs - since_secs > record.secs:
             storage.remove(path)
         else:
-            watch[path] = record, since_secs
-    return {files[path] for path in watch}
+            watch[seen] = since_secs
+    return {files[path] for path, _ in watch}
 
 
 @contextlib.contextmanager
@@ -177,8 +175,8 @@ def removing(
     Raises:
       CheckpointError: if `replaced` is leased, or leases cannot be read.
     """
-    directory = root.path / DIRECTORY
-    own = [directory / f"{step}-{line.save}{_REMOVING}" for step in steps]
+    names = [f"{step}-{line.save}{_REMOVING}" for step in steps]
+    own = [root.path / DIRECTORY / name for name in names]
     for path in own:
         storage.write_atomic(path, b"")
     try:
@@ -241,9 +239,8 @@ def arrange(
 def _files(root: PersistentRoot, kind: str) -> dict[epath.Path, int]:
     # Files of a kind, with their steps. Temporary names begin with a dot.
     directory = root.path / DIRECTORY
-    names = [name for name in records.names(directory) if name[0].isdecimal()]
     return {
         directory / name: int(name.partition("-")[0])
-        for name in sorted(names)
-        if name.endswith(kind)
+        for name in sorted(records.names(directory))
+        if name[0].isdecimal() and name.endswith(kind)
     }

@@ -131,7 +131,7 @@ def write(
 def _write_large(
     spec: dict[str, Any], chunk: Chunk, context: ts.Context, transaction: ts.Transaction
 ) -> None:
-    opened = ts.open(
+    array = ts.open(
         {
             "driver": "zarr3",
             "kvstore": {**spec, "path": array_prefix(chunk.leaf.name)},
@@ -144,8 +144,7 @@ def _write_large(
         context=context,
         transaction=transaction,
     ).result()
-    place = tuple(map(slice, chunk.box.start, chunk.box.stop))
-    opened[place].write(
+    array[tuple(map(slice, chunk.box.start, chunk.box.stop))].write(
         chunk.values, can_reference_source_data_indefinitely=True
     ).copy.result()
 
@@ -190,20 +189,16 @@ def base_spec(directory: epath.PathLike) -> str | dict[str, str]:
         return {"driver": "file", "path": os.path.abspath(url) + "/"}
     # TensorStore looks up `s3://` buckets at Amazon, and does not read the environment
     # variables by which other clients find other stores with that protocol.
-    names = (
-        "AWS_ENDPOINT_URL_S3",
-        "AWS_ENDPOINT_URL",
-        "AWS_REGION",
-        "AWS_DEFAULT_REGION",
-    )
-    of_s3, endpoint, region, default = map(os.environ.get, names)
-    if not (url.startswith("s3://") and (of_s3 or endpoint)):
+    given = os.environ.get
+    endpoint = given("AWS_ENDPOINT_URL_S3") or given("AWS_ENDPOINT_URL")
+    if not (url.startswith("s3://") and endpoint):
         return url + "/"
     bucket, _, path = url.removeprefix("s3://").partition("/")
+    region = given("AWS_REGION") or given("AWS_DEFAULT_REGION") or "us-east-1"
     return {
         "driver": "s3",
         "bucket": bucket,
         "path": path + "/",
-        "endpoint": of_s3 or endpoint or "",
-        "aws_region": region or default or "us-east-1",
+        "endpoint": endpoint,
+        "aws_region": region,
     }

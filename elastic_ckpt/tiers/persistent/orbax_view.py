@@ -22,6 +22,7 @@ from etils import epath
 from elastic_ckpt.core import boxes, bucket_clients, checked_json, digest
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps.manifest import Contents, Leaf
+from elastic_ckpt.tiers import stored_part
 from elastic_ckpt.tiers.persistent import ocdbt
 
 FILE = "orbax-digests.json"
@@ -58,9 +59,9 @@ class OrbaxView:
           box: of the chunk.
           named: the digest of its values.
         """
-        place = tuple(map(slice, box.start, box.stop))
         try:
-            values = self._array(leaf)[place].read().result()
+            array = self._array(leaf)[tuple(map(slice, box.start, box.stop))]
+            values = array.read().result()
         # Raised by TensorStore and by the file system.
         except (OSError, ValueError) as error:
             first_line = str(error).partition("\n")[0][:200]
@@ -93,19 +94,19 @@ class OrbaxView:
             yield FILE, f"{error}; Orbax's own files cannot be compared"
             return
         for path, expected in listed.items():
-            why = "is not what was saved: its digest differs"
             try:
-                if _digest((self._directory / path).read_bytes()) == expected:
-                    continue
+                if _digest((self._directory / path).read_bytes()) != expected:
+                    yield path, stored_part.DIFFERS
             except bucket_clients.failures() as error:
-                why = f"cannot be read ({error})"
-            yield path, why
+                yield path, f"cannot be read ({error})"
 
     def _open(self, leaf: Leaf) -> ts.TensorStore:
-        store = ocdbt.store_spec(self._directory / leaf.part)
         spec = {
             "driver": "zarr3",
-            "kvstore": {**store, "path": ocdbt.array_prefix(leaf.name)},
+            "kvstore": {
+                **ocdbt.store_spec(self._directory / leaf.part),
+                "path": ocdbt.array_prefix(leaf.name),
+            },
             "fill_missing_data_reads": False,
         }
         opened = ts.open(spec, open=True, read=True, context=self._context).result()

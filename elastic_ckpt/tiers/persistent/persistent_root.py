@@ -184,19 +184,21 @@ class PersistentRoot:
         # A step that is committed meanwhile is not among them.
         found, committed = self._directories(), self.steps()
         for each in found:
-            path, step, save = self.path / each[0], int(each["step"]), each["save"]
+            path, step = self.path / each[0], int(each["step"])
             if self._is_aside(each) or (not each["temporary"] and step in committed):
                 continue
-            if not each["temporary"]:
-                saves = (manifest.step_id.save for manifest in readable(path))
-                save = max(saves, default=None)
+            # The name of one that is written in place does not tell it.
+            listed = () if each["temporary"] else readable(path)
+            save = max((of.step_id.save for of in listed), default=each["save"])
             leftovers.append(Leftover(step=step, save=save, path=path))
         return leftovers
 
     def set_aside_steps(self) -> list[StepId]:
         """The steps that are set aside, with their saves, ascending."""
-        aside = filter(self._is_aside, self._directories())
-        return [StepId(int(each["step"]), each["save"]) for each in aside]
+        return [
+            StepId(int(each["step"]), each["save"])
+            for each in filter(self._is_aside, self._directories())
+        ]
 
     def remove(self, directory: epath.Path) -> None:
         """Removes a step, committed or set aside: it is gone at once.

@@ -29,14 +29,7 @@ from elastic_ckpt.tiers.persistent.persistent_root import (
     read_json,
     read_manifests,
 )
-from elastic_ckpt.tiers.source import (
-    Copy,
-    Leftover,
-    Offered,
-    OnPiece,
-    ReadError,
-    ignored,
-)
+from elastic_ckpt.tiers.source import Copy, Offered, OnPiece, ReadError, ignored
 
 
 class PersistentTier:
@@ -76,11 +69,10 @@ class PersistentTier:
         commits = self.root.of_each(
             lambda step: committed(self.root.final(step)), self._ours
         )
-        there = [
+        return self.root.set_aside_steps() + [
             StepId(step, save if run == self._run else "")
             for step, (run, save) in commits.items()
         ]
-        return [*self.root.set_aside_steps(), *there]
 
     def recorded_lines(self) -> list[Line]:
         """The newest line on record, which may have no step in storage yet.
@@ -127,8 +119,8 @@ class PersistentTier:
                     if isinstance(each, checked_json.LaterVersionError):
                         raise each
                     if isinstance(each, Manifest):
-                        here = each.at("persistent", source.directory)
-                        copies.append(Copy(here, source))
+                        of_step = each.at("persistent", source.directory)
+                        copies.append(Copy(of_step, source))
                     else:
                         problems.append(str(each))
         except checked_json.LaterVersionError:
@@ -172,10 +164,6 @@ class PersistentTier:
             list(self._are_ours),
         )
         return [step for step, is_preserved in are_preserved.items() if is_preserved]
-
-    def leftovers(self) -> list[Leftover]:
-        """The steps that are not committed, those being uploaded among them."""
-        return self.root.leftovers()
 
     def remove_all(self, step: int) -> bool:
         """Removes all saves of a step; whether there were any."""
@@ -221,23 +209,18 @@ class StepSource:
         self, leaf: Leaf, box: Box, into: memoryview, on_piece: OnPiece = ignored
     ) -> int:
         """See `source.Source`."""
-        content = self._content(leaf, box)
+        try:
+            if leaf.is_file:
+                content = epath.Path(self.directory, leaf.path).read_bytes()
+            else:
+                content = self._store(leaf.part)[ocdbt.key(leaf, box)]
+        except (FileNotFoundError, KeyError):
+            raise ReadError("is missing") from None
+        # TensorStore raises ValueErrors.
+        except (*bucket_clients.failures(), ValueError) as error:
+            raise ReadError(f"cannot be read ({error})") from error
         if len(content) < len(into):
             raise ReadError(f"ends after {len(content)} bytes, before {len(into)}")
         into[:] = content[: len(into)]
         on_piece(into)
         return len(content)
-
-    def _content(self, leaf: Leaf, box: Box) -> bytes:
-        try:
-            if leaf.is_file:
-                return epath.Path(self.directory, leaf.path).read_bytes()
-            read = self._store(leaf.part).read(ocdbt.key(leaf, box)).result()
-            if read.state == "missing":
-                raise FileNotFoundError(read.state)
-        except FileNotFoundError:
-            raise ReadError("is missing") from None
-        # TensorStore raises ValueErrors.
-        except (*bucket_clients.failures(), ValueError) as error:
-            raise ReadError(f"cannot be read ({error})") from error
-        return read.value

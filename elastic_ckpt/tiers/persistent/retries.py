@@ -63,9 +63,9 @@ def call(what: str, act: Callable[[], Result]) -> Result:
                 raise errors.CheckpointError(
                     f"{failed}; {advice}; a run tries again with its next backup"
                 ) from error
-            longest = min(_LONGEST_SECS, _FIRST_SECS * 2 ** (attempt - 1))
             # Ten thousand hosts that failed together do not come back together.
-            secs = random.uniform(longest / 2, longest)
+            secs = min(_LONGEST_SECS, _FIRST_SECS * 2 ** (attempt - 1))
+            secs *= random.uniform(0.5, 1)
             logging.warning("%s; the next is in %.1f s", failed, secs)
             clock.sleep(secs)
     raise AssertionError("the last attempt returns or raises")

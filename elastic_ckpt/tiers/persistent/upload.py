@@ -22,7 +22,6 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from etils import epath
@@ -51,6 +50,11 @@ _PROGRESS_SECS = 5.0
 _PROGRESS_SHARE = 20
 
 
+# A part to upload, as `Manifest.rows` lists it: the number of its leaf, its box and the
+# digest of its values, which the caller has verified.
+Part = tuple[int, boxes.Box, bytes]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UploadedStep:
     """The step to upload, the same on all hosts.
@@ -69,22 +73,7 @@ class UploadedStep:
 
     def store(self, host_id: str) -> str:
         """The name of a host's store."""
-        save = self.step_id.save if self.stores is None else self.stores
-        return ocdbt.store_name(host_id, save)
-
-
-class Part(NamedTuple):
-    """A part to upload.
-
-    Attributes:
-      leaf: the number of its leaf in the contents.
-      box: of the part.
-      digest: of its values, which the caller has verified.
-    """
-
-    leaf: int
-    box: boxes.Box
-    digest: bytes
+        return ocdbt.store_name(host_id, self.stores or self.step_id.save)
 
 
 class Upload:
@@ -136,10 +125,9 @@ class Upload:
                 f" this save {saved.step_id.save!r}; nothing is left to upload"
             )
         for each in _listed(self._directory, saved, [self._host.id]):
-            parts = {Part(*row) for row in each.rows()}
-            self.there |= parts
+            self.there.update(each.rows())
             if each.host.id == self._host.id:
-                self._parts = {(part.leaf, part.box): part for part in parts}
+                self._parts = {part[:2]: part for part in each.rows()}
         # In a store that goes on, the index that a killed process was about to rename:
         # TensorStore writes the next one over its first bytes, and if that is shorter,
         # the store cannot be read any more.
@@ -164,19 +152,21 @@ class Upload:
           ReplacedError: if another start of the run has claimed it since.
         """
         stored: dict[str, list[ocdbt.Chunk]] = {}
-        for part, each in zip(parts, values, strict=True):
-            leaf = self._saved.contents.leaves[part.leaf]
+        for (number, box, _), each in zip(parts, values, strict=True):
+            leaf = self._saved.contents.leaves[number]
             if leaf.is_file:
                 self._put(leaf.path, each.tobytes())
             else:
-                chunk = ocdbt.Chunk(leaf=leaf, box=part.box, values=each)
+                chunk = ocdbt.Chunk(leaf=leaf, box=box, values=each)
                 stored.setdefault(leaf.part, []).append(chunk)
         for name, chunks in stored.items():
             path = self._directory / name / self._saved.store(self._host.id)
-            write = functools.partial(ocdbt.write, path, chunks, self._context)
-            retries.call(f"writing {len(chunks)} chunks to {path}", write)
+            retries.call(
+                f"writing {len(chunks)} chunks to {path}",
+                functools.partial(ocdbt.write, path, chunks, self._context),
+            )
         with self._lock:
-            self._parts |= {(each.leaf, each.box): each for each in parts}
+            self._parts |= {part[:2]: part for part in parts}
             began_secs = clock.monotonic()
             if began_secs >= self._next_list_secs:
                 self.finish()
@@ -218,11 +208,14 @@ def _listed(
     directory: epath.Path, saved: UploadedStep, hosts: Collection[str]
 ) -> list[Manifest]:
     # What hosts have written of an upload, by their manifests in its directory.
-    run, step = saved.run, saved.step_id.step
-    found = read_manifests(directory, run=run, step=step, hosts=hosts)
-    listed = [each for each in found if isinstance(each, Manifest)]
     own = saved.step_id, saved.contents
-    return [each for each in listed if (each.step_id, each.contents) == own]
+    return [
+        each
+        for each in read_manifests(
+            directory, run=saved.run, step=saved.step_id.step, hosts=hosts
+        )
+        if isinstance(each, Manifest) and (each.step_id, each.contents) == own
+    ]
 
 
 def commit(
@@ -250,10 +243,12 @@ def commit(
     """
     unfinished, final = root.unfinished(saved.step_id), root.final(saved.step_id.step)
     success = commit_text(final, saved.run, saved.step_id.save)
-    parts = {leaf.part for leaf in saved.contents.arrays}
-    parts |= {name.partition("/")[0] for name in orbax_files if "/" in name}
     # A component without files is a directory to Orbax.
-    parts |= set(saved.contents.components)
+    parts = {
+        *saved.contents.components,
+        *(leaf.part for leaf in saved.contents.arrays),
+        *(name.partition("/")[0] for name in orbax_files if "/" in name),
+    }
 
     def act() -> None:
         if not root.is_pending(saved.step_id, run=saved.run):
@@ -281,19 +276,21 @@ def _assemble(
     manifests: Sequence[Manifest],
     orbax_files: Mapping[str, bytes],
 ) -> None:
-    # By checkpointable, the stores that hosts wrote chunks of it into.
-    stores: dict[str, set[str]] = {}
-    for each in manifests:
-        for number in np.unique(each.parts.leaf).tolist():
-            leaf = saved.contents.leaves[number]
-            if not leaf.is_file:
-                stores.setdefault(leaf.part, set()).add(saved.store(each.host.id))
-    named = {manifest_name(each.host.id) for each in manifests}
-    named |= saved.contents.files.keys()
-    named |= {f"{part}/{store}" for part, names in stores.items() for store in names}
-    _keep_alone(unfinished, named)
-    for part, names in stores.items():
-        ocdbt.merge(unfinished / part, names)
+    # Checkpointables, and the stores that hosts wrote chunks of them into.
+    stores = {
+        (saved.contents.leaves[number].part, saved.store(each.host.id))
+        for each in manifests
+        for number in np.unique(each.parts.leaf)
+        if not saved.contents.leaves[number].is_file
+    }
+    named = {
+        *(manifest_name(each.host.id) for each in manifests),
+        *saved.contents.files,
+        *map("/".join, stores),
+    }
+    storage.keep_alone(unfinished, named)
+    for part in sorted({part for part, _ in stores}):
+        ocdbt.merge(unfinished / part, [name for of, name in stores if of == part])
     for leaf in saved.contents.arrays:
         if 0 in leaf.shape:
             # It has no chunk that a host could upload, but Orbax requires its metadata.
@@ -323,17 +320,3 @@ def _complete(
     raise errors.CheckpointError(
         f"{unfinished} cannot be committed: {problem}; upload the step again"
     )
-
-
-def _keep_alone(unfinished: epath.Path, named: Collection[str]) -> None:
-    # Removes all but some files and directories.
-    above = {str(parent) for name in named for parent in epath.Path(name).parents}
-    pending = [""]
-    while pending:
-        prefix = pending.pop()
-        for name in storage.names(unfinished / prefix):
-            path = f"{prefix}{name}"
-            if path in above:
-                pending.append(f"{path}/")
-            elif path not in named:
-                storage.remove(unfinished / path)

@@ -66,8 +66,7 @@ class ChunkFiles:
         self._spare: dict[int, list[ChunkFile]] = {}
         # Those in steps, by the directory of the step, and where they are now.
         self._placed: dict[str, list[tuple[str, ChunkFile]]] = {}
-        self._preparing: futures.Future[None] = futures.Future()
-        self._preparing.set_result(None)
+        self._preparing: list[futures.Future[None]] = []
 
     @property
     def spare_bytes(self) -> int:
@@ -81,7 +80,7 @@ class ChunkFiles:
         Raises:
           OSError: if the RAM disk has no room for it.
         """
-        background.wait([self._preparing])
+        background.wait(self._preparing)
         return self._take(num_bytes)
 
     def _take(self, num_bytes: int) -> ChunkFile:
@@ -112,8 +111,8 @@ class ChunkFiles:
                 for file in taken:
                     self._spare.setdefault(len(file.memory), []).append(file)
 
-        background.wait([self._preparing])
-        self._preparing = background.in_thread(make, name="pages")
+        background.wait(self._preparing)
+        self._preparing = [background.in_thread(make, name="pages")]
 
     def discard(self, file: ChunkFile) -> None:
         """Removes a file unless it was placed; its step is not removed yet."""
@@ -146,12 +145,12 @@ class ChunkFiles:
         named = _sealed(file.memory, named)
         path = os.path.join(step_directory, name)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        if not file.path:
+        if file.path:
+            storage.move(file.path, path)
+            with self._lock:
+                self._placed.setdefault(step_directory, []).append((path, file))
+        else:
             storage.write_in_place(path, file.memory.data)
-            return named
-        storage.move(file.path, path)
-        with self._lock:
-            self._placed.setdefault(step_directory, []).append((path, file))
         return named
 
     def forget(self, step_directory: str) -> None:
@@ -185,7 +184,7 @@ class ChunkFiles:
 
     def close(self) -> None:
         """Removes the files that are in no step."""
-        background.wait([self._preparing])
+        background.wait(self._preparing)
         self._spare.clear()
         storage.remove(self._directory)
 

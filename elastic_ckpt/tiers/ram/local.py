@@ -14,7 +14,6 @@ import dataclasses
 import itertools
 import json
 import os
-import pathlib
 import shutil
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -106,10 +105,11 @@ class LocalHost:
             try:
                 contents = self.disk.manifest(self.slot, each).contents
                 complete = True
-            except (checked_json.LaterVersionError, OSError):
-                pass
-            except errors.CheckpointError:
-                complete = False
+            except (errors.CheckpointError, OSError) as error:
+                is_unknown = isinstance(
+                    error, (checked_json.LaterVersionError, OSError)
+                )
+                complete = None if is_unknown else False
             retained.append(
                 retention.HeldStep(
                     step=each.step,
@@ -138,14 +138,16 @@ class LocalHost:
                 " already; remove it, or save under another name"
             )
         storage.remove(directory)
-        empty = Manifest(
-            run=self.disk.run,
-            step_id=step_id,
-            contents=contents,
-            holders=(Holder(self.host),),
-            parts=Parts.of_rows([], contents),
+        return StepWriter(
+            self,
+            Manifest(
+                run=self.disk.run,
+                step_id=step_id,
+                contents=contents,
+                holders=(Holder(self.host),),
+                parts=Parts.of_rows([], contents),
+            ),
         )
-        return StepWriter(self, empty)
 
     def copy_writer(self, step_id: StepId, contents: Contents) -> StepWriter:
         """A writer for copies from peers, beside what is committed here of the step.
@@ -227,13 +229,17 @@ class LocalHost:
             storage.remove(path)
             storage.remove(path.parent)
             return
-        leaves = manifest.contents.leaves
-        named = {layout.part_file(leaves[n], box) for n, box, _ in manifest.rows()}
-        named |= {path.name, preserved.FILE}
-        for entry in list(pathlib.Path(path.parent).rglob("*")):
-            is_named = os.path.relpath(entry, path.parent) in named
-            if not (is_named or entry.is_dir() or entry.name == ocdbt.METADATA):
-                storage.remove(entry)
+        contents = manifest.contents
+        directories = (layout.leaf_directory(leaf.path) for leaf in contents.arrays)
+        named = {
+            *(path.name, preserved.FILE),
+            *(f"{directory}/{ocdbt.METADATA}" for directory in directories),
+            *(
+                layout.part_file(contents.leaves[number], box)
+                for number, box, _ in manifest.rows()
+            ),
+        }
+        storage.keep_alone(path.parent, named)
 
 
 class StepWriter:
@@ -272,7 +278,7 @@ class StepWriter:
           CheckpointError: if it does not fit; the writer is abandoned then.
         """
         disk, files = self._own.disk, self._own.files
-        with self._abandoned_on_failure():
+        with self._failing():
             # Reserved before it is measured: two processes that start together and do
             # not both fit cannot both find room.
             there = self.manifest.contents.num_bytes(self.manifest.parts).sum()
@@ -319,7 +325,7 @@ class StepWriter:
                 np.copyto(target, values)
             self._place(numbers[part.leaf.path], box, file)
 
-        with self._abandoned_on_failure():
+        with self._failing():
             for path, content in files.items():
                 storage.write_atomic(self.directory / path, content)
             with background.pool(_NUM_THREADS, "write") as pool:
@@ -345,7 +351,7 @@ class StepWriter:
         """
         leaf, files = self.manifest.contents.leaves[number], self._own.files
         num_bytes = leaf.num_bytes(box)
-        with self._failing(), contextlib.ExitStack() as stack:
+        with self._failing(abandons=False), contextlib.ExitStack() as stack:
             file = files.take(num_bytes)
             stack.callback(files.discard, file)
             read(file.memory[:num_bytes])
@@ -371,13 +377,12 @@ class StepWriter:
         manifest = dataclasses.replace(
             self.manifest, contents=contents, parts=Parts.of_rows(rows, contents)
         )
-        with self._abandoned_on_failure():
+        with self._failing():
             arrays = {number for number, _ in self.parts} - set(contents.files.values())
             for number in arrays.difference(self.manifest.parts.leaf.tolist()):
                 leaf = contents.leaves[number]
-                directory = self.directory / layout.leaf_directory(leaf.path)
-                metadata = ocdbt.metadata_file(leaf)
-                storage.write_in_place(directory / ocdbt.METADATA, metadata)
+                path = f"{layout.leaf_directory(leaf.path)}/{ocdbt.METADATA}"
+                storage.write_in_place(self.directory / path, ocdbt.metadata_file(leaf))
             write_manifest(self.directory, manifest)
         storage.remove(self.directory / ram_disk.RESERVED)
         self._own.being_written.discard(self.manifest.step_id)
@@ -397,22 +402,17 @@ class StepWriter:
         self.parts[number, box] = self._own.files.place(file, directory, name, named)
 
     @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
+    def _failing(self, *, abandons: bool = True) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except (errors.CheckpointError, OSError) as error:
             free = shutil.disk_usage(self._own.disk.root).free
+            if abandons:
+                self.abandon()
+            if isinstance(error, errors.CheckpointError):
+                raise
             raise errors.CheckpointError(
                 f"step {self.manifest.step_id.step} could not be written to"
                 f" {self.directory} ({error}), where {free} bytes were free; give it"
                 " more space, or keep fewer steps"
             ) from error
-
-    @contextlib.contextmanager
-    def _abandoned_on_failure(self) -> Iterator[None]:
-        try:
-            with self._failing():
-                yield
-        except errors.CheckpointError:
-            self.abandon()
-            raise

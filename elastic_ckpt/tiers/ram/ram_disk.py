@@ -105,13 +105,13 @@ class RamDisk:
 
     def slots(self) -> list[int]:
         """Those that have a directory, ascending."""
-        names = _names(self.root / "hosts")
-        return sorted(int(name) for name in names if name.isdecimal())
+        return sorted(map(int, filter(str.isdecimal, _names(self.root / "hosts"))))
 
     def saves(self, slot: int) -> list[StepId]:
         """The steps and saves of which a slot has a directory, ascending."""
-        names = _names(self.host_directory(slot))
-        return sorted(filter(None, map(StepId.parse, names)))
+        return sorted(
+            filter(None, map(StepId.parse, _names(self.host_directory(slot))))
+        )
 
     def all_saves(self) -> list[tuple[int, StepId]]:
         """The slot and step of each directory of a step, ascending."""
@@ -123,8 +123,7 @@ class RamDisk:
 
     def manifest_path(self, slot: int, step_id: StepId) -> epath.Path:
         """The path of the manifest of a committed save."""
-        name = manifest_name(self.host_id(slot))
-        return self.step_directory(slot, step_id) / name
+        return self.step_directory(slot, step_id) / manifest_name(self.host_id(slot))
 
     def known_saves(self, slots: Collection[int] | None = None) -> list[StepId]:
         """The saves that have a manifest, readable or not, ascending.
@@ -298,12 +297,14 @@ def put_right(directory: epath.PathLike, file: str, content: bytes) -> None:
         name = manifest_name(f"{machine.find(root)}.{slot.name}")
         path = _unlinked(root, f"hosts/{slot.name}/{step.name}/{name}")
         saved = Manifest.parse(storage.read_bytes(path))
-        problem: str | None = "its manifest lists no such file"
-        for leaf, box, named in saved.rows():
-            part = saved.contents.leaves[leaf]
-            if layout.part_file(part, box) == file:
-                given = np.frombuffer(content, np.uint8)
-                problem = stored_part.damage(given, part, named)
+        leaves = saved.contents.leaves
+        listed = {
+            layout.part_file(leaves[number], box): (leaves[number], named)
+            for number, box, named in saved.rows()
+        }
+        if file not in listed:
+            raise RepairError("was not repaired: its manifest lists no such file")
+        problem = stored_part.damage(np.frombuffer(content, np.uint8), *listed[file])
         if problem is not None:
             raise RepairError(f"was not repaired: {problem}")
         with repairing(slot):
@@ -328,10 +329,9 @@ def _unlinked(root: epath.PathLike, name: str) -> str:
 
 def _names(directory: epath.Path) -> list[str]:
     # Empty if the directory does not exist, or is removed meanwhile.
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return os.listdir(directory)
-    except FileNotFoundError:
-        return []
+    return []
 
 
 def used_bytes(directory: epath.PathLike) -> int:
