@@ -265,3 +265,29 @@ def test_signals_to_all_processes_of_a_job_do_not_end_it(root):
     missing = agent.Service(root=str(root / "missing"))
     with pytest.raises(errors.RunError, match="could not be started"):
         agent.AgentProcess(missing)
+
+
+def test_a_transfer_is_of_the_file_that_was_opened_and_ends_with_the_agent(root):
+    file, size = root / "hosts/0/30-0/data/big", 2**25
+    file.write_bytes(b"a" * size)
+    bodies = []
+    with contextlib.ExitStack() as sockets:
+        with served.serving(agent.Service(root=str(root))) as address:
+            known = secret.read_or_create(root)
+            reading = []
+            for _ in range(2):
+                reading.append(sockets.enter_context(served.connect(address.url)))
+                request = (
+                    f"GET /v1/root{PART[:-4]}big HTTP/1.0\r\n"
+                    f"Authorization: Bearer {known}\r\n\r\n"
+                )
+                reading[-1].sendall(request.encode())
+                reading[-1].recv(1)
+            (root / "new").write_bytes(b"b" * size)
+            os.replace(root / "new", file)
+            bodies.append(served.until_closed(reading[0]))
+        bodies.append(served.until_closed(reading[1]))
+    whole, cut = (body.partition(b"\r\n\r\n")[2] for body in bodies)
+    assert whole == b"a" * size
+    assert set(cut) <= set(b"a")
+    assert len(cut) < size

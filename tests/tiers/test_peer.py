@@ -230,6 +230,15 @@ def test_a_peer_that_is_silent_or_gone_costs_its_time_once_and_is_then_left_alon
             assert why in problem(other, silent.url)
 
 
+def test_proxies_of_the_environment_are_ignored(url, client, monkeypatch):
+    with ScriptedPeer(lambda *_: None) as proxy:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, proxy.url)
+        monkeypatch.delenv("no_proxy", raising=False)
+        assert read(client, url) == CONTENT
+        assert not proxy.connections
+
+
 def test_a_transfer_goes_on_where_it_broke_while_there_is_progress(client):
     def cut(connection, request):
         first, last = wanted_range(request)

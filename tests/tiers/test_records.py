@@ -124,6 +124,21 @@ def test_a_client_of_storage_may_repeat_its_request(tmp_path, monkeypatch):
     assert begin(tmp_path).claim(line_of("8")) == 1
 
 
+def test_a_claim_whose_answer_was_lost_was_carried_out(tmp_path, monkeypatch):
+    writer, write = begin(tmp_path), storage.write_atomic
+
+    def lose(path, content, **options):
+        write(path, content, **options)
+        raise OSError(5, "the answer is lost", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "write_atomic", lose)
+        with pytest.raises(errors.CheckpointError, match="the answer is lost"):
+            writer.claim(line_of("8"))
+    assert claims.newest(tmp_path).line == line_of("8")
+    assert writer.claim(line_of("8")) == 1
+
+
 def test_a_writer_that_is_dropped_gives_its_claim_back_in_a_thread_of_its_own(
     tmp_path, monkeypatch
 ):
