@@ -247,8 +247,11 @@ class Chosen:
                 " ec.Persistent(directory, every=STEPS), or both, each once; and"
                 " ec.Peers(...) only with ec.Local(...), whose steps it copies"
             )
-        names = ("every", "every_minutes", "save_decision_policy")
-        given = [name for name in names if getattr(persistent, name, None) is not None]
+        given = [
+            name
+            for name in ("every", "every_minutes", "save_decision_policy")
+            if getattr(persistent, name, None) is not None
+        ]
         if persistent is not None and not read_only and len(given) != 1:
             raise errors.ConfigError(
                 f"Persistent({os.fspath(persistent.directory)!r}) has"

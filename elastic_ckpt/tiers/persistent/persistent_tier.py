@@ -159,11 +159,11 @@ class PersistentTier:
 
     def preserved(self) -> list[int]:
         """The steps that are preserved by hand, ascending."""
-        are_preserved = self.root.of_each(
+        found = self.root.of_each(
             lambda step: preserved.is_preserved(self.root.final(step)),
             list(self._are_ours),
         )
-        return [step for step, is_preserved in are_preserved.items() if is_preserved]
+        return [step for step in found if found[step]]
 
     def remove_all(self, step: int) -> bool:
         """Removes all saves of a step; whether there were any."""

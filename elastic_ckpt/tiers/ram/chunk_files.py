@@ -200,6 +200,7 @@ def _sealed(memory: np.ndarray, named: bytes | None) -> bytes:
         if named is None:
             hashed.update(piece.data)
         checksum = google_crc32c.extend(checksum, piece)
-    content = checksum.to_bytes(layout.CHECKSUM_BYTES, "little")
-    memory[-layout.CHECKSUM_BYTES :] = np.frombuffer(content, np.uint8)
+    memory[len(values) :] = np.frombuffer(
+        checksum.to_bytes(layout.CHECKSUM_BYTES, "little"), np.uint8
+    )
     return named or hashed.digest()

@@ -406,10 +406,11 @@ class StepWriter:
         try:
             yield
         except (errors.CheckpointError, OSError) as error:
-            free = shutil.disk_usage(self._own.disk.root).free
+            is_told = isinstance(error, errors.CheckpointError)
+            free = 0 if is_told else shutil.disk_usage(self._own.disk.root).free
             if abandons:
                 self.abandon()
-            if isinstance(error, errors.CheckpointError):
+            if is_told:
                 raise
             raise errors.CheckpointError(
                 f"step {self.manifest.step_id.step} could not be written to"
