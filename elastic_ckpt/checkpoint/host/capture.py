@@ -38,6 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.core import background, boxes, errors, host_memory
 from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.manifest import Leaf
@@ -465,7 +466,8 @@ def _part(shard: Any, within: tuple[slice, ...] | None) -> Any:
 def _sliced(
     shard: jax.Array, start: Sequence[int], sizes: tuple[int, ...]
 ) -> jax.Array:
-    return jax.lax.dynamic_slice(shard, start, sizes)
+    made = jax.lax.dynamic_slice(trees.as_bits(shard), start, sizes)
+    return trees.of_bits(made, shard.dtype)
 
 
 @jax.jit

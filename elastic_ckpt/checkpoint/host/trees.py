@@ -308,7 +308,11 @@ def _of_this_host(leaf: AskedLeaf, most_bytes: int | None) -> WantedLeaf:
         place = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
         places.setdefault(boxes.of_index(index or (), shape), []).append(place)
     is_moved = any(each.platform != "cpu" for each in sharding.addressable_devices)
-    if most_bytes is None and is_moved:
+    (device, *_) = sharding.addressable_devices
+    if sharding.memory_kind not in (None, device.default_memory().kind):
+        # Programs write into the memory of devices.
+        most_bytes = None
+    elif most_bytes is None and is_moved:
         most_bytes = MOST_PLACED_BYTES
     pieces = [
         (box, piece)
@@ -363,7 +367,24 @@ def _cut(box: boxes.Box, item_bytes: int, most_bytes: int | None) -> list[boxes.
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _updated(whole: jax.Array, part: jax.Array, start: Sequence[int]) -> jax.Array:
-    return jax.lax.dynamic_update_slice(whole, part, start)
+    made = jax.lax.dynamic_update_slice(as_bits(whole), as_bits(part), start)
+    return of_bits(made, whole.dtype)
+
+
+def as_bits(array: jax.Array) -> jax.Array:
+    """An array with small floats as integers.
+
+    Compilers compute with them in wider ones, which changes bits of NaNs.
+    """
+    is_float = jnp.issubdtype(array.dtype, jnp.floating)
+    kinds = {8: jnp.uint8, 16: jnp.uint16}
+    kind = kinds.get(jnp.finfo(array.dtype).bits) if is_float else None
+    return array if kind is None else jax.lax.bitcast_convert_type(array, kind)
+
+
+def of_bits(bits: jax.Array, dtype: np.dtype) -> jax.Array:
+    """The array of a dtype that `as_bits` was given."""
+    return bits if bits.dtype == dtype else jax.lax.bitcast_convert_type(bits, dtype)
 
 
 def is_key(leaf: Any) -> bool:

@@ -47,8 +47,6 @@ def joined(part):
 
 
 SPECS = [("a", "b"), ("b", None), (None, ("a", "b")), ()]
-# XLA changes NaNs of smaller floats on a CPU.
-PIECES = ("float32", "keys")
 OTHERS = {
     "a": True,
     "b/c": np.float16(3),
@@ -83,14 +81,15 @@ def test_each_box_is_captured_once_and_restored_under_any_sharding(reverse):
             if part.leaf.path in OTHERS:
                 assert part.shard_shape == whole.shape
                 continue
-            # Back under another sharding, at once or in pieces.
+            # Back under another sharding, in pieces.
             sharding = shardings[number % 4] if part.leaf.path != "pinned" else pinned
             abstract = jax.ShapeDtypeStruct((8, 8), value.dtype, sharding=sharding)
-            most_bytes = 40 if part.leaf.path in PIECES else 2**10
+            most_bytes = 4 * whole.itemsize
             (leaf,) = trees.wanted({"w": abstract}, most_bytes=most_bytes)
             places = [(*map(slice, box.start, box.stop), ...) for box in leaf.boxes]
             assert sum(whole[place].size for place in places) == whole.size
-            assert max(whole[place].nbytes for place in places) <= most_bytes
+            largest = max(whole[place].nbytes for place in places)
+            assert largest <= most_bytes or part.leaf.path == "pinned"
             made = leaf.make([whole[place].copy() for place in places])
             assert (made.dtype, made.sharding) == (value.dtype, sharding)
             assert np.asarray(capture.numbers(made)).tobytes() == whole.tobytes()
