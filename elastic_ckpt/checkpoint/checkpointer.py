@@ -1071,8 +1071,10 @@ class HostsCheckpointer:
     def _save_of(self, step: int) -> str:
         # Of the line: a step that is not saved yet will be of the next save.
         line = () if self._newest is None else self._newest.line
-        saves = [each.save for each in line if each.save and each.step >= step]
-        return next(iter(saves), self._line.save)
+        later = [each for each in line if each.save and each.step >= step]
+        # A step that was saved again is in it twice.
+        saves = [each.save for each in later if each.step == later[0].step]
+        return max(saves, default=self._line.save)
 
     def _line_for(self, step: int, *, overwrite: bool) -> Line:
         # The line that a step is saved to.

@@ -295,3 +295,5 @@ def test_an_evaluation_of_a_step_that_was_saved_again_does_not_count():
         run.save(2, overwrite=True)
         run.wait()
         run.check_evaluations()
+        for save in run.sure_steps():
+            run.evaluate(save)
