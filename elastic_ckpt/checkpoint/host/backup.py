@@ -289,13 +289,15 @@ class HostBackup:
         """Records the metrics of an evaluation; see `run_files`.
 
         Args:
-          step_id: the step.
+          step_id: the step, and the save of its line that it is of at least: a line
+            does not tell whether a step was saved again under its next one.
           metrics: JSON text.
         """
+        _, there = persistent_root.committed(self._root.final(step_id.step))
         evaluation = run_files.Evaluation(
             run=self._world.run,
             step=step_id.step,
-            save=step_id.save,
+            save=max(step_id.save, there),
             metrics=metrics,
         )
         run_files.record_evaluation(self._root, evaluation)
