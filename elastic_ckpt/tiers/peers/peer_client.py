@@ -268,15 +268,14 @@ class Endpoint:
                     f" left alone for {_SKIPPED_LIMITS} time limits"
                 )
             connection.request(method, self._path + path, body, headers)
-            response = connection.getresponse()
-            if response.status not in good:
-                is_refused = response.status == http.HTTPStatus.UNAUTHORIZED
-                kind = source.RefusedError if is_refused else source.ReadError
-                other = f"answers with status {response.status}"
-                why = _STATUS.get(response.status, other)
-                raise kind(f"cannot be read: {self.url} {why}")
-            yield response
-            response.close()
+            with connection.getresponse() as response:
+                if response.status not in good:
+                    is_refused = response.status == http.HTTPStatus.UNAUTHORIZED
+                    kind = source.RefusedError if is_refused else source.ReadError
+                    other = f"answers with status {response.status}"
+                    why = _STATUS.get(response.status, other)
+                    raise kind(f"cannot be read: {self.url} {why}")
+                yield response
         except BaseException:
             connection.close()
             raise
