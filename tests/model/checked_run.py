@@ -156,9 +156,14 @@ class CheckedRun:
             if go_back:
                 # Others count no more, or if it is cut short, perhaps still.
                 (wanted,) = (each for each in self.sure_steps() if each.step == step)
-                for each in set(self.model.saves.values()) - set(wanted.line()):
-                    each.in_ram = each.stored = False
+                self._leave_others(wanted)
             self._load(step, frozenset(), go_back=go_back)
+
+    def _leave_others(self, head):
+        # Saves that are not of the line of one are not sure any more.
+        line = set() if head is None else set(head.line())
+        for each in set(self.model.saves.values()) - line:
+            each.in_ram = each.stored = False
 
     def _load(self, step, out_of_reach, *, go_back=False):
         position = simulated_world.Position()
@@ -216,6 +221,9 @@ class CheckedRun:
             with self._may_end(), pytest.raises(errors.CheckpointError, match="later"):
                 self.sim.world.save_checkpointables(step, {"state": state})
             return
+        if self._claims:
+            # Its world is claimed before anything is captured.
+            self._leave_others(self.head)
         with self._may_end():
             response = self.sim.world.save_checkpointables_async(
                 step,
