@@ -212,7 +212,7 @@ def test_an_upload_that_fails_is_continued_and_not_begun_anew(sim, monkeypatch):
         if len(written) == 1 and not failed:
             failed.append(parts)
             raise errors.CheckpointError("a failure")
-        written.extend((each.leaf, str(each.box)) for each in parts)
+        written.extend((leaf, str(box)) for leaf, box, _ in parts)
         write(uploading, parts, values)
 
     monkeypatch.setattr(upload.Upload, "write", fail_once)

@@ -73,7 +73,8 @@ class UploadedStep:
 
     def store(self, host_id: str) -> str:
         """The name of a host's store."""
-        return ocdbt.store_name(host_id, self.stores or self.step_id.save)
+        save = self.step_id.save if self.stores is None else self.stores
+        return ocdbt.store_name(host_id, save)
 
 
 class Upload:
