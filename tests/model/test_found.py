@@ -301,3 +301,14 @@ def test_an_evaluation_of_a_step_that_was_saved_again_does_not_count():
         run.wait()
         for save in run.sure_steps():
             run.evaluate(save)
+
+
+def test_an_idle_machine_is_asked_though_the_host_that_answers_for_it_is_silent():
+    with run_on((0, 1, 2, 3)) as run:
+        run.save(1)
+        run.wait()
+        run.close()
+        # What the second host of the next world holds is on an idle machine, too.
+        run.fail(2)
+        run.open((1, 2))
+        assert run.head.step == 1

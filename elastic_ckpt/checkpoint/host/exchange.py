@@ -48,12 +48,14 @@ class Report:
       problems: manifests and messages that could not be read, a sentence each.
       saves: steps with their saves.
       refusing: the urls of agents that do not take the run's secret.
+      silent: the numbers of hosts whose reports could not be read.
     """
 
     manifests: Sequence[Manifest] = ()
     problems: Sequence[str] = ()
     saves: Sequence[StepId] = ()
     refusing: Sequence[str] = ()
+    silent: Sequence[int] = ()
 
     @classmethod
     def merged(cls, reports: Sequence[Report]) -> Report:
@@ -64,6 +66,7 @@ class Report:
             problems=_joined(each.problems for each in reports),
             saves=sorted(set(_joined(each.saves for each in reports))),
             refusing=_joined(each.refusing for each in reports),
+            silent=_joined(each.silent for each in reports),
         )
 
     def to_bytes(self) -> bytes:
@@ -177,7 +180,7 @@ class Exchange:
             return Report.parse(self.read(host, _REPORT))
         except (ReadError, ValueError) as error:
             problem = f"the parts of host {host}: the list {error}"
-            return self._with_below(Report(problems=[problem]), host)
+            return self._with_below(Report(problems=[problem], silent=[host]), host)
 
     def _messages(self, host: int) -> epath.Path:
         return self._disk.host_directory(int(self._hosts[host].slot)) / MESSAGES

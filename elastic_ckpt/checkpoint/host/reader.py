@@ -79,7 +79,7 @@ class HostReader:
     @calls.call(order="up")
     def offer_saves(self) -> None:
         """Offers the steps for which this host answers; see `Exchange.offer`."""
-        world, peers = self._world, self._world.idle_peers
+        world, peers = self._world, self._own_idle_peers
         if self._world.passes:
             saves = {*world.disk.known_saves(self._slots()), *find.saves(peers)}
             refusing = [each.url for each in peers if each.listing.is_refused]
@@ -98,7 +98,9 @@ class HostReader:
                 self._foreign, self._storage = tier.foreign_saves(), tier
             except errors.CheckpointError as error:
                 out_of_reach = str(error)
-        ram = [] if self._world.passes else world.ram_tiers
+        # Host 0 answers for the machines of hosts that are silent, too.
+        idle = world.idle_peers(self._reported.silent)
+        ram = idle if world.passes else world.ram_tiers
         known = {*self._reported.saves, *find.saves(ram), *stored}
         peers = [tier for tier in ram if isinstance(tier, Peer)]
         refusing = [*self._reported.refusing]
@@ -127,11 +129,12 @@ class HostReader:
         Raises:
           LaterVersionError: if a later version of elastic_ckpt wrote it in storage.
         """
-        stored = find.offered(self._stored, step)
         if self._world.passes:
-            told, copies = self._exchange.merged, stored.copies
-            manifests = [*told.manifests, *(each.manifest for each in copies)]
-            looked = self._looked(manifests, [*told.problems, *stored.problems])
+            told = self._exchange.merged
+            idle = self._world.idle_peers(told.silent)
+            there = find.offered([*idle, *self._stored], step)
+            manifests = [*told.manifests, *(each.manifest for each in there.copies)]
+            looked = self._looked(manifests, [*told.problems, *there.problems])
         else:
             tiers = [*self._world.ram_tiers, *self._stored]
             looked = find.looked(find.offered(tiers, step))
@@ -337,6 +340,10 @@ class HostReader:
         return self._world.hold(last)
 
     @property
+    def _own_idle_peers(self) -> list[Peer]:
+        return self._world.idle_peers([self._world.number])
+
+    @property
     def _stored(self) -> list[Tier]:
         return [] if self._storage is None else [self._storage]
 
@@ -351,7 +358,7 @@ class HostReader:
     def _answers_for(self, step: int) -> Offered:
         # Idle machines are dealt to hosts.
         own = self._world.disk.offers(step, slots=self._slots())
-        idle = find.offered(self._world.idle_peers, step)
+        idle = find.offered(self._own_idle_peers, step)
         return Offered([*own.copies, *idle.copies], [*own.problems, *idle.problems])
 
     def _looked(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -187,16 +187,20 @@ class HostWorld:
         """The tiers in the memory of this machine and of others, as `tiers`."""
         return [*self._disks, *self._peers(self._agents)]
 
-    @property
-    def idle_peers(self) -> list[peer.Peer]:
-        """Machines that no host of the world is on, for which this host answers.
+    def idle_peers(self, hosts: Collection[int]) -> list[peer.Peer]:
+        """Machines that no host of the world is on, for which some hosts answer.
 
         As `tiers`: ask again for what is new.
+
+        Args:
+          hosts: by their numbers.
         """
         machines = {host.machine for host in self.hosts}
         present = {self.agent_urls.get(machine) for machine in machines}
         idle = sorted(set(self._agents) - present)
-        return self._peers(idle[self.number :: len(self.hosts)])
+        return self._peers(
+            [url for n, url in enumerate(idle) if n % len(self.hosts) in hosts]
+        )
 
     def source(self, holder: Holder, step_id: StepId) -> Source:
         """The source of the parts that a holder has of a save of a step.
