@@ -343,11 +343,12 @@ class Restorer:
                     return Restored(search, frozenset(), parts)
                 try:
                     read = self._read(checkpoint)
-                except errors.ElasticCkptError as error:
+                except (errors.CheckpointError, errors.ConfigError) as error:
                     # All drivers have this error; hosts may hold what they have read.
                     self._hosts.all(HostReader.close_step)
-                    is_readable = not isinstance(error, errors.HostsFailedError)
-                    if is_readable or step is not None:
+                    # An older step does not fit the request either.
+                    fits = isinstance(error, errors.HostsFailedError)
+                    if not fits or step is not None:
                         raise
                     without[checkpoint.step_id] = str(error)
                     continue

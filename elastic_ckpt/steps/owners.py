@@ -180,8 +180,8 @@ class Owners:
         machines = {self._count(self._machine, each) for each in after}
         num_machines = len({*self._machine})
         lacks = {
-            "a holder in this world: machines outside of it alone have them, until the"
-            " next step is saved": 0 in machines,
+            "a holder in this world: until the next step is saved, only machines"
+            " outside of it have them": 0 in machines,
             f"a distant holder: they are in one {policy.domain} of {len(self._sizes)}"
             " alone, and are lost with it; add one, or save them to the persistent"
             " tier": policy.copies > 0 and 1 in domains,

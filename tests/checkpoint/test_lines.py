@@ -284,6 +284,19 @@ def test_a_step_that_is_leased_is_neither_set_aside_nor_replaced(run):
         assert run.stock()[-1] == (4, 304)
 
 
+def test_a_removal_that_was_cut_short_is_finished_though_all_steps_are_kept(run):
+    with run.open() as opened:
+        run.save(opened, 1)
+    announced = run.path / "steps" / leases.DIRECTORY / "1-0.removing"
+    storage.write_atomic(announced, b"")
+    with run.open() as opened:
+        opened.load_checkpointables(None, {"state": None, "data": Counter()})
+        run.save(opened, 2)
+    assert not announced.exists()
+    with leases.lease(run.path / "steps" / "1"):
+        pass
+
+
 def test_an_abandoned_step_that_was_leased_is_not_gone_on_from(run):
     with run.open() as opened:
         run.save(opened, 1, 2, 3)

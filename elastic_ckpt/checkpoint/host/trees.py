@@ -32,8 +32,6 @@ KeyPath = tuple[Any, ...]
 
 _KNOWN_PATHS: dict[tuple[str, str], tuple[str, ...]] = {}
 _MOST_KNOWN = 64
-# Of a box that a device receives at once: a chunk, whose file is sent as it is.
-MOST_PLACED_BYTES = layout.CHUNK_BYTES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -313,7 +311,8 @@ def _of_this_host(leaf: AskedLeaf, most_bytes: int | None) -> WantedLeaf:
         # Programs write into the memory of devices.
         most_bytes = None
     elif most_bytes is None and is_moved:
-        most_bytes = MOST_PLACED_BYTES
+        # Then the file of a chunk is sent as it is.
+        most_bytes = layout.CHUNK_BYTES
     pieces = [
         (box, piece)
         for box in places

@@ -351,14 +351,19 @@ class _Windows:
         first, target = boxes[0], targets[0]
         is_whole = reads[0].piece == whole and target.flags.c_contiguous
         is_moved = self._of_boxes[first][0].is_moved and target.size == made[first].size
-        memory = self._memory
-        if is_whole:
-            memory = lambda _: target.reshape(-1).view(np.uint8)  # noqa: E731
         maps = self._maps and (is_moved or not is_whole)
+
+        def memory(num_bytes: int) -> np.ndarray:
+            if is_whole:
+                return target.reshape(-1).view(np.uint8)
+            return self._memory(num_bytes)
+
         values = reader.as_array(item, reader.read(item, memory, maps=maps))
         if is_whole and maps:
             made[first] = values
-        for read, other in list(zip(reads, targets, strict=True))[int(is_whole) :]:
+        # The first one is filled if it was the memory.
+        rest = slice(1 if is_whole else 0, None)
+        for read, other in zip(reads[rest], targets[rest], strict=True):
             other[...] = values[read.out_of]
 
     def _memory(self, num_bytes: int) -> np.ndarray:

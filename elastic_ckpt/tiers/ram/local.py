@@ -105,11 +105,10 @@ class LocalHost:
             try:
                 contents = self.disk.manifest(self.slot, each).contents
                 complete = True
-            except (errors.CheckpointError, OSError) as error:
-                is_unknown = isinstance(
-                    error, (checked_json.LaterVersionError, OSError)
-                )
-                complete = None if is_unknown else False
+            except (checked_json.LaterVersionError, OSError):
+                pass
+            except errors.CheckpointError:
+                complete = False
             retained.append(
                 retention.HeldStep(
                     step=each.step,
@@ -278,7 +277,7 @@ class StepWriter:
           CheckpointError: if it does not fit; the writer is abandoned then.
         """
         disk, files = self._own.disk, self._own.files
-        with self._failing():
+        with self._abandoned_on_failure():
             # Reserved before it is measured: two processes that start together and do
             # not both fit cannot both find room.
             there = self.manifest.contents.num_bytes(self.manifest.parts).sum()
@@ -325,7 +324,7 @@ class StepWriter:
                 np.copyto(target, values)
             self._place(numbers[part.leaf.path], box, file)
 
-        with self._failing():
+        with self._abandoned_on_failure():
             for path, content in files.items():
                 storage.write_atomic(self.directory / path, content)
             with background.pool(_NUM_THREADS, "write") as pool:
@@ -351,7 +350,7 @@ class StepWriter:
         """
         leaf, files = self.manifest.contents.leaves[number], self._own.files
         num_bytes = leaf.num_bytes(box)
-        with self._failing(abandons=False), contextlib.ExitStack() as stack:
+        with self._failing(), contextlib.ExitStack() as stack:
             file = files.take(num_bytes)
             stack.callback(files.discard, file)
             read(file.memory[:num_bytes])
@@ -377,7 +376,7 @@ class StepWriter:
         manifest = dataclasses.replace(
             self.manifest, contents=contents, parts=Parts.of_rows(rows, contents)
         )
-        with self._failing():
+        with self._abandoned_on_failure():
             arrays = {number for number, _ in self.parts} - set(contents.files.values())
             for number in arrays.difference(self.manifest.parts.leaf.tolist()):
                 leaf = contents.leaves[number]
@@ -402,18 +401,22 @@ class StepWriter:
         self.parts[number, box] = self._own.files.place(file, directory, name, named)
 
     @contextlib.contextmanager
-    def _failing(self, *, abandons: bool = True) -> Iterator[None]:
+    def _failing(self) -> Iterator[None]:
         try:
             yield
-        except (errors.CheckpointError, OSError) as error:
-            is_told = isinstance(error, errors.CheckpointError)
-            free = 0 if is_told else shutil.disk_usage(self._own.disk.root).free
-            if abandons:
-                self.abandon()
-            if is_told:
-                raise
+        except OSError as error:
+            free = shutil.disk_usage(self._own.disk.root).free
             raise errors.CheckpointError(
                 f"step {self.manifest.step_id.step} could not be written to"
                 f" {self.directory} ({error}), where {free} bytes were free; give it"
                 " more space, or keep fewer steps"
             ) from error
+
+    @contextlib.contextmanager
+    def _abandoned_on_failure(self) -> Iterator[None]:
+        try:
+            with self._failing():
+                yield
+        except errors.CheckpointError:
+            self.abandon()
+            raise
