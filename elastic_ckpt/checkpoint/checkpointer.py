@@ -1072,9 +1072,9 @@ class HostsCheckpointer:
         # Of the line: a step that is not saved yet will be of the next save.
         line = () if self._newest is None else self._newest.line
         later = [each for each in line if each.save and each.step >= step]
-        # A step that was saved again is in it twice.
-        saves = [each.save for each in later if each.step == later[0].step]
-        return max(saves, default=self._line.save)
+        # A step that was saved again is in it twice; steps before it are of the first.
+        again = [each.save for each in later if each.step == step]
+        return max(again or [each.save for each in later[:1]] or [self._line.save])
 
     def _line_for(self, step: int, *, overwrite: bool) -> Line:
         # The line that a step is saved to.

@@ -312,3 +312,24 @@ def test_an_idle_machine_is_asked_though_the_host_that_answers_for_it_is_silent(
         run.fail(2)
         run.open((1, 2))
         assert run.head.step == 1
+
+
+@pytest.mark.parametrize("goes_back", [False, True])
+def test_metrics_before_a_step_that_was_saved_again_count_for_their_step(goes_back):
+    with run_on((0, 1), store_every=2) as run:
+        for step in range(1, 5):
+            run.save(step)
+        run.save(4, overwrite=True)
+        run.wait()
+        (second,) = (each for each in run.sure_steps() if each.step == 2)
+        run.evaluate(second)
+        if goes_back:
+            run.load(2, go_back=True)
+            run.save(3)
+        else:
+            run.save(5)
+            run.close()
+            run.open((0, 1))
+            run.evaluate(second)
+        run.wait()
+        run.check_evaluations()
