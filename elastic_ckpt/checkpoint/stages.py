@@ -176,10 +176,10 @@ class SaveStages:
         # The newest step if its copies are not begun, and the newest that has them.
         self._uncopied: CheckpointMetadata | None = None
         self._covered: StepId | None = None
-        # The steps that are preserved by hand on any machine.
+        # The steps that are pinned or being read on any machine.
         self._preserved: tuple[int, ...] = ()
-        # What copies lacked, as it was reported; and how many saves have to get copies
-        # until those that get none are.
+        # What copies lacked, as it was reported; and 0 if the next save that gets none
+        # is reported.
         self._lacking: set[str] = set()
         self._num_uncopied = 0
         # Removes leftovers of crashed worlds; None once that is done.
@@ -519,8 +519,8 @@ class SaveStages:
             )
 
     def _begin_others(self, saving: Saving, ready: Readiness) -> None:
-        # Copies that are slower than saves are reported once until they keep up, for
-        # two saves.
+        # Copies that are slower than saves are reported once, and again only after two
+        # saves in a row got theirs: the count is lowered before it is looked at.
         self._num_uncopied = max(self._num_uncopied - 1, 0)
         if ready.can_copy:
             self._copy()

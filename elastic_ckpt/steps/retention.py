@@ -27,8 +27,8 @@ class HeldStep:
       step: the training step.
       time_ms: when it was saved, since 1970.
       metrics: the values it is ranked by; None if it was not evaluated.
-      complete: whether this tier alone has all of it; None if a part of what would tell
-        could not be read, so that it is kept.
+      complete: whether storage has all of it, or in RAM, whether the manifest of this
+        host can be read; None if what would tell could not be read, so that it is kept.
       save: which save of it.
     """
 

@@ -60,7 +60,7 @@ class Written:
       time_ms: when, since 1970.
       shared: a digest of each file, by its path; and of what this host holds together
         with some other hosts, by their numbers.
-      preserved: the steps that are preserved by hand on this machine.
+      preserved: the steps that are pinned or being read on this machine.
       problem: why it is not in the RAM of this host; empty if it is, or has not to be.
     """
 
@@ -286,7 +286,7 @@ class HostSaver:
         Args:
           step_id: the step.
           in_flight: steps that are, or will be, backed up.
-          preserved: steps that are preserved by hand on any machine.
+          preserved: steps that are pinned or being read on any machine.
           parents: of the save.
         """
         world, own = self._world, self._world.own

@@ -6,10 +6,10 @@ start of a run have one name, and follow each other. Another start of a run that
 launcher starts follows at once, unless both run on one machine: whoever has the newest
 record writes, and the other finds it before it commits a step.
 
-The record has the line of its world (see `steps.step`) from its first save on, and
-before that the line of the world before. So what a replaced world still saves does not
-count, and neither does what a run went back from, even if no step of the new line is
-left.
+The record has the line of its world (see `steps.step`) before anything of that line is
+saved, and until then the line of the world before. So what a replaced world still
+saves does not count, and neither does what a run went back from, even if no step of the
+new line is left.
 """
 
 from __future__ import annotations
