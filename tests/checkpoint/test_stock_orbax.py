@@ -13,7 +13,7 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.core import storage
 from elastic_ckpt.steps.step import Line
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
-from tests.checkpoint import orbax_steps, stock_program
+from tests.checkpoint import stock_program
 from tests.checkpoint.test_component_io import Counter
 from tests.sidecar import simulated_hosts
 from tests.tiers.tiered_steps import steps_of
@@ -57,7 +57,7 @@ def save(path, *steps):
             machines, 2, slices=2, storage_alone=True, persistent=path
         ) as (ours, mesh, _),
     ):
-        state = orbax_steps.state(mesh)
+        state = stock_program.state(mesh)
         for step in steps:
             parts = {"state": state, "data": Counter()}
             assert ours.save_checkpointables(step, parts, metrics={"loss": 1.5})
