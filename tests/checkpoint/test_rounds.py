@@ -13,18 +13,14 @@ from tests.model import simulated_world
 def rounds(monkeypatch):
     """The rounds in which hosts of simulated worlds have answered."""
     made = []
-
-    def noted(kind):
+    for kind in ("all", "first", "share", "check"):
         method = getattr(simulated_world.SimulatedHosts, kind)
 
-        def call(hosts, *args, **kwargs):
-            made.append((kind, *args[:1]))
-            return method(hosts, *args, **kwargs)
+        def call(*args, method=method, **kwargs):
+            made.append((method.__name__, *args[1:2]))
+            return method(*args, **kwargs)
 
         monkeypatch.setattr(simulated_world.SimulatedHosts, kind, call)
-
-    for kind in ("all", "first", "share", "check"):
-        noted(kind)
     return made
 
 
