@@ -62,10 +62,8 @@ def test_weights_and_data_come_back_together_and_are_measured(
     np.testing.assert_array_equal(restored["w"], state(5.0)["w"])
     assert restored["w"].sharding == state()["w"].sharding
     np.testing.assert_array_equal(next(batches)["example_id"], expected["example_id"])
-    (saved,), (blocked,) = (
-        recorded[metric]
-        for metric in (metrics.CHECKPOINT_SAVE, metrics.CHECKPOINT_SAVE_BLOCK)
-    )
+    (saved,) = recorded[metrics.CHECKPOINT_SAVE]
+    (blocked,) = recorded[metrics.CHECKPOINT_SAVE_BLOCK]
     # Nothing is left to the background here.
     assert 0 < saved <= blocked
     assert len(recorded[metrics.CHECKPOINT_LOAD]) == 1

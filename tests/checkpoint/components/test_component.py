@@ -136,10 +136,8 @@ def test_an_object_is_set_and_all_hosts_are_asked_though_the_leader_writes(
 
     def component(values):
         methods = (lambda: asked.append(values) or dict(values), values.update)
-        wrapped = types.SimpleNamespace(
-            **dict(zip(names.split(), methods, strict=True))
-        )
-        return Component(wrapped, "replicated")
+        named = zip(names.split(), methods, strict=True)
+        return Component(types.SimpleNamespace(**dict(named)), "replicated")
 
     run(3, lambda host: save(component({"host": host}), tmp_path))
     assert asked == [{"host": 0}, {"host": 1}, {"host": 2}]

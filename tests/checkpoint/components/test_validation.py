@@ -92,9 +92,8 @@ def test_bits_of_every_dtype_count(mesh):
         # One for each way to compare bits: these are compiled one by one.
         chosen = ("bool", "complex64", "float16", "float64", "int4")
         findings = validate({name: changed[name] for name in chosen}, level="full")
-        assert [(f.leaf, f.devices, f.differing) for f in findings] == [
-            (name, (5,), 1) for name in chosen
-        ]
+        found = [(each.leaf, each.devices, each.differing) for each in findings]
+        assert found == [(name, (5,), 1) for name in chosen]
 
 
 def test_only_devices_that_hold_the_same_box_are_compared_on_each_mesh(mesh):
@@ -159,10 +158,8 @@ def test_a_finding_is_an_event_and_a_metric_and_stops_a_run_that_is_to_stop(
     assert recorded[metrics.VALIDATION_FINDINGS] == [1]
     assert len(recorded[metrics.VALIDATION]) == 2
     schedule.stops = True
-    said = (
-        r"after step 6 .*: \[0:6\] of device 0 of host 0 .* 7 equal copies, in 1 elem"
-    )
-    with pytest.raises(errors.RunError, match=said):
+    said = r"after step 6 .*: \[0:6\] of device 0 of host 0 .* 7 equal copies, in 1"
+    with pytest.raises(errors.RunError, match=f"{said} elem"):
         schedule.run(6, bad)
     assert len(emit.named("validated")) == 3
 
