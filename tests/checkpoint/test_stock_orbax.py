@@ -41,9 +41,8 @@ def kind(request, monkeypatch):
     """How steps are committed: as on a disk, or as in a bucket."""
 
     def from_path(path):
-        is_in_place = request.param == "in place"
-        path = storage.absolute(path)
-        return persistent_root.PersistentRoot(path=path, in_place=is_in_place)
+        options = {"in_place": request.param == "in place"}
+        return persistent_root.PersistentRoot(path=storage.absolute(path), **options)
 
     monkeypatch.setattr(persistent_root.PersistentRoot, "from_path", from_path)
     return request.param
