@@ -1,8 +1,9 @@
-"""Loads a step with Orbax alone, and prints what it found as JSON; states to save.
+"""Loads a step with Orbax alone, and prints what it found as JSON.
 
     python -I stock_program.py <root> <renamed|in place> <rows> <columns>
 
-Imports nothing of ours: it also runs where nothing of ours is installed.
+Imports nothing of ours: it also runs where nothing of ours is installed. Tests save
+`state`.
 """
 
 import hashlib

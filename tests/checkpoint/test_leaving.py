@@ -7,16 +7,13 @@ import subprocess
 import sys
 import threading
 
-import numpy as np
 import pytest
 
 from elastic_ckpt import frontend
 from elastic_ckpt.tiers.choices import Local, Persistent
 from tests import ctrl_c
 from tests.checkpoint.test_checkpointer import stored
-from tests.checkpoint.test_component_io import Silent
-
-STATE = {"w": np.arange(4.0)}
+from tests.checkpoint.test_component_io import STATE, Silent
 
 
 class Slow(Silent):

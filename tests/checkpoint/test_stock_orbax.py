@@ -88,15 +88,8 @@ def test_orbax_loads_the_bits_where_nothing_of_ours_is_installed(kind, shape, tm
     set_up_environment()
     state = save(tmp_path / "steps", 5)
     program = [ENVIRONMENT / "bin" / "python", "-I", stock_program.__file__]
-    ran = subprocess.run(
-        [*program, tmp_path / "steps", kind, *map(str, shape)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    loaded = json.loads(ran.stdout)
+    command = [*program, tmp_path / "steps", kind, *map(str, shape)]
+    loaded = json.loads(subprocess.check_output(command, cwd=tmp_path))
     assert not loaded["ours"]
     check(loaded, state, devices=shape[0] * shape[1])
 
