@@ -41,22 +41,25 @@ def make(tmp_path):
         yield make
 
 
-@pytest.fixture
-def breaks(tmp_path, monkeypatch):
-    """Has writes to storage fail with an errno, or wait for an event; None: neither."""
+def broken_storage(path, monkeypatch):
+    """Has writes below it fail with an errno, or wait for an event; None: neither."""
     write, problem = storage.write_atomic, [None]
 
     def write_atomic(target, content, **options):
-        if os.fspath(target).startswith(str(tmp_path / "steps")):
+        if os.fspath(target).startswith(str(path)):
             if isinstance(problem[0], threading.Event):
                 problem[0].wait()
             elif problem[0]:
                 raise OSError(problem[0], os.strerror(problem[0]))
         write(target, content, **options)
 
-    monkeypatch.setattr(storage, "write_atomic", write_atomic)
-
     def breaks(new):
         problem[0] = new
 
+    monkeypatch.setattr(storage, "write_atomic", write_atomic)
     return breaks
+
+
+@pytest.fixture
+def breaks(tmp_path, monkeypatch):
+    return broken_storage(tmp_path / "steps", monkeypatch)

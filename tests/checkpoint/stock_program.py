@@ -2,7 +2,8 @@
 
     python -I stock_program.py <root> <renamed|in place> <rows> <columns>
 
-Imports nothing of ours: it also runs where nothing of ours is installed.
+Imports nothing of ours: it also runs where nothing of ours is installed. Tests save
+`state`.
 """
 
 import hashlib
@@ -11,9 +12,40 @@ import json
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
+
+
+def state(mesh):
+    """A state with leaves of all kinds; arrays lie over a mesh of two axes."""
+
+    def over(value, *spec):
+        return jax.device_put(value, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    first, second = mesh.axis_names
+    generator = np.random.default_rng(7)
+    return {
+        "params": {
+            "w": over(generator.random((8, 16), np.float32), first, second),
+            "b": over(jnp.arange(16, dtype=jnp.bfloat16), second),
+            "zeros": over(jnp.zeros((8, 8)), first),
+        },
+        "opt": (over(jnp.int32(3)), [None, np.arange(5.0)], {}),
+        "key": over(jax.random.key(3)),
+        "step": 12,
+        "rate": 0.1,
+    }
+
+
+def data(leaf):
+    """The values of a leaf as they are stored."""
+    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(
+        leaf.dtype, jax.dtypes.prng_key
+    ):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf)
 
 
 def digests(tree):
@@ -21,11 +53,7 @@ def digests(tree):
     by_path = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         kind = str(getattr(leaf, "dtype", type(leaf).__name__))
-        if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(
-            leaf.dtype, jax.dtypes.prng_key
-        ):
-            leaf = jax.random.key_data(leaf)
-        values = np.asarray(leaf)
+        values = data(leaf)
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         content = hashlib.sha256(values.tobytes()).hexdigest()
         by_path[name] = [kind, list(values.shape), content]
@@ -50,10 +78,8 @@ def abstract(metadata, mesh):
 def context(kind):
     """The context in which Orbax takes steps of that kind as committed."""
     chosen = ocp.Context()
-    mode = ocp.options.AtomicityMode
-    chosen.atomicity.mode = (
-        mode.COMMIT_FILE if kind == "in place" else mode.ATOMIC_RENAME
-    )
+    names = {"in place": "COMMIT_FILE", "renamed": "ATOMIC_RENAME"}
+    chosen.atomicity.mode = ocp.options.AtomicityMode[names[kind]]
     return chosen
 
 

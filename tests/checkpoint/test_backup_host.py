@@ -36,17 +36,12 @@ class Run:
         self.disks = [stack.enter_context(contextlib.closing(each)) for each in opened]
 
     def save(self, step):
-        """Has the run hold this step, and those that are held for others."""
         tiered_steps.save(self.checkpointer, step)
 
     def follow(self, number, urls=None):
         """A backup host copies its share; the step and what it took, or None."""
-        taken = backup_host.follow(
-            self.disks[number],
-            agents=[self.url],
-            backups=urls or self.urls,
-            client=self.client,
-        )
+        urls = {"agents": [self.url], "backups": urls or self.urls}
+        taken = backup_host.follow(self.disks[number], client=self.client, **urls)
         return taken and (taken[0].step, taken[1])
 
     def held(self, number):

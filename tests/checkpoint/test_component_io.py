@@ -67,10 +67,7 @@ class Silent:
 class Failing(Silent):
     """A component that writes half of its file, and then raises, or hangs.
 
-    Args:
-      error: that it raises; None has it hang until it is released.
-      at_once: whether `save` does so, and not the writing of the state.
-      blocks: whether it blocks its event loop.
+    It does so in `save` or when the state is written; what hangs may block its loop.
     """
 
     save_timeout_secs = 0.2

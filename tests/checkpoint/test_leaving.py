@@ -7,18 +7,16 @@ import subprocess
 import sys
 import threading
 
-import numpy as np
 import pytest
 
 from elastic_ckpt import frontend
 from elastic_ckpt.tiers.choices import Local, Persistent
 from tests import ctrl_c
 from tests.checkpoint.test_checkpointer import stored
+from tests.checkpoint.test_component_io import STATE, Silent
 
-STATE = {"w": np.arange(4.0)}
 
-
-class Slow:
+class Slow(Silent):
     """A component whose state is written once it is released."""
 
     def __init__(self):
@@ -31,9 +29,6 @@ class Slow:
             (path / "state").write_text("whole")
 
         return write()
-
-    async def load(self, directory):
-        raise NotImplementedError
 
 
 def leave(checkpointer, slow, error, act=lambda: None):

@@ -29,7 +29,7 @@ from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps import manifest
 from elastic_ckpt.tiers.choices import Local, Persistent
-from tests.checkpoint import orbax_steps
+from tests.checkpoint import stock_program
 
 # Orbax warns about loads without a sharding.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
@@ -158,7 +158,7 @@ def bits(tree):
     def leaf_bits(leaf):
         if not isinstance(leaf, jax.Array | np.ndarray):
             return type(leaf), repr(leaf)
-        values, place = orbax_steps.data(leaf), getattr(leaf, "sharding", None)
+        values, place = stock_program.data(leaf), getattr(leaf, "sharding", None)
         return type(leaf), str(leaf.dtype), values.shape, values.tobytes(), place
 
     leaves, structure = jax.tree.flatten(tree)

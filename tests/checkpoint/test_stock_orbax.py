@@ -13,7 +13,7 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.core import storage
 from elastic_ckpt.steps.step import Line
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
-from tests.checkpoint import orbax_steps, stock_program
+from tests.checkpoint import stock_program
 from tests.checkpoint.test_component_io import Counter
 from tests.sidecar import simulated_hosts
 from tests.tiers.tiered_steps import steps_of
@@ -41,9 +41,8 @@ def kind(request, monkeypatch):
     """How steps are committed: as on a disk, or as in a bucket."""
 
     def from_path(path):
-        is_in_place = request.param == "in place"
-        path = storage.absolute(path)
-        return persistent_root.PersistentRoot(path=path, in_place=is_in_place)
+        options = {"in_place": request.param == "in place"}
+        return persistent_root.PersistentRoot(path=storage.absolute(path), **options)
 
     monkeypatch.setattr(persistent_root.PersistentRoot, "from_path", from_path)
     return request.param
@@ -57,7 +56,7 @@ def save(path, *steps):
             machines, 2, slices=2, storage_alone=True, persistent=path
         ) as (ours, mesh, _),
     ):
-        state = orbax_steps.state(mesh)
+        state = stock_program.state(mesh)
         for step in steps:
             parts = {"state": state, "data": Counter()}
             assert ours.save_checkpointables(step, parts, metrics={"loss": 1.5})
@@ -89,15 +88,8 @@ def test_orbax_loads_the_bits_where_nothing_of_ours_is_installed(kind, shape, tm
     set_up_environment()
     state = save(tmp_path / "steps", 5)
     program = [ENVIRONMENT / "bin" / "python", "-I", stock_program.__file__]
-    ran = subprocess.run(
-        [*program, tmp_path / "steps", kind, *map(str, shape)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    loaded = json.loads(ran.stdout)
+    command = [*program, tmp_path / "steps", kind, *map(str, shape)]
+    loaded = json.loads(subprocess.check_output(command, cwd=tmp_path))
     assert not loaded["ours"]
     check(loaded, state, devices=shape[0] * shape[1])
 

@@ -21,17 +21,17 @@ def backlog(recorded):
     return recorded.setdefault(metrics.CHECKPOINT_BACKLOG, [])
 
 
-@pytest.mark.parametrize(
-    ("number", "cause", "advice"),
-    [
-        (errno.ENOSPC, "full", "make room there, or keep fewer steps"),
-        (errno.EACCES, "refused", "check who may write there"),
-    ],
-)
+CAUSES = {
+    errno.ENOSPC: ("full", "make room there, or keep fewer steps"),
+    errno.EACCES: ("refused", "check who may write there"),
+}
+
+
+@pytest.mark.parametrize("number", CAUSES)
 def test_a_cause_is_reported_and_storage_recovers_by_itself(
-    make, tmp_path, breaks, backlog, number, cause, advice
+    make, tmp_path, breaks, backlog, number
 ):
-    recorded = RecordedEvents()
+    recorded, (cause, advice) = RecordedEvents(), CAUSES[number]
     checkpointer = make(emit=recorded)
     for step in range(1, 6):
         breaks(number if step in (2, 3, 4) else None)
@@ -69,10 +69,8 @@ def test_an_upload_that_hangs_until_others_are_due_is_slow_and_storage_recovers(
         checkpointer._stages._copy_stage.wait()
     checkpointer._events.flush()
     late = recorded.named("degraded")
-    assert [(each["step"], each["cause"]) for each in late] == [
-        (3, "slow"),
-        (4, "slow"),
-    ]
+    causes = [(each["step"], each["cause"]) for each in late]
+    assert causes == [(3, "slow"), (4, "slow")]
     assert all("use faster storage" in each["why"] for each in late)
     assert backlog[-1] == 3
     is_answering.set()

@@ -1,6 +1,7 @@
 """Runs of MaxText's stand-in on our data and checkpoints."""
 
 import contextlib
+import errno
 import importlib
 import json
 import os
@@ -16,13 +17,13 @@ from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
 from elastic_ckpt.cli import main
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import errors
 from elastic_ckpt.data import data_keys, iterator
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.integrations import maxtext, maxtext_hooks
 from elastic_ckpt.training import run_audit
 from tests import shared_memory
-from tests.checkpoint import test_run_saver
+from tests.checkpoint import conftest as checkpoint
 from tests.integrations import stand_in
 
 
@@ -192,8 +193,7 @@ def test_in_tiers_a_failed_run_leaves_hosts_and_ram_to_the_next(
     run, ram, tmp_path, capfd, monkeypatch
 ):
     with monkeypatch.context() as patch:
-        full = test_run_saver.fill(tmp_path / "checkpoints")
-        patch.setattr(storage, "write_atomic", full)
+        checkpoint.broken_storage(tmp_path / "checkpoints", patch)(errno.ENOSPC)
         run(code=1, **tiers(ram))
     assert "step 2 was due in persistent storage" in last_line(capfd)
     run(code=1, steps=9, **tiers(ram), max_target_length=32)

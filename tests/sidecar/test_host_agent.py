@@ -20,7 +20,7 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.inspect import tier_locations, verification
 from elastic_ckpt.tiers import choices
 from elastic_ckpt.tiers.peers import peer_client
-from tests.checkpoint import orbax_steps
+from tests.checkpoint import stock_program
 from tests.processes import tier_worlds
 from tests.sidecar import held_pipeline, simulated_hosts
 
@@ -135,7 +135,7 @@ def test_leaves_of_all_kinds_come_back_bit_by_bit(machines):
     with simulated_hosts.world(machines, 2, slices=2, apart=True) as (tiers, mesh, _):
         alone = mesh.devices.flat[1]
         other = Mesh(mesh.devices[::-1, ::-1].T, ("a", "b"))
-        state = orbax_steps.state(mesh) | {
+        state = stock_program.state(mesh) | {
             "alone": jax.device_put(jnp.arange(3.0), alone),
             "empty": jax.device_put(jnp.zeros((0, 3)), alone),
             "other": jax.device_put(
@@ -151,7 +151,7 @@ def test_leaves_of_all_kinds_come_back_bit_by_bit(machines):
         ):
             assert type(leaf) is type(saved)
             np.testing.assert_array_equal(
-                orbax_steps.data(leaf), orbax_steps.data(saved), strict=True
+                stock_program.data(leaf), stock_program.data(saved), strict=True
             )
             if isinstance(leaf, jax.Array):
                 assert leaf.sharding == saved.sharding

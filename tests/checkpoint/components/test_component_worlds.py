@@ -99,7 +99,6 @@ def test_real_hosts_load_components_on_any_number_and_find_what_differs(tmp_path
             persistent=directory,
         )
     # One host is this process.
-    with ec.Checkpointer(
-        [ec.Persistent(directory, every=1)], run="run"
-    ) as checkpointer:
+    tiers = [ec.Persistent(directory, every=1)]
+    with ec.Checkpointer(tiers, run="run") as checkpointer:
         work(checkpointer, None, num_hosts=1)

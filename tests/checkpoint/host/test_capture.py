@@ -98,11 +98,6 @@ def test_each_box_is_captured_once_and_restored_under_any_sharding(reverse):
     assert captured.holders(num_hosts=4) == dict.fromkeys(held, (0, 1, 2, 3))
 
 
-def test_leaves_are_named_by_checkpointable_and_path():
-    named = trees.leaves({"state": {"p": [1, (2, None)], "a/b": {"~": 3}}, "rng": 5})
-    assert named == {"state/p/0": 1, "state/p/1/0": 2, "state/a~1b/~0": 3, "rng": 5}
-
-
 def test_values_that_a_dtype_has_are_cast_and_others_are_refused_by_name():
     for saved, dtype, expected in (
         (np.float32([0.1, np.inf, np.nan]), jnp.bfloat16, [0.1, np.inf, np.nan]),
