@@ -38,9 +38,9 @@ def bits(tree):
     return jax.tree.map(lambda leaf: np.asarray(leaf).tobytes(), tree)
 
 
-def save(checkpointer, step):
+def save(checkpointer, step, **options):
     parts = {"state": state(step), "data": Counter(10 * step)}
-    return checkpointer.save_checkpointables(step, parts)
+    return checkpointer.save_checkpointables(step, parts, **options)
 
 
 def check(checkpointer, step, asked=None):

@@ -204,7 +204,6 @@ def continue_run(steps, ram, *numbers, more=0):
 
 
 def newest(steps, ram, run="tiny"):
-    """The newest step, and its value."""
     with opened(steps, run, ram=ram) as checkpointer:
         latest = checkpointer.latest
         return latest and (latest.step, value(checkpointer))
