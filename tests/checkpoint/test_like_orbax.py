@@ -243,25 +243,22 @@ def test_a_tree_is_saved_after_one_that_it_cannot_be_compared_with(checkpointer)
                 np.testing.assert_array_equal(jax.tree.leaves(loaded), [[n, n]])
 
 
-UNSAVED = [np.float32(1), np.bool_(True), 1j, b"bytes", object(), ..., 2**70]
-UNSAVED += [np.array(["text"]), np.array([None]), np.array(["2020"], "datetime64[D]")]
-UNSAVED += [jax.tree.structure({"b": 1})]
-REFUSED = {
-    "state/a": [{"a": value} for value in UNSAVED],
-    "state/a/0/b": [{"a": [{"b": np.uint8(3)}]}],
-    "'state/a/b' and 'state/a.b'": [
-        {"a": {"b": np.ones(2)}, "a.b": np.zeros(3)},
-        {"a": {"b": "x"}, "a.b": "y"},
-    ],
-    "'state/a/' and 'state/a/~1'": [{"a": {"": 1, "/": 2}}],
-    "is not Unicode": [{"\ud800": 1}, {"a": "\ud800"}],
-    "'state' is empty": [{}, [], None],
-}
-
-
 def test_a_tree_that_orbax_does_not_save_is_refused_in_the_call(checkpointer):
     before = save_next(checkpointer, {"w": 1})
-    for leaf, trees in REFUSED.items():
+    unsaved = [np.float32(1), np.bool_(True), 1j, b"bytes", object(), ..., 2**70]
+    unsaved += [np.array(["x"]), np.array([None]), np.array(["2020"], "datetime64[D]")]
+    unsaved += [jax.tree.structure({"b": 1})]
+    for leaf, trees in {
+        "state/a": [{"a": value} for value in unsaved],
+        "state/a/0/b": [{"a": [{"b": np.uint8(3)}]}],
+        "'state/a/b' and 'state/a.b'": [
+            {"a": {"b": np.ones(2)}, "a.b": np.zeros(3)},
+            {"a": {"b": "x"}, "a.b": "y"},
+        ],
+        "'state/a/' and 'state/a/~1'": [{"a": {"": 1, "/": 2}}],
+        "is not Unicode": [{"\ud800": 1}, {"a": "\ud800"}],
+        "'state' is empty": [{}, [], None],
+    }.items():
         for tree in trees:
             with pytest.raises(errors.CheckpointError, match=leaf):
                 checkpointer.save_async(before + 1, tree)
@@ -439,10 +436,8 @@ def test_what_orbax_has_is_there():
         ]
         assert by_place[0] == by_place[1], name
     of_step = {n for n in dir(ocp.training.CheckpointMetadata) if n[0] != "_"}
-    assert of_step <= {
-        *CheckpointMetadata.__dataclass_fields__,
-        *dir(CheckpointMetadata),
-    }
+    fields = CheckpointMetadata.__dataclass_fields__
+    assert of_step <= {*fields, *dir(CheckpointMetadata)}
 
 
 @pytest.mark.parametrize("ram", [None, "ram"])
@@ -463,9 +458,8 @@ def test_what_goes_on_in_the_background_comes_to_the_same(make, ram):
     assert ours.delete_async(2).result()
     assert [each.step for each in ours.checkpoints] == [1, 3]
     assert not ours.delete_async(2, missing_ok=True).result()
-    with pytest.raises(
-        ocp.training.errors.StepNotFoundError, match="step 2 is not in any tier"
-    ):
+    not_found = ocp.training.errors.StepNotFoundError
+    with pytest.raises(not_found, match="step 2 is not in any tier"):
         ours.delete_async(2).result()
     with pytest.raises(errors.CheckpointError, match="'state' of step 3 cannot be del"):
         ours.delete(3, checkpointable_name="state")
