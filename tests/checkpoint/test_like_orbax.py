@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import json
 import pathlib
 
 import jax
@@ -88,7 +87,6 @@ def parts():
         "order of elements": np.asfortranarray(np.arange(6.0).reshape(2, 3)) / 3,
         "strided": np.arange(9)[::3],
         "nested": [{3: (1, [Point(None, {"a": ((), {})})])}, (jnp.ones(1),)],
-        "named tuples": Point(ones(2), {"z": [np.ones(2)]}),
         "dataclasses": {"layers": [Layer(ones(2), np.ones(3))]},
         "custom nodes": {"pair": Pair(ones(1), np.ones(2))},
         "optimizers": optax.adamw(1e-3).init({"w": ones(4)}),
@@ -209,13 +207,9 @@ def test_a_tree_comes_back_as_from_orbax(name, steps):
         assert bits(reader.load(number, metadata)) == expected[0]
 
 
-@pytest.fixture(scope="module")
-def checkpointer(tmp_path_factory):
-    """Our checkpointer over RAM and storage."""
-    directory = tmp_path_factory.mktemp("steps")
-    tiers = [Local(directory / "ram"), Persistent(directory / "steps", every=1)]
-    with frontend.Checkpointer(tiers, run="run") as opened:
-        yield opened
+@pytest.fixture
+def checkpointer(make):
+    return make()
 
 
 def save_next(checkpointer, tree):
@@ -249,25 +243,22 @@ def test_a_tree_is_saved_after_one_that_it_cannot_be_compared_with(checkpointer)
                 np.testing.assert_array_equal(jax.tree.leaves(loaded), [[n, n]])
 
 
-UNSAVED = [np.float32(1), np.bool_(True), 1j, b"bytes", object(), ..., 2**70]
-UNSAVED += [np.array(["text"]), np.array([None]), np.array(["2020"], "datetime64[D]")]
-UNSAVED += [jax.tree.structure({"b": 1})]
-REFUSED = {
-    "state/a": [{"a": value} for value in UNSAVED],
-    "state/a/0/b": [{"a": [{"b": np.uint8(3)}]}],
-    "'state/a/b' and 'state/a.b'": [
-        {"a": {"b": np.ones(2)}, "a.b": np.zeros(3)},
-        {"a": {"b": "x"}, "a.b": "y"},
-    ],
-    "'state/a/' and 'state/a/~1'": [{"a": {"": 1, "/": 2}}],
-    "is not Unicode": [{"\ud800": 1}, {"a": "\ud800"}],
-    "'state' is empty": [{}, [], None],
-}
-
-
 def test_a_tree_that_orbax_does_not_save_is_refused_in_the_call(checkpointer):
     before = save_next(checkpointer, {"w": 1})
-    for leaf, trees in REFUSED.items():
+    unsaved = [np.float32(1), np.bool_(True), 1j, b"bytes", object(), ..., 2**70]
+    unsaved += [np.array(["x"]), np.array([None]), np.array(["2020"], "datetime64[D]")]
+    unsaved += [jax.tree.structure({"b": 1})]
+    for leaf, trees in {
+        "state/a": [{"a": value} for value in unsaved],
+        "state/a/0/b": [{"a": [{"b": np.uint8(3)}]}],
+        "'state/a/b' and 'state/a.b'": [
+            {"a": {"b": np.ones(2)}, "a.b": np.zeros(3)},
+            {"a": {"b": "x"}, "a.b": "y"},
+        ],
+        "'state/a/' and 'state/a/~1'": [{"a": {"": 1, "/": 2}}],
+        "is not Unicode": [{"\ud800": 1}, {"a": "\ud800"}],
+        "'state' is empty": [{}, [], None],
+    }.items():
         for tree in trees:
             with pytest.raises(errors.CheckpointError, match=leaf):
                 checkpointer.save_async(before + 1, tree)
@@ -276,12 +267,10 @@ def test_a_tree_that_orbax_does_not_save_is_refused_in_the_call(checkpointer):
     assert checkpointer.is_durable(save_next(checkpointer, {"w": 1}))
 
 
-NAMES = ["", ".", "..", "a/b", "metrics", "AUTO", "manifest-a.json", "\ud800"]
-
-
 def test_names_that_cannot_be_directories_and_what_is_no_json_are_refused(checkpointer):
     number = save_next(checkpointer, {"w": 1}) + 1
-    refused = [({name: {"w": 1}}, "cannot be used for a check") for name in NAMES]
+    names = ["", ".", "..", "a/b", "metrics", "AUTO", "manifest-a.json", "\ud800"]
+    refused = [({name: {"w": 1}}, "cannot be used for a check") for name in names]
     mapping = "are a mapping of names .* and not "
     refused += [
         ({}, "no checkpointables were given"),
@@ -299,31 +288,34 @@ def test_names_that_cannot_be_directories_and_what_is_no_json_are_refused(checkp
             checkpointer.save(number, {"w": 1}, **options)
 
 
-def forms():
-    """Requests in which leaves have other forms than they were saved in."""
-    abstract_key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
-    low = jax.ShapeDtypeStruct((3,), jnp.bfloat16)
-    arrays = {"a": np.zeros(3), "w": np.ndarray}
-    as_saved = {"a": jax.Array, "w": jax.ShapeDtypeStruct, "k": abstract_key}
-    as_lists = {"l": (int, {"z": jnp.zeros(2)}), "t": [int, int]}
-    return [
-        asked(),
-        asked(i=0, f=0.0, b=False, s="another"),
-        asked(i=float, b=int, **arrays),
-        asked(**as_saved),
-        asked(i=np.zeros((), np.int32), a=low, **as_lists),
-        asked(**dict.fromkeys("anikse", ...)),
-        asked(l=[..., {"z": ...}], t=(int, ...), **dict.fromkeys("ais")),
-    ]
+def context_with(option, value):
+    context = ocp.Context()
+    *groups, last = option.split(".")
+    setattr(functools.reduce(getattr, groups, context), last, value)
+    return context
+
+
+PARTIAL = context_with("pytree.loading.partial_load", True)
 
 
 def test_leaves_and_parts_are_restored_in_the_forms_that_orbax_takes(steps):
     number = NUMBERS["leaves of all kinds"]
-    for wanted in forms():
+    key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
+    low = jax.ShapeDtypeStruct((3,), jnp.bfloat16)
+    as_lists = {"l": (int, {"z": jnp.zeros(2)}), "t": [int, int]}
+    for wanted in (
+        asked(),
+        asked(i=0, f=0.0, b=False, s="another"),
+        asked(i=float, b=int, a=np.zeros(3), w=np.ndarray),
+        asked(a=jax.Array, w=jax.ShapeDtypeStruct, k=key),
+        asked(i=np.zeros((), np.int32), a=low, **as_lists),
+        asked(**dict.fromkeys("anikse", ...)),
+        asked(l=[..., {"z": ...}], t=(int, ...), **dict.fromkeys("ais")),
+    ):
         expected = bits(steps.orbax.load(number, wanted))
         assert bits(steps.storage.load(number, wanted)) == expected
         assert bits(steps.of_orbax.load(number, wanted)) == expected
-    with ocp.training.Checkpointer(steps.by_orbax, context=partial()) as orbax:
+    with ocp.training.Checkpointer(steps.by_orbax, context=PARTIAL) as orbax:
         for part in (
             {"a": asked()["a"]},
             {"i": int, "s": str, "none": None},
@@ -334,18 +326,15 @@ def test_leaves_and_parts_are_restored_in_the_forms_that_orbax_takes(steps):
                 assert bits(ours.load(number, part, partial=True)) == expected
 
 
-REFUSED_FORMS = {
-    "state/a cannot be restored as a bytes": {"a": b""},
-    "state/a cannot be restored as a object": {"a": object()},
-    "state/s was saved as": {"s": int},
-    "state/i was saved as": {"i": "any"},
-    r"state/f was saved with the value 1.5 .*int64 would make 1;": {"f": 0},
-    r"state/i was saved with the value .*bool would make True;": {"i": bool},
-}
-
-
 def test_a_form_that_orbax_does_not_restore_is_refused(steps):
-    for why, form in REFUSED_FORMS.items():
+    for why, form in {
+        "state/a cannot be restored as a bytes": {"a": b""},
+        "state/a cannot be restored as a object": {"a": object()},
+        "state/s was saved as": {"s": int},
+        "state/i was saved as": {"i": "any"},
+        r"state/f was saved with the value 1.5 .*int64 would make 1;": {"f": 0},
+        r"state/i was saved with the value .*bool would make True;": {"i": bool},
+    }.items():
         with pytest.raises(errors.CheckpointError, match=why):
             steps.storage.load(NUMBERS["leaves of all kinds"], asked(**form))
     # Orbax returns a key of the saved generator, if its numbers have that shape.
@@ -411,22 +400,16 @@ def test_an_nnx_module_with_a_list_is_restored(checkpointer):
     assert checkpointer.load(number)["layers"]["10"]["value"][0] == 5.0
 
 
-def partial():
-    context = ocp.Context()
-    context.pytree.loading.partial_load = True
-    return context
-
-
 def test_a_context_has_parts_loaded(checkpointer):
     number = save_next(checkpointer, {"a": 1, "b": {"c": 2, "d": 3}})
     part, expected = {"b": {"d": 0}}, {"b": {"d": 3}}
-    with partial():
+    with PARTIAL:
         # Also in the thread of a load in the background.
         response = checkpointer.load_async(number, part)
     assert response.result() == expected
     # A context of the checkpointer.
     tiers = [Persistent(checkpointer.directory)]
-    with frontend.Checkpointer(tiers, context=partial(), read_only=True) as opened:
+    with frontend.Checkpointer(tiers, context=PARTIAL, read_only=True) as opened:
         assert opened.load(number, part) == expected
 
 
@@ -453,10 +436,8 @@ def test_what_orbax_has_is_there():
         ]
         assert by_place[0] == by_place[1], name
     of_step = {n for n in dir(ocp.training.CheckpointMetadata) if n[0] != "_"}
-    assert of_step <= {
-        *CheckpointMetadata.__dataclass_fields__,
-        *dir(CheckpointMetadata),
-    }
+    fields = CheckpointMetadata.__dataclass_fields__
+    assert of_step <= {*fields, *dir(CheckpointMetadata)}
 
 
 @pytest.mark.parametrize("ram", [None, "ram"])
@@ -477,9 +458,8 @@ def test_what_goes_on_in_the_background_comes_to_the_same(make, ram):
     assert ours.delete_async(2).result()
     assert [each.step for each in ours.checkpoints] == [1, 3]
     assert not ours.delete_async(2, missing_ok=True).result()
-    with pytest.raises(
-        ocp.training.errors.StepNotFoundError, match="step 2 is not in any tier"
-    ):
+    not_found = ocp.training.errors.StepNotFoundError
+    with pytest.raises(not_found, match="step 2 is not in any tier"):
         ours.delete_async(2).result()
     with pytest.raises(errors.CheckpointError, match="'state' of step 3 cannot be del"):
         ours.delete(3, checkpointable_name="state")
@@ -487,13 +467,6 @@ def test_what_goes_on_in_the_background_comes_to_the_same(make, ram):
     assert ours.latest.step == 1
     ours.wait()
     assert seen == [{"n": 2}]
-
-
-def context_with(option, value):
-    context = ocp.Context()
-    *groups, last = option.split(".")
-    setattr(functools.reduce(getattr, groups, context), last, value)
-    return context
 
 
 def test_options_that_would_be_ignored_are_refused_by_name_and_others_are_taken(make):
@@ -531,31 +504,11 @@ def saved_trees(text, path, shape, dtype):
     return structure.saved_trees(contents)
 
 
-def test_the_text_of_some_trees_and_shardings_over_devices_that_are_gone():
+def test_a_sharding_is_saved_once_and_left_out_where_its_devices_are_gone():
     over = NamedSharding(jax.make_mesh((4, 2), ("a", "b")), PartitionSpec("a"))
     array = jax.device_put(jnp.ones(4), over)
-    keys = jax.device_put(jax.random.split(jax.random.key(0), 4), over)
-    tree = {
-        "w": array,
-        "again": array,
-        "here": [jnp.ones(1), 0.5, True, np.ones(2)],
-        "keys": [jax.random.key(0), keys],
-        "text": "two words",
-        "nothing": [None, (), [], {}],
-    }
-    described = json.loads(structure.to_json({"state": tree, "n": 3}))
-    assert described["trees"] == {
-        "n": "int",
-        "state": {
-            "w": "array 0",
-            "again": "array 0",
-            "here": ["array", "float", "bool", "numpy"],
-            "keys": ["key threefry2x32", "key threefry2x32 0"],
-            "text": "text two words",
-            "nothing": [None, "()", [], {}],
-        },
-    }
-    assert [each["partition_spec"] for each in described["shardings"]] == [["a"]]
+    text = structure.to_json({"w": array, "again": {"w": array}})
+    assert text.count('"partition_spec"') == 1
     text = structure.to_json({"w": array})
     assert saved_trees(text, "w", (4,), "float32")["w"].sharding == over
     elsewhere = text.replace('{"id":7}', '{"id":70}')

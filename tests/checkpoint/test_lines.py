@@ -58,10 +58,6 @@ class Run:
         with ocp.training.Checkpointer(self.path / "steps") as stock:
             return values(stock)
 
-    def set_aside(self):
-        root = persistent_root.PersistentRoot.from_path(self.path / "steps")
-        return [step for step, _ in root.set_aside_steps()]
-
     def went_back(self):
         """From which step to which."""
         found = self.recorded.named("went_back")
@@ -70,11 +66,6 @@ class Run:
 
 def values(opened):
     return [(each.step, value(opened.load(each.step))) for each in opened.checkpoints]
-
-
-def load_all(opened):
-    """Loads the newest step with its data, as a run that continues."""
-    opened.load_checkpointables(None, {"state": None, "data": Counter()})
 
 
 def value(state):
@@ -128,7 +119,8 @@ def test_abandoned_steps_come_back_by_name_and_their_line_goes_on(
             assert value(opened.load(step)) == expected
         run.save(opened, 5)
     # What the other line had passed is gone.
-    assert run.set_aside() == []
+    root = persistent_root.PersistentRoot.from_path(run.path / "steps")
+    assert list(root.set_aside_steps()) == []
     shutil.rmtree(run.path / "ram")
     assert run.steps() == old(1, 2, 4, 5)
 
@@ -210,7 +202,7 @@ def test_going_back_abandons_newer_steps_at_once_and_they_are_saved_again(run):
     # Also if it is killed before it saves.
     assert run.steps() == old(1, 2)
     with run.open() as opened:
-        load_all(opened)
+        opened.load_checkpointables(None, {"state": None, "data": Counter()})
         run.save(opened, 3, line=2)
         opened.load(1)
         run.save(opened, 3, line=2, overwrite=True)

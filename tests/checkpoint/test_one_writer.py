@@ -24,8 +24,6 @@ from elastic_ckpt.tiers.persistent import claims, records, run_files
 from elastic_ckpt.training import elastic_run
 from tests import seams, shared_memory
 
-_SLOW = pytest.mark.slow
-
 
 def opened(steps, run="tiny", *, ram=None, **options):
     tiers = [ec.Local(ram)] if ram else []
@@ -71,7 +69,7 @@ def running(steps):
         ours.close()
 
 
-@pytest.mark.parametrize("place", ["local", pytest.param("gs", marks=_SLOW)])
+@pytest.mark.parametrize("place", ["local", pytest.param("gs", marks=pytest.mark.slow)])
 def test_a_second_program_is_refused_until_the_first_is_killed(place, steps_in):
     steps = steps_in(place)
     with running(steps) as (first, pipe):
@@ -113,7 +111,6 @@ def test_a_program_that_reads_sees_the_ram_of_the_one_that_runs(tmp_path):
         tiers = [ec.Local(ram), ec.Persistent(tmp_path / "steps", every=2)]
         with ec.Checkpointer(tiers, run="tiny") as running:
             save(running, 1, 2, 3)
-            running.wait()
             before = _files(tmp_path)
             # A program that reads does not know how often the other saves.
             both = [tiers[0], ec.Persistent(tmp_path / "steps")]
@@ -207,7 +204,6 @@ def continue_run(steps, ram, *numbers, more=0):
 
 
 def newest(steps, ram, run="tiny"):
-    """The newest step, and its value."""
     with opened(steps, run, ram=ram) as checkpointer:
         latest = checkpointer.latest
         return latest and (latest.step, value(checkpointer))
@@ -265,14 +261,13 @@ def test_a_run_can_gain_drop_and_rename_its_tiers(tmp_path, ram):
 
 
 def test_the_disks_of_hosts_without_storage_are_of_one_run():
-    known = [run_files.Identity(name=name, is_stored=True) for name in ("1", "3")]
+    run, other = (run_files.Identity(name=name, is_stored=True) for name in "13")
     disks = [
-        run_files.Place(directory=name, identity=identity)
-        for name, identity in (("a", known[0]), ("b", None), ("c", known[0]))
+        run_files.Place(directory="a", identity=run),
+        run_files.Place(directory="b", identity=None),
     ]
-    assert run_files.agreed(None, disks, fresh="2") == known[0]
-    disks[1] = run_files.Place(directory="b", identity=known[1])
-    with pytest.raises(
-        errors.RunError, match="host 1: b contains steps of another run"
-    ):
+    assert run_files.agreed(None, disks, fresh="2") == run
+    disks[1] = run_files.Place(directory="b", identity=other)
+    said = "host 1: b contains steps of another run"
+    with pytest.raises(errors.RunError, match=said):
         run_files.agreed(None, disks, fresh="2")

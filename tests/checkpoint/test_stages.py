@@ -30,10 +30,11 @@ def sim():
         yield sim
 
 
-def begin(sim, *steps):
+def begin(sim, *steps, **options):
     """Saves steps, and waits for none of what follows their commits."""
+    state_of = simulated_world.state_of
     return [
-        sim.world.save_checkpointables(step, {"state": simulated_world.state_of(step)})
+        sim.world.save_checkpointables(step, {"state": state_of(step)}, **options)
         for step in steps
     ]
 
@@ -58,14 +59,14 @@ def reopen(sim, step, **options):
         assert state[name].tobytes() == values.tobytes()
 
 
-def fail_with(error, of):
-    """A method that raises instead of what `of` does."""
+def fail_with(patch, error, owner, name):
+    """Has a method raise an error."""
 
-    @functools.wraps(of)
+    @functools.wraps(getattr(owner, name))
     def fail(*_, **__):
         raise error
 
-    return fail
+    patch.setattr(owner, name, fail)
 
 
 def in_ram(sim, machine=0):
@@ -96,8 +97,7 @@ def test_what_is_preserved_on_one_machine_stays_on_all_though_copies_fail(
     reopen(sim, 2, store_every=1000)
     error = errors.CheckpointError("copies do not fit")
     for newest, call in ((3, "offer"), (4, "take")):
-        fail = fail_with(error, getattr(HostCopies, call))
-        monkeypatch.setattr(HostCopies, call, fail)
+        fail_with(monkeypatch, error, HostCopies, call)
         save(sim, newest)
         assert in_ram(sim)[0] == in_ram(sim, 1)[0] == 1
         monkeypatch.undo()
@@ -167,28 +167,22 @@ def test_what_went_bad_before_it_was_copied_or_stored_is_told(sim):
     assert steps(sim, "backed_up") == [1]
 
 
-def leave(sim, *numbers):
-    """Saves steps in a world that is left before their backups are made."""
-    sim.threads.late = frozenset({"back-up", "replicate"})
-    *before, last = numbers
-    begin(sim, *before)
-    sim.is_left = True
-    parts = {"state": simulated_world.state_of(last)}
-    assert sim.world.save_checkpointables(last, parts, force=True)
-    sim.world.close()
-    sim.threads.late = frozenset()
-
-
 def test_what_a_world_owes_to_storage_the_next_ones_store_with_the_step_restored(
     sim, monkeypatch
 ):
     keep = simulated_world.latest(9)
     sim.open((0, 1), store_every=10, keep_local=keep)
-    # The last step of a world is not due in storage, and stands for those before it.
-    leave(sim, 9, 10, 15, 20, 21)
-    fail = fail_with(errors.CheckpointError("no room"), HostBackup.back_up)
+    # The world is left before the backups are made. Its last step is not due in
+    # storage, and stands for those before it.
+    sim.threads.late = frozenset({"back-up", "replicate"})
+    begin(sim, 9, 10, 15, 20)
+    sim.is_left = True
+    assert begin(sim, 21, force=True) == [True]
+    sim.world.close()
+    sim.threads.late = frozenset()
+    error = errors.CheckpointError("no room")
     with monkeypatch.context() as patch:
-        patch.setattr(HostBackup, "back_up", fail)
+        fail_with(patch, error, HostBackup, "back_up")
         # Another schedule changes nothing for what was saved before.
         reopen(sim, 21, store_every=1, keep_local=keep)
         assert [step for step, _ in told(sim, "persistent")] == [21]
@@ -223,25 +217,23 @@ def test_an_upload_that_fails_is_continued_and_not_begun_anew(sim, monkeypatch):
     assert len(written) == len(set(written)) > 1
 
 
-STAGES = {
-    "peer": (HostCopies, "take"),
-    "persistent": (HostBackup, "back_up"),
-    "local": (HostSaver, "write"),
-    "ram is not tidied": (HostSaver, "collect"),
-    "storage is not tidied": (HostBackup, "collect"),
-}
-
-
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (HostCopies, "take"),
+        (HostBackup, "back_up"),
+        (HostSaver, "write"),
+        (HostSaver, "collect"),
+        (HostBackup, "collect"),
+    ],
+)
 def test_an_error_of_a_stage_is_an_event_and_no_later_call_raises_it(
-    sim, monkeypatch, stage
+    sim, monkeypatch, owner, name
 ):
     sim.open((0, 1), store_every=1, keep=simulated_world.latest(1))
-    owner, name = STAGES[stage]
     with monkeypatch.context() as patch:
-        fail = fail_with(TypeError("a bug"), getattr(owner, name))
-        patch.setattr(owner, name, fail)
-        assert save(sim, 1) == [stage != "local"]
+        fail_with(patch, TypeError("a bug"), owner, name)
+        assert save(sim, 1) == [name != "write"]
     reasons = [fields["why"] for name, fields in sim.events if name == "degraded"]
     assert reasons
     assert all("a bug" in why for why in reasons)
