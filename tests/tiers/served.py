@@ -6,6 +6,7 @@ import pathlib
 import socket
 import subprocess
 import sys
+import time
 import urllib.parse
 from concurrent import futures
 
@@ -26,9 +27,10 @@ PART = "/hosts/0/30-0/data/part"
 def save(root, step, files, *, slot="0", run=RUN):
     """Saves `files`, bytes by path, as a step of one slot, with their manifest."""
     directory = pathlib.Path(root, "hosts", slot, str(StepId(step, "0")))
-    leaves = tuple(leaf_of(path, files[path]) for path in sorted(files))
+    leaves = [manifest.Leaf.of_file(path, len(files[path])) for path in sorted(files)]
     components = tuple(sorted({path.partition("/")[0] for path in files}))
-    contents, rows = manifest.Contents(leaves=leaves, components=components), []
+    contents = manifest.Contents(leaves=tuple(leaves), components=components)
+    rows = []
     for number, leaf in enumerate(leaves):
         file, content = directory / leaf.path, files[leaf.path]
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -53,11 +55,6 @@ def save_run(directory, path="run"):
     save(root, 30, {"data/part": b"part"})
     (root / machine.FILE).write_text(MACHINE)
     return root
-
-
-def leaf_of(path, content=b""):
-    """The leaf that a file is."""
-    return manifest.Leaf.of_file(path, len(content))
 
 
 @contextlib.contextmanager
@@ -114,6 +111,14 @@ def agent_process(root, *arguments):
         assert line.startswith(f"serving {root} at "), process.stderr.read()
         # Leaving the `with` closes its standard input.
         yield process, line.split()[-1]
+
+
+def until(condition):
+    """Waits, however slow the machine is, and fails if it was in vain."""
+    deadline = time.monotonic() + 600
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def connect(url):

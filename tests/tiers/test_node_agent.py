@@ -34,13 +34,6 @@ def attached(root):
         yield process.address.url
 
 
-def until(condition):
-    deadline = time.monotonic() + 600
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def status(root, url, known=None):
     """Of the answer to a request, by default with the run's secret."""
     return served.ask(url, PART, known or secret.read_or_create(root))[0]
@@ -96,7 +89,7 @@ def test_without_the_agent_of_its_node_a_program_starts_one_that_is_replaced_lat
         own = agent.find(root)
         assert own.url == started != stale.url
         with served.serving_node(tmp_path):
-            until(lambda: (agent.find(root) or own) != own)
+            served.until(lambda: (agent.find(root) or own) != own)
             assert status(root, started) == status(root, agent.find(root).url) == 200
     agent.publish(root, stale)
     with served.serving_node(tmp_path), attached(root) as again:
@@ -111,7 +104,7 @@ def test_runs_that_ended_are_removed_after_a_while(tmp_path):
     (tmp_path / "elsewhere").symlink_to(tmp_path)
     assert agent_server.runs(str(tmp_path)) == {"run": str(root)}
     with served.serving_node(tmp_path, unused_after=0.5, sweep_secs=0.05) as lines:
-        until(lambda: not root.exists())
+        served.until(lambda: not root.exists())
     assert [line for line in lines if line.startswith("removed run")]
     left = ["agent.lock", "elsewhere", "notes", "slice-1"]
     assert sorted(os.listdir(tmp_path)) == left

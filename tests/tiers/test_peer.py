@@ -86,7 +86,7 @@ def test_files_and_their_first_bytes_are_read_in_many_threads(root, url, client)
     ((_, files_of_step),) = peer.Peer(url, client, served.RUN).offers(30).copies
 
     def read(file, num_bytes):
-        leaf, content = served.leaf_of(file), files.get(file, b"")
+        leaf, content = manifest.Leaf.of_file(file, 0), files.get(file, b"")
         into, pieces = bytearray(num_bytes), bytearray()
         box, memory = boxes.whole(leaf.shape), memoryview(into)
         size = files_of_step.read_into(leaf, box, memory, pieces.extend)
@@ -313,7 +313,7 @@ def test_an_agent_puts_right_files_of_steps_alone(directory, url, root, client):
     ((_, remote),) = peer.Peer(url, client, served.RUN).offers(30).copies
 
     def put(file, content):
-        leaf = served.leaf_of(file, content)
+        leaf = manifest.Leaf.of_file(file, len(content))
         remote.put_right(leaf, boxes.whole(leaf.shape), content)
 
     def refuse(why, file="data/part", content=SAVED, *, there=part, here=True):
