@@ -12,13 +12,14 @@ from concurrent import futures
 
 import numpy as np
 
-from elastic_ckpt.core import boxes, digest
+from elastic_ckpt.core import boxes, storage
 from elastic_ckpt.steps import manifest
 from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers.peers import agent, agent_server
 from elastic_ckpt.tiers.ram import machine
+from tests.tiers import saved_worlds
 
-RUN = "run-7"
+RUN = saved_worlds.RUN
 MACHINE = "0123456789abcdef"
 # The path of a file that tests save.
 PART = "/hosts/0/30-0/data/part"
@@ -28,22 +29,15 @@ def save(root, step, files, *, slot="0", run=RUN):
     """Saves `files`, bytes by path, as a step of one slot, with their manifest."""
     directory = pathlib.Path(root, "hosts", slot, str(StepId(step, "0")))
     leaves = [manifest.Leaf.of_file(path, len(files[path])) for path in sorted(files)]
+    for path, content in files.items():
+        storage.write_atomic(directory / path, content)
     components = tuple(sorted({path.partition("/")[0] for path in files}))
-    contents = manifest.Contents(leaves=tuple(leaves), components=components)
-    rows = []
-    for number, leaf in enumerate(leaves):
-        file, content = directory / leaf.path, files[leaf.path]
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(content)
-        named = digest.values_digest(np.frombuffer(content, np.uint8))
-        rows.append((number, boxes.whole(leaf.shape), named))
+    whole = manifest.Contents(leaves=tuple(leaves), components=components)
     host = manifest.Host(id=f"{MACHINE}.{slot}", number=0, domains={})
-    saved = manifest.Manifest(
-        run=run,
-        step_id=StepId(step, "0"),
-        contents=contents,
-        holders=(manifest.Holder(host),),
-        parts=manifest.Parts.of_rows(rows, contents),
+    held = [(number, boxes.whole(leaf.shape)) for number, leaf in enumerate(leaves)]
+    content_of = lambda path, _: np.frombuffer(files[path], np.uint8)  # noqa: E731
+    saved = saved_worlds.saved_by(
+        host, whole, held, step=step, run=run, values=content_of
     )
     manifest.write_manifest(directory, saved)
     return directory

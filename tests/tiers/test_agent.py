@@ -237,21 +237,6 @@ def test_the_secret_is_made_once_for_its_owner_alone_and_may_be_another_later(
         secret.read_or_create(root)
 
 
-def test_it_says_where_it_listens_as_long_as_it_does(root):
-    service = agent.Service(root=str(root))
-    for _ in range(2):
-        with served.serving(service) as address:
-            there = machine.machine_id(root), os.getpid()
-            assert (address.machine, address.pid) == there
-            known = secret.read_or_create(root)
-            assert known not in (root / "agent.json").read_text()
-            assert served.ask(address.url, PART, known)[0] == 200
-            refused = pytest.raises(errors.RunError, match=f"serves .*{address.url}")
-            with refused, served.serving(service):
-                pass
-        assert agent.find(root) is None
-
-
 def test_signals_to_all_processes_of_a_job_do_not_end_it(root):
     """Slurm's way: the agent is needed until the last save is done."""
     started = agent.AgentProcess(agent.Service(root=str(root)))

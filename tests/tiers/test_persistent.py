@@ -5,6 +5,7 @@ import datetime
 import errno
 import pathlib
 from concurrent import futures
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -140,13 +141,8 @@ def test_an_upload_that_was_killed_does_not_send_again_what_is_there(
     # Chunks of another save are of no use.
     other = uploaded.saved_step(save="1")
     uploaded.write(root, other, uploaded.hosts(1)[0], items, finish=False)
-    sent, write = [], ocdbt.write
-
-    def counted(directory, chunks, context):
-        sent.extend(chunks)
-        write(directory, chunks, context)
-
-    monkeypatch.setattr(ocdbt, "write", counted)
+    write = mock.Mock(wraps=ocdbt.write)
+    monkeypatch.setattr(ocdbt, "write", write)
     # Three worlds of other hosts, of which the first two are killed after 0.8 of their
     # work: the third finishes it.
     for count, is_killed in ((3, True), (2, True), (4, False)):
@@ -157,7 +153,8 @@ def test_an_upload_that_was_killed_does_not_send_again_what_is_there(
         # An index that was cut short, longer than any that follows.
         for store in root.unfinished(saved.step_id).glob("*/ocdbt.process_*"):
             (store / "manifest.ocdbt.__lock").write_bytes(bytes(10**5))
-    assert len(sent) == len(items) - len(uploaded.COMPONENT)
+    num_sent = sum(len(call.args[1]) for call in write.mock_calls)
+    assert num_sent == len(items) - len(uploaded.COMPONENT)
     uploaded.commit_all(root, saved)
     uploaded.read(tier(), saved)
 
@@ -217,17 +214,12 @@ def test_what_cannot_be_read_is_said(root, tier):
 def test_storage_that_fails_is_waited_for_longer_and_longer_unless_it_says_no(
     monkeypatch, caplog
 ):
-    slept, problems = [], []
+    slept = []
     # Waits take no time.
     monkeypatch.setattr(clock, "sleep", slept.append)
 
     def call(problem, times=1):
-        def act():
-            if problems:
-                raise problems.pop()
-            return "done"
-
-        problems[:] = [problem] * times
+        act = mock.Mock(side_effect=[*[problem] * times, "done"])
         return retries.call("writing /a", act)
 
     for problem in (
