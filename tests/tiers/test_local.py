@@ -8,7 +8,9 @@ import re
 import resource
 import shutil
 import stat
+import subprocess
 from concurrent import futures
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +19,15 @@ import pytest
 import tensorstore as ts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.core import boxes, checked_blobs, digest, errors, storage
 from elastic_ckpt.steps import layout, manifest
 from elastic_ckpt.steps.step import StepId
-from elastic_ckpt.tiers import source, stored_part
+from elastic_ckpt.tiers import choices, source, stored_part
 from elastic_ckpt.tiers.ram import local, machine, ram_disk
 from elastic_ckpt.tiers.ram.chunk_files import LEAST_BYTES
-from tests import seams
+from tests import seams, shared_memory
 from tests.checkpoint.host.test_capture import random_bits
 from tests.tiers.tiered_steps import steps_of
 
@@ -61,14 +64,10 @@ def host(disk):
         yield host
 
 
-def contents_of(captured):
-    return manifest.Contents(leaves=captured.leaves, components=())
-
-
 def save(host, state=STATE, step=3, *, save="0", only=lambda _: True):
     """Saves of the boxes of each array those of some numbers."""
     captured = capture.capture(state, capture.Memory(host.files))
-    whole = contents_of(captured)
+    whole = manifest.Contents(leaves=captured.leaves, components=())
     captured.parts = tuple(
         part._replace(boxes=tuple(b for n, b in enumerate(part.boxes) if only(n)))
         for part in captured.parts
@@ -170,11 +169,8 @@ def test_what_is_held_has_the_time_and_metrics_of_its_save(disk, host, monkeypat
     assert (first.step, first.time.timestamp(), first.complete) == (3, 1.5, True)
     assert np.isnan(first.metrics["loss"])
     assert (spoilt.step, spoilt.metrics, spoilt.complete) == (4, None, False)
-
-    def fail(_):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(storage, "read_bytes", fail)
+    away = mock.Mock(side_effect=OSError(5, "Input/output error"))
+    monkeypatch.setattr(storage, "read_bytes", away)
     assert [each.complete for each in host.retained()] == [None, None]
 
 
@@ -259,6 +255,20 @@ def test_a_machine_gets_one_id_however_many_processes_ask(disk):
     assert re.fullmatch("[0-9a-f]{16}", disk.machine)
     assert os.listdir(disk.root) == ["machine"]
     assert stat.S_IMODE(os.stat(disk.root).st_mode) == 0o700
+
+
+def test_a_ram_disk_that_is_not_in_memory_is_a_warning(tmp_path, caplog):
+    stored = choices.Persistent(tmp_path / "steps", every=1)
+    with shared_memory.directory("choices") as memory:
+        for path in (memory, tmp_path / "ram"):
+            frontend.Checkpointer([choices.Local(path), stored]).close()
+    # What storage alone needs for a while is no RAM disk.
+    frontend.Checkpointer([stored]).close()
+    warned = [each for each in caplog.messages if "not in memory" in each]
+    disk = subprocess.check_output(["stat", "-f", "-c", "%T", tmp_path], text=True)
+    assert len(warned) == (disk.strip() not in ("tmpfs", "ramfs"))
+    for warning in warned:
+        assert warning.startswith(f"{tmp_path / 'ram'} is on a file system of type")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to other users")
@@ -392,7 +402,8 @@ def test_a_capture_that_fails_or_does_not_fit_or_is_abandoned_leaves_no_file(
     # Large chunks are copied straight into the files of their step.
     assert captured.file_bytes == LARGE_BYTES
     assert len(spare(host)) == 2
-    writer = host.begin(StepId(1, "0"), contents_of(captured))
+    whole = manifest.Contents(leaves=captured.leaves, components=())
+    writer = host.begin(StepId(1, "0"), whole)
     writer.write(captured)
     captured.release()
     writer.abandon()

@@ -12,6 +12,7 @@ import pytest
 import trustme
 
 from elastic_ckpt.core import errors, storage
+from elastic_ckpt.tiers import choices
 from elastic_ckpt.tiers.peers import agent, agent_server, secret
 from elastic_ckpt.tiers.ram import machine, ram_disk
 from tests.tiers import served
@@ -57,6 +58,8 @@ def test_programs_attach_to_the_agent_of_their_node_and_secrets_open_no_other_ru
             with attached(root) as url:
                 assert agent.wait_for(root).url == url
                 assert agent.domains(root) == {"rack": "r7"}
+                for known_url in (url, "http://[fd00::7]:8470/v1/run"):
+                    choices.Peers(known=(known_url,))
                 for other in roots:
                     there = status(other, url)
                     assert there == (200 if other == root else 401)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core import boxes, checked_blobs, storage
 from elastic_ckpt.steps import manifest
-from elastic_ckpt.tiers import source
+from elastic_ckpt.tiers import choices, source
 from elastic_ckpt.tiers.peers import agent, agent_server, peer, peer_client, secret
 from elastic_ckpt.tiers.ram import machine, ram_disk
 from tests.tiers import served
@@ -292,6 +292,8 @@ def test_an_agent_with_tls_is_read_by_its_authority_and_its_name_alone(root, tmp
                 assert why in problem(client, address.url)
             else:
                 assert read(client, address.url) == CONTENT
+        tls = choices.TlsFiles(certificate=file, key=file, authority=str(ours))
+        choices.Peers(known=(address.url,), tls=tls)
     # With TLS on one side alone nothing is told.
     with served.serving(service) as address, client_of() as client:
         assert problem(client, address.url.replace("https", "http"))
