@@ -156,10 +156,9 @@ def test_no_link_is_followed_and_nothing_hidden_or_special_is_served(root, ask):
 
 def test_nothing_can_be_written_and_no_bad_request_is_logged(root, ask, known, caplog):
     caplog.set_level(logging.DEBUG)
-    body = ("Content-Length: 5", "", "hello")
     for method in ("POST", "DELETE", "OPTIONS"):
-        assert ask(PART, method=method)[0] == 405
-        assert ask(PART, *body, method=method)[0] == 405
+        for body in ((), ("Content-Length: 5", "", "hello")):
+            assert ask(PART, *body, method=method)[0] == 405
     assert (root / "hosts/0/30-0/data/part").read_bytes() == CONTENT
     for headers in (
         ["X: " + "a" * 9000],
@@ -255,23 +254,19 @@ def test_signals_to_all_processes_of_a_job_do_not_end_it(root):
 def test_a_transfer_is_of_the_file_that_was_opened_and_ends_with_the_agent(root):
     file, size = root / "hosts/0/30-0/data/big", 2**25
     file.write_bytes(b"a" * size)
-    bodies = []
+    shown = f"Authorization: Bearer {secret.read_or_create(root)}"
+    request = f"GET /v1/root{PART[:-4]}big HTTP/1.0\r\n{shown}\r\n\r\n"
     with contextlib.ExitStack() as sockets:
         with served.serving(agent.Service(root=str(root))) as address:
-            known = secret.read_or_create(root)
-            reading = []
-            for _ in range(2):
-                reading.append(sockets.enter_context(served.connect(address.url)))
-                request = (
-                    f"GET /v1/root{PART[:-4]}big HTTP/1.0\r\n"
-                    f"Authorization: Bearer {known}\r\n\r\n"
-                )
-                reading[-1].sendall(request.encode())
-                reading[-1].recv(1)
+            connect = lambda: sockets.enter_context(served.connect(address.url))  # noqa: E731
+            first, second = connect(), connect()
+            for each in (first, second):
+                each.sendall(request.encode())
+                each.recv(1)
             (root / "new").write_bytes(b"b" * size)
             os.replace(root / "new", file)
-            bodies.append(served.until_closed(reading[0]))
-        bodies.append(served.until_closed(reading[1]))
+            bodies = [served.until_closed(first)]
+        bodies.append(served.until_closed(second))
     whole, cut = (body.partition(b"\r\n\r\n")[2] for body in bodies)
     assert whole == b"a" * size
     assert set(cut) <= set(b"a")

@@ -10,7 +10,6 @@ import shutil
 import stat
 import subprocess
 from concurrent import futures
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -159,19 +158,13 @@ def test_saves_of_a_step_are_held_apart_and_not_saved_over_but_leftovers_are(
     assert steps_of(disk) == [3]
 
 
-def test_what_is_held_has_the_time_and_metrics_of_its_save(disk, host, monkeypatch):
+def test_what_is_held_has_the_time_and_metrics_of_its_save(host):
     writer = host.begin(StepId(3, "0"), NOTHING)
     known = dataclasses.replace(NOTHING, time_ms=1500, metrics='{"loss":NaN}')
     writer.commit(contents=known)
-    save(host, step=4)
-    disk.manifest_path(0, StepId(4, "0")).write_text("{}")
-    first, spoilt = host.retained()
-    assert (first.step, first.time.timestamp(), first.complete) == (3, 1.5, True)
-    assert np.isnan(first.metrics["loss"])
-    assert (spoilt.step, spoilt.metrics, spoilt.complete) == (4, None, False)
-    away = mock.Mock(side_effect=OSError(5, "Input/output error"))
-    monkeypatch.setattr(storage, "read_bytes", away)
-    assert [each.complete for each in host.retained()] == [None, None]
+    (held,) = host.retained()
+    assert (held.step, held.time.timestamp(), held.complete) == (3, 1.5, True)
+    assert np.isnan(held.metrics["loss"])
 
 
 def test_what_cannot_give_the_bytes_is_a_read_error(disk, host, tmp_path):
@@ -273,13 +266,11 @@ def test_a_ram_disk_that_is_not_in_memory_is_a_warning(tmp_path, caplog):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to other users")
 def test_a_directory_that_belongs_to_another_user_is_refused(disk):
-    refused = pytest.raises(
-        errors.CheckpointError, match=r"belongs to user 65534.* set"
-    )
+    why = r"belongs to user 65534.* set"
     os.mkdir(disk.root)
     for names in ([], [machine.FILE]):
         os.chown(disk.root, 65534, 65534)
-        with refused:
+        with pytest.raises(errors.CheckpointError, match=why):
             machine.machine_id(disk.root)
         assert os.listdir(disk.root) == names
         os.chown(disk.root, 0, 0)

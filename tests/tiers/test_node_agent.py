@@ -50,10 +50,8 @@ def test_programs_attach_to_the_agent_of_their_node_and_secrets_open_no_other_ru
         refused = pytest.raises(errors.RunError, match="another agent serves")
         with refused, served.serving_node(tmp_path):
             pass
-        roots = [
-            served.save_run(tmp_path, path)
-            for path in ("run", "slice-3/run", "an odd%2Fname")
-        ]
+        paths = ("run", "slice-3/run", "an odd%2Fname")
+        roots = [served.save_run(tmp_path, path) for path in paths]
         for root in 2 * roots:
             with attached(root) as url:
                 assert agent.wait_for(root).url == url
@@ -146,9 +144,6 @@ class Api(http.server.BaseHTTPRequestHandler):
         self.send_response(200 if allowed and is_node else 404 if allowed else 403)
         self.end_headers()
         self.wfile.write(json.dumps({"metadata": {"labels": LABELS}}).encode())
-
-    def log_message(self, *_):
-        pass
 
 
 def test_the_labels_of_a_node_are_those_of_its_object_or_the_error_has_the_remedy(

@@ -95,12 +95,8 @@ def test_files_and_their_first_bytes_are_read_in_many_threads(root, url, client)
     for file, content in files.items():
         read(file, len(content))
     # What is not there is an error, and others can be read after it.
-    for file, size in {
-        "data/none": 0,
-        "data/no": 1,
-        "state": 1,
-        "data/short": 3,
-    }.items():
+    refused = {"data/none": 0, "data/no": 1, "state": 1, "data/short": 3}
+    for file, size in refused.items():
         with pytest.raises(source.ReadError):
             read(file, size)
         read("data/short", 2)
@@ -148,14 +144,9 @@ def test_a_manifest_that_is_no_good_is_a_problem_beside_the_others(
     (moved[2] / name).write_bytes(altered)
     (moved[3] / name).write_bytes(checked_blobs.to_bytes({}, [], version=2))
     (moved[4] / name).write_bytes(b"[" * 10**6)
-    for step, why in {
-        40: "is that of run, step and file",
-        50: "is that of run, step and file",
-        60: "is that of run, step and file",
-        70: "or altered",
-        80: "later version",
-        90: "or altered",
-    }.items():
+    whys = dict.fromkeys((40, 50, 60), "is that of run, step and file")
+    whys |= {70: "or altered", 80: "later version", 90: "or altered"}
+    for step, why in whys.items():
         served.save(root, step, FILES)
         (there,), (problem,) = peer.Peer(url, client, served.RUN).offers(step)
         assert there.manifest.host.id == f"{served.MACHINE}.0"
