@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import errno
+import functools
 import pathlib
 from concurrent import futures
 from unittest import mock
@@ -68,9 +69,9 @@ def test_a_step_is_committed_found_with_time_and_metrics_and_removed_at_once(
     saved = uploaded.saved_step(6)
     ours = upload.Upload(root, saved, WORLD[0])
     ours.begin()
+    put_item = functools.partial(uploaded.put, ours, saved)
     with futures.ThreadPoolExecutor(16) as threads:
-        write = lambda item: uploaded.put(ours, saved, item)  # noqa: E731
-        list(threads.map(write, uploaded.items(saved)))
+        list(threads.map(put_item, uploaded.items(saved)))
     ours.finish()
     for _ in range(2):
         # A commit may be repeated.
@@ -222,11 +223,8 @@ def test_storage_that_fails_is_waited_for_longer_and_longer_unless_it_says_no(
         act = mock.Mock(side_effect=[*[problem] * times, "done"])
         return retries.call("writing /a", act)
 
-    for problem in (
-        OSError(errno.EIO, "input/output error"),
-        TimeoutError("timed out"),
-        ValueError("UNAVAILABLE: the store is away"),
-    ):
+    away = ValueError("UNAVAILABLE: the store is away")
+    for problem in (OSError(errno.EIO, "I/O error"), TimeoutError("timed out"), away):
         slept.clear()
         caplog.clear()
         assert call(problem, 7) == "done"
