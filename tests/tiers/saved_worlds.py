@@ -26,10 +26,9 @@ def grid(shape, parts):
         [dim * n // count for n in range(count + 1)]
         for dim, count in zip(shape, parts, strict=True)
     ]
-    cells = itertools.product(*map(itertools.pairwise, cuts))
     return [
         boxes.Box(start=tuple(s for s, _ in cell), stop=tuple(s for _, s in cell))
-        for cell in cells
+        for cell in itertools.product(*map(itertools.pairwise, cuts))
     ]
 
 
@@ -67,8 +66,7 @@ def saved_by(
     """The manifest of `host`; `held` are pairs of the number of a leaf and a box."""
     rows = []
     for leaf, box in held:
-        saved_leaf = whole.leaves[leaf]
-        part = values(saved_leaf.path, saved_leaf.shape)
+        part = values(whole.leaves[leaf].path, whole.leaves[leaf].shape)
         named = digest.values_digest(part[tuple(map(slice, box.start, box.stop))])
         rows.append((leaf, box, named))
     return manifest.Manifest(

@@ -178,9 +178,7 @@ def test_nothing_is_held_or_repaired_outside_of_the_steps(root, ask):
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
-def test_a_connection_without_a_request_is_closed_after_a_while(
-    root, tmp_path, monkeypatch, is_encrypted
-):
+def test_a_silent_connection_is_closed(root, tmp_path, monkeypatch, is_encrypted):
     monkeypatch.setattr(agent_server, "HEADERS_WITHIN_SECS", 0.1)
     certificate = str(tmp_path / "host.pem")
     issued = trustme.CA().issue_cert("127.0.0.1").private_key_and_cert_chain_pem
@@ -205,9 +203,7 @@ def test_one_connection_too_many_is_closed_until_another_ends(root, url, monkeyp
     alive(url, root).close()
 
 
-def test_the_secret_is_made_once_for_its_owner_alone_and_may_be_another_later(
-    root, ask, known
-):
+def test_the_secret_is_its_owners_alone_and_may_be_replaced(root, ask, known):
     file, new = root / "secret", "agreed-by-the-new-world"
     assert secret.read_or_create(root) == known
     assert len(known) >= 43

@@ -111,7 +111,7 @@ def check(disk, state, step, directory=None):
         assert np.asarray(array.read().result()).tobytes() == expected
 
 
-def test_what_two_hosts_save_is_read_by_us_and_by_tensorstore_bit_by_bit(
+def test_we_and_tensorstore_read_what_two_hosts_saved(
     disk, host, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(layout.chunk_shape, "__kwdefaults__", {"chunk_bytes": 100})
@@ -136,9 +136,7 @@ def test_what_two_hosts_save_is_read_by_us_and_by_tensorstore_bit_by_bit(
     check(disk, state, 3, tmp_path / "union")
 
 
-def test_saves_of_a_step_are_held_apart_and_not_saved_over_but_leftovers_are(
-    disk, host
-):
+def test_saves_of_a_step_are_held_apart_and_replace_leftovers_alone(disk, host):
     junk = disk.step_directory(0, StepId(3, "0")) / "junk" / "c"
     storage.write_atomic(junk / "0", b"of a dead process")
     both = [save(host, save=name).step_id for name in ("0", "1")]
@@ -277,9 +275,7 @@ def test_a_directory_that_belongs_to_another_user_is_refused(disk):
         machine.machine_id(disk.root)
 
 
-def test_of_dead_processes_go_leftovers_and_old_steps_and_of_live_ones_nothing(
-    disk, host
-):
+def test_leftovers_and_old_steps_of_dead_processes_alone_are_removed(disk, host):
     later = checked_blobs.to_bytes({}, [], version=77)
     for step, content in ((1, later), (2, later[:-1])):
         save(host, step=step)
@@ -317,9 +313,7 @@ def spare(host):
     return [each.name for each in directory.glob("*")]
 
 
-def test_a_step_takes_the_files_of_one_that_was_removed_but_none_that_was_repaired(
-    disk, host
-):
+def test_a_step_takes_files_of_removed_ones_but_no_repaired_file(disk, host):
     inodes = []
     for step in range(1, 7):
         state = large_state(step)
@@ -371,9 +365,7 @@ def test_files_that_were_made_ahead_are_those_of_the_next_step(disk, host):
     assert spare(host) == []
 
 
-def test_a_capture_that_fails_or_does_not_fit_or_is_abandoned_leaves_no_file(
-    host, tmp_path
-):
+def test_a_capture_that_fails_or_is_abandoned_leaves_no_file(host, tmp_path):
     state, memory = large_state(1), capture.Memory(host.files)
     with no_larger_files_than(LEAST_BYTES):
         captured = capture.capture(state, memory)

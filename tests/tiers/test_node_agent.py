@@ -40,9 +40,7 @@ def status(root, url, known=None):
     return served.ask(url, PART, known or secret.read_or_create(root))[0]
 
 
-def test_programs_attach_to_the_agent_of_their_node_and_secrets_open_no_other_run(
-    tmp_path,
-):
+def test_programs_attach_to_their_node_and_secrets_open_one_run(tmp_path):
     told = served.save_run(tmp_path, "told")
     known = secret.read_or_create(told)
     (told / "secret").chmod(0o644)
@@ -79,9 +77,7 @@ def test_programs_attach_to_the_agent_of_their_node_and_secrets_open_no_other_ru
     assert agent.domains(root) == {}
 
 
-def test_without_the_agent_of_its_node_a_program_starts_one_that_is_replaced_later(
-    tmp_path,
-):
+def test_a_node_replaces_the_agent_that_a_program_started(tmp_path):
     root = served.save_run(tmp_path)
     # What an agent that was killed has left is not taken for an address.
     stale = agent.Address(url="http://stale/v1/run", pid=1, machine=served.MACHINE)
@@ -112,9 +108,7 @@ def test_runs_that_ended_are_removed_after_a_while(tmp_path):
     assert os.listdir(tmp_path / "slice-1") == []
 
 
-def test_a_run_that_a_process_has_is_not_removed_and_the_longest_unused_goes_first(
-    tmp_path,
-):
+def test_a_run_in_use_stays_and_the_longest_unused_goes_first(tmp_path):
     def sweep(**options):
         return agent_server.sweep(str(tmp_path), **options)
 
@@ -146,9 +140,7 @@ class Api(http.server.BaseHTTPRequestHandler):
         self.wfile.write(json.dumps({"metadata": {"labels": LABELS}}).encode())
 
 
-def test_the_labels_of_a_node_are_those_of_its_object_or_the_error_has_the_remedy(
-    tmp_path, monkeypatch
-):
+def test_labels_of_a_node_are_read_or_the_remedy_is_told(tmp_path, monkeypatch):
     def labels_of(node, token=TOKEN):
         (tmp_path / "token").write_text(f"{token}\n")
         return agent_server.read_labels(node, account_directory=str(tmp_path))

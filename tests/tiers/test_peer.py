@@ -105,9 +105,7 @@ def test_files_and_their_first_bytes_are_read_in_many_threads(root, url, client)
         list(executor.map(read, itertools.repeat("state/params/w/c/0/1"), sizes))
 
 
-def test_a_peer_offers_what_its_manifests_say_and_reads_again_what_changed(
-    root, url, client
-):
+def test_a_peer_offers_its_manifests_and_reads_changed_ones_again(root, url, client):
     expected = []
     for slot, files in (("0", FILES), ("1", {"data/part": b"other"})):
         saved = served.save(root, 40, files, slot=slot)
@@ -131,9 +129,7 @@ def test_a_peer_offers_what_its_manifests_say_and_reads_again_what_changed(
     assert [len(each["0"].contents.files) for each in (before, after)] == [1, 2]
 
 
-def test_a_manifest_that_is_no_good_is_a_problem_beside_the_others(
-    root, url, client, monkeypatch
-):
+def test_a_bad_manifest_is_a_problem_beside_others(root, url, client, monkeypatch):
     name = f"manifest-{served.MACHINE}.1"
     served.save(root, 40, FILES, slot="1", run="other")
     steps = (51, 60, 70, 80, 90)

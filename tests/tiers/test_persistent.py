@@ -60,9 +60,7 @@ def tree(directory):
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
-def test_a_step_is_committed_found_with_time_and_metrics_and_removed_at_once(
-    root, tier
-):
+def test_a_step_is_committed_found_with_its_metrics_and_removed(root, tier):
     put(root)
     before = tier()
     assert steps_of(before) == [5]
@@ -103,9 +101,7 @@ def test_a_step_is_committed_found_with_time_and_metrics_and_removed_at_once(
     assert leftover.step == 6
 
 
-def test_half_a_step_or_one_of_two_minds_is_refused_and_repeated_on_other_hosts(
-    root, tier
-):
+def test_half_a_step_or_one_of_two_minds_is_refused_and_repeated(root, tier):
     saved = uploaded.saved_step()
     items = uploaded.items(saved)
 
@@ -132,9 +128,7 @@ def test_half_a_step_or_one_of_two_minds_is_refused_and_repeated_on_other_hosts(
     assert not any(ocdbt.store_name("m0.0", "0") in name for name in names)
 
 
-def test_an_upload_that_was_killed_does_not_send_again_what_is_there(
-    root, tier, monkeypatch
-):
+def test_a_killed_upload_does_not_send_again_what_is_there(root, tier, monkeypatch):
     monkeypatch.setattr(upload, "_PROGRESS_SECS", 0.0)
     monkeypatch.setattr(upload, "_PROGRESS_SHARE", 0)
     saved = uploaded.saved_step()
@@ -212,9 +206,7 @@ def test_what_cannot_be_read_is_said(root, tier):
         steps_of(tier())
 
 
-def test_storage_that_fails_is_waited_for_longer_and_longer_unless_it_says_no(
-    monkeypatch, caplog
-):
+def test_failing_storage_is_waited_for_unless_it_refuses(monkeypatch, caplog):
     slept = []
     # Waits take no time.
     monkeypatch.setattr(clock, "sleep", slept.append)

@@ -105,9 +105,7 @@ def test_a_start_claims_each_of_its_worlds_also_if_lists_lag(tmp_path, monkeypat
         claims.newest(tmp_path)
 
 
-def test_a_claim_counts_whose_request_was_repeated_or_whose_answer_was_lost(
-    tmp_path, monkeypatch
-):
+def test_a_claim_counts_though_its_answer_was_lost(tmp_path, monkeypatch):
     create, write = storage.create, storage.write_atomic
 
     def twice(*each, **options):
@@ -128,9 +126,7 @@ def test_a_claim_counts_whose_request_was_repeated_or_whose_answer_was_lost(
     assert writer.claim(line_of("8")) == 1
 
 
-def test_a_writer_that_is_dropped_gives_its_claim_back_in_a_thread_of_its_own(
-    tmp_path, monkeypatch
-):
+def test_a_dropped_writer_gives_its_claim_back_in_a_thread(tmp_path, monkeypatch):
     threads, give_back = [], records.Held.give_back
 
     def noted(held):
@@ -218,9 +214,7 @@ def test_a_step_that_is_removed_or_not_there_is_not_leased(root, first, tmp_path
     assert lease_files(root) == []
 
 
-def test_a_lease_that_is_not_renewed_expires_by_the_clock_of_the_remover(
-    root, first, monkeypatch
-):
+def test_a_lease_expires_by_the_clock_of_the_remover(root, first, monkeypatch):
     now_secs, watch = 0.0, {}
     monkeypatch.setattr(clock, "monotonic", lambda: now_secs)
     # Its holder finds that it was lost.
@@ -240,9 +234,7 @@ def test_a_lease_that_is_not_renewed_expires_by_the_clock_of_the_remover(
         assert lease_files(root) == []
 
 
-def test_a_lease_is_renewed_and_over_at_once_when_its_process_is_killed(
-    root, first, monkeypatch
-):
+def test_a_lease_is_renewed_and_ends_with_a_killed_process(root, first, monkeypatch):
     # Often, and yet not lost where a thread waits for seconds.
     monkeypatch.setattr(records, "_RENEWALS", 10_000)
     contents = set()
@@ -258,9 +250,7 @@ def test_a_lease_is_renewed_and_over_at_once_when_its_process_is_killed(
     assert lease_files(root) == []
 
 
-def test_what_a_replaced_start_still_uploads_in_place_does_not_count(
-    tmp_path, monkeypatch
-):
+def test_uploads_of_a_replaced_start_do_not_count(tmp_path, monkeypatch):
     monkeypatch.setattr(clock, "sleep", lambda _: None)
     path, world, starts = storage.absolute(tmp_path / "steps"), uploaded.hosts(4), []
     root = persistent_root.PersistentRoot(path=path, in_place=True)
@@ -307,9 +297,7 @@ def test_what_a_replaced_start_still_uploads_in_place_does_not_count(
     assert (held.complete, held.step) == (True, 5)
 
 
-def test_each_world_replaces_the_agents_and_the_last_place_counts_for_two_weeks(
-    tmp_path,
-):
+def test_each_world_replaces_the_agents_and_places_count_two_weeks(tmp_path):
     day = 24 * 3600.0
 
     def seen(url, days_ago=0):
