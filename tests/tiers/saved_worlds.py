@@ -1,6 +1,7 @@
 """Worlds that saved a step: hosts with devices, leaves under shardings, manifests."""
 
 import hashlib
+import itertools
 
 import numpy as np
 from hypothesis import strategies as st
@@ -26,11 +27,8 @@ def grid(shape, parts):
         for dim, count in zip(shape, parts, strict=True)
     ]
     return [
-        boxes.Box(
-            start=tuple(c[n] for c, n in zip(cuts, at, strict=True)),
-            stop=tuple(c[n + 1] for c, n in zip(cuts, at, strict=True)),
-        )
-        for at in np.ndindex(*parts)
+        boxes.Box(start=tuple(s for s, _ in cell), stop=tuple(s for _, s in cell))
+        for cell in itertools.product(*map(itertools.pairwise, cuts))
     ]
 
 
@@ -42,17 +40,17 @@ def host(number, slices=1, hosts=1):
 
 def contents(shapes, *, files=0):
     """Float32 leaves by path, and so many files of the component `data`."""
-    leaves = []
-    for path, shape in sorted(shapes.items()):
-        chunk = tuple(max(1, size) for size in shape)
-        leaf = manifest.Leaf(
-            path=path, shape=tuple(shape), dtype="float32", chunk=chunk
+    leaves = [
+        manifest.Leaf(
+            path=path,
+            shape=tuple(shape),
+            dtype="float32",
+            chunk=tuple(max(1, size) for size in shape),
         )
-        leaves.append(leaf)
-    leaves += [
-        manifest.Leaf.of_file(f"data/shard-{number:05d}.json", 150)
-        for number in range(files)
+        for path, shape in sorted(shapes.items())
     ]
+    names = [f"data/shard-{number:05d}.json" for number in range(files)]
+    leaves += [manifest.Leaf.of_file(name, 150) for name in names]
     components = ("data",) if files else ()
     return manifest.Contents(leaves=tuple(leaves), components=components)
 
@@ -62,16 +60,17 @@ def file_of(whole, number):
     return len(whole.arrays) + number, boxes.whole((150,))
 
 
-def saved_by(host, whole, held, *, step=30, save="0", tier="local"):
+def saved_by(
+    host, whole, held, *, step=30, save="0", tier="local", run=RUN, values=values
+):
     """The manifest of `host`; `held` are pairs of the number of a leaf and a box."""
     rows = []
     for leaf, box in held:
-        saved_leaf = whole.leaves[leaf]
-        part = values(saved_leaf.path, saved_leaf.shape)
+        part = values(whole.leaves[leaf].path, whole.leaves[leaf].shape)
         named = digest.values_digest(part[tuple(map(slice, box.start, box.stop))])
         rows.append((leaf, box, named))
     return manifest.Manifest(
-        run=RUN,
+        run=run,
         step_id=StepId(step, save),
         contents=whole,
         holders=(manifest.Holder(host, tier),),

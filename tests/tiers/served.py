@@ -6,18 +6,20 @@ import pathlib
 import socket
 import subprocess
 import sys
+import time
 import urllib.parse
 from concurrent import futures
 
 import numpy as np
 
-from elastic_ckpt.core import boxes, digest
+from elastic_ckpt.core import boxes, storage
 from elastic_ckpt.steps import manifest
 from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers.peers import agent, agent_server
 from elastic_ckpt.tiers.ram import machine
+from tests.tiers import saved_worlds
 
-RUN = "run-7"
+RUN = saved_worlds.RUN
 MACHINE = "0123456789abcdef"
 # The path of a file that tests save.
 PART = "/hosts/0/30-0/data/part"
@@ -26,23 +28,18 @@ PART = "/hosts/0/30-0/data/part"
 def save(root, step, files, *, slot="0", run=RUN):
     """Saves `files`, bytes by path, as a step of one slot, with their manifest."""
     directory = pathlib.Path(root, "hosts", slot, str(StepId(step, "0")))
-    leaves = tuple(leaf_of(path, files[path]) for path in sorted(files))
+    leaves = [manifest.Leaf.of_file(path, len(files[path])) for path in sorted(files)]
+    for path, content in files.items():
+        storage.write_atomic(directory / path, content)
     components = tuple(sorted({path.partition("/")[0] for path in files}))
-    contents, rows = manifest.Contents(leaves=leaves, components=components), []
-    for number, leaf in enumerate(leaves):
-        file, content = directory / leaf.path, files[leaf.path]
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(content)
-        named = digest.values_digest(np.frombuffer(content, np.uint8))
-        rows.append((number, boxes.whole(leaf.shape), named))
+    whole = manifest.Contents(leaves=tuple(leaves), components=components)
     host = manifest.Host(id=f"{MACHINE}.{slot}", number=0, domains={})
-    saved = manifest.Manifest(
-        run=run,
-        step_id=StepId(step, "0"),
-        contents=contents,
-        holders=(manifest.Holder(host),),
-        parts=manifest.Parts.of_rows(rows, contents),
-    )
+    held = [(number, boxes.whole(leaf.shape)) for number, leaf in enumerate(leaves)]
+
+    def values(path, _):
+        return np.frombuffer(files[path], np.uint8)
+
+    saved = saved_worlds.saved_by(host, whole, held, step=step, run=run, values=values)
     manifest.write_manifest(directory, saved)
     return directory
 
@@ -53,11 +50,6 @@ def save_run(directory, path="run"):
     save(root, 30, {"data/part": b"part"})
     (root / machine.FILE).write_text(MACHINE)
     return root
-
-
-def leaf_of(path, content=b""):
-    """The leaf that a file is."""
-    return manifest.Leaf.of_file(path, len(content))
 
 
 @contextlib.contextmanager
@@ -114,6 +106,14 @@ def agent_process(root, *arguments):
         assert line.startswith(f"serving {root} at "), process.stderr.read()
         # Leaving the `with` closes its standard input.
         yield process, line.split()[-1]
+
+
+def until(condition):
+    """Waits, however slow the machine is, and fails if it was in vain."""
+    deadline = time.monotonic() + 600
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def connect(url):

@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 import stat
+import subprocess
 from concurrent import futures
 
 import jax
@@ -17,14 +18,15 @@ import pytest
 import tensorstore as ts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.core import boxes, checked_blobs, digest, errors, storage
 from elastic_ckpt.steps import layout, manifest
 from elastic_ckpt.steps.step import StepId
-from elastic_ckpt.tiers import source, stored_part
+from elastic_ckpt.tiers import choices, source, stored_part
 from elastic_ckpt.tiers.ram import local, machine, ram_disk
 from elastic_ckpt.tiers.ram.chunk_files import LEAST_BYTES
-from tests import seams
+from tests import seams, shared_memory
 from tests.checkpoint.host.test_capture import random_bits
 from tests.tiers.tiered_steps import steps_of
 
@@ -61,14 +63,10 @@ def host(disk):
         yield host
 
 
-def contents_of(captured):
-    return manifest.Contents(leaves=captured.leaves, components=())
-
-
 def save(host, state=STATE, step=3, *, save="0", only=lambda _: True):
     """Saves of the boxes of each array those of some numbers."""
     captured = capture.capture(state, capture.Memory(host.files))
-    whole = contents_of(captured)
+    whole = manifest.Contents(leaves=captured.leaves, components=())
     captured.parts = tuple(
         part._replace(boxes=tuple(b for n, b in enumerate(part.boxes) if only(n)))
         for part in captured.parts
@@ -113,7 +111,7 @@ def check(disk, state, step, directory=None):
         assert np.asarray(array.read().result()).tobytes() == expected
 
 
-def test_what_two_hosts_save_is_read_by_us_and_by_tensorstore_bit_by_bit(
+def test_we_and_tensorstore_read_what_two_hosts_saved(
     disk, host, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(layout.chunk_shape, "__kwdefaults__", {"chunk_bytes": 100})
@@ -138,9 +136,7 @@ def test_what_two_hosts_save_is_read_by_us_and_by_tensorstore_bit_by_bit(
     check(disk, state, 3, tmp_path / "union")
 
 
-def test_saves_of_a_step_are_held_apart_and_not_saved_over_but_leftovers_are(
-    disk, host
-):
+def test_saves_of_a_step_are_held_apart_and_replace_leftovers_alone(disk, host):
     junk = disk.step_directory(0, StepId(3, "0")) / "junk" / "c"
     storage.write_atomic(junk / "0", b"of a dead process")
     both = [save(host, save=name).step_id for name in ("0", "1")]
@@ -261,24 +257,34 @@ def test_a_machine_gets_one_id_however_many_processes_ask(disk):
     assert stat.S_IMODE(os.stat(disk.root).st_mode) == 0o700
 
 
+def test_a_ram_disk_that_is_not_in_memory_is_a_warning(tmp_path, caplog):
+    stored = choices.Persistent(tmp_path / "steps", every=1)
+    with shared_memory.directory("choices") as memory:
+        for path in (memory, tmp_path / "ram"):
+            frontend.Checkpointer([choices.Local(path), stored]).close()
+    # What storage alone needs for a while is no RAM disk.
+    frontend.Checkpointer([stored]).close()
+    warned = [each for each in caplog.messages if "not in memory" in each]
+    disk = subprocess.check_output(["stat", "-f", "-c", "%T", tmp_path], text=True)
+    assert len(warned) == (disk.strip() not in ("tmpfs", "ramfs"))
+    for warning in warned:
+        assert warning.startswith(f"{tmp_path / 'ram'} is on a file system of type")
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to other users")
 def test_a_directory_that_belongs_to_another_user_is_refused(disk):
-    refused = pytest.raises(
-        errors.CheckpointError, match=r"belongs to user 65534.* set"
-    )
+    why = r"belongs to user 65534.* set"
     os.mkdir(disk.root)
     for names in ([], [machine.FILE]):
         os.chown(disk.root, 65534, 65534)
-        with refused:
+        with pytest.raises(errors.CheckpointError, match=why):
             machine.machine_id(disk.root)
         assert os.listdir(disk.root) == names
         os.chown(disk.root, 0, 0)
         machine.machine_id(disk.root)
 
 
-def test_of_dead_processes_go_leftovers_and_old_steps_and_of_live_ones_nothing(
-    disk, host
-):
+def test_leftovers_and_old_steps_of_dead_processes_alone_are_removed(disk, host):
     later = checked_blobs.to_bytes({}, [], version=77)
     for step, content in ((1, later), (2, later[:-1])):
         save(host, step=step)
@@ -316,9 +322,7 @@ def spare(host):
     return [each.name for each in directory.glob("*")]
 
 
-def test_a_step_takes_the_files_of_one_that_was_removed_but_none_that_was_repaired(
-    disk, host
-):
+def test_a_step_takes_files_of_removed_ones_but_no_repaired_file(disk, host):
     inodes = []
     for step in range(1, 7):
         state = large_state(step)
@@ -370,9 +374,7 @@ def test_files_that_were_made_ahead_are_those_of_the_next_step(disk, host):
     assert spare(host) == []
 
 
-def test_a_capture_that_fails_or_does_not_fit_or_is_abandoned_leaves_no_file(
-    host, tmp_path
-):
+def test_a_capture_that_fails_or_is_abandoned_leaves_no_file(host, tmp_path):
     state, memory = large_state(1), capture.Memory(host.files)
     with no_larger_files_than(LEAST_BYTES):
         captured = capture.capture(state, memory)
@@ -392,7 +394,8 @@ def test_a_capture_that_fails_or_does_not_fit_or_is_abandoned_leaves_no_file(
     # Large chunks are copied straight into the files of their step.
     assert captured.file_bytes == LARGE_BYTES
     assert len(spare(host)) == 2
-    writer = host.begin(StepId(1, "0"), contents_of(captured))
+    whole = manifest.Contents(leaves=captured.leaves, components=())
+    writer = host.begin(StepId(1, "0"), whole)
     writer.write(captured)
     captured.release()
     writer.abandon()

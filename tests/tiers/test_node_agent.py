@@ -12,6 +12,7 @@ import pytest
 import trustme
 
 from elastic_ckpt.core import errors, storage
+from elastic_ckpt.tiers import choices
 from elastic_ckpt.tiers.peers import agent, agent_server, secret
 from elastic_ckpt.tiers.ram import machine, ram_disk
 from tests.tiers import served
@@ -34,21 +35,12 @@ def attached(root):
         yield process.address.url
 
 
-def until(condition):
-    deadline = time.monotonic() + 600
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def status(root, url, known=None):
     """Of the answer to a request, by default with the run's secret."""
     return served.ask(url, PART, known or secret.read_or_create(root))[0]
 
 
-def test_programs_attach_to_the_agent_of_their_node_and_secrets_open_no_other_run(
-    tmp_path,
-):
+def test_programs_attach_to_their_node_and_secrets_open_one_run(tmp_path):
     told = served.save_run(tmp_path, "told")
     known = secret.read_or_create(told)
     (told / "secret").chmod(0o644)
@@ -56,14 +48,14 @@ def test_programs_attach_to_the_agent_of_their_node_and_secrets_open_no_other_ru
         refused = pytest.raises(errors.RunError, match="another agent serves")
         with refused, served.serving_node(tmp_path):
             pass
-        roots = [
-            served.save_run(tmp_path, path)
-            for path in ("run", "slice-3/run", "an odd%2Fname")
-        ]
+        paths = ("run", "slice-3/run", "an odd%2Fname")
+        roots = [served.save_run(tmp_path, path) for path in paths]
         for root in 2 * roots:
             with attached(root) as url:
                 assert agent.wait_for(root).url == url
                 assert agent.domains(root) == {"rack": "r7"}
+                for known_url in (url, "http://[fd00::7]:8470/v1/run"):
+                    choices.Peers(known=(known_url,))
                 for other in roots:
                     there = status(other, url)
                     assert there == (200 if other == root else 401)
@@ -85,9 +77,7 @@ def test_programs_attach_to_the_agent_of_their_node_and_secrets_open_no_other_ru
     assert agent.domains(root) == {}
 
 
-def test_without_the_agent_of_its_node_a_program_starts_one_that_is_replaced_later(
-    tmp_path,
-):
+def test_a_node_replaces_the_agent_that_a_program_started(tmp_path):
     root = served.save_run(tmp_path)
     # What an agent that was killed has left is not taken for an address.
     stale = agent.Address(url="http://stale/v1/run", pid=1, machine=served.MACHINE)
@@ -96,7 +86,7 @@ def test_without_the_agent_of_its_node_a_program_starts_one_that_is_replaced_lat
         own = agent.find(root)
         assert own.url == started != stale.url
         with served.serving_node(tmp_path):
-            until(lambda: (agent.find(root) or own) != own)
+            served.until(lambda: (agent.find(root) or own) != own)
             assert status(root, started) == status(root, agent.find(root).url) == 200
     agent.publish(root, stale)
     with served.serving_node(tmp_path), attached(root) as again:
@@ -111,16 +101,14 @@ def test_runs_that_ended_are_removed_after_a_while(tmp_path):
     (tmp_path / "elsewhere").symlink_to(tmp_path)
     assert agent_server.runs(str(tmp_path)) == {"run": str(root)}
     with served.serving_node(tmp_path, unused_after=0.5, sweep_secs=0.05) as lines:
-        until(lambda: not root.exists())
+        served.until(lambda: not root.exists())
     assert [line for line in lines if line.startswith("removed run")]
-    left = ["agent.lock", "elsewhere", "notes", "slice-1"]
-    assert sorted(os.listdir(tmp_path)) == left
+    left = {"agent.lock", "elsewhere", "notes", "slice-1"}
+    assert set(os.listdir(tmp_path)) == left
     assert os.listdir(tmp_path / "slice-1") == []
 
 
-def test_a_run_that_a_process_has_is_not_removed_and_the_longest_unused_goes_first(
-    tmp_path,
-):
+def test_a_run_in_use_stays_and_the_longest_unused_goes_first(tmp_path):
     def sweep(**options):
         return agent_server.sweep(str(tmp_path), **options)
 
@@ -151,13 +139,8 @@ class Api(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(json.dumps({"metadata": {"labels": LABELS}}).encode())
 
-    def log_message(self, *_):
-        pass
 
-
-def test_the_labels_of_a_node_are_those_of_its_object_or_the_error_has_the_remedy(
-    tmp_path, monkeypatch
-):
+def test_labels_of_a_node_are_read_or_the_remedy_is_told(tmp_path, monkeypatch):
     def labels_of(node, token=TOKEN):
         (tmp_path / "token").write_text(f"{token}\n")
         return agent_server.read_labels(node, account_directory=str(tmp_path))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core import boxes, checked_blobs, storage
 from elastic_ckpt.steps import manifest
-from elastic_ckpt.tiers import source
+from elastic_ckpt.tiers import choices, source
 from elastic_ckpt.tiers.peers import agent, agent_server, peer, peer_client, secret
 from elastic_ckpt.tiers.ram import machine, ram_disk
 from tests.tiers import served
@@ -86,7 +86,7 @@ def test_files_and_their_first_bytes_are_read_in_many_threads(root, url, client)
     ((_, files_of_step),) = peer.Peer(url, client, served.RUN).offers(30).copies
 
     def read(file, num_bytes):
-        leaf, content = served.leaf_of(file), files.get(file, b"")
+        leaf, content = manifest.Leaf.of_file(file, 0), files.get(file, b"")
         into, pieces = bytearray(num_bytes), bytearray()
         box, memory = boxes.whole(leaf.shape), memoryview(into)
         size = files_of_step.read_into(leaf, box, memory, pieces.extend)
@@ -95,12 +95,8 @@ def test_files_and_their_first_bytes_are_read_in_many_threads(root, url, client)
     for file, content in files.items():
         read(file, len(content))
     # What is not there is an error, and others can be read after it.
-    for file, size in {
-        "data/none": 0,
-        "data/no": 1,
-        "state": 1,
-        "data/short": 3,
-    }.items():
+    refused = {"data/none": 0, "data/no": 1, "state": 1, "data/short": 3}
+    for file, size in refused.items():
         with pytest.raises(source.ReadError):
             read(file, size)
         read("data/short", 2)
@@ -109,9 +105,7 @@ def test_files_and_their_first_bytes_are_read_in_many_threads(root, url, client)
         list(executor.map(read, itertools.repeat("state/params/w/c/0/1"), sizes))
 
 
-def test_a_peer_offers_what_its_manifests_say_and_reads_again_what_changed(
-    root, url, client
-):
+def test_a_peer_offers_its_manifests_and_reads_changed_ones_again(root, url, client):
     expected = []
     for slot, files in (("0", FILES), ("1", {"data/part": b"other"})):
         saved = served.save(root, 40, files, slot=slot)
@@ -135,9 +129,7 @@ def test_a_peer_offers_what_its_manifests_say_and_reads_again_what_changed(
     assert [len(each["0"].contents.files) for each in (before, after)] == [1, 2]
 
 
-def test_a_manifest_that_is_no_good_is_a_problem_beside_the_others(
-    root, url, client, monkeypatch
-):
+def test_a_bad_manifest_is_a_problem_beside_others(root, url, client, monkeypatch):
     name = f"manifest-{served.MACHINE}.1"
     served.save(root, 40, FILES, slot="1", run="other")
     steps = (51, 60, 70, 80, 90)
@@ -148,14 +140,9 @@ def test_a_manifest_that_is_no_good_is_a_problem_beside_the_others(
     (moved[2] / name).write_bytes(altered)
     (moved[3] / name).write_bytes(checked_blobs.to_bytes({}, [], version=2))
     (moved[4] / name).write_bytes(b"[" * 10**6)
-    for step, why in {
-        40: "is that of run, step and file",
-        50: "is that of run, step and file",
-        60: "is that of run, step and file",
-        70: "or altered",
-        80: "later version",
-        90: "or altered",
-    }.items():
+    whys = dict.fromkeys((40, 50, 60), "is that of run, step and file")
+    whys |= {70: "or altered", 80: "later version", 90: "or altered"}
+    for step, why in whys.items():
         served.save(root, step, FILES)
         (there,), (problem,) = peer.Peer(url, client, served.RUN).offers(step)
         assert there.manifest.host.id == f"{served.MACHINE}.0"
@@ -292,6 +279,8 @@ def test_an_agent_with_tls_is_read_by_its_authority_and_its_name_alone(root, tmp
                 assert why in problem(client, address.url)
             else:
                 assert read(client, address.url) == CONTENT
+        tls = choices.TlsFiles(certificate=file, key=file, authority=str(ours))
+        choices.Peers(known=(address.url,), tls=tls)
     # With TLS on one side alone nothing is told.
     with served.serving(service) as address, client_of() as client:
         assert problem(client, address.url.replace("https", "http"))
@@ -313,7 +302,7 @@ def test_an_agent_puts_right_files_of_steps_alone(directory, url, root, client):
     ((_, remote),) = peer.Peer(url, client, served.RUN).offers(30).copies
 
     def put(file, content):
-        leaf = served.leaf_of(file, content)
+        leaf = manifest.Leaf.of_file(file, len(content))
         remote.put_right(leaf, boxes.whole(leaf.shape), content)
 
     def refuse(why, file="data/part", content=SAVED, *, there=part, here=True):

@@ -3,8 +3,10 @@
 import dataclasses
 import datetime
 import errno
+import functools
 import pathlib
 from concurrent import futures
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -58,18 +60,16 @@ def tree(directory):
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
-def test_a_step_is_committed_found_with_time_and_metrics_and_removed_at_once(
-    root, tier
-):
+def test_a_step_is_committed_found_with_its_metrics_and_removed(root, tier):
     put(root)
     before = tier()
     assert steps_of(before) == [5]
     saved = uploaded.saved_step(6)
     ours = upload.Upload(root, saved, WORLD[0])
     ours.begin()
+    put_item = functools.partial(uploaded.put, ours, saved)
     with futures.ThreadPoolExecutor(16) as threads:
-        write = lambda item: uploaded.put(ours, saved, item)  # noqa: E731
-        list(threads.map(write, uploaded.items(saved)))
+        list(threads.map(put_item, uploaded.items(saved)))
     ours.finish()
     for _ in range(2):
         # A commit may be repeated.
@@ -101,9 +101,7 @@ def test_a_step_is_committed_found_with_time_and_metrics_and_removed_at_once(
     assert leftover.step == 6
 
 
-def test_half_a_step_or_one_of_two_minds_is_refused_and_repeated_on_other_hosts(
-    root, tier
-):
+def test_half_a_step_or_one_of_two_minds_is_refused_and_repeated(root, tier):
     saved = uploaded.saved_step()
     items = uploaded.items(saved)
 
@@ -130,9 +128,7 @@ def test_half_a_step_or_one_of_two_minds_is_refused_and_repeated_on_other_hosts(
     assert not any(ocdbt.store_name("m0.0", "0") in name for name in names)
 
 
-def test_an_upload_that_was_killed_does_not_send_again_what_is_there(
-    root, tier, monkeypatch
-):
+def test_a_killed_upload_does_not_send_again_what_is_there(root, tier, monkeypatch):
     monkeypatch.setattr(upload, "_PROGRESS_SECS", 0.0)
     monkeypatch.setattr(upload, "_PROGRESS_SHARE", 0)
     saved = uploaded.saved_step()
@@ -140,13 +136,8 @@ def test_an_upload_that_was_killed_does_not_send_again_what_is_there(
     # Chunks of another save are of no use.
     other = uploaded.saved_step(save="1")
     uploaded.write(root, other, uploaded.hosts(1)[0], items, finish=False)
-    sent, write = [], ocdbt.write
-
-    def counted(directory, chunks, context):
-        sent.extend(chunks)
-        write(directory, chunks, context)
-
-    monkeypatch.setattr(ocdbt, "write", counted)
+    write = mock.Mock(wraps=ocdbt.write)
+    monkeypatch.setattr(ocdbt, "write", write)
     # Three worlds of other hosts, of which the first two are killed after 0.8 of their
     # work: the third finishes it.
     for count, is_killed in ((3, True), (2, True), (4, False)):
@@ -157,7 +148,8 @@ def test_an_upload_that_was_killed_does_not_send_again_what_is_there(
         # An index that was cut short, longer than any that follows.
         for store in root.unfinished(saved.step_id).glob("*/ocdbt.process_*"):
             (store / "manifest.ocdbt.__lock").write_bytes(bytes(10**5))
-    assert len(sent) == len(items) - len(uploaded.COMPONENT)
+    num_sent = sum(len(call.args[1]) for call in write.mock_calls)
+    assert num_sent == len(items) - len(uploaded.COMPONENT)
     uploaded.commit_all(root, saved)
     uploaded.read(tier(), saved)
 
@@ -214,27 +206,17 @@ def test_what_cannot_be_read_is_said(root, tier):
         steps_of(tier())
 
 
-def test_storage_that_fails_is_waited_for_longer_and_longer_unless_it_says_no(
-    monkeypatch, caplog
-):
-    slept, problems = [], []
+def test_failing_storage_is_waited_for_unless_it_refuses(monkeypatch, caplog):
+    slept = []
     # Waits take no time.
     monkeypatch.setattr(clock, "sleep", slept.append)
 
     def call(problem, times=1):
-        def act():
-            if problems:
-                raise problems.pop()
-            return "done"
-
-        problems[:] = [problem] * times
+        act = mock.Mock(side_effect=[*[problem] * times, "done"])
         return retries.call("writing /a", act)
 
-    for problem in (
-        OSError(errno.EIO, "input/output error"),
-        TimeoutError("timed out"),
-        ValueError("UNAVAILABLE: the store is away"),
-    ):
+    away = ValueError("UNAVAILABLE: the store is away")
+    for problem in (OSError(errno.EIO, "I/O error"), TimeoutError("timed out"), away):
         slept.clear()
         caplog.clear()
         assert call(problem, 7) == "done"

@@ -6,7 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
-import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,8 +22,9 @@ from elastic_ckpt.tiers.persistent import (
     run_files,
     upload,
 )
-from tests.tiers import uploaded
+from tests.tiers import served, uploaded
 
+LOST = pytest.raises(errors.CheckpointError, match="was lost while it was read")
 OLD, NOW = (f"{number:015d}" for number in (5, 6))
 
 
@@ -50,12 +51,6 @@ def begin(steps, name="a", **claimant):
     writer = claims.Writer(steps, run="tiny", claimant=start)
     writer.begin()
     return writer
-
-
-def until(condition):
-    deadline = time.monotonic() + 600
-    while not condition():
-        assert time.monotonic() < deadline
 
 
 @pytest.mark.parametrize("place", ["local", "gs", "s3"])
@@ -104,34 +99,26 @@ def test_a_start_claims_each_of_its_worlds_also_if_lists_lag(tmp_path, monkeypat
     monkeypatch.setattr(storage, "is_local", lambda _: False)
     monkeypatch.setattr(storage, "names", lambda _: ["1.json"])
     assert claims.newest(tmp_path) == newest
-
-    def fail(_):
-        raise OSError(5, "storage is away")
-
-    monkeypatch.setattr(storage, "names", fail)
+    away = mock.Mock(side_effect=OSError(5, "storage is away"))
+    monkeypatch.setattr(storage, "names", away)
     with pytest.raises(errors.CheckpointError, match="out of reach"):
         claims.newest(tmp_path)
 
 
-def test_a_client_of_storage_may_repeat_its_request(tmp_path, monkeypatch):
-    create = storage.create
+def test_a_claim_counts_though_its_answer_was_lost(tmp_path, monkeypatch):
+    create, write = storage.create, storage.write_atomic
 
     def twice(*each, **options):
         create(*each, **options)
         return create(*each, **options)
-
-    monkeypatch.setattr(storage, "create", twice)
-    assert begin(tmp_path).claim(line_of("8")) == 1
-
-
-def test_a_claim_whose_answer_was_lost_was_carried_out(tmp_path, monkeypatch):
-    writer, write = begin(tmp_path), storage.write_atomic
 
     def lose(path, content, **options):
         write(path, content, **options)
         raise OSError(5, "the answer is lost", str(path))
 
     with monkeypatch.context() as patch:
+        patch.setattr(storage, "create", twice)
+        writer = begin(tmp_path)
         patch.setattr(storage, "write_atomic", lose)
         with pytest.raises(errors.CheckpointError, match="the answer is lost"):
             writer.claim(line_of("8"))
@@ -139,9 +126,7 @@ def test_a_claim_whose_answer_was_lost_was_carried_out(tmp_path, monkeypatch):
     assert writer.claim(line_of("8")) == 1
 
 
-def test_a_writer_that_is_dropped_gives_its_claim_back_in_a_thread_of_its_own(
-    tmp_path, monkeypatch
-):
+def test_a_dropped_writer_gives_its_claim_back_in_a_thread(tmp_path, monkeypatch):
     threads, give_back = [], records.Held.give_back
 
     def noted(held):
@@ -154,7 +139,7 @@ def test_a_writer_that_is_dropped_gives_its_claim_back_in_a_thread_of_its_own(
     writer = begin(tmp_path)
     del writer
     gc.collect()
-    until(lambda: threads)
+    served.until(lambda: threads)
     assert threads != [threading.current_thread()]
     assert begin(tmp_path, "b").number == 2
 
@@ -171,16 +156,12 @@ def test_a_lost_record_is_not_renewed_and_one_not_given_back_is_not_tried_again(
     assert (told, held.is_lost) == ([1], True)
     for each in (held, after):
         each.give_back()
-
-    def fail(*_, **__):
-        raise problem
-
     # Storage that is away is logged; what a closed client raises is the caller's.
     away, closed = OSError(5, "storage is away"), RuntimeError("the client is closed")
     for number, problem in ((3, away), (4, closed)):
         held = there.take(number, record)
         with monkeypatch.context() as patch, contextlib.suppress(RuntimeError):
-            patch.setattr(storage, "write_atomic", fail)
+            patch.setattr(storage, "write_atomic", mock.Mock(side_effect=problem))
             held.give_back()
             assert problem is away
         held.give_back()
@@ -212,9 +193,8 @@ def test_a_step_is_leased_while_the_block_runs(root, first):
     for path, steps in ((first, {1}), (first / "state", {1}), (root.final(2), set())):
         with leases.leased_if_ours(path):
             assert leases.leased(root, {}) == steps
-    lost = pytest.raises(errors.CheckpointError, match="was lost while it was read")
     for lose in (lambda: committed(root, 1, save=NOW), lambda: storage.remove(first)):
-        with lost, leases.lease(first):
+        with LOST, leases.lease(first):
             lose()
     assert lease_files(root) == []
 
@@ -234,14 +214,11 @@ def test_a_step_that_is_removed_or_not_there_is_not_leased(root, first, tmp_path
     assert lease_files(root) == []
 
 
-def test_a_lease_that_is_not_renewed_expires_by_the_clock_of_the_remover(
-    root, first, monkeypatch
-):
+def test_a_lease_expires_by_the_clock_of_the_remover(root, first, monkeypatch):
     now_secs, watch = 0.0, {}
     monkeypatch.setattr(clock, "monotonic", lambda: now_secs)
-    lost = pytest.raises(errors.CheckpointError, match="was lost while it was read")
     # Its holder finds that it was lost.
-    with lost, leases.lease(first, duration_secs=100.0):
+    with LOST, leases.lease(first, duration_secs=100.0):
         (path,) = lease_files(root)
         record = records.read(path)
         # Of a program on another machine; one of this machine counts while it lives.
@@ -257,31 +234,23 @@ def test_a_lease_that_is_not_renewed_expires_by_the_clock_of_the_remover(
         assert lease_files(root) == []
 
 
-def test_a_lease_is_renewed_and_over_at_once_when_its_process_is_killed(
-    root, first, monkeypatch
-):
+def test_a_lease_is_renewed_and_ends_with_a_killed_process(root, first, monkeypatch):
     # Often, and yet not lost where a thread waits for seconds.
     monkeypatch.setattr(records, "_RENEWALS", 10_000)
     contents = set()
     with leases.lease(first, duration_secs=600.0):
         (path,) = lease_files(root)
-        until(lambda: contents.add(path.read_bytes()) or len(contents) == 3)
+        served.until(lambda: contents.add(path.read_bytes()) or len(contents) == 3)
         assert leases.leased(root, {}) == {1}
-    program = (
-        "import os, sys, elastic_ckpt as ec\n"
-        "with ec.lease(sys.argv[1]):\n"
-        "    os.kill(os.getpid(), 9)\n"
-    )
-    command = [sys.executable, "-c", program, first]
+    leased = f"import os, elastic_ckpt as ec\nwith ec.lease({str(first)!r}):"
+    command = [sys.executable, "-c", f"{leased} os.kill(os.getpid(), 9)"]
     assert subprocess.run(command, check=False).returncode == -9
     assert len(lease_files(root)) == 1
     assert leases.leased(root, {}) == set()
     assert lease_files(root) == []
 
 
-def test_what_a_replaced_start_still_uploads_in_place_does_not_count(
-    tmp_path, monkeypatch
-):
+def test_uploads_of_a_replaced_start_do_not_count(tmp_path, monkeypatch):
     monkeypatch.setattr(clock, "sleep", lambda _: None)
     path, world, starts = storage.absolute(tmp_path / "steps"), uploaded.hosts(4), []
     root = persistent_root.PersistentRoot(path=path, in_place=True)
@@ -328,9 +297,7 @@ def test_what_a_replaced_start_still_uploads_in_place_does_not_count(
     assert (held.complete, held.step) == (True, 5)
 
 
-def test_each_world_replaces_the_agents_and_the_last_place_counts_for_two_weeks(
-    tmp_path,
-):
+def test_each_world_replaces_the_agents_and_places_count_two_weeks(tmp_path):
     day = 24 * 3600.0
 
     def seen(url, days_ago=0):

@@ -48,21 +48,13 @@ class Cursors:
 
 
 def checkpointer(
-    ram,
-    storage=None,
-    *,
-    every=1,
-    keep=None,
-    keep_in_ram=None,
-    limit_bytes=None,
-    run=RUN,
-    **more,
+    ram, storage=None, *, every=1, keep=None, keep_in_ram=None, limit_bytes=None, **more
 ):
     """A checkpointer over a RAM disk and persistent storage, if there is any."""
     tiers = [choices.Local(ram, keep=keep_in_ram, limit_bytes=limit_bytes)]
     if storage is not None:
         tiers.append(choices.Persistent(storage, every=every, keep=keep))
-    return frontend.Checkpointer(tiers, run=run, slice_name="s0", **more)
+    return frontend.Checkpointer(tiers, slice_name="s0", **{"run": RUN, **more})
 
 
 def save(opened, *steps, **options):

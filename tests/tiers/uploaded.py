@@ -22,10 +22,7 @@ ORBAX_FILES = {
 
 
 def hosts(count):
-    return [
-        manifest.Host(id=f"m{number}.0", number=number, domains={})
-        for number in range(count)
-    ]
+    return [manifest.Host(id=f"m{n}.0", number=n, domains={}) for n in range(count)]
 
 
 def saved_step(step=5, *, save="0"):
