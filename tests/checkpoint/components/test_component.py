@@ -1,6 +1,5 @@
 """Components are saved and loaded by any number of hosts, under every pattern."""
 
-import functools
 import itertools
 import json
 import types
@@ -8,12 +7,12 @@ import types
 import jax
 import numpy as np
 import pytest
-from etils import epath
 
-from elastic_ckpt.checkpoint import component_io
 from elastic_ckpt.checkpoint.components.component import Component, of_nodes, per_group
 from elastic_ckpt.checkpoint.components.rng import Rng
-from elastic_ckpt.core import errors, topology
+from elastic_ckpt.core import errors
+from tests.checkpoint.components import simulated_hosts
+from tests.checkpoint.components.simulated_hosts import load, save
 
 # By pattern, the files of the states of four hosts.
 STATES = {
@@ -37,57 +36,41 @@ def component(pattern, value, **options):
     return Component({"v": value}, pattern, **options)
 
 
-def save(component, directory):
-    component_io.begin_save({"v": component}, lambda _: epath.Path(directory))()
-
-
-def load(component, directory):
-    component_io.load(component, directory)
-    return component.get()
+@pytest.fixture
+def turns(monkeypatch):
+    return simulated_hosts.Turns(monkeypatch)
 
 
 @pytest.fixture
-def run(monkeypatch):
-    """The results of `work(host)` of hosts that take turns in this process."""
-
-    def run(num_hosts, work):
-        results = []
-        monkeypatch.setattr(topology, "num_hosts", lambda: num_hosts)
-        for host in range(num_hosts):
-            monkeypatch.setattr(topology, "this_host", lambda host=host: host)
-            results.append(work(host))
-        return results
-
-    return run
-
-
-@pytest.fixture
-def loaded(run, tmp_path):
-    """What each host loads of a component of four, and is minus its number before."""
+def saved(tmp_path, turns):
+    """The directories of a component of four hosts, by pattern."""
 
     def save_all(host):
         for pattern in STATES:
             value = OLD[places(pattern, 4)[host]]
             save(component(pattern, value), tmp_path / pattern)
 
-    def loaded(saved, num_hosts, pattern, **options):
-        def value(host):
-            return load(component(pattern, -host, **options), tmp_path / saved)["v"]
-
-        return run(num_hosts, value)
-
-    run(4, save_all)
-    return loaded
+    turns.run(4, save_all)
+    return tmp_path
 
 
-def test_files_have_logical_names_and_one_that_is_missing_is_named(loaded, tmp_path):
+def loaded(turns, directory, num_hosts, pattern, **options):
+    """The value of each host, which is minus its number before."""
+
+    def value(host):
+        return load(component(pattern, -host, **options), directory)["v"]
+
+    return turns.run(num_hosts, value)
+
+
+def test_files_have_logical_names_and_one_that_is_missing_is_named(saved, turns):
     for pattern, files in STATES.items():
-        directory = tmp_path / pattern
+        directory = saved / pattern
         assert {path.name for path in directory.iterdir()} == {"component.json", *files}
         for name in (files[0], "component.json"):
             (directory / name).unlink()
             with pytest.raises(errors.CheckpointError, match=rf"{name} is missing"):
-                loaded(pattern, 1, pattern, on_resize="from_first")
+                loaded(turns, directory, 1, pattern, on_resize="from_first")
 
 
 def rotated(states, new_count):
@@ -96,32 +79,34 @@ def rotated(states, new_count):
 
 
 @pytest.mark.parametrize("pattern", STATES)
-def test_a_resize_follows_the_declared_rule(loaded, pattern):
+def test_a_resize_follows_the_declared_rule(saved, turns, pattern):
     old = OLD[: len(STATES[pattern])]
     for num_hosts in (4, 2, 8, 1, 3):
         own = places(pattern, num_hosts)
-        load_all = functools.partial(loaded, pattern, num_hosts, pattern)
+        place = turns, saved / pattern, num_hosts, pattern
         if own[-1] + 1 == len(old):
             for rule in ("error", "reset", "from_first", rotated):
-                assert load_all(on_resize=rule) == [old[each] for each in own]
+                assert loaded(*place, on_resize=rule) == [old[each] for each in own]
             continue
         with pytest.raises(errors.CheckpointError) as raised:
-            load_all()
+            loaded(*place)
         now = f"was saved {pattern} with {len(old)} states", f"are {own[-1] + 1} now"
         for said in (*now, "reset", "from_first", "(old_states, new_count)"):
             assert said in str(raised.value)
-        assert load_all(on_resize="reset") == [-n for n in range(num_hosts)]
-        assert load_all(on_resize="from_first") == [old[0]] * num_hosts
+        assert loaded(*place, on_resize="reset") == [-n for n in range(num_hosts)]
+        assert loaded(*place, on_resize="from_first") == [old[0]] * num_hosts
         last_first = [old[-1 - each % len(old)] for each in own]
-        assert load_all(on_resize=rotated) == last_first
+        assert loaded(*place, on_resize=rotated) == last_first
         with pytest.raises(errors.CheckpointError, match=r"returned \d states for"):
-            load_all(on_resize=lambda *_: [0] * 5)
+            loaded(*place, on_resize=lambda *_: [0] * 5)
 
 
-def test_another_pattern_than_before_is_a_resize(loaded):
+def test_another_pattern_than_before_is_a_resize(saved, turns):
     def values(before, num_hosts, now, **options):
-        return loaded(before, num_hosts, lambda: now, **options)
+        return loaded(turns, saved / before, num_hosts, lambda: now, **options)
 
+    assert values("global", 2, "global") == [10, 10]
+    assert values("per_host", 4, "per_host") == OLD
     assert values("global", 1, "per_host") == [10]
     with pytest.raises(errors.CheckpointError, match="'global': it was saved global"):
         values("global", 2, "per_host")
@@ -130,16 +115,18 @@ def test_another_pattern_than_before_is_a_resize(loaded):
 
 @pytest.mark.parametrize("names", ["get_state set_state", "state_dict load_state_dict"])
 def test_an_object_is_set_and_all_hosts_are_asked_though_the_leader_writes(
-    run, tmp_path, names
+    turns, tmp_path, names
 ):
     asked = []
 
     def component(values):
         methods = (lambda: asked.append(values) or dict(values), values.update)
-        named = zip(names.split(), methods, strict=True)
-        return Component(types.SimpleNamespace(**dict(named)), "replicated")
+        wrapped = types.SimpleNamespace(
+            **dict(zip(names.split(), methods, strict=True))
+        )
+        return Component(wrapped, "replicated")
 
-    run(3, lambda host: save(component({"host": host}), tmp_path))
+    turns.run(3, lambda host: save(component({"host": host}), tmp_path))
     assert asked == [{"host": 0}, {"host": 1}, {"host": 2}]
     assert load(component({}), tmp_path) == {"host": 0}
     written = json.loads((tmp_path / "component.json").read_text())
