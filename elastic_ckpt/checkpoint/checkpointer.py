@@ -1073,8 +1073,10 @@ class HostsCheckpointer:
         line = () if self._newest is None else self._newest.line
         later = [each for each in line if each.save and each.step >= step]
         # A step that was saved again is in it twice; steps before it are of the first.
-        again = [each.save for each in later if each.step == step]
-        return max(again or [each.save for each in later[:1]] or [self._line.save])
+        saves = [each.save for each in later if each.step == step]
+        if saves or not later:
+            return max(saves, default=self._line.save)
+        return later[0].save
 
     def _line_for(self, step: int, *, overwrite: bool) -> Line:
         # The line that a step is saved to.

@@ -178,8 +178,8 @@ class SaveStages:
         self._covered: StepId | None = None
         # The steps that are pinned or being read on any machine.
         self._preserved: tuple[int, ...] = ()
-        # What copies lacked, as it was reported; and 0 if the next save that gets none
-        # is reported.
+        # What copies lacked when it was last reported; and a count that each save
+        # lowers: a save without copies is reported only once it is 0.
         self._lacking: set[str] = set()
         self._num_uncopied = 0
         # Removes leftovers of crashed worlds; None once that is done.

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import json
 import pathlib
 
 import jax
@@ -504,11 +505,31 @@ def saved_trees(text, path, shape, dtype):
     return structure.saved_trees(contents)
 
 
-def test_a_sharding_is_saved_once_and_left_out_where_its_devices_are_gone():
+def test_the_text_of_some_trees_and_shardings_over_devices_that_are_gone():
     over = NamedSharding(jax.make_mesh((4, 2), ("a", "b")), PartitionSpec("a"))
     array = jax.device_put(jnp.ones(4), over)
-    text = structure.to_json({"w": array, "again": {"w": array}})
-    assert text.count('"partition_spec"') == 1
+    keys = jax.device_put(jax.random.split(jax.random.key(0), 4), over)
+    tree = {
+        "w": array,
+        "again": array,
+        "here": [jnp.ones(1), 0.5, True, np.ones(2)],
+        "keys": [jax.random.key(0), keys],
+        "text": "two words",
+        "nothing": [None, (), [], {}],
+    }
+    described = json.loads(structure.to_json({"state": tree, "n": 3}))
+    assert described["trees"] == {
+        "n": "int",
+        "state": {
+            "w": "array 0",
+            "again": "array 0",
+            "here": ["array", "float", "bool", "numpy"],
+            "keys": ["key threefry2x32", "key threefry2x32 0"],
+            "text": "text two words",
+            "nothing": [None, "()", [], {}],
+        },
+    }
+    assert [each["partition_spec"] for each in described["shardings"]] == [["a"]]
     text = structure.to_json({"w": array})
     assert saved_trees(text, "w", (4,), "float32")["w"].sharding == over
     elsewhere = text.replace('{"id":7}', '{"id":70}')

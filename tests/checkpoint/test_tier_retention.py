@@ -9,8 +9,7 @@ from orbax.checkpoint import v1 as ocp
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.steps.step import Line
-from elastic_ckpt.tiers.persistent import leases, persistent_root, run_files
-from tests.checkpoint.test_checkpointer import stored
+from elastic_ckpt.tiers.persistent import leases, persistent_root, run_files, upload
 from tests.recorded_events import RecordedEvents
 from tests.tiers import tiered_steps, uploaded
 
@@ -24,6 +23,10 @@ NEWEST = policies.LatestN(1)
 
 def root_of(tmp_path):
     return persistent_root.PersistentRoot.from_path(tmp_path / "steps")
+
+
+def stored(tmp_path):
+    return root_of(tmp_path).steps()
 
 
 def in_ram(tmp_path):
@@ -104,11 +107,12 @@ def test_steps_of_orbax_and_of_other_runs_stay(tmp_path):
     assert stored(tmp_path) == [0, 1, 3]
 
 
-def away(*_, **__):
+def away(*_, **more):
+    del more
     raise OSError(5, "storage is away")
 
 
-def test_metrics_and_removals_that_fail_are_told_and_training_goes_on(
+def test_storage_that_is_away_or_refuses_is_told_and_training_goes_on(
     tmp_path, monkeypatch
 ):
     recorded = RecordedEvents()
@@ -116,13 +120,19 @@ def test_metrics_and_removals_that_fail_are_told_and_training_goes_on(
         with monkeypatch.context() as patch:
             patch.setattr(run_files, "record_evaluation", away)
             checkpointer.record_metrics(1, {"loss": 0.1})
+        with monkeypatch.context() as patch:
+            patch.setattr(upload, "commit", away)
+            tiered_steps.save(checkpointer, 1)
+        assert in_ram(tmp_path) == [1]
+        assert stored(tmp_path) == []
         monkeypatch.setattr(persistent_root.PersistentRoot, "remove", away)
         tiered_steps.save(checkpointer, 2, 3)
     # Steps that cannot be removed are told, and the backups count.
     assert stored(tmp_path) == [2, 3]
     assert [each["step"] for each in recorded.named("backed_up")] == [2, 3]
-    metrics, *_, removal = recorded.named("degraded")
+    metrics, backup, *_, removal = recorded.named("degraded")
     assert "its metrics were not recorded: host 0: [Errno 5]" in metrics["why"]
+    assert "it was not backed up: host 0: [Errno 5] storage" in backup["why"]
     assert removal["step"] == 3
 
 

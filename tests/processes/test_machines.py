@@ -85,6 +85,12 @@ class TestMachines(claims.Claims):
         first = next(n for n, each in enumerate(attempts) if each.hosts == 2)
         assert attempts[0].start_step == 0
         assert all(each.start_step for each in attempts[first + 1 :])
+        # A world that is known to have saved is not given up.
+        began = [
+            each for each in run.events("world_started") if each["slices"] == [0, 1]
+        ]
+        saved = [each["time"] for each in run.events("saved")]
+        assert attempts[first].start_step or min(saved) > began[0]["time"]
 
 
 def divide(run):
