@@ -91,6 +91,10 @@ def test_a_node_replaces_the_agent_that_a_program_started(tmp_path):
     agent.publish(root, stale)
     with served.serving_node(tmp_path), attached(root) as again:
         assert again == agent.wait_for(root).url != stale.url
+    # The agent of another run serves its own directory alone.
+    inside = served.save_run(root)
+    with attached(root) as url, attached(inside) as other:
+        assert (status(root, url), status(inside, other)) == (200, 200)
 
 
 def test_runs_that_ended_are_removed_after_a_while(tmp_path):

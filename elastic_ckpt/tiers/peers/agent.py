@@ -112,8 +112,13 @@ def find(root: epath.PathLike) -> Address | None:
 def serving_directory(root: epath.PathLike) -> pathlib.Path | None:
     """`root` or the directory of its node, whichever an agent serves now."""
     path = pathlib.Path(root)
-    places = (path, *path.parents[:2])
-    return next((each for each in places if storage.is_locked(each / LOCK_FILE)), None)
+    for each in (path, *path.parents[:2]):
+        address = find(each)
+        # Above it there may be the RAM disk of another run, too.
+        is_its_own = each == path or (address is not None and not address.machine)
+        if is_its_own and storage.is_locked(each / LOCK_FILE):
+            return each
+    return None
 
 
 def domains(root: epath.PathLike) -> Mapping[str, str]:
