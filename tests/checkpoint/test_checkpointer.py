@@ -19,9 +19,6 @@ from tests import seams
 from tests.checkpoint.test_component_io import Counter
 from tests.recorded_events import RecordedEvents
 
-# Orbax warns about loads without a sharding.
-pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
-
 SPEC = PartitionSpec("a", "b")
 KEPT = {"keep": ocp.training.preservation_policies.PreserveAll()}
 STATE = {"w": np.ones(2)}
@@ -59,9 +56,7 @@ def steps_of(checkpointer):
     return [each.step for each in checkpointer.checkpoints]
 
 
-def test_ram_keeps_the_newest_step_and_storage_what_is_due_under_any_sharding(
-    make, tmp_path
-):
+def test_ram_keeps_the_newest_step_and_storage_what_is_due(make, tmp_path):
     recorded = RecordedEvents()
     with make(every=2, emit=recorded) as checkpointer:
         assert checkpointer.latest is None
@@ -129,9 +124,7 @@ def test_steps_that_orbax_alone_saved_are_found_and_told_as_unverified(make, tmp
     assert event["why"] == "plain Orbax saved it, and its values cannot be verified"
 
 
-def test_restored_values_stay_when_the_files_of_their_step_are_used_again(
-    make, tmp_path
-):
+def test_restored_values_stay_when_files_are_used_again(make, tmp_path):
     def files():
         found = tmp_path.glob("ram/hosts/*/**/*")
         return {each.stat().st_ino for each in found if each.stat().st_size > 2**18}
@@ -187,9 +180,7 @@ def test_an_integer_of_any_type_is_a_step_and_nothing_else(make):
         assert checkpointer.delete(kind(number))
 
 
-def test_what_a_step_has_is_told_wherever_it_is_found_and_can_be_asked_for(
-    make, tmp_path
-):
+def test_what_a_step_has_is_told_wherever_it_is_found(make, tmp_path):
     tree = {"layers": [jnp.arange(6.0).reshape(2, 3), jnp.ones((), jnp.bfloat16)]}
     parts = {"state": tree, "ema": jnp.arange(4), "data": Counter(1)}
     metrics = {"loss": 0.5, "nested": {"a": [1, 2]}}
@@ -326,9 +317,7 @@ def test_a_step_of_a_later_version_in_storage_is_an_error_and_stays(make, tmp_pa
     assert {each.name for each in steps.glob("?")} == {"4", "8"}
 
 
-def test_a_step_of_a_later_version_in_ram_is_passed_over_with_an_event_and_stays(
-    make, tmp_path
-):
+def test_a_step_of_a_later_version_in_ram_is_passed_over(make, tmp_path):
     with make(every=2) as checkpointer:
         # The last one in RAM alone.
         save_all(checkpointer, 2, 4, 5)

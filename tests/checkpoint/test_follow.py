@@ -16,9 +16,6 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.persistent import leases, run_files
 from tests.tiers import tiered_steps
 
-# Orbax warns about loads without a sharding.
-pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
-
 
 def running(directory, *, every=None, keep=10):
     """A run of one host, the agent of which others can ask."""
@@ -55,7 +52,7 @@ def spoil(directory, step, pattern="state/**/c/**/*"):
             file.unlink()
 
 
-def test_steps_in_ram_are_followed_bit_for_bit_and_those_that_are_gone_passed_over(
+def test_steps_in_ram_are_followed_but_for_those_that_are_gone(
     tmp_path,
 ):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -143,9 +140,7 @@ def test_only_leaves_that_changed_are_moved(tmp_path):
             loaded["hot"][:] = 0
 
 
-def test_steps_in_storage_are_followed_under_a_lease_also_those_of_plain_orbax(
-    tmp_path, caplog
-):
+def test_steps_in_storage_are_followed_under_a_lease(tmp_path, caplog):
     with running(tmp_path, every=2, keep=1) as checkpointer:
         tiered_steps.save(checkpointer, 2)
         # It is in RAM and in storage.
@@ -173,9 +168,7 @@ def test_steps_in_storage_are_followed_under_a_lease_also_those_of_plain_orbax(
     assert "agents.json names no agents" in caplog.text
 
 
-def test_a_step_of_which_an_older_save_is_being_removed_comes_later(
-    tmp_path, monkeypatch
-):
+def test_a_step_comes_once_its_older_save_is_removed(tmp_path, monkeypatch):
     with running(tmp_path, every=1) as checkpointer:
         tiered_steps.save(checkpointer, 1, 2)
     announced = tmp_path / "steps" / leases.DIRECTORY / "2-0.removing"

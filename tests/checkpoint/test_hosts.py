@@ -99,9 +99,7 @@ def test_answers_come_in_the_order_of_hosts_and_failures_reach_each_driver(drive
 
 
 @pytest.mark.parametrize("lost", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_hosts_read_by_the_table_of_host_0_or_else_ask_all_others(
-    drive, monkeypatch, lost
-):
+def test_hosts_read_by_the_table_of_host_0_or_ask_all(drive, monkeypatch, lost):
     values, read_alone, of_save = np.arange(6.0), [], find.of_save
 
     def noted(tiers, step_id):

@@ -31,9 +31,6 @@ from elastic_ckpt.steps import manifest
 from elastic_ckpt.tiers.choices import Local, Persistent
 from tests.checkpoint import stock_program
 
-# Orbax warns about loads without a sharding.
-pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
-
 ALL = ocp.training.preservation_policies.PreserveAll()
 Point = collections.namedtuple("Point", "x y")
 Nothing = collections.namedtuple("Nothing", "")

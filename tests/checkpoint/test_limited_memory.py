@@ -76,9 +76,7 @@ def run(*arguments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tier", ["ram", "storage"])
-def test_a_save_needs_512_mib_and_a_restore_1_gib_beside_a_state_of_4_gib(
-    tmp_path, tier
-):
+def test_a_save_needs_512_mib_and_a_restore_1_gib(tmp_path, tier):
     with shared_memory.directory("limited_memory") as ram:
         directory = ram if tier == "ram" else tmp_path
         for what, extra_mib in (("save", 512), ("restore", 1024)):

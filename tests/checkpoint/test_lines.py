@@ -101,9 +101,7 @@ def test_saves_of_a_replaced_start_do_not_count(run):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_abandoned_steps_come_back_by_name_and_their_line_goes_on(
-    run, monkeypatch, in_place
-):
+def test_abandoned_steps_come_back_by_name(run, monkeypatch, in_place):
     def from_path(path):
         path = storage.absolute(path)
         return persistent_root.PersistentRoot(path=path, in_place=in_place)

@@ -230,9 +230,7 @@ def test_ram_of_another_run_of_the_same_name_is_refused(tmp_path, ram):
     refused(first, ram)
 
 
-def test_ram_of_a_run_whose_storage_was_removed_is_continued_with_its_identity(
-    tmp_path, ram
-):
+def test_ram_is_continued_with_the_identity_of_its_storage(tmp_path, ram):
     steps = tmp_path / "a"
     continue_run(steps, ram, 4, 5)
     shutil.rmtree(steps)

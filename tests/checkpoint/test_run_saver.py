@@ -48,9 +48,7 @@ def steps_of(tmp_path):
 
 
 @pytest.mark.parametrize("ram", ["ram", None])
-def test_weights_and_data_come_back_together_and_are_measured(
-    start, batches, recorded, ram
-):
+def test_weights_and_data_come_back_together(start, batches, recorded, ram):
     run = start(ram, in_background=False)
     next(batches)
     run.save(2, state(5.0), last=False)
@@ -95,9 +93,7 @@ def evaluate(run, *steps):
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_a_step_that_is_the_best_so_far_is_saved_though_it_is_not_due(
-    start, tmp_path, sign
-):
+def test_the_best_step_so_far_is_saved_though_not_due(start, tmp_path, sign):
     best = ec.BestN(0, higher_is_better=sign < 0)
     run = start(best=best, every=100)
     losses = {1: 0.5, 2: 0.6, 3: 0.4, 4: 0.4, 5: float("nan")}

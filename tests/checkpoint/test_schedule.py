@@ -51,9 +51,7 @@ def due(made, steps):
     start=st.integers(0, 40),
     backup=st.booleans(),
 )
-def test_a_backup_that_is_due_is_made_at_the_first_saved_step(
-    period, every, start, backup
-):
+def test_a_backup_is_made_at_the_first_saved_step(period, every, start, backup):
     # MaxText saves at multiples of its period alone.
     of_both = made(Local("/ram", every=period), every=every)
     of_both.stored = [StepId(start, "")] if backup else []

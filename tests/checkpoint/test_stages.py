@@ -86,9 +86,7 @@ def steps(sim, name):
     return [fields["step"] for each, fields in sim.events if each == name]
 
 
-def test_what_is_preserved_on_one_machine_stays_on_all_though_copies_fail(
-    sim, monkeypatch
-):
+def test_what_one_machine_preserves_stays_on_all(sim, monkeypatch):
     sim.open((0, 1), store_every=1000)
     save(sim, 1)
     (directory,) = sim.roots[1].glob("hosts/0/1-*")
@@ -167,9 +165,7 @@ def test_what_went_bad_before_it_was_copied_or_stored_is_told(sim):
     assert steps(sim, "backed_up") == [1]
 
 
-def test_what_a_world_owes_to_storage_the_next_ones_store_with_the_step_restored(
-    sim, monkeypatch
-):
+def test_what_a_world_owes_to_storage_the_next_ones_store(sim, monkeypatch):
     keep = simulated_world.latest(9)
     sim.open((0, 1), store_every=10, keep_local=keep)
     # The world is left before the backups are made. Its last step is not due in
@@ -227,9 +223,7 @@ def test_an_upload_that_fails_is_continued_and_not_begun_anew(sim, monkeypatch):
         (HostBackup, "collect"),
     ],
 )
-def test_an_error_of_a_stage_is_an_event_and_no_later_call_raises_it(
-    sim, monkeypatch, owner, name
-):
+def test_an_error_of_a_stage_is_an_event(sim, monkeypatch, owner, name):
     sim.open((0, 1), store_every=1, keep=simulated_world.latest(1))
     with monkeypatch.context() as patch:
         fail_with(patch, TypeError("a bug"), owner, name)

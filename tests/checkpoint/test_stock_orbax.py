@@ -18,9 +18,6 @@ from tests.checkpoint.test_component_io import Counter
 from tests.sidecar import simulated_hosts
 from tests.tiers.tiered_steps import steps_of
 
-# Orbax warns about loads without a sharding.
-pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
-
 ROOT = pathlib.Path(__file__).parents[2]
 ENVIRONMENT = ROOT / ".venv-stock-orbax"
 

@@ -11,9 +11,6 @@ from elastic_ckpt.tiers.persistent import persistent_root, records
 from tests.checkpoint.test_checkpointer import check, save, stored
 from tests.recorded_events import RecordedEvents
 
-# Orbax warns about loads without a sharding.
-pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
-
 
 @pytest.fixture
 def backlog(recorded):
@@ -28,9 +25,7 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("number", CAUSES)
-def test_a_cause_is_reported_and_storage_recovers_by_itself(
-    make, tmp_path, breaks, backlog, number
-):
+def test_a_cause_is_told_and_storage_recovers(make, tmp_path, breaks, backlog, number):
     recorded, (cause, advice) = RecordedEvents(), CAUSES[number]
     checkpointer = make(emit=recorded)
     for step in range(1, 6):
@@ -54,9 +49,7 @@ def test_a_cause_is_reported_and_storage_recovers_by_itself(
     assert stored(tmp_path) == [1, 5]
 
 
-def test_an_upload_that_hangs_until_others_are_due_is_slow_and_storage_recovers(
-    make, tmp_path, breaks, backlog
-):
+def test_an_upload_that_hangs_is_slow(make, tmp_path, breaks, backlog):
     recorded = RecordedEvents()
     checkpointer = make(emit=recorded)
     assert save(checkpointer, 1)
@@ -108,9 +101,7 @@ def test_an_end_with_a_backlog_is_an_error_that_names_it(make, tmp_path, breaks)
     assert stored(tmp_path) == [2, 7]
 
 
-def test_a_run_that_begins_without_storage_cleans_it_once_it_is_back(
-    make, tmp_path, monkeypatch
-):
+def test_storage_is_cleaned_once_it_is_back(make, tmp_path, monkeypatch):
     root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
     left = root.unfinished(StepId(1, f"{1:015d}")) / "state"
     left.mkdir(parents=True)
@@ -131,9 +122,7 @@ def test_a_run_that_begins_without_storage_cleans_it_once_it_is_back(
 
 
 @pytest.mark.parametrize("ram", [None, "ram"])
-def test_what_does_not_fit_into_ram_is_stored_if_it_is_due_or_the_one_before_failed(
-    make, breaks, ram
-):
+def test_what_does_not_fit_into_ram_is_stored_if_it_is_due(make, breaks, ram):
     recorded = RecordedEvents()
     limit = {"limit_bytes": 100}
     with make(ram=ram, every=2, emit=recorded, local=limit) as checkpointer:

@@ -13,9 +13,6 @@ from elastic_ckpt.tiers.persistent import leases, persistent_root, run_files, up
 from tests.recorded_events import RecordedEvents
 from tests.tiers import tiered_steps, uploaded
 
-# Orbax warns about loads without a sharding.
-pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
-
 policies = ocp.training.preservation_policies
 BEST = policies.BestN(get_metric_fn=lambda m: -m["loss"], n=1)
 NEWEST = policies.LatestN(1)
@@ -50,9 +47,7 @@ def numbers(steps):
         (policies.LatestN(2), policies.EveryNSeconds(10**6), [3, 4], [1, 4]),
     ],
 )
-def test_policies_of_orbax_decide_what_stays_in_each_tier_also_over_a_new_world(
-    tmp_path, keep, keep_in_ram, kept, kept_in_ram
-):
+def test_policies_decide_what_stays(tmp_path, keep, keep_in_ram, kept, kept_in_ram):
     for steps in ([1, 2], [3, 4]):
         with opened(tmp_path, keep=keep, keep_in_ram=keep_in_ram) as checkpointer:
             for step in steps:
@@ -64,7 +59,7 @@ def test_policies_of_orbax_decide_what_stays_in_each_tier_also_over_a_new_world(
 
 
 @pytest.mark.parametrize("is_damaged", [True, False])
-def test_on_a_full_ram_disk_damaged_steps_go_and_those_that_cannot_be_read_stay(
+def test_on_a_full_disk_damaged_steps_go_and_unread_ones_stay(
     tmp_path, monkeypatch, is_damaged
 ):
     recorded, read = RecordedEvents(), storage.read_bytes
@@ -112,9 +107,7 @@ def away(*_, **more):
     raise OSError(5, "storage is away")
 
 
-def test_storage_that_is_away_or_refuses_is_told_and_training_goes_on(
-    tmp_path, monkeypatch
-):
+def test_storage_that_is_away_is_told(tmp_path, monkeypatch):
     recorded = RecordedEvents()
     with opened(tmp_path, keep=NEWEST, emit=recorded) as checkpointer:
         with monkeypatch.context() as patch:
@@ -232,9 +225,7 @@ def test_metrics_recorded_after_a_save_are_those_of_the_step(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bucket", ["gs"], indirect=True)
-def test_followed_best_and_preserved_steps_outlast_the_newest_in_a_bucket(
-    bucket, tmp_path
-):
+def test_in_a_bucket_followed_best_and_preserved_steps_stay(bucket, tmp_path):
     root = persistent_root.PersistentRoot.from_path(bucket)
     with tiered_steps.checkpointer(tmp_path / "ram", bucket, keep=keep()) as run:
         tiered_steps.save(run, 1)

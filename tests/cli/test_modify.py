@@ -12,8 +12,6 @@ import elastic_ckpt as ec
 from elastic_ckpt import frontend
 from tests import runs
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
-
 
 def state(step):
     return {

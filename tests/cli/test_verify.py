@@ -18,9 +18,6 @@ from tests import runs
 from tests.checkpoint import stock_program
 from tests.tiers import served, tiered_steps
 
-# Orbax warns about loads without a sharding.
-pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
-
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):

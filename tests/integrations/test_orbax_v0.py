@@ -12,9 +12,6 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.data import iterator, positional_data
 from tests import corpora
 
-# Orbax warns about loads without a sharding.
-pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
-
 
 def state():
     return {"w": jnp.arange(4.0)}

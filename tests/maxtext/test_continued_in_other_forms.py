@@ -14,10 +14,7 @@ from tests.maxtext.test_real_maxtext import MODEL
 from tests.universal.formats.fragment_values import values_of
 from tests.universal.rules.relayout import assert_same
 
-pytestmark = [
-    pytest.mark.night,
-    pytest.mark.filterwarnings("ignore:Sharding info not provided"),
-]
+pytestmark = pytest.mark.night
 
 # The checkpoint that is converted, and the step after the last.
 STEP, STEPS = 2, 5

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.night
 HF_LOGITS = environment.ROOT / "tests/golden/hf_logits.npz"
 
 
-@pytest.mark.filterwarnings("ignore:Sharding info not provided")
 @pytest.mark.parametrize("form", ["", "_unscanned"])
 def test_maxtext_computes_the_logits_of_hugging_face(tmp_path, form):
     environment.set_up()

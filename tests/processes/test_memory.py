@@ -129,7 +129,6 @@ def test_a_world_with_tls_saves_and_restores(ram, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_a_follower_reads_the_copies_of_agents_that_were_killed(ram, tmp_path):
     steps = str(tmp_path / "steps")
     options = {"slices": 2, "copies": 1, "persistent": steps, "every": 10**6}

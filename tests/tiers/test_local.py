@@ -111,9 +111,7 @@ def check(disk, state, step, directory=None):
         assert np.asarray(array.read().result()).tobytes() == expected
 
 
-def test_we_and_tensorstore_read_what_two_hosts_saved(
-    disk, host, tmp_path, monkeypatch
-):
+def test_we_and_tensorstore_read_what_hosts_saved(disk, host, tmp_path, monkeypatch):
     monkeypatch.setattr(layout.chunk_shape, "__kwdefaults__", {"chunk_bytes": 100})
     state = {name: random_bits(name, 24) for name in sorted(capture.STORABLE)}
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))

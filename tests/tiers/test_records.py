@@ -144,9 +144,7 @@ def test_a_dropped_writer_gives_its_claim_back_in_a_thread(tmp_path, monkeypatch
     assert begin(tmp_path, "b").number == 2
 
 
-def test_a_lost_record_is_not_renewed_and_one_not_given_back_is_not_tried_again(
-    tmp_path, monkeypatch, caplog
-):
+def test_a_lost_record_is_not_renewed(tmp_path, monkeypatch, caplog):
     told, there = [], records.Records(storage.absolute(tmp_path))
     record = records.Record(start="a", process=process.this(), secs=600.0)
     held = there.take(1, record, renewed=told.append)

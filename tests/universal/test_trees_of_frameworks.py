@@ -25,7 +25,6 @@ from elastic_ckpt.universal.rules.layout import Layout
 from tests.universal import safetensors_files
 from tests.universal.safetensors_files import bits
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 LAYERS, EMBED, FF = 2, 4, 6
 LAYOUT = """
 version: 1

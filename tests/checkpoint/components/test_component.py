@@ -114,9 +114,7 @@ def test_another_pattern_than_before_is_a_resize(saved, turns):
 
 
 @pytest.mark.parametrize("names", ["get_state set_state", "state_dict load_state_dict"])
-def test_an_object_is_set_and_all_hosts_are_asked_though_the_leader_writes(
-    turns, tmp_path, names
-):
+def test_all_hosts_are_asked_though_the_leader_writes(turns, tmp_path, names):
     asked = []
 
     def component(values):

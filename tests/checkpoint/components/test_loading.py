@@ -40,7 +40,7 @@ def test_all_components_are_loaded_with_the_trees_that_are_asked_for(checkpointe
     assert (summary.step, summary.skipped, summary.failed) == (4, {}, {})
 
 
-def test_all_names_are_in_one_error_and_without_strict_what_there_is_is_loaded(
+def test_one_error_has_all_names_and_strict_false_loads_the_rest(
     checkpointer,
 ):
     wanted = {

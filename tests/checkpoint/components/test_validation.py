@@ -142,9 +142,7 @@ def test_it_is_due_at_saves_and_intervals_as_they_are_chosen():
         assert due == expected
 
 
-def test_a_finding_is_an_event_and_a_metric_and_stops_a_run_that_is_to_stop(
-    recorded, mesh
-):
+def test_a_finding_is_an_event_and_may_stop_a_run(recorded, mesh):
     values, emit = placed(np.arange(6.0), mesh), RecordedEvents()
     # The first replica is the one that differs.
     bad = flipped(values, jax.devices()[0], 20)

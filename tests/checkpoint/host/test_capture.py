@@ -154,7 +154,7 @@ class FarMemory(capture.Memory):
         (2**22, 0, "wait"),
     ],
 )
-def test_what_accelerators_hold_is_captured_whatever_memory_there_is(
+def test_what_accelerators_hold_is_captured(
     tmp_path, monkeypatch, num_bytes, pinned_bytes, where
 ):
     values = np.arange(num_bytes // 8, dtype=np.complex64).reshape(64, -1)

@@ -64,9 +64,7 @@ def saved(num_hosts):
     is_moved=st.booleans(),
     data=st.data(),
 )
-def test_any_boxes_are_read_bit_equal_from_any_hosts_though_a_copy_is_damaged(
-    num_saved, parts, maps, is_moved, data
-):
+def test_any_boxes_are_read_from_any_hosts(num_saved, parts, maps, is_moved, data):
     found = saved(num_saved)
     damaged, bad_name = data.draw(st.integers(0, num_saved - 1)), ""
     if num_saved > 1:

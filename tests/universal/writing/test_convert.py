@@ -33,7 +33,6 @@ from tests.universal.safetensors_files import bits, read
 from tests.universal.writing import small_model
 
 TREES = ("orbax", "safetensors")
-pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
 
 @pytest.fixture

@@ -11,8 +11,6 @@ from elastic_ckpt.cli import main
 from tests.universal.safetensors_files import bits, read
 from tests.universal.writing import small_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
-
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 W = np.arange(24, dtype=np.float32).reshape(6, 4)
 
