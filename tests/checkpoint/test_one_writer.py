@@ -12,7 +12,6 @@ import os
 import pathlib
 import shutil
 import signal
-import subprocess
 
 import numpy as np
 import pytest
@@ -174,20 +173,17 @@ def test_a_start_by_hand_of_a_run_that_runs_is_refused(tmp_path):
         begun.begin()
         return begun
 
-    with subprocess.Popen(["sleep", "1000"]) as other:
-        try:
-            stat = pathlib.Path("/proc", str(other.pid), "stat").read_text()
-            owner = dataclasses.replace(
-                process.this(), pid=other.pid, start_ticks=int(stat.split()[21])
-            )
-            first = begin(owner)
-            with pytest.raises(errors.RunError, match=f"process {other.pid} on"):
-                begin(process.this())
-        finally:
-            other.kill()
-        other.wait()
-        begin(process.this()).close()
-        first.close()
+    pid = os.getppid()
+    stat = pathlib.Path("/proc", str(pid), "stat").read_text()
+    ticks = int(stat.rpartition(")")[2].split()[19])
+    running = dataclasses.replace(process.this(), pid=pid, start_ticks=ticks)
+    first = begin(running)
+    with pytest.raises(errors.RunError, match=f"process {pid} on"):
+        begin(process.this())
+    first.close()
+    # Its number was that of another process before.
+    begin(dataclasses.replace(running, start_ticks=ticks - 1))
+    begin(process.this()).close()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from elastic_ckpt.checkpoint.host import backup
 from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.host.copies import HostCopies
 from elastic_ckpt.checkpoint.host.saver import HostSaver
+from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import upload
@@ -247,3 +248,39 @@ def test_a_host_that_is_missing_is_named_at_the_end(sim):
     with pytest.raises(errors.NotStoredError) as caught:
         sim.world.close()
     assert str(caught.value).startswith(f"{missing} again: no tier has it")
+
+
+@pytest.fixture
+def rounds(monkeypatch):
+    """The rounds in which hosts of simulated worlds have answered."""
+    made = []
+
+    def noted(kind):
+        method = getattr(simulated_world.SimulatedHosts, kind)
+
+        def call(hosts, *args, **kwargs):
+            made.append((kind, *args[:1]))
+            return method(hosts, *args, **kwargs)
+
+        monkeypatch.setattr(simulated_world.SimulatedHosts, kind, call)
+
+    for kind in ("all", "first", "share", "check"):
+        noted(kind)
+    return made
+
+
+def test_a_save_takes_6_rounds_or_11_with_storage_and_a_restore_12(sim, rounds):
+    sim.open((0, 1), store_every=2)
+    taken = []
+    for step in (1, 2, 3):
+        rounds.clear()
+        assert save(sim, step) == [True]
+        taken.append(len(rounds))
+    # The first claims the line.
+    assert taken == [7, 11, 6]
+    sim.world.close()
+    world = sim.open((2, 1), store_every=2)
+    rounds.clear()
+    world.load_checkpointables(None, {"state": simulated_world.abstract()})
+    # What follows copies the step to its new hosts.
+    assert rounds.index(("first", HostWorld.new_save)) == 11
