@@ -7,6 +7,8 @@ suite `recovery`. Turns of some steps alternate: without saves (`each_step_ms`),
 with a save of each step to RAM (`every=1`) and a copy at a peer.
 
 * `save_each_step_percent_sent`: what saves add to a step.
+* `floor_percent_sent`: what a step takes longer while as many bytes, in memory, are
+  digested, sent to the next host by a plain socket, and digested there.
 * `step_beside_save_percent`: of that, what is not the blocked call.
 """
 
@@ -15,16 +17,20 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import socket
 import tempfile
 import time
+from concurrent import futures
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import multihost_utils
 
 from benchmarks import report, sized, tiers_hosts, turns
 from elastic_ckpt import frontend
+from elastic_ckpt.core import digest
 from elastic_ckpt.elastic import supervisor
 from elastic_ckpt.tiers import choices
 
@@ -61,7 +67,10 @@ def measure() -> dict[str, report.Figure]:
             "ms", "a step without saves", [1000 * each for each in alone]
         ),
         "save_each_step_percent_sent": report.figure(
-            "%", "at most 15; a save in each with a copy at a peer", more(secs["sent"])
+            "%", "at most 25; a save in each with a copy at a peer", more(secs["sent"])
+        ),
+        "floor_percent_sent": report.figure(
+            "%", "the same bytes by a plain socket", more(secs["floor"])
         ),
         "step_beside_save_percent": report.figure(
             "%", "at most 5; without the blocked call", more(secs["beside"])
@@ -88,24 +97,61 @@ def _host(host: tiers_hosts.Host) -> turns.Secs:
         took = time.perf_counter() - began
         count = max(1, round(count * _STEP_SECS / took))
         count = int(multihost_utils.broadcast_one_to_all(jnp.int32(count)))
-    secs: turns.Secs = {"alone": [], "sent": [], "beside": []}
+    secs: turns.Secs = {"alone": [], "floor": [], "sent": [], "beside": []}
+    floor = _Floor(host.number, host.place.num_bytes // tiers_hosts.HOSTS)
     local = choices.Local(f"{host.place.machines[host.number]}/sent", every=1)
     numbers = itertools.count(1)
     with frontend.Checkpointer(
         [local, choices.Peers(copies=1)], run="sent", slice_name=str(host.number)
     ) as checkpointer:
-        for side in ["alone", "sent"] * (_ROUNDS + 1):
+        for side in ["alone", "floor", "sent"] * (_ROUNDS + 1):
             multihost_utils.sync_global_devices(side)
             began, blocked = time.perf_counter(), 0.0
             for _ in range(_STEPS):
                 state = jax.block_until_ready(step(state, count))
+                if side == "floor":
+                    floor.begin()
                 if side == "sent":
                     save_began = time.perf_counter()
                     checkpointer.save_async(next(numbers), state)
                     blocked += time.perf_counter() - save_began
             took = time.perf_counter() - began
             checkpointer.wait()
+            floor.wait()
             secs[side].append(took / _STEPS)
             if side == "sent":
                 secs["beside"].append((took - blocked) / _STEPS)
     return secs
+
+
+class _Floor:
+    # Moves bytes to the next host in the background, once after each step.
+
+    def __init__(self, number: int, num_bytes: int) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = np.int32(server.getsockname()[1])
+            ports = multihost_utils.process_allgather(port)
+            successor = int(ports[(number + 1) % len(ports)])
+            self._to = socket.create_connection(("127.0.0.1", successor))
+            self._from, _ = server.accept()
+        self._own, self._copy = np.ones((2, num_bytes), np.uint8)
+        self._threads = futures.ThreadPoolExecutor(2)
+        self._moved: list[futures.Future[object]] = []
+
+    def begin(self) -> None:
+        self.wait()
+        self._moved = [self._threads.submit(each) for each in (self._send, self._take)]
+
+    def wait(self) -> None:
+        for moved in self._moved:
+            moved.result()
+
+    def _send(self) -> None:
+        digest.values_digest(self._own)
+        self._to.sendall(self._own.data)
+
+    def _take(self) -> None:
+        left = self._copy.data
+        while left:
+            left = left[self._from.recv_into(left[: 2**20]) :]
+        digest.values_digest(self._copy)

@@ -247,16 +247,16 @@ class Memory:
         """One piece of memory: the last one of this size, whose pages are warm."""
         return self._pool.take(num_bytes)
 
-    def give_back(self, chunks: Sequence[_Chunk], piece: np.ndarray) -> None:
+    def give_back(self, files: Iterable[ChunkFile], piece: np.ndarray) -> None:
         """Releases what was taken; files that became part of a step stay."""
         self._pool.give_back(piece)
-        self.discard(chunks)
+        self.discard(files)
 
-    def discard(self, chunks: Sequence[_Chunk]) -> None:
+    def discard(self, files: Iterable[ChunkFile]) -> None:
         """Removes files that did not become part of a step."""
-        for chunk in chunks:
-            if chunk.file is not None and self._files is not None:
-                self._files.discard(chunk.file)
+        for file in files:
+            assert self._files is not None
+            self._files.discard(file)
 
     def _fit(self, chunks: Iterable[_Chunk]) -> bool:
         # Whether devices tell that they have room for a copy beside their programs.
@@ -310,11 +310,12 @@ def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
         piece = memory.take(0 if is_lent else num_bytes)
         _copy([c for c in rest if c.values is None], piece, memory.num_threads)
     except BaseException:
-        memory.discard(rest)
+        memory.discard(_files(rest))
         raise
     return Captured(
         [_captured(part, of_leaf) for part, of_leaf in here],
-        on_release=functools.partial(memory.give_back, rest, piece),
+        # Of the files alone: chunks view arrays, which a step could not reuse then.
+        on_release=functools.partial(memory.give_back, _files(rest), piece),
         is_lent=is_lent,
     )
 
@@ -369,6 +370,10 @@ def leaf_of(path: str, value: jax.Array | Whole) -> Leaf:
             " it to a wider one before it is saved"
         )
     return Leaf(path=path, shape=array.shape, dtype=dtype)
+
+
+def _files(chunks: Iterable[_Chunk]) -> list[ChunkFile]:
+    return [chunk.file for chunk in chunks if chunk.file is not None]
 
 
 def _copy(chunks: Sequence[_Chunk], piece: np.ndarray, num_threads: int) -> None:

@@ -74,6 +74,13 @@ class Bandwidth:
             self._paid = max(self._paid, now - _BURST_SECS) + secs
             return max(0.0, self._paid - now)
 
+    def wait(self, num_bytes: int) -> None:
+        """Takes `num_bytes`, and waits until the next may be taken."""
+        secs = self.take(num_bytes)
+        # A sleep of 0 s takes longer than to receive the next bytes.
+        if secs:
+            time.sleep(secs)
+
 
 class PeerClient:
     """Reads from the agents of other machines; one a process, for any thread.
@@ -171,7 +178,7 @@ class Endpoint:
                         f" at most {most_bytes} are taken"
                     )
                 content = response.read()
-            time.sleep(self._client.bound.take(len(content)))
+            self._client.bound.wait(len(content))
             return content
 
         return self._tried(read)
@@ -200,7 +207,7 @@ class Endpoint:
                         raise ConnectionError("closed the connection")
                     on_piece(piece[:num_bytes])
                     done += num_bytes
-                    time.sleep(bound.take(num_bytes))
+                    bound.wait(num_bytes)
             return int(size[1])
 
         if not len(into):

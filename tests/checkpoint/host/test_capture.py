@@ -126,11 +126,12 @@ def test_arrays_that_are_donated_afterwards_leave_the_capture_as_it_was(num_devi
     values, devices = np.arange(2**20, dtype=np.float32), jax.devices()[:num_devices]
     array = step(jax.device_put(values, over("a", devices=devices)))
     pointers = [x.data.unsafe_buffer_pointer() for x in array.addressable_shards]
-    (part,) = capture.capture({"w": array}, capture.Memory(num_threads=4)).parts
+    captured = capture.capture({"w": array}, capture.Memory(num_threads=4))
     after = jax.block_until_ready(step(array))
     # The step wrote into the same memory: a capture does not keep it from that either.
     again = [x.data.unsafe_buffer_pointer() for x in after.addressable_shards]
     assert pointers == again
+    (part,) = captured.parts
     assert joined(part).tobytes() == (values + 1).tobytes()
 
 
