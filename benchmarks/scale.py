@@ -78,9 +78,9 @@ P = ParamSpec("P")
 _SIZES = {"10k": sized(10_000, 40), "1000": sized(1000, 30), "100": sized(100, 20)}
 # Of each figure, its unit and its bound.
 _FIGURES = {
-    "messages_per_host": ("messages", "at most 200"),
+    "messages_per_host": ("messages", "at most 60"),
     "restore_messages_per_host": ("messages", "no bound"),
-    "decision_secs": ("secs", "at most 10"),
+    "decision_secs": ("secs", "at most 9"),
     "traffic_peak_gib": ("gib", "no bound"),
 }
 _STEP = 30

@@ -116,7 +116,7 @@ def measure() -> dict[str, report.Figure]:
         ),
         "save_secs": report.figure("secs", "until it is committed", saved["save"]),
         "ram_restore_ratio_copy": report.ratio(
-            restored["copy"], restored["load"], "at least 0.5; over the speed of cp"
+            restored["copy"], restored["load"], "at least 0.9; over the speed of cp"
         ),
         "ram_restore_ratio_orbax": report.ratio(
             restored["load_orbax"], restored["load"], "over the speed of Orbax"
@@ -141,7 +141,7 @@ def measure() -> dict[str, report.Figure]:
         )
     return figures | {
         "peer_ratio_curl": report.ratio(
-            reads["curl"], reads["client"], "at least 0.5; over the speed of curl"
+            reads["curl"], reads["client"], "at least 1.1; over the speed of curl"
         )
     }
 

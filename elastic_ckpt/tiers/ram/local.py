@@ -315,20 +315,23 @@ class StepWriter:
         numbers = {leaf.path: number for number, leaf in enumerate(leaves)}
         items = [(part, *each) for part in captured.parts for each in part.boxes]
 
-        def write(item: tuple[CapturedLeaf, Box, Values]) -> None:
-            part, box, values = item
-            values, file = fetched(values), part.files.get(box)
-            if file is None:
-                file = self._own.files.take(values.nbytes)
-                target = np.ndarray(box.shape, values.dtype, file.memory)
-                np.copyto(target, values)
-            self._place(numbers[part.leaf.path], box, file)
+        # A task for each of many small boxes would take longer than to write it.
+        shares = [items[first::_NUM_THREADS] for first in range(_NUM_THREADS)]
+
+        def write(share: Sequence[tuple[CapturedLeaf, Box, Values]]) -> None:
+            for part, box, values in share:
+                values, file = fetched(values), part.files.get(box)
+                if file is None:
+                    file = self._own.files.take(values.nbytes)
+                    target = np.ndarray(box.shape, values.dtype, file.memory)
+                    np.copyto(target, values)
+                self._place(numbers[part.leaf.path], box, file)
 
         with self._abandoned_on_failure():
             for path, content in files.items():
                 storage.write_atomic(self.directory / path, content)
             with background.pool(_NUM_THREADS, "write") as pool:
-                list(pool.map(write, items))
+                list(pool.map(write, shares))
 
     def put(
         self,

@@ -216,7 +216,7 @@ class RamDisk:
 
 
 class StepFiles:
-    """The source of one step in a RAM disk: its files; it follows no links in it.
+    """The source of one step in a RAM disk: its files.
 
     Attributes:
       directory: of the step.
@@ -253,7 +253,7 @@ class StepFiles:
     @contextlib.contextmanager
     def _opened(self, leaf: Leaf, box: Box) -> Iterator[io.FileIO]:
         try:
-            path = _unlinked(self.directory, layout.part_file(leaf, box))
+            path = os.path.join(self.directory, layout.part_file(leaf, box))
             with open(path, "rb", buffering=0) as file:
                 yield file
         except FileNotFoundError:
