@@ -19,7 +19,7 @@ import jax
 from absl import logging
 
 from elastic_ckpt import frontend
-from elastic_ckpt.checkpoint import run_saver
+from elastic_ckpt.checkpoint import foreign_steps, run_saver
 from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
 from elastic_ckpt.checkpoint.run_world import ALONE
 from elastic_ckpt.core import allgather, errors, events, process, topology
@@ -503,7 +503,7 @@ class Job:
 
 
 class _Compiled:
-    """Compiles the step, or takes the last one for batches of the same size.
+    """Compiles the step once for all batches with the same shapes and dtypes.
 
     Args:
       compiled: compiles it.
@@ -511,16 +511,14 @@ class _Compiled:
 
     def __init__(self, compiled: Compile) -> None:
         self._compiled = compiled
-        self._rows = 0
-        self._step: Callable[..., Any] | None = None
+        self._steps: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, jitted: Any, *arguments: Any, step: int) -> Callable[..., Any]:
         _, batch = arguments
-        rows = len(next(iter(batch.values())))
-        if self._step is None or rows != self._rows:
-            self._step = self._compiled(jitted, *arguments, step=step)
-            self._rows = rows
-        return self._step
+        form = tuple((each.shape, each.dtype) for each in jax.tree.leaves(batch))
+        if form not in self._steps:
+            self._steps[form] = self._compiled(jitted, *arguments, step=step)
+        return self._steps[form]
 
 
 def train(
@@ -591,19 +589,24 @@ def _complete(saver: run_saver.RunSaver) -> list[CheckpointMetadata]:
 
 
 def compile_ahead(config: schema.Config, world: World) -> None:
-    """Compiles the step of a world that may follow; reads one batch, writes nothing.
+    """Compiles the step of a world that may follow; reads batches, writes nothing.
+
+    It begins with the stage of the newest step in storage, and goes on with those that
+    come after it.
 
     Args:
       config: of the run; the files of its data exist.
       world: of this host, in a world of that size.
     """
     job = assemble(configured.only_compiled(config), world.topology, place=world)
-    # Batches grow to their last size, and keep it.
-    job.loop.batches.begin_at(config.run.steps)
-    job.loop.batches.resize(job.loop.sizes.at(config.run.steps))
-    world.compiled(
-        job.loop.program.step, job.loop.program.abstract_state, next(job.loop.batches)
-    )
+    directory = run_directory.steps_of(run_directory.path_of(config))
+    newest = max(foreign_steps.steps(directory), default=0)
+    compiled, loop = _Compiled(world.compiled), job.loop
+    for step in [newest, *(s for s, _ in loop.sizes.stages if s > newest)]:
+        loop.batches.begin_at(step)
+        loop.batches.resize(loop.sizes.at(step))
+        batch = next(loop.batches)
+        compiled(loop.program.step, loop.program.abstract_state, batch, step=step)
     job.close()
 
 

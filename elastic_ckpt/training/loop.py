@@ -202,13 +202,11 @@ class Loop:
             return Ended(state=state, step=done, is_stopped=True)
         step = self.program.step
         self.batches.begin_at(start_step)
-        shapes: list[tuple[int, ...]] = []
+        form: list[Any] = []
         while done < steps and not stopping and self.callbacks.decision is None:
             self.begin("step")
-            is_new_shape = done == start_step
             if self.sizes.at(done) != self.sizes.at(max(done - 1, start_step)):
                 self.batches.resize(self.sizes.at(done))
-                is_new_shape = True
             try:
                 batch = next(self.batches)
             except StopIteration:
@@ -216,8 +214,9 @@ class Loop:
                 self.emit("data_ended", step=done)
                 break
             # A stage of the data may have rows of another length.
-            before, shapes = shapes, [each.shape for each in jax.tree.leaves(batch)]
-            if is_new_shape or shapes != before:
+            before, leaves = form, jax.tree.leaves(batch)
+            form = [(each.shape, each.dtype) for each in leaves]
+            if form != before:
                 step = self._compiled(done + 1, state, batch)
             if done == start_step and not is_ending:
                 is_ending = self.is_ending(done)

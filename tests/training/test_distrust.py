@@ -25,8 +25,8 @@ def poison(monkeypatch, poisoned):
     monkeypatch.setattr(run_saver.RunSaver, "save", save_poisoned)
 
 
-def train(directory, corpus, steps):
-    """Trains in a new world; its end, the phases, and the restores it distrusts."""
+def train(directory, corpus, steps, **settings):
+    """Trains in a new world; its end, the phases, and its events."""
     config = jobs.configured(
         directory,
         corpus,
@@ -36,12 +36,13 @@ def train(directory, corpus, steps):
         local_checkpoint_period=2,
         multi_tier_checkpointing_backup_interval_steps=4,
         save_checkpoint_on_completion=False,
+        **settings,
     )
     recorded, phases = RecordedEvents(), []
     job = jobs.assembled(config, slices=1, emit=recorded)
     ended = job.run(job.restore_or_init(), begin=phases.append)
     job.close()
-    return ended, phases, recorded.named("restore_distrusted")
+    return ended, phases, recorded
 
 
 def logged(directory):
@@ -56,8 +57,8 @@ def test_poisoned_copy_in_ram_is_left_for_storage_and_the_rows_come_again(
     undisturbed, _, _ = train(other, corpus, 12)
     poison(monkeypatch, 6)
     train(one, corpus, 6)
-    ended, phases, distrusted = train(one, corpus, 12)
-    assert distrusted == [
+    ended, phases, recorded = train(one, corpus, 12)
+    assert recorded.named("restore_distrusted") == [
         {"step": 7, "restored_step": 6, "to_step": 4, "why": "the loss is nan"}
     ]
     assert ended.finding is None
