@@ -2,8 +2,8 @@
 
 A template is a program in Jinja that comes with a tokenizer: `chat_template.jinja`, or
 the field `chat_template` of `tokenizer_config.json`. It renders what Hugging Face's
-`apply_chat_template` renders, from the same variables. As it may be anybody's program,
-it runs in a sandbox with limits; see `template_sandbox`.
+`apply_chat_template` renders, from the same variables. Jinja's sandbox keeps it from
+reaching Python, but limits neither its time nor its memory.
 
 What the assistant says is found in two ways. If the template has `{% generation %}`
 blocks, it is what they render. Otherwise the conversation is also rendered up to each
@@ -15,13 +15,14 @@ is refused.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from importlib import metadata
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from etils import epath
@@ -36,15 +37,9 @@ ASSISTANT = "assistant"
 _FILE = "chat_template.jinja"
 _CONFIG_FILE = "tokenizer_config.json"
 _FIELD = "chat_template"
-# The one of several templates that is for conversations without tools.
-_DEFAULT = "default"
-_LEAST_JINJA = (3, 1, 6)
-_HALF = re.compile("[\ud800-\udfff]")
-_REMEDY = (
-    "mark what the assistant says by {% generation %} ... {% endgeneration %} in a copy"
-    " of the template (chat_template_path in a configuration), or train on all turns"
-    " (sft_train_on_completion_only=false)"
-)
+# Around what `{% generation %}` blocks render. No message has these halves of pairs.
+_BEGIN_GENERATED, _END_GENERATED = "\ud800", "\udbff"
+_MARK = re.compile(f"[{_BEGIN_GENERATED}{_END_GENERATED}]")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,23 +83,16 @@ class ChatTemplate:
             raise errors.ConfigError(
                 f"chat_template_date={self.date!r}; write it as YYYY-MM-DD"
             )
-        self._compiled()
-
-    @property
-    def has_generation(self) -> bool:
-        """Whether it marks what the assistant says, by `{% generation %}` blocks."""
-        has: bool = self._compiled().has_generation
-        return has
+        _compiled(self.text)
 
     def identity(self) -> dict[str, storage.Json]:
         """The digest of the text, and what else it depends on."""
-        used = self._compiled().names
         special = {
             name: text
             for name, text in sorted(self.special_tokens.items())
-            if name in used
+            if name in self.text
         }
-        date = {"date": self.date} if "strftime_now" in used else {}
+        date = {"date": self.date} if "strftime_now" in self.text else {}
         content = self.text.encode(errors="surrogatepass")
         digest = hashlib.blake2b(content, digest_size=16).hexdigest()
         return {"digest": digest, "special_tokens": special, **date}
@@ -120,10 +108,9 @@ class ChatTemplate:
             the assistant.
 
         Raises:
-          DataError: if the template refuses the conversation, has an error, or does not
-            end within the limits.
+          DataError: if the template refuses the conversation, or has an error.
         """
-        return self._marked(messages, add_generation_prompt)[0]
+        return self._rendered(messages, add_generation_prompt).text
 
     def render_with_spans(self, messages: Sequence[Message]) -> Rendered:
         """A conversation as text, and where the assistant speaks.
@@ -131,10 +118,11 @@ class ChatTemplate:
         Raises:
           DataError: as `render`; or if the template does not show where it speaks.
         """
-        if self.has_generation:
-            text, spans = self._marked(messages, False)
-            return Rendered(text=text, spans=spans)
-        text = self.render(messages)
+        whole = self._rendered(messages, False)
+        _, has_generation = _compiled(self.text)
+        if has_generation:
+            return whole
+        text = whole.text
         turns = []
         for number, message in enumerate(messages):
             if message.get("role") == ASSISTANT:
@@ -151,42 +139,36 @@ class ChatTemplate:
                 "the chat template renders the first"
                 f" {len(messages)} messages of a conversation in another way than in"
                 " the whole conversation, so it does not show which part the assistant"
-                f" says; {_REMEDY}"
+                " says; mark that by {% generation %} ... {% endgeneration %} in a copy"
+                " of the template (chat_template_path in a configuration), or train on"
+                " all turns (sft_train_on_completion_only=false)"
             )
         return len(begin)
 
-    def _compiled(self) -> Any:
-        return _compiled(self.text)
-
-    def _marked(
+    def _rendered(
         self, messages: Sequence[Message], add_generation_prompt: bool
-    ) -> tuple[str, tuple[tuple[int, int], ...]]:
-        sandbox = _sandbox()
-        variables = {
-            **self.special_tokens,
-            "messages": list(messages),
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
+    ) -> Rendered:
+        # With the spans of `{% generation %}` blocks.
+        template, _ = _compiled(self.text)
         try:
-            marked = self._compiled().render(variables, date=self.date)
-        except sandbox.RefusedError as error:
-            raise errors.DataError(
-                f"the chat template refuses a conversation: {error}"
-            ) from None
-        except sandbox.ExceededError as error:
-            raise errors.DataError(
-                f"the chat template was stopped, because {error}; use another one"
-                " (chat_template_path in a configuration)"
-            ) from None
+            marked = template.render(
+                **self.special_tokens,
+                messages=list(messages),
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                raise_exception=_refuse,
+                strftime_now=functools.partial(_strftime, self.date),
+            )
+        except errors.DataError:
+            raise
         except Exception as error:  # a template may raise anything
             raise errors.DataError(
                 "the chat template cannot render a conversation:"
                 f" {type(error).__name__}: {str(error)[:300]}; correct the template"
                 " (chat_template_path in a configuration) or the messages"
             ) from None
-        return _spans(marked, sandbox.BEGIN_GENERATED, sandbox.END_GENERATED)
+        return _without_marks(marked)
 
 
 def load_chat_template(
@@ -242,77 +224,43 @@ def find(
     return _beside(epath.Path(of_tokenizer).parent) if of_tokenizer else ""
 
 
-def _of_file(file: epath.Path) -> str:
-    content = _read(file)
-    if file.suffix != ".json":
-        return content
-    return _of_settings(file, content)
-
-
 def _beside(directory: epath.Path) -> str:
-    if (directory / _FILE).exists():
-        return _read(directory / _FILE)
-    file = directory / _CONFIG_FILE
-    return _of_settings(file, _read(file)) if file.exists() else ""
+    for name in (_FILE, _CONFIG_FILE):
+        if (directory / name).exists():
+            return _of_file(directory / name)
+    return ""
 
 
-def _of_settings(file: epath.Path, content: str) -> str:
+def _of_file(file: epath.Path) -> str:
     try:
-        settings = json.loads(content)
-    except ValueError as error:
+        content = file.read_bytes().decode()
+        if file.suffix != ".json":
+            return content
+        template = json.loads(content).get(_FIELD, "")
+        if isinstance(template, list):
+            # The others are for conversations with tools.
+            named = {each["name"]: each["template"] for each in template}
+            template = named.get("default", "")
+        if not isinstance(template, str):
+            raise TypeError(f"its field {_FIELD!r} is no text")
+        return template
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise errors.DataError(
-            f"{file}: not JSON ({error}); restore it from a copy"
+            f"{file}: cannot be read as a chat template ({error}); restore it from a"
+            " copy, or set chat_template_path to the file of a template"
         ) from None
-    template = settings.get(_FIELD, "") if isinstance(settings, dict) else None
-    if isinstance(template, list):
-        # Several templates by name.
-        named = [each for each in template if isinstance(each, dict)]
-        template = {each.get("name"): each.get("template") for each in named}.get(
-            _DEFAULT, ""
-        )
-    if not isinstance(template, str):
-        raise errors.DataError(
-            f"{file}: its field {_FIELD!r} is no text; restore it from a copy, or set"
-            " chat_template_path to the file of a template"
-        )
-    return template
-
-
-def _read(file: epath.Path) -> str:
-    try:
-        return file.read_bytes().decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise errors.DataError(
-            f"{file}: cannot be read as a chat template ({error}); name a file of text"
-            " in Jinja (chat_template_path in a configuration)"
-        ) from None
-
-
-@functools.cache
-def _sandbox() -> Any:
-    # Jinja is imported by those who have chats.
-    extras.module("jinja2", extra="tokenizers", otherwise="set use_sft=false")
-    installed = metadata.version("jinja2")
-    if tuple(map(int, re.findall(r"\d+", installed)[:3])) < _LEAST_JINJA:
-        raise errors.ConfigError(
-            f"jinja2 {installed} has known ways out of its sandbox; install 3.1.6 or"
-            " newer"
-        )
-    from elastic_ckpt.data.lm import template_sandbox
-
-    return template_sandbox
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(text: str) -> Any:
-    sandbox = _sandbox()
-    if len(text) > sandbox.MAX_TEMPLATE_CHARACTERS:
-        raise errors.ConfigError(
-            f"a chat template of {len(text):,} characters; it may have"
-            f" {sandbox.MAX_TEMPLATE_CHARACTERS:,}"
-        )
+def _compiled(text: str) -> tuple[Any, bool]:
+    # The template, and whether it has `{% generation %}` blocks.
+    environment = _environment()
+    from jinja2 import nodes
+
     try:
-        return sandbox.Template(text)
+        tree = environment.parse(text)
+        has_generation = tree.find(nodes.ExtensionAttribute) is not None
+        return environment.from_string(tree), has_generation
     except Exception as error:  # a text may be anything
         line = getattr(error, "lineno", None)
         place = f", line {line}" if line else ""
@@ -324,34 +272,74 @@ def _compiled(text: str) -> Any:
         ) from None
 
 
-def _spans(
-    marked: str, begin: str, end: str
-) -> tuple[str, tuple[tuple[int, int], ...]]:
-    # A text without its marks, and the spans between them; one inside another is part
-    # of it.
-    pieces, spans = [], []
-    length = depth = first = 0
-    for piece in re.split(f"([{begin}{end}])", marked):
-        if piece == begin:
-            first = first if depth else length
-            depth += 1
-        elif piece == end:
-            depth -= 1
-            if not depth:
-                spans.append((first, length))
-            if depth < 0:
-                break
-        else:
-            pieces.append(piece)
-            length += len(piece)
-    if depth:
+@functools.cache
+def _environment() -> Any:
+    # That of Hugging Face's `apply_chat_template`. Only those who have chats import
+    # Jinja.
+    extras.module("jinja2", extra="tokenizers", otherwise="set use_sft=false")
+    from jinja2 import ext, nodes, sandbox
+
+    class Generation(ext.Extension):
+        """Marks what a `{% generation %}` block renders."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> nodes.CallBlock:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("mark"), [], [], body, lineno=line)
+
+        def mark(self, caller: Callable[[], str]) -> str:
+            # A block inside of another one is part of it.
+            rendered = _MARK.sub("", caller())
+            return f"{_BEGIN_GENERATED}{rendered}{_END_GENERATED}"
+
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
+    )
+    # Jinja's own escapes HTML.
+    environment.filters["tojson"] = _to_json
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _refuse(message: object) -> None:
+    raise errors.DataError(f"the chat template refuses a conversation: {message}")
+
+
+def _strftime(date: str, format: str) -> str:
+    if not date:
+        _refuse(
+            "it asks for the date of today (strftime_now), with which rows would change"
+            " from day to day; set chat_template_date to a fixed one"
+        )
+    return datetime.date.fromisoformat(date).strftime(format)
+
+
+def _without_marks(marked: str) -> Rendered:
+    marks = "".join(_MARK.findall(marked))
+    if marks.replace(_BEGIN_GENERATED + _END_GENERATED, ""):
         raise errors.DataError(
             "the chat template cuts what a {% generation %} block renders; put the"
             " block around what is left of it"
         )
-    text = "".join(pieces)
-    if _HALF.search(text):
-        raise errors.DataError(
-            "the chat template renders halves of surrogate pairs; correct its texts"
-        )
-    return text, tuple(spans)
+    # What comes before a block, and what it renders, in turns.
+    pieces = _MARK.split(marked)
+    ends = list(itertools.accumulate(map(len, pieces)))
+    spans = zip(ends[::2], ends[1::2], strict=False)
+    return Rendered(text="".join(pieces), spans=tuple(spans))

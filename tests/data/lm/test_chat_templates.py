@@ -1,4 +1,4 @@
-"""Chat templates render what `transformers` renders, within limits.
+"""Chat templates render what `transformers` renders, in a sandbox.
 
 `tests/golden/chat_templates` has templates in the style of those of real models, a
 tokenizer, and conversations. `expected.json` is what `apply_chat_template` of
@@ -154,58 +154,27 @@ def test_a_template_whose_prefixes_are_none_is_refused():
         TEMPLATES["mistral.jinja"].render_with_spans(turns)
 
 
-# Limits. None of these tests would end without them.
+# Templates of strangers.
 
-GROWING = (
-    "{%% set ns = namespace(s=%s) %%}"
-    "{%% for i in range(99) %%}{%% set ns.s = %s %%}{%% endfor %%}"
-)
-ENDLESS = {
-    "loops": "{% for a in range(99999) %}" * 9 + "{% endfor %}" * 9,
-    "macro": "{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}",
-    "recursive loop": "{% for a in [1] recursive %}{{ loop([1, 1]) }}{% endfor %}",
-    "plus": GROWING % ("'12345678'", "ns.s + ns.s"),
-    "list": GROWING % ("[1]", "ns.s + ns.s"),
-    "times": "{{ 'x' * 10**10 }}",
-    "output": "{% set a = 'x' * 99999 %}{% for i in range(99999) %}{{ a }}{% endfor %}",
-    "replace": "{% set a = 'x' * 999999 %}{{ a.replace('x', a) }}",
-    "join by a filter": "{% set a = 'x' * 999999 %}{{ a|join(a) }}",
-    "split": "{% set ns = namespace(s=[]) %}{% for i in range(999) %}"
-    "{% set ns.s = [ns.s, ('a ' * 99999).split()] %}{% endfor %}",
-}
-DEEP = (
-    "{% set ns = namespace(t=()) %}"
-    "{% for i in range(999) %}{% set ns.t = (ns.t,) %}{% endfor %}"
-)
 REFUSED = {
-    # Hashing it would end a process whose stack is short.
-    DEEP + "{{ {ns.t: 1} }}": "nests more than 200 lists",
-    "{{ 9 ** 9 ** 999999 }}": "more than 4096 bits",
-    "{{ ('9' * 99999)|int(base=16) }}": "more than 1000 digits",
-    "{{ range(999999) }}": "Range too big",
-    "{{ '%999999999d'|format(1) }}": "width of three digits",
-    "{{ '{:>999999999}'.format(1) }}": "width of three digits",
-    "{{ '%*d' % (10**9, 1) }}": "width of three digits",
-    "{{ [1]|tojson(indent=10**9) }}": "indent of more than 16",
-    "{{ namespace(__class__=1) }}": "'__class__' of a namespace",
-    "{{ 'x'.center(10**9) }}": "calls 'center'",
+    "{{ range(10**9) }}": "Range too big",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}": "RecursionError",
     "{{ ''.__class__.__mro__ }}": "'__class__'.*unsafe",
+    "{{ (''|attr('__class__')).__mro__ }}": "'__class__'.*unsafe",
     "{{ '{0.__class__.__mro__}'.format(1) }}": "'__class__'.*unsafe",
+    "{{ cycler.__init__.__globals__ }}": "'__init__'.*unsafe",
+    "{{ raise_exception.__globals__.os }}": "'__globals__'.*unsafe",
+    "{{ strftime_now.func.__globals__.os }}": "'__globals__'.*unsafe",
     "{{ messages.append(1) }}": "'append'.*unsafe",
     "{{ messages[0].content.nothing.more }}": "UndefinedError",
+    "{% include '/etc/hostname' %}": "cannot render a conversation",
     "{{ raise_exception('no\nno') }}": "refuses a conversation: no",
     "{{ strftime_now('%Y') }}": "chat_template_date",
 }
 
 
-@pytest.mark.parametrize("name", ENDLESS)
-def test_a_template_that_does_not_end_is_stopped(name):
-    with refused("was stopped|maximum recursion"):
-        rendered(ENDLESS[name])
-
-
 @pytest.mark.parametrize("text", REFUSED)
-def test_what_is_too_large_or_reaches_python_is_refused(text):
+def test_a_template_that_fails_or_reaches_for_python_is_refused(text):
     with refused(REFUSED[text]):
         rendered(text, messages("a"))
 
@@ -214,10 +183,8 @@ def test_what_is_too_large_or_reaches_python_is_refused(text):
     ("text", "match"),
     [
         ("{% for %}", "line 1 .*TemplateSyntaxError"),
-        ("\n{{ 'x'|attr('y') }}", "line 2 .*No filter named 'attr'"),
-        ("{% include 'x' %}", "includes no other"),
+        ("\n{{ 'x'|nothing }}", "line 2 .*No filter named 'nothing'"),
         ("{{ " + "(" * 99999 + "1" + ")" * 99999 + " }}", "RecursionError"),
-        ("x" * (2**20 + 1), "1,048,577 characters"),
     ],
 )
 def test_what_is_no_template_is_refused(text, match):
@@ -282,5 +249,9 @@ def test_a_given_template_comes_first(tmp_path):
     assert load(tmp_path, path=jinja).text == "own é"
     assert load(tmp_path, path=in_json).text == "own in JSON"
     assert load(tmp_path, text="given").text == "given"
+    for content in ("{", "[]", '{"chat_template": 1}', '{"chat_template": [1]}'):
+        in_json.write_text(content)
+        with pytest.raises(errors.DataError, match="json: cannot be read as a chat"):
+            load(tmp_path, path=in_json)
     with pytest.raises(errors.ConfigError, match="both set"):
         load(tmp_path, text="given", path=jinja)
