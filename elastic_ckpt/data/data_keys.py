@@ -71,9 +71,7 @@ class DataKeys:
         "text",
         "Column, or feature of a tf.Example, with the text or the tokens. With use_sft"
         " it has the messages of a conversation, or two columns, separated by a comma,"
-        " have the prompt and the completion; with use_dpo `prompt,chosen,rejected`,"
-        " or `chosen,rejected`, which both begin with the prompt. A list, as in"
-        " MaxText, is accepted.",
+        " have the prompt and the completion. A list, as in MaxText, is accepted.",
         lists="names",
     )
     use_sft: bool = key(
@@ -86,18 +84,6 @@ class DataKeys:
         False,
         "With use_sft, whether the loss counts only what the assistant says. If false,"
         " it counts all tokens.",
-    )
-    use_dpo: bool = key(
-        False,
-        "Read preference pairs: rows of a prompt, a chosen and a rejected response,"
-        " for a training loop of your own.",
-    )
-    dpo_max_prompt_length: int = key(
-        0,
-        "Tokens of a prompt with use_dpo, of which the last are kept; a response has"
-        " the rest of max_target_length. 0 takes half of it. In MaxText it is"
-        " dpo.max_prompt_length.",
-        at_least=0,
     )
     chat_template_path: str = key(
         "",
@@ -247,9 +233,8 @@ class DataKeys:
     grain_worker_count: int = key(
         -1,
         "Worker processes on each host that run its logical shards. 0 runs them in the"
-        " host's own process, and so does -1, but that conversations and preference"
-        " pairs move to one worker process once they slow the loop down. May change"
-        " when you resume.",
+        " host's own process, and so does -1, but that conversations move to one worker"
+        " process once they slow the loop down. May change when you resume.",
         at_least=-1,
     )
     grain_per_worker_buffer_size: int = key(

@@ -343,12 +343,6 @@ class _Documents:
         numbered = []
         tokens = self.of.tokens([each.value for each in values])
         for each, of_it in zip(values, tokens, strict=True):
-            if not isinstance(of_it, np.ndarray):
-                raise errors.DataError(
-                    "the documents of these rows cannot be told: each is a preference"
-                    " pair (use_dpo, or Preferences), which does not name its record;"
-                    f" {_SEARCH}"
-                )
             self.shard.note_tokens(each.document, len(of_it))
             first = each.document << _INDEX_BITS
             numbered.append(np.arange(first, first + len(of_it), dtype=np.int64))

@@ -454,7 +454,6 @@ _CHANGING = (
     "grain_packing_type",
     "grain_shuffle_buffer_size",
     "max_segments_per_seq",
-    "dpo_max_prompt_length",
     pipeline_changes.STEPS,
 )
 

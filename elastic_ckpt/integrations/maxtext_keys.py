@@ -141,8 +141,8 @@ _REFUSED = {
     ),
     "use_dpo": (
         False,
-        "MaxText's trainer of preferences saves no state of its data; train on pairs of"
-        " responses in your own loop",
+        "set it to false, for MaxText's trainer of preferences saves no state of its"
+        " data",
     ),
     "use_multimodal": (
         False,

@@ -82,11 +82,6 @@ def assemble(
       RunError: if another run uses the RAM disk, or hosts cannot be reached.
     """
     data = config.data
-    if data.use_dpo:
-        raise errors.ConfigError(
-            "use_dpo=true: this trainer has no loss for preference pairs; read them by"
-            " ec.data.from_config in a loop of your own"
-        )
     called = configured.callbacks(config, callbacks or {}, emit=emit)
     mesh = topology.mesh_of(world, devices)
     sizes = batch_size.schedule(data, world)

@@ -289,9 +289,6 @@ REFUSALS = {
         "not one that can be used",
         writes=True,
     ),
-    "pairs that are packed": Refusal(
-        of_a_file(use_dpo=True, packing=True), "not work with packing=true", writes=True
-    ),
     "a conversation that is text": Refusal(
         lambda _: turns("Hello"), "has a text, not a list of messages; name", DATA
     ),

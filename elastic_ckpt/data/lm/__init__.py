@@ -3,12 +3,7 @@
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
-    from elastic_ckpt.data.lm.chat import (
-        Conversations,
-        MaskedTargets,
-        PreferenceRows,
-        Preferences,
-    )
+    from elastic_ckpt.data.lm.chat import Conversations, MaskedTargets
     from elastic_ckpt.data.lm.chat_templates import ChatTemplate, load_chat_template
     from elastic_ckpt.data.lm.language import Documents, Examples, packed
     from elastic_ckpt.data.lm.multimodal import Encoded, Modality, packed_multimodal
@@ -27,8 +22,6 @@ __all__ = [
     "Examples",
     "MaskedTargets",
     "Modality",
-    "PreferenceRows",
-    "Preferences",
     "Tokenizer",
     "Tokens",
     "load_chat_template",

@@ -1,4 +1,4 @@
-"""Conversations and preference pairs as examples of a language model.
+"""Conversations as examples of a language model.
 
 `Conversations` takes the place of `language.Documents`: it renders each record by a
 chat template, and makes its tokens. A token of which no loss counts, such as one that
@@ -7,10 +7,6 @@ no array of its own, and stays with its tokens when documents are chunked, mixed
 shuffled and packed, in blocks or one by one. Last, `MaskedTargets` turns rows into what
 MaxText's are: all tokens are inputs, but a masked target is 0, and so is its
 segmentation.
-
-`Preferences` makes the tokens of prompts, chosen and rejected responses, and
-`PreferenceRows` pads them as MaxText's DPO does. A pair is one element from the record
-to the row, so its two responses stay together.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import grain
 import numpy as np
@@ -150,181 +146,6 @@ class Conversations:
         ]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Preferences:
-    """How records become preference pairs of tokens, for `Tokens`.
-
-    If the columns have messages, the template renders them: the prompt up to the
-    beginning of the assistant's turn, and the responses after it. If they have texts,
-    these are encoded as they are.
-
-    Attributes:
-      columns: the columns of the prompt, the chosen and the rejected response. Of two
-        columns, chosen and rejected, the prompt is what both begin with: messages, or
-        tokens of texts.
-      template: renders messages; None if there are only texts.
-      tokenizer: `Bytes`, or one of a `tokenizer.json`; for texts, any.
-      add_begin: whether a prompt that is a text begins with the begin token.
-      add_end: whether a response that is a text ends with the end token.
-    """
-
-    columns: tuple[str, ...] = ("prompt", "chosen", "rejected")
-    template: chat_templates.ChatTemplate | None = None
-    tokenizer: tokenizers.Tokenizer = _BYTES
-    add_begin: bool = True
-    add_end: bool = True
-
-    def __post_init__(self) -> None:
-        columns = files.names(self.columns, argument="Preferences: columns")
-        object.__setattr__(self, "columns", columns)
-        if len(columns) not in (2, 3):
-            raise errors.ConfigError(
-                f"Preferences: columns={columns!r} ({_KEYS}); name those of the prompt,"
-                " the chosen and the rejected response, or of chosen and rejected"
-            )
-        if self.template is not None:
-            _check_tokenizer(self.tokenizer)
-
-    @property
-    def column(self) -> str:
-        """The columns, for messages."""
-        return ",".join(self.columns)
-
-    @property
-    def is_parallel(self) -> bool:
-        """Whether several threads tokenise faster than one thread."""
-        return self.tokenizer.is_parallel
-
-    def identity(self) -> dict[str, storage.Json]:
-        """The settings that determine the tokens, by configuration key."""
-        return {
-            "use_dpo": True,
-            "train_data_columns": self.column,
-            "tokenizer": self.tokenizer.identity(),
-            "add_bos": self.add_begin,
-            "add_eos": self.add_end,
-            "chat_template": self.template.identity() if self.template else None,
-        }
-
-    def value(self, element: dict[str, Any]) -> PairTexts | None:
-        """The texts of a record's pair; None if one of its values is null.
-
-        Raises:
-          DataError: if a column is missing or has neither text nor messages, a prompt
-            is missing, or the template cannot render the messages.
-        """
-        values = [_text_or_messages(element, column) for column in self.columns]
-        if any(value is None for value in values):
-            return None
-        kinds = {type(value) for value in values}
-        if kinds == {str}:
-            prompt = values[0] if len(values) == 3 else None
-            chosen, rejected = values[-2:]
-            return PairTexts(prompt, chosen, rejected, is_rendered=False)
-        with _naming_record(element):
-            return self._rendered(values)
-
-    def tokens(self, values: Sequence[PairTexts | None]) -> list[Pair | None]:
-        """The tokens of each pair; None for None."""
-        texts = [
-            text
-            for value in values
-            if value is not None
-            for text in (value.prompt or "", value.chosen, value.rejected)
-        ]
-        encoded = iter(self.tokenizer.encode_batch(texts))
-        return [
-            None
-            if value is None
-            else self._pair(value, next(encoded), next(encoded), next(encoded))
-            for value in values
-        ]
-
-    def _rendered(self, values: Sequence[Any]) -> PairTexts:
-        if self.template is None:
-            raise errors.DataError(
-                f"the columns {list(self.columns)} have messages, which only a chat"
-                " template can render; set chat_template_path, or use a tokenizer that"
-                " comes with one"
-            )
-        roles = ("user", *[chat_templates.ASSISTANT] * 2)[-len(values) :]
-        turns = list(map(_turn, values, roles))
-        chosen, rejected = turns[-2:]
-        if len(turns) == 3:
-            prompt = turns[0]
-        else:
-            prompt = _common(chosen, rejected)
-            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-        if not (prompt and chosen and rejected):
-            raise errors.DataError(
-                "a pair has no message in its prompt or in a response; the prompt is"
-                " what chosen and rejected begin with, or a column of its own"
-            )
-        _warn_of_special_texts([*prompt, *chosen, *rejected], self.tokenizer)
-        begin = self.template.render(prompt, add_generation_prompt=True)
-        responses = []
-        for messages in (chosen, rejected):
-            text = self.template.render([*prompt, *messages])
-            if not text.startswith(begin):
-                raise errors.DataError(
-                    "the chat template renders the prompt of a pair in another way than"
-                    " in the whole conversation, so it does not show where the response"
-                    " begins; use another one (chat_template_path in a configuration)"
-                )
-            responses.append(text[len(begin) :])
-        return PairTexts(begin, responses[0], responses[1], is_rendered=True)
-
-    def _pair(
-        self,
-        texts: PairTexts,
-        prompt: np.ndarray,
-        chosen: np.ndarray,
-        rejected: np.ndarray,
-    ) -> Pair:
-        if texts.is_rendered:
-            # The template has put the special tokens.
-            return Pair(prompt, chosen, rejected)
-        if texts.prompt is None:
-            size = min(len(chosen), len(rejected))
-            differs = np.flatnonzero(chosen[:size] != rejected[:size])
-            size = int(differs[0]) if len(differs) else size
-            prompt, chosen, rejected = chosen[:size], chosen[size:], rejected[size:]
-        if self.add_begin and self.tokenizer.begin is not None:
-            prompt = np.insert(prompt, 0, self.tokenizer.begin)
-        if self.add_end and self.tokenizer.end is not None:
-            chosen = np.append(chosen, np.int32(self.tokenizer.end))
-            rejected = np.append(rejected, np.int32(self.tokenizer.end))
-        return Pair(prompt, chosen, rejected)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PairTexts:
-    """The texts of a preference pair.
-
-    Attributes:
-      prompt: None if it is what both responses begin with.
-      chosen: the preferred response.
-      rejected: the other one.
-      is_rendered: whether a template has rendered them.
-    """
-
-    prompt: str | None
-    chosen: str
-    rejected: str
-    is_rendered: bool
-
-    def __len__(self) -> int:
-        return len(self.prompt or "") + len(self.chosen) + len(self.rejected)
-
-
-class Pair(NamedTuple):
-    """The tokens of a preference pair, each int32 `[tokens]`."""
-
-    prompt: np.ndarray
-    chosen: np.ndarray
-    rejected: np.ndarray
-
-
 class MaskedTargets(shard_steps.Step[Example]):
     """Rows of conversations, with the loss mask where MaxText has it.
 
@@ -355,66 +176,6 @@ def _with_mask(row: Example) -> Example:
         "targets": np.where(counts, targets, token_numbers.PAD),
         "targets_segmentation": row["targets_segmentation"] * counts,
     }
-
-
-class PreferenceRows(shard_steps.Step[Example]):
-    """Pads each preference pair to a row, with the features of MaxText's DPO.
-
-    A row has `prompt_ids`, `[max_prompt_length]`, with padding before it, and
-    `chosen_ids` and `rejected_ids`, `[length - max_prompt_length]`, with padding after
-    them; and `prompt_mask`, `chosen_mask` and `rejected_mask`, which are 1 for tokens
-    and 0 for padding. All are int32. A longer prompt keeps its end, a longer response
-    its beginning.
-
-    Args:
-      parent: pairs, as `Tokens` makes them of `Preferences`.
-      length: tokens of a prompt and one response.
-      max_prompt_length: those of the prompt.
-
-    Raises:
-      ConfigError: if nothing is left for a prompt or a response.
-    """
-
-    def __init__(
-        self, parent: grain.IterDataset, *, length: int, max_prompt_length: int
-    ) -> None:
-        super().__init__(parent)
-        if not 0 < max_prompt_length < length:
-            raise errors.ConfigError(
-                f"PreferenceRows: max_prompt_length={max_prompt_length}"
-                f" (dpo_max_prompt_length) of length={length} (max_target_length); give"
-                " at least 1, and leave at least 1 for the response"
-            )
-        self._length, self._max_prompt_length = length, max_prompt_length
-
-    def __iter__(self) -> grain.DatasetIterator[Example]:
-        pad = functools.partial(
-            _padded,
-            prompt_length=self._max_prompt_length,
-            response_length=self._length - self._max_prompt_length,
-        )
-        return iter(self._parent.filter(_is_pair).map(pad))
-
-    def settings(self) -> dict[str, storage.Json]:
-        """The lengths."""
-        return {"length": self._length, "max_prompt_length": self._max_prompt_length}
-
-
-def _is_pair(pair: Pair | None) -> bool:
-    return pair is not None
-
-
-def _padded(pair: Pair, *, prompt_length: int, response_length: int) -> Example:
-    row = {}
-    for name, tokens in zip(Pair._fields, pair, strict=True):
-        is_prompt = name == "prompt"
-        length = prompt_length if is_prompt else response_length
-        tokens = tokens[-length:] if is_prompt else tokens[:length]
-        missing = length - len(tokens)
-        widths = (missing, 0) if is_prompt else (0, missing)
-        row[f"{name}_ids"] = np.pad(tokens.astype(np.int32), widths)
-        row[f"{name}_mask"] = np.pad(np.ones(len(tokens), np.int32), widths)
-    return row
 
 
 def _masked(
@@ -548,11 +309,3 @@ def _plain(value: Any, column: str) -> Any:
         f"column {column!r} has a {type(value).__name__} in a message; messages have"
         " texts, numbers, lists and fields"
     )
-
-
-def _common(one: Messages, other: Messages) -> Messages:
-    # The messages that both begin with; at least one of each is left.
-    number = 0
-    while number < min(len(one), len(other)) - 1 and one[number] == other[number]:
-        number += 1
-    return one[:number]

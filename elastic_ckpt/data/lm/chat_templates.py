@@ -196,32 +196,24 @@ def load_chat_template(
         text is no template.
       DataError: if a file cannot be read.
     """
-    found = find(tokenizer, text=text, path=path)
-    if not found:
-        raise errors.ConfigError(
-            f"there is no chat template: neither {_FILE} nor the field {_FIELD!r} in"
-            f" {_CONFIG_FILE} is beside the tokenizer"
-            f" {getattr(tokenizer, 'path', '') or tokenizer!r}; set chat_template_path"
-            " to the file of one"
-        )
-    special: Mapping[str, str] = getattr(tokenizer, "special_tokens", dict)()
-    return ChatTemplate(text=found, special_tokens=special, date=date)
-
-
-def find(
-    tokenizer: tokenizers.Tokenizer, *, text: str = "", path: epath.PathLike = ""
-) -> str:
-    """The text of the template that `load_chat_template` loads; empty if none."""
     if text and path:
         raise errors.ConfigError(
             "chat_template and chat_template_path are both set; set one of them"
         )
-    if text:
-        return text
     if path:
-        return _of_file(storage.absolute(os.path.expanduser(path)))
+        text = _of_file(storage.absolute(os.path.expanduser(path)))
     of_tokenizer = getattr(tokenizer, "path", "")
-    return _beside(epath.Path(of_tokenizer).parent) if of_tokenizer else ""
+    if of_tokenizer and not text:
+        text = _beside(epath.Path(of_tokenizer).parent)
+    if not text:
+        raise errors.ConfigError(
+            f"there is no chat template: neither {_FILE} nor the field {_FIELD!r} in"
+            f" {_CONFIG_FILE} is beside the tokenizer"
+            f" {of_tokenizer or tokenizer!r}; set chat_template_path"
+            " to the file of one"
+        )
+    special: Mapping[str, str] = getattr(tokenizer, "special_tokens", dict)()
+    return ChatTemplate(text=text, special_tokens=special, date=date)
 
 
 def _beside(directory: epath.Path) -> str:

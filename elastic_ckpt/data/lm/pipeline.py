@@ -89,7 +89,6 @@ class LanguagePipeline:
       reading: the order of records and the number of epochs.
       documents: converts records to tokens.
       length: tokens of a row, L.
-      max_prompt_length: with `Preferences`, those of the prompt.
       truncate: whether longer documents are truncated; if not, they are chunked.
       window: the size of the shuffle window in examples; 0 does not shuffle.
       packing: one of `language.PACKINGS`; empty pads each example to a row.
@@ -115,7 +114,6 @@ class LanguagePipeline:
     tokenizer_threads: int = 0
     num_processes: int = 1
     vocab_size: int = 0
-    max_prompt_length: int = 0
     dealing: str = records.JOINT_SHARES
 
     def __call__(self, shard: int) -> grain.IterDataset:
@@ -128,19 +126,14 @@ class LanguagePipeline:
         read = mixing.Parts(parts, make_part, columns=self._columns)
         # Even a single dataset is a mixture: others may be added at a resume.
         examples = mixing.Mixture(read, self._weights, shard=shard)
-        if not self._has_pairs:
-            examples = language.Examples(
-                examples, length=self.length, truncate=self.truncate
-            )
+        examples = language.Examples(
+            examples, length=self.length, truncate=self.truncate
+        )
         # Each shard has its own order.
         seed = units.mixed(self.seed ^ shard) >> 32
         if self.window:
             examples = shuffling.WindowShuffle(
                 examples, window_size=self.window, seed=seed
-            )
-        if self._has_pairs:
-            return chat.PreferenceRows(
-                examples, length=self.length, max_prompt_length=self.max_prompt_length
             )
         if self.packing:
             rows = language.packed(
@@ -160,10 +153,6 @@ class LanguagePipeline:
             rows, column=documents.column, vocab_size=self.vocab_size
         )
 
-    @property
-    def _has_pairs(self) -> bool:
-        return isinstance(self.documents, chat.Preferences)
-
     def threads_of_process(self) -> int:
         """The number of tokenizer threads in this process; 0 if threads do not help.
 
@@ -180,8 +169,6 @@ class LanguagePipeline:
         # Older states lack this setting: it is included only if there is a limit.
         limit = {"max_segments_per_seq": self.max_examples} if self.max_examples else {}
         sources = source.in_threads(self._source_identity, self.parts)
-        length = self.max_prompt_length
-        prompt = {"dpo_max_prompt_length": length} if self._has_pairs else {}
         return {
             pipeline_changes.DATASETS: {
                 part.name: {"weight": part.weight, **of_source}
@@ -196,7 +183,6 @@ class LanguagePipeline:
             "data_shuffle_seed": self.seed,
             pipeline_changes.NUM_EPOCH: self.reading.num_epochs or 0,
             **limit,
-            **prompt,
             **self.dealing_settings(),
         }
 
@@ -361,12 +347,6 @@ def _of_stages(
             "data_stages: some stages have a global_batch_size, and others have 0, with"
             " which per_device_batch_size counts; use one of the two in all stages"
         )
-    lengths = {(k.max_target_length, k.dpo_max_prompt_length) for _, k in of_stages}
-    if data.use_dpo and len(lengths) > 1:
-        raise errors.ConfigError(
-            "data_stages: use_dpo=true needs the same max_target_length and"
-            " dpo_max_prompt_length in all stages"
-        )
     try:
         return stages.staged(
             [
@@ -513,7 +493,6 @@ def _sharded(
         ),
         documents=_documents(data),
         length=data.max_target_length,
-        max_prompt_length=data.dpo_max_prompt_length or data.max_target_length // 2,
         truncate=data.use_truncation,
         window=data.grain_shuffle_buffer_size if shuffle else 0,
         packing=packing,
@@ -537,7 +516,7 @@ def _sharded(
 def _num_workers(data: data_keys.DataKeys) -> int | None:
     # Templates are Python, which holds the lock that the loop needs; all else releases
     # it for most of its work.
-    if data.grain_worker_count == -1 and (data.use_sft or data.use_dpo):
+    if data.grain_worker_count == -1 and data.use_sft:
         return None
     return max(data.grain_worker_count, 0)
 
@@ -549,67 +528,36 @@ def _tokenizer(data: data_keys.DataKeys) -> tokenizers.Tokenizer | None:
 
 
 def _columns(data: data_keys.DataKeys) -> tuple[str, ...]:
-    if data.use_sft or data.use_dpo:
+    if data.use_sft:
         return tuple(name.strip() for name in data.train_data_columns.split(","))
     return (data.train_data_columns,)
 
 
 def _documents(data: data_keys.DataKeys) -> language.Encoder:
-    if not (data.use_sft or data.use_dpo):
+    if not data.use_sft:
         return language.Documents(
             column=data.train_data_columns,
             tokenizer=_tokenizer(data),
             add_begin=data.add_bos,
             add_end=data.add_eos,
         )
-    _check_chats(data)
-    tokenizer = tokenizers.load(data.tokenizer_type, data.tokenizer_path)
-    given = {"text": data.chat_template, "path": data.chat_template_path}
-    load_template = functools.partial(
-        chat_templates.load_chat_template,
-        tokenizer,
-        date=data.chat_template_date,
-        **given,
-    )
-    if data.use_sft:
-        return chat.Conversations(
-            columns=_columns(data),
-            template=load_template(),
-            tokenizer=tokenizer,
-            completion_only=data.sft_train_on_completion_only,
+    if not data.tokenize_train_data:
+        raise errors.ConfigError(
+            "use_sft=true does not work with tokenize_train_data=false; set it to true,"
+            " for a template renders texts"
         )
-    # Pairs of texts need no template.
-    has_template = chat_templates.find(tokenizer, **given)
-    return chat.Preferences(
+    tokenizer = tokenizers.load(data.tokenizer_type, data.tokenizer_path)
+    return chat.Conversations(
         columns=_columns(data),
-        template=load_template() if has_template else None,
+        template=chat_templates.load_chat_template(
+            tokenizer,
+            text=data.chat_template,
+            path=data.chat_template_path,
+            date=data.chat_template_date,
+        ),
         tokenizer=tokenizer,
-        add_begin=data.add_bos,
-        add_end=data.add_eos,
+        completion_only=data.sft_train_on_completion_only,
     )
-
-
-def _check_chats(data: data_keys.DataKeys) -> None:
-    # Raises a ConfigError if a key does not fit to conversations.
-    key = "use_sft" if data.use_sft else "use_dpo"
-    for is_wrong, problem in (
-        (data.use_sft and data.use_dpo, "use_dpo=true; set one of them"),
-        (
-            not data.tokenize_train_data,
-            "tokenize_train_data=false; set it to true, for a template renders texts",
-        ),
-        (
-            data.use_dpo and data.packing,
-            "packing=true; set it to false, for a pair has a row of its own",
-        ),
-        (
-            data.use_dpo and data.dpo_max_prompt_length >= data.max_target_length,
-            f"dpo_max_prompt_length={data.dpo_max_prompt_length}; set it below"
-            f" {data.max_target_length}, which is max_target_length",
-        ),
-    ):
-        if is_wrong:
-            raise errors.ConfigError(f"{key}=true does not work with {problem}")
 
 
 def _needs_shards(data: data_keys.DataKeys) -> str:
@@ -620,7 +568,6 @@ def _needs_shards(data: data_keys.DataKeys) -> str:
             data.grain_file_type != "arrayrecord"
         ),
         "use_sft=true": data.use_sft,
-        "use_dpo=true": data.use_dpo,
         "packing=true": data.packing,
         "use_truncation=false": not data.use_truncation,
         "grain_train_mixture_config_path": data.grain_train_mixture_config_path,

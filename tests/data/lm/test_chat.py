@@ -1,4 +1,4 @@
-"""Conversations and preference pairs, from records to rows."""
+"""Conversations, from records to rows."""
 
 import json
 import pathlib
@@ -13,7 +13,6 @@ from elastic_ckpt.data import (
     mixing,
     records,
     shuffling,
-    tokens,
 )
 from elastic_ckpt.data.lm import (
     chat,
@@ -21,7 +20,6 @@ from elastic_ckpt.data.lm import (
     language,
     pipeline,
     token_blocks,
-    tokenizers,
 )
 from elastic_ckpt.data.sources import lines
 from tests import formats, worlds
@@ -90,10 +88,6 @@ def section(corpus, **settings):
             **settings,
         }
     )
-
-
-def encoded(text):
-    return tokenizers.Bytes().encode(text).tolist()
 
 
 def text_of(numbers):
@@ -275,63 +269,3 @@ def test_batches_are_the_same_on_any_number_of_hosts(corpus, packing):
         for _ in range(4):
             assert worlds.content(world.batch()) == worlds.content(one.batch())
         saved = world.save()
-
-
-# Preference pairs.
-
-
-def pair_record(number):
-    return {
-        "prompt": f"question {number} " * (1 + number % 3),
-        "chosen": f"yes {number}!" * (1 + number % 4),
-        "rejected": f"no {number}" if number % 7 else None,
-    }
-
-
-PAIRS = [pair_record(number) for number in range(40)]
-
-
-def pair_section(tmp_path, **settings):
-    file = write(tmp_path / "pairs", PAIRS, "parquet")
-    return section(
-        {"parquet": file},
-        **{
-            "use_sft": False,
-            "use_dpo": True,
-            "sft_train_on_completion_only": False,
-            "chat_template": "",
-            "train_data_columns": "prompt,chosen,rejected",
-            "dpo_max_prompt_length": 30,
-            **settings,
-        },
-    )
-
-
-def unpadded(row, name):
-    ids, mask = row[f"{name}_ids"], row[f"{name}_mask"]
-    assert not ids[mask == 0].any()
-    # Padding is before a prompt, and after a response.
-    order = np.sort(mask) if name == "prompt" else np.sort(mask)[::-1]
-    np.testing.assert_array_equal(mask, order)
-    return ids[mask == 1].tolist()
-
-
-def test_rows_of_pairs_have_both_responses_with_maxtexts_names(tmp_path):
-    data = pipeline.from_config(pair_section(tmp_path, num_epoch=1))
-    found = []
-    for batch in worlds.World(data, 1, 4).rest():
-        assert batch["prompt_ids"].shape == (4, 30)
-        assert batch["chosen_ids"].shape == batch["rejected_ids"].shape == (4, 18)
-        for number in np.flatnonzero(batch["mask"]):
-            row = {name: each[number] for name, each in batch.items()}
-            found.append(tuple(unpadded(row, name) for name in chat.Pair._fields))
-    wanted = [
-        (
-            [tokens.BEGIN, *encoded(record["prompt"])][-30:],
-            [*encoded(record["chosen"]), tokens.END][:18],
-            [*encoded(record["rejected"]), tokens.END][:18],
-        )
-        for record in PAIRS
-        if record["rejected"] is not None
-    ]
-    assert sorted(found) == sorted(wanted)
