@@ -47,11 +47,9 @@ _SKIPPED = "skipped"
 # The records that are converted to elements together.
 _ELEMENTS = 64
 
-# When a shard without rows is an error: after this many records if these are two
-# epochs, or after the second number of records if they are from this many units.
-_MIN_FRUITLESS_RECORDS = 30_000
-_MAX_FRUITLESS_RECORDS = 1_000_000
-_MAX_FRUITLESS_UNITS = 1_000
+# It is an error if more records, and more than two epochs of their datasets, make no
+# row.
+_LEAST_FRUITLESS = 100_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -373,12 +371,14 @@ class _InTurn:
             if not self._reading.skip_corrupt:
                 self._open = None
             _note_corrupt(read, skips=self._reading.skip_corrupt)
+            self._count(read.num_records)
             self._in_unit += read.num_records
             self._begin = self._begin.after(0, read.num_records)
 
     def took(self, num_records: int, columns: Collection[str]) -> None:
         """See `_InShare`."""
         _check_names(self._source, columns)
+        self._count(num_records)
         before = self._in_unit
         self._in_unit += num_records
         unit = self._unit
@@ -399,6 +399,9 @@ class _InTurn:
         """See `_InShare`."""
         return self._begin.after(self._in_unit).state(self._dealt.key)
 
+    def _count(self, num_records: int) -> None:
+        _SINCE_ROW.count(num_records, self._dealt.units.total_records, self._source)
+
     def _next(self) -> Any:
         while True:
             unit = self._unit
@@ -411,10 +414,8 @@ class _InTurn:
             self._unit = self._open = None
             at, self._in_unit, unit = self._unit_at(self._begin.after(self._in_unit))
             self._begin = at.after(-self._in_unit)
-            of_epoch = self._dealt.units.total_records
-            _FRUITLESS.count(unit.num_records, 2 * of_epoch, self._source)
             epoch = self._dealt.epoch(self._shard, at.epoch)
-            self._first = epoch * of_epoch + unit.record
+            self._first = epoch * self._dealt.units.total_records + unit.record
             self._ahead_at = unit.num_records // 2
             source.read_ahead(self._source, unit)
             self._unit = unit
@@ -747,7 +748,7 @@ class SmallBlocks:
 
     def _count(self, picked: Sequence[tuple[units.Unit, np.ndarray]]) -> None:
         num_records = sum(len(rows) for _, rows in picked)
-        _FRUITLESS.count(num_records, 2 * self._total_records, self._source)
+        _SINCE_ROW.count(num_records, self._total_records, self._source)
 
 
 class NotListsError(Exception):
@@ -768,7 +769,6 @@ def _note_corrupt(read: source.CorruptError, *, skips: bool) -> None:
     if not skips:
         raise read
     logging.warning("%s; skipped %d", read, read.num_records)
-    _FRUITLESS.note_corrupt(read)
 
 
 def _check_names(of: source.Source, columns: Collection[str]) -> None:
@@ -872,74 +872,49 @@ def skipped(shard_cursors: Iterable[cursors.Cursor]) -> int:
     return sum(part[_SKIPPED] for part in parts if _SKIPPED in part)
 
 
-class _Fruitless(threading.local):
-    """Counts the records that this thread reads until a shard yields its next row."""
+class _SinceRow(threading.local):
+    """The records that this thread has read for the row that is due."""
 
-    # None while no row is due; then nothing is counted.
-    describe: Callable[[], str] | None = None
+    is_due = False
     num_records = 0
-    num_units = 0
-    num_corrupt = 0
-    last_corrupt = ""
+    two_epochs = 0
 
     def __init__(self) -> None:
-        # By the identity of the source.
-        self._num_of: dict[int, int] = {}
+        # The sources that they are of, by identity.
+        self.sources: set[int] = set()
 
-    def begin(self, describe: Callable[[], str] | None) -> None:
+    def begin(self) -> None:
         """Counts from 0."""
-        self.describe = describe
-        self.num_records = self.num_units = 0
-        if self._num_of:
-            self._num_of = {}
-        if describe is not None:
-            self.num_corrupt = 0
+        self.is_due, self.num_records, self.two_epochs = True, 0, 0
+        self.sources.clear()
 
-    def note_corrupt(self, error: source.CorruptError) -> None:
-        """Counts corrupt records that are skipped."""
-        self.num_corrupt += error.num_records
-        self.last_corrupt = str(error).partition("; ")[0]
-
-    def count(self, num_records: int, two_epochs: int, files: source.Source) -> None:
-        """Counts the records of a unit that is opened."""
-        if self.describe is None:
+    def count(self, num_records: int, of_epoch: int, of: source.Source) -> None:
+        """Counts records that are read, of a source with so many in an epoch."""
+        if not self.is_due:
             return
         self.num_records += num_records
-        self.num_units += 1
-        num_of = self._num_of.get(id(files), 0) + num_records
-        self._num_of[id(files)] = num_of
-        enough = num_of > max(two_epochs, _MIN_FRUITLESS_RECORDS)
-        many = (
-            self.num_records > _MAX_FRUITLESS_RECORDS
-            and self.num_units > _MAX_FRUITLESS_UNITS
-        )
-        if enough or many:
+        if id(of) not in self.sources:
+            self.sources.add(id(of))
+            self.two_epochs += 2 * of_epoch
+        if self.num_records > max(self.two_epochs, _LEAST_FRUITLESS):
             raise errors.DataError(
-                f"{files.files[0]} and the {len(files.files) - 1} files after it:"
-                f" {self.num_records:,} records in a row made no example;"
-                f" {self.describe()}{skipped_since()}"
+                f"{of.files[0]} and the {len(of.files) - 1} files after it:"
+                f" {self.num_records:,} records in a row, more than two epochs, made no"
+                " row; check whether a filter or another step leaves out all of them"
             )
 
 
-_FRUITLESS = _Fruitless()
+_SINCE_ROW = _SinceRow()
 
 
-def row_is_due(describe: Callable[[], str] | None) -> None:
-    """Starts or stops counting the records that this thread reads for a row.
+@contextlib.contextmanager
+def row_due() -> Iterator[None]:
+    """Makes it an error, instead of an endless loop, if all records are left out.
 
-    While it counts, reading endlessly without a row is an error instead of a loop.
-
-    Args:
-      describe: returns a message with the likely reason; None once the row was read.
+    Counts the records that this thread reads until a row is made of them.
     """
-    _FRUITLESS.begin(describe)
-
-
-def skipped_since() -> str:
-    """What this thread skipped as corrupt since `row_is_due`; empty if nothing."""
-    if not _FRUITLESS.num_corrupt:
-        return ""
-    return (
-        f"; {_FRUITLESS.num_corrupt:,} corrupt records were skipped, the last of them:"
-        f" {_FRUITLESS.last_corrupt}"
-    )
+    _SINCE_ROW.begin()
+    try:
+        yield
+    finally:
+        _SINCE_ROW.is_due = False

@@ -16,7 +16,6 @@ from elastic_ckpt.data import (
     cursors,
     elastic_data,
     example_id,
-    filters,
     records,
     rows,
     shard_steps,
@@ -104,7 +103,6 @@ class ShardRows:
         # The cursors of shards that are not opened yet.
         self._unopened = dict(task.start)
         self._opened: dict[int, grain.DatasetIterator] = {}
-        self._filters: dict[int, filters.Filters] = {}
         self._ended: dict[int, storage.Json] = {}
         # Rows that were read before their turn.
         self._early: dict[int, Any] = {}
@@ -164,10 +162,9 @@ class ShardRows:
             return self._early.pop(shard)
         if shard in self._ended:
             return None
-        watched = self._filters.setdefault(shard, filters.Filters())
-        records.row_is_due(watched.describe)
         try:
-            return next(self._open(shard))
+            with records.row_due():
+                return next(self._open(shard))
         except StopIteration:
             pass
         except errors.ElasticCkptError:
@@ -175,8 +172,6 @@ class ShardRows:
         except Exception as error:
             error.add_note(f"in the pipeline of logical shard {shard}")
             raise
-        finally:
-            records.row_is_due(None)
         if not self._task.finite:
             raise errors.DataError(
                 f"logical shard {shard} has ended; make make_shard repeat its records"
@@ -191,7 +186,6 @@ class ShardRows:
         if opened is None:
             cursor: Any = self._unopened[shard]
             made = self._task.make_shard(shard)
-            self._filters[shard].watch(made, endless=not self._task.finite)
             opened = iter(made)
             if _is_end(cursor):
                 # It is tried again: with other weights it may continue.
@@ -235,18 +229,13 @@ class ShardRows:
 
     def _any(self) -> Any:
         # An example of any shard, for its shapes: the shards of this task have none.
-        watched = filters.Filters()
-        records.row_is_due(watched.describe)
-        for shard in range(self._task.batch.num_shards):
-            made = self._task.make_shard(shard)
-            watched.watch(made, endless=False)
-            for example in made:
-                records.row_is_due(None)
-                return example
-        records.row_is_due(None)
+        with records.row_due():
+            for shard in range(self._task.batch.num_shards):
+                for example in self._task.make_shard(shard):
+                    return example
         raise errors.DataError(
             f"none of the {self._task.batch.num_shards} logical shards has an example;"
-            f" {watched.describe()}{records.skipped_since()}"
+            " check whether a filter or another step leaves out all of them"
         )
 
 

@@ -141,23 +141,19 @@ def test_records_that_are_left_out_are_counted(corrupt, num_shards, lost):
 
 @pytest.fixture
 def little_patience(monkeypatch):
-    monkeypatch.setattr(records, "_MIN_FRUITLESS_RECORDS", 1000)
-    records.row_is_due(reason)
-    yield
-    records.row_is_due(None)
-
-
-def reason():
-    return "for a reason"
+    monkeypatch.setattr(records, "_LEAST_FRUITLESS", 1000)
 
 
 @pytest.mark.usefixtures("little_patience")
 def test_a_filter_that_rejects_everything_is_an_error(dataset):
     rejecting = read(dataset, 0, 3).filter(lambda _: False)
-    with pytest.raises(
-        errors.DataError,
-        match=r"numbers-0 and the \d+ files after it: 1,0\d\d records in a row made no"
-        " example; for a reason",
+    with (
+        pytest.raises(
+            errors.DataError,
+            match=r"numbers-0 and the \d+ files after it: 1,0\d\d records in a row,"
+            " more than two epochs, made no row; check whether a filter",
+        ),
+        records.row_due(),
     ):
         next(iter(rejecting))
 
@@ -166,10 +162,13 @@ def test_a_filter_that_rejects_everything_is_an_error(dataset):
 def test_two_epochs_are_read_however_many_they_are():
     dataset = corpora.Numbers(blocks=((10,) * 300,))
     late = read(dataset, 0, 1).filter(lambda e: e["record"] == 5999)
-    assert next(iter(late))["record"] == 5999
-    records.row_is_due(reason)
+    with records.row_due():
+        assert next(iter(late))["record"] == 5999
     never = read(dataset, 0, 1).filter(lambda e: e["record"] == 6000)
-    with pytest.raises(errors.DataError, match="6,010 records in a row"):
+    with (
+        pytest.raises(errors.DataError, match="6,001 records in a row"),
+        records.row_due(),
+    ):
         next(iter(never))
 
 

@@ -52,7 +52,7 @@ def test_the_state_before_every_element_can_be_returned_to(num_elements):
 
 
 def test_a_window_over_many_small_datasets_is_no_endless_loop(files, monkeypatch):
-    monkeypatch.setattr(records, "_MIN_FRUITLESS_RECORDS", 10)
+    monkeypatch.setattr(records, "_LEAST_FRUITLESS", 10)
     made = test_stages.of_stage(
         files["jsonl"],
         window=64,
@@ -60,6 +60,5 @@ def test_a_window_over_many_small_datasets_is_no_endless_loop(files, monkeypatch
     )
     rows = iter(made.make_shard(0))
     for _ in range(100):
-        records.row_is_due(lambda: "no row")
-        assert next(rows)
-        records.row_is_due(None)
+        with records.row_due():
+            assert next(rows)
