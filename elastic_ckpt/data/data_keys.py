@@ -246,11 +246,6 @@ class DataKeys:
         " when it is needed. May change when you resume.",
         at_least=0,
     )
-    data_read_ahead_mib: int = key(
-        1024,
-        "Memory limit, in MiB, for the batches that a host loads in advance.",
-        at_least=1,
-    )
     grain_eval_files: str = key(
         "", "Evaluation files, in the same form as grain_train_files."
     )
@@ -351,7 +346,6 @@ _TRAINING = ("grain_train_files", "grain_train_mixture_config_path")
 _OF_ALL_STAGES = {
     "colocated_python_data_input",
     "data_read_ahead_batches",
-    "data_read_ahead_mib",
     "data_stages",
     "enable_rampup_batch_size",
     "eval_interval",

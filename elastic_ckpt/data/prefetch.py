@@ -32,14 +32,11 @@ class ReadAhead:
 
     Attributes:
       batches: how many batches are read ahead; 0 reads each when it is requested.
-      max_bytes: the most memory for them on one host; a batch larger than this is read
-        when it is requested.
       warn_after_secs: a warning names each host that waits longer than this for a
         batch, except for the first.
     """
 
     batches: int = 2
-    max_bytes: int = 1 << 30
     warn_after_secs: float = 1.0
 
     @classmethod
@@ -54,13 +51,9 @@ class ReadAhead:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise errors.ConfigError(
                 f"read_ahead={value!r}; give a number of batches, 0 or more, or an"
-                " ec.data.ReadAhead(batches=..., max_bytes=...)"
+                " ec.data.ReadAhead(batches=...)"
             )
         return cls(batches=value)
-
-    def depth(self, batch_bytes: int) -> int:
-        """How many batches to read ahead if one takes `batch_bytes` on a host."""
-        return min(self.batches, self.max_bytes // max(batch_bytes, 1))
 
 
 # The default of `LocalBatches`.
@@ -109,7 +102,7 @@ class Prefetched(Generic[T]):
         self._at_most = at_most
         self._rows = rows
         self._source = _Source(rows, make)
-        self._read_ahead = read_ahead
+        self._depth = read_ahead.batches
         background.close_with(self, self._source.close)
 
     def __next__(self) -> T:
@@ -143,7 +136,7 @@ class Prefetched(Generic[T]):
 
     def go_to(self, position: cursors.Position, read: elastic_data.ReadCursors) -> None:
         """Moves to a position before the first batch; see `HostBatches.go_to`."""
-        assert not self._source.batch_bytes
+        assert self._source.calls is None
         self._rows.go_to(position, read)
 
     def close(self) -> None:
@@ -151,8 +144,7 @@ class Prefetched(Generic[T]):
         self._source.close(wait=True)
 
     def _read_on(self) -> None:
-        depth = self._read_ahead.depth(self._source.batch_bytes)
-        if not depth:
+        if not self._depth:
             return
         self._position = self._rows.position()
         self._cursors: dict[int, cursors.Lazy] = dict(
@@ -160,7 +152,9 @@ class Prefetched(Generic[T]):
         )
         self._saves = list(self._rows.shard_cursors())
         # The first was read already.
-        self._source.start(depth, None if self._at_most is None else self._at_most - 1)
+        self._source.start(
+            self._depth, None if self._at_most is None else self._at_most - 1
+        )
 
 
 class _Source(Generic[T]):
@@ -178,7 +172,6 @@ class _Source(Generic[T]):
         self._make = make
         self._unmade: dict[str, np.ndarray] | None = None
         self._busy_secs = 0.0
-        self.batch_bytes = 0
         self.calls: background.BackgroundCalls[_Made[T]] | None = None
 
     def __next__(self) -> T:
@@ -186,7 +179,6 @@ class _Source(Generic[T]):
             began = time.thread_time()
             self._unmade = next(self._rows)
             self._busy_secs += time.thread_time() - began
-            self.batch_bytes = sum(part.nbytes for part in self._unmade.values())
         what = self._make(self._unmade)
         self._unmade = None
         return what

@@ -248,10 +248,7 @@ class Run:
             spec=jax.sharding.PartitionSpec(mesh.axis_names),
             global_batch_size=rows,
             colocated=section.colocated_python_data_input or None,
-            read_ahead=ec.data.ReadAhead(
-                batches=section.data_read_ahead_batches,
-                max_bytes=section.data_read_ahead_mib << 20,
-            ),
+            read_ahead=section.data_read_ahead_batches,
         )
 
     def make_logger(

@@ -80,7 +80,6 @@ _OWN_DATA_KEYS = (
     "corrupt_records",
     "tokenizer_threads",
     "data_read_ahead_batches",
-    "data_read_ahead_mib",
 )
 _HIDDEN_DATA_KEYS = (*_OWN_DATA_KEYS, "tokenizer_type", "colocated_python_data_input")
 # of its tiers, with the validation of a step before it is saved, and of metrics,

@@ -23,7 +23,7 @@ from elastic_ckpt.checkpoint import foreign_steps, run_saver
 from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
 from elastic_ckpt.checkpoint.run_world import ALONE
 from elastic_ckpt.core import allgather, errors, events, process, topology
-from elastic_ckpt.data import batch_size, prefetch
+from elastic_ckpt.data import batch_size
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.data.state import Ranges
 from elastic_ckpt.elastic import executables, termination, watch
@@ -93,10 +93,7 @@ def assemble(
         mesh=mesh,
         # In this process it cannot run under a single controller.
         colocated=data.colocated_python_data_input or None,
-        read_ahead=prefetch.ReadAhead(
-            batches=data.data_read_ahead_batches,
-            max_bytes=data.data_read_ahead_mib << 20,
-        ),
+        read_ahead=data.data_read_ahead_batches,
     )
     batches = global_batches(
         pipeline.from_config(data, vocab_size=vocab_size), global_batch_size=sizes.at(0)
