@@ -19,10 +19,8 @@ import base64
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import os
-import re
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,8 +46,8 @@ LLAMA3_PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LLAMA3_NUM_SPECIAL = 256
-
-_VARINT = re.compile(rb"[\x80-\xff]*[\x00-\x7f]")
+# tiktoken fails on texts that are much longer; Llama 3 and MaxText cut them here, too.
+_MAX_CHARACTERS = 400_000
 
 # The usual names, if no file beside a tokenizer.json has them.
 _USUAL_BEGINS = ("<s>", "<|begin_of_text|>", "<bos>")
@@ -220,7 +218,7 @@ def load(kind: str, path: str = "") -> Tokenizer:
     Raises:
       ConfigError: if there is no such kind, `path` does not fit it, or its package is
         not installed.
-      DataError: if the file is missing, cut short or of another kind.
+      DataError: if the file is missing, or cannot be read as one of its kind.
     """
     if kind not in KINDS:
         raise errors.ConfigError(
@@ -295,28 +293,14 @@ def _open(kind: str, path: str, content: bytes) -> _Opened:
 
 
 def _open_sentencepiece(content: bytes) -> _Opened:
-    model = _package("sentencepiece").SentencePieceProcessor(model_proto=content)
-    if not _is_whole_model(content):
-        raise ValueError("it is cut short")
+    model = _package("sentencepiece").SentencePieceProcessor()
+    model.LoadFromSerializedProto(content)
     begin, end = (
         token if token >= 0 else None for token in (model.bos_id(), model.eos_id())
     )
     # It encodes in the calling thread: more threads would add to those of the caller.
     encode = functools.partial(model.encode, num_threads=1)
     return _Opened(encode, model.vocab_size(), begin, end)
-
-
-def _is_whole_model(content: bytes) -> bool:
-    # A model that is cut between two pieces loads as a smaller vocabulary. The file is
-    # a protocol buffer: pieces, then field 2 (trainer) and field 3 (normalizer).
-    missing, place = {2, 3}, 0
-    while missing and place < len(content):
-        missing.discard(content[place] >> 3)
-        length = _VARINT.match(content, place + 1)
-        assert length
-        digits = enumerate(length[0])
-        place = length.end() + sum((byte & 0x7F) << 7 * n for n, byte in digits)
-    return not missing
 
 
 def _open_tiktoken(content: bytes) -> _Opened:
@@ -336,7 +320,13 @@ def _open_tiktoken(content: bytes) -> _Opened:
     def encode(texts: list[str]) -> list[list[int]]:
         # tiktoken's batch function does the same, but creates a thread pool.
         return [
-            [n for part in _parts(text) for n in encoding.encode_ordinary(part)]
+            [
+                token
+                for first in range(0, len(text), _MAX_CHARACTERS)
+                for token in encoding.encode_ordinary(
+                    text[first : first + _MAX_CHARACTERS]
+                )
+            ]
             for text in texts
         ]
 
@@ -350,23 +340,6 @@ def _ranks(content: bytes) -> Iterator[tuple[bytes, int]]:
             yield base64.b64decode(token, validate=True), int(rank)
         except ValueError:
             raise ValueError(f"line {number} is not a token and its rank") from None
-
-
-# Llama 3 and MaxText split a text at these lengths before they call tiktoken: without
-# these splits, the tokens of a long text would differ from theirs.
-_MAX_CHARACTERS = 400_000
-_MAX_RUN = 25_000
-_LONG_RUN = re.compile(rf"(?<!\S)\S{{{_MAX_RUN + 1},}}|(?<!\s)\s{{{_MAX_RUN + 1},}}")
-
-
-def _parts(text: str) -> Iterator[str]:
-    for first in range(0, len(text), _MAX_CHARACTERS):
-        part = text[first : first + _MAX_CHARACTERS]
-        cuts = [0]
-        for run in _LONG_RUN.finditer(part):
-            cuts += range(run.start() + _MAX_RUN, run.end(), _MAX_RUN)
-        for begin, end in itertools.pairwise([*cuts, len(part)]):
-            yield part[begin:end]
 
 
 def _open_huggingface(content: bytes, directory: epath.Path) -> _Opened:
