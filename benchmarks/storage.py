@@ -44,10 +44,11 @@ from orbax.checkpoint import v1 as ocp
 from benchmarks import report, sized, turns
 from elastic_ckpt import data, frontend
 from elastic_ckpt.core import metrics, storage
-from elastic_ckpt.data.sources import remote_file, tfrecord
+from elastic_ckpt.data.sources import remote_file
 from elastic_ckpt.monitoring import jsonl, summaries
 from elastic_ckpt.tiers import choices
 from elastic_ckpt.training import step_log
+from tests import tfrecord_files
 
 _RECORD_BYTES = 64 * 1024
 # The length of a record and the checksums.
@@ -224,7 +225,7 @@ def _write_data(url: str) -> tuple[str, ...]:
         records = (generator.bytes(_RECORD_BYTES) for _ in range(num_records))
         with tempfile.TemporaryDirectory() as directory:
             local = pathlib.Path(directory, "part")
-            tfrecord.write(local, records)
+            tfrecord_files.write(local, records)
             storage.write_atomic(path, local.read_bytes())
         paths.append(path)
     return tuple(paths)

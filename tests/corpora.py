@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from array_record.python import array_record_module
 
-from elastic_ckpt.data.sources import files, record_format, source, tfrecord
+from elastic_ckpt.data.sources import files, record_format, source
+from tests import tfrecord_files
 
 _COLUMNS = pa.schema([("text", pa.string()), ("tokens", pa.list_(pa.int64()))])
 
@@ -33,7 +34,7 @@ def write_arrayrecord(path: pathlib.Path, elements: list[source.Element]) -> str
 
 
 def write_tfrecord(path: pathlib.Path, elements: list[source.Element]) -> str:
-    tfrecord.write(path, (record_format.encode(e) for e in elements))
+    tfrecord_files.write(path, (record_format.encode(e) for e in elements))
     return str(path)
 
 

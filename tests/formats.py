@@ -22,7 +22,7 @@ from elastic_ckpt.data.sources import (
     record_format,
     tfrecord,
 )
-from tests import megatron_files
+from tests import megatron_files, tfrecord_files
 
 FORMATS = ("arrayrecord", "arrow", "jsonl", "megatron", "parquet", "tfrecord")
 # Documents of each file of each dataset.
@@ -120,7 +120,7 @@ def _write_megatron(path, held):
 
 def _write_tfrecord(path, held):
     encoded = (record_format.encode({"tokens": document}) for document in held)
-    tfrecord.write(path, encoded)
+    tfrecord_files.write(path, encoded)
 
 
 _WRITERS: dict[str, Callable] = {

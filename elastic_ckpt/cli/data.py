@@ -1,7 +1,4 @@
-"""`elastic-ckpt data DIRECTORY FILE`: text files in, one training file out.
-
-Each line of a `.jsonl` file is a text of its own.
-"""
+"""`elastic-ckpt data DIRECTORY FILE`: text files in, one training file out."""
 
 from __future__ import annotations
 
@@ -14,32 +11,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
     parser.add_argument(
         "directory",
-        help="a directory of text or .jsonl files, one .jsonl file, or python-stdlib"
-        " for Python's own sources",
+        help="a local directory of text files, or python-stdlib for Python's own"
+        " sources",
     )
     parser.add_argument("file", help="the file to write")
     parser.add_argument(
         "--type",
-        choices=("arrayrecord", "parquet", "tfrecord"),
-        help="its format; by default that of the file's suffix (.parquet, .tfrecord),"
-        " or else arrayrecord. Each text is a record, in Parquet with the column text",
-    )
-    parser.add_argument(
-        "--column",
-        default="text",
-        help="the field of .jsonl files with the text; by default text",
+        choices=("arrayrecord", "parquet"),
+        help="its format; by default that of the file's suffix (.parquet), or else"
+        " arrayrecord. Each text is a record, in Parquet with the column text",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the file and prints what it contains."""
     file_type = arguments.type or text.file_type(arguments.file) or "arrayrecord"
-    written = text.write(
-        arguments.directory,
-        arguments.file,
-        file_type=file_type,
-        column=arguments.column,
-    )
+    written = text.write(arguments.directory, arguments.file, file_type=file_type)
     print(
         f"{arguments.file}: {written.num_documents:,} documents,"
         f" {written.text_bytes:,} bytes of text, as {file_type}"

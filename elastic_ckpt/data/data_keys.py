@@ -101,10 +101,10 @@ class DataKeys:
     )
     text_directory: str = key(
         "",
-        "Directory of text files to write a dataset from if it is a single path that"
-        " does not exist yet, as `elastic-ckpt data` does; `python-stdlib` and"
-        " `python-stdlib/email` are Python's own sources. Several datasets: separated"
-        " by `;`, evaluation last.",
+        "Local directory of text files to write a dataset from if it is a single path"
+        " that does not exist yet, as `elastic-ckpt data` does. Python's own sources"
+        " are named `python-stdlib`, or `python-stdlib/email`. Several datasets:"
+        " separated by `;`, evaluation last.",
     )
     num_logical_shards: int = key(
         0,

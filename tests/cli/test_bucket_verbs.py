@@ -11,11 +11,12 @@ from tests import runs
 @pytest.fixture
 def config(bucket, tmp_path):
     """A configuration in a bucket, of a run on data that `data` writes there."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
     for number in range(40):
-        text = f"text {number} " * 20
-        storage.write_atomic(f"{bucket}/texts/{number % 4}/{number}.txt", text.encode())
+        (texts / f"{number}.txt").write_text(f"text {number} " * 20)
     file = f"{bucket}/data/texts.parquet"
-    assert "40 documents" in runs.verb("data", f"{bucket}/texts", file)
+    assert "40 documents" in runs.verb("data", texts, file)
     local = runs.write_config(
         tmp_path,
         file,

@@ -8,7 +8,7 @@ import pytest
 
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import sections
-from elastic_ckpt.data.sources import arrayrecord, parquet, tfrecord
+from elastic_ckpt.data.sources import arrayrecord, parquet
 from elastic_ckpt.training import keys, load, schema
 from tests import runs
 
@@ -115,9 +115,8 @@ def test_data_verb_writes_texts_in_the_format_of_the_name_and_says_so(tmp_path):
         (tmp_path / "texts" / letter).write_text(letter * 600)
     for name, options, kind, source in (
         ("a.parquet", [], "parquet", parquet.Parquet),
-        ("a.tfrecord", [], "tfrecord", tfrecord.TFRecord),
         ("a", [], "arrayrecord", arrayrecord.ArrayRecord),
-        ("b.parquet", ["--type", "tfrecord"], "tfrecord", tfrecord.TFRecord),
+        ("b", ["--type", "parquet"], "parquet", parquet.Parquet),
     ):
         file = str(tmp_path / name)
         assert runs.verb("data", tmp_path / "texts", file, *options).startswith(

@@ -17,7 +17,7 @@ from elastic_ckpt.data import (
 )
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.data.sources import tfrecord
-from tests import formats, worlds
+from tests import formats, tfrecord_files, worlds
 
 ROOM = pathlib.Path(data_room.__file__).parent
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -69,7 +69,7 @@ def variant(request, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = ("web.tfrecord", "code.tfrecord")
     for first, name in ((0, names[0]), (100, names[1])):
-        tfrecord.write(name, (b"text %d" % n for n in range(first, first + 40)))
+        tfrecord_files.write(name, (b"text %d" % n for n in range(first, first + 40)))
     if request.param == "configured":
         section = data_keys.DataKeys(
             grain_train_files="web.tfrecord,1;code.tfrecord,3",

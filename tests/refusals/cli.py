@@ -108,6 +108,16 @@ REFUSALS = {
     "texts that are missing": verb(
         "none: no such directory", "data", "DIR/none", "out", error=errors.DataError
     ),
+    "texts in a bucket": verb(
+        "gs://bucket/texts: no such directory on this machine",
+        *("data", "gs://bucket/texts", "out"),
+        error=errors.DataError,
+    ),
+    "texts as TFRecord": verb(
+        "not written to files of the type tfrecord; write arrayrecord, parquet",
+        *("data", "DIR", "texts.tfrecord"),
+        error=errors.ConfigError,
+    ),
     "audit of no run": verb(
         "is not the directory of a run", "audit", "DIR", error=errors.ElasticCkptError
     ),

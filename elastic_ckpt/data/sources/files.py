@@ -250,37 +250,6 @@ def read_ahead(file: str, start: int, stop: int) -> None:
             remote_file.read_ahead(_remote(file), start, stop)
 
 
-def read(file: str) -> bytes:
-    """The content of a file in an object store.
-
-    Raises:
-      DataError: if it cannot be read, after several tries.
-    """
-    system, path = _located(file)
-
-    def read_once() -> bytes:
-        with _store_errors():
-            return system.cat_file(path)
-
-    return retried(read_once, file, at_start=True)
-
-
-def below(directory: str) -> list[str]:
-    """The files below a directory in an object store, by their path in it, sorted.
-
-    Raises:
-      DataError: if they cannot be listed, after several tries.
-    """
-    system, path = _located(directory)
-
-    def listed() -> list[str]:
-        with _store_errors():
-            return system.find(path)
-
-    files = retried(listed, directory, at_start=True)
-    return sorted(file.removeprefix(f"{path.rstrip('/')}/") for file in files)
-
-
 def local_copy(file: str) -> str:
     """A local path with the content of `file`, for readers that need one."""
     if storage.is_local(file):

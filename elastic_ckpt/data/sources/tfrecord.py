@@ -11,12 +11,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import struct
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 
 import google_crc32c
-from etils import epath
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import errors
 from elastic_ckpt.data.sources import files, offset_index, record_format, runs, source
 
 _LENGTH = struct.Struct("<Q")
@@ -95,15 +94,6 @@ class TFRecord(record_format.RecordFiles, runs.RunFiles):
                 " the file's index: the file has changed during the run; restore it"
                 " from a copy, and start the run again"
             )
-
-
-def write(path: epath.PathLike, records: Iterable[bytes]) -> None:
-    """Writes `records` as a TFRecord file; it appears whole or not at all."""
-    with storage.atomic_path(path) as temporary, open(temporary, "wb") as file:
-        for data in records:
-            length = _LENGTH.pack(len(data))
-            file.write(length + _CRC.pack(_masked_crc(length)))
-            file.write(data + _CRC.pack(_masked_crc(data)))
 
 
 def _is_header(header: bytes) -> bool:

@@ -1,7 +1,6 @@
 import grain
 import pytest
 
-from elastic_ckpt.core import errors
 from elastic_ckpt.data import records
 from elastic_ckpt.data.lm import text
 from elastic_ckpt.data.sources import arrayrecord, parquet
@@ -27,47 +26,6 @@ def test_each_text_file_is_a_record_in_the_order_of_the_paths(tmp_path):
     assert read(out) == ["erstes Stück".encode(), b"second"]
     skipped = tuple(str(tree / name) for name in ("binary", "empty", "latin"))
     assert written == text.Written(num_documents=2, text_bytes=13 + 6, skipped=skipped)
-
-
-LINES = """{"text": "one\\nline", "id": 1}
-
-{"id": 2, "text": ""}
-{"text": "with \\u0000 and \\ud800"}
-{"text": "äöü"}"""
-TEXTS = [b"one\nline", "with \0 and \ufffd".encode(), "äöü".encode()]
-
-
-@pytest.mark.parametrize("name", ["a.NDJSON"])
-def test_each_line_of_json_is_a_document(tmp_path, name):
-    (tmp_path / "tree").mkdir()
-    (tmp_path / "tree" / name).write_text(LINES)
-    (tmp_path / "tree" / "b.txt").write_text(LINES)
-    out = tmp_path / "out"
-    written = text.write_arrayrecord(str(tmp_path / "tree"), str(out))
-    assert read(out) == [*TEXTS, LINES.encode()]
-    assert written.num_documents == 4
-    text.write_arrayrecord(str(tmp_path / "tree" / name), str(out))
-    assert read(out) == TEXTS
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (
-            '{"body": "x", "id": 1}',
-            r"no text in the field 'text', found \['body', 'id'",
-        ),
-        ('{"text": "x"', "not JSON .*; correct the line, or rename the file"),
-    ],
-)
-def test_a_json_line_without_a_text_is_named_and_nothing_is_written(
-    tmp_path, line, message
-):
-    file = tmp_path / "a.jsonl"
-    file.write_text(f'{{"text": "x"}}\n{line}\n', errors="surrogateescape")
-    with pytest.raises(errors.DataError, match=f"a.jsonl, line 2: {message}"):
-        text.write_arrayrecord(str(file), str(tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
