@@ -104,12 +104,13 @@ class Numbers:
     """A source in memory: the numbers from 0 on, in files with blocks of so many.
 
     The numbers in `corrupt` are damaged. If `lost` is set, they are whole blocks, and
-    the rest of the file after them is lost too.
+    the rest of the file after them is lost too. If `whole` is set, blocks are not cut.
     """
 
     blocks: tuple[tuple[int, ...], ...]
     corrupt: frozenset[int] = frozenset()
     lost: bool = False
+    whole: bool = False
 
     @property
     def files(self):
@@ -125,6 +126,7 @@ class Numbers:
                 num_bytes=8 * sum(counts), sample="0" * 8, version=""
             ),
             block_records=np.array(counts, np.int64),
+            is_whole=self.whole,
         )
 
     def read(self, unit, skip):

@@ -331,8 +331,7 @@ class SourceContract:
         source.indexes(dataset)
         self.spoil(files[0], b"text %d " % CORRUPT)
         elements = iter(read(dataset, 0, 1))
-        # The second turn is the second block.
-        elements.set_state({"turn": 1, "taken": CORRUPT - BLOCK})
+        elements.set_state({"epoch": 0, "taken": CORRUPT})
         with self.refused(files[0], f"{self.place_of(CORRUPT)}.*corrupt"):
             next(elements)
 

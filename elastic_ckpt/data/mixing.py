@@ -646,13 +646,9 @@ class _MixtureBlocks(_Draws):
         if name not in self._saved:
             return records.Place()
         saved = self._saved[name]
-        place = (
-            records.Place.of(saved.get("parent", {}))
-            if isinstance(saved, dict)
-            else None
-        )
-        if place is None or saved.get("document"):
+        if saved["document"]:
             return None
+        place = records.Place.of(saved["parent"])
         del self._saved[name], self._at[name]
         self._read_to[number] = place
         return place

@@ -3,7 +3,7 @@
 A description is the result of `ElasticData.identity`: JSON values by key. Most values
 must be equal. In a mixture (`datasets`, by name) weights may differ, and datasets may
 be new or gone. A name stands for the same dataset in the whole run, also while the
-dataset is gone. States of older programs describe files in less detail.
+dataset is gone.
 """
 
 from __future__ import annotations
@@ -22,25 +22,16 @@ DATASETS = "datasets"
 # The field with the datasets that a run no longer reads, by name: cursors still have
 # their places, from which they continue when they are added again.
 REMOVED = "removed_datasets"
-# The field with the number of epochs until the end; 0 if there is none.
+# The field with the number of epochs until the end; 0 never ends.
 NUM_EPOCH = "num_epoch"
 # The field with the steps of a pipeline, first to last.
 STEPS = "steps"
 # The field with the stages of a run, and that of a stage with its first step.
 STAGES = "stages"
 BEGIN = "begin"
-# The field with the name that the user gave to a pipeline.
-_NAME = "pipeline"
 # The field with the number of logical shards, of all stages.
 NUM_SHARDS = "num_logical_shards"
 
-# The fields that add a token, and that token's field in `tokenizer`.
-_ADDED = {
-    "add_bos": "begin",
-    "add_begin": "begin",
-    "add_eos": "end",
-    "add_end": "end",
-}
 # Fields that list files.
 _FILE_LISTS = ("files", "grain_train_files")
 _MAX_SHOWN = 5
@@ -75,18 +66,7 @@ def between(
 
 
 def _pipeline_changes(before: Pipeline, now: Pipeline) -> list[str]:
-    # 0 epochs is no end, as if there were no such field.
-    before, now = (
-        {key: value for key, value in each.items() if value or key != NUM_EPOCH}
-        for each in (before, now)
-    )
-    if STEPS not in before:
-        # Older programs saved only the name, and none if the user gave none.
-        now.pop(STEPS, None)
-        if not before.get(_NAME):
-            for description in (before, now):
-                description.pop(_NAME, None)
-    elif before.get(NUM_SHARDS) != now.get(NUM_SHARDS):
+    if before.get(NUM_SHARDS) != now.get(NUM_SHARDS):
         # The last shard has another number, so its settings cannot be compared.
         before, now = _for_first_shard(before), _for_first_shard(now)
     return _changes("", before, now, ends=bool(now.get(NUM_EPOCH)))
@@ -289,7 +269,6 @@ def _for_first_shard(value: Any) -> Any:
 
 def _changes(prefix: str, before: Any, now: Any, *, ends: bool) -> list[str]:
     changed = []
-    before, now = _without_idle(before), _without_idle(now)
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key), now.get(key)
         if old == new:
@@ -305,15 +284,6 @@ def _changes(prefix: str, before: Any, now: Any, *, ends: bool) -> list[str]:
         else:
             changed.append(f"{prefix}{key}: saved {_shown(old)}, now {_shown(new)}")
     return changed
-
-
-def _without_idle(description: Any) -> Any:
-    # Older programs accepted tokens that the tokenizer lacks, and added none.
-    tokenizer = description.get("tokenizer")
-    if not isinstance(tokenizer, dict):
-        return description
-    idle = {key for key, field in _ADDED.items() if tokenizer.get(field, 0) is None}
-    return {key: value for key, value in description.items() if key not in idle}
 
 
 def _dataset_changes(prefix: str, before: Any, now: Any, ends: bool) -> list[str]:
@@ -380,7 +350,7 @@ def _by_name(files: list[Any]) -> dict[tuple[str, int], Any]:
 
 
 def _same_file(old: list[Any], new: list[Any]) -> bool:
-    # States of older programs have no sample of the content.
+    # Runs that skip corrupt records save no sample of the content.
     return all(a == b for a, b in zip(old, new, strict=False))
 
 

@@ -79,15 +79,14 @@ class PositionalData:
 
     def identity(self) -> dict[str, storage.Json]:
         """The settings that determine the order of examples, by configuration key."""
-        settings: dict[str, storage.Json] = {
+        return {
             "grain_train_files": arrayrecord.ArrayRecordFiles(self.files).identity(),
             "max_target_length": self.max_target_length,
             "tokenizer": "bytes",
             "enable_data_shuffling": self.shuffle,
             "data_shuffle_seed": self.shuffle_seed,
+            "num_epoch": self.num_epochs or 0,
         }
-        # Older states lack the number of epochs: it is included only if there is one.
-        return settings | ({"num_epoch": self.num_epochs} if self.num_epochs else {})
 
     def continuing(self, pipeline: Mapping[str, storage.Json]) -> PositionalData:
         """This data: it has no named datasets."""

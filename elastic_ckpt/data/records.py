@@ -28,18 +28,10 @@ from elastic_ckpt.data.sources import files, kept_blocks, source
 # The field of an element with the number of its record in the list of all epochs.
 RECORD = "record"
 
-# The setting of pipelines whose shards have equal shares of the records; those of older
-# programs lack it. In joint shares, the datasets of finite data follow each other in
-# the turn of the shards that read one record more.
+# How a mixture's records are dealt to shards. In joint shares, the datasets of finite
+# data follow each other in the turn of the shards that read one record more.
 DEALING = "dealing"
-UNITS, SHARES, JOINT_SHARES = "units", "shares", "joint shares"
-
-
-def dealing(pipeline: Mapping[str, Any]) -> str:
-    """How the records of a saved pipeline are dealt to shards."""
-    of_parts = (part.get(DEALING) for part in cursors.parts(dict(pipeline)))
-    return next(filter(None, of_parts), UNITS)
-
+SHARES, JOINT_SHARES = "shares", "joint shares"
 
 # The field of a cursor with the number of corrupt records that were skipped.
 _SKIPPED = "skipped"
@@ -189,7 +181,6 @@ class Records(shard_steps.Step[source.Element]):
         return {
             "shuffle_seed": reading.shuffle_seed,
             "num_epochs": reading.num_epochs,
-            **({} if self.deals_units else {DEALING: SHARES}),
             # Damage that is skipped does not change the identity of a file.
             **source.identity(self._source, sampled=not reading.skip_corrupt),
         }
@@ -278,10 +269,8 @@ def _reader(
     *,
     tokens: str = "",
 ) -> _InTurn | _InShare:
-    # Goes on from a state; one of an older program goes on as it was.
-    dealt = _dealt(records, state)
+    dealt = _dealt(records)
     at = Place() if state is None else Place.of(state, dealt.key)
-    assert at is not None
     if isinstance(dealt, _Shares) and dealt.is_grouped:
         return _InShare(records, at, tokens=tokens)
     return _InTurn(records, read, dealt, at)
@@ -456,7 +445,7 @@ _TURN, _EPOCH, _TAKEN = "turn", "epoch", "taken"
 
 
 class _Units:
-    """Units are dealt to shards, as older programs did; see `units.dealt`.
+    """Units of compressed files are dealt to shards; see `units.dealt`.
 
     In a place, the number of the unit's turn stands for the epoch.
 
@@ -612,13 +601,9 @@ _shares = functools.cache(_Shares)
 files.register_cache(_shares.cache_clear)
 
 
-def _dealt(
-    records: Records, state: Mapping[str, Any] | None = None
-) -> _Units | _Shares:
-    # To go on from a state, if there is one.
+def _dealt(records: Records) -> _Units | _Shares:
     source_of, seed = records._source, records._reading.shuffle_seed
-    is_dealt = records.deals_units or source.has_whole_blocks(source_of)
-    if is_dealt or (state is not None and _TURN in state):
+    if source.has_whole_blocks(source_of):
         return _Units(source_of, records._num_shards, seed)
     return _shares(source_of, records._num_shards, seed, records.lead)
 
@@ -650,10 +635,8 @@ class Place(NamedTuple):
         return state | {_SKIPPED: self.skipped} if self.skipped else state
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], key: str = _EPOCH) -> Place | None:
-        """The place of a state; None if it is of an older program."""
-        if key not in state:
-            return None
+    def of(cls, state: Mapping[str, Any], key: str = _EPOCH) -> Place:
+        """The place of a state."""
         return cls(state[key], state[_TAKEN], state.get(_SKIPPED, 0))
 
 

@@ -81,14 +81,11 @@ class Step(grain.IterDataset[T]):
       shard: the shard that it was made for; None if it is the same for all.
       num_shards: S, if it was made for one of S shards.
       describes_parents: whether its settings include the steps before it.
-      deals_units: whether units of records are dealt to shards, as in states of older
-        programs, if it reads records; set before it is iterated over.
     """
 
     shard: int | None = None
     num_shards: int | None = None
     describes_parents = False
-    deals_units = False
 
     @abc.abstractmethod
     def settings(self) -> dict[str, storage.Json]:
@@ -102,12 +99,10 @@ class CheckedShards:
     Attributes:
       make_shard: makes the pipeline of a shard.
       num_shards: S.
-      deals_units: whether `Records` in it deal units; see there.
     """
 
     make_shard: MakeShard
     num_shards: int
-    deals_units: bool = False
 
     def __call__(self, shard: int) -> grain.IterDataset:
         """The pipeline of a shard.
@@ -119,7 +114,6 @@ class CheckedShards:
         for step in datasets(made):
             if not isinstance(step, Step):
                 continue
-            step.deals_units = self.deals_units
             wrong = step.shard not in (None, shard)
             if wrong or step.num_shards not in (None, self.num_shards):
                 raise errors.ConfigError(

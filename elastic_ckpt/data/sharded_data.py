@@ -28,7 +28,6 @@ from elastic_ckpt.data import (
     mixing,
     pipeline_changes,
     readers,
-    records,
     rows,
     shard_rows,
     shard_steps,
@@ -52,7 +51,7 @@ class Renamable(Protocol):
         """The same, with records dealt to shards in another way; see `records`."""
 
     def dealing_settings(self) -> dict[str, storage.Json]:
-        """What the pipeline of a state says of that."""
+        """What a saved pipeline says of that."""
 
     def with_datasets_of(self, others: Iterable[Renamable]) -> MakeShard:
         """The same, with the datasets of others at weight 0."""
@@ -124,9 +123,9 @@ class ShardedData:
         """This data, with its datasets renamed to their names in a saved pipeline.
 
         A dataset is recognised by its files. Names in the user's own mixtures do not
-        change. Records are dealt to shards as they were when the state was saved.
+        change.
         """
-        data = self.dealt_as(pipeline)
+        data = self
         if isinstance(data.make_shard, Renamable):
             data = data.renamed(saved_names(pipeline, data.identity()))
         removed = pipeline_changes.removed(pipeline, data.identity())
@@ -134,31 +133,14 @@ class ShardedData:
             return data
         return dataclasses.replace(data, removed=removed)
 
-    def dealt_as(self, pipeline: Mapping[str, storage.Json]) -> ShardedData:
-        """This data, whose records are dealt to shards as in a saved pipeline."""
-        dealing = records.dealing(pipeline)
-        if isinstance(self.make_shard, shard_steps.CheckedShards):
-            make_shard = dataclasses.replace(
-                self.make_shard, deals_units=dealing == records.UNITS
-            )
-            return dataclasses.replace(self, make_shard=make_shard)
-        return self.dealt(dealing)
-
     def dealt(self, dealing: str) -> ShardedData:
         """This data with its records dealt to shards in another way, if it has one."""
         if not isinstance(self.make_shard, Renamable):
             return self
         assert isinstance(self.pipeline, dict)
         make_shard = self.make_shard.dealt(dealing)
-        settings = make_shard.dealing_settings()
-        if settings == self.make_shard.dealing_settings():
-            return self
-        others = {
-            key: each for key, each in self.pipeline.items() if key != records.DEALING
-        }
-        return dataclasses.replace(
-            self, make_shard=make_shard, pipeline=others | settings
-        )
+        pipeline = self.pipeline | make_shard.dealing_settings()
+        return dataclasses.replace(self, make_shard=make_shard, pipeline=pipeline)
 
     def renamed(self, names: Mapping[str, str]) -> ShardedData:
         """This data with other names of datasets: current names by new ones."""

@@ -117,18 +117,8 @@ class StagedData:
         }
 
     def continuing(self, pipeline: Mapping[str, storage.Json]) -> StagedData:
-        """This data, with its datasets under the names that they have in a state.
-
-        Raises:
-          DataError: if the state is of a finite mixture without stages.
-        """
-        if records.dealing(pipeline) == records.JOINT_SHARES:
-            raise errors.DataError(
-                "the data state is of a finite mixture without stages, whose shards"
-                " have other shares of the documents than those of stages have;"
-                " continue without stages, or begin a new run"
-            )
-        data = self.dealt_as(pipeline)
+        """This data, with its datasets under the names that they have in a state."""
+        data = self
         if isinstance(data.current.data.make_shard, sharded_data.Renamable):
             # A name stands for the same dataset in all stages.
             names = sharded_data.saved_names(pipeline, data.identity())
@@ -137,13 +127,6 @@ class StagedData:
         if removed == data.removed:
             return data
         return dataclasses.replace(data, removed=removed)
-
-    def dealt_as(self, pipeline: Mapping[str, storage.Json]) -> StagedData:
-        """This data, whose records are dealt to shards as in a saved pipeline."""
-        if records.dealing(pipeline) == records.JOINT_SHARES:
-            # Datasets would have other shares in each stage.
-            return self
-        return self._with([each.data.dealt_as(pipeline) for each in self.stages])
 
     def _with(self, of_stages: Sequence[sharded_data.ShardedData]) -> StagedData:
         # The same stages with other data.

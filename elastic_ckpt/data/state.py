@@ -83,7 +83,6 @@ class DataState:
 
 def to_bytes(state: DataState) -> bytes:
     """The content of the state's file."""
-    # Most states lack the last two fields, as those of older programs do.
     fields: dict[str, storage.Json] = {
         "engine": state.engine,
         "position": state.position,
@@ -141,9 +140,6 @@ def check_same_pipeline(
     step, begun = None, 1
     if saved.progress is not None:
         step, begun = saved.progress.step, saved.progress.begun
-        # States of older programs do not count a stage that began at their load.
-        begins = pipeline_changes.begins_of(saved.pipeline)
-        begun = max(begun, sum(begin < (step or 0) for begin in begins))
     changed = pipeline_changes.between(saved.pipeline, pipeline, step=step, begun=begun)
     if saved.engine != engine:
         changed.insert(0, f'engine: saved "{saved.engine}", now "{engine}"')

@@ -5,9 +5,9 @@ also an order of records, and shards have equal `share`s of it: the numbers of r
 that two shards read in any number of epochs differ by one at most. A share is a run of
 the order, or every g-th record of one, where g shards read small blocks together.
 
-Data whose blocks can only be read as a whole, and states of older programs, have units
-`dealt` instead: the epochs together form one endless list of units, and shard `s` of S
-reads entries `s`, `s + S`, `s + 2S` and so on.
+Data whose blocks can only be read as a whole has units `dealt` instead: the epochs
+together form one endless list of units, and shard `s` of S reads entries `s`, `s + S`,
+`s + 2S` and so on.
 """
 
 from __future__ import annotations

@@ -24,8 +24,6 @@ from elastic_ckpt.data import (
     data_keys,
     elastic_data,
     positional_data,
-    sharded_data,
-    stages,
     state,
 )
 from elastic_ckpt.data.lm import pipeline
@@ -138,23 +136,9 @@ class RunAudit:
         return not self._keys[attempt].grain_use_elastic_iterator
 
     def _data_of(self, attempt: int) -> elastic_data.ElasticData:
-        data = self._own
-        if data is None:
-            data = pipeline.from_config(self._keys[attempt])
-        # Records are dealt to shards as in the oldest state: by an older program.
-        if self._oldest is not None and isinstance(
-            data, sharded_data.ShardedData | stages.StagedData
-        ):
-            return data.dealt_as(self._oldest.pipeline)
-        return data
-
-    @functools.cached_property
-    def _oldest(self) -> state.DataState | None:
-        steps = foreign_steps.steps(self._record.steps_directory)
-        for step, path in sorted(steps.items()):
-            for saved in _saved_at(step, path):
-                return saved.state
-        return None
+        if self._own is not None:
+            return self._own
+        return pipeline.from_config(self._keys[attempt])
 
 
 def _named(name: str) -> elastic_data.ElasticData:

@@ -45,19 +45,18 @@ FILES = st.one_of(
     blocks=FILES,
     seed=st.sampled_from([None, 0, 2**63]),
     num_shards=st.integers(1, 40),
-    deals_units=st.booleans(),
+    whole=st.booleans(),
 )
 def test_each_record_is_read_once_an_epoch_and_it_is_known_when(
-    blocks, seed, num_shards, deals_units
+    blocks, seed, num_shards, whole
 ):
-    dataset = corpora.Numbers(blocks=blocks)
+    dataset = corpora.Numbers(blocks=blocks, whole=whole)
     options = records.ReadOptions(shuffle_seed=seed, num_epochs=2)
     found = {}
     for shard in range(num_shards):
         of_shard = records.Records(
             dataset, shard=shard, num_shards=num_shards, read_options=options
         )
-        of_shard.deals_units = deals_units
         elements = iter(of_shard)
         # Afterwards it has read one more.
         for element in elements:

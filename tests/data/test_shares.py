@@ -1,4 +1,4 @@
-"""Shards have equal shares of the records, and states of older programs go on."""
+"""Shards have equal shares of the records."""
 
 import collections
 import contextlib

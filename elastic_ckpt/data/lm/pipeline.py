@@ -166,8 +166,6 @@ class LanguagePipeline:
 
     def identity(self) -> dict[str, storage.Json]:
         """The settings that determine the order of rows, by configuration key."""
-        # Older states lack this setting: it is included only if there is a limit.
-        limit = {"max_segments_per_seq": self.max_examples} if self.max_examples else {}
         sources = source.in_threads(self._source_identity, self.parts)
         return {
             pipeline_changes.DATASETS: {
@@ -178,11 +176,11 @@ class LanguagePipeline:
             "max_target_length": self.length,
             "use_truncation": self.truncate,
             "grain_packing_type": self.packing,
+            "max_segments_per_seq": self.max_examples,
             "grain_shuffle_buffer_size": self.window,
             "enable_data_shuffling": self.reading.shuffle_seed is not None,
             "data_shuffle_seed": self.seed,
             pipeline_changes.NUM_EPOCH: self.reading.num_epochs or 0,
-            **limit,
             **self.dealing_settings(),
         }
 
@@ -191,9 +189,7 @@ class LanguagePipeline:
         return dataclasses.replace(self, dealing=dealing)
 
     def dealing_settings(self) -> dict[str, storage.Json]:
-        """The setting of how records are dealt; states of older programs have none."""
-        if self.dealing == records.UNITS:
-            return {}
+        """The setting of how records are dealt."""
         is_joint = self.dealing == records.JOINT_SHARES and self._leads
         return {records.DEALING: self.dealing if is_joint else records.SHARES}
 
@@ -251,8 +247,7 @@ class LanguagePipeline:
     def _made_columns(self, part: Part) -> records.SmallBlocks | None:
         documents = self.documents
         if (
-            self.dealing == records.UNITS
-            or not isinstance(documents, language.Documents)
+            not isinstance(documents, language.Documents)
             or documents.tokenizer is not None
             or documents.column == records.RECORD
             or not records.SmallBlocks.exist(part.source, self.num_shards)
@@ -281,7 +276,6 @@ class LanguagePipeline:
             num_shards=self.num_shards,
             read_options=self.reading,
         )
-        read.deals_units = self.dealing == records.UNITS
         read.lead = self._leads.get(part.name, 0)
         return read
 

@@ -167,11 +167,9 @@ class _TokensIterator(grain.DatasetIterator[np.ndarray]):
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._cancel()
-        # Older states, without blocks, are those of the parent.
-        before = state["parent"] if "document" in state else state
-        self._parent.set_state(before)
+        self._before, self._taken = state["parent"], state["document"]
+        self._parent.set_state(self._before)
         self._block = self._next_block = None
-        self._before, self._taken = before, state.get("document", 0)
 
     def close(self) -> None:
         self._cancel()
@@ -296,10 +294,9 @@ class _ColumnBlocks:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """See `Blocks`."""
-        before = state["parent"] if "document" in state else state
-        number = state.get("document", 0)
-        self._batches.set_state(before)
-        # The documents of an older state's block that were taken; see `Tokens`.
+        self._batches.set_state(state["parent"])
+        # The documents that were taken one by one; see `Tokens`.
+        number = state["document"]
         while number:
             batch, places = self._batches.read(number)
             num_taken = min(number, batch.num_rows)
