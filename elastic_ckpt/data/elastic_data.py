@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
+import jax
 import numpy as np
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import cursors, rows
 
-if TYPE_CHECKING:
-    # Worker processes do without JAX.
-    import jax
-
-Batch: TypeAlias = "dict[str, jax.Array]"
+Batch: TypeAlias = dict[str, jax.Array]
 
 # The feature that is true for real rows and false for padding, in finite data.
 MASK = "mask"

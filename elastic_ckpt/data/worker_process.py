@@ -31,10 +31,9 @@ from typing import IO, TYPE_CHECKING, Any
 import cloudpickle
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import lean_grain
 
 if TYPE_CHECKING:
-    # A worker first imports Grain in a way of its own.
+    # It takes seconds to import, and a worker has to listen to its host meanwhile.
     from elastic_ckpt.data import shard_rows
 
 # How often a process that sends nothing is checked for being alive. One that dies
@@ -199,7 +198,6 @@ def main(writing: int) -> None:
     loaded: queue.Queue[Any] = queue.Queue(num_ahead)
     threading.Thread(target=_send_all, args=(writing, loaded), daemon=True).start()
     try:
-        lean_grain.import_grain()
         from elastic_ckpt.data import shard_rows
 
         read = shard_rows.ShardRows(cloudpickle.loads(content))
