@@ -47,11 +47,6 @@ class World:
         data, size = self._data, len(self._row_hosts)
         if data.end is elastic_data.End.NEVER:
             return self._whole()
-        if data.end is elastic_data.End.DROPPED:
-            batch = self._whole()
-            if batch[elastic_data.MASK].all():
-                return batch
-            raise StopIteration
         for _ in range(-(-data.rows_of_end // size)):
             batch = self._whole()
             if batch[elastic_data.MASK].any():

@@ -117,12 +117,8 @@ class DataKeys:
     num_epoch: int = key(
         0,
         "Epochs after which the data, and with it the run, ends; 0 repeats the data"
-        " endlessly.",
+        " endlessly. If the last batch is not full, it is padded and masked.",
         at_least=0,
-    )
-    drop_remainder: bool = key(
-        False,
-        "Drop the last batch if it is not full. If false, it is padded and masked.",
     )
     corrupt_records: str = key(
         "fail",

@@ -208,7 +208,7 @@ def batches_of_end(data: elastic_data.ElasticData, global_batch_size: int) -> in
     Fewer such batches are skipped: the shards of their rows have ended, but other
     shards may not have.
     """
-    if data.end is not elastic_data.End.PADDED:
+    if data.end is elastic_data.End.NEVER:
         return 1
     return -(-data.rows_of_end // global_batch_size)
 
@@ -256,8 +256,7 @@ class Delivery:
         self._has_rows: Callable[[jax.Array], jax.Array] | None = None
         if data.end is not elastic_data.End.NEVER:
             replicated = NamedSharding(sharding.mesh, PartitionSpec())
-            test = jnp.any if data.end is elastic_data.End.PADDED else jnp.all
-            self._has_rows = jax.jit(test, out_shardings=replicated)
+            self._has_rows = jax.jit(jnp.any, out_shardings=replicated)
         self.resize(global_batch_size)
 
     def begin(self) -> None:

@@ -29,12 +29,10 @@ class End(enum.Enum):
     Attributes:
       NEVER: it does not end.
       PADDED: after the last row. Zeros fill the last batch, with `mask` false for them.
-      DROPPED: after the last full batch.
     """
 
     NEVER = "never"
     PADDED = "padded"
-    DROPPED = "dropped"
 
     @classmethod
     def of(cls, value: End | str) -> End:

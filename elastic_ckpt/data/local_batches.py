@@ -55,8 +55,7 @@ class LocalBatches:
       num_ranks: the number of processes.
       global_batch_size: rows of all ranks together, B; each has B / num_ranks of them.
       agree: an all-reduce of a bool over the ranks, needed if finite data is read by
-        several: for `end="padded"` whether any rank passes True, for `"dropped"`
-        whether all do.
+        several: whether any rank passes True.
       read_ahead: how far a thread reads ahead: a number of batches, or
         `ec.data.ReadAhead`. By default nothing is read ahead.
     """
@@ -196,9 +195,7 @@ class LocalBatches:
     def _next_of_finite(self) -> dict[str, np.ndarray]:
         for _ in range(self._batches_of_end):
             batch = next(self._rows)
-            mask = batch[elastic_data.MASK]
-            padded = self._course.data.end is elastic_data.End.PADDED
-            if self._agree(bool(mask.any() if padded else mask.all())):
+            if self._agree(bool(batch[elastic_data.MASK].any())):
                 return batch
         self._at_end = True
         raise StopIteration

@@ -49,7 +49,6 @@ class PositionalData:
     num_threads: int = 4
     prefetch_records: int = 16
     num_epochs: int | None = None
-    drop_remainder: bool = False
 
     def __post_init__(self) -> None:
         source.take_names(self, required="files")
@@ -59,9 +58,7 @@ class PositionalData:
         """How the data ends."""
         if self.num_epochs is None:
             return elastic_data.End.NEVER
-        # With Grain's ElasticIterator only some hosts may have rows of the last batch.
-        dropped = self.drop_remainder or not self.in_place
-        return elastic_data.End.DROPPED if dropped else elastic_data.End.PADDED
+        return elastic_data.End.PADDED
 
     @property
     def rows_of_end(self) -> int:
@@ -130,12 +127,14 @@ class PositionalData:
             num_threads=self.num_threads,
             prefetch_buffer_size=self.prefetch_records if self.num_threads else 0,
         )
-        # Grain's ElasticIterator gives each host the same number of rows, at least one.
+        # Grain's ElasticIterator gives each host the same number of rows, at least one,
+        # and at the end leaves out what fills no batch.
         rows_of_hosts = np.bincount(
             placement.row_hosts, minlength=placement.host + 1
         ).tolist()
         is_even = len(set(rows_of_hosts)) == 1
-        if self.in_place or placement.turns > 1 or not is_even:
+        is_finite = self.num_epochs is not None
+        if self.in_place or is_finite or placement.turns > 1 or not is_even:
             batch_rows = np.flatnonzero(placement.row_hosts == placement.host)
             if not self.in_place and is_even:
                 # The rows that Grain's ElasticIterator deals to this host.
@@ -313,7 +312,6 @@ def positional(
     num_threads: int = 4,
     prefetch_records: int = 16,
     num_epochs: int | None = None,
-    drop_remainder: bool = False,
 ) -> PositionalData:
     """Elastic data in which each record is one example.
 
@@ -330,8 +328,6 @@ def positional(
       num_threads: threads that read on each host; 0 reads in the caller.
       prefetch_records: records read ahead on each host.
       num_epochs: the number of epochs; None repeats the records endlessly.
-      drop_remainder: whether rows at the end that do not fill a batch are dropped. With
-        `in_place=False` they always are.
 
     Raises:
       ConfigError: if `files` is not a list of paths.
@@ -346,7 +342,6 @@ def positional(
         num_threads=num_threads,
         prefetch_records=prefetch_records,
         num_epochs=num_epochs,
-        drop_remainder=drop_remainder,
     )
 
 
@@ -365,5 +360,4 @@ def from_config(data: data_keys.DataKeys) -> PositionalData:
         num_threads=data.grain_num_threads,
         prefetch_records=data.grain_prefetch_buffer_size,
         num_epochs=data.num_epoch or None,
-        drop_remainder=data.drop_remainder,
     )

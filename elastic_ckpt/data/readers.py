@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from elastic_ckpt.data import cursors, elastic_data, shard_rows, worker_process
+from elastic_ckpt.data import cursors, shard_rows, worker_process
 
 
 class Reader(Protocol):
@@ -69,11 +69,10 @@ class _Workers:
     def __next__(self) -> shard_rows.Loaded:
         shards, keep = self._task.row_shards(self._position)
         kept = shards[keep]
-        row_numbers, parts, over = [], [], False
+        row_numbers, parts = [], []
         for share, worker in zip(self._shares, self._workers, strict=True):
             loaded = next(worker)
             self._changed.update(loaded.cursors)
-            over |= loaded.over
             if loaded.rows is not None:
                 row_numbers.append(np.flatnonzero(np.isin(kept, share)))
                 parts.append(loaded.rows)
@@ -85,9 +84,7 @@ class _Workers:
                 name: np.concatenate([part[name] for part in parts])[order]
                 for name in rows
             }
-        if over:
-            rows[elastic_data.MASK][:] = False
-        return shard_rows.Loaded(rows=rows, cursors={}, over=over)
+        return shard_rows.Loaded(rows=rows, cursors={})
 
     def changed(self) -> Mapping[int, cursors.Lazy]:
         changed, self._changed = self._changed, {}

@@ -42,12 +42,10 @@ class Loaded:
       rows: features of shape `[rows, ...]`; None if the batch needs no row from here.
       cursors: the cursors, after the batch, of shards that yielded rows; empty unless
         requested.
-      over: whether this batch and all later ones are to be dropped.
     """
 
     rows: Rows | None
     cursors: cursors.Cursors
-    over: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,9 +102,6 @@ class ShardRows:
         self._unopened = dict(task.start)
         self._opened: dict[int, grain.DatasetIterator] = {}
         self._ended: dict[int, storage.Json] = {}
-        # Rows that were read before their turn.
-        self._early: dict[int, Any] = {}
-        self._is_first, self._over = True, False
         self._changed: set[int] = set()
         self._zeros: Any = None
         self._none: Rows | None = None
@@ -120,7 +115,6 @@ class ShardRows:
         return Loaded(
             rows=self._stack(kept) if kept or not self._task.keep.size else None,
             cursors={shard: cursors.made(each) for shard, each in changed.items()},
-            over=self._over,
         )
 
     def _next_rows(self) -> list[Any]:
@@ -128,11 +122,7 @@ class ShardRows:
         row_shards = self._task.row_shards(self._position)
         shards, keep = (array.tolist() for array in row_shards)
         self._position += self._task.batch.global_batch_size
-        if self._is_first:
-            self._is_first, self._over = False, self._is_over()
         drawn = [self._next_row(shard) for shard in shards]
-        if self._task.end is elastic_data.End.DROPPED:
-            self._over |= any(row is None for row in drawn)
         self._changed.update(shards)
         return [row for row, is_kept in zip(drawn, keep, strict=True) if is_kept]
 
@@ -147,19 +137,8 @@ class ShardRows:
             opened.close()
         self._opened = {}
 
-    def _is_over(self) -> bool:
-        # Whether a batch was already dropped before this task because a shard had ended
-        # that still has no row.
-        if self._task.end is not elastic_data.End.DROPPED:
-            return False
-        at_end = [shard for shard, cur in self._unopened.items() if _is_end(cur)]
-        self._early = {shard: self._next_row(shard) for shard in at_end}
-        return None in self._early.values()
-
     def _next_row(self, shard: int) -> Any:
         # The next example of a shard, or None if it has ended.
-        if shard in self._early:
-            return self._early.pop(shard)
         if shard in self._ended:
             return None
         try:
@@ -197,8 +176,6 @@ class ShardRows:
         return opened
 
     def _cursor(self, shard: int) -> cursors.Lazy:
-        if shard in self._early:
-            return self._task.start[shard]
         if shard in self._ended:
             return self._ended[shard]
         opened = self._opened.get(shard)
@@ -223,7 +200,7 @@ class ShardRows:
             example = real[0] if real else self._any()
             self._zeros = {name: _zeros_like(leaf) for name, leaf in example.items()}
         filled = [self._zeros if row is None else row for row in drawn]
-        mask = np.array([row is not None and not self._over for row in drawn])
+        mask = np.array([row is not None for row in drawn])
         added = {elastic_data.EXAMPLE_ID, elastic_data.MASK}
         return {**_stacked(filled, added=added), elastic_data.MASK: mask}
 

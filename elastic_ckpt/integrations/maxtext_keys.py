@@ -76,7 +76,6 @@ _OWN_DATA_KEYS = (
     "data_stages",
     "grain_record_format",
     "chat_template_date",
-    "drop_remainder",
     "corrupt_records",
     "tokenizer_threads",
     "data_read_ahead_batches",

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import elastic_data, example_id, shard_rows
+from elastic_ckpt.data import example_id, shard_rows
 from tests import formats, stages, worlds
 
 # Every pipeline, and every format; the property below draws the others.
@@ -145,19 +145,6 @@ def test_each_epoch_has_every_token_once_and_ends_at_the_same_step_on_any_hosts(
     for num_hosts in (3, 8):
         batches = worlds.World(data, num_hosts, 24).rest()
         assert list(map(worlds.content, batches)) == expected
-
-
-def test_an_epoch_that_drops_the_remainder_has_the_batches_before_the_first_padding(
-    files,
-):
-    data = formats.data(files["parquet"], "mixture", num_epochs=1)
-    padded = worlds.World(data, 1, 12).rest()
-    real = list(itertools.takewhile(lambda batch: batch["mask"].all(), padded))
-    assert 0 < len(real) < len(padded)
-    dropping = dataclasses.replace(data, end=elastic_data.End.DROPPED)
-    for num_hosts in (1, 4):
-        batches = worlds.World(dropping, num_hosts, 12).rest()
-        assert list(map(worlds.content, batches)) == list(map(worlds.content, real))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

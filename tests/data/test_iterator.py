@@ -275,7 +275,7 @@ def test_rows_are_put_into_their_places_on_the_devices(monkeypatch):
     )
     monkeypatch.setattr(delivery.Loading, "of", lambda *_: loading)
     deliver = delivery.Delivery(
-        ending(8, (1,), elastic_data.End.DROPPED),
+        ending(8, (1,), elastic_data.End.PADDED),
         sharding=sharding,
         global_batch_size=16,
         warn_after_secs=1,

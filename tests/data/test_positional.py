@@ -89,8 +89,8 @@ def test_each_epoch_uses_each_example_once_in_an_order_of_its_own(data):
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def finite(data, *, drop_remainder):
-    return dataclasses.replace(data, num_epochs=2, drop_remainder=drop_remainder)
+def finite(data):
+    return dataclasses.replace(data, num_epochs=2)
 
 
 def ids_of(batches):
@@ -104,26 +104,18 @@ def ids_of(batches):
 
 @pytest.mark.parametrize("num_hosts", [4])
 def test_two_epochs_have_each_example_twice_and_padding_that_is_masked(data, num_hosts):
-    data = finite(data, drop_remainder=False)
+    data = finite(data)
     batches = worlds.World(data, num_hosts, 12).rest()
-    examples = collections.Counter(ids_of(batches))
-    if data.in_place:
-        assert examples == dict.fromkeys(range(100), 2)
-        assert [int(batch["mask"].sum()) for batch in batches] == [12] * 16 + [8]
-        padding = {name: feature[8:] for name, feature in batches[-1].items()}
-        assert set(example_id.join(padding.pop("example_id"))) == {example_id.NONE}
-        assert not any(feature.any() for feature in padding.values())
-    else:
-        # Grain leaves out the 8 rows that fill no batch.
-        assert examples.total() == 192
-        assert all(batch["mask"].all() for batch in batches)
+    assert collections.Counter(ids_of(batches)) == dict.fromkeys(range(100), 2)
+    assert [int(batch["mask"].sum()) for batch in batches] == [12] * 16 + [8]
+    is_padding = ~batches[-1]["mask"]
+    padding = {name: feature[is_padding] for name, feature in batches[-1].items()}
+    assert set(example_id.join(padding.pop("example_id"))) == {example_id.NONE}
+    assert not any(feature.any() for feature in padding.values())
 
 
-@pytest.mark.parametrize("drop_remainder", [False])
-def test_the_state_before_every_batch_of_finite_data_can_be_returned_to(
-    data, drop_remainder
-):
-    data = finite(data, drop_remainder=drop_remainder)
+def test_the_state_before_every_batch_of_finite_data_can_be_returned_to(data):
+    data = finite(data)
     expected = worlds.World(data, 3, 12).rest()
     world, states = worlds.World(data, 3, 12), []
     for _ in expected:

@@ -28,7 +28,7 @@ def numbered(directory, *, num_files, num_rows, row_group):
     return paths
 
 
-def finite(paths, *, num_shards, drop_remainder, num_epoch=1):
+def finite(paths, *, num_shards, num_epoch=1):
     return pipeline.from_config(
         grain_train_files=",".join(paths),
         grain_file_type="parquet",
@@ -37,7 +37,6 @@ def finite(paths, *, num_shards, drop_remainder, num_epoch=1):
         max_target_length=2,
         num_logical_shards=num_shards,
         num_epoch=num_epoch,
-        drop_remainder=drop_remainder,
     )
 
 
@@ -54,22 +53,17 @@ def until_end(data, size):
 @pytest.mark.parametrize(
     ("row_group", "num_epoch", "small_blocks"), [(7, 3, True), (100, 1, False)]
 )
-def test_finite_rows_end_together_and_less_than_a_batch_is_left_out(
+def test_finite_rows_end_together_and_only_the_last_batch_has_padding(
     tmp_path, monkeypatch, row_group, num_epoch, small_blocks
 ):
     if not small_blocks:
         monkeypatch.setattr(units, "_SMALL_RECORDS", 0)
     paths = numbered(tmp_path, num_files=2, num_rows=101, row_group=row_group)
-    data = finite(paths, num_shards=16, drop_remainder=False, num_epoch=num_epoch)
+    data = finite(paths, num_shards=16, num_epoch=num_epoch)
     batches = until_end(data, 8)
     numbers = np.concatenate([b["inputs"][b["mask"], 0] for b in batches])
     assert sorted(numbers.tolist()) == sorted([*range(1, 203)] * num_epoch)
-    # Only the last batch has padding.
     assert [b["mask"].all() for b in batches[:-1]] == [True] * (len(batches) - 1)
-    dropped = until_end(
-        finite(paths, num_shards=16, drop_remainder=True, num_epoch=num_epoch), 8
-    )
-    assert len(dropped) == 202 * num_epoch // 8
 
 
 def finite_mixture(directory, *, num_rows, weights, num_shards, **keys):
@@ -108,14 +102,12 @@ def test_the_datasets_of_a_finite_mixture_end_together(
         "num_shards": 16,
         "num_epoch": num_epoch,
     }
-    batches = until_end(finite_mixture(tmp_path, drop_remainder=False, **more), size)
+    batches = until_end(finite_mixture(tmp_path, **more), size)
     numbers = np.concatenate([b["inputs"][b["mask"], 0] for b in batches])
     total = num_datasets * num_rows * num_epoch
     assert len(numbers) == total
     assert set(collections.Counter(numbers.tolist()).values()) == {num_epoch}
     assert [b["mask"].all() for b in batches[:-1]] == [True] * (len(batches) - 1)
-    dropped = until_end(finite_mixture(tmp_path, drop_remainder=True, **more), size)
-    assert len(dropped) == total // size
 
 
 @pytest.mark.parametrize(
@@ -125,7 +117,7 @@ def test_the_datasets_of_a_finite_mixture_end_together(
 def test_other_weights_of_a_finite_mixture_lose_and_repeat_nothing(
     tmp_path, before, weights
 ):
-    more = {"num_rows": 21, "num_shards": 8, "drop_remainder": False}
+    more = {"num_rows": 21, "num_shards": 8}
     more["enable_data_shuffling"] = False
     old = finite_mixture(tmp_path, weights=before, **more)
     world = worlds.World(old, 2, 8)
@@ -144,7 +136,7 @@ def test_other_weights_of_a_finite_mixture_lose_and_repeat_nothing(
 
 
 def test_a_window_of_the_last_documents_takes_no_others_in(tmp_path):
-    more = {"num_rows": 21, "num_shards": 8, "drop_remainder": False}
+    more = {"num_rows": 21, "num_shards": 8}
     old = finite_mixture(tmp_path, weights=(1, 0, 1), **more)
     world = worlds.World(old, 1, 8)
     for _ in range(3):
@@ -180,7 +172,7 @@ def test_small_blocks_are_shuffled_record_by_record_in_each_epoch(tmp_path):
 
 def test_blocks_are_decoded_again_if_there_is_no_room_for_them(tmp_path, monkeypatch):
     paths = numbered(tmp_path, num_files=12, num_rows=64, row_group=16)
-    expected = until_end(finite(paths, num_shards=8, drop_remainder=True), 8)
+    expected = until_end(finite(paths, num_shards=8), 8)
     decoded, decode = [], parquet.Parquet.decoded
 
     def counted(self, unit, **more):
@@ -192,7 +184,7 @@ def test_blocks_are_decoded_again_if_there_is_no_room_for_them(tmp_path, monkeyp
         kept_blocks._KEPT.clear()
         decoded.clear()
         monkeypatch.setattr(kept_blocks, "BUDGET_BYTES", budget)
-        actual = until_end(finite(paths, num_shards=8, drop_remainder=True), 8)
+        actual = until_end(finite(paths, num_shards=8), 8)
         assert [b["inputs"].tolist() for b in actual] == [
             b["inputs"].tolist() for b in expected
         ]

@@ -62,7 +62,7 @@ def test_maxtext_s_defaults_mean_the_same_here():
 
 
 def test_every_setting_that_both_have_is_taken_over():
-    own = {"corrupt_records": "skip", "drop_remainder": True, "tokenizer_type": "bytes"}
+    own = {"corrupt_records": "skip", "tokenizer_type": "bytes"}
     settings = {
         "add_bos": False,
         "add_eos": False,

@@ -395,7 +395,6 @@ def eval_from_config(
         data,
         data_stages="",
         enable_data_shuffling=False,
-        drop_remainder=False,
         num_logical_shards=data.num_logical_shards or global_batch_size,
         num_epoch=1,
         grain_worker_count=0,
@@ -496,12 +495,11 @@ def _sharded(
         num_processes=max(data.grain_worker_count, 1),
         vocab_size=vocab_size,
     )
-    end = elastic_data.End.DROPPED if data.drop_remainder else elastic_data.End.PADDED
     return sharded_data.ShardedData(
         make_shard=pipeline,
         num_shards=data.num_logical_shards,
         pipeline=pipeline.identity(),
-        end=end if data.num_epoch else elastic_data.End.NEVER,
+        end=elastic_data.End.PADDED if data.num_epoch else elastic_data.End.NEVER,
         num_workers=_num_workers(data),
         per_worker_batches=data.grain_per_worker_buffer_size,
     )

@@ -88,9 +88,7 @@ def test_without_logical_shards_the_engine_is_the_positional_one(corpus):
     ("settings", "end"),
     [
         ({}, elastic_data.End.NEVER),
-        ({"drop_remainder": True}, elastic_data.End.NEVER),
         ({"num_epoch": 1}, elastic_data.End.PADDED),
-        ({"num_epoch": 1, "drop_remainder": True}, elastic_data.End.DROPPED),
     ],
 )
 @pytest.mark.parametrize("num_shards", [0, 4])
@@ -153,7 +151,6 @@ def test_evaluation_is_one_epoch_in_order_padded_whatever_training_does(corpus):
         "nowhere",
         grain_eval_files=corpus,
         num_epoch=3,
-        drop_remainder=True,
         grain_worker_count=4,
     )
     data = pipeline.eval_from_config(config, global_batch_size=12)
@@ -177,7 +174,7 @@ def test_the_identity_names_whatever_changes_the_examples(corpus):
 
     assert differing() == set()
     assert differing(grain_worker_count=2, grain_per_worker_buffer_size=7) == set()
-    assert differing(global_batch_size=8, drop_remainder=True) == set()
+    assert differing(global_batch_size=8) == set()
     for key, value in {
         "num_logical_shards": 8,
         "data_shuffle_seed": 1,
