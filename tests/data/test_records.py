@@ -138,6 +138,19 @@ def test_records_that_are_left_out_are_counted(corrupt, num_shards, lost):
         assert actual == left
 
 
+def augmented():
+    """The records of a shard, each with a random number of its own."""
+    records = read(mixed(), 1, 3, shuffle_seed=7, num_epochs=2).seed(1)
+    return records.random_map(
+        lambda element, generator: element | {"drawn": generator.integers(2**62)}
+    )
+
+
+def test_grain_s_random_map_draws_the_same_after_a_resume():
+    _, elements = assert_resumes_everywhere(augmented)
+    assert len({element["drawn"] for element in elements}) == len(elements)
+
+
 @pytest.fixture
 def little_patience(monkeypatch):
     monkeypatch.setattr(records, "_LEAST_FRUITLESS", 1000)
