@@ -25,6 +25,12 @@ NUM_RECORDS = sum(RECORDS)
 CORRUPT = 13
 
 
+def block_of(number):
+    """The records of the block of a record of the first file."""
+    first = number // BLOCK * BLOCK
+    return set(range(first, first + BLOCK))
+
+
 def read(dataset, shard, num_shards, **reading):
     return records.Records(
         dataset,

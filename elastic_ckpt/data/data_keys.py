@@ -123,7 +123,7 @@ class DataKeys:
     corrupt_records: str = key(
         "fail",
         "What to do with a corrupt record: end the run (`fail`), or leave the record"
-        " out (`skip`).",
+        " out (`skip`); of Parquet and Arrow, its whole row group or record batch.",
         choices=("fail", "skip"),
     )
     tokenize_train_data: bool = key(

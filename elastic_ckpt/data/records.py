@@ -707,7 +707,7 @@ class SmallBlocks:
         if len(picked) == 1:
             ((unit, rows),) = picked
             block = kept_blocks.kept(self._source, unit, self._tokens)
-            if block.corrupt is None and RECORD not in block.names:
+            if block.problem is None and RECORD not in block.names:
                 # Most reads of many datasets are of a record or two.
                 self._count(picked)
                 values, start, length = _lists_of(block, self._tokens)

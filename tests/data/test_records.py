@@ -140,8 +140,8 @@ def test_records_that_are_left_out_are_counted(corrupt, num_shards, lost):
 
 def augmented():
     """The records of a shard, each with a random number of its own."""
-    records = read(mixed(), 1, 3, shuffle_seed=7, num_epochs=2).seed(1)
-    return records.random_map(
+    of_shard = read(mixed(), 1, 3, shuffle_seed=7, num_epochs=2).seed(1)
+    return of_shard.random_map(
         lambda element, generator: element | {"drawn": generator.integers(2**62)}
     )
 

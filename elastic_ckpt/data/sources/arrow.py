@@ -79,7 +79,8 @@ class Arrow(kept_blocks.BlockFiles):
             batch = pa.ipc.read_record_batch(pa.ipc.read_message(stream), schema)
         if batch.num_rows != unit.block_records:
             raise arrow_rows.DamagedError(f"it has {batch.num_rows} rows")
-        return batch.select(list(self.columns)) if self.columns else batch
+        read = batch.select(list(self.columns)) if self.columns else batch
+        return arrow_rows.sound(read)
 
     def _stream(self, unit: units.Unit, row: int) -> Iterator[pa.RecordBatch]:
         """See `BlockFiles`."""

@@ -1,8 +1,4 @@
-"""Rows of Arrow batches as elements: dicts of columns.
-
-Whether a row is corrupt depends only on the row, not on its batch: a resumed run reads
-other batches, and must skip the same rows.
-"""
+"""Rows of Arrow batches as elements: dicts of columns."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class DamagedError(Exception):
-    """Bytes that Arrow cannot decode."""
+    """Bytes that Arrow cannot decode, or values that nobody wrote."""
 
 
 @contextlib.contextmanager
@@ -43,28 +39,28 @@ def damaged(error_of: Callable[[object], Exception] = DamagedError) -> Iterator[
 
 
 def elements(batch: pa.RecordBatch) -> Iterator[source.Element]:
-    """The rows of a batch of which none is corrupt."""
+    """The rows of a sound batch."""
     names = batch.schema.names
     for row in zip(*map(_values, batch.columns), strict=True):
         yield dict(zip(names, row, strict=True))
 
 
-def problem(batch: pa.RecordBatch) -> str:
-    """The reason why a row of a batch is corrupt; empty if none is."""
-    import pyarrow as pa
+def sound(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch itself, checked.
 
-    try:
+    Raises:
+      DamagedError: if a row cannot be converted to an element.
+    """
+    with damaged():
         # A damaged page may decode to offsets out of bounds or to invalid text.
         batch.validate(full=True)
-    except pa.ArrowException as error:
-        return str(error)
     for column in batch.columns:
         # NumPy arrays of numbers cannot have nulls. A row without a list is valid.
         if _is_numbers(column.type) and column.null_count < len(column):
             _, values = _offsets_and_values(column)
             if values.null_count:
-                return "a list of numbers has a null in it"
-    return ""
+                raise DamagedError("a list of numbers has a null in it")
+    return batch
 
 
 def tokens(column: pa.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:

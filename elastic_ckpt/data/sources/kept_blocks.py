@@ -37,32 +37,28 @@ class Decoded:
     """Consecutive records of a block.
 
     Args:
-      batch: the records; None if the whole block is corrupt.
+      batch: the records; None if the block is corrupt.
       place: the block, for errors.
-      first: the number of the first record in the block.
       tokens: the column of tokens if nothing else is needed, which takes less memory.
-      lost: which records are corrupt, bool `[records]`: all if there is no batch.
-      problem: why they are not decoded.
+      problem: why the block is corrupt.
 
     Attributes:
       num_rows: the number of records.
       names: of the columns.
       batch: the records; None if they are corrupt, or only tokens are needed.
-      corrupt: which are corrupt, bool `[records]`; None if none is.
+      problem: why they are corrupt; None if they are not.
       num_bytes: the memory that they take, about.
     """
 
     __slots__ = (
         "__weakref__",
-        "_first",
         "_lists",
         "_place",
-        "_problem",
         "batch",
-        "corrupt",
         "names",
         "num_bytes",
         "num_rows",
+        "problem",
     )
 
     def __init__(
@@ -70,24 +66,16 @@ class Decoded:
         batch: pa.RecordBatch | None,
         place: str,
         *,
-        first: int = 0,
         tokens: str = "",
-        lost: np.ndarray | None = None,
-        problem: object = "",
+        problem: str | None = None,
     ) -> None:
-        self.batch, self.corrupt = batch, lost
-        self._place, self._first, self._problem = place, first, problem
+        self.batch, self.problem, self._place = batch, problem, place
         self._lists: dict[str, blocks.Lists | None] = {}
         self.num_rows, self.names, self.num_bytes = 0, [], 0
         if batch is None:
             return
         self.num_rows, self.names = batch.num_rows, batch.schema.names
-        if arrow_rows.problem(batch):
-            corrupt = np.zeros(batch.num_rows, bool) if lost is None else lost.copy()
-            for row in np.flatnonzero(~corrupt).tolist():
-                corrupt[row] = bool(arrow_rows.problem(batch.slice(row, 1)))
-            self.corrupt = corrupt if corrupt.any() else None
-        lists = self.lists(tokens) if tokens and self.corrupt is None else None
+        lists = self.lists(tokens) if tokens else None
         if lists is None:
             self.num_bytes = batch.nbytes
             return
@@ -98,20 +86,9 @@ class Decoded:
         self.batch = None
         self.num_bytes = values.nbytes + start.nbytes + length.nbytes
 
-    def error(self, rows: np.ndarray) -> source.CorruptError:
-        """The error for some records, which are corrupt."""
-        row, more = int(rows[0]), len(rows) - 1
-        problem = self._problem
-        if self.batch is not None:
-            problem = arrow_rows.problem(self.batch.slice(row, 1)) or problem
-        which = f"row {self._first + row}"
-        if more:
-            which = f"rows {self._first + row} " + (
-                f"to {self._first + row + more}"
-                if _follow_each_other(rows)
-                else f"and {more} more"
-            )
-        return source.corrupt(f"{self._place}, {which}", problem, num_records=more + 1)
+    def error(self, num_records: int) -> source.CorruptError:
+        """The error for some records of a corrupt block."""
+        return source.corrupt(self._place, self.problem, num_records=num_records)
 
     def lists(self, column: str) -> blocks.Lists | None:
         """A column with lists of tokens; None if it has other values."""
@@ -179,29 +156,21 @@ def _follow_each_other(rows: np.ndarray) -> bool:
 def picked(
     parts: Iterable[tuple[Decoded, np.ndarray]],
 ) -> Picked | source.CorruptError:
-    """Records of several blocks, up to the first corrupt one; or corrupt ones.
+    """Records of several blocks, up to a corrupt one; or those of a corrupt one.
 
     Args:
       parts: blocks, and the numbers of records in each.
     """
     sound: list[tuple[Decoded, np.ndarray]] = []
     for block, rows in parts:
+        if block.problem is not None:
+            if not sound:
+                return block.error(len(rows))
+            break
         if sound and (block.batch is None) != (sound[0][0].batch is None):
             # Blocks with lists of tokens have no other values, and the others do.
             break
-        if block.corrupt is None:
-            sound.append((block, rows))
-            continue
-        corrupt = block.corrupt[rows]
-        others = np.flatnonzero(corrupt != corrupt[0])
-        some = rows[: others[0]] if len(others) else rows
-        if corrupt[0]:
-            if not sound:
-                return block.error(some)
-            break
-        sound.append((block, some))
-        if len(others):
-            break
+        sound.append((block, rows))
     return Picked(sound)
 
 
@@ -209,13 +178,12 @@ def in_order(
     block: Decoded, first: int, stop: int
 ) -> Iterator[Picked | source.CorruptError]:
     """The records of a block from `first` to before `stop`, many at a time."""
+    if block.problem is not None:
+        yield block.error(stop - first)
+        return
     size = max(1, block.num_rows * _RUN_BYTES // max(block.num_bytes, 1))
-    while first < stop:
-        is_sound = block.corrupt is None or not block.corrupt[first]
-        end = min(first + size, stop) if is_sound else stop
-        read = picked([(block, np.arange(first, end))])
-        yield read
-        first += read.num_rows if isinstance(read, Picked) else read.num_records
+    for begin in range(first, stop, size):
+        yield Picked([(block, np.arange(begin, min(begin + size, stop)))])
 
 
 class ColumnFiles(source.Source):
@@ -250,7 +218,7 @@ class BlockFiles(ColumnFiles):
 
     @abc.abstractmethod
     def _batch(self, unit: units.Unit) -> pa.RecordBatch:
-        """The block of a unit.
+        """The block of a unit, checked by `arrow_rows.sound`.
 
         Raises:
           DamagedError: if not all of it can be decoded.
@@ -259,7 +227,9 @@ class BlockFiles(ColumnFiles):
 
     @abc.abstractmethod
     def _stream(self, unit: units.Unit, row: int) -> Iterator[pa.RecordBatch]:
-        """The block of a unit from a row on, a little at a time.
+        """The block of a unit from a row on, a little at a time, checked likewise.
+
+        What is checked together must not depend on the row.
 
         Raises:
           DamagedError: where it cannot be decoded.
@@ -282,8 +252,7 @@ class BlockFiles(ColumnFiles):
             batch = files.retried(functools.partial(self._batch, unit), place)
             return Decoded(batch, place, tokens=tokens)
         except arrow_rows.DamagedError as error:
-            lost = np.ones(unit.block_records, bool)
-            return Decoded(None, place, lost=lost, problem=error)
+            return Decoded(None, place, problem=str(error))
 
     def read_batches(
         self, unit: units.Unit, skip: int, *, tokens: str = ""
@@ -292,20 +261,21 @@ class BlockFiles(ColumnFiles):
         row, stop = unit.first + skip, unit.first + unit.num_records
         if row == stop:
             return
+        if self._is_shared(unit):
+            yield from in_order(kept(self, unit, tokens), row, stop)
+            return
         # A local name: at the end of the program the module's may be deleted first.
         damaged_error = arrow_rows.DamagedError
-        if not self._is_shared(unit):
-            try:
-                for batch in self._stream(unit, row):
-                    some = batch.slice(0, stop - row)
-                    block = Decoded(some, self.place(unit), first=row)
-                    yield from in_order(block, 0, some.num_rows)
-                    row += some.num_rows
-                    if row == stop:
-                        return
-            except damaged_error:
-                pass
-        yield from in_order(kept(self, unit, tokens), row, stop)
+        try:
+            for batch in self._stream(unit, row):
+                block = Decoded(batch.slice(0, stop - row), self.place(unit))
+                yield from in_order(block, 0, block.num_rows)
+                row += block.num_rows
+                if row == stop:
+                    return
+        except damaged_error as error:
+            lost = Decoded(None, self.place(unit), problem=str(error))
+            yield from in_order(lost, row, stop)
 
 
 class _Kept:

@@ -79,7 +79,7 @@ class Parquet(kept_blocks.BlockFiles):
             )
         if table.num_rows != unit.block_records:
             raise arrow_rows.DamagedError("not as many rows as in the footer")
-        return _joined(table)
+        return arrow_rows.sound(_joined(table))
 
     def _stream(self, unit: units.Unit, row: int) -> Iterator[pa.RecordBatch]:
         """See `BlockFiles`."""
@@ -148,7 +148,7 @@ def _streamed(parquet: Parquet, unit: units.Unit, row: int) -> Iterator[pa.Recor
             use_threads=False,
         ):
             if row < batch.num_rows:
-                yield batch.slice(row)
+                yield arrow_rows.sound(batch).slice(row)
             row = max(0, row - batch.num_rows)
 
 

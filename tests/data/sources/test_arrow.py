@@ -38,7 +38,10 @@ class TestArrow(source_contract.SourceContract):
         corpora.spoil_encoding(file, marker)
 
     def place_of(self, number):
-        return f"record batch {number // source_contract.BLOCK}, row"
+        return f"record batch {number // source_contract.BLOCK}:"
+
+    def lost_with(self, number):
+        return source_contract.block_of(number)
 
     @pytest.mark.parametrize("kept", [1, 10, 0.49, 0.99])
     def test_a_file_cut_short_is_named(self, files, kept):
