@@ -31,7 +31,7 @@ from benchmarks import data as data_suite
 from benchmarks import report, sized, turns
 from benchmarks.peers import peer
 from benchmarks.peers.documents import COLUMN, Documents
-from elastic_ckpt.data import cursors, datasets, records, rows
+from elastic_ckpt.data import cursors, records, rows
 from elastic_ckpt.data.lm import language, pipeline
 from elastic_ckpt.data.sharded_data import ShardedData
 from elastic_ckpt.data.sources import parquet
@@ -57,7 +57,7 @@ def _state_bytes(directory: pathlib.Path) -> float:
     source = Documents(directory=directory / "corpus", num_files=_FILES)
     source.write()
     only = pipeline.Part(
-        name=datasets.ONLY,
+        name="train",
         source=parquet.Parquet(files=tuple(source.files), columns=(COLUMN,)),
         weight=1.0,
     )

@@ -112,11 +112,7 @@ class World:
     def read(self, directory):
         """Continues from the files of a world of any size."""
         saved = state.read(directory)
-        data = self._data.continuing(saved.pipeline)
-        state.check_same_pipeline(saved, data.engine, data.identity())
-        if data is not self._data:
-            self.close()
-            self.__init__(data, len(self.hosts), 0, self._row_hosts)
+        state.check_same_pipeline(saved, self._data.engine, self._data.identity())
         for host in self.hosts:
             host.go_to(
                 saved.position,

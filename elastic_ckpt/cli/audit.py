@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from elastic_ckpt.core import errors, option_numbers
-from elastic_ckpt.data import datasets
 from elastic_ckpt.data import provenance as documents
 from elastic_ckpt.training import audit, provenance, run_audit
 
@@ -192,8 +191,8 @@ def _row(number: int | None) -> str:
 
 def _document(of: provenance.Found | documents.Piece) -> str:
     file = os.path.basename(of.file)
-    # A dataset of a list is named after its files, and the only one has no name.
-    is_named = of.dataset not in ("", file, datasets.ONLY)
+    # A dataset of a list is named after its files.
+    is_named = of.dataset not in ("", file)
     return f"{file}:{of.record}" + f" ({of.dataset})" * is_named
 
 

@@ -20,9 +20,6 @@ from etils import epath
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import mixing
 
-# The name of the only dataset.
-ONLY = "train"
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dataset:
@@ -45,14 +42,16 @@ def from_list(text: str, *, key: str) -> list[Dataset]:
     A dataset is named after the end of its first pattern, from the last component
     without a wildcard, so that files that are moved are still the same dataset. If a
     name is already used, more leading components are included: a dataset appended to
-    the list does not change the names of those before it.
+    the list does not change the names of those before it. One that is alone needs no
+    weight.
 
     Raises:
       ConfigError: if a part lacks a weight; names `key` and the part.
     """
     parts = [part.strip() for part in text.split(";") if part.strip()]
     if len(parts) <= 1 and not (parts and _weight(parts[0]) is not None):
-        return [Dataset(name=ONLY, patterns=text, weight=1.0)]
+        (name,) = _names(parts or [""])
+        return [Dataset(name=name, patterns=text, weight=1.0)]
     datasets = []
     for part, name in zip(parts, _names(parts), strict=True):
         patterns, _, _ = part.rpartition(",")
@@ -87,7 +86,7 @@ def from_file(path: epath.PathLike) -> list[Dataset]:
 
 def to_list(datasets: list[Dataset]) -> str:
     """The text from which `from_list` makes these datasets in this order."""
-    if [dataset.name for dataset in datasets] == [ONLY]:
+    if [dataset.weight for dataset in datasets] == [1.0]:
         return datasets[0].patterns
     return ";".join(f"{d.patterns},{d.weight}" for d in datasets)
 

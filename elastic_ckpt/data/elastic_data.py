@@ -103,13 +103,6 @@ class ElasticData(Protocol):
     def identity(self) -> dict[str, storage.Json]:
         """The settings that determine the order of examples, by configuration key."""
 
-    def continuing(self, pipeline: Mapping[str, storage.Json]) -> ElasticData:
-        """This data, with its datasets under the names that they have in a saved state.
-
-        Args:
-          pipeline: the `identity` in the saved state.
-        """
-
     def loaders(self, row_hosts: np.ndarray) -> np.ndarray:
         """The host that loads each row of a batch, int `[B]`.
 

@@ -302,19 +302,16 @@ class HostIterator:
           DataError: if it cannot be read, or is of another pipeline.
         """
         saved = state.read(directory)
-        data = self.course.data.continuing(saved.pipeline)
-        is_same = data is self.course.data
-        identity = self._identity if is_same else data.identity()
-        state.check_same_pipeline(saved, data.engine, identity)
+        state.check_same_pipeline(saved, self.course.data.engine, self._identity)
 
         def read(shards: Sequence[int]) -> cursors.Cursors:
             return cursors.read(directory, shards, saved.position)
 
-        course = self.course.restored(saved, data)
+        course = self.course.restored(saved)
         loaded = self._begin(course)
         loaded.go_to(saved.position, read)
         self._rows.close()
-        self.course, self._identity, self._rows = course, identity, loaded
+        self.course, self._rows = course, loaded
         self._left_out = saved.left_out
 
     def leave_out(self, directory: epath.PathLike | None) -> None:

@@ -243,9 +243,6 @@ class LocalBatches:
         checked = [_checked(each, rank) for rank, each in enumerate(ranks)]
         skips = self._skips_of(checked)
         position = checked[0]["position"]
-        data = self._course.data.continuing(checked[0]["pipeline"])
-        is_same = data is self._course.data
-        identity = self._identity if is_same else data.identity()
         by_shard: dict[int, cursors.Cursor] = {}
         data_states = [
             state.DataState(
@@ -257,7 +254,9 @@ class LocalBatches:
         for rank, (fields, data_state) in enumerate(
             zip(checked, data_states, strict=True)
         ):
-            state.check_same_pipeline(data_state, data.engine, identity)
+            state.check_same_pipeline(
+                data_state, self._course.data.engine, self._identity
+            )
             if data_state.position != position:
                 raise errors.DataError(
                     f"the state of rank {rank} has position {data_state.position}, and"
@@ -282,7 +281,7 @@ class LocalBatches:
                 )
             return {shard: by_shard[shard] for shard in shards}
 
-        course = self._course.restored(data_states[0], data)
+        course = self._course.restored(data_states[0])
         old = self._placement, self._batches_of_end
         try:
             self._place(course)
@@ -292,7 +291,7 @@ class LocalBatches:
             self._placement, self._batches_of_end = old
             raise
         self._rows.close()
-        self._course, self._identity, self._rows = course, identity, loaded
+        self._course, self._rows = course, loaded
         self._skips = skips
         self._at_end = bool(checked[0].get("at_end"))
 

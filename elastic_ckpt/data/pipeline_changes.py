@@ -2,14 +2,12 @@
 
 A description is the result of `ElasticData.identity`: JSON values by key. Most values
 must be equal. In a mixture (`datasets`, by name) weights may differ, and datasets may
-be new or gone. A name stands for the same dataset in the whole run, also while the
-dataset is gone.
+be new or gone. A name stands for the same dataset in the whole run.
 """
 
 from __future__ import annotations
 
 import collections
-import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,9 +17,6 @@ from elastic_ckpt.data import cursors
 
 # The field with the datasets of a mixture by name.
 DATASETS = "datasets"
-# The field with the datasets that a run no longer reads, by name: cursors still have
-# their places, from which they continue when they are added again.
-REMOVED = "removed_datasets"
 # The field with the number of epochs until the end; 0 never ends.
 NUM_EPOCH = "num_epoch"
 # The field with the steps of a pipeline, first to last.
@@ -53,16 +48,11 @@ def between(
       step: of the saved state, if it says.
       begun: how many of its stages had begun.
     """
-    known = _known(before, begun)
-    before, now = (
-        {key: value for key, value in each.items() if key != REMOVED}
-        for each in (before, now)
-    )
     if STAGES in before or STAGES in now:
         changed = _stage_changes(before, now, step=step, begun=begun)
     else:
         changed = _pipeline_changes(before, now)
-    return changed or _reused_names(known, now)
+    return changed or _reused_names(stages_of(before)[:begun], now)
 
 
 def _pipeline_changes(before: Pipeline, now: Pipeline) -> list[str]:
@@ -118,18 +108,9 @@ def late_stages(begins: Sequence[int], *, step: int, begun: int) -> list[str]:
     ]
 
 
-def removed(before: Pipeline, now: Pipeline) -> dict[str, Any]:
-    """The datasets of a saved pipeline that the pipeline `now` lacks, by name.
-
-    A dataset in a mixture inside another is named `outer/inner`.
-    """
-    known = {**(before.get(REMOVED) or {}), **dict(_datasets(before))}
-    names = dict(_datasets(now))
-    return {name: entry for name, entry in known.items() if name not in names}
-
-
 def _datasets(description: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    # The datasets in a description, of all stages, each with its name.
+    # The datasets in a description, of all stages, each with its name: `outer/inner`
+    # in a mixture inside another.
     if isinstance(description, list):
         for each in description:
             yield from _datasets(each, name)
@@ -142,21 +123,15 @@ def _datasets(description: Any, name: str = "") -> Iterator[tuple[str, Any]]:
                 if isinstance(entry, dict):
                     yield path, entry
                     yield from _datasets(entry, path)
-        elif key != REMOVED and key not in _FILE_LISTS:
+        elif key not in _FILE_LISTS:
             yield from _datasets(value, name)
 
 
-def _known(before: Pipeline, begun: int) -> dict[str, list[Any]]:
-    # The datasets of which cursors may have places, by name.
-    known: dict[str, list[Any]] = collections.defaultdict(list)
-    found = _datasets(stages_of(before)[:begun])
-    for name, entry in itertools.chain((before.get(REMOVED) or {}).items(), found):
-        known[name].append(entry)
-    return known
-
-
-def _reused_names(known: Mapping[str, list[Any]], now: Pipeline) -> list[str]:
+def _reused_names(before: Sequence[Pipeline], now: Pipeline) -> list[str]:
     # A dataset would continue at the place of another that has its name.
+    known: dict[str, list[Any]] = collections.defaultdict(list)
+    for name, entry in _datasets(before):
+        known[name].append(entry)
     changed = {}
     for name, entry in _datasets(now):
         differing = [_entry_changes("", old, entry) for old in known.get(name, ())]
@@ -166,78 +141,6 @@ def _reused_names(known: Mapping[str, list[Any]], now: Pipeline) -> list[str]:
                 f" ({'; '.join(differing[0])}); give this one another name"
             )
     return list(changed.values())
-
-
-def distinct_names(known: Pipeline, datasets: Pipeline) -> dict[str, str]:
-    """Names with which `datasets` can be told from those in `known`.
-
-    Returns:
-      The name to use for each current name that must change: a known dataset, which is
-      recognised by its files, has its name, and no other has it.
-    """
-    names = {}
-    used, taken = {*known}, set()
-    for name, entry in datasets.items():
-        same = [
-            old
-            for old in known
-            if old not in taken and not _entry_changes("", known[old], entry)
-        ]
-        if same:
-            chosen = name if name in same else same[0]
-        else:
-            free = (f"{name}#{number}" for number in itertools.count(2))
-            chosen = (
-                name if name not in used else next(n for n in free if n not in used)
-            )
-        used.add(chosen)
-        taken.add(chosen)
-        if chosen != name:
-            names[name] = chosen
-    return names
-
-
-def kept_names(before: Pipeline, now: Pipeline) -> dict[str, str]:
-    """The names in a saved pipeline of datasets that now have other names.
-
-    A dataset is recognised by its files, in all stages together. Another dataset gets
-    another name if its own is that of a dataset that was saved, or was removed before,
-    unless it takes the place of that one in the same stage, which is an error later.
-
-    Returns:
-      The name to use for each current name that must change.
-    """
-    olds, news = (
-        [stage.get(DATASETS) or {} for stage in stages_of(each)]
-        for each in (before, now)
-    )
-    saved, datasets = _together(olds), _together(news)
-    gone = before.get(REMOVED) or {}
-    names = _renamed(saved, datasets)
-    others = {
-        name: entry
-        for name, entry in datasets.items()
-        if name not in names and not _is_in(saved, name, entry)
-    }
-    names |= _renamed(gone, others)
-    known = {**gone, **saved}
-    replaced: set[str] = set()
-    for old, new in zip(olds, news, strict=False):
-        replaced |= old.keys() & new.keys()
-    for name in sorted(datasets.keys() - names.keys()):
-        is_other = name in known and not _is_in(known, name, datasets[name])
-        if name in names.values() or (is_other and name not in replaced):
-            free = (f"{name}#{number}" for number in itertools.count(2))
-            names[name] = next(n for n in free if n not in known and n not in datasets)
-    return names
-
-
-def _together(of_stages: list[dict[str, Any]]) -> dict[str, Any]:
-    return {name: entry for each in of_stages for name, entry in each.items()}
-
-
-def _is_in(known: Pipeline, name: str, entry: Any) -> bool:
-    return name in known and not _entry_changes("", known[name], entry)
 
 
 def _renamed(before: Pipeline, now: Pipeline) -> dict[str, str]:
@@ -286,20 +189,28 @@ def _changes(prefix: str, before: Any, now: Any, *, ends: bool) -> list[str]:
     return changed
 
 
+def of_datasets(
+    before: Pipeline, now: Pipeline, *, prefix: str = DATASETS
+) -> list[str]:
+    """The names that stand for other files now, or that the same files had before."""
+    changed = [
+        f"{prefix}: {old} is now named {new}, with the same files and steps; restore"
+        " its old name (a grain_train_mixture_config_path gives names)"
+        for new, old in _renamed(before, now).items()
+    ]
+    for name in sorted(before.keys() & now.keys()):
+        changed += _entry_changes(f"{prefix}.{name}.", before[name], now[name])
+    return changed
+
+
 def _dataset_changes(prefix: str, before: Any, now: Any, ends: bool) -> list[str]:
+    changed = of_datasets(before, now, prefix=prefix)
     common = before.keys() & now.keys()
     others = before.keys() ^ now.keys()
     # Records may be read for a number of epochs inside a dataset, too.
     ends = ends or any(part.get("num_epochs") for part in cursors.parts(now))
-    if others and before and now and (ends or not common):
+    if not changed and others and before and now and (ends or not common):
         return [f"{prefix}: saved {sorted(before)}, now {sorted(now)}"]
-    changed = [
-        f"{prefix}: {old} is now named {new}, with the same files and steps; restore"
-        " its old name"
-        for new, old in _renamed(before, now).items()
-    ]
-    for name in sorted(common):
-        changed += _entry_changes(f"{prefix}.{name}.", before[name], now[name])
     return changed
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import grain
@@ -84,11 +84,6 @@ class PositionalData:
             "data_shuffle_seed": self.shuffle_seed,
             "num_epoch": self.num_epochs or 0,
         }
-
-    def continuing(self, pipeline: Mapping[str, storage.Json]) -> PositionalData:
-        """This data: it has no named datasets."""
-        del pipeline
-        return self
 
     def examples(self) -> grain.MapDataset:
         """All examples of the run in order.

@@ -38,22 +38,19 @@ MakeShard = shard_steps.MakeShard
 
 
 @runtime_checkable
-class Renamable(Protocol):
-    """A `make_shard` whose datasets have generated names, which may be changed."""
+class Configured(Protocol):
+    """A `make_shard` that a configuration describes."""
 
     def __call__(self, shard: int) -> grain.IterDataset:
         """The pipeline of a shard."""
 
-    def renamed(self, names: Mapping[str, str]) -> MakeShard:
-        """The same with other names: `names` maps current names to new ones."""
-
-    def dealt(self, dealing: str) -> Renamable:
+    def dealt(self, dealing: str) -> Configured:
         """The same, with records dealt to shards in another way; see `records`."""
 
-    def dealing_settings(self) -> dict[str, storage.Json]:
-        """What a saved pipeline says of that."""
+    def identity(self) -> dict[str, storage.Json]:
+        """The settings that determine the order of rows, by configuration key."""
 
-    def with_datasets_of(self, others: Iterable[Renamable]) -> MakeShard:
+    def with_datasets_of(self, others: Iterable[Configured]) -> MakeShard:
         """The same, with the datasets of others at weight 0."""
 
 
@@ -76,7 +73,6 @@ class ShardedData:
         host's own process, and None does so until they slow the loop down. The state
         depends neither on this nor on the next attribute.
       per_worker_batches: batches that each worker process prepares in advance.
-      removed: the datasets that the run read before, and this data does not, by name.
     """
 
     make_shard: MakeShard
@@ -85,9 +81,6 @@ class ShardedData:
     end: elastic_data.End = elastic_data.End.NEVER
     num_workers: int | None = None
     per_worker_batches: int = 1
-    removed: Mapping[str, storage.Json] = dataclasses.field(
-        default_factory=dict, hash=False
-    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "end", elastic_data.End.of(self.end))
@@ -115,47 +108,14 @@ class ShardedData:
             settings |= self.pipeline
         else:
             settings["pipeline"] = self.pipeline
-        if self.removed:
-            settings[pipeline_changes.REMOVED] = dict(self.removed)
         return settings
-
-    def continuing(self, pipeline: Mapping[str, storage.Json]) -> ShardedData:
-        """This data, with its datasets renamed to their names in a saved pipeline.
-
-        A dataset is recognised by its files. Names in the user's own mixtures do not
-        change.
-        """
-        data = self
-        if isinstance(data.make_shard, Renamable):
-            data = data.renamed(saved_names(pipeline, data.identity()))
-        removed = pipeline_changes.removed(pipeline, data.identity())
-        if removed == data.removed:
-            return data
-        return dataclasses.replace(data, removed=removed)
 
     def dealt(self, dealing: str) -> ShardedData:
         """This data with its records dealt to shards in another way, if it has one."""
-        if not isinstance(self.make_shard, Renamable):
+        if not isinstance(self.make_shard, Configured):
             return self
-        assert isinstance(self.pipeline, dict)
-        make_shard = self.make_shard.dealt(dealing)
-        pipeline = self.pipeline | make_shard.dealing_settings()
-        return dataclasses.replace(self, make_shard=make_shard, pipeline=pipeline)
-
-    def renamed(self, names: Mapping[str, str]) -> ShardedData:
-        """This data with other names of datasets: current names by new ones."""
-        if not names:
-            return self
-        assert isinstance(self.make_shard, Renamable)
-        assert isinstance(self.pipeline, dict)
-        datasets = self.pipeline[pipeline_changes.DATASETS]
-        assert isinstance(datasets, dict)
-        kept = {names.get(name, name): entry for name, entry in datasets.items()}
-        return dataclasses.replace(
-            self,
-            make_shard=self.make_shard.renamed(names),
-            pipeline=self.pipeline | {pipeline_changes.DATASETS: kept},
-        )
+        made = self.make_shard.dealt(dealing)
+        return dataclasses.replace(self, make_shard=made, pipeline=made.identity())
 
     def loaders(self, row_hosts: np.ndarray) -> np.ndarray:
         """The host that loads each row, so that one host runs each shard."""
@@ -191,16 +151,6 @@ class ShardedData:
         return rows.BatchRows(
             num_shards=self.num_shards, global_batch_size=len(row_hosts)
         )
-
-
-def saved_names(
-    saved: Mapping[str, storage.Json], pipeline: Mapping[str, storage.Json]
-) -> dict[str, str]:
-    """The names in a saved pipeline of datasets that now have other names."""
-    names = pipeline_changes.kept_names(saved, pipeline)
-    if names:
-        logging.info("datasets continue under saved names: %s", names)
-    return names
 
 
 def sharded(

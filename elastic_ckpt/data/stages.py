@@ -52,14 +52,10 @@ class StagedData:
     Attributes:
       stages: all of them, by the step at which they begin.
       number: the number of the stage of the next batches.
-      removed: see `ShardedData`; datasets that no stage has.
     """
 
     stages: tuple[Stage, ...]
     number: int = 0
-    removed: Mapping[str, storage.Json] = dataclasses.field(
-        default_factory=dict, hash=False
-    )
 
     @property
     def current(self) -> Stage:
@@ -103,8 +99,6 @@ class StagedData:
         """The settings of each stage that determine the order of examples."""
         settings = [stage.data.identity() for stage in self.stages]
         shared: dict[str, storage.Json] = {pipeline_changes.NUM_SHARDS: self.num_shards}
-        if self.removed:
-            shared[pipeline_changes.REMOVED] = dict(self.removed)
         return {
             **shared,
             pipeline_changes.STAGES: [
@@ -115,26 +109,6 @@ class StagedData:
                 for stage, each in zip(self.stages, settings, strict=True)
             ],
         }
-
-    def continuing(self, pipeline: Mapping[str, storage.Json]) -> StagedData:
-        """This data, with its datasets under the names that they have in a state."""
-        data = self
-        if isinstance(data.current.data.make_shard, sharded_data.Renamable):
-            # A name stands for the same dataset in all stages.
-            names = sharded_data.saved_names(pipeline, data.identity())
-            data = data._with([each.data.renamed(names) for each in data.stages])
-        removed = pipeline_changes.removed(pipeline, data.identity())
-        if removed == data.removed:
-            return data
-        return dataclasses.replace(data, removed=removed)
-
-    def _with(self, of_stages: Sequence[sharded_data.ShardedData]) -> StagedData:
-        # The same stages with other data.
-        pairs = list(zip(of_stages, self.stages, strict=True))
-        if all(data is stage.data for data, stage in pairs):
-            return self
-        stages = tuple(dataclasses.replace(stage, data=data) for data, stage in pairs)
-        return dataclasses.replace(self, stages=stages)
 
     def loaders(self, row_hosts: np.ndarray) -> np.ndarray:
         """See `ElasticData`."""
@@ -226,7 +200,7 @@ def staged(stages: Sequence[Stage]) -> StagedData:
         dataclasses.replace(stage, data=stage.data.dealt(records.SHARES))
         for stage in stages
     )
-    data = StagedData(stages=_named_alike(stages))
+    data = StagedData(stages=stages)
     for number in range(1, len(stages)):
         for earlier in range(number):
             _check_source(stages[earlier], stages[number])
@@ -392,12 +366,10 @@ class Course:
         first = self.resized_in + 1 if is_later else 0
         return size(data, self.base_size, first=first)
 
-    def restored(
-        self, saved: state.DataState, data: elastic_data.ElasticData
-    ) -> Course:
-        """That of a run that continues with `data` from a saved state."""
+    def restored(self, saved: state.DataState) -> Course:
+        """That of a run that continues from a saved state."""
         # Its stage begins, even if it is the one in which this run is.
-        data = at(data, 0)
+        data = at(self.data, 0)
         restored = dataclasses.replace(
             self,
             data=data,
@@ -463,25 +435,15 @@ def _check_settings(stages: tuple[Stage, ...], number: int) -> None:
 def _check_source(one: Stage, other: Stage) -> None:
     # Raises a ConfigError if the cursor of one pipeline would be taken for a place in
     # other files than it was of.
-    if isinstance(one.data.make_shard, sharded_data.Renamable):
-        return
-    begins = [shard_steps.chain(stage.data.make_shard(0))[0] for stage in (one, other)]
-    descriptions: list[Any] = [shard_steps.description(begin) for begin in begins]
     steps = f"the stages that begin at steps {one.begin} and {other.begin}"
+    both = [one.data, other.data]
+    if all(isinstance(data.make_shard, sharded_data.Configured) for data in both):
+        _check_names(steps, *(data.identity() for data in both))
+        return
+    begins = [shard_steps.chain(data.make_shard(0))[0] for data in both]
+    descriptions = [shard_steps.description(begin) for begin in begins]
     if all(isinstance(begin, mixing.Mixture) for begin in begins):
-        old, new = (each["datasets"] for each in descriptions)
-        common = old.keys() & new.keys()
-        changed = pipeline_changes.between(
-            *(
-                {pipeline_changes.DATASETS: {name: each[name] for name in common}}
-                for each in (old, new)
-            )
-        )
-        if changed:
-            raise errors.ConfigError(
-                f"staged: {steps} have other datasets of the same name"
-                f" ({'; '.join(changed)}); give these other names"
-            )
+        _check_names(steps, *descriptions)
         return
     alike = type(begins[0]) is type(begins[1]) and (
         shard_steps.is_described(begins[0]) or shard_steps.are_alike(*begins)
@@ -493,26 +455,19 @@ def _check_source(one: Stage, other: Stage) -> None:
         )
 
 
-def _named_alike(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    # A dataset has the same name in all stages, and no other has this name. Names that
-    # users give, in mixtures of their own, are taken as they are.
-    known: dict[str, Any] = {}
-    named = []
-    for stage in stages:
-        data = stage.data
-        if isinstance(data.make_shard, sharded_data.Renamable):
-            datasets = data.identity()[pipeline_changes.DATASETS]
-            assert isinstance(datasets, dict)
-            data = data.renamed(pipeline_changes.distinct_names(known, datasets))
-            renamed = data.identity()[pipeline_changes.DATASETS]
-            assert isinstance(renamed, dict)
-            known |= renamed
-        named.append(dataclasses.replace(stage, data=data))
-    return tuple(named)
+def _check_names(steps: str, *descriptions: Mapping[str, Any]) -> None:
+    changed = pipeline_changes.of_datasets(
+        *(each[pipeline_changes.DATASETS] for each in descriptions)
+    )
+    if changed:
+        raise errors.ConfigError(
+            f"staged: {steps} name their datasets differently ({'; '.join(changed)});"
+            " give the same files the same name in all stages, and other files another"
+        )
 
 
 def _with_all_datasets(make_shards: Sequence[Any]) -> list[Any]:
     # A stage knows the datasets of others, of which it may have to read some again.
-    if not all(isinstance(each, sharded_data.Renamable) for each in make_shards):
+    if not all(isinstance(each, sharded_data.Configured) for each in make_shards):
         return list(make_shards)
     return [each.with_datasets_of(make_shards) for each in make_shards]

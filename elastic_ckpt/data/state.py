@@ -151,8 +151,9 @@ def check_unchanged(changed: Sequence[str]) -> None:
     if changed:
         grown = any(change.endswith(" is new") for change in changed)
         route = (
-            "; to add files to a run, list those of before by name, and the new ones as"
-            " another dataset of a mixture (patterns,weight;patterns,weight)"
+            "; to add files to a run, keep those of before as a dataset of the same"
+            " name, and make the new ones another (a grain_train_mixture_config_path"
+            " gives names)"
         )
         raise errors.DataError(
             "the data state was saved by another pipeline (" + "; ".join(changed) + ");"

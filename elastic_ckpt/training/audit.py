@@ -220,9 +220,6 @@ class OneHostRun:
             data = self._data
             if data is None or self._now is None or self._now[0] != now[0]:
                 data = self._stream.data_at(history, self._position)
-                if self._data is not None:
-                    # It may have other names.
-                    data = data.continuing(self._data.identity())
             self._batches = self._continued(data, size)
             self._now, self._data = now, data
         return self._batches

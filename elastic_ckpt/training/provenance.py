@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
     cursors,
     delivery,
@@ -281,7 +281,7 @@ class Provenance:
         # Whether the newest saved state is of the data of the last attempt.
         if self._saved:
             saved = self._saved[-1].state
-            data = self.stream.data(key).continuing(saved.pipeline)
+            data = self.stream.data(key)
             state.check_same_pipeline(saved, data.engine, data.identity())
 
     def saved_before(self, history: History, position: int) -> list[SavedData]:
@@ -537,17 +537,14 @@ class ShardStream:
         self._run, self._history, self._shard = run, history, shard
         self._watched = watched
         self._cursor: cursors.Cursor = None
-        self._before: Mapping[str, storage.Json] | None = None
         row = 0
         if saved is not None:
             row = saved.state.row
             self._cursor = saved.cursors([shard])[shard]
-            self._before = saved.state.pipeline
         num_shards = run.stream.sharded(history, row).num_shards
         self.num_shards = num_shards
         self.index = int(rows.emitted(row, num_shards)[shard])
         self._key: Pipeline | None = None
-        self._data: elastic_data.ElasticData | None = None
         # The shard by each pipeline, the current one last.
         self._all: list[provenance.FollowedShard] = []
 
@@ -602,11 +599,7 @@ class ShardStream:
             # The run continued with other weights or datasets, or in another stage.
             self._cursor = self._all[-1].cursor()
             self._all[-1].close()
-            assert self._data is not None
-            self._before = self._data.identity()
-        if self._before is not None:
-            data = data.continuing(self._before)
-        self._key, self._data = key, data
+        self._key = key
         self._all.append(
             provenance.FollowedShard(
                 sharded(data).make_shard,

@@ -207,7 +207,7 @@ class RemoteIterator:
         self._begin_anew()
         if self._course.progress is not None:
             saved = await asyncio.to_thread(state.read, directory)
-            self._go_on(self._course.restored(saved, self._course.data))
+            self._go_on(self._course.restored(saved))
         done = asyncio.get_running_loop().create_future()
         done.set_result(None)
         return done

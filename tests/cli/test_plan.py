@@ -37,7 +37,7 @@ def test_with_a_configuration_it_shows_the_data_and_takes_its_shards(tmp_path, c
     config = runs.write_config(tmp_path, corpus, num_logical_shards=6)
     output = runs.verb("plan", config, "--hosts", "2", "--batches", "12")
     lines = output.splitlines()
-    assert lines[0] == "train, 100.0%"
+    assert lines[0] == "texts.array_record, 100.0%"
     assert lines[1].startswith("arrayrecord: 1 files, 1 blocks, 100 records, fingerp")
     assert "6 logical shards" in lines
     assert "2 hosts, batches of 12: blocked, rows identical to those of one host" in (

@@ -24,10 +24,17 @@ def from_file(directory, content):
 
 
 @pytest.mark.parametrize(
-    "text", ["a.parquet", "a*.parquet, b*.parquet", "gs://bucket/a-*", "a.parquet;", ""]
+    ("text", "name"),
+    [
+        ("a.parquet", "a.parquet"),
+        ("web/*.parquet, b*.parquet", "web/*.parquet"),
+        ("gs://bucket/a-*", "bucket/a-*"),
+        ("a.parquet;", "a.parquet"),
+        ("", ""),
+    ],
 )
-def test_patterns_without_a_weight_are_one_dataset(text):
-    assert from_list(text) == [dataset("train", text, 1.0)]
+def test_patterns_without_a_weight_are_one_dataset(text, name):
+    assert from_list(text) == [dataset(name, text, 1.0)]
 
 
 def test_a_list_gives_each_dataset_its_patterns_and_weight():

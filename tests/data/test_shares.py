@@ -124,7 +124,7 @@ def test_other_weights_of_a_finite_mixture_lose_and_repeat_nothing(
     batches = [world.batch() for _ in range(3)]
     world.write(tmp_path / "state")
     new = finite_mixture(tmp_path, weights=weights, **more)
-    resumed = worlds.World(new.continuing(old.identity()), 4, 8)
+    resumed = worlds.World(new, 4, 8)
     resumed.read(tmp_path / "state")
     with contextlib.suppress(StopIteration):
         while True:
@@ -143,7 +143,7 @@ def test_a_window_of_the_last_documents_takes_no_others_in(tmp_path):
         world.batch()
     world.write(tmp_path / "state")
     new = finite_mixture(tmp_path, weights=(1, 1, 1), **more)
-    resumed = worlds.World(new.continuing(old.identity()), 1, 8)
+    resumed = worlds.World(new, 1, 8)
     resumed.read(tmp_path / "state")
     with pytest.raises(errors.DataError, match="leave the weights at 0"):
         resumed.batch()

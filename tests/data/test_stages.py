@@ -328,6 +328,24 @@ def test_stages_that_do_not_fit(files, described, message):
         )
 
 
+@pytest.mark.parametrize(
+    ("dataset", "name", "message"),
+    [(0, "novels", "books is now named novels"), (1, "web", "code is now named web")],
+)
+def test_a_name_stands_for_the_same_files_in_all_stages(files, dataset, name, message):
+    parts = files["parquet"]
+    named = dataclasses.replace(parts[dataset], name=name)
+    with pytest.raises(
+        errors.ConfigError, match=f"name their datasets differently .*{message}"
+    ):
+        stages.staged(
+            [
+                stages.Stage(begin=0, data=of_stage(parts)),
+                stages.Stage(begin=3, data=of_stage([named], weights={name: 1})),
+            ]
+        )
+
+
 def own_pipeline(files, *, length, size=None):
     """A user's pipeline, with a step of their own between examples and rows."""
 

@@ -108,7 +108,7 @@ def test_weights_and_datasets_of_a_mixture_may_change(now):
             {"web": WEB | {"format": "tfrecord"}},
             'datasets.web.format: saved "parquet", now "tfrecord"',
         ),
-        ({"books": WEB}, "datasets: saved ['code', 'web'], now ['books']"),
+        ({"books": CODE | {"format": "text"}}, "saved ['code', 'web'], now ['books']"),
     ],
 )
 def test_what_a_dataset_reads_may_not_change(now, message):

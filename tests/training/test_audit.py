@@ -352,29 +352,3 @@ def test_run_that_goes_back_to_before_other_weights(parts):
     run.attempt(after, [12] * 3, start=4)
     run.attempt(after, [12] * 5, start=2, goes_back=True)
     check_one_host_run(run)
-
-
-def test_run_whose_datasets_get_other_names(parts):
-    def named(**names):
-        chosen = [
-            dataclasses.replace(part, name=names[part.name])
-            for part in parts
-            if part.name in names
-        ]
-        weights = dict.fromkeys(names.values(), 1.0)
-        return of_stage(chosen, weights=weights, packing="")
-
-    configured = [
-        named(web="train"),
-        named(web="web", code="code"),
-        named(code="train"),
-        named(code="web", books="train"),
-    ]
-    run, before = recorded_run.Run(), None
-    for number, data in enumerate(configured):
-        continued = data if before is None else data.continuing(before)
-        run.attempt(continued, [12] * 3, start=3 * number)
-        before = continued.identity()
-        run.data[number + 1] = data
-    assert list(before["datasets"]) == ["train#2", "code"]
-    check_one_host_run(run)

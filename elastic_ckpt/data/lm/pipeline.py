@@ -181,25 +181,12 @@ class LanguagePipeline:
             "enable_data_shuffling": self.reading.shuffle_seed is not None,
             "data_shuffle_seed": self.seed,
             pipeline_changes.NUM_EPOCH: self.reading.num_epochs or 0,
-            **self.dealing_settings(),
+            records.DEALING: self.dealing if self._leads else records.SHARES,
         }
 
     def dealt(self, dealing: str) -> LanguagePipeline:
         """This pipeline with its records dealt in another way."""
         return dataclasses.replace(self, dealing=dealing)
-
-    def dealing_settings(self) -> dict[str, storage.Json]:
-        """The setting of how records are dealt."""
-        is_joint = self.dealing == records.JOINT_SHARES and self._leads
-        return {records.DEALING: self.dealing if is_joint else records.SHARES}
-
-    def renamed(self, names: Mapping[str, str]) -> LanguagePipeline:
-        """This pipeline with other dataset names."""
-        parts = tuple(
-            dataclasses.replace(part, name=names.get(part.name, part.name))
-            for part in self.parts
-        )
-        return dataclasses.replace(self, parts=parts)
 
     def with_datasets_of(self, others: Iterable[LanguagePipeline]) -> LanguagePipeline:
         """This pipeline with the datasets of others at weight 0."""

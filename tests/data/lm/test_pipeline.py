@@ -235,26 +235,28 @@ def of_shard(read_rows, shard, *, size):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    "run",
     [
-        ({"web": 1, "code": 1}, {"web": 1, "books": 9}),
-        ({"web": 1, "code": 1, "books": 1}, {"web": 1, "code": 0, "books": 1}),
+        [{"web": 1, "code": 1}, {"web": 1, "books": 9}],
+        [{"web": 1, "code": 1, "books": 1}, {"web": 1, "code": 0, "books": 1}],
+        [{"web": 1, "code": 1}, {"web": 1}, {"web": 1, "code": 1}],
     ],
-    ids=["one for another", "one at zero"],
+    ids=["one for another", "one at zero", "one gone and back"],
 )
 def test_a_mixture_may_change_at_a_resume_and_each_dataset_goes_on(
-    files, tmp_path, before, after
+    files, tmp_path, run
 ):
-    parts = files["parquet"]
-    one = worlds.World(mixture(tmp_path, parts, **before), 2, 8)
-    batches = [one.batch() for _ in range(3)]
-    one.write(tmp_path)
-    two = worlds.World(mixture(tmp_path, parts, **after), 4, 8)
-    two.read(tmp_path)
-    batches += [two.batch() for _ in range(3)]
+    parts, batches = files["parquet"], []
+    for number, weights in enumerate(run):
+        world = worlds.World(mixture(tmp_path, parts, **weights), 2 ** (number + 1), 8)
+        if number:
+            world.read(tmp_path / str(number - 1))
+        batches += [world.batch() for _ in range(3)]
+        (tmp_path / str(number)).mkdir()
+        world.write(tmp_path / str(number))
     actual = read(batches)
     assert len(set(actual)) == len(actual)
-    for name in before | after:
+    for name in {name: None for weights in run for name in weights}:
         alone = worlds.World(mixture(tmp_path, parts, **{name: 1}), 1, 4)
         every = read([alone.batch() for _ in range(18)])
         for shard in range(NUM_SHARDS):
@@ -269,10 +271,7 @@ def parts(files):
     return files["parquet"]
 
 
-@pytest.mark.parametrize("order", ["cab"])
-def test_a_dataset_that_is_added_anywhere_in_a_list_starts_no_other_anew(
-    tmp_path, order
-):
+def test_a_dataset_that_is_added_to_a_list_starts_no_other_anew(tmp_path):
     for place, first in (("a", 0), ("b", 100), ("c", 200)):
         (tmp_path / place).mkdir()
         corpora.write_parquet(
@@ -287,12 +286,44 @@ def test_a_dataset_that_is_added_anywhere_in_a_list_starts_no_other_anew(
 
     # A weight of 0 takes no turn from the others.
     weights = {"a": 1, "b": 2, "c": 0}
-    one, resumed = (worlds.World(weighted(o, weights), 2, 4) for o in ("ab", order))
+    one, resumed = (worlds.World(weighted(o, weights), 2, 4) for o in ("ab", "abc"))
     for _ in range(5):
         one.next()
     one.write(tmp_path / "state")
     resumed.read(tmp_path / "state")
     for _ in range(9):
+        assert resumed.next() == one.next()
+    with refused("part is now named a/part, with the same files", errors.DataError):
+        worlds.World(weighted("cab", weights), 2, 4).read(tmp_path / "state")
+
+
+def test_files_are_added_to_a_run_as_another_dataset(tmp_path):
+    for number in range(3):
+        corpora.write_parquet(
+            tmp_path / f"{number}.parquet",
+            corpora.documents(90 * number, 90 * number + 90),
+        )
+
+    def world(**keys):
+        settings = section("", grain_file_type="parquet", **keys)
+        return worlds.World(pipeline.from_config(settings), 2, 4)
+
+    before = f"{tmp_path}/0.parquet,{tmp_path}/1.parquet"
+    one = world(grain_train_files=before)
+    one.next()
+    one.write(tmp_path / "state")
+    with refused("2.parquet is new.*; to add files to a run, ke", errors.DataError):
+        world(grain_train_files=f"{tmp_path}/0.parquet,{tmp_path}/[12].parquet").read(
+            tmp_path / "state"
+        )
+    entries = {
+        "0.parquet": {"path": before, "weight": 1},
+        "new": {"path": f"{tmp_path}/2.parquet", "weight": 0},
+    }
+    (tmp_path / "mixture.json").write_text(json.dumps(entries))
+    resumed = world(grain_train_mixture_config_path=str(tmp_path / "mixture.json"))
+    resumed.read(tmp_path / "state")
+    for _ in range(5):
         assert resumed.next() == one.next()
 
 
