@@ -184,14 +184,9 @@ def _count(file: str) -> int:
         count = reader.num_records()
         reader.close()
     except RuntimeError as error:
-        advice = files.route(
-            file,
-            "restore it, or write it again with `elastic-ckpt data DIRECTORY FILE`",
-            own=(".array_record", ".arrayrecord"),
-        )
         raise errors.DataError(
             f"{file}: not a readable ArrayRecord file: {_defect(file, str(error))};"
-            f" {advice}"
+            f" {files.RESTORE}"
         ) from None
     return count
 

@@ -212,8 +212,9 @@ def _place(metadata: bytes, table: int, number: int) -> int | None:
 
 
 def _foreign(file: str, problem: object) -> errors.DataError:
-    advice = files.route(file, own=(".arrow", ".feather"))
-    return errors.DataError(f"{file}: not a complete Arrow file ({problem}); {advice}")
+    return errors.DataError(
+        f"{file}: not a complete Arrow file ({problem}); {files.RESTORE}"
+    )
 
 
 @functools.lru_cache(maxsize=1024)

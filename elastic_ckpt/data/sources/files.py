@@ -34,6 +34,9 @@ _SAMPLE_SPAN_BYTES = 4096
 # The properties by which stores distinguish versions of an object.
 _VERSIONS = ("etag", "generation", "md5hash", "mtime", "created", "lastmodified")
 
+# Protocols of sites that may change, limit requests, or list no files.
+_SITES = ("hf", "http", "https")
+
 # How long the first answer of a store may take.
 _REACH_SECS = 20
 
@@ -98,56 +101,8 @@ def exists(file: str) -> bool:
     return bool(_matches(file))
 
 
-# What to do with files of other formats, by suffix.
-_ROUTES = {
-    (".parquet",): "set grain_file_type=parquet, or read it with ec.data.Parquet",
-    (".array_record", ".arrayrecord"): (
-        "set grain_file_type=arrayrecord, or read it with ec.data.ArrayRecord"
-    ),
-    (".tfrecord", ".tfrecords"): (
-        "set grain_file_type=tfrecord, or read it with ec.data.TFRecord"
-    ),
-    (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst"): (
-        "set grain_file_type=jsonl, or read it with ec.data.JsonLines"
-    ),
-    (".arrow", ".feather"): (
-        "set grain_file_type=arrow, or read it with ec.data.Arrow"
-    ),
-    (".bin", ".idx"): (
-        "set grain_file_type=megatron and name the .bin files, or read them with"
-        " ec.data.Megatron"
-    ),
-    (".tar",): ("set grain_file_type=webdataset, or read it with ec.data.WebDataset"),
-    (".csv", ".tsv", ".json"): (
-        "convert it to Parquet, such as by pandas (to_parquet); then set"
-        " grain_file_type=parquet"
-    ),
-    (".txt", ".md", ".txt.gz", ".txt.zst"): (
-        "set grain_file_type=text, or read it with ec.data.Text"
-    ),
-    (".gz", ".zst", ".zip", ".xz", ".bz2"): "decompress it first",
-}
-
-
-# What to do with a file whose name tells nothing.
-RESTORE = (
-    "restore it from a copy, or read it as its own format (grain_file_type in a"
-    " configuration)"
-)
-
-
-def route(file: str, otherwise: str = RESTORE, *, own: tuple[str, ...] = ()) -> str:
-    """What to do with a file that is of another format than expected.
-
-    Args:
-      file: its path or URI.
-      otherwise: what to do if its name tells nothing.
-      own: the suffixes of the expected format, which tell nothing either.
-    """
-    for suffixes, advice in _ROUTES.items():
-        if file.lower().endswith(suffixes) and not file.lower().endswith(own):
-            return advice
-    return otherwise
+# What to do with a file that is not of the format as which it is read.
+RESTORE = "restore it from a copy, or read it as its own format (grain_file_type)"
 
 
 def names(value: Any, *, argument: str, required: bool = False) -> tuple[str, ...]:
@@ -317,34 +272,21 @@ def _matches(pattern: str) -> list[str]:
 def _located(file: str) -> tuple[Any, str]:
     # The file system of a remote file, and the path in it.
     protocol = file.partition("://")[0]
-    if protocol in _DOWNLOADED:
-        raise errors.DataError(f"{file}: {_DOWNLOADED[protocol]}")
+    remedy = "download the files, or copy them to gs://, s3:// or az://"
+    if protocol in _SITES:
+        raise errors.DataError(
+            f"{file}: data is not read from {protocol}:// during training; {remedy}"
+        )
     bucket_clients.prepare(file, is_data=True)
     try:
         system, path = fsspec.url_to_fs(file)
     except (ImportError, ValueError) as error:
         raise errors.DataError(
-            f"{file}: there is no client for {protocol}:// ({error}); download the"
-            " files, or copy them to gs://, s3:// or az://"
+            f"{file}: there is no client for {protocol}:// ({error}); {remedy}"
         ) from None
     if bucket_clients.is_bucket(file):
         _check_reachable(system, protocol, path)
     return system, path
-
-
-# Sites that are no file systems: they may change, limit requests, or list no files.
-_DOWNLOADED = {
-    "hf": (
-        "data is not read from the Hugging Face Hub during training; download it with"
-        " `hf download --repo-type dataset NAME --local-dir DIRECTORY`, and name its"
-        " files, such as DIRECTORY/**/*.parquet"
-    ),
-    **dict.fromkeys(
-        ("http", "https"),
-        "data is not read from web servers during training; download the file, such as"
-        " with `curl -LO`, or copy it to gs://, s3:// or az://, and name it there",
-    ),
-}
 
 
 # The buckets whose stores have answered.

@@ -101,11 +101,7 @@ class JsonLines(LineFiles):
         except (ValueError, RecursionError) as error:
             if is_first:
                 what = "not a JSON Lines file: its first line"
-                advice = files.route(
-                    file,
-                    "restore it, or read it as its own format (grain_file_type)",
-                    own=(".jsonl", ".ndjson"),
-                )
+                advice = files.RESTORE
             else:
                 what, advice = "cut short: its last line", "restore it from a copy"
             raise errors.DataError(
@@ -165,8 +161,9 @@ class Text(LineFiles):
 
     def _check(self, line: bytes, file: str, *, is_first: bool) -> None:
         if is_first and b"\0" in line:
-            advice = files.route(file, "read it as its own format (grain_file_type)")
-            raise errors.DataError(f"{file}: not text, it has NUL bytes; {advice}")
+            raise errors.DataError(
+                f"{file}: not text, it has NUL bytes; {files.RESTORE}"
+            )
 
 
 def _value(value: Any) -> Any:

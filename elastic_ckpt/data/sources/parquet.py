@@ -186,9 +186,8 @@ def _open(file: str, *, buffered: bool) -> Iterator[pq.ParquetFile]:
 @functools.lru_cache(maxsize=1024)
 def _metadata(file: str) -> pq.FileMetaData:
     def foreign(problem: object) -> errors.DataError:
-        advice = files.route(file, own=(".parquet",))
         return errors.DataError(
-            f"{file}: not a complete Parquet file ({problem}); {advice}"
+            f"{file}: not a complete Parquet file ({problem}); {files.RESTORE}"
         )
 
     read_metadata = library().read_metadata

@@ -134,5 +134,6 @@ def _foreign(file: str, offset: int, header: bytes) -> str:
             f"{file}: a compressed file, which is not supported; decompress it, or"
             " write it again without compression"
         )
-    advice = files.route(file, own=(".tfrecord", ".tfrecords"))
-    return f"{file}, byte {offset}: not a TFRecord file, or damaged there; {advice}"
+    return (
+        f"{file}, byte {offset}: not a TFRecord file, or damaged there; {files.RESTORE}"
+    )

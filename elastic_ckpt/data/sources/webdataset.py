@@ -86,13 +86,8 @@ def _walk(file: str, num_bytes: int) -> offset_index.Offsets:
                 starts.append(next(members)[0].offset)
             end = archive.offset
     except _FAILURES as error:
-        advice = files.route(
-            file,
-            "restore it, or read it as its own format (grain_file_type)",
-            own=(".tar",),
-        )
         raise errors.DataError(
-            f"{file}: not a complete tar archive ({error}); {advice}"
+            f"{file}: not a complete tar archive ({error}); {files.RESTORE}"
         ) from None
     # Two blocks of zeros end an archive.
     if num_bytes < end + 2 * tarfile.BLOCKSIZE:
