@@ -8,7 +8,7 @@ one of them.
 * `step_slowdown_percent`: of a step, for all that its data costs the loop; packed rows
   of 2048 tokens from Parquet by `from_config` as it is by default, in global batches of
   64, and `..._worker` with `grain_worker_count=1`. `..._slow` is that of rows whose
-  making takes 0.7 of a step of Python, by `ec.data.sharded`.
+  making takes 0.7 of a step of Python, by `ec.data.sharded` with `num_workers=1`.
 * `save_block_ms`: how long `save_async` of a state of 4 GiB to RAM holds the loop up;
   `save_secs` until it is committed, `load_secs` until it is back on the device, and
   their ratios to `jax.device_get` and `jax.device_put` of the same arrays; `_first` are
@@ -103,7 +103,7 @@ def _slowdowns(
     sides = {
         "": packed(),
         "_worker": packed(grain_worker_count=1),
-        "_slow": sidecar.in_process(mesh, sidecar.SLOW),
+        "_slow": sidecar.in_process(mesh, sidecar.SLOW, num_workers=1),
     }
     resident = {name: next(batches) for name, batches in sides.items()}
     slower: turns.Secs = {name: [] for name in sides}

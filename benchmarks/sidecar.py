@@ -5,11 +5,10 @@ waits for each step before it asks for the next batch, as one that prints losses
 of a batch cost 0.7 of a step to make (`slow`), or next to nothing (`trivial`).
 
 * `step_slowdown_percent`: of a step, for all that its data costs the loop, from
-  `RemoteIterator`; `..._in_process` from `ec.data.Batches`. Slow rows are made by
-  Python here, and hold the interpreter, which the loop needs now and then, if a thread
-  makes them (`..._thread`); not if a worker process does, as from the start in
-  `..._worker_process`, or once that was measured, as by default, or the sidecar of
-  Pathways.
+  `RemoteIterator`; the others from `ec.data.Batches`. Slow rows are made by Python
+  here, and hold the interpreter, which the loop needs now and then, if a thread makes
+  them (`..._thread`); not if a worker process does (`..._worker_process`, and beside
+  `RemoteIterator` in place of the sidecar of Pathways).
 * `next_ratio_in_process`: `next()` of `ec.data.Batches` for trivial rows in a loop that
   does nothing else, so that what is read ahead is waited for, over the plain way in
   process: Grain's batches of the same rows, `jax.make_array_from_process_local_data`.
@@ -104,8 +103,7 @@ def measure() -> dict[str, report.Figure]:
 
 def _slowdowns(mesh: Mesh) -> dict[str, report.Figure]:
     sides = {
-        "": _colocated(mesh, SLOW),
-        "_in_process": in_process(mesh, SLOW),
+        "": _colocated(mesh, SLOW, num_workers=1),
         "_thread": in_process(mesh, SLOW, num_workers=0),
         "_worker_process": in_process(mesh, SLOW, num_workers=1),
         "_maxtext": _maxtext_wrapper(mesh, SLOW),
@@ -180,7 +178,7 @@ def _nexts(mesh: Mesh) -> dict[str, report.Figure]:
 
 
 def _saves(mesh: Mesh) -> dict[str, report.Figure]:
-    batches = _colocated(mesh, SLOW)
+    batches = _colocated(mesh, SLOW, num_workers=1)
     step = _accelerator_step()
     millis = []
     for _ in range(30):
@@ -220,8 +218,10 @@ def _data(row: Row, num_workers: int | None = None) -> sharded_data.ShardedData:
     )
 
 
-def _colocated(mesh: Mesh, row: Row) -> RemoteIterator:
-    return RemoteIterator(_data(row), mesh=mesh, global_batch_size=_ROWS)
+def _colocated(
+    mesh: Mesh, row: Row, *, num_workers: int | None = None
+) -> RemoteIterator:
+    return RemoteIterator(_data(row, num_workers), mesh=mesh, global_batch_size=_ROWS)
 
 
 def in_process(

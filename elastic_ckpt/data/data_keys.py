@@ -229,8 +229,8 @@ class DataKeys:
     grain_worker_count: int = key(
         -1,
         "Worker processes on each host that run its logical shards. 0 runs them in the"
-        " host's own process, and so does -1, but that conversations move to one worker"
-        " process once they slow the loop down. May change when you resume.",
+        " host's own process. -1 chooses: one worker process for conversations, whose"
+        " templates are Python, and none for all else. May change when you resume.",
         at_least=-1,
     )
     grain_per_worker_buffer_size: int = key(

@@ -53,6 +53,10 @@ class End(enum.Enum):
 class HostBatches(Protocol):
     """One host's rows of each global batch."""
 
+    @property
+    def in_process_by_default(self) -> bool:
+        """Whether rows are made in this process because nobody chose where."""
+
     def __next__(self) -> dict[str, np.ndarray]:
         """The next rows: arrays of shape `[rows of the host, ...]`."""
 
@@ -73,9 +77,6 @@ class HostBatches(Protocol):
 
         If this fails, the position does not change.
         """
-
-    def use_worker(self) -> None:
-        """Reads on in a worker process, unless it was said where to read."""
 
     def close(self) -> None:
         """Ends threads and processes that read ahead; `go_to` starts them again."""

@@ -165,6 +165,9 @@ class PositionalData:
 class _HostBatches:
     """The rows of one host, from an iterator whose state is a position."""
 
+    # Threads of Grain's read the records.
+    in_process_by_default = False
+
     def __init__(self, batches: grain.DatasetIterator) -> None:
         self._batches = batches
 
@@ -191,9 +194,6 @@ class _HostBatches:
     def go_to(self, position: cursors.Position, read: elastic_data.ReadCursors) -> None:
         del read  # there are none
         self._batches.set_state(position)
-
-    def use_worker(self) -> None:
-        """Does nothing: threads of Grain's read the records."""
 
     def close(self) -> None:
         self._batches.close()

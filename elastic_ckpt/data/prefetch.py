@@ -6,7 +6,7 @@ changed, so the state is always that after the last batch taken, regardless of h
 batches are read ahead.
 
 A thread that makes rows holds the interpreter lock, which the loop needs for its steps.
-So rows that take long are made in a worker process, once that has been measured.
+A warning proposes a worker process for rows that take long.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Generic, TypeVar
+
+from absl import logging
 
 from elastic_ckpt.core import background, errors
 from elastic_ckpt.data import cursors, elastic_data
@@ -62,15 +64,15 @@ IN_CALLER = ReadAhead(batches=0)
 TWO_BATCHES = ReadAhead()
 
 
-# The share of the time for which a thread may be busy with rows, and the time that it
-# takes to start a process.
+# The share of the time for which a thread may be busy with rows, but for the first
+# second.
 _MOST_SHARE = 0.05
-_START_SECS = 1.0
+_LEAST_SECS = 1.0
 
 
-def needs_worker(busy_secs: float, secs: float) -> bool:
+def is_slow(busy_secs: float, secs: float) -> bool:
     """Whether a thread that is busy with rows for `busy_secs` of `secs` is too much."""
-    return busy_secs > max(_START_SECS, _MOST_SHARE * secs)
+    return busy_secs > max(_LEAST_SECS, _MOST_SHARE * secs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,6 +174,7 @@ class _Source(Generic[T]):
         self._make = make
         self._unmade: dict[str, np.ndarray] | None = None
         self._busy_secs = 0.0
+        self._may_warn = rows.in_process_by_default
         self.calls: background.BackgroundCalls[_Made[T]] | None = None
 
     def __next__(self) -> T:
@@ -197,10 +200,15 @@ class _Source(Generic[T]):
             self.calls.close(self._rows.close, wait=wait)
 
     def _with_state(self) -> _Made[T]:
-        is_slow = needs_worker(self._busy_secs, time.monotonic() - self._began)
-        # A batch that is tried again has changed cursors, which must not be lost.
-        if is_slow and self._unmade is None:
-            self._rows.use_worker()
+        secs = time.monotonic() - self._began
+        if self._may_warn and is_slow(self._busy_secs, secs):
+            self._may_warn = False
+            logging.warning(
+                "a thread makes rows for %.0f %% of the time, and slows down the steps"
+                " of this process meanwhile; set num_workers=1 to make rows in a worker"
+                " process, or num_workers=0 to keep them here",
+                100 * self._busy_secs / secs,
+            )
         what = next(self)
         position, changed = self._rows.position(), self._rows.changed()
         return _Made(what=what, position=position, changed=changed)

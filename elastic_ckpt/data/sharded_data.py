@@ -70,8 +70,8 @@ class ShardedData:
         have the feature `mask`, bool `[B]`: rows of a shard that has ended are zeros,
         with the `example_id` of padding.
       num_workers: worker processes of each host that run its shards; 0 runs them in the
-        host's own process, and None does so until they slow the loop down. The state
-        depends neither on this nor on the next attribute.
+        host's own process, and None does so with a warning if they slow the loop down.
+        The state depends neither on this nor on the next attribute.
       per_worker_batches: batches that each worker process prepares in advance.
     """
 
@@ -192,9 +192,9 @@ def sharded(
       end: how the data ends, an `ec.data.End` or its name. Finite data has the feature
         `mask`, bool `[B]`, false for rows of padding.
       num_workers: worker processes of each host that run its shards; 0 runs them in the
-        host's own process. By default they run there until a thread that reads ahead is
-        busy with them for more than 5 % of the time, and then in one worker process.
-        The state does not depend on it.
+        host's own process. By default they run there, too, and a warning says so if a
+        thread that reads ahead is busy with them for more than 5 % of the time. The
+        state does not depend on it.
       per_worker_batches: how many batches each worker process prepares in advance.
 
     Raises:
@@ -305,16 +305,14 @@ class _HostBatches:
         self._data = data
         self._batch = batch
         self._placement = placement
-        self._num_workers = data.num_workers
-        # Whether the next batch is the first of a worker that nobody asked for.
-        self._is_trial = False
+        self.in_process_by_default = data.num_workers is None
         self._reader: readers.Reader | None = None
         self.go_to({"stream_row": 0}, lambda shards: dict.fromkeys(shards))
 
     def __next__(self) -> dict[str, np.ndarray]:
         self._check_whole()
         try:
-            loaded = self._read()
+            loaded = self._next_rows()
         except BaseException as error:  # Ctrl-C too
             # Some shards are now ahead of the position: do not continue or save.
             self._error = str(error) or type(error).__name__
@@ -365,11 +363,6 @@ class _HostBatches:
             if mixing.gone(cursor, names):
                 shard_rows.check_cursor(self._data.make_shard, shard, cursor)
 
-    def use_worker(self) -> None:
-        if self._num_workers is None:
-            self.close()
-            self._num_workers, self._is_trial = 1, True
-
     def close(self) -> None:
         if self._reader:
             # At the end of the program the reader may have been closed already.
@@ -378,22 +371,6 @@ class _HostBatches:
                 self._cursors.update(self._reader.changed())
             self._close_reader()
         self._reader = None
-
-    def _read(self) -> shard_rows.Rows:
-        if self._is_trial:
-            self._is_trial = False
-            try:
-                return self._next_rows()
-            except Exception as error:  # whatever a user's code lacks there
-                logging.warning(
-                    "rows are made in this process, which slows its steps down, because"
-                    " they could not be made in a worker process: %s: %s",
-                    type(error).__name__,
-                    error,
-                )
-                self.close()
-                self._num_workers = 0
-        return self._next_rows()
 
     def _next_rows(self) -> shard_rows.Rows:
         if self._reader is None:
@@ -411,7 +388,7 @@ class _HostBatches:
             )
             self._reader = readers.reader(
                 task,
-                num_workers=self._num_workers or 0,
+                num_workers=data.num_workers or 0,
                 per_worker=data.per_worker_batches,
             )
             # This also runs at the end of the program, before modules are unloaded.

@@ -67,11 +67,11 @@ def next_of(one):
     return worlds.by_row(next(one))
 
 
-def test_a_worker_is_needed_where_rows_take_a_second_and_a_part_of_the_time():
-    assert not prefetch.needs_worker(0.9, 1.0)
-    assert prefetch.needs_worker(1.1, 2.0)
-    assert not prefetch.needs_worker(49.0, 1000.0)
-    assert prefetch.needs_worker(51.0, 1000.0)
+def test_rows_are_slow_that_take_a_second_and_a_part_of_the_time():
+    assert not prefetch.is_slow(0.9, 1.0)
+    assert prefetch.is_slow(1.1, 2.0)
+    assert not prefetch.is_slow(49.0, 1000.0)
+    assert prefetch.is_slow(51.0, 1000.0)
 
 
 class Counting:
@@ -81,12 +81,13 @@ class Counting:
       fail_at: the batch that cannot be read.
     """
 
+    in_process_by_default = True
+
     def __init__(self, *, fail_at=None):
         self.read = 0
         self.readers = []
         self.fails = False
         self.closed = 0
-        self.uses_worker = False
         self._fail_at = fail_at
 
     def __next__(self):
@@ -102,9 +103,6 @@ class Counting:
 
     def position(self):
         return {"next": self.read}
-
-    def use_worker(self):
-        self.uses_worker = True
 
     def shard_cursors(self, *, shared=False):
         del shared
@@ -129,6 +127,21 @@ def settle(one):
 
 def number(batch):
     return int(batch["x"][0])
+
+
+@pytest.mark.parametrize("by_default", [True, False])
+def test_a_warning_proposes_a_worker_process_for_slow_rows_once(
+    read_ahead, monkeypatch, caplog, by_default
+):
+    monkeypatch.setattr(prefetch, "is_slow", lambda *_: True)
+    counting = Counting()
+    counting.in_process_by_default = by_default
+    one = read_ahead(counting, batches=2)
+    with caplog.at_level("WARNING"):
+        for _ in range(5):
+            next(one)
+    warned = [each for each in caplog.messages if "set num_workers=1" in each]
+    assert len(warned) == by_default
 
 
 @pytest.mark.parametrize("depth", [2, 0])

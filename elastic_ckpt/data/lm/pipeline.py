@@ -492,12 +492,12 @@ def _sharded(
     )
 
 
-def _num_workers(data: data_keys.DataKeys) -> int | None:
+def _num_workers(data: data_keys.DataKeys) -> int:
+    if data.grain_worker_count >= 0:
+        return data.grain_worker_count
     # Templates are Python, which holds the lock that the loop needs; all else releases
     # it for most of its work.
-    if data.grain_worker_count == -1 and data.use_sft:
-        return None
-    return max(data.grain_worker_count, 0)
+    return int(data.use_sft)
 
 
 def _tokenizer(data: data_keys.DataKeys) -> tokenizers.Tokenizer | None:

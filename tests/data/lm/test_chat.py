@@ -85,6 +85,7 @@ def section(corpus, **settings):
             "max_target_length": LENGTH,
             "num_logical_shards": SHARDS,
             "grain_shuffle_buffer_size": 5,
+            "grain_worker_count": 0,
             **settings,
         }
     )
@@ -249,6 +250,12 @@ def test_rows_have_every_conversation_and_what_counts_of_it(corpus, file_type, p
             found += pieces({name: each[number] for name, each in batch.items()})
     # The last token of a conversation is no input.
     assert sorted(found) == sorted(map(expected, CONVERSATIONS))
+
+
+def test_conversations_have_a_worker_process_unless_told_otherwise(corpus):
+    for count, expected in ((-1, 1), (0, 0), (2, 2)):
+        data = pipeline.from_config(section(corpus, grain_worker_count=count))
+        assert data.num_workers == expected
 
 
 @pytest.mark.parametrize("packing", ["", language.CONCAT_THEN_SPLIT])
