@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,6 +18,11 @@ from elastic_ckpt.data.sources import files, record_format, source
 
 # The first bytes of every file: the constant beginning of a block's header.
 _SIGNATURE = bytes.fromhex("83af70d10d884a3f")
+# The last block of a file has the offset of the footer, and a magic number.
+_BLOCK_BYTES = 64 * 1024
+_FOOTER_OFFSET = re.compile(
+    rb"\x08([\x80-\xff]*[\x00-\x7f])\x10\xde\xc0\xeb\xfe\x84\xce\xc3\xc9\x71"
+)
 # The number of records in a read.
 _RUN_RECORDS = 64
 # The number of readers that a process keeps open.
@@ -42,9 +48,10 @@ class ArrayRecord(record_format.RecordFiles):
 
     def index(self, file: str) -> source.FileIndex:
         """Counts the records."""
+        count = _count(files.local_copy(file))
+        _footer(files.local_copy(file))
         return source.FileIndex(
-            content=files.content(file),
-            block_records=source.blocks(_count(files.local_copy(file))),
+            content=files.content(file), block_records=source.blocks(count)
         )
 
     def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
@@ -189,6 +196,26 @@ def _count(file: str) -> int:
             f" {files.RESTORE}"
         ) from None
     return count
+
+
+def _footer(file: str) -> bytes:
+    # The places of all chunks, up to the last block.
+    with open(file, "rb") as stream:
+        end = stream.seek(-_BLOCK_BYTES, os.SEEK_END)
+        found = _FOOTER_OFFSET.search(stream.read(_BLOCK_BYTES))
+        if found is None:
+            raise errors.DataError(f"{file}: no offset of a footer; {files.RESTORE}")
+        # A number of seven bits in each byte.
+        offset = sum((byte & 127) << 7 * n for n, byte in enumerate(found[1]))
+        stream.seek(offset)
+        footer = stream.read(end - offset)
+    # An offset counts from the beginning of its own file.
+    if other := _FOOTER_OFFSET.search(footer):
+        raise errors.DataError(
+            f"{file}: another file ends in it, behind byte {offset + other.start()};"
+            f" {files.JOINED}"
+        )
+    return footer
 
 
 def _defect(file: str, detail: str) -> str:

@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 
 # About how many bytes of a record batch are read together.
 _BATCH_BYTES = 256 * 1024
-# Begins a file, but not a stream; messages follow after padding to 8 bytes.
+# Begins a file, but not a stream; messages follow after padding to 8 bytes. It ends the
+# file, too, after the footer and its length.
 _MAGIC = b"ARROW1"
+_END = struct.Struct(f"<i{len(_MAGIC)}s")
 _FIRST_OF_FILE = 8
 # Begins each message, before the length of its metadata.
 _CONTINUATION = 0xFFFFFFFF
@@ -146,10 +148,18 @@ def _walk(file: str, num_bytes: int) -> offset_index.Offsets:
                 starts.append(offset)
                 counts.append(num_rows)
             offset += size + body_bytes
-        stream.seek(max(0, num_bytes - len(_MAGIC)))
-        is_cut = is_file and stream.read() != _MAGIC
-    if is_cut or offset > num_bytes or offset == first:
+        end, footer_bytes, magic = stream.tell(), 0, _MAGIC
+        if is_file:
+            stream.seek(max(0, num_bytes - _END.size))
+            footer_bytes, magic = _END.unpack(stream.read().rjust(_END.size))
+            end += footer_bytes + _END.size
+    if magic != _MAGIC or offset > num_bytes or offset == first:
         raise _foreign(file, f"it is cut short after {num_bytes} bytes")
+    if end != num_bytes:
+        raise errors.DataError(
+            f"{file}: its record batches end at byte {offset}, and more follows;"
+            f" {files.JOINED}"
+        )
     return starts, counts
 
 

@@ -101,6 +101,9 @@ def exists(file: str) -> bool:
     return bool(_matches(file))
 
 
+# What to do with files of which only one is read.
+JOINED = "if files were joined by cat, name each of them, or write them again as one"
+
 # What to do with a file that is not of the format as which it is read.
 RESTORE = "restore it from a copy, or read it as its own format (grain_file_type)"
 

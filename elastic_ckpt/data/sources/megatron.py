@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import struct
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -77,16 +77,14 @@ class Megatron(kept_blocks.ColumnFiles):
                 f"{_index_of(file)}: cut short, or damaged: {of_index.num_bytes} of"
                 f" {header.num_index_bytes} bytes; restore it from a copy"
             )
-        if header.num_sequences and header.num_documents:
-            last = _read(file, header, header.num_documents - 1, header.num_documents)
-            end = int(
-                (last.offset + last.length * header.dtype.itemsize).max(initial=0)
+        end = _end(file, header)
+        if end != content.num_bytes:
+            problem = "cut short" if end > content.num_bytes else "of another index"
+            raise errors.DataError(
+                f"{file}: {problem}, {content.num_bytes} of {end} bytes that its index"
+                " names; restore both from a copy, and join files by Megatron's"
+                " tools/merge_datasets.py"
             )
-            if end > content.num_bytes:
-                raise errors.DataError(
-                    f"{file}: cut short, {content.num_bytes} of {end} bytes that its"
-                    " index names; restore it from a copy"
-                )
         return source.FileIndex(
             content=dataclasses.replace(content, sample=both, version=version),
             block_records=source.blocks(header.num_documents),
@@ -191,15 +189,7 @@ def _read(file: str, header: _Header, first: int, stop: int) -> _Sequences:
     # The sequences of documents from `first` to before `stop`.
     index = _index_of(file)
     with files.opened(index) as stream:
-
-        def array(place: int, dtype: str, begin: int, end: int) -> np.ndarray:
-            width = np.dtype(dtype).itemsize
-            stream.seek(_HEADER.size + place + begin * width)
-            content = stream.read((end - begin) * width)
-            if len(content) < (end - begin) * width:
-                raise errors.DataError(f"{index}: cut short; restore it from a copy")
-            return np.frombuffer(content, dtype).astype(np.int64)
-
+        array = functools.partial(_array, stream, index)
         documents = array(12 * header.num_sequences, "<i8", first, stop + 1)
         is_rising = (np.diff(documents) >= 0).all() and documents[0] >= 0
         if not is_rising or documents[-1] > header.num_sequences:
@@ -216,6 +206,37 @@ def _read(file: str, header: _Header, first: int, stop: int) -> _Sequences:
             " offsets below 0; the index is damaged, restore it from a copy"
         )
     return _Sequences(documents - documents[0], length, offset)
+
+
+def _end(file: str, header: _Header) -> int:
+    # Where the last sequence ends, if each sequence is of a document.
+    index, num = _index_of(file), header.num_sequences
+    with files.opened(index) as stream:
+        array = functools.partial(_array, stream, index)
+        for document, expected in ((0, 0), (header.num_documents, num)):
+            (first,) = array(12 * num, "<i8", document, document + 1)
+            if first != expected:
+                raise errors.DataError(
+                    f"{index}: the documents end or begin at sequence {first}, not at"
+                    f" {expected}; the index is damaged, restore it from a copy"
+                )
+        if not num:
+            return 0
+        (length,) = array(0, "<i4", num - 1, num)
+        (offset,) = array(4 * num, "<i8", num - 1, num)
+    return int(offset + length * header.dtype.itemsize)
+
+
+def _array(
+    stream: BinaryIO, index: str, place: int, dtype: str, begin: int, end: int
+) -> np.ndarray:
+    # Elements of the array that begins `place` bytes behind the header.
+    width = np.dtype(dtype).itemsize
+    stream.seek(_HEADER.size + place + begin * width)
+    content = stream.read((end - begin) * width)
+    if len(content) < (end - begin) * width:
+        raise errors.DataError(f"{index}: cut short; restore it from a copy")
+    return np.frombuffer(content, dtype).astype(np.int64)
 
 
 def _tokens(

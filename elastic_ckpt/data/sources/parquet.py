@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,10 @@ _SMALL_BYTES = 2 * 1024 * 1024
 _BUFFER_BYTES = 64 * 1024
 # The size of a decoded number of each type in bytes.
 _WIDTHS = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8}
+# Begins and ends a file; before it is the length of the footer at the end.
+_MAGIC = b"PAR1"
+_TAIL_BYTES = 8
+_CHUNK_BYTES = 2**20
 # The most open row groups in a process.
 _MAX_OPEN = 256
 # From this number of parts on, shards share the table of a row group.
@@ -60,6 +65,7 @@ class Parquet(kept_blocks.BlockFiles):
         metadata = _metadata(file)
         names = metadata.schema.to_arrow_schema().names
         source.check_columns(file, self.columns, names)
+        _check_begin(file, metadata)
         groups = [metadata.row_group(n) for n in range(metadata.num_row_groups)]
         starts = [_begin_bytes(group.column(0)) for group in groups]
         return source.FileIndex(
@@ -196,6 +202,31 @@ def _metadata(file: str) -> pq.FileMetaData:
 
 
 files.register_cache(_metadata.cache_clear)
+
+
+def _check_begin(file: str, metadata: pq.FileMetaData) -> None:
+    # The offsets in a footer count from the beginning of its own file. If that is not
+    # the beginning of this one, another file ends between its data and its footer,
+    # where otherwise nothing is, or indexes.
+    chunks = (
+        metadata.row_group(group).column(column)
+        for group in range(metadata.num_row_groups)
+        for column in range(metadata.num_columns)
+    )
+    ends = (_begin_bytes(each) + each.total_compressed_size for each in chunks)
+    with files.opened(file) as stream:
+        footer = stream.seek(-metadata.serialized_size - _TAIL_BYTES, os.SEEK_END)
+        at = stream.seek(max(ends, default=len(_MAGIC)))
+        before = b""
+        while at < footer:
+            content = before + stream.read(min(_CHUNK_BYTES, footer - at))
+            if 2 * _MAGIC in content:
+                end = at - len(before) + content.index(2 * _MAGIC) + len(_MAGIC)
+                raise errors.DataError(
+                    f"{file}: another file ends in it, before byte {end};"
+                    f" {files.JOINED}"
+                )
+            before, at = content[1 - 2 * len(_MAGIC) :], stream.tell()
 
 
 def _row_group_bytes(parquet: Parquet, unit: units.Unit) -> int:

@@ -102,8 +102,8 @@ def decoder(record_format: str, columns: tuple[str, ...]) -> Decode:
 def encode(features: source.Element) -> bytes:
     """A tf.Example of text, bytes, lists of bytes, and arrays of numbers."""
     example = _example_class()()
-    for name, value in features.items():
-        feature = example.features.feature[name]
+    for name, value in sorted(features.items()):
+        feature = example.features.feature.add(key=name).value
         if isinstance(value, str | bytes):
             value = [value]
         if isinstance(value, list):
@@ -118,9 +118,13 @@ def encode(features: source.Element) -> bytes:
 
 def _parse(record: bytes, *, columns: frozenset[str]) -> source.Element:
     try:
-        features = _example_class().FromString(record).features.feature
+        entries = _example_class().FromString(record).features.feature
     except message.DecodeError as error:
         raise ValueError(f"not a tf.Example: {error}") from None
+    features = {entry.key: entry.value for entry in entries}
+    if len(features) < len(entries):
+        twice = source.most_common(entry.key for entry in entries)
+        raise ValueError(f"the feature {twice!r} is there twice")
     missing = columns - features.keys()
     if missing:
         raise LookupError(
@@ -149,7 +153,8 @@ def _example_class() -> Any:
     return message_factory.GetMessageClass(example)
 
 
-# The descriptor of the file, as `protoc` would make it.
+# The descriptor of the file, as `protoc` would make it, with the map of features as a
+# list of its entries: it shows a name that is there twice.
 _EXAMPLE_PROTO = """
 name: "elastic_ckpt/example.proto" package: "elastic_ckpt.tensorflow" syntax: "proto3"
 message_type { name: "BytesList"
@@ -164,7 +169,7 @@ message_type { name: "Feature" oneof_decl { name: "kind" }
   field { name: "int64_list" number: 3 type_name: "Int64List" oneof_index: 0 } }
 message_type { name: "Features"
   field { name: "feature" number: 1 label: LABEL_REPEATED type_name: "FeatureEntry" }
-  nested_type { name: "FeatureEntry" options { map_entry: true }
+  nested_type { name: "FeatureEntry"
     field { name: "key" number: 1 type: TYPE_STRING }
     field { name: "value" number: 2 type_name: "Feature" } } }
 message_type { name: "Example"

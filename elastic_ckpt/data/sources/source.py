@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
@@ -152,17 +152,27 @@ def corrupt(
 def check_columns(
     place: str, names: Collection[str], found: Sequence[str], *, what: str = "column"
 ) -> None:
-    """Checks that a file, or a record, has the columns that are read.
+    """Checks that a file, or a record, has the columns that are read, and each once.
 
     Raises:
       DataError: names `place`, the missing columns, and those that it has.
     """
+    if len(set(found)) < len(found):
+        raise errors.DataError(
+            f"{place}: the {what} {most_common(found)!r} is there twice; rename one of"
+            " them, and write the file again"
+        )
     missing = sorted(set(names) - set(found))
     if missing:
         raise errors.DataError(
             f"{place}: no {what} {missing}, only {found}; set columns, which is"
             " train_data_columns in a configuration"
         )
+
+
+def most_common(names: Iterable[str]) -> str:
+    """The name that is there most often."""
+    return Counter(names).most_common(1)[0][0]
 
 
 def take_names(source: Any, **fields: str) -> None:
@@ -180,9 +190,9 @@ def take_names(source: Any, **fields: str) -> None:
         names = files.names(
             getattr(source, field), argument=argument, required=kind == "required"
         )
-        twice = [name for name, count in Counter(names).items() if count > 1]
-        if twice:
-            raise errors.ConfigError(f"{argument} has {twice[0]!r} twice; name it once")
+        if len(set(names)) < len(names):
+            twice = most_common(names)
+            raise errors.ConfigError(f"{argument} has {twice!r} twice; name it once")
         if field == "files":
             names = tuple(map(files.absolute_path, names))
         object.__setattr__(source, field, names)

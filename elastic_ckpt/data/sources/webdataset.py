@@ -1,7 +1,9 @@
 """WebDataset: tar archives whose consecutive members of one name are a sample.
 
 `0001.jpg` and `0001.txt` are the fields `jpg` and `txt` of the sample `0001`. Finding
-the samples requires a pass over the headers of the members (`offset_index`).
+the samples requires a pass over the headers of the members (`offset_index`). It refuses
+archives of which a file would be lost: two of one field, or of one sample in two
+places, links, and what follows the end of the archive.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 import tarfile
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import BinaryIO, TypeAlias
 
 from elastic_ckpt.core import errors
@@ -21,6 +23,7 @@ from elastic_ckpt.data.sources import files, offset_index, runs, source
 KEY = "__key__"
 # Samples of a block.
 _BLOCK_SAMPLES = 64
+_CHUNK_BYTES = 2**20
 _FAILURES = (tarfile.TarError, EOFError, UnicodeDecodeError, ValueError)
 
 
@@ -51,10 +54,11 @@ class WebDataset(runs.RunFiles):
         end = offset
         try:
             with _opened(file, offset) as archive:
-                for key, members in itertools.islice(_samples(archive), before, None):
+                samples = _samples(archive, file)
+                for key, members in itertools.islice(samples, before, None):
                     sample: source.Element = {KEY: key}
                     size = 0
-                    for member, _, field in members:
+                    for member, field in members:
                         opened = archive.extractfile(member)
                         content = opened.read() if opened is not None else b""
                         if len(content) < member.size:
@@ -80,11 +84,22 @@ class WebDataset(runs.RunFiles):
 
 def _walk(file: str, num_bytes: int) -> offset_index.Offsets:
     starts: list[int] = []
+    keys: set[str] = set()
     try:
         with _opened(file, 0) as archive:
-            for _, members in _samples(archive):
-                starts.append(next(members)[0].offset)
+            for key, members in _samples(archive, file):
+                (first, _), *_ = members
+                if key in keys:
+                    raise errors.DataError(
+                        f"{file}, byte {first.offset}: files of the sample {key!r}"
+                        " again, apart from those before; write the archive again with"
+                        " the files of a sample next to each other, and another name"
+                        " for each sample"
+                    )
+                keys.add(key)
+                starts.append(first.offset)
             end = archive.offset
+            _check_rest(archive, file)
     except _FAILURES as error:
         raise errors.DataError(
             f"{file}: not a complete tar archive ({error}); {files.RESTORE}"
@@ -99,15 +114,47 @@ def _walk(file: str, num_bytes: int) -> offset_index.Offsets:
     return starts[::_BLOCK_SAMPLES], counts
 
 
-# A file in an archive, with the key of its sample and its field.
-_Member: TypeAlias = tuple[tarfile.TarInfo, str, str]
+def _check_rest(archive: tarfile.TarFile, file: str) -> None:
+    # After its end an archive is filled up with zeros.
+    stream = archive.fileobj
+    assert stream is not None
+    stream.seek(archive.offset)
+    while content := stream.read(_CHUNK_BYTES):
+        if more := content.lstrip(b"\0"):
+            raise errors.DataError(
+                f"{file}: the archive ends at byte {archive.offset}, and more follows"
+                f" at byte {stream.tell() - len(more)}; if archives were joined by cat,"
+                " name each of them, or join them by `tar --concatenate`"
+            )
 
 
-def _samples(archive: tarfile.TarFile) -> Iterator[tuple[str, Iterator[_Member]]]:
+# A file in an archive, and its field.
+_Member: TypeAlias = tuple[tarfile.TarInfo, str]
+
+
+def _samples(
+    archive: tarfile.TarFile, file: str
+) -> Iterator[tuple[str, Iterator[_Member]]]:
     # The samples by their keys.
-    named = ((member, _named(member)) for member in _members(archive))
+    named = ((member, _named(member, file)) for member in _members(archive))
     members = ((member, *name) for member, name in named if name is not None)
-    return itertools.groupby(members, key=lambda each: each[1])
+    for key, each in itertools.groupby(members, key=lambda member: member[1]):
+        yield key, _fields(each, file)
+
+
+def _fields(
+    members: Iterable[tuple[tarfile.TarInfo, str, str]], file: str
+) -> Iterator[_Member]:
+    fields = {KEY}
+    for member, key, field in members:
+        if field in fields:
+            raise errors.DataError(
+                f"{file}, byte {member.offset}: {member.name!r} is the field {field!r}"
+                f" of the sample {key!r} again (in small letters); rename one of the"
+                " files, and write the archive again"
+            )
+        fields.add(field)
+        yield member, field
 
 
 def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
@@ -126,12 +173,18 @@ def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
         raise tarfile.ReadError(f"the header at byte {archive.offset} is damaged")
 
 
-def _named(member: tarfile.TarInfo) -> tuple[str, str] | None:
+def _named(member: tarfile.TarInfo, file: str) -> tuple[str, str] | None:
     # The key and the field of a file; None if it is of no sample.
     directory, slash, name = member.name.rpartition("/")
     key, dot, field = name.partition(".")
-    if not member.isfile() or not dot or not key:
+    if member.isdir() or not dot or not key:
         return None
+    if not member.isfile():
+        raise errors.DataError(
+            f"{file}, byte {member.offset}: {member.name!r} is a link or a device,"
+            " without content of its own; write the archive again by `tar --dereference"
+            " --hard-dereference`"
+        )
     return f"{directory}{slash}{key}", field.lower()
 
 

@@ -1,0 +1,199 @@
+"""Files from which a reader could lose records, or parts of them, without a word."""
+
+import io
+import pathlib
+import re
+import tarfile
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.data.sources import (
+    arrayrecord,
+    arrow,
+    megatron,
+    parquet,
+    record_format,
+    source,
+    tfrecord,
+    webdataset,
+)
+from tests import corpora, megatron_files, source_contract, tfrecord_files
+
+FEW, MORE = {"text": ["a", "b"]}, {"text": list(map(str, range(5000)))}
+
+
+def tar(*names, link=""):
+    """An archive of files, and a link to the first one."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        for name in names:
+            member = tarfile.TarInfo(name)
+            member.size = len(name)
+            archive.addfile(member, io.BytesIO(name.encode()))
+        if link:
+            member = tarfile.TarInfo("9.txt")
+            member.type, member.linkname = link.encode(), names[0]
+            archive.addfile(member)
+    return content.getvalue()
+
+
+def ipc(columns, new=pa.ipc.new_stream):
+    table = pa.table(columns) if isinstance(columns, dict) else columns
+    content = io.BytesIO()
+    with new(content, table.schema) as writer:
+        writer.write_table(table)
+    return content.getvalue()
+
+
+def parquet_file(columns, **options):
+    table = pa.table(columns) if isinstance(columns, dict) else columns
+    content = io.BytesIO()
+    pq.write_table(table, content, **options)
+    return content.getvalue()
+
+
+def array_record(*texts):
+    path = pathlib.Path("written")
+    corpora.write_records(path, list(texts))
+    return path.read_bytes()
+
+
+def example(*names):
+    """A tf.Example in which a name may be twice."""
+    return b"".join(record_format.encode({name: b"text"}) for name in names)
+
+
+TWICE = pa.table([["a"], ["b"]], names=["text", "text"])
+FILES = pa.ipc.new_file
+WEB = webdataset.WebDataset
+EXAMPLES = {"record_format": "tf_example"}
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def made(make, content, suffix="", **options):
+    path = pathlib.Path(f"data{suffix}")
+    path.write_bytes(content() if callable(content) else content)
+    return make(files=(str(path),), **options)
+
+
+def texts(dataset):
+    elements = source_contract.read_all(dataset, 1, num_epochs=1)
+    return [element["text"] for element in elements]
+
+
+@pytest.mark.parametrize(
+    ("make", "content", "match"),
+    [
+        (WEB, tar("1.JPG", "1.jpg"), "byte 1024: '1.jpg' is the field 'jpg' of"),
+        (WEB, tar("1.TXT", "1.txt"), "byte 1024: '1.txt' is the field 'txt' of"),
+        (WEB, tar("1.txt", "1.txt"), "byte 1024: '1.txt' is the field 'txt' of"),
+        (WEB, tar("1.txt", "1.__key__"), "byte 1024: '1.__key__' is the field"),
+        (WEB, tar("1.txt", "2.txt", "1.txt"), "byte 2048: files of the sample '1'"),
+        (WEB, tar("1.txt", "2.txt", "1.jpg"), "byte 2048: files of the sample '1'"),
+        (WEB, tar("1.txt", link="1"), "byte 1024: '9.txt' is a link"),
+        (WEB, tar("1.txt", link="2"), "byte 1024: '9.txt' is a link"),
+        (WEB, 2 * tar("1.txt"), "ends at byte 1024, and more follows at byte 10240;"),
+        (WEB, tar("1.txt") + b"more", "ends at byte 1024, and more follows at"),
+        (arrow.Arrow, 2 * ipc(FEW), "end at byte [0-9]+, and more follows"),
+        (arrow.Arrow, 2 * ipc(FEW, FILES), "end at byte [0-9]+, and more follows"),
+        (arrow.Arrow, ipc(FEW) + ipc(FEW, FILES), "end at byte .* more follows"),
+        (arrow.Arrow, ipc(FEW, FILES) + ipc(FEW), "cut short"),
+        (arrow.Arrow, ipc(FEW) + b"more", "end at byte [0-9]+, and more follows"),
+        (arrow.Arrow, ipc(TWICE), "column 'text' is there twice"),
+        (parquet.Parquet, 2 * parquet_file(FEW), "another file ends in it, before"),
+        (
+            parquet.Parquet,
+            2 * parquet_file(FEW, write_page_index=True),
+            "another file ends in it, before byte [0-9]+;",
+        ),
+        (
+            parquet.Parquet,
+            parquet_file(MORE) + parquet_file(FEW),
+            "another file ends in it, before byte [0-9]+;",
+        ),
+        (parquet.Parquet, parquet_file(TWICE), "column 'text' is there twice"),
+        (
+            arrayrecord.ArrayRecord,
+            lambda: 2 * array_record(b"a", b"b"),
+            "another file ends in it, behind byte [0-9]+;",
+        ),
+        (
+            arrayrecord.ArrayRecord,
+            lambda: array_record(b"a") + array_record(*[b"more"] * 99_999),
+            "not a readable ArrayRecord file",
+        ),
+    ],
+)
+def test_an_index_refuses_what_it_would_not_read(make, content, match):
+    dataset = made(make, content)
+    with pytest.raises(errors.DataError, match=f"{re.escape(*dataset.files)}.*{match}"):
+        source.indexes(dataset)
+
+
+@pytest.mark.parametrize(
+    ("make", "content", "options", "match"),
+    [
+        (
+            tfrecord.TFRecord,
+            tfrecord_files.framed(example("a", "b", "a")),
+            EXAMPLES,
+            "the feature 'a' is there twice",
+        ),
+        (
+            arrayrecord.ArrayRecord,
+            lambda: array_record(example("a", "a")),
+            EXAMPLES,
+            "the feature 'a' is there twice",
+        ),
+        # The data of the second file is read as that of the first.
+        (parquet.Parquet, parquet_file(FEW) + parquet_file(MORE), {}, "row group 0"),
+    ],
+)
+def test_a_record_of_which_a_part_would_be_lost_is_corrupt(
+    make, content, options, match
+):
+    dataset = made(make, content, **options)
+    with pytest.raises(errors.DataError, match=f"data, .*{match}"):
+        source_contract.read_all(dataset, 1, num_epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("extra", "match"), [(1, "of another index, 49 of 48"), (48, "of another index")]
+)
+def test_tokens_that_no_index_names_are_refused(tmp_path, extra, match):
+    file = pathlib.Path(megatron_files.write(tmp_path, [[range(12)], [], []]))
+    file.write_bytes(file.read_bytes() + bytes(extra))
+    with pytest.raises(errors.DataError, match=rf"data\.bin: {match}"):
+        source.indexes(megatron.Megatron(files=(str(file),)))
+
+
+def test_sequences_of_no_document_are_refused(tmp_path):
+    file = megatron_files.write(tmp_path, [[range(3), range(4)]])
+    index = pathlib.Path(file).with_suffix(".idx")
+    content = index.read_bytes()
+    index.write_bytes(content[:-8] + np.int64(1).tobytes())
+    with pytest.raises(errors.DataError, match=r"data\.idx: .*sequence 1, not at 2"):
+        source.indexes(megatron.Megatron(files=(file,)))
+
+
+@pytest.mark.parametrize(
+    ("make", "suffix", "content", "expected"),
+    [
+        (
+            tfrecord.TFRecord,
+            "",
+            2 * tfrecord_files.framed(example("text")),
+            2 * [b"text"],
+        ),
+    ],
+)
+def test_everything_in_a_file_is_read(make, suffix, content, expected):
+    assert texts(made(make, content, suffix)) == expected
