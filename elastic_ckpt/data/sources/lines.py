@@ -8,12 +8,14 @@ whoever reads it from the middle on decompresses what is before.
 from __future__ import annotations
 
 import abc
+import codecs
 import contextlib
 import dataclasses
 import functools
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, BinaryIO
@@ -31,6 +33,8 @@ _DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
 # About how many bytes are decompressed together.
 _BUFFER_BYTES = 256 * 1024
 TEXT_COLUMN = "text"
+# The escape of half of a surrogate pair.
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,16 +55,11 @@ class LineFiles(runs.RunFiles):
     ) -> Generator[tuple[bytes, int, int]]:
         try:
             with _opened(file) as stream:
-                if offset:
-                    stream.seek(offset)
-                for line in stream:
-                    offset += len(line)
-                    if not line.strip():
-                        continue
+                for line, end in _lines(stream, offset):
                     if before:
                         before -= 1
                     else:
-                        yield line.rstrip(b"\r\n"), len(line), offset
+                        yield line.rstrip(b"\r\n"), len(line), end
         except _DAMAGED as error:
             raise runs.LostError(f"{error}; later ones cannot be read") from None
 
@@ -71,11 +70,12 @@ class LineFiles(runs.RunFiles):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JsonLines(LineFiles):
-    """JSON Lines as a source: a JSON object on each line.
+    r"""JSON Lines as a source: a JSON object on each line.
 
     Files that end in `.gz` or `.zst` are decompressed. An element has the value of each
     field by name: lists of numbers as arrays (int64, or float64), other values as JSON
-    has them. A line that is no JSON object is corrupt.
+    has them. A line is corrupt if it is no JSON object, or if a field would be lost or
+    changed: a name that is there twice, or half of a surrogate pair (`\ud800`).
 
     Attributes:
       files: the paths or URIs of the files.
@@ -86,9 +86,12 @@ class JsonLines(LineFiles):
 
     def _element(self, record: bytes, place: str) -> source.Read:
         try:
-            fields = json.loads(record)
+            fields = _DECODER.decode(record.decode())
+            if _SURROGATE.search(record):
+                # Halves of pairs cannot be encoded.
+                json.dumps(fields, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
-            return source.corrupt(place, f"not JSON: {error}")
+            return source.corrupt(place, f"cannot be read as JSON: {error}")
         if not isinstance(fields, dict):
             return source.corrupt(place, f"a {type(fields).__name__}, not an object")
         names = self.columns or tuple(fields)
@@ -97,7 +100,7 @@ class JsonLines(LineFiles):
 
     def _check(self, line: bytes, file: str, *, is_first: bool) -> None:
         try:
-            json.loads(line)
+            json.loads(line.decode())
         except (ValueError, RecursionError) as error:
             if is_first:
                 what = "not a JSON Lines file: its first line"
@@ -114,7 +117,8 @@ class Text(LineFiles):
     """Plain text in UTF-8 as a source: a document on each line, or in each file.
 
     Files that end in `.gz` or `.zst` are decompressed. An element has one column, the
-    text without the end of its line. Blank lines are no documents.
+    text without the end of its line, and without the byte-order mark of the file. Blank
+    lines are no documents.
 
     Attributes:
       files: the paths or URIs of the files.
@@ -150,7 +154,7 @@ class Text(LineFiles):
             except _DAMAGED as error:
                 yield source.corrupt(file, error)
                 return
-            yield self._element(content, file)
+            yield self._element(content.removeprefix(codecs.BOM_UTF8), file)
 
     def _element(self, record: bytes, place: str) -> source.Read:
         name = self.columns[0] if self.columns else TEXT_COLUMN
@@ -166,6 +170,18 @@ class Text(LineFiles):
             )
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        twice = source.most_common(name for name, _ in pairs)
+        raise ValueError(f"an object has the field {twice!r} twice")
+    return fields
+
+
+# `json.loads` would make one for each record.
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+
 def _value(value: Any) -> Any:
     if isinstance(value, list) and value and set(map(type, value)) <= {int, float}:
         return np.array(value)
@@ -175,17 +191,15 @@ def _value(value: Any) -> Any:
 def _walk(file: str, check: Callable[..., None]) -> offset_index.Offsets:
     # A pass over the lines; a compressed file has one block.
     starts: list[int] = []
-    count, offset, last = 0, 0, b""
+    count, last = 0, b""
     try:
         with _opened(file) as stream:
-            for line in stream:
-                if line.strip():
-                    if not count:
-                        check(line, file, is_first=True)
-                    if count % source.BLOCK_RECORDS == 0:
-                        starts.append(offset)
-                    count, last = count + 1, line
-                offset += len(line)
+            for line, offset in _lines(stream, 0):
+                if not count:
+                    check(line, file, is_first=True)
+                if count % source.BLOCK_RECORDS == 0:
+                    starts.append(offset - len(line))
+                count, last = count + 1, line
     except _DAMAGED as error:
         raise errors.DataError(
             f"{file}: cannot be decompressed ({error}); restore it from a copy"
@@ -195,6 +209,18 @@ def _walk(file: str, check: Callable[..., None]) -> offset_index.Offsets:
     if last and _is_compressed(file):
         return [0], [count]
     return starts, source.blocks(count).tolist()
+
+
+def _lines(stream: BinaryIO, offset: int) -> Iterator[tuple[bytes, int]]:
+    # The lines that are not blank, from an offset on, and the offset after each.
+    if offset:
+        stream.seek(offset)
+    for line in stream:
+        # A byte-order mark is no part of the first line.
+        text = line if offset else line.removeprefix(codecs.BOM_UTF8)
+        offset += len(line)
+        if text.strip():
+            yield text, offset
 
 
 def _content(file: str) -> bytes:

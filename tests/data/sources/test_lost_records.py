@@ -1,5 +1,6 @@
 """Files from which a reader could lose records, or parts of them, without a word."""
 
+import gzip
 import io
 import pathlib
 import re
@@ -14,6 +15,7 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.data.sources import (
     arrayrecord,
     arrow,
+    lines,
     megatron,
     parquet,
     record_format,
@@ -141,6 +143,11 @@ def test_an_index_refuses_what_it_would_not_read(make, content, match):
 @pytest.mark.parametrize(
     ("make", "content", "options", "match"),
     [
+        (lines.JsonLines, b'{"text": 1, "text": 2}', {}, "the field 'text' twice"),
+        (lines.JsonLines, b'{"a": [{"b": 1, "b": 1}]}', {}, "the field 'b' twice"),
+        (lines.JsonLines, rb'{"text": "\ud800"}', {}, "surrogates not allowed"),
+        (lines.JsonLines, rb'{"a": [{"\uDFFFx": 1}]}', {}, "surrogates not allowed"),
+        (lines.JsonLines, b'{"text": "\xed\xa0\x80"}', {}, "can't decode"),
         (
             tfrecord.TFRecord,
             tfrecord_files.framed(example("a", "b", "a")),
@@ -160,6 +167,8 @@ def test_an_index_refuses_what_it_would_not_read(make, content, match):
 def test_a_record_of_which_a_part_would_be_lost_is_corrupt(
     make, content, options, match
 ):
+    if make is lines.JsonLines:
+        content = b"{}\n" + content + b"\n{}"
     dataset = made(make, content, **options)
     with pytest.raises(errors.DataError, match=f"data, .*{match}"):
         source_contract.read_all(dataset, 1, num_epochs=1)
@@ -184,16 +193,44 @@ def test_sequences_of_no_document_are_refused(tmp_path):
         source.indexes(megatron.Megatron(files=(file,)))
 
 
+def gzipped(content):
+    return gzip.compress(content)
+
+
+def zstd(content):
+    written = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(written, "zstd") as stream:
+        stream.write(content)
+    return written.getvalue().to_pybytes()
+
+
+MARK = b"\xef\xbb\xbf"
+
+
 @pytest.mark.parametrize(
     ("make", "suffix", "content", "expected"),
     [
+        (lines.Text, ".gz", gzipped(b"a\n") + gzipped(b"b\nc"), ["a", "b", "c"]),
+        (lines.Text, ".zst", zstd(b"a\n") + zstd(b"b\nc"), ["a", "b", "c"]),
+        (lines.JsonLines, ".gz", 2 * gzipped(b'{"text": "a"}\n'), ["a", "a"]),
         (
             tfrecord.TFRecord,
             "",
             2 * tfrecord_files.framed(example("text")),
             2 * [b"text"],
         ),
+        (lines.Text, "", MARK + b"a\nb\n", ["a", "b"]),
+        (lines.Text, "", MARK + b"\na", ["a"]),
+        (lines.Text, ".gz", gzipped(MARK + b"a\nb\n"), ["a", "b"]),
+        (lines.JsonLines, "", MARK + b'{"text": "a"}\n{"text": "b"}', ["a", "b"]),
+        (lines.JsonLines, "", rb'{"text": "\ud83d\ude00"}', ["\U0001f600"]),
+        (lines.JsonLines, "", rb'{"text": "\\ud800"}', ["\\ud800"]),
     ],
 )
 def test_everything_in_a_file_is_read(make, suffix, content, expected):
     assert texts(made(make, content, suffix)) == expected
+
+
+def test_a_document_of_a_whole_file_has_no_byte_order_mark():
+    dataset = made(lines.Text, MARK + b"a\nb", ".txt", whole_files=True)
+    assert texts(dataset) == ["a\nb"]
