@@ -26,6 +26,8 @@ _ENOUGH_BLOCKS = 4
 # more than that: each host may have to read all of them.
 _SMALL_BLOCK_RECORDS = 4096
 _SMALL_RECORDS = 2**20
+# The most blocks whose records are kept shuffled, of 8 KiB at most.
+_MOST_SHUFFLED = 1024
 # The most shards that read the same blocks together.
 GROUP_SHARDS = 256
 
@@ -152,6 +154,12 @@ def are_small(blocks: Units) -> bool:
     return largest <= _SMALL_BLOCK_RECORDS and blocks.total_records <= _SMALL_RECORDS
 
 
+# Of all datasets: shards read the same units at about the same time.
+@functools.lru_cache(maxsize=_MOST_SHUFFLED)
+def _shuffled(size: int, *key: int) -> np.ndarray:
+    return np.random.default_rng(key).permutation(size).astype(np.uint16)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Order:
     """The order of the records of an epoch.
@@ -168,8 +176,6 @@ class Order:
     number: np.ndarray
     start: Sequence[int]
     shuffled_by: tuple[int, int] | None
-    # Those of units that were read, by their place in the order.
-    _rows: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
@@ -210,17 +216,12 @@ class Order:
         Returns:
           Their numbers in the unit, uint16 `[records]` if they are shuffled, or int64.
         """
-        found = self._rows.get(index)
-        if found is not None:
-            return found
         number = self.number[index]
         size = int(self.units.num_records[number])
         if self.shuffled_by is None:
             return np.arange(size)
         seed, epoch = self.shuffled_by
-        key = [seed % 2**64, epoch, int(self.units.record[number])]
-        shuffled = np.random.default_rng(key).permutation(size).astype(np.uint16)
-        return self._rows.setdefault(index, shuffled)
+        return _shuffled(size, seed % 2**64, epoch, int(self.units.record[number]))
 
     def picked(self, places: range) -> list[tuple[int, np.ndarray]]:
         """The records at ascending places: the number of each unit, and those of it."""

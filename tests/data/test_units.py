@@ -1,5 +1,6 @@
 import functools
 import itertools
+import weakref
 
 import numpy as np
 from hypothesis import given
@@ -16,6 +17,15 @@ keys = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=3).map(tuple)
 
 def cut(blocks, num_shards):
     return units.cut([np.array(b, np.int64) for b in blocks], num_shards)
+
+
+def test_the_orders_of_all_datasets_hold_few_permutations():
+    held = []
+    for seed in range(3):
+        order = units.Order.of(cut([[4096] * 600], 0), (seed, 0), with_rows=True)
+        held += [weakref.ref(order.rows(index)) for index in range(600)]
+    alive = [rows for each in held if (rows := each()) is not None]
+    assert sum(rows.nbytes for rows in alive) <= 8 * 2**20
 
 
 def expected_units(blocks):
