@@ -123,7 +123,7 @@ class Numbers:
         counts = self.blocks[int(file.rpartition("-")[2])]
         return source.FileIndex(
             content=files.Content(
-                num_bytes=8 * sum(counts), sample="0" * 8, version=""
+                num_bytes=8 * sum(counts), digest="0" * 16, version=""
             ),
             block_records=np.array(counts, np.int64),
             is_whole=self.whole,

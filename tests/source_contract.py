@@ -260,7 +260,7 @@ class SourceContract:
         files = tuple(str(tmp_path / place / "part") for place in "ab")
         one, two = self.make(files), self.make(files[::-1])
         assert source.identity(one) != source.identity(two)
-        unsampled = [source.identity(dataset, sampled=False) for dataset in (one, two)]
+        unsampled = [source.identity(dataset, digested=False) for dataset in (one, two)]
         assert unsampled[0] == unsampled[1]
 
     def test_an_object_replaced_by_one_of_its_size_has_another_identity(

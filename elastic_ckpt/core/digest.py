@@ -51,6 +51,11 @@ def values_hash() -> xxhash.xxh3_128:
     return xxhash.xxh3_128()
 
 
+def bytes_digest(content: bytes) -> str:
+    """XXH3-128, as 32 hex digits."""
+    return xxhash.xxh3_128_hexdigest(content)
+
+
 def name_hash(name: str) -> int:
     """A 64-bit hash of a name, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())

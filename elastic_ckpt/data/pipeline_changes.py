@@ -261,7 +261,7 @@ def _by_name(files: list[Any]) -> dict[tuple[str, int], Any]:
 
 
 def _same_file(old: list[Any], new: list[Any]) -> bool:
-    # Runs that skip corrupt records save no sample of the content.
+    # Runs that skip corrupt records save no digest of the content.
     return all(a == b for a, b in zip(old, new, strict=False))
 
 

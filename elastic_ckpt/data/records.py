@@ -182,7 +182,7 @@ class Records(shard_steps.Step[source.Element]):
             "shuffle_seed": reading.shuffle_seed,
             "num_epochs": reading.num_epochs,
             # Damage that is skipped does not change the identity of a file.
-            **source.identity(self._source, sampled=not reading.skip_corrupt),
+            **source.identity(self._source, digested=not reading.skip_corrupt),
         }
 
 

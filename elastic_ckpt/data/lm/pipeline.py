@@ -254,7 +254,7 @@ class LanguagePipeline:
 
     def _source_identity(self, part: Part) -> dict[str, storage.Json]:
         # Damage that is skipped does not change the identity of a file.
-        return source.identity(part.source, sampled=not self.reading.skip_corrupt)
+        return source.identity(part.source, digested=not self.reading.skip_corrupt)
 
     def _records(self, part: Part, shard: int) -> records.Records:
         read = records.Records(

@@ -12,7 +12,7 @@ from typing import Any
 
 import grain
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import digest, errors, storage
 from elastic_ckpt.data import units
 from elastic_ckpt.data.sources import files, record_format, source
 
@@ -49,9 +49,10 @@ class ArrayRecord(record_format.RecordFiles):
     def index(self, file: str) -> source.FileIndex:
         """Counts the records."""
         count = _count(files.local_copy(file))
-        _footer(files.local_copy(file))
+        footer = _footer(files.local_copy(file))
         return source.FileIndex(
-            content=files.content(file), block_records=source.blocks(count)
+            content=files.content(file).including(digest.bytes_digest(footer)),
+            block_records=source.blocks(count),
         )
 
     def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
@@ -114,13 +115,13 @@ class ArrayRecordFiles:
         return f"ArrayRecordFiles(files={len(self._files)}, records={len(self)})"
 
     def identity(self) -> list[storage.Json]:
-        """Name, bytes, records and sample of the content of each file, in order."""
+        """Name, bytes, records and digest of the content of each file, in order."""
         return [
             [
                 os.path.basename(file),
                 index.content.num_bytes,
                 index.num_records,
-                index.content.sample,
+                index.content.digest,
             ]
             for file, index in zip(self._files, self._indexes, strict=True)
         ]

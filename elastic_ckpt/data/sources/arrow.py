@@ -66,7 +66,8 @@ class Arrow(kept_blocks.BlockFiles):
 
     def index(self, file: str) -> source.FileIndex:
         """The offset and the rows of each record batch."""
-        index = offset_index.index("arrow", file, functools.partial(_walk, file))
+        walk = functools.partial(_walk, file)
+        index = offset_index.index("arrow", file, walk, digests_all=False)
         source.check_columns(file, self.columns, _schema(file).names)
         return index
 
@@ -126,33 +127,32 @@ def from_hf(dataset: Any, *, columns: tuple[str, ...] = ()) -> Arrow:
     return made
 
 
-def _walk(file: str, num_bytes: int) -> offset_index.Offsets:
+def _walk(file: str, stream: BinaryIO, num_bytes: int) -> offset_index.Offsets:
     starts, counts = [], []
-    with files.opened(file) as stream:
-        is_file = stream.read(len(_MAGIC)) == _MAGIC
-        first = offset = _FIRST_OF_FILE if is_file else 0
-        while (message := _message(stream, file, offset)) is not None:
-            metadata, size = message
-            try:
-                kind, body_bytes, num_rows = _parsed(metadata)
-            except (struct.error, IndexError, ValueError):
-                raise _foreign(file, f"a message at byte {offset} is damaged") from None
-            if kind == _DICTIONARY:
-                raise errors.DataError(
-                    f"{file}: a column is encoded by a dictionary, which is not read"
-                    " from Arrow files; write it decoded, for example to Parquet"
-                )
-            if (kind == _SCHEMA) != (offset == first):
-                raise _foreign(file, f"the message at byte {offset} is out of place")
-            if kind == _BATCH:
-                starts.append(offset)
-                counts.append(num_rows)
-            offset += size + body_bytes
-        end, footer_bytes, magic = stream.tell(), 0, _MAGIC
-        if is_file:
-            stream.seek(max(0, num_bytes - _END.size))
-            footer_bytes, magic = _END.unpack(stream.read().rjust(_END.size))
-            end += footer_bytes + _END.size
+    is_file = stream.read(len(_MAGIC)) == _MAGIC
+    first = offset = _FIRST_OF_FILE if is_file else 0
+    while (message := _message(stream, file, offset)) is not None:
+        metadata, size = message
+        try:
+            kind, body_bytes, num_rows = _parsed(metadata)
+        except (struct.error, IndexError, ValueError):
+            raise _foreign(file, f"a message at byte {offset} is damaged") from None
+        if kind == _DICTIONARY:
+            raise errors.DataError(
+                f"{file}: a column is encoded by a dictionary, which is not read"
+                " from Arrow files; write it decoded, for example to Parquet"
+            )
+        if (kind == _SCHEMA) != (offset == first):
+            raise _foreign(file, f"the message at byte {offset} is out of place")
+        if kind == _BATCH:
+            starts.append(offset)
+            counts.append(num_rows)
+        offset += size + body_bytes
+    end, footer_bytes, magic = stream.tell(), 0, _MAGIC
+    if is_file:
+        stream.seek(max(0, num_bytes - _END.size))
+        footer_bytes, magic = _END.unpack(stream.read().rjust(_END.size))
+        end += footer_bytes + _END.size
     if magic != _MAGIC or offset > num_bytes or offset == first:
         raise _foreign(file, f"it is cut short after {num_bytes} bytes")
     if end != num_bytes:

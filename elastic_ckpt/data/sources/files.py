@@ -17,7 +17,7 @@ import fsspec
 from absl import logging
 from fsspec import asyn
 
-from elastic_ckpt.core import bucket_clients, errors, storage
+from elastic_ckpt.core import bucket_clients, digest, errors, storage
 from elastic_ckpt.data.sources import remote_file
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ _PAUSES_SECS = (0.1, 0.5, 2.0)
 # Errors that are not retried when a run starts.
 _LASTING = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 
-# The spans of a file in its sample, which covers files of up to 32 KiB completely.
+# The spans of a file's sample, which covers files of up to 32 KiB completely.
 _SAMPLE_SPANS = 8
 _SAMPLE_SPAN_BYTES = 4096
 
@@ -49,18 +49,23 @@ _CLEAR_CACHES: list[Callable[[], object]] = []
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Content:
-    """A quick summary of the content of a file.
+    """A summary of the content of a file.
 
     Attributes:
       num_bytes: its size.
-      sample: a digest, 8 hex digits, of up to 8 spans of 4 KiB, evenly spaced from its
-        beginning to its end.
+      digest: 16 hex digits, of up to 8 spans of 4 KiB, evenly spaced from its beginning
+        to its end, and of what its format has digested beside these.
       version: changes with each write; empty if the store has no such property.
     """
 
     num_bytes: int
-    sample: str
+    digest: str
     version: str
+
+    def including(self, more: str) -> Content:
+        """The same with another digest in its own."""
+        both = digest.json_digest([self.digest, more])[:16]
+        return dataclasses.replace(self, digest=both)
 
 
 def find_files(patterns: str, *, key: str = "grain_train_files") -> tuple[str, ...]:
@@ -145,7 +150,7 @@ def absolute_path(path: str) -> str:
 
 
 def content(file: str) -> Content:
-    """Size, sample and version of `file`."""
+    """Size, digest of a sample, and version of `file`."""
     if storage.is_local(file):
         with open(file, "rb") as local:
             descriptor = local.fileno()
@@ -164,8 +169,8 @@ def content(file: str) -> Content:
             spans = remote.system.cat_ranges(
                 [remote.path] * len(starts), starts, stops, on_error="raise"
             )
-    sample = hashlib.blake2b(b"".join(spans), digest_size=4).hexdigest()
-    return Content(num_bytes=num_bytes, sample=sample, version=version)
+    sample = hashlib.blake2b(b"".join(spans), digest_size=8).hexdigest()
+    return Content(num_bytes=num_bytes, digest=sample, version=version)
 
 
 def has_changed(file: str, version: str) -> bool:

@@ -46,7 +46,7 @@ class LineFiles(runs.RunFiles):
         return offset_index.index(
             self.file_type,
             file,
-            lambda _: _walk(file, self._check),
+            functools.partial(_walk, file, self._check),
             is_whole=_is_compressed(file),
         )
 
@@ -188,18 +188,20 @@ def _value(value: Any) -> Any:
     return value
 
 
-def _walk(file: str, check: Callable[..., None]) -> offset_index.Offsets:
+def _walk(
+    file: str, check: Callable[..., None], stream: BinaryIO, num_bytes: int
+) -> offset_index.Offsets:
     # A pass over the lines; a compressed file has one block.
+    del num_bytes
     starts: list[int] = []
     count, last = 0, b""
     try:
-        with _opened(file) as stream:
-            for line, offset in _lines(stream, 0):
-                if not count:
-                    check(line, file, is_first=True)
-                if count % source.BLOCK_RECORDS == 0:
-                    starts.append(offset - len(line))
-                count, last = count + 1, line
+        for line, offset in _lines(_decompressed(file, stream), 0):
+            if not count:
+                check(line, file, is_first=True)
+            if count % source.BLOCK_RECORDS == 0:
+                starts.append(offset - len(line))
+            count, last = count + 1, line
     except _DAMAGED as error:
         raise errors.DataError(
             f"{file}: cannot be decompressed ({error}); restore it from a copy"
@@ -233,8 +235,11 @@ def _is_compressed(file: str) -> bool:
 
 
 def _opened(file: str) -> BinaryIO:
-    # A file, open for reading what is in it, decompressed.
-    stream = files.opened(file)
+    return _decompressed(file, files.opened(file))
+
+
+def _decompressed(file: str, stream: BinaryIO) -> BinaryIO:
+    # What is in an open file.
     if file.lower().endswith(_GZIP):
         decompressed: Any = gzip.GzipFile(fileobj=stream)
     elif file.lower().endswith(_ZSTD):

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 
-from elastic_ckpt.core import digest, errors
+from elastic_ckpt.core import errors
 from elastic_ckpt.data import units
-from elastic_ckpt.data.sources import arrow, files, kept_blocks, source
+from elastic_ckpt.data.sources import arrow, files, kept_blocks, offset_index, source
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -66,9 +66,10 @@ class Megatron(kept_blocks.ColumnFiles):
 
     def index(self, file: str) -> source.FileIndex:
         """The number of documents, from the beginning of the index."""
-        content, of_index = files.content(file), files.content(_index_of(file))
-        header = _header(file)
-        both = digest.json_digest([content.sample, of_index.sample])[:8]
+        content, header = files.content(file), _header(file)
+        walk = functools.partial(_walk, header)
+        index = offset_index.index("megatron", _index_of(file), walk)
+        of_index = index.content
         version = content.version and f"{content.version} {of_index.version}"
         # An index of several modalities has a byte more for each sequence.
         sizes = {header.num_index_bytes, header.num_index_bytes + header.num_sequences}
@@ -86,8 +87,10 @@ class Megatron(kept_blocks.ColumnFiles):
                 " tools/merge_datasets.py"
             )
         return source.FileIndex(
-            content=dataclasses.replace(content, sample=both, version=version),
-            block_records=source.blocks(header.num_documents),
+            content=dataclasses.replace(
+                content.including(of_index.digest), version=version
+            ),
+            block_records=index.block_records,
         )
 
     def read_batches(
@@ -206,6 +209,15 @@ def _read(file: str, header: _Header, first: int, stop: int) -> _Sequences:
             " offsets below 0; the index is damaged, restore it from a copy"
         )
     return _Sequences(documents - documents[0], length, offset)
+
+
+def _walk(header: _Header, stream: BinaryIO, num_bytes: int) -> offset_index.Offsets:
+    # Where the documents of each block are in the index.
+    del stream, num_bytes
+    counts = source.blocks(header.num_documents)
+    begin = _HEADER.size + 12 * header.num_sequences
+    starts = begin + 8 * source.BLOCK_RECORDS * np.arange(len(counts))
+    return starts.tolist(), counts.tolist()
 
 
 def _end(file: str, header: _Header) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from elastic_ckpt.core import errors, extras, storage
+from elastic_ckpt.core import digest, errors, extras, storage
 from elastic_ckpt.data import units
 from elastic_ckpt.data.sources import arrow_rows, files, kept_blocks, source
 
@@ -65,11 +65,11 @@ class Parquet(kept_blocks.BlockFiles):
         metadata = _metadata(file)
         names = metadata.schema.to_arrow_schema().names
         source.check_columns(file, self.columns, names)
-        _check_begin(file, metadata)
+        footer = _footer(file, metadata)
         groups = [metadata.row_group(n) for n in range(metadata.num_row_groups)]
         starts = [_begin_bytes(group.column(0)) for group in groups]
         return source.FileIndex(
-            content=files.content(file),
+            content=files.content(file).including(digest.bytes_digest(footer)),
             block_records=np.array([group.num_rows for group in groups], np.int64),
             block_bytes=() if self.columns else tuple(starts),
         )
@@ -204,7 +204,7 @@ def _metadata(file: str) -> pq.FileMetaData:
 files.register_cache(_metadata.cache_clear)
 
 
-def _check_begin(file: str, metadata: pq.FileMetaData) -> None:
+def _footer(file: str, metadata: pq.FileMetaData) -> bytes:
     # The offsets in a footer count from the beginning of its own file. If that is not
     # the beginning of this one, another file ends between its data and its footer,
     # where otherwise nothing is, or indexes.
@@ -227,6 +227,8 @@ def _check_begin(file: str, metadata: pq.FileMetaData) -> None:
                     f" {files.JOINED}"
                 )
             before, at = content[1 - 2 * len(_MAGIC) :], stream.tell()
+        stream.seek(footer)
+        return stream.read()
 
 
 def _row_group_bytes(parquet: Parquet, unit: units.Unit) -> int:

@@ -39,7 +39,7 @@ class FileIndex:
     """The index of one file.
 
     Attributes:
-      content: its size, and a sample of its content.
+      content: its size, and a digest of as much of it as the format digests.
       block_records: records of each block, int64 `[blocks]`.
       block_bytes: the offset of each block, or none if they are not known.
       is_whole: whether blocks can only be read from their beginning on, so that they
@@ -269,15 +269,15 @@ def has_whole_blocks(source: Source) -> bool:
     return any(index.is_whole for index in indexes(source))
 
 
-def identity(source: Source, *, sampled: bool = True) -> dict[str, storage.Json]:
+def identity(source: Source, *, digested: bool = True) -> dict[str, storage.Json]:
     """The properties that determine the records: settings, and files without paths.
 
     Args:
       source: the files, as they are now.
-      sampled: whether to include a sample of their content.
+      digested: whether to include a digest of their content.
     """
     entries: list[storage.Json] = [
-        _entry(file, index, sampled)
+        _entry(file, index, digested)
         for file, index in zip(source.files, current_indexes(source), strict=True)
     ]
     return {**source.settings(), "files": _folded(entries)}
@@ -313,7 +313,7 @@ files.register_cache(indexes.cache_clear)
 files.register_cache(cut.cache_clear)
 
 
-def _entry(file: str, index: FileIndex, sampled: bool) -> list[storage.Json]:
+def _entry(file: str, index: FileIndex, digested: bool) -> list[storage.Json]:
     content = index.content
     blocks = digest.json_digest(index.block_records.tolist())[:8]
     entry: list[storage.Json] = [
@@ -322,7 +322,7 @@ def _entry(file: str, index: FileIndex, sampled: bool) -> list[storage.Json]:
         index.num_records,
         blocks,
     ]
-    return [*entry, content.sample] if sampled else entry
+    return [*entry, content.digest] if digested else entry
 
 
 def _folded(entries: Sequence[Any]) -> list[storage.Json]:
@@ -337,7 +337,7 @@ def _folded(entries: Sequence[Any]) -> list[storage.Json]:
             sum(entry[1] for entry in group),
             sum(entry[2] for entry in group),
             digest.json_digest([entry[:4] for entry in group])[:8],
-            *([digest.json_digest([e[4] for e in group])[:8]] if group[0][4:] else []),
+            *([digest.json_digest([e[4] for e in group])[:16]] if group[0][4:] else []),
         ]
         for group in groups
     ]

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import struct
 from collections.abc import Generator
+from typing import BinaryIO
 
 import google_crc32c
 
@@ -107,19 +108,18 @@ def _masked_crc(data: bytes) -> int:
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def _walk(file: str, num_bytes: int) -> offset_index.Offsets:
+def _walk(file: str, stream: BinaryIO, num_bytes: int) -> offset_index.Offsets:
     starts: list[int] = []
     offset, count = 0, 0
-    with files.opened(file) as stream:
-        while offset < num_bytes:
-            stream.seek(offset)
-            header = stream.read(_HEADER_BYTES)
-            if not _is_header(header):
-                raise errors.DataError(_foreign(file, offset, header))
-            if count % source.BLOCK_RECORDS == 0:
-                starts.append(offset)
-            offset += _HEADER_BYTES + _LENGTH.unpack_from(header)[0] + _FOOTER_BYTES
-            count += 1
+    while offset < num_bytes:
+        stream.seek(offset)
+        header = stream.read(_HEADER_BYTES)
+        if not _is_header(header):
+            raise errors.DataError(_foreign(file, offset, header))
+        if count % source.BLOCK_RECORDS == 0:
+            starts.append(offset)
+        offset += _HEADER_BYTES + _LENGTH.unpack_from(header)[0] + _FOOTER_BYTES
+        count += 1
     if offset != num_bytes:
         raise errors.DataError(
             f"{file}: cut short in record {count - 1} (after {num_bytes} bytes);"

@@ -82,11 +82,11 @@ class WebDataset(runs.RunFiles):
         return {name: record[name] for name in self.columns}
 
 
-def _walk(file: str, num_bytes: int) -> offset_index.Offsets:
+def _walk(file: str, stream: BinaryIO, num_bytes: int) -> offset_index.Offsets:
     starts: list[int] = []
     keys: set[str] = set()
     try:
-        with _opened(file, 0) as archive:
+        with tarfile.open(fileobj=stream, mode="r:") as archive:
             for key, members in _samples(archive, file):
                 (first, _), *_ = members
                 if key in keys:

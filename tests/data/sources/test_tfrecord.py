@@ -124,9 +124,9 @@ def walks(monkeypatch):
     """The files that were walked over, from now on."""
     walked, walk = [], tfrecord._walk
 
-    def noted(file, num_bytes):
+    def noted(file, *opened):
         walked.append(file)
-        return walk(file, num_bytes)
+        return walk(file, *opened)
 
     monkeypatch.setattr(tfrecord, "_walk", noted)
     return walked

@@ -1,0 +1,148 @@
+"""A file has another identity if what its format digests has changed."""
+
+import io
+import pathlib
+import tarfile
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import local_batches
+from elastic_ckpt.data.lm import pipeline
+from elastic_ckpt.data.sources import (
+    arrayrecord,
+    arrow,
+    lines,
+    megatron,
+    parquet,
+    source,
+    tfrecord,
+    webdataset,
+)
+from tests import corpora, megatron_files, tfrecord_files
+
+NUMBER = 20_000
+NOTE = "x" * 200_000
+TABLE = pa.table({"text": ["a"]})
+
+
+def text(begin="", end=""):
+    """Lines, of which one is another one in the second content."""
+    held = [f"{begin}document {number:05}{end}\n" for number in range(NUMBER)]
+    middle = f"{begin}document 99999{end}\n"
+    other = [*held[: NUMBER // 2], middle, *held[NUMBER // 2 + 1 :]]
+    return "".join(held).encode(), "".join(other).encode()
+
+
+def with_another_byte(content):
+    """A content, and one with another byte near its middle."""
+    middle = len(content) // 2 + 30
+    assert len(content) > 100_000
+    return content, content[:middle] + b"y" + content[middle + 1 :]
+
+
+def tar():
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        member = tarfile.TarInfo("1.txt")
+        member.size = len(NOTE)
+        archive.addfile(member, io.BytesIO(NOTE.encode()))
+    return content.getvalue()
+
+
+def arrow_stream():
+    content = io.BytesIO()
+    table = TABLE.replace_schema_metadata({"note": NOTE})
+    with pa.ipc.new_stream(content, table.schema) as writer:
+        writer.write_table(table)
+    return content.getvalue()
+
+
+def parquet_file():
+    content = io.BytesIO()
+    with pq.ParquetWriter(content, TABLE.schema) as writer:
+        writer.write_table(TABLE)
+        writer.add_key_value_metadata({"note": NOTE})
+    return content.getvalue()
+
+
+def array_records(path):
+    """Two files of one size, in which a record ends elsewhere."""
+    for sizes in ([90, 110], [110, 90]):
+        held = [b"x" * size for size in [100] * 2000 + sizes + [100] * 2000]
+        yield pathlib.Path(corpora.write_records(path / "a", held)).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("make", "contents"),
+    [
+        (lines.Text, text()),
+        (lines.JsonLines, text('{"text": "', '"}')),
+        (tfrecord.TFRecord, with_another_byte(2000 * tfrecord_files.framed(b"x" * 80))),
+        (webdataset.WebDataset, with_another_byte(tar())),
+        (arrow.Arrow, with_another_byte(arrow_stream())),
+        (parquet.Parquet, with_another_byte(parquet_file())),
+        (arrayrecord.ArrayRecord, array_records),
+    ],
+)
+def test_a_change_between_the_spans_of_the_sample_changes_the_identity(
+    tmp_path, make, contents
+):
+    path = tmp_path / "data"
+    identities = []
+    for content in contents(tmp_path) if callable(contents) else contents:
+        path.write_bytes(content)
+        identities.append(source.identity(make(files=(str(path),)))["files"][0])
+    before, after = identities
+    assert before[:4] == after[:4]
+    assert before[4] != after[4]
+
+
+def test_a_change_of_an_index_of_megatron_changes_the_identity(tmp_path):
+    file = megatron_files.write(tmp_path, [[[1] * 4]] * NUMBER)
+    before = source.identity(megatron.Megatron(files=(file,)))
+    index = pathlib.Path(file).with_suffix(".idx")
+    lengths = np.frombuffer(index.read_bytes(), "<i4", NUMBER, offset=34)
+    assert set(lengths) == {4}
+    content = bytearray(index.read_bytes())
+    content[34 + 4 * NUMBER // 2] -= 1
+    index.write_bytes(content)
+    assert source.identity(megatron.Megatron(files=(file,))) != before
+
+
+def test_the_digest_is_the_same_from_the_cache_and_however_a_file_is_read(
+    tmp_path, own_cache
+):
+    path = tmp_path / "a.txt"
+    path.write_bytes(text()[0])
+    uri = corpora.upload(str(path), tmp_path.name)
+    kept = lines.Text(files=(str(path),)).index(str(path)).content.digest
+    assert list(own_cache.rglob("*.json"))
+    assert lines.Text(files=(str(path),)).index(str(path)).content.digest == kept
+    assert lines.Text(files=(uri,)).index(uri).content.digest == kept
+
+
+def test_a_resume_refuses_a_file_in_which_a_document_was_altered(tmp_path):
+    path = tmp_path / "data.jsonl"
+    before, after = text('{"text": "', '"}')
+    path.write_bytes(before)
+
+    def batches():
+        dataset = pipeline.from_config(
+            grain_train_files=str(path),
+            grain_file_type="jsonl",
+            num_logical_shards=2,
+            max_target_length=32,
+            grain_worker_count=0,
+        )
+        return local_batches.LocalBatches(dataset, global_batch_size=2)
+
+    one = batches()
+    next(one)
+    state = one.state_dict()
+    path.write_bytes(after)
+    with pytest.raises(errors.DataError, match="other content of the same size"):
+        batches().load_state_dict(state)
