@@ -15,8 +15,8 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from elastic_ckpt.cli import plan
 from elastic_ckpt.core import storage
-from elastic_ckpt.data import plan
 from elastic_ckpt.inspect import (
     status,
     survey,

@@ -29,10 +29,9 @@ class World:
             ).row_hosts
         self._data = data
         self._row_hosts = row_hosts
-        self._loaders = data.loaders(row_hosts)
         self.hosts = [
             prefetch.Prefetched(
-                data.host_batches(rows.Placement(row_hosts=self._loaders, host=host)),
+                data.host_batches(rows.Placement(row_hosts=row_hosts, host=host)),
                 make=dict,
                 read_ahead=prefetch.ReadAhead(batches=read_ahead),
             )
@@ -63,7 +62,7 @@ class World:
             )
             for host, part in enumerate(parts):
                 assert part.dtype == feature.dtype
-                feature[self._loaders == host] = part
+                feature[self._row_hosts == host] = part
             whole[name] = feature
         assert all(features.keys() == whole.keys() for features in loaded)
         return whole

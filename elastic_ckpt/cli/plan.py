@@ -7,19 +7,31 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
+import numpy as np
+
 from elastic_ckpt.core import option_numbers
-from elastic_ckpt.data import (
-    cursors,
-    elastic_data,
-    local_batches,
-    plan,
-    rows,
-    stages,
-)
+from elastic_ckpt.data import cursors, rows
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.training import load
 
 _SHOWN_RANGES = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """The loading of batches of one size by a number of hosts.
+
+    Attributes:
+      num_hosts: the number of hosts, H.
+      global_batch_size: the rows of a batch, B.
+      host_shards: the shards that each host reads.
+      shard_reads: how many hosts read a shard, on average.
+    """
+
+    num_hosts: int
+    global_batch_size: int
+    host_shards: tuple[tuple[int, ...], ...]
+    shard_reads: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,16 +65,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the outlook of every combination."""
     hosts, batches = arguments.hosts, arguments.batches
-    num_shards, row_bytes = arguments.shards, None
+    num_shards = arguments.shards
     if arguments.config:
         keys = load.load(arguments.config).data
         num_shards = num_shards or keys.num_logical_shards
-        row_bytes = _row_bytes(pipeline.from_config(keys))
         if not arguments.json:
             print(pipeline.describe(keys))
     num_shards = num_shards or rows.suggest_num_shards(hosts, batches)
-    outlooks = plan.outlooks(num_shards, hosts, batches, row_bytes=row_bytes)
-    content = [dataclasses.asdict(outlook) for outlook in outlooks]
+    outlooks = [outlook(num_shards, h, size) for h in hosts for size in batches]
+    content = [dataclasses.asdict(each) for each in outlooks]
     print(
         json.dumps({"num_shards": num_shards, "outlooks": content}, indent=2)
         if arguments.json
@@ -71,44 +82,37 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _row_bytes(data: elastic_data.ElasticData) -> int:
-    # Of the longest rows, if stages of the data have some of several lengths.
-    staged = stages.of(data)
-    of_stages = [data] if staged is None else [each.data for each in staged.stages]
-    firsts = [local_batches.LocalBatches(of, global_batch_size=1) for of in of_stages]
-    return max(sum(each.nbytes for each in next(first).values()) for first in firsts)
+def outlook(num_shards: int, num_hosts: int, global_batch_size: int) -> Outlook:
+    """The loading of batches by hosts that hold equal parts of them, in order."""
+    row_hosts = np.arange(global_batch_size) * num_hosts // global_batch_size
+    batch = rows.BatchRows(num_shards=num_shards, global_batch_size=global_batch_size)
+    runs = [each.shards.tolist() for each in rows.assign(batch, row_hosts, 0)]
+    return Outlook(
+        num_hosts=num_hosts,
+        global_batch_size=global_batch_size,
+        host_shards=tuple(map(tuple, runs)),
+        shard_reads=sum(map(len, runs)) / num_shards,
+    )
 
 
-def describe(num_shards: int, outlooks: Sequence[plan.Outlook]) -> str:
+def describe(num_shards: int, outlooks: Sequence[Outlook]) -> str:
     """The outlooks as text."""
     lines = [f"{num_shards} logical shards"]
-    for outlook in outlooks:
-        lines.append(
-            f"{outlook.num_hosts} hosts, batches of {outlook.global_batch_size}:"
-            f" {_verdict(outlook)}"
+    for each in outlooks:
+        line = (
+            f"{each.num_hosts} hosts, batches of {each.global_batch_size}:"
+            f" shards are read {each.shard_reads:.3g} times"
         )
-        for host in sorted({0, outlook.loading_hosts - 1} - {-1}):
-            shards = _ranges(outlook.host_shards[host])
-            lines.append(f"  host {host} reads shards {shards}")
+        if each.global_batch_size % each.num_hosts:
+            line += (
+                f"; JAX needs a mesh that shards rows over fewer than {each.num_hosts}"
+            )
+        lines.append(line)
+        for host in sorted({0, each.num_hosts - 1}):
+            lines.append(
+                f"  host {host} reads shards {_ranges(each.host_shards[host])}"
+            )
     return "\n".join(lines)
-
-
-def _verdict(outlook: plan.Outlook) -> str:
-    size, num_hosts = outlook.global_batch_size, outlook.num_hosts
-    parts = [f"{outlook.arrangement}, rows identical to those of one host"]
-    if size % num_hosts:
-        parts.append(f"JAX needs a mesh that shards rows over fewer than {num_hosts}")
-    if outlook.loading_hosts < num_hosts:
-        parts.append(
-            f"{outlook.loading_hosts} of the hosts load, {outlook.host_rows} rows each"
-        )
-    if outlook.moved_rows:
-        known = outlook.moved_bytes
-        of_bytes = "" if known is None else f" ({known:,} bytes)"
-        parts.append(
-            f"{outlook.moved_rows} of {size} rows{of_bytes} move between hosts' devices"
-        )
-    return "; ".join(parts)
 
 
 def _ranges(shards: Sequence[int]) -> str:

@@ -1,8 +1,7 @@
 """Turns the rows that hosts have loaded into the batches that a loop receives.
 
-A batch is a global array. Hosts load the rows that their devices hold (`RowsHeld`), or
-other rows (`Loading`), which `Delivery` hands on between the devices. It also detects
-the end of finite data on all hosts at the same batch.
+A batch is a global array, of which hosts load the rows that their devices hold
+(`RowsHeld`). `Delivery` detects the end of finite data on all hosts at the same batch.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import errors, metrics, topology
-from elastic_ckpt.data import elastic_data, rows
+from elastic_ckpt.data import elastic_data
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,77 +79,6 @@ class RowsHeld:
         for number, held in enumerate(self.groups):
             row_groups[list(held)] = number
         return row_groups
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Loading:
-    """The global array that hosts load, and how a batch is made of it.
-
-    Every process has to supply an equal part of a global array. So if a part of the
-    hosts load all rows, the array has more rows than a batch, and only the first ones
-    of these hosts are used. If the rows of some hosts overlap only partly, the array is
-    sharded over all devices instead, and each row loaded by one host.
-
-    Attributes:
-      loaders: the group that loads each row of a batch, int `[B]`; see `rows.loaders`.
-      sharding: of the array; see `feature_sharding`.
-      held: the rows of the array that each host loads.
-      order: the row of the array that is each row of a batch, int `[B]`; None if the
-        array is the batch.
-    """
-
-    loaders: np.ndarray
-    sharding: NamedSharding
-    held: RowsHeld
-    order: np.ndarray | None
-
-    @classmethod
-    def of(
-        cls,
-        data: elastic_data.ElasticData,
-        sharding: NamedSharding,
-        global_batch_size: int,
-    ) -> Loading:
-        """How the hosts load batches of `data` that are sharded in some way.
-
-        Raises:
-          ConfigError: if the batch does not divide over the mesh.
-        """
-        held = RowsHeld.from_sharding(sharding, global_batch_size)
-        row_hosts, array_sharding = held.row_hosts(), sharding
-        if held.unused:
-            assert isinstance(sharding.mesh, Mesh)
-            apart = topology.over_all_devices(sharding.mesh)
-            of_hosts = RowsHeld.from_sharding(apart, apart.num_devices)
-            if not of_hosts.unused:
-                held, array_sharding = of_hosts, apart
-                row_hosts = rows.shares(len(held.groups), global_batch_size)
-        loaders = data.loaders(row_hosts)
-        if array_sharding is sharding and np.array_equal(loaders, row_hosts):
-            return cls(loaders=loaders, sharding=sharding, held=held, order=None)
-        num_loaded = np.bincount(loaders)
-        # Each group holds equally many of the parts into which the mesh divides rows.
-        axes = topology.axes_of(array_sharding.spec[0])
-        parts = math.prod(array_sharding.mesh.shape[axis] for axis in axes)
-        rows_a_part = -(-int(num_loaded.max()) * len(held.groups) // parts)
-        held = RowsHeld.from_sharding(array_sharding, rows_a_part * parts)
-        order = np.empty_like(loaders)
-        order[np.argsort(loaders, kind="stable")] = np.concatenate(
-            [
-                group[:num]
-                for group, num in zip(held.groups, num_loaded.tolist(), strict=False)
-            ]
-        )
-        return cls(loaders=loaders, sharding=array_sharding, held=held, order=order)
-
-    @property
-    def num_rows(self) -> int:
-        """The number of rows of the array."""
-        return sum(map(len, self.held.groups))
-
-    def num_loaded(self, group: int) -> int:
-        """The number of rows of a batch that a group loads."""
-        return int(np.count_nonzero(self.loaders == group))
 
 
 def _groups(held: Iterable[set[int]]) -> list[tuple[int, ...]]:
@@ -227,12 +155,11 @@ class Loader(Protocol):
 
 
 class Delivery:
-    """Finishes global batches on the devices before they are returned to the loop.
+    """Gives the loop the global batches that hosts have loaded.
 
-    It puts rows into their places, if hosts load rows other than those they hold, and
-    ends finite data at the same batch on every host. Both are
-    computations over all devices, so all hosts must call it in the same order. It also
-    measures the time that the loop waits, and warns about long waits.
+    It ends finite data at the same batch on every host. That is a computation over all
+    devices, so all hosts must call it in the same order. It also measures the time that
+    the loop waits, and warns about long waits.
 
     Args:
       data: the data of the batches.
@@ -266,8 +193,6 @@ class Delivery:
     def resize(self, global_batch_size: int) -> None:
         """Continues with batches of another size."""
         self.begin()
-        self._order = Loading.of(self._data, self._sharding, global_batch_size).order
-        self._reorder: Callable[[elastic_data.Batch], elastic_data.Batch] | None = None
         self._batches_of_end = batches_of_end(self._data, global_batch_size)
         self._num_bytes = 0
         self._num_rows = global_batch_size
@@ -283,29 +208,13 @@ class Delivery:
         """
         metrics.DATA_READ_AHEAD.record(loader.num_ready())
         for _ in range(self._batches_of_end):
-            batch = self._in_order(self._loaded(loader))
+            batch = self._loaded(loader)
             if self._has_rows is None or bool(self._has_rows(batch[elastic_data.MASK])):
                 metrics.DATA_ROWS.record(self._num_rows)
                 self._num_bytes = self._num_bytes or self._bytes_here(batch)
                 metrics.DATA_BYTES.record(self._num_bytes)
                 return batch
         raise StopIteration
-
-    def _in_order(self, batch: elastic_data.Batch) -> elastic_data.Batch:
-        if self._order is None:
-            return batch
-        if self._reorder is None:
-            order = self._order
-            self._reorder = jax.jit(
-                lambda batch: jax.tree.map(lambda leaf: leaf[order], batch),
-                out_shardings={
-                    name: feature_sharding(
-                        self._sharding, name, (len(order), *array.shape[1:])
-                    )
-                    for name, array in batch.items()
-                },
-            )
-        return self._reorder(batch)
 
     def _loaded(self, loader: Loader) -> elastic_data.Batch:
         began = time.monotonic()

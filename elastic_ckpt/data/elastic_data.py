@@ -104,14 +104,6 @@ class ElasticData(Protocol):
     def identity(self) -> dict[str, storage.Json]:
         """The settings that determine the order of examples, by configuration key."""
 
-    def loaders(self, row_hosts: np.ndarray) -> np.ndarray:
-        """The host that loads each row of a batch, int `[B]`.
-
-        Args:
-          row_hosts: the host whose devices hold each row. Where another one loads it,
-            that hands it on.
-        """
-
     def host_shards(
         self, row_hosts: np.ndarray, position: cursors.Position
     ) -> list[list[int]]:

@@ -93,8 +93,8 @@ class HostIterator:
         self.course = stages.Course.first(data, global_batch_size)
         for size in self.course.sizes:
             # A size that does not fit is known before its stage begins.
-            delivery.Loading.of(data, sharding, size)
-        held = delivery.Loading.of(data, sharding, self.course.size).held
+            delivery.RowsHeld.from_sharding(sharding, size)
+        held = delivery.RowsHeld.from_sharding(sharding, self.course.size)
         me = topology.this_host()
         if me not in held.holders:
             raise errors.ConfigError(
@@ -188,7 +188,7 @@ class HostIterator:
             continues += f" in stage {course.stage}"
         now_run, then_run = (
             each.data.host_shards(
-                delivery.Loading.of(each.data, self._sharding, each.size).loaders,
+                delivery.RowsHeld.from_sharding(self._sharding, each.size).row_hosts(),
                 position,
             )
             for each in (self.course, course)
@@ -350,12 +350,17 @@ class HostIterator:
         self.course = self.course.at_step(step)
 
     def _begin(self, course: stages.Course) -> prefetch.Prefetched[elastic_data.Batch]:
-        loading = delivery.Loading.of(course.data, self._sharding, course.size)
-        group = loading.held.group(topology.this_host())
-        placement = rows.Placement(row_hosts=loading.loaders, host=group)
+        held = delivery.RowsHeld.from_sharding(self._sharding, course.size)
+        me = topology.this_host()
+        placement = rows.Placement(row_hosts=held.row_hosts(), host=held.group(me))
         return prefetch.Prefetched(
             course.data.host_batches(placement),
-            make=functools.partial(_placed, loading=loading, group=group),
+            make=functools.partial(
+                _placed,
+                sharding=self._sharding,
+                num_rows=course.size,
+                host_rows=held.holders[me],
+            ),
             read_ahead=self._read_ahead,
             at_most=course.batches_left,
         )
@@ -368,38 +373,31 @@ _NARROWED = {np.dtype("int64"): "int32", np.dtype("uint64"): "uint32"}
 def _placed(
     loaded: dict[str, np.ndarray],
     *,
-    loading: delivery.Loading,
-    group: int,
+    sharding: NamedSharding,
+    num_rows: int,
+    host_rows: Sequence[int],
 ) -> elastic_data.Batch:
     """Puts a host's rows on its devices, in the same way for every batch."""
-    num_rows, host_rows = loading.num_rows, loading.held.groups[group]
 
     def part(feature: np.ndarray, index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
         start, stop, _ = index[0].indices(num_rows)
         # The rows of a device are consecutive among those of its host.
         first = bisect.bisect_left(host_rows, start)
-        own = feature[first : first + stop - start, *index[1:]]
-        if len(own) == stop - start:
-            return own
-        # A host that loads fewer rows than others fills up its part.
-        filled = np.zeros((stop - start, *own.shape[1:]), own.dtype)
-        filled[: len(own)] = own
-        return filled
+        return feature[first : first + stop - start, *index[1:]]
 
-    num_loaded = loading.num_loaded(group)
     for name, feature in loaded.items():
         _check_fits(name, feature)
-        if len(feature) != num_loaded:
+        if len(feature) != len(host_rows):
             raise errors.DataError(
-                f"this host loads {num_loaded} of the {len(loading.loaders)} rows of a"
-                f" batch, but its iterator yielded {len(feature)}"
+                f"this host loads {len(host_rows)} of the {num_rows} rows of a batch,"
+                f" but its iterator yielded {len(feature)}"
             )
     shapes = {name: (num_rows, *f.shape[1:]) for name, f in loaded.items()}
     return {
         name: jax.make_array_from_callback(
             shapes[name],
-            delivery.feature_sharding(loading.sharding, name, shapes[name]),
+            delivery.feature_sharding(sharding, name, shapes[name]),
             functools.partial(part, feature),
         )
         for name, feature in loaded.items()

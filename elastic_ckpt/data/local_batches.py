@@ -174,10 +174,6 @@ class LocalBatches:
         self._placement = rows.Placement.in_order(
             self._rank, num_hosts=self._num_ranks, global_batch_size=course.size
         )
-        loaders = course.data.loaders(self._placement.row_hosts)
-        if loaders.max() == self._num_ranks - 1:
-            # Every rank has as many rows; they cannot be handed on.
-            self._placement = rows.Placement(row_hosts=loaders, host=self._rank)
         self._batches_of_end = delivery.batches_of_end(course.data, course.size)
 
     def _next(self) -> dict[str, np.ndarray]:

@@ -105,10 +105,6 @@ class PositionalData:
             records = records.seed(self.shuffle_seed).shuffle()
         return records.repeat(self.num_epochs)
 
-    def loaders(self, row_hosts: np.ndarray) -> np.ndarray:
-        """The hosts that hold the rows: any of them can load any row."""
-        return row_hosts
-
     def host_shards(
         self, row_hosts: np.ndarray, position: cursors.Position
     ) -> list[list[int]]:
@@ -122,16 +118,10 @@ class PositionalData:
             num_threads=self.num_threads,
             prefetch_buffer_size=self.prefetch_records if self.num_threads else 0,
         )
-        # Grain's ElasticIterator gives each host the same number of rows, at least one,
-        # and at the end leaves out what fills no batch.
-        rows_of_hosts = np.bincount(
-            placement.row_hosts, minlength=placement.host + 1
-        ).tolist()
-        is_even = len(set(rows_of_hosts)) == 1
-        is_finite = self.num_epochs is not None
-        if self.in_place or is_finite or placement.turns > 1 or not is_even:
+        # At the end of an epoch Grain's ElasticIterator leaves out what fills no batch.
+        if self.in_place or self.num_epochs is not None or placement.turns > 1:
             batch_rows = np.flatnonzero(placement.row_hosts == placement.host)
-            if not self.in_place and is_even:
+            if not self.in_place:
                 # The rows that Grain's ElasticIterator deals to this host.
                 num_rows = len(placement.row_hosts)
                 batch_rows = np.arange(placement.host, num_rows, placement.num_hosts)
@@ -228,12 +218,6 @@ class _InPlaceIterator(grain.DatasetIterator[Example]):
 
     def __next__(self) -> Example:
         first = self._next_index + self._skips * self._global_batch_size
-        if not len(self._rows):
-            self._next_index = first + self._global_batch_size
-            self._skips = self._turns - 1
-            example = self._examples[0]
-            assert example is not None
-            return {name: array[None][:0] for name, array in example.items()}
         if self._batches is None:
             stride = self._turns * self._global_batch_size
             mine = _RowExamples(self._examples, self._rows, stride, first)

@@ -16,12 +16,7 @@ Inside a batch the rows are arranged so that each shard can stay on one host:
 * `striped` otherwise: in the order of the stream. The shards that are equal modulo
   gcd(B, S) take turns in the same rows.
 
-If each shard's rows lie on one host, hosts load the rows that they hold. If not, the
-largest number L of hosts that divides gcd(B, S) loads (`loaders`): each takes a run of
-shards if the arrangement is blocked, and every L-th shard otherwise. The rows are then
-handed on to their places over the network of the hosts' devices (`data.delivery`).
-Processes without such a network run each shard of which they hold a row, and discard
-the rows of others.
+A host runs each shard of which it holds a row, and discards the rows of others.
 
 Glossary: g stream row, r row of a batch, s shard, h host; S, B, H are their numbers.
 """
@@ -85,7 +80,7 @@ class Placement:
     Attributes:
       row_hosts: the host that loads each row of a batch, int `[B]`, numbered from 0
         without gaps; hosts that hold the same rows count as one.
-      host: the number of the current host; it may be one that loads no row.
+      host: the number of the current host.
       turns: of how many batches in succession the host takes one; the others are those
         of other processes with the same rows, such as workers of a PyTorch loader.
       skips: the number of batches that it skips before its first.
@@ -111,7 +106,7 @@ class Placement:
 
     @property
     def num_hosts(self) -> int:
-        """The number of hosts that load."""
+        """The number of hosts."""
         return int(self.row_hosts.max()) + 1
 
 
@@ -185,31 +180,6 @@ def assign(batch: BatchRows, row_hosts: np.ndarray, position: int) -> list[HostR
     ]
 
 
-def shares(num_hosts: int, global_batch_size: int) -> np.ndarray:
-    """The host of each row if each takes an equal share, or nearly, in order."""
-    return np.arange(global_batch_size) * num_hosts // global_batch_size
-
-
-def loaders(batch: BatchRows, row_hosts: np.ndarray) -> np.ndarray:
-    """The host that loads each row so that one host runs each shard, int `[B]`.
-
-    Each host that loads has the same number of rows. These are all hosts, with the rows
-    that they hold according to `row_hosts`, wherever possible, and otherwise as many of
-    the first ones as possible.
-    """
-    size = batch.global_batch_size
-    num_classes = math.gcd(size, batch.num_shards)
-    is_even = np.unique(np.bincount(row_hosts)).size == 1
-    if is_even and _classes(batch, row_hosts, 0).size == num_classes:
-        return row_hosts
-    num_hosts = int(row_hosts.max()) + 1
-    loading = max(h for h in range(1, num_hosts + 1) if num_classes % h == 0)
-    rows = np.arange(size)
-    if batch.arrangement is Arrangement.BLOCKED:
-        return rows // (size // loading)
-    return rows % loading
-
-
 def _classes(batch: BatchRows, row_hosts: np.ndarray, position: int) -> np.ndarray:
     # Every pair of a host and the residue, modulo gcd(B, S), of a shard that it runs.
     stride = math.gcd(batch.global_batch_size, batch.num_shards)
@@ -224,9 +194,6 @@ def taken(batch: BatchRows, placement: Placement, position: int) -> HostRows:
       placement: the host, and which batches it takes.
       position: the position in the stream, before any batch is skipped.
     """
-    if placement.host >= placement.num_hosts:
-        nothing = np.arange(0)
-        return HostRows(rows=nothing, shards=nothing, writes=nothing)
     loads = assign(batch, placement.row_hosts, position)[placement.host]
     if placement.turns == 1:
         return loads

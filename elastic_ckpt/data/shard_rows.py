@@ -55,8 +55,7 @@ class Task:
     Attributes:
       make_shard: makes the pipeline of a shard.
       batch: S and B.
-      keep: the rows of a batch to return, ascending. If there are none, features of
-        no row are returned.
+      keep: the rows of a batch to return, ascending.
       position: the position in the stream of the first batch.
       start: the cursors of the shards to run; None for a shard at its beginning.
       end: how the data ends. If it does, shards that have ended yield rows of zeros,
@@ -104,7 +103,6 @@ class ShardRows:
         self._ended: dict[int, storage.Json] = {}
         self._changed: set[int] = set()
         self._zeros: Any = None
-        self._none: Rows | None = None
 
     def __next__(self) -> Loaded:
         for _ in range(self._skips):
@@ -113,7 +111,7 @@ class ShardRows:
         kept = self._next_rows()
         changed = self.changed() if self._task.track else {}
         return Loaded(
-            rows=self._stack(kept) if kept or not self._task.keep.size else None,
+            rows=self._stack(kept) if kept else None,
             cursors={shard: cursors.made(each) for shard, each in changed.items()},
         )
 
@@ -188,11 +186,6 @@ class ShardRows:
         return lambda: to_json(make())
 
     def _stack(self, drawn: list[Any]) -> Rows:
-        if not drawn:
-            if self._none is None:
-                of_one = self._stack([self._any()])
-                self._none = {name: feature[:0] for name, feature in of_one.items()}
-            return self._none
         if not self._task.finite:
             return _stacked(drawn, added={elastic_data.EXAMPLE_ID})
         real = [row for row in drawn if row is not None]

@@ -117,10 +117,6 @@ class ShardedData:
         made = self.make_shard.dealt(dealing)
         return dataclasses.replace(self, make_shard=made, pipeline=made.identity())
 
-    def loaders(self, row_hosts: np.ndarray) -> np.ndarray:
-        """The host that loads each row, so that one host runs each shard."""
-        return rows.loaders(self._batch(row_hosts), row_hosts)
-
     def host_shards(
         self, row_hosts: np.ndarray, position: cursors.Position
     ) -> list[list[int]]:

@@ -110,10 +110,6 @@ class StagedData:
             ],
         }
 
-    def loaders(self, row_hosts: np.ndarray) -> np.ndarray:
-        """See `ElasticData`."""
-        return self.current.data.loaders(row_hosts)
-
     def host_shards(
         self, row_hosts: np.ndarray, position: cursors.Position
     ) -> list[list[int]]:

@@ -87,7 +87,7 @@ class RemoteIterator:
         self._workers = _Workers(
             self._worker,
             messages.encode({}, self._cpu_sharding),
-            delivery.Loading.of(data, self._sharding, self._course.size).sharding,
+            self._sharding,
         )
         # This also runs if `close` is never called.
         release = functools.partial(_release, self._worker, self._workers.calls)

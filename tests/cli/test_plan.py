@@ -5,24 +5,21 @@ from tests import runs
 
 def test_it_says_who_reads_what_and_what_a_misfit_costs():
     output = runs.verb("plan", "--hosts", "3,5", "--batches", "24,8", "--shards", "12")
-    few = "rows identical to those of one host; JAX needs a mesh that shards rows over"
+    few = "JAX needs a mesh that shards rows over fewer than"
     assert output == (
         "12 logical shards\n"
-        "3 hosts, batches of 24: blocked, rows identical to those of one host\n"
+        "3 hosts, batches of 24: shards are read 1 times\n"
         "  host 0 reads shards 0-3\n"
         "  host 2 reads shards 8-11\n"
-        f"3 hosts, batches of 8: striped, {few} fewer than 3; 2 of the hosts load, 4"
-        " rows each; 4 of 8 rows move between hosts' devices\n"
-        "  host 0 reads shards 0, 2, 4, ... 6 in all\n"
-        "  host 1 reads shards 1, 3, 5, ... 6 in all\n"
-        f"5 hosts, batches of 24: blocked, {few} fewer than 5; 4 of the hosts load, 6"
-        " rows each; 10 of 24 rows move between hosts' devices\n"
+        f"3 hosts, batches of 8: shards are read 2 times; {few} 3\n"
+        "  host 0 reads shards 0-2, 4-6, 8-10\n"
+        "  host 2 reads shards 2-3, 6-7, 10-11\n"
+        f"5 hosts, batches of 24: shards are read 1.17 times; {few} 5\n"
         "  host 0 reads shards 0-2\n"
-        "  host 3 reads shards 9-11\n"
-        f"5 hosts, batches of 8: striped, {few} fewer than 5; 4 of the hosts load, 2"
-        " rows each; 7 of 8 rows move between hosts' devices\n"
-        "  host 0 reads shards 0, 4, 8\n"
-        "  host 3 reads shards 3, 7, 11\n"
+        "  host 4 reads shards 10-11\n"
+        f"5 hosts, batches of 8: shards are read 2 times; {few} 5\n"
+        "  host 0 reads shards 0-1, 4-5, 8-9\n"
+        "  host 4 reads shards 3, 7, 11\n"
     )
 
 
@@ -30,7 +27,7 @@ def test_without_shards_it_suggests_the_least():
     output = runs.verb("plan", "--hosts", "2,3,4", "--batches", "24,48", "--json")
     content = json.loads(output)
     assert content["num_shards"] == 12
-    assert all(outlook["moved_rows"] == 0 for outlook in content["outlooks"])
+    assert all(outlook["shard_reads"] == 1 for outlook in content["outlooks"])
 
 
 def test_with_a_configuration_it_shows_the_data_and_takes_its_shards(tmp_path, corpus):
@@ -40,6 +37,4 @@ def test_with_a_configuration_it_shows_the_data_and_takes_its_shards(tmp_path, c
     assert lines[0] == "texts.array_record, 100.0%"
     assert lines[1].startswith("arrayrecord: 1 files, 1 blocks, 100 records, fingerp")
     assert "6 logical shards" in lines
-    assert "2 hosts, batches of 12: blocked, rows identical to those of one host" in (
-        lines
-    )
+    assert "2 hosts, batches of 12: shards are read 1 times" in lines

@@ -2,11 +2,9 @@ import dataclasses
 import json
 
 import grain
-import hypothesis
 import jax
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import errors, topology
@@ -249,98 +247,3 @@ def test_data_without_a_row_says_so():
         errors.DataError, match="none of the 8 logical shards has an ex"
     ):
         next(batches)
-
-
-@dataclasses.dataclass
-class OneBatch:
-    """Hosts that have loaded a batch."""
-
-    batch: dict
-
-    def next(self):
-        return self.batch
-
-    def num_ready(self):
-        return 1
-
-
-def test_rows_are_put_into_their_places_on_the_devices(monkeypatch):
-    order = np.random.default_rng(0).permutation(24)[:16]
-    sharding = topology.batch_sharding(topology.mesh_of(topology.present(2)))
-    loading = delivery.Loading(
-        loaders=np.zeros(16, int),
-        sharding=sharding,
-        held=delivery.RowsHeld.from_sharding(sharding, 24),
-        order=order,
-    )
-    monkeypatch.setattr(delivery.Loading, "of", lambda *_: loading)
-    deliver = delivery.Delivery(
-        ending(8, (1,), elastic_data.End.PADDED),
-        sharding=sharding,
-        global_batch_size=16,
-        warn_after_secs=1,
-    )
-    # The rows in between are no rows of the batch, and do not end the data.
-    loaded = {
-        "x": np.arange(48).reshape(24, 2),
-        "mask": np.isin(np.arange(24), order),
-    }
-    batch = deliver(OneBatch(jax.device_put(loaded, sharding)))
-    for name, feature in loaded.items():
-        np.testing.assert_array_equal(batch[name], feature[order])
-        assert batch[name].sharding == sharding
-
-
-@hypothesis.given(
-    num_hosts=st.integers(1, 12),
-    devices=st.integers(1, 3),
-    rows_a_device=st.integers(1, 4),
-    num_shards=st.integers(1, 24),
-    shuffled=st.randoms(use_true_random=False) | st.none(),
-)
-def test_the_rows_that_hosts_load_have_places_on_their_own_devices(
-    num_hosts, devices, rows_a_device, num_shards, shuffled
-):
-    hosts = np.repeat(np.arange(num_hosts), devices).tolist()
-    if shuffled:
-        shuffled.shuffle(hosts)
-    sharding, size = sharding_of(hosts), len(hosts) * rows_a_device
-    loading = loading_of(num_shards, sharding, size)
-    assert loading.order is not None or loading.num_rows == size
-
-
-def loading_of(num_shards, sharding, size):
-    """How hosts load, checked to make the batch of the rows of the array."""
-    data = sharded_data.ShardedData(make_shard=numbers, num_shards=num_shards)
-    loading = delivery.Loading.of(data, sharding, size)
-    held = delivery.RowsHeld.from_sharding(loading.sharding, loading.num_rows)
-    array = np.full(loading.num_rows, -1)
-    for host, own_rows in held.holders.items():
-        group = held.group(host)
-        loaded = np.flatnonzero(loading.loaders == group)
-        assert len(loaded) == loading.num_loaded(group)
-        array[list(own_rows[: len(loaded)])] = loaded
-    batch = array if loading.order is None else array[loading.order]
-    np.testing.assert_array_equal(batch, np.arange(size))
-    return loading
-
-
-@pytest.mark.parametrize(
-    ("hosts", "size", "num_shards", "num_loading"),
-    [
-        # Two devices a host, three that hold the same rows.
-        ([[0, 0, 1], [1, 2, 2]], 8, 12, 2),
-        ([[0, 0, 1], [1, 2, 2]], 12, 12, 3),
-        ([[0, 0, 1], [1, 2, 2], [3, 3, 4], [4, 5, 5]], 8, 8, 4),
-        # Fewer rows than hosts.
-        ([[0, 0, 1], [1, 2, 2]], 2, 12, 2),
-        # Hosts that have different numbers of devices, which load what they hold.
-        ([[0, 0], [1, 1], [1, 1], [2, 2]], 8, 8, 1),
-    ],
-)
-def test_of_hosts_whose_rows_overlap_one_loads_each_row(
-    hosts, size, num_shards, num_loading
-):
-    loading = loading_of(num_shards, sharding_of(hosts), size)
-    assert loading.loaders.max() == num_loading - 1
-    assert len(set(np.bincount(loading.loaders).tolist())) == 1

@@ -62,21 +62,6 @@ def test_any_schedule_of_hosts_and_batch_sizes_has_the_batches_of_one_host(
     assert sorted(used) == stream(data, len(used))
 
 
-def test_of_hosts_that_do_not_fit_some_load_and_the_others_know_the_shapes():
-    data = make("first_fit")
-    one, eight = worlds.World(data, 1, 16), worlds.World(data, 8, 16)
-    first = [next(host) for host in eight.hosts]
-    assert [len(loaded["tokens"]) for loaded in first] == [4] * 4 + [0] * 4
-    assert {
-        (name, feature.shape[1:], feature.dtype)
-        for loaded in first
-        for name, feature in loaded.items()
-    } == {(name, array.shape[1:], array.dtype) for name, array in first[0].items()}
-    one.next()
-    for _ in range(4):
-        assert eight.next() == one.next()
-
-
 def test_a_shard_that_ends_is_named():
     finite = sharded_data.sharded(
         lambda shard: (
