@@ -18,24 +18,31 @@ class World:
       num_hosts: H.
       size: rows of a global batch.
       row_hosts: the host that holds each row; without it the h-th part is the h-th's.
-        Rows are loaded by other hosts where the data says so.
       read_ahead: batches that a thread of each host reads ahead.
     """
 
     def __init__(self, data, num_hosts, size, row_hosts=None, read_ahead=0):
         if row_hosts is None:
-            row_hosts = rows.Placement.in_order(
-                0, num_hosts=num_hosts, global_batch_size=size
-            ).row_hosts
+            row_hosts = np.arange(size) * num_hosts // size
         self._data = data
         self._row_hosts = row_hosts
+        placements = [
+            rows.Placement(
+                global_batch_size=size,
+                held=np.flatnonzero(row_hosts == host),
+                part=(host, num_hosts),
+            )
+            for host in range(num_hosts)
+        ]
+        held = {host: each.held for host, each in enumerate(placements)}
+        self._saves = rows.shard_hosts(data.num_shards, size, held)
         self.hosts = [
             prefetch.Prefetched(
-                data.host_batches(rows.Placement(row_hosts=row_hosts, host=host)),
+                data.host_batches(each),
                 make=dict,
                 read_ahead=prefetch.ReadAhead(batches=read_ahead),
             )
-            for host in range(num_hosts)
+            for each in placements
         ]
 
     def batch(self):
@@ -83,10 +90,20 @@ class World:
     def save(self):
         """The saved state of the hosts, as JSON that went through text."""
         (position,) = {json.dumps(host.position()) for host in self.hosts}
-        saved = [host.shard_cursors() for host in self.hosts]
-        merged = {shard: cursor for one in saved for shard, cursor in one.items()}
-        assert len(merged) == sum(map(len, saved))
+        merged = {shard: each for one in self._saved() for shard, each in one.items()}
+        assert len(merged) == self._data.num_shards
         return json.loads(json.dumps([json.loads(position), sorted(merged.items())]))
+
+    def _saved(self):
+        # The cursors that each host saves; another may run the same shard.
+        runs = [host.shard_cursors() for host in self.hosts]
+        for shard, host in enumerate(self._saves.tolist()):
+            saved = runs[host][shard]
+            assert all(one.get(shard, saved) == saved for one in runs)
+        return [
+            {shard: each for shard, each in one.items() if self._saves[shard] == host}
+            for host, one in enumerate(runs)
+        ]
 
     def load(self, saved):
         """Goes to what a world of any size saved."""
@@ -97,8 +114,8 @@ class World:
 
     def write(self, directory):
         """Saves into files, as the hosts of a run do."""
-        for host in self.hosts:
-            cursors.write(directory, host.shard_cursors(), host.position())
+        for host, saved in zip(self.hosts, self._saved(), strict=True):
+            cursors.write(directory, saved, host.position())
         state.write(
             directory,
             state.DataState(

@@ -85,8 +85,12 @@ def run(arguments: argparse.Namespace) -> int:
 def outlook(num_shards: int, num_hosts: int, global_batch_size: int) -> Outlook:
     """The loading of batches by hosts that hold equal parts of them, in order."""
     row_hosts = np.arange(global_batch_size) * num_hosts // global_batch_size
-    batch = rows.BatchRows(num_shards=num_shards, global_batch_size=global_batch_size)
-    runs = [each.shards.tolist() for each in rows.assign(batch, row_hosts, 0)]
+    runs = [
+        rows.host_shards(
+            num_shards, global_batch_size, np.flatnonzero(row_hosts == host)
+        ).tolist()
+        for host in range(num_hosts)
+    ]
     return Outlook(
         num_hosts=num_hosts,
         global_batch_size=global_batch_size,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from elastic_ckpt.core import errors, topology
-from elastic_ckpt.data import data_keys
+from elastic_ckpt.data import data_keys, rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,9 +30,48 @@ def schedule(data: data_keys.DataKeys, world: topology.Topology) -> Schedule:
     to the final size, each until its share of the ramp's rows is used.
 
     Raises:
-      ConfigError: if a batch does not divide over the devices, or a ramp does not reach
-        its final size.
+      ConfigError: if a batch does not divide over the devices, if a ramp does not reach
+        its final size, or if hosts would read logical shards more often than
+        `max_shard_reads`.
     """
+    found = _schedule(data, world)
+    if data.num_logical_shards:
+        _check_shard_reads(data, world, [size for _, size in found.stages])
+    return found
+
+
+def _check_shard_reads(
+    data: data_keys.DataKeys, world: topology.Topology, sizes: list[int]
+) -> None:
+    num_shards, hosts = data.num_logical_shards, world.hosts
+    for size in sizes:
+        reads = rows.shard_reads(num_shards, rows.in_order(hosts, size))
+        if reads <= data.max_shard_reads:
+            continue
+        fitting = [
+            other
+            for other in range(world.devices, 2 * size + 1, world.devices)
+            if rows.shard_reads(num_shards, rows.in_order(hosts, other))
+            <= data.max_shard_reads
+        ]
+        nearest = sorted(fitting, key=lambda other: abs(other - size))[:1]
+        batches = f", or global_batch_size={nearest[0]}" if nearest else ""
+        raise errors.ConfigError(
+            f"{hosts} hosts with batches of {size} rows would read each of"
+            f" num_logical_shards={num_shards} {reads:.3g} times: choose"
+            f" num_logical_shards={hosts * max(1, round(num_shards / hosts))}, another"
+            f" multiple of {hosts}{batches}; in a run that has begun, use a number of"
+            " hosts that divides its shards, or raise max_shard_reads"
+        )
+    if data.enable_rampup_batch_size and num_shards % hosts:
+        raise errors.ConfigError(
+            f"enable_rampup_batch_size=true: {hosts} hosts do not divide"
+            f" num_logical_shards={num_shards}, so shards would move between hosts when"
+            " the batch grows; choose a multiple"
+        )
+
+
+def _schedule(data: data_keys.DataKeys, world: topology.Topology) -> Schedule:
     final = global_batch_size(data, world)
     if data.data_stages:
         if data.enable_rampup_batch_size:
@@ -60,9 +99,9 @@ def schedule(data: data_keys.DataKeys, world: topology.Topology) -> Schedule:
     begin, stages = 0, []
     for number in range(num_increments):
         size = dataclasses.replace(data, per_device_batch_size=start + number * step)
-        rows = global_batch_size(size, world)
-        stages.append((begin, rows))
-        begin += max(1, round(data.global_rampup_samples / num_increments / rows))
+        num_rows = global_batch_size(size, world)
+        stages.append((begin, num_rows))
+        begin += max(1, round(data.global_rampup_samples / num_increments / num_rows))
     return Schedule(stages=(*stages, (begin, final)))
 
 
@@ -72,21 +111,21 @@ def global_batch_size(data: data_keys.DataKeys, world: topology.Topology) -> int
     Raises:
       ConfigError: if the batch does not divide over the devices.
     """
-    rows = data.global_batch_size
-    if not rows:
+    size = data.global_batch_size
+    if not size:
         exact = data.per_device_batch_size * world.devices
-        rows = round(exact)
-        if not rows or rows != exact:
+        size = round(exact)
+        if not size or size != exact:
             raise errors.ConfigError(
                 f"per_device_batch_size={data.per_device_batch_size} on"
                 f" {world.devices} devices makes a global batch of {exact:g} rows;"
                 " choose it so that this is a whole number"
             )
-    if rows % world.devices:
+    if size % world.devices:
         raise errors.ConfigError(
-            f"a global batch of {rows} rows cannot be divided evenly among"
+            f"a global batch of {size} rows cannot be divided evenly among"
             f" {world.devices} devices, as JAX requires; set global_batch_size to a"
             f" multiple of {world.devices}, or use a number of devices that divides"
-            f" {rows}"
+            f" {size}"
         )
-    return rows
+    return size

@@ -226,6 +226,13 @@ class DataKeys:
         "Records that each host reads in advance (positional engine only).",
         at_least=1,
     )
+    max_shard_reads: float = key(
+        1.5,
+        "How often a logical shard may be read, on average over the shards, before the"
+        " run is refused. Hosts that do not divide num_logical_shards read some shards"
+        " more than once. May change when you resume.",
+        at_least=1,
+    )
     grain_worker_count: int = key(
         -1,
         "Worker processes on each host that run its logical shards. 0 runs them in the"
@@ -349,6 +356,7 @@ _OF_ALL_STAGES = {
     "global_rampup_samples",
     "grain_eval_files",
     "grain_use_elastic_iterator",
+    "max_shard_reads",
     "num_logical_shards",
     "per_device_batch_size_increment",
     "per_device_batch_size_start",

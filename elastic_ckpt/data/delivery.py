@@ -1,12 +1,11 @@
 """Turns the rows that hosts have loaded into the batches that a loop receives.
 
-A batch is a global array, of which hosts load the rows that their devices hold
-(`RowsHeld`). `Delivery` detects the end of finite data on all hosts at the same batch.
+A batch is a global array, of which each host loads the rows that its devices hold
+(`placements`). `Delivery` ends finite data on all hosts at the same batch.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import time
@@ -20,78 +19,80 @@ from absl import logging
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import errors, metrics, topology
-from elastic_ckpt.data import elastic_data
+from elastic_ckpt.data import elastic_data, rows
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RowsHeld:
-    """The rows of a batch that each host loads for its devices.
+def rows_held(sharding: NamedSharding, global_batch_size: int) -> dict[int, np.ndarray]:
+    """The rows that the first entry of `sharding`'s spec assigns to each host.
 
-    Hosts whose devices hold the same rows form a group, which counts as one host. If
-    the rows of two hosts overlap only partly, both hosts load the rows of both and use
-    a part of them. If the resulting groups have different sizes, all hosts load all
-    rows.
-
-    Attributes:
-      holders: the rows of each process, ascending, by process number.
-      groups: the distinct values of `holders`, of equal size, ordered by first row.
-      unused: the most rows that a host loads without any of its devices holding them.
+    Raises:
+      ConfigError: if the batch does not divide over the mesh axes of that entry.
     """
-
-    holders: dict[int, tuple[int, ...]]
-    groups: list[tuple[int, ...]]
-    unused: int
-
-    @classmethod
-    def from_sharding(cls, sharding: NamedSharding, global_batch_size: int) -> RowsHeld:
-        """The rows that the first entry of `sharding`'s spec assigns to each host.
-
-        Raises:
-          ConfigError: if the batch does not divide over the mesh axes of that entry.
-        """
-        held: dict[int, set[int]] = {}
-        shape = (global_batch_size,)
-        of_rows = feature_sharding(sharding, "global_batch_size", shape)
-        for device, index in of_rows.devices_indices_map(shape).items():
-            held.setdefault(device.process_index, set()).update(
-                range(*index[0].indices(global_batch_size))
-            )
-        groups = _groups(held.values())
-        if len({len(group) for group in groups}) > 1:
-            groups = [tuple(range(global_batch_size))]
-        group_of_row = {row: group for group in groups for row in group}
-        holders = {host: group_of_row[min(own)] for host, own in held.items()}
-        unused = max(len(holders[host]) - len(held[host]) for host in held)
-        return cls(holders=holders, groups=groups, unused=unused)
-
-    def group(self, host: int) -> int:
-        """The group of a host."""
-        return self.groups.index(self.holders[host])
-
-    def first_holder(self, host: int) -> int:
-        """The first host that holds the rows of `host`."""
-        mine = self.holders[host]
-        return min(other for other, held in self.holders.items() if held == mine)
-
-    def row_hosts(self) -> np.ndarray:
-        """The group that holds each row, int `[B]`."""
-        row_groups = np.full(sum(map(len, self.groups)), -1)
-        for number, held in enumerate(self.groups):
-            row_groups[list(held)] = number
-        return row_groups
+    shape = (global_batch_size,)
+    of_rows = feature_sharding(sharding, "global_batch_size", shape)
+    held: dict[int, set[int]] = {}
+    for device, index in of_rows.devices_indices_map(shape).items():
+        held.setdefault(device.process_index, set()).update(
+            range(*index[0].indices(global_batch_size))
+        )
+    return {host: np.array(sorted(own)) for host, own in sorted(held.items())}
 
 
-def _groups(held: Iterable[set[int]]) -> list[tuple[int, ...]]:
-    # The unions of overlapping sets, ordered by their first row.
-    groups: dict[int, set[int]] = {}
-    group_of_row: dict[int, int] = {}
-    for number, each in enumerate({frozenset(of_host) for of_host in held}):
-        merged = set(each)
-        for other in {group_of_row[row] for row in each if row in group_of_row}:
-            merged |= groups.pop(other)
-        groups[number] = merged
-        group_of_row.update(dict.fromkeys(merged, number))
-    return sorted(tuple(sorted(group)) for group in groups.values())
+@functools.lru_cache(maxsize=256)
+def placements(
+    sharding: NamedSharding, global_batch_size: int, later: tuple[int, ...] = ()
+) -> dict[int, rows.Placement]:
+    """The rows of each host, by its number, in batches that are sharded in some way.
+
+    Args:
+      sharding: the sharding of a batch.
+      global_batch_size: B.
+      later: other sizes that batches may have later.
+
+    Raises:
+      ConfigError: if a batch does not divide over the mesh.
+    """
+    held = rows_held(sharding, global_batch_size)
+    others = {size: rows_held(sharding, size) for size in later}
+    parts = sorted({tuple(each.tolist()) for each in held.values()})
+    is_even = len(parts) * len(parts[0]) == global_batch_size and (
+        len(set(map(len, parts))) == 1
+    )
+    return {
+        host: rows.Placement(
+            global_batch_size=global_batch_size,
+            held=own,
+            part=(parts.index(tuple(own.tolist())), len(parts)) if is_even else None,
+            later={size: of_size[host] for size, of_size in others.items()},
+        )
+        for host, own in held.items()
+    }
+
+
+@functools.lru_cache(maxsize=256)
+def saved_shards(
+    sharding: NamedSharding, global_batch_size: int, num_shards: int
+) -> np.ndarray:
+    """The host that saves each logical shard, int64 `[S]`."""
+    held = rows_held(sharding, global_batch_size)
+    return rows.shard_hosts(num_shards, global_batch_size, held)
+
+
+def warn_of_shared_shards(
+    data: elastic_data.ElasticData, placements: Iterable[rows.Placement]
+) -> None:
+    """Warns if several hosts run the same logical shards."""
+    placements = list(placements)
+    reads = rows.shard_reads(data.num_shards, placements) if data.num_shards else 1
+    if reads > 1:
+        logging.warning(
+            "each of the %d logical shards is read %.3g times, as hosts with parts of"
+            " %d rows run the same ones; choose a number of shards and batches that the"
+            " number of hosts divides",
+            data.num_shards,
+            reads,
+            placements[0].global_batch_size,
+        )
 
 
 @functools.lru_cache(maxsize=256)
@@ -197,8 +198,8 @@ class Delivery:
         self._num_bytes = 0
         self._num_rows = global_batch_size
         if topology.num_hosts() > 1:
-            held = RowsHeld.from_sharding(self._sharding, global_batch_size)
-            self._num_rows = len(held.holders[topology.this_host()])
+            held = rows_held(self._sharding, global_batch_size)
+            self._num_rows = len(held[topology.this_host()])
 
     def __call__(self, loader: Loader) -> elastic_data.Batch:
         """The next batch for the loop, from those of `loader`.

@@ -28,7 +28,7 @@ class End(enum.Enum):
 
     Attributes:
       NEVER: it does not end.
-      PADDED: after the last row. Zeros fill the last batch, with `mask` false for them.
+      PADDED: after the last row. Zeros fill the last batches; `mask` is false there.
     """
 
     NEVER = "never"
@@ -63,11 +63,8 @@ class HostBatches(Protocol):
     def position(self) -> cursors.Position:
         """The position after the last rows, the same on every host."""
 
-    def shard_cursors(self, *, shared: bool = False) -> cursors.Cursors:
-        """The current cursors of the logical shards that this host saves.
-
-        With `shared`, also of the shards that it runs but another host saves.
-        """
+    def shard_cursors(self) -> cursors.Cursors:
+        """The current cursors of the logical shards that this host runs."""
 
     def changed(self) -> Mapping[int, cursors.Lazy]:
         """The cursors that changed since the last call of this or `shard_cursors`."""
@@ -98,19 +95,15 @@ class ElasticData(Protocol):
         """How the data ends; if it does, batches have a `mask`, bool `[B]`."""
 
     @property
+    def num_shards(self) -> int:
+        """The number of logical shards; 0 if the state is a position alone."""
+
+    @property
     def rows_of_end(self) -> int:
         """After how many padding rows in succession no other row can follow."""
 
     def identity(self) -> dict[str, storage.Json]:
         """The settings that determine the order of examples, by configuration key."""
-
-    def host_shards(
-        self, row_hosts: np.ndarray, position: cursors.Position
-    ) -> list[list[int]]:
-        """The logical shards that each host runs from `position` on, if there are any.
-
-        The host that loads each row is in `row_hosts`, as in `rows.Placement`.
-        """
 
     def host_batches(self, placement: rows.Placement) -> HostBatches:
         """The rows of each global batch that one host loads."""

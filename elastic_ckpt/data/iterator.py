@@ -8,17 +8,14 @@ devices. `Batches` wraps it in the training process as a plain iterator and an O
 from __future__ import annotations
 
 import asyncio
-import bisect
 import dataclasses
 import functools
-import itertools
 import time
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Sequence
+from typing import Protocol
 
 import jax
 import numpy as np
-from absl import logging
 from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -49,19 +46,29 @@ class HostState:
     cursors: cursors.Cursors
 
 
-@dataclasses.dataclass(kw_only=True)
-class _Change:
-    """Other batches to continue with; `rows` once they have all cursors."""
-
-    course: stages.Course
-    continues: str
-    cursors: cursors.Cursors
-    rows: prefetch.Prefetched[elastic_data.Batch] | None = None
-
-
 # How long hosts wait for each other when the batches change: a host may come to that
 # step later than others by the time that one of its reads takes.
 CHANGE_SECS = 600.0
+
+
+def check_alike(sharding: NamedSharding, course: stages.Course, after: str) -> None:
+    """Raises a ConfigError unless all processes of a mesh continue alike.
+
+    Args:
+      sharding: of a batch.
+      course: how this process continues.
+      after: what the last batch of this process is.
+    """
+    hosts = tuple(delivery.rows_held(sharding, course.size))
+    own = f"after {after} in batches of {course.size} rows"
+    all_hosts = allgather.shared(hosts).gather("resize", own, timeout_secs=CHANGE_SECS)
+    for host, other in zip(hosts, all_hosts, strict=False):
+        if other != own:
+            raise errors.ConfigError(
+                f"host {topology.this_host()} is to continue {own}, but host {host}"
+                f" {other}; call resize after the same batch on every host, with the"
+                " same arguments"
+            )
 
 
 class AwaitedDirectory(Protocol):
@@ -76,8 +83,7 @@ class HostIterator:
 
     Args:
       data: the data.
-      sharding: the sharding of a global batch; see `delivery.RowsHeld` and
-        `delivery.feature_sharding`.
+      sharding: the sharding of a global batch; see `delivery.feature_sharding`.
       global_batch_size: rows of a global batch, B.
       read_ahead: how far to read, and place on the devices, ahead of `next`.
     """
@@ -91,34 +97,19 @@ class HostIterator:
         read_ahead: prefetch.ReadAhead = prefetch.TWO_BATCHES,
     ) -> None:
         self.course = stages.Course.first(data, global_batch_size)
-        for size in self.course.sizes:
-            # A size that does not fit is known before its stage begins.
-            delivery.RowsHeld.from_sharding(sharding, size)
-        held = delivery.RowsHeld.from_sharding(sharding, self.course.size)
-        me = topology.this_host()
-        if me not in held.holders:
-            raise errors.ConfigError(
-                f"no device of host {me} is in the mesh, so it has no rows to load;"
-                " make the mesh from devices of every host"
-            )
-        if held.unused:
-            logging.warning(
-                "the rows of some hosts overlap only partly, so hosts load up to %d of"
-                " %d rows that their devices do not hold; order the mesh's devices so"
-                " that those of a host hold the same rows",
-                held.unused,
-                self.course.size,
-            )
-        # Among hosts with the same rows, only the first one writes.
-        self._writes_cursors = held.first_holder(me) == me
-        self._writes_state = self._writes_cursors and held.groups[0] == held.holders[me]
-        self._hosts = tuple(sorted(held.holders))
         self._sharding = sharding
+        placements = self._placements(self.course)
+        if topology.this_host() not in placements:
+            raise errors.ConfigError(
+                f"no device of host {topology.this_host()} is in the mesh, so it has no"
+                " rows to load; make the mesh from devices of every host"
+            )
+        delivery.warn_of_shared_shards(data, placements.values())
         self._identity = data.identity()
         self._read_ahead = read_ahead
         self._rows = self._begin(self.course)
         self._left_out: state.Ranges = ()
-        self._change: _Change | None = None
+        self._loaded(0, lambda shards: dict.fromkeys(shards))
         self.waited_secs = 0.0
 
     @property
@@ -136,6 +127,7 @@ class HostIterator:
         self._rows.close()
         self.course = stages.Course.first(self.course.data, self.course.base_size)
         self._rows, self._left_out = self._begin(self.course), ()
+        self._loaded(0, lambda shards: dict.fromkeys(shards))
 
     def begin_stage(self) -> bool:
         """Begins the stage of the next step, if it is not the current one.
@@ -156,86 +148,40 @@ class HostIterator:
     def go_on(self, course: stages.Course) -> None:
         """Continues with batches of another size, or in another stage.
 
-        Every host of the mesh calls it after the same batch. Where logical shards move
-        to other hosts, their cursors pass through JAX's coordination service. If it
-        fails on one host, nothing changes on any.
+        Every host of the mesh calls it after the same batch.
 
         Args:
           course: one after the same batch as the present one.
 
         Raises:
-          ConfigError: if the batch does not divide over the mesh, or hosts continue
-            differently.
-          RunError: if it failed on another host, or that host did not call it.
-        """
-        hosts = allgather.shared(self._hosts)
-        offers = hosts.agreed(
-            "offer", lambda: self.offer(course), timeout_secs=CHANGE_SECS
-        )
-        hosts.agreed("prepare", lambda: self.prepare(offers), timeout_secs=CHANGE_SECS)
-        self.commit()
-
-    def offer(self, course: stages.Course) -> dict[str, Any]:
-        """The first step of `go_on`: what other hosts need to know from this one.
-
-        Returns:
-          JSON: how this host continues, and the cursors that others lack.
+          ConfigError: if the batch does not divide over the mesh, or if a host would
+            have to run other logical shards than before, unless the state was just
+            loaded. Nothing has changed then.
         """
         now = self.get_state()
-        position, row = now.data_state.position, now.data_state.row
-        continues = f"after row {row} in batches of {course.size} rows"
-        if course.progress is not None:
-            continues += f" in stage {course.stage}"
-        now_run, then_run = (
-            each.data.host_shards(
-                delivery.RowsHeld.from_sharding(self._sharding, each.size).row_hosts(),
-                position,
-            )
-            for each in (self.course, course)
-        )
-        lacking = {
-            shard
-            for runs, will_run in itertools.zip_longest(now_run, then_run, fillvalue=[])
-            for shard in set(will_run).difference(runs)
-        }
-        own = self.to_save(now).cursors if self._writes_cursors else {}
-        offered = [[shard, own[shard]] for shard in sorted(lacking & own.keys())]
-        self._change = _Change(course=course, continues=continues, cursors=now.cursors)
-        host = topology.this_host()
-        return {"host": host, "continues": continues, "cursors": offered}
-
-    def prepare(self, offers: Sequence[Mapping[str, Any]]) -> None:
-        """The second step of `go_on`, given the offers of all hosts.
-
-        Raises:
-          ConfigError: if hosts do not continue alike.
-        """
-        change = self._change
-        assert change is not None
-        for offer in offers:
-            if offer["continues"] != change.continues:
+        num_shards = course.data.num_shards
+        placements = self._placements(course)
+        for host, before in self._placements(self.course).items() if num_shards else ():
+            runs = before.shards(num_shards)
+            runs_then = placements[host].shards(num_shards)
+            moving = np.setdiff1d(runs_then, runs).tolist()
+            if moving and now.data_state.row != self._loaded_row:
                 raise errors.ConfigError(
-                    f"host {topology.this_host()} is to continue {change.continues},"
-                    f" but host {offer['host']} {offer['continues']}; call resize after"
-                    " the same batch on every host, with the same arguments"
+                    f"in batches of {course.size} rows logical shards {moving} move to"
+                    f" host {host}, which has not run them; save, and continue from"
+                    " there in batches of this size, or choose a number of logical"
+                    f" shards and sizes that the {len(placements)} hosts divide"
                 )
-        known = dict(change.cursors)
-        known.update(
-            (shard, each) for offer in offers for shard, each in offer["cursors"]
-        )
 
-        change.rows = self._begin(change.course)
-        change.rows.go_to(
-            self._rows.position(), lambda shards: {s: known[s] for s in shards}
-        )
+        def read(shards: Sequence[int]) -> cursors.Cursors:
+            others = [shard for shard in shards if shard not in now.cursors]
+            own = {s: now.cursors[s] for s in shards if s in now.cursors}
+            return own if not others else own | dict(self._read(others))
 
-    def commit(self) -> None:
-        """The last step of `go_on`, after all hosts have prepared it."""
-        change = self._change
-        assert change is not None
-        assert change.rows is not None
+        begun = self._begin(course)
+        begun.go_to(now.data_state.position, read)
         self._rows.close()
-        self._rows, self.course, self._change = change.rows, change.course, None
+        self._rows, self.course = begun, course
 
     def close(self) -> None:
         """Stops reading ahead."""
@@ -269,12 +215,16 @@ class HostIterator:
                 left_out=self._left_out,
                 progress=self.course.progress,
             ),
-            cursors=dict(self._rows.shard_cursors(shared=True)),
+            cursors=self._rows.shard_cursors(),
         )
 
     def to_save(self, taken: HostState) -> HostState:
         """The part of a state that this host saves; one host saves each cursor."""
-        own = {shard: taken.cursors[shard] for shard in self._rows.shard_cursors()}
+        saves = delivery.saved_shards(
+            self._sharding, self.course.size, self.course.data.num_shards
+        )
+        me = topology.this_host()
+        own = {s: each for s, each in taken.cursors.items() if saves[s] == me}
         return dataclasses.replace(taken, cursors=own)
 
     def set_state(self, taken: HostState) -> None:
@@ -290,9 +240,8 @@ class HostIterator:
 
     def write(self, directory: epath.PathLike, taken: HostState) -> None:
         """Writes what `to_save` returned into `directory`."""
-        if self._writes_cursors:
-            cursors.write(directory, taken.cursors, taken.data_state.position)
-        if self._writes_state:
+        cursors.write(directory, taken.cursors, taken.data_state.position)
+        if topology.this_host() == min(self._placements(self.course)):
             state.write(directory, taken.data_state)
 
     def load(self, directory: epath.PathLike) -> None:
@@ -313,6 +262,7 @@ class HostIterator:
         self._rows.close()
         self.course, self._rows = course, loaded
         self._left_out = saved.left_out
+        self._loaded(saved.row, read)
 
     def leave_out(self, directory: epath.PathLike | None) -> None:
         """Notes that all rows since the data state in `directory` were left out.
@@ -349,17 +299,19 @@ class HostIterator:
         """Says of which training step the next batch is."""
         self.course = self.course.at_step(step)
 
+    def _loaded(self, row: int, read: elastic_data.ReadCursors) -> None:
+        # Up to the next batch, cursors of all shards can be read.
+        self._loaded_row, self._read = row, read
+
+    def _placements(self, course: stages.Course) -> dict[int, rows.Placement]:
+        return delivery.placements(self._sharding, course.size, tuple(course.sizes))
+
     def _begin(self, course: stages.Course) -> prefetch.Prefetched[elastic_data.Batch]:
-        held = delivery.RowsHeld.from_sharding(self._sharding, course.size)
-        me = topology.this_host()
-        placement = rows.Placement(row_hosts=held.row_hosts(), host=held.group(me))
+        placement = self._placements(course)[topology.this_host()]
         return prefetch.Prefetched(
             course.data.host_batches(placement),
             make=functools.partial(
-                _placed,
-                sharding=self._sharding,
-                num_rows=course.size,
-                host_rows=held.holders[me],
+                _placed, sharding=self._sharding, placement=placement
             ),
             read_ahead=self._read_ahead,
             at_most=course.batches_left,
@@ -374,23 +326,23 @@ def _placed(
     loaded: dict[str, np.ndarray],
     *,
     sharding: NamedSharding,
-    num_rows: int,
-    host_rows: Sequence[int],
+    placement: rows.Placement,
 ) -> elastic_data.Batch:
     """Puts a host's rows on its devices, in the same way for every batch."""
+    num_rows, held = placement.global_batch_size, placement.held
 
     def part(feature: np.ndarray, index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
         start, stop, _ = index[0].indices(num_rows)
         # The rows of a device are consecutive among those of its host.
-        first = bisect.bisect_left(host_rows, start)
+        first = int(np.searchsorted(held, start))
         return feature[first : first + stop - start, *index[1:]]
 
     for name, feature in loaded.items():
         _check_fits(name, feature)
-        if len(feature) != len(host_rows):
+        if len(feature) != len(held):
             raise errors.DataError(
-                f"this host loads {len(host_rows)} of the {num_rows} rows of a batch,"
+                f"this host loads {len(held)} of the {num_rows} rows of a batch,"
                 f" but its iterator yielded {len(feature)}"
             )
     shapes = {name: (num_rows, *f.shape[1:]) for name, f in loaded.items()}
@@ -494,20 +446,25 @@ class Batches:
     def resize(self, global_batch_size: int) -> None:
         """Continues with batches of another size.
 
-        Every process calls it after the same batch. Where logical shards move to other
-        hosts, they continue there at the same example.
+        Every process calls it after the same batch. No logical shard moves to another
+        host: it is sufficient that the number of hosts divides that of shards, and both
+        sizes.
 
         Args:
           global_batch_size: rows of a global batch from now on, or until a stage of the
             data begins that has a size.
 
         Raises:
-          ConfigError: if the batch does not divide over the mesh, or processes give
-            different sizes or call it after different batches.
-          RunError: if it failed in another process, or that process did not call it.
-            Nothing has changed on any host after an error.
+          ConfigError: if the batch does not divide over the mesh, if logical shards
+            would move, or if processes give different sizes or call it after different
+            batches.
+          RunError: if another process did not call it. Nothing has changed on any host
+            after an error.
         """
-        self._host.go_on(self._host.course.resized(global_batch_size))
+        course = self._host.course.resized(global_batch_size)
+        num_taken = self._host.get_state().data_state.row
+        check_alike(self._sharding, course, f"row {num_taken}")
+        self._host.go_on(course)
         self._deliver.resize(global_batch_size)
 
     async def save(self, directory: AwaitedDirectory) -> Awaitable[None]:

@@ -101,12 +101,15 @@ class LocalBatches:
                     f" which cannot be divided evenly among num_ranks={num_ranks};"
                     " choose a multiple"
                 )
-        self._place(self._course)
         self._read_ahead = prefetch.ReadAhead.of(read_ahead)
         # As a worker of a loader, it takes every `_num_workers`-th batch.
         self._num_workers, self._worker, self._skips = 1, 0, 0
         self._rows = self._begin(self._course)
         self._at_end = False
+        if rank == 0:
+            course = self._course
+            ranks = rows.in_order(num_ranks, course.size, later=course.sizes)
+            delivery.warn_of_shared_shards(data, ranks)
 
     def __getstate__(self) -> dict[str, Any]:
         # For a process that is not forked: what was read ahead is read again there.
@@ -146,35 +149,14 @@ class LocalBatches:
         course = self._course.due()
         if course is self._course:
             return
-        now, position = self._rows.shard_cursors(shared=True), self._rows.position()
-
-        def read(shards: Sequence[int]) -> cursors.Cursors:
-            missing = sorted(set(shards) - now.keys())
-            if missing:
-                raise errors.ConfigError(
-                    f"LocalBatches: the batches of the next stage move logical shards"
-                    f" {missing} between ranks; choose sizes that are multiples of the"
-                    " number of logical shards, or load the states of all ranks there"
-                )
-            return {shard: now[shard] for shard in shards}
-
-        old = self._placement, self._batches_of_end
-        try:
-            self._place(course)
-            begun = self._begin(course)
-            begun.go_to(position, read)
-        except errors.ElasticCkptError:
-            self._placement, self._batches_of_end = old
-            raise
+        now = self._rows.shard_cursors()
+        begun = self._begin(course)
+        begun.go_to(
+            self._rows.position(),
+            lambda shards: {shard: now[shard] for shard in shards},
+        )
         self._rows.close()
         self._course, self._rows = course, begun
-
-    def _place(self, course: stages.Course) -> None:
-        # The rows of this rank in the batches of a stage.
-        self._placement = rows.Placement.in_order(
-            self._rank, num_hosts=self._num_ranks, global_batch_size=course.size
-        )
-        self._batches_of_end = delivery.batches_of_end(course.data, course.size)
 
     def _next(self) -> dict[str, np.ndarray]:
         if self._course.data.end is elastic_data.End.NEVER:
@@ -189,7 +171,8 @@ class LocalBatches:
         return batch
 
     def _next_of_finite(self) -> dict[str, np.ndarray]:
-        for _ in range(self._batches_of_end):
+        course = self._course
+        for _ in range(delivery.batches_of_end(course.data, course.size)):
             batch = next(self._rows)
             if self._agree(bool(batch[elastic_data.MASK].any())):
                 return batch
@@ -201,13 +184,12 @@ class LocalBatches:
         self._rows.close()
         self._skips = self._worker
         self._course = stages.Course.first(self._course.data, self._course.base_size)
-        self._place(self._course)
         self._rows, self._at_end = self._begin(self._course), False
 
     def get_state(self) -> StateDict:
         """The state after the last batch, as JSON."""
         # Also of shards that other ranks run, too: a rank can go on from its own state.
-        run = self._rows.shard_cursors(shared=True)
+        run = self._rows.shard_cursors()
         fields: StateDict = {
             "engine": self._course.data.engine,
             "position": self._rows.position(),
@@ -278,14 +260,8 @@ class LocalBatches:
             return {shard: by_shard[shard] for shard in shards}
 
         course = self._course.restored(data_states[0])
-        old = self._placement, self._batches_of_end
-        try:
-            self._place(course)
-            loaded = self._begin(course, skips)
-            loaded.go_to(position, read)
-        except errors.ElasticCkptError:
-            self._placement, self._batches_of_end = old
-            raise
+        loaded = self._begin(course, skips)
+        loaded.go_to(position, read)
         self._rows.close()
         self._course, self._rows = course, loaded
         self._skips = skips
@@ -338,11 +314,18 @@ class LocalBatches:
     def _begin(
         self, course: stages.Course, skips: int | None = None
     ) -> prefetch.Prefetched[dict[str, np.ndarray]]:
-        placement = self._placement
+        placement = rows.Placement.in_order(
+            self._rank,
+            num_hosts=self._num_ranks,
+            global_batch_size=course.size,
+            later=course.sizes,
+        )
         if self._num_workers > 1 and course.data.end is elastic_data.End.NEVER:
-            skips = self._skips if skips is None else skips
             placement = dataclasses.replace(
-                placement, turns=self._num_workers, skips=skips
+                placement,
+                later={},
+                every=self._num_workers,
+                first=self._skips if skips is None else skips,
             )
         return prefetch.Prefetched(
             course.data.host_batches(placement),
@@ -369,7 +352,7 @@ def of_worker(batches: LocalBatches, worker: int, num_workers: int) -> LocalBatc
             " num_workers of the data to use more processes"
         )
     finite = course.data.end is not elastic_data.End.NEVER
-    if num_workers > 1 and finite and batches._placement.num_hosts > 1:
+    if num_workers > 1 and finite and batches._num_ranks > 1:
         raise errors.ConfigError(
             f"{num_workers} workers of a loader cannot agree with those of other ranks"
             " on the end of finite data; use num_workers=0 in the loader, and set"
@@ -399,15 +382,15 @@ def merged(states: Sequence[Mapping[str, Any]]) -> StateDict:
             f" {numbers}; load the whole state of the loader"
         )
     # The worker with the last batch is at the position of the rank.
-    last = max(checked, key=_position)
+    last = max(checked, key=_row)
     by_shard: dict[str, cursors.Cursor] = {}
     for fields in checked:
-        passed = range(_position(fields), _position(last))
+        own, newest = _emitted(fields), _emitted(last)
         by_shard |= {
             shard: cursor
             for shard, cursor in fields["cursors"].items()
             # The next rows of other shards were made by other workers.
-            if not _has_rows(int(shard), passed, fields["pipeline"])
+            if own[int(shard)] == newest[int(shard)]
         }
     kept = {name: each for name, each in last.items() if name not in _OF_WORKERS}
     return of_fields(kept | {"cursors": by_shard})
@@ -426,14 +409,15 @@ def of_fields(fields: Mapping[str, Any]) -> StateDict:
     return checked_json.sealed(kept, version=_VERSION)
 
 
-def _position(fields: Mapping[str, Any]) -> int:
+def _row(fields: Mapping[str, Any]) -> int:
     return state.row_of(fields["position"])
 
 
-def _has_rows(shard: int, passed: range, pipeline: Mapping[str, Any]) -> bool:
-    # Whether any of these rows of the stream is of a shard.
-    num_shards = pipeline["num_logical_shards"]
-    return passed.start + (shard - passed.start) % num_shards < passed.stop
+def _emitted(fields: Mapping[str, Any]) -> np.ndarray:
+    # The rows that each shard has yielded.
+    num_shards = fields["pipeline"].get("num_logical_shards", 0)
+    history = state.history_of(fields["position"]) if num_shards else ()
+    return rows.emitted(num_shards, history)
 
 
 def _checked(saved: Any, rank: int) -> dict[str, Any]:
@@ -459,7 +443,6 @@ def _checked(saved: Any, rank: int) -> dict[str, Any]:
 
 def _invalid(fields: Mapping[str, Any]) -> list[str]:
     # The fields of the right types with invalid content.
-    positions = list(fields["position"].values())
     shards = fields["cursors"].keys()
     of_workers = [fields.get(name) for name in _OF_WORKERS if name in fields]
     progress = fields.get("progress", {"step": 0, "begun": 1})
@@ -473,6 +456,19 @@ def _invalid(fields: Mapping[str, Any]) -> list[str]:
             or not {type(progress["step"])} <= {int, type(None)}
             or type(progress["begun"]) is not int
         ),
-        *["position"] * (list(map(type, positions)) != [int] or positions[0] < 0),
+        *["position"] * (not _is_position(fields["position"])),
         *["cursors"] * (not all(str(shard).isdecimal() for shard in shards)),
     ]
+
+
+def _is_position(position: Mapping[str, Any]) -> bool:
+    (value,) = position.values() if len(position) == 1 else (None,)
+    if isinstance(value, list):
+        periods = [each if isinstance(each, list) else [each] for each in value]
+        numbers = [number for period in periods for number in period]
+        return all(len(each) == 2 for each in periods) and all(map(_is_count, numbers))
+    return _is_count(value)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0

@@ -61,6 +61,11 @@ class PositionalData:
         return elastic_data.End.PADDED
 
     @property
+    def num_shards(self) -> int:
+        """There are no logical shards."""
+        return 0
+
+    @property
     def rows_of_end(self) -> int:
         """One: no real row follows a padding row."""
         return 1
@@ -105,13 +110,6 @@ class PositionalData:
             records = records.seed(self.shuffle_seed).shuffle()
         return records.repeat(self.num_epochs)
 
-    def host_shards(
-        self, row_hosts: np.ndarray, position: cursors.Position
-    ) -> list[list[int]]:
-        """No shards for any host."""
-        del position
-        return [[] for _ in range(int(row_hosts.max()) + 1)]
-
     def host_batches(self, placement: rows.Placement) -> elastic_data.HostBatches:
         """The rows of each global batch that one host loads."""
         read_options = grain.ReadOptions(
@@ -119,25 +117,23 @@ class PositionalData:
             prefetch_buffer_size=self.prefetch_records if self.num_threads else 0,
         )
         # At the end of an epoch Grain's ElasticIterator leaves out what fills no batch.
-        if self.in_place or self.num_epochs is not None or placement.turns > 1:
-            batch_rows = np.flatnonzero(placement.row_hosts == placement.host)
-            if not self.in_place:
-                # The rows that Grain's ElasticIterator deals to this host.
-                num_rows = len(placement.row_hosts)
-                batch_rows = np.arange(placement.host, num_rows, placement.num_hosts)
-            in_place = _InPlaceIterator(
-                self.examples(), placement, batch_rows, read_options
+        size, part = placement.global_batch_size, placement.part
+        if self.in_place or part is None:
+            mine = placement.held
+        elif self.num_epochs is not None or placement.every > 1:
+            # The rows that Grain's ElasticIterator deals to this host.
+            mine = np.arange(part[0], size, part[1])
+        else:
+            elastic = grain_experimental.ElasticIterator(
+                self.examples(),
+                size,
+                grain.sharding.ShardOptions(shard_index=part[0], shard_count=part[1]),
+                read_options=read_options,
             )
-            return _HostBatches(in_place)
-        elastic = grain_experimental.ElasticIterator(
-            self.examples(),
-            len(placement.row_hosts),
-            grain.sharding.ShardOptions(
-                shard_index=placement.host, shard_count=placement.num_hosts
-            ),
-            read_options=read_options,
+            return _HostBatches(iter(elastic))
+        return _HostBatches(
+            _InPlaceIterator(self.examples(), placement, mine, read_options)
         )
-        return _HostBatches(iter(elastic))
 
     def _example(self, record: tuple[int, bytes]) -> Example:
         number, text = record
@@ -174,8 +170,7 @@ class _HostBatches:
     def position(self) -> cursors.Position:
         return dict(self._batches.get_state())
 
-    def shard_cursors(self, *, shared: bool = False) -> cursors.Cursors:
-        del shared  # there are none
+    def shard_cursors(self) -> cursors.Cursors:
         return {}
 
     def changed(self) -> cursors.Cursors:
@@ -210,8 +205,8 @@ class _InPlaceIterator(grain.DatasetIterator[Example]):
         super().__init__()
         self._examples = examples
         self._rows = batch_rows
-        self._turns, self._skips = placement.turns, placement.skips
-        self._global_batch_size = len(placement.row_hosts)
+        self._every, self._skips = placement.every, placement.first
+        self._global_batch_size = placement.global_batch_size
         self._read_options = read_options
         self._batches: grain.DatasetIterator | None = None
         self._next_index = 0
@@ -219,13 +214,13 @@ class _InPlaceIterator(grain.DatasetIterator[Example]):
     def __next__(self) -> Example:
         first = self._next_index + self._skips * self._global_batch_size
         if self._batches is None:
-            stride = self._turns * self._global_batch_size
+            stride = self._every * self._global_batch_size
             mine = _RowExamples(self._examples, self._rows, stride, first)
             reader = mine.to_iter_dataset(self._read_options)
             self._batches = iter(reader.batch(len(self._rows)))
         batch = next(self._batches)
         self._next_index = first + self._global_batch_size
-        self._skips = self._turns - 1
+        self._skips = self._every - 1
         return batch
 
     def get_state(self) -> dict[str, Any]:

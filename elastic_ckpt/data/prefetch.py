@@ -129,12 +129,11 @@ class Prefetched(Generic[T]):
         self._source.check_made()
         return self._rows.position()
 
-    def shard_cursors(self, *, shared: bool = False) -> cursors.Cursors:
+    def shard_cursors(self) -> cursors.Cursors:
         """The cursors after the last batch taken; see `HostBatches.shard_cursors`."""
         if self._source.calls is None:
-            return self._rows.shard_cursors(shared=shared)
-        shards = self._cursors if shared else self._saves
-        return {shard: cursors.made(self._cursors[shard]) for shard in shards}
+            return self._rows.shard_cursors()
+        return {shard: cursors.made(each) for shard, each in self._cursors.items()}
 
     def go_to(self, position: cursors.Position, read: elastic_data.ReadCursors) -> None:
         """Moves to a position before the first batch; see `HostBatches.go_to`."""
@@ -149,10 +148,7 @@ class Prefetched(Generic[T]):
         if not self._depth:
             return
         self._position = self._rows.position()
-        self._cursors: dict[int, cursors.Lazy] = dict(
-            self._rows.shard_cursors(shared=True)
-        )
-        self._saves = list(self._rows.shard_cursors())
+        self._cursors: dict[int, cursors.Lazy] = dict(self._rows.shard_cursors())
         # The first was read already.
         self._source.start(
             self._depth, None if self._at_most is None else self._at_most - 1

@@ -53,7 +53,7 @@ class _Workers:
         shards = sorted(task.start)
         self._task = task
         self._shares = [shards[worker::num_workers] for worker in range(num_workers)]
-        self._position = task.position + task.skips * task.batch.global_batch_size
+        self._number = task.number + task.first
         self._changed: dict[int, cursors.Cursor] = {}
         self._workers: list[worker_process.WorkerProcess] = []
         for worker, share in enumerate(self._shares):
@@ -67,7 +67,7 @@ class _Workers:
             )
 
     def __next__(self) -> shard_rows.Loaded:
-        shards, keep = self._task.row_shards(self._position)
+        shards, keep = self._task.row_shards(self._number)
         kept = shards[keep]
         row_numbers, parts = [], []
         for share, worker in zip(self._shares, self._workers, strict=True):
@@ -76,7 +76,7 @@ class _Workers:
             if loaded.rows is not None:
                 row_numbers.append(np.flatnonzero(np.isin(kept, share)))
                 parts.append(loaded.rows)
-        self._position += self._task.turns * self._task.batch.global_batch_size
+        self._number += self._task.every
         rows = parts[0]
         if len(parts) > 1:
             order = np.argsort(np.concatenate(row_numbers))

@@ -1,211 +1,202 @@
-"""The assignment of rows and shards to hosts, as pure functions of numbers.
+"""Which shards rows come from, and which hosts run them: pure functions of numbers.
 
-The rows of a run form one stream. Stream row `g` is row `g // S` of logical shard
-`g % S`, for a fixed number S of shards. A batch of B rows at position `p` is the stream
-from `p` to `p + B`. A position is therefore one number, which determines the position
-of each shard. It depends neither on the batch size nor on the number of hosts, so both
-may change at any step.
+A run reads S logical shards, and its batches have B rows. With g = gcd(B, S), rows and
+shards fall into g classes of b = B / g consecutive rows and m = S / g consecutive
+shards. A class of rows is filled from the class of shards with the same number, from
+one shard after the other. A host therefore runs the shards of the classes in which it
+holds rows. If the number of hosts divides S and B, and each holds the rows of its place
+in order, these are the same shards for every B.
 
-Inside a batch the rows are arranged so that each shard can stay on one host:
+How many rows a shard has yielded follows from the history: the sizes of the batches so
+far. It says nothing of hosts.
 
-* `blocked`, if S divides B (B = kS): sorted by shard, so rows `[sk, (s+1)k)` are those
-  of shard `s`. A host that holds a whole number of such runs owns these shards.
-* `windowed`, if B divides S: in the order of the stream. Row `r` comes from the shards
-  that are `r + p` modulo B, at each step until B changes. The host with row `r` owns
-  these shards.
-* `striped` otherwise: in the order of the stream. The shards that are equal modulo
-  gcd(B, S) take turns in the same rows.
-
-A host runs each shard of which it holds a row, and discards the rows of others.
-
-Glossary: g stream row, r row of a batch, s shard, h host; S, B, H are their numbers.
+Glossary: r row of a batch, s shard, n batch of a period; S, B are their numbers.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from elastic_ckpt.core import errors
 
-
-class Arrangement(enum.Enum):
-    """The arrangement of the rows in a batch; see the module's docstring."""
-
-    BLOCKED = "blocked"
-    WINDOWED = "windowed"
-    STRIPED = "striped"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchRows:
-    """The rows of the batches of one size.
-
-    Attributes:
-      num_shards: S, fixed for the whole run.
-      global_batch_size: B, until it changes.
-    """
-
-    num_shards: int
-    global_batch_size: int
-
-    @property
-    def arrangement(self) -> Arrangement:
-        """The arrangement of rows in a batch; depends only on B and S."""
-        if self.global_batch_size % self.num_shards == 0:
-            return Arrangement.BLOCKED
-        if self.num_shards % self.global_batch_size == 0:
-            return Arrangement.WINDOWED
-        return Arrangement.STRIPED
-
-    def shards(self, position: int) -> np.ndarray:
-        """The shard of each row of the batch at `position`, int64 `[B]`.
-
-        Rows of the same shard are in the order in which the shard yields them.
-        """
-        rows = np.arange(self.global_batch_size)
-        if self.arrangement is Arrangement.BLOCKED:
-            return rows // (self.global_batch_size // self.num_shards)
-        return (position + rows) % self.num_shards
+Array: TypeAlias = Any  # an int or an array of ints
+# Periods, each with the rows of a batch and the number of batches.
+History = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The placement of the rows of a batch on hosts, and the current host.
+    """The rows of each batch that one host loads.
 
     Attributes:
-      row_hosts: the host that loads each row of a batch, int `[B]`, numbered from 0
-        without gaps; hosts that hold the same rows count as one.
-      host: the number of the current host.
-      turns: of how many batches in succession the host takes one; the others are those
+      global_batch_size: B.
+      held: the rows that the host loads, ascending, int64.
+      part: the number of the host and of all hosts, if they hold equal parts of the
+        rows; otherwise None.
+      later: the rows that the host holds of batches of other sizes that may come.
+      every: of how many batches in succession the host takes one; the others are those
         of other processes with the same rows, such as workers of a PyTorch loader.
-      skips: the number of batches that it skips before its first.
+      first: the number of batches that it skips before its first.
     """
 
-    row_hosts: np.ndarray
-    host: int
-    turns: int = 1
-    skips: int = 0
+    global_batch_size: int
+    held: np.ndarray
+    part: tuple[int, int] | None = None
+    later: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    every: int = 1
+    first: int = 0
 
     @classmethod
     def in_order(
-        cls, host: int, *, num_hosts: int, global_batch_size: int
+        cls,
+        host: int,
+        *,
+        num_hosts: int,
+        global_batch_size: int,
+        later: Iterable[int] = (),
     ) -> Placement:
         """The placement in which host h of H holds the h-th part of the rows."""
-        if global_batch_size % num_hosts:
-            raise errors.ConfigError(
-                f"a global batch of {global_batch_size} rows cannot be divided evenly"
-                f" among {num_hosts} hosts; choose a multiple of {num_hosts}"
-            )
-        row_hosts = np.repeat(np.arange(num_hosts), global_batch_size // num_hosts)
-        return cls(row_hosts=row_hosts, host=host)
 
-    @property
-    def num_hosts(self) -> int:
-        """The number of hosts."""
-        return int(self.row_hosts.max()) + 1
+        def held(size: int) -> np.ndarray:
+            if size % num_hosts:
+                raise errors.ConfigError(
+                    f"a global batch of {size} rows cannot be divided evenly among"
+                    f" {num_hosts} hosts; choose a multiple of {num_hosts}"
+                )
+            return np.arange(host * size // num_hosts, (host + 1) * size // num_hosts)
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HostRows:
-    """The rows of every batch that one host loads, until B or the hosts change.
-
-    Attributes:
-      rows: the rows of a batch that the host loads, ascending, int64.
-      shards: the shards that the host runs, ascending; it discards their rows that are
-        not in `rows`.
-      writes: the shards whose cursors the host saves; each shard has one such host.
-    """
-
-    rows: np.ndarray
-    shards: np.ndarray
-    writes: np.ndarray
-
-
-def stream_rows(batch: BatchRows, position: int) -> np.ndarray:
-    """The stream row of each row of the batch at `position`, int64 `[B]`."""
-    shards = batch.shards(position)
-    if batch.arrangement is not Arrangement.BLOCKED:
-        return position + np.arange(batch.global_batch_size)
-    # The j-th row of shard s in this batch is its row number emitted + j.
-    rows_a_shard = batch.global_batch_size // batch.num_shards
-    turn = np.tile(np.arange(rows_a_shard), batch.num_shards)
-    first = emitted(position, batch.num_shards)[shards]
-    return (first + turn) * batch.num_shards + shards
-
-
-def emitted(position: int, num_shards: int) -> np.ndarray:
-    """The number of rows of each shard before stream row `position`, int64 `[S]`."""
-    return (position + num_shards - 1 - np.arange(num_shards)) // num_shards
-
-
-def assign(batch: BatchRows, row_hosts: np.ndarray, position: int) -> list[HostRows]:
-    """The rows that each host loads, from `position` on.
-
-    Args:
-      batch: S and B.
-      row_hosts: the host that loads each row of a batch, int `[B]`, numbered from 0
-        without gaps; hosts that hold the same rows count as one.
-      position: the position in the stream of the first batch.
-    """
-    # Every pair of a host and a shard that it runs, sorted, as two arrays; and for each
-    # pair, whether the host is the first that runs the shard.
-    #
-    # The next batch begins B rows later. Unless the arrangement is blocked, a row then
-    # comes from another shard, and over time from every gcd(B, S)-th shard.
-    num_shards = batch.num_shards
-    stride = math.gcd(batch.global_batch_size, num_shards)
-    classes = _classes(batch, row_hosts, position)
-    later = np.arange(0, num_shards, stride)
-    first_pairs = classes // stride * num_shards + classes % stride
-    pairs = np.sort((first_pairs[:, None] + later).reshape(-1))
-    hosts, shards = pairs // num_shards, pairs % num_shards
-    first = np.full(num_shards, row_hosts.size)
-    np.minimum.at(first, shards, hosts)
-    writes = first[shards] == hosts
-    rows = np.argsort(row_hosts, kind="stable")
-    ends = np.arange(1, int(row_hosts.max()) + 1)
-    return [
-        HostRows(rows=loads, shards=runs, writes=saves)
-        for loads, runs, saves in zip(
-            np.split(rows, np.searchsorted(row_hosts[rows], ends)),
-            np.split(shards, np.searchsorted(hosts, ends)),
-            np.split(shards[writes], np.searchsorted(hosts[writes], ends)),
-            strict=True,
+        return cls(
+            global_batch_size=global_batch_size,
+            held=held(global_batch_size),
+            part=(host, num_hosts),
+            later={size: held(size) for size in later},
         )
+
+    def shards(self, num_shards: int, number: int = 0) -> np.ndarray:
+        """The shards that the host runs from batch `number` of a period on."""
+        now = host_shards(
+            num_shards,
+            self.global_batch_size,
+            self.held,
+            every=self.every,
+            first=number + self.first,
+        )
+        later = [host_shards(num_shards, *each) for each in self.later.items()]
+        return np.unique(np.concatenate([now, *later]))
+
+
+def in_order(
+    num_hosts: int, global_batch_size: int, *, later: Iterable[int] = ()
+) -> list[Placement]:
+    """The placements of hosts of which each holds the part of its number."""
+    return [
+        Placement.in_order(
+            host, num_hosts=num_hosts, global_batch_size=global_batch_size, later=later
+        )
+        for host in range(num_hosts)
     ]
 
 
-def _classes(batch: BatchRows, row_hosts: np.ndarray, position: int) -> np.ndarray:
-    # Every pair of a host and the residue, modulo gcd(B, S), of a shard that it runs.
-    stride = math.gcd(batch.global_batch_size, batch.num_shards)
-    return np.unique(row_hosts * stride + batch.shards(position) % stride)
+def _classes(num_shards: int, size: int) -> tuple[int, int]:
+    # The rows and the shards of a class.
+    number = math.gcd(num_shards, size)
+    return size // number, num_shards // number
 
 
-def taken(batch: BatchRows, placement: Placement, position: int) -> HostRows:
-    """The rows that the current host loads from the batches that it takes.
+def batch_shards(num_shards: int, size: int, number: int) -> np.ndarray:
+    """The shard of each row of batch `number` of a period, int64 `[B]`.
+
+    Rows of the same shard are in the order in which the shard yields them.
+    """
+    rows, shards = _classes(num_shards, size)
+    row = np.arange(size)
+    return row // rows * shards + (number * rows + row % rows) % shards
+
+
+def emitted(num_shards: int, history: History) -> np.ndarray:
+    """The number of rows that each shard has yielded, int64 `[S]`."""
+    total = np.zeros(num_shards, np.int64)
+    for size, batches in history:
+        total += shard_rows(num_shards, np.arange(num_shards), size, batches)
+    return total
+
+
+def shard_rows(num_shards: int, shard: Array, size: int, batches: Array) -> Array:
+    """The rows of shards in the first batches of a period."""
+    rows, shards = _classes(num_shards, size)
+    return (batches * rows + shards - 1 - shard % shards) // shards
+
+
+def batch_ids(num_shards: int, history: History, size: int) -> np.ndarray:
+    """The id of each row of the batch after `history`, int64 `[B]`.
+
+    Row k of shard s has the id k * S + s.
+    """
+    shards = batch_shards(num_shards, size, batches_of(history, size))
+    b, m = _classes(num_shards, size)
+    turn = np.arange(size) % b // m
+    return (emitted(num_shards, history)[shards] + turn) * num_shards + shards
+
+
+def host_shards(
+    num_shards: int, size: int, held: np.ndarray, *, every: int = 1, first: int = 0
+) -> np.ndarray:
+    """The shards of which a host ever holds a row, until the batch size changes.
 
     Args:
-      batch: S and B.
-      placement: the host, and which batches it takes.
-      position: the position in the stream, before any batch is skipped.
+      num_shards: S.
+      size: B.
+      held: the rows of the host.
+      every: how many batches later the host takes its next one.
+      first: the number of its first batch in the period.
     """
-    loads = assign(batch, placement.row_hosts, position)[placement.host]
-    if placement.turns == 1:
-        return loads
-    first = position + placement.skips * batch.global_batch_size
-    shards = batch.shards(first)[loads.rows]
-    if batch.arrangement is not Arrangement.BLOCKED:
-        # The next batch that it takes begins `turns * B` rows later.
-        stride = math.gcd(placement.turns * batch.global_batch_size, batch.num_shards)
-        later = np.arange(0, batch.num_shards, stride)
-        shards = (np.unique(shards % stride)[:, None] + later).reshape(-1)
-    shards = np.unique(shards)
-    return HostRows(rows=loads.rows, shards=shards, writes=shards)
+    rows, shards = _classes(num_shards, size)
+    stride = math.gcd(every, shards)
+    starts = held // rows * shards + (first * rows + held % rows) % stride
+    return np.unique(np.unique(starts)[:, None] + np.arange(0, shards, stride))
+
+
+def shard_hosts(
+    num_shards: int, size: int, held: Mapping[int, np.ndarray]
+) -> np.ndarray:
+    """The host that saves each shard, int64 `[S]`: the first that runs it.
+
+    Args:
+      num_shards: S.
+      size: B.
+      held: the rows that each host holds.
+    """
+    hosts = np.empty(num_shards, np.int64)
+    for host in sorted(held, reverse=True):
+        hosts[host_shards(num_shards, size, held[host])] = host
+    return hosts
+
+
+def shard_reads(num_shards: int, placements: Iterable[Placement]) -> float:
+    """How many hosts run a shard, on average; those with the same rows count as one."""
+    distinct = {each.held.tobytes(): each for each in placements}
+    return sum(each.shards(num_shards).size for each in distinct.values()) / num_shards
+
+
+def num_rows(history: History) -> int:
+    """The rows of all batches."""
+    return sum(size * batches for size, batches in history)
+
+
+def batches_of(history: History, size: int) -> int:
+    """The number of batches so far in the period of a batch of `size` rows."""
+    return history[-1][1] if history and history[-1][0] == size else 0
+
+
+def after(history: History, size: int, batches: int = 1) -> History:
+    """The history after more batches."""
+    so_far = batches_of(history, size)
+    return (*(history[:-1] if so_far else history), (size, so_far + batches))
 
 
 def suggest_num_shards(
@@ -213,8 +204,8 @@ def suggest_num_shards(
 ) -> int:
     """The smallest number of logical shards that suits some hosts and batches.
 
-    With it, each host loads the rows that its own devices hold, and none has to be
-    exchanged. No shard is run by two workers of a PyTorch loader.
+    With it, each shard is read by one host alone, and by one worker of a PyTorch
+    loader.
 
     Args:
       hosts: the numbers of hosts that a run may have.
@@ -238,7 +229,4 @@ def suggest_num_shards(
     if any(number > 1 for number in loader_workers):
         # Workers take whole batches in turn, so these have to come from other shards.
         return math.lcm(*(b * max(w, 1) for b in batches for w in loader_workers))
-    least = math.lcm(*hosts)
-    if all(size % least == 0 for size in batches):
-        return least
-    return math.lcm(*batches)
+    return math.lcm(*hosts)

@@ -54,37 +54,39 @@ class Task:
 
     Attributes:
       make_shard: makes the pipeline of a shard.
-      batch: S and B.
+      num_shards: S.
+      size: B.
       keep: the rows of a batch to return, ascending.
-      position: the position in the stream of the first batch.
+      number: of the first batch in its period; see `rows`.
       start: the cursors of the shards to run; None for a shard at its beginning.
       end: how the data ends. If it does, shards that have ended yield rows of zeros,
         and `mask` is false for these.
       track: whether to return cursors with each batch.
-      turns: of how many batches in succession one is returned; the rows of the others
+      every: of how many batches in succession one is returned; the rows of the others
         are read where a shard has them, and dropped.
-      skips: the number of batches to drop before the first.
+      first: the number of batches to drop before the first.
     """
 
     make_shard: shard_steps.MakeShard
-    batch: rows.BatchRows
+    num_shards: int
+    size: int
     keep: np.ndarray
-    position: int
+    number: int
     start: cursors.Cursors
     end: elastic_data.End
     track: bool
-    turns: int = 1
-    skips: int = 0
+    every: int = 1
+    first: int = 0
 
     @property
     def finite(self) -> bool:
         """Whether the data is finite."""
         return self.end is not elastic_data.End.NEVER
 
-    def row_shards(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+    def row_shards(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """The shard of each row that is read for a batch, and whether it is kept."""
-        shards = self.batch.shards(position)
-        runs, keep = np.zeros(self.batch.num_shards, bool), np.zeros(len(shards), bool)
+        shards = rows.batch_shards(self.num_shards, self.size, number)
+        runs, keep = np.zeros(self.num_shards, bool), np.zeros(self.size, bool)
         runs[list(self.start)] = keep[self.keep] = True
         mine = runs[shards]
         return shards[mine], keep[mine]
@@ -95,8 +97,8 @@ class ShardRows:
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._position = task.position
-        self._skips = task.skips
+        self._number = task.number
+        self._skips = task.first
         # The cursors of shards that are not opened yet.
         self._unopened = dict(task.start)
         self._opened: dict[int, grain.DatasetIterator] = {}
@@ -107,7 +109,7 @@ class ShardRows:
     def __next__(self) -> Loaded:
         for _ in range(self._skips):
             self._next_rows()
-        self._skips = self._task.turns - 1
+        self._skips = self._task.every - 1
         kept = self._next_rows()
         changed = self.changed() if self._task.track else {}
         return Loaded(
@@ -117,9 +119,9 @@ class ShardRows:
 
     def _next_rows(self) -> list[Any]:
         # The rows to return of the next batch, None for those of shards that ended.
-        row_shards = self._task.row_shards(self._position)
+        row_shards = self._task.row_shards(self._number)
         shards, keep = (array.tolist() for array in row_shards)
-        self._position += self._task.batch.global_batch_size
+        self._number += 1
         drawn = [self._next_row(shard) for shard in shards]
         self._changed.update(shards)
         return [row for row, is_kept in zip(drawn, keep, strict=True) if is_kept]
@@ -200,11 +202,11 @@ class ShardRows:
     def _any(self) -> Any:
         # An example of any shard, for its shapes: the shards of this task have none.
         with records.row_due():
-            for shard in range(self._task.batch.num_shards):
+            for shard in range(self._task.num_shards):
                 for example in self._task.make_shard(shard):
                     return example
         raise errors.DataError(
-            f"none of the {self._task.batch.num_shards} logical shards has an example;"
+            f"none of the {self._task.num_shards} logical shards has an example;"
             " check whether a filter or another step leaves out all of them"
         )
 

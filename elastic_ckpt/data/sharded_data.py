@@ -2,8 +2,7 @@
 
 A shard may filter, tokenise, chunk, shuffle and pack in any way, because nothing inside
 it depends on hosts or batches. Rows are taken from the shards in turn (`data.rows`). A
-host runs the shards that it owns; when the hosts change, shards move to other hosts by
-their cursors.
+host runs the shards of its rows, from their saved cursors.
 
 The caller, or worker processes that share the host's shards, read the rows. The saved
 state is the same in both cases.
@@ -62,7 +61,7 @@ class ShardedData:
       make_shard: makes the pipeline of a shard from the shard's number: a Grain
         `IterDataset` of dicts of arrays with the same shapes everywhere. It must be a
         pure function and picklable by cloudpickle. Batches have an additional feature,
-        `example_id`, uint32 `[B, 2]`: the number of each row in the stream. Examples
+        `example_id`, uint32 `[B, 2]`: a number for each row of the run. Examples
         must not have a feature of this name, or of that in `end`.
       num_shards: S, fixed for the whole run.
       pipeline: identifies `make_shard`, JSON; change it when the examples change.
@@ -117,36 +116,13 @@ class ShardedData:
         made = self.make_shard.dealt(dealing)
         return dataclasses.replace(self, make_shard=made, pipeline=made.identity())
 
-    def host_shards(
-        self, row_hosts: np.ndarray, position: cursors.Position
-    ) -> list[list[int]]:
-        """The shards that each host runs from `position` on."""
-        assigned = rows.assign(
-            self._batch(row_hosts), row_hosts, state.row_of(position)
-        )
-        return [host.shards.tolist() for host in assigned]
-
     def host_batches(self, placement: rows.Placement) -> elastic_data.HostBatches:
         """The rows of each global batch that one host loads."""
-        batch = self._batch(placement.row_hosts)
-        if placement.host == 0:
-            assigned = rows.assign(batch, placement.row_hosts, 0)
-            _warn_of_discarded_rows(
-                self.num_shards,
-                placement.num_hosts,
-                batch.global_batch_size,
-                sum(host.shards.size for host in assigned),
-            )
-        if placement.host == 0 and placement.skips == 0 and placement.turns > 1:
+        if placement.every > 1 and not placement.first and not placement.held[0]:
             _warn_of_dropped_batches(
-                self.num_shards, len(placement.row_hosts), placement.turns
+                self.num_shards, placement.global_batch_size, placement.every
             )
-        return _HostBatches(self, batch, placement)
-
-    def _batch(self, row_hosts: np.ndarray) -> rows.BatchRows:
-        return rows.BatchRows(
-            num_shards=self.num_shards, global_batch_size=len(row_hosts)
-        )
+        return _HostBatches(self, placement)
 
 
 def sharded(
@@ -179,7 +155,7 @@ def sharded(
       make_shard: makes the pipeline of a shard from its number: a
         `grain.IterDataset` of dicts of arrays, whose shapes are the same everywhere. A
         pure function, picklable by cloudpickle. Batches also have the feature
-        `example_id`, uint32 `[B, 2]`, the number of each row in the stream, a name that
+        `example_id`, uint32 `[B, 2]`, a number for each row of the run, a name that
         examples must not use.
       num_shards: S, fixed for the whole run; only needed if the pipeline does not begin
         with `ec.data.Records`.
@@ -251,31 +227,10 @@ _BATCHED = ("BatchMapDataset", "BatchIterDataset")
 
 
 @functools.cache
-def _warn_of_discarded_rows(
-    num_shards: int, num_hosts: int, size: int, num_run: int
-) -> None:
-    if num_run > num_shards:
-        made = round(size * num_run / num_shards)
-        logging.warning(
-            "%d hosts with batches of %d rows from %d logical shards: hosts run the"
-            " same shards, make %d rows for a batch and discard %d; choose a number of"
-            " hosts that divides the shards, or batches of a multiple or a divisor of"
-            " them",
-            num_hosts,
-            size,
-            num_shards,
-            made,
-            made - size,
-        )
-
-
-@functools.cache
 def _warn_of_dropped_batches(num_shards: int, size: int, turns: int) -> None:
-    batch = rows.BatchRows(num_shards=num_shards, global_batch_size=size)
-    one = rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
     run = [
-        rows.taken(batch, dataclasses.replace(one, turns=turns, skips=skips), 0).shards
-        for skips in range(turns)
+        rows.host_shards(num_shards, size, np.arange(size), every=turns, first=first)
+        for first in range(turns)
     ]
     made = sum(map(len, run))
     if made > num_shards:
@@ -295,15 +250,12 @@ def _warn_of_dropped_batches(num_shards: int, size: int, turns: int) -> None:
 class _HostBatches:
     """The rows of one host, from its shards in turn."""
 
-    def __init__(
-        self, data: ShardedData, batch: rows.BatchRows, placement: rows.Placement
-    ) -> None:
+    def __init__(self, data: ShardedData, placement: rows.Placement) -> None:
         self._data = data
-        self._batch = batch
         self._placement = placement
         self.in_process_by_default = data.num_workers is None
         self._reader: readers.Reader | None = None
-        self.go_to({"stream_row": 0}, lambda shards: dict.fromkeys(shards))
+        self.go_to(state.position_of(()), lambda shards: dict.fromkeys(shards))
 
     def __next__(self) -> dict[str, np.ndarray]:
         self._check_whole()
@@ -313,21 +265,21 @@ class _HostBatches:
             # Some shards are now ahead of the position: do not continue or save.
             self._error = str(error) or type(error).__name__
             raise
-        size = self._batch.global_batch_size
-        self._stream_row += self._skips * size
-        ids = rows.stream_rows(self._batch, self._stream_row)[self._mine.rows]
-        self._stream_row += size
-        self._skips = self._placement.turns - 1
-        return shard_rows.with_ids(loaded, ids)
+        size = self._placement.global_batch_size
+        if self._skips:
+            self._history = rows.after(self._history, size, self._skips)
+        ids = rows.batch_ids(self._data.num_shards, self._history, size)
+        self._history = rows.after(self._history, size)
+        self._skips = self._placement.every - 1
+        return shard_rows.with_ids(loaded, ids[self._placement.held])
 
     def position(self) -> cursors.Position:
         self._check_whole()
-        return {"stream_row": self._stream_row}
+        return state.position_of(self._history)
 
-    def shard_cursors(self, *, shared: bool = False) -> cursors.Cursors:
+    def shard_cursors(self) -> cursors.Cursors:
         self.changed()
-        shards = self._mine.shards if shared else self._mine.writes
-        return self._made(shards.tolist())
+        return {shard: cursors.made(each) for shard, each in self._cursors.items()}
 
     def changed(self) -> Mapping[int, cursors.Lazy]:
         self._check_whole()
@@ -336,14 +288,14 @@ class _HostBatches:
         return changed
 
     def go_to(self, position: cursors.Position, read: elastic_data.ReadCursors) -> None:
-        stream_row = position["stream_row"]
-        assert isinstance(stream_row, int)
-        mine = rows.taken(self._batch, self._placement, stream_row)
-        start = dict(read(mine.shards.tolist()))
+        history = state.history_of(position)
+        placement = self._placement
+        number = rows.batches_of(history, placement.global_batch_size)
+        shards = placement.shards(self._data.num_shards, number)
+        start = dict(read(shards.tolist()))
         self._check_datasets(start)
         self.close()
-        self._mine, self._stream_row = mine, stream_row
-        self._skips = self._placement.skips
+        self._history, self._skips = history, placement.first
         self._cursors: dict[int, cursors.Lazy] = dict(start)
         self._error: str | None = None
 
@@ -370,17 +322,18 @@ class _HostBatches:
 
     def _next_rows(self) -> shard_rows.Rows:
         if self._reader is None:
-            data = self._data
+            data, placement = self._data, self._placement
             task = shard_rows.Task(
                 make_shard=data.make_shard,
-                batch=self._batch,
-                keep=self._mine.rows,
-                position=self._stream_row,
-                start=self._made(self._cursors),
+                num_shards=data.num_shards,
+                size=placement.global_batch_size,
+                keep=placement.held,
+                number=rows.batches_of(self._history, placement.global_batch_size),
+                start=self.shard_cursors(),
                 end=data.end,
                 track=False,
-                turns=self._placement.turns,
-                skips=self._skips,
+                every=placement.every,
+                first=self._skips,
             )
             self._reader = readers.reader(
                 task,
@@ -392,9 +345,6 @@ class _HostBatches:
         loaded = next(self._reader).rows
         assert loaded is not None
         return loaded
-
-    def _made(self, shards: Iterable[int]) -> dict[int, cursors.Cursor]:
-        return {shard: cursors.made(self._cursors[shard]) for shard in shards}
 
     def _check_whole(self) -> None:
         if self._error is not None:

@@ -12,11 +12,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import (
-    cursors,
     elastic_data,
     mixing,
     pipeline_changes,
@@ -109,12 +106,6 @@ class StagedData:
                 for stage, each in zip(self.stages, settings, strict=True)
             ],
         }
-
-    def host_shards(
-        self, row_hosts: np.ndarray, position: cursors.Position
-    ) -> list[list[int]]:
-        """See `ElasticData`."""
-        return self.current.data.host_shards(row_hosts, position)
 
     def host_batches(self, placement: rows.Placement) -> elastic_data.HostBatches:
         """The rows of each global batch of the stage that one host loads."""

@@ -3,15 +3,15 @@
 Version 1 of `data_state.json` (a `checked_json` file) has the fields
 
 * `engine`: the engine that wrote it, `"positional"` or `"sharded"`
-* `position`: the position that all hosts share: `{"global_next_index": 960}` or
-  `{"stream_row": 960}`
+* `position`: the position that all hosts share: `{"global_next_index": 960}`, or
+  `{"batches": [[96, 8], [48, 4]]}`, the batches so far: the rows of each, and how many
 * `pipeline`: the settings that determine the order of examples, by configuration key
 * `left_out`, if there are any: the ranges of positions, `[start, stop]`, that the run
   has left out
 * `progress`, of data with stages: the training step of the next batch, and the number
   of stages that have begun, `{"step": 20, "begun": 2}`
 
-It contains neither the number of hosts nor the batch size: both may differ at resume.
+It does not contain the number of hosts. That and the batch size may differ at resume.
 The cursors of logical shards are in files beside it, see `data.cursors`.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 from etils import epath
 
 from elastic_ckpt.core import checked_json, errors, storage
-from elastic_ckpt.data import pipeline_changes
+from elastic_ckpt.data import cursors, pipeline_changes, rows
 
 FILE_NAME = "data_state.json"
 VERSION = 1
@@ -66,7 +66,7 @@ class DataState:
 
     @property
     def row(self) -> int:
-        """The only number of the position."""
+        """The number of rows before the position."""
         return row_of(self.position)
 
     @property
@@ -122,11 +122,23 @@ def progress_of(fields: Mapping[str, Any]) -> Progress | None:
     return Progress(**fields["progress"]) if "progress" in fields else None
 
 
-def row_of(position: dict[str, storage.Json]) -> int:
-    """The only number of a position: rows, or examples, before it."""
+def row_of(position: cursors.Position) -> int:
+    """The number of rows before a position."""
+    if "batches" in position:
+        return rows.num_rows(history_of(position))
     (row,) = position.values()
     assert isinstance(row, int)
     return row
+
+
+def history_of(position: Mapping[str, Any]) -> rows.History:
+    """The batches before a position of data with logical shards."""
+    return tuple((size, number) for size, number in position["batches"])
+
+
+def position_of(history: rows.History) -> cursors.Position:
+    """The inverse of `history_of`."""
+    return {"batches": [list(period) for period in history]}
 
 
 def check_same_pipeline(

@@ -73,6 +73,7 @@ ELASTIC_KEYS = (
 # Keys that MaxText does not have: of its data,
 _OWN_DATA_KEYS = (
     "num_logical_shards",
+    "max_shard_reads",
     "data_stages",
     "grain_record_format",
     "chat_template_date",

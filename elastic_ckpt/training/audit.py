@@ -188,14 +188,15 @@ class OneHostRun:
 
     def next(self, trained: Trained) -> Rows:
         """The batch in the place of one that was trained on."""
-        size = trained.record.num_rows
         while self._position < trained.position:
             # Left out; another pipeline may have made the rest of it.
+            size = key_at(trained.history, self._position)[-1]
             starts = [start for start, _ in trained.history if start > self._position]
             stop = min(*starts, trained.position, self._position + size)
             next(self._of_size(trained.history, stop - self._position))
             self.num_left_out += stop - self._position
             self._position = stop
+        size = trained.record.num_rows
         batches = self._of_size(trained.history, size)
         batch = next(batches)
         for _ in range(self._max_empty):

@@ -1,10 +1,10 @@
 """Which steps used a document, and which documents a step used.
 
 The step log has the batches of all attempts, those that were trained again included.
-With the rows that an attempt left out, they place each batch in the stream of rows:
-row `g` of it is row `g // S` of logical shard `g % S` (`data.rows`). The rows of a
-shard name their documents when its pipeline is executed once more
-(`data.provenance`), from the beginning or from the last saved data state before them.
+With the rows that an attempt left out, they place each batch in the stream of rows, and
+so tell the rows of each logical shard in it (`data.rows`). These name their documents
+when the shard's pipeline is executed once more (`data.provenance`), from the beginning
+or from the last saved data state before them.
 Which shard reads a record, and when, is a pure function of numbers, so a search reads
 one shard for each epoch.
 
@@ -41,10 +41,9 @@ from elastic_ckpt.data.sources import arrayrecord
 from elastic_ckpt.training import step_log
 from elastic_ckpt.training.stream import (
     History,
-    Pipeline,
     Stream,
     Trained,
-    key_at,
+    batches,
     sharded,
     until,
 )
@@ -350,10 +349,8 @@ class Provenance:
 
     def _sharded_rows(self, trained: Trained) -> Iterator[UsedRow]:
         data = self.stream.sharded(trained.history, trained.position)
-        batch = rows.BatchRows(
-            num_shards=data.num_shards, global_batch_size=trained.record.num_rows
-        )
-        stream = rows.stream_rows(batch, trained.position)
+        before = batches(trained.history, trained.position)
+        stream = rows.batch_ids(data.num_shards, before, trained.record.num_rows)
         self._check_ids(trained, stream)
         of_shard: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
         for row, number in enumerate(stream.tolist()):
@@ -361,7 +358,8 @@ class Provenance:
             of_shard[shard].append((index, row))
         states = self.saved_before(trained.history, trained.position)
         saved = states[0] if states else None
-        begins = rows.emitted(saved.state.row if saved else 0, data.num_shards)
+        so_far = state.history_of(saved.state.position) if saved else ()
+        begins = rows.emitted(data.num_shards, so_far)
         self.announce(
             trained.history,
             {s: max(each)[0] + 1 - int(begins[s]) for s, each in of_shard.items()},
@@ -522,7 +520,7 @@ class ShardStream:
 
     Attributes:
       index: the number of the shard's next row.
-      num_shards: S.
+      begins: that of the first row that each pipeline of the stream makes.
     """
 
     def __init__(
@@ -537,21 +535,20 @@ class ShardStream:
         self._run, self._history, self._shard = run, history, shard
         self._watched = watched
         self._cursor: cursors.Cursor = None
-        row = 0
+        so_far: rows.History = ()
         if saved is not None:
-            row = saved.state.row
+            so_far = state.history_of(saved.state.position)
             self._cursor = saved.cursors([shard])[shard]
-        num_shards = run.stream.sharded(history, row).num_shards
-        self.num_shards = num_shards
-        self.index = int(rows.emitted(row, num_shards)[shard])
-        self._key: Pipeline | None = None
+        num_shards = run.stream.sharded(history, 0).num_shards
+        self.index = int(rows.emitted(num_shards, so_far)[shard])
+        # The first row of each pipeline of the stream.
+        self.begins = [
+            int(rows.emitted(num_shards, batches(history, start))[shard])
+            for start, _ in history
+        ]
+        self._key: list[Any] = []
         # The shard by each pipeline, the current one last.
         self._all: list[provenance.FollowedShard] = []
-
-    @property
-    def stream_row(self) -> int:
-        """The number of the shard's next row in the stream."""
-        return self.index * self.num_shards + self._shard
 
     @property
     def is_read(self) -> bool:
@@ -591,10 +588,11 @@ class ShardStream:
             self._all[-1].close()
 
     def _open(self, *, ahead: bool = True) -> provenance.FollowedShard:
-        key = key_at(self._history, self.stream_row)
+        number = bisect.bisect_right(self.begins, self.index) - 1
+        start, (*key, _) = self._history[number]
         if self._all and (key == self._key or not ahead):
             return self._all[-1]
-        data = self._run.stream.data_at(self._history, self.stream_row)
+        data = self._run.stream.data_at(self._history, start)
         if self._all:
             # The run continued with other weights or datasets, or in another stage.
             self._cursor = self._all[-1].cursor()
@@ -624,9 +622,8 @@ class _OfHistory:
         self, run: Provenance, history: History, trained: Sequence[Trained]
     ) -> None:
         self._run, self._history, self._trained = run, history, trained
-        self._starts = np.array([t.position for t in trained], np.int64)
-        self._stops = np.array([t.stop for t in trained], np.int64)
-        self._end = int(self._stops.max())
+        self._end = max(t.stop for t in trained)
+        self._num_shards = run.stream.sharded(history, 0).num_shards
         self._saved = run.saved_before(history, self._end)
 
     def find(
@@ -649,8 +646,7 @@ class _OfHistory:
         # The last epoch that a shard was in at the newest saved state.
         if not self._saved:
             return -1
-        num_shards = self._run.stream.sharded(self._history, self._end).num_shards
-        at_end = self._saved[0].cursors(range(num_shards))
+        at_end = self._saved[0].cursors(range(self._num_shards))
         return max(
             records.epoch_at(
                 part, (provenance.read_until(cursor, name) or (0, 0))[0], shard=s
@@ -675,7 +671,7 @@ class _OfHistory:
                 watched=(name, turn.number),
             )
             is_too_late = saved is not None and stream.reads_again(name)
-            begin = stream.stream_row
+            begin = stream.index
             first = None if is_too_late else stream.next()
             if saved is None or not stream.is_read:
                 break
@@ -683,7 +679,7 @@ class _OfHistory:
             stream.close()
         self._run.announce(
             self._history,
-            {turn.shard: len(range(begin, self._end, stream.num_shards))},
+            {turn.shard: max(0, self._indices(turn.shard, [self._end])[0] - begin)},
             saved,
             self._end - 1,
         )
@@ -697,29 +693,30 @@ class _OfHistory:
         stream: ShardStream,
         name: str,
         turn: records.Turn,
-        row: int,
+        index: int,
         found: list[provenance.Piece] | None,
     ) -> tuple[list[tuple[int, provenance.Piece]], bool]:
-        # The record's pieces with their stream rows, from a row on, and whether no more
-        # can come.
+        # The pieces of the record with the numbers of their rows in the shard, from one
+        # on, and whether no more can come.
+        (end,) = self._indices(turn.shard, [self._end])
         pieces: list[tuple[int, provenance.Piece]] = []
         num_tokens = 0
         for number in itertools.count(1):
-            if row >= self._end:
+            if index >= end:
                 # The first row is read in any case.
                 return pieces, number > 1 and self._is_past(stream, name, turn)
-            if found is None and row >= self._history[-1][0]:
+            if found is None and index >= stream.begins[-1]:
                 return pieces, True
             # A later stage may have more of a shard that has ended.
             found = found or []
-            pieces += [(row, piece) for piece in found]
+            pieces += [(index, piece) for piece in found]
             num_tokens += sum(piece.num_tokens or 0 for piece in found)
             is_whole = bool(num_tokens) and num_tokens + 1 == stream.watched_tokens
             is_due = number % _CHECK_ROWS == 0
             if is_whole or (is_due and self._is_past(stream, name, turn)):
                 return pieces, True
-            row = stream.stream_row
-            if row < self._end:
+            index = stream.index
+            if index < end:
                 found = stream.next()
         raise AssertionError
 
@@ -737,19 +734,20 @@ class _OfHistory:
         *,
         is_over: bool,
     ) -> Found:
+        begins = self._indices(turn.shard, [each.position for each in self._trained])
+        ends = self._indices(turn.shard, [each.stop for each in self._trained])
         uses = [
-            (number, self._use(number, row, piece))
-            for row, piece in pieces
-            for number in np.flatnonzero(
-                (self._starts <= row) & (row < self._stops)
-            ).tolist()
+            (number, self._use(number, index * self._num_shards + turn.shard, piece))
+            for index, piece in pieces
+            for number in np.flatnonzero((begins <= index) & (index < ends)).tolist()
         ]
         uses.sort(key=lambda each: each[0])
         outcome: Outcome
         if any(use.is_current for _, use in uses):
             outcome = "used"
         elif pieces:
-            is_left = any(row < self._run.current_end for row, _ in pieces)
+            (current,) = self._indices(turn.shard, [self._run.current_end])
+            is_left = any(index < current for index, _ in pieces)
             outcome = "left_out" if is_left else "not_yet_used"
         elif not stream.is_read:
             outcome = "corrupt" if is_over else "not_yet_used"
@@ -769,16 +767,21 @@ class _OfHistory:
             uses=tuple(use for _, use in uses),
         )
 
-    def _use(self, number: int, row: int, piece: provenance.Piece) -> Use:
+    def _indices(self, shard: int, positions: Sequence[int]) -> np.ndarray:
+        # The number of rows of a shard before each position.
+        total, begin = np.zeros(len(positions), np.int64), 0
+        for size, number in batches(self._history, self._end):
+            taken = np.clip((np.array(positions) - begin) // size, 0, number)
+            total += rows.shard_rows(self._num_shards, shard, size, taken)
+            begin += size * number
+        return total
+
+    def _use(self, number: int, id_: int, piece: provenance.Piece) -> Use:
         trained = self._trained[number]
-        batch = rows.BatchRows(
-            num_shards=self._run.stream.sharded(self._history, row).num_shards,
-            global_batch_size=trained.record.num_rows,
-        )
-        (of_batch,) = np.flatnonzero(rows.stream_rows(batch, trained.position) == row)
-        return self._run.use(
-            trained, int(of_batch), piece.first_token, piece.num_tokens
-        )
+        before = batches(trained.history, trained.position)
+        ids = rows.batch_ids(self._num_shards, before, trained.record.num_rows)
+        (row,) = np.flatnonzero(ids == id_)
+        return self._run.use(trained, int(row), piece.first_token, piece.num_tokens)
 
 
 class _EmptyBatches:
@@ -808,15 +811,16 @@ class _EmptyBatches:
             of_shards = dict.fromkeys(shards, of_shard)
             self._run.announce(history, of_shards, None, position)
         for _ in range(max_empty):
-            if any(self._is_real(history, n) for n in range(position, position + size)):
+            num_shards = self._run.stream.sharded(history, position).num_shards
+            ids = rows.batch_ids(num_shards, batches(history, position), size)
+            if any(
+                self._is_real(history, *divmod(n, num_shards)) for n in ids.tolist()
+            ):
                 break
             position += size
         return position
 
-    def _is_real(self, history: History, number: int) -> bool:
-        index, shard = divmod(
-            number, self._run.stream.sharded(history, number).num_shards
-        )
+    def _is_real(self, history: History, index: int, shard: int) -> bool:
         key = history, shard
         if key not in self._streams:
             self._streams[key] = ShardStream(

@@ -1,9 +1,9 @@
 """The stream of rows of a run: where the batch of each step lies in it.
 
 The step log has the batches of all attempts, those that were trained again included.
-With the rows that an attempt left out, they place each batch in the stream of rows: row
-`g` of it is row `g // S` of logical shard `g % S` (`data.rows`), made by the pipeline
-of the attempt and stage of its step.
+With the rows that an attempt left out, they place each batch in the stream of rows. The
+sizes of the batches so far determine the rows of each logical shard (`data.rows`), and
+the pipeline of the attempt and stage of its step makes them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import elastic_data, sharded_data, stages
+from elastic_ckpt.data import elastic_data, rows, sharded_data, stages
 from elastic_ckpt.training import step_log
 from elastic_ckpt.training.step_record import StepRecord
 
-# What identifies a pipeline: the settings of the data, and the first step of the stage.
-Pipeline: TypeAlias = tuple[str, int]
+# What identifies a pipeline: the settings of the data, the first step of the stage, and
+# the rows of a batch.
+Pipeline: TypeAlias = tuple[str, int, int]
 # The pipelines that made the stream of rows: the row from which on each is used.
 History: TypeAlias = tuple[tuple[int, Pipeline], ...]
 # The position of the next batch that was trained on, given that after the last one.
@@ -124,7 +125,8 @@ class Stream:
                             history, start, stop, key=key, record=record
                         )
                         position = stop
-                history = _continued(history, position, self._of_step(key, record.step))
+                pipeline = self._of_step(key, record.step, record.num_rows)
+                history = _continued(history, position, pipeline)
                 if after is not None:
                     position = after(history, position, record.num_rows)
                 trained = Trained(
@@ -157,16 +159,17 @@ class Stream:
                     step = last.record.step + 1
                 break
         while position < stop:
-            history = _continued(history, position, self._of_step(key, step))
-            size = stages.size(self.data_at(history, position), size)
+            size = stages.size(stages.at(self._data[key], step), size)
+            pipeline = self._of_step(key, step, size)
+            history = _continued(history, position, pipeline)
             position += size
             step += 1
         return history
 
-    def _of_step(self, key: str, step: int) -> Pipeline:
+    def _of_step(self, key: str, step: int, size: int) -> Pipeline:
         # The pipeline of a step of the data of a key.
         of_stages = stages.of(stages.at(self._data[key], step))
-        return key, of_stages.current.begin if of_stages else 0
+        return key, of_stages.current.begin if of_stages else 0, size
 
     def histories(self) -> dict[History, list[Trained]]:
         """The different streams of rows, each with the steps that have its rows."""
@@ -187,7 +190,7 @@ class Stream:
 
     def data_at(self, history: History, position: int) -> elastic_data.ElasticData:
         """The data that made the row at a position, in its stage."""
-        key, step = key_at(history, position)
+        key, step, _ = key_at(history, position)
         return stages.at(self._data[key], step)
 
     def sharded(self, history: History, position: int) -> sharded_data.ShardedData:
@@ -198,6 +201,17 @@ class Stream:
 def until(history: History, position: int) -> History:
     """The pipelines of the rows before a position."""
     return tuple(each for each in history if each[0] < position)
+
+
+def batches(history: History, position: int) -> rows.History:
+    """The sizes of the batches before a position."""
+    ends = [start for start, _ in history[1:]] + [position]
+    so_far: rows.History = ()
+    for (start, (_, _, size)), end in zip(history, ends, strict=False):
+        number = (min(end, position) - start) // size
+        if number > 0:
+            so_far = rows.after(so_far, size, number)
+    return so_far
 
 
 def key_at(history: History, position: int) -> Pipeline:

@@ -17,7 +17,7 @@ from etils import epath
 from jax.experimental import colocated_python
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from elastic_ckpt.core import allgather, background, errors, metrics, topology
+from elastic_ckpt.core import background, errors, metrics, topology
 from elastic_ckpt.data import (
     compatibility,
     delivery,
@@ -68,8 +68,6 @@ class RemoteIterator:
     ) -> None:
         self._course = stages.Course.first(data, global_batch_size)
         self._sharding = topology.batch_sharding(mesh, spec)
-        held = {device.process_index for device in mesh.devices.flat}
-        self._controllers = tuple(sorted(held))
         self._cpu_sharding = topology.over_all_devices(
             colocated_python.colocated_cpu_devices(mesh)
         )
@@ -110,7 +108,6 @@ class RemoteIterator:
         course = self._course.due()
         if course is not self._course:
             self._change(course)
-            self._go_on(course)
 
     def _go_on(self, course: stages.Course) -> None:
         self._course = course
@@ -128,50 +125,26 @@ class RemoteIterator:
     def resize(self, global_batch_size: int) -> None:
         """Continues the workers with batches of another size.
 
-        The cursors of logical shards that move between hosts pass through the head, or
-        between several controllers through JAX's coordination service.
+        See `iterator.Batches.resize`.
         """
         course = self._course.resized(global_batch_size)
+        after = f"batch {self._workers.num_taken} since its last change"
+        iterator.check_alike(self._sharding, course, after)
         self._change(course)
-        self._go_on(course)
 
     def _change(self, course: stages.Course) -> None:
-        controllers = allgather.shared(self._controllers)
-
-        def offers() -> list[Any]:
-            return self._offers(course)
-
-        def prepare() -> None:
-            self._in_turn(
-                self._worker.prepare,
-                within_secs=_ANSWER_SECS,
-                offers=[offer for of_one in of_all for offer in of_one],
-            )
-
-        within_secs = iterator.CHANGE_SECS
         try:
-            of_all = controllers.agreed("offers", offers, timeout_secs=within_secs)
-            controllers.agreed("prepared", prepare, timeout_secs=within_secs)
-            self._in_turn(self._worker.commit, within_secs=_ANSWER_SECS)
+            self._in_turn(
+                self._worker.go_on,
+                within_secs=_ANSWER_SECS,
+                global_batch_size=course.size,
+                begins_stage=course.stage != self._course.stage,
+                progress=_as_json(course.progress),
+                batches=self._workers.num_taken,
+            )
         finally:
             self._begin_anew()
-
-    def _offers(self, course: stages.Course) -> list[Any]:
-        # One of each host whose devices this process can address.
-        lengths = self._in_turn(
-            self._worker.offer,
-            within_secs=_ANSWER_SECS,
-            global_batch_size=course.size,
-            begins_stage=course.stage != self._course.stage,
-            progress=_as_json(course.progress),
-            batches=self._workers.num_taken,
-        )
-        chunks = [
-            self._in_turn(self._worker.offered, within_secs=_ANSWER_SECS, start=start)
-            for start in range(0, int(lengths.max()), worker.OFFER_BYTES)
-        ]
-        rows = {row.tobytes() for row in np.concatenate(chunks, axis=1)}
-        return [json.loads(row) for row in sorted(rows)]
+        self._go_on(course)
 
     async def save(self, directory: iterator.AwaitedDirectory) -> Awaitable[None]:
         """Has the workers keep their state now, and write it in the background."""

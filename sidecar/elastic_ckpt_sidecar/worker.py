@@ -29,9 +29,6 @@ _SHORT_SECS = 0.001
 # Enough for a hundred ranges.
 _LEFT_OUT_BYTES = 4096
 
-# Bytes of a reply with a part of what hosts tell each other; one suffices for most.
-OFFER_BYTES = 1 << 14
-
 # States that are kept until they are written.
 _SAVES_AT_ONCE = 8
 
@@ -179,12 +176,8 @@ class _HostWorker:
         return call
 
     @failures.reported()
-    def offer(self, call: jax.Array) -> jax.Array:
-        """Begins to change the size or the stage, after so many batches of the former.
-
-        Returns:
-          The length of what other hosts need to know, in bytes: float32 `[devices]`.
-        """
+    def go_on(self, call: jax.Array) -> jax.Array:
+        """Changes the size or the stage, after so many batches of the former."""
         content = messages.decode(call)
         host = self._on(call)
         self._go_back_to(content["batches"])
@@ -193,27 +186,7 @@ class _HostWorker:
             course = course.due()
         else:
             course = course.resized(content["global_batch_size"])
-        self._offer = json.dumps(host.offer(course)).encode()
-        return messages.on_each(call, len(self._offer))
-
-    @failures.reported()
-    def offered(self, call: jax.Array) -> jax.Array:
-        """A chunk of that, padded: uint8 `[devices, OFFER_BYTES]`."""
-        start = messages.decode(call)["start"]
-        part = self._offer[start : start + OFFER_BYTES].ljust(OFFER_BYTES)
-        row = np.frombuffer(part, np.uint8)
-        return messages.reply(call, lambda _: row)
-
-    @failures.reported()
-    def prepare(self, call: jax.Array) -> jax.Array:
-        """Prepares the change, given what all hosts need to know."""
-        self._on(call).prepare(messages.decode(call)["offers"])
-        return messages.on_each(call, 0)
-
-    @failures.reported()
-    def commit(self, call: jax.Array) -> jax.Array:
-        """Goes on with the batches that are prepared."""
-        self._on(call).commit()
+        host.go_on(course)
         return call
 
     @failures.reported()

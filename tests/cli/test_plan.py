@@ -11,15 +11,15 @@ def test_it_says_who_reads_what_and_what_a_misfit_costs():
         "3 hosts, batches of 24: shards are read 1 times\n"
         "  host 0 reads shards 0-3\n"
         "  host 2 reads shards 8-11\n"
-        f"3 hosts, batches of 8: shards are read 2 times; {few} 3\n"
-        "  host 0 reads shards 0-2, 4-6, 8-10\n"
-        "  host 2 reads shards 2-3, 6-7, 10-11\n"
+        f"3 hosts, batches of 8: shards are read 1.25 times; {few} 3\n"
+        "  host 0 reads shards 0-5\n"
+        "  host 2 reads shards 9-11\n"
         f"5 hosts, batches of 24: shards are read 1.17 times; {few} 5\n"
         "  host 0 reads shards 0-2\n"
         "  host 4 reads shards 10-11\n"
-        f"5 hosts, batches of 8: shards are read 2 times; {few} 5\n"
-        "  host 0 reads shards 0-1, 4-5, 8-9\n"
-        "  host 4 reads shards 3, 7, 11\n"
+        f"5 hosts, batches of 8: shards are read 1.5 times; {few} 5\n"
+        "  host 0 reads shards 0-2\n"
+        "  host 4 reads shards 9-11\n"
     )
 
 

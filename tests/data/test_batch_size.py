@@ -1,4 +1,6 @@
-from elastic_ckpt.core import topology
+import pytest
+
+from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import batch_size, data_keys
 
 WORLD = topology.Topology(hosts=4, slices=2, devices=8)
@@ -36,3 +38,25 @@ def test_a_ramp_gives_each_stage_its_share_of_the_rows():
     actual = batch_size.schedule(data_keys.DataKeys(**RAMP), WORLD)
     # 48 rows by 16, 48 by 32 (to the nearest whole step), then the final size.
     assert [actual.at(step) for step in range(8)] == [16, 16, 16, 32, 32, 48, 48, 48]
+
+
+def test_hosts_that_read_shards_too_often_are_refused_unless_a_key_allows_it():
+    keys = {"global_batch_size": 16, "num_logical_shards": 6}
+    with pytest.raises(
+        errors.ConfigError,
+        match=r"4 hosts .* 16 rows .*=6 2 times: choose num_logical_shards=8, .* of 4,"
+        r" or global_batch_size=24;",
+    ):
+        batch_size.schedule(data_keys.DataKeys(**keys), WORLD)
+    allowed = data_keys.DataKeys(**keys, max_shard_reads=2.0)
+    assert batch_size.schedule(allowed, WORLD).at(0) == 16
+    fitting = data_keys.DataKeys(global_batch_size=16, num_logical_shards=8)
+    assert batch_size.schedule(fitting, WORLD).at(0) == 16
+
+
+def test_a_ramp_moves_no_shards_between_hosts():
+    keys = {**RAMP, "num_logical_shards": 50, "max_shard_reads": 2.0}
+    with pytest.raises(errors.ConfigError, match="4 hosts do not divide"):
+        batch_size.schedule(data_keys.DataKeys(**keys), WORLD)
+    data = data_keys.DataKeys(**RAMP, num_logical_shards=12)
+    assert batch_size.schedule(data, WORLD).at(0) == 16

@@ -91,7 +91,9 @@ def test_a_pipeline_is_described_by_these_bytes(variant, golden, tmp_path):
     kind, data = variant
     content = state.to_bytes(
         state.DataState(
-            engine=data.engine, position={"stream_row": 12}, pipeline=data.identity()
+            engine=data.engine,
+            position={"batches": [[12, 1]]},
+            pipeline=data.identity(),
         )
     )
     golden(f"data_state_v1_{kind}.json", content.decode())

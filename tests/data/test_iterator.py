@@ -1,5 +1,4 @@
 import dataclasses
-import json
 
 import grain
 import jax
@@ -13,7 +12,6 @@ from elastic_ckpt.data import (
     elastic_data,
     example_id,
     iterator,
-    rows,
     sharded_data,
 )
 from tests import iterator_contract, pipelines, worlds
@@ -43,15 +41,32 @@ def sharding_of(hosts, spec=("data",)):
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def held(hosts, **spec):
-    return delivery.RowsHeld.from_sharding(sharding_of(hosts, **spec), 8)
+def test_hosts_load_the_rows_of_their_devices():
+    placements = delivery.placements(sharding_of([[1, 3], [1, 3], [0, 2], [0, 2]]), 8)
+    assert {host: each.held.tolist() for host, each in placements.items()} == {
+        0: [4, 5, 6, 7],
+        1: [0, 1, 2, 3],
+        2: [4, 5, 6, 7],
+        3: [0, 1, 2, 3],
+    }
+    # Hosts with the same rows count as one.
+    assert [placements[host].part for host in range(4)] == [
+        (1, 2),
+        (0, 2),
+        (1, 2),
+        (0, 2),
+    ]
+    saves = delivery.saved_shards(sharding_of([[1, 3], [0, 2]]), 8, 4)
+    assert saves.tolist() == [1, 1, 0, 0]
 
 
-def test_hosts_with_the_same_rows_count_as_one_whose_first_saves():
-    holding = held([[1, 3], [1, 3], [0, 2], [0, 2]])
-    assert holding.row_hosts().tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert [holding.group(host) for host in range(4)] == [1, 0, 1, 0]
-    assert [holding.first_holder(host) for host in range(4)] == [0, 1, 0, 1]
+def test_hosts_whose_rows_overlap_load_those_of_their_devices_alone():
+    sharding = sharding_of([[0, 0, 1], [1, 2, 2]])
+    placements = delivery.placements(sharding, 8)
+    held = [[0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7], [4, 5, 6, 7]]
+    assert [each.held.tolist() for each in placements.values()] == held
+    assert {each.part for each in placements.values()} == {None}
+    assert delivery.saved_shards(sharding, 8, 4).tolist() == [0, 0, 1, 1]
 
 
 def numbers(shard, *, length=None):
@@ -115,13 +130,9 @@ def saved_by(hosts_states):
 
 
 @pytest.mark.parametrize(
-    ("num_hosts", "sizes"),
-    [
-        (3, (12, 18, 6, 24)),
-        (4, (12, 8, 24, 4, 16)),
-    ],
+    ("num_hosts", "sizes"), [(3, (12, 18, 6, 24)), (4, (12, 8, 24, 4, 16))]
 )
-def test_a_size_that_moves_shards_moves_their_cursors_along(
+def test_hosts_that_divide_shards_and_rows_keep_their_shards_in_any_size(
     as_host, tmp_path, num_hosts, sizes
 ):
     _, on_each = world_of_twelve_shards(as_host, tmp_path, num_hosts, sizes[0])
@@ -129,36 +140,41 @@ def test_a_size_that_moves_shards_moves_their_cursors_along(
     def saved():
         return saved_by(on_each(lambda host: host.to_save(host.get_state())))
 
-    before, num_offered = saved(), 0
+    before = saved()
     for size in sizes[1:]:
-        offers = on_each(lambda host, size=size: host.offer(host.course.resized(size)))
-        # They are JSON, and each cursor is offered once.
-        offers = json.loads(json.dumps(offers))
-        shards = [shard for offer in offers for shard, _ in offer["cursors"]]
-        assert len(shards) == len(set(shards))
-        num_offered += len(shards)
-        on_each(lambda host, offers=offers: host.prepare(offers))
-        on_each(lambda host: host.commit())
+        on_each(lambda host, size=size: host.go_on(host.course.resized(size)))
         assert saved() == before
-    assert num_offered
 
 
-def test_hosts_that_change_differently_are_named_and_change_nothing(as_host, tmp_path):
-    hosts, on_each = world_of_twelve_shards(as_host, tmp_path, 2, 24)
-    sizes = iter([16, 36])
+def test_a_size_that_moves_shards_is_refused_on_all_hosts_and_changes_nothing(
+    as_host, tmp_path
+):
+    hosts, on_each = world_of_twelve_shards(as_host, tmp_path, 5, 60)
     before = on_each(lambda host: host.get_state())
-    offers = on_each(lambda host: host.offer(host.course.resized(next(sizes))))
-    for number in (0, 1):
+    # Some shards run on two hosts, and one of them saves each.
+    assert sum(len(taken.cursors) for taken in before) > 12
+    saved = saved_by(on_each(lambda host: host.to_save(host.get_state())))
+    on_each(lambda host: host.reset())
+    states = iter(before)
+    on_each(lambda host: host.set_state(next(states)))
+    for number, host in enumerate(hosts):
         as_host(number)
         with pytest.raises(
             errors.ConfigError,
-            match=f"host {number} .* after row 24 in batches of .* host {1 - number} ",
+            match=r"of 10 rows logical shards \[.*\] move to host 0, which",
         ):
-            hosts[number].prepare(offers)
+            host.go_on(host.course.resized(10))
     assert on_each(lambda host: host.get_state()) == before
-    # They agree on the next one.
-    offers = on_each(lambda host: host.offer(host.course.resized(16)))
-    on_each(lambda host: host.prepare(offers))
+    assert on_each(lambda host: host.global_batch_size) == [60] * 5
+    # After a load all cursors can be read, and at the beginning there are none.
+    for begin, expected in (
+        (lambda host: host.load(tmp_path), saved),
+        (lambda host: host.reset(), (0, dict.fromkeys(range(12)))),
+    ):
+        on_each(begin)
+        on_each(lambda host: host.go_on(host.course.resized(10)))
+        moved = on_each(lambda host: host.to_save(host.get_state()))
+        assert saved_by(moved) == expected
 
 
 def test_a_number_that_jax_would_cut_is_an_error():
@@ -233,7 +249,7 @@ def test_data_that_gives_too_few_rows_is_named(monkeypatch):
     whole = sharded_data.ShardedData.host_batches
 
     def half(data, placement):
-        of_half = rows.Placement(row_hosts=placement.row_hosts[::2], host=0)
+        of_half = dataclasses.replace(placement, held=placement.held[::2])
         return whole(data, of_half)
 
     monkeypatch.setattr(sharded_data.ShardedData, "host_batches", half)

@@ -49,9 +49,7 @@ def read_ahead():
 
 def saved(one):
     """The whole state, through JSON."""
-    state = [one.position(), sorted(one.shard_cursors().items())]
-    shared = sorted(one.shard_cursors(shared=True).items())
-    return through_json([*state, shared])
+    return through_json([one.position(), sorted(one.shard_cursors().items())])
 
 
 def through_json(state):
@@ -59,7 +57,7 @@ def through_json(state):
 
 
 def go_to(one, state):
-    actual = dict(map(tuple, state[2]))
+    actual = dict(map(tuple, state[1]))
     one.go_to(state[0], lambda shards: {shard: actual[shard] for shard in shards})
 
 
@@ -104,8 +102,7 @@ class Counting:
     def position(self):
         return {"next": self.read}
 
-    def shard_cursors(self, *, shared=False):
-        del shared
+    def shard_cursors(self):
         return {0: self.read}
 
     def changed(self):
@@ -172,7 +169,7 @@ def local(dataset, depth, size=SIZE):
 def without_cursors(state):
     """A state whose position can be read, and whose cursors are missing."""
     fields = {key: state[key] for key in ("engine", "pipeline", "position")}
-    return {**fields, "position": {"stream_row": 120}, "cursors": {}, "version": 1}
+    return {**fields, "position": {"batches": [[12, 10]]}, "cursors": {}, "version": 1}
 
 
 def test_an_error_ahead_is_raised_when_its_batch_is_due_and_not_before(read_ahead):
@@ -241,7 +238,7 @@ class Iterator:
         """The same as `saved`."""
         state = through_json(self.rows.get_state())
         cursors = sorted([int(s), cursor] for s, cursor in state["cursors"].items())
-        return [state["position"], cursors, cursors]
+        return [state["position"], cursors]
 
 
 ACTIONS = st.one_of(

@@ -3,24 +3,21 @@ import itertools
 import math
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_ckpt.core import errors
 from elastic_ckpt.data import rows
 
 SHARDS = st.integers(1, 24)
 SIZES = st.integers(1, 48)
-POSITIONS = st.integers(0, 500)
-
-
-def in_order(num_hosts, size):
-    placement = rows.Placement.in_order(0, num_hosts=num_hosts, global_batch_size=size)
-    return placement.row_hosts
+HISTORIES = st.lists(st.tuples(SIZES, st.integers(1, 30)), max_size=6)
 
 
 @st.composite
 def layouts(draw):
-    """S, B, and a host for each row: in order, in blocks that alternate, or anyhow."""
+    """S, B, and the rows of hosts: in order, in blocks that alternate, or anyhow."""
     size = draw(SIZES)
     num_hosts = draw(st.sampled_from([h for h in range(1, size + 1) if size % h == 0]))
     rows_a_host = size // num_hosts
@@ -31,92 +28,128 @@ def layouts(draw):
     row_hosts = np.tile(row_hosts, rows_a_host // block)
     if draw(st.booleans()):
         row_hosts = np.array(draw(st.permutations(row_hosts.tolist())))
-    return rows.BatchRows(num_shards=draw(SHARDS), global_batch_size=size), row_hosts
+    held = {host: np.flatnonzero(row_hosts == host) for host in range(num_hosts)}
+    return draw(SHARDS), size, held
 
 
-@given(SHARDS, st.lists(SIZES, max_size=8))
-def test_any_schedule_of_batch_sizes_yields_the_stream_once_and_in_order(shards, sizes):
-    position, yielded = 0, collections.Counter()
-    for size in sizes:
-        batch = rows.BatchRows(num_shards=shards, global_batch_size=size)
-        yields = []
-        for shard in batch.shards(position).tolist():
-            yields.append((shard, yielded[shard]))
-            yielded[shard] += 1
-        stream = [(g % shards, g // shards) for g in range(position, position + size)]
-        assert sorted(yields) == sorted(stream)
-        position += size
+@given(SHARDS, HISTORIES)
+def test_any_history_yields_the_rows_of_each_shard_once_and_in_order(shards, periods):
+    history, yielded = (), collections.Counter()
+    for size, batches in periods:
+        for _ in range(batches):
+            number = rows.batches_of(history, size)
+            ids = rows.batch_ids(shards, history, size).tolist()
+            of_rows = rows.batch_shards(shards, size, number).tolist()
+            assert len(ids) == len(of_rows) == size
+            for shard, id_ in zip(of_rows, ids, strict=True):
+                assert divmod(id_, shards) == (yielded[shard], shard)
+                yielded[shard] += 1
+            history = rows.after(history, size)
         counts = [yielded[shard] for shard in range(shards)]
-        assert rows.emitted(position, shards).tolist() == counts
+        assert rows.emitted(shards, history).tolist() == counts
+        assert rows.num_rows(history) == sum(counts)
 
 
-@given(layouts(), POSITIONS)
-def test_every_row_is_loaded_by_the_host_that_is_to_load_it(layout, position):
-    batch, row_hosts = layout
-    hosts = rows.assign(batch, row_hosts, position)
-    assert len(hosts) == row_hosts.max() + 1
-    for number, host in enumerate(hosts):
-        assert host.rows.tolist() == np.flatnonzero(row_hosts == number).tolist()
+@given(HISTORIES)
+def test_shards_differ_by_at_most_a_row_for_each_size(periods):
+    history = ()
+    for size, batches in periods:
+        history = rows.after(history, size, batches)
+    counts = rows.emitted(12, history)
+    assert counts.max() - counts.min() <= len(history)
 
 
-@given(layouts(), POSITIONS)
-def test_every_shard_is_written_by_one_host_that_runs_it(layout, position):
-    batch, _ = layout
-    hosts = rows.assign(*layout, position)
-    assert all(set(host.writes) <= set(host.shards) for host in hosts)
-    written = np.concatenate([host.writes for host in hosts])
-    assert sorted(written) == list(range(batch.num_shards))
-
-
-@given(layouts(), POSITIONS)
+@given(layouts(), st.integers(0, 3), st.integers(1, 5))
 def test_a_host_runs_the_shards_that_it_needs_now_or_later_and_no_others(
-    layout, position
+    layout, first, every
 ):
-    batch, _ = layout
-    hosts = rows.assign(*layout, position)
-    needed = [set() for _ in hosts]
-    # After S batches everything begins again.
-    for step in range(batch.num_shards):
-        shards = batch.shards(position + step * batch.global_batch_size)
-        for host, of_host in zip(hosts, needed, strict=True):
-            of_host.update(shards[host.rows].tolist())
-    assert [host.shards.tolist() for host in hosts] == list(map(sorted, needed))
+    num_shards, size, held = layout
+    for own in held.values():
+        needed = set()
+        # After S of its batches everything begins again.
+        for number in range(first, first + every * num_shards, every):
+            shards = rows.batch_shards(num_shards, size, number)
+            needed.update(shards[own].tolist())
+        runs = rows.host_shards(num_shards, size, own, every=every, first=first)
+        assert runs.tolist() == sorted(needed)
 
 
-@given(layouts(), POSITIONS, st.integers(0, 60))
-def test_hosts_run_the_same_shards_until_the_batch_size_changes(layout, position, step):
-    batch, row_hosts = layout
-    now = rows.assign(batch, row_hosts, position)
-    later = rows.assign(batch, row_hosts, position + step * batch.global_batch_size)
-    for one, two in zip(now, later, strict=True):
-        assert one.shards.tolist() == two.shards.tolist()
-        assert one.writes.tolist() == two.writes.tolist()
+@given(layouts())
+def test_every_shard_is_saved_by_one_host_that_runs_it(layout):
+    num_shards, size, held = layout
+    saves = rows.shard_hosts(num_shards, size, held)
+    assert len(saves) == num_shards
+    for shard, host in enumerate(saves.tolist()):
+        runs = [h for h in held if shard in rows.host_shards(num_shards, size, held[h])]
+        assert host == min(runs)
 
 
-def assert_nothing_is_discarded(batch, num_hosts, position):
-    row_hosts = in_order(num_hosts, batch.global_batch_size)
-    hosts = rows.assign(batch, row_hosts, position)
-    assert sum(len(host.shards) for host in hosts) == batch.num_shards
+@given(
+    st.integers(1, 12),
+    st.integers(1, 6),
+    st.lists(st.integers(1, 30), min_size=1, max_size=4),
+)
+def test_hosts_that_divide_shards_and_rows_keep_their_shards_in_every_size(
+    num_hosts, shards_a_host, factors
+):
+    num_shards = num_hosts * shards_a_host
+    own = np.arange(num_shards).reshape(num_hosts, shards_a_host)
+    for factor in factors:
+        placements = rows.in_order(num_hosts, num_hosts * factor)
+        assert rows.shard_reads(num_shards, placements) == 1
+        for placement, expected in zip(placements, own, strict=True):
+            assert placement.shards(num_shards).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "size", "num_hosts", "reads"),
+    [(64, 48, 3, 1.125), (16, 12, 3, 1.5), (32, 40, 5, 1.5), (4, 12, 3, 1.5)],
+)
+def test_hosts_that_do_not_divide_the_shards_read_some_twice(
+    num_shards, size, num_hosts, reads
+):
+    placements = rows.in_order(num_hosts, size)
+    assert rows.shard_reads(num_shards, placements) == reads
+    # Hosts with the same rows count as one.
+    assert rows.shard_reads(num_shards, placements * 2) == reads
+
+
+def test_a_host_runs_the_shards_of_all_sizes_that_may_come():
+    placement = rows.Placement.in_order(
+        1, num_hosts=3, global_batch_size=12, later=(9, 12)
+    )
+    assert placement.shards(4).tolist() == [0, 1, 2, 3]
+    now = rows.Placement.in_order(1, num_hosts=3, global_batch_size=12)
+    assert now.shards(4).tolist() == [1, 2]
 
 
 @given(
     st.sets(st.integers(1, 12), min_size=1, max_size=4),
     st.lists(st.integers(1, 6), min_size=1, max_size=3),
-    POSITIONS,
 )
-def test_the_suggested_shards_keep_rows_in_place_everywhere(hosts, factors, position):
+def test_with_the_suggested_shards_each_is_read_by_one_host(hosts, factors):
     least = math.lcm(*hosts)
     batches = [least * factor for factor in factors]
     suggested = rows.suggest_num_shards(sorted(hosts), batches)
     assert suggested == least
     for num_hosts, size in itertools.product(hosts, batches):
-        batch = rows.BatchRows(num_shards=suggested, global_batch_size=size)
-        assert_nothing_is_discarded(batch, num_hosts, position)
+        assert rows.shard_reads(suggested, rows.in_order(num_hosts, size)) == 1
 
 
-def test_hosts_that_do_not_fit_the_shards_read_some_twice():
-    batch = rows.BatchRows(num_shards=4, global_batch_size=12)
-    # Of shards that have three rows each, the hosts hold rows 0-3, 4-7 and 8-11.
-    hosts = rows.assign(batch, in_order(3, 12), 0)
-    assert [host.shards.tolist() for host in hosts] == [[0, 1], [1, 2], [2, 3]]
-    assert [host.writes.tolist() for host in hosts] == [[0, 1], [2], [3]]
+def test_a_batch_that_no_number_of_hosts_divides_is_refused():
+    with pytest.raises(errors.ConfigError, match=r"\[4, 6\] divides a batch of 9"):
+        rows.suggest_num_shards([4, 6], [12, 9])
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "size", "num_run"),
+    # Each has a class of 3 rows and 4 shards; 2 of 5 have rows of two shards.
+    [(40_000, 30_000, 40_000), (6_000, 60_000, 14_000)],
+)
+def test_ten_thousand_hosts_share_out_every_row_and_shard(num_shards, size, num_run):
+    placements = rows.in_order(10_000, size)
+    loaded = np.concatenate([each.held for each in placements])
+    np.testing.assert_array_equal(loaded, np.arange(size))
+    run = np.concatenate([each.shards(num_shards) for each in placements])
+    np.testing.assert_array_equal(np.unique(run), np.arange(num_shards))
+    assert len(run) == num_run

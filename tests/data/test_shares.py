@@ -51,19 +51,25 @@ def until_end(data, size):
 
 
 @pytest.mark.parametrize(
-    ("row_group", "num_epoch", "small_blocks"), [(7, 3, True), (100, 1, False)]
+    ("row_group", "num_epoch", "small_blocks", "size"),
+    [(7, 3, True, 8), (100, 1, False, 8), (7, 3, True, 32), (100, 1, False, 16)],
 )
-def test_finite_rows_end_together_and_only_the_last_batch_has_padding(
-    tmp_path, monkeypatch, row_group, num_epoch, small_blocks
+def test_finite_rows_end_together_and_only_the_last_round_of_shards_has_padding(
+    tmp_path, monkeypatch, row_group, num_epoch, small_blocks, size
 ):
     if not small_blocks:
         monkeypatch.setattr(units, "_SMALL_RECORDS", 0)
     paths = numbered(tmp_path, num_files=2, num_rows=101, row_group=row_group)
     data = finite(paths, num_shards=16, num_epoch=num_epoch)
-    batches = until_end(data, 8)
+    batches = until_end(data, size)
     numbers = np.concatenate([b["inputs"][b["mask"], 0] for b in batches])
     assert sorted(numbers.tolist()) == sorted([*range(1, 203)] * num_epoch)
-    assert [b["mask"].all() for b in batches[:-1]] == [True] * (len(batches) - 1)
+    assert all(batch["mask"].all() for batch in before_the_last_round(batches, 16))
+
+
+def before_the_last_round(batches, num_shards):
+    """The batches before the last ones in which each shard has its turn."""
+    return batches[: -num_shards // len(batches[0]["mask"])]
 
 
 def finite_mixture(directory, *, num_rows, weights, num_shards, **keys):
@@ -107,7 +113,7 @@ def test_the_datasets_of_a_finite_mixture_end_together(
     total = num_datasets * num_rows * num_epoch
     assert len(numbers) == total
     assert set(collections.Counter(numbers.tolist()).values()) == {num_epoch}
-    assert [b["mask"].all() for b in batches[:-1]] == [True] * (len(batches) - 1)
+    assert all(batch["mask"].all() for batch in before_the_last_round(batches, 16))
 
 
 @pytest.mark.parametrize(

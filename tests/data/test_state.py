@@ -150,7 +150,7 @@ def test_only_stages_that_have_begun_may_not_change():
 
 # The cursors of shards.
 
-POSITION = {"stream_row": 96}
+POSITION = {"batches": [[24, 3], [12, 2]]}
 CURSORS = {shard: {"next_index": 10 * shard} for shard in range(8)}
 
 
@@ -189,7 +189,7 @@ def test_doubled_shards_are_named(tmp_path):
 
 
 def test_a_file_of_another_step_is_named(tmp_path):
-    cursors.write(tmp_path, part(0, 1), {"stream_row": 48})
+    cursors.write(tmp_path, part(0, 1), {"batches": [[24, 2]]})
     with refused("the file is from another step"):
         cursors.read(tmp_path, [0], POSITION)
 

@@ -125,7 +125,7 @@ def test_its_steps_take_our_batches_and_verbs_read_the_run(
     shown = capsys.readouterr().out
     assert "step 3: complete" in shown
     assert "  1 arrays, 8 bytes" in shown
-    assert 'data: sharded, position {"stream_row": 32}' in shown
+    assert 'data: sharded, position {"batches": [[8, 4]]}' in shown
     assert main.main(["status", str(directory)]) == 0
     shown = capsys.readouterr().out
     assert "step       4 of 4" in shown

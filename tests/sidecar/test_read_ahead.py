@@ -55,7 +55,7 @@ def test_the_next_batches_are_ready_while_the_step_runs(remote, valve, depth):
 
 
 def saved_rows(directory):
-    return state.read(directory).position["stream_row"]
+    return state.read(directory).row
 
 
 def test_the_state_saved_is_that_of_the_last_batch_the_loop_took(remote, tmp_path):
@@ -114,38 +114,16 @@ def test_a_change_of_size_that_is_refused_leaves_the_position(
     def refuse(*_):
         raise errors.ConfigError("has logical shards [3], which this run does not have")
 
-    monkeypatch.setattr(iterator.HostIterator, "prepare", refuse)
+    monkeypatch.setattr(iterator.HostIterator, "go_on", refuse)
     batches = batches_of(remote)
     for step in range(2):
         if step % 2:
             wait_until(lambda: batches._workers.num_ready() == worker.HEAD_AHEAD)
-        with pytest.raises(errors.ConfigError, match=r"host 0 .*: has logical shards"):
+        with pytest.raises(errors.ConfigError, match="has logical shards"):
             batches.resize(16)
         assert number(next(batches)) == step
     iterator_contract.run(batches.save(iterator_contract.Created(tmp_path)))
     assert saved_rows(tmp_path) == 2 * SIZE
-
-
-def test_cursors_that_move_reach_the_hosts_however_long_they_are(remote, monkeypatch):
-    moved = [[shard, "a cursor " * 40] for shard in range(100, 300)]
-    assert len(str(moved)) > 3 * worker.OFFER_BYTES
-    offer, prepare = iterator.HostIterator.offer, iterator.HostIterator.prepare
-    received = []
-
-    def offer_more(self, course):
-        return {**offer(self, course), "cursors": moved}
-
-    def receive(self, offers):
-        received.extend(each["cursors"] for each in offers)
-        prepare(self, offers)
-
-    monkeypatch.setattr(iterator.HostIterator, "offer", offer_more)
-    monkeypatch.setattr(iterator.HostIterator, "prepare", receive)
-    batches = batches_of(remote)
-    next(batches)
-    batches.resize(2 * SIZE)
-    assert received == [moved]
-    assert len(next(batches)["example_id"]) == 2 * SIZE
 
 
 def test_a_next_that_is_interrupted_loses_no_batch_and_no_count(

@@ -104,14 +104,17 @@ class Run:
         """
         number = len(self.attempts) + 1
         self.data[number] = data
-        position, cursors = self.after.get(start, (0, {}))
+        position, cursors = self.after.get(start, (None, {}))
+        row = state.row_of(position) if position else 0
         if skip:
-            self.left_out = (*self.left_out, (position, position + skip))
-            _, position, cursors = self._read(data, skip, position, cursors)
+            self.left_out = (*self.left_out, (row, row + skip))
+            size = sizes[0] if data.num_shards else skip
+            for _ in range(skip // size):
+                _, position, cursors = self._read(data, size, position, cursors)
         if goes_back:
-            earlier = [each for each in self.left_out if each[1] <= position]
-            before, (position, cursors) = position, self.end
-            self.left_out = (*earlier, (before, position))
+            earlier = [each for each in self.left_out if each[1] <= row]
+            position, cursors = self.end
+            self.left_out = (*earlier, (row, state.row_of(position)))
         logged = []
         for size in sizes:
             # Batches of nothing but padding are no steps.
@@ -156,20 +159,18 @@ class Run:
             placement = rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
             self.host = data.host_batches(placement)
             if position:
-                name = "stream_row" if data.engine == "sharded" else "global_next_index"
                 self.host.go_to(
-                    {name: position}, lambda shards: {s: cursors[s] for s in shards}
+                    position, lambda shards: {s: cursors[s] for s in shards}
                 )
         batch = next(self.host)
-        position = state.row_of(self.host.position())
+        position = self.host.position()
         self.read = size, position, data
         return batch, position, dict(self.host.shard_cursors())
 
     def _save(self, step, data, position, cursors):
-        name = "stream_row" if data.engine == "sharded" else "global_next_index"
         saved = state.DataState(
             engine=data.engine,
-            position={name: position},
+            position=position,
             pipeline=data.identity(),
             left_out=self.left_out,
             progress=stages.Course.first(data, 1).at_step(step).progress,

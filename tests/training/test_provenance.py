@@ -179,6 +179,14 @@ def test_step_that_was_trained_again_has_one_batch_unless_rows_were_left_out(
     assert bool(check_found(run, "chunk", samples=30)["left_out"]) == bool(skip)
 
 
+def test_steps_that_the_run_left_out_had_batches_of_other_sizes(parts):
+    data = formats.data(parts["parquet"], "chunk")
+    run = Run().attempt(data, [12, 12, 12, 8, 4, 10], saves=(2,))
+    run.attempt(data, [24, 6, 18], start=3, goes_back=True, saves=(5,))
+    check_steps(run, "chunk", range(6))
+    assert check_found(run, "chunk", samples=30)["left_out"]
+
+
 def test_documents_of_steps_that_the_run_went_back_from_are_not_yet_used(parts):
     data = formats.data(parts["parquet"], "chunk")
     run = Run().attempt(data, [12] * 5, saves=(3,))

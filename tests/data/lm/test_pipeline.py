@@ -225,8 +225,10 @@ def read(batches):
 
 def of_shard(read_rows, shard, *, size):
     """The rows of a shard, of the first rows of batches of one size."""
-    batch = rows.BatchRows(num_shards=NUM_SHARDS, global_batch_size=size)
-    shards = [batch.shards(first) for first in range(0, len(read_rows), size)]
+    shards = [
+        rows.batch_shards(NUM_SHARDS, size, number)
+        for number in range(len(read_rows) // size)
+    ]
     return [
         row
         for row, of_row in zip(read_rows, np.concatenate(shards), strict=True)
