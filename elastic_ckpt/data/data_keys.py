@@ -117,7 +117,7 @@ class DataKeys:
     num_epoch: int = key(
         0,
         "Epochs after which the data, and with it the run, ends; 0 repeats the data"
-        " endlessly. If the last batch is not full, it is padded and masked.",
+        " endlessly. Batches at the end that are not full are padded and masked.",
         at_least=0,
     )
     corrupt_records: str = key(
