@@ -1,4 +1,6 @@
 import dataclasses
+import threading
+from concurrent import futures
 
 import grain
 import jax
@@ -6,15 +8,17 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from elastic_ckpt.core import errors, topology
+from elastic_ckpt.core import allgather, errors, topology
 from elastic_ckpt.data import (
     delivery,
     elastic_data,
     example_id,
     iterator,
     sharded_data,
+    stages,
 )
 from tests import iterator_contract, pipelines, worlds
+from tests.core import thread_store
 
 
 class TestBatches(iterator_contract.IteratorContract):
@@ -175,6 +179,41 @@ def test_a_size_that_moves_shards_is_refused_on_all_hosts_and_changes_nothing(
         on_each(lambda host: host.go_on(host.course.resized(10)))
         moved = on_each(lambda host: host.to_save(host.get_state()))
         assert saved_by(moved) == expected
+
+
+@pytest.mark.parametrize(
+    ("after", "sizes"), [((24, 24), (16, 36)), ((24, 48), (16, 16)), ((24, 24), (8, 8))]
+)
+def test_hosts_that_change_differently_are_both_told(monkeypatch, after, sizes):
+    data = sharded_data.sharded(numbers, num_shards=12, pipeline="numbers")
+    store, me = thread_store.Store(), threading.local()
+
+    def shared(_):
+        return allgather.Allgather(store, "", host=me.host, num_hosts=2)
+
+    def problem(host):
+        me.host = host
+        course = stages.Course.first(data, sizes[host])
+        try:
+            iterator.check_alike(sharding_of(range(2)), course, f"row {after[host]}")
+        except errors.ConfigError as error:
+            return str(error)
+        return ""
+
+    monkeypatch.setattr(topology, "this_host", lambda: me.host)
+    monkeypatch.setattr(allgather, "shared", shared)
+    with futures.ThreadPoolExecutor(2) as threads:
+        told = list(threads.map(problem, range(2)))
+    own = [f"after row {after[n]} in batches of {sizes[n]} rows" for n in range(2)]
+    expected = [
+        f"host {n} is to continue {own[n]}, but host {1 - n} {own[1 - n]}; call resize"
+        for n in range(2)
+    ]
+    if own[0] == own[1]:
+        expected = ["", ""]
+    for each, begin in zip(told, expected, strict=True):
+        assert each.startswith(begin)
+        assert bool(each) == bool(begin)
 
 
 def test_a_number_that_jax_would_cut_is_an_error():
