@@ -67,7 +67,7 @@ def measure() -> dict[str, report.Figure]:
             "ms", "a step without saves", [1000 * each for each in alone]
         ),
         "save_each_step_percent_sent": report.figure(
-            "%", "at most 25; a save in each with a copy at a peer", more(secs["sent"])
+            "%", "at most 15; a save in each with a copy at a peer", more(secs["sent"])
         ),
         "floor_percent_sent": report.figure(
             "%", "the same bytes by a plain socket", more(secs["floor"])
