@@ -32,7 +32,8 @@ from benchmarks import report, sized, turns
 from benchmarks.peers import peer
 from benchmarks.peers.documents import COLUMN, Documents
 from elastic_ckpt.data import cursors, records, rows
-from elastic_ckpt.data.lm import language, pipeline
+from elastic_ckpt.data.lm import documents, pipeline
+from elastic_ckpt.data.lm import rows as lm_rows
 from elastic_ckpt.data.sharded_data import ShardedData
 from elastic_ckpt.data.sources import parquet
 
@@ -63,12 +64,12 @@ def _state_bytes(directory: pathlib.Path) -> float:
     )
     num_shards = data_suite.NUM_SHARDS
     largest = 0.0
-    for packing, truncate in itertools.product(("", *language.PACKINGS), (True, False)):
+    for packing, truncate in itertools.product(("", *lm_rows.PACKINGS), (True, False)):
         make_shard = pipeline.LanguagePipeline(
             parts=(only,),
             num_shards=num_shards,
             reading=records.ReadOptions(shuffle_seed=0),
-            documents=language.Documents(column=COLUMN, tokenizer=None),
+            documents=documents.Documents(column=COLUMN, tokenizer=None),
             length=512,
             truncate=truncate,
             window=peer.SHUFFLE_WINDOW,

@@ -11,8 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet
 from array_record.python import array_record_module
 
-from elastic_ckpt.data import elastic_data, mixing, records, sharded_data, shuffling
-from elastic_ckpt.data.lm import language, pipeline, token_blocks
+from elastic_ckpt.data import elastic_data, mixing, records, sharded_data
+from elastic_ckpt.data.lm import documents as lm_documents
+from elastic_ckpt.data.lm import pipeline, rows
 from elastic_ckpt.data.sources import (
     arrayrecord,
     arrow,
@@ -143,7 +144,7 @@ class Steps:
       truncate: whether long documents are trimmed.
       window: of the shuffle.
       packing: how rows are filled.
-      singly: whether examples reach the packer one by one, not in blocks.
+      singly: whether documents are read one by one.
     """
 
     datasets: tuple[str, ...] = ("web",)
@@ -155,7 +156,7 @@ class Steps:
 
 
 class Single(grain.IterDataset):
-    """Passes on single elements, and hides that there are blocks."""
+    """Passes on single elements, however many its parent takes at once."""
 
     def __iter__(self):
         return iter(self._parent)
@@ -210,18 +211,15 @@ class MakeShard:
         (elements, *_) = read.values()
         if len(read) > 1:
             elements = mixing.Mixture(read, WEIGHTS, shard=shard)
-        elements = language.Examples(elements, length=LENGTH, truncate=steps.truncate)
-        if steps.window:
-            elements = shuffling.WindowShuffle(
-                elements, window_size=steps.window, seed=SEED + shard
-            )
-        if steps.singly:
-            elements = Single(elements)
-        if steps.packing:
-            return language.packed(
-                elements, packing=steps.packing, length=LENGTH, seed=SEED + shard
-            )
-        return language.Padded(elements, length=LENGTH)
+        return rows.Rows(
+            Single(elements) if steps.singly else elements,
+            length=LENGTH,
+            packing=steps.packing,
+            window=steps.window,
+            truncate=steps.truncate,
+            seed=SEED,
+            shard=shard,
+        )
 
     def _records(self, part, shard):
         elements = records.Records(
@@ -232,9 +230,9 @@ class MakeShard:
                 shuffle_seed=SEED, num_epochs=self.num_epochs
             ),
         )
-        return token_blocks.Tokens(
+        return lm_documents.Tokens(
             elements.filter(is_kept) if self.steps.filtered else elements,
-            documents=language.Documents(column="tokens", tokenizer=None),
+            documents=lm_documents.Documents(column="tokens", tokenizer=None),
         )
 
 

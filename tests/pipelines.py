@@ -6,8 +6,8 @@ import grain
 import numpy as np
 from grain import experimental
 
-from elastic_ckpt.data import mixing, shuffling
-from elastic_ckpt.data.lm import language, multimodal
+from elastic_ckpt.data import mixing
+from elastic_ckpt.data.lm import multimodal, rows
 
 NUM_DOCUMENTS = 120
 # A pool of threads for each shard of each host would be slower than none.
@@ -59,7 +59,8 @@ def chunked(shard, num_shards):
 
 
 def shuffled(shard, num_shards):
-    return shuffling.WindowShuffle(plain(shard, num_shards), window_size=5, seed=shard)
+    ds = plain(shard, num_shards)
+    return experimental.WindowShuffleIterDataset(ds, window_size=5, seed=shard)
 
 
 def concatenated(shard, num_shards):
@@ -76,7 +77,7 @@ def everything(shard, num_shards):
     ds = documents(shard, num_shards).to_iter_dataset(IN_CALLER)
     ds = ds.filter(is_kept)
     ds = experimental.FlatMapIterDataset(ds, Halves())
-    ds = shuffling.WindowShuffle(ds, window_size=4, seed=shard)
+    ds = experimental.WindowShuffleIterDataset(ds, window_size=4, seed=shard)
     return experimental.FirstFitPackIterDataset(
         ds, length_struct={"tokens": 7}, num_packing_bins=3
     )
@@ -91,9 +92,9 @@ def mixture(shard, num_shards, *, packing, length=8):
         for name, add in (("web", 0), ("books", 1000))
     }
     mixed = mixing.Mixture(parts, {"web": 3, "books": 1}, shard=shard)
-    examples = language.Examples(mixed, length=length, truncate=False)
-    mixed = shuffling.WindowShuffle(examples, window_size=5, seed=shard)
-    return language.packed(mixed, packing=packing, length=length + 4, seed=shard)
+    return rows.Rows(
+        mixed, length=length + 4, packing=packing, window=5, truncate=False, shard=shard
+    )
 
 
 def decoded(data):
@@ -115,13 +116,13 @@ def illustrated(number):
 def pictures(shard, num_shards):
     """Texts and pictures, packed into rows."""
     numbers = grain.MapDataset.range(shard, NUM_DOCUMENTS, num_shards).repeat()
-    return multimodal.packed_multimodal(
+    return multimodal.MultimodalRows(
         numbers.map(illustrated).to_iter_dataset(IN_CALLER),
         modalities={
             "images": multimodal.Modality(decode=decoded, shape=(2, 2), max_per_row=3)
         },
         length=24,
-        seed=shard,
+        shard=shard,
     )
 
 

@@ -16,7 +16,6 @@ with epy.lazy_api_imports(globals()):
     from elastic_ckpt.data.rows import suggest_num_shards
     from elastic_ckpt.data.sharded_data import sharded
     from elastic_ckpt.data.sharded_state import ShardedState
-    from elastic_ckpt.data.shuffling import WindowShuffle
     from elastic_ckpt.data.sources.arrayrecord import ArrayRecord
     from elastic_ckpt.data.sources.arrow import Arrow, from_hf
     from elastic_ckpt.data.sources.lines import JsonLines, Text
@@ -48,7 +47,6 @@ __all__ = [
     "Text",
     "TorchDataset",
     "WebDataset",
-    "WindowShuffle",
     "from_config",
     "from_hf",
     "lm",

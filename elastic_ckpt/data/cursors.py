@@ -28,6 +28,8 @@ from elastic_ckpt.core import checked_json, errors, storage
 VERSION = 1
 # The field of a cursor with an older cursor, from which documents are read again.
 HELD = "held"
+# The field of the state of rows with the states from which their documents were read.
+FROM = "from"
 _NAME = re.compile(r"shards-(\d{5,})-(\d{5,})\.json")
 
 Cursor = storage.Json
@@ -151,11 +153,16 @@ def read(
 def parts(cursor: Any) -> Iterator[dict[str, Any]]:
     """Every object inside a cursor: the state of each transformation of a pipeline.
 
-    Those of an older cursor inside it are left out.
+    Those of an older cursor inside it are left out, and of the states from which rows
+    read their documents all but the last.
     """
     if isinstance(cursor, dict):
         yield cursor
-        cursor = [value for key, value in cursor.items() if key != HELD]
+        cursor = [
+            value[-1] if key == FROM else value
+            for key, value in cursor.items()
+            if key != HELD
+        ]
     if isinstance(cursor, list):
         for value in cursor:
             yield from parts(value)

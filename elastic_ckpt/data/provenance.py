@@ -16,7 +16,6 @@ from __future__ import annotations
 import array
 import copy
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +23,6 @@ import numpy as np
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import (
-    blocks,
     cursors,
     mixing,
     records,
@@ -32,7 +30,7 @@ from elastic_ckpt.data import (
     shard_steps,
     stage_shards,
 )
-from elastic_ckpt.data.lm import language, token_blocks, tokenizers
+from elastic_ckpt.data.lm import documents, rows, tokenizers
 
 # The bits of a token's index in its document; above them is the document's number.
 _INDEX_BITS = 31
@@ -207,13 +205,11 @@ class FollowedShard:
         # A pipeline whose records have numbers, and whose tokens, if there are any, are
         # replaced.
         mixing.all_made(made)
-        numbers: dict[int, int] = {}
         for name, each in parts(made).items():
             self.parts.setdefault(name, each)
-            numbers[id(each)] = self._number_of(name)
-            records.tag(each, _Tag(self, numbers[id(each)]))
+            records.tag(each, _Tag(self, self._number_of(name)))
         for tokens in shard_steps.datasets(made):
-            if not isinstance(tokens, token_blocks.Tokens):
+            if not isinstance(tokens, documents.Tokens):
                 continue
             self.is_tokenized = True
             code = _own_code_after(made, tokens)
@@ -222,11 +218,10 @@ class FollowedShard:
                     f"the documents of these rows cannot be told: {code[0]}, of your"
                     " own code, works on tokens; apply it to records, before Tokens"
                 )
-            token_blocks.follow(
-                tokens,
-                functools.partial(_Documents.following, shard=self),
-                _Renumbered(self, numbers.get(id(shard_steps.parents(tokens)[0]), -1)),
-            )
+            tokens.documents = _Documents.following(tokens.documents, shard=self)
+        for each in shard_steps.datasets(made):
+            if isinstance(each, rows.Rows) and self.is_tokenized:
+                each.dtype = np.int64
         return made
 
     def _pieces(self, row: Any) -> list[Piece]:
@@ -265,7 +260,7 @@ class FollowedShard:
         if number is None and isinstance(row, dict) and _SEGMENTS in row:
             raise errors.DataError(
                 "the documents of these rows cannot be told: they are packed of"
-                " documents that Tokens has not made, as packed_multimodal does, and"
+                " documents that Tokens has not made, as MultimodalRows does, and"
                 f" name none of them; {_SEARCH}"
             )
         if number is None:
@@ -305,11 +300,11 @@ class _Documents:
       shard: numbers them.
     """
 
-    of: language.Encoder
+    of: documents.Encoder
     shard: FollowedShard
 
     @classmethod
-    def following(cls, of: language.Encoder, shard: FollowedShard) -> _Documents:
+    def following(cls, of: documents.Encoder, shard: FollowedShard) -> _Documents:
         # Several pipelines may share a dataset, which was followed before.
         return cls(of=of.of if isinstance(of, _Documents) else of, shard=shard)
 
@@ -370,28 +365,6 @@ class _Tag:
         tagged = _Number(number)
         tagged.part = self.part
         return tagged
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Renumbered:
-    # A block of a column whose tokens name themselves.
-    shard: FollowedShard
-    part: int
-
-    def __call__(self, block: blocks.Block, records: np.ndarray) -> blocks.Block:
-        self.shard.note_read(self.part, records)
-        numbers = [
-            self.shard.numbered(self.part, record, num_tokens)
-            for record, num_tokens in zip(
-                records.tolist(), block.length.tolist(), strict=True
-            )
-        ]
-        begins = np.array(numbers, np.int64) << _INDEX_BITS
-        ends = np.cumsum(block.length)
-        values = np.arange(int(ends[-1])) + np.repeat(
-            begins - ends + block.length, block.length
-        )
-        return dataclasses.replace(block, values=values, start=ends - block.length)
 
 
 def parts(made: Any) -> dict[str, records.Records]:

@@ -22,7 +22,7 @@ import numpy as np
 from absl import logging
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import blocks, cursors, shard_steps, units
+from elastic_ckpt.data import cursors, shard_steps, units
 from elastic_ckpt.data.sources import files, kept_blocks, source
 
 # The field of an element with the number of its record in the list of all epochs.
@@ -150,7 +150,7 @@ class Records(shard_steps.Step[source.Element]):
         self._tag: Callable[[int], int] | None = None
 
     def __iter__(self) -> grain.DatasetIterator[source.Element]:
-        return _RecordsIterator(self)
+        return RecordsIterator(self)
 
     def batches(self, *, tokens: str = "") -> RecordBatches | None:
         """The records in batches of columns; None if the source has only records.
@@ -314,12 +314,6 @@ class _InShare:
         """The number of the record to be counted next in the list of all epochs."""
         return int(self._blocks.numbers(self._shard, self._at, 1)[0])
 
-    def numbers(self, num_records: int) -> Callable[[], np.ndarray]:
-        """Returns a function that returns those of the next records."""
-        return functools.partial(
-            self._blocks.numbers, self._shard, self._at, num_records
-        )
-
     def get_state(self) -> dict[str, Any]:
         """The state after the records that were counted."""
         return self._at.state()
@@ -378,11 +372,6 @@ class _InTurn:
     def record(self) -> int:
         """See `_InShare`."""
         return self._first + self._in_unit
-
-    def numbers(self, num_records: int) -> Callable[[], np.ndarray]:
-        """See `_InShare`."""
-        first = self.record()
-        return functools.partial(np.arange, first, first + num_records)
 
     def get_state(self) -> dict[str, Any]:
         """See `_InShare`."""
@@ -665,11 +654,6 @@ class SmallBlocks:
         self._shares = _shares(of, num_shards, reading.shuffle_seed, lead)
         self._total_records = self._shares.units.total_records
 
-    @classmethod
-    def exist(cls, of: source.Source, num_shards: int) -> bool:
-        """Whether a source has them."""
-        return _shares(of, num_shards, None, 0).is_grouped
-
     def next(
         self, shard: int, at: Place, at_most: int
     ) -> tuple[kept_blocks.Picked, Place]:
@@ -694,27 +678,6 @@ class SmallBlocks:
             _note_corrupt(read, skips=self._reading.skip_corrupt)
             at = at.after(read.num_records, read.num_records)
 
-    def next_lists(
-        self, shard: int, at: Place, at_most: int
-    ) -> tuple[blocks.Lists, Place]:
-        """As `next`, the lists of the column of tokens.
-
-        Raises:
-          NotListsError: if it has other values.
-          StopIteration: as in `next`.
-        """
-        picked = self._picked(shard, at, at_most)
-        if len(picked) == 1:
-            ((unit, rows),) = picked
-            block = kept_blocks.kept(self._source, unit, self._tokens)
-            if block.problem is None and RECORD not in block.names:
-                # Most reads of many datasets are of a record or two.
-                self._count(picked)
-                values, start, length = _lists_of(block, self._tokens)
-                return (values, start[rows], length[rows]), at
-        read, first = self.next(shard, at, at_most)
-        return _lists_of(read, self._tokens), first
-
     def numbers(self, shard: int, at: Place, num_records: int) -> np.ndarray:
         """The numbers of the records from a place on in the list of all epochs."""
         picked = self._shares.picked(shard, at, num_records)
@@ -734,19 +697,6 @@ class SmallBlocks:
         _SINCE_ROW.count(num_records, self._total_records, self._source)
 
 
-class NotListsError(Exception):
-    """A column has other values than lists; its records are read one by one."""
-
-
-def _lists_of(
-    read: kept_blocks.Decoded | kept_blocks.Picked, column: str
-) -> blocks.Lists:
-    lists = read.lists(column)
-    if lists is None:
-        raise NotListsError
-    return lists
-
-
 def _note_corrupt(read: source.CorruptError, *, skips: bool) -> None:
     # Raises the error unless corrupt records are skipped.
     if not skips:
@@ -762,33 +712,93 @@ def _check_names(of: source.Source, columns: Collection[str]) -> None:
         )
 
 
-class _RecordsIterator(grain.DatasetIterator[source.Element]):
+class RecordsIterator(shard_steps.Elements[source.Element]):
+    """The records of a shard.
+
+    The state is how far the shard has read; see `Place`.
+    """
+
     def __init__(self, records: Records) -> None:
         super().__init__()
         self._records = records
-        self._reader = _reader(records, records._source.read)
-        self._elements: Iterator[source.Element] = iter(())
         self._tag = records._tag
+        self._go_on(None)
 
-    def __next__(self) -> source.Element:
-        element = next(self._elements, None)
-        if element is None:
-            read = self._reader.next(_ELEMENTS)
-            if isinstance(read, kept_blocks.Picked):
-                self._elements = read.elements()
-                read = next(self._elements)
-            element = read
-        record = self._reader.record()
-        self._reader.took(1, element)
-        element[RECORD] = self._tag(record) if self._tag else record
-        return element
+    def _go_on(self, state: dict[str, Any] | None) -> None:
+        self._reader = _reader(self._records, self._records._source.read, state)
+        self._elements: Iterator[source.Element] = iter(())
+        # Batches of columns, and what is left of the last.
+        self._batches: RecordBatches | None = None
+        self._documents: list[np.ndarray] = []
+        self._places: RecordPlaces | None = None
+        self._taken = 0
+
+    def take(self, num_elements: int) -> list[source.Element]:
+        """See `Elements`."""
+        if self._batches is not None:
+            self._go_on(self.get_state())
+        return list(itertools.islice(self._each(), num_elements))
+
+    def _each(self) -> Iterator[source.Element]:
+        while True:
+            element = next(self._elements, None)
+            if element is None:
+                try:
+                    read = self._reader.next(_ELEMENTS)
+                except StopIteration:
+                    return
+                if isinstance(read, kept_blocks.Picked):
+                    self._elements = read.elements()
+                    read = next(self._elements)
+                element = read
+            record = self._reader.record()
+            self._reader.took(1, element)
+            element[RECORD] = self._tag(record) if self._tag else record
+            yield element
+
+    def take_tokens(self, column: str, num_elements: int) -> list[np.ndarray] | None:
+        """As `take`, the lists of tokens of a column, each int32 or uint16 `[tokens]`.
+
+        May return fewer; None if the next records have other values.
+        """
+        found: list[np.ndarray] = []
+        while len(found) < num_elements:
+            if self._places is None:
+                try:
+                    if not self._read(column, num_elements - len(found)):
+                        return found or None
+                except StopIteration:
+                    break
+            stop = self._taken + num_elements - len(found)
+            found += self._documents[self._taken : stop]
+            self._taken = min(stop, len(self._documents))
+            if self._taken == len(self._documents):
+                self._places = None
+        return found
+
+    def _read(self, column: str, at_most: int) -> bool:
+        if self._batches is None:
+            self._batches = self._records.batches(tokens=column)
+            if self._batches is None:
+                return False
+            self._batches.set_state(self._reader.get_state())
+        read, places = self._batches.read(at_most)
+        documents = read.documents(column)
+        if documents is None:
+            self._batches.set_state(places.state(0))
+            return False
+        self._documents, self._places, self._taken = documents, places, 0
+        return True
 
     def get_state(self) -> dict[str, Any]:
-        return self._reader.get_state()
+        """See `grain.DatasetIterator`."""
+        if self._places is not None:
+            return self._places.state(self._taken)
+        return (self._batches or self._reader).get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self._elements = iter(())
-        self._reader = _reader(self._records, self._records._source.read, state)
+        """See `grain.DatasetIterator`."""
+        self._go_on(state)
 
 
 class RecordBatches:
@@ -815,9 +825,8 @@ class RecordBatches:
         before = self._reader.get_state()
         read = self._reader.next(at_most)
         first = self._reader.get_state()
-        numbers = self._reader.numbers(read.num_rows)
         self._reader.took(read.num_rows, read.names)
-        return read, RecordPlaces(before=before, first=first, numbers=numbers)
+        return read, RecordPlaces(before=before, first=first)
 
     def get_state(self) -> dict[str, Any]:
         """The state after the last batch."""
@@ -835,12 +844,10 @@ class RecordPlaces:
     Attributes:
       before: the state before corrupt records that were skipped before the batch.
       first: the state before its first record.
-      numbers: returns those of its records in the list of all epochs, int64.
     """
 
     before: dict[str, Any]
     first: dict[str, Any]
-    numbers: Callable[[], np.ndarray]
 
     def state(self, number: int) -> dict[str, Any]:
         """The state before record `number`."""

@@ -16,6 +16,7 @@ from elastic_ckpt.data import (
     cursors,
     elastic_data,
     example_id,
+    mixing,
     records,
     rows,
     shard_steps,
@@ -105,6 +106,8 @@ class ShardRows:
         self._ended: dict[int, storage.Json] = {}
         self._changed: set[int] = set()
         self._zeros: Any = None
+        # Makes all rows of a batch at once, if pipelines yield those of `Rows`.
+        self._made: Any = None
 
     def __next__(self) -> Loaded:
         for _ in range(self._skips):
@@ -143,7 +146,8 @@ class ShardRows:
             return None
         try:
             with records.row_due():
-                return next(self._open(shard))
+                opened = self._open(shard)
+                return opened.unmade() if hasattr(opened, "made") else next(opened)
         except StopIteration:
             pass
         except errors.ElasticCkptError:
@@ -171,7 +175,9 @@ class ShardRows:
                 cursor = cursor[ENDED]
             if cursor is not None:
                 opened.set_state(from_json(cursor))
+                mixing.renew(made, opened)
             self._opened[shard] = opened
+            self._made = getattr(opened, "made", self._made)
             del self._unopened[shard]
         return opened
 
@@ -188,6 +194,15 @@ class ShardRows:
         return lambda: to_json(make())
 
     def _stack(self, drawn: list[Any]) -> Rows:
+        unmade = [row for row in drawn if isinstance(row, list)]
+        if unmade and all(row is None or isinstance(row, list) for row in drawn):
+            made = self._made([row or [] for row in drawn])
+            if self._task.finite:
+                made[elastic_data.MASK] = np.array([row is not None for row in drawn])
+            return made
+        if unmade:
+            # Only some pipelines have steps after their rows.
+            drawn = [self._alone(row) if type(row) is list else row for row in drawn]
         if not self._task.finite:
             return _stacked(drawn, added={elastic_data.EXAMPLE_ID})
         real = [row for row in drawn if row is not None]
@@ -198,6 +213,9 @@ class ShardRows:
         mask = np.array([row is not None for row in drawn])
         added = {elastic_data.EXAMPLE_ID, elastic_data.MASK}
         return {**_stacked(filled, added=added), elastic_data.MASK: mask}
+
+    def _alone(self, unmade: list[Any]) -> Any:
+        return {name: each[0] for name, each in self._made([unmade]).items()}
 
     def _any(self) -> Any:
         # An example of any shard, for its shapes: the shards of this task have none.

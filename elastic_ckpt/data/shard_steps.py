@@ -13,6 +13,7 @@ import abc
 import dataclasses
 import enum
 import functools
+import itertools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -74,6 +75,16 @@ _GRAIN_PASSING = {
 }
 
 
+# Those that hold no elements between two that they yield.
+_GRAIN_HOLDING_NOTHING = {
+    "BatchIterDataset",
+    "FilterIterDataset",
+    "MapIterDataset",
+    "WithOptionsIterDataset",
+    "_WithSeedIterDataset",
+}
+
+
 class Step(grain.IterDataset[T]):
     """A dataset that reports the settings that determine its elements.
 
@@ -90,6 +101,26 @@ class Step(grain.IterDataset[T]):
     @abc.abstractmethod
     def settings(self) -> dict[str, storage.Json]:
         """The settings by the names of the arguments, the same for all shards."""
+
+
+class Elements(grain.DatasetIterator[T]):
+    """An iterator that returns many elements at a time."""
+
+    @abc.abstractmethod
+    def take(self, num_elements: int) -> list[T]:
+        """The next elements, however they are taken; fewer at the end alone."""
+
+    def __next__(self) -> T:
+        for element in self.take(1):
+            return element
+        raise StopIteration
+
+
+def take(iterator: grain.DatasetIterator[T], num_elements: int) -> list[T]:
+    """The next elements of any iterator; fewer at the end alone."""
+    if isinstance(iterator, Elements):
+        return iterator.take(num_elements)
+    return list(itertools.islice(iterator, num_elements))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -327,6 +358,13 @@ def passes_on(dataset: Any) -> bool:
     if _is_grains(dataset):
         return type(dataset).__name__ in _GRAIN_PASSING
     return getattr(dataset, "passes_on", False)
+
+
+def holds_nothing(dataset: Any) -> bool:
+    """Whether the state of a dataset between two elements is that of its parent."""
+    if _is_grains(dataset):
+        return type(dataset).__name__ in _GRAIN_HOLDING_NOTHING
+    return getattr(dataset, "holds_nothing", False)
 
 
 def _is_grains(dataset: Any) -> bool:

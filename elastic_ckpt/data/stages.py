@@ -194,7 +194,7 @@ def staged(stages: Sequence[Stage]) -> StagedData:
     make_shards = tuple(stage.data.make_shard for stage in data.stages)
     shards = stage_shards.StagedShards(make_shards=make_shards, stage=0)
     for number in range(1, len(stages)):
-        shards.changes_steps(number - 1, number)
+        shards.changes_rows(number - 1, number)
         _check_settings(data.stages, number)
     return data
 

@@ -154,11 +154,11 @@ def _take_share(
     owned: Owned,
     member: Member,
 ) -> None:
-    from elastic_ckpt.data.lm import token_blocks
+    from elastic_ckpt.data.lm import documents
     from elastic_ckpt.elastic import multicontroller
 
     # The hosts of a machine share its cores, but no devices.
-    os.environ[token_blocks.LOCAL_HOSTS_VARIABLE] = str(owned.local_hosts(member))
+    os.environ[documents.LOCAL_HOSTS_VARIABLE] = str(owned.local_hosts(member))
     slot = owned.slot(member, assignment.work.slices)
     multicontroller.configure(hardware, slot=slot)
 

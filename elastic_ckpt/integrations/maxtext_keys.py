@@ -146,7 +146,7 @@ _REFUSED = {
     "use_multimodal": (
         False,
         "set it to false and train on the text alone, or on images in your own loop,"
-        " with ec.data.lm.packed_multimodal",
+        " with ec.data.lm.MultimodalRows",
     ),
     "global_batch_size": (None, _ROWS.format("per_device_batch_size")),
     "global_batch_size_to_load": (None, _ROWS.format("per_device_batch_size")),

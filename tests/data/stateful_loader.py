@@ -15,7 +15,7 @@ from torchdata import stateful_dataloader
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import elastic_data, local_batches, sharded_data, torch_dataset
-from elastic_ckpt.data.lm import language
+from elastic_ckpt.data.lm import rows as lm_rows
 from tests import pipelines
 
 NUM_SHARDS = SIZE = 12
@@ -88,8 +88,8 @@ def rows(batches):
 def changing_worlds():
     """Ranks and workers change, and the state is that of datasets or of loaders."""
     for name, dataset in (
-        ("concatenated", functools.partial(mixture, language.CONCAT_THEN_SPLIT)),
-        ("fitted", functools.partial(mixture, language.FIRST_FIT)),
+        ("concatenated", functools.partial(mixture, lm_rows.CONCAT_THEN_SPLIT)),
+        ("fitted", functools.partial(mixture, lm_rows.FIRST_FIT)),
     ):
         one = [iter(loader(0, 1, dataset=dataset, num_workers=0))]
         states = None
@@ -127,7 +127,7 @@ def changing_worlds():
 def same_world():
     """A loader loads its own state, with the numbers that saved it and no others."""
     made = functools.partial(
-        loader, 1, 2, dataset=functools.partial(mixture, language.FIRST_FIT)
+        loader, 1, 2, dataset=functools.partial(mixture, lm_rows.FIRST_FIT)
     )
     first = made(num_workers=3)
     batches = iter(first)
@@ -150,7 +150,7 @@ def same_world():
 
 def later_iterations():
     """An iteration goes on where the one before stopped, in workers too."""
-    dataset = functools.partial(mixture, language.FIRST_FIT)
+    dataset = functools.partial(mixture, lm_rows.FIRST_FIT)
     for num_workers, context in ((0, None), (2, "forkserver")):
         one = [iter(loader(0, 1, dataset=dataset, num_workers=0))]
         made = loader(

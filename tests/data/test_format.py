@@ -10,9 +10,9 @@ from elastic_ckpt import data as data_room
 from elastic_ckpt.data import (
     cursors,
     data_keys,
+    lm,
     records,
     sharded_data,
-    shuffling,
     state,
 )
 from elastic_ckpt.data.lm import pipeline
@@ -82,7 +82,8 @@ def variant(request, tmp_path, monkeypatch):
 
     def make_shard(shard):
         read = records.Records(source, shard=shard, num_shards=4)
-        return shuffling.WindowShuffle(read, window_size=5, seed=shard)
+        tokens = lm.Tokens(read, documents=lm.Documents(column="data"))
+        return lm.Rows(tokens, length=16, window=5, shard=shard)
 
     return request.param, sharded_data.sharded(make_shard, pipeline="golden, version 1")
 
@@ -110,5 +111,5 @@ def test_the_page_names_every_field_that_a_cursor_may_have(written):
     ).values():
         for part in cursors.parts(cursor):
             names |= part.keys() - formats.DATASETS.keys()
-    assert {"turn", "taken", "parts", "parent", "window"} <= names
+    assert {"turn", "taken", "parts", "from", "skip", "row"} <= names
     assert [name for name in sorted(names) if f"`{name}`" not in page] == []

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import elastic_ckpt as ec
-from elastic_ckpt.data import elastic_data, mixing, records, shuffling, stages
-from elastic_ckpt.data.lm import language, token_blocks
+from elastic_ckpt.data import elastic_data, mixing, records, stages
+from elastic_ckpt.data.lm import documents as lm_documents
+from elastic_ckpt.data.lm import rows
 from tests import formats, worlds
-from tests.data import test_stages
 
 NUM_SHARDS = 6
 # A mixture of datasets, or of mixtures of them.
@@ -25,7 +25,7 @@ TREES = [
     {"text": {"books": "books", "web": "web"}, "code": "code"},
     {"all": {"text": {"web": "web", "books": "books"}, "code": "code"}, "more": "web"},
 ]
-DOCUMENTS = language.Documents(column="tokens", tokenizer=None)
+DOCUMENTS = lm_documents.Documents(column="tokens", tokenizer=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,22 +44,15 @@ class MakeShard:
     max_examples: int
 
     def __call__(self, shard: int) -> grain.IterDataset:
-        examples = language.Examples(
-            self._mixed(self.tree, shard), length=self.length, truncate=self.truncate
-        )
-        if self.window:
-            examples = shuffling.WindowShuffle(
-                examples, window_size=self.window, seed=shard
-            )
-        if not self.packing:
-            return language.Padded(examples, length=self.length)
-        is_cut = self.packing == "concat_then_split"
-        return language.packed(
-            examples,
-            packing=self.packing,
+        is_fitted = self.packing in (rows.FIRST_FIT, rows.BEST_FIT)
+        return rows.Rows(
+            self._mixed(self.tree, shard),
             length=self.length,
-            seed=shard,
-            max_examples=0 if is_cut else self.max_examples,
+            packing=self.packing,
+            window=self.window,
+            truncate=self.truncate,
+            max_examples=self.max_examples if is_fitted else 0,
+            shard=shard,
         )
 
     def _mixed(self, tree, shard):
@@ -78,7 +71,7 @@ class MakeShard:
             source, shard=shard, num_shards=NUM_SHARDS, read_options=self.reading
         )
         kept = read.filter(formats.is_kept) if name in self.filtered else read
-        return token_blocks.Tokens(kept, documents=DOCUMENTS)
+        return lm_documents.Tokens(kept, documents=DOCUMENTS)
 
 
 STEPS = st.fixed_dictionaries(
@@ -87,7 +80,7 @@ STEPS = st.fixed_dictionaries(
         "length": st.sampled_from([5, 12, 12, 31]),
         "truncate": st.booleans(),
         "window": st.sampled_from([0, 3, 7]),
-        "packing": st.sampled_from(["", *language.PACKINGS]),
+        "packing": st.sampled_from(["", *rows.PACKINGS]),
         "max_examples": st.sampled_from([0, 2]),
     }
 )
@@ -191,8 +184,7 @@ def batches_of(data, sizes, run, *, is_oracle=False):
 def check(parts, chosen):
     described, run = chosen
     data, sizes = data_of(parts, described), [size for _, _, size in described]
-    with test_stages.example_by_example():
-        expected = batches_of(data, sizes, run, is_oracle=True)
+    expected = batches_of(data, sizes, run, is_oracle=True)
     assert batches_of(data, sizes, run) == expected
 
 

@@ -42,8 +42,14 @@ def rows_of(files, shard, *, num_shards=NUM_SHARDS, window=5, seed=0, length=8):
         num_shards=num_shards,
         read_options=ec_data.ReadOptions(shuffle_seed=seed),
     )
-    shuffled = ec_data.WindowShuffle(records, window_size=window, seed=seed + shard)
-    return ec_data.lm.ConcatThenSplit(shuffled, features=("tokens",), length=length)
+    documents = ec_data.lm.Documents(column="tokens", tokenizer=None)
+    return ec_data.lm.Rows(
+        ec_data.lm.Tokens(records, documents=documents),
+        length=length,
+        window=window,
+        seed=seed,
+        shard=shard,
+    )
 
 
 def made(files, **settings):
@@ -72,14 +78,12 @@ def test_a_run_without_a_name_resumes_with_what_it_was(files, saved):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"window": 6}, "WindowShuffle.window_size: saved 5, now 6"),
-        ({"length": 9}, "ConcatThenSplit.length: saved 8, now 9"),
+        ({"window": 6}, "Rows.window: saved 5, now 6"),
+        ({"length": 9}, "Rows.length: saved 8, now 9"),
         ({"num_shards": 8}, "num_logical_shards: saved 4, now 8"),
         (
             {"seed": 1},
-            "Records.shuffle_seed: saved 0, now 1;"
-            ' WindowShuffle.seed: saved {"first": 0, "last": 3},'
-            ' now {"first": 1, "last": 4}',
+            "Records.shuffle_seed: saved 0, now 1; Rows.seed: saved 0, now 1",
         ),
     ],
     ids=str,
@@ -123,8 +127,8 @@ def test_other_steps_are_named_in_their_order(files, saved):
         return rows_of(files, shard).batch(1)
 
     with refused(
-        "steps: saved Records, WindowShuffle, ConcatThenSplit, now Records,"
-        " WindowShuffle, ConcatThenSplit, BatchIterDataset",
+        "steps: saved Records, Tokens, Rows, now Records, Tokens, Rows,"
+        " BatchIterDataset",
         errors.DataError,
     ):
         worlds.World(sharded_data.sharded(make_shard), 2, NUM_SHARDS).read(saved)
@@ -181,7 +185,7 @@ def test_of_a_mixture_weights_may_change_and_settings_of_its_datasets_may_not(fi
         assert pipeline_changes.between(identity(weights), before) == []
     other = identity({"web": 1}, window=6)
     assert pipeline_changes.between(before, other) == [
-        "Mixture.datasets.web.WindowShuffle.window_size: saved 5, now 6"
+        "Mixture.datasets.web.Rows.window: saved 5, now 6"
     ]
 
 

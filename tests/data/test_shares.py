@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from elastic_ckpt.core import errors
 from elastic_ckpt.data import records, units
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.data.sources import kept_blocks, parquet
@@ -124,7 +123,6 @@ def test_other_weights_of_a_finite_mixture_lose_and_repeat_nothing(
     tmp_path, before, weights
 ):
     more = {"num_rows": 21, "num_shards": 8}
-    more["enable_data_shuffling"] = False
     old = finite_mixture(tmp_path, weights=before, **more)
     world = worlds.World(old, 2, 8)
     batches = [world.batch() for _ in range(3)]
@@ -139,20 +137,6 @@ def test_other_weights_of_a_finite_mixture_lose_and_repeat_nothing(
     assert len(numbers) == len(set(numbers))
     drawn = [n for n in range(3) if weights[n]]
     assert set(numbers) >= {1 + n * 21 + row for n in drawn for row in range(21)}
-
-
-def test_a_window_of_the_last_documents_takes_no_others_in(tmp_path):
-    more = {"num_rows": 21, "num_shards": 8}
-    old = finite_mixture(tmp_path, weights=(1, 0, 1), **more)
-    world = worlds.World(old, 1, 8)
-    for _ in range(3):
-        world.batch()
-    world.write(tmp_path / "state")
-    new = finite_mixture(tmp_path, weights=(1, 1, 1), **more)
-    resumed = worlds.World(new, 1, 8)
-    resumed.read(tmp_path / "state")
-    with pytest.raises(errors.DataError, match="leave the weights at 0"):
-        resumed.batch()
 
 
 def test_an_endless_mixture_has_the_shares_of_each_dataset(tmp_path):

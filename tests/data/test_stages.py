@@ -1,12 +1,11 @@
 """Stages: what changes at steps of a run, exactly once on any number of hosts."""
 
 import collections
-import contextlib
 import dataclasses
 import json
 import pathlib
-import unittest.mock
 
+import grain
 import jax
 import jsonschema
 import numpy as np
@@ -19,16 +18,16 @@ from jax.sharding import Mesh
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
-    blocks,
     records,
     sharded_data,
     stages,
 )
-from elastic_ckpt.data.lm import language, pipeline
+from elastic_ckpt.data.lm import documents as lm_documents
+from elastic_ckpt.data.lm import pipeline, rows
 from tests import formats, iterator_contract, worlds
 from tests.data import test_format
 
-TOKENS = language.Documents(column="tokens", tokenizer=None)
+TOKENS = lm_documents.Documents(column="tokens", tokenizer=None)
 NUM_SHARDS = 6
 
 
@@ -63,13 +62,6 @@ def of_stage(
         pipeline=made.identity(),
         end=ec.data.End.PADDED if epochs else ec.data.End.NEVER,
     )
-
-
-@contextlib.contextmanager
-def example_by_example():
-    """Pipelines whose steps take single examples."""
-    with unittest.mock.patch.object(blocks, "of", return_value=None):
-        yield
 
 
 def batches_of(data, schedule):
@@ -107,9 +99,7 @@ def pairs_of(found):
 
 @given(
     lengths=st.lists(st.integers(3, 40), min_size=2, max_size=4),
-    packings=st.lists(
-        st.sampled_from(["", *language.PACKINGS]), min_size=4, max_size=4
-    ),
+    packings=st.lists(st.sampled_from(["", *rows.PACKINGS]), min_size=4, max_size=4),
     window=st.sampled_from([0, 5]),
     num_steps=st.integers(1, 5),
 )
@@ -343,18 +333,21 @@ def test_a_name_stands_for_the_same_files_in_all_stages(files, dataset, name, me
         )
 
 
-def own_pipeline(files, *, length, size=None):
-    """A user's pipeline, with a step of their own between examples and rows."""
+def own_pipeline(files, *, length, is_batched=False):
+    """A user's pipeline, with steps of their own before and after the rows."""
 
     def make_shard(shard):
         read = ec.data.Records(
             files["parquet"][0].source, shard=shard, num_shards=NUM_SHARDS
         )
         tokens = ec.data.lm.Tokens(read, documents=TOKENS)
-        examples = ec.data.lm.Examples(tokens, length=length, truncate=False)
-        if size:
-            examples = examples.filter(lambda each: len(each["inputs"]) > size)
-        return ec.data.lm.packed(examples, packing="first_fit", length=length, seed=1)
+        long = tokens.filter(lambda document: len(document) > 4)
+        made = ec.data.lm.Rows(long, length=length, truncate=False, shard=shard)
+        if is_batched:
+            return grain.experimental.WindowShuffleIterDataset(
+                made, window_size=4, seed=shard
+            )
+        return made.map(lambda row: row | {"sum": row["inputs"].sum()})
 
     return ec.data.sharded(make_shard, pipeline="mine, version 1")
 
@@ -366,15 +359,16 @@ def test_users_pipelines_have_stages_where_rows_can_be_taken_apart(files):
             ec.data.Stage(begin=2, data=own_pipeline(files, length=30)),
         ]
     )
-    schedule = [(step, 1, 6) for step in range(5)]
-    with example_by_example():
-        expected = batches_of(data, schedule)
+    expected = batches_of(data, [(step, 1, 6) for step in range(5)])
     assert batches_of(data, [(step, 3, 6) for step in range(5)]) == expected
-    with pytest.raises(errors.ConfigError, match="rows by other steps than those of"):
+    with pytest.raises(errors.ConfigError, match=r"rows by others than ec\.data\.lm"):
         ec.data.staged(
             [
-                ec.data.Stage(begin=0, data=own_pipeline(files, length=12, size=2)),
-                ec.data.Stage(begin=2, data=own_pipeline(files, length=30, size=2)),
+                ec.data.Stage(
+                    begin=begin,
+                    data=own_pipeline(files, length=length, is_batched=True),
+                )
+                for begin, length in ((0, 12), (2, 30))
             ]
         )
 

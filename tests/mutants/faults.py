@@ -202,16 +202,16 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a document comes twice after a resume",
-        "elastic_ckpt/data/lm/token_blocks.py",
-        'return {"parent": self.before, "document": self.first + number}',
-        'return {"parent": self.before, "document": self.first + max(0, number - 1)}',
+        "elastic_ckpt/data/lm/rows.py",
+        '            self._next = state["row"]',
+        '            self._next = max(0, state["row"] - 1)',
         ("tests/data/test_exactness.py",),
     ),
     Fault(
         "a cursor is one row late",
-        "elastic_ckpt/data/shuffling.py",
-        'return {"parent": parent, "window": self.window, "taken": number}',
-        'return {"parent": parent, "window": self.window, "taken": number + 1}',
+        "elastic_ckpt/data/lm/rows.py",
+        '        return {**self._begin, "row": self._next}',
+        '        return {**self._begin, "row": self._next + 1}',
         ("tests/data/test_exactness.py",),
     ),
     Fault(

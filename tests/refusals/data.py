@@ -13,7 +13,7 @@ import pyarrow.parquet
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import batch_size, data_keys, datasets, sharded_data
-from elastic_ckpt.data.lm import chat, language, pipeline, tokenizers
+from elastic_ckpt.data.lm import chat, documents, pipeline, rows, tokenizers
 from tests.refusals import Refusal
 
 IN_CALLER = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
@@ -99,8 +99,8 @@ def batch_of(**settings: Any) -> object:
     return batch_size.schedule(data_keys.DataKeys(**settings), world)
 
 
-def tokens_of(documents: language.Documents, record: Any) -> object:
-    return documents.value(record)
+def tokens_of(made: documents.Documents, record: Any) -> object:
+    return made.value(record)
 
 
 def turns(content: Any) -> object:
@@ -111,7 +111,7 @@ def turns(content: Any) -> object:
 TEMPLATE = ec.data.lm.ChatTemplate(
     text="{% for m in messages %}{{ '' + m.content }}{% endfor %}"
 )
-PRE_TOKENIZED = language.Documents(column="tokens", tokenizer=None)
+PRE_TOKENIZED = documents.Documents(column="tokens", tokenizer=None)
 DATA, CONFIG = errors.DataError, errors.ConfigError
 
 REFUSALS = {
@@ -147,7 +147,7 @@ REFUSALS = {
         r"all weights of \['a'\] are 0; raise one",
     ),
     "a packing that there is none of": Refusal(
-        lambda _: language.packed(numbers(0), packing="best", length=8, seed=0),
+        lambda _: rows.Rows(numbers(0), packing="best", length=8),
         "packing='best'; choose one of first",
     ),
     "a shard that is no iterable dataset": Refusal(
@@ -308,7 +308,7 @@ REFUSALS = {
         DATA,
     ),
     "tokens in place of text": Refusal(
-        lambda _: tokens_of(language.Documents(), {"text": np.zeros(2)}),
+        lambda _: tokens_of(documents.Documents(), {"text": np.zeros(2)}),
         "has a ndarray, not text; set tokenizer=None",
         DATA,
     ),

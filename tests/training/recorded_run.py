@@ -14,7 +14,8 @@ from elastic_ckpt.data import (
     stages,
     state,
 )
-from elastic_ckpt.data.lm import language, pipeline
+from elastic_ckpt.data.lm import documents as lm_documents
+from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.training import provenance, step_log, step_record
 from tests import formats
 
@@ -64,7 +65,7 @@ def of_stage(
         ),
         num_shards=6,
         reading=records.ReadOptions(num_epochs=epochs, shuffle_seed=3),
-        documents=language.Documents(column="tokens", tokenizer=None),
+        documents=lm_documents.Documents(column="tokens", tokenizer=None),
         length=length,
         packing=packing,
         window=4,

@@ -7,6 +7,7 @@ so that the rows of a step say which documents they are made of.
 import collections
 import dataclasses
 
+import grain
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -18,7 +19,6 @@ from elastic_ckpt.data import (
     positional_data,
     records,
     sharded_data,
-    shuffling,
     stages,
 )
 from tests import corpora, formats
@@ -235,9 +235,9 @@ def test_records_without_tokens_that_are_corrupt_filtered_or_in_a_window():
             read_options=records.ReadOptions(shuffle_seed=3, skip_corrupt=True),
         ).filter(lambda element: element["number"] % 5)
         mixed = mixing.Mixture({"numbers": read}, {"numbers": 1.0}, shard=shard)
-        return shuffling.WindowShuffle(mixed, window_size=7, seed=shard).map(
-            lambda e: {"inputs": np.array([e["number"]]), "record": e["record"]}
-        )
+        return grain.experimental.WindowShuffleIterDataset(
+            mixed, window_size=7, seed=shard
+        ).map(lambda e: {"inputs": np.array([e["number"]]), "record": e["record"]})
 
     data = sharded_data.sharded(make_shard, num_shards=4, pipeline="numbers")
     run = Run().attempt(data, [8] * 13, saves=(4, 9, 13))

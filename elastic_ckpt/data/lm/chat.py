@@ -1,12 +1,10 @@
 """Conversations as examples of a language model.
 
-`Conversations` takes the place of `language.Documents`: it renders each record by a
+`Conversations` takes the place of `Documents`: it renders each record by a
 chat template, and makes its tokens. A token of which no loss counts, such as one that
 the user says, is kept as its complement, `~token`, which is negative. So a mask takes
-no array of its own, and stays with its tokens when documents are chunked, mixed,
-shuffled and packed, in blocks or one by one. Last, `MaskedTargets` turns rows into what
-MaxText's are: all tokens are inputs, but a masked target is 0, and so is its
-segmentation.
+no array of its own, and stays with its tokens when documents are mixed, cut, shuffled
+and packed; `Rows` makes of it what MaxText's rows have.
 """
 
 from __future__ import annotations
@@ -19,17 +17,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-import grain
 import numpy as np
 from absl import logging
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import records, shard_steps
-from elastic_ckpt.data import tokens as token_numbers
-from elastic_ckpt.data.lm import chat_templates, language, tokenizers
+from elastic_ckpt.data import records
+from elastic_ckpt.data.lm import chat_templates, tokenizers
 from elastic_ckpt.data.sources import files
 
-Example = dict[str, np.ndarray]
 Messages = list[chat_templates.Message]
 
 _NO_TOKENS = np.empty(0, np.int32)
@@ -144,38 +139,6 @@ class Conversations:
             _NO_TOKENS if value is None else _masked(next(encoded), value.spans)
             for value in values
         ]
-
-
-class MaskedTargets(shard_steps.Step[Example]):
-    """Rows of conversations, with the loss mask where MaxText has it.
-
-    Each token is an input. A target that does not count is 0, and 0 in
-    `targets_segmentation`, which is the segment of a target that counts.
-
-    Args:
-      parent: rows that `packed` or padding makes of `Conversations`.
-    """
-
-    def __init__(self, parent: grain.IterDataset) -> None:
-        super().__init__(parent)
-
-    def __iter__(self) -> grain.DatasetIterator[Example]:
-        return language.Mapped(iter(self._parent), _with_mask)
-
-    def settings(self) -> dict[str, storage.Json]:
-        """None."""
-        return {}
-
-
-def _with_mask(row: Example) -> Example:
-    inputs, targets = row["inputs"], row["targets"]
-    counts = targets >= 0
-    return {
-        **row,
-        "inputs": np.where(inputs < 0, ~inputs, inputs),
-        "targets": np.where(counts, targets, token_numbers.PAD),
-        "targets_segmentation": row["targets_segmentation"] * counts,
-    }
 
 
 def _masked(

@@ -1,14 +1,9 @@
 """The pipeline of a logical shard that a configuration describes.
 
-    units -> records -> tokens -> mix -> truncate or chunk -> window shuffle
-        -> pack or pad
+    records -> tokens -> mixture -> rows
 
-Records that become rows by themselves, such as those with images, are mixed and
-shuffled as they are in the files, and decoded last:
-
-    units -> records -> mix -> window shuffle -> rows
-
-Each stage is a Grain dataset that saves its position, so the whole pipeline does.
+Texts are mixed before they become tokens. Each step is a Grain dataset whose iterator
+has a state, so the whole pipeline has.
 """
 
 from __future__ import annotations
@@ -31,17 +26,10 @@ from elastic_ckpt.data import (
     positional_data,
     records,
     sharded_data,
-    shuffling,
     stages,
-    units,
 )
-from elastic_ckpt.data.lm import (
-    chat,
-    chat_templates,
-    language,
-    token_blocks,
-    tokenizers,
-)
+from elastic_ckpt.data.lm import chat, chat_templates, rows, tokenizers
+from elastic_ckpt.data.lm import documents as lm_documents
 from elastic_ckpt.data.sources import (
     arrayrecord,
     arrow,
@@ -91,7 +79,7 @@ class LanguagePipeline:
       length: tokens of a row, L.
       truncate: whether longer documents are truncated; if not, they are chunked.
       window: the size of the shuffle window in examples; 0 does not shuffle.
-      packing: one of `language.PACKINGS`; empty pads each example to a row.
+      packing: one of `rows.PACKINGS`; empty pads each example to a row.
       max_examples: the most examples in a packed row; 0 sets no limit.
       seed: the seed of every shuffle.
       tokenizer_threads: tokenizer threads of a host; 0 takes its share of cores.
@@ -104,7 +92,7 @@ class LanguagePipeline:
     parts: tuple[Part, ...]
     num_shards: int
     reading: records.ReadOptions
-    documents: language.Encoder
+    documents: lm_documents.Encoder
     length: int
     truncate: bool = True
     window: int = 0
@@ -118,39 +106,27 @@ class LanguagePipeline:
 
     def __call__(self, shard: int) -> grain.IterDataset:
         """The rows of a shard."""
-        parts, documents = self._by_name, self.documents
+        parts, has_texts = self._by_name, self.documents.tokenizer is not None
 
         def make_part(name: str) -> grain.IterDataset:
-            return self._tokens(self._records(parts[name], shard))
+            read = self._records(parts[name], shard)
+            return read if has_texts else self._tokens(read)
 
-        read = mixing.Parts(parts, make_part, columns=self._columns)
-        # Even a single dataset is a mixture: others may be added at a resume.
-        examples = mixing.Mixture(read, self._weights, shard=shard)
-        examples = language.Examples(
-            examples, length=self.length, truncate=self.truncate
+        # Even a single dataset is a mixture: others may be added at a resume. Texts are
+        # mixed before they are tokenised, so that threads have many at a time.
+        mixed: grain.IterDataset = mixing.Mixture(
+            mixing.Parts(parts, make_part), self._weights, shard=shard
         )
-        # Each shard has its own order.
-        seed = units.mixed(self.seed ^ shard) >> 32
-        if self.window:
-            examples = shuffling.WindowShuffle(
-                examples, window_size=self.window, seed=seed
-            )
-        if self.packing:
-            rows = language.packed(
-                examples,
-                packing=self.packing,
-                length=self.length,
-                seed=seed,
-                max_examples=self.max_examples,
-            )
-        else:
-            rows = language.Padded(examples, length=self.length)
-        if isinstance(documents, chat.Conversations):
-            return chat.MaskedTargets(rows)
-        if not self.vocab_size or documents.tokenizer:
-            return rows
-        return language.InVocabulary(
-            rows, column=documents.column, vocab_size=self.vocab_size
+        return rows.Rows(
+            self._tokens(mixed) if has_texts else mixed,
+            length=self.length,
+            packing=self.packing,
+            window=self.window,
+            seed=self.seed,
+            shard=shard,
+            max_examples=self.max_examples,
+            truncate=self.truncate,
+            vocab_size=0 if has_texts else self.vocab_size,
         )
 
     def threads_of_process(self) -> int:
@@ -160,7 +136,7 @@ class LanguagePipeline:
         """
         if not self.documents.is_parallel:
             return 0
-        return token_blocks.num_threads(
+        return lm_documents.num_threads(
             self.tokenizer_threads, num_processes=self.num_processes
         )
 
@@ -219,35 +195,6 @@ class LanguagePipeline:
                 num_records += num_epochs * source.num_records(part.source)
         return leads if len(leads) > 1 else {}
 
-    @functools.cached_property
-    def _columns_of(self) -> dict[str, records.SmallBlocks | None]:
-        # Not pickled: see `__getstate__`.
-        return {}
-
-    def _columns(self, name: str) -> records.SmallBlocks | None:
-        try:
-            return self._columns_of[name]
-        except KeyError:
-            made = self._made_columns(self._by_name[name])
-            return self._columns_of.setdefault(name, made)
-
-    def _made_columns(self, part: Part) -> records.SmallBlocks | None:
-        documents = self.documents
-        if (
-            not isinstance(documents, language.Documents)
-            or documents.tokenizer is not None
-            or documents.column == records.RECORD
-            or not records.SmallBlocks.exist(part.source, self.num_shards)
-        ):
-            return None
-        return records.SmallBlocks(
-            part.source,
-            self.num_shards,
-            self.reading,
-            tokens=documents.column,
-            lead=self._leads.get(part.name, 0),
-        )
-
     def __getstate__(self) -> dict[str, Any]:
         # What is read here is read again elsewhere.
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -266,8 +213,8 @@ class LanguagePipeline:
         read.lead = self._leads.get(part.name, 0)
         return read
 
-    def _tokens(self, read: records.Records) -> token_blocks.Tokens:
-        return token_blocks.Tokens(
+    def _tokens(self, read: grain.IterDataset) -> lm_documents.Tokens:
+        return lm_documents.Tokens(
             read, documents=self.documents, num_threads=self.threads_of_process()
         )
 
@@ -400,7 +347,7 @@ def describe(data: data_keys.DataKeys) -> str:
     for begin, section in data_keys.stages(data):
         if data.data_stages:
             size = section.global_batch_size
-            rows = (
+            of_batch = (
                 f"batches of {size} rows"
                 if size
                 else (f"{section.per_device_batch_size:g} rows a device")
@@ -408,7 +355,7 @@ def describe(data: data_keys.DataKeys) -> str:
             packing = section.grain_packing_type if section.packing else "unpacked"
             described.append(
                 f"stage from step {begin:,}: rows of {section.max_target_length}"
-                f" tokens, {packing}, {rows}"
+                f" tokens, {packing}, {of_batch}"
             )
         parts = _parts(section)
         total = sum(part.weight for part in parts)
@@ -419,11 +366,11 @@ def describe(data: data_keys.DataKeys) -> str:
     return "\n".join(described)
 
 
-def _check_vocabulary(data: data_keys.DataKeys, rows: int) -> None:
-    if rows and data.tokenize_train_data and vocab_size(data) > rows:
+def _check_vocabulary(data: data_keys.DataKeys, num_tokens: int) -> None:
+    if num_tokens and data.tokenize_train_data and vocab_size(data) > num_tokens:
         raise errors.ConfigError(
-            f"vocab_size={rows}, but the tokenizer has {vocab_size(data)} tokens; set"
-            f" vocab_size to {vocab_size(data)} or more"
+            f"vocab_size={num_tokens}, but the tokenizer has {vocab_size(data)} tokens;"
+            f" set vocab_size to {vocab_size(data)} or more"
         )
 
 
@@ -457,10 +404,10 @@ def _sharded(
 ) -> sharded_data.ShardedData:
     shuffle = data.enable_data_shuffling
     packing = data.grain_packing_type if data.packing else ""
-    if data.max_segments_per_seq and packing == language.CONCAT_THEN_SPLIT:
+    if data.max_segments_per_seq and packing == rows.CONCAT_THEN_SPLIT:
         raise errors.ConfigError(
             f"max_segments_per_seq={data.max_segments_per_seq} does not work with"
-            " grain_packing_type=concat_then_split, which cuts examples wherever a row"
+            " grain_packing_type=concat_then_split, which cuts documents wherever a row"
             " is full; set it to 0, or pack by first_fit or best_fit"
         )
     pipeline = LanguagePipeline(
@@ -512,9 +459,9 @@ def _columns(data: data_keys.DataKeys) -> tuple[str, ...]:
     return (data.train_data_columns,)
 
 
-def _documents(data: data_keys.DataKeys) -> language.Encoder:
+def _documents(data: data_keys.DataKeys) -> lm_documents.Encoder:
     if not data.use_sft:
-        return language.Documents(
+        return lm_documents.Documents(
             column=data.train_data_columns,
             tokenizer=_tokenizer(data),
             add_begin=data.add_bos,

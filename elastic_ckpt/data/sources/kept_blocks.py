@@ -20,12 +20,15 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import blocks, units
 from elastic_ckpt.data import tokens as token_numbers
+from elastic_ckpt.data import units
 from elastic_ckpt.data.sources import arrow_rows, files, source
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+# The values of a column, and the start and length of the lists in them.
+Lists = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 # The memory of all blocks that are kept in a process.
 BUDGET_BYTES = 256 * 2**20
@@ -70,7 +73,7 @@ class Decoded:
         problem: str | None = None,
     ) -> None:
         self.batch, self.problem, self._place = batch, problem, place
-        self._lists: dict[str, blocks.Lists | None] = {}
+        self._lists: dict[str, Lists | None] = {}
         self.num_rows, self.names, self.num_bytes = 0, [], 0
         if batch is None:
             return
@@ -90,13 +93,13 @@ class Decoded:
         """The error for some records of a corrupt block."""
         return source.corrupt(self._place, self.problem, num_records=num_records)
 
-    def lists(self, column: str) -> blocks.Lists | None:
+    def lists(self, column: str) -> Lists | None:
         """A column with lists of tokens; None if it has other values."""
         if column not in self._lists:
             self._lists[column] = self._made_lists(column)
         return self._lists[column]
 
-    def _made_lists(self, column: str) -> blocks.Lists | None:
+    def _made_lists(self, column: str) -> Lists | None:
         if self.batch is None or column not in self.batch.schema.names:
             return None
         lists = arrow_rows.tokens(self.batch.column(column))
@@ -127,16 +130,17 @@ class Picked:
         """The names of the columns."""
         return self._parts[0][0].names
 
-    def lists(self, column: str) -> blocks.Lists | None:
-        """A column with lists of tokens; None if it has other values."""
-        parts = []
+    def documents(self, column: str) -> list[np.ndarray] | None:
+        """A column with lists of tokens, copied; None if it has other values."""
+        found: list[np.ndarray] = []
         for of, rows in self._parts:
             lists = of.lists(column)
             if lists is None:
                 return None
             values, start, length = lists
-            parts.append((values, start[rows], length[rows]))
-        return blocks.together(parts)
+            some = zip(start[rows].tolist(), length[rows].tolist(), strict=True)
+            found += [values[first : first + size].copy() for first, size in some]
+        return found
 
     def elements(self) -> Iterator[source.Element]:
         """The records as dicts of columns."""

@@ -8,21 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from elastic_ckpt.data import (
-    data_keys,
-    mixing,
-    records,
-    shuffling,
-)
-from elastic_ckpt.data.lm import (
-    chat,
-    chat_templates,
-    language,
-    pipeline,
-    token_blocks,
-)
-from elastic_ckpt.data.sources import lines
-from tests import formats, worlds
+from elastic_ckpt.data import data_keys
+from elastic_ckpt.data.lm import chat, chat_templates, pipeline, rows
+from tests import worlds
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "chat_templates"
 NUM_CONVERSATIONS = 60
@@ -168,69 +156,9 @@ def test_a_conversation_is_messages_or_a_prompt_and_its_completion(columns, reco
 # Rows.
 
 
-def rows_of(corpus, packing, *, of_blocks, truncate=False, window=3, epochs=1):
-    """The rows of a shard, made of blocks or of single examples."""
-    source = lines.JsonLines(files=(corpus["jsonl"],), columns=("messages",))
-    read = records.Records(
-        source,
-        shard=1,
-        num_shards=SHARDS,
-        read_options=records.ReadOptions(num_epochs=epochs, shuffle_seed=3),
-    )
-    documents = chat.Conversations(template=TEMPLATE, completion_only=True)
-    mixed = mixing.Mixture(
-        {"chats": token_blocks.Tokens(read, documents=documents)},
-        {"chats": 1.0},
-        shard=1,
-    )
-    examples = language.Examples(mixed, length=LENGTH, truncate=truncate)
-    if window:
-        examples = shuffling.WindowShuffle(examples, window_size=window, seed=7)
-    if not of_blocks:
-        examples = formats.Single(examples)
-    if packing:
-        rows = language.packed(examples, packing=packing, length=LENGTH, seed=11)
-    else:
-        rows = language.Padded(examples, length=LENGTH)
-    return chat.MaskedTargets(rows)
-
-
-def content(row):
-    return {name: (each.dtype, each.tolist()) for name, each in row.items()}
-
-
-@pytest.mark.parametrize(
-    ("packing", "truncate"),
-    [("", True), *((packing, False) for packing in language.PACKINGS)],
-)
-def test_rows_of_blocks_are_those_of_single_examples_from_every_state(
-    corpus, packing, truncate
-):
-    ours, theirs = (
-        rows_of(corpus, packing, of_blocks=of_blocks, truncate=truncate)
-        for of_blocks in (True, False)
-    )
-    # Only rows of blocks have it.
-    assert hasattr(iter(ours), "mark")
-    assert not hasattr(iter(theirs), "mark")
-    expected_rows = [content(row) for row in theirs]
-    assert len(expected_rows) > 5
-    iterator = iter(ours)
-    for number in range(len(expected_rows)):
-        saved = json.loads(json.dumps(iterator.get_state()))
-        assert saved == json.loads(json.dumps(iterator.mark()()))
-        for dataset in (ours, theirs):
-            resumed = iter(dataset)
-            resumed.set_state(json.loads(json.dumps(saved)))
-            assert content(next(resumed)) == expected_rows[number]
-        assert content(next(iterator)) == expected_rows[number]
-    with pytest.raises(StopIteration):
-        next(iterator)
-
-
 @pytest.mark.parametrize(
     ("file_type", "packing"),
-    [("arrow", ""), ("jsonl", language.FIRST_FIT), ("parquet", language.BEST_FIT)],
+    [("arrow", ""), ("jsonl", rows.FIRST_FIT), ("parquet", rows.BEST_FIT)],
 )
 def test_rows_have_every_conversation_and_what_counts_of_it(corpus, file_type, packing):
     data = pipeline.from_config(
@@ -258,7 +186,7 @@ def test_conversations_have_a_worker_process_unless_told_otherwise(corpus):
         assert data.num_workers == expected
 
 
-@pytest.mark.parametrize("packing", ["", language.CONCAT_THEN_SPLIT])
+@pytest.mark.parametrize("packing", ["", rows.CONCAT_THEN_SPLIT])
 def test_batches_are_the_same_on_any_number_of_hosts(corpus, packing):
     settings = {
         "packing": bool(packing),

@@ -54,8 +54,8 @@ def parts(number):
 
 
 def packed(documents, packing="first_fit", **more):
-    return multimodal.packed_multimodal(
-        documents, modalities=MODALITIES, packing=packing, length=LENGTH, seed=0, **more
+    return multimodal.MultimodalRows(
+        documents, modalities=MODALITIES, packing=packing, length=LENGTH, **more
     )
 
 
@@ -74,7 +74,9 @@ def test_a_row_has_its_media_with_their_places():
     (row,) = of(documents)
     inputs = [5, 6, *[IMAGE] * 4, 7, 8, *[SOUND] * 2, *[IMAGE] * 4, 9, 10]
     assert row["inputs"].tolist() == inputs + [0] * 8
-    assert row["targets"].tolist() == [*inputs[1:7], 0, *inputs[8:], 0] + [0] * 8
+    after = [*inputs[1:7], 0, *inputs[8:], 0] + [0] * 8
+    learned = [0 if token in (IMAGE, SOUND) else token for token in after]
+    assert row["targets"].tolist() == learned
     assert row["inputs_segmentation"].tolist() == [1] * 7 + [2] * 9 + [0] * 8
     # Neither a placeholder nor the first token of another document is a target.
     learned = [1, 0, 0, 0, 0, 1, 0] + [0] * 6 + [2, 2, 0] + [0] * 8

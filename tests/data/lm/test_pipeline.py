@@ -239,9 +239,9 @@ def of_shard(read_rows, shard, *, size):
 @pytest.mark.parametrize(
     "run",
     [
-        [{"web": 1, "code": 1}, {"web": 1, "books": 9}],
+        [{"web": 1, "code": 1}, {"web": 1, "code": 0, "books": 9}],
         [{"web": 1, "code": 1, "books": 1}, {"web": 1, "code": 0, "books": 1}],
-        [{"web": 1, "code": 1}, {"web": 1}, {"web": 1, "code": 1}],
+        [{"web": 1, "code": 1}, {"web": 1, "code": 0}, {"web": 1, "code": 1}],
     ],
     ids=["one for another", "one at zero", "one gone and back"],
 )
@@ -266,6 +266,23 @@ def test_a_mixture_may_change_at_a_resume_and_each_dataset_goes_on(
             held = of_shard(actual, shard, size=8)
             numbers = [n for weighted, n in held if weighted == name]
             assert numbers == expected[: len(numbers)]
+
+
+def test_a_dataset_goes_once_none_of_its_documents_is_held(files, tmp_path):
+    weights, parts = [{"web": 1, "code": 1}, {"web": 1, "code": 0}], files["parquet"]
+    both, one = (worlds.World(mixture(tmp_path, parts, **w), 2, 8) for w in weights)
+    both.batch()
+    both.write(tmp_path / "both")
+    alone = worlds.World(mixture(tmp_path, parts, web=1), 1, 8)
+    with refused("code was removed, but some of its ex", errors.DataError):
+        alone.read(tmp_path / "both")
+    one.read(tmp_path / "both")
+    for _ in range(40):
+        one.batch()
+        one.write(tmp_path / "one")
+    alone.read(tmp_path / "one")
+    for _ in range(5):
+        assert worlds.content(alone.batch()) == worlds.content(one.batch())
 
 
 @pytest.fixture
@@ -357,7 +374,7 @@ def test_a_token_that_is_not_in_the_vocabulary_is_an_error(tmp_path, packing, wr
     for document in ([wrong, 1, 2], [1, wrong, 2], [1, 2, wrong]):
         file = token_file(tmp_path, document)
         with refused(
-            f"column 'tokens' has the token {wrong}, but the model's vocabulary has"
+            f"a document has the token {wrong}, but the model's vocabulary has"
             " tokens from 0 to 299; set vocab_size",
             errors.DataError,
         ):

@@ -1,4 +1,4 @@
-"""Pipelines of text, tokenised in blocks by tokenizers of files."""
+"""Pipelines of text, tokenised by tokenizers of files."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import pytest
 from pyarrow import parquet as pq
 
 from elastic_ckpt.data import cursors, data_keys, state
-from elastic_ckpt.data.lm import pipeline, token_blocks
+from elastic_ckpt.data.lm import documents, pipeline
 from tests import worlds
 from tests.data.lm import test_tokenizers
 
@@ -54,7 +54,7 @@ def test_threads_of_a_tokenizer_change_neither_rows_nor_states(texts_config, tmp
 
 
 def test_worker_processes_share_the_threads_of_a_host(texts_config, monkeypatch):
-    monkeypatch.setattr(token_blocks, "_num_cores", lambda: 12)
+    monkeypatch.setattr(documents, "_num_cores", lambda: 12)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     for settings, expected in (
         ({}, 12),

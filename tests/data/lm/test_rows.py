@@ -1,0 +1,375 @@
+"""Rows: whole or cut documents, shuffled, packed, and read again from any state."""
+
+import collections
+import itertools
+import json
+
+import grain
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import mixing
+from elastic_ckpt.data.lm import rows
+from tests import pipelines
+
+# Lengths of documents, in tokens; 0 and 1 have no input.
+SIZES = st.lists(st.integers(0, 40), max_size=20)
+LENGTHS = st.integers(1, 12)
+SETTINGS = st.fixed_dictionaries(
+    {
+        "length": LENGTHS,
+        "packing": st.sampled_from(["", *rows.PACKINGS]),
+        "window": st.sampled_from([0, 1, 5]),
+        "truncate": st.booleans(),
+    }
+)
+
+
+def documents(sizes, *, first=0):
+    """Documents of so many tokens; no token is twice in them, and none is 0."""
+    ends = (first + np.cumsum(sizes, dtype=np.int64)).tolist()
+    return [
+        np.arange(end - size + 1, end + 1, dtype=np.int32)
+        for end, size in zip(ends, sizes, strict=True)
+    ]
+
+
+def source(elements):
+    elements = list(elements)
+
+    def get(index):
+        return elements[index]
+
+    numbers = grain.MapDataset.range(len(elements))
+    return numbers.map(get).to_iter_dataset(pipelines.IN_CALLER)
+
+
+def rows_of(sizes, **more):
+    return rows.Rows(source(documents(sizes)), **more)
+
+
+def segments(row):
+    """The pieces of documents in a row: of each, its inputs and targets."""
+    actual = []
+    marks = row["targets_segmentation"]
+    np.testing.assert_array_equal(row["inputs_segmentation"], marks)
+    np.testing.assert_array_equal(row["inputs_position"], row["targets_position"])
+    for name in rows.FEATURES:
+        assert row[name].dtype == np.int32
+        assert not row[name][marks == 0].any()
+    for segment in range(1, marks.max(initial=0) + 1):
+        (indices,) = np.nonzero(marks == segment)
+        assert indices.tolist() == list(range(indices[0], indices[-1] + 1))
+        position = row["inputs_position"][indices]
+        assert position.tolist() == list(range(len(indices)))
+        actual.append(
+            (row["inputs"][indices].tolist(), row["targets"][indices].tolist())
+        )
+    return actual
+
+
+def all_segments(made):
+    return list(itertools.chain(*map(segments, made)))
+
+
+def content(row):
+    return {name: each.tolist() for name, each in row.items()}
+
+
+@settings(max_examples=40)
+@given(sizes=SIZES, chosen=SETTINGS)
+def test_rows_have_every_token_and_its_next_one_once(sizes, chosen):
+    length = chosen["length"]
+    made = list(rows_of(sizes, **chosen))
+    assert {each.shape for row in made for each in row.values()} <= {(length,)}
+    targets = []
+    for inputs, following in all_segments(made):
+        # Successors, which never reach into the next document.
+        assert [token + 1 for token in inputs] == following
+        targets += following
+    end = length + 1 if chosen["truncate"] else None
+    expected = [t for each in documents(sizes) for t in each[1:end].tolist()]
+    assert sorted(targets) == expected
+    if chosen["packing"] == rows.CONCAT_THEN_SPLIT:
+        assert all(row["inputs_segmentation"].all() for row in made[:-1])
+        if not chosen["window"]:
+            assert targets == expected
+    if chosen["packing"] == "":
+        assert all(len(segments(row)) == 1 for row in made)
+
+
+@pytest.mark.parametrize("packing", [rows.FIRST_FIT, rows.BEST_FIT])
+@given(sizes=SIZES, length=LENGTHS)
+def test_fitted_rows_hold_whole_pieces(packing, sizes, length):
+    made = rows_of(sizes, packing=packing, length=length, truncate=False)
+    expected = collections.Counter(
+        tuple(document[n + 1 : n + length + 1].tolist())
+        for document in documents(sizes)
+        for n in range(0, len(document) - 1, length)
+    )
+    found = all_segments(made)
+    assert collections.Counter(tuple(targets) for _, targets in found) == expected
+
+
+def test_a_piece_goes_into_the_first_row_with_room_or_the_fullest():
+    sizes = [5, 7, 3, 2, 9]
+    by_packing = {
+        rows.FIRST_FIT: [[5, 3, 2], [7], [9]],
+        rows.BEST_FIT: [[5, 2], [7, 3], [9]],
+    }
+    for packing, expected in by_packing.items():
+        made = rows_of([size + 1 for size in sizes], packing=packing, length=10)
+        assert [[len(i) for i, _ in segments(row)] for row in made] == expected
+
+
+@pytest.mark.parametrize("packing", [rows.FIRST_FIT, rows.BEST_FIT])
+def test_a_limit_of_documents_to_a_row_is_kept_and_nothing_is_lost(packing):
+    sizes = [3] * 40
+    limited = list(rows_of(sizes, packing=packing, length=20, max_examples=4))
+    assert {len(segments(row)) for row in limited} == {4}
+    assert {len(segments(row)) for row in rows_of(sizes, length=20)} == {10}
+    assert len(all_segments(limited)) == 40
+
+
+def test_rows_are_as_full_as_they_should_be():
+    generator = np.random.default_rng(1)
+    sizes = np.minimum(generator.exponential(500, 4000), 2048).astype(int) + 2
+    for packing in (rows.FIRST_FIT, rows.BEST_FIT):
+        made = list(rows_of(sizes, packing=packing, length=2048))[50:-50]
+        filled = [np.count_nonzero(row["inputs_segmentation"]) for row in made]
+        assert sum(filled) > 0.96 * 2048 * len(made)
+
+
+def orders(seed, shard, sizes=(2,) * 300):
+    made = rows_of(sizes, packing="", length=4, window=50, seed=seed, shard=shard)
+    return [int(row["inputs"][0]) for row in made]
+
+
+def test_windows_seeds_and_shards_have_orders_of_their_own():
+    plain = [document[0] for document in documents((2,) * 300)]
+    found = [orders(seed, shard) for seed in (3, 4) for shard in (0, 1)]
+    windows = [tuple(number % 100 for number in each[:50]) for each in found]
+    windows += [tuple(number % 100 for number in each[50:100]) for each in found]
+    assert len(set(windows)) == 8
+    assert all(sorted(each) == plain != each for each in found)
+    assert orders(3, 1) == found[1]
+
+
+@settings(max_examples=25)
+@given(sizes=SIZES, chosen=SETTINGS, stops=st.lists(st.integers(1, 5), max_size=5))
+def test_the_state_before_every_row_can_be_resumed_from(sizes, chosen, stops):
+    made = rows_of(sizes, **chosen)
+    whole = iter(made)
+    states, expected = [json.dumps(whole.get_state())], []
+    for row in whole:
+        expected.append(content(row))
+        states.append(json.dumps(whole.get_state()))
+    for number, state in enumerate(states):
+        resumed = iter(made)
+        resumed.set_state(json.loads(state))
+        assert json.dumps(resumed.get_state()) == state
+        assert list(map(content, resumed)) == expected[number:]
+    # From states of iterators that were resumed themselves.
+    found, resumed = [], iter(made)
+    for stop in stops:
+        found += map(content, itertools.islice(resumed, stop))
+        state = json.loads(json.dumps(resumed.get_state()))
+        resumed = iter(made)
+        resumed.set_state(state)
+    assert found + list(map(content, resumed)) == expected
+
+
+def test_a_state_is_as_small_as_that_of_the_documents():
+    made = iter(rows_of([9] * 3000, length=64, packing=rows.BEST_FIT, window=100))
+    sizes = [len(json.dumps(made.get_state())) for _ in itertools.islice(made, 300)]
+    assert max(sizes) < 150
+
+
+class FailsOnce:
+    """Passes documents on, but fails at one of them the first time."""
+
+    def __init__(self, number):
+        self.left, self.number = 1, number
+
+    def __call__(self, document):
+        if document[0] == self.number and self.left:
+            self.left -= 1
+            raise ValueError("cannot be read")
+        return document
+
+
+@pytest.mark.parametrize("number", [1, 31, 301])
+def test_an_error_loses_no_document(number):
+    sizes = [10] * 40
+    made = rows.Rows(source(documents(sizes)).map(FailsOnce(number)), length=16)
+    found, failing, failed = [], iter(made), 0
+    while True:
+        try:
+            found.append(content(next(failing)))
+        except ValueError:
+            failed += 1
+        except StopIteration:
+            break
+    assert failed == 1
+    assert found == list(map(content, rows_of(sizes, length=16)))
+
+
+def test_masked_tokens_are_inputs_and_no_targets():
+    document = np.array([1, ~2, 3, ~4, 5], np.int32)
+    (row,) = rows.Rows(source([document]), length=6)
+    assert row["inputs"].tolist() == [1, 2, 3, 4, 0, 0]
+    assert row["targets"].tolist() == [0, 3, 0, 5, 0, 0]
+    assert row["inputs_segmentation"].tolist() == [1, 1, 1, 1, 0, 0]
+    assert row["targets_segmentation"].tolist() == [0, 1, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("packing", ["", *rows.PACKINGS])
+def test_further_features_go_with_their_inputs(packing):
+    sizes = [5, 3, 7, 2, 9, 4]
+    held = [
+        {"tokens": each, "score": np.stack([each * 2.5, -each], axis=1)}
+        for each in documents(sizes)
+    ]
+    made = rows.Rows(source(held), length=8, packing=packing, features=("score",))
+    for row, expected in zip(
+        made, rows_of(sizes, length=8, packing=packing), strict=True
+    ):
+        np.testing.assert_array_equal(row["score"][:, 0], row["inputs"] * 2.5)
+        np.testing.assert_array_equal(row["score"][:, 1], -row["inputs"])
+        assert row.keys() == expected.keys() | {"score"}
+        for name, values in expected.items():
+            np.testing.assert_array_equal(row[name], values)
+
+
+@pytest.mark.parametrize(
+    ("document", "more", "message"),
+    [
+        ([1, 2, 3], {}, "a document to pack is a list; Rows takes arrays of integers"),
+        (np.ones(3), {}, "a document to pack is a ndarray; Rows takes arrays"),
+        (np.array([1, 2**40]), {}, f"has the token {2**40}, which does not fit"),
+        (np.array([1, 9]), {"vocab_size": 9}, "has the token 9, but .* from 0 to 8"),
+        (np.array([1, -1]), {"vocab_size": 9}, "has the token -1, but"),
+        ({"tokens": np.arange(3)}, {}, "a document to pack is a dict"),
+        (
+            {"tokens": np.arange(3), "other": np.arange(3)},
+            {"features": ("mask",)},
+            r"has \['other', 'tokens'\]; Rows expects a dict of tokens, mask: name fur",
+        ),
+        (
+            {"tokens": np.arange(3), "mask": np.arange(2)},
+            {"features": ("mask",)},
+            "features of several lengths, {'tokens': 3, 'mask': 2}",
+        ),
+    ],
+)
+def test_a_document_that_makes_no_row_is_refused(document, more, message):
+    with pytest.raises(errors.DataError, match=message):
+        list(rows.Rows(source([document]), length=8, **more))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            {"packing": "worst_fit"},
+            "packing='worst_fit'; choose one of first_fit, best",
+        ),
+        ({"length": 0}, "length=0; give 1 or more"),
+        ({"window": -1}, "window=-1; give 0 or more"),
+        (
+            {"max_examples": 2, "packing": rows.CONCAT_THEN_SPLIT},
+            "max_examples=2 does not work with packing='concat_then_split'",
+        ),
+        ({"features": ("inputs",)}, r"\['inputs'\] are there in any case"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(more, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        rows_of([3], **{"length": 8, **more})
+
+
+# Mixtures, whose weights and datasets change at a resume.
+
+
+def mixed(weights, packing, lengths=(60, 60)):
+    """Rows of two datasets; the tokens of the second are from 10,000 on."""
+    parts = {
+        name: source(documents([1 + n % 9 for n in range(length)], first=first))
+        for name, length, first in zip("ab", lengths, (0, 10_000), strict=True)
+        if name in weights
+    }
+    return rows.Rows(
+        mixing.Mixture(parts, weights, shard=1), length=16, packing=packing, window=5
+    )
+
+
+def rest_of_chapter(made):
+    """The rows that were made, but not taken."""
+    found = []
+    while made.get_state()["row"]:
+        found.append(content(next(made)))
+    return found
+
+
+@pytest.mark.parametrize("packing", ["", *rows.PACKINGS])
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_what_is_held_is_read_again_by_the_weights_of_then(packing, count):
+    one_each = {"a": 1, "b": 1}
+    run = [one_each, {"a": 1, "b": 9}, {"a": 5, "b": 1}, {"a": 0, "b": 1}]
+    made, found = iter(mixed(one_each, packing)), []
+    for weights in [*run, one_each]:
+        state = json.loads(json.dumps(made.get_state()))
+        made = iter(mixed(weights, packing))
+        made.set_state(state)
+        for same in (one_each, {"a": 7, "b": 1}):
+            again = iter(mixed(same, packing))
+            again.set_state(state)
+            assert rest_of_chapter(again) == rest_of_chapter(made)
+            made.set_state(state)
+        found += itertools.islice(made, count)
+    found += made
+    targets = [token for _, targets in all_segments(found) for token in targets]
+    expected = [
+        token
+        for first in (0, 10_000)
+        for each in documents([1 + n % 9 for n in range(60)], first=first)
+        for token in each[1:].tolist()
+    ]
+    assert sorted(targets) == expected
+
+
+def test_a_dataset_of_which_documents_are_held_cannot_be_gone():
+    made = iter(mixed({"a": 1, "b": 1}, rows.BEST_FIT))
+    next(made)
+    state = json.loads(json.dumps(made.get_state()))
+    message = "dataset b was removed, but some .*; add it again with weight 0 until"
+    with pytest.raises(errors.DataError, match=message):
+        iter(mixed({"a": 1}, rows.BEST_FIT)).set_state(state)
+    without = iter(mixed({"a": 1, "b": 0}, rows.BEST_FIT))
+    without.set_state(state)
+    chapter = without.get_state()["chapter"]
+    while without.get_state()["chapter"] == chapter or without.get_state()["row"] == 0:
+        next(without)
+    iter(mixed({"a": 1}, rows.BEST_FIT)).set_state(without.get_state())
+
+
+def test_weights_cannot_change_below_a_step_that_may_hold_elements():
+    def made(weights):
+        parts = {name: source(documents([4] * 90)) for name in weights}
+        mixture = mixing.Mixture(parts, weights, shard=0)
+        shuffled = grain.experimental.WindowShuffleIterDataset(
+            mixture, window_size=5, seed=1
+        )
+        return rows.Rows(shuffled, length=8)
+
+    one = iter(made({"a": 1, "b": 1}))
+    next(one)
+    same, other = iter(made({"a": 1, "b": 1})), iter(made({"a": 1, "b": 2}))
+    same.set_state(one.get_state())
+    other.set_state(one.get_state())
+    assert len(list(same)) == len(list(one)) > 20
+    with pytest.raises(errors.DataError, match=r"WindowShuffle.* may hold some of its"):
+        list(other)
