@@ -9,11 +9,11 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from elastic_ckpt.core import digest
-from elastic_ckpt.data.lm import language
+from elastic_ckpt.data.lm import documents as lm_documents
 from elastic_ckpt.training import step_log
 from tests import runs
 
-DOCUMENTS = language.Documents()
+DOCUMENTS = lm_documents.Documents()
 
 
 def assert_named(run, steps, *, length: int) -> int:

@@ -146,7 +146,7 @@ class ShardRows:
             return None
         try:
             with records.row_due():
-                opened = self._open(shard)
+                opened: Any = self._open(shard)
                 return opened.unmade() if hasattr(opened, "made") else next(opened)
         except StopIteration:
             pass
