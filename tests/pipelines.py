@@ -77,7 +77,6 @@ def everything(shard, num_shards):
     ds = documents(shard, num_shards).to_iter_dataset(IN_CALLER)
     ds = ds.filter(is_kept)
     ds = experimental.FlatMapIterDataset(ds, Halves())
-    ds = experimental.WindowShuffleIterDataset(ds, window_size=4, seed=shard)
     return experimental.FirstFitPackIterDataset(
         ds, length_struct={"tokens": 7}, num_packing_bins=3
     )
