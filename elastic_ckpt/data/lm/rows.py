@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import grain
 import numpy as np
+import xxhash
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import cursors, mixing, shard_steps
@@ -132,7 +133,7 @@ class Rows(shard_steps.Step[Row]):
         self.length, self.packing, self.truncate = length, packing, truncate
         self.window, self.shard, self.key = window, shard, (seed, shard)
         self.max_examples, self.vocab_size = max_examples, vocab_size
-        # Of inputs and targets; see `provenance`.
+        # Of inputs and targets; another if `provenance` follows documents.
         self.dtype: Any = np.int32
 
     def __iter__(self) -> RowsIterator:
@@ -184,7 +185,8 @@ class RowsIterator(grain.DatasetIterator[Row]):
     The state has, in `from`, the states of the documents from which those that are held
     were read, each with how many; `skip` and `used`, the documents and the inputs of
     the next one that earlier chapters used up; `chapter`, its number; `ended`, whether
-    its documents are the last; and `row`, the rows that were taken of it.
+    its documents are the last; `row`, the rows that were taken of it; and `digest`,
+    of the tokens that are held.
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -276,6 +278,14 @@ class RowsIterator(grain.DatasetIterator[Row]):
             self.documents.set_state(place)
             self._reads_on = False
             self._read(num_documents)
+        is_followed = self.of.dtype != np.int32
+        if not is_followed and self._digest() != state.get("digest", ""):
+            raise errors.DataError(
+                f"logical shard {self.of.shard}: the documents that rows of the saved"
+                " state are made of are others now; make_shard has to make the same of"
+                " a record each time, so give its random functions a seed, and"
+                " pipeline= another name if they have changed"
+            )
         if state["row"]:
             self._make_rows(ended=state["ended"])
             self._next = state["row"]
@@ -379,7 +389,16 @@ class RowsIterator(grain.DatasetIterator[Row]):
             "chapter": self._number,
             "ended": ended,
             "row": 0,
+            "digest": self._digest(),
         }
+
+    def _digest(self) -> str:
+        # Of the tokens of all documents that are held and not used up.
+        held = [each for group in self._groups for each in group.tokens][self._skip :]
+        digest = xxhash.xxh3_64()
+        for tokens in held:
+            digest.update(np.ascontiguousarray(tokens, np.int32))
+        return digest.hexdigest() if held else ""
 
     def _read(self, num_documents: int) -> int:
         # Reads documents, and returns the number of their inputs; 0 at the end.
