@@ -101,7 +101,7 @@ def _use_service() -> None:
 
 
 def _read(world: World, *files: str) -> None:
-    data = ec.data.positional(files=files, max_target_length=64)
+    data = ec.data.from_config(grain_train_files=",".join(files), max_target_length=64)
     batches = ec.batches(data, mesh=world.mesh, global_batch_size=6)
     while True:
         next(batches)

@@ -47,7 +47,7 @@ def main(texts: str, checkpoints: str, steps: int) -> int:
     mesh = jax.make_mesh(
         (jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
     )
-    data = ec.data.positional(files=(texts,), max_target_length=64)
+    data = ec.data.from_config(grain_train_files=texts, max_target_length=64)
     batches = ec.batches(data, mesh=mesh, global_batch_size=24)
     replicated = jax.NamedSharding(mesh, jax.P())
     state = jax.jit(new_state, out_shardings=replicated)()

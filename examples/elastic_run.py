@@ -45,8 +45,8 @@ def train_step(state: dict, batch: dict[str, jax.Array]) -> tuple[dict, jax.Arra
 
 def train(world: ec.elastic.World, directory: pathlib.Path, steps: int) -> None:
     """Trains in one world: called again, on all of its hosts, after each change."""
-    data = ec.data.positional(
-        files=(str(directory / "email.array_record"),), max_target_length=64
+    data = ec.data.from_config(
+        grain_train_files=str(directory / "email.array_record"), max_target_length=64
     )
     batches = ec.batches(data, mesh=world.mesh, global_batch_size=ROWS)
     everywhere = jax.NamedSharding(world.mesh, jax.P())

@@ -17,8 +17,8 @@ import elastic_ckpt as ec
 
 
 def main(directory: pathlib.Path, *, once: bool) -> None:
-    data = ec.data.positional(
-        files=(str(directory / "email.array_record"),), max_target_length=64
+    data = ec.data.from_config(
+        grain_train_files=str(directory / "email.array_record"), max_target_length=64
     )
     mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
     batches = ec.batches(data, mesh=mesh, global_batch_size=48)

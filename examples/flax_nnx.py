@@ -49,7 +49,7 @@ def main(directory: pathlib.Path, steps: int) -> None:
     if not texts.exists():
         directory.mkdir(parents=True, exist_ok=True)
         ec.data.lm.write_arrayrecord("python-stdlib/email", texts)
-    data = ec.data.positional(files=(str(texts),), max_target_length=64)
+    data = ec.data.from_config(grain_train_files=str(texts), max_target_length=64)
     mesh = jax.sharding.Mesh(jax.devices(), ("data",))
     batches = ec.batches(data, mesh=mesh, spec=jax.P("data"), global_batch_size=24)
 

@@ -58,7 +58,7 @@ def main(directory: pathlib.Path, shape: tuple[int, int], steps: int) -> None:
     if not texts.exists():
         directory.mkdir(parents=True, exist_ok=True)
         ec.data.lm.write_arrayrecord("python-stdlib/email", texts)
-    data = ec.data.positional(files=(str(texts),), max_target_length=64)
+    data = ec.data.from_config(grain_train_files=str(texts), max_target_length=64)
     devices = np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape)
     mesh = jax.sharding.Mesh(devices, ("fsdp", "tensor"))
     # A batch is divided over `fsdp`, and the same along `tensor`.

@@ -19,6 +19,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from elastic_ckpt.core import metrics
 from elastic_ckpt.data import positional_data
+from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.monitoring import subscription
 from elastic_ckpt.training import elastic_run
 from tests import corpora, shared_memory
@@ -219,16 +220,15 @@ def corpus(tmp_path_factory) -> str:
 
 
 @pytest.fixture
-def data(corpus) -> positional_data.PositionalData:
+def data(corpus) -> positional_data.TextData:
     """See `data_of`."""
     return data_of(corpus)
 
 
-def data_of(corpus: str) -> positional_data.PositionalData:
-    """The corpus as examples of 16 tokens, shuffled."""
-    return positional_data.PositionalData(
-        files=(corpus,), max_target_length=16, shuffle_seed=7, num_threads=0
-    )
+def data_of(corpus: str, **keys) -> positional_data.TextData:
+    """The corpus as examples of 16 tokens, shuffled, unless keys say otherwise."""
+    defaults = {"max_target_length": 16, "data_shuffle_seed": 7, "grain_num_threads": 0}
+    return pipeline.from_config({**defaults, **keys}, grain_train_files=corpus)
 
 
 @pytest.fixture(scope="session")

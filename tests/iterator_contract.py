@@ -14,7 +14,8 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.core import errors, topology
-from elastic_ckpt.data import example_id, iterator, positional_data, rows
+from elastic_ckpt.data import example_id, iterator, rows
+from tests import conftest
 
 GLOBAL_BATCH_SIZE = 16
 
@@ -204,7 +205,5 @@ class IteratorContract:
 
     def other(self, data):
         """Other data that fits the same mesh, and how it differs, in words."""
-        other = positional_data.PositionalData(
-            files=data.files, max_target_length=16, num_threads=0
-        )
+        other = conftest.data_of(*data.files, data_shuffle_seed=0)
         return other, "data_shuffle_seed: saved 7, now 0"

@@ -30,7 +30,6 @@ class World:
             rows.Placement(
                 global_batch_size=size,
                 held=np.flatnonzero(row_hosts == host),
-                part=(host, num_hosts),
             )
             for host in range(num_hosts)
         ]

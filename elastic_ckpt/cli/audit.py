@@ -18,7 +18,6 @@ from elastic_ckpt.core import errors, option_numbers
 from elastic_ckpt.data import provenance as documents
 from elastic_ckpt.training import audit, provenance, run_audit
 
-_WHY_UNPROMISED = " (grain_use_elastic_iterator promises none)"
 _LIMITS = (
     "An audit compares with the run's own pipeline, read anew by one host: what this\n"
     "leaves out by itself (filters, truncation, incomplete batches) is outside it."
@@ -76,7 +75,6 @@ def describe(outcome: audit.Audit) -> str:
     hosts = " -> ".join(map(str, outcome.hosts))
     most = "" if outcome.is_count_exact else "at most "
     epochs = f", {outcome.num_epochs:.2f} epochs" if outcome.num_epochs else ""
-    is_promised = outcome.num_row_promised_steps >= outcome.num_steps
     problem = outcome.first_difference or outcome.missing_checkpoint
     begins = ", ".join(map(str, outcome.stage_steps))
     lines = {
@@ -86,8 +84,7 @@ def describe(outcome: audit.Audit) -> str:
         f"{outcome.num_repeated}": True,
         f"batches of the one-host run: {outcome.num_batch_identical_steps} of"
         f" {outcome.num_steps}, of which {outcome.num_row_identical_steps} have its"
-        f" order of rows, promised for {outcome.num_row_promised_steps}"
-        + ("" if is_promised else _WHY_UNPROMISED): True,
+        " order of rows": True,
         f"stages of the data begin at steps {begins}": begins,
         "steps trained again after an interruption:"
         f" {outcome.num_redone_steps}": outcome.num_redone_steps,
@@ -159,7 +156,7 @@ def _lines_of_found(found: provenance.Found) -> Iterator[str]:
     )
     for use in found.uses:
         yield (
-            f"  step {use.step}, {_row(use.row)}"
+            f"  step {use.step}, row {use.row}"
             f"{_tokens(use.first_token, use.num_tokens)}, attempt {use.attempt}"
             f"{'' if use.is_current else ' (discarded)'}"
         )
@@ -175,18 +172,14 @@ def _lines_of_batch(
     )
     for row in rows:
         if not row.documents:
-            yield f"  {_row(row.row)}: padding"
+            yield f"  row {row.row}: padding"
         for piece in row.documents:
             tokens = _tokens(piece.first_token, piece.num_tokens)
             of_all = f" of {piece.document_tokens:,}" if tokens else ""
             yield (
-                f"  {_row(row.row)}: {_document(piece)}, epoch {piece.epoch}{tokens}"
+                f"  row {row.row}: {_document(piece)}, epoch {piece.epoch}{tokens}"
                 f"{of_all}"
             )
-
-
-def _row(number: int | None) -> str:
-    return "a row" if number is None else f"row {number}"
 
 
 def _document(of: provenance.Found | documents.Piece) -> str:

@@ -111,7 +111,7 @@ class DataKeys:
         "Number of logical shards, fixed for the whole run. The run can use any"
         " number of hosts that divides it, at no cost (`elastic-ckpt plan` lists"
         " them). 0 selects the positional engine: ArrayRecord files, one example per"
-        " record, no packing.",
+        " record, no packing, read by Grain's ElasticIterator.",
         at_least=0,
     )
     num_epoch: int = key(
@@ -210,12 +210,6 @@ class DataKeys:
         True, "Shuffle the records, in another order in each epoch."
     )
     data_shuffle_seed: int = key(0, "Seed of the shuffle.", at_least=0)
-    grain_use_elastic_iterator: bool = key(
-        False,
-        "Let Grain's ElasticIterator assign rows to hosts: a batch has the same rows"
-        " on any number of hosts, but in another order. If false, each host loads the"
-        " rows of its own devices, and the order is the same, too.",
-    )
     grain_num_threads: int = key(
         4,
         "Threads on each host that read records (positional engine only).",
@@ -223,7 +217,7 @@ class DataKeys:
     )
     grain_prefetch_buffer_size: int = key(
         16,
-        "Records that each host reads in advance (positional engine only).",
+        "Batches that these threads read in advance.",
         at_least=1,
     )
     max_shard_reads: float = key(
@@ -355,7 +349,6 @@ _OF_ALL_STAGES = {
     "eval_steps",
     "global_rampup_samples",
     "grain_eval_files",
-    "grain_use_elastic_iterator",
     "max_shard_reads",
     "num_logical_shards",
     "per_device_batch_size_increment",

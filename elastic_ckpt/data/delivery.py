@@ -54,15 +54,10 @@ def placements(
     """
     held = rows_held(sharding, global_batch_size)
     others = {size: rows_held(sharding, size) for size in later}
-    parts = sorted({tuple(each.tolist()) for each in held.values()})
-    is_even = len(parts) * len(parts[0]) == global_batch_size and (
-        len(set(map(len, parts))) == 1
-    )
     return {
         host: rows.Placement(
             global_batch_size=global_batch_size,
             held=own,
-            part=(parts.index(tuple(own.tolist())), len(parts)) if is_even else None,
             later={size: of_size[host] for size, of_size in others.items()},
         )
         for host, own in held.items()

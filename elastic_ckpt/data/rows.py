@@ -36,8 +36,6 @@ class Placement:
     Attributes:
       global_batch_size: B.
       held: the rows that the host loads, ascending, int64.
-      part: the number of the host and of all hosts, if they hold equal parts of the
-        rows; otherwise None.
       later: the rows that the host holds of batches of other sizes that may come.
       every: of how many batches in succession the host takes one; the others are those
         of other processes with the same rows, such as workers of a PyTorch loader.
@@ -46,7 +44,6 @@ class Placement:
 
     global_batch_size: int
     held: np.ndarray
-    part: tuple[int, int] | None = None
     later: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
     every: int = 1
     first: int = 0
@@ -73,7 +70,6 @@ class Placement:
         return cls(
             global_batch_size=global_batch_size,
             held=held(global_batch_size),
-            part=(host, num_hosts),
             later={size: held(size) for size in later},
         )
 

@@ -208,7 +208,7 @@ class ShardRows:
         real = [row for row in drawn if row is not None]
         if self._zeros is None:
             example = real[0] if real else self._any()
-            self._zeros = {name: _zeros_like(leaf) for name, leaf in example.items()}
+            self._zeros = {name: zeros_like(leaf) for name, leaf in example.items()}
         filled = [self._zeros if row is None else row for row in drawn]
         mask = np.array([row is not None for row in drawn])
         added = {elastic_data.EXAMPLE_ID, elastic_data.MASK}
@@ -274,17 +274,21 @@ def _stacked(examples: list[Any], *, added: set[str]) -> Rows:
 
 def _stack(leaves: list[Any]) -> np.ndarray:
     return np.stack(
-        [leaf if isinstance(leaf, np.ndarray) else _array(leaf) for leaf in leaves]
+        [leaf if isinstance(leaf, np.ndarray) else array_of(leaf) for leaf in leaves]
     )
 
 
-def _array(leaf: Any) -> np.ndarray:
-    # Bytes and text stay Python objects: NumPy's own types drop trailing NULs.
+def array_of(leaf: Any) -> np.ndarray:
+    """A feature of a row; bytes and text stay Python objects.
+
+    NumPy's own types drop trailing NULs.
+    """
     array = np.asarray(leaf)
     return np.array(leaf, object) if array.dtype.kind in "SU" else array
 
 
-def _zeros_like(leaf: Any) -> Any:
+def zeros_like(leaf: Any) -> Any:
+    """A feature of a row of padding, in the place of `leaf`."""
     if isinstance(leaf, bytes | str):
         return type(leaf)()
     return np.zeros_like(leaf)

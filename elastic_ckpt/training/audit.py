@@ -1,7 +1,7 @@
 """Compares the batches of a run with those of the same run on one host.
 
-The batch of a step is the examples that it was computed from, with their tokens; most
-pipelines also guarantee the order of its rows. The one-host run executes the same
+The batch of a step is the examples that it was computed from, with their tokens, row by
+row. The one-host run executes the same
 pipeline again: examples that the pipeline itself leaves out (filters, truncation, rows
 of an incomplete batch) are missing in both, and the audit does not report them. It
 leaves out what the run has left out when it went back to an older step, as the step log
@@ -46,7 +46,6 @@ class Audit:
         step that differs has digests of blocks of rows in place of its ids.
       num_batch_identical_steps: steps with the batch of the one-host run.
       num_row_identical_steps: those of them with its order of rows.
-      num_row_promised_steps: steps whose pipeline guarantees that order.
       num_redone_steps: steps that were trained again, after a crash or because the run
         went back (and count once).
       num_left_out: positions that the run left out after it went back.
@@ -67,7 +66,6 @@ class Audit:
     is_count_exact: bool
     num_batch_identical_steps: int
     num_row_identical_steps: int
-    num_row_promised_steps: int
     num_redone_steps: int
     num_left_out: int
     hosts: tuple[int, ...]
@@ -89,7 +87,6 @@ def audit(
     attempts: list[step_log.Attempt],
     data_of: Callable[[int], elastic_data.ElasticData],
     *,
-    is_in_order: Callable[[int], bool],
     num_records: int | None = None,
     num_saved_steps: int = 0,
     missing_checkpoint: str = "",
@@ -97,13 +94,12 @@ def audit(
 ) -> Audit:
     """Compares the lineage of `attempts` with a one-host run over the same data.
 
-    Each batch must have the same examples with the same tokens, and in the same rows
-    if the pipeline guarantees that. The one-host run reads the files again.
+    Each batch must have the same examples with the same tokens in the same rows. The
+    one-host run reads the files again.
 
     Args:
       attempts: the step log.
       data_of: returns the configured data of an attempt, given its number.
-      is_in_order: returns whether these data guarantee the order of rows.
       num_records: the number of records in an epoch, if each of them is an example.
       num_saved_steps: the run's newest checkpoint; if the log ends before it, its last
         steps were lost.
@@ -125,10 +121,10 @@ def audit(
     for number, trained in enumerate(current, start=start):
         record, one_host = trained.record, oracle.next(trained)
         named = dataclasses.replace(record, step=record.step + first_step)
-        step = _compare(named, one_host, in_order=is_in_order(record.attempt))
+        step = _compare(named, one_host)
         uses.add(record, one_host, is_different=bool(step.in_batch))
         compared.append(step)
-        found = step.in_rows if step.is_in_order else step.in_batch
+        found = step.in_rows
         if record.step != number:
             found = f"step {number + first_step} is missing from the step log"
         if found and not difference:
@@ -150,7 +146,6 @@ def audit(
         is_count_exact=is_exact,
         num_batch_identical_steps=sum(not each.in_batch for each in compared),
         num_row_identical_steps=sum(not each.in_rows for each in compared),
-        num_row_promised_steps=sum(each.is_in_order for each in compared),
         num_redone_steps=sum(len(each.records) for each in attempts) - len(steps),
         num_left_out=oracle.num_left_out,
         hosts=tuple(attempt.hosts for attempt in attempts),
@@ -247,15 +242,13 @@ class _Compared(NamedTuple):
     Attributes:
       in_batch: how its examples or tokens differ, in any order; empty if not.
       in_rows: how these or their order differ.
-      is_in_order: whether the pipeline guarantees the order.
     """
 
     in_batch: str
     in_rows: str
-    is_in_order: bool
 
 
-def _compare(record: StepRecord, one_host: Rows, *, in_order: bool) -> _Compared:
+def _compare(record: StepRecord, one_host: Rows) -> _Compared:
     expected = record.of_rows(one_host)
     place = f"step {record.step}"
     if record.digest == expected.digest and record.ids == expected.ids:
@@ -283,21 +276,14 @@ def _compare(record: StepRecord, one_host: Rows, *, in_order: bool) -> _Compared
         elif used.contents != wanted.contents:
             in_batch = f"{place}: {_other_tokens(record)}"
         in_rows = in_batch or (
-            f"{place}: its examples are in other rows than in the one-host run, but the"
-            " pipeline guarantees their order"
+            f"{place}: its examples are in other rows than in the one-host run"
         )
     else:
-        cannot = (
-            "; the log is a summary, which cannot show the rows that differ"
-            if in_order
-            else "; it may have the same rows in another order, which the pipeline"
-            " permits, but the log is a summary and cannot show it: use step_log=proof"
-        )
         in_batch = in_rows = (
             f"{place}: its batch has digest {record.digest}, not that of the one-host"
-            f" run{cannot}"
+            " run; the log is a summary, which cannot show the rows that differ"
         )
-    return _Compared(in_batch, in_rows, in_order)
+    return _Compared(in_batch, in_rows)
 
 
 def _listed_difference(record: StepRecord, expected: StepRecord, one_host: Rows) -> str:
@@ -345,8 +331,7 @@ def _misplaced(record: StepRecord, expected: StepRecord) -> str:
         if used != wanted:
             return (
                 f"step {record.step}, row {row}: example {used} is in the row of"
-                f" example {wanted} in the one-host run, but the pipeline guarantees"
-                " the order of rows"
+                f" example {wanted} in the one-host run"
             )
     return ""
 

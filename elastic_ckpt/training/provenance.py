@@ -8,8 +8,8 @@ or from the last saved data state before them.
 Which shard reads a record, and when, is a pure function of numbers, so a search reads
 one shard for each epoch.
 
-A positional pipeline is not executed: each row is one record, which the step log lists,
-or its order of records has.
+The texts of positional data are not read: each row is one record, whose number their
+order has.
 """
 
 from __future__ import annotations
@@ -91,8 +91,7 @@ class Use:
       attempt: the attempt that trained it; it may have been trained by several.
       is_current: whether it is a part of the run as it is now: false for a step that
         was trained again after a crash or because the run went back.
-      row: the row of the global batch; None if the pipeline guarantees no order of rows
-        and the step log does not list it.
+      row: the row of the global batch.
       first_token: the index in the document of the first token.
       num_tokens: the number of tokens among the row's inputs; None if it is not known.
     """
@@ -100,7 +99,7 @@ class Use:
     step: int
     attempt: int
     is_current: bool
-    row: int | None
+    row: int
     first_token: int
     num_tokens: int | None
 
@@ -138,11 +137,11 @@ class UsedRow:
     """A row of a step.
 
     Attributes:
-      row: the row of the global batch; see `Use`.
+      row: the row of the global batch.
       documents: whose tokens it has, in order; none for a row of padding.
     """
 
-    row: int | None
+    row: int
     documents: tuple[provenance.Piece, ...]
 
 
@@ -187,7 +186,6 @@ class Provenance:
       attempts: the step log.
       data_of: returns the configured data of an attempt, given its number.
       saved: the data states in storage.
-      is_in_order: returns whether the data of an attempt guarantee the order of rows.
       first_step: the number of a run's first step; the log has 0.
       announce: is told what will be read, before it is.
 
@@ -204,11 +202,9 @@ class Provenance:
         data_of: Callable[[int], elastic_data.ElasticData],
         *,
         saved: Iterable[SavedData] = (),
-        is_in_order: Callable[[int], bool] = lambda _: True,
         first_step: int = 0,
         announce: Callable[[Reading], None] = lambda _: None,
     ) -> None:
-        self._is_in_order = is_in_order
         self._first_step = first_step
         self._announce = announce
         # The records, and their bytes, that a row took up to a saved step.
@@ -236,8 +232,9 @@ class Provenance:
         Raises:
           DataError: if there is no such record, or it cannot be followed.
         """
-        if isinstance(self._last_data, positional_data.PositionalData):
-            yield from self._find_positional(file, record)
+        data = self._last_data
+        if isinstance(data, positional_data.TextData):
+            yield from self._find_text(data, file, record)
             return
         streams = self.stream.histories()
         found = (
@@ -265,8 +262,8 @@ class Provenance:
         """
         for batch, trained in self._batches(step):
             data = self.stream.data_at(trained.history, trained.position)
-            if isinstance(data, positional_data.PositionalData):
-                yield batch, self._positional_rows(data, trained)
+            if isinstance(data, positional_data.TextData):
+                yield batch, self._text_rows(data, trained)
             else:
                 yield batch, self._sharded_rows(trained)
 
@@ -386,94 +383,52 @@ class Provenance:
                 " `elastic-ckpt audit` to see how they differ"
             )
 
-    def _positional_rows(
-        self, data: positional_data.PositionalData, trained: Trained
+    def _text_rows(
+        self, data: positional_data.TextData, trained: Trained
     ) -> Iterator[UsedRow]:
         origins = _Origins(data)
-        if not trained.record.runs:
-            self._announce(Reading(num_rows=trained.record.num_rows))
-        for row, number, epoch in self._positional(data, trained):
-            documents = () if number is None else (origins.piece(number, epoch),)
+        self._check_ids(trained, np.arange(trained.position, trained.stop))
+        for row, number in enumerate(range(trained.position, trained.stop)):
+            documents: tuple[provenance.Piece, ...] = ()
+            if number < len(data.order):
+                record = data.order[number]
+                assert record is not None
+                documents = (origins.piece(record, number // data.num_records),)
             yield UsedRow(row=row, documents=documents)
 
-    def _positional(
-        self, data: positional_data.PositionalData, trained: Trained
-    ) -> Iterator[tuple[int | None, int | None, int]]:
-        # The row, the record number and the epoch of each row of a batch.
-        num_records = data.num_records()
-        epochs = {trained.position // num_records, (trained.stop - 1) // num_records}
-        ids = trained.record.ids
-        computed: list[int | None] = []
-        if not ids or len(epochs) > 1:
-            order = data.record_numbers()
-            computed = [
-                order[n] if n < len(order) else None
-                for n in range(trained.position, trained.stop)
-            ]
-        if not ids:
-            is_in_order = self._is_in_order(trained.record.attempt)
-            for row, number in enumerate(computed):
-                epoch = (trained.position + row) // num_records
-                yield row if is_in_order else None, number, epoch
-            return
-        # In which epochs the records of a batch with the end of one are.
-        left: dict[int | None, list[int]] = collections.defaultdict(list)
-        for row, number in enumerate(computed):
-            left[number].append((trained.position + row) // num_records)
-        for row, number in enumerate(ids):
-            if number == example_id.NONE:
-                yield row, None, 0
-            elif left:
-                if not left[number]:
-                    self._check_ids(trained, np.array([-1]))
-                yield row, number, left[number].pop(0)
-            else:
-                yield row, number, min(epochs)
-
-    def _find_positional(self, file: str, record: int) -> Iterator[Found]:
-        data = self._last_data
-        assert isinstance(data, positional_data.PositionalData)
+    def _find_text(
+        self, data: positional_data.TextData, file: str, record: int
+    ) -> Iterator[Found]:
         origins = _Origins(data)
-        number = origins.number(file, record)
-        uses: dict[int, list[Use]] = collections.defaultdict(list)
-        unlisted = [trained for trained in self._trained if not trained.record.runs]
-        if unlisted:
-            num_rows = sum(trained.record.num_rows for trained in unlisted)
-            self._announce(Reading(num_rows=num_rows))
-        for trained in self._trained:
-            if trained.record.runs and number not in trained.record.ids:
+        record_number = origins.number(file, record)
+        stop = -(-self.current_end // data.num_records) * data.num_records
+        self._announce(Reading(num_rows=stop))
+        for number in range(min(stop, len(data.order))):
+            if data.order[number] != record_number:
                 continue
-            for row, each, epoch in self._positional(data, trained):
-                if each == number:
-                    uses[epoch].append(self.use(trained, row, 0, None))
-        order = data.record_numbers()
-        left_out = {
-            position // data.num_records()
-            for start, stop in self._left_out
-            for position in range(start, stop)
-            if order[position] == number
-        }
-        for epoch in range((self.current_end - 1) // data.num_records() + 1):
+            uses = tuple(
+                self.use(trained, number - trained.position, 0, None)
+                for trained in self._trained
+                if trained.position <= number < trained.stop
+            )
             outcome: Outcome = "not_yet_used"
-            if any(use.is_current for use in uses[epoch]):
+            if any(use.is_current for use in uses):
                 outcome = "used"
-            elif epoch in left_out:
+            elif any(start <= number < end for start, end in self._left_out):
                 outcome = "left_out"
-            piece = origins.piece(number, epoch)
+            piece = origins.piece(record_number, number // data.num_records)
             yield Found(
                 dataset="",
                 file=piece.file,
                 record=piece.record,
-                epoch=epoch,
+                epoch=piece.epoch,
                 shard=None,
                 outcome=outcome,
                 document_tokens=None,
-                uses=tuple(uses[epoch]),
+                uses=uses,
             )
 
-    def use(
-        self, trained: Trained, row: int | None, first: int, number: int | None
-    ) -> Use:
+    def use(self, trained: Trained, row: int, first: int, number: int | None) -> Use:
         """A use in a row of a step."""
         return Use(
             step=trained.record.step + self._first_step,
@@ -834,9 +789,9 @@ class _EmptyBatches:
 
 
 class _Origins:
-    """The files of the records of positional data."""
+    """The files of texts."""
 
-    def __init__(self, data: positional_data.PositionalData) -> None:
+    def __init__(self, data: positional_data.TextData) -> None:
         self._files = data.files
         counts = arrayrecord.ArrayRecordFiles(data.files).records_per_file
         self._counts = np.array(counts)

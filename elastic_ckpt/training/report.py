@@ -520,8 +520,7 @@ def _sample_order(record: Record) -> Section:
         text=problem
         or f"Each of the {audit['num_steps']:,} steps used the examples and tokens of"
         f" the one-host run's batch; {audit['num_row_identical_steps']:,} have its"
-        f" order of rows, promised for {audit['num_row_promised_steps']:,}. No example"
-        " was lost or repeated.",
+        " order of rows. No example was lost or repeated.",
         spec=spec,
         columns=("figure of the audit", "value"),
         rows=[(key, str(value)) for key, value in audit.items()],

@@ -84,12 +84,11 @@ class RunAudit:
             start_step=start_step,
         )
         last = self._data_of(attempts[-1].attempt)
-        is_positional = isinstance(last, positional_data.PositionalData)
+        is_text = isinstance(last, positional_data.TextData)
         return audit.audit(
             attempts,
             self._data_of,
-            is_in_order=self._is_in_order,
-            num_records=last.num_records() if is_positional else None,
+            num_records=last.num_records if is_text else None,
             num_saved_steps=0 if saved is None else saved + 1 - record.first_step,
             first_step=record.first_step,
             missing_checkpoint=missing,
@@ -110,7 +109,6 @@ class RunAudit:
             self._attempts,
             self._data_of,
             saved=[each for of_step in found for each in of_step],
-            is_in_order=self._is_in_order,
             first_step=self._record.first_step,
             announce=announce,
         )
@@ -129,11 +127,6 @@ class RunAudit:
             )
             for each in self._attempts
         }
-
-    def _is_in_order(self, attempt: int) -> bool:
-        if self._own is not None:
-            return True
-        return not self._keys[attempt].grain_use_elastic_iterator
 
     def _data_of(self, attempt: int) -> elastic_data.ElasticData:
         if self._own is not None:

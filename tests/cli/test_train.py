@@ -24,7 +24,6 @@ def config(tmp_path, corpus):
         yield runs.write_config(
             tmp_path,
             corpus,
-            grain_use_elastic_iterator=True,
             enable_multi_tier_checkpointing=True,
             local_checkpoint_directory=ram,
             local_checkpoint_period=2,

@@ -53,13 +53,6 @@ def test_hosts_load_the_rows_of_their_devices():
         2: [4, 5, 6, 7],
         3: [0, 1, 2, 3],
     }
-    # Hosts with the same rows count as one.
-    assert [placements[host].part for host in range(4)] == [
-        (1, 2),
-        (0, 2),
-        (1, 2),
-        (0, 2),
-    ]
     saves = delivery.saved_shards(sharding_of([[1, 3], [0, 2]]), 8, 4)
     assert saves.tolist() == [1, 1, 0, 0]
 
@@ -69,7 +62,6 @@ def test_hosts_whose_rows_overlap_load_those_of_their_devices_alone():
     placements = delivery.placements(sharding, 8)
     held = [[0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7], [4, 5, 6, 7]]
     assert [each.held.tolist() for each in placements.values()] == held
-    assert {each.part for each in placements.values()} == {None}
     assert delivery.saved_shards(sharding, 8, 4).tolist() == [0, 0, 1, 1]
 
 

@@ -17,10 +17,9 @@ from elastic_ckpt.data import (
     elastic_data,
     example_id,
     local_batches,
-    positional_data,
     sharded_data,
 )
-from tests import pipelines
+from tests import conftest, pipelines
 
 NUM_SHARDS = SIZE = 12
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -238,9 +237,7 @@ def test_bytes_and_text_are_delivered_as_they_are():
 
 
 def test_data_that_ends_has_to_be_agreed_on(corpus):
-    finite = positional_data.PositionalData(
-        files=(corpus,), max_target_length=16, num_epochs=1, num_threads=0
-    )
+    finite = conftest.data_of(corpus, num_epoch=1)
     with pytest.raises(errors.ConfigError, match="pass agree="):
         world(finite, 2)
     one = local_batches.LocalBatches(finite, global_batch_size=SIZE)

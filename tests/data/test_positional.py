@@ -1,129 +1,117 @@
 import collections
-import dataclasses
 import itertools
+import json
 
 import cloudpickle
+import grain
+import numpy as np
 import pytest
 
-from elastic_ckpt.data import example_id, rows
-from tests import worlds
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import example_id, positional_data, rows
+from tests import conftest, worlds
 
-GLOBAL_BATCH_SIZE = 12
-NUM_BATCHES = 18  # of 12 rows: more than two epochs of 100 examples
-
-
-def world(data, num_hosts):
-    return [
-        data.host_batches(
-            rows.Placement.in_order(
-                host, num_hosts=num_hosts, global_batch_size=GLOBAL_BATCH_SIZE
-            )
-        )
-        for host in range(num_hosts)
-    ]
+NUM_EXAMPLES = 100
+SIZE = 12
+NUM_BATCHES = 18  # of 12 rows: more than two epochs
 
 
-def next_rows(hosts):
-    """The rows of the next global batch, as sorted (id, inputs, targets)."""
-    parts = [next(host) for host in hosts]
-    actual = [
-        (id_, inputs.tobytes(), targets.tobytes())
-        for part in parts
-        for id_, inputs, targets in zip(
-            example_id.join(part["example_id"]),
-            part["inputs"],
-            part["targets"],
-            strict=True,
-        )
-    ]
-    assert len(actual) == GLOBAL_BATCH_SIZE
-    return sorted(actual)
+def numbers(num_epochs=None):
+    """Examples of a number and its square, in another order in each epoch."""
+    order = grain.MapDataset.range(NUM_EXAMPLES).seed(7).shuffle().repeat(num_epochs)
+    return order.map(lambda n: {"x": np.array([n, n * n], np.int32)})
 
 
-@pytest.fixture(params=[True, False], ids=["in place", "by Grain"])
-def data(request, data):
-    return dataclasses.replace(data, in_place=request.param)
+@pytest.fixture(params=[0, 3], ids=["in the caller", "in threads"])
+def read_options(request):
+    return grain.ReadOptions(
+        num_threads=request.param, prefetch_buffer_size=2 * request.param
+    )
 
 
 @pytest.fixture
-def oracle(data):
-    one = world(data, 1)
-    return [next_rows(one) for _ in range(NUM_BATCHES)]
+def data(read_options):
+    return positional_data.positional(
+        numbers(), pipeline="numbers", read_options=read_options
+    )
 
 
-def test_the_state_before_every_batch_continues_on_any_other_number_of_hosts(
-    data, oracle
-):
+@pytest.fixture
+def finite(read_options):
+    """Two epochs: 16 batches of 12 rows, and one of 8."""
+    return positional_data.positional(
+        numbers(2), pipeline="numbers", read_options=read_options
+    )
+
+
+def test_the_state_before_every_batch_continues_on_any_other_number_of_hosts(data):
     counts = itertools.cycle([4, 3, 1, 6, 2, 12])
-    hosts = world(data, next(counts))
-    for batch in oracle:
-        saved = hosts[-1].position()
-        hosts = world(data, next(counts))
-        for host in hosts:
-            host.go_to(saved, read=None)
-        assert next_rows(hosts) == batch
-
-
-def in_order(hosts):
-    """The ids of the next global batch, as the hosts' devices hold them."""
-    return [id_ for host in hosts for id_ in example_id.join(next(host)["example_id"])]
-
-
-@pytest.mark.parametrize("num_hosts", [3, 12])
-def test_in_place_every_row_stands_where_it_stands_on_one_host(data, num_hosts):
-    one, hosts = world(data, 1), world(data, num_hosts)
+    one, hosts = worlds.World(data, 1, SIZE), worlds.World(data, next(counts), SIZE)
     for _ in range(NUM_BATCHES):
-        ours, theirs = in_order(hosts), in_order(one)
-        assert sorted(ours) == sorted(theirs)
-        # With one row a host there is but one way.
-        assert (ours == theirs) == (data.in_place or num_hosts == GLOBAL_BATCH_SIZE)
+        saved = json.loads(json.dumps(hosts.save()))
+        hosts = worlds.World(data, next(counts), SIZE)
+        hosts.load(saved)
+        assert hosts.next() == one.next()
+
+
+def test_batches_and_states_of_one_host_are_those_of_grain_s_elastic_iterator(data):
+    (host,) = [data.host_batches(each) for each in rows.in_order(1, SIZE)]
+    grains = grain.experimental.ElasticIterator(
+        numbers(), SIZE, grain.sharding.NoSharding()
+    )
+    for _ in range(NUM_BATCHES):
+        assert next(host)["x"].tolist() == next(grains)["x"].tolist()
+        assert host.position() == grains.get_state()
 
 
 def test_each_epoch_uses_each_example_once_in_an_order_of_its_own(data):
-    (host,) = world(data, 1)
-    ids = []
-    while len(ids) < 300:
-        ids += example_id.join(next(host)["example_id"])
-    epochs = [ids[start : start + 100] for start in (0, 100, 200)]
+    one, values, ids = worlds.World(data, 1, SIZE), [], []
+    while len(values) < 3 * NUM_EXAMPLES:
+        batch = one.batch()
+        assert "mask" not in batch
+        values += batch["x"][:, 0].tolist()
+        ids += example_id.join(batch["example_id"])
+    assert ids == list(range(len(ids)))
+    epochs = [values[start : start + 100] for start in (0, 100, 200)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(100))] * 3
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def finite(data):
-    return dataclasses.replace(data, num_epochs=2)
-
-
-def ids_of(batches):
-    return [
-        id_
-        for batch in batches
-        for id_ in example_id.join(batch["example_id"])
-        if id_ != example_id.NONE
-    ]
-
-
-@pytest.mark.parametrize("num_hosts", [4])
-def test_two_epochs_have_each_example_twice_and_padding_that_is_masked(data, num_hosts):
-    data = finite(data)
-    batches = worlds.World(data, num_hosts, 12).rest()
-    assert collections.Counter(ids_of(batches)) == dict.fromkeys(range(100), 2)
+@pytest.mark.parametrize("num_hosts", [1, 4])
+def test_two_epochs_have_each_example_twice_and_padding_that_is_masked(
+    finite, num_hosts
+):
+    batches = worlds.World(finite, num_hosts, SIZE).rest()
     assert [int(batch["mask"].sum()) for batch in batches] == [12] * 16 + [8]
+    used = [n for b in batches for n in b["x"][b["mask"], 0].tolist()]
+    assert collections.Counter(used) == dict.fromkeys(range(NUM_EXAMPLES), 2)
     is_padding = ~batches[-1]["mask"]
     padding = {name: feature[is_padding] for name, feature in batches[-1].items()}
     assert set(example_id.join(padding.pop("example_id"))) == {example_id.NONE}
-    assert not any(feature.any() for feature in padding.values())
+    assert not padding["x"].any()
+    assert not padding["mask"].any()
 
 
-def test_the_state_before_every_batch_of_finite_data_can_be_returned_to(data):
-    data = finite(data)
-    expected = worlds.World(data, 3, 12).rest()
-    world, states = worlds.World(data, 3, 12), []
+def test_bytes_and_texts_stay_as_they_are_and_padding_is_empty():
+    dataset = grain.MapDataset.range(3).map(
+        lambda n: {"text": f"{n}\0", "bytes": b"%d\0" % n}
+    )
+    data = positional_data.positional(dataset, pipeline="texts")
+    (host,) = [data.host_batches(each) for each in rows.in_order(1, 4)]
+    batch = next(host)
+    assert batch["text"].tolist() == ["0\0", "1\0", "2\0", ""]
+    assert batch["bytes"].tolist() == [b"0\0", b"1\0", b"2\0", b""]
+
+
+def test_the_state_before_every_batch_of_finite_data_can_be_returned_to(finite):
+    expected = worlds.World(finite, 3, SIZE).rest()
+    world, states = worlds.World(finite, 3, SIZE), []
     for _ in expected:
         states.append(world.save())
         world.batch()
     states.append(world.save())
     for number, saved in enumerate(states):
-        resumed = worlds.World(data, 3, 12)
+        resumed = worlds.World(finite, 3, SIZE)
         resumed.load(saved)
         # All of them in turn, and the end from near it.
         actual = resumed.rest() if number > 14 else [resumed.batch()]
@@ -131,7 +119,51 @@ def test_the_state_before_every_batch_of_finite_data_can_be_returned_to(data):
         assert list(map(worlds.content, actual)) == list(map(worlds.content, later))
 
 
-def test_endless_data_has_no_mask_and_travels_to_a_sidecar_by_cloudpickle(data):
-    copy = cloudpickle.loads(cloudpickle.dumps(data))
-    assert "mask" not in worlds.World(data, 1, 12).batch()
-    assert next_rows(world(copy, 1)) == next_rows(world(data, 1))
+def test_it_travels_to_a_sidecar_by_cloudpickle(data, corpus_data):
+    for each in (data, corpus_data):
+        copy = cloudpickle.loads(cloudpickle.dumps(each))
+        assert copy == each
+        one, other = worlds.World(each, 1, SIZE), worlds.World(copy, 1, SIZE)
+        assert one.next() == other.next()
+
+
+@pytest.fixture
+def corpus_data(corpus):
+    return conftest.data_of(corpus)
+
+
+def test_a_state_of_another_pipeline_or_of_other_examples_is_another(data):
+    others = [
+        positional_data.positional(numbers(), pipeline="numbers, version 2"),
+        positional_data.positional(numbers(2), pipeline="numbers"),
+    ]
+    assert all(other.identity() != data.identity() for other in others)
+
+
+def test_what_is_not_a_dataset_with_a_name_is_refused():
+    with pytest.raises(errors.ConfigError, match=r"dataset is a .*IterDataset; give a"):
+        positional_data.positional(numbers().to_iter_dataset(), pipeline="numbers")
+    with pytest.raises(errors.ConfigError, match="pass pipeline="):
+        positional_data.positional(numbers(), pipeline="")
+
+
+WRONG = {
+    "without a number": (lambda n: None if n == 3 else {"x": np.array(n)}, "None"),
+    "not a dict": (lambda n: np.array(n), r"array\(0\)"),
+    "with a feature of ours": (lambda n: {"mask": np.array(n)}, "mask"),
+}
+
+
+@pytest.mark.parametrize(("make", "match"), WRONG.values(), ids=WRONG)
+def test_an_element_that_makes_no_row_is_refused(make, match):
+    data = positional_data.positional(grain.MapDataset.range(9).map(make), pipeline="1")
+    (host,) = [data.host_batches(each) for each in rows.in_order(1, 4)]
+    with pytest.raises(errors.DataError, match=match):
+        next(host)
+
+
+def test_a_dataset_that_filters_is_refused_by_grain():
+    dataset = numbers().filter(lambda example: example["x"][0] != 3)
+    data = positional_data.positional(dataset, pipeline="numbers")
+    with pytest.raises(ValueError, match="does not support `filter`"):
+        worlds.World(data, 1, SIZE)

@@ -21,7 +21,7 @@ FILES = "TEXTS_OF_OWN_TRAINING"
 
 def data(file=None):
     file = file or os.environ[FILES]
-    return ec.data.positional(files=(file,), max_target_length=16)
+    return ec.data.from_config(grain_train_files=file, max_target_length=16)
 
 
 def initial_state():

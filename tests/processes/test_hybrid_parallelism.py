@@ -90,8 +90,8 @@ def evenly(counters, new_count):
 
 
 def data(corpus):
-    return ec.data.positional(
-        files=(corpus,), max_target_length=8, shuffle_seed=7, num_threads=0
+    return ec.data.from_config(
+        grain_train_files=corpus, max_target_length=8, data_shuffle_seed=7
     )
 
 

@@ -12,10 +12,10 @@ from jax.sharding import Mesh, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
-from elastic_ckpt.data import elastic_data, positional_data, sharded_data
+from elastic_ckpt.data import elastic_data, sharded_data
 from elastic_ckpt.elastic import multicontroller, supervisor
 from elastic_ckpt.training import schema
-from tests import pipelines, worlds
+from tests import conftest, pipelines, worlds
 
 NUM_SHARDS = 12
 BATCHES_A_WORLD = 2
@@ -73,9 +73,7 @@ def engines(corpus):
     return {
         "packed": packed(),
         "finite": packed(end=elastic_data.End.PADDED),
-        "positional": positional_data.PositionalData(
-            files=(corpus,), max_target_length=8, num_threads=0
-        ),
+        "positional": conftest.data_of(corpus, max_target_length=8),
     }
 
 

@@ -264,9 +264,6 @@ REFUSALS = {
         ),
         "^packing=true needs logical shards; set num_logical_shards to a multiple",
     ),
-    "Grain's iterator with logical shards": Refusal(
-        lambda _: keys(grain_use_elastic_iterator=True), "with num_logical_shards=4"
-    ),
     "training files that match nothing": Refusal(
         lambda d: keys(grain_train_files=f"{d}/nothing*"), "grain_train_files", DATA
     ),

@@ -154,27 +154,18 @@ def test_after_a_users_error_the_state_before_it_is_saved_and_loaded(remote, tmp
         next(batches)
 
 
-class FlakyData(positional_data.PositionalData):
-    """Data of which one record cannot be read at first."""
-
-    def examples(self):
-        tries = iter([True])
-
-        def flaky(example):
-            if example["example_id"][1] == 20 and next(tries, False):
-                raise OSError("the storage is busy")
-            return example
-
-        return super().examples().map(flaky)
-
-
 def test_after_an_error_of_the_storage_the_next_call_reads_the_same_batch(
-    remote, corpus, tmp_path
+    remote, tmp_path
 ):
-    flaky = FlakyData(
-        files=(corpus,), max_target_length=16, shuffle=False, num_threads=0
-    )
-    batches = remote(flaky, size=8)
+    tries = iter([True])
+
+    def flaky(number):
+        if number == 20 and next(tries, False):
+            raise OSError("the storage is busy")
+        return {"x": np.array([number])}
+
+    dataset = grain.MapDataset.range(100).map(flaky).repeat()
+    batches = remote(positional_data.positional(dataset, pipeline="flaky"), size=8)
     numbers, recorded = [], []
     while len(numbers) < 6:
         try:

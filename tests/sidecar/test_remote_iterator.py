@@ -142,13 +142,13 @@ def test_data_ends_stays_at_its_end_and_begins_again(remote, tmp_path):
 USE = """
 import sys
 from elastic_ckpt.core import topology
-from elastic_ckpt.data import positional_data
+from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt_sidecar import RemoteIterator
 above = ("cli", "checkpoint", "elastic", "training")
 above = tuple(f"elastic_ckpt.{room}" for room in above)
 assert not [name for name in sys.modules if name.startswith(above)]
 mesh = topology.mesh_of(topology.present(1))
-data = positional_data.PositionalData(files=(sys.argv[1],), max_target_length=8)
+data = pipeline.from_config(grain_train_files=sys.argv[1], max_target_length=8)
 batches = RemoteIterator(data, mesh=mesh, global_batch_size=2)
 next(batches)
 """

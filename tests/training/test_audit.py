@@ -69,13 +69,9 @@ def logged(batches, *, first=0, detail="proof", **changes):
     )
 
 
-def audited(attempts, data, *, is_in_order=True, **options):
+def audited(attempts, data, **options):
     return audit.audit(
-        attempts,
-        lambda _: data,
-        is_in_order=lambda _: is_in_order,
-        num_records=data.num_records(),
-        **options,
+        attempts, lambda _: data, num_records=data.num_records, **options
     )
 
 
@@ -134,7 +130,6 @@ def test_any_other_batch_is_found_at_its_step_and_counted(one_host, data, kind, 
     expected = batches_of(one_host, *range(STEPS))
     is_same = [a == b for a, b in zip(batches, expected, strict=True)]
     assert outcome.num_row_identical_steps == sum(is_same)
-    assert outcome.num_row_promised_steps == STEPS
     if kind != "summary":
         is_equal = [
             sorted(a) == sorted(b) for a, b in zip(batches, expected, strict=True)
@@ -153,20 +148,14 @@ def test_any_other_batch_is_found_at_its_step_and_counted(one_host, data, kind, 
         assert outcome.is_count_exact or wrong in ("id", "once more")
 
 
-def test_rows_in_other_places_of_their_batch_pass_where_no_order_is_promised(
-    data, one_host, detail
-):
+def test_rows_in_other_places_of_their_batch_do_not_pass(data, one_host, detail):
     batches = batches_of(one_host, *range(4))
     batches[2].reverse()
-    outcome = audited([logged(batches, detail=detail)], data, is_in_order=False)
-    # A summary is one digest of the rows in their order.
-    assert outcome.passed == (detail != "summary")
+    outcome = audited([logged(batches, detail=detail)], data)
+    assert not outcome.passed
     assert outcome.num_row_identical_steps == 3
-    assert outcome.num_row_promised_steps == 0
-    if detail == "summary":
-        assert "cannot show it: use step_log=proof" in outcome.first_difference
-    else:
-        assert outcome.num_batch_identical_steps == 4
+    # A summary is one digest of the rows in their order.
+    assert outcome.num_batch_identical_steps == (3 if detail == "summary" else 4)
 
 
 def test_first_difference_says_what_was_used_instead(data, one_host):

@@ -27,9 +27,9 @@ def place(tmp_path_factory):
     corpora.write_arrayrecord(directory / "texts.array_record", texts)
     (directory / "program.py").write_text(
         "import functools, elastic_ckpt as ec\n"
-        f"files = ({str(directory / 'texts.array_record')!r},)\n"
-        "made = functools.partial(ec.data.positional, files, max_target_length=32)\n"
-        "data, other_data = made(), made(shuffle_seed=7)\n"
+        f"keys = {{'grain_train_files': {str(directory / 'texts.array_record')!r}}}\n"
+        "made = functools.partial(ec.data.from_config, keys, max_target_length=32)\n"
+        "data, other_data = made(), made(data_shuffle_seed=7)\n"
         "def make_shard(shard): return data\n"
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -91,7 +91,7 @@ def test_every_verb_reads_a_loop_that_failed_and_changed_its_devices(
     assert len(audited["hosts"]) == 2
     code, output = run_verb(capsys, "audit", "run", "--data", "program:other_data")
     assert code == 1
-    assert "FAILED: step 1, row 0: example" in output
+    assert "FAILED: step 1: the examples are those of the one-host run, but" in output
     asked = ("audit", "run", "--data", "program:data")
     _, output = run_verb(capsys, *asked, "--step", "8", "--json")
     (batch,) = json.loads(output)
@@ -128,8 +128,10 @@ def test_every_verb_reads_a_loop_that_failed_and_changed_its_devices(
 def data(tmp_path):
     texts = [{"text": f"text {n}"} for n in range(40)]
     corpora.write_arrayrecord(tmp_path / "a.array_record", texts)
-    return ec.data.positional(
-        files=(str(tmp_path / "a.array_record"),), max_target_length=16, shuffle=False
+    return ec.data.from_config(
+        grain_train_files=str(tmp_path / "a.array_record"),
+        max_target_length=16,
+        enable_data_shuffling=False,
     )
 
 
@@ -174,8 +176,9 @@ def test_audit_numbers_steps_as_they_are_logged(tmp_path, data, capsys, monkeypa
         batches.close()
     (tmp_path / "made.py").write_text(
         "import elastic_ckpt as ec\n"
-        f"data = ec.data.positional(files=({str(tmp_path / 'a.array_record')!r},),\n"
-        "    max_target_length=16, shuffle=False)\n"
+        "data = ec.data.from_config(\n"
+        "    max_target_length=16, enable_data_shuffling=False,\n"
+        f"    grain_train_files={str(tmp_path / 'a.array_record')!r})\n"
     )
     monkeypatch.chdir(tmp_path)
     code, output = run_verb(capsys, "audit", "run", "--data", "made:data")

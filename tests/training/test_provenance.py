@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
     mixing,
-    positional_data,
     records,
     sharded_data,
     stages,
 )
-from tests import corpora, formats
+from tests import conftest, corpora, formats
 from tests.training.recorded_run import SIZES, Run, of_stage, pieces_of
 
 PIPELINES = ["plain", "filter", "window_shuffle", "first_fit", "mixture"]
@@ -271,10 +270,10 @@ def test_records_without_tokens_that_are_corrupt_filtered_or_in_a_window():
 def test_rows_of_positional_data_are_its_records_in_their_order(
     corpus, is_listed, size
 ):
-    data = positional_data.PositionalData(files=(corpus,), max_target_length=16)
+    data = conftest.data_of(corpus)
     run = Run().attempt(data, [8] * 17, listed=is_listed)
     run.attempt(data, [size] * 2, start=15, skip=8, listed=is_listed)
-    order = data.record_numbers()
+    order = data.order
     readings = []
     asking = run.provenance(announce=readings.append)
     expected = collections.defaultdict(list)
@@ -289,13 +288,13 @@ def test_rows_of_positional_data_are_its_records_in_their_order(
             assert batch.position == position
             for row, piece in [(each.row, each.documents[0]) for each in of_batch]:
                 assert piece.record == order[position + row]
-                assert piece.epoch == (position + row) // data.num_records()
+                assert piece.epoch == (position + row) // data.num_records
                 use = attempt.attempt, record.step, row, 0
                 expected[piece.record, piece.epoch].append(use)
             position += record.num_rows
-    assert bool(readings) == (not is_listed)
+    assert not readings
     left_out, end = range(120, 128), position
-    order = [order[n] for n in range(2 * data.num_records() + 1)]
+    order = [order[n] for n in range(2 * data.num_records + 1)]
     for record in {order[n] for n in (0, 120, 127, 128, end - 1, end)}:
         readings.clear()
         for epoch, found in enumerate(asking.find(corpus, record)):
@@ -304,12 +303,12 @@ def test_rows_of_positional_data_are_its_records_in_their_order(
                 (use.attempt, use.step, use.row, use.first_token) for use in found.uses
             ]
             assert sorted(uses) == sorted(expected[record, epoch])
-            place = order.index(record, epoch * data.num_records())
+            place = order.index(record, epoch * data.num_records)
             outcome = "used" if place < end else "not_yet_used"
             assert found.outcome == ("left_out" if place in left_out else outcome)
-        assert epoch == (end - 1) // data.num_records()
-        num_rows = 17 * 8 + 2 * size
-        assert [each.num_rows for each in readings] == [num_rows] * (not is_listed)
+        # All of both epochs.
+        assert [each.num_rows for each in readings] == [200]
+        assert epoch == (end - 1) // data.num_records
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,8 @@ def from_config(
 ) -> elastic_data.ElasticData:
     """Makes the training data that configuration keys describe.
 
-    With `num_logical_shards` it is that of `sharded`, otherwise that of `positional`.
+    With `num_logical_shards` it is that of `sharded`. Otherwise it is that of
+    `positional`: each text of ArrayRecord files is a row.
 
         from_config(grain_train_files="a*.parquet", grain_file_type="parquet",
                     num_logical_shards=64)
@@ -247,13 +248,6 @@ def from_config(
     data = _of_arguments(data, keys)
     _check_vocabulary(data, vocab_size)
     if data.num_logical_shards:
-        if data.grain_use_elastic_iterator:
-            raise errors.ConfigError(
-                "grain_use_elastic_iterator=true with"
-                f" num_logical_shards={data.num_logical_shards}: Grain's"
-                " ElasticIterator does not work with logical shards; set"
-                " grain_use_elastic_iterator=false or num_logical_shards=0"
-            )
         return _of_stages(data, vocab_size=vocab_size)
     needs = _needs_shards(data)
     if needs:

@@ -12,7 +12,7 @@ from typing import Any
 
 import grain
 
-from elastic_ckpt.core import digest, errors, storage
+from elastic_ckpt.core import digest, errors
 from elastic_ckpt.data import units
 from elastic_ckpt.data.sources import files, record_format, source
 
@@ -83,8 +83,8 @@ class ArrayRecordFiles:
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
-        self._indexes = source.current_indexes(ArrayRecord(files=tuple(paths)))
-        self.records_per_file = tuple(index.num_records for index in self._indexes)
+        indexes = source.current_indexes(ArrayRecord(files=tuple(paths)))
+        self.records_per_file = tuple(index.num_records for index in indexes)
         self._files = tuple(paths)
         filled = [
             files.local_copy(file)
@@ -113,18 +113,6 @@ class ArrayRecordFiles:
     def __repr__(self) -> str:
         # Grain prints this in warnings and errors of a pipeline.
         return f"ArrayRecordFiles(files={len(self._files)}, records={len(self)})"
-
-    def identity(self) -> list[storage.Json]:
-        """Name, bytes, records and digest of the content of each file, in order."""
-        return [
-            [
-                os.path.basename(file),
-                index.content.num_bytes,
-                index.num_records,
-                index.content.digest,
-            ]
-            for file, index in zip(self._files, self._indexes, strict=True)
-        ]
 
 
 _is_forked = False

@@ -3,6 +3,7 @@ import json
 import pathlib
 import re
 
+import grain
 import numpy as np
 import pytest
 
@@ -79,9 +80,16 @@ def test_without_logical_shards_the_engine_is_the_positional_one(corpus):
     data = pipeline.from_config(
         section(corpus, num_logical_shards=0, data_shuffle_seed=3, num_epoch=2)
     )
-    assert data == positional_data.PositionalData(
-        files=(corpus,), max_target_length=LENGTH, shuffle_seed=3, num_epochs=2
-    )
+    assert isinstance(data, positional_data.TextData)
+    assert len(data.order) == 2 * data.num_records == 200
+    order = grain.MapDataset.range(100).seed(3).shuffle()
+    assert list(data.order)[:100] == list(order)
+    (host,) = [data.host_batches(each) for each in rows.in_order(1, 4)]
+    batch = next(host)
+    for row, number in enumerate(list(order)[:4]):
+        text = b"text %d" % number
+        values = batch["targets"][row][: len(text)] - 3
+        assert values.astype(np.uint8).tobytes() == text
 
 
 @pytest.mark.parametrize(
