@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 
@@ -52,7 +51,7 @@ def build_dataloader(
       job_config: torchtitan's configuration.
       data: makes the data from the tokenizer and `seq_len`, instead of `dataset_path`;
         bind it by `functools.partial`.
-      **more: further options of `StatefulDataLoader`, bound in the same way, such as
+      **more: further options of `ec.data.TorchLoader`, bound in the same way, such as
         `multiprocessing_context="forkserver"` for workers that read ArrayRecord files.
     """
     training = job_config.training
@@ -86,7 +85,7 @@ class ElasticDataLoader(BaseDataLoader):
       rank: the number of this data-parallel rank.
       num_ranks: of all.
       local_batch_size: rows of a batch on this rank, b.
-      **options: of torchdata's `StatefulDataLoader`, such as `num_workers`.
+      **options: of `ec.data.TorchLoader`, such as `num_workers`.
     """
 
     def __init__(
@@ -105,11 +104,8 @@ class ElasticDataLoader(BaseDataLoader):
             global_batch_size=local_batch_size * num_ranks,
             agree=functools.partial(_agree, data.end),
         )
-        dataset = ec.data.TorchDataset(batches)
-        self._loader = StatefulDataLoader(
-            dataset, batch_size=None, collate_fn=_converted, **options
-        )
-        self._state = ec.data.ShardedState(dataset)
+        self._loader = ec.data.TorchLoader(batches, collate_fn=_converted, **options)
+        self._state = ec.data.ShardedState(self._loader)
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         return iter(self._loader)

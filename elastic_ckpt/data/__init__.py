@@ -24,7 +24,7 @@ with epy.lazy_api_imports(globals()):
     from elastic_ckpt.data.sources.tfrecord import TFRecord
     from elastic_ckpt.data.sources.webdataset import WebDataset
     from elastic_ckpt.data.stages import Stage, staged
-    from elastic_ckpt.data.torch_dataset import TorchDataset
+    from elastic_ckpt.data.torch_loader import TorchLoader
 
 __all__ = [
     "ArrayRecord",
@@ -45,7 +45,7 @@ __all__ = [
     "Stage",
     "TFRecord",
     "Text",
-    "TorchDataset",
+    "TorchLoader",
     "WebDataset",
     "from_config",
     "from_hf",

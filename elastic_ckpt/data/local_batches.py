@@ -1,8 +1,8 @@
 """The rows of one host as NumPy arrays, for PyTorch and other training loops.
 
 `LocalBatches` is a plain iterator with the state methods of both Grain, `get_state` and
-`set_state`, and torchdata, `state_dict` and `load_state_dict`. `data.torch_dataset`
-wraps it as a PyTorch dataset.
+`set_state`, and torchdata, `state_dict` and `load_state_dict`. `data.torch_loader`
+puts it under a loader of PyTorch.
 
 A state is JSON. The state of a rank has the cursors of the shards that it runs, so a
 world of another size loads the states of all ranks together:
@@ -307,7 +307,7 @@ class LocalBatches:
             raise errors.DataError(
                 f"a state is that of worker {fields['worker']} of"
                 f" {fields['num_workers']} of a loader; load the state_dict of its"
-                " ec.data.TorchDataset, or of the loader, which has all workers"
+                " ec.data.TorchLoader, which has all workers"
             )
         return workers[0]["skips"]
 

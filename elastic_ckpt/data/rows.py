@@ -208,7 +208,7 @@ def suggest_num_shards(
       batches: the global batch sizes that it may have; a number of hosts is only used
         with the sizes that it divides.
       loader_workers: the numbers of workers that PyTorch's loader of each rank may
-        have, with `ec.data.TorchDataset`.
+        have, as `ec.data.TorchLoader`.
 
     Returns:
       S, for `ec.data.sharded` or `num_logical_shards`.

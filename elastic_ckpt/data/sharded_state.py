@@ -1,4 +1,4 @@
-"""The state of a PyTorch dataset by logical shard, for `torch.distributed.checkpoint`.
+"""The state of a PyTorch loader by logical shard, for `torch.distributed.checkpoint`.
 
 That library writes an entry of a state under its name, by the first rank that has it,
 and each rank reads the entries that it names. Named by logical shards and not by ranks,
@@ -22,8 +22,8 @@ _VERSION = 1
 _POSITION = "position"
 
 
-class Dataset(Protocol):
-    """What has the state of a rank: a `TorchDataset` or `LocalBatches`."""
+class Rank(Protocol):
+    """What has the state of a rank: a `TorchLoader` or `LocalBatches`."""
 
     def state_dict(self) -> local_batches.StateDict:
         """The state of the rank."""
@@ -35,26 +35,26 @@ class Dataset(Protocol):
 
 
 class ShardedState:
-    """A dataset's state by logical shard, which any number of ranks can load.
+    """The state of a rank's rows by logical shard, which any number of ranks can load.
 
     It is a `Stateful` of `torch.distributed.checkpoint`, beside those of the weights:
 
-        dcp.save({"model": model, "data": ec.data.ShardedState(dataset)}, ...)
-        dcp.load({"model": model, "data": ec.data.ShardedState(dataset)}, ...)
+        dcp.save({"model": model, "data": ec.data.ShardedState(loader)}, ...)
+        dcp.load({"model": model, "data": ec.data.ShardedState(loader)}, ...)
 
     Load it before the first batch, when it names the entries of all shards; later it
     names those of this rank alone.
 
     Args:
-      dataset: the `TorchDataset`, or `LocalBatches`, of this rank.
+      rows: the `TorchLoader`, or `LocalBatches`, of this rank.
     """
 
-    def __init__(self, dataset: Dataset) -> None:
-        self._dataset = dataset
+    def __init__(self, rows: Rank) -> None:
+        self._rows = rows
 
     def state_dict(self) -> dict[str, str]:
         """The entries of this rank: `position`, and `shard_00017` for each shard."""
-        fields: dict[str, Any] = dict(self._dataset.state_dict())
+        fields: dict[str, Any] = dict(self._rows.state_dict())
         by_shard: dict[str, storage.Json] = fields.pop("cursors")
         for name in ("version", "digest"):
             fields.pop(name, None)
@@ -70,7 +70,7 @@ class ShardedState:
         return entries
 
     def load_state_dict(self, state_dict: Mapping[str, str]) -> None:
-        """Moves the dataset to a state that any number of ranks saved.
+        """Moves to a state that any number of ranks saved.
 
         Raises:
           DataError: if an entry is missing, was altered, or is of another step; and as
@@ -92,7 +92,7 @@ class ShardedState:
                     " all entries from one checkpoint"
                 )
             by_shard[str(int(name.removeprefix("shard_")))] = entry["cursor"]
-        self._dataset.load_state_dict(
+        self._rows.load_state_dict(
             local_batches.of_fields(fields | {"cursors": by_shard})
         )
 

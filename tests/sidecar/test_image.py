@@ -32,7 +32,7 @@ MODULES = [
     for path in SOURCES
 ]
 # A bridge to PyTorch's loader, for loops without a sidecar.
-OUTSIDE = "elastic_ckpt.data.torch_dataset"
+OUTSIDE = "elastic_ckpt.data.torch_loader"
 DIRECTORY = ROOT / "sidecar"
 DOCKERFILE = (DIRECTORY / "Dockerfile").read_text()
 # Not imported by name: colocated Python's pickler, and the file system of gs://.

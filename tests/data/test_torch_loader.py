@@ -28,9 +28,7 @@ def python_with_torch(tmp_path_factory):
 
 
 @pytest.mark.night
-def test_loaders_resume_where_they_were_or_are_refused(
-    python_with_torch,
-):
+def test_loaders_resume_where_they_were(python_with_torch):
     ours = os.pathsep.join([str(runs.ROOT), sysconfig.get_path("purelib")])
     ended = subprocess.run(
         [python_with_torch, "-m", "tests.data.stateful_loader"],
@@ -42,23 +40,12 @@ def test_loaders_resume_where_they_were_or_are_refused(
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    lines = ended.stdout.splitlines()
-    expected = [
+    assert ended.stdout.splitlines() == [
         "concatenated: ranks and workers changed: the batches of one",
         "fitted: ranks and workers changed: the batches of one",
-        "2 workers load 3: elastic_ckpt.core.errors.DataError: a state is that of",
         "0 workers (None): a later iteration goes on",
         "2 workers (forkserver): a later iteration goes on",
         "0 workers: each pass over data that ends is whole",
         "1 workers: each pass over data that ends is whole",
         "3 workers: each pass over data that ends is whole",
-        "a plain loader: resumed",
-        "DataLoader of 2 workers: the DataLoader's state_dict would not contain the",
-        "DataLoader of 1 worker: the DataLoader's state_dict would not contain the",
-        "DataLoader of batches: the dataset yields whole batches",
-        "StatefulDataLoader of 2 workers: iterates",
-        "StatefulDataLoader of 1 worker: iterates",
-        "StatefulDataLoader of batches: the dataset yields whole batches",
     ]
-    begins = [line[: len(begin)] for line, begin in zip(lines, expected, strict=True)]
-    assert begins == expected

@@ -1,0 +1,103 @@
+"""The rows of one rank through torchdata's `StatefulDataLoader`.
+
+The loader deals its batches to its workers in turn, so each worker makes every n-th
+batch of the rank (`local_batches.of_worker`), and its state is that after its last
+batch which the loader delivered. A shard's cursor is that of the worker which was the
+last to read it (`local_batches.merged`). The state of the rank therefore depends on the
+number of workers no more than on that of ranks.
+
+Of the library, only this module imports torch and torchdata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.utils import data as torch_data
+from torchdata import stateful_dataloader
+
+from elastic_ckpt.data import local_batches
+
+
+class TorchLoader(stateful_dataloader.StatefulDataLoader):
+    """One rank's rows of each global batch as tensors, with any number of workers.
+
+    It is torchdata's `StatefulDataLoader`, with a state that any number of ranks and
+    workers can load. The batches do not depend on the number of workers. An iteration
+    continues where the one before stopped; after the end of finite data, it starts
+    another pass. `persistent_workers` has no effect.
+
+    To resume, save `state_dict()` on each rank, and pass the list of all of them to
+    `load_state_dict` on every rank.
+
+    Args:
+      batches: the rows of this rank.
+      **options: of `StatefulDataLoader`, such as `num_workers`.
+    """
+
+    def __init__(self, batches: local_batches.LocalBatches, **options: Any) -> None:
+        super().__init__(_Rows(batches), batch_size=None, **options)
+        self._batches = batches
+
+    def __iter__(self) -> Any:
+        if self._has_workers:
+            # New ones begin at the position of `_batches`.
+            self.load_state_dict(self.state_dict())
+        if self._batches.at_end:
+            self._batches.reset()
+        return super().__iter__()
+
+    def state_dict(self) -> local_batches.StateDict:
+        """The state after the last batch that was delivered, however far workers are.
+
+        With `snapshot_every_n_steps`, the batches since the last snapshot are read
+        again here.
+        """
+        if not self._has_workers:
+            return self._batches.get_state()
+        saved = super().state_dict()
+        workers = saved["_snapshot"]["_worker_snapshots"].values()
+        state = local_batches.merged(
+            [worker["fetcher_state"]["dataset_iter_state"] for worker in workers]
+        )
+        if saved["_iterator_finished"]:
+            return local_batches.ended(state)
+        batches = self._batches.at(state)
+        for _ in range(saved["_steps_since_snapshot"]):
+            next(batches)
+        batches.close()
+        return batches.get_state()
+
+    @property
+    def _has_workers(self) -> bool:
+        return self.num_workers > 0 and self._iterator is not None
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Moves to a state, or to the combined states of all ranks.
+
+        The numbers of ranks and workers may differ from those that saved it. A running
+        iteration is not moved; begin another one.
+
+        Raises:
+          DataError: as `LocalBatches.set_state`.
+        """
+        self._batches.set_state(state_dict)
+        # The next iteration starts new workers.
+        super().load_state_dict({})
+
+
+class _Rows(torch_data.IterableDataset):
+    """What a loader and its workers iterate over."""
+
+    def __init__(self, batches: local_batches.LocalBatches) -> None:
+        super().__init__()
+        self._batches = batches
+
+    def __iter__(self) -> local_batches.LocalBatches:
+        info = torch_data.get_worker_info()
+        if info is None:
+            return self._batches
+        return local_batches.of_worker(self._batches, info.id, info.num_workers)
