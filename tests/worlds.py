@@ -7,7 +7,15 @@ import json
 import numpy as np
 
 from elastic_ckpt.core import allgather
-from elastic_ckpt.data import cursors, elastic_data, example_id, prefetch, rows, state
+from elastic_ckpt.data import (
+    cursors,
+    delivery,
+    elastic_data,
+    example_id,
+    prefetch,
+    rows,
+    state,
+)
 
 
 class World:
@@ -52,7 +60,7 @@ class World:
         data, size = self._data, len(self._row_hosts)
         if data.end is elastic_data.End.NEVER:
             return self._whole()
-        for _ in range(-(-data.rows_of_end // size)):
+        for _ in range(delivery.batches_of_end(data, size)):
             batch = self._whole()
             if batch[elastic_data.MASK].any():
                 return batch

@@ -132,9 +132,9 @@ def batches_of_end(data: elastic_data.ElasticData, global_batch_size: int) -> in
     Fewer such batches are skipped: the shards of their rows have ended, but other
     shards may not have.
     """
-    if data.end is elastic_data.End.NEVER:
+    if data.end is elastic_data.End.NEVER or not data.num_shards:
         return 1
-    return -(-data.rows_of_end // global_batch_size)
+    return -(-data.num_shards // global_batch_size)
 
 
 class Loader(Protocol):
@@ -190,11 +190,10 @@ class Delivery:
         """Continues with batches of another size."""
         self.begin()
         self._batches_of_end = batches_of_end(self._data, global_batch_size)
-        self._num_bytes = 0
-        self._num_rows = global_batch_size
+        self._rows_here = self._num_rows = global_batch_size
         if topology.num_hosts() > 1:
             held = rows_held(self._sharding, global_batch_size)
-            self._num_rows = len(held[topology.this_host()])
+            self._rows_here = len(held[topology.this_host()])
 
     def __call__(self, loader: Loader) -> elastic_data.Batch:
         """The next batch for the loop, from those of `loader`.
@@ -206,9 +205,9 @@ class Delivery:
         for _ in range(self._batches_of_end):
             batch = self._loaded(loader)
             if self._has_rows is None or bool(self._has_rows(batch[elastic_data.MASK])):
-                metrics.DATA_ROWS.record(self._num_rows)
-                self._num_bytes = self._num_bytes or self._bytes_here(batch)
-                metrics.DATA_BYTES.record(self._num_bytes)
+                num_bytes = sum(feature.nbytes for feature in batch.values())
+                metrics.DATA_ROWS.record(self._rows_here)
+                metrics.DATA_BYTES.record(num_bytes * self._rows_here // self._num_rows)
                 return batch
         raise StopIteration
 
@@ -221,8 +220,3 @@ class Delivery:
             logging.warning("%s", loader.explain(waited))
         self._is_first = False
         return batch
-
-    def _bytes_here(self, batch: elastic_data.Batch) -> int:
-        num_bytes = sum(feature.nbytes for feature in batch.values())
-        size = len(next(iter(batch.values())))
-        return num_bytes * self._num_rows // size

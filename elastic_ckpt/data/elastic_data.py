@@ -98,10 +98,6 @@ class ElasticData(Protocol):
     def num_shards(self) -> int:
         """The number of logical shards; 0 if the state is a position alone."""
 
-    @property
-    def rows_of_end(self) -> int:
-        """After how many padding rows in succession no other row can follow."""
-
     def identity(self) -> dict[str, storage.Json]:
         """The settings that determine the order of examples, by configuration key."""
 

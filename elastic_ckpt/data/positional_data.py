@@ -64,11 +64,6 @@ class PositionalData:
         return 0
 
     @property
-    def rows_of_end(self) -> int:
-        """One: no real row follows a padding row."""
-        return 1
-
-    @property
     def engine(self) -> str:
         """The name of the engine, which determines the form of its positions."""
         return "positional"

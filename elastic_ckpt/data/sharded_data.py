@@ -89,11 +89,6 @@ class ShardedData:
             )
 
     @property
-    def rows_of_end(self) -> int:
-        """S: until each shard had its turn, one may still have rows."""
-        return self.num_shards
-
-    @property
     def engine(self) -> str:
         """The name of the engine, which determines the form of its positions."""
         return "sharded"

@@ -75,11 +75,6 @@ class StagedData:
         return self.current.data.end
 
     @property
-    def rows_of_end(self) -> int:
-        """See `ElasticData`."""
-        return self.current.data.rows_of_end
-
-    @property
     def last_step(self) -> int | None:
         """The step after the last of this stage; None for the last stage."""
         later = self.stages[self.number + 1 :]
