@@ -50,8 +50,10 @@ _LLAMA3_NUM_SPECIAL = 256
 _MAX_CHARACTERS = 400_000
 
 # The usual names, if no file beside a tokenizer.json has them.
-_USUAL_BEGINS = ("<s>", "<|begin_of_text|>", "<bos>")
-_USUAL_ENDS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>")
+_USUAL = {
+    "bos_token": ("<s>", "<|begin_of_text|>", "<bos>"),
+    "eos_token": ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>"),
+}
 
 
 class Encoded(NamedTuple):
@@ -74,10 +76,6 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """One more than the largest token, special tokens included."""
-
-    @property
-    def pad(self) -> int:
-        """The value of padding, always 0, which may be a token as well."""
 
     @property
     def begin(self) -> int | None:
@@ -106,7 +104,6 @@ class Bytes:
     """Byte-level tokens: a byte's token is its value plus 3, for any bytes."""
 
     vocab_size: int = dataclasses.field(default=tokens.VOCAB_SIZE, init=False)
-    pad: int = dataclasses.field(default=tokens.PAD, init=False)
     begin: int = dataclasses.field(default=tokens.BEGIN, init=False)
     end: int = dataclasses.field(default=tokens.END, init=False)
     is_parallel: bool = dataclasses.field(default=False, init=False)
@@ -157,7 +154,6 @@ class FileTokenizer:
     vocab_size: int
     begin: int | None
     end: int | None
-    pad: int = dataclasses.field(default=tokens.PAD, init=False)
     is_parallel: bool = dataclasses.field(default=True, init=False)
 
     def encode(self, text: str | bytes) -> np.ndarray:
@@ -349,10 +345,9 @@ def _open_huggingface(content: bytes, directory: epath.Path) -> _Opened:
     # The file may enable these; tokens must not depend on the length of a batch.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    named = {
-        **_settings(directory / "special_tokens_map.json"),
-        **_settings(directory / "tokenizer_config.json"),
-    }
+    vocabulary = tokenizer.get_vocab()
+    special = _special_tokens(directory, vocabulary)
+    begin, end = (vocabulary.get(special.get(key)) for key in _USUAL)
     # Our threads call it. Its own threads would use every core of the machine,
     # regardless of the configuration, and would not survive a fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -370,19 +365,9 @@ def _open_huggingface(content: bytes, directory: epath.Path) -> _Opened:
             encoded.append(Encoded(tokens, spans[:, 0], spans[:, 1]))
         return encoded
 
-    begin = _special_token(tokenizer, named, "bos_token", _USUAL_BEGINS)
-    end = _special_token(tokenizer, named, "eos_token", _USUAL_ENDS)
-    special = {
-        key: name
-        for key, value in named.items()
-        if key.endswith("_token") and (name := _name(value)) is not None
-    }
-    for key, token in (("bos_token", begin), ("eos_token", end)):
-        if token is not None:
-            special[key] = tokenizer.id_to_token(token)
     return _Opened(
         encode,
-        max(tokenizer.get_vocab().values(), default=-1) + 1,
+        max(vocabulary.values(), default=-1) + 1,
         begin,
         end,
         encode_with_spans,
@@ -395,30 +380,34 @@ def _open_huggingface(content: bytes, directory: epath.Path) -> _Opened:
     )
 
 
+def _special_tokens(
+    directory: epath.Path, vocabulary: Mapping[str, int]
+) -> dict[str, str]:
+    # The texts of special tokens by the names in the files beside a tokenizer.json.
+    named = {
+        **_settings(directory / "special_tokens_map.json"),
+        **_settings(directory / "tokenizer_config.json"),
+    }
+    for key, usual in _USUAL.items():
+        named.setdefault(
+            key, next((text for text in usual if text in vocabulary), None)
+        )
+    special = {}
+    for key, value in named.items():
+        # The files have a text in two ways.
+        text = value["content"] if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(text, str):
+            special[key] = text
+            if key in _USUAL and text not in vocabulary:
+                raise ValueError(f"it lacks {text!r}, the {key} of the files beside it")
+    return special
+
+
 def _settings(file: epath.Path) -> Mapping[str, Any]:
     try:
         return dict(json.loads(file.read_bytes())) if file.exists() else {}
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file.name} beside it is no JSON object ({error})") from None
-
-
-def _special_token(
-    tokenizer: Any, named: Mapping[str, Any], key: str, usual: Sequence[str]
-) -> int | None:
-    if key not in named:
-        candidates = map(tokenizer.token_to_id, usual)
-        return next((token for token in candidates if token is not None), None)
-    name = _name(named[key])
-    token = None if name is None else tokenizer.token_to_id(name)
-    if name is not None and token is None:
-        raise ValueError(f"it lacks {name!r}, the {key} of the files beside it")
-    return token
-
-
-def _name(value: Any) -> str | None:
-    # The text of a special token, which the files have in two ways.
-    name = value["content"] if isinstance(value, dict) else value
-    return name if isinstance(name, str) else None
 
 
 def _read(kind: str, file: epath.Path) -> bytes:
