@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
 import pathlib
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 from etils import epath
 
@@ -65,18 +66,17 @@ def write(directory: str, file: str, *, file_type: str) -> Written:
             f"{file}: text is not written to files of the type {file_type}; write"
             f" {', '.join(sorted(_WRITERS))} (grain_file_type), or read your own files"
         )
-    counted = _Counted(_documents(directory))
+    sizes: list[int] = []
+    skipped: list[str] = []
     with storage.atomic_path(file) as temporary:
-        _WRITERS[file_type](temporary, counted)
-        if not counted.num_documents:
+        _WRITERS[file_type](temporary, _texts(directory, sizes, skipped))
+        if not sizes:
             raise errors.DataError(
                 f"{directory}: this directory contains no text files; give one that"
                 " does"
             )
     return Written(
-        num_documents=counted.num_documents,
-        text_bytes=counted.text_bytes,
-        skipped=tuple(counted.skipped),
+        num_documents=len(sizes), text_bytes=sum(sizes), skipped=tuple(skipped)
     )
 
 
@@ -85,24 +85,15 @@ def file_type(file: str) -> str | None:
     return _FILE_TYPES.get(pathlib.PurePath(file).suffix.lower())
 
 
-class _Counted:
-    """Iterates over the contents of text files, and counts them."""
-
-    def __init__(self, paths: Sequence[pathlib.Path]) -> None:
-        self._paths = paths
-        self.num_documents = 0
-        self.text_bytes = 0
-        self.skipped: list[str] = []
-
-    def __iter__(self) -> Iterator[bytes]:
-        for path in self._paths:
-            content = path.read_bytes()
-            if not _is_text(content):
-                self.skipped.append(str(path))
-                continue
-            self.num_documents += 1
-            self.text_bytes += len(content)
+def _texts(directory: str, sizes: list[int], skipped: list[str]) -> Iterator[bytes]:
+    # The contents of text files; notes their sizes, and the files that are none.
+    for path in _documents(directory):
+        content = path.read_bytes()
+        if _is_text(content):
+            sizes.append(len(content))
             yield content
+        else:
+            skipped.append(str(path))
 
 
 def _write_arrayrecord(path: str, texts: Iterable[bytes]) -> None:
@@ -142,10 +133,11 @@ _FILE_TYPES = {
 
 def _documents(directory: str) -> list[pathlib.Path]:
     first, _, part = directory.partition("/")
+    root, pattern = pathlib.Path(directory).expanduser(), "*"
+    foreign: tuple[str, ...] = ()
     if first == PYTHON_STDLIB:
         root, pattern = pathlib.Path(sysconfig.get_path("stdlib"), part), "*.py"
-    else:
-        root, pattern = pathlib.Path(directory).expanduser(), "*"
+        foreign = _NOT_STDLIB
     if not root.is_dir():
         raise errors.DataError(
             f"{directory}: no such directory on this machine; give a directory with"
@@ -153,19 +145,14 @@ def _documents(directory: str) -> list[pathlib.Path]:
         )
     documents = []
     for path in root.rglob(pattern):
-        parts = path.relative_to(root).parts
-        hidden = any(part.startswith(".") for part in parts)
-        foreign = pattern == "*.py" and any(part in _NOT_STDLIB for part in parts)
-        if not hidden and not foreign and path.is_file():
-            documents.append(path)
-    return sorted(documents, key=lambda path: path.relative_to(root).as_posix())
+        below = path.relative_to(root)
+        is_left_out = any(p.startswith(".") or p in foreign for p in below.parts)
+        if path.is_file() and not is_left_out:
+            documents.append((below.as_posix(), path))
+    return [path for _, path in sorted(documents)]
 
 
 def _is_text(content: bytes) -> bool:
-    if not content or b"\0" in content:
-        return False
-    try:
-        content.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+    with contextlib.suppress(UnicodeDecodeError):
+        return bool(content.decode()) and b"\0" not in content
+    return False
