@@ -144,9 +144,8 @@ def _train(
 
         from elastic_ckpt import frontend
         from elastic_ckpt.core import topology
-        from elastic_ckpt.data import batch_size
         from elastic_ckpt.data.lm import pipeline
-        from elastic_ckpt.training import configured
+        from elastic_ckpt.training import batch_size, configured
 
         world = topology.present(place.num_hosts)
         mesh = topology.mesh_of(world)

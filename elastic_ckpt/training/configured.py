@@ -522,7 +522,7 @@ def policy(config: schema.Config, groups: Groups) -> decision.Policy:
 
 def work(config: schema.Config, groups: Groups) -> decision.Work:
     """The work of a step, on as many groups as train at most."""
-    from elastic_ckpt.data import batch_size
+    from elastic_ckpt.training import batch_size
 
     number = num_used(config, groups)
     full = groups.some(number)
@@ -540,7 +540,7 @@ def _objection(
     config: schema.Config, groups: Groups, number: int, rows: int
 ) -> str | None:
     # Why the data cannot be dealt to a number of groups.
-    from elastic_ckpt.data import batch_size
+    from elastic_ckpt.training import batch_size
 
     del rows
     try:
@@ -669,7 +669,7 @@ def check_counts(config: schema.Config) -> None:
 
 def check_world(config: schema.Config) -> None:
     """Raises a ConfigError unless the hosts divide into slices, and batches on them."""
-    from elastic_ckpt.data import batch_size
+    from elastic_ckpt.training import batch_size
 
     available = groups(config)
     expected = available.some(num_used(config, available))

@@ -23,7 +23,6 @@ from elastic_ckpt.checkpoint import foreign_steps, run_saver
 from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
 from elastic_ckpt.checkpoint.run_world import ALONE
 from elastic_ckpt.core import allgather, errors, events, process, topology
-from elastic_ckpt.data import batch_size
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.data.state import Ranges
 from elastic_ckpt.elastic import executables, termination, watch
@@ -31,6 +30,7 @@ from elastic_ckpt.elastic.world import BetweenWorlds, World, of_run
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.tiers.persistent import claims
 from elastic_ckpt.training import (
+    batch_size,
     configured,
     initial_weights,
     journal,

@@ -14,10 +14,10 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.checkpoint.components import validation_schedule
 from elastic_ckpt.checkpoint.run_saver import RunSaver
 from elastic_ckpt.core import background, events, metrics, storage_cause
-from elastic_ckpt.data import batch_size, elastic_data
+from elastic_ckpt.data import elastic_data
 from elastic_ckpt.data.leaving_out import LeavingOut
 from elastic_ckpt.data.state import Ranges
-from elastic_ckpt.training import step_log, train_step
+from elastic_ckpt.training import batch_size, step_log, train_step
 from elastic_ckpt.training.callbacks import COMPONENT as CALLBACKS
 from elastic_ckpt.training.callbacks import Action, Callbacks, Finding, Report
 

@@ -12,8 +12,9 @@ import pyarrow.parquet
 
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors, topology
-from elastic_ckpt.data import batch_size, data_keys, datasets, sharded_data
+from elastic_ckpt.data import data_keys, datasets, sharded_data
 from elastic_ckpt.data.lm import chat, documents, pipeline, rows, tokenizers
+from elastic_ckpt.training import batch_size
 from tests.refusals import Refusal
 
 IN_CALLER = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)

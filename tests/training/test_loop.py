@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.core import events, metrics
-from elastic_ckpt.data import batch_size
-from elastic_ckpt.training import callbacks, loop, train_step
+from elastic_ckpt.training import batch_size, callbacks, loop, train_step
 
 
 class Journal:

@@ -1,7 +1,8 @@
 import pytest
 
 from elastic_ckpt.core import errors, topology
-from elastic_ckpt.data import batch_size, data_keys
+from elastic_ckpt.data import data_keys
+from elastic_ckpt.training import batch_size
 
 WORLD = topology.Topology(hosts=4, slices=2, devices=8)
 

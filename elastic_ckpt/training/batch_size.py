@@ -34,10 +34,16 @@ def schedule(data: data_keys.DataKeys, world: topology.Topology) -> Schedule:
         its final size, or if hosts would read logical shards more often than
         `max_shard_reads`.
     """
-    found = _schedule(data, world)
+    if data.enable_rampup_batch_size:
+        stages = _ramp(data, world)
+    else:
+        stages = [
+            (begin, global_batch_size(section, world))
+            for begin, section in data_keys.stages(data)
+        ]
     if data.num_logical_shards:
-        _check_shard_reads(data, world, [size for _, size in found.stages])
-    return found
+        _check_shard_reads(data, world, [size for _, size in stages])
+    return Schedule(stages=tuple(stages))
 
 
 def _check_shard_reads(
@@ -71,21 +77,12 @@ def _check_shard_reads(
         )
 
 
-def _schedule(data: data_keys.DataKeys, world: topology.Topology) -> Schedule:
-    final = global_batch_size(data, world)
+def _ramp(data: data_keys.DataKeys, world: topology.Topology) -> list[tuple[int, int]]:
     if data.data_stages:
-        if data.enable_rampup_batch_size:
-            raise errors.ConfigError(
-                "enable_rampup_batch_size=true does not work with data_stages;"
-                " give the stages of the data their batch sizes"
-            )
-        begins = [
-            (begin, global_batch_size(section, world))
-            for begin, section in data_keys.stages(data)
-        ]
-        return Schedule(stages=tuple(begins))
-    if not data.enable_rampup_batch_size:
-        return Schedule(stages=((0, final),))
+        raise errors.ConfigError(
+            "enable_rampup_batch_size=true does not work with data_stages; give the"
+            " stages of the data their batch sizes"
+        )
     start, step = data.per_device_batch_size_start, data.per_device_batch_size_increment
     distance = data.per_device_batch_size - start
     if data.global_batch_size or not step or distance < 0 or distance % step:
@@ -102,7 +99,7 @@ def _schedule(data: data_keys.DataKeys, world: topology.Topology) -> Schedule:
         num_rows = global_batch_size(size, world)
         stages.append((begin, num_rows))
         begin += max(1, round(data.global_rampup_samples / num_increments / num_rows))
-    return Schedule(stages=(*stages, (begin, final)))
+    return [*stages, (begin, global_batch_size(data, world))]
 
 
 def global_batch_size(data: data_keys.DataKeys, world: topology.Topology) -> int:
