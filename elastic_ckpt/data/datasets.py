@@ -48,18 +48,19 @@ def from_list(text: str, *, key: str) -> list[Dataset]:
     Raises:
       ConfigError: if a part lacks a weight; names `key` and the part.
     """
-    parts = [part.strip() for part in text.split(";") if part.strip()]
-    if len(parts) <= 1 and not (parts and _weight(parts[0]) is not None):
-        (name,) = _names(parts or [""])
-        return [Dataset(name=name, patterns=text, weight=1.0)]
+    parts = [part.strip() for part in text.split(";") if part.strip()] or [""]
     datasets = []
     for part, name in zip(parts, _names(parts), strict=True):
-        patterns, _, _ = part.rpartition(",")
-        weight = _weight(part)
-        if weight is None:
-            raise errors.ConfigError(
-                f"{key}: {part} has no weight; write patterns,weight;patterns,weight"
-            )
+        patterns, comma, last = part.rpartition(",")
+        try:
+            weight = float(last if comma else "")
+        except ValueError:
+            if len(parts) > 1:
+                raise errors.ConfigError(
+                    f"{key}: {part} has no weight; write"
+                    " patterns,weight;patterns,weight"
+                ) from None
+            patterns, weight = part, 1.0
         datasets.append(Dataset(name=name, patterns=patterns, weight=weight))
     mixing.check_weights({d.name: d.weight for d in datasets})
     return datasets
@@ -123,14 +124,6 @@ def _entries(
             yield from _entries(
                 entry["datasets"], place=place, prefix=f"{prefix}{name}/", share=part
             )
-
-
-def _weight(part: str) -> float | None:
-    _, comma, last = part.rpartition(",")
-    try:
-        return float(last) if comma else None
-    except ValueError:
-        return None
 
 
 def _names(parts: list[str]) -> list[str]:

@@ -30,11 +30,12 @@ def from_file(directory, content):
         ("web/*.parquet, b*.parquet", "web/*.parquet"),
         ("gs://bucket/a-*", "bucket/a-*"),
         ("a.parquet;", "a.parquet"),
+        ("7", "7"),
         ("", ""),
     ],
 )
 def test_patterns_without_a_weight_are_one_dataset(text, name):
-    assert from_list(text) == [dataset(name, text, 1.0)]
+    assert from_list(text) == [dataset(name, text.rstrip(";"), 1.0)]
 
 
 def test_a_list_gives_each_dataset_its_patterns_and_weight():
