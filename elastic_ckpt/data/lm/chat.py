@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -242,33 +243,24 @@ def _message(value: Any, column: str) -> chat_templates.Message:
         )
     # As Hugging Face does: files of columns have nulls for fields that are missing, and
     # templates read thoughts by one of several names.
-    message = {
-        str(key): _plain(each, column)
-        for key, each in value.items()
-        if each is not None
-    }
+    message = _plain({k: v for k, v in value.items() if v is not None}, column)
     thoughts = next((message[key] for key in _THOUGHTS if key in message), None)
     if thoughts is None:
         return message
     return {"thinking": thoughts, **message, "reasoning_content": thoughts}
 
 
-def _plain(value: Any, column: str) -> Any:
-    # A value of JSON's types alone: what else a template is given may have methods.
-    # Texts have no halves of surrogate pairs, which are marks in a rendered text.
-    if isinstance(value, str):
-        return tokenizers.readable(value)
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    if isinstance(value, Mapping):
-        return {
-            _plain(key, column): _plain(item, column) for key, item in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [_plain(each, column) for each in value]
-    if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist(), column)
-    raise errors.DataError(
-        f"column {column!r} has a {type(value).__name__} in a message; messages have"
-        " texts, numbers, lists and fields"
-    )
+def _plain(value: Mapping[str, Any], column: str) -> chat_templates.Message:
+    # Of JSON's types alone: what else a template is given may have methods. Texts have
+    # no halves of surrogate pairs, which are marks in a rendered text.
+
+    def as_list(item: Any) -> Any:
+        if isinstance(item, np.ndarray | np.generic):
+            return item.tolist()
+        raise errors.DataError(
+            f"column {column!r} has a {type(item).__name__} in a message; messages have"
+            " texts, numbers, lists and fields"
+        )
+
+    text = json.dumps(value, ensure_ascii=False, default=as_list)
+    return json.loads(tokenizers.readable(text))
