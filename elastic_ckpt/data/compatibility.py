@@ -2,35 +2,30 @@
 
 Colocated Python sends code by cloudpickle, which needs the same Python minor version
 and the same JAX on both sides. Rows depend on the versions of Grain and of this package
-and on each host's files. Workers beside accelerators send the facts as arrays, the only
-channel that they have; controllers send them through JAX's coordination service.
+and on each host's files. Workers beside accelerators send the facts to the head,
+controllers to each other through JAX's coordination service.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 
-import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from elastic_ckpt.core import allgather, errors, topology
+from elastic_ckpt.core import allgather, digest, errors, topology
 from elastic_ckpt.data import elastic_data
 
-Facts = Mapping[str, str]
+Facts = dict[str, str]
 
 # The fact that names the host; all other facts must be equal.
 HOST = "host"
 PIPELINE = "pipeline"
 
 _PACKAGES = ("jax", "jaxlib", "grain", "elastic-ckpt")
-_ROW_BYTES = 512
 # A controller may still write its data set.
 _PATIENCE_SECS = 24 * 3600.0
 
@@ -59,27 +54,7 @@ def host_name() -> str:
 
 def fingerprint(data: elastic_data.ElasticData) -> str:
     """A digest of the settings that determine the order of examples, 16 hex digits."""
-    text = json.dumps([data.engine, data.identity()], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def to_row(facts: Facts) -> np.ndarray:
-    """The facts as uint8 `[512]`."""
-    text = json.dumps(facts).encode()
-    assert len(text) <= _ROW_BYTES, text
-    return np.frombuffer(text.ljust(_ROW_BYTES), np.uint8)
-
-
-def from_rows(rows: np.ndarray) -> list[Facts]:
-    """The facts in uint8 `[n, 512]`."""
-    return [json.loads(row.tobytes()) for row in np.asarray(rows)]
-
-
-def placed(facts: Facts, sharding: NamedSharding) -> jax.Array:
-    """This host's facts on each of its devices: uint8 `[devices, 512]`."""
-    row = to_row(facts)
-    shape = (sharding.mesh.devices.size, len(row))
-    return jax.make_array_from_callback(shape, sharding, lambda _: row[None])
+    return digest.json_digest([data.engine, data.identity()])[:16]
 
 
 def check_controllers(data: elastic_data.ElasticData, mesh: Mesh) -> None:
@@ -91,7 +66,7 @@ def check_controllers(data: elastic_data.ElasticData, mesh: Mesh) -> None:
     """
     controllers = sorted({device.process_index for device in mesh.devices.flat})
     messages = allgather.shared(tuple(controllers))
-    facts = dict(local_facts(data))
+    facts = local_facts(data)
     name = facts.pop(HOST)
     gather = functools.partial(messages.gather, timeout_secs=_PATIENCE_SECS)
     # Equal values travel as one.

@@ -56,8 +56,8 @@ def hosts_of(mesh: Mesh) -> list[HostDevices]:
     accelerators = tuple(mesh.devices.flat)
     cpus = tuple(colocated_python.colocated_cpu_devices(accelerators))
     with failures.reaching_the_head():
-        rows = messages.rows(worker.Facts(messages.encode({}, _over(cpus))))
-    facts = compatibility.from_rows(rows)
+        answer = worker.Facts(messages.encode({}, _over(cpus)))
+        facts = messages.decode_rows(answer)
     compatibility.check([compatibility.local_facts(role="the head"), *facts])
     devices_of: dict[str, list[int]] = {}
     for number, fact in enumerate(facts):

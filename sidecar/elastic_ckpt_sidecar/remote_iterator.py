@@ -235,7 +235,7 @@ class RemoteIterator:
         for ask in (worker.Facts, self._worker.facts):
             try:
                 with failures.reaching_the_head():
-                    rows = messages.rows(ask(message))
+                    facts = messages.decode_rows(ask(message))
             except errors.ElasticCkptError:
                 raise
             except Exception as error:
@@ -244,7 +244,7 @@ class RemoteIterator:
                     f" {error}; build their image by docs/pages/guides/pathways.md,"
                     " with the modules that your pipeline imports"
                 ) from error
-            compatibility.check(head + compatibility.from_rows(rows))
+            compatibility.check(head + facts)
         compatibility.check_controllers(self._course.data, mesh)
 
     def _in_turn(

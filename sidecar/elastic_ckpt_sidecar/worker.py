@@ -35,8 +35,8 @@ _SAVES_AT_ONCE = 8
 
 @failures.reported()
 def facts(call: jax.Array) -> jax.Array:
-    """The facts of each host, but for its pipeline: uint8 `[devices, 512]`."""
-    return compatibility.placed(compatibility.local_facts(), _rows_of(call))
+    """The facts of each host, but for its pipeline."""
+    return messages.encode(compatibility.local_facts(), _rows_of(call))
 
 
 class _HostWorker:
@@ -69,10 +69,8 @@ class _HostWorker:
 
     @failures.reported()
     def facts(self, call: jax.Array) -> jax.Array:
-        """The facts of each host with those of its pipeline: uint8 `[devices, 512]`."""
-        return compatibility.placed(
-            compatibility.local_facts(self._data), _rows_of(call)
-        )
+        """The facts of each host with those of its pipeline."""
+        return messages.encode(compatibility.local_facts(self._data), _rows_of(call))
 
     @failures.reported()
     def next(self, call: jax.Array) -> tuple[elastic_data.Batch, jax.Array]:

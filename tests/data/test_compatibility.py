@@ -1,6 +1,5 @@
 import functools
 
-import numpy as np
 import pytest
 from elastic_ckpt_sidecar import RemoteIterator
 
@@ -57,12 +56,6 @@ def test_what_a_host_has_not_said_is_not_compared():
     silent = dict(facts_of(1))
     del silent[compatibility.PIPELINE]
     compatibility.check([facts_of(0), silent])
-
-
-def test_facts_survive_their_way_as_arrays():
-    facts = compatibility.local_facts(sharded(), role="the head")
-    rows = np.stack([compatibility.to_row(facts)] * 3)
-    assert compatibility.from_rows(rows) == [facts] * 3
 
 
 def test_the_fingerprint_is_that_of_what_decides_which_example_comes_when(data):

@@ -38,8 +38,8 @@ _FILE = "chat_template.jinja"
 _CONFIG_FILE = "tokenizer_config.json"
 _FIELD = "chat_template"
 # Around what `{% generation %}` blocks render. No message has these halves of pairs.
-_BEGIN_GENERATED, _END_GENERATED = "\ud800", "\udbff"
-_MARK = re.compile(f"[{_BEGIN_GENERATED}{_END_GENERATED}]")
+_MARKS = "\ud800\udbff"
+_MARK = re.compile(f"[{_MARKS}]")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,8 +283,8 @@ def _environment() -> Any:
 
         def mark(self, caller: Callable[[], str]) -> str:
             # A block inside of another one is part of it.
-            rendered = _MARK.sub("", caller())
-            return f"{_BEGIN_GENERATED}{rendered}{_END_GENERATED}"
+            begin, end = _MARKS
+            return f"{begin}{_MARK.sub('', caller())}{end}"
 
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
@@ -324,14 +324,13 @@ def _strftime(date: str, format: str) -> str:
 
 
 def _without_marks(marked: str) -> Rendered:
-    marks = "".join(_MARK.findall(marked))
-    if marks.replace(_BEGIN_GENERATED + _END_GENERATED, ""):
+    # What comes before a block, and what it renders, in turns.
+    pieces = _MARK.split(marked)
+    if "".join(_MARK.findall(marked)) != _MARKS * (len(pieces) // 2):
         raise errors.DataError(
             "the chat template cuts what a {% generation %} block renders; put the"
             " block around what is left of it"
         )
-    # What comes before a block, and what it renders, in turns.
-    pieces = _MARK.split(marked)
     ends = list(itertools.accumulate(map(len, pieces)))
     spans = zip(ends[::2], ends[1::2], strict=False)
     return Rendered(text="".join(pieces), spans=tuple(spans))
