@@ -11,8 +11,8 @@ import asyncio
 import dataclasses
 import functools
 import time
-from collections.abc import Awaitable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -25,7 +25,6 @@ from elastic_ckpt.data import (
     cursors,
     delivery,
     elastic_data,
-    leaving_out,
     prefetch,
     rows,
     stages,
@@ -377,6 +376,30 @@ def _check_fits(name: str, feature: np.ndarray) -> None:
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class LeavingOut:
+    """A component that is loaded in place of the data, whose position does not change.
+
+    Attributes:
+      leave_out: receives the directory of the data state of a step, or None for the
+        beginning, and notes that all rows since then are left out; see
+        `HostIterator.leave_out`.
+    """
+
+    leave_out: Callable[[epath.Path | None], object]
+
+    async def save(self, directory: Any) -> Awaitable[None]:
+        """Is not called: the data itself is saved."""
+        raise NotImplementedError
+
+    async def load(self, directory: epath.Path) -> Awaitable[None]:
+        """Notes the rows."""
+        await asyncio.to_thread(self.leave_out, directory)
+        done = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
+
+
 class Batches:
     """The iterator in the training process.
 
@@ -498,14 +521,14 @@ class Batches:
         """The ranges of rows that were skipped, each `(first row, row after it)`."""
         return self._host.left_out
 
-    def leaving_out(self) -> leaving_out.LeavingOut:
+    def leaving_out(self) -> LeavingOut:
         """What to load in place of this iterator to skip data, as after a loss spike.
 
         The model goes back to an earlier step, and the iterator stays where it is: it
         records that the rows since that step are left out, and the run continues with
         the rows that come next.
         """
-        return leaving_out.LeavingOut(self._host.leave_out)
+        return LeavingOut(self._host.leave_out)
 
     def close(self) -> None:
         """Stops reading ahead, and yields no more batches; they can still be saved."""

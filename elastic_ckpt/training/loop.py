@@ -15,7 +15,7 @@ from elastic_ckpt.checkpoint.components import validation_schedule
 from elastic_ckpt.checkpoint.run_saver import RunSaver
 from elastic_ckpt.core import background, events, metrics, storage_cause
 from elastic_ckpt.data import elastic_data
-from elastic_ckpt.data.leaving_out import LeavingOut
+from elastic_ckpt.data.iterator import LeavingOut
 from elastic_ckpt.data.state import Ranges
 from elastic_ckpt.training import batch_size, step_log, train_step
 from elastic_ckpt.training.callbacks import COMPONENT as CALLBACKS

@@ -23,7 +23,6 @@ from elastic_ckpt.data import (
     delivery,
     elastic_data,
     iterator,
-    leaving_out,
     prefetch,
     stages,
     state,
@@ -194,7 +193,7 @@ class RemoteIterator:
         ranges = json.loads(rows[0].tobytes())
         return tuple((start, stop) for start, stop in ranges)
 
-    def leaving_out(self) -> leaving_out.LeavingOut:
+    def leaving_out(self) -> iterator.LeavingOut:
         """See `iterator.Batches.leaving_out`."""
 
         def leave_out(directory: epath.Path | None) -> None:
@@ -208,7 +207,7 @@ class RemoteIterator:
                 to = None if directory is None else state.read(directory)
                 self._course = self._course.gone_back(to)
 
-        return leaving_out.LeavingOut(leave_out)
+        return iterator.LeavingOut(leave_out)
 
     def close(self) -> None:
         """Releases the workers; the iterator cannot be used any more.
