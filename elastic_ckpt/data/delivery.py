@@ -182,13 +182,10 @@ class Delivery:
             self._has_rows = jax.jit(jnp.any, out_shardings=replicated)
         self.resize(global_batch_size)
 
-    def begin(self) -> None:
-        """Disables the warning for the next batch, because the position has changed."""
-        self._is_first = True
-
     def resize(self, global_batch_size: int) -> None:
-        """Continues with batches of another size."""
-        self.begin()
+        """Continues with batches of another size, or from another position."""
+        # The first wait is no reason for a warning.
+        self._is_first = True
         self._batches_of_end = batches_of_end(self._data, global_batch_size)
         self._rows_here = self._num_rows = global_batch_size
         if topology.num_hosts() > 1:

@@ -116,7 +116,9 @@ def check(data: Any, *, caller: str) -> None:
             f"{found} of Grain, whose state can only be loaded on the number of hosts"
             " that saved it; give ec.data.sharded(make_shard, num_shards=S,"
             ' pipeline="a name, version 1"), where make_shard(shard) returns the part'
-            " dataset[shard::S] of a MapDataset, followed by .to_iter_dataset()"
+            " dataset[shard::S] of a MapDataset, followed by .to_iter_dataset(); or"
+            ' ec.data.positional(dataset, pipeline="a name, version 1"), for a dataset'
+            " that has no filters"
         )
     raise errors.ConfigError(
         f"{found}; give the result of ec.data.sharded(make_shard, num_shards=S) or of"

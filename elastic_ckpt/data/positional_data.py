@@ -50,6 +50,8 @@ class PositionalData:
     dataset: grain.MapDataset = dataclasses.field(compare=False)
     pipeline: storage.Json
     read_options: grain.ReadOptions = dataclasses.field(compare=False)
+    engine = "positional"
+    num_shards = 0
 
     @property
     def end(self) -> elastic_data.End:
@@ -57,16 +59,6 @@ class PositionalData:
         if len(self.dataset) > _ENDLESS:
             return elastic_data.End.NEVER
         return elastic_data.End.PADDED
-
-    @property
-    def num_shards(self) -> int:
-        """There are no logical shards."""
-        return 0
-
-    @property
-    def engine(self) -> str:
-        """The name of the engine, which determines the form of its positions."""
-        return "positional"
 
     def identity(self) -> dict[str, storage.Json]:
         """The settings that determine the order of examples, by configuration key."""

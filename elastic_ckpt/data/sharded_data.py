@@ -80,6 +80,7 @@ class ShardedData:
     end: elastic_data.End = elastic_data.End.NEVER
     num_workers: int | None = None
     per_worker_batches: int = 1
+    engine = "sharded"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "end", elastic_data.End.of(self.end))
@@ -87,11 +88,6 @@ class ShardedData:
             raise errors.ConfigError(
                 f"num_shards={self.num_shards}: give at least 1 logical shard"
             )
-
-    @property
-    def engine(self) -> str:
-        """The name of the engine, which determines the form of its positions."""
-        return "sharded"
 
     def identity(self) -> dict[str, storage.Json]:
         """The settings that determine the order of examples."""

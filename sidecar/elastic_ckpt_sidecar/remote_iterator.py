@@ -219,7 +219,7 @@ class RemoteIterator:
 
     def _begin_anew(self) -> None:
         self._workers.discard()
-        self._deliver.begin()
+        self._deliver.resize(self._course.size)
 
     def _write(self, ticket: int, directory: epath.Path) -> None:
         self._call(self._worker.write_state, ticket=ticket, directory=str(directory))
