@@ -8,14 +8,8 @@ import numpy as np
 NONE = 2**64 - 1
 
 
-def split(example_id: int) -> np.ndarray:
-    """`example_id` as uint32 `[2]`: the high half, then the low one."""
-    return np.array([example_id >> 32, example_id & 0xFFFFFFFF], np.uint32)
-
-
-def split_all(example_ids: np.ndarray) -> np.ndarray:
-    """Ids of at most 63 bits as uint32 `[rows, 2]`."""
-    ids = example_ids.astype(np.uint64)
+def split(ids: np.ndarray) -> np.ndarray:
+    """Ids, uint64, as uint32 `[rows, 2]`: the high half, then the low one."""
     return np.stack([ids >> np.uint64(32), ids], axis=1).astype(np.uint32)
 
 

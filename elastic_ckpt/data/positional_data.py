@@ -22,7 +22,6 @@ from elastic_ckpt.data import (
     cursors,
     data_keys,
     elastic_data,
-    example_id,
     rows,
     shard_rows,
     state,
@@ -129,10 +128,13 @@ class _HostBatches:
             # Some rows of this batch were already taken: start the batch again.
             self.close()
             raise
+        ids = self._next + self._placement.held
+        if self._data.end is not elastic_data.End.NEVER:
+            batch = {**batch, elastic_data.MASK: ids < len(self._data.dataset)}
         size = self._placement.global_batch_size
         self._position = self._next + size
         self._next += self._placement.every * size
-        return batch
+        return shard_rows.with_ids(batch, ids)
 
     def position(self) -> cursors.Position:
         return {_POSITION: self._position}
@@ -177,7 +179,6 @@ class _HostRows(grain.MapDataset):
         self, data: PositionalData, placement: rows.Placement, position: int
     ) -> None:
         super().__init__(data.dataset)
-        self._finite = data.end is not elastic_data.End.NEVER
         self._placement = placement
         self._position = position
 
@@ -200,12 +201,8 @@ class _HostRows(grain.MapDataset):
                 " batches add, or use ec.data.sharded if examples are left out"
             )
         if is_padding:
-            number = example_id.NONE
             element = {n: shard_rows.zeros_like(each) for n, each in element.items()}
-        example = {name: shard_rows.array_of(each) for name, each in element.items()}
-        if self._finite:
-            example[elastic_data.MASK] = np.array(not is_padding)
-        return {**example, elastic_data.EXAMPLE_ID: example_id.split(number)}
+        return {name: shard_rows.array_of(each) for name, each in element.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

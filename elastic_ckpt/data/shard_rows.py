@@ -296,10 +296,10 @@ def zeros_like(leaf: Any) -> Any:
 
 def with_ids(loaded: Rows, ids: np.ndarray) -> Rows:
     """`loaded` with the feature `example_id`; padding rows have `example_id.NONE`."""
-    halves = example_id.split_all(ids)
+    numbers = ids.astype(np.uint64)
     if elastic_data.MASK in loaded:
-        halves[~loaded[elastic_data.MASK]] = example_id.split(example_id.NONE)
-    return {**loaded, elastic_data.EXAMPLE_ID: halves}
+        numbers[~loaded[elastic_data.MASK]] = example_id.NONE
+    return {**loaded, elastic_data.EXAMPLE_ID: example_id.split(numbers)}
 
 
 def to_json(state: Any) -> Any:
