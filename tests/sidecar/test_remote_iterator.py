@@ -90,14 +90,13 @@ class TestOwnIterDataset(ShardedContract):
 
 
 ENGINES = {
-    "in place": lambda data, _: data,
-    "elastic": lambda data, _: dataclasses.replace(data, in_place=False),
+    "positional": lambda data, _: data,
     "everything": lambda _, parts: formats.data(parts(), "everything"),
     "workers": lambda *_: of_shards(
         functools.partial(pipelines.filtered, num_shards=NUM_SHARDS), num_workers=2
     ),
 }
-DEAR = ("elastic", "everything", "workers")
+DEAR = ("everything", "workers")
 
 
 def content(batch):
