@@ -231,7 +231,7 @@ def sharded(data: elastic_data.ElasticData) -> sharded_data.ShardedData:
     if not isinstance(data, sharded_data.ShardedData):
         raise errors.DataError(
             f"the documents of {type(data).__name__} cannot be told; use"
-            " ec.data.sharded or ec.data.positional"
+            " ec.data.sharded or ec.data.from_config"
         )
     return data
 

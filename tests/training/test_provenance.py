@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
     mixing,
+    positional_data,
     records,
     sharded_data,
     stages,
@@ -439,3 +440,14 @@ def test_documents_of_any_run_over_stages_that_goes_back(
     check_steps(run, "mixture", range(0, step, 3))
     names = {name for each in described for name in each["weights"]}
     check_found(run, "mixture", samples=5, datasets=names)
+
+
+def test_what_the_rows_of_an_own_dataset_are_made_of_cannot_be_told():
+    dataset = grain.MapDataset.range(40).map(lambda n: {"inputs": np.array([n])})
+    data = positional_data.positional(dataset.repeat(), pipeline="numbers")
+    asking = Run().attempt(data, [8] * 3).provenance()
+    ((_, of_batch),) = asking.step(1)
+    with pytest.raises(errors.DataError, match=r"Positional.*; use .*from_config"):
+        list(of_batch)
+    with pytest.raises(errors.DataError, match=r"Positional.*; use .*from_config"):
+        list(asking.find("numbers", 3))
