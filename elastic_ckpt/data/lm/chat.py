@@ -9,13 +9,12 @@ and packed; `Rows` makes of it what MaxText's rows have.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -71,7 +70,13 @@ class Conversations:
                 f"Conversations: columns={columns!r} ({_KEYS}); name one column of"
                 " messages, or two, of the prompt and of the completion"
             )
-        _check_tokenizer(self.tokenizer)
+        if not hasattr(self.tokenizer, "encode_with_spans"):
+            raise errors.ConfigError(
+                f"a {type(self.tokenizer).__name__} has no encode_with_spans, which"
+                " chat templates need; use ec.data.lm.load_tokenizer"
+            )
+        # Those of files refuse it if special tokens would be plain text.
+        self.tokenizer.encode_with_spans([])
 
     @property
     def column(self) -> str:
@@ -120,10 +125,15 @@ class Conversations:
         if not messages:
             return None
         _warn_of_special_texts(messages, self.tokenizer)
-        with _naming_record(element):
+        try:
             if self.completion_only:
                 return self.template.render_with_spans(messages)
             text = self.template.render(messages)
+        except errors.DataError as error:
+            number = element.get(records.RECORD)
+            if number is None:
+                raise
+            raise errors.DataError(f"record {number}: {error}") from None
         # Also around tokens without characters, at the ends.
         return chat_templates.Rendered(text=text, spans=((-1, len(text) + 1),))
 
@@ -158,49 +168,25 @@ def _masked(
     return np.where(counts, encoded.tokens, ~encoded.tokens)
 
 
-def _check_tokenizer(tokenizer: tokenizers.Tokenizer) -> None:
-    # Raises a ConfigError if the special tokens of a template would be plain text.
-    if not hasattr(tokenizer, "encode_with_spans"):
-        raise errors.ConfigError(
-            f"a {type(tokenizer).__name__} has no encode_with_spans, which chat"
-            " templates need; use ec.data.lm.load_tokenizer"
-        )
-    tokenizer.encode_with_spans([])
-
-
 def _warn_of_special_texts(messages: Messages, tokenizer: tokenizers.Tokenizer) -> None:
     # A message could end its turn so, or begin another.
     texts: tuple[str, ...] = getattr(tokenizer, "special_texts", tuple)()
-    if not texts:
-        return
-    for message in messages:
-        said = message.get("content")
-        found = _any_of(texts).search(said) if isinstance(said, str) else None
-        if found:
-            logging.log_first_n(
-                logging.WARNING,
-                "a message has the text %r, which becomes a special token; remove such"
-                " texts if those who wrote the messages are not trusted",
-                1,
-                found[0],
-            )
-            return
+    contents = [message.get("content") for message in messages]
+    said = "\n".join(each for each in contents if isinstance(each, str))
+    found = _any_of(texts).search(said) if texts else None
+    if found:
+        logging.log_first_n(
+            logging.WARNING,
+            "a message has the text %r, which becomes a special token; remove such"
+            " texts if those who wrote the messages are not trusted",
+            1,
+            found[0],
+        )
 
 
 @functools.lru_cache(maxsize=8)
 def _any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, texts)))
-
-
-@contextlib.contextmanager
-def _naming_record(element: Mapping[str, Any]) -> Iterator[None]:
-    try:
-        yield
-    except errors.DataError as error:
-        number = element.get(records.RECORD)
-        if number is None:
-            raise
-        raise errors.DataError(f"record {number}: {error}") from None
 
 
 def _turn(value: Any, role: str) -> Any:
