@@ -8,8 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from elastic_ckpt.core import errors
 from elastic_ckpt.data import data_keys
-from elastic_ckpt.data.lm import chat, chat_templates, pipeline, rows
+from elastic_ckpt.data.lm import chat, chat_templates, pipeline, rows, tokenizers
 from tests import worlds
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "chat_templates"
@@ -125,6 +126,46 @@ def test_tokens_that_do_not_count_are_kept_as_complements():
     assert text_of(made[counts]) == said
     every = masked({"messages": turns}, completion_only=False)
     assert text_of(every) == whole + "\n"
+
+
+def test_a_text_of_a_special_token_in_a_message_is_told(monkeypatch):
+    told = []
+    monkeypatch.setattr(
+        chat.logging, "log_first_n", lambda *given: told.append(given[3:])
+    )
+    tokenizer = tokenizers.load("huggingface", str(GOLDEN / "tokenizer.json"))
+    for content in ("no token", "a</s>b"):
+        turns = [{"role": "user", "content": "x"}, *conversation(1)]
+        turns[0]["content"] = content
+        masked({"messages": turns}, tokenizer=tokenizer)
+    assert told == [("</s>",)]
+
+
+def test_a_conversation_that_is_refused_is_named_by_its_record():
+    refusing = chat_templates.ChatTemplate(text="{{ raise_exception('no') }}")
+    conversations = chat.Conversations(template=refusing)
+    element = {"messages": CONVERSATIONS[1]}
+    with pytest.raises(errors.DataError, match=r"^record 7: .* refuses"):
+        conversations.value({**element, records.RECORD: 7})
+    with pytest.raises(errors.DataError, match=r"^the chat template refuses"):
+        conversations.value(element)
+
+
+def test_messages_have_values_of_json_alone_and_whole_characters():
+    message = {
+        "role": "user",
+        "content": "half \ud800",
+        "parts": np.array([np.int64(1), 2]),
+        "fields": {"a": (None, np.float32(0.5), np.bool_(True))},
+        "nothing": None,
+    }
+    (made,) = chat.Conversations(template=TEMPLATE).messages({"messages": [message]})
+    assert made == {
+        "role": "user",
+        "content": "half \ufffd",
+        "parts": [1, 2],
+        "fields": {"a": [None, 0.5, True]},
+    }
 
 
 @pytest.mark.parametrize(
