@@ -216,7 +216,7 @@ class DataKeys:
         at_least=0,
     )
     grain_prefetch_buffer_size: int = key(
-        16,
+        4,
         "Batches that these threads read in advance.",
         at_least=1,
     )
