@@ -61,9 +61,10 @@ class PositionalData:
 
     def identity(self) -> dict[str, storage.Json]:
         """The settings that determine the order of examples, by configuration key."""
+        settings = {"pipeline": self.pipeline}
         if isinstance(self.pipeline, dict):
-            return self.pipeline
-        return {"pipeline": self.pipeline, "num_examples": len(self.dataset)}
+            settings = self.pipeline
+        return {**settings, "num_examples": len(self.dataset)}
 
     def host_batches(self, placement: rows.Placement) -> elastic_data.HostBatches:
         """The rows of each global batch that one host loads."""

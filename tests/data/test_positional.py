@@ -136,7 +136,10 @@ def test_a_state_of_another_pipeline_or_of_other_examples_is_another(data):
     others = [
         positional_data.positional(numbers(), pipeline="numbers, version 2"),
         positional_data.positional(numbers(2), pipeline="numbers"),
+        positional_data.positional(numbers(), pipeline={"numbers": 2}),
+        positional_data.positional(numbers(2), pipeline={"numbers": 2}),
     ]
+    assert others[-1].identity() != others[-2].identity()
     assert all(other.identity() != data.identity() for other in others)
 
 
