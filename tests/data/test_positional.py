@@ -10,6 +10,7 @@ import pytest
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import example_id, positional_data, rows
 from tests import conftest, worlds
+from tests.data import test_loader_workers
 
 NUM_EXAMPLES = 100
 SIZE = 12
@@ -117,6 +118,16 @@ def test_the_state_before_every_batch_of_finite_data_can_be_returned_to(finite):
         actual = resumed.rest() if number > 14 else [resumed.batch()]
         later = expected[number:] if number > 14 else [expected[number]]
         assert list(map(worlds.content, actual)) == list(map(worlds.content, later))
+
+
+def test_ranks_and_the_workers_of_their_loaders_have_the_rows_of_one(data):
+    one, states = test_loader_workers.world(data, 1, SIZE), None
+    for num_ranks, num_workers in ((2, 3), (3, 0), (1, 2), (4, 1)):
+        ranks = test_loader_workers.world(data, num_ranks, SIZE, num_workers, states)
+        for _ in range(4):
+            expected = test_loader_workers.next_rows(one, "x")
+            assert test_loader_workers.next_rows(ranks, "x") == expected
+        states = [rank.state_dict() for rank in ranks]
 
 
 def test_it_travels_to_a_sidecar_by_cloudpickle(data, corpus_data):
