@@ -397,7 +397,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
         held = [each for group in self._groups for each in group.tokens][self._skip :]
         digest = xxhash.xxh3_64()
         for tokens in held:
-            digest.update(np.ascontiguousarray(tokens, np.int32))
+            digest.update(np.ascontiguousarray(tokens, np.int32).data)
         return digest.hexdigest() if held else ""
 
     def _read(self, num_documents: int) -> int:

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import data_keys
+from elastic_ckpt.data import data_keys, records
 from elastic_ckpt.data.lm import chat, chat_templates, pipeline, rows, tokenizers
 from tests import worlds
 
