@@ -398,15 +398,20 @@ def by_name(made: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def states_by_name(state: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """The states inside the state of a pipeline, outermost first; see `by_name`.
 
-    Those of an older cursor inside it are left out.
+    Those of an older cursor inside it are left out, and of the states from which rows
+    read their documents all but the first.
     """
     if isinstance(state, dict):
         yield name, state
-        if TAKEN in state and "parts" in state:
-            for part, of_part in state["parts"].items():
+        if TAKEN in state and _PARTS in state:
+            for part, of_part in state[_PARTS].items():
                 yield from states_by_name(of_part, f"{name}/{part}".lstrip("/"))
             return
-        state = [value for key, value in state.items() if key != cursors.HELD]
+        state = [
+            value[0] if key == cursors.FROM else value
+            for key, value in state.items()
+            if key != cursors.HELD
+        ]
     if isinstance(state, list | tuple):
         for value in state:
             yield from states_by_name(value, name)

@@ -17,11 +17,11 @@ import array
 import copy
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
     cursors,
     mixing,
@@ -30,7 +30,7 @@ from elastic_ckpt.data import (
     shard_steps,
     stage_shards,
 )
-from elastic_ckpt.data.lm import documents, rows, tokenizers
+from elastic_ckpt.data.lm import documents, rows
 
 # The bits of a token's index in its document; above them is the document's number.
 _INDEX_BITS = 31
@@ -177,16 +177,15 @@ class FollowedShard:
         """Closes what is open."""
         self._rows.close()
 
-    def note_read(self, part: int, numbers: np.ndarray) -> None:
-        """Notes that records are read, given their numbers."""
-        if self._watched and self._watched[0] == part:
-            self.is_read |= bool((numbers == self._watched[1]).any())
+    def note_read(self, part: int, number: int) -> None:
+        """Notes that a record is read."""
+        self.is_read |= self._watched == (part, number)
 
-    def numbered(self, part: int, record: int, num_tokens: int = -1) -> int:
+    def numbered(self, part: int, record: int) -> int:
         """The number, from 1, of the next document that is read."""
         self._part_of.append(part)
         self._record_of.append(record)
-        self._tokens_of.append(num_tokens)
+        self._tokens_of.append(-1)
         if self._watched == (part, record):
             self._watched_documents.add(len(self._part_of) - 1)
         return len(self._part_of)
@@ -218,7 +217,9 @@ class FollowedShard:
                     f"the documents of these rows cannot be told: {code[0]}, of your"
                     " own code, works on tokens; apply it to records, before Tokens"
                 )
-            tokens.documents = _Documents.following(tokens.documents, shard=self)
+            # Several pipelines may share a dataset, which was followed before.
+            of = getattr(tokens.documents, "of", tokens.documents)
+            tokens.documents = cast(Any, _Documents(of, self))
         for each in shard_steps.datasets(made):
             if isinstance(each, rows.Rows) and self.is_tokenized:
                 each.dtype = np.int64
@@ -291,7 +292,7 @@ class FollowedShard:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class _Documents:
     """Documents whose tokens name themselves.
 
@@ -303,27 +304,11 @@ class _Documents:
     of: documents.Encoder
     shard: FollowedShard
 
-    @classmethod
-    def following(cls, of: documents.Encoder, shard: FollowedShard) -> _Documents:
-        # Several pipelines may share a dataset, which was followed before.
-        return cls(of=of.of if isinstance(of, _Documents) else of, shard=shard)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.of, name)
 
-    @property
-    def column(self) -> str:
-        return self.of.column
-
-    @property
-    def tokenizer(self) -> tokenizers.Tokenizer | None:
-        return self.of.tokenizer
-
-    @property
-    def is_parallel(self) -> bool:
-        return self.of.is_parallel
-
-    def identity(self) -> dict[str, storage.Json]:
-        return self.of.identity()
-
-    def value(self, element: dict[str, Any]) -> Any:
+    def value(self, element: dict[str, Any]) -> tuple[Any, int]:
+        """What is encoded of a record, and the number of the document."""
         value = self.of.value(element)
         record = element.get(records.RECORD)
         if not isinstance(record, _Number):
@@ -332,26 +317,17 @@ class _Documents:
                 f" drops or changes the field {records.RECORD!r} of Records; leave it"
                 " in the elements that it returns"
             )
-        return _Numbered(value, self.shard.numbered(record.part, int(record)))
+        return value, self.shard.numbered(record.part, int(record))
 
-    def tokens(self, values: Sequence[Any]) -> list[np.ndarray]:
-        numbered = []
-        tokens = self.of.tokens([each.value for each in values])
-        for each, of_it in zip(values, tokens, strict=True):
-            self.shard.note_tokens(each.document, len(of_it))
-            first = each.document << _INDEX_BITS
-            numbered.append(np.arange(first, first + len(of_it), dtype=np.int64))
-        return numbered
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Numbered:
-    # A document's value, and the document's number.
-    value: Any
-    document: int
-
-    def __len__(self) -> int:
-        return 0 if self.value is None else len(self.value)
+    def tokens(self, values: Sequence[tuple[Any, int]]) -> list[np.ndarray]:
+        """The numbers of the tokens of each."""
+        made = self.of.tokens([value for value, _ in values])
+        named = []
+        for (_, document), tokens in zip(values, made, strict=True):
+            self.shard.note_tokens(document, len(tokens))
+            first = document << _INDEX_BITS
+            named.append(np.arange(first, first + len(tokens), dtype=np.int64))
+        return named
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -361,7 +337,7 @@ class _Tag:
     part: int
 
     def __call__(self, number: int) -> int:
-        self.shard.note_read(self.part, np.array([number]))
+        self.shard.note_read(self.part, number)
         tagged = _Number(number)
         tagged.part = self.part
         return tagged
