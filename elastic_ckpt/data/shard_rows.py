@@ -21,6 +21,7 @@ from elastic_ckpt.data import (
     rows,
     shard_steps,
 )
+from elastic_ckpt.data.lm import rows as lm_rows
 
 Rows = dict[str, np.ndarray]
 
@@ -194,15 +195,18 @@ class ShardRows:
         return lambda: to_json(make())
 
     def _stack(self, drawn: list[Any]) -> Rows:
-        unmade = [row for row in drawn if isinstance(row, list)]
-        if unmade and all(row is None or isinstance(row, list) for row in drawn):
-            made = self._made([row or [] for row in drawn])
+        unmade = [row for row in drawn if isinstance(row, lm_rows.Unmade)]
+        if unmade and len(unmade) == len(drawn) - drawn.count(None):
+            made = self._made(drawn)
             if self._task.finite:
                 made[elastic_data.MASK] = np.array([row is not None for row in drawn])
             return made
         if unmade:
             # Only some pipelines have steps after their rows.
-            drawn = [self._alone(row) if type(row) is list else row for row in drawn]
+            drawn = [
+                self._alone(row) if isinstance(row, lm_rows.Unmade) else row
+                for row in drawn
+            ]
         if not self._task.finite:
             return _stacked(drawn, added={elastic_data.EXAMPLE_ID})
         real = [row for row in drawn if row is not None]
@@ -214,7 +218,7 @@ class ShardRows:
         added = {elastic_data.EXAMPLE_ID, elastic_data.MASK}
         return {**_stacked(filled, added=added), elastic_data.MASK: mask}
 
-    def _alone(self, unmade: list[Any]) -> Any:
+    def _alone(self, unmade: lm_rows.Unmade) -> Any:
         return {name: each[0] for name, each in self._made([unmade]).items()}
 
     def _any(self) -> Any:

@@ -191,7 +191,7 @@ class _MultimodalIterator(lm_rows.RowsIterator):
         most = (modality.max_per_row for modality in self._modalities.values())
         return (*super().limits(), *most)
 
-    def more(self, rows: Sequence[list[lm_rows.Part]]) -> lm_rows.Row:
+    def more(self, rows: Sequence[lm_rows.Unmade | None]) -> lm_rows.Row:
         """See `RowsIterator`."""
         more: lm_rows.Row = {}
         for name, modality in self._modalities.items():
@@ -200,8 +200,9 @@ class _MultimodalIterator(lm_rows.RowsIterator):
             segments, starts, lengths = np.zeros((3, *shape), np.int32)
             for of_row, row in enumerate(rows):
                 number = begin = 0
-                for segment, (*_, size, document) in enumerate(row, 1):
-                    for start, medium in document.media[name]:
+                documents, pieces = (row.documents, row.pieces) if row else ([], [])
+                for segment, (place, _, size) in enumerate(pieces, 1):
+                    for start, medium in documents[place].media[name]:
                         at = of_row, number
                         decoded[at] = _decoded(name, modality, medium.data)
                         segments[at], starts[at] = segment, begin + start

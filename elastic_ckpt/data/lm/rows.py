@@ -49,8 +49,20 @@ Row = dict[str, np.ndarray]
 Document = Any
 # Inputs of a document: its number in the chapter, the first of them, and how many.
 Piece = tuple[int, int, int]
-# The same with the tokens of the document, and with the document.
-Part = tuple[np.ndarray, int, int, Document]
+
+
+class Unmade(NamedTuple):
+    """A row before its arrays are made.
+
+    Attributes:
+      tokens: of each document of the chapter.
+      documents: the same with further features.
+      pieces: what the row has of them.
+    """
+
+    tokens: list[np.ndarray]
+    documents: list[Document]
+    pieces: list[Piece]
 
 
 class Rows(shard_steps.Step[Row]):
@@ -215,40 +227,33 @@ class RowsIterator(grain.DatasetIterator[Row]):
         made = self.made([self.unmade()])
         return {name: each[0] for name, each in made.items()}
 
-    def unmade(self) -> list[Part]:
-        """The parts of documents in the next row, which `made` makes of them."""
+    def unmade(self) -> Unmade:
+        """The next row, of which `made` makes arrays."""
         while self._next == len(self._rows):
             self._read_chapter()
-        pieces = self._rows[self._next]
         self._next += 1
-        tokens, held = self._tokens, self._held
-        return [(tokens[n], first, size, held[n]) for n, first, size in pieces]
+        return Unmade(self._tokens, self._held, self._rows[self._next - 1])
 
-    def made(self, rows: Sequence[list[Part]]) -> Row:
-        """Several rows, as features `[rows, length, ...]`; one without parts is 0."""
+    def made(self, rows: Sequence[Unmade | None]) -> Row:
+        """Several rows, as features `[rows, length, ...]`; None is a row of zeros."""
         length = self.of.length
         inputs, targets = np.empty((2, len(rows), length), self.of.dtype)
         segments, positions = np.empty((2, len(rows), length), np.int32)
-        zeros = np.zeros(length, np.uint16)
-        some: tuple[list[np.ndarray], ...] = ([], [], [])
-        numbers, sizes = [], []
+        zeros, counted = np.zeros(length, np.uint16), self._counted
+        some: list[list[np.ndarray]] = [[], [], [], []]
         for row in rows:
-            free = length
-            for number, (tokens, first, size, _) in enumerate(row, 1):
-                some[0].append(tokens[first : first + size])
-                some[1].append(tokens[first + 1 : first + size + 1])
-                some[2].append(self._counted[:size])
-                numbers.append(number)
-                sizes.append(size)
-                free -= size
-            if free:
-                for each in some:
-                    each.append(zeros[:free])
-                numbers.append(0)
-                sizes.append(free)
-        for each, out in zip(some, (inputs, targets, positions), strict=True):
+            tokens, pieces = (row.tokens, row.pieces) if row else ([], [])
+            sizes = [size for _, _, size in pieces]
+            some[0] += [tokens[n][a : a + size] for n, a, size in pieces]
+            some[1] += [tokens[n][a + 1 : a + 1 + size] for n, a, size in pieces]
+            some[2] += [counted[:size] for size in sizes]
+            some[3].append(np.repeat(counted[1 : len(sizes) + 1], sizes))
+            padding = zeros[: length - sum(sizes)]
+            for each in some if len(padding) else ():
+                each.append(padding)
+        arrays = (inputs, targets, positions, segments)
+        for each, out in zip(some, arrays, strict=True):
             np.concatenate(each, out=out.reshape(-1))
-        segments.reshape(-1)[:] = np.repeat(np.array(numbers, np.int32), sizes)
         made = {
             "inputs": inputs,
             "targets": targets,
@@ -278,8 +283,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
             self.documents.set_state(place)
             self._reads_on = False
             self._read(num_documents)
-        is_followed = self.of.dtype != np.int32
-        if not is_followed and self._digest() != state.get("digest", ""):
+        if self._digest() not in ("", state.get("digest", "")):
             raise errors.DataError(
                 f"logical shard {self.of.shard}: the documents that rows of the saved"
                 " state are made of are others now; make_shard has to make the same of"
@@ -355,15 +359,14 @@ class RowsIterator(grain.DatasetIterator[Row]):
         """What the documents of a row may take, beside its tokens."""
         return (self.of.max_examples,) if self.of.max_examples else ()
 
-    def more(self, rows: Sequence[list[Part]]) -> Row:
+    def more(self, rows: Sequence[Unmade | None]) -> Row:
         """The further features of some rows."""
         more: Row = {}
         for name in self.of.features:
             values = [
-                [
-                    document[name][first : first + size]
-                    for _, first, size, document in row
-                ]
+                [row.documents[n][name][a : a + size] for n, a, size in row.pieces]
+                if row
+                else []
                 for row in rows
             ]
             like = next(each for row in values for each in row)
@@ -395,10 +398,10 @@ class RowsIterator(grain.DatasetIterator[Row]):
     def _digest(self) -> str:
         # Of the tokens of all documents that are held and not used up.
         held = [each for group in self._groups for each in group.tokens][self._skip :]
-        digest = xxhash.xxh3_64()
-        for tokens in held:
-            digest.update(np.ascontiguousarray(tokens, np.int32).data)
-        return digest.hexdigest() if held else ""
+        if not held or self.of.dtype != np.int32:
+            return ""
+        sizes = np.array(list(map(len, held)), np.int32)
+        return xxhash.xxh3_64_hexdigest(np.concatenate([sizes, *held]).data)
 
     def _read(self, num_documents: int) -> int:
         # Reads documents, and returns the number of their inputs; 0 at the end.
@@ -421,16 +424,15 @@ class RowsIterator(grain.DatasetIterator[Row]):
 
     def _tokens_of(self, documents: list[Document]) -> list[np.ndarray]:
         tokens = documents
-        if self.of.features or not all(isinstance(d, np.ndarray) for d in documents):
+        if {*map(type, documents)} != {np.ndarray}:
             tokens = [self.tokens(each) for each in documents]
-        if all(
-            isinstance(each, np.ndarray)
-            and each.dtype in self._dtypes
-            and each.ndim == 1
-            for each in tokens
-        ):
+        if all(map(self._is_plain, tokens)):
             return tokens
         return [_narrowed(each) for each in tokens]
+
+    def _is_plain(self, tokens: Any) -> bool:
+        is_array = type(tokens) is np.ndarray and tokens.ndim == 1
+        return is_array and tokens.dtype in self._dtypes
 
     def _read_chapter(self) -> None:
         if mixing.renew(self._below, self.documents):
