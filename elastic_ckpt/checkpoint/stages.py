@@ -38,7 +38,7 @@ from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
 from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.host.copies import HostCopies
 from elastic_ckpt.checkpoint.host.reader import HostReader
-from elastic_ckpt.checkpoint.host.saver import HostSaver, Written
+from elastic_ckpt.checkpoint.host.saver import HostSaver, Written, lacking_room
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.run_world import RunWorld
@@ -445,7 +445,7 @@ class SaveStages:
             self._hosts.all, HostSaver.commit, saving.step_id, contents, files
         )
         full = {n: each.problem for n, each in enumerate(written) if each.problem}
-        if full:
+        if full := full or lacking_room(written):
             if self.committed is not None and ready.can_copy:
                 # An older step may have been kept because newer ones lack copies.
                 self._covered = None

@@ -5,15 +5,18 @@ Hosts are those of the simulation in `tests/model`.
 
 import functools
 import pathlib
+import re
 
+import numpy as np
 import pytest
 
-from elastic_ckpt.checkpoint.host import backup
+from elastic_ckpt.checkpoint.host import backup, capture
 from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.host.copies import HostCopies
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.world import HostWorld
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import boxes, errors
+from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import upload
 from elastic_ckpt.tiers.ram import ram_disk
@@ -26,7 +29,7 @@ def sim():
     """Machines and storage of a run."""
     with (
         shared_memory.directory("stages") as directory,
-        simulated_world.Simulation(pathlib.Path(directory)) as sim,
+        simulated_world.Simulation(pathlib.Path(directory), num_machines=6) as sim,
     ):
         yield sim
 
@@ -125,6 +128,45 @@ def test_a_step_whose_replicas_differ_is_given_up(sim, monkeypatch):
     assert why.startswith("state/b[0:3] has different values at the hosts 0, 1")
     with pytest.raises(errors.NotStoredError, match="step 2 was due"):
         sim.world.close()
+
+
+# The first pipeline stage is four times as large; hosts of the smaller domain hold the
+# copies of the other one. For each host that has not enough room, what it needs.
+@pytest.mark.parametrize(
+    ("slices", "stages", "needed"),
+    [
+        ("0123", (4, 1, 1, 1), {0: 5, 1: 5}),
+        ("000011", (1, 1, 1, 1, 1, 1), {4: 3, 5: 3}),
+    ],
+)
+def test_hosts_without_room_are_named_before_a_copy_is_sent(
+    sim, monkeypatch, slices, stages, needed
+):
+    def of_one_host(_, path, leaf, number):
+        stage = int(path.rpartition("/")[2])
+        held = ((boxes.whole(leaf.shape), leaf),) if stage == number else ()
+        whole = Leaf(path=path, shape=leaf.shape, dtype="uint8")
+        return capture.Shards(whole, leaf.shape, held, False, lambda _: (stage,))
+
+    monkeypatch.setattr(simulated_world.SimulatedHosts, "_shards", of_one_host)
+    state = {
+        str(n): np.full(size * 2**16, n, np.uint8) for n, size in enumerate(stages)
+    }
+    num_bytes = 2 * max(needed.values()) * 2**16
+    for limit_bytes in (num_bytes - 1, num_bytes):
+        hosts = range(len(stages))
+        sim.open(hosts, slices=slices, limit_bytes=limit_bytes, store_every=None)
+        is_saved = limit_bytes == num_bytes
+        assert sim.world.save_checkpointables(1, {"state": state}) == is_saved
+        sim.world.wait()
+        assert steps(sim, "replicated") == [1] * is_saved
+        assert [in_ram(sim, host) for host in hosts] == [[1] * is_saved for _ in hosts]
+        why = "; ".join(why for _, why in told(sim, "local"))
+        named = dict(re.findall(r"host (\d): 2 steps .*? need (\d+) bytes", why))
+        expected = {str(n): str(2 * size * 2**16) for n, size in needed.items()}
+        assert named == ({} if is_saved else expected)
+        assert is_saved or f"this run can have {limit_bytes};" in why
+        sim.end()
 
 
 def test_a_step_that_came_while_copies_were_made_gets_them_at_the_end(sim):

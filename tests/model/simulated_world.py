@@ -672,7 +672,8 @@ class Simulation:
           local: whether there is a local tier.
           every: steps between two saves.
           store_every: steps between two backups; None without storage.
-          **more: `keep` of storage, `keep_local`, `limit_bytes`.
+          **more: `keep` of storage, `keep_local`, `limit_bytes`; `slices`, the name of
+            that of each host, a letter each; by default each has its own.
 
         Raises:
           Crash: if the hosts crashed meanwhile.
@@ -702,7 +703,7 @@ class Simulation:
             HostConfig(
                 run=RUN,
                 number=number,
-                slice_name=str(number),
+                slice_name=more.get("slices", "0123456789")[number],
                 directory=self.roots[of_machine]
                 if local
                 else self.roots[of_machine].parent / "working",

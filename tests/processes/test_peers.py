@@ -110,8 +110,8 @@ def test_a_host_without_room_for_copies_is_named_before_they_are_sent(simulated)
     # Each host saves 2 MiB. On one the rest of its limit is too small for a copy.
     full = pathlib.Path(simulated.directory(1), "hosts/9/others/taken")
     full.parent.mkdir(parents=True)
-    full.write_bytes(bytes(3 * 2**20))
-    limit_bytes = 6 * 2**20
+    full.write_bytes(bytes(5 * 2**20))
+    limit_bytes = 8 * 2**20
     tiers = {"copies": 1, "limit_bytes": limit_bytes}
     opened = simulated_hosts.world(simulated, 2, slices=2, **tiers)
     with opened as (checkpointer, mesh, told):

@@ -5,10 +5,11 @@ A save goes through `capture`, `write`, `commit` (or `abandon`) and `collect`.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +35,9 @@ from elastic_ckpt.tiers.choices import PINNED_BYTES
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.peers import secret
 from elastic_ckpt.tiers.ram import local, ram_disk
+
+# A step stays in RAM until the next one has its copies.
+_STEPS = 2
 
 
 class CapturedIn(NamedTuple):
@@ -62,6 +66,10 @@ class Written:
         with some other hosts, by their numbers.
       preserved: the steps that are pinned or being read on this machine.
       problem: why it is not in the RAM of this host; empty if it is, or has not to be.
+      machine: whose RAM it is in.
+      needs_bytes: of the first save into RAM: what its arrays take on each machine,
+        here and where this host sends copies.
+      room_bytes: likewise, what the run may take here, with what it has taken.
     """
 
     files: Mapping[str, int]
@@ -69,6 +77,28 @@ class Written:
     shared: Mapping[str, str]
     preserved: tuple[int, ...]
     problem: str
+    machine: str = ""
+    needs_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    room_bytes: int = 0
+
+
+def lacking_room(written: Sequence[Written]) -> dict[int, str]:
+    """Why steps and their copies do not fit into RAM, by the numbers of the hosts.
+
+    Args:
+      written: by all hosts.
+    """
+    needs: collections.Counter[str] = collections.Counter()
+    for each in written:
+        needs.update(each.needs_bytes)
+    return {
+        number: f"{_STEPS} steps with copies of other hosts' parts need"
+        f" {_STEPS * needs[each.machine]} bytes of RAM on its machine, where this run"
+        f" can have {each.room_bytes}; raise the limit or the size of the file system,"
+        " or ask for fewer copies"
+        for number, each in enumerate(written)
+        if _STEPS * needs[each.machine] > each.room_bytes
+    }
 
 
 class HostSaver:
@@ -146,6 +176,7 @@ class HostSaver:
         }
         captured, own, problem = saving.captured, self._world.own, ""
         named: Mapping[tuple[int, Box], bytes] = {}
+        needs_bytes: Mapping[str, int] = {}
         if self._world.chosen.local is not None:
             num_bytes = captured.num_bytes + sum(map(len, files.values()))
             try:
@@ -154,6 +185,7 @@ class HostSaver:
                 writer.reserve(num_bytes, taken_bytes=captured.file_bytes)
                 writer.write(captured, files)
                 named = writer.parts
+                needs_bytes = {} if self._sizes else self._needs_bytes(captured)
             except (errors.CheckpointError, OSError) as error:
                 problem = str(error)
         paths = [leaf.path for leaf in captured.leaves]
@@ -171,7 +203,22 @@ class HostSaver:
             },
             preserved=tuple(self._world.disk.kept()),
             problem=problem,
+            machine=own.host.machine,
+            needs_bytes=needs_bytes,
+            room_bytes=own.disk.room_bytes() if needs_bytes else 0,
         )
+
+    def _needs_bytes(self, captured: Captured) -> dict[str, int]:
+        # See `Written.needs_bytes`.
+        world, values = self._world, captured.values().values()
+        sizes = np.array([each.nbytes for each in values], np.int64)
+        holders = captured.holders(num_hosts=len(world.hosts))
+        placed = world.owners.place([*holders.values()], sizes)
+        needs = collections.Counter({world.own.host.machine: captured.num_bytes})
+        sent = placed.source == world.number
+        for target, item in zip(placed.target[sent], placed.item[sent], strict=True):
+            needs[world.hosts[target].machine] += int(sizes[item])
+        return needs
 
     @calls.call()
     def digests(self, step_id: StepId, shared: str) -> dict[str, str]:

@@ -199,6 +199,11 @@ class RamDisk:
             if (slot, each) not in committed
         ]
 
+    def room_bytes(self) -> int:
+        """The bytes that the run may take, with those that it has taken."""
+        room = shutil.disk_usage(self.root).free + used_bytes(self.root)
+        return min(room, self.limit_bytes or room)
+
     def free_bytes(self) -> int:
         """The free bytes under the limit and in the file system, less reserved ones."""
         used = promised = 0
