@@ -43,6 +43,7 @@ import numpy as np
 from benchmarks import report, sized, turns
 from elastic_ckpt.checkpoint import restore
 from elastic_ckpt.checkpoint.host import copies, reader, verified_read
+from elastic_ckpt.checkpoint.host.answers import ReadParts
 from elastic_ckpt.checkpoint.host.exchange import GIVEN, Exchange
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver, Written
@@ -159,7 +160,8 @@ def _restore(hosts: _SimulatedHosts) -> None:
     driver.all(HostReader.open_step, step.step_id)
     contents = hosts.opened()
     hosts.select(lambda number: _wanted(contents, number, hosts.num_hosts))
-    planned = {host: each["planned"] for host, each in enumerate(driver.read()) if each}
+    read = enumerate(driver.read(()))
+    planned = {n: each.num_bytes["planned"] for n, each in read if each.num_bytes}
     num_planned = dict.fromkeys([0, hosts.num_hosts - 1], _LEAVES)
     assert planned == num_planned, planned
     hosts.all(HostReader.close_step)
@@ -280,13 +282,13 @@ class _ReaderAlone(reader.HostReader):
         else:
             self._exchange.take(GIVEN)
 
-    def read(self, paths: tuple[str, ...] | None = None) -> dict[str, int]:
-        del paths
-        restoring = self._restoring
-        if restoring is None or restoring.reader.near is None:
-            return {}
-        plan = verified_read.planned(restoring.reader.near, restoring.wanted)
-        return {"planned": len(plan.item)}
+    def read(self, components: tuple[str, ...]) -> ReadParts:
+        del components
+        restoring, num_bytes = self._restoring, {}
+        if restoring is not None and restoring.reader.near is not None:
+            plan = verified_read.planned(restoring.reader.near, restoring.wanted)
+            num_bytes = {"planned": len(plan.item)}
+        return ReadParts(num_bytes=num_bytes, directory="", bad=())
 
 
 class _SaverAlone(HostSaver):
@@ -393,8 +395,8 @@ class _SimulatedHosts:
         shared = dict.fromkeys(range(self.num_hosts), codec.encode(value))
         return [value for _ in self._gather(f"share/{name}", shared)]
 
-    def read(self) -> list[dict[str, int]]:
-        return self.all(HostReader.read)
+    def read(self, components: Sequence[str]) -> list[ReadParts]:
+        return self.all(HostReader.read, tuple(components))
 
     def opened(self) -> Contents:
         return self._hosts[0].part("HostReader").opened()

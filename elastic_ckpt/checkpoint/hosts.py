@@ -16,6 +16,7 @@ import jax
 from absl import logging
 
 from elastic_ckpt.checkpoint.host import trees as host_trees
+from elastic_ckpt.checkpoint.host.answers import ReadParts
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import CapturedIn, HostSaver
@@ -107,18 +108,21 @@ class Hosts(Protocol):
           HostsFailedError: if it has no such component.
         """
 
-    def read(self) -> list[dict[str, int]]:
+    def read(self, components: Sequence[str]) -> list[ReadParts]:
         """Reads and verifies on all hosts what `check` has selected.
 
-        Returns:
-          The bytes that each host has read, by nearness of their holders.
+        Args:
+          components: that are wanted.
 
         Raises:
           HostsFailedError: if no good copy of a part is left.
         """
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
-        """The trees and those of other layouts, made of what the hosts read last."""
+        """The trees and those of other layouts, made of what the hosts read last.
+
+        The step is closed then (`HostReader.close_step`).
+        """
 
     def are_leaving(self, error: BaseException) -> bool:
         """Whether all drivers leave because of errors, so that they can do so together.
@@ -202,13 +206,16 @@ class InEveryProcess:
         self._gather("check", lambda: self._reader.select(wanted, components, others))
         return 0
 
-    def read(self) -> list[dict[str, int]]:
+    def read(self, components: Sequence[str]) -> list[ReadParts]:
         """See `Hosts`."""
-        return self.all(HostReader.read)
+        return self.all(HostReader.read, tuple(components))
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
         """See `Hosts`."""
-        return self._reader.arrays(trees)
+        arrays = self._reader.arrays(trees)
+        # No other host needs it any more.
+        self._reader.close_step()
+        return arrays
 
     def are_leaving(self, error: BaseException) -> bool:
         """See `Hosts`."""

@@ -39,7 +39,7 @@ from elastic_ckpt.checkpoint.host import component_files
 from elastic_ckpt.checkpoint.host.answers import (
     Candidate,
     CheckpointMetadata,
-    Materialised,
+    ReadParts,
     Survey,
 )
 from elastic_ckpt.checkpoint.host.reader import HostReader
@@ -287,10 +287,10 @@ class Restored(NamedTuple):
 
 class _Read(NamedTuple):
     # The requested trees of the saved layout, the bytes read by nearness of their
-    # source, the answers of `HostReader.materialise`, and all components of the step.
+    # source, what each host has read, and all components of the step.
     asked: structure.AskedTrees
     num_bytes: dict[str, int]
-    hosts: Sequence[Materialised]
+    hosts: Sequence[ReadParts]
     components: frozenset[str]
 
 
@@ -376,15 +376,14 @@ class Restorer:
         except errors.HostsFailedError as error:
             # An older step would not have it either: the request is wrong.
             raise errors.CheckpointError(next(iter(error.of_host.values()))) from None
-        answers = hosts.read()
+        answers = hosts.read(stateful)
         num_bytes = {
-            f"{near}_bytes": sum(read_bytes.get(near, 0) for read_bytes in answers)
+            f"{near}_bytes": sum(each.num_bytes.get(near, 0) for each in answers)
             for near in NEARNESS
         }
         num_bytes["persistent_bytes"] += read_here
-        materialised = hosts.all(HostReader.materialise, tuple(stateful))
         components = frozenset(contents.components)
-        return _Read(asked, num_bytes, materialised, components)
+        return _Read(asked, num_bytes, answers, components)
 
     def _made(self, checkpoint: CheckpointMetadata, read: _Read) -> dict[str, Any]:
         # Makes what hosts have read, once bad copies of it are repaired.
@@ -404,7 +403,6 @@ class Restorer:
         self._on_all("components_loaded", lambda: self._load_components(directory))
         made = hosts.arrays(read.asked.read)
         parts = {**made, **read.asked.filled(made), **self._stateful}
-        hosts.all(HostReader.close_step)
         if hosts.own == 0:
             # One host records for all.
             for near, metric in metrics.CHECKPOINT_READ.items():

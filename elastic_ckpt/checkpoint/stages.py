@@ -489,7 +489,6 @@ class SaveStages:
         if is_stored:
             self._clock.begin_again()
             self._note_committed(saving, contents)
-            self._collect_backups(saving)
         self._hosts.all(HostSaver.abandon, saving.step_id)
         return is_stored
 
@@ -600,8 +599,7 @@ class SaveStages:
 
         def back_up() -> None:
             background.wait(after)
-            if self._upload(saving):
-                self._collect_backups(saving)
+            self._upload(saving)
 
         self._start(self._backup_stage, "persistent", saving.step, back_up)
 
@@ -620,7 +618,7 @@ class SaveStages:
             chunks = hosts.first(HostBackup.begin, step_id, claim)
             answers = hosts.all(HostBackup.back_up, step_id, claim)
             files = saving.description.files(chunks)
-            hosts.first(HostBackup.commit, step_id, files, claim)
+            why = hosts.first(HostBackup.commit, step_id, files, claim)
         except errors.HostsFailedError as error:
             self._not_taken(step, f"it was not backed up: {error}")
             return False
@@ -635,6 +633,8 @@ class SaveStages:
         self._emit(
             "backed_up", step=step, bytes=num_bytes, secs=secs, world=self._world.number
         )
+        if why:
+            self._degraded("persistent", step, f"{_NOT_REMOVED}: {why}")
         bad = list(dict.fromkeys(why for _, of_host in answers for why in of_host))
         if bad:
             why = f"{errors.first_of(bad)}; it was backed up from elsewhere"
@@ -658,15 +658,6 @@ class SaveStages:
                 steps=len(stored),
                 secs=secs,
             )
-
-    def _collect_backups(self, saving: Saving) -> None:
-        # Removes what storage does not keep now that the step is there.
-        self._attempt(
-            "persistent",
-            saving.step,
-            _NOT_REMOVED,
-            lambda: self._hosts.first(HostBackup.collect, saving.line, saving.step),
-        )
 
     def _not_taken(self, step: int, why: str) -> None:
         # Storage has not taken a step that is due there.

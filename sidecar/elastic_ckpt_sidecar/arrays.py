@@ -388,10 +388,10 @@ class HostArrays:
         }
 
     @calls.call(limit_secs=calls.LONG_SECS)
-    def read(self, layout: int, group: int) -> dict[str, int]:
+    def read(self, layout: int, group: int) -> None:
         """Reads and verifies this host's boxes of a group; see `HostReader.read`."""
         leaves = self._layouts[layout][group].leaves
-        return self._reader.read(tuple(leaf.path for leaf in leaves))
+        self._reader.read_leaves(tuple(leaf.path for leaf in leaves))
 
     @calls.call()
     def dtypes(self) -> dict[str, str]:

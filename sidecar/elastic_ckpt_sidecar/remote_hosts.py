@@ -6,7 +6,6 @@ multi-controller world. Calls and answers are messages; arrays stay on their hos
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import itertools
@@ -20,6 +19,7 @@ import numpy as np
 from jax.experimental import colocated_python
 from jax.sharding import Mesh, NamedSharding
 
+from elastic_ckpt.checkpoint.host.answers import ReadParts
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import CapturedIn, HostSaver
@@ -207,20 +207,13 @@ class RemoteHosts:
         self.all(HostArrays.select, layout, tuple(components))
         return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(self._others))
 
-    def read(self) -> list[dict[str, int]]:
+    def read(self, components: Sequence[str]) -> list[ReadParts]:
         """See `Hosts`; moves the arrays of one group after the other to its devices."""
         groups, wanted = self._wanted
-        if not groups:
-            return self.all(HostReader.read)
         layout = self._layout(groups)
-        dtypes = self.first(HostArrays.dtypes)
-        total: list[collections.Counter[str]] = [
-            collections.Counter() for _ in range(self.num_hosts)
-        ]
+        dtypes = self.first(HostArrays.dtypes) if groups else {}
         for number, (group, of_group) in enumerate(zip(groups, wanted, strict=True)):
-            answers = self.all(HostArrays.read, layout, number)
-            for of_host, answer in zip(total, answers, strict=True):
-                of_host.update(answer)
+            self.all(HostArrays.read, layout, number)
             abstract = [group.abstract(leaf, dtypes) for leaf in group.leaves]
             take = self._agent.arrays.specialize(
                 out_specs_fn=functools.partial(_specified, abstract)
@@ -233,10 +226,11 @@ class RemoteHosts:
                 # The hosts' memory is that of the next group.
                 jax.block_until_ready(made)
             self._made |= made
-        return [dict(of_host) for of_host in total]
+        return self.all(HostReader.materialise, tuple(components))
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
         """See `Hosts`."""
+        self.all(HostReader.close_step)
         made, self._made = self._made, {}
         others, self._others = self._others, {}
         return others | {

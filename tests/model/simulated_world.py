@@ -458,9 +458,9 @@ class SimulatedHosts:
                 host.part("HostReader").select(wanted, components)
         return 0
 
-    def read(self):
+    def read(self, components):
         """See `Hosts`."""
-        return self.all(_method("HostReader", "read"))
+        return self.all(_method("HostReader", "read"), tuple(components))
 
     def arrays(self, of_trees):
         """See `Hosts`; hosts that read the same elements have read the same values."""
@@ -474,6 +474,8 @@ class SimulatedHosts:
                     whole[0][place] = values
                     whole[1] += values.size
                 assert whole[0][place].tobytes() == values.tobytes()
+            with self._on(number):
+                host.part("HostReader").close_step()
         assert all(values.size == size for values, size in made.values())
         leaves = {path: values for path, (values, _) in made.items()}
         return {
@@ -759,3 +761,5 @@ class Simulation:
 
     def _note(self, name, **fields):
         self.events.append((name, fields))
+        if "Its traceback" in (why := str(fields.get("why"))):
+            self.bugs.append(why)

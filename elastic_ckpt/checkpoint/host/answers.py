@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
@@ -110,14 +111,16 @@ class Survey:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Materialised:
-    """The files of components that a host has read.
+class ReadParts:
+    """What a host has read of a step.
 
     Attributes:
-      directory: in which each component has a directory.
-      bad: the copies that the host has found to be bad, of arrays too.
+      num_bytes: of arrays, by nearness of their holders.
+      directory: in which each component has a directory with its files.
+      bad: the copies that the host has found to be bad.
     """
 
+    num_bytes: Mapping[str, int]
     directory: str
     bad: tuple[BadCopy, ...]
 

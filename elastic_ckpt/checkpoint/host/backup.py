@@ -1,7 +1,7 @@
 """A host's share of a checkpoint in persistent storage, from what is in memory.
 
-A backup goes through `begin`, `back_up`, `commit` and `collect`, which removes the
-steps that are no longer kept there. Before the first one of a world comes `clean`.
+A backup goes through `begin`, `back_up` and `commit`, which also removes the steps that
+are no longer kept there. Before the first one of a world comes `clean`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import (
+    allgather,
     background,
     bucket_clients,
     calls,
@@ -178,13 +179,16 @@ class HostBackup:
     @calls.call(limit_secs=calls.LONG_SECS)
     def commit(
         self, step_id: StepId, orbax_files: Mapping[str, str], claim: int
-    ) -> None:
-        """Makes a checkpoint of what all hosts have uploaded; one host does it.
+    ) -> str:
+        """Makes a checkpoint of what all hosts have uploaded; host 0 does it.
 
         Args:
           step_id: the step.
           orbax_files: the texts of the files that Orbax adds to the values, by path.
           claim: the number of this world.
+
+        Returns:
+          Why older steps were not removed; empty if they were, or are kept.
 
         Raises:
           CheckpointError: if it cannot be committed.
@@ -204,10 +208,13 @@ class HostBackup:
             orbax_files={path: text.encode() for path, text in orbax_files.items()},
             make_way=make_way,
         )
+        line = Line(save=step_id.save, parents=saved.contents.parents)
+        # The step is there whatever comes now.
+        collected = allgather.outcome(lambda: self.collect(line, step_id.step))
+        return collected.get("failed", "")
 
-    @calls.call(limit_secs=calls.LONG_SECS)
     def collect(self, line: Line, step: int) -> None:
-        """Removes steps that are no longer kept, after a commit; host 0 does it.
+        """Removes steps that are no longer kept, after a commit.
 
         Also finishes the removals of worlds that were killed meanwhile. Keeps the
         newest complete step, those that are preserved by hand or leased, and those that

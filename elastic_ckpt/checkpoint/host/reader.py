@@ -4,7 +4,7 @@
     offer, examine         the parts of one of them, until one is complete
     open_step              every host has the table of the step
     select, read           each host plans its reads, and reads
-    materialise, repair    the files of components; bad copies are put right
+    repair                 bad copies are put right
 
 What hosts have goes up to host 0, which reads the manifests in storage; the table of
 the step goes down to all (`exchange`). A host that it does not reach, or of a world
@@ -32,7 +32,7 @@ from elastic_ckpt.checkpoint.host import (
 from elastic_ckpt.checkpoint.host.answers import (
     Candidate,
     CheckpointMetadata,
-    Materialised,
+    ReadParts,
     Survey,
 )
 from elastic_ckpt.checkpoint.host.exchange import GIVEN, Report
@@ -225,42 +225,41 @@ class HostReader:
         return {leaf.path: saved[leaf.path] for leaf in wanted}
 
     @calls.call(limit_secs=calls.LONG_SECS)
-    def read(self, paths: tuple[str, ...] | None = None) -> dict[str, int]:
-        """Reads and verifies the selected parts of the step.
+    def read(self, components: tuple[str, ...]) -> ReadParts:
+        """Reads and verifies all that is selected; see `read_leaves`, `materialise`."""
+        self.read_leaves()
+        return self.materialise(components)
+
+    def read_leaves(self, paths: tuple[str, ...] | None = None) -> None:
+        """Reads and verifies the selected leaves of the step.
 
         Args:
           paths: of the leaves to read; None for all that is selected.
-
-        Returns:
-          The bytes that were read, by nearness of their holders.
 
         Raises:
           CheckpointError: if no good copy of a part is left.
         """
         restoring = self._opened()
-        reader, near = restoring.reader, restoring.reader.near
-        assert near is not None
         wanted = [
             each for each in restoring.wanted if paths is None or each.path in paths
         ]
         # What was read before is on the devices.
         restoring.placed = {}
-        reader.read_bytes.clear()
         restoring.placed = verified_read.read_leaves(
-            reader, wanted, maps=not self._world.chosen.is_read_only
+            restoring.reader, wanted, maps=not self._world.chosen.is_read_only
         )
         restoring.others_made = {
-            name: read(reader) for name, read in restoring.others.items()
+            name: read(restoring.reader) for name, read in restoring.others.items()
         }
-        total: collections.Counter[str] = collections.Counter()
-        for holder, num_bytes in reader.read_bytes.items():
-            total[NEARNESS[near.of_holders[holder]]] += num_bytes
-        return dict(total)
 
     @calls.call(limit_secs=calls.LONG_SECS)
-    def materialise(self, components: tuple[str, ...]) -> Materialised:
-        """Writes the verified files of components, below a directory."""
+    def materialise(self, components: tuple[str, ...]) -> ReadParts:
+        """Writes the verified files of components, once all leaves are read."""
         reader, contents = self._opened().reader, self.opened()
+        assert reader.near is not None
+        read_bytes: collections.Counter[str] = collections.Counter()
+        for holder, num_bytes in reader.read_bytes.items():
+            read_bytes[NEARNESS[reader.near.of_holders[holder]]] += num_bytes
         for name in components:
             storage.make_directory(self._files() / name)
         for number in contents.files.values():
@@ -271,7 +270,7 @@ class HostReader:
                     content = reader.values(item).tobytes()
                 storage.write_atomic(self._files() / leaf.path, content)
         bad = tuple(dict.fromkeys(reader.bad))
-        return Materialised(directory=str(self._files()), bad=bad)
+        return ReadParts(num_bytes=read_bytes, directory=str(self._files()), bad=bad)
 
     @calls.call()
     def files(self, component: str) -> dict[str, bytes]:
