@@ -42,7 +42,7 @@ from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.peers import peer, peer_client, secret
-from elastic_ckpt.tiers.persistent import leases, persistent_root, run_files
+from elastic_ckpt.tiers.persistent import claims, leases, persistent_root, run_files
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 from elastic_ckpt.tiers.persistent.persistent_tier import PersistentTier
 from elastic_ckpt.tiers.ram import machine
@@ -330,9 +330,11 @@ class _Follower:
           RunError: if no agent takes the secret.
         """
         if self._client is None:
+            self._read_line()
             return self._in_storage()
         is_due = time.monotonic() - self._looked_secs >= self._poll_secs
         if is_due:
+            self._read_line()
             self._read_record()
         step = self._in_ram() or (self._in_storage() if is_due else None)
         if step is not None or is_due:
@@ -421,13 +423,21 @@ class _Follower:
             )
         return None
 
+    def _read_line(self) -> None:
+        # An abandoned step stays in storage while it is leased.
+        try:
+            newest = claims.newest(self.root.path)
+        except errors.CheckpointError as error:
+            logging.warning("the run may have gone back: %s", error)
+            return
+        lines = [self._line, *([newest.line] if newest else [])]
+        self._line = max(lines, key=lambda line: line.save)
+
     def _read_record(self) -> None:
         root = self.root
         try:
             agents = run_files.read_agents(root.path)
             self._agents = agents or self._agents
-            lines = PersistentTier(root, run=self._agents.run).recorded_lines()
-            self._line = max([self._line, *lines], key=lambda line: line.save)
             if agents is None and self._looked_secs == -math.inf:
                 logging.warning(
                     "watch_steps: %s names no agents, so steps are followed in storage"

@@ -13,7 +13,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt import frontend
-from elastic_ckpt.checkpoint import run_world
+from elastic_ckpt.checkpoint import follow, run_world
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers.choices import Local, Persistent
@@ -260,6 +260,8 @@ def test_a_step_that_is_leased_is_neither_set_aside_nor_replaced(run):
         with leases.lease(run.path / "steps" / "3"):
             run.save(opened, 2, line=2)
             assert [step for step, _ in run.stock()] == [1, 2, 3]
+            followed = follow.watch_steps(run.path / "steps", timeout_secs=0)
+            assert [each.step for each in followed] == [1, 2]
         run.save(opened, 4, line=2)
         assert run.stock() == [(1, 101), (2, 202), (4, 204)]
         with leases.lease(run.path / "steps" / "4"):
