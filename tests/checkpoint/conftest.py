@@ -2,13 +2,13 @@
 
 import contextlib
 import os
-import threading
 
 import pytest
 
 from elastic_ckpt import frontend
 from elastic_ckpt.core import events, storage
 from elastic_ckpt.tiers.choices import Local, Persistent
+from elastic_ckpt.tiers.persistent import persistent_root
 
 
 @pytest.fixture
@@ -42,15 +42,12 @@ def make(tmp_path):
 
 
 def broken_storage(path, monkeypatch):
-    """Has writes below it fail with an errno, or wait for an event; None: neither."""
+    """Has writes below it fail with an errno; None: they do not."""
     write, problem = storage.write_atomic, [None]
 
     def write_atomic(target, content, **options):
-        if os.fspath(target).startswith(str(path)):
-            if isinstance(problem[0], threading.Event):
-                problem[0].wait()
-            elif problem[0]:
-                raise OSError(problem[0], os.strerror(problem[0]))
+        if problem[0] and os.fspath(target).startswith(str(path)):
+            raise OSError(problem[0], os.strerror(problem[0]))
         write(target, content, **options)
 
     def breaks(new):
@@ -63,3 +60,15 @@ def broken_storage(path, monkeypatch):
 @pytest.fixture
 def breaks(tmp_path, monkeypatch):
     return broken_storage(tmp_path / "steps", monkeypatch)
+
+
+@pytest.fixture(params=["renamed", "in place"])
+def kind(request, monkeypatch):
+    """How steps are committed: as on a disk, or as in a bucket."""
+
+    def from_path(path):
+        options = {"in_place": request.param == "in place"}
+        return persistent_root.PersistentRoot(path=storage.absolute(path), **options)
+
+    monkeypatch.setattr(persistent_root.PersistentRoot, "from_path", from_path)
+    return request.param

@@ -1,8 +1,12 @@
-"""A checkpointer over tiers, on one host: its verbs, its stages, what it restores."""
+"""A checkpointer over tiers, on one host: its verbs, what it restores, how it ends."""
 
+import functools
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
+import threading
 import time
 
 import jax
@@ -12,11 +16,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
+from elastic_ckpt import frontend
 from elastic_ckpt.core import checked_blobs, errors
-from elastic_ckpt.tiers.choices import Persistent
+from elastic_ckpt.tiers.choices import Local, Persistent
 from elastic_ckpt.tiers.persistent import persistent_root
-from tests import seams
-from tests.checkpoint.test_component_io import Counter
+from tests import ctrl_c, seams
+from tests.checkpoint.test_component_io import Counter, Failing
 from tests.recorded_events import RecordedEvents
 
 SPEC = PartitionSpec("a", "b")
@@ -54,29 +59,6 @@ def stored(tmp_path):
 
 def steps_of(checkpointer):
     return [each.step for each in checkpointer.checkpoints]
-
-
-def test_ram_keeps_the_newest_step_and_storage_what_is_due(make, tmp_path):
-    recorded = RecordedEvents()
-    with make(every=2, emit=recorded) as checkpointer:
-        assert checkpointer.latest is None
-        for step in range(1, 6):
-            assert save(checkpointer, step)
-            checkpointer.wait()
-        assert steps_of(checkpointer) == [2, 4, 5]
-        assert not checkpointer.should_save(2)
-    assert [each["step"] for each in recorded.named("backed_up")] == [2, 4]
-    names = os.listdir(tmp_path / "ram" / "hosts" / "0")
-    assert [name.partition("-")[0] for name in names if name[0].isdigit()] == ["5"]
-    other = state(0, PartitionSpec(None, ("b", "a")))
-    opened = make(every=2, emit=recorded)
-    restored = opened.load_checkpointables(None, {"state": other})["state"]
-    assert bits(restored) == bits(state(5))
-    assert restored["w"].sharding.is_equivalent_to(other["w"].sharding, 2)
-    (event,) = recorded.named("restored_from")
-    assert event["local_bytes"] > 0
-    assert event["persistent_bytes"] == event["bad_copies"] == 0
-    check(opened, 4, 4)
 
 
 def test_minutes_go_on_from_the_backup_of_the_world_before(make, tmp_path):
@@ -330,3 +312,67 @@ def test_a_step_of_a_later_version_in_ram_is_passed_over(make, tmp_path):
     assert {each["step"] for each in passed_over} == {5}
     assert "it has version 2" in passed_over[0]["why"]
     assert [*tmp_path.glob("ram/hosts/0/5-*")]
+
+
+@pytest.fixture
+def slow():
+    """A component whose state is written once it is released."""
+    slow = Failing(blocks=True)
+    slow.save_timeout_secs = 600
+    return slow
+
+
+def leave(checkpointer, slow, error, act=lambda: None):
+    """Saves two steps, and raises while the last one is not written."""
+    with checkpointer:
+        checkpointer.save_async(1, STATE)
+        checkpointer.save_checkpointables_async(2, {"state": STATE, "slow": slow})
+        act()
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("kind", "ram"),
+    [(ValueError, "ram"), (KeyboardInterrupt, None), (SystemExit, "ram")],
+)
+def test_a_save_in_flight_is_finished(make, tmp_path, slow, ram, kind):
+    threading.Timer(0.1, slow.released.set).start()
+    with pytest.raises(kind, match="stop"):
+        leave(make(ram=ram), slow, kind("stop"))
+    assert 2 in stored(tmp_path)
+    assert make(ram=ram).latest.step == 2
+
+
+def test_a_second_interruption_ends_the_wait(tmp_path, slow):
+    tiers = [Local(tmp_path / "ram"), Persistent(tmp_path, every=1)]
+    # While the end of the block waits, as soon as it says so.
+    press = functools.partial(ctrl_c.pressed_during, lambda: None)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        leave(frontend.Checkpointer(tiers), slow, ValueError("stop"), press)
+    assert str(caught.value.__context__) == "stop"
+    # Its hosts were released, and what was whole is there.
+    with frontend.Checkpointer(tiers) as again:
+        assert again.latest.step == 1
+        slow.released.set()
+
+
+UNCLOSED = """
+import sys
+import jax.numpy as jnp
+import elastic_ckpt as ec
+
+checkpointer = ec.Checkpointer([ec.Persistent(sys.argv[1] + "/steps", every=1)])
+for step in (1, 2, 3):
+    checkpointer.save_async(step, {"w": jnp.full(100_000, step)})
+raise ValueError("stop")
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_fails_and_closes_nothing_loses_no_save(tmp_path):
+    command = [sys.executable, "-c", UNCLOSED, tmp_path]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert 3 in stored(tmp_path)
+    assert ended.stderr.count("was not closed, and its saves are finished now") == 1
+    assert ended.stderr.count("Traceback") == 1

@@ -52,9 +52,7 @@ def spoil(directory, step, pattern="state/**/c/**/*"):
             file.unlink()
 
 
-def test_steps_in_ram_are_followed_but_for_those_that_are_gone(
-    tmp_path,
-):
+def test_steps_in_ram_are_followed_but_for_those_that_are_gone(tmp_path):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     over = NamedSharding(mesh, PartitionSpec(None, None))
     wanted = {"params": {"w": jax.ShapeDtypeStruct((16, 6), np.float32, sharding=over)}}

@@ -18,10 +18,10 @@ import pytest
 from etils import epath
 
 import elastic_ckpt as ec
-from elastic_ckpt.core import errors, process, storage
+from elastic_ckpt.core import clock, errors, process, storage
 from elastic_ckpt.tiers.persistent import claims, records, run_files
 from elastic_ckpt.training import elastic_run
-from tests import seams, shared_memory
+from tests import shared_memory
 
 
 def opened(steps, run="tiny", *, ram=None, **options):
@@ -124,23 +124,10 @@ def test_a_program_that_reads_sees_the_ram_of_the_one_that_runs(tmp_path):
             save(running, 4)
 
 
-class Waiting(seams.Clock):
-    """A clock whose sleeps are over at once; others act meanwhile."""
-
-    def __init__(self, act):
-        self._act = act
-        self._secs = 0.0
-
-    def monotonic(self):
-        return self._secs
-
-    def sleep(self, secs):
-        self._secs += secs
-        self._act()
-
-
 @pytest.mark.parametrize("renews", [True, False])
-def test_a_writer_of_another_machine_counts_as_long_as_it_renews(tmp_path, renews):
+def test_a_writer_of_another_machine_counts_as_long_as_it_renews(
+    tmp_path, monkeypatch, renews
+):
     path = epath.Path(tmp_path / claims.DIRECTORY / "1.json")
     with contextlib.suppress(KeyError), opened(tmp_path) as before:
         save(before, 1)
@@ -154,16 +141,16 @@ def test_a_writer_of_another_machine_counts_as_long_as_it_renews(tmp_path, renew
     far = dataclasses.replace(record, process=elsewhere, secs=60.0, start="a")
     storage.write_atomic(path, records.to_bytes(far))
 
-    def act():
+    def sleep(_):
+        # Others act meanwhile.
         if renews:
             again = dataclasses.replace(far, count=1)
             storage.write_atomic(path, records.to_bytes(again))
 
+    monkeypatch.setattr(clock, "sleep", sleep)
+    monkeypatch.setattr(clock, "monotonic", map(float, itertools.count()).__next__)
     refused = pytest.raises(errors.RunError, match=r"process \d+ on far, since")
-    with (
-        seams.by(Waiting(act)),
-        refused if renews else contextlib.nullcontext(),
-    ):
+    with refused if renews else contextlib.nullcontext():
         opened(tmp_path).close()
 
 
@@ -173,9 +160,7 @@ def test_a_start_by_hand_of_a_run_that_runs_is_refused(tmp_path):
         begun.begin()
         return begun
 
-    pid = os.getppid()
-    stat = pathlib.Path("/proc", str(pid), "stat").read_text()
-    ticks = int(stat.rpartition(")")[2].split()[19])
+    pid, ticks = os.getppid(), process._state_and_start(os.getppid())[1]
     running = dataclasses.replace(process.this(), pid=pid, start_ticks=ticks)
     first = begin(running)
     with pytest.raises(errors.RunError, match=f"process {pid} on"):

@@ -1,7 +1,6 @@
 """A run's checkpoints: weights and data state, saved and restored together."""
 
 import contextlib
-import errno
 import shutil
 
 import jax
@@ -10,9 +9,10 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
-from elastic_ckpt.checkpoint import foreign_steps, run_saver
+from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.core import errors, events, metrics, topology
 from elastic_ckpt.data import iterator
+from tests.checkpoint.test_checkpointer import stored
 from tests.recorded_events import RecordedEvents
 
 
@@ -41,10 +41,6 @@ def state(value=0.0):
     mesh = topology.mesh_of(topology.present(2))
     weights = np.arange(16, dtype=np.float32) + value
     return {"w": jax.device_put(weights, topology.batch_sharding(mesh))}
-
-
-def steps_of(tmp_path):
-    return list(foreign_steps.steps(tmp_path / "steps"))
 
 
 @pytest.mark.parametrize("ram", ["ram", None])
@@ -80,7 +76,7 @@ def test_a_checkpoint_is_due_when_a_tier_is_and_at_the_end(start, tmp_path):
     run.close()
     assert not start(at_end=False).is_due(11, last=True)
     # The last step went to storage whatever its number.
-    assert steps_of(tmp_path) == [9]
+    assert stored(tmp_path) == [9]
 
 
 def evaluate(run, *steps):
@@ -99,30 +95,14 @@ def test_the_best_step_so_far_is_saved_though_not_due(start, tmp_path, sign):
     losses = {1: 0.5, 2: 0.6, 3: 0.4, 4: 0.4, 5: float("nan")}
     evaluate(run, *((step, sign * loss) for step, loss in losses.items()))
     run.close()
-    assert steps_of(tmp_path) == [1, 3]
+    assert stored(tmp_path) == [1, 3]
     again = start(best=best, every=100)
     evaluate(again, (6, sign * 0.45), (7, sign * 0.3))
-    assert steps_of(tmp_path) == [1, 3, 7]
+    assert stored(tmp_path) == [1, 3, 7]
     # A run that goes back to a step, and saves it again, keeps its evaluation.
     again.restore(state(), again.checkpointer.checkpoints[1])
     again.save_again(3, state())
     assert again.checkpointer.latest.metrics == {"eval_loss": sign * 0.4}
-
-
-def test_a_last_step_that_is_not_in_storage_is_an_error(start, tmp_path, breaks):
-    run = start()
-    breaks(errno.ENOSPC)
-    run.save(7, state(), last=True)
-    missing = "step 7 was due in persistent storage and is not there.* No space left"
-    with pytest.raises(errors.CheckpointError, match=missing):
-        run.close()
-    breaks(None)
-    # Started once more, it is at its end, and saves it.
-    again = start()
-    assert again.is_due(7, last=True)
-    again.save(7, state(), last=True)
-    again.close()
-    assert steps_of(tmp_path) == [7]
 
 
 def test_a_step_of_plain_orbax_comes_back_with_its_data(start, batches, tmp_path):

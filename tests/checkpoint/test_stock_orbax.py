@@ -10,7 +10,6 @@ import sys
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.core import storage
 from elastic_ckpt.steps.step import Line
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
 from tests.checkpoint import stock_program
@@ -31,18 +30,6 @@ def set_up_environment():
         [uv, "pip", "install", "-q", "-p", ENVIRONMENT / "bin" / "python", *packages],
     ):
         subprocess.run(command, cwd=ROOT, check=True)
-
-
-@pytest.fixture(params=["renamed", "in place"])
-def kind(request, monkeypatch):
-    """How steps are committed: as on a disk, or as in a bucket."""
-
-    def from_path(path):
-        options = {"in_place": request.param == "in place"}
-        return persistent_root.PersistentRoot(path=storage.absolute(path), **options)
-
-    monkeypatch.setattr(persistent_root.PersistentRoot, "from_path", from_path)
-    return request.param
 
 
 def save(path, *steps):

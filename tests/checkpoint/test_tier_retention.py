@@ -10,8 +10,9 @@ import elastic_ckpt as ec
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.steps.step import Line
 from elastic_ckpt.tiers.persistent import leases, persistent_root, run_files, upload
+from tests.checkpoint.test_checkpointer import stored
 from tests.recorded_events import RecordedEvents
-from tests.tiers import tiered_steps, uploaded
+from tests.tiers import tiered_steps
 
 policies = ocp.training.preservation_policies
 BEST = policies.BestN(get_metric_fn=lambda m: -m["loss"], n=1)
@@ -20,10 +21,6 @@ NEWEST = policies.LatestN(1)
 
 def root_of(tmp_path):
     return persistent_root.PersistentRoot.from_path(tmp_path / "steps")
-
-
-def stored(tmp_path):
-    return root_of(tmp_path).steps()
 
 
 def in_ram(tmp_path):
@@ -91,19 +88,7 @@ def test_on_a_full_disk_damaged_steps_go_and_unread_ones_stay(
     assert causes == (set() if is_damaged else {"full"})
 
 
-def test_steps_of_orbax_and_of_other_runs_stay(tmp_path):
-    root = root_of(tmp_path)
-    storage.make_directory(root.final(0) / "state")
-    with opened(tmp_path, run="x", keep=NEWEST) as checkpointer:
-        saved = uploaded.saved_step(1)
-        uploaded.write_all(root, saved, uploaded.hosts(2))
-        uploaded.commit_all(root, saved)
-        tiered_steps.save(checkpointer, 2, 3)
-    assert stored(tmp_path) == [0, 1, 3]
-
-
-def away(*_, **more):
-    del more
+def away(*_, **__):
     raise OSError(5, "storage is away")
 
 
@@ -188,18 +173,6 @@ def test_after_a_rollback_preserved_steps_stay(tmp_path):
     assert in_ram(tmp_path) == [6, 10]
 
 
-def test_retention_prefers_what_it_promised_to_abandoned_steps(tmp_path):
-    with opened(tmp_path, keep=policies.LatestN(3)) as checkpointer:
-        tiered_steps.save(checkpointer, 1, 2, 3, 4)
-        checkpointer.load(2, go_back=True)
-        tiered_steps.save(checkpointer, 3)
-        assert stored(tmp_path) == [2, 3]
-        assert numbers(root_of(tmp_path).set_aside_steps()) == [4]
-        tiered_steps.save(checkpointer, 4, 5)
-    assert stored(tmp_path) == [3, 4, 5]
-    assert numbers(root_of(tmp_path).set_aside_steps()) == []
-
-
 def test_metrics_recorded_after_a_save_are_those_of_the_step(tmp_path):
     with opened(tmp_path) as checkpointer:
         assert ec.best_step(checkpointer, metric="loss") is None
@@ -249,19 +222,23 @@ def test_in_a_bucket_followed_best_and_preserved_steps_stay(bucket, tmp_path):
 
 
 @pytest.mark.parametrize("bucket", ["gs"], indirect=True)
-def test_a_removal_that_was_cut_short_is_finished_by_the_next_one(bucket, tmp_path):
+@pytest.mark.parametrize(("keep", "left"), [(NEWEST, [4]), (None, [3, 4])])
+def test_a_removal_that_was_cut_short_is_finished_by_the_next_one(
+    bucket, tmp_path, keep, left
+):
     root = persistent_root.PersistentRoot.from_path(bucket)
-    with tiered_steps.checkpointer(tmp_path / "ram", bucket, keep=NEWEST) as run:
+    with tiered_steps.checkpointer(tmp_path / "ram", bucket, keep=keep) as run:
         tiered_steps.save(run, 3)
         # As a world leaves it that is killed meanwhile: of step 2 some files are left.
         of_killed = Line(save=f"{1:015d}", parents=())
-        killed = leases.removing(root, [2], of_killed, watch={})
+        killed = leases.removing(root, [2, 3], of_killed, watch={})
         killed.__enter__()
         storage.write_atomic(root.final(2) / "state" / "d" / "x", b"")
         assert numbers(root.leftovers()) == [2]
         tiered_steps.save(run, 4)
     assert root.leftovers() == []
-    assert root.steps() == [4]
+    # One that is whole is not removed by its announcement alone.
+    assert root.steps() == left
     # An empty directory of a bucket is none.
     assert not (root.path / leases.DIRECTORY).exists()
     # While the bucket is there, not in a garbage collection after it.

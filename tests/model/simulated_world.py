@@ -417,6 +417,7 @@ class SimulatedHosts:
 
     def all(self, method, *args, **kwargs):
         """See `Hosts`; in an order that the simulation chooses."""
+        self._sim.on_round("all", method)
         call, answered = calls.of(method), {}
         for group in HostTree(num_hosts=self.num_hosts).in_order(call.order):
             order = [group[number] for number in self._sim.order(len(group))]
@@ -425,10 +426,12 @@ class SimulatedHosts:
 
     def first(self, method, *args, **kwargs):
         """See `Hosts`."""
+        self._sim.on_round("first", method)
         return self._send([0], calls.of(method), args, kwargs)[0]
 
     def share(self, name, value):
         """See `Hosts`; this is the only driver."""
+        self._sim.on_round("share", name)
         return [value]
 
     def capture(self, step_id, of_trees):
@@ -451,6 +454,7 @@ class SimulatedHosts:
 
     def check(self, of_trees, components, others):
         """See `Hosts`."""
+        self._sim.on_round("check", None)
         asked = trees.asked(of_trees)
         for number in range(self.num_hosts):
             wanted = [self._wanted(leaf, number) for leaf in asked]
@@ -605,6 +609,7 @@ class Simulation:
       events: names and fields, of the world that is open.
       bugs: errors that no code raises on purpose.
       order: returns the order in which hosts run a call.
+      on_round: called before each round of hosts, with its kind and its method or name.
     """
 
     def __init__(self, directory, *, num_machines=4, in_place=False, claims=False):
@@ -619,6 +624,7 @@ class Simulation:
         self.events = []
         self.bugs = []
         self.order = lambda num_hosts: list(range(num_hosts))
+        self.on_round = lambda *_: None
         self._generation = 0
         self._starts = itertools.count(1)
         self._resources = contextlib.ExitStack()

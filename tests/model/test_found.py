@@ -109,32 +109,23 @@ def test_a_save_that_a_leased_step_kept_out_of_storage_goes_with_the_next_one():
 
 # Of host 0, of another host, and of a machine that is idle then.
 @pytest.mark.parametrize("machine", [0, 1, 2])
-def test_an_agent_may_fall_silent_in_each_round_of_a_restore(machine, monkeypatch):
-    def noted(kind):
-        method = getattr(simulated_world.SimulatedHosts, kind)
+def test_an_agent_may_fall_silent_in_each_round_of_a_restore(machine):
+    def fall_silent(*_):
+        if next(rounds) == silent_at:
+            run.sim.network.failing.add(machine)
 
-        def call(hosts, *args, **kwargs):
-            if next(rounds) == silent_at:
-                run.sim.network.failing.add(machine)
-            return method(hosts, *args, **kwargs)
-
-        monkeypatch.setattr(simulated_world.SimulatedHosts, kind, call)
-
-    # Outside of a restore no round counts.
-    rounds, silent_at, is_silent = itertools.repeat(-2), -1, True
-    noted("first")
-    noted("all")
+    silent_at, is_silent = -1, True
     while is_silent:
         silent_at += 1
         with run_on((0, 1, 2), num_machines=3, store_every=1000) as run:
             run.save(1)
             run.save(2)
             run.close()
-            rounds = itertools.count()
+            rounds, run.sim.on_round = itertools.count(), fall_silent
             run.open((0, 1))
             assert run.head.step == 2
             is_silent = machine in run.sim.network.failing
-            rounds = itertools.repeat(-2)
+            run.sim.on_round = lambda *_: None
     assert silent_at > 15
 
 

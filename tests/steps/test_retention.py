@@ -56,14 +56,6 @@ def test_what_must_stay_stays(steps, policy, in_flight, preserved, later):
     }
 
 
-def test_the_policies_of_orbax_fit_as_they_are():
-    steps = [held(step, loss=abs(step - 5.4)) for step in range(10)]
-    best = policies.BestN(get_metric_fn=lambda m: -m["loss"], n=2)
-    every = policies.AnyPreservationPolicy([best, policies.EveryNSteps(5)])
-    gone = deleted(steps, every, newest=9)
-    assert [step for step in range(10) if step not in gone] == [0, 5, 6, 9]
-
-
 def test_what_is_not_complete_is_removed_once_a_newer_step_can_replace_it():
     latest = policies.LatestN
     for complete, policy, newest, gone in (

@@ -144,6 +144,11 @@ def test_saves_of_a_step_are_held_apart_and_replace_leftovers_alone(disk, host):
     with pytest.raises(errors.CheckpointError, match=r"step 3, save '0', is in .*/3-0"):
         save(host)
     assert host.being_written == set()
+    path, of_other = (disk.manifest_path(0, each) for each in both)
+    shutil.copy(of_other, path)
+    ((there, _),), (problem,) = disk.offers(3)
+    assert there.step_id == both[1]
+    assert problem.startswith(f"manifest {path} is that of save '1', not of '0'")
     removed = []
     with seams.watched(lambda change, path: removed.append((change, path))):
         host.remove(StepId(3, "0"))
@@ -191,18 +196,6 @@ def test_what_cannot_give_the_bytes_is_a_read_error(disk, host):
     is_refused("is missing")
     path.mkdir()
     is_refused("cannot be read")
-
-
-def test_a_manifest_of_another_save_is_a_problem_beside_others(disk, host):
-    for step, name in ((3, "0"), (3, "1"), (4, "0")):
-        save(host, step=step, save=name)
-    path = pathlib.Path(disk.manifest_path(0, StepId(3, "0")))
-    for other, why in (("4-0", "step 4"), ("3-1", "save '1'")):
-        shutil.copy(disk.host_directory(0) / other / path.name, path)
-        ((there, _),), (problem,) = disk.offers(3)
-        assert there.step_id.save == "1"
-        assert why in problem
-        assert str(path) in problem
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Components are saved and loaded by any number of hosts, under every pattern."""
 
+import asyncio
 import itertools
 import json
 import types
@@ -7,12 +8,12 @@ import types
 import jax
 import numpy as np
 import pytest
+from etils import epath
 
+from elastic_ckpt.checkpoint import component_io
 from elastic_ckpt.checkpoint.components.component import Component, of_nodes, per_group
 from elastic_ckpt.checkpoint.components.rng import Rng
-from elastic_ckpt.core import errors
-from tests.checkpoint.components import simulated_hosts
-from tests.checkpoint.components.simulated_hosts import load, save
+from elastic_ckpt.core import errors, topology
 
 # By pattern, the files of the states of four hosts.
 STATES = {
@@ -22,6 +23,37 @@ STATES = {
     "per_node": ["node-00000.npz", "node-00001.npz"],
 }
 OLD = [10, 20, 30, 40]
+
+
+class Turns:
+    """Replaces the host that this process is, and the number of hosts."""
+
+    def __init__(self, monkeypatch):
+        self._monkeypatch = monkeypatch
+
+    def run(self, num_hosts, work):
+        """The results of `work(host)` of each host."""
+        results = []
+        for host in range(num_hosts):
+            self._monkeypatch.setattr(topology, "this_host", lambda host=host: host)
+            self._monkeypatch.setattr(topology, "num_hosts", lambda: num_hosts)
+            results.append(work(host))
+        return results
+
+
+def save(component, directory):
+    """Saves a component into a directory, as a checkpointer does."""
+
+    async def saved():
+        await (await component.save(component_io.Created(epath.Path(directory))))
+
+    asyncio.run(saved())
+
+
+def load(component, directory):
+    """Loads a component; returns its values."""
+    component_io.load(component, directory)
+    return component.get()
 
 
 def places(pattern, num_hosts):
@@ -38,7 +70,7 @@ def component(pattern, value, **options):
 
 @pytest.fixture
 def turns(monkeypatch):
-    return simulated_hosts.Turns(monkeypatch)
+    return Turns(monkeypatch)
 
 
 @pytest.fixture

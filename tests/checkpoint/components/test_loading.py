@@ -40,9 +40,7 @@ def test_all_components_are_loaded_with_the_trees_that_are_asked_for(checkpointe
     assert (summary.step, summary.skipped, summary.failed) == (4, {}, {})
 
 
-def test_one_error_has_all_names_and_strict_false_loads_the_rest(
-    checkpointer,
-):
+def test_one_error_has_all_names_and_strict_false_loads_the_rest(checkpointer):
     wanted = {
         "missing": Component(0, "global"),
         "maybe": Component(0, "global", required=False),

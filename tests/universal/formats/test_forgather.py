@@ -14,7 +14,7 @@ import elastic_ckpt as ec
 from elastic_ckpt.core import errors
 from elastic_ckpt.integrations import forgather
 from elastic_ckpt.universal.formats.format_error import FormatError
-from tests.checkpoint.components import simulated_hosts
+from tests.checkpoint.components import test_component
 from tests.checkpoint.components.test_encoding import same
 from tests.universal.formats.fragment_values import values_of
 
@@ -125,7 +125,7 @@ def ranks(hosts):
 
 @pytest.fixture
 def turns(monkeypatch):
-    return simulated_hosts.Turns(monkeypatch)
+    return test_component.Turns(monkeypatch)
 
 
 def test_on_other_hosts_the_rules_of_components_decide(turns, tmp_path):
@@ -148,8 +148,8 @@ def test_on_other_hosts_the_rules_of_components_decide(turns, tmp_path):
         directory = tmp_path / key
         directory.mkdir()
         again = ec.components.Component({}, "global")
-        simulated_hosts.save(ec.components.Component(value, "global"), directory)
-        simulated_hosts.load(again, directory)
+        test_component.save(ec.components.Component(value, "global"), directory)
+        test_component.load(again, directory)
         same(again.get(), value)
 
 
