@@ -54,11 +54,6 @@ class Run:
         with ocp.training.Checkpointer(self.path / "steps") as stock:
             return values(stock)
 
-    def went_back(self):
-        """From which step to which."""
-        found = self.recorded.named("went_back")
-        return [(each["step"], each["to_step"]) for each in found]
-
 
 def values(opened):
     return [(each.step, value(opened.load(each.step))) for each in opened.checkpoints]
@@ -126,7 +121,7 @@ def test_a_run_that_begins_anew_or_looks_at_an_older_step_abandons_nothing(run):
         for refused in (opened.should_save, functools.partial(run.save, opened)):
             with pytest.raises(errors.CheckpointError, match=behind):
                 refused(0)
-    assert run.went_back() == []
+    assert run.recorded.named("went_back") == []
     assert run.steps() == old(1, 2, 3, 4)
 
 
@@ -181,7 +176,8 @@ def test_going_back_abandons_newer_steps_at_once_and_they_are_saved_again(run):
             with pytest.raises(ocp.training.errors.StepAlreadyExistsError):
                 run.save(opened, 1, force=force)
         run.save(opened, 1, line=3, overwrite=True)
-    assert run.went_back() == [(4, 2), (3, 1)]
+    went_back = run.recorded.named("went_back")
+    assert [(each["step"], each["to_step"]) for each in went_back] == [(4, 2), (3, 1)]
     assert run.steps() == [(1, 301)]
 
 

@@ -66,11 +66,11 @@ def read(client, url):
     return bytes(into)
 
 
-def problem(client, url):
-    """Why nothing can be read there; empty if it can."""
+def problem(client, url, act=read):
+    """Why nothing can be read there, or put; empty if it can."""
     try:
-        read(client, url)
-    except source.ReadError as error:
+        act(client, url)
+    except (source.ReadError, source.RepairError) as error:
         return str(error)
     return ""
 
@@ -207,11 +207,12 @@ def test_a_wrong_answer_is_a_read_error(client):
 
 
 def test_a_peer_that_is_silent_or_gone_costs_its_time_once_and_is_then_left_alone():
-    with ScriptedPeer(b"") as silent, client_of(timeout_secs=0.5) as hasty:
-        assert "timed out" in problem(hasty, silent.url)
-        for _ in range(3):
-            assert "is left alone for" in problem(hasty, silent.url)
-        assert len(silent.connections) == 1
+    for act in (read, lambda client, url: client.endpoint(url).put(PART, SAVED)):
+        with ScriptedPeer(b"") as silent, client_of(timeout_secs=0.5) as hasty:
+            assert "timed out" in problem(hasty, silent.url, act)
+            for again in (read, act, read):
+                assert "is left alone for" in problem(hasty, silent.url, again)
+            assert len(silent.connections) == 1
     with client_of() as other:
         for why in ("refused", "is left alone for"):
             assert why in problem(other, silent.url)

@@ -218,6 +218,8 @@ class Endpoint:
     def put(self, path: str, content: bytes) -> None:
         """Sends what the agent is to take at `path`; tried once.
 
+        An agent that is silent is left alone then, as by `read`.
+
         Raises:
           RepairError: if it does not take it.
         """
@@ -228,6 +230,9 @@ class Endpoint:
                     reason = response.read(_MOST_REASON_BYTES)
                     raise source.RepairError(reason.decode(errors="replace"))
         except (source.ReadError, *_FAILURES) as error:
+            # A connection that was kept may have been closed meanwhile.
+            if isinstance(error, TimeoutError):
+                self._skip(error)
             raise source.RepairError(
                 f"was not repaired: {self.url} does not take it ({_why(error)})"
             ) from None
@@ -245,12 +250,15 @@ class Endpoint:
                     waits = iter(RETRY_SECS)
                 wait = next(waits, None) if isinstance(error, _BROKEN) else None
                 if wait is None:
-                    self._reason, limit = _why(error), self._client.timeout_secs
-                    self.skipped_until = time.monotonic() + _SKIPPED_LIMITS * limit
+                    self._skip(error)
                     raise source.ReadError(
                         f"cannot be read: {self.url} fails ({self._reason})"
                     ) from None
                 time.sleep(wait)
+
+    def _skip(self, error: Exception) -> None:
+        self._reason, limit = _why(error), self._client.timeout_secs
+        self.skipped_until = time.monotonic() + _SKIPPED_LIMITS * limit
 
     @contextlib.contextmanager
     def _request(
