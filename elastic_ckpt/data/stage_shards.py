@@ -1,10 +1,9 @@
 """The pipeline of a shard in a run of stages, each of which has a pipeline of its own.
 
-A shard goes on in another stage from the cursor that it has. If the steps after the
-mixture are the same in both, the cursor is the state of either pipeline, as it is when
-weights or datasets change at a resume. If they are not, as with another length of rows,
-the documents that the old rows hold come first in the new ones. Each is thus trained on
-once, on any number of hosts.
+A shard goes on in another stage from the cursor that it has: the documents that the
+rows of the old stage hold come first in those of the new one. Each is thus trained on
+once, on any number of hosts. Pipelines without `lm.Rows` have the same steps in all
+stages, so that the cursor is the state of each.
 
 The cursor of a stage after the first is `{"stage": n, "of": state}`. A document that
 came over has the place `{"held": {"stage": m, "cursor": cursor in stage m}, "taken":
@@ -57,42 +56,35 @@ class StagedShards:
         make_shards = tuple(functools.partial(made, each) for each in self.make_shards)
         return dataclasses.replace(self, make_shards=make_shards)
 
-    def changes_rows(self, stage: int, other: int) -> bool:
-        """Whether rows differ between two stages.
 
-        Raises:
-          ConfigError: if they do, and the documents cannot be handed over.
-        """
-        pair = min(stage, other), max(stage, other)
-        if pair not in self._changes:
-            self._changes[pair] = self._compared(*pair)
-        return self._changes[pair]
+def check_steps(one: grain.IterDataset, other: grain.IterDataset, where: str) -> None:
+    """Checks that a shard can go on from the pipeline of a stage in that of another.
 
-    @functools.cached_property
-    def _changes(self) -> dict[tuple[int, int], bool]:
-        return {}
+    Args:
+      one: the pipeline of a shard in a stage.
+      other: in another.
+      where: what they are, for errors.
 
-    def _compared(self, stage: int, other: int) -> bool:
-        chains = [shard_steps.chain(self.make_shards[n](0))[1:] for n in (stage, other)]
-        if _same(*chains):
-            return False
-        before = []
-        for number, steps in zip((stage, other), chains, strict=True):
-            first = _first_rows(steps)
-            if first is None or not all(map(_is_of_rows, steps[first + 1 :])):
-                raise errors.ConfigError(
-                    f"stages {stage} and {other} have other steps after the mixture,"
-                    f" and stage {number} makes its rows by others than ec.data.lm.Rows"
-                    " and functions of single rows after it; give all stages the same"
-                    " steps, or make rows so"
-                )
-            before.append(steps[:first])
-        if not _same(*before):
+    Raises:
+      ConfigError: if what one holds cannot be handed over to the other.
+    """
+    before, have_rows = [], []
+    for made in (one, other):
+        steps = shard_steps.chain(made)
+        first = _first_rows(steps)
+        before.append(steps[1:first])
+        have_rows.append(first is not None)
+        after = [] if first is None else steps[first + 1 :]
+        if not all(map(_is_of_rows, after)):
             raise errors.ConfigError(
-                f"stages {stage} and {other} have other steps before ec.data.lm.Rows;"
-                " give them the same"
+                f"{where} have steps after ec.data.lm.Rows that may hold rows; use"
+                " functions of single rows alone"
             )
-        return True
+    if have_rows[0] != have_rows[1] or not _same(*before):
+        raise errors.ConfigError(
+            f"{where} have other steps before their rows, or make them by others than"
+            " ec.data.lm.Rows; give all stages the same steps, or make rows so"
+        )
 
 
 def _first_rows(steps: list[Any]) -> int | None:
@@ -140,6 +132,8 @@ class _StagedRowsIterator(grain.DatasetIterator):
     def __init__(self, dataset: _StagedRows, made: grain.DatasetIterator) -> None:
         super().__init__(made)
         self._staged, self._made = dataset.staged, made
+        steps = shard_steps.chain(shard_steps.parents(dataset)[0])
+        self._has_rows = _first_rows(steps) is not None
         if isinstance(made, rows.RowsIterator):
             self.mark = lambda: _marked(self._staged.stage, made.mark())
             self.unmade, self.made = made.unmade, made.made
@@ -158,7 +152,7 @@ class _StagedRowsIterator(grain.DatasetIterator):
                 f"a logical shard is in stage {stage} of a run, and the data has"
                 f" {len(staged.make_shards)} stages; declare the stages that have begun"
             )
-        if stage != staged.stage and staged.changes_rows(stage, staged.stage):
+        if stage != staged.stage and self._has_rows:
             held = {_STAGE: stage, _CURSOR: of_stage}
             of_stage = rows.begin_from({cursors.HELD: held, _TAKEN: 0})
         self._made.set_state(of_stage)

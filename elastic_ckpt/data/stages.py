@@ -186,10 +186,10 @@ def staged(stages: Sequence[Stage]) -> StagedData:
     for number in range(1, len(stages)):
         for earlier in range(number):
             _check_source(stages[earlier], stages[number])
-    make_shards = tuple(stage.data.make_shard for stage in data.stages)
-    shards = stage_shards.StagedShards(make_shards=make_shards, stage=0)
+    made = [stage.data.make_shard(0) for stage in stages]
     for number in range(1, len(stages)):
-        shards.changes_rows(number - 1, number)
+        where = f"staged: stages {number - 1} and {number}"
+        stage_shards.check_steps(made[number - 1], made[number], where)
         _check_settings(data.stages, number)
     return data
 

@@ -361,7 +361,9 @@ def test_users_pipelines_have_stages_where_rows_can_be_taken_apart(files):
     )
     expected = batches_of(data, [(step, 1, 6) for step in range(5)])
     assert batches_of(data, [(step, 3, 6) for step in range(5)]) == expected
-    with pytest.raises(errors.ConfigError, match=r"rows by others than ec\.data\.lm"):
+    with pytest.raises(
+        errors.ConfigError, match=r"steps after ec.* that may hold rows"
+    ):
         ec.data.staged(
             [
                 ec.data.Stage(
