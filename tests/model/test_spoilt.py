@@ -259,3 +259,15 @@ def test_without_damage_every_reader_finds_the_newer_step(saved):
         saved.put_back()
     saved.followed()
     assert not saved.verified()
+
+
+def test_a_commit_file_of_which_any_bit_is_another_names_one_save_or_none(tmp_path):
+    content = persistent_root.commit_text(tmp_path, "run", "save")
+    found = set()
+    for number in range(8 * len(content)):
+        altered = bytearray(content)
+        altered[number // 8] ^= 1 << number % 8
+        (tmp_path / persistent_root.COMMIT_FILE).write_bytes(altered)
+        found.add(persistent_root.committed(tmp_path))
+    assert {("", ""), ("run", "save")} < found
+    assert all(run and save for run, save in found - {("", "")})

@@ -266,8 +266,8 @@ def commit_text(final: epath.Path, run: str, save: str) -> bytes:
 
 def committed(directory: epath.Path) -> tuple[str, str]:
     """The run and the save of a committed step of ours; empty if it is none."""
-    # A file that is cut short names no save.
-    with contextlib.suppress(FileNotFoundError, ValueError):
+    # A file that is cut short, or altered, names no save.
+    with contextlib.suppress(FileNotFoundError, LookupError, ValueError):
         found = _COMMITTED.search((directory / COMMIT_FILE).read_bytes())
         fields = json.loads(found[1]) if found else {}
         if fields.get("version") == _VERSION:
