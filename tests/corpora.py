@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from array_record.python import array_record_module
 
-from elastic_ckpt.data.sources import files, record_format, source
+from elastic_ckpt.data.sources import decoded, files, record_format, source
 from tests import tfrecord_files
 
 _COLUMNS = pa.schema([("text", pa.string()), ("tokens", pa.list_(pa.int64()))])
@@ -103,14 +103,14 @@ def upload(file: str, directory: str) -> str:
 class Numbers:
     """A source in memory: the numbers from 0 on, in files with blocks of so many.
 
-    The numbers in `corrupt` are damaged. If `lost` is set, they are whole blocks, and
-    the rest of the file after them is lost too. If `whole` is set, blocks are not cut.
+    The numbers in `corrupt` are damaged; if `lost` is set, the rest of their block is
+    lost too. If `chained` is set, the blocks of a file are a chain.
     """
 
     blocks: tuple[tuple[int, ...], ...]
     corrupt: frozenset[int] = frozenset()
     lost: bool = False
-    whole: bool = False
+    chained: bool = False
 
     @property
     def files(self):
@@ -126,18 +126,32 @@ class Numbers:
                 num_bytes=8 * sum(counts), digest="0" * 16, version=""
             ),
             block_records=np.array(counts, np.int64),
-            is_whole=self.whole,
+            is_chained=np.arange(len(counts)) > 0 if self.chained else None,
         )
 
-    def read(self, unit, skip):
-        before = self.blocks[: unit.file]
-        first = sum(map(sum, before)) + sum(self.blocks[unit.file][: unit.block])
-        for offset in range(skip, unit.num_records):
-            number = first + unit.first + offset
-            if number in self.corrupt:
-                left = unit.num_records - offset if self.lost else 1
-                yield source.corrupt(str(number), "spoilt", num_records=left)
-                if self.lost:
-                    return
-            else:
-                yield {"number": number}
+    @property
+    def key(self):
+        return repr(self)
+
+    def decode(self, file, block):
+        if not self.chained:
+            return self._block(file, block)
+        chain = (self._block(file, n) for n in range(len(self.blocks[file])))
+        return decoded.in_turn(self, file, block, lambda: chain)
+
+    def _block(self, file, block):
+        first = sum(map(sum, self.blocks[:file])) + sum(self.blocks[file][:block])
+        numbers = range(first, first + self.blocks[file][block])
+        if self.lost:
+            damaged = [*self.corrupt.intersection(numbers), numbers.stop]
+            numbers = range(first, min(damaged))
+        place = str(numbers.stop)
+        return source.RawBlock(
+            numbers, self._element, num_bytes=8, lost=(place, "spoilt")
+        )
+
+    def _element(self, number, row):
+        del row
+        if number in self.corrupt:
+            raise source.corrupt(str(number), "spoilt")
+        return {"number": number}

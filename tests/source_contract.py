@@ -13,8 +13,8 @@ import pytest
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import records
+from elastic_ckpt.data.sources import decoded, source
 from elastic_ckpt.data.sources import files as data_files
-from elastic_ckpt.data.sources import kept_blocks, source
 from tests import corpora
 
 BLOCK = 8
@@ -297,7 +297,7 @@ class SourceContract:
         self, dataset, files, monkeypatch
     ):
         # Blocks that are kept decoded would be read for ever.
-        monkeypatch.setattr(kept_blocks, "BUDGET_BYTES", 0)
+        monkeypatch.setattr(decoded, "BUDGET_BYTES", 0)
         elements = iter(read(dataset, 0, 1, skip_corrupt=True))
         next(elements)
         os.unlink(files[2])
@@ -307,7 +307,7 @@ class SourceContract:
         assert "skipped" not in elements.get_state()
 
     def test_a_file_that_comes_back_is_read_on(self, dataset, files, monkeypatch):
-        monkeypatch.setattr(kept_blocks, "BUDGET_BYTES", 0)
+        monkeypatch.setattr(decoded, "BUDGET_BYTES", 0)
         monkeypatch.setattr(records, "_ELEMENTS", 1)
         elements = iter(read(dataset, 0, 1, num_epochs=1))
         delivered = [next(elements)]

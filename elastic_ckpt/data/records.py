@@ -1,4 +1,4 @@
-"""The records of one logical shard, read unit by unit and epoch by epoch."""
+"""The records of one logical shard, epoch by epoch."""
 
 from __future__ import annotations
 
@@ -7,23 +7,15 @@ import dataclasses
 import functools
 import itertools
 import threading
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-import grain
 import numpy as np
 from absl import logging
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import cursors, shard_steps, units
-from elastic_ckpt.data.sources import files, kept_blocks, source
+from elastic_ckpt.data import cursors, order, shard_steps
+from elastic_ckpt.data.sources import decoded, files, source
 
 # The field of an element with the number of its record in the list of all epochs.
 RECORD = "record"
@@ -33,8 +25,9 @@ RECORD = "record"
 DEALING = "dealing"
 SHARES, JOINT_SHARES = "shares", "joint shares"
 
-# The field of a cursor with the number of corrupt records that were skipped.
-_SKIPPED = "skipped"
+# The fields of a state: the epoch, the records of the shard's share that were read in
+# it, with corrupt ones, and the corrupt ones of all epochs.
+_EPOCH, _TAKEN, _SKIPPED = "epoch", "taken", "skipped"
 
 # The records that are converted to elements together.
 _ELEMENTS = 64
@@ -69,10 +62,6 @@ class ReadOptions:
             )
 
 
-# What a unit of a source has after some of its records.
-_Read = Callable[[units.Unit, int], Iterator[Any]]
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
     """A record that is read in some epoch.
@@ -96,21 +85,18 @@ class Turn:
       number: that of the field `record`.
       epoch: the epoch, from 0.
       shard: the shard that reads it.
-      turn: the epoch; or the number of units that the shard reads before that of the
-        record, if units are dealt.
-      skip: the number of records of the shard's before it in the epoch, or the unit.
+      taken: the number of records that the shard reads before it in the epoch.
     """
 
     number: int
     epoch: int
     shard: int
-    turn: int
-    skip: int
+    taken: int
 
     @property
     def at(self) -> tuple[int, int]:
-        """`turn` and `skip`, which are ordered as the shard reads."""
-        return self.turn, self.skip
+        """The epoch and `taken`, which are ordered as the shard reads."""
+        return self.epoch, self.taken
 
 
 class Records(shard_steps.Step[source.Element]):
@@ -120,7 +106,7 @@ class Records(shard_steps.Step[source.Element]):
     epoch.
 
     Args:
-      source: the files: `Parquet`, `ArrayRecord` or `TFRecord`.
+      source: the files, such as `Parquet`.
       shard: the number of the shard, from 0.
       num_shards: S, the number of shards of the run.
       read_options: the order, and the number of epochs.
@@ -144,33 +130,17 @@ class Records(shard_steps.Step[source.Element]):
         self._shard = self.shard = shard
         self._num_shards = self.num_shards = num_shards
         self._reading = read_options or ReadOptions()
-        # Of the shares of its shards; see `units.share`.
+        # Of the shares of its shards; see `order.share`.
         self.lead = 0
         # What replaces the number of each record in its field `record`.
         self._tag: Callable[[int], int] | None = None
 
-    def __iter__(self) -> grain.DatasetIterator[source.Element]:
+    def __iter__(self) -> RecordsIterator:
         return RecordsIterator(self)
-
-    def batches(self, *, tokens: str = "") -> RecordBatches | None:
-        """The records in batches of columns; None if the source has only records.
-
-        Args:
-          tokens: the column of tokens if nothing else is needed.
-        """
-        if not isinstance(self._source, kept_blocks.ColumnFiles):
-            return None
-        return RecordBatches(self, tokens=tokens)
 
     def epoch_records(self) -> int:
         """The number of records in an epoch, over all shards."""
         return source.num_records(self._source)
-
-    @functools.cached_property
-    def _first_records(self) -> np.ndarray:
-        # The number of the first record of each file, over all files.
-        counts = np.array([i.num_records for i in source.indexes(self._source)])
-        return np.cumsum(counts) - counts
 
     def __str__(self) -> str:
         return f"Records(shard={self.shard} of {self.num_shards})"
@@ -187,7 +157,7 @@ class Records(shard_steps.Step[source.Element]):
 
 
 def tag(records: Records, tag: Callable[[int], int]) -> None:
-    """Calls `tag` for each record that is read one by one; see `provenance`.
+    """Calls `tag` for each record that is read; see `provenance`.
 
     Args:
       records: of a shard, not iterated over before.
@@ -209,7 +179,7 @@ def num_bytes(records: Records) -> int:
 def origin(records: Records, number: int) -> Origin:
     """The record that has `number` in its field `record`."""
     epoch, record = divmod(number, records.epoch_records())
-    firsts = records._first_records
+    firsts = decoded.blocks(records._source).first_records
     # Of the files that begin there, all but the last are empty.
     file = int(np.searchsorted(firsts, record, side="right")) - 1
     return Origin(
@@ -234,626 +204,169 @@ def turns(records: Records, file: int, record: int) -> Iterator[Turn]:
             f"{files_of(records)[file]} has no record {record}: its {of_file:,} records"
             f" are numbered from 0 to {of_file - 1}"
         )
-    record += int(records._first_records[file])
-    dealt = _dealt(records)
+    record += int(decoded.blocks(records._source).first_records[file])
+    of_all = _order_of(records)
     num_epochs = records._reading.num_epochs
     for epoch in itertools.count() if num_epochs is None else range(num_epochs):
-        shard, turn, skip = dealt.turn_of(record, epoch)
-        yield Turn(
-            number=epoch * dealt.units.total_records + record,
-            epoch=epoch,
-            shard=shard,
-            turn=turn,
-            skip=skip,
-        )
-
-
-def epoch_at(records: Records, turn: int, *, shard: int) -> int:
-    """The epoch of what a shard reads at `turn`."""
-    return _dealt(records).epoch(shard, turn)
+        shard, taken = of_all.find(record, epoch)
+        number = epoch * of_all.num_records + record
+        yield Turn(number=number, epoch=epoch, shard=shard, taken=taken)
 
 
 def place_in(state: Any) -> tuple[int, int] | None:
     """How far a state of `Records` has read, as `Turn.at`; None if it is another's."""
-    if not isinstance(state, dict) or not isinstance(state.get(_TAKEN), int):
+    if not isinstance(state, dict) or not {_EPOCH, _TAKEN} <= state.keys():
         return None
-    if _EPOCH in state:
-        return state[_EPOCH], state[_TAKEN]
-    return (state[_TURN], state[_TAKEN]) if _TURN in state else None
+    return state[_EPOCH], state[_TAKEN]
 
 
-def _reader(
-    records: Records,
-    read: _Read,
-    state: Mapping[str, Any] | None = None,
-    *,
-    tokens: str = "",
-) -> _InTurn | _InShare:
-    dealt = _dealt(records)
-    at = Place() if state is None else Place.of(state, dealt.key)
-    if isinstance(dealt, _Shares) and dealt.is_grouped:
-        return _InShare(records, at, tokens=tokens)
-    return _InTurn(records, read, dealt, at)
+@functools.cache
+def _order(
+    of: source.Source, num_shards: int, seed: int | None, lead: int
+) -> order.Order:
+    blocks = decoded.blocks(of)
+    return order.Order(
+        blocks.sizes,
+        blocks.is_chained,
+        num_bytes=blocks.num_bytes,
+        num_shards=num_shards,
+        seed=seed,
+        lead=lead,
+    )
 
 
-class _InShare:
-    """Reads the records of a shard from small blocks.
-
-    Args:
-      records: of the shard.
-      at: how far they have been read.
-      tokens: the column of tokens if nothing else is needed.
-    """
-
-    def __init__(self, records: Records, at: Place, *, tokens: str) -> None:
-        self._blocks = SmallBlocks(
-            records._source,
-            records._num_shards,
-            records._reading,
-            tokens=tokens,
-            lead=records.lead,
-        )
-        self._shard, self._at = records._shard, at
-
-    def next(self, at_most: int) -> kept_blocks.Picked:
-        """What is read next; the caller counts it by `took`."""
-        try:
-            read, self._at = self._blocks.next(self._shard, self._at, at_most)
-        except StopIteration as end:
-            # There may have been corrupt records before it.
-            self._at = end.value
-            raise
-        return read
-
-    def took(self, num_records: int, columns: Collection[str]) -> None:
-        """Counts records that were read."""
-        del columns
-        self._at = self._at.after(num_records)
-
-    def record(self) -> int:
-        """The number of the record to be counted next in the list of all epochs."""
-        return int(self._blocks.numbers(self._shard, self._at, 1)[0])
-
-    def get_state(self) -> dict[str, Any]:
-        """The state after the records that were counted."""
-        return self._at.state()
+files.register_cache(_order.cache_clear)
 
 
-class _InTurn:
-    """Reads the records of a shard unit by unit.
-
-    Args:
-      records: of the shard.
-      read: of their source: what a unit has after some of its records.
-      dealt: which units the shard reads.
-      at: how far it has read.
-    """
-
-    def __init__(
-        self, records: Records, read: _Read, dealt: _Units | _Shares, at: Place
-    ) -> None:
-        self._source, self._reading = records._source, records._reading
-        self._shard = records._shard
-        self._read, self._dealt = read, dealt
-        # The unit that is read, how many of its records were, and what is left of it.
-        self._unit: units.Unit | None = None
-        self._in_unit = 0
-        # The place of its first record, and the number in the list of all epochs.
-        self._begin, self._first = at, 0
-        self._open: Iterator[Any] | None = None
-        # The number of records after which the next unit is requested.
-        self._ahead_at = 0
-
-    def next(self, at_most: int) -> Any:
-        """See `_InShare`."""
-        del at_most
-        while True:
-            read = self._next()
-            if not isinstance(read, source.CorruptError):
-                return read
-            if not self._reading.skip_corrupt:
-                self._open = None
-            _note_corrupt(read, skips=self._reading.skip_corrupt)
-            self._count(read.num_records)
-            self._in_unit += read.num_records
-            self._begin = self._begin.after(0, read.num_records)
-
-    def took(self, num_records: int, columns: Collection[str]) -> None:
-        """See `_InShare`."""
-        _check_names(self._source, columns)
-        self._count(num_records)
-        before = self._in_unit
-        self._in_unit += num_records
-        unit = self._unit
-        if unit is not None and before < self._ahead_at <= self._in_unit:
-            with contextlib.suppress(StopIteration):
-                source.read_ahead(self._source, self._unit_at(self._after(unit))[-1])
-
-    def record(self) -> int:
-        """See `_InShare`."""
-        return self._first + self._in_unit
-
-    def get_state(self) -> dict[str, Any]:
-        """See `_InShare`."""
-        return self._begin.after(self._in_unit).state(self._dealt.key)
-
-    def _count(self, num_records: int) -> None:
-        _SINCE_ROW.count(num_records, self._dealt.units.total_records, self._source)
-
-    def _next(self) -> Any:
-        while True:
-            unit = self._unit
-            if unit is not None:
-                # At its end, formats check what is behind it.
-                read = self._next_of_unit(unit)
-                if read is not None:
-                    return read
-                self._begin, self._in_unit = self._after(unit), 0
-            self._unit = self._open = None
-            at, self._in_unit, unit = self._unit_at(self._begin.after(self._in_unit))
-            self._begin = at.after(-self._in_unit)
-            epoch = self._dealt.epoch(self._shard, at.epoch)
-            self._first = epoch * self._dealt.units.total_records + unit.record
-            self._ahead_at = unit.num_records // 2
-            source.read_ahead(self._source, unit)
-            self._unit = unit
-
-    def _next_of_unit(self, unit: units.Unit) -> Any:
-        # The next records of a unit; None if there is none.
-        if self._open is None:
-            self._open = self._read(unit, self._in_unit)
-        try:
-            return next(self._open, None)
-        except BaseException:
-            # A generator ends when it raises; the unit is opened again.
-            self._open = None
-            raise
-
-    def _after(self, unit: units.Unit) -> Place:
-        at = self._begin.after(self._in_unit)
-        return self._dealt.after(at, unit.num_records - self._in_unit)
-
-    def _unit_at(self, at: Place) -> tuple[Place, int, units.Unit]:
-        # The unit at a place, or the first after it, and how much of it was taken.
-        epochs = self._reading.num_epochs
-        while True:
-            if (
-                epochs is not None
-                and self._dealt.epoch(self._shard, at.epoch) >= epochs
-            ):
-                raise StopIteration
-            found = self._dealt.unit(self._shard, at)
-            if found is not None:
-                return at, *found
-            at = at.next_epoch()
+def _order_of(records: Records) -> order.Order:
+    seed = records._reading.shuffle_seed
+    return _order(records._source, records._num_shards, seed, records.lead)
 
 
-# The fields of a state: the unit by its turn, or the epoch, and the records that were
-# taken from it.
-_TURN, _EPOCH, _TAKEN = "turn", "epoch", "taken"
-
-
-class _Units:
-    """Units of compressed files are dealt to shards; see `units.dealt`.
-
-    In a place, the number of the unit's turn stands for the epoch.
-
-    Args:
-      of: the source.
-      num_shards: S.
-      seed: of the order; None if it is that of the files.
-    """
-
-    key = _TURN
-
-    def __init__(self, of: source.Source, num_shards: int, seed: int | None) -> None:
-        self._num_shards, self._seed = num_shards, seed
-        self.units = source.cut(of, num_shards)
-
-    def epoch(self, shard: int, turn: int) -> int:
-        """The epoch of what a shard reads at a turn."""
-        return self._place(shard, turn)[0]
-
-    def unit(self, shard: int, at: Place) -> tuple[int, units.Unit]:
-        """How many records a shard has taken of the unit at a place, and the unit."""
-        epoch, place = self._place(shard, at.epoch)
-        return at.taken, self.units[int(self._order(epoch, np.array([place]))[0])]
-
-    def after(self, at: Place, num_left: int) -> Place:
-        """The place after the rest of a unit."""
-        del num_left
-        return at.next_epoch()
-
-    def turn_of(self, record: int, epoch: int) -> tuple[int, int, int]:
-        """The shard, turn, and the records before it in its unit, of a record."""
-        cut = self.units
-        unit = int(np.searchsorted(cut.record, record, side="right")) - 1
-        order = self._order(epoch, np.arange(len(cut)))
-        place = int(np.flatnonzero(order == unit)[0])
-        turn, shard = divmod(epoch * len(cut) + place, self._num_shards)
-        return shard, turn, record - int(cut.record[unit])
-
-    def _order(self, epoch: int, places: np.ndarray) -> np.ndarray:
-        # The numbers of the units at places of an epoch.
-        if self._seed is None:
-            return places
-        key = (self._seed, epoch)
-        return units.permuted(places, length=len(self.units), key=key)
-
-    def _place(self, shard: int, turn: int) -> tuple[int, int]:
-        return units.dealt(
-            turn, shard=shard, num_shards=self._num_shards, num_units=len(self.units)
-        )
-
-
-# The epochs whose order is kept: shards are not all in the same one.
-_MOST_ORDERS = 3
-
-
-class _Shares:
-    """Each shard has a share of the records of each epoch; see `units.share`.
-
-    Args:
-      of: the source.
-      num_shards: S.
-      seed: of the order; None if it is that of the files.
-    """
-
-    key = _EPOCH
-
-    def __init__(
-        self, of: source.Source, num_shards: int, seed: int | None, lead: int = 0
-    ) -> None:
-        self._seed = seed
-        whole = source.whole_blocks(of)
-        # Whether shards read the same blocks together.
-        self.is_grouped = isinstance(of, kept_blocks.BlockFiles) and units.are_small(
-            whole
-        )
-        self.units = whole if self.is_grouped else source.cut(of, num_shards)
-        self._sizes = {
-            "num_shards": num_shards,
-            "num_records": self.units.total_records,
-            "group": min(num_shards, units.GROUP_SHARDS) if self.is_grouped else 1,
-            "lead": lead,
-        }
-        # The orders of the last epochs.
-        self._orders: dict[int, units.Order] = {}
-
-    def epoch(self, shard: int, epoch: int) -> int:
-        """The epoch of what a shard reads in an epoch."""
-        del shard
-        return epoch
-
-    def unit(self, shard: int, at: Place) -> tuple[int, units.Unit] | None:
-        """How many records a shard has taken of the part of a unit that is next.
-
-        Also returns the part; None at the end of an epoch.
-        """
-        share = units.share(shard, epoch=at.epoch, **self._sizes)
-        if at.taken == len(share):
-            return None
-        number, begin, end = self._order(at.epoch).at(share[at.taken])
-        unit = self.units[number]
-        # Of the unit, the part that is in the share.
-        first, stop = max(begin, share[0]), min(end, share[-1] + 1)
-        part = dataclasses.replace(
-            unit,
-            first=unit.first + first - begin,
-            num_records=stop - first,
-            record=unit.record + first - begin,
-        )
-        return share[at.taken] - first, part
-
-    def after(self, at: Place, num_left: int) -> Place:
-        """The place after the rest of a unit."""
-        return at.after(num_left)
-
-    def picked(
-        self, shard: int, at: Place, at_most: int
-    ) -> list[tuple[units.Unit, np.ndarray]]:
-        """The records of small blocks that a shard reads next in an epoch."""
-        share = units.share(shard, epoch=at.epoch, **self._sizes)
-        places = share[at.taken : at.taken + at_most]
-        picked = self._order(at.epoch).picked(places)
-        return [(self._blocks[number], rows) for number, rows in picked]
-
-    def turn_of(self, record: int, epoch: int) -> tuple[int, int, int]:
-        """The shard, epoch, and the records of the shard before it, of a record."""
-        cut = self.units
-        order = self._order(epoch)
-        unit = int(np.searchsorted(cut.record, record, side="right")) - 1
-        index = int(np.flatnonzero(order.number == unit)[0])
-        row = record - int(cut.record[unit])
-        begin = order.start[index]
-        row = int(np.flatnonzero(order.rows(index) == row)[0])
-        shard, taken = units.reader(begin + row, epoch=epoch, **self._sizes)
-        return shard, epoch, taken
-
-    @functools.cached_property
-    def _blocks(self) -> list[units.Unit]:
-        return [self.units[number] for number in range(len(self.units))]
-
-    def _order(self, epoch: int) -> units.Order:
-        order = self._orders.get(epoch)
-        if order is None:
-            key = None if self._seed is None else (self._seed, epoch)
-            order = units.Order.of(self.units, key, with_rows=self.is_grouped)
-            self._orders[epoch] = order
-            # Several threads may come here.
-            for old in list(self._orders)[:-_MOST_ORDERS]:
-                self._orders.pop(old, None)
-        return order
-
-
-_shares = functools.cache(_Shares)
-files.register_cache(_shares.cache_clear)
-
-
-def _dealt(records: Records) -> _Units | _Shares:
-    source_of, seed = records._source, records._reading.shuffle_seed
-    if source.has_whole_blocks(source_of):
-        return _Units(source_of, records._num_shards, seed)
-    return _shares(source_of, records._num_shards, seed, records.lead)
-
-
-class Place(NamedTuple):
-    """How far a shard has read its records.
-
-    Attributes:
-      epoch: the current one.
-      taken: the records of its share that it has read, with corrupt ones.
-      skipped: the corrupt ones of all epochs.
-    """
-
+class _Place(NamedTuple):
+    # How far a shard has read; see the fields of a state.
     epoch: int = 0
     taken: int = 0
     skipped: int = 0
 
-    def after(self, num_records: int, num_skipped: int = 0) -> Place:
-        """The place after some records of the same epoch, of which some are corrupt."""
-        return Place(self.epoch, self.taken + num_records, self.skipped + num_skipped)
-
-    def next_epoch(self) -> Place:
-        """The place at the begin of the next epoch."""
-        return Place(self.epoch + 1, 0, self.skipped)
-
-    def state(self, key: str = _EPOCH) -> dict[str, Any]:
-        """The state of `Records` at this place."""
-        state = {key: self.epoch, _TAKEN: self.taken}
-        return state | {_SKIPPED: self.skipped} if self.skipped else state
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any], key: str = _EPOCH) -> Place:
-        """The place of a state."""
-        return cls(state[key], state[_TAKEN], state.get(_SKIPPED, 0))
+    def after(self, num_records: int, num_skipped: int = 0) -> _Place:
+        return _Place(self.epoch, self.taken + num_records, self.skipped + num_skipped)
 
 
-class SmallBlocks:
-    """Records of small blocks that shards read together; see `units.are_small`.
-
-    Args:
-      of: their source.
-      num_shards: S.
-      reading: the order, and the number of epochs.
-      tokens: the column of tokens if nothing else is needed.
-      lead: see `units.share`.
-    """
-
-    def __init__(
-        self,
-        of: source.Source,
-        num_shards: int,
-        reading: ReadOptions,
-        *,
-        tokens: str = "",
-        lead: int = 0,
-    ) -> None:
-        self._source = cast(kept_blocks.BlockFiles, of)
-        self._reading, self._tokens = reading, tokens
-        self._shares = _shares(of, num_shards, reading.shuffle_seed, lead)
-        self._total_records = self._shares.units.total_records
-
-    def next(
-        self, shard: int, at: Place, at_most: int
-    ) -> tuple[kept_blocks.Picked, Place]:
-        """The next records, at least one, and the place of the first.
-
-        Raises:
-          StopIteration: after the last epoch; its value is the place of the end.
-        """
-        while True:
-            picked = self._picked(shard, at, at_most)
-            if not picked:
-                at = at.next_epoch()
-                continue
-            self._count(picked)
-            read = kept_blocks.picked(
-                (kept_blocks.kept(self._source, unit, self._tokens), rows)
-                for unit, rows in picked
-            )
-            if not isinstance(read, source.CorruptError):
-                _check_names(self._source, read.names)
-                return read, at
-            _note_corrupt(read, skips=self._reading.skip_corrupt)
-            at = at.after(read.num_records, read.num_records)
-
-    def numbers(self, shard: int, at: Place, num_records: int) -> np.ndarray:
-        """The numbers of the records from a place on in the list of all epochs."""
-        picked = self._shares.picked(shard, at, num_records)
-        numbers = [unit.record + rows.astype(np.int64) for unit, rows in picked]
-        return at.epoch * self._total_records + np.concatenate(numbers)
-
-    def _picked(
-        self, shard: int, at: Place, at_most: int
-    ) -> list[tuple[units.Unit, np.ndarray]]:
-        num_epochs = self._reading.num_epochs
-        if num_epochs is not None and at.epoch >= num_epochs:
-            raise StopIteration(at)
-        return self._shares.picked(shard, at, at_most)
-
-    def _count(self, picked: Sequence[tuple[units.Unit, np.ndarray]]) -> None:
-        num_records = sum(len(rows) for _, rows in picked)
-        _SINCE_ROW.count(num_records, self._total_records, self._source)
-
-
-def _note_corrupt(read: source.CorruptError, *, skips: bool) -> None:
-    # Raises the error unless corrupt records are skipped.
-    if not skips:
-        raise read
-    logging.warning("%s; skipped %d", read, read.num_records)
-
-
-def _check_names(of: source.Source, columns: Collection[str]) -> None:
-    if RECORD in columns:
-        raise errors.DataError(
-            f"{of.files[0]}: its column {RECORD!r} has the name of a field that Records"
-            " adds; select other columns, or rename it"
-        )
+# What is read of some records of a block, the first of which has a number.
+_Convert = Callable[[source.Block, Sequence[int], int], list[Any]]
 
 
 class RecordsIterator(shard_steps.Elements[source.Element]):
-    """The records of a shard.
+    """Reads the records of a shard.
 
-    The state is how far the shard has read; see `Place`.
+    The state is that after the last record that was taken. An error is raised when its
+    record is due, by each call.
     """
 
     def __init__(self, records: Records) -> None:
         super().__init__()
-        self._records = records
-        self._tag = records._tag
-        self._go_on(None)
+        self._records, self._order = records, _order_of(records)
+        self._blocks = decoded.blocks(records._source)
+        self._at, self._share = _Place(), self._order.share(records._shard, 0)
+        # The elements before this place that were not taken yet, the last one first.
+        self._ahead: list[source.Element] = []
+        self._noted = ""
 
-    def _go_on(self, state: dict[str, Any] | None) -> None:
-        self._reader = _reader(self._records, self._records._source.read, state)
-        self._elements: Iterator[source.Element] = iter(())
-        # Batches of columns, and what is left of the last.
-        self._batches: RecordBatches | None = None
-        self._documents: list[np.ndarray] = []
-        self._places: RecordPlaces | None = None
-        self._taken = 0
+    def __next__(self) -> source.Element:
+        if not self._ahead:
+            self._ahead = self._next(_ELEMENTS, self._elements)[::-1]
+        return self._ahead.pop()
 
     def take(self, num_elements: int) -> list[source.Element]:
         """See `Elements`."""
-        if self._batches is not None:
-            self._go_on(self.get_state())
-        return list(itertools.islice(self._each(), num_elements))
+        return self._take(num_elements, lambda _: [next(self)])
 
-    def _each(self) -> Iterator[source.Element]:
+    def take_tokens(self, column: str, num_elements: int) -> list[np.ndarray]:
+        """The lists of tokens in a column of the next records, as `take`.
+
+        Raises:
+          DataError: if the column is missing, or has other values.
+        """
+        if self._ahead:
+            self.set_state(self.get_state())
+
+        def tokens(
+            block: source.Block, rows: Sequence[int], first: int
+        ) -> list[np.ndarray]:
+            del first
+            return block.tokens(column, rows)
+
+        return self._take(num_elements, lambda left: self._next(left, tokens))
+
+    def _take(self, n: int, read: Callable[[int], list[Any]]) -> list[Any]:
+        taken: list[Any] = []
+        try:
+            while len(taken) < n:
+                taken += read(n - len(taken))
+        except StopIteration:
+            pass
+        except errors.DataError:
+            if not taken:
+                raise
+        return taken
+
+    def get_state(self) -> dict[str, Any]:
+        """See `grain.DatasetIterator`."""
+        at = self._at.after(-len(self._ahead))
+        state = {_EPOCH: at.epoch, _TAKEN: at.taken}
+        return state | {_SKIPPED: at.skipped} if at.skipped else state
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """See `grain.DatasetIterator`."""
+        self._ahead = []
+        self._at = _Place(state[_EPOCH], state[_TAKEN], state.get(_SKIPPED, 0))
+        self._share = self._order.share(self._records._shard, self._at.epoch)
+
+    def _next(self, at_most: int, convert: _Convert) -> list[Any]:
+        # What some of the next records are converted to, of one block.
+        reading = self._records._reading
         while True:
-            element = next(self._elements, None)
-            if element is None:
-                try:
-                    read = self._reader.next(_ELEMENTS)
-                except StopIteration:
-                    return
-                if isinstance(read, kept_blocks.Picked):
-                    self._elements = read.elements()
-                    read = next(self._elements)
-                element = read
-            record = self._reader.record()
-            self._reader.took(1, element)
-            element[RECORD] = self._tag(record) if self._tag else record
-            yield element
+            epoch, taken, _ = self._at
+            if reading.num_epochs is not None and epoch >= reading.num_epochs:
+                raise StopIteration
+            places = self._share[taken : taken + at_most]
+            if not places:
+                self._at = _Place(epoch + 1, 0, self._at.skipped)
+                self._share = self._order.share(self._records._shard, epoch + 1)
+                continue
+            number, rows, following = self._order.part(epoch, places)
+            first = epoch * self._order.num_records + int(self._order.first[number])
+            try:
+                read = convert(self._blocks.get(number, following), rows, first)
+                after = self._at.after(len(read))
+            except source.CorruptError as error:
+                if not reading.skip_corrupt:
+                    raise
+                if str(error) != self._noted:
+                    self._noted = str(error)
+                    logging.warning("%s; skipped", error)
+                read, after = [], self._at.after(1, 1)
+            _SINCE_ROW.count(
+                after.taken - taken, self._order.num_records, self._records._source
+            )
+            self._at = after
+            if read:
+                return read
 
-    def take_tokens(self, column: str, num_elements: int) -> list[np.ndarray] | None:
-        """As `take`, the lists of tokens of a column, each int32 or uint16 `[tokens]`.
-
-        May return fewer; None if the next records have other values.
-        """
-        found: list[np.ndarray] = []
-        while len(found) < num_elements:
-            if self._places is None:
-                try:
-                    if not self._read(column, num_elements - len(found)):
-                        return found or None
-                except StopIteration:
-                    break
-            stop = self._taken + num_elements - len(found)
-            found += self._documents[self._taken : stop]
-            self._taken = min(stop, len(self._documents))
-            if self._taken == len(self._documents):
-                self._places = None
-        return found
-
-    def _read(self, column: str, at_most: int) -> bool:
-        if self._batches is None:
-            self._batches = self._records.batches(tokens=column)
-            if self._batches is None:
-                return False
-            self._batches.set_state(self._reader.get_state())
-        read, places = self._batches.read(at_most)
-        documents = read.documents(column)
-        if documents is None:
-            self._batches.set_state(places.state(0))
-            return False
-        self._documents, self._places, self._taken = documents, places, 0
-        return True
-
-    def get_state(self) -> dict[str, Any]:
-        """See `grain.DatasetIterator`."""
-        if self._places is not None:
-            return self._places.state(self._taken)
-        return (self._batches or self._reader).get_state()
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """See `grain.DatasetIterator`."""
-        self._go_on(state)
-
-
-class RecordBatches:
-    """The records of a shard, many at a time.
-
-    Args:
-      records: of the shard, of a source that has batches.
-      tokens: the column of tokens if nothing else is needed.
-    """
-
-    def __init__(self, records: Records, *, tokens: str = "") -> None:
-        read = cast(kept_blocks.ColumnFiles, records._source).read_batches
-        self._make = functools.partial(
-            _reader, records, functools.partial(read, tokens=tokens), tokens=tokens
-        )
-        self._reader = self._make()
-
-    def read(self, at_most: int) -> tuple[kept_blocks.Picked, RecordPlaces]:
-        """The next records, and their places.
-
-        Args:
-          at_most: how many are wanted; may be more if they are decoded together.
-        """
-        before = self._reader.get_state()
-        read = self._reader.next(at_most)
-        first = self._reader.get_state()
-        self._reader.took(read.num_rows, read.names)
-        return read, RecordPlaces(before=before, first=first)
-
-    def get_state(self) -> dict[str, Any]:
-        """The state after the last batch."""
-        return self._reader.get_state()
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on from a state of `Records`."""
-        self._reader = self._make(state)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RecordPlaces:
-    """The states before each record of a batch.
-
-    Attributes:
-      before: the state before corrupt records that were skipped before the batch.
-      first: the state before its first record.
-    """
-
-    before: dict[str, Any]
-    first: dict[str, Any]
-
-    def state(self, number: int) -> dict[str, Any]:
-        """The state before record `number`."""
-        if not number:
-            return self.before
-        return self.first | {"taken": self.first["taken"] + number}
+    def _elements(
+        self, block: source.Block, rows: Sequence[int], first: int
+    ) -> list[source.Element]:
+        elements, tag = block.elements(rows), self._records._tag
+        for element, row in zip(elements, rows, strict=False):
+            if RECORD in element:
+                raise errors.DataError(
+                    f"{self._records._source.files[0]}: its column {RECORD!r} has the"
+                    " name of a field that Records adds; select other columns, or"
+                    " rename it"
+                )
+            element[RECORD] = tag(first + row) if tag else first + row
+        return elements
 
 
 def skipped(shard_cursors: Iterable[cursors.Cursor]) -> int:

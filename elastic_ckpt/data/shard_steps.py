@@ -108,7 +108,10 @@ class Elements(grain.DatasetIterator[T]):
 
     @abc.abstractmethod
     def take(self, num_elements: int) -> list[T]:
-        """The next elements, however they are taken; fewer at the end alone."""
+        """The next elements, however they are taken.
+
+        Fewer are returned at the end, and before an error, which the next call raises.
+        """
 
     def __next__(self) -> T:
         for element in self.take(1):

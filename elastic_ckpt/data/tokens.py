@@ -6,6 +6,8 @@ addition, 2 begins a text.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from elastic_ckpt.core import errors
@@ -33,6 +35,39 @@ def narrowed(values: np.ndarray, *, place: str) -> np.ndarray:
             " data again with tokens below the size of the vocabulary"
         )
     return narrow
+
+
+def of_element(element: dict[str, Any], column: str) -> np.ndarray:
+    """The tokens in a column of a record, int32 `[tokens]`; none for a null value.
+
+    Raises:
+      DataError: if the column is missing or has other values.
+    """
+    value = in_column(element, column)
+    if value is None or (isinstance(value, list) and not value):
+        return np.zeros(0, np.int32)
+    numbers = np.asarray(value)
+    if numbers.ndim != 1 or not np.issubdtype(numbers.dtype, np.integer):
+        raise errors.DataError(
+            f"column {column!r} has {numbers.dtype}{list(numbers.shape)}, not a list of"
+            " tokens; give a tokenizer if it is text (tokenize_train_data=true in a"
+            " configuration)"
+        )
+    return narrowed(numbers, place=f"column {column!r}").copy()
+
+
+def in_column(element: dict[str, Any], column: str) -> Any:
+    """The value of a column of a record.
+
+    Raises:
+      DataError: if it is missing.
+    """
+    if column not in element:
+        raise errors.DataError(
+            f"a record has no column {column!r}, only {sorted(element)}; name the"
+            " column (train_data_columns in a configuration)"
+        )
+    return element[column]
 
 
 def encode(text: bytes, length: int) -> np.ndarray:

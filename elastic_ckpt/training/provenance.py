@@ -585,7 +585,7 @@ class _OfHistory:
         self, name: str, part: records.Records, file: int, record: int
     ) -> Iterator[Found]:
         """What became of a record of a dataset in each epoch."""
-        reached = self._reached(name, part)
+        reached = self._reached(name)
         is_first_unused = True
         for turn in records.turns(part, file, record):
             found = self._followed(name, part, turn)
@@ -597,16 +597,14 @@ class _OfHistory:
             if is_unused and turn.epoch > reached + 1:
                 return
 
-    def _reached(self, name: str, part: records.Records) -> int:
+    def _reached(self, name: str) -> int:
         # The last epoch that a shard was in at the newest saved state.
         if not self._saved:
             return -1
         at_end = self._saved[0].cursors(range(self._num_shards))
         return max(
-            records.epoch_at(
-                part, (provenance.read_until(cursor, name) or (0, 0))[0], shard=s
-            )
-            for s, cursor in at_end.items()
+            (provenance.read_until(cursor, name) or (0, 0))[0]
+            for cursor in at_end.values()
         )
 
     def _followed(self, name: str, part: records.Records, turn: records.Turn) -> Found:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from elastic_ckpt.data import units
+from elastic_ckpt.data import order
 from tests import formats
 
 
@@ -17,5 +17,5 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def large_blocks(monkeypatch):
-    """Blocks are read as large ones: each shard reads runs of records of its own."""
-    monkeypatch.setattr(units, "_SMALL_RECORDS", 0)
+    """Data counts as large: each shard reads runs of records of its own."""
+    monkeypatch.setattr(order, "_SMALL_RECORDS", 0)

@@ -45,12 +45,12 @@ FILES = st.one_of(
     blocks=FILES,
     seed=st.sampled_from([None, 0, 2**63]),
     num_shards=st.integers(1, 40),
-    whole=st.booleans(),
+    chained=st.booleans(),
 )
 def test_each_record_is_read_once_an_epoch_and_it_is_known_when(
-    blocks, seed, num_shards, whole
+    blocks, seed, num_shards, chained
 ):
-    dataset = corpora.Numbers(blocks=blocks, whole=whole)
+    dataset = corpora.Numbers(blocks=blocks, chained=chained)
     options = records.ReadOptions(shuffle_seed=seed, num_epochs=2)
     found = {}
     for shard in range(num_shards):
@@ -60,9 +60,9 @@ def test_each_record_is_read_once_an_epoch_and_it_is_known_when(
         elements = iter(of_shard)
         # Afterwards it has read one more.
         for element in elements:
-            turn, taken = records.place_in(elements.get_state())
+            epoch, taken = records.place_in(elements.get_state())
             assert record(element) not in found
-            found[record(element)] = (shard, turn, taken - 1), element["number"]
+            found[record(element)] = (shard, epoch, taken - 1), element["number"]
     size = sum(map(sum, blocks))
     assert sorted(found) == list(range(2 * size))
     first = 0
@@ -71,7 +71,7 @@ def test_each_record_is_read_once_an_epoch_and_it_is_known_when(
             turns = list(records.turns(of_shard, file, in_file))
             assert [turn.epoch for turn in turns] == [0, 1]
             for turn in turns:
-                place = turn.shard, turn.turn, turn.skip
+                place = turn.shard, turn.epoch, turn.taken
                 assert found[turn.number] == (place, first + in_file)
                 origin = records.origin(of_shard, turn.number)
                 assert (origin.file, origin.record, origin.epoch) == (
@@ -178,7 +178,7 @@ def test_two_epochs_are_read_however_many_they_are():
         assert next(iter(late))["record"] == 5999
     never = read(dataset, 0, 1).filter(lambda e: e["record"] == 6000)
     with (
-        pytest.raises(errors.DataError, match="6,001 records in a row"),
+        pytest.raises(errors.DataError, match="6,010 records in a row"),
         records.row_due(),
     ):
         next(iter(never))

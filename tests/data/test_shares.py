@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from elastic_ckpt.data import records, units
+from elastic_ckpt.data import order, records
 from elastic_ckpt.data.lm import pipeline
-from elastic_ckpt.data.sources import kept_blocks, parquet
+from elastic_ckpt.data.sources import decoded, parquet
 from tests import worlds
 
 
@@ -57,7 +57,7 @@ def test_finite_rows_end_together_and_only_the_last_round_of_shards_has_padding(
     tmp_path, monkeypatch, row_group, num_epoch, small_blocks, size
 ):
     if not small_blocks:
-        monkeypatch.setattr(units, "_SMALL_RECORDS", 0)
+        monkeypatch.setattr(order, "_SMALL_RECORDS", 0)
     paths = numbered(tmp_path, num_files=2, num_rows=101, row_group=row_group)
     data = finite(paths, num_shards=16, num_epoch=num_epoch)
     batches = until_end(data, size)
@@ -100,7 +100,7 @@ def test_the_datasets_of_a_finite_mixture_end_together(
     tmp_path, monkeypatch, num_datasets, num_rows, num_epoch, size, small_blocks
 ):
     if not small_blocks:
-        monkeypatch.setattr(units, "_SMALL_RECORDS", 0)
+        monkeypatch.setattr(order, "_SMALL_RECORDS", 0)
     more = {
         "num_rows": num_rows,
         "weights": [1 + number % 3 for number in range(num_datasets)],
@@ -163,21 +163,21 @@ def test_small_blocks_are_shuffled_record_by_record_in_each_epoch(tmp_path):
 def test_blocks_are_decoded_again_if_there_is_no_room_for_them(tmp_path, monkeypatch):
     paths = numbered(tmp_path, num_files=12, num_rows=64, row_group=16)
     expected = until_end(finite(paths, num_shards=8), 8)
-    decoded, decode = [], parquet.Parquet.decoded
+    read, decode = [], parquet.Parquet.decode
 
-    def counted(self, unit, **more):
-        decoded.append((unit.file, unit.block))
-        return decode(self, unit, **more)
+    def counted(self, file, block):
+        read.append((file, block))
+        return decode(self, file, block)
 
-    monkeypatch.setattr(parquet.Parquet, "decoded", counted)
+    monkeypatch.setattr(parquet.Parquet, "decode", counted)
     for budget, is_again in ((2**20, False), (1, True)):
-        kept_blocks._KEPT.clear()
-        decoded.clear()
-        monkeypatch.setattr(kept_blocks, "BUDGET_BYTES", budget)
+        decoded._KEPT.begin()
+        read.clear()
+        monkeypatch.setattr(decoded, "BUDGET_BYTES", budget)
         actual = until_end(finite(paths, num_shards=8), 8)
         assert [b["inputs"].tolist() for b in actual] == [
             b["inputs"].tolist() for b in expected
         ]
-        assert (len(decoded) > len(set(decoded))) == is_again
-        assert len(set(decoded)) == 48
-        assert kept_blocks._KEPT._num_bytes <= max(budget, 2**12)
+        assert (len(read) > len(set(read))) == is_again
+        assert len(set(read)) == 48
+        assert decoded._KEPT.num_bytes <= max(budget, 2**12)

@@ -195,10 +195,10 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a share begins a record late",
-        "elastic_ckpt/data/units.py",
+        "elastic_ckpt/data/order.py",
         "first = begin * least + num_more(begin)",
         "first = begin * least + num_more(begin) + 1",
-        ("tests/data/test_units.py",),
+        ("tests/data/test_order.py",),
     ),
     Fault(
         "a document comes twice after a resume",

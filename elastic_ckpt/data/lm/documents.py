@@ -120,25 +120,11 @@ class Documents:
         Raises:
           DataError: if the column is missing or of another type.
         """
-        if self.column not in element:
-            raise errors.DataError(
-                f"a record has no column {self.column!r}, only {sorted(element)}; name"
-                " the column (train_data_columns in a configuration)"
-            )
-        value = element[self.column]
+        value = token_numbers.in_column(element, self.column)
         if value is None:
             return None
         if self.tokenizer is None:
-            numbers = np.asarray(value)
-            if isinstance(value, list) and not value:
-                return _NO_TOKENS
-            if numbers.ndim != 1 or not np.issubdtype(numbers.dtype, np.integer):
-                raise errors.DataError(
-                    f"column {self.column!r} has {numbers.dtype}{list(numbers.shape)},"
-                    " not a list of tokens; give a tokenizer if it is text"
-                    " (tokenize_train_data=true in a configuration)"
-                )
-            return token_numbers.narrowed(numbers, place=f"column {self.column!r}")
+            return token_numbers.of_element(element, self.column)
         if not isinstance(value, str | bytes):
             raise errors.DataError(
                 f"column {self.column!r} has a {type(value).__name__}, not text; set"
@@ -219,9 +205,7 @@ class _TokensIterator(shard_steps.Elements[np.ndarray]):
 
     def _next(self, num_elements: int) -> list[np.ndarray]:
         if self._column:
-            some = cast(Any, self._parent).take_tokens(self._column, num_elements)
-            if some is not None:
-                return some
+            return cast(Any, self._parent).take_tokens(self._column, num_elements)
         documents = self._documents
         found = shard_steps.take(self._parent, num_elements)
         values = [documents.value(each) for each in found]

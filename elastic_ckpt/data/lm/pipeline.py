@@ -190,9 +190,8 @@ class LanguagePipeline:
             return {}
         leads, num_records = {}, 0
         for part in sorted(self.parts, key=lambda part: part.name):
-            if not source.has_whole_blocks(part.source):
-                leads[part.name] = num_records % self.num_shards
-                num_records += num_epochs * source.num_records(part.source)
+            leads[part.name] = num_records % self.num_shards
+            num_records += num_epochs * source.num_records(part.source)
         return leads if len(leads) > 1 else {}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""ArrayRecord files: read in units, or as one random-access list of records."""
+"""ArrayRecord files: read in blocks, or as one random-access list of records."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import grain
 
 from elastic_ckpt.core import digest, errors
-from elastic_ckpt.data import units
 from elastic_ckpt.data.sources import files, record_format, source
 
 # The first bytes of every file: the constant beginning of a block's header.
@@ -23,15 +22,13 @@ _BLOCK_BYTES = 64 * 1024
 _FOOTER_OFFSET = re.compile(
     rb"\x08([\x80-\xff]*[\x00-\x7f])\x10\xde\xc0\xeb\xfe\x84\xce\xc3\xc9\x71"
 )
-# The number of records in a read.
-_RUN_RECORDS = 64
 # The number of readers that a process keeps open.
 _MAX_OPEN = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArrayRecord(record_format.RecordFiles):
-    """ArrayRecord files as a source; a block is 1,024 records.
+    """ArrayRecord files as a source.
 
     Attributes:
       files: the paths or URIs of the files; a remote file is copied to this machine
@@ -50,26 +47,26 @@ class ArrayRecord(record_format.RecordFiles):
         """Counts the records."""
         count = _count(files.local_copy(file))
         footer = _footer(files.local_copy(file))
+        content = files.content(file)
         return source.FileIndex(
-            content=files.content(file).including(digest.bytes_digest(footer)),
-            block_records=source.blocks(count),
+            content=content.including(digest.bytes_digest(footer)),
+            block_records=source.pieces(count, content.num_bytes, source.BLOCK_RECORDS),
         )
 
-    def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
-        """Reads the records of a unit, a block or a part of one, from number `skip`."""
-        file = self.files[unit.file]
-        begin = unit.block * source.BLOCK_RECORDS + unit.first
-        for first in range(begin + skip, begin + unit.num_records, _RUN_RECORDS):
-            stop = min(first + _RUN_RECORDS, begin + unit.num_records)
-            records = files.retried(
-                functools.partial(_read_run, file, first, stop), f"{file}, {first}"
-            )
-            for number, record in enumerate(records, start=first):
-                place = f"{file}, record {number}"
-                if isinstance(record, RuntimeError):
-                    yield source.corrupt(place, record)
-                else:
-                    yield self._decoded(record, place)
+    def decode(self, file: int, block: int) -> source.Block:
+        """See `Source`."""
+        path, index = self.files[file], source.indexes(self)[file]
+        first = index.first_record(block)
+        records = _read(path, first, first + int(index.block_records[block]))
+
+        def element(record: bytes | RuntimeError, row: int) -> source.Element:
+            place = f"{path}, record {first + row}"
+            if isinstance(record, RuntimeError):
+                raise source.corrupt(place, record)
+            return self._decoded(record, place)
+
+        num_bytes = sum(len(each) for each in records if isinstance(each, bytes))
+        return source.RawBlock(records, element, num_bytes=num_bytes)
 
 
 class ArrayRecordFiles:
@@ -155,7 +152,7 @@ def _reader(file: str) -> Any:
 files.register_cache(_reader.cache_clear)
 
 
-def _read_run(file: str, first: int, stop: int) -> list[bytes | RuntimeError]:
+def _read(file: str, first: int, stop: int) -> list[bytes | RuntimeError]:
     # The records; an error for each one that cannot be read.
     try:
         return _reader(file).read(first, stop)

@@ -1,8 +1,8 @@
 """Files of lines: JSON Lines, and plain text.
 
-Each line that is not blank is a record. Finding the blocks of 1,024 of them requires a
-pass over the file (`offset_index`). A compressed file is one block, which is not cut:
-whoever reads it from the middle on decompresses what is before.
+Each line that is not blank is a record. Finding the blocks requires a pass over the
+file (`offset_index`). Those of a compressed file are a chain: whoever begins in the
+middle decompresses what is before.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import dataclasses
 import functools
 import gzip
 import io
+import itertools
 import json
 import re
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from elastic_ckpt.core import errors, extras, storage
-from elastic_ckpt.data import units
-from elastic_ckpt.data.sources import files, offset_index, runs, source
+from elastic_ckpt.data.sources import decoded, files, offset_index, source
 
 _GZIP, _ZSTD = ".gz", ".zst"
 _COMPRESSED = (_GZIP, _ZSTD)
@@ -38,30 +38,63 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LineFiles(runs.RunFiles):
+class LineFiles(source.Source):
     """Files of lines, as they are or compressed (`.gz`, `.zst`)."""
 
     def index(self, file: str) -> source.FileIndex:
         """The offsets of the blocks, from the cache or from a pass over the file."""
-        return offset_index.index(
-            self.file_type,
-            file,
-            functools.partial(_walk, file, self._check),
-            is_whole=_is_compressed(file),
+        walk = functools.partial(_walk, file, self._check)
+        index = offset_index.index(self.file_type, file, walk)
+        if not _is_compressed(file):
+            return index
+        # These offsets are not those of the file.
+        is_chained = np.arange(len(index.block_records)) > 0
+        return dataclasses.replace(index, block_bytes=None, is_chained=is_chained)
+
+    def decode(self, file: int, block: int) -> source.Block:
+        """See `Source`."""
+        return decoded.in_turn(
+            self, file, block, functools.partial(self._chain, file, block)
         )
 
-    def _records(
-        self, file: str, offset: int, before: int
-    ) -> Generator[tuple[bytes, int, int]]:
-        try:
-            with _opened(file) as stream:
-                for line, end in _lines(stream, offset):
-                    if before:
-                        before -= 1
-                    else:
-                        yield line.rstrip(b"\r\n"), len(line), end
-        except _DAMAGED as error:
-            raise runs.LostError(f"{error}; later ones cannot be read") from None
+    def _chain(self, file: int, block: int) -> Iterator[source.Block]:
+        # The blocks from one on that is not compressed, or from the first one on.
+        path, index = self.files[file], source.indexes(self)[file]
+        offset = 0 if index.block_bytes is None else int(index.block_bytes[block])
+        with _opened(path) as stream:
+            read = _lines(stream, offset)
+            problem: object = ""
+            for number in index.chain(block):
+                first = index.first_record(number)
+                held: list[bytes] = []
+                try:
+                    for line, _ in itertools.islice(read, index.block_records[number]):
+                        held.append(line.rstrip(b"\r\n"))
+                except _DAMAGED as error:
+                    problem = f"{error}; later ones cannot be read"
+                if not problem and len(held) < index.block_records[number]:
+                    raise source.changed(
+                        path, f"block {number} has {len(held)} records"
+                    )
+                element = functools.partial(self._at, path, first)
+                yield source.RawBlock(
+                    held,
+                    element,
+                    num_bytes=sum(map(len, held)),
+                    lost=(f"{path}, record {first + len(held)}", problem),
+                )
+
+    def _at(self, path: str, first: int, line: bytes, row: int) -> source.Element:
+        return self._element(line, f"{path}, record {first + row}")
+
+    @abc.abstractmethod
+    def _element(self, line: bytes, place: str) -> source.Element:
+        """The element of a line.
+
+        Raises:
+          CorruptError: if it is none.
+          DataError: if it lacks a field.
+        """
 
     @abc.abstractmethod
     def _check(self, line: bytes, file: str, *, is_first: bool) -> None:
@@ -84,16 +117,16 @@ class JsonLines(LineFiles):
 
     file_type = "jsonl"
 
-    def _element(self, record: bytes, place: str) -> source.Read:
+    def _element(self, line: bytes, place: str) -> source.Element:
         try:
-            fields = _DECODER.decode(record.decode())
-            if _SURROGATE.search(record):
+            fields = _DECODER.decode(line.decode())
+            if _SURROGATE.search(line):
                 # Halves of pairs cannot be encoded.
                 json.dumps(fields, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
-            return source.corrupt(place, f"cannot be read as JSON: {error}")
+            raise source.corrupt(place, f"cannot be read as JSON: {error}") from None
         if not isinstance(fields, dict):
-            return source.corrupt(place, f"a {type(fields).__name__}, not an object")
+            raise source.corrupt(place, f"a {type(fields).__name__}, not an object")
         names = self.columns or tuple(fields)
         source.check_columns(place, names, sorted(fields), what="field")
         return {name: _value(fields[name]) for name in names}
@@ -143,25 +176,28 @@ class Text(LineFiles):
             block_records=np.ones(min(content.num_bytes, 1), np.int64),
         )
 
-    def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
-        """See `LineFiles`."""
+    def decode(self, file: int, block: int) -> source.Block:
+        """See `Source`."""
         if not self.whole_files:
-            yield from super().read(unit, skip)
-        elif not skip:
-            file = self.files[unit.file]
-            try:
-                content = files.retried(functools.partial(_content, file), file)
-            except _DAMAGED as error:
-                yield source.corrupt(file, error)
-                return
-            yield self._element(content.removeprefix(codecs.BOM_UTF8), file)
+            return super().decode(file, block)
+        path = self.files[file]
+        try:
+            with _opened(path) as stream:
+                content = stream.read().removeprefix(codecs.BOM_UTF8)
+        except _DAMAGED as error:
+            return source.lost_block(path, error)
+        return source.RawBlock(
+            [content],
+            lambda document, _: self._element(document, path),
+            num_bytes=len(content),
+        )
 
-    def _element(self, record: bytes, place: str) -> source.Read:
+    def _element(self, line: bytes, place: str) -> source.Element:
         name = self.columns[0] if self.columns else TEXT_COLUMN
         try:
-            return {name: record.decode()}
+            return {name: line.decode()}
         except UnicodeDecodeError as error:
-            return source.corrupt(place, error)
+            raise source.corrupt(place, error) from None
 
     def _check(self, line: bytes, file: str, *, is_first: bool) -> None:
         if is_first and b"\0" in line:
@@ -190,27 +226,21 @@ def _value(value: Any) -> Any:
 
 def _walk(
     file: str, check: Callable[..., None], stream: BinaryIO, num_bytes: int
-) -> offset_index.Offsets:
-    # A pass over the lines; a compressed file has one block.
+) -> Iterator[int]:
     del num_bytes
-    starts: list[int] = []
-    count, last = 0, b""
+    last = b""
     try:
-        for line, offset in _lines(_decompressed(file, stream), 0):
-            if not count:
+        for line, end in _lines(_decompressed(file, stream), 0):
+            if not last:
                 check(line, file, is_first=True)
-            if count % source.BLOCK_RECORDS == 0:
-                starts.append(offset - len(line))
-            count, last = count + 1, line
+            last = line
+            yield end - len(line)
     except _DAMAGED as error:
         raise errors.DataError(
             f"{file}: cannot be decompressed ({error}); restore it from a copy"
         ) from None
     if last:
         check(last, file, is_first=False)
-    if last and _is_compressed(file):
-        return [0], [count]
-    return starts, source.blocks(count).tolist()
 
 
 def _lines(stream: BinaryIO, offset: int) -> Iterator[tuple[bytes, int]]:
@@ -223,11 +253,6 @@ def _lines(stream: BinaryIO, offset: int) -> Iterator[tuple[bytes, int]]:
         offset += len(line)
         if text.strip():
             yield text, offset
-
-
-def _content(file: str) -> bytes:
-    with _opened(file) as stream:
-        return stream.read()
 
 
 def _is_compressed(file: str) -> bool:

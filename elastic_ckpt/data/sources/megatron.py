@@ -3,7 +3,7 @@
 An index (`megatron.core.datasets.indexed_dataset`) has a magic number, its version, the
 type of the tokens, the numbers of sequences and of documents, and then arrays: the
 length of each sequence, its offset in the `.bin` file, and the first sequence of each
-document. Only the parts that a reader needs are read.
+document. Both files are mapped.
 """
 
 from __future__ import annotations
@@ -11,17 +11,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import struct
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from elastic_ckpt.core import errors
-from elastic_ckpt.data import units
-from elastic_ckpt.data.sources import arrow, files, kept_blocks, offset_index, source
-
-if TYPE_CHECKING:
-    import pyarrow as pa
+from elastic_ckpt.core import digest, errors
+from elastic_ckpt.data.sources import arrow, columns, files, offset_index, source
 
 COLUMN = "tokens"
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -36,20 +31,19 @@ _TYPES: dict[int, type[np.generic]] = {
     5: np.int64,
     8: np.uint16,
 }
-# About how many bytes of documents are read together.
-_RUN_BYTES = 256 * 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Megatron(kept_blocks.ColumnFiles):
+class Megatron(source.Source):
     """Megatron's `.bin` files as a source, each with its `.idx` beside it.
 
-    A block is 1,024 documents. An element has one column, the tokens of a document, of
+    An element has one column, the tokens of a document, of
     the type that the file has. The files have no checksums: an index is checked to be
     whole, and to lie within its `.bin` file.
 
     Attributes:
-      files: the paths or URIs of the `.bin` files.
+      files: the paths or URIs of the `.bin` files; remote files are copied to this
+        machine first.
       columns: the name of the only column, by default `tokens`.
     """
 
@@ -65,99 +59,77 @@ class Megatron(kept_blocks.ColumnFiles):
                 )
 
     def index(self, file: str) -> source.FileIndex:
-        """The number of documents, from the beginning of the index."""
-        content, header = files.content(file), _header(file)
-        walk = functools.partial(_walk, header)
-        index = offset_index.index("megatron", _index_of(file), walk)
-        of_index = index.content
-        version = content.version and f"{content.version} {of_index.version}"
-        # An index of several modalities has a byte more for each sequence.
-        sizes = {header.num_index_bytes, header.num_index_bytes + header.num_sequences}
-        if of_index.num_bytes not in sizes:
+        """The number of documents, and a digest of the index."""
+        name = _index_of(file)
+        found = offset_index.of_blocks(
+            "megatron", name, functools.partial(_found, name)
+        )
+        content, index = files.content(file), _index(files.local_copy(name), name)
+        if index.num_bytes != content.num_bytes:
+            is_short = index.num_bytes > content.num_bytes
             raise errors.DataError(
-                f"{_index_of(file)}: cut short, or damaged: {of_index.num_bytes} of"
-                f" {header.num_index_bytes} bytes; restore it from a copy"
-            )
-        end = _end(file, header)
-        if end != content.num_bytes:
-            problem = "cut short" if end > content.num_bytes else "of another index"
-            raise errors.DataError(
-                f"{file}: {problem}, {content.num_bytes} of {end} bytes that its index"
-                " names; restore both from a copy, and join files by Megatron's"
+                f"{file}: {'cut short' if is_short else 'of another index'},"
+                f" {content.num_bytes} of {index.num_bytes} bytes that its index names;"
+                " restore both from a copy, and join files by Megatron's"
                 " tools/merge_datasets.py"
             )
+        version = content.version and f"{content.version} {found.content.version}"
         return source.FileIndex(
             content=dataclasses.replace(
-                content.including(of_index.digest), version=version
+                content.including(found.content.digest), version=version
             ),
-            block_records=index.block_records,
+            block_records=source.pieces(
+                found.num_records, content.num_bytes, source.BLOCK_RECORDS
+            ),
         )
 
-    def read_batches(
-        self, unit: units.Unit, skip: int, *, tokens: str = ""
-    ) -> Iterator[kept_blocks.Picked]:
-        """See `ColumnFiles`."""
-        del tokens
-        arrow.library()
-        file = self.files[unit.file]
-        begin = unit.block * source.BLOCK_RECORDS + unit.first
-        first, stop = begin + skip, begin + unit.num_records
-        place = f"{file}, document {first}"
-        header = files.retried(functools.partial(_header, file), place)
-        found = files.retried(
-            functools.partial(_read, file, header, first, stop), place
-        )
-        sizes = np.add.reduceat(
-            np.append(found.length, 0), found.first_sequence[:-1]
-        ) * (np.diff(found.first_sequence) > 0)
-        ends = np.cumsum(sizes) * header.dtype.itemsize
-        done = 0
-        while done < stop - first:
-            before = int(ends[done - 1]) if done else 0
-            more = int(np.searchsorted(ends, before + _RUN_BYTES, side="right"))
-            until = min(max(more, done + 1), stop - first)
-            sequences = slice(*found.first_sequence[[done, until]].tolist())
-            values = files.retried(
-                functools.partial(
-                    _tokens,
-                    file,
-                    header,
-                    found.offset[sequences],
-                    found.length[sequences],
-                ),
-                f"{file}, document {first + done}",
-            )
-            batch = self._batch(values, sizes[done:until])
-            rows = np.arange(until - done)
-            yield kept_blocks.Picked([(kept_blocks.Decoded(batch, place), rows)])
-            done = until
-
-    def _batch(self, values: np.ndarray, sizes: np.ndarray) -> pa.RecordBatch:
-        import pyarrow as pa
-
-        offsets = np.concatenate([[0], np.cumsum(sizes)])
-        column = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))
-        name = self.columns[0] if self.columns else COLUMN
-        return pa.record_batch([column], names=[name])
+    def decode(self, file: int, block: int) -> source.Block:
+        """See `Source`."""
+        path, of_file = self.files[file], source.indexes(self)[file]
+        name = _index_of(path)
+        index = _index(files.local_copy(name), name)
+        first = of_file.first_record(block)
+        stop = first + int(of_file.block_records[block])
+        sequences = index.documents[first : stop + 1]
+        lengths = index.lengths[sequences[0] : sequences[-1]].astype(np.int64)
+        begins = index.offsets[sequences[0] : sequences[-1]]
+        ends = begins + lengths * index.dtype.itemsize
+        content = np.memmap(files.local_copy(path), np.uint8, "r") if ends.any() else ()
+        values = [
+            content[begin:end]
+            for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)
+        ]
+        tokens = np.concatenate([np.zeros(0, np.uint8), *values]).view(index.dtype)
+        offsets = np.concatenate([[0], np.cumsum(lengths)])[sequences - sequences[0]]
+        if len(tokens) < offsets[-1]:
+            raise source.changed(path, f"documents from {first} on are cut short")
+        pa = arrow.pyarrow()
+        column = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(tokens))
+        (name,) = self.columns[:1] or (COLUMN,)
+        return columns.Columns(pa.record_batch([column], names=[name]))
 
 
-class _Header(NamedTuple):
-    # The type of the tokens, and the numbers of sequences and of documents.
+class _Index(NamedTuple):
+    """The arrays of an index.
+
+    Attributes:
+      dtype: the type of the tokens.
+      lengths: of the sequences, int32.
+      offsets: of the sequences in the file of tokens, int64.
+      documents: the first sequence of each document, and the number of all, int64.
+    """
+
     dtype: np.dtype
-    num_sequences: int
-    num_documents: int
+    lengths: np.ndarray
+    offsets: np.ndarray
+    documents: np.ndarray
 
     @property
-    def num_index_bytes(self) -> int:
-        return _HEADER.size + 12 * self.num_sequences + 8 * (self.num_documents + 1)
-
-
-class _Sequences(NamedTuple):
-    # Of consecutive documents: the first sequence of each and one after the last; the
-    # length and the offset of each sequence.
-    first_sequence: np.ndarray
-    length: np.ndarray
-    offset: np.ndarray
+    def num_bytes(self) -> int:
+        """Where the last sequence ends."""
+        if not len(self.lengths):
+            return 0
+        return int(self.offsets[-1] + self.lengths[-1] * self.dtype.itemsize)
 
 
 def _index_of(file: str) -> str:
@@ -165,111 +137,61 @@ def _index_of(file: str) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _header(file: str) -> _Header:
-    index = _index_of(file)
-    with files.opened(index) as stream:
-        content = stream.read(_HEADER.size)
-    if len(content) < _HEADER.size:
-        raise errors.DataError(f"{index}: cut short; restore it from a copy")
-    magic, version, code, num_sequences, num_documents = _HEADER.unpack(content)
+def _index(path: str, name: str) -> _Index:
+    # The index at a local path; `name` is for errors.
+    def foreign(problem: str) -> errors.DataError:
+        return errors.DataError(
+            f"{name}: {problem}; restore it, or write it again by Megatron's"
+            " tools/preprocess_data.py"
+        )
+
+    with open(path, "rb") as stream:
+        header = stream.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        raise foreign("cut short")
+    magic, version, code, num_sequences, num_documents = _HEADER.unpack(header)
     if magic != _MAGIC:
-        raise errors.DataError(
-            f"{index}: not an index of Megatron (it begins with {magic!r}); restore it,"
-            " or write it again by Megatron's tools/preprocess_data.py"
-        )
+        raise foreign(f"not an index of Megatron (it begins with {magic!r})")
     if version != _VERSION or code not in _TYPES or not num_documents:
+        raise foreign(f"version {version} and type {code} of tokens are not read")
+    content = np.memmap(path, np.uint8, "r")[_HEADER.size :]
+    num_bytes = 12 * num_sequences + 8 * num_documents
+    # An index of several modalities has a byte more for each sequence.
+    if len(content) not in (num_bytes, num_bytes + num_sequences):
+        raise foreign(f"cut short, or damaged: {len(content)} of {num_bytes} bytes")
+    lengths, offsets, documents = np.split(
+        content[:num_bytes], [4 * num_sequences, 12 * num_sequences]
+    )
+    return _Index(
+        np.dtype(_TYPES[code]),
+        lengths.view("<i4"),
+        offsets.view("<i8"),
+        documents.view("<i8"),
+    )
+
+
+files.register_cache(_index.cache_clear)
+
+
+def _found(name: str) -> offset_index.Offsets:
+    # Checks all of an index, and digests it.
+    path = files.local_copy(name)
+    index = _index(path, name)
+    ends = index.documents[[0, -1]].tolist()
+    if ends != [0, len(index.lengths)]:
         raise errors.DataError(
-            f"{index}: version {version} and type {code} of tokens are not read; write"
-            " the data again by Megatron's tools/preprocess_data.py"
+            f"{name}: documents begin and end at the sequences {ends}, not at 0 and"
+            f" {len(index.lengths)}; the index is damaged, restore it from a copy"
         )
-    return _Header(np.dtype(_TYPES[code]), num_sequences, num_documents - 1)
-
-
-files.register_cache(_header.cache_clear)
-
-
-def _read(file: str, header: _Header, first: int, stop: int) -> _Sequences:
-    # The sequences of documents from `first` to before `stop`.
-    index = _index_of(file)
-    with files.opened(index) as stream:
-        array = functools.partial(_array, stream, index)
-        documents = array(12 * header.num_sequences, "<i8", first, stop + 1)
-        is_rising = (np.diff(documents) >= 0).all() and documents[0] >= 0
-        if not is_rising or documents[-1] > header.num_sequences:
-            raise errors.DataError(
-                f"{index}: documents {first} to {stop - 1} have no such sequences; the"
-                " index is damaged, restore it from a copy"
-            )
-        sequences = int(documents[0]), int(documents[-1])
-        length = array(0, "<i4", *sequences)
-        offset = array(4 * header.num_sequences, "<i8", *sequences)
-    if (length < 0).any() or (offset < 0).any():
+    is_rising = (np.diff(index.documents) >= 0).all()
+    last = index.num_bytes - index.lengths.astype(np.int64) * index.dtype.itemsize
+    is_inside = (index.offsets >= 0).all() and (index.offsets <= last).all()
+    if not is_rising or not is_inside or (index.lengths < 0).any():
         raise errors.DataError(
-            f"{index}: sequences {sequences[0]} to {sequences[1]} have lengths or"
-            " offsets below 0; the index is damaged, restore it from a copy"
+            f"{name}: a document or a sequence has no such place; the index is"
+            " damaged, restore it from a copy"
         )
-    return _Sequences(documents - documents[0], length, offset)
-
-
-def _walk(header: _Header, stream: BinaryIO, num_bytes: int) -> offset_index.Offsets:
-    # Where the documents of each block are in the index.
-    del stream, num_bytes
-    counts = source.blocks(header.num_documents)
-    begin = _HEADER.size + 12 * header.num_sequences
-    starts = begin + 8 * source.BLOCK_RECORDS * np.arange(len(counts))
-    return starts.tolist(), counts.tolist()
-
-
-def _end(file: str, header: _Header) -> int:
-    # Where the last sequence ends, if each sequence is of a document.
-    index, num = _index_of(file), header.num_sequences
-    with files.opened(index) as stream:
-        array = functools.partial(_array, stream, index)
-        for document, expected in ((0, 0), (header.num_documents, num)):
-            (first,) = array(12 * num, "<i8", document, document + 1)
-            if first != expected:
-                raise errors.DataError(
-                    f"{index}: the documents end or begin at sequence {first}, not at"
-                    f" {expected}; the index is damaged, restore it from a copy"
-                )
-        if not num:
-            return 0
-        (length,) = array(0, "<i4", num - 1, num)
-        (offset,) = array(4 * num, "<i8", num - 1, num)
-    return int(offset + length * header.dtype.itemsize)
-
-
-def _array(
-    stream: BinaryIO, index: str, place: int, dtype: str, begin: int, end: int
-) -> np.ndarray:
-    # Elements of the array that begins `place` bytes behind the header.
-    width = np.dtype(dtype).itemsize
-    stream.seek(_HEADER.size + place + begin * width)
-    content = stream.read((end - begin) * width)
-    if len(content) < (end - begin) * width:
-        raise errors.DataError(f"{index}: cut short; restore it from a copy")
-    return np.frombuffer(content, dtype).astype(np.int64)
-
-
-def _tokens(
-    file: str, header: _Header, offset: np.ndarray, length: np.ndarray
-) -> np.ndarray:
-    # The tokens of some sequences; those that follow each other are read together.
-    if not len(offset):
-        return np.empty(0, header.dtype)
-    ends = offset + length * header.dtype.itemsize
-    breaks = np.flatnonzero(offset[1:] != ends[:-1]) + 1
-    begins = [0, *breaks.tolist()]
-    parts = []
-    with files.opened(file) as stream:
-        for begin, stop in zip(begins, [*begins[1:], len(offset)], strict=True):
-            num_bytes = int(ends[stop - 1] - offset[begin])
-            stream.seek(int(offset[begin]))
-            content = stream.read(num_bytes)
-            if len(content) < num_bytes:
-                raise errors.DataError(
-                    f"{file}: ends before byte {int(ends[stop - 1])}, which its index"
-                    " names; restore both from a copy"
-                )
-            parts.append(np.frombuffer(content, header.dtype))
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    content = digest.values_hash()
+    content.update(np.memmap(path, np.uint8, "r").data)
+    num_documents = len(index.documents) - 1
+    return offset_index.Offsets([0], [num_documents], content.hexdigest())

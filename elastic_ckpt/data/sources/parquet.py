@@ -1,35 +1,23 @@
-"""Parquet files: small row groups are decoded whole, others a little at a time.
-
-Between its turns a shard holds what it has decoded last, at most 2 MiB, and an open
-file. Shards that read small parts of the same row group share it decoded.
-"""
+"""Parquet files: small row groups are decoded whole, others a little at a time."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
-import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from elastic_ckpt.core import digest, errors, extras, storage
-from elastic_ckpt.data import units
-from elastic_ckpt.data.sources import arrow_rows, files, kept_blocks, source
+from elastic_ckpt.data.sources import columns, decoded, files, source
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-# The decoded size of a shard's batch.
-_BATCH_BYTES = 256 * 1024
-# A smaller row group is decoded as a whole. That costs less than holding a page while
-# other shards read.
-_SMALL_BYTES = 2 * 1024 * 1024
 # The size of a read from a column chunk.
 _BUFFER_BYTES = 64 * 1024
 # The size of a decoded number of each type in bytes.
@@ -38,15 +26,11 @@ _WIDTHS = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8}
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 8
 _CHUNK_BYTES = 2**20
-# The most open row groups in a process.
-_MAX_OPEN = 256
-# From this number of parts on, shards share the table of a row group.
-_SHARED_PARTS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Parquet(kept_blocks.BlockFiles):
-    """Parquet files as a source; a block is a row group.
+class Parquet(source.Source):
+    """Parquet files as a source; a block is a row group, or a part of a large one.
 
     An element has the value of each column by name: lists of numbers as read-only NumPy
     arrays, text as `str`, other values as Arrow converts them to Python; None if there
@@ -58,7 +42,6 @@ class Parquet(kept_blocks.BlockFiles):
     """
 
     file_type = "parquet"
-    _block_name = "row group"
 
     def index(self, file: str) -> source.FileIndex:
         """The rows of each row group, from the file's footer."""
@@ -67,108 +50,56 @@ class Parquet(kept_blocks.BlockFiles):
         source.check_columns(file, self.columns, names)
         footer = _footer(file, metadata)
         groups = [metadata.row_group(n) for n in range(metadata.num_row_groups)]
+        sizes = [
+            source.pieces(group.num_rows, _num_bytes(group, self.columns))
+            for group in groups
+        ]
+        counts = np.array(list(map(len, sizes)), int)
+        is_chained = np.ones(counts.sum(), bool)
+        is_chained[np.cumsum(counts) - counts] = False
         starts = [_begin_bytes(group.column(0)) for group in groups]
         return source.FileIndex(
             content=files.content(file).including(digest.bytes_digest(footer)),
-            block_records=np.array([group.num_rows for group in groups], np.int64),
-            block_bytes=() if self.columns else tuple(starts),
+            block_records=np.concatenate([np.zeros(0, np.int64), *sizes]),
+            block_bytes=None if self.columns else np.repeat(starts, counts),
+            is_chained=is_chained,
         )
 
-    def _batch(self, unit: units.Unit) -> pa.RecordBatch:
-        """See `BlockFiles`."""
-        with (
-            arrow_rows.damaged(),
-            _open(self.files[unit.file], buffered=False) as opened,
-        ):
-            table = opened.read_row_group(
-                unit.block, columns=list(self.columns) or None, use_threads=False
+    def decode(self, file: int, block: int) -> source.Block:
+        """See `Source`."""
+        return decoded.in_turn(
+            self, file, block, functools.partial(self._chain, file, block)
+        )
+
+    def _chain(self, file: int, block: int) -> Iterator[source.Block]:
+        # The blocks of a row group.
+        index = source.indexes(self)[file]
+        assert index.is_chained is not None
+        group = int(np.sum(~index.is_chained[: block + 1])) - 1
+        chain = index.chain(block)
+        sizes = index.block_records[chain.start : chain.stop].tolist()
+        place = f"{self.files[file]}, row group {group}"
+        with _open(self.files[file], buffered=len(sizes) > 1) as opened:
+            batches = opened.iter_batches(
+                batch_size=max(sizes),
+                row_groups=[group],
+                columns=list(self.columns) or None,
+                use_threads=False,
             )
-        if table.num_rows != unit.block_records:
-            raise arrow_rows.DamagedError("not as many rows as in the footer")
-        return arrow_rows.sound(_joined(table))
-
-    def _stream(self, unit: units.Unit, row: int) -> Iterator[pa.RecordBatch]:
-        """See `BlockFiles`."""
-        if _row_group_bytes(self, unit) <= _SMALL_BYTES:
-            batch = functools.partial(self._batch, unit)
-            yield files.retried(batch, self.place(unit)).slice(row)
-            return
-        rows = _OpenRows(self, unit, row)
-        while True:
-            yield files.retried(rows.next, self.place(unit))
-
-    def _is_shared(self, unit: units.Unit) -> bool:
-        """See `BlockFiles`.
-
-        It is cheaper to decode the row group once and keep it than to decode the rows
-        before a small part in each shard.
-        """
-        is_small_part = unit.num_records * _SHARED_PARTS <= unit.block_records
-        budget = kept_blocks.BUDGET_BYTES
-        return is_small_part and _row_group_bytes(self, unit) <= budget
-
-
-class _OpenRows:
-    """A row group, read from a row on; it may be closed between two batches.
-
-    Args:
-      parquet: the files.
-      unit: in the row group.
-      row: the first to be read.
-    """
-
-    def __init__(self, parquet: Parquet, unit: units.Unit, row: int) -> None:
-        self._parquet, self._unit, self._row = parquet, unit, row
-
-    def next(self) -> pa.RecordBatch:
-        """The next rows, at least one; may be tried again."""
-        with _OPEN_LOCK:
-            batches = _OPEN.pop(self, None)
-        if batches is None:
-            batches = _streamed(self._parquet, self._unit, self._row)
-        with arrow_rows.damaged():
-            batch = next(batches, None)
-        if batch is None:
-            raise arrow_rows.DamagedError("fewer rows than in the footer")
-        self._row += batch.num_rows
-        with _OPEN_LOCK:
-            _OPEN[self] = batches
-            while len(_OPEN) > _MAX_OPEN:
-                _OPEN.pop(next(iter(_OPEN)))
-        return batch
-
-
-# The open row groups, the least recently used first.
-_OPEN_LOCK = threading.Lock()
-_OPEN: weakref.WeakKeyDictionary[_OpenRows, Iterator[pa.RecordBatch]]
-_OPEN = weakref.WeakKeyDictionary()
-
-
-def _streamed(parquet: Parquet, unit: units.Unit, row: int) -> Iterator[pa.RecordBatch]:
-    num_batches = -(-_row_group_bytes(parquet, unit) // _BATCH_BYTES)
-    with _open(parquet.files[unit.file], buffered=True) as opened:
-        for batch in opened.iter_batches(
-            batch_size=-(-unit.block_records // num_batches),
-            row_groups=[unit.block],
-            columns=list(parquet.columns) or None,
-            use_threads=False,
-        ):
-            if row < batch.num_rows:
-                yield arrow_rows.sound(batch).slice(row)
-            row = max(0, row - batch.num_rows)
-
-
-def _joined(table: pa.Table) -> pa.RecordBatch:
-    import pyarrow as pa
-
-    batches = table.combine_chunks().to_batches()
-    if len(batches) > 1:
-        # More than 2 GiB of text do not fit into one array of the usual type.
-        large = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
-        fields = [f.with_type(large.get(f.type, f.type)) for f in table.schema]
-        batches = table.cast(pa.schema(fields)).combine_chunks().to_batches()
-    (batch,) = batches
-    return batch
+            for size in sizes:
+                try:
+                    with columns.damaged():
+                        batch = next(batches, None)
+                except columns.DamagedError as error:
+                    problem: object = error
+                    break
+                if batch is None or batch.num_rows != size:
+                    problem = "not as many rows as in the footer"
+                    break
+                yield columns.checked(batch, place)
+            else:
+                return
+        yield from itertools.repeat(source.lost_block(place, problem), len(sizes))
 
 
 @contextlib.contextmanager
@@ -197,7 +128,7 @@ def _metadata(file: str) -> pq.FileMetaData:
         )
 
     read_metadata = library().read_metadata
-    with files.opened(file) as stream, arrow_rows.damaged(foreign):
+    with files.opened(file) as stream, columns.damaged(foreign):
         return read_metadata(stream)
 
 
@@ -231,13 +162,12 @@ def _footer(file: str, metadata: pq.FileMetaData) -> bytes:
         return stream.read()
 
 
-def _row_group_bytes(parquet: Parquet, unit: units.Unit) -> int:
+def _num_bytes(group: pq.RowGroupMetaData, columns: Sequence[str]) -> int:
     # The approximate size of the decoded columns.
-    group = _metadata(parquet.files[unit.file]).row_group(unit.block)
     size = 0
     for number in range(group.num_columns):
         chunk = group.column(number)
-        if _is_read(chunk.path_in_schema, parquet.columns):
+        if _is_read(chunk.path_in_schema, columns):
             width = _WIDTHS.get(chunk.physical_type)
             decoded = width * chunk.num_values if width else 0
             size += max(decoded, chunk.total_uncompressed_size)

@@ -66,16 +66,17 @@ class RecordFiles(source.Source):
             "columns": list(self.columns),
         }
 
-    def _decoded(self, record: bytes, place: str) -> source.Read:
-        """The element of a record, or an error with `place` if it has another format.
+    def _decoded(self, record: bytes, place: str) -> source.Element:
+        """The element of a record.
 
         Raises:
+          CorruptError: if it has another format; names `place`.
           DataError: if it lacks a feature; names `place`.
         """
         try:
             return decoder(self.record_format, self.columns)(record)
         except ValueError as error:
-            return source.corrupt(place, error, remedy=_NOT_EXAMPLES)
+            raise source.corrupt(place, error, remedy=_NOT_EXAMPLES) from None
         except LookupError as error:
             raise errors.DataError(
                 f"{place}: {error}; set columns, which is train_data_columns in a"

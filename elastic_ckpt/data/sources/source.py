@@ -1,8 +1,8 @@
-"""Sources: files of records that are read unit by unit.
+"""Sources: files of records, in blocks that are decoded as a whole.
 
-A source is a list of files. An index has the number of records in each block of a file:
-a row group in Parquet, a range of records in other formats. Blocks, or parts of them,
-are the units that shards read (`data.units`).
+A source is a list of files. The index of a file has the number of records in each of
+its blocks, of about 512 KiB at most: a Parquet row group or a part of one, or some
+records of another format. Which shard reads which of them, `data.order` says.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import dataclasses
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from elastic_ckpt.core import digest, errors, storage
-from elastic_ckpt.data import units
+from elastic_ckpt.data import tokens as token_numbers
 from elastic_ckpt.data.sources import files
 
 T = TypeVar("T")
@@ -27,8 +27,9 @@ T = TypeVar("T")
 # A record: its columns by name.
 Element = dict[str, Any]
 
-# Records of a block in formats without blocks.
-BLOCK_RECORDS = 1024
+# A block ends at the first of these limits.
+BLOCK_RECORDS = 256
+BLOCK_BYTES = 2**19
 # The most files that a fingerprint lists by name; more are combined into groups.
 _MAX_NAMED = 1024
 _INDEX_THREADS = 16
@@ -41,36 +42,128 @@ class FileIndex:
     Attributes:
       content: its size, and a digest of as much of it as the format digests.
       block_records: records of each block, int64 `[blocks]`.
-      block_bytes: the offset of each block, or none if they are not known.
-      is_whole: whether blocks can only be read from their beginning on, so that they
-        are not cut into parts.
+      block_bytes: the offset of each block, int64 `[blocks]`; None if it is not known.
+      is_chained: of each block, whether it can only be read after the one before it;
+        None if no block is.
     """
 
     content: files.Content
     block_records: np.ndarray
-    block_bytes: tuple[int, ...] = ()
-    is_whole: bool = False
+    block_bytes: np.ndarray | None = None
+    is_chained: np.ndarray | None = None
 
     @property
     def num_records(self) -> int:
         """The number of records in the file."""
         return int(self.block_records.sum())
 
-    def end_bytes(self, block: int) -> int:
-        """The offset of the end of a block of those that have offsets."""
-        following = self.block_bytes[block + 1 : block + 2]
-        return following[0] if following else self.content.num_bytes
+    def first_record(self, block: int) -> int:
+        """The number of the first record of a block."""
+        return int(self.block_records[:block].sum())
+
+    def span(self, block: int) -> tuple[int, int]:
+        """The offsets of the beginning and the end of a block that has them."""
+        assert self.block_bytes is not None
+        ends = self.block_bytes[block + 1 : block + 2].tolist()
+        return int(self.block_bytes[block]), *(ends or [self.content.num_bytes])
+
+    def chain(self, block: int) -> range:
+        """The blocks that can only be read one after the other, a block among them."""
+        if self.is_chained is None:
+            return range(block, block + 1)
+        begins = np.flatnonzero(~self.is_chained)
+        number = int(np.searchsorted(begins, block, side="right"))
+        ends = [*begins.tolist(), len(self.block_records)]
+        return range(ends[number - 1], ends[number])
 
 
-def blocks(num_records: int, size: int | None = None) -> np.ndarray:
-    """The number of records in each block of a file in a format without blocks.
+def pieces(num_records: int, num_bytes: int, most: int | None = None) -> np.ndarray:
+    """The records of each block of a file, or a part of one, that has so many bytes.
 
     Args:
-      num_records: of the file.
-      size: the records of a block, by default `BLOCK_RECORDS`.
+      num_records: in all.
+      num_bytes: of all.
+      most: the most records of a block.
     """
-    size = size or BLOCK_RECORDS
-    return np.minimum(size, num_records - np.arange(0, num_records, size))
+    size = -(-num_records // max(1, num_bytes // BLOCK_BYTES))
+    size = max(1, min(size, most or size))
+    return np.minimum(size, num_records - np.arange(0, max(1, num_records), size))
+
+
+class Block(abc.ABC):
+    """The records of a block.
+
+    Attributes:
+      num_bytes: the memory that they take, about.
+    """
+
+    num_bytes = 0
+
+    @abc.abstractmethod
+    def elements(self, rows: Sequence[int]) -> list[Element]:
+        """Some records, at least one: those before the first that has an error.
+
+        Raises:
+          CorruptError: if the first record is corrupt.
+          DataError: if it is not what its source or its reader asks for.
+        """
+
+    def tokens(self, column: str, rows: Sequence[int]) -> list[np.ndarray]:
+        """The tokens in a column of some records, in the manner of `elements`."""
+
+        def of_element(element: Element) -> np.ndarray:
+            return token_numbers.of_element(element, column)
+
+        return until_error(of_element, self.elements(rows))
+
+
+def until_error(function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
+    """The results of a function, at least one: those before its first error."""
+    results: list[T] = []
+    for item in items:
+        try:
+            results.append(function(item))
+        except errors.DataError:
+            if not results:
+                raise
+            break
+    return results
+
+
+class RawBlock(Block):
+    """Records of which each is decoded when it is read.
+
+    Args:
+      records: the records, in order, up to one that cannot be found.
+      element: returns the element of one of them, given its number.
+      num_bytes: of all of them.
+      lost: the place of the first that cannot be found, and the problem.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[Any],
+        element: Callable[[Any, int], Element],
+        *,
+        num_bytes: int,
+        lost: tuple[str, object] = ("", ""),
+    ) -> None:
+        self._records, self._element, self._lost = records, element, lost
+        self.num_bytes = num_bytes
+
+    def elements(self, rows: Sequence[int]) -> list[Element]:
+        """See `Block`."""
+        return until_error(self._one, rows)
+
+    def _one(self, row: int) -> Element:
+        if row >= len(self._records):
+            raise corrupt(*self._lost)
+        return self._element(self._records[row], row)
+
+
+def lost_block(place: str, problem: object) -> Block:
+    """A block without any record that can be read."""
+    return RawBlock((), lambda *_: {}, num_bytes=0, lost=(place, problem))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,49 +196,44 @@ class Source(abc.ABC):
         """
 
     @abc.abstractmethod
-    def read(self, unit: units.Unit, skip: int) -> Iterator[Read]:
-        """The records of `unit` in order, without the first `skip`.
-
-        Yields a `CorruptError` instead of corrupt records. Which records are corrupt
-        must not depend on `skip`.
+    def decode(self, file: int, block: int) -> Block:
+        """Reads a block of a file, both by their numbers.
 
         Raises:
-          DataError: if the file cannot be read, after several tries.
+          OSError: if the file cannot be read now; it is tried again.
+          DataError: if it is not the file of the index.
         """
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Equal for sources that decode a block of the same file to the same."""
+        return digest.json_digest(self.settings())
 
 
 class CorruptError(errors.DataError):
-    """Corrupt records: their content differs from what was written.
-
-    Attributes:
-      num_records: the number of records.
-    """
-
-    def __init__(self, message: str, *, num_records: int) -> None:
-        super().__init__(message)
-        self.num_records = num_records
+    """A corrupt record: its content differs from what was written."""
 
 
-# The result of reading a record, or several corrupt ones.
-Read: TypeAlias = Element | CorruptError
-
-
-def corrupt(
-    place: str, problem: object, *, num_records: int = 1, remedy: str = ""
-) -> CorruptError:
-    """The error for `num_records` corrupt records that begin at `place`.
+def corrupt(place: str, problem: object, *, remedy: str = "") -> CorruptError:
+    """The error for a corrupt record.
 
     Args:
-      place: the file, and the record in it.
+      place: the file, and the record or the block in it.
       problem: what is wrong with it.
-      num_records: that are lost.
       remedy: if the file may be as it should, with a semicolon.
     """
     return CorruptError(
         f"{place}: corrupt ({problem});{remedy} restore the file from a copy, or set"
         " corrupt_records=skip, which is ReadOptions(skip_corrupt=True), to skip and"
-        " count such records",
-        num_records=num_records,
+        " count such records"
+    )
+
+
+def changed(file: str, problem: str) -> errors.DataError:
+    """The error for a file that differs from its index."""
+    return errors.DataError(
+        f"{file}: {problem}: the file has changed during the run; restore it from a"
+        " copy, and start the run again"
     )
 
 
@@ -235,38 +323,9 @@ def in_threads(function: Callable[..., T], *items: Sequence[Any]) -> list[T]:
         return list(pool.map(function, *items))
 
 
-def read_ahead(source: Source, unit: units.Unit) -> None:
-    """Requests the beginning of a unit's block, if it is in an object store."""
-    index = indexes(source)[unit.file]
-    if index.block_bytes:
-        start, end = index.block_bytes[unit.block], index.end_bytes(unit.block)
-        files.read_ahead(source.files[unit.file], start, end)
-
-
 def num_records(source: Source) -> int:
     """The number of records in an epoch."""
     return sum(index.num_records for index in indexes(source))
-
-
-@functools.cache
-def cut(source: Source, num_shards: int) -> units.Units:
-    """The units of `source` for `num_shards` shards."""
-    file_indexes = indexes(source)
-    return units.cut(
-        [index.block_records for index in file_indexes],
-        num_shards,
-        whole=[index.is_whole for index in file_indexes],
-    )
-
-
-def whole_blocks(source: Source) -> units.Units:
-    """The blocks of `source`, as units."""
-    return units.cut([index.block_records for index in indexes(source)], 0)
-
-
-def has_whole_blocks(source: Source) -> bool:
-    """Whether some blocks can only be read from their beginning on."""
-    return any(index.is_whole for index in indexes(source))
 
 
 def identity(source: Source, *, digested: bool = True) -> dict[str, storage.Json]:
@@ -310,7 +369,6 @@ def tree(source: Source, *, max_files: int = 8) -> str:
 
 
 files.register_cache(indexes.cache_clear)
-files.register_cache(cut.cache_clear)
 
 
 def _entry(file: str, index: FileIndex, digested: bool) -> list[storage.Json]:

@@ -2,8 +2,8 @@
 
 A record is its length (uint64, little-endian), the masked CRC-32C of these eight bytes,
 the data, and the data's masked CRC-32C (TensorFlow's `record_writer.h`). Finding the
-records requires a pass over all lengths, for an index of the blocks of 1,024 records
-(`offset_index`). A reader compares the end of each block with the index.
+records requires a pass over all lengths (`offset_index`). A reader compares the end of
+each block with the index.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import struct
-from collections.abc import Generator
+from collections.abc import Iterator
 from typing import BinaryIO
 
 import google_crc32c
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data.sources import files, offset_index, record_format, runs, source
+from elastic_ckpt.data.sources import files, offset_index, record_format, source
 
 _LENGTH = struct.Struct("<Q")
 _CRC = struct.Struct("<I")
@@ -26,8 +26,8 @@ _FOOTER_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TFRecord(record_format.RecordFiles, runs.RunFiles):
-    """Uncompressed TFRecord files as a source; a block is 1,024 records.
+class TFRecord(record_format.RecordFiles):
+    """Uncompressed TFRecord files as a source.
 
     Attributes:
       files: the paths or URIs of the files.
@@ -46,55 +46,40 @@ class TFRecord(record_format.RecordFiles, runs.RunFiles):
         """The offsets of the blocks, from the cache or from a pass over the file."""
         return offset_index.index("tfrecord", file, functools.partial(_walk, file))
 
-    def _records(
-        self, file: str, offset: int, before: int
-    ) -> Generator[tuple[tuple[bytes, int], int, int]]:
-        # The data of each record, and its checksum.
-        with files.opened(file) as stream:
-            stream.seek(offset)
-            while True:
-                header = stream.read(_HEADER_BYTES)
-                if not _is_header(header):
-                    break
-                length = _LENGTH.unpack_from(header)[0]
-                end = offset + _HEADER_BYTES + length + _FOOTER_BYTES
-                if before:
-                    stream.seek(end)
-                    before -= 1
-                else:
-                    data = stream.read(length + _FOOTER_BYTES)
-                    if len(data) < length + _FOOTER_BYTES:
-                        break
-                    record = data[:length], _CRC.unpack_from(data, length)[0]
-                    yield record, length, end
-                offset = end
-        # Without its length, the next record of the block cannot be found.
-        raise runs.LostError(
-            "not the length of a record, or cut short; later records of this block"
-            " cannot be found",
-            f"byte {offset}",
-        )
+    def decode(self, file: int, block: int) -> source.Block:
+        """See `Source`."""
+        path, index = self.files[file], source.indexes(self)[file]
+        begin, end = index.span(block)
+        with files.opened(path) as stream:
+            stream.seek(begin)
+            content = stream.read(end - begin)
+        records: list[tuple[bytes, int]] = []
+        at, lost = 0, ("", "")
+        while at < end - begin:
+            header = content[at : at + _HEADER_BYTES]
+            stop = at + _HEADER_BYTES
+            if _is_header(header):
+                stop += _LENGTH.unpack_from(header)[0] + _FOOTER_BYTES
+            if stop == at + _HEADER_BYTES or stop > len(content):
+                # Without its length, the next record cannot be found.
+                problem = "not the length of a record, or cut short; later ones of this"
+                lost = f"{path}, byte {begin + at}", f"{problem} block are lost"
+                break
+            data = content[at + _HEADER_BYTES : stop - _FOOTER_BYTES]
+            records.append((data, _CRC.unpack_from(content, stop - _FOOTER_BYTES)[0]))
+            at = stop
+        if not any(lost) and len(records) != index.block_records[block]:
+            raise source.changed(path, f"block {block} has {len(records)} records")
+        first = index.first_record(block)
 
-    def _place(self, number: int, offset: int) -> str:
-        del number
-        return f"byte {offset}"
+        def element(record: tuple[bytes, int], row: int) -> source.Element:
+            data, crc = record
+            place = f"{path}, record {first + row}"
+            if _masked_crc(data) != crc:
+                raise source.corrupt(place, "its checksum differs")
+            return self._decoded(data, place)
 
-    def _element(self, record: tuple[bytes, int], place: str) -> source.Read:
-        data, crc = record
-        if _masked_crc(data) != crc:
-            return source.corrupt(place, "its checksum differs")
-        return self._decoded(data, place)
-
-    def _check_end(
-        self, file: str, index: source.FileIndex, block: int, end: int
-    ) -> None:
-        expected = index.end_bytes(block)
-        if end != expected:
-            raise errors.DataError(
-                f"{file}: block {block} ends at byte {end}, but at byte {expected} in"
-                " the file's index: the file has changed during the run; restore it"
-                " from a copy, and start the run again"
-            )
+        return source.RawBlock(records, element, num_bytes=len(content), lost=lost)
 
 
 def _is_header(header: bytes) -> bool:
@@ -108,24 +93,20 @@ def _masked_crc(data: bytes) -> int:
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def _walk(file: str, stream: BinaryIO, num_bytes: int) -> offset_index.Offsets:
-    starts: list[int] = []
-    offset, count = 0, 0
+def _walk(file: str, stream: BinaryIO, num_bytes: int) -> Iterator[int]:
+    offset = 0
     while offset < num_bytes:
         stream.seek(offset)
         header = stream.read(_HEADER_BYTES)
         if not _is_header(header):
             raise errors.DataError(_foreign(file, offset, header))
-        if count % source.BLOCK_RECORDS == 0:
-            starts.append(offset)
+        yield offset
         offset += _HEADER_BYTES + _LENGTH.unpack_from(header)[0] + _FOOTER_BYTES
-        count += 1
     if offset != num_bytes:
         raise errors.DataError(
-            f"{file}: cut short in record {count - 1} (after {num_bytes} bytes);"
-            " restore it from a copy"
+            f"{file}: cut short in its last record, after {num_bytes} bytes; restore it"
+            " from a copy"
         )
-    return starts, source.blocks(count).tolist()
 
 
 def _foreign(file: str, offset: int, header: bytes) -> str:

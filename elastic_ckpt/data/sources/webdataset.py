@@ -8,28 +8,26 @@ places, links, and what follows the end of the archive.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
+import io
 import itertools
 import tarfile
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import BinaryIO, TypeAlias
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data.sources import files, offset_index, runs, source
+from elastic_ckpt.data.sources import files, offset_index, source
 
 # The field with the name of a sample.
 KEY = "__key__"
-# Samples of a block.
-_BLOCK_SAMPLES = 64
 _CHUNK_BYTES = 2**20
 _FAILURES = (tarfile.TarError, EOFError, UnicodeDecodeError, ValueError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WebDataset(runs.RunFiles):
-    """Tar archives in WebDataset's form as a source; a block is 64 samples.
+class WebDataset(source.Source):
+    """Tar archives in WebDataset's form as a source.
 
     An element has the content of each file of a sample, bytes, by the end of its name
     after the first dot (`jpg`, `seg.png`), and `__key__`, what is before: decode them
@@ -41,49 +39,58 @@ class WebDataset(runs.RunFiles):
     """
 
     file_type = "webdataset"
-    _record_name = "sample"
-    _run_bytes = 4 * 2**20
 
     def index(self, file: str) -> source.FileIndex:
         """The offsets of the blocks, from the cache or from a pass over the file."""
         return offset_index.index("webdataset", file, functools.partial(_walk, file))
 
-    def _records(
-        self, file: str, offset: int, before: int
-    ) -> Generator[tuple[source.Element, int, int]]:
-        end = offset
+    def decode(self, file: int, block: int) -> source.Block:
+        """See `Source`."""
+        path, index = self.files[file], source.indexes(self)[file]
+        begin, end = index.span(block)
+        with files.opened(path) as stream:
+            stream.seek(begin)
+            content = stream.read(end - begin)
+        first, num_samples = index.first_record(block), int(index.block_records[block])
+        samples: list[source.Element] = []
         try:
-            with _opened(file, offset) as archive:
-                samples = _samples(archive, file)
-                for key, members in itertools.islice(samples, before, None):
-                    sample: source.Element = {KEY: key}
-                    size = 0
-                    for member, field in members:
-                        opened = archive.extractfile(member)
-                        content = opened.read() if opened is not None else b""
-                        if len(content) < member.size:
-                            raise EOFError(f"{member.name} is cut short")
-                        sample[field] = content
-                        size += member.size
-                        # Of a sparse file there is less than its size.
-                        end = archive.offset
-                    yield sample, size, end
-            raise EOFError("the archive ends before")
+            with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:
+                for key, members in _samples(archive, path):
+                    fields = [
+                        (field, _content(archive, member)) for member, field in members
+                    ]
+                    samples.append({KEY: key, **dict(fields)})
+            problem = "the archive ends before"
         except _FAILURES as error:
             # The sample before the damage may lack files.
-            raise runs.LostError(
-                f"{error}; later samples of this block cannot be found"
-            ) from None
+            problem = str(error)
 
-    def _element(self, record: source.Element, place: str) -> source.Element:
-        if not self.columns:
-            return record
-        source.check_columns(place, self.columns, sorted(record), what="field")
-        return {name: record[name] for name in self.columns}
+        def element(sample: source.Element, row: int) -> source.Element:
+            if not self.columns:
+                return dict(sample)
+            place = f"{path}, sample {first + row}"
+            source.check_columns(place, self.columns, sorted(sample), what="field")
+            return {name: sample[name] for name in self.columns}
+
+        place = f"{path}, sample {first + len(samples)}"
+        problem += "; later samples of this block cannot be found"
+        return source.RawBlock(
+            samples[:num_samples],
+            element,
+            num_bytes=len(content),
+            lost=(place, problem),
+        )
 
 
-def _walk(file: str, stream: BinaryIO, num_bytes: int) -> offset_index.Offsets:
-    starts: list[int] = []
+def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    opened = archive.extractfile(member)
+    content = opened.read() if opened is not None else b""
+    if len(content) < member.size:
+        raise EOFError(f"{member.name} is cut short")
+    return content
+
+
+def _walk(file: str, stream: BinaryIO, num_bytes: int) -> Iterator[int]:
     keys: set[str] = set()
     try:
         with tarfile.open(fileobj=stream, mode="r:") as archive:
@@ -97,7 +104,7 @@ def _walk(file: str, stream: BinaryIO, num_bytes: int) -> offset_index.Offsets:
                         " for each sample"
                     )
                 keys.add(key)
-                starts.append(first.offset)
+                yield first.offset
             end = archive.offset
             _check_rest(archive, file)
     except _FAILURES as error:
@@ -110,8 +117,6 @@ def _walk(file: str, stream: BinaryIO, num_bytes: int) -> offset_index.Offsets:
             f"{file}: cut short after {num_bytes} bytes, not a complete tar archive;"
             " restore it from a copy"
         )
-    counts = source.blocks(len(starts), _BLOCK_SAMPLES).tolist()
-    return starts[::_BLOCK_SAMPLES], counts
 
 
 def _check_rest(archive: tarfile.TarFile, file: str) -> None:
@@ -186,12 +191,3 @@ def _named(member: tarfile.TarInfo, file: str) -> tuple[str, str] | None:
             " --hard-dereference`"
         )
     return f"{directory}{slash}{key}", field.lower()
-
-
-@contextlib.contextmanager
-def _opened(file: str, offset: int) -> Iterator[tarfile.TarFile]:
-    stream: BinaryIO
-    with files.opened(file) as stream:
-        stream.seek(offset)
-        with tarfile.open(fileobj=stream, mode="r:") as archive:
-            yield archive

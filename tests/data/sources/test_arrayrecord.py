@@ -5,7 +5,7 @@ import types
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data.sources import arrayrecord, record_format, source
+from elastic_ckpt.data.sources import arrayrecord, decoded, record_format, source
 from tests import corpora, source_contract
 
 
@@ -26,11 +26,11 @@ class TestArrayRecord(source_contract.SourceContract):
         arrayrecord._reader.cache_clear()
 
 
-@pytest.mark.parametrize(("run_records", "num_shards"), [(7, 1), (1, 5)])
+@pytest.mark.parametrize(("block_records", "num_shards"), [(7, 1), (1, 5)])
 def test_raw_records_of_any_size_are_read(
-    tmp_path, monkeypatch, run_records, num_shards
+    tmp_path, monkeypatch, block_records, num_shards
 ):
-    monkeypatch.setattr(arrayrecord, "_RUN_RECORDS", run_records)
+    monkeypatch.setattr(source, "BLOCK_RECORDS", block_records)
     data = [bytes([n]) * (n * n % 257) for n in range(100)]
     file = corpora.write_records(tmp_path / "a", data)
     actual = source_contract.read_all(
@@ -83,6 +83,7 @@ def test_a_worker_that_pytorch_has_forked_is_refused_before_it_crashes(
     assert records[0] == (0, b"a")
     loader.get_worker_info = lambda: "worker 0 of 2"
     arrayrecord._reader.cache_clear()
+    decoded._KEPT.begin()
     for read in (
         lambda: source_contract.read_all(one, 1, num_epochs=1),
         lambda: records[0],

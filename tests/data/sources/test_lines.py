@@ -9,7 +9,7 @@ import pytest
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import records
-from elastic_ckpt.data.sources import lines, source
+from elastic_ckpt.data.sources import decoded, lines, source
 from tests import corpora, source_contract
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -83,23 +83,26 @@ def test_a_file_may_be_a_document(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_compressed_file_is_one_unit_and_a_resume_reads_up_to_the_record(
-    tmp_path, suffix, monkeypatch
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_a_compressed_file_is_a_chain_that_a_resume_reads_up_to_the_record(
+    tmp_path, suffix, num_shards, monkeypatch
 ):
-    monkeypatch.setattr(lines.LineFiles, "_run_bytes", 40)
     monkeypatch.setattr(source, "BLOCK_RECORDS", 4)
+    monkeypatch.setattr(decoded, "BUDGET_BYTES", 0)
     elements = corpora.documents(0, 20)
     file = compressed(tmp_path / f"a.jsonl{suffix}", encoded(elements).encode())
     dataset = lines.JsonLines(files=(file,), columns=("text",))
-    assert len(source.cut(dataset, 40)) == 1
+    assert source.indexes(dataset)[0].chain(3) == range(5)
     source_contract.assert_resumes_everywhere(
         lambda: records.Records(
             dataset,
             shard=0,
-            num_shards=1,
-            read_options=records.ReadOptions(num_epochs=2),
+            num_shards=num_shards,
+            read_options=records.ReadOptions(num_epochs=2, shuffle_seed=3),
         )
     )
+    read = source_contract.read_all(dataset, num_shards, num_epochs=1, shuffle_seed=3)
+    assert sorted(each["record"] for each in read) == list(range(20))
 
 
 @pytest.mark.parametrize(("suffix", "kept"), [(".gz", 0.9), (".zst", 0.3)])
@@ -115,7 +118,6 @@ def test_a_compressed_file_that_is_cut_short_is_named(tmp_path, suffix, kept):
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_damage_in_a_compressed_file_loses_its_rest(tmp_path, suffix, monkeypatch):
     monkeypatch.setattr(lines, "_BUFFER_BYTES", 4096)
-    monkeypatch.setattr(lines.LineFiles, "_run_bytes", 4096)
     content = encoded(corpora.documents(0, 20_000)).encode()
     path = pathlib.Path(compressed(tmp_path / f"a.jsonl{suffix}", content))
     dataset = lines.JsonLines(files=(str(path),), columns=("text",))
@@ -130,7 +132,7 @@ def test_damage_in_a_compressed_file_loses_its_rest(tmp_path, suffix, monkeypatc
     # What is lost does not depend on where reading began.
     for begin in (1, num_read // 2, num_read - 7, num_read):
         resumed = iter(source_contract.read(dataset, 0, 1, **reading))
-        resumed.set_state({"turn": 0, "taken": begin})
+        resumed.set_state({"epoch": 0, "taken": begin})
         assert sum(1 for _ in resumed) == num_read - begin
 
 

@@ -189,7 +189,9 @@ def test_sequences_of_no_document_are_refused(tmp_path):
     index = pathlib.Path(file).with_suffix(".idx")
     content = index.read_bytes()
     index.write_bytes(content[:-8] + np.int64(1).tobytes())
-    with pytest.raises(errors.DataError, match=r"data\.idx: .*sequence 1, not at 2"):
+    with pytest.raises(
+        errors.DataError, match=r"data\.idx: .*\[0, 1\], not at 0 and 2"
+    ):
         source.indexes(megatron.Megatron(files=(file,)))
 
 

@@ -37,7 +37,7 @@ def test_documents_are_read_as_they_were_written(
     tmp_path, monkeypatch, dtype, gap, num_shards
 ):
     monkeypatch.setattr(source, "BLOCK_RECORDS", 8)
-    monkeypatch.setattr(megatron, "_RUN_BYTES", 64)
+    monkeypatch.setattr(source, "BLOCK_BYTES", 64)
     held = documents(43)
     dataset = megatron.Megatron(
         files=(megatron_files.write(tmp_path, held, dtype, gap=gap),)

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data.sources import kept_blocks, parquet, source
+from elastic_ckpt.data.sources import columns, decoded, parquet, source
 from tests import corpora, source_contract
 from tests.source_contract import read, read_all
 
@@ -42,10 +42,9 @@ NUMBERS = {
 ROWS = 400
 
 
-def batches_of(monkeypatch, num_bytes):
-    """Has every row group decoded so many bytes at a time."""
-    monkeypatch.setattr(parquet, "_BATCH_BYTES", num_bytes)
-    monkeypatch.setattr(parquet, "_SMALL_BYTES", 0)
+def parts_of(monkeypatch, num_bytes):
+    """Has every row group decoded in parts of about so many bytes."""
+    monkeypatch.setattr(source, "BLOCK_BYTES", num_bytes)
 
 
 def refused(match):
@@ -96,11 +95,11 @@ class TestParquet(source_contract.SourceContract):
 
 @pytest.mark.usefixtures("large_blocks")
 def test_large_row_groups_resume_anywhere_and_few_stay_open(tmp_path, monkeypatch):
-    # A batch a row, from row groups that stay open from batch to batch.
-    batches_of(monkeypatch, 1)
-    monkeypatch.setattr(parquet, "_MAX_OPEN", 2)
+    # A row a part, from row groups that stay open from one to the next.
+    parts_of(monkeypatch, 1)
+    monkeypatch.setattr(decoded, "_MAX_OPEN", 2)
     # Shards share nothing.
-    monkeypatch.setattr(kept_blocks, "BUDGET_BYTES", 0)
+    monkeypatch.setattr(decoded, "BUDGET_BYTES", 0)
     file = corpora.write_parquet(tmp_path / "a", corpora.documents(0, 40), group_rows=8)
     dataset = parquet.Parquet(files=(file,))
     source_contract.assert_resumes_everywhere(
@@ -108,7 +107,7 @@ def test_large_row_groups_resume_anywhere_and_few_stay_open(tmp_path, monkeypatc
     )
     elements = read_all(dataset, 7, num_epochs=1)
     assert sorted(source_contract.numbers(elements)) == list(range(40))
-    assert len(parquet._OPEN) <= 2
+    assert len(decoded._CHAINS._open) <= 2
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -125,7 +124,7 @@ def test_a_value_is_what_was_written(tmp_path, name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_missing_value_is_none_and_changes_no_other(tmp_path, monkeypatch, name):
-    batches_of(monkeypatch, 20)
+    parts_of(monkeypatch, 20)
     kind, values = KINDS[name]
     whole = column(kind, values, tmp_path / "whole")
     elements = column(kind, [values[0], None, *values[1:], None], tmp_path / "holes")
@@ -145,7 +144,7 @@ def test_a_missing_value_is_none_and_changes_no_other(tmp_path, monkeypatch, nam
     ],
 )
 def test_lists_of_numbers_are_arrays(tmp_path, monkeypatch, kind, list_of):
-    batches_of(monkeypatch, 20)
+    parts_of(monkeypatch, 20)
     values = [list(range(n, 3 * n)) for n in (0, 3, 1, 0, 0, 50, 2)]
     elements = column(list_of(kind), values, tmp_path / "a")
     for array, expected in zip(elements, values, strict=True):
@@ -187,15 +186,13 @@ def test_a_list_with_a_null_loses_its_row_group_wherever_a_run_resumed(
 
 @pytest.mark.usefixtures("large_blocks")
 @pytest.mark.parametrize("num_shards", [1, 9])
-def test_what_was_read_of_a_large_row_group_before_a_null_is_kept(
-    hole, monkeypatch, num_shards
-):
-    batches_of(monkeypatch, 100)
+def test_a_null_costs_its_part_of_a_large_row_group(hole, monkeypatch, num_shards):
+    parts_of(monkeypatch, 100)
     # Shards share nothing.
-    monkeypatch.setattr(kept_blocks, "BUDGET_BYTES", 0)
-    kept = kept_records(hole, num_shards)
-    assert kept[:70] == list(range(70))
-    assert 80 not in kept
+    monkeypatch.setattr(decoded, "BUDGET_BYTES", 0)
+    lost = set(range(100)).difference(kept_records(hole, num_shards))
+    assert 80 in lost
+    assert len(lost) < 10
 
 
 @pytest.mark.parametrize(
@@ -230,29 +227,28 @@ def dataset(file):
 
 
 @pytest.fixture
-def batches(monkeypatch):
-    """The rows of each batch that is decoded from now on, at most some 25."""
-    sizes, next_batch = [], parquet._OpenRows.next
+def parts(monkeypatch):
+    """The rows of each part that is decoded from now on, at most some 25."""
+    sizes, checked = [], columns.checked
 
-    def noted(rows):
-        batch = next_batch(rows)
+    def noted(batch, place):
         sizes.append(batch.num_rows)
-        return batch
+        return checked(batch, place)
 
-    monkeypatch.setattr(parquet._OpenRows, "next", noted)
-    batches_of(monkeypatch, 800)
+    monkeypatch.setattr(columns, "checked", noted)
+    parts_of(monkeypatch, 800)
     return sizes
 
 
 @pytest.mark.usefixtures("large_blocks")
-def test_a_row_group_is_decoded_a_little_at_a_time(dataset, batches):
+def test_a_row_group_is_decoded_a_little_at_a_time(dataset, parts):
     elements = iter(read(dataset, 0, 1, num_epochs=1))
     next(elements)
-    assert len(batches) == 1
-    assert 0 < batches[0] < 30
+    assert len(parts) == 1
+    assert 0 < parts[0] < 30
     list(elements)
-    assert sum(batches) == 2 * ROWS
-    assert max(batches) < 30
+    assert sum(parts) == 2 * ROWS
+    assert max(parts) < 30
 
 
 @pytest.fixture
@@ -266,7 +262,7 @@ def bad_page(file):
     return spoilt - ROWS
 
 
-@pytest.mark.usefixtures("batches")
+@pytest.mark.usefixtures("parts")
 @pytest.mark.parametrize("num_shards", [1, 9])
 def test_a_corrupt_page_costs_the_rest_of_its_row_group_and_is_counted(
     dataset, bad_page, num_shards

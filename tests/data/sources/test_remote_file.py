@@ -18,9 +18,9 @@ from elastic_ckpt.data.sources import (
     parquet,
     record_format,
     remote_file,
-    source,
     tfrecord,
 )
+from tests import source_contract
 
 # Small, as the bytes of a block change nothing but the time of the tests.
 BLOCK = 2**14
@@ -199,5 +199,4 @@ def elements(kind, file):
         "parquet": parquet.Parquet(files=(file,)),
         "tfrecord": tfrecord.TFRecord(files=(file,), record_format=record_format.BYTES),
     }[kind]
-    (unit,) = source.cut(made, 1)
-    return list(made.read(unit, 0))
+    return source_contract.read_all(made, 1, num_epochs=1)

@@ -39,8 +39,7 @@ def written(path, held, kind=tarfile.USTAR_FORMAT, long=""):
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(webdataset, "_BLOCK_SAMPLES", 8)
-    monkeypatch.setattr(webdataset.WebDataset, "_run_bytes", 300)
+    monkeypatch.setattr(source, "BLOCK_RECORDS", 8)
 
 
 def read(dataset, num_shards=1, **reading):

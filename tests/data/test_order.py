@@ -3,87 +3,51 @@ import itertools
 import weakref
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.data import units
+from elastic_ckpt.data import order as orders
 
-files = st.lists(
-    st.lists(st.integers(0, 60), max_size=8), min_size=1, max_size=6
-).filter(lambda blocks: any(map(any, blocks)))
-shard_counts = st.integers(1, 40)
 keys = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=3).map(tuple)
 
 
-def cut(blocks, num_shards):
-    return units.cut([np.array(b, np.int64) for b in blocks], num_shards)
+def order_of(sizes, num_shards, seed, *, chained=None, num_bytes=0):
+    is_chained = np.zeros(len(sizes), bool) if chained is None else chained
+    return orders.Order(
+        np.array(sizes, np.int64),
+        np.array(is_chained),
+        num_bytes=num_bytes,
+        num_shards=num_shards,
+        seed=seed,
+    )
+
+
+def parts(order, shard, epoch):
+    """The block and the rows of each part that a shard reads."""
+    share, taken = order.share(shard, epoch), 0
+    while taken < len(share):
+        block, rows, following = order.part(epoch, share[taken:])
+        yield block, list(rows), following
+        taken += len(rows)
 
 
 def test_the_orders_of_all_datasets_hold_few_permutations():
     held = []
     for seed in range(3):
-        order = units.Order.of(cut([[4096] * 600], 0), (seed, 0), with_rows=True)
-        held += [weakref.ref(order.rows(index)) for index in range(600)]
+        made = order_of([4096] * 250, 1, seed)
+        held += [weakref.ref(made._rows(0, block)) for block in range(250)]
+        held += [weakref.ref(made._rows(1, block)) for block in range(250)]
     alive = [rows for each in held if (rows := each()) is not None]
     assert sum(rows.nbytes for rows in alive) <= 8 * 2**20
 
 
-def expected_units(blocks):
-    """File, block and place in it of every record, in order."""
-    return [
-        (file, block, place)
-        for file, counts in enumerate(blocks)
-        for block, count in enumerate(counts)
-        for place in range(count)
-    ]
-
-
-def filled(blocks):
-    return [count for counts in blocks for count in counts if count]
-
-
 def order(length, *key):
-    return units.permuted(np.arange(length), length=length, key=key).tolist()
+    return orders.permuted(np.arange(length), length=length, key=key).tolist()
 
 
 def number_at(place, length, *key):
-    return int(units.permuted(np.array([place]), length=length, key=key)[0])
-
-
-@given(files, shard_counts)
-def test_every_record_is_in_one_unit_and_units_are_in_record_order(blocks, num_shards):
-    every = expected_units(blocks)
-    actual = cut(blocks, num_shards)
-    assert actual.total_records == len(every)
-    found = []
-    for unit in (actual[n] for n in range(len(actual))):
-        assert unit.num_records > 0
-        assert every[unit.record] == (unit.file, unit.block, unit.first)
-        assert unit.block_records == blocks[unit.file][unit.block]
-        found += [
-            (unit.file, unit.block, unit.first + n) for n in range(unit.num_records)
-        ]
-    assert found == every
-
-
-@given(files, shard_counts)
-def test_only_few_blocks_are_cut_and_into_equal_parts_for_all_shards(
-    blocks, num_shards
-):
-    actual = cut(blocks, num_shards)
-    counts = np.array(filled(blocks))
-    if len(counts) >= 4 * num_shards:
-        assert actual.num_records.tolist() == counts.tolist()
-        return
-    wanted = num_shards * -(-len(counts) // num_shards)
-    assert len(actual) == min(wanted, actual.total_records)
-    # The largest part is as small as so many parts allow.
-    largest = actual.num_records.max()
-    if largest > 1:
-        assert (-(-counts // (largest - 1))).sum() > len(actual)
-    for block in set(zip(actual.file.tolist(), actual.block.tolist(), strict=True)):
-        mine = (actual.file == block[0]) & (actual.block == block[1])
-        assert np.ptp(actual.num_records[mine]) <= 1
+    return int(orders.permuted(np.array([place]), length=length, key=key)[0])
 
 
 @given(st.integers(1, 300), keys)
@@ -124,7 +88,7 @@ def test_shares_have_each_record_once_in_an_epoch_and_differ_by_one_in_all(
 ):
     lead %= num_shards
     of = functools.partial(
-        units.share,
+        orders.share,
         num_shards=num_shards,
         num_records=num_records,
         group=min(group, num_shards),
@@ -162,8 +126,8 @@ def test_the_reader_of_a_place_is_the_shard_that_has_it(
         "lead": lead % num_shards,
     }
     place = data.draw(st.integers(0, num_records - 1))
-    shard, taken = units.reader(place, **more)
-    assert units.share(shard, **more)[taken] == place
+    shard, taken = orders.reader(place, **more)
+    assert orders.share(shard, **more)[taken] == place
 
 
 @given(st.integers(1, 400), keys)
@@ -172,18 +136,60 @@ def test_all_numbers_are_permuted_as_single_ones(length, key):
     assert order(length, *key) == singly
 
 
-@given(files, st.integers(0, 9), st.integers(0, 3), st.integers(1, 40))
-def test_the_order_of_an_epoch_has_each_record_once(blocks, seed, epoch, step):
-    whole = cut(blocks, 0)
-    made = units.Order.of(whole, (seed, epoch), with_rows=True)
-    read = []
-    for first in range(step):
-        places = range(first, whole.total_records, step)
-        picked = made.picked(places)
-        assert sum(len(rows) for _, rows in picked) == len(places)
-        read += [
-            int(whole.record[number]) + int(row)
-            for number, rows in picked
-            for row in rows
-        ]
-    assert sorted(read) == list(range(whole.total_records))
+@given(
+    blocks=st.lists(
+        st.tuples(st.integers(0, 60), st.booleans()), min_size=1, max_size=20
+    ).filter(lambda blocks: any(size for size, _ in blocks)),
+    seed=st.sampled_from([None, 0, 5]),
+    num_shards=st.integers(1, 40),
+    is_large=st.booleans(),
+    epoch=st.integers(0, 3),
+)
+def test_shards_read_each_record_once_in_an_epoch_and_chains_in_order(
+    blocks, seed, num_shards, is_large, epoch
+):
+    sizes = [size for size, _ in blocks]
+    chained = [False, *(each for _, each in blocks[1:])]
+    made = order_of(
+        sizes, num_shards, seed, chained=chained, num_bytes=2**60 * is_large
+    )
+    read, followed = [], {}
+    for shard in range(num_shards):
+        taken = 0
+        for block, rows, following in parts(made, shard, epoch):
+            read += [(block, row) for row in rows]
+            followed[block] = following
+            for row in rows:
+                found = made.find(int(made.first[block]) + row, epoch)
+                assert found == (shard, taken)
+                taken += 1
+    assert sorted(read) == [
+        (block, row) for block, size in enumerate(sizes) for row in range(size)
+    ]
+    for block, following in followed.items():
+        if block + 1 < len(sizes) and chained[block + 1]:
+            assert following == block + 1
+
+
+@pytest.mark.parametrize(
+    ("num_chains", "length", "size", "num_bytes", "group"),
+    [
+        # Small: all shards read each block together.
+        (20, 1, 100, 2**20, 64),
+        # Large: each has runs of its own.
+        (20, 1, 5000, 2**20, 1),
+        (20, 1, 100, 2**31, 1),
+        # Few chains, of blocks that cannot be read without those before.
+        (2, 10, 5000, 2**31, 64),
+        (32, 5, 5000, 2**31, 4),
+        (128, 2, 5000, 2**31, 1),
+    ],
+)
+def test_shards_read_small_data_and_few_chains_together(
+    num_chains, length, size, num_bytes, group
+):
+    number = np.arange(num_chains * length)
+    made = order_of(
+        [size] * len(number), 64, 3, chained=number % length > 0, num_bytes=num_bytes
+    )
+    assert made.share(1, 0).step == group

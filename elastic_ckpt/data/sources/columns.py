@@ -1,14 +1,16 @@
-"""Rows of Arrow batches as elements: dicts of columns."""
+"""Arrow batches as blocks of records."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import tokens as token_numbers
 from elastic_ckpt.data.sources import source
 
 if TYPE_CHECKING:
@@ -38,11 +40,65 @@ def damaged(error_of: Callable[[object], Exception] = DamagedError) -> Iterator[
         raise error_of(error) from None
 
 
-def elements(batch: pa.RecordBatch) -> Iterator[source.Element]:
-    """The rows of a sound batch."""
-    names = batch.schema.names
-    for row in zip(*map(_values, batch.columns), strict=True):
-        yield dict(zip(names, row, strict=True))
+class Columns(source.Block):
+    """The records of a sound batch."""
+
+    def __init__(self, batch: pa.RecordBatch) -> None:
+        self._batch, self.num_bytes = batch, batch.nbytes
+        self._lists: dict[str, _Lists | None] = {}
+
+    def elements(self, rows: Sequence[int]) -> list[source.Element]:
+        """See `Block`."""
+        if isinstance(rows, range) and rows.step == 1:
+            batch = self._batch.slice(rows.start, len(rows))
+        else:
+            batch = self._batch.take(list(rows))
+        names = batch.schema.names
+        values = zip(*map(_values, batch.columns), strict=True)
+        return [dict(zip(names, row, strict=True)) for row in values]
+
+    def tokens(self, column: str, rows: Sequence[int]) -> list[np.ndarray]:
+        """See `Block`."""
+        if column not in self._lists:
+            self._lists[column] = self._made_lists(column)
+        lists = self._lists[column]
+        if lists is None:
+            return super().tokens(column, rows)
+        values, begins, ends = lists
+        # A view would keep the block in memory.
+        return [values[begins[row] : ends[row]].copy() for row in rows]
+
+    def _made_lists(self, column: str) -> _Lists | None:
+        # Lists of tokens; None if the column has other values.
+        import pyarrow as pa
+
+        if column not in self._batch.schema.names:
+            return None
+        of = self._batch.column(column)
+        if not _is_numbers(of.type) or not pa.types.is_integer(of.type.value_type):
+            return None
+        offsets, values = _numbers(of)
+        try:
+            values = token_numbers.narrowed(values, place="")
+        except errors.DataError:
+            return None
+        begins = offsets[:-1] - offsets[0]
+        lengths = np.diff(offsets)
+        if of.null_count:
+            lengths[np.asarray(of.is_null())] = 0
+        return values, begins.tolist(), (begins + lengths).tolist()
+
+
+# The values of all lists, and where each begins and ends.
+_Lists: TypeAlias = tuple[np.ndarray, list[int], list[int]]
+
+
+def checked(batch: pa.RecordBatch, place: str) -> source.Block:
+    """The records of a batch; none if one of them cannot be as it is."""
+    try:
+        return Columns(sound(batch))
+    except DamagedError as error:
+        return source.lost_block(place, error)
 
 
 def sound(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -63,23 +119,6 @@ def sound(batch: pa.RecordBatch) -> pa.RecordBatch:
     return batch
 
 
-def tokens(column: pa.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Lists of whole numbers as columns: values, and the start and length of each list.
-
-    A list that is null has the length 0. None if the column has other values.
-    """
-    import pyarrow as pa
-
-    if not _is_numbers(column.type) or not pa.types.is_integer(column.type.value_type):
-        return None
-    offsets, values = _numbers(column)
-    start = offsets[:-1].astype(np.int64) - int(offsets[0])
-    length = np.diff(offsets).astype(np.int64)
-    if column.null_count:
-        length[np.asarray(column.is_null())] = 0
-    return values, start, length
-
-
 def _offsets_and_values(column: pa.Array) -> tuple[np.ndarray, pa.Array]:
     # For a slice of a table, only the values of the slice.
     offsets = column.offsets.to_numpy()
@@ -90,11 +129,7 @@ def _offsets_and_values(column: pa.Array) -> tuple[np.ndarray, pa.Array]:
 def _numbers(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     # The offsets and the values of lists of numbers, with 0 for a null.
     offsets, numbers = _offsets_and_values(column)
-    values = np.asarray(numbers.fill_null(0) if numbers.null_count else numbers)
-    if len(numbers) < len(column.values):
-        # A view would keep the whole table in memory.
-        values = values.copy()
-    return offsets, values
+    return offsets, np.asarray(numbers.fill_null(0) if numbers.null_count else numbers)
 
 
 def _values(column: pa.Array) -> Iterator[Any]:

@@ -1,0 +1,284 @@
+"""Which records each shard reads, as pure functions of numbers.
+
+Each epoch has its own order of blocks: a keyed permutation. It is also an order of
+records, and shards have equal `share`s of it: the numbers of records that two shards
+read in any number of epochs differ by one at most. A share is a run of the order, or
+every g-th record of one, which a group of g shards reads together.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+# A dataset is small if no block has more records than this, and all blocks together
+# have not more records and bytes than that: each host may have to read all of them.
+_SMALL_BLOCK_RECORDS = 4096
+_SMALL_RECORDS = 2**20
+_SMALL_BYTES = 2**30
+# The most blocks whose records are kept shuffled, of 8 KiB at most.
+_MOST_SHUFFLED = 1024
+# The most shards that read the same blocks together.
+GROUP_SHARDS = 256
+# The chains of blocks of each group: at both ends it reads parts of one.
+_CHAINS_OF_GROUP = 2
+# The epochs whose order is kept: shards are not all in the same one.
+_MOST_EPOCHS = 3
+
+_MASK = 2**64 - 1
+_ROUNDS = 6
+
+
+class Order:
+    """The records of a dataset, as its shards read them in each epoch.
+
+    Shards read the blocks of a small dataset together, and records are shuffled in
+    each. They also read chains of blocks together if there are only a few: a shard that
+    begins in the middle of one has to read what is before.
+
+    Args:
+      sizes: the number of records of each block, int64 `[blocks]`.
+      is_chained: of each block, whether it can only be read after the one before it,
+        which it follows in each epoch.
+      num_bytes: of the dataset.
+      num_shards: S.
+      seed: of the permutations; None leaves all blocks and records as they are.
+      lead: the first shard that reads one record more in the first epoch.
+
+    Attributes:
+      first: the number of the first record of each block.
+      num_records: of an epoch.
+    """
+
+    def __init__(
+        self,
+        sizes: np.ndarray,
+        is_chained: np.ndarray,
+        *,
+        num_bytes: int,
+        num_shards: int,
+        seed: int | None,
+        lead: int = 0,
+    ) -> None:
+        self._sizes, self._seed = sizes, seed
+        self.first = np.cumsum(sizes) - sizes
+        self.num_records = int(sizes.sum())
+        # The first block of each chain, and the number of its blocks.
+        self._begin = np.flatnonzero(~is_chained)
+        self._length = np.diff(self._begin, append=len(sizes))
+        is_small = (
+            int(sizes.max()) <= _SMALL_BLOCK_RECORDS
+            and self.num_records <= _SMALL_RECORDS
+            and num_bytes <= _SMALL_BYTES
+        )
+        group = 1
+        if is_small:
+            group = num_shards
+        elif is_chained.any():
+            group = -(-_CHAINS_OF_GROUP * num_shards // len(self._begin))
+        self._shuffles = is_small and seed is not None
+        self._sharing = {
+            "num_shards": num_shards,
+            "num_records": self.num_records,
+            "group": min(group, num_shards, GROUP_SHARDS),
+            "lead": lead,
+        }
+        self._epochs: dict[int, tuple[np.ndarray, Sequence[int]]] = {}
+
+    def share(self, shard: int, epoch: int) -> range:
+        """The places in an epoch of the records that a shard reads; see `share`."""
+        return share(shard, epoch=epoch, **self._sharing)
+
+    def part(self, epoch: int, places: range) -> tuple[int, Sequence[int], int | None]:
+        """The records at the first of some ascending places, as far as a block goes.
+
+        Returns:
+          The number of the block, the numbers of the records in it, and the number of
+          the block after it in the epoch.
+        """
+        number, start = self._epoch(epoch)
+        index = bisect.bisect_right(start, places[0]) - 1
+        begin, end = start[index], start[index + 1]
+        some = places[: -(-(end - places[0]) // places.step)]
+        block = int(number[index])
+        rows = range(some.start - begin, some.stop - begin, some.step)
+        following = int(number[index + 1]) if index + 1 < len(number) else None
+        if self._shuffles:
+            shuffled = self._rows(epoch, block)[rows.start : rows.stop : rows.step]
+            return block, shuffled.tolist(), following
+        return block, rows, following
+
+    def find(self, record: int, epoch: int) -> tuple[int, int]:
+        """The shard that reads a record in an epoch, and how many it reads before."""
+        block = int(np.searchsorted(self.first, record, side="right")) - 1
+        number, start = self._epoch(epoch)
+        row = record - int(self.first[block])
+        if self._shuffles:
+            row = int(np.flatnonzero(self._rows(epoch, block) == row)[0])
+        place = start[int(np.flatnonzero(number == block)[0])] + row
+        return reader(place, epoch=epoch, **self._sharing)
+
+    def _epoch(self, epoch: int) -> tuple[np.ndarray, Sequence[int]]:
+        # The blocks in the order of an epoch, and how many records are before each.
+        found = self._epochs.get(epoch)
+        if found is None:
+            chain = np.arange(len(self._begin))
+            if self._seed is not None:
+                key = (self._seed, epoch)
+                chain = permuted(chain, length=len(chain), key=key)
+            begin, length = self._begin[chain], self._length[chain]
+            before = np.cumsum(length) - length
+            number = np.arange(len(self._sizes)) + np.repeat(begin - before, length)
+            start = np.zeros(len(number) + 1, np.int64)
+            np.cumsum(self._sizes[number], out=start[1:])
+            found = self._epochs[epoch] = number, memoryview(start.data)
+            # Several threads may come here.
+            for old in list(self._epochs)[:-_MOST_EPOCHS]:
+                self._epochs.pop(old, None)
+        return found
+
+    def _rows(self, epoch: int, block: int) -> np.ndarray:
+        assert self._seed is not None
+        return _shuffled(int(self._sizes[block]), self._seed % 2**64, epoch, block)
+
+
+# Of all datasets: shards read the same blocks at about the same time.
+@functools.lru_cache(maxsize=_MOST_SHUFFLED)
+def _shuffled(size: int, *key: int) -> np.ndarray:
+    return np.random.default_rng(key).permutation(size).astype(np.uint16)
+
+
+def share(
+    shard: int,
+    *,
+    num_shards: int,
+    num_records: int,
+    epoch: int,
+    group: int = 1,
+    lead: int = 0,
+) -> range:
+    """The places, in the order of an epoch, of the records that a shard reads.
+
+    Shards that read one record more are others in each epoch, in turn: after any number
+    of epochs with N records together, they are the N modulo S shards from `lead` on.
+
+    Args:
+      shard: its number, from 0.
+      num_shards: S.
+      num_records: of the epoch.
+      epoch: its number, from 0.
+      group: how many shards take the records of one run in turn.
+      lead: the first shard that reads one record more in the first epoch.
+    """
+    least, rest = divmod(num_records, num_shards)
+    # The shards from `first_more` on, modulo S, read one record more.
+    first_more = (epoch * rest + lead) % num_shards
+
+    if group == num_shards:
+        place = (shard - first_more) % num_shards
+        return range(place, num_records, num_shards)
+
+    def num_more(shard: int) -> int:
+        # How many of the shards before this one read one record more.
+        end = first_more + rest
+        return max(0, min(shard, end) - first_more) + max(
+            0, min(shard, end - num_shards)
+        )
+
+    begin = shard - shard % group
+    step = min(group, num_shards - begin)
+    first = begin * least + num_more(begin)
+    num = least + num_more(shard + 1) - num_more(shard)
+    # Within the group, the shards that read more come first.
+    before = first_more - begin
+    if not 0 <= before < step:
+        before = 0
+    first += (shard - begin - before) % step
+    return range(first, first + num * step, step)
+
+
+def reader(
+    place: int,
+    *,
+    num_shards: int,
+    num_records: int,
+    epoch: int,
+    group: int = 1,
+    lead: int = 0,
+) -> tuple[int, int]:
+    """The shard whose `share` has a place, and how many of the share come before."""
+
+    def of(shard: int) -> range:
+        return share(
+            shard,
+            num_shards=num_shards,
+            num_records=num_records,
+            epoch=epoch,
+            group=group,
+            lead=lead,
+        )
+
+    # The last group that begins at the place or before it.
+    low, high = 0, -(-num_shards // group)
+    while high - low > 1:
+        middle = (low + high) // 2
+        shards = range(middle * group, min((middle + 1) * group, num_shards))
+        first = min(of(shard).start for shard in shards)
+        low, high = (middle, high) if first <= place else (low, middle)
+    shard = next(
+        shard
+        for shard in range(low * group, min((low + 1) * group, num_shards))
+        if place in of(shard)
+    )
+    return shard, of(shard).index(place)
+
+
+def permuted(place: np.ndarray, *, length: int, key: tuple[int, ...]) -> np.ndarray:
+    """The numbers at indexes of a keyed permutation of `range(length)`.
+
+    A Feistel network over the smallest square that contains the range, applied until
+    the result is in the range (Black and Rogaway 2002). It needs no storage.
+
+    Args:
+      place: the indexes, of any shape.
+      length: of the permutation.
+      key: numbers of 64 bits.
+
+    Returns:
+      int64 of the same shape.
+    """
+    seed = 0
+    for part in key:
+        seed = mixed(seed ^ part)
+    # Of half a number.
+    num_bits = max(1, (length - 1).bit_length() + 1 >> 1)
+    bits, half = np.uint64(num_bits), np.uint64((1 << num_bits) - 1)
+    number = place.astype(np.uint64)
+    outside = np.ones(number.shape, bool)
+    while outside.any():
+        left, right = number[outside] >> bits, number[outside] & half
+        for turn in range(_ROUNDS):
+            start = np.uint64((seed + (turn << 56)) & _MASK)
+            left, right = right, left ^ (_all_mixed(start + right) & half)
+        number[outside] = left << bits | right
+        outside &= number >= length
+    return number.astype(np.int64)
+
+
+def mixed(number: int) -> int:
+    """A 64-bit hash of a number: SplitMix64's finaliser (Steele et al. 2014)."""
+    number = (number + 0x9E3779B97F4A7C15) & _MASK
+    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    number = (number ^ number >> 27) * 0x94D049BB133111EB & _MASK
+    return number ^ number >> 31
+
+
+def _all_mixed(number: np.ndarray) -> np.ndarray:
+    # `mixed` of each number, uint64.
+    number = number + np.uint64(0x9E3779B97F4A7C15)
+    number = (number ^ number >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    number = (number ^ number >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return number ^ number >> np.uint64(31)
