@@ -276,7 +276,10 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
     def __next__(self) -> source.Element:
         if not self._ahead:
             self._ahead = self._next(_ELEMENTS, self._elements)[::-1]
-        return self._ahead.pop()
+        element, tag = self._ahead.pop(), self._records._tag
+        if tag is not None:
+            element[RECORD] = tag(element[RECORD])
+        return element
 
     def take(self, num_elements: int) -> list[source.Element]:
         """See `Elements`."""
@@ -357,7 +360,7 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
     def _elements(
         self, block: source.Block, rows: Sequence[int], first: int
     ) -> list[source.Element]:
-        elements, tag = block.elements(rows), self._records._tag
+        elements = block.elements(rows)
         for element, row in zip(elements, rows, strict=False):
             if RECORD in element:
                 raise errors.DataError(
@@ -365,7 +368,7 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
                     " name of a field that Records adds; select other columns, or"
                     " rename it"
                 )
-            element[RECORD] = tag(first + row) if tag else first + row
+            element[RECORD] = first + row
         return elements
 
 

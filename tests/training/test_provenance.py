@@ -184,7 +184,7 @@ def test_steps_that_the_run_left_out_had_batches_of_other_sizes(parts):
     run = Run().attempt(data, [12, 12, 12, 8, 4, 10], saves=(2,))
     run.attempt(data, [24, 6, 18], start=3, goes_back=True, saves=(5,))
     check_steps(run, "chunk", range(6))
-    assert check_found(run, "chunk", samples=30)["left_out"]
+    assert check_found(run, "chunk", samples=90)["left_out"]
 
 
 def test_documents_of_steps_that_the_run_went_back_from_are_not_yet_used(parts):

@@ -14,7 +14,6 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from concurrent import futures
 
 import numpy as np
 
@@ -27,7 +26,7 @@ _MAX_OPEN = 256
 
 
 class _Kept:
-    """The decoded blocks that were used last, and those that are decoded now."""
+    """The decoded blocks that were used last."""
 
     def __init__(self) -> None:
         self.begin()
@@ -35,36 +34,38 @@ class _Kept:
     def begin(self) -> None:
         """Keeps none; also after a fork, when another thread may hold the lock."""
         self._lock = threading.Lock()
-        self._blocks: collections.OrderedDict[Hashable, futures.Future[source.Block]]
+        self._blocks: collections.OrderedDict[Hashable, source.Block]
         self._blocks = collections.OrderedDict()
+        # Held while a block is decoded, so that others wait for it.
+        self._decoding: dict[Hashable, threading.Lock] = {}
         self.num_bytes = 0
 
     def get(self, key: Hashable, decode: Callable[[], source.Block]) -> source.Block:
         """The block of a key, decoded if it is not kept."""
-        made: futures.Future[source.Block] = futures.Future()
+        found = self._find(key)
+        if found is not None:
+            return found
         with self._lock:
-            found = self._blocks.setdefault(key, made)
-            self._blocks.move_to_end(key)
-        if found is not made:
-            return found.result()
-        try:
+            decoding = self._decoding.setdefault(key, threading.Lock())
+        with decoding:
+            found = self._find(key)
+            if found is not None:
+                return found
             block = decode()
-        except BaseException as error:
             with self._lock:
-                self._blocks.pop(key, None)
-            made.set_exception(error)
-            raise
-        made.set_result(block)
-        with self._lock:
-            if self._blocks.get(key) is made:
+                self._blocks[key] = block
                 self.num_bytes += block.num_bytes
-            self._drop_oldest()
+                while self.num_bytes > BUDGET_BYTES and len(self._blocks) > 1:
+                    self.num_bytes -= self._blocks.popitem(last=False)[1].num_bytes
+                self._decoding.pop(key, None)
         return block
 
-    def _drop_oldest(self) -> None:
-        while self.num_bytes > BUDGET_BYTES and len(self._blocks) > 1:
-            oldest = next(key for key, each in self._blocks.items() if each.done())
-            self.num_bytes -= self._blocks.pop(oldest).result().num_bytes
+    def _find(self, key: Hashable) -> source.Block | None:
+        with self._lock:
+            found = self._blocks.get(key)
+            if found is not None:
+                self._blocks.move_to_end(key)
+            return found
 
 
 _KEPT = _Kept()

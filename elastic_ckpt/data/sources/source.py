@@ -27,9 +27,11 @@ T = TypeVar("T")
 # A record: its columns by name.
 Element = dict[str, Any]
 
-# A block ends at the first of these limits.
+# A block ends at the first of these limits, unless its format has blocks of its own.
 BLOCK_RECORDS = 256
 BLOCK_BYTES = 2**19
+# How many times larger a row group or a record batch is that is not cut.
+_LARGER = 4
 # The most files that a fingerprint lists by name; more are combined into groups.
 _MAX_NAMED = 1024
 _INDEX_THREADS = 16
@@ -85,8 +87,8 @@ def pieces(num_records: int, num_bytes: int, most: int | None = None) -> np.ndar
       num_bytes: of all.
       most: the most records of a block.
     """
-    size = -(-num_records // max(1, num_bytes // BLOCK_BYTES))
-    size = max(1, min(size, most or size))
+    number = -(-num_bytes // BLOCK_BYTES) if num_bytes > _LARGER * BLOCK_BYTES else 1
+    size = max(1, min(-(-num_records // number), most or num_records))
     return np.minimum(size, num_records - np.arange(0, max(1, num_records), size))
 
 
