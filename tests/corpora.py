@@ -142,16 +142,17 @@ class Numbers:
     def _block(self, file, block):
         first = sum(map(sum, self.blocks[:file])) + sum(self.blocks[file][:block])
         numbers = range(first, first + self.blocks[file][block])
-        if self.lost:
-            damaged = [*self.corrupt.intersection(numbers), numbers.stop]
-            numbers = range(first, min(damaged))
-        place = str(numbers.stop)
         return source.RawBlock(
-            numbers, self._element, num_bytes=8, lost=(place, "spoilt")
+            self._found(numbers), self._element, name="number", first=first
         )
 
-    def _element(self, number, row):
-        del row
-        if number in self.corrupt:
-            raise source.corrupt(str(number), "spoilt")
-        return {"number": number}
+    def _found(self, numbers):
+        for number in numbers:
+            if self.lost and number in self.corrupt:
+                raise source.LostError("spoilt")
+            yield bytes(str(number), "ascii")
+
+    def _element(self, record, place):
+        if int(record) in self.corrupt:
+            raise source.corrupt(place, "spoilt")
+        return {"number": int(record)}

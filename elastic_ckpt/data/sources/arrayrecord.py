@@ -55,18 +55,15 @@ class ArrayRecord(record_format.RecordFiles):
 
     def decode(self, file: int, block: int) -> source.Block:
         """See `Source`."""
-        path, index = self.files[file], source.indexes(self)[file]
+        index, path = source.indexes(self)[file], self.files[file]
         first = index.first_record(block)
-        records = _read(path, first, first + int(index.block_records[block]))
+        stop = first + int(index.block_records[block])
+        return self._block(file, block, _read(path, first, stop))
 
-        def element(record: bytes | RuntimeError, row: int) -> source.Element:
-            place = f"{path}, record {first + row}"
-            if isinstance(record, RuntimeError):
-                raise source.corrupt(place, record)
-            return self._decoded(record, place)
-
-        num_bytes = sum(len(each) for each in records if isinstance(each, bytes))
-        return source.RawBlock(records, element, num_bytes=num_bytes)
+    def _element(self, record: bytes | RuntimeError, place: str) -> source.Element:
+        if isinstance(record, RuntimeError):
+            raise source.corrupt(place, record)
+        return self._decoded(record, place)
 
 
 class ArrayRecordFiles:

@@ -69,10 +69,10 @@ class Arrow(source.Source):
                 message = pyarrow().ipc.read_message(stream)
                 batch = pyarrow().ipc.read_record_batch(message, _schema(local))
         except columns.DamagedError as error:
-            return source.lost_block(place, error)
+            return source.LostBlock(place, error)
         rows = batch.slice(first, index.block_records[block])
         if len(rows) < index.block_records[block]:
-            return source.lost_block(place, f"it has {len(batch)} rows")
+            return source.LostBlock(place, f"it has {len(batch)} rows")
         read = rows.select(list(self.columns)) if self.columns else rows
         return columns.checked(read, place)
 

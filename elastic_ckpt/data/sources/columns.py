@@ -98,7 +98,7 @@ def checked(batch: pa.RecordBatch, place: str) -> source.Block:
     try:
         return Columns(sound(batch))
     except DamagedError as error:
-        return source.lost_block(place, error)
+        return source.LostBlock(place, error)
 
 
 def sound(batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -12,12 +12,11 @@ import codecs
 import contextlib
 import dataclasses
 import functools
-import gzip
 import io
 import itertools
 import json
+import os
 import re
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
@@ -26,10 +25,8 @@ import numpy as np
 from elastic_ckpt.core import errors, extras, storage
 from elastic_ckpt.data.sources import decoded, files, offset_index, source
 
-_GZIP, _ZSTD = ".gz", ".zst"
-_COMPRESSED = (_GZIP, _ZSTD)
-# Errors of bytes that cannot be decompressed.
-_DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
+# How files are compressed, by the end of their names.
+_COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 # About how many bytes are decompressed together.
 _BUFFER_BYTES = 256 * 1024
 TEXT_COLUMN = "text"
@@ -38,7 +35,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LineFiles(source.Source):
+class LineFiles(source.RawFiles):
     """Files of lines, as they are or compressed (`.gz`, `.zst`)."""
 
     def index(self, file: str) -> source.FileIndex:
@@ -53,48 +50,22 @@ class LineFiles(source.Source):
 
     def decode(self, file: int, block: int) -> source.Block:
         """See `Source`."""
-        return decoded.in_turn(
-            self, file, block, functools.partial(self._chain, file, block)
-        )
+        if not _is_compressed(self.files[file]):
+            content = io.BytesIO(self._content(file, block))
+            lines = (line for _, line in _lines("", content))
+            return self._block(file, block, lines)
+        return decoded.in_turn(self, file, block, functools.partial(self._chain, file))
 
-    def _chain(self, file: int, block: int) -> Iterator[source.Block]:
-        # The blocks from one on that is not compressed, or from the first one on.
-        path, index = self.files[file], source.indexes(self)[file]
-        offset = 0 if index.block_bytes is None else int(index.block_bytes[block])
-        with _opened(path) as stream:
-            read = _lines(stream, offset)
-            problem: object = ""
-            for number in index.chain(block):
-                first = index.first_record(number)
-                held: list[bytes] = []
-                try:
-                    for line, _ in itertools.islice(read, index.block_records[number]):
-                        held.append(line.rstrip(b"\r\n"))
-                except _DAMAGED as error:
-                    problem = f"{error}; later ones cannot be read"
-                if not problem and len(held) < index.block_records[number]:
-                    raise source.changed(
-                        path, f"block {number} has {len(held)} records"
-                    )
-                element = functools.partial(self._at, path, first)
-                yield source.RawBlock(
-                    held,
-                    element,
-                    num_bytes=sum(map(len, held)),
-                    lost=(f"{path}, record {first + len(held)}", problem),
-                )
-
-    def _at(self, path: str, first: int, line: bytes, row: int) -> source.Element:
-        return self._element(line, f"{path}, record {first + row}")
-
-    @abc.abstractmethod
-    def _element(self, line: bytes, place: str) -> source.Element:
-        """The element of a line.
-
-        Raises:
-          CorruptError: if it is none.
-          DataError: if it lacks a field.
-        """
+    def _chain(self, file: int) -> Iterator[source.Block]:
+        # The blocks of a compressed file.
+        path, sizes = self.files[file], source.indexes(self)[file].block_records
+        with files.opened(path) as stream:
+            lines = (line for _, line in _lines(path, stream))
+            for block, size in enumerate(sizes.tolist()):
+                made = self._block(file, block, itertools.islice(lines, size))
+                yield made
+                if made.lost is not None:
+                    yield from itertools.repeat(source.LostBlock(path, made.lost))
 
     @abc.abstractmethod
     def _check(self, line: bytes, file: str, *, is_first: bool) -> None:
@@ -117,10 +88,10 @@ class JsonLines(LineFiles):
 
     file_type = "jsonl"
 
-    def _element(self, line: bytes, place: str) -> source.Element:
+    def _element(self, record: bytes, place: str) -> source.Element:
         try:
-            fields = _DECODER.decode(line.decode())
-            if _SURROGATE.search(line):
+            fields = _DECODER.decode(record.decode())
+            if _SURROGATE.search(record):
                 # Halves of pairs cannot be encoded.
                 json.dumps(fields, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
@@ -181,21 +152,17 @@ class Text(LineFiles):
         if not self.whole_files:
             return super().decode(file, block)
         path = self.files[file]
-        try:
-            with _opened(path) as stream:
-                content = stream.read().removeprefix(codecs.BOM_UTF8)
-        except _DAMAGED as error:
-            return source.lost_block(path, error)
-        return source.RawBlock(
-            [content],
-            lambda document, _: self._element(document, path),
-            num_bytes=len(content),
-        )
+        with files.opened(path) as stream:
+            return self._block(file, block, self._whole(path, stream))
 
-    def _element(self, line: bytes, place: str) -> source.Element:
+    def _whole(self, path: str, stream: BinaryIO) -> Iterator[bytes]:
+        with _damaged():
+            yield _decompressed(path, stream).read().removeprefix(codecs.BOM_UTF8)
+
+    def _element(self, record: bytes, place: str) -> source.Element:
         name = self.columns[0] if self.columns else TEXT_COLUMN
         try:
-            return {name: line.decode()}
+            return {name: record.decode()}
         except UnicodeDecodeError as error:
             raise source.corrupt(place, error) from None
 
@@ -230,12 +197,12 @@ def _walk(
     del num_bytes
     last = b""
     try:
-        for line, end in _lines(_decompressed(file, stream), 0):
+        for offset, line in _lines(file, stream):
             if not last:
                 check(line, file, is_first=True)
             last = line
-            yield end - len(line)
-    except _DAMAGED as error:
+            yield offset
+    except source.LostError as error:
         raise errors.DataError(
             f"{file}: cannot be decompressed ({error}); restore it from a copy"
         ) from None
@@ -243,60 +210,38 @@ def _walk(
         check(last, file, is_first=False)
 
 
-def _lines(stream: BinaryIO, offset: int) -> Iterator[tuple[bytes, int]]:
-    # The lines that are not blank, from an offset on, and the offset after each.
-    if offset:
-        stream.seek(offset)
-    for line in stream:
-        # A byte-order mark is no part of the first line.
-        text = line if offset else line.removeprefix(codecs.BOM_UTF8)
-        offset += len(line)
-        if text.strip():
-            yield text, offset
+def _lines(file: str, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    # The offset of each line that is not blank, and the line without its end.
+    end = 0
+    with _damaged():
+        for line in _decompressed(file, stream):
+            # A byte-order mark is no part of the first line.
+            text = line if end else line.removeprefix(codecs.BOM_UTF8)
+            end += len(line)
+            if text.strip():
+                yield end - len(text), text.rstrip(b"\r\n")
+
+
+@contextlib.contextmanager
+def _damaged() -> Iterator[None]:
+    # Arrow raises an OSError without an errno for bytes that it cannot decompress.
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise source.LostError(f"{error}; later records cannot be read") from None
 
 
 def _is_compressed(file: str) -> bool:
-    return file.lower().endswith(_COMPRESSED)
-
-
-def _opened(file: str) -> BinaryIO:
-    return _decompressed(file, files.opened(file))
+    return os.path.splitext(file.lower())[1] in _COMPRESSED
 
 
 def _decompressed(file: str, stream: BinaryIO) -> BinaryIO:
     # What is in an open file.
-    if file.lower().endswith(_GZIP):
-        decompressed: Any = gzip.GzipFile(fileobj=stream)
-    elif file.lower().endswith(_ZSTD):
-        pyarrow = extras.module("pyarrow", extra="parquet", otherwise="decompress it")
-        raw = pyarrow.PythonFile(stream, "r")
-        decompressed = pyarrow.CompressedInputStream(raw, "zstd")
-    else:
+    if not _is_compressed(file):
         return stream
-    return io.BufferedReader(_Decompressed(decompressed, stream), _BUFFER_BYTES)
-
-
-class _Decompressed(io.RawIOBase):
-    def __init__(self, stream: Any, file: BinaryIO) -> None:
-        self._stream, self._file = stream, file
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        into = memoryview(buffer).cast("B")
-        try:
-            read = self._stream.read(len(into))
-        except OSError as error:
-            if error.errno is not None:
-                raise
-            # Of bytes that cannot be decompressed.
-            raise EOFError(str(error)) from None
-        into[: len(read)] = read
-        return len(read)
-
-    def close(self) -> None:
-        with contextlib.suppress(Exception):
-            self._stream.close()
-        self._file.close()
-        super().close()
+    arrow = extras.module("pyarrow", extra="parquet", otherwise="decompress it")
+    kind = _COMPRESSED[os.path.splitext(file.lower())[1]]
+    read: Any = arrow.CompressedInputStream(arrow.PythonFile(stream, "r"), kind)
+    return io.BufferedReader(read, _BUFFER_BYTES)

@@ -99,7 +99,7 @@ class Parquet(source.Source):
                 yield columns.checked(batch, place)
             else:
                 return
-        yield from itertools.repeat(source.lost_block(place, problem), len(sizes))
+        yield from itertools.repeat(source.LostBlock(place, problem), len(sizes))
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ Decode = Callable[[bytes], source.Element]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecordFiles(source.Source):
+class RecordFiles(source.RawFiles):
     """Files of records of bytes: what sources of such formats have in common.
 
     Attributes:

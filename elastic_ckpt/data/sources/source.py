@@ -132,40 +132,21 @@ def until_error(function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
     return results
 
 
-class RawBlock(Block):
-    """Records of which each is decoded when it is read.
+class LostBlock(Block):
+    """Records of which none can be read.
 
     Args:
-      records: the records, in order, up to one that cannot be found.
-      element: returns the element of one of them, given its number.
-      num_bytes: of all of them.
-      lost: the place of the first that cannot be found, and the problem.
+      place: the file, and the block in it.
+      problem: what is wrong with it.
     """
 
-    def __init__(
-        self,
-        records: Sequence[Any],
-        element: Callable[[Any, int], Element],
-        *,
-        num_bytes: int,
-        lost: tuple[str, object] = ("", ""),
-    ) -> None:
-        self._records, self._element, self._lost = records, element, lost
-        self.num_bytes = num_bytes
+    def __init__(self, place: str, problem: object) -> None:
+        self._place, self._problem = place, problem
 
     def elements(self, rows: Sequence[int]) -> list[Element]:
         """See `Block`."""
-        return until_error(self._one, rows)
-
-    def _one(self, row: int) -> Element:
-        if row >= len(self._records):
-            raise corrupt(*self._lost)
-        return self._element(self._records[row], row)
-
-
-def lost_block(place: str, problem: object) -> Block:
-    """A block without any record that can be read."""
-    return RawBlock((), lambda *_: {}, num_bytes=0, lost=(place, problem))
+        del rows
+        raise corrupt(self._place, self._problem)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,6 +191,90 @@ class Source(abc.ABC):
     def key(self) -> str:
         """Equal for sources that decode a block of the same file to the same."""
         return digest.json_digest(self.settings())
+
+
+class LostError(Exception):
+    """The next record of a block, and those after it, cannot be found."""
+
+
+class RawBlock(Block):
+    """Records that are decoded one by one, when they are read.
+
+    Args:
+      records: the records in order; raises a `LostError` before damage.
+      element: returns the element of one, given the place of it for errors.
+      name: that of the place, without the number of the record.
+      first: the number of the first record.
+
+    Attributes:
+      records: those before damage.
+      lost: the damage.
+    """
+
+    def __init__(
+        self,
+        records: Iterable[Any],
+        element: Callable[[Any, str], Element],
+        *,
+        name: str,
+        first: int,
+    ) -> None:
+        self._element, self._name, self._first = element, name, first
+        self.records: list[Any] = []
+        self.lost: LostError | None = None
+        try:
+            for record in records:
+                self.records.append(record)
+                self.num_bytes += _num_bytes(record)
+        except LostError as error:
+            self.lost = error
+
+    def elements(self, rows: Sequence[int]) -> list[Element]:
+        """See `Block`."""
+        return until_error(self._one, rows)
+
+    def _one(self, row: int) -> Element:
+        place = f"{self._name} {self._first + row}"
+        if row >= len(self.records):
+            raise corrupt(place, self.lost)
+        return self._element(self.records[row], place)
+
+
+def _num_bytes(record: Any) -> int:
+    parts = record.values() if isinstance(record, dict) else [record]
+    return sum(len(each) for each in parts if isinstance(each, bytes))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RawFiles(Source):
+    """Files of records that are found together, and decoded one by one."""
+
+    # What a record is in this format.
+    _record_name: ClassVar[str] = "record"
+
+    @abc.abstractmethod
+    def _element(self, record: Any, place: str) -> Element:
+        """The element of a record; raises the errors of `Block.elements`."""
+
+    def _block(self, file: int, block: int, records: Iterable[Any]) -> RawBlock:
+        # The block that has these records.
+        index, path = indexes(self)[file], self.files[file]
+        made = RawBlock(
+            records,
+            self._element,
+            name=f"{path}, {self._record_name}",
+            first=index.first_record(block),
+        )
+        if made.lost is None and len(made.records) != index.block_records[block]:
+            raise changed(path, f"block {block} has {len(made.records)} records")
+        return made
+
+    def _content(self, file: int, block: int) -> bytes:
+        # The bytes of a block.
+        begin, end = indexes(self)[file].span(block)
+        with files.opened(self.files[file]) as stream:
+            stream.seek(begin)
+            return stream.read(end - begin)
 
 
 class CorruptError(errors.DataError):

@@ -48,38 +48,28 @@ class TFRecord(record_format.RecordFiles):
 
     def decode(self, file: int, block: int) -> source.Block:
         """See `Source`."""
-        path, index = self.files[file], source.indexes(self)[file]
-        begin, end = index.span(block)
-        with files.opened(path) as stream:
-            stream.seek(begin)
-            content = stream.read(end - begin)
-        records: list[tuple[bytes, int]] = []
-        at, lost = 0, ("", "")
-        while at < end - begin:
-            header = content[at : at + _HEADER_BYTES]
-            stop = at + _HEADER_BYTES
-            if _is_header(header):
-                stop += _LENGTH.unpack_from(header)[0] + _FOOTER_BYTES
-            if stop == at + _HEADER_BYTES or stop > len(content):
-                # Without its length, the next record cannot be found.
-                problem = "not the length of a record, or cut short; later ones of this"
-                lost = f"{path}, byte {begin + at}", f"{problem} block are lost"
-                break
-            data = content[at + _HEADER_BYTES : stop - _FOOTER_BYTES]
-            records.append((data, _CRC.unpack_from(content, stop - _FOOTER_BYTES)[0]))
-            at = stop
-        if not any(lost) and len(records) != index.block_records[block]:
-            raise source.changed(path, f"block {block} has {len(records)} records")
-        first = index.first_record(block)
+        return self._block(file, block, _records(self._content(file, block)))
 
-        def element(record: tuple[bytes, int], row: int) -> source.Element:
-            data, crc = record
-            place = f"{path}, record {first + row}"
-            if _masked_crc(data) != crc:
-                raise source.corrupt(place, "its checksum differs")
-            return self._decoded(data, place)
+    def _element(self, record: bytes, place: str) -> source.Element:
+        data = record[:-_FOOTER_BYTES]
+        if _masked_crc(data) != _CRC.unpack_from(record, len(data))[0]:
+            raise source.corrupt(place, "its checksum differs")
+        return self._decoded(data, place)
 
-        return source.RawBlock(records, element, num_bytes=len(content), lost=lost)
+
+def _records(content: bytes) -> Iterator[bytes]:
+    # The data of each record, with its checksum.
+    at = 0
+    while at < len(content):
+        begin = at + _HEADER_BYTES
+        header = content[at:begin]
+        if not _is_header(header):
+            # Without its length, the next record cannot be found.
+            raise source.LostError(f"not the length of a record, at {at} of a block")
+        at = begin + _LENGTH.unpack_from(header)[0] + _FOOTER_BYTES
+        if at > len(content):
+            raise source.LostError("cut short")
+        yield content[begin:at]
 
 
 def _is_header(header: bytes) -> bool:

@@ -26,7 +26,7 @@ _FAILURES = (tarfile.TarError, EOFError, UnicodeDecodeError, ValueError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WebDataset(source.Source):
+class WebDataset(source.RawFiles):
     """Tar archives in WebDataset's form as a source.
 
     An element has the content of each file of a sample, bytes, by the end of its name
@@ -39,6 +39,7 @@ class WebDataset(source.Source):
     """
 
     file_type = "webdataset"
+    _record_name = "sample"
 
     def index(self, file: str) -> source.FileIndex:
         """The offsets of the blocks, from the cache or from a pass over the file."""
@@ -46,40 +47,26 @@ class WebDataset(source.Source):
 
     def decode(self, file: int, block: int) -> source.Block:
         """See `Source`."""
-        path, index = self.files[file], source.indexes(self)[file]
-        begin, end = index.span(block)
-        with files.opened(path) as stream:
-            stream.seek(begin)
-            content = stream.read(end - begin)
-        first, num_samples = index.first_record(block), int(index.block_records[block])
-        samples: list[source.Element] = []
-        try:
-            with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:
-                for key, members in _samples(archive, path):
-                    fields = [
-                        (field, _content(archive, member)) for member, field in members
-                    ]
-                    samples.append({KEY: key, **dict(fields)})
-            problem = "the archive ends before"
-        except _FAILURES as error:
-            # The sample before the damage may lack files.
-            problem = str(error)
+        content = io.BytesIO(self._content(file, block))
+        return self._block(file, block, _records(content, self.files[file]))
 
-        def element(sample: source.Element, row: int) -> source.Element:
-            if not self.columns:
-                return dict(sample)
-            place = f"{path}, sample {first + row}"
-            source.check_columns(place, self.columns, sorted(sample), what="field")
-            return {name: sample[name] for name in self.columns}
+    def _element(self, record: source.Element, place: str) -> source.Element:
+        names = self.columns or tuple(record)
+        source.check_columns(place, names, sorted(record), what="field")
+        return {name: record[name] for name in names}
 
-        place = f"{path}, sample {first + len(samples)}"
-        problem += "; later samples of this block cannot be found"
-        return source.RawBlock(
-            samples[:num_samples],
-            element,
-            num_bytes=len(content),
-            lost=(place, problem),
-        )
+
+def _records(stream: BinaryIO, file: str) -> Iterator[source.Element]:
+    try:
+        with tarfile.open(fileobj=stream, mode="r:") as archive:
+            for key, members in _samples(archive, file):
+                # The sample before damage may lack files.
+                fields = {field: _content(archive, member) for member, field in members}
+                yield {KEY: key, **fields}
+    except _FAILURES as error:
+        raise source.LostError(
+            f"{error}; later samples of this block cannot be found"
+        ) from None
 
 
 def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
