@@ -1,12 +1,11 @@
 """Files in object stores: read ahead in blocks, by parallel ranged requests.
 
-The readers of a process share the blocks in memory, so a file that is opened again is
-read on from there. Blocks are of one version of a file. Each block of a file that is in
-memory before the one that is read has one more block requested ahead, up to a limit: a
-reader that goes through a file has many requests on their way, and one that jumps about
-requests little that it needs not. Bytes that will be read next are requested before
-(`read_ahead`). Readers share the memory for blocks that were requested and not read yet
-by dynamic thresholds: each has at most as much as is free (Choudhury and Hahne, 1998).
+The readers of a process share the blocks that were used last, so a file that is opened
+again is read on from there. Blocks are of one version of a file. Each block of a file
+that is in memory before the one that is read has one more block requested ahead, up to
+a limit: a reader that goes through a file has many requests on their way, unless others
+need the memory, and one that jumps about requests little that it needs not. Bytes that
+will be read next are requested before (`read_ahead`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import io
 import os
 import shutil
 import threading
-from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 from elastic_ckpt.core import bucket_clients, digest, storage, working_directory
@@ -29,8 +27,8 @@ BLOCK_BYTES = 2 * 2**20
 # The most blocks in memory, and of these the most ahead of a reader.
 _MAX_BLOCKS = 128
 _MAX_AHEAD = 16
-# The part of the memory for blocks that were requested ahead and not read yet.
-_SHARE_AHEAD = 0.75
+# The most blocks that are requested for one that will be read.
+_MAX_REQUESTED = 4
 # The most requests on their way at a time.
 _REQUESTS = 16
 _BUFFER_BYTES = 64 * 1024
@@ -56,9 +54,9 @@ class Object:
     num_bytes: int
 
     @property
-    def num_blocks(self) -> int:
-        """The number of blocks."""
-        return -(-self.num_bytes // BLOCK_BYTES)
+    def last_block(self) -> int:
+        """The number of the last block; -1 if there is none."""
+        return -(-self.num_bytes // BLOCK_BYTES) - 1
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -86,10 +84,10 @@ class Object:
 
 
 class Blocks:
-    """The blocks of files that were read last, and those that are on their way.
+    """The blocks of files that were used last, and those that are on their way.
 
     Args:
-      max_blocks: the most in memory; those that were not used for longest go.
+      max_blocks: the most in memory.
     """
 
     def __init__(self, max_blocks: int = _MAX_BLOCKS) -> None:
@@ -101,76 +99,53 @@ class Blocks:
         self._blocks: collections.OrderedDict[
             tuple[tuple[str, str, int], int], concurrent.futures.Future[bytes]
         ] = collections.OrderedDict()
-        # Those that were requested ahead and not read yet.
-        self._unread: set[tuple[tuple[str, str, int], int]] = set()
 
-    def get(self, remote: Object, first: int, last: int) -> Sequence[bytes]:
+    def get(self, remote: Object, first: int, last: int) -> list[bytes]:
         """The blocks of a file from the `first` to the `last`; requests more.
 
         Raises:
           OSError: if one cannot be read; it is requested again by the next call.
         """
-        key = remote.key
-        with self._lock:
-            before = 0
-            while before < _MAX_AHEAD and (key, first - 1 - before) in self._blocks:
-                before += 1
-            requested = [self._requested(remote, n) for n in range(first, last + 1)]
-            self._unread.difference_update((key, n) for n in range(first, last + 1))
-            self._request_ahead(remote, last + 1, last + before)
-        blocks = []
-        for number, block in enumerate(requested, start=first):
-            try:
-                blocks.append(block.result())
-            except OSError:
-                with self._lock:
-                    if self._blocks.get((key, number)) is block:
-                        del self._blocks[key, number]
-                raise
-        return blocks
+        before = 0
+        while before < _MAX_AHEAD and (remote.key, first - 1 - before) in self._blocks:
+            before += 1
+        requested = self.request(remote, first, last + before)[: last - first + 1]
+        try:
+            return [block.result() for block in requested]
+        except OSError:
+            with self._lock:
+                for key, block in list(self._blocks.items()):
+                    if block in requested:
+                        del self._blocks[key]
+            raise
 
-    def read_ahead(self, remote: Object, first: int, last: int) -> None:
-        """Requests blocks of a file from the `first` to the `last`, up to a limit."""
+    def request(
+        self, remote: Object, first: int, last: int
+    ) -> list[concurrent.futures.Future[bytes]]:
+        """Requests those blocks of a file from the `first` to the `last` that exist."""
+        requested = []
         with self._lock:
-            self._request_ahead(remote, first, min(last, first + _MAX_AHEAD - 1))
+            for number in range(first, min(last, remote.last_block) + 1):
+                key = (remote.key, number)
+                if key not in self._blocks:
+                    start = number * BLOCK_BYTES
+                    stop = min(start + BLOCK_BYTES, remote.num_bytes)
+                    self._blocks[key] = self._pool.submit(remote.read, start, stop)
+                self._blocks.move_to_end(key)
+                requested.append(self._blocks[key])
+            while len(self._blocks) > self._max_blocks:
+                self._blocks.popitem(last=False)
+        return requested
 
     def forget(self) -> None:
         """Drops all blocks, and the answers to requests under way."""
         with self._lock:
             self._blocks.clear()
-            self._unread.clear()
-
-    def _request_ahead(self, remote: Object, first: int, last: int) -> None:
-        for number in range(first, min(last, remote.num_blocks - 1) + 1):
-            block = (remote.key, number)
-            if block not in self._blocks:
-                free = int(self._max_blocks * _SHARE_AHEAD) - len(self._unread)
-                if number - first >= free:
-                    break
-                self._unread.add(block)
-            self._requested(remote, number)
-        while len(self._blocks) > self._max_blocks:
-            self._unread.discard(self._blocks.popitem(last=False)[0])
-
-    def _requested(
-        self, remote: Object, number: int
-    ) -> concurrent.futures.Future[bytes]:
-        key = (remote.key, number)
-        if key not in self._blocks:
-            start = number * BLOCK_BYTES
-            stop = min(start + BLOCK_BYTES, remote.num_bytes)
-            self._blocks[key] = self._pool.submit(remote.read, start, stop)
-        self._blocks.move_to_end(key)
-        return self._blocks[key]
 
 
 class _Reader(io.RawIOBase):
-    # A position in a file, and the block before it, as most reads are of less.
     def __init__(self, remote: Object, blocks: Blocks) -> None:
-        self._remote = remote
-        self._blocks = blocks
-        self._at = 0
-        self._number, self._block = -1, b""
+        self._remote, self._blocks, self._at = remote, blocks, 0
 
     def readable(self) -> bool:
         return True
@@ -179,39 +154,27 @@ class _Reader(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        ends = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._end}
+        ends = {
+            os.SEEK_SET: 0,
+            os.SEEK_CUR: self._at,
+            os.SEEK_END: self._remote.num_bytes,
+        }
         self._at = max(0, ends[whence] + offset)
-        return self._at
-
-    def tell(self) -> int:
         return self._at
 
     def readinto(self, buffer: Any) -> int:
         into = memoryview(buffer).cast("B")
         # Large reads are parts of what is kept, so that their own blocks stay in it.
-        most = _MAX_AHEAD * BLOCK_BYTES
-        stop = min(self._at + min(len(into), most), self._end)
+        most = min(len(into), _MAX_AHEAD * BLOCK_BYTES)
+        stop = min(self._at + most, self._remote.num_bytes)
         if stop <= self._at:
             return 0
         first, last = self._at // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES
-        num_bytes = stop - self._at
-        done = 0
-        if first == last == self._number:
-            blocks: Sequence[bytes] = (self._block,)
-        else:
-            blocks = self._blocks.get(self._remote, first, last)
-            self._number, self._block = last, blocks[-1]
-        for block in blocks:
-            inside = (self._at + done) % BLOCK_BYTES
-            part = memoryview(block)[inside : inside + num_bytes - done]
-            into[done : done + len(part)] = part
-            done += len(part)
+        content = b"".join(self._blocks.get(self._remote, first, last))
+        num_bytes, begin = stop - self._at, self._at - first * BLOCK_BYTES
+        into[:num_bytes] = content[begin : begin + num_bytes]
         self._at = stop
         return num_bytes
-
-    @property
-    def _end(self) -> int:
-        return self._remote.num_bytes
 
 
 def opened(remote: Object) -> BinaryIO:
@@ -221,7 +184,8 @@ def opened(remote: Object) -> BinaryIO:
 
 def read_ahead(remote: Object, start: int, stop: int) -> None:
     """Requests the bytes from `start` to `stop` before they are read, up to a limit."""
-    _blocks().read_ahead(remote, start // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES)
+    first, last = start // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES
+    _blocks().request(remote, first, min(last, first + _MAX_REQUESTED - 1))
 
 
 def copied(remote: Object) -> str:

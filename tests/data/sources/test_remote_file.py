@@ -60,9 +60,13 @@ def blocks():
     return remote_file.Blocks(max_blocks=48)
 
 
-def opened(system, blocks):
+def opened(system, blocks, version=1):
     remote = remote_file.Object(
-        url="store://name", version="1", system=system, path="name", num_bytes=SIZE
+        url="store://name",
+        version=str(version),
+        system=system,
+        path="name",
+        num_bytes=SIZE,
     )
     return remote_file._Reader(remote, blocks)
 
@@ -95,19 +99,20 @@ def test_a_file_that_is_read_through_is_requested_once_in_order(system, blocks):
     assert sorted(system.ranges) == list(zip(range(0, SIZE, BLOCK), ends, strict=True))
 
 
-def test_blocks_that_were_not_read_yet_leave_room_for_other_readers(system):
+@pytest.mark.parametrize("num_readers", [1, 6, 12])
+def test_readers_that_take_turns_leave_room_for_each_other(num_readers):
     blocks = remote_file.Blocks(max_blocks=32)
-    readers = [opened(system, blocks) for _ in range(6)]
-    for number, reader in enumerate(readers):
-        blocks.read_ahead(reader._remote, 6 * number, 6 * number + 20)
-        assert len(blocks._unread) <= 24
-    # The last one has its first block, and none displaced another's.
+    systems = [System() for _ in range(num_readers)]
+    readers = [opened(system, blocks, number) for number, system in enumerate(systems)]
+    content = [b""] * num_readers
+    for _ in range(2 * SIZE // BLOCK + 1):
+        for number, reader in enumerate(readers):
+            content[number] += read_all(reader, BLOCK // 2)
+    assert content == [CONTENT] * num_readers
     assert len(blocks._blocks) <= 32
-    for number, reader in enumerate(readers):
-        reader.seek(6 * number * BLOCK)
-        start = 6 * number * BLOCK
-        assert read_all(reader, 6 * BLOCK) == CONTENT[start : start + 6 * BLOCK]
-    assert len(system.ranges) == len(set(system.ranges))
+    # No block was displaced before it was read.
+    for system in systems:
+        assert len(system.ranges) == len(set(system.ranges))
 
 
 def test_a_block_that_failed_is_requested_again(system, blocks):
