@@ -51,6 +51,7 @@ class Order:
     Attributes:
       first: the number of the first record of each block.
       num_records: of an epoch.
+      is_shared: whether shards read blocks together.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Order:
             group = num_shards
         elif is_chained.any():
             group = -(-_CHAINS_OF_GROUP * num_shards // len(self._begin))
+        self.is_shared = group > 1
         self._shuffles = is_small and seed is not None
         self._sharing = {
             "num_shards": num_shards,

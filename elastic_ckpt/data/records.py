@@ -269,6 +269,8 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
         self._records, self._order = records, _order_of(records)
         self._blocks = decoded.blocks(records._source)
         self._at, self._share = _Place(), self._order.share(records._shard, 0)
+        # The last block, for the next records of a run.
+        self._last: tuple[int, source.Block] | None = None
         # The elements before this place that were not taken yet, the last one first.
         self._ahead: list[source.Element] = []
         self._noted = ""
@@ -341,7 +343,7 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
             number, rows, following = self._order.part(epoch, places)
             first = epoch * self._order.num_records + int(self._order.first[number])
             try:
-                read = convert(self._blocks.get(number, following), rows, first)
+                read = convert(self._decoded(number, following), rows, first)
                 after = self._at.after(len(read))
             except source.CorruptError as error:
                 if not reading.skip_corrupt:
@@ -356,6 +358,15 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
             self._at = after
             if read:
                 return read
+
+    def _decoded(self, number: int, following: int | None) -> source.Block:
+        # Without the last block, many shards could displace each other's.
+        if self._last is not None and self._last[0] == number:
+            return self._last[1]
+        block = self._blocks.get(number, following)
+        if not self._order.is_shared:
+            self._last = number, block
+        return block
 
     def _elements(
         self, block: source.Block, rows: Sequence[int], first: int

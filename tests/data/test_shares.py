@@ -160,9 +160,9 @@ def test_small_blocks_are_shuffled_record_by_record_in_each_epoch(tmp_path):
     assert first != sorted(first)
 
 
-def test_blocks_are_decoded_again_if_there_is_no_room_for_them(tmp_path, monkeypatch):
-    paths = numbered(tmp_path, num_files=12, num_rows=64, row_group=16)
-    expected = until_end(finite(paths, num_shards=8), 8)
+@pytest.fixture
+def read(monkeypatch):
+    """The file and the block of each that is decoded from now on."""
     read, decode = [], parquet.Parquet.decode
 
     def counted(self, file, block):
@@ -170,6 +170,14 @@ def test_blocks_are_decoded_again_if_there_is_no_room_for_them(tmp_path, monkeyp
         return decode(self, file, block)
 
     monkeypatch.setattr(parquet.Parquet, "decode", counted)
+    return read
+
+
+def test_blocks_are_decoded_again_if_there_is_no_room_for_them(
+    tmp_path, monkeypatch, read
+):
+    paths = numbered(tmp_path, num_files=12, num_rows=64, row_group=16)
+    expected = until_end(finite(paths, num_shards=8), 8)
     for budget, is_again in ((2**20, False), (1, True)):
         decoded._KEPT.begin()
         read.clear()
@@ -181,3 +189,24 @@ def test_blocks_are_decoded_again_if_there_is_no_room_for_them(tmp_path, monkeyp
         assert (len(read) > len(set(read))) == is_again
         assert len(set(read)) == 48
         assert decoded._KEPT.num_bytes <= max(budget, 2**12)
+
+
+@pytest.mark.usefixtures("large_blocks")
+def test_a_shard_of_large_data_decodes_each_block_of_its_run_once(
+    tmp_path, monkeypatch, read
+):
+    monkeypatch.setattr(decoded, "BUDGET_BYTES", 0)
+    paths = numbered(tmp_path, num_files=8, num_rows=50, row_group=25)
+    dataset = parquet.Parquet(files=tuple(paths))
+    options = records.ReadOptions(shuffle_seed=1, num_epochs=1)
+    shards = [
+        iter(records.Records(dataset, shard=n, num_shards=4, read_options=options))
+        for n in range(4)
+    ]
+    numbers = [
+        int(shard.take_tokens("tokens", 1)[0][0])
+        for _ in range(100)
+        for shard in shards
+    ]
+    assert sorted(numbers) == list(range(1, 401))
+    assert len(read) == len(set(read)) == 16
