@@ -74,7 +74,7 @@ class Arrow(source.Source):
         if len(rows) < index.block_records[block]:
             return source.LostBlock(place, f"it has {len(batch)} rows")
         read = rows.select(list(self.columns)) if self.columns else rows
-        return columns.checked(read, place)
+        return columns.checked(read, place, is_mapped=True)
 
 
 def from_hf(dataset: Any, *, columns: tuple[str, ...] = ()) -> Arrow:

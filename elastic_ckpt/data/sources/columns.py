@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from elastic_ckpt.core import errors
-from elastic_ckpt.data import tokens as token_numbers
 from elastic_ckpt.data.sources import source
 
 if TYPE_CHECKING:
@@ -41,21 +39,34 @@ def damaged(error_of: Callable[[object], Exception] = DamagedError) -> Iterator[
 
 
 class Columns(source.Block):
-    """The records of a sound batch."""
+    """The records of a sound batch, with lists of tokens in as few bits as they need.
 
-    def __init__(self, batch: pa.RecordBatch) -> None:
-        self._batch, self.num_bytes = batch, batch.nbytes
-        self._lists: dict[str, _Lists | None] = {}
+    Args:
+      batch: the records.
+      is_mapped: whether they are those of a file, and only what has no type for tokens
+        is converted.
+    """
+
+    def __init__(self, batch: pa.RecordBatch, *, is_mapped: bool = False) -> None:
+        self._schema = batch.schema
+        self._columns = [
+            column if is_mapped and _has_tokens(column.type) else _narrowed(column)
+            for column in batch.columns
+        ]
+        self.num_bytes = sum(column.nbytes for column in self._columns)
+        self._lists: dict[str, tuple[np.ndarray, ...] | None] = {}
 
     def elements(self, rows: Sequence[int]) -> list[source.Element]:
         """See `Block`."""
-        if isinstance(rows, range) and rows.step == 1:
-            batch = self._batch.slice(rows.start, len(rows))
-        else:
-            batch = self._batch.take(list(rows))
-        names = batch.schema.names
-        values = zip(*map(_values, batch.columns), strict=True)
-        return [dict(zip(names, row, strict=True)) for row in values]
+        import pyarrow as pa
+
+        index = pa.array(rows, pa.int64())
+        columns = [
+            column.take(index).cast(kind)
+            for column, kind in zip(self._columns, self._schema.types, strict=True)
+        ]
+        values = zip(*map(_values, columns), strict=True)
+        return [dict(zip(self._schema.names, row, strict=True)) for row in values]
 
     def tokens(self, column: str, rows: Sequence[int]) -> list[np.ndarray]:
         """See `Block`."""
@@ -65,38 +76,59 @@ class Columns(source.Block):
         if lists is None:
             return super().tokens(column, rows)
         values, begins, ends = lists
+        if isinstance(rows, range):
+            some: Any = slice(rows.start, rows.stop, rows.step)
+        else:
+            some = rows
         # A view would keep the block in memory.
-        return [values[begins[row] : ends[row]].copy() for row in rows]
+        return [
+            values[begin:end].copy()
+            for begin, end in zip(
+                begins[some].tolist(), ends[some].tolist(), strict=True
+            )
+        ]
 
-    def _made_lists(self, column: str) -> _Lists | None:
-        # Lists of tokens; None if the column has other values.
-        import pyarrow as pa
-
-        if column not in self._batch.schema.names:
+    def _made_lists(self, column: str) -> tuple[np.ndarray, ...] | None:
+        # Lists of tokens: all values, and where each begins and ends.
+        if column not in self._schema.names:
             return None
-        of = self._batch.column(column)
-        if not _is_numbers(of.type) or not pa.types.is_integer(of.type.value_type):
+        of = self._columns[self._schema.names.index(column)]
+        if not _has_tokens(of.type):
             return None
         offsets, values = _numbers(of)
-        try:
-            values = token_numbers.narrowed(values, place="")
-        except errors.DataError:
-            return None
-        begins = offsets[:-1] - offsets[0]
-        lengths = np.diff(offsets)
-        if of.null_count:
-            lengths[np.asarray(of.is_null())] = 0
-        return values, begins.tolist(), (begins + lengths).tolist()
+        begins, ends = offsets[:-1] - offsets[0], offsets[1:] - offsets[0]
+        ends[np.asarray(of.is_null())] = begins[np.asarray(of.is_null())]
+        return values, begins, ends
 
 
-# The values of all lists, and where each begins and ends.
-_Lists: TypeAlias = tuple[np.ndarray, list[int], list[int]]
+def _token_types() -> tuple[pa.DataType, ...]:
+    import pyarrow as pa
+
+    return pa.uint16(), pa.int32()
 
 
-def checked(batch: pa.RecordBatch, place: str) -> source.Block:
+def _has_tokens(kind: pa.DataType) -> bool:
+    return _is_numbers(kind) and kind.value_type in _token_types()
+
+
+def _narrowed(column: pa.Array) -> pa.Array:
+    # Lists of whole numbers, of the smallest type for tokens that they fit into.
+    import pyarrow as pa
+
+    if _is_numbers(column.type) and pa.types.is_integer(column.type.value_type):
+        is_large = pa.types.is_large_list(column.type)
+        for kind in _token_types():
+            with contextlib.suppress(pa.ArrowInvalid):
+                return column.cast((pa.large_list if is_large else pa.list_)(kind))
+    return column
+
+
+def checked(
+    batch: pa.RecordBatch, place: str, *, is_mapped: bool = False
+) -> source.Block:
     """The records of a batch; none if one of them cannot be as it is."""
     try:
-        return Columns(sound(batch))
+        return Columns(sound(batch), is_mapped=is_mapped)
     except DamagedError as error:
         return source.LostBlock(place, error)
 
