@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,88 +38,90 @@ def damaged(error_of: Callable[[object], Exception] = DamagedError) -> Iterator[
 
 
 class Columns(source.Block):
-    """The records of a sound batch, with lists of tokens in as few bits as they need.
+    """The records of a sound batch.
 
     Args:
       batch: the records.
-      is_mapped: whether they are those of a file, and only what has no type for tokens
-        is converted.
+      is_mapped: whether they are those of a file; otherwise lists of whole numbers are
+        held in as few bits as they need.
     """
 
     def __init__(self, batch: pa.RecordBatch, *, is_mapped: bool = False) -> None:
-        self._schema = batch.schema
-        self._columns = [
-            column if is_mapped and _has_tokens(column.type) else _narrowed(column)
-            for column in batch.columns
-        ]
-        self.num_bytes = sum(column.nbytes for column in self._columns)
-        self._lists: dict[str, tuple[np.ndarray, ...] | None] = {}
+        self._columns = {
+            name: _Numbers(column, is_mapped=is_mapped)
+            if _is_numbers(column.type)
+            else column
+            for name, column in zip(batch.schema.names, batch.columns, strict=True)
+        }
+        self.num_bytes = sum(column.nbytes for column in self._columns.values())
 
     def elements(self, rows: Sequence[int]) -> list[source.Element]:
         """See `Block`."""
-        import pyarrow as pa
-
-        index = pa.array(rows, pa.int64())
-        columns = [
-            column.take(index).cast(kind)
-            for column, kind in zip(self._columns, self._schema.types, strict=True)
+        values = [
+            column.values(rows)
+            if isinstance(column, _Numbers)
+            else _values(column, rows)
+            for column in self._columns.values()
         ]
-        values = zip(*map(_values, columns), strict=True)
-        return [dict(zip(self._schema.names, row, strict=True)) for row in values]
+        return [
+            dict(zip(self._columns, row, strict=True))
+            for row in zip(*values, strict=True)
+        ]
 
     def tokens(self, column: str, rows: Sequence[int]) -> list[np.ndarray]:
         """See `Block`."""
-        if column not in self._lists:
-            self._lists[column] = self._made_lists(column)
-        lists = self._lists[column]
-        if lists is None:
-            return super().tokens(column, rows)
-        values, begins, ends = lists
-        if isinstance(rows, range):
-            some: Any = slice(rows.start, rows.stop, rows.step)
-        else:
-            some = rows
+        lists = self._columns.get(column)
+        if isinstance(lists, _Numbers) and lists.held.dtype in _TOKEN_TYPES:
+            return lists.copied(rows)
+        return super().tokens(column, rows)
+
+
+class _Numbers:
+    # A column of lists of numbers; those of none are empty.
+    def __init__(self, column: pa.Array, *, is_mapped: bool) -> None:
+        offsets, numbers = _offsets_and_values(column)
+        # Those of a list that is missing may be null.
+        held = np.asarray(numbers.fill_null(0) if numbers.null_count else numbers)
+        self._dtype = held.dtype
+        self.held = (
+            held if is_mapped and held.dtype in _TOKEN_TYPES else _narrowed(held)
+        )
+        self._begins, self._ends = offsets[:-1] - offsets[0], offsets[1:] - offsets[0]
+        self._missing = np.asarray(column.is_null())
+        self._ends[self._missing] = self._begins[self._missing]
+
+    @property
+    def nbytes(self) -> int:
+        return self.held.nbytes + 2 * self._begins.nbytes
+
+    def copied(self, rows: Sequence[int]) -> list[np.ndarray]:
         # A view would keep the block in memory.
+        some = np.asarray(rows)
+        begins, ends = self._begins[some].tolist(), self._ends[some].tolist()
         return [
-            values[begin:end].copy()
-            for begin, end in zip(
-                begins[some].tolist(), ends[some].tolist(), strict=True
-            )
+            self.held[begin:end].copy() for begin, end in zip(begins, ends, strict=True)
         ]
 
-    def _made_lists(self, column: str) -> tuple[np.ndarray, ...] | None:
-        # Lists of tokens: all values, and where each begins and ends.
-        if column not in self._schema.names:
-            return None
-        of = self._columns[self._schema.names.index(column)]
-        if not _has_tokens(of.type):
-            return None
-        offsets, values = _numbers(of)
-        begins, ends = offsets[:-1] - offsets[0], offsets[1:] - offsets[0]
-        ends[np.asarray(of.is_null())] = begins[np.asarray(of.is_null())]
-        return values, begins, ends
+    def values(self, rows: Sequence[int]) -> list[np.ndarray | None]:
+        return [
+            None if self._missing[row] else each.astype(self._dtype, copy=False)
+            for row, each in zip(rows, self.copied(rows), strict=True)
+        ]
 
 
-def _token_types() -> tuple[pa.DataType, ...]:
-    import pyarrow as pa
-
-    return pa.uint16(), pa.int32()
+# What tokens are held in.
+_TOKEN_TYPES = (np.uint16, np.int32)
 
 
-def _has_tokens(kind: pa.DataType) -> bool:
-    return _is_numbers(kind) and kind.value_type in _token_types()
-
-
-def _narrowed(column: pa.Array) -> pa.Array:
-    # Lists of whole numbers, of the smallest type for tokens that they fit into.
-    import pyarrow as pa
-
-    if _is_numbers(column.type) and pa.types.is_integer(column.type.value_type):
-        is_large = pa.types.is_large_list(column.type)
-        for kind in _token_types():
-            with contextlib.suppress(pa.ArrowInvalid):
-                return column.cast((pa.large_list if is_large else pa.list_)(kind))
-    return column
+def _narrowed(numbers: np.ndarray) -> np.ndarray:
+    # In the first of these types that holds all of them.
+    if not np.issubdtype(numbers.dtype, np.integer):
+        return numbers
+    least, most = int(numbers.min(initial=0)), int(numbers.max(initial=0))
+    for kind in _TOKEN_TYPES:
+        if np.iinfo(kind).min <= least and most <= np.iinfo(kind).max:
+            return numbers.astype(kind, copy=False)
+    return numbers
 
 
 def checked(
@@ -158,28 +159,16 @@ def _offsets_and_values(column: pa.Array) -> tuple[np.ndarray, pa.Array]:
     return offsets, column.values.slice(first, stop - first)
 
 
-def _numbers(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    # The offsets and the values of lists of numbers, with 0 for a null.
-    offsets, numbers = _offsets_and_values(column)
-    return offsets, np.asarray(numbers.fill_null(0) if numbers.null_count else numbers)
+def _values(column: pa.Array, rows: Sequence[int]) -> Iterator[Any]:
+    import pyarrow as pa
 
-
-def _values(column: pa.Array) -> Iterator[Any]:
-    kind = column.type
-    if _is_numbers(kind):
-        offsets, values = _numbers(column)
-        bounds = itertools.pairwise((offsets - offsets[0]).tolist())
-        missing = column.is_null().to_pylist()
-        return (
-            None if gone else values[begin:end]
-            for (begin, end), gone in zip(bounds, missing, strict=True)
-        )
-    if _is_number(kind):
+    some = column.take(pa.array(rows, pa.int64()))
+    if _is_number(some.type):
         # The type must not depend on whether another row of the batch is null.
-        numbers = np.asarray(column.fill_null(0))
-        missing = column.is_null().to_pylist()
+        numbers = np.asarray(some.fill_null(0))
+        missing = some.is_null().to_pylist()
         return (None if gone else n for n, gone in zip(numbers, missing, strict=True))
-    return iter(column.to_pylist())
+    return iter(some.to_pylist())
 
 
 def _is_numbers(kind: pa.DataType) -> bool:
