@@ -206,7 +206,7 @@ class FollowedShard:
         mixing.all_made(made)
         for name, each in parts(made).items():
             self.parts.setdefault(name, each)
-            records.tag(each, _Tag(self, self._number_of(name)))
+            each.tag = _Tag(self, self._number_of(name))
         for tokens in shard_steps.datasets(made):
             if not isinstance(tokens, documents.Tokens):
                 continue

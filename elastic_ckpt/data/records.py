@@ -8,7 +8,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from absl import logging
@@ -132,8 +132,9 @@ class Records(shard_steps.Step[source.Element]):
         self._reading = read_options or ReadOptions()
         # Of the shares of its shards; see `order.share`.
         self.lead = 0
-        # What replaces the number of each record in its field `record`.
-        self._tag: Callable[[int], int] | None = None
+        # Called for each record that is taken; returns its field `record`, given its
+        # number. See `provenance`.
+        self.tag: Callable[[int], int] | None = None
 
     def __iter__(self) -> RecordsIterator:
         return RecordsIterator(self)
@@ -154,16 +155,6 @@ class Records(shard_steps.Step[source.Element]):
             # Damage that is skipped does not change the identity of a file.
             **source.identity(self._source, digested=not reading.skip_corrupt),
         }
-
-
-def tag(records: Records, tag: Callable[[int], int]) -> None:
-    """Calls `tag` for each record that is read; see `provenance`.
-
-    Args:
-      records: of a shard, not iterated over before.
-      tag: returns what the field `record` has in place of the record's number.
-    """
-    records._tag = tag
 
 
 def files_of(records: Records) -> tuple[str, ...]:
@@ -243,16 +234,6 @@ def _order_of(records: Records) -> order.Order:
     return _order(records._source, records._num_shards, seed, records.lead)
 
 
-class _Place(NamedTuple):
-    # How far a shard has read; see the fields of a state.
-    epoch: int = 0
-    taken: int = 0
-    skipped: int = 0
-
-    def after(self, num_records: int, num_skipped: int = 0) -> _Place:
-        return _Place(self.epoch, self.taken + num_records, self.skipped + num_skipped)
-
-
 # What is read of some records of a block, the first of which has a number.
 _Convert = Callable[[source.Block, Sequence[int], int], list[Any]]
 
@@ -268,17 +249,21 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
         super().__init__()
         self._records, self._order = records, _order_of(records)
         self._blocks = decoded.blocks(records._source)
-        self._at, self._share = _Place(), self._order.share(records._shard, 0)
+        self._noted = ""
         # The last block, for the next records of a run.
         self._last: tuple[int, source.Block] | None = None
-        # The elements before this place that were not taken yet, the last one first.
+        self._go_to(0, 0, 0)
+
+    def _go_to(self, epoch: int, taken: int, skipped: int) -> None:
+        self._epoch, self._taken, self._skipped = epoch, taken, skipped
+        self._share = self._order.share(self._records._shard, epoch)
+        # Elements that were read, and not taken yet, the last one first.
         self._ahead: list[source.Element] = []
-        self._noted = ""
 
     def __next__(self) -> source.Element:
         if not self._ahead:
             self._ahead = self._next(_ELEMENTS, self._elements)[::-1]
-        element, tag = self._ahead.pop(), self._records._tag
+        element, tag = self._ahead.pop(), self._records.tag
         if tag is not None:
             element[RECORD] = tag(element[RECORD])
         return element
@@ -304,11 +289,11 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
 
         return self._take(num_elements, lambda left: self._next(left, tokens))
 
-    def _take(self, n: int, read: Callable[[int], list[Any]]) -> list[Any]:
+    def _take(self, number: int, read: Callable[[int], list[Any]]) -> list[Any]:
         taken: list[Any] = []
         try:
-            while len(taken) < n:
-                taken += read(n - len(taken))
+            while len(taken) < number:
+                taken += read(number - len(taken))
         except StopIteration:
             pass
         except errors.DataError:
@@ -318,53 +303,49 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
 
     def get_state(self) -> dict[str, Any]:
         """See `grain.DatasetIterator`."""
-        at = self._at.after(-len(self._ahead))
-        state = {_EPOCH: at.epoch, _TAKEN: at.taken}
-        return state | {_SKIPPED: at.skipped} if at.skipped else state
+        state = {_EPOCH: self._epoch, _TAKEN: self._taken - len(self._ahead)}
+        return state | ({_SKIPPED: self._skipped} if self._skipped else {})
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """See `grain.DatasetIterator`."""
-        self._ahead = []
-        self._at = _Place(state[_EPOCH], state[_TAKEN], state.get(_SKIPPED, 0))
-        self._share = self._order.share(self._records._shard, self._at.epoch)
+        self._go_to(state[_EPOCH], state[_TAKEN], state.get(_SKIPPED, 0))
 
     def _next(self, at_most: int, convert: _Convert) -> list[Any]:
         # What some of the next records are converted to, of one block.
-        reading = self._records._reading
-        while True:
-            epoch, taken, _ = self._at
-            if reading.num_epochs is not None and epoch >= reading.num_epochs:
-                raise StopIteration
-            places = self._share[taken : taken + at_most]
+        of_epoch, reading = self._order.num_records, self._records._reading
+        while reading.num_epochs is None or self._epoch < reading.num_epochs:
+            places = self._share[self._taken : self._taken + at_most]
             if not places:
-                self._at = _Place(epoch + 1, 0, self._at.skipped)
-                self._share = self._order.share(self._records._shard, epoch + 1)
+                self._go_to(self._epoch + 1, 0, self._skipped)
                 continue
-            number, rows, following = self._order.part(epoch, places)
-            first = epoch * self._order.num_records + int(self._order.first[number])
+            number, rows, following = self._order.part(self._epoch, places)
+            first = self._epoch * of_epoch + int(self._order.first[number])
             try:
                 read = convert(self._decoded(number, following), rows, first)
-                after = self._at.after(len(read))
             except source.CorruptError as error:
                 if not reading.skip_corrupt:
                     raise
-                if str(error) != self._noted:
-                    self._noted = str(error)
-                    logging.warning("%s; skipped", error)
-                read, after = [], self._at.after(1, 1)
-            _SINCE_ROW.count(
-                after.taken - taken, self._order.num_records, self._records._source
-            )
-            self._at = after
+                self._note(error)
+                read = []
+            _count(len(read) or 1, of_epoch, self._records._source)
+            self._taken += len(read) or 1
+            self._skipped += not read
             if read:
                 return read
+        raise StopIteration
+
+    def _note(self, error: source.CorruptError) -> None:
+        # Once for all records of a block.
+        if str(error) != self._noted:
+            logging.warning("%s; skipped", error)
+        self._noted = str(error)
 
     def _decoded(self, number: int, following: int | None) -> source.Block:
-        # Without the last block, many shards could displace each other's.
         if self._last is not None and self._last[0] == number:
             return self._last[1]
         block = self._blocks.get(number, following)
         if not self._order.is_shared:
+            # Otherwise many shards could displace each other's.
             self._last = number, block
         return block
 
@@ -389,39 +370,9 @@ def skipped(shard_cursors: Iterable[cursors.Cursor]) -> int:
     return sum(part[_SKIPPED] for part in parts if _SKIPPED in part)
 
 
-class _SinceRow(threading.local):
-    """The records that this thread has read for the row that is due."""
-
-    is_due = False
-    num_records = 0
-    two_epochs = 0
-
-    def __init__(self) -> None:
-        # The sources that they are of, by identity.
-        self.sources: set[int] = set()
-
-    def begin(self) -> None:
-        """Counts from 0."""
-        self.is_due, self.num_records, self.two_epochs = True, 0, 0
-        self.sources.clear()
-
-    def count(self, num_records: int, of_epoch: int, of: source.Source) -> None:
-        """Counts records that are read, of a source with so many in an epoch."""
-        if not self.is_due:
-            return
-        self.num_records += num_records
-        if id(of) not in self.sources:
-            self.sources.add(id(of))
-            self.two_epochs += 2 * of_epoch
-        if self.num_records > max(self.two_epochs, _LEAST_FRUITLESS):
-            raise errors.DataError(
-                f"{of.files[0]} and the {len(of.files) - 1} files after it:"
-                f" {self.num_records:,} records in a row, more than two epochs, made no"
-                " row; check whether a filter or another step leaves out all of them"
-            )
-
-
-_SINCE_ROW = _SinceRow()
+# Of the row that is due in a thread: the records that were read, and two epochs of each
+# dataset that they are of.
+_DUE = threading.local()
 
 
 @contextlib.contextmanager
@@ -430,8 +381,23 @@ def row_due() -> Iterator[None]:
 
     Counts the records that this thread reads until a row is made of them.
     """
-    _SINCE_ROW.begin()
+    _DUE.num_records, _DUE.two_epochs = 0, {}
     try:
         yield
     finally:
-        _SINCE_ROW.is_due = False
+        _DUE.two_epochs = None
+
+
+def _count(num_records: int, of_epoch: int, of: source.Source) -> None:
+    two_epochs = getattr(_DUE, "two_epochs", None)
+    if two_epochs is None:
+        return
+    two_epochs[id(of)] = 2 * of_epoch
+    _DUE.num_records += num_records
+    number = _DUE.num_records
+    if number > _LEAST_FRUITLESS and number > sum(two_epochs.values()):
+        raise errors.DataError(
+            f"{of.files[0]} and the {len(of.files) - 1} files after it: {number:,}"
+            " records in a row, more than two epochs, made no row; check whether a"
+            " filter or another step leaves out all of them"
+        )
