@@ -306,26 +306,22 @@ def _check_reachable(system: Any, protocol: str, path: str) -> None:
     bucket = path.partition("/")[0]
     if (protocol, bucket) in _REACHED:
         return
+    timeouts = (TimeoutError, asyn.FSTimeoutError)
     try:
         # Not `_exists`, for which a store that is out of reach has no such object.
         asyn.sync(system.loop, system._info, path, timeout=_REACH_SECS)
-        problem = ""
-    except (TimeoutError, asyn.FSTimeoutError):
-        problem = f"its store does not answer within {_REACH_SECS} s"
-    except bucket_clients.failures() as error:
-        if not bucket_clients.is_connection_failure(error):
-            # It answered; what is requested next has an error of its own.
-            problem = ""
-        else:
-            problem = f"its store cannot be reached ({error})"
-    if not problem:
-        _REACHED.add((protocol, bucket))
-        return
-    raise errors.DataError(
-        f"{protocol}://{bucket}: {problem}; check the network of this machine and the"
-        " store's address (AWS_ENDPOINT_URL, STORAGE_EMULATOR_HOST or that of Azure),"
-        " and start the run again"
-    )
+    except (*timeouts, *bucket_clients.failures()) as error:
+        # If it answered, what is requested next has an error of its own.
+        is_late = isinstance(error, timeouts)
+        if is_late or bucket_clients.is_connection_failure(error):
+            problem = f"no answer within {_REACH_SECS} s" if is_late else error
+            raise errors.DataError(
+                f"{protocol}://{bucket}: its store cannot be reached ({problem}); check"
+                " the network of this machine and the store's address"
+                " (AWS_ENDPOINT_URL, STORAGE_EMULATOR_HOST or that of Azure), and start"
+                " the run again"
+            ) from error
+    _REACHED.add((protocol, bucket))
 
 
 def _remote(file: str) -> remote_file.Object:
