@@ -186,6 +186,45 @@ class SourceContract:
         assert len(elements) >= 2 * NUM_RECORDS // num_shards - BLOCK
         assert max(map(len, states)) < 50
 
+    def test_tokens_are_taken_as_elements_are(self, dataset):
+        one, other = (
+            iter(read(dataset, 1, 3, shuffle_seed=7, num_epochs=2)) for _ in range(2)
+        )
+        next(one)
+        next(other)
+        for number in (1, 5, 2, NUM_RECORDS, 1):
+            tokens = one.take_tokens("tokens", number)
+            elements = other.take(number)
+            assert [t.tolist() for t in tokens] == [
+                e["tokens"].tolist() for e in elements
+            ]
+            assert {t.dtype for t in tokens} <= {np.dtype("i4"), np.dtype("u2")}
+            assert all(t.base is None for t in tokens)
+            assert one.get_state() == other.get_state()
+        assert not tokens
+
+    @pytest.mark.parametrize(
+        ("column", "match"),
+        [("text", "not a list of tokens"), ("no", r"no column 'no'")],
+    )
+    def test_a_column_without_tokens_is_named(self, dataset, column, match):
+        elements = iter(read(dataset, 0, 1))
+        for _ in range(2):
+            with pytest.raises(errors.DataError, match=match):
+                elements.take_tokens(column, 3)
+        assert elements.get_state() == {"epoch": 0, "taken": 0}
+
+    def test_what_is_before_a_corrupt_record_is_taken_first(self, dataset, files):
+        source.indexes(dataset)
+        self.spoil(files[0], b"text %d " % CORRUPT)
+        elements = iter(read(dataset, 0, 1))
+        first = min(self.lost_with(CORRUPT))
+        assert numbers(elements.take(CORRUPT + 5)) == list(range(first))
+        for _ in range(2):
+            with self.refused(files[0], f"{self.place_of(CORRUPT)}.*corrupt"):
+                elements.take(1)
+        assert elements.get_state() == {"epoch": 0, "taken": first}
+
     def test_columns_that_are_not_named_are_not_read(self, files):
         for element in read(self.make(files, ("text",)), 0, 1, num_epochs=1):
             assert element.keys() == {"text", "record"}
