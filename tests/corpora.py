@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from array_record.python import array_record_module
 
-from elastic_ckpt.data.sources import decoded, files, record_format, source
+from elastic_ckpt.data.sources import decoded, files, source
 from tests import tfrecord_files
 
 _COLUMNS = pa.schema([("text", pa.string()), ("tokens", pa.list_(pa.int64()))])
@@ -30,11 +30,11 @@ def documents(begin: int, end: int) -> list[source.Element]:
 
 
 def write_arrayrecord(path: pathlib.Path, elements: list[source.Element]) -> str:
-    return write_records(path, [record_format.encode(e) for e in elements])
+    return write_records(path, [tfrecord_files.example(e) for e in elements])
 
 
 def write_tfrecord(path: pathlib.Path, elements: list[source.Element]) -> str:
-    tfrecord_files.write(path, (record_format.encode(e) for e in elements))
+    tfrecord_files.write(path, (tfrecord_files.example(e) for e in elements))
     return str(path)
 
 

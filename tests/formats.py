@@ -93,7 +93,7 @@ def _source(file_format, paths):
 def _write_arrayrecord(path, held):
     writer = array_record_module.ArrayRecordWriter(path, "group_size:1")
     for document in held:
-        writer.write(record_format.encode({"tokens": document}))
+        writer.write(tfrecord_files.example({"tokens": document}))
     writer.close()
 
 
@@ -120,7 +120,7 @@ def _write_megatron(path, held):
 
 
 def _write_tfrecord(path, held):
-    encoded = (record_format.encode({"tokens": document}) for document in held)
+    encoded = (tfrecord_files.example({"tokens": document}) for document in held)
     tfrecord_files.write(path, encoded)
 
 

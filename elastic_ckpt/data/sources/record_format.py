@@ -100,23 +100,6 @@ def decoder(record_format: str, columns: tuple[str, ...]) -> Decode:
     return functools.partial(_parse, columns=frozenset(columns))
 
 
-def encode(features: source.Element) -> bytes:
-    """A tf.Example of text, bytes, lists of bytes, and arrays of numbers."""
-    example = _example_class()()
-    for name, value in sorted(features.items()):
-        feature = example.features.feature.add(key=name).value
-        if isinstance(value, str | bytes):
-            value = [value]
-        if isinstance(value, list):
-            values = [v.encode() if isinstance(v, str) else v for v in value]
-            feature.bytes_list.value.extend(values)
-        elif np.issubdtype(np.asarray(value).dtype, np.floating):
-            feature.float_list.value.extend(np.ravel(value).tolist())
-        else:
-            feature.int64_list.value.extend(np.ravel(value).tolist())
-    return example.SerializeToString(deterministic=True)
-
-
 def _parse(record: bytes, *, columns: frozenset[str]) -> source.Element:
     try:
         entries = _example_class().FromString(record).features.feature

@@ -18,7 +18,6 @@ from elastic_ckpt.data.sources import (
     lines,
     megatron,
     parquet,
-    record_format,
     source,
     tfrecord,
     webdataset,
@@ -66,7 +65,7 @@ def array_record(*texts):
 
 def example(*names):
     """A tf.Example in which a name may be twice."""
-    return b"".join(record_format.encode({name: b"text"}) for name in names)
+    return b"".join(tfrecord_files.example({name: b"text"}) for name in names)
 
 
 TWICE = pa.table([["a"], ["b"]], names=["text", "text"])

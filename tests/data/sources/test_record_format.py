@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.data.sources import record_format
+from tests import tfrecord_files
 
 # The example of TensorFlow's tutorial "TFRecord and tf.train.Example", as it prints it.
 TENSORFLOW_EXAMPLE = (
@@ -41,7 +42,7 @@ def assert_equal(actual, expected):
 
 @given(st.dictionaries(st.text(max_size=8), values, max_size=4))
 def test_what_was_encoded_is_decoded(element):
-    assert_equal(parse(record_format.encode(element)), element)
+    assert_equal(parse(tfrecord_files.example(element)), element)
 
 
 def test_an_example_has_the_bytes_that_tensorflow_writes():
@@ -51,7 +52,7 @@ def test_an_example_has_the_bytes_that_tensorflow_writes():
         "feature2": "goat",
         "feature3": np.float32(0.9876),
     }
-    assert record_format.encode(element) == TENSORFLOW_EXAMPLE
+    assert tfrecord_files.example(element) == TENSORFLOW_EXAMPLE
 
 
 def test_a_missing_feature_is_named_with_those_that_exist():
