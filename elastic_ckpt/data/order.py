@@ -41,8 +41,8 @@ class Order:
 
     Args:
       sizes: the number of records of each block, int64 `[blocks]`.
-      is_chained: of each block, whether it can only be read after the one before it,
-        which it follows in each epoch.
+      is_chained: of each block, whether it follows the one before it in each epoch, as
+        some can only be read after that.
       num_bytes: of the dataset.
       num_shards: S.
       seed: of the permutations; None leaves all blocks and records as they are.

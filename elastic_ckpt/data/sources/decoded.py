@@ -78,7 +78,7 @@ class Blocks:
 
     Attributes:
       sizes: the number of records of each, int64 `[blocks]`.
-      is_chained: of each, whether it can only be read after the one before it.
+      is_chained: of each, whether it follows the one before it in any order.
       num_bytes: of all files.
       first_records: the number of the first record of each file.
     """

@@ -196,11 +196,16 @@ def forget_all() -> None:
         clear()
 
 
-def opened(file: str) -> BinaryIO:
-    """`file` open for reading, seekable; in an object store, see `remote_file`."""
+def opened(file: str, until: int | None = None) -> BinaryIO:
+    """`file` open for reading, seekable; in an object store, see `remote_file`.
+
+    Args:
+      file: its path or URI.
+      until: the offset up to which it is read, in an object store; by default its end.
+    """
     if storage.is_local(file):
         return open(file, "rb")
-    return remote_file.opened(_remote(file))
+    return remote_file.opened(_remote(file), until)
 
 
 def read_ahead(file: str, start: int, stop: int) -> None:

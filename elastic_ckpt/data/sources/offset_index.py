@@ -21,6 +21,8 @@ from elastic_ckpt.data.sources import files, source
 
 _VERSION = 1
 _BUFFER_BYTES = 256 * 1024
+# The blocks that follow each other.
+_RUN_BLOCKS = 8
 
 
 class Offsets(NamedTuple):
@@ -44,12 +46,17 @@ Walk: TypeAlias = Callable[[BinaryIO, int], Iterable[int]]
 def index(kind: str, file: str, walk: Walk) -> source.FileIndex:
     """The index of a file by a walk over its records, which digests all of it.
 
+    Some blocks follow each other in any order of the data: a file in an object store is
+    read in larger ones.
+
     Args:
       kind: of the file: a directory of the cache.
       file: its path or URI.
       walk: makes the pass.
     """
-    return of_blocks(kind, file, functools.partial(_walked, file, walk))
+    index = of_blocks(kind, file, functools.partial(_walked, file, walk))
+    is_chained = np.arange(len(index.block_records)) % _RUN_BLOCKS > 0
+    return dataclasses.replace(index, is_chained=is_chained)
 
 
 def of_blocks(kind: str, file: str, find: Callable[[], Offsets]) -> source.FileIndex:

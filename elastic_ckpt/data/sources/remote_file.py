@@ -100,8 +100,14 @@ class Blocks:
             tuple[tuple[str, str, int], int], concurrent.futures.Future[bytes]
         ] = collections.OrderedDict()
 
-    def get(self, remote: Object, first: int, last: int) -> list[bytes]:
+    def get(self, remote: Object, first: int, last: int, end: int) -> list[bytes]:
         """The blocks of a file from the `first` to the `last`; requests more.
+
+        Args:
+          remote: the file.
+          first: the number of the first block.
+          last: that of the last.
+          end: the one before which others are requested ahead.
 
         Raises:
           OSError: if one cannot be read; it is requested again by the next call.
@@ -109,9 +115,9 @@ class Blocks:
         before = 0
         while before < _MAX_AHEAD and (remote.key, first - 1 - before) in self._blocks:
             before += 1
-        requested = self.request(remote, first, last + before)[: last - first + 1]
+        requested = self.request(remote, first, max(last, min(last + before, end - 1)))
         try:
-            return [block.result() for block in requested]
+            return [block.result() for block in requested[: last - first + 1]]
         except OSError:
             with self._lock:
                 for key, block in list(self._blocks.items()):
@@ -144,8 +150,11 @@ class Blocks:
 
 
 class _Reader(io.RawIOBase):
-    def __init__(self, remote: Object, blocks: Blocks) -> None:
+    def __init__(
+        self, remote: Object, blocks: Blocks, until: int | None = None
+    ) -> None:
         self._remote, self._blocks, self._at = remote, blocks, 0
+        self._end = remote.num_bytes if until is None else until
 
     def readable(self) -> bool:
         return True
@@ -157,7 +166,7 @@ class _Reader(io.RawIOBase):
         ends = {
             os.SEEK_SET: 0,
             os.SEEK_CUR: self._at,
-            os.SEEK_END: self._remote.num_bytes,
+            os.SEEK_END: self._end,
         }
         self._at = max(0, ends[whence] + offset)
         return self._at
@@ -166,20 +175,21 @@ class _Reader(io.RawIOBase):
         into = memoryview(buffer).cast("B")
         # Large reads are parts of what is kept, so that their own blocks stay in it.
         most = min(len(into), _MAX_AHEAD * BLOCK_BYTES)
-        stop = min(self._at + most, self._remote.num_bytes)
+        stop = min(self._at + most, self._end)
         if stop <= self._at:
             return 0
         first, last = self._at // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES
-        content = b"".join(self._blocks.get(self._remote, first, last))
+        end = -(-self._end // BLOCK_BYTES)
+        content = b"".join(self._blocks.get(self._remote, first, last, end))
         num_bytes, begin = stop - self._at, self._at - first * BLOCK_BYTES
         into[:num_bytes] = content[begin : begin + num_bytes]
         self._at = stop
         return num_bytes
 
 
-def opened(remote: Object) -> BinaryIO:
-    """The file open for reading, seekable."""
-    return io.BufferedReader(_Reader(remote, _blocks()), _BUFFER_BYTES)
+def opened(remote: Object, until: int | None = None) -> BinaryIO:
+    """The file open for reading, seekable, up to `until`."""
+    return io.BufferedReader(_Reader(remote, _blocks(), until), _BUFFER_BYTES)
 
 
 def read_ahead(remote: Object, start: int, stop: int) -> None:

@@ -45,8 +45,8 @@ class FileIndex:
       content: its size, and a digest of as much of it as the format digests.
       block_records: records of each block, int64 `[blocks]`.
       block_bytes: the offset of each block, int64 `[blocks]`; None if it is not known.
-      is_chained: of each block, whether it can only be read after the one before it;
-        None if no block is.
+      is_chained: of each block, whether it follows the one before it in any order of
+        the data, as some can only be read after that; None if none does.
     """
 
     content: files.Content
@@ -70,7 +70,7 @@ class FileIndex:
         return int(self.block_bytes[block]), *(ends or [self.content.num_bytes])
 
     def chain(self, block: int) -> range:
-        """The blocks that can only be read one after the other, a block among them."""
+        """The blocks that follow each other in any order, with a block among them."""
         if self.is_chained is None:
             return range(block, block + 1)
         begins = np.flatnonzero(~self.is_chained)
@@ -271,8 +271,10 @@ class RawFiles(Source):
 
     def _content(self, file: int, block: int) -> bytes:
         # The bytes of a block.
-        begin, end = indexes(self)[file].span(block)
-        with files.opened(self.files[file]) as stream:
+        index = indexes(self)[file]
+        begin, end = index.span(block)
+        _, until = index.span(index.chain(block)[-1])
+        with files.opened(self.files[file], until) as stream:
             stream.seek(begin)
             return stream.read(end - begin)
 

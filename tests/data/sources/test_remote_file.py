@@ -18,9 +18,10 @@ from elastic_ckpt.data.sources import (
     parquet,
     record_format,
     remote_file,
+    source,
     tfrecord,
 )
-from tests import source_contract
+from tests import corpora, source_contract, tfrecord_files
 
 # Small, as the bytes of a block change nothing but the time of the tests.
 BLOCK = 2**14
@@ -180,6 +181,29 @@ def test_blocks_of_an_object_that_was_overwritten_are_not_used(tmp_path):
     files._READ.clear()
     assert first_bytes(url) == b"other"
     assert pathlib.Path(files.local_copy(url)).read_bytes() == b"other"
+
+
+@pytest.mark.usefixtures("large_blocks")
+@pytest.mark.parametrize("seed", [None, 7])
+def test_shards_that_take_turns_request_a_file_about_once(tmp_path, monkeypatch, seed):
+    monkeypatch.setattr(source, "BLOCK_BYTES", BLOCK // 4)
+    monkeypatch.setattr(remote_file, "_blocks", lambda: blocks)
+    blocks = remote_file.Blocks(max_blocks=24)
+    tfrecord_files.write(tmp_path / "a", [bytes(1000)] * 2000)
+    url = corpora.upload(str(tmp_path / "a"), tmp_path.name)
+    dataset = tfrecord.TFRecord(files=(url,), record_format=record_format.BYTES)
+    source.indexes(dataset)
+    blocks.forget()
+    requested, read = [], remote_file.Object.read
+
+    def counted(self, start, stop):
+        requested.append(stop - start)
+        return read(self, start, stop)
+
+    monkeypatch.setattr(remote_file.Object, "read", counted)
+    found = source_contract.read_all(dataset, 3, num_epochs=1, shuffle_seed=seed)
+    assert len(found) == 2000
+    assert sum(requested) < 1.7 * 2000 * 1016
 
 
 @pytest.mark.slow
