@@ -43,8 +43,8 @@ class ReadOptions:
 
     Attributes:
       shuffle_seed: the seed with which blocks of records are shuffled, anew in each
-        epoch; None reads them in the order of the files. `WindowShuffle` shuffles the
-        records themselves.
+        epoch; None reads them in the order of the files. `lm.Rows` shuffles
+        documents.
       num_epochs: the number of epochs; None reads endlessly.
       skip_corrupt: whether corrupt records are skipped and counted; by default one is
         an error.
