@@ -6,7 +6,9 @@ canonical JSON of all other fields.
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from typing import Any
 
 from etils import epath
@@ -107,7 +109,8 @@ def read(path: epath.Path, *, what: str, version: int) -> dict[str, Any]:
     """The fields in the file at `path`, as `parse` gives them.
 
     Args:
-      path: a file of a data state, two levels below its step's parent.
+      path: a file of a data state, two levels below its step's parent; if it ends in
+        `.gz`, its content is compressed.
       what: the kind of file, for messages.
       version: the one that the caller reads.
 
@@ -116,7 +119,12 @@ def read(path: epath.Path, *, what: str, version: int) -> dict[str, Any]:
         file and the remedy.
     """
     try:
-        return parse(path.read_bytes(), what=what, version=version)
+        text = path.read_bytes()
+        return parse(
+            _decompressed(text) if path.suffix == ".gz" else text,
+            what=what,
+            version=version,
+        )
     except LaterVersionError as problem:
         raise errors.DataError(f"{what} {path} {problem}") from None
     except (FileNotFoundError, UnreadableError) as problem:
@@ -125,6 +133,15 @@ def read(path: epath.Path, *, what: str, version: int) -> dict[str, Any]:
             f"{what} {path} {'is missing' if missing else problem}; restore the file"
             f" from a copy, or move {path.parent.parent} out of its directory to"
             " continue from the step before"
+        ) from None
+
+
+def _decompressed(content: bytes) -> bytes:
+    try:
+        return gzip.decompress(content)
+    except (EOFError, OSError, zlib.error) as error:
+        raise UnreadableError(
+            f"is cut short, or is not gzip ({error}; it has {len(content)} bytes)"
         ) from None
 
 

@@ -1,13 +1,10 @@
 """Cursors: the position of each logical shard in its pipeline, in files by shard range.
 
 Consecutive shards `[first, last]` of one host are saved in one file,
-`shards-00000-00011.json`: a `checked_json` file of version 1 with the fields
+`shards-00000-00011.json.gz`: a `checked_json` file of version 1 with the fields
 
 * `position`: the position of the data state that the cursors belong to
-* `shapes`: the cursors with 0 in place of each whole number; those of most shards are
-  the same, and are listed once
-* `cursors`: for each shard, from `first` to `last`, the index of its shape, and the
-  whole numbers in it, in the order in which the shape has them
+* `cursors`: the cursors of the shards, from `first` to `last`
 
 The cursor of a shard that has not yielded a row is null. The file names contain the
 ranges, so a host reads only the files with its own shards, regardless of how many hosts
@@ -16,9 +13,9 @@ wrote them.
 
 from __future__ import annotations
 
-import json
+import gzip
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from etils import epath
@@ -30,7 +27,7 @@ VERSION = 1
 HELD = "held"
 # The field of the state of rows with the states from which their documents were read.
 FROM = "from"
-_NAME = re.compile(r"shards-(\d{5,})-(\d{5,})\.json")
+_NAME = re.compile(r"shards-(\d{5,})-(\d{5,})\.json\.gz")
 
 Cursor = storage.Json
 Cursors = Mapping[int, Cursor]
@@ -44,62 +41,17 @@ def made(cursor: Lazy) -> Cursor:
     return cursor() if callable(cursor) else cursor
 
 
-def to_bytes(values: Sequence[Cursor], position: Position) -> bytes:
-    """The content of the file with the cursors of consecutive shards."""
-    # Objects with the same keys in another order are other shapes.
-    numbers_of: dict[str, int] = {}
-    shapes: list[storage.Json] = []
-    cut: list[storage.Json] = []
-    for value in values:
-        numbers: list[storage.Json] = []
-        shape = _cut(value, numbers)
-        number = numbers_of.setdefault(json.dumps(shape), len(shapes))
-        if number == len(shapes):
-            shapes.append(shape)
-        cut.append([number, *numbers])
-    return checked_json.to_bytes(
-        {"position": position, "shapes": shapes, "cursors": cut}, version=VERSION
-    )
-
-
-def _cut(value: storage.Json, numbers: list[storage.Json]) -> storage.Json:
-    # The shape of a value, whose whole numbers are added to `numbers`.
-    if type(value) is int:
-        numbers.append(value)
-        return 0
-    if isinstance(value, dict):
-        return {key: _cut(each, numbers) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_cut(each, numbers) for each in value]
-    return value
-
-
-def _whole(shape: storage.Json, numbers: Iterator[int]) -> storage.Json:
-    # The inverse of `_cut`.
-    if type(shape) is int:
-        return next(numbers)
-    if isinstance(shape, dict):
-        return {key: _whole(each, numbers) for key, each in shape.items()}
-    if isinstance(shape, list):
-        return [_whole(each, numbers) for each in shape]
-    return shape
-
-
-def _cursor(content: dict[str, Any], index: int) -> Cursor:
-    shape, *numbers = content["cursors"][index]
-    left = iter(numbers)
-    cursor = _whole(content["shapes"][shape], left)
-    if next(left, None) is not None:
-        raise ValueError("it has more numbers than its shape")
-    return cursor
-
-
 def write(directory: epath.PathLike, cursors: Cursors, position: Position) -> None:
     """Writes the cursors of a host, one file for each run of consecutive shards."""
     for shards in runs(sorted(cursors)):
-        name = f"shards-{shards[0]:05d}-{shards[-1]:05d}.json"
-        content = to_bytes([cursors[shard] for shard in shards], position)
-        storage.write_atomic(epath.Path(directory) / name, content)
+        name = f"shards-{shards[0]:05d}-{shards[-1]:05d}.json.gz"
+        values = [cursors[shard] for shard in shards]
+        content = checked_json.to_bytes(
+            {"position": position, "cursors": values}, version=VERSION
+        )
+        # Without the time of writing, equal content has equal bytes.
+        compressed = gzip.compress(content, mtime=0)
+        storage.write_atomic(epath.Path(directory) / name, compressed)
 
 
 def read(
@@ -131,14 +83,7 @@ def read(
                 f" {len(values)} shards, not to position {position} and shards {first}"
                 f" to {last}: the file is from another step; restore it from a copy"
             )
-        try:
-            for shard in in_file:
-                values_by_shard[shard] = _cursor(content, shard - first)
-        except (LookupError, StopIteration, TypeError, ValueError):
-            raise errors.DataError(
-                f"shard cursors {path} do not have the format of their version"
-                f" {content['version']}; restore the file from a copy"
-            ) from None
+        values_by_shard |= {shard: values[shard - first] for shard in in_file}
     missing = sorted(required - values_by_shard.keys())
     if missing:
         step = epath.Path(directory).parent

@@ -1,9 +1,9 @@
 """The layout of a step's directory, the same in the local and the persistent tier.
 
-    state/params/w/zarr.json        an array, `params/w` of the checkpointable `state`
-    state/params/w/c/0/1            one of its chunks: a box of it, a fragment
-    data/shards-00000-00063.json    a file of the component `data`
-    manifest-<host id>              what a host holds of all this; written last
+    state/params/w/zarr.json         an array, `params/w` of the checkpointable `state`
+    state/params/w/c/0/1             one of its chunks: a box of it, a fragment
+    data/shards-00000-00063.json.gz  a file of the component `data`
+    manifest-<host id>               what a host holds of all this; written last
 
 An array is in zarr v3: uncompressed, little-endian, each chunk with its CRC-32C behind
 its values. So a chunk's values start at byte 0 of its file with the same layout as in

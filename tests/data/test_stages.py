@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import gzip
 import json
 import pathlib
 
@@ -200,9 +201,9 @@ def test_what_stages_save_is_of_the_schemas(files, tmp_path):
     save(batches, tmp_path / "state")
     for path in (tmp_path / "state").iterdir():
         test_format.validate(path)
-    saved = (tmp_path / "state" / "shards-00000-00005.json").read_text()
-    assert '"held"' in saved
-    assert '"of":' in saved
+    saved = (tmp_path / "state" / "shards-00000-00005.json.gz").read_bytes()
+    assert b'"held"' in gzip.decompress(saved)
+    assert b'"of":' in gzip.decompress(saved)
     local = ec.data.LocalBatches(data, global_batch_size=6)
     taken(local, 4)
     room = pathlib.Path(ec.data.__file__).parent

@@ -91,4 +91,4 @@ def test_the_same_lines_give_the_same_bytes_and_files_in_either_place(
             assert feature.dtype == other[name].dtype
             np.testing.assert_array_equal(feature, other[name])
     assert files[0] == files[1]
-    assert sorted(files[0]) == ["data_state.json", "shards-00000-00007.json"]
+    assert sorted(files[0]) == ["data_state.json", "shards-00000-00007.json.gz"]

@@ -6,7 +6,7 @@ of this save which was killed has listed are not written again, whichever host w
 them.
 
     <unfinished>/state/ocdbt.process_<save, host>/   its store: the chunks of `state`
-    <unfinished>/data/shards-00000-00063.json        a file of the component `data`
+    <unfinished>/data/shards-00000-00063.json.gz     a file of the component `data`
     <unfinished>/manifest-<host id>                  what it wrote of all this
 
 When all hosts have finished, one of them makes an ordinary Orbax checkpoint of it: it
