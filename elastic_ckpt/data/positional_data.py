@@ -43,11 +43,12 @@ _ADDED = {elastic_data.EXAMPLE_ID, elastic_data.MASK}
 class PositionalData:
     """Elastic data of the elements of a dataset; `positional` makes it.
 
-    Attributes are those of `positional`. Two are equal if their `pipeline` is.
+    Attributes are those of `positional`, but `pipeline` is by key, as in `identity`.
+    Two are equal if it is.
     """
 
     dataset: grain.MapDataset = dataclasses.field(compare=False)
-    pipeline: storage.Json
+    pipeline: dict[str, storage.Json]
     read_options: grain.ReadOptions = dataclasses.field(compare=False)
     engine = "positional"
     num_shards = 0
@@ -61,10 +62,7 @@ class PositionalData:
 
     def identity(self) -> dict[str, storage.Json]:
         """The settings that determine the order of examples, by configuration key."""
-        settings = {"pipeline": self.pipeline}
-        if isinstance(self.pipeline, dict):
-            settings = self.pipeline
-        return {**settings, "num_examples": len(self.dataset)}
+        return {**self.pipeline, "num_examples": len(self.dataset)}
 
     def host_batches(self, placement: rows.Placement) -> elastic_data.HostBatches:
         """The rows of each global batch that one host loads."""
@@ -108,7 +106,9 @@ def positional(
             'positional: pass pipeline="a name, version 1", and change it when the'
             " examples change"
         )
-    return PositionalData(dataset=dataset, pipeline=pipeline, read_options=read_options)
+    return PositionalData(
+        dataset=dataset, pipeline={"pipeline": pipeline}, read_options=read_options
+    )
 
 
 class _HostBatches:

@@ -64,7 +64,8 @@ class ShardedData:
         `example_id`, uint32 `[B, 2]`: a number for each row of the run. Examples
         must not have a feature of this name, or of that in `end`.
       num_shards: S, fixed for the whole run.
-      pipeline: identifies `make_shard`, JSON; change it when the examples change.
+      pipeline: identifies `make_shard`, JSON; change it when the examples change. Of a
+        configuration, its settings by key.
       end: how the data ends, or the name of that, such as "padded". If it does, batches
         have the feature `mask`, bool `[B]`: rows of a shard that has ended are zeros,
         with the `example_id` of padding.
@@ -94,11 +95,9 @@ class ShardedData:
         settings: dict[str, storage.Json] = {"num_logical_shards": self.num_shards}
         if isinstance(self.make_shard, shard_steps.CheckedShards):
             settings[pipeline_changes.STEPS] = self.make_shard.steps()
-        if isinstance(self.pipeline, dict):
-            settings |= self.pipeline
-        else:
-            settings["pipeline"] = self.pipeline
-        return settings
+        elif isinstance(self.pipeline, dict):
+            return settings | self.pipeline
+        return settings | {"pipeline": self.pipeline}
 
     def dealt(self, dealing: str) -> ShardedData:
         """This data with its records dealt to shards in another way, if it has one."""

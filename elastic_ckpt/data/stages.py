@@ -438,9 +438,7 @@ def _check_source(one: Stage, other: Stage) -> None:
 
 
 def _check_names(steps: str, *descriptions: Mapping[str, Any]) -> None:
-    changed = pipeline_changes.of_datasets(
-        *(each[pipeline_changes.DATASETS] for each in descriptions)
-    )
+    changed = pipeline_changes.of_datasets(*([each] for each in descriptions))
     if changed:
         raise errors.ConfigError(
             f"staged: {steps} name their datasets differently ({'; '.join(changed)});"

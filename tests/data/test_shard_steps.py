@@ -185,7 +185,7 @@ def test_of_a_mixture_weights_may_change_and_settings_of_its_datasets_may_not(fi
         assert pipeline_changes.between(identity(weights), before) == []
     other = identity({"web": 1}, window=6)
     assert pipeline_changes.between(before, other) == [
-        "Mixture.datasets.web.Rows.window: saved 5, now 6"
+        "datasets.web.Rows.window: saved 5, now 6"
     ]
 
 

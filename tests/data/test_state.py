@@ -149,6 +149,34 @@ def test_only_stages_that_have_begun_may_not_change():
     ]
 
 
+def test_a_stage_gives_no_name_of_before_to_other_files():
+    def staged(*parts):
+        stages = [{"begin": 10 * n, **mixed(**each)} for n, each in enumerate(parts)]
+        return {"stages": stages}
+
+    before = staged({"web": WEB, "code": CODE})
+    now = staged({"code": CODE}, {"web": source(["c", 1, 1, "z"], weight=1)})
+    with refused(r"\(datasets.web.files: a is gone; datasets.web.files: c is new\)"):
+        check(before, now)
+    check(before, staged({"code": CODE}, {"web": WEB}))
+
+
+def test_settings_in_one_another_and_files_of_one_name_are_told_apart():
+    def described(tokenizer, *files):
+        return {"tokenizer": {"kind": tokenizer}, **source(*files)}
+
+    one, two = ["part", 10, 1, "x"], ["part", 20, 2, "y"]
+    with refused('tokenizer.kind: saved "bytes", now "sp"'):
+        check(described("bytes", one, two), described("sp", one, two))
+    with refused("files: part is gone"):
+        check(described("bytes", one, two), described("bytes", one))
+    with refused("part had 20 bytes and 2 records, now 21 and 2"):
+        check(
+            described("bytes", one, two),
+            described("bytes", one, ["part", 21, 2, "y"]),
+        )
+
+
 # The cursors of shards.
 
 POSITION = {"batches": [[24, 3], [12, 2]]}
