@@ -397,6 +397,16 @@ def _own_code_after(made: Any, before: Any) -> list[str]:
     return [shard_steps.shown(each) for each in after if _runs_own_code(each)]
 
 
+# Steps of Grain's that leave elements as they are.
+_LEAVING = (
+    "LimitIterDataset",
+    "MixedIterDataset",
+    "RepeatIterDataset",
+    "WindowShuffleIterDataset",
+)
+
+
 def _runs_own_code(dataset: Any) -> bool:
     is_ours = type(dataset).__module__.startswith("elastic_ckpt.")
-    return not is_ours and not shard_steps.is_described(dataset)
+    leaves = shard_steps.passes_on(dataset) or type(dataset).__name__ in _LEAVING
+    return not is_ours and not leaves

@@ -1,25 +1,21 @@
 """Describes the steps of a shard's pipeline by inspecting its datasets.
 
 A pipeline is a chain of Grain datasets, each of which refers to its parents. Our
-datasets are `Step`s with a method that returns their settings; the settings of Grain's
-datasets are read from attributes listed here. Everything else, such as a mapped
-function, is the user's own code: only the name that the user gives to the pipeline
-identifies it.
+datasets are `Step`s with a method that returns their settings. Of all others, Grain's
+and the user's own, a description has only the name of the class: the name that the user
+gives to the pipeline identifies them.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-import enum
-import functools
 import itertools
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import cloudpickle
 import grain
-import numpy as np
 
 from elastic_ckpt.core import errors, storage
 
@@ -30,42 +26,7 @@ MakeShard = Callable[[int], grain.IterDataset]
 # The field of a step that names it.
 STEP = "name"
 
-# How deep the attributes of two shards' datasets are compared.
-_MAX_DEPTH = 12
-
-# The attributes that determine the elements of Grain's datasets.
-_PACKER = (
-    "_length_struct",
-    "_num_packing_bins",
-    "_seed",
-    "_shuffle_bins",
-    "_shuffle_bins_group_by_feature",
-    "_meta_features",
-    "_pack_alignment_struct",
-    "_padding_struct",
-    "_max_sequences_per_bin",
-)
-_GRAIN_SETTINGS = {
-    "BatchIterDataset": ("_batch_size", "_drop_remainder", "_batch_fn"),
-    "BestFitPackIterDataset": _PACKER,
-    "ConcatThenSplitIterDataset": ("_config",),
-    "FirstFitPackIterDataset": _PACKER,
-    "LimitIterDataset": ("_count",),
-    "MixedIterDataset": ("_proportions",),
-    "RangeMapDataset": ("start", "stop", "step"),
-    "RebatchIterDataset": ("_batch_size", "_drop_remainder"),
-    "RepeatIterDataset": ("_num_epochs",),
-    "RepeatMapDataset": ("_num_epochs", "_reseed_each_epoch"),
-    "ShuffleMapDataset": ("_seed",),
-    "SliceMapDataset": ("_start", "_stop", "_step"),
-    "WindowShuffleIterDataset": ("_window_size", "_seed"),
-    "WindowShuffleMapDataset": ("_window_size", "_seed"),
-    "ZipIterDataset": ("_strict",),
-    "ZipMapDataset": (),
-}
-# Grain's packers.
-PACKERS = ("BestFitPackIterDataset", "FirstFitPackIterDataset")
-# The datasets that pass on the elements of their parent.
+# Grain's datasets that pass on the elements of their parent.
 _GRAIN_PASSING = {
     "PrefetchIterDataset",
     "ThreadPrefetchIterDataset",
@@ -73,8 +34,6 @@ _GRAIN_PASSING = {
     "_WithSeedIterDataset",
     "_WithSeedMapDataset",
 }
-
-
 # Those that hold no elements between two that they yield.
 _GRAIN_HOLDING_NOTHING = {
     "BatchIterDataset",
@@ -158,12 +117,8 @@ class CheckedShards:
         return made
 
     def steps(self) -> list[storage.Json]:
-        """The steps of all shards, first to last.
-
-        For a setting that depends on the shard, those of the first and of the last one.
-        """
-        first, last = (step_descriptions(self(s)) for s in (0, self.num_shards - 1))
-        return _spread(first, last)
+        """The steps of shard 0, first to last."""
+        return list(step_descriptions(self(0)))
 
 
 def made_for(make_shard: MakeShard, shard: int) -> grain.IterDataset:
@@ -191,11 +146,12 @@ def numbers_of_shards(made: grain.IterDataset) -> set[int]:
 
 
 def own_code(made: grain.IterDataset) -> list[str]:
-    """The datasets of a pipeline that have no settings to compare, as strings.
-
-    They run the user's own code, or depend on it.
-    """
-    return [shown(dataset) for dataset in datasets(made) if not is_described(dataset)]
+    """The datasets of a pipeline that have no settings to compare, as strings."""
+    return [
+        shown(dataset)
+        for dataset in datasets(made)
+        if not isinstance(dataset, Step) and not passes_on(dataset)
+    ]
 
 
 def shown(dataset: Any) -> str:
@@ -206,110 +162,74 @@ def shown(dataset: Any) -> str:
     return type(dataset).__name__ if is_bare else str(dataset)
 
 
-def unsliced(first: Any, last: Any) -> list[str]:
-    """The sources that two shards read alike, as strings.
+def unsliced(first: grain.IterDataset, last: grain.IterDataset) -> list[str]:
+    """The sources of two shards, as strings, if both shards read all of them.
 
-    A shard has its part of a source if anything but a seed, from the source to the end
-    of its pipeline, depends on the shard.
+    They do if the pipelines differ in seeds alone.
     """
-    if type(first) is not type(last) or _depends_on_shard(first, last):
+    both = datasets(first), datasets(last)
+    if len(both[0]) != len(both[1]):
         return []
-    inputs = parents(first), parents(last)
-    if len(inputs[0]) != len(inputs[1]):
-        return []
-    if not inputs[0]:
-        is_empty = isinstance(first, grain.MapDataset) and not len(first)
-        return [] if is_empty else [str(first)]
-    return [each for pair in zip(*inputs, strict=True) for each in unsliced(*pair)]
-
-
-def _depends_on_shard(first: Any, last: Any) -> bool:
-    if isinstance(first, Step):
+    pairs = list(zip(*both, strict=True))
+    # Last to first, because a source may be large.
+    for one, other in reversed(pairs):
         # Of ours, only the first step of a pipeline reads a part of its records.
-        return not parents(first) and first.shard is not None
-    return not _alike(_unseeded(first), _unseeded(last))
+        takes_all = isinstance(one, Step) and parents(one)
+        if not takes_all and not are_alike(one, other, seeds=False):
+            return []
+    sources = (one for one, _ in pairs if not parents(one))
+    # An empty source is another error.
+    return [
+        shown(source)
+        for source in sources
+        if not isinstance(source, grain.MapDataset) or len(source)
+    ]
 
 
-def _unseeded(dataset: Any) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in vars(dataset).items()
-        if name != "_parents" and "seed" not in name
-    }
+def are_alike(one: Any, other: Any, *, seeds: bool = True) -> bool:
+    """Whether two datasets are certainly alike, but for parents.
 
-
-def _alike(one: Any, other: Any, depth: int = 0) -> bool:
-    # Whether two objects are certainly equal.
-    if one is other:
-        return True
-    if type(one) is not type(other) or depth > _MAX_DEPTH:
+    Args:
+      one: a dataset.
+      other: another.
+      seeds: whether they must have the same seeds.
+    """
+    if type(one) is not type(other):
         return False
-    alike = functools.partial(_alike, depth=depth + 1)
-    if isinstance(one, types.FunctionType):
-        cells = [
-            [cell.cell_contents for cell in each.__closure__ or ()]
-            for each in (one, other)
-        ]
-        given = [
-            [each.__code__, each.__defaults__, each.__kwdefaults__]
-            for each in (one, other)
-        ]
-        return alike(*cells) and alike(*given)
-    if isinstance(one, functools.partial):
-        return alike(
-            (one.func, one.args, one.keywords), (other.func, other.args, other.keywords)
-        )
-    if isinstance(one, types.MethodType):
-        return alike((one.__func__, one.__self__), (other.__func__, other.__self__))
-    if isinstance(one, np.ndarray):
-        return np.array_equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(
-            alike(value, other[key]) for key, value in one.items()
-        )
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(alike, one, other))
-    if type(one).__eq__ is object.__eq__ and hasattr(one, "__dict__"):
-        return alike(vars(one), vars(other))
+    settings, others = (
+        {
+            name: value
+            for name, value in vars(dataset).items()
+            if name != "_parents" and (seeds or "seed" not in name)
+        }
+        for dataset in (one, other)
+    )
+    if settings.keys() != others.keys():
+        return False
     try:
-        return bool(one == other)
-    except Exception:  # a comparison of the user's
+        return all(
+            value is others[name]
+            or cloudpickle.dumps(value) == cloudpickle.dumps(others[name])
+            for name, value in settings.items()
+        )
+    except Exception:  # an object of the user's that cannot be pickled
         return False
 
 
-def step_descriptions(
-    made: grain.IterDataset | grain.MapDataset,
-) -> list[dict[str, storage.Json]]:
+def step_descriptions(made: Any) -> list[dict[str, storage.Json]]:
     """The steps of a pipeline, first to last, each with its name and settings."""
-    inputs = parents(made)
-    if isinstance(made, Step) and made.describes_parents:
-        inputs = ()
-    before = step_descriptions(inputs[0]) if len(inputs) == 1 else []
-    if passes_on(made):
-        return before
-    step = description(made)
-    if len(inputs) > 1:
-        step["parents"] = [step_descriptions(parent) for parent in inputs]
-    return [*before, step]
-
-
-def is_described(made: Any) -> bool:
-    """Whether its settings determine the elements of a dataset."""
-    return _settings(made) is not None
-
-
-def are_alike(one: Any, other: Any) -> bool:
-    """Whether two datasets of the same type are certainly alike, but for parents."""
-    return _alike(_unseeded(one), _unseeded(other))
+    return [description(step) for step in chain(made) if not passes_on(step)]
 
 
 def description(made: Any) -> dict[str, storage.Json]:
-    """The name and settings of one step."""
-    step: dict[str, storage.Json] = {
-        STEP: type(made).__name__,
-        **(_settings(made) or {}),
-    }
-    return step | made.settings() if isinstance(made, Step) else step
+    """The name and settings of one step; if it has several parents, their steps too."""
+    step: dict[str, storage.Json] = {STEP: type(made).__name__}
+    if isinstance(made, Step):
+        return step | made.settings()
+    inputs = parents(made)
+    if len(inputs) > 1:
+        step["parents"] = [step_descriptions(parent) for parent in inputs]
+    return step
 
 
 def chain(made: Any) -> list[Any]:
@@ -337,25 +257,6 @@ def parents(dataset: Any) -> Sequence[Any]:
     return getattr(dataset, "_parents", ())
 
 
-def _settings(dataset: Any) -> dict[str, storage.Json] | None:
-    """The settings of a Grain dataset; None if it runs the user's own code."""
-    if isinstance(dataset, Step):
-        return {}
-    name = type(dataset).__name__
-    if passes_on(dataset):
-        return {}
-    if not _is_grains(dataset) or name not in _GRAIN_SETTINGS:
-        return None
-    try:
-        return {
-            attribute.lstrip("_"): _to_json(getattr(dataset, attribute))
-            for attribute in _GRAIN_SETTINGS[name]
-        }
-    except (AttributeError, TypeError):
-        # Another version of Grain, or a user's object.
-        return None
-
-
 def passes_on(dataset: Any) -> bool:
     """Whether the elements of a dataset are those of its parent."""
     if _is_grains(dataset):
@@ -372,35 +273,3 @@ def holds_nothing(dataset: Any) -> bool:
 
 def _is_grains(dataset: Any) -> bool:
     return type(dataset).__module__.split(".")[0] == "grain"
-
-
-def _to_json(value: Any) -> storage.Json:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, enum.Enum):
-        return value.name
-    if isinstance(value, Mapping):
-        return {str(key): _to_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_json(item) for item in value]
-    if dataclasses.is_dataclass(value):
-        return _to_json(vars(value))
-    if callable(value) and getattr(value, "__module__", "").startswith("grain."):
-        return value.__name__
-    raise TypeError(value)
-
-
-def _spread(first: Any, last: Any) -> Any:
-    if first == last:
-        return first
-    if (
-        isinstance(first, dict)
-        and isinstance(last, dict)
-        and first.keys() == last.keys()
-    ):
-        return {key: _spread(first[key], last[key]) for key in first}
-    if isinstance(first, list) and isinstance(last, list) and len(first) == len(last):
-        return [_spread(*pair) for pair in zip(first, last, strict=True)]
-    return {"first": first, "last": last}

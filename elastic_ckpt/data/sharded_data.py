@@ -139,7 +139,8 @@ def sharded(
         data = ec.data.sharded(make_shard, pipeline="decoded images, version 1")
 
     A state can be loaded if it was saved from the same files, with the same settings of
-    the steps in the pipeline. Functions cannot be compared: `pipeline` stands for them.
+    the steps of `ec.data` in the pipeline. Grain's steps and your own functions are not
+    compared: `pipeline` stands for them.
 
     Args:
       make_shard: makes the pipeline of a shard from its number: a
@@ -149,8 +150,9 @@ def sharded(
         examples must not use.
       num_shards: S, fixed for the whole run; only needed if the pipeline does not begin
         with `ec.data.Records`.
-      pipeline: a name and version, JSON, of your own functions in `make_shard`, to be
-        changed when they make other examples. Required if there are any.
+      pipeline: a name and version, JSON, of the steps in `make_shard` that are not of
+        `ec.data`, to be changed when they make other examples. Required if there are
+        any.
       end: how the data ends, an `ec.data.End` or its name. Finite data has the feature
         `mask`, bool `[B]`, false for rows of padding.
       num_workers: worker processes of each host that run its shards; 0 runs them in the

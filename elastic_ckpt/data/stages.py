@@ -427,9 +427,8 @@ def _check_source(one: Stage, other: Stage) -> None:
     if all(isinstance(begin, mixing.Mixture) for begin in begins):
         _check_names(steps, *descriptions)
         return
-    alike = type(begins[0]) is type(begins[1]) and (
-        shard_steps.is_described(begins[0]) or shard_steps.are_alike(*begins)
-    )
+    is_ours = isinstance(begins[0], shard_steps.Step)
+    alike = is_ours or shard_steps.are_alike(*begins)
     if not alike or descriptions[0] != descriptions[1]:
         raise errors.ConfigError(
             f"staged: {steps} begin with other records; mix them by ec.data.Mixture,"
