@@ -107,42 +107,21 @@ class HostIterator:
         self._identity = data.identity()
         self._read_ahead = read_ahead
         self._rows = self._begin(self.course)
-        self._left_out: state.Ranges = ()
-        self._loaded(0, lambda shards: dict.fromkeys(shards))
+        self._load_nothing()
         self.waited_secs = 0.0
-
-    @property
-    def left_out(self) -> state.Ranges:
-        """The rows that were left out; see `DataState`."""
-        return self._left_out
-
-    @property
-    def global_batch_size(self) -> int:
-        """The rows of a global batch."""
-        return self.course.size
 
     def reset(self) -> None:
         """Moves to the beginning."""
         self._rows.close()
         self.course = stages.Course.first(self.course.data, self.course.base_size)
-        self._rows, self._left_out = self._begin(self.course), ()
-        self._loaded(0, lambda shards: dict.fromkeys(shards))
+        self._rows = self._begin(self.course)
+        self._load_nothing()
 
-    def begin_stage(self) -> bool:
-        """Begins the stage of the next step, if it is not the current one.
-
-        Returns:
-          Whether it began one.
-
-        Raises:
-          ConfigError: as in `resize`.
-          DataError: if there are stages and the step is not known.
-        """
-        course = self.course.due()
-        if course is self.course:
-            return False
-        self.go_on(course)
-        return True
+    def _load_nothing(self) -> None:
+        self.left_out: state.Ranges = ()
+        # At the beginning no shard has a cursor.
+        self._loaded_row: int = 0
+        self._read: elastic_data.ReadCursors = dict.fromkeys
 
     def go_on(self, course: stages.Course) -> None:
         """Continues with batches of another size, or in another stage.
@@ -177,10 +156,7 @@ class HostIterator:
             own = {s: now.cursors[s] for s in shards if s in now.cursors}
             return own if not others else own | dict(self._read(others))
 
-        begun = self._begin(course)
-        begun.go_to(now.data_state.position, read)
-        self._rows.close()
-        self._rows, self.course = begun, course
+        self._move(course, now.data_state.position, read)
 
     def close(self) -> None:
         """Stops reading ahead."""
@@ -211,7 +187,7 @@ class HostIterator:
                 engine=self.course.data.engine,
                 position=self._rows.position(),
                 pipeline=self._identity,
-                left_out=self._left_out,
+                left_out=self.left_out,
                 progress=self.course.progress,
             ),
             cursors=self._rows.shard_cursors(),
@@ -228,14 +204,12 @@ class HostIterator:
 
     def set_state(self, taken: HostState) -> None:
         """Moves back to a state since the last load or change of size or stage."""
-        self.course = self.course.with_progress(taken.data_state.progress)
-        moved = self._begin(self.course)
-        moved.go_to(
+        self._move(
+            self.course.with_progress(taken.data_state.progress),
             taken.data_state.position,
             lambda shards: {shard: taken.cursors[shard] for shard in shards},
         )
-        self._rows.close()
-        self._rows, self._left_out = moved, taken.data_state.left_out
+        self.left_out = taken.data_state.left_out
 
     def write(self, directory: epath.PathLike, taken: HostState) -> None:
         """Writes what `to_save` returned into `directory`."""
@@ -255,13 +229,10 @@ class HostIterator:
         def read(shards: Sequence[int]) -> cursors.Cursors:
             return cursors.read(directory, shards, saved.position)
 
-        course = self.course.restored(saved)
-        loaded = self._begin(course)
-        loaded.go_to(saved.position, read)
-        self._rows.close()
-        self.course, self._rows = course, loaded
-        self._left_out = saved.left_out
-        self._loaded(saved.row, read)
+        self._move(self.course.restored(saved), saved.position, read)
+        self.left_out = saved.left_out
+        # Up to the next batch, cursors of all shards can be read.
+        self._loaded_row, self._read = saved.row, read
 
     def leave_out(self, directory: epath.PathLike | None) -> None:
         """Notes that all rows since the data state in `directory` were left out.
@@ -276,31 +247,34 @@ class HostIterator:
             later position.
         """
         now = self.get_state().data_state
-        if directory is None:
-            self._left_out = ((0, now.row),)
-            self.course = self.course.gone_back(None)
-            return
-        saved = state.read(directory)
-        state.check_same_pipeline(saved, now.engine, now.pipeline)
-        if saved.row > now.row:
+        saved, before, row = None, (), 0
+        if directory is not None:
+            saved = state.read(directory)
+            state.check_same_pipeline(saved, now.engine, now.pipeline)
+            before, row = saved.left_out, saved.row
+        if row > now.row:
             raise errors.DataError(
-                f"the data state in {directory} is at position {saved.row}, after that"
-                f" of the run, {now.row}; load it to continue from there"
+                f"the data state in {directory} is at position {row}, after that of the"
+                f" run, {now.row}; load it to continue from there"
             )
-        self._left_out = (*saved.left_out, (saved.row, now.row))
+        self.left_out = (*before, (row, now.row))
         self.course = self.course.gone_back(saved)
 
     def took_batch(self) -> None:
         """Counts a training step."""
         self.course = self.course.next()
 
-    def begin_at(self, step: int) -> None:
-        """Says of which training step the next batch is."""
-        self.course = self.course.at_step(step)
-
-    def _loaded(self, row: int, read: elastic_data.ReadCursors) -> None:
-        # Up to the next batch, cursors of all shards can be read.
-        self._loaded_row, self._read = row, read
+    def _move(
+        self,
+        course: stages.Course,
+        position: cursors.Position,
+        read: elastic_data.ReadCursors,
+    ) -> None:
+        # If this fails, nothing has changed.
+        moved = self._begin(course)
+        moved.go_to(position, read)
+        self._rows.close()
+        self._rows, self.course = moved, course
 
     def _placements(self, course: stages.Course) -> dict[int, rows.Placement]:
         return delivery.placements(self._sharding, course.size, tuple(course.sizes))
@@ -395,9 +369,14 @@ class LeavingOut:
     async def load(self, directory: epath.Path) -> Awaitable[None]:
         """Notes the rows."""
         await asyncio.to_thread(self.leave_out, directory)
-        done = asyncio.get_running_loop().create_future()
-        done.set_result(None)
-        return done
+        return done()
+
+
+def done() -> Awaitable[None]:
+    """What Orbax may wait for after a load that is complete."""
+    nothing = asyncio.get_running_loop().create_future()
+    nothing.set_result(None)
+    return nothing
 
 
 class Batches:
@@ -433,7 +412,7 @@ class Batches:
         self._deliver = delivery.Delivery(
             data,
             sharding=self._sharding,
-            global_batch_size=self._host.global_batch_size,
+            global_batch_size=self._host.course.size,
             warn_after_secs=read_ahead.warn_after_secs,
         )
         self._is_closed = False
@@ -444,8 +423,9 @@ class Batches:
     def __next__(self) -> elastic_data.Batch:
         if self._is_closed:
             raise errors.DataError("this iterator was closed; make a new one")
-        if self._host.begin_stage():
-            self._deliver.resize(self._host.global_batch_size)
+        course = self._host.course.due()
+        if course is not self._host.course:
+            self._go_on(course)
         batch = self._deliver(self._host)
         self._host.took_batch()
         return batch
@@ -459,12 +439,12 @@ class Batches:
         Raises:
           DataError: if a stage that is new would have begun before that step.
         """
-        self._host.begin_at(step)
+        self._host.course = self._host.course.at_step(step)
 
     def reset(self) -> None:
         """Moves to the beginning of the data."""
         self._host.reset()
-        self._deliver.resize(self._host.global_batch_size)
+        self._deliver.resize(self._host.course.size)
 
     def resize(self, global_batch_size: int) -> None:
         """Continues with batches of another size.
@@ -487,8 +467,11 @@ class Batches:
         course = self._host.course.resized(global_batch_size)
         num_taken = self._host.get_state().data_state.row
         check_alike(self._sharding, course, f"row {num_taken}")
+        self._go_on(course)
+
+    def _go_on(self, course: stages.Course) -> None:
         self._host.go_on(course)
-        self._deliver.resize(global_batch_size)
+        self._deliver.resize(course.size)
 
     async def save(self, directory: AwaitedDirectory) -> Awaitable[None]:
         """Captures the state; the awaitable writes it into Orbax's directory."""
@@ -511,10 +494,8 @@ class Batches:
         """
         with metrics.DATA_LOAD.timed():
             await asyncio.to_thread(self._host.load, directory)
-        self._deliver.resize(self._host.global_batch_size)
-        done = asyncio.get_running_loop().create_future()
-        done.set_result(None)
-        return done
+        self._deliver.resize(self._host.course.size)
+        return done()
 
     @property
     def left_out(self) -> state.Ranges:

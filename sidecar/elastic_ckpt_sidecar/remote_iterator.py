@@ -180,9 +180,7 @@ class RemoteIterator:
         if self._course.progress is not None:
             saved = await asyncio.to_thread(state.read, directory)
             self._go_on(self._course.restored(saved))
-        done = asyncio.get_running_loop().create_future()
-        done.set_result(None)
-        return done
+        return iterator.done()
 
     @property
     def left_out(self) -> state.Ranges:

@@ -161,7 +161,7 @@ def test_a_size_that_moves_shards_is_refused_on_all_hosts_and_changes_nothing(
         ):
             host.go_on(host.course.resized(10))
     assert on_each(lambda host: host.get_state()) == before
-    assert on_each(lambda host: host.global_batch_size) == [60] * 5
+    assert on_each(lambda host: host.course.size) == [60] * 5
     # After a load all cursors can be read, and at the beginning there are none.
     for begin, expected in (
         (lambda host: host.load(tmp_path), saved),
