@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import checked_json, errors, storage
@@ -115,13 +116,9 @@ def parts(cursor: Any) -> Iterator[dict[str, Any]]:
 
 def runs(shards: Iterable[int]) -> list[list[int]]:
     """The runs of consecutive numbers among ascending shards."""
-    consecutive: list[list[int]] = []
-    for shard in shards:
-        if consecutive and shard == consecutive[-1][-1] + 1:
-            consecutive[-1].append(shard)
-        else:
-            consecutive.append([shard])
-    return consecutive
+    numbers = np.fromiter(shards, np.int64)
+    begins = np.flatnonzero(np.diff(numbers) != 1) + 1
+    return [run.tolist() for run in np.split(numbers, begins) if run.size]
 
 
 def _files(directory: epath.PathLike) -> list[tuple[epath.Path, int, int]]:

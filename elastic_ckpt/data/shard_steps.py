@@ -116,10 +116,6 @@ class CheckedShards:
                 )
         return made
 
-    def steps(self) -> list[storage.Json]:
-        """The steps of shard 0, first to last."""
-        return list(step_descriptions(self(0)))
-
 
 def made_for(make_shard: MakeShard, shard: int) -> grain.IterDataset:
     """The result of `make_shard`, checked.
@@ -137,12 +133,6 @@ def made_for(make_shard: MakeShard, shard: int) -> grain.IterDataset:
             f" grain.IterDataset{hint}"
         )
     return made
-
-
-def numbers_of_shards(made: grain.IterDataset) -> set[int]:
-    """The values of S in the steps of a pipeline."""
-    given = (step.num_shards for step in datasets(made) if isinstance(step, Step))
-    return {number for number in given if number is not None}
 
 
 def own_code(made: grain.IterDataset) -> list[str]:

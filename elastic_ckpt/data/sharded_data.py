@@ -25,7 +25,6 @@ from elastic_ckpt.data import (
     cursors,
     elastic_data,
     mixing,
-    pipeline_changes,
     readers,
     rows,
     shard_rows,
@@ -94,7 +93,8 @@ class ShardedData:
         """The settings that determine the order of examples."""
         settings: dict[str, storage.Json] = {"num_logical_shards": self.num_shards}
         if isinstance(self.make_shard, shard_steps.CheckedShards):
-            settings[pipeline_changes.STEPS] = self.make_shard.steps()
+            first = self.make_shard(0)
+            settings[state.STEPS] = [*shard_steps.step_descriptions(first)]
         elif isinstance(self.pipeline, dict):
             return settings | self.pipeline
         return settings | {"pipeline": self.pipeline}
@@ -167,9 +167,12 @@ def sharded(
         missing.
     """
     made = shard_steps.made_for(make_shard, 0)
-    given = shard_steps.numbers_of_shards(made)
-    if num_shards is not None:
-        given.add(num_shards)
+    of_steps = (
+        step.num_shards
+        for step in shard_steps.datasets(made)
+        if isinstance(step, shard_steps.Step)
+    )
+    given = {each for each in (num_shards, *of_steps) if each is not None}
     if not given:
         raise errors.ConfigError(
             "sharded: no ec.data.Records in make_shard has a num_shards; pass"

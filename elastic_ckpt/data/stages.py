@@ -16,7 +16,6 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import (
     elastic_data,
     mixing,
-    pipeline_changes,
     records,
     rows,
     shard_steps,
@@ -90,12 +89,12 @@ class StagedData:
     def identity(self) -> dict[str, storage.Json]:
         """The settings of each stage that determine the order of examples."""
         settings = [stage.data.identity() for stage in self.stages]
-        shared: dict[str, storage.Json] = {pipeline_changes.NUM_SHARDS: self.num_shards}
+        shared: dict[str, storage.Json] = {state.NUM_SHARDS: self.num_shards}
         return {
             **shared,
-            pipeline_changes.STAGES: [
+            state.STAGES: [
                 {
-                    pipeline_changes.BEGIN: stage.begin,
+                    state.BEGIN: stage.begin,
                     **{key: each[key] for key in each if key not in shared},
                 }
                 for stage, each in zip(self.stages, settings, strict=True)
@@ -326,9 +325,7 @@ class Course:
         before = sum(begin < step for begin in begins)
         begun = self.progress.begun if self.progress else 1
         if self.progress is not None and self.progress.step is None:
-            state.check_unchanged(
-                pipeline_changes.late_stages(begins, step=step, begun=begun)
-            )
+            state.check_unchanged(state.late_stages(begins, step=step, begun=begun))
         return self.with_progress(state.Progress(step=step, begun=max(begun, before)))
 
     def resized(self, global_batch_size: int) -> Course:
@@ -385,13 +382,13 @@ class Course:
 
 # What may differ between the stages of a configuration.
 _CHANGING = (
-    pipeline_changes.DATASETS,
+    state.DATASETS,
     "max_target_length",
     "use_truncation",
     "grain_packing_type",
     "grain_shuffle_buffer_size",
     "max_segments_per_seq",
-    pipeline_changes.STEPS,
+    state.STEPS,
 )
 
 
@@ -405,7 +402,7 @@ def _check_settings(stages: tuple[Stage, ...], number: int) -> None:
         }
         for stage in (stages[0], stages[number])
     )
-    changed = pipeline_changes.between(one, two)
+    changed = state.pipeline_changes(one, two)
     if changed:
         raise errors.ConfigError(
             f"staged: the stage that begins at step {stages[number].begin} has other"
@@ -437,7 +434,7 @@ def _check_source(one: Stage, other: Stage) -> None:
 
 
 def _check_names(steps: str, *descriptions: Mapping[str, Any]) -> None:
-    changed = pipeline_changes.of_datasets(*([each] for each in descriptions))
+    changed = state.dataset_changes(*([each] for each in descriptions))
     if changed:
         raise errors.ConfigError(
             f"staged: {steps} name their datasets differently ({'; '.join(changed)});"

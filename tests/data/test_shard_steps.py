@@ -13,7 +13,7 @@ from grain import experimental
 
 from elastic_ckpt import data as ec_data
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import mixing, pipeline_changes, sharded_data
+from elastic_ckpt.data import mixing, sharded_data, state
 from tests import corpora, pipelines, worlds
 
 NUM_SHARDS = 4
@@ -148,7 +148,7 @@ def test_an_own_function_needs_a_name_that_is_compared(files):
         sharded_data.sharded(make_shard)
     data = sharded_data.sharded(make_shard, pipeline="even, version 1")
     other = sharded_data.sharded(make_shard, pipeline="even, version 2")
-    changes = pipeline_changes.between(data.identity(), other.identity())
+    changes = state.pipeline_changes(data.identity(), other.identity())
     assert changes == ['pipeline: saved "even, version 1", now "even, version 2"']
 
 
@@ -182,10 +182,10 @@ def test_of_a_mixture_weights_may_change_and_settings_of_its_datasets_may_not(fi
 
     before = identity({"web": 1, "code": 2})
     for weights in ({"web": 7, "code": 0}, {"web": 1}, {"code": 3}):
-        assert pipeline_changes.between(before, identity(weights)) == []
-        assert pipeline_changes.between(identity(weights), before) == []
+        assert state.pipeline_changes(before, identity(weights)) == []
+        assert state.pipeline_changes(identity(weights), before) == []
     other = identity({"web": 1}, window=6)
-    assert pipeline_changes.between(before, other) == [
+    assert state.pipeline_changes(before, other) == [
         "datasets.web.Rows.window: saved 5, now 6"
     ]
 
@@ -228,10 +228,10 @@ def test_steps_of_grains_need_a_name_that_is_compared(make_shard, names):
     with refused(rf"with a saved state, .*{names[-1]}.*; pass pipeline="):
         sharded()
     one, other = (sharded(pipeline={"version": n}) for n in (1, 2))
-    assert pipeline_changes.between(one.identity(), other.identity()) == [
+    assert state.pipeline_changes(one.identity(), other.identity()) == [
         "pipeline.version: saved 1, now 2"
     ]
-    assert [step["name"] for step in one.make_shard.steps()] == names
+    assert [step["name"] for step in one.identity()["steps"]] == names
 
 
 class Lines:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import cursors, pipeline_changes, state
+from elastic_ckpt.data import cursors, state
 
 STATE = state.DataState(
     engine="positional",
@@ -75,7 +75,7 @@ def source(*files, **more):
 
 
 def mixed(**datasets):
-    return {"seed": 1, pipeline_changes.DATASETS: datasets}
+    return {"seed": 1, state.DATASETS: datasets}
 
 
 def check(before, now):
@@ -142,7 +142,7 @@ def test_only_stages_that_have_begun_may_not_change():
         stages = [{"begin": 10 * n, "length": each} for n, each in enumerate(lengths)]
         return {"stages": stages}
 
-    between = pipeline_changes.between
+    between = state.pipeline_changes
     assert between(staged(1, 2), staged(1, 3), step=3, begun=1) == []
     assert between(staged(1, 2), staged(1, 3), step=13, begun=2) == [
         "stages[1].length: saved 2, now 3"

@@ -22,11 +22,11 @@ from elastic_ckpt.data import (
     datasets,
     elastic_data,
     mixing,
-    pipeline_changes,
     positional_data,
     records,
     sharded_data,
     stages,
+    state,
 )
 from elastic_ckpt.data.lm import chat, chat_templates, rows, tokenizers
 from elastic_ckpt.data.lm import documents as lm_documents
@@ -144,7 +144,7 @@ class LanguagePipeline:
         """The settings that determine the order of rows, by configuration key."""
         sources = source.in_threads(self._source_identity, self.parts)
         return {
-            pipeline_changes.DATASETS: {
+            state.DATASETS: {
                 part.name: {"weight": part.weight, **of_source}
                 for part, of_source in zip(self.parts, sources, strict=True)
             },
@@ -156,7 +156,7 @@ class LanguagePipeline:
             "grain_shuffle_buffer_size": self.window,
             "enable_data_shuffling": self.reading.shuffle_seed is not None,
             "data_shuffle_seed": self.seed,
-            pipeline_changes.NUM_EPOCH: self.reading.num_epochs or 0,
+            state.NUM_EPOCH: self.reading.num_epochs or 0,
             records.DEALING: self.dealing if self._leads else records.SHARES,
         }
 
