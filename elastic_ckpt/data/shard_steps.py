@@ -152,28 +152,23 @@ def shown(dataset: Any) -> str:
     return type(dataset).__name__ if is_bare else str(dataset)
 
 
-def unsliced(first: grain.IterDataset, last: grain.IterDataset) -> list[str]:
-    """The sources of two shards, as strings, if both shards read all of them.
+def unsliced(first: Any, last: Any) -> list[str]:
+    """The sources that two shards read alike, as strings.
 
-    They do if the pipelines differ in seeds alone.
+    A shard has its part of a source if anything but a seed, from the source to the end
+    of its pipeline, depends on the shard.
     """
-    both = datasets(first), datasets(last)
-    if len(both[0]) != len(both[1]):
+    inputs = parents(first), parents(last)
+    # Of ours, only the first step of a pipeline reads a part of its records.
+    is_later = isinstance(first, Step) and isinstance(last, Step) and all(inputs)
+    if not is_later and not are_alike(first, last, seeds=False):
         return []
-    pairs = list(zip(*both, strict=True))
-    # Last to first, because a source may be large.
-    for one, other in reversed(pairs):
-        # Of ours, only the first step of a pipeline reads a part of its records.
-        takes_all = isinstance(one, Step) and parents(one)
-        if not takes_all and not are_alike(one, other, seeds=False):
-            return []
-    sources = (one for one, _ in pairs if not parents(one))
-    # An empty source is another error.
-    return [
-        shown(source)
-        for source in sources
-        if not isinstance(source, grain.MapDataset) or len(source)
-    ]
+    if not any(inputs):
+        is_empty = isinstance(first, grain.MapDataset) and not len(first)
+        return [] if is_empty else [shown(first)]
+    if len(inputs[0]) != len(inputs[1]):
+        return []
+    return [each for pair in zip(*inputs, strict=True) for each in unsliced(*pair)]
 
 
 def are_alike(one: Any, other: Any, *, seeds: bool = True) -> bool:

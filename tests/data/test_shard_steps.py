@@ -259,6 +259,9 @@ WHOLE = {
     "own source": lambda _: grain.MapDataset.source(Lines("a")),
     "repeated": lambda shard: NAMED.shuffle(seed=shard).repeat(2).map(dict),
     "filtered": lambda _: NAMED.filter(functools.partial(is_of, 1)),
+    "mixed with a part": lambda shard: grain.MapDataset.mix(
+        [NAMED[shard::NUM_SHARDS], grain.MapDataset.source(LISTED)]
+    ),
 }
 
 
