@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gzip
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,14 +32,7 @@ _NAME = re.compile(r"shards-(\d{5,})-(\d{5,})\.json\.gz")
 
 Cursor = storage.Json
 Cursors = Mapping[int, Cursor]
-# A cursor, or a function that makes it: most are replaced before they are saved.
-Lazy = Cursor | Callable[[], Cursor]
 Position = dict[str, storage.Json]
-
-
-def made(cursor: Lazy) -> Cursor:
-    """A cursor itself, made by now."""
-    return cursor() if callable(cursor) else cursor
 
 
 def write(directory: epath.PathLike, cursors: Cursors, position: Position) -> None:

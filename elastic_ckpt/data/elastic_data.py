@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import jax
@@ -64,10 +64,10 @@ class HostBatches(Protocol):
         """The position after the last rows, the same on every host."""
 
     def shard_cursors(self) -> cursors.Cursors:
-        """The current cursors of the logical shards that this host runs."""
+        """The newest cursors of the logical shards that this host runs.
 
-    def changed(self) -> Mapping[int, cursors.Lazy]:
-        """The cursors that changed since the last call of this or `shard_cursors`."""
+        Later rows do not change the mapping.
+        """
 
     def go_to(self, position: cursors.Position, read: ReadCursors) -> None:
         """Moves to a position that any host saved; reads the cursors that it needs.

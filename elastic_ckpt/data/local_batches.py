@@ -17,8 +17,9 @@ rank. States of data with stages have `progress`, as in `data.state`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from elastic_ckpt.data import (
     elastic_data,
     prefetch,
     rows,
+    shard_rows,
     stages,
     state,
 )
@@ -41,6 +43,8 @@ _OF_WORKERS = ("num_workers", "worker", "skips")
 _FIELDS = {"engine": str, "position": dict, "pipeline": dict, "cursors": dict}
 
 StateDict = dict[str, storage.Json]
+# The number of a shard, or its name in JSON.
+_K = TypeVar("_K", int, str)
 
 
 class LocalBatches:
@@ -242,13 +246,13 @@ class LocalBatches:
                     " same step"
                 )
             added = {int(shard): cur for shard, cur in fields["cursors"].items()}
-            differing = [s for s, cur in added.items() if by_shard.get(s, cur) != cur]
+            differing = [s for s, cur in added.items() if _differ(cur, by_shard.get(s))]
             if differing:
                 raise errors.DataError(
                     f"the state of rank {rank} has other cursors of logical shards"
                     f" {differing} than earlier ranks; load the states of one run"
                 )
-            by_shard |= added
+            by_shard = _newest(by_shard, added)
 
         def read(shards: Sequence[int]) -> cursors.Cursors:
             missing = sorted(set(shards) - by_shard.keys())
@@ -383,15 +387,7 @@ def merged(states: Sequence[Mapping[str, Any]]) -> StateDict:
         )
     # The worker with the last batch is at the position of the rank.
     last = max(checked, key=_row)
-    by_shard: dict[str, cursors.Cursor] = {}
-    for fields in checked:
-        own, newest = _emitted(fields), _emitted(last)
-        by_shard |= {
-            shard: cursor
-            for shard, cursor in fields["cursors"].items()
-            # The next rows of other shards were made by other workers.
-            if own[int(shard)] == newest[int(shard)]
-        }
+    by_shard = functools.reduce(_newest, (fields["cursors"] for fields in checked))
     kept = {name: each for name, each in last.items() if name not in _OF_WORKERS}
     return of_fields(kept | {"cursors": by_shard})
 
@@ -413,11 +409,18 @@ def _row(fields: Mapping[str, Any]) -> int:
     return state.row_of(fields["position"])
 
 
-def _emitted(fields: Mapping[str, Any]) -> np.ndarray:
-    # The rows that each shard has yielded.
-    num_shards = fields["pipeline"].get("num_logical_shards", 0)
-    history = state.history_of(fields["position"]) if num_shards else ()
-    return rows.emitted(num_shards, history)
+def _newest(ones: dict[_K, Any], others: dict[_K, Any]) -> dict[_K, Any]:
+    # The newest cursor of each shard.
+    return {
+        shard: max(ones.get(shard), others.get(shard), key=shard_rows.row_of)
+        for shard in ones | others
+    }
+
+
+def _differ(one: Any, other: Any) -> bool:
+    # Whether two cursors of a shard are not of the same run.
+    is_same_row = shard_rows.row_of(one) == shard_rows.row_of(other)
+    return bool(one and other) and is_same_row and one != other
 
 
 def _checked(saved: Any, rank: int) -> dict[str, Any]:

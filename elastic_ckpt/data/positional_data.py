@@ -143,9 +143,6 @@ class _HostBatches:
     def shard_cursors(self) -> cursors.Cursors:
         return {}
 
-    def changed(self) -> cursors.Cursors:
-        return {}
-
     def go_to(self, position: cursors.Position, read: elastic_data.ReadCursors) -> None:
         del read  # there are none
         self._batches.close()

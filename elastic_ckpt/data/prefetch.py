@@ -1,8 +1,8 @@
 """Reads batches ahead of the loop, without any effect on the saved state.
 
 `Prefetched` reads the rows of a host in a background thread and converts them there,
-for instance to arrays on devices. Each batch is stored with the cursors that it
-changed, so the state is always that after the last batch taken, regardless of how many
+for instance to arrays on devices. Each batch is stored with the state
+after it, so the state is always that after the last batch taken, regardless of how many
 batches are read ahead.
 
 A thread that makes rows holds the interpreter lock, which the loop needs for its steps.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from absl import logging
@@ -79,7 +79,7 @@ def is_slow(busy_secs: float, secs: float) -> bool:
 class _Made(Generic[T]):
     what: T
     position: cursors.Position
-    changed: Mapping[int, cursors.Lazy]
+    cursors: cursors.Cursors
 
 
 class Prefetched(Generic[T]):
@@ -105,17 +105,17 @@ class Prefetched(Generic[T]):
         self._rows = rows
         self._source = _Source(rows, make)
         self._depth = read_ahead.batches
+        self._position, self._cursors = rows.position(), rows.shard_cursors()
         background.close_with(self, self._source.close)
 
     def __next__(self) -> T:
         calls = self._source.calls
-        if calls is None:
-            what = next(self._source)
-            self._read_on()
-            return what
-        made = calls.take()
-        self._position = made.position
-        self._cursors.update(made.changed)
+        made = next(self._source) if calls is None else calls.take()
+        self._position, self._cursors = made.position, made.cursors
+        if calls is None and self._depth:
+            # The first was read already.
+            at_most = None if self._at_most is None else self._at_most - 1
+            self._source.start(self._depth, at_most)
         return made.what
 
     def num_ready(self) -> int:
@@ -124,35 +124,21 @@ class Prefetched(Generic[T]):
 
     def position(self) -> cursors.Position:
         """The position after the last batch taken."""
-        if self._source.calls:
-            return self._position
-        self._source.check_made()
-        return self._rows.position()
+        return self._position
 
     def shard_cursors(self) -> cursors.Cursors:
         """The cursors after the last batch taken; see `HostBatches.shard_cursors`."""
-        if self._source.calls is None:
-            return self._rows.shard_cursors()
-        return {shard: cursors.made(each) for shard, each in self._cursors.items()}
+        return self._cursors
 
     def go_to(self, position: cursors.Position, read: elastic_data.ReadCursors) -> None:
         """Moves to a position before the first batch; see `HostBatches.go_to`."""
         assert self._source.calls is None
         self._rows.go_to(position, read)
+        self._position, self._cursors = position, self._rows.shard_cursors()
 
     def close(self) -> None:
         """Stops reading ahead; waits for a read that hangs for at most 10 s."""
         self._source.close(wait=True)
-
-    def _read_on(self) -> None:
-        if not self._depth:
-            return
-        self._position = self._rows.position()
-        self._cursors: dict[int, cursors.Lazy] = dict(self._rows.shard_cursors())
-        # The first was read already.
-        self._source.start(
-            self._depth, None if self._at_most is None else self._at_most - 1
-        )
 
 
 class _Source(Generic[T]):
@@ -173,19 +159,23 @@ class _Source(Generic[T]):
         self._may_warn = rows.in_process_by_default
         self.calls: background.BackgroundCalls[_Made[T]] | None = None
 
-    def __next__(self) -> T:
+    def __next__(self) -> _Made[T]:
         if self._unmade is None:
             began = time.thread_time()
             self._unmade = next(self._rows)
             self._busy_secs += time.thread_time() - began
         what = self._make(self._unmade)
         self._unmade = None
-        return what
+        return _Made(
+            what=what,
+            position=self._rows.position(),
+            cursors=self._rows.shard_cursors(),
+        )
 
     def start(self, depth: int, at_most: int | None) -> None:
         self._busy_secs, self._began = 0.0, time.monotonic()
         self.calls = background.BackgroundCalls(
-            self._with_state, depth=depth, at_most=at_most
+            self._watched, depth=depth, at_most=at_most
         )
 
     def close(self, *, wait: bool) -> None:
@@ -195,7 +185,7 @@ class _Source(Generic[T]):
             # Closes the rows in the thread, which may be reading them.
             self.calls.close(self._rows.close, wait=wait)
 
-    def _with_state(self) -> _Made[T]:
+    def _watched(self) -> _Made[T]:
         secs = time.monotonic() - self._began
         if self._may_warn and is_slow(self._busy_secs, secs):
             self._may_warn = False
@@ -205,13 +195,4 @@ class _Source(Generic[T]):
                 " process, or num_workers=0 to keep them here",
                 100 * self._busy_secs / secs,
             )
-        what = next(self)
-        position, changed = self._rows.position(), self._rows.changed()
-        return _Made(what=what, position=position, changed=changed)
-
-    def check_made(self) -> None:
-        if self._unmade is not None:
-            raise errors.DataError(
-                "the last batch was read, but the iterator failed before it returned"
-                " it; request the batch again before you save"
-            )
+        return next(self)

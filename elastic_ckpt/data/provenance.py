@@ -120,16 +120,14 @@ class FollowedShard:
             self._made = make_shard.mapped(self._followed)(shard)
         else:
             self._made = self._followed(make_shard(shard))
-        self._rows = iter(self._made)
-        if isinstance(cursor, dict) and cursor.keys() == {shard_rows.ENDED}:
-            cursor = cursor[shard_rows.ENDED]
-        self._state = shard_rows.from_json(cursor)
-        if cursor is not None:
-            self._rows.set_state(shard_rows.from_json(cursor))
+        self._state = shard_rows.from_json(shard_rows.state_of(cursor))
+        self._row = shard_rows.row_of(cursor)
+        self._rows = shard_rows.iterator(self._made, cursor, self._row)
 
     def next(self) -> list[Piece] | None:
         """The documents of the next row, in order; None after the last row."""
         row = None if self._has_ended else next(self._rows, None)
+        self._row += 1
         if row is None:
             self._has_ended = True
             return None
@@ -171,7 +169,7 @@ class FollowedShard:
 
     def cursor(self) -> cursors.Cursor:
         """The cursor after the last row."""
-        return shard_rows.to_json(self._rows.get_state())
+        return shard_rows.cursor_of(self._row, self._rows)
 
     def close(self) -> None:
         """Closes what is open."""
@@ -373,10 +371,10 @@ def read_until(cursor: cursors.Cursor, name: str) -> tuple[int, int] | None:
       As of `records.Turn.at`; None if it is not known.
     """
     # Documents of an older stage that are not used up are in a buffer, too.
-    cursor = stage_shards.oldest(cursor)
+    oldest = stage_shards.oldest(shard_rows.state_of(cursor))
     found = [
         place
-        for of_part, state in mixing.states_by_name(cursor)
+        for of_part, state in mixing.states_by_name(oldest)
         if of_part == name and (place := records.place_in(state)) is not None
     ]
     if not found:

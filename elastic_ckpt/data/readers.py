@@ -1,14 +1,12 @@
 """Readers of a host's rows: in the caller, or in worker processes that share shards.
 
-Worker processes return each share of a batch with the cursors of its shards, so the
-state does not depend on the kind of reader.
+Cursors do not depend on the kind of reader.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import multiprocessing
-from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -20,10 +18,7 @@ class Reader(Protocol):
     """Reads a task: the rows of one host."""
 
     def __next__(self) -> shard_rows.Loaded:
-        """The rows of the next batch, without cursors."""
-
-    def changed(self) -> Mapping[int, cursors.Lazy]:
-        """The cursors of the shards that yielded rows since the last call."""
+        """The rows of the next batch, and the cursors noted."""
 
     def close(self) -> None:
         """Ends processes, and closes pipelines."""
@@ -54,14 +49,13 @@ class _Workers:
         self._task = task
         self._shares = [shards[worker::num_workers] for worker in range(num_workers)]
         self._number = task.number + task.first
-        self._changed: dict[int, cursors.Cursor] = {}
         self._workers: list[worker_process.WorkerProcess] = []
         for worker, share in enumerate(self._shares):
             start = {shard: task.start[shard] for shard in share}
             self._workers.append(
                 worker_process.WorkerProcess(
                     f"worker process {worker} of {num_workers}",
-                    dataclasses.replace(task, start=start, track=True),
+                    dataclasses.replace(task, start=start),
                     num_ahead=per_worker,
                 )
             )
@@ -70,9 +64,10 @@ class _Workers:
         shards, keep = self._task.row_shards(self._number)
         kept = shards[keep]
         row_numbers, parts = [], []
+        noted: dict[int, cursors.Cursor] = {}
         for share, worker in zip(self._shares, self._workers, strict=True):
             loaded = next(worker)
-            self._changed.update(loaded.cursors)
+            noted |= loaded.cursors
             if loaded.rows is not None:
                 row_numbers.append(np.flatnonzero(np.isin(kept, share)))
                 parts.append(loaded.rows)
@@ -84,11 +79,7 @@ class _Workers:
                 name: np.concatenate([part[name] for part in parts])[order]
                 for name in rows
             }
-        return shard_rows.Loaded(rows=rows, cursors={})
-
-    def changed(self) -> Mapping[int, cursors.Lazy]:
-        changed, self._changed = self._changed, {}
-        return changed
+        return shard_rows.Loaded(rows=rows, cursors=noted)
 
     def close(self) -> None:
         for worker in self._workers:

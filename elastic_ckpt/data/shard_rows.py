@@ -1,17 +1,24 @@
-"""Reads the rows of some logical shards, batch by batch, in the current process."""
+"""Reads the rows of some logical shards, batch by batch, in the current process.
+
+The cursor of a shard is a restart point: a number of rows that the shard had yielded,
+and the state of its pipeline then. A shard goes on from any restart point at or before
+its row, of which the rows between are made again and dropped. So cursors are noted only
+where a pipeline begins a chapter, or after each batch if it has none.
+"""
 
 from __future__ import annotations
 
 import base64
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import grain
 import numpy as np
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
     cursors,
     elastic_data,
@@ -31,9 +38,11 @@ _TUPLE = "()"
 _DICT = "{}"
 _BYTES = "b''"
 _ARRAY = "array()"
-# The only field of the cursor of a shard that has ended: its pipeline's last state.
-ENDED = "ended"
-_MARKS = frozenset({_TUPLE, _DICT, _BYTES, _ARRAY, ENDED})
+_MARKS = frozenset({_TUPLE, _DICT, _BYTES, _ARRAY})
+
+# Fields of a cursor: the rows that the shard had yielded, and the state of its pipeline
+# or, if it has ended, its last state.
+_ROW, _STATE, _ENDED = "row", "state", "ended"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,8 +51,7 @@ class Loaded:
 
     Attributes:
       rows: features of shape `[rows, ...]`; None if the batch needs no row from here.
-      cursors: the cursors, after the batch, of shards that yielded rows; empty unless
-        requested.
+      cursors: those noted since the batch before, by shard.
     """
 
     rows: Rows | None
@@ -59,11 +67,10 @@ class Task:
       num_shards: S.
       size: B.
       keep: the rows of a batch to return, ascending.
-      number: of the first batch in its period; see `rows`.
+      history: the batches before the first.
       start: the cursors of the shards to run; None for a shard at its beginning.
       end: how the data ends. If it does, shards that have ended yield rows of zeros,
         and `mask` is false for these.
-      track: whether to return cursors with each batch.
       every: of how many batches in succession one is returned; the rows of the others
         are read where a shard has them, and dropped.
       first: the number of batches to drop before the first.
@@ -73,12 +80,16 @@ class Task:
     num_shards: int
     size: int
     keep: np.ndarray
-    number: int
+    history: rows.History
     start: cursors.Cursors
     end: elastic_data.End
-    track: bool
     every: int = 1
     first: int = 0
+
+    @property
+    def number(self) -> int:
+        """The number of the first batch in its period; see `rows`."""
+        return rows.batches_of(self.history, self.size)
 
     @property
     def finite(self) -> bool:
@@ -101,11 +112,13 @@ class ShardRows:
         self._task = task
         self._number = task.number
         self._skips = task.first
-        # The cursors of shards that are not opened yet.
-        self._unopened = dict(task.start)
+        # The rows that each shard has yielded.
+        self._rows = rows.emitted(task.num_shards, task.history).tolist()
         self._opened: dict[int, grain.DatasetIterator] = {}
-        self._ended: dict[int, storage.Json] = {}
-        self._changed: set[int] = set()
+        self._ended: set[int] = set()
+        self._noted: dict[int, cursors.Cursor] = {}
+        # The chapters in which shards were, when they were opened or noted.
+        self._chapters: dict[int, list[int]] = {}
         self._zeros: Any = None
         # Makes all rows of a batch at once, if pipelines yield those of `Rows`.
         self._made: Any = None
@@ -115,11 +128,8 @@ class ShardRows:
             self._next_rows()
         self._skips = self._task.every - 1
         kept = self._next_rows()
-        changed = self.changed() if self._task.track else {}
-        return Loaded(
-            rows=self._stack(kept) if kept else None,
-            cursors={shard: cursors.made(each) for shard, each in changed.items()},
-        )
+        noted, self._noted = self._noted, {}
+        return Loaded(rows=self._stack(kept) if kept else None, cursors=noted)
 
     def _next_rows(self) -> list[Any]:
         # The rows to return of the next batch, None for those of shards that ended.
@@ -127,13 +137,17 @@ class ShardRows:
         shards, keep = (array.tolist() for array in row_shards)
         self._number += 1
         drawn = [self._next_row(shard) for shard in shards]
-        self._changed.update(shards)
+        for shard in self._opened.keys() & shards:
+            self._note(shard)
         return [row for row, is_kept in zip(drawn, keep, strict=True) if is_kept]
 
-    def changed(self) -> dict[int, cursors.Lazy]:
-        """The cursors of the shards that yielded rows since the last call."""
-        changed, self._changed = self._changed, set()
-        return {shard: self._cursor(shard) for shard in changed}
+    def _note(self, shard: int) -> None:
+        opened = self._opened[shard]
+        chapters = _chapters(opened)
+        if chapters and chapters == self._chapters[shard]:
+            return
+        self._chapters[shard] = chapters
+        self._noted[shard] = cursor_of(self._rows[shard], opened)
 
     def close(self) -> None:
         """Closes the pipelines."""
@@ -148,7 +162,9 @@ class ShardRows:
         try:
             with records.row_due():
                 opened: Any = self._open(shard)
-                return opened.unmade() if hasattr(opened, "made") else next(opened)
+                row = opened.unmade() if hasattr(opened, "made") else next(opened)
+                self._rows[shard] += 1
+                return row
         except StopIteration:
             pass
         except errors.ElasticCkptError:
@@ -162,37 +178,18 @@ class ShardRows:
                 ' endlessly, or declare the data finite: end="padded"'
             )
         final = to_json(self._opened.pop(shard).get_state())
-        self._ended[shard] = {ENDED: final}
+        self._noted[shard] = {_ROW: self._rows[shard], _ENDED: final}
+        self._ended.add(shard)
         return None
 
     def _open(self, shard: int) -> grain.DatasetIterator:
         opened = self._opened.get(shard)
         if opened is None:
-            cursor: Any = self._unopened[shard]
-            made = self._task.make_shard(shard)
-            opened = iter(made)
-            if _is_end(cursor):
-                # It is tried again: with other weights it may continue.
-                cursor = cursor[ENDED]
-            if cursor is not None:
-                opened.set_state(from_json(cursor))
-                mixing.renew(made, opened)
-            self._opened[shard] = opened
+            made, start = self._task.make_shard(shard), self._task.start[shard]
+            opened = iterator(made, start, self._rows[shard])
+            self._opened[shard], self._chapters[shard] = opened, _chapters(opened)
             self._made = getattr(opened, "made", self._made)
-            del self._unopened[shard]
         return opened
-
-    def _cursor(self, shard: int) -> cursors.Lazy:
-        if shard in self._ended:
-            return self._ended[shard]
-        opened = self._opened.get(shard)
-        if opened is None:
-            return self._unopened[shard]
-        mark = getattr(opened, "mark", None)
-        if mark is None:
-            return to_json(opened.get_state())
-        make = mark()
-        return lambda: to_json(make())
 
     def _stack(self, drawn: list[Any]) -> Rows:
         unmade = [row for row in drawn if isinstance(row, lm_rows.Unmade)]
@@ -233,20 +230,42 @@ class ShardRows:
         )
 
 
-def check_cursor(
-    make_shard: shard_steps.MakeShard, shard: int, cursor: cursors.Cursor
-) -> None:
-    """Moves a pipeline to a cursor; raises the errors of its iterators."""
-    opened = iter(make_shard(shard))
-    try:
-        content: Any = cursor
-        opened.set_state(from_json(content[ENDED] if _is_end(cursor) else content))
-    finally:
-        opened.close()
+def cursor_of(row: int, opened: grain.DatasetIterator) -> cursors.Cursor:
+    """The cursor of a shard after `row` rows."""
+    return {_ROW: row, _STATE: to_json(opened.get_state())}
 
 
-def _is_end(cursor: cursors.Cursor) -> bool:
-    return isinstance(cursor, dict) and cursor.keys() == {ENDED}
+def row_of(cursor: Any) -> int:
+    """The rows that a shard had yielded at a cursor."""
+    return cursor[_ROW] if cursor else 0
+
+
+def state_of(cursor: Any) -> cursors.Cursor:
+    """The state of a shard's pipeline at a cursor, as JSON; None at its beginning."""
+    return cursor.get(_STATE, cursor.get(_ENDED)) if cursor else None
+
+
+def iterator(made: grain.IterDataset, cursor: Any, row: int) -> grain.DatasetIterator:
+    """The iterator of a shard after `row` rows, from a cursor at or before them.
+
+    From there on, mixtures use their present weights, and what had ended is tried
+    again: with other weights it may go on.
+    """
+    opened = iter(made)
+    if cursor is not None:
+        opened.set_state(from_json(state_of(cursor)))
+        for _ in range(0 if _ENDED in cursor else row - row_of(cursor)):
+            next(opened)
+        mixing.renew(made, opened)
+    return opened
+
+
+def _chapters(opened: Any) -> list[int]:
+    # The numbers of the chapters that a pipeline has read; empty if it reads none.
+    if hasattr(opened, "chapter"):
+        return [opened.chapter]
+    below = map(_chapters, getattr(opened, "_parents", ()))
+    return list(itertools.chain.from_iterable(below))
 
 
 def _stacked(examples: list[Any], *, added: set[str]) -> Rows:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 import grain
@@ -253,12 +253,11 @@ class _HostBatches:
         self.go_to(state.position_of(()), lambda shards: dict.fromkeys(shards))
 
     def __next__(self) -> dict[str, np.ndarray]:
-        self._check_whole()
         try:
-            loaded = self._next_rows()
-        except BaseException as error:  # Ctrl-C too
-            # Some shards are now ahead of the position: do not continue or save.
-            self._error = str(error) or type(error).__name__
+            loaded = next(self._reading())
+        except BaseException:  # Ctrl-C too
+            # What was read of the batch is read again if it is requested again.
+            self.close()
             raise
         size = self._placement.global_batch_size
         if self._skips:
@@ -266,21 +265,16 @@ class _HostBatches:
         ids = rows.batch_ids(self._data.num_shards, self._history, size)
         self._history = rows.after(self._history, size)
         self._skips = self._placement.every - 1
-        return shard_rows.with_ids(loaded, ids[self._placement.held])
+        if loaded.cursors:
+            self._cursors = {**self._cursors, **loaded.cursors}
+        assert loaded.rows is not None
+        return shard_rows.with_ids(loaded.rows, ids[self._placement.held])
 
     def position(self) -> cursors.Position:
-        self._check_whole()
         return state.position_of(self._history)
 
     def shard_cursors(self) -> cursors.Cursors:
-        self.changed()
-        return {shard: cursors.made(each) for shard, each in self._cursors.items()}
-
-    def changed(self) -> Mapping[int, cursors.Lazy]:
-        self._check_whole()
-        changed = self._reader.changed() if self._reader else {}
-        self._cursors.update(changed)
-        return changed
+        return self._cursors
 
     def go_to(self, position: cursors.Position, read: elastic_data.ReadCursors) -> None:
         history = state.history_of(position)
@@ -291,8 +285,7 @@ class _HostBatches:
         self._check_datasets(start)
         self.close()
         self._history, self._skips = history, placement.first
-        self._cursors: dict[int, cursors.Lazy] = dict(start)
-        self._error: str | None = None
+        self._cursors: cursors.Cursors = start
 
     def _check_datasets(self, start: cursors.Cursors) -> None:
         # Refuses cursors that need a dataset that is gone before the first batch: the
@@ -304,18 +297,15 @@ class _HostBatches:
             if names is None:
                 names = mixing.names(self._data.make_shard(shard))
             if mixing.gone(cursor, names):
-                shard_rows.check_cursor(self._data.make_shard, shard, cursor)
+                made, row = self._data.make_shard(shard), shard_rows.row_of(cursor)
+                shard_rows.iterator(made, cursor, row).close()
 
     def close(self) -> None:
         if self._reader:
-            # At the end of the program the reader may have been closed already.
-            if self._error is None and self._close_reader.alive:
-                # The state can still be taken, and reading can go on from it.
-                self._cursors.update(self._reader.changed())
             self._close_reader()
         self._reader = None
 
-    def _next_rows(self) -> shard_rows.Rows:
+    def _reading(self) -> readers.Reader:
         if self._reader is None:
             data, placement = self._data, self._placement
             task = shard_rows.Task(
@@ -323,10 +313,9 @@ class _HostBatches:
                 num_shards=data.num_shards,
                 size=placement.global_batch_size,
                 keep=placement.held,
-                number=rows.batches_of(self._history, placement.global_batch_size),
-                start=self.shard_cursors(),
+                history=self._history,
+                start=self._cursors,
                 end=data.end,
-                track=False,
                 every=placement.every,
                 first=self._skips,
             )
@@ -337,13 +326,4 @@ class _HostBatches:
             )
             # This also runs at the end of the program, before modules are unloaded.
             self._close_reader = weakref.finalize(self, self._reader.close)
-        loaded = next(self._reader).rows
-        assert loaded is not None
-        return loaded
-
-    def _check_whole(self) -> None:
-        if self._error is not None:
-            raise errors.DataError(
-                "the data stopped in the middle of a batch; load a saved state before"
-                f" you continue or save ({self._error})"
-            )
+        return self._reader

@@ -22,7 +22,7 @@ from typing import Any
 import grain
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import cursors, shard_steps
+from elastic_ckpt.data import cursors, mixing, shard_steps
 from elastic_ckpt.data.lm import rows
 
 _STAGE, _OF = "stage", "of"
@@ -128,20 +128,27 @@ class _StagedRows(grain.IterDataset):
 
 
 class _StagedRowsIterator(grain.DatasetIterator):
-    def __init__(self, dataset: _StagedRows, made: grain.DatasetIterator) -> None:
-        super().__init__(made)
-        self._staged, self._made = dataset.staged, made
+    """The rows of a shard, from a state of any stage.
+
+    From a state of a stage with other rows it yields those, until `renew` begins the
+    stage with the documents that are in none of them yet.
+    """
+
+    def __init__(self, dataset: _StagedRows, own: grain.DatasetIterator) -> None:
+        super().__init__(own)
+        self._dataset, self._staged = dataset, dataset.staged
+        self._own = self._made = own
+        self._stage = self._staged.stage
         steps = shard_steps.chain(shard_steps.parents(dataset)[0])
         self._has_rows = _first_rows(steps) is not None
-        if isinstance(made, rows.RowsIterator):
-            self.mark = lambda: _marked(self._staged.stage, made.mark())
-            self.unmade, self.made = made.unmade, made.made
+        if isinstance(own, rows.RowsIterator):
+            self.unmade, self.made = own.unmade, own.made
 
     def __next__(self) -> Any:
         return next(self._made)
 
     def get_state(self) -> Any:
-        return _of_stage(self._staged.stage, self._made.get_state())
+        return _of_stage(self._stage, self._made.get_state())
 
     def set_state(self, state: Any) -> None:
         stage, of_stage = _stage_of(state)
@@ -151,24 +158,32 @@ class _StagedRowsIterator(grain.DatasetIterator):
                 f"a logical shard is in stage {stage} of a run, and the data has"
                 f" {len(staged.make_shards)} stages; declare the stages that have begun"
             )
+        self._made, self._stage = self._own, staged.stage
         if stage != staged.stage and self._has_rows:
-            held = {_STAGE: stage, _CURSOR: of_stage}
-            of_stage = rows.begin_from({cursors.HELD: held, _TAKEN: 0})
+            self._stage = stage
+            self._made = iter(_continued(staged, stage, self._dataset.shard))
         self._made.set_state(of_stage)
 
+    def renew(self) -> bool:
+        """See `mixing.renew`; also begins the stage."""
+        if self._made is not self._own:
+            held = {_STAGE: self._stage, _CURSOR: self._made.get_state()}
+            self._made.close()
+            self._made, self._stage = self._own, self._staged.stage
+            begin = rows.begin_from({cursors.HELD: held, _TAKEN: 0})
+            self._own.set_state(begin)
+        (parent,) = shard_steps.parents(self._dataset)
+        return mixing.renew(parent, self._own)
 
-def _marked(stage: int, make: Callable[[], Any]) -> Callable[[], Any]:
-    return lambda: _of_stage(stage, make())
 
-
-def oldest(cursor: cursors.Cursor) -> cursors.Cursor:
-    """The cursor, of any stage, from which documents are read again."""
-    state: Any = _stage_of(cursor)[1]
+def oldest(of_stage: Any) -> Any:
+    """The state, in any stage, from which documents are read again."""
+    state = _stage_of(of_stage)[1]
     if isinstance(state, dict) and cursors.FROM in state:
         place = state[cursors.FROM][0][0]
         if isinstance(place, dict) and cursors.HELD in place:
             return oldest(place[cursors.HELD][_CURSOR])
-    return cursor
+    return of_stage
 
 
 def _of_stage(stage: int, state: Any) -> Any:

@@ -2,9 +2,9 @@
 
 The loader deals its batches to its workers in turn, so each worker makes every n-th
 batch of the rank (`local_batches.of_worker`), and its state is that after its last
-batch which the loader delivered. A shard's cursor is that of the worker which was the
-last to read it (`local_batches.merged`). The state of the rank therefore depends on the
-number of workers no more than on that of ranks.
+batch which the loader delivered. A shard's cursor is the newest one of all workers
+(`local_batches.merged`). The state of the rank therefore depends on the number of
+workers no more than on that of ranks.
 
 Of the library, only this module imports torch and torchdata.
 """

@@ -35,6 +35,7 @@ from elastic_ckpt.data import (
     provenance,
     records,
     rows,
+    shard_rows,
     state,
 )
 from elastic_ckpt.data.sources import arrayrecord
@@ -490,12 +491,10 @@ class ShardStream:
         self._run, self._history, self._shard = run, history, shard
         self._watched = watched
         self._cursor: cursors.Cursor = None
-        so_far: rows.History = ()
         if saved is not None:
-            so_far = state.history_of(saved.state.position)
             self._cursor = saved.cursors([shard])[shard]
         num_shards = run.stream.sharded(history, 0).num_shards
-        self.index = int(rows.emitted(num_shards, so_far)[shard])
+        self.index = shard_rows.row_of(self._cursor)
         # The first row of each pipeline of the stream.
         self.begins = [
             int(rows.emitted(num_shards, batches(history, start))[shard])

@@ -139,10 +139,8 @@ def test_after_a_users_error_the_state_before_it_is_saved_and_loaded(remote, tmp
     assert "in function_of_the_user\n" in message
     assert "in the pipeline of logical shard 5" in message
     for _ in range(2):
-        with pytest.raises(errors.DataError, match="load a saved state") as raised:
+        with pytest.raises(errors.DataError, match="OfTheUser: größe at 3"):
             next(batches)
-        assert "\n" not in str(raised.value)
-        assert len(str(raised.value)) < 300
     iterator_contract.run(batches.load(epath.Path(tmp_path)))
     assert [np.asarray(next(batches)["x"]).tolist() for _ in range(2)] == delivered
     with pytest.raises(errors.DataError, match="OfTheUser"):

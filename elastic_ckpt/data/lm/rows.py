@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import grain
@@ -294,10 +294,10 @@ class RowsIterator(grain.DatasetIterator[Row]):
             self._make_rows(ended=state["ended"])
             self._next = state["row"]
 
-    def mark(self) -> Callable[[], dict[str, Any]]:
-        """Returns a function that returns the present state at any later time."""
-        state = self.get_state()
-        return lambda: state
+    @property
+    def chapter(self) -> int:
+        """The number of the next chapter."""
+        return self._number
 
     def renew(self) -> bool:
         """See `mixing.renew`: weights change with the next chapter."""
