@@ -254,9 +254,10 @@ def iterator(made: grain.IterDataset, cursor: Any, row: int) -> grain.DatasetIte
     opened = iter(made)
     if cursor is not None:
         opened.set_state(from_json(state_of(cursor)))
-        for _ in range(0 if _ENDED in cursor else row - row_of(cursor)):
-            next(opened)
-        mixing.renew(made, opened)
+    has_ended = cursor is not None and _ENDED in cursor
+    for _ in range(0 if has_ended else row - row_of(cursor)):
+        next(opened)
+    mixing.renew(made, opened)
     return opened
 
 
