@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import multiprocessing
 import weakref
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
@@ -25,14 +26,15 @@ from elastic_ckpt.data import (
     cursors,
     elastic_data,
     mixing,
-    readers,
     rows,
     shard_rows,
     shard_steps,
     state,
+    worker,
 )
 
 MakeShard = shard_steps.MakeShard
+_Reader = shard_rows.ShardRows | worker.Workers
 
 
 @runtime_checkable
@@ -249,7 +251,7 @@ class _HostBatches:
         self._data = data
         self._placement = placement
         self.in_process_by_default = data.num_workers is None
-        self._reader: readers.Reader | None = None
+        self._reader: _Reader | None = None
         self.go_to(state.position_of(()), lambda shards: dict.fromkeys(shards))
 
     def __next__(self) -> dict[str, np.ndarray]:
@@ -305,7 +307,7 @@ class _HostBatches:
             self._close_reader()
         self._reader = None
 
-    def _reading(self) -> readers.Reader:
+    def _reading(self) -> _Reader:
         if self._reader is None:
             data, placement = self._data, self._placement
             task = shard_rows.Task(
@@ -319,11 +321,16 @@ class _HostBatches:
                 every=placement.every,
                 first=self._skips,
             )
-            self._reader = readers.reader(
-                task,
-                num_workers=data.num_workers or 0,
-                per_worker=data.per_worker_batches,
-            )
+            num_workers = min(data.num_workers or 0, len(task.start))
+            # A worker process of a PyTorch loader cannot have processes of its own.
+            if num_workers and not multiprocessing.current_process().daemon:
+                self._reader = worker.Workers(
+                    task,
+                    num_workers=num_workers,
+                    num_ahead=max(data.per_worker_batches, 1),
+                )
+            else:
+                self._reader = shard_rows.ShardRows(task)
             # This also runs at the end of the program, before modules are unloaded.
             self._close_reader = weakref.finalize(self, self._reader.close)
         return self._reader
