@@ -8,18 +8,17 @@ A state is JSON. The state of a rank has the cursors of the shards that it runs,
 world of another size loads the states of all ranks together:
 `load_state_dict([one, two])`.
 
-The workers of a PyTorch loader take the batches of a rank in turn (`of_worker`). Their
-states have three more fields: `num_workers`, `worker`, and `skips`, the number of
-batches of other workers before the next one. `merged` makes of them the state of the
-rank. States of data with stages have `progress`, as in `data.state`.
+The workers of a PyTorch loader take the batches of a rank in turn (`of_worker`). The
+state of a worker is that of the rank after its last batch, with the cursors of the
+shards that it runs; `merged` makes of those of all workers the state of the rank.
+States of data with stages have `progress`, as in `data.state`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -37,14 +36,7 @@ from elastic_ckpt.data import (
 
 _VERSION = 1
 
-# The fields that only states of workers have.
-_OF_WORKERS = ("num_workers", "worker", "skips")
-
-_FIELDS = {"engine": str, "position": dict, "pipeline": dict, "cursors": dict}
-
 StateDict = dict[str, storage.Json]
-# The number of a shard, or its name in JSON.
-_K = TypeVar("_K", int, str)
 
 
 class LocalBatches:
@@ -106,7 +98,8 @@ class LocalBatches:
                     " choose a multiple"
                 )
         self._read_ahead = prefetch.ReadAhead.of(read_ahead)
-        # As a worker of a loader, it takes every `_num_workers`-th batch.
+        # As a worker of a loader, it takes every `_num_workers`-th batch, and the next
+        # one after `_skips` others.
         self._num_workers, self._worker, self._skips = 1, 0, 0
         self._rows = self._begin(self._course)
         self._at_end = False
@@ -135,8 +128,10 @@ class LocalBatches:
 
     def __next__(self) -> dict[str, np.ndarray]:
         self._begin_stage()
+        num_steps = self._skips + 1
         batch = self._next()
-        self._course = self._course.next()
+        for _ in range(num_steps):
+            self._course = self._course.next()
         return batch
 
     def begin_at(self, step: int) -> None:
@@ -203,9 +198,6 @@ class LocalBatches:
         }
         if self._course.progress is not None:
             fields["progress"] = dict(vars(self._course.progress))
-        if self._num_workers > 1:
-            own = (self._num_workers, self._worker, self._skips)
-            fields |= dict(zip(_OF_WORKERS, own, strict=True))
         return checked_json.sealed(fields, version=_VERSION)
 
     def set_state(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -214,7 +206,7 @@ class LocalBatches:
         Raises:
           DataError: if a state is invalid, was altered or is of another pipeline or
             version, if the states of the ranks are of different steps, or if cursors of
-            shards are missing or differ. The position then does not change.
+            shards are missing. The position then does not change.
         """
         ranks = [saved] if isinstance(saved, Mapping) else saved
         if not isinstance(ranks, Sequence) or isinstance(ranks, str) or not ranks:
@@ -223,53 +215,34 @@ class LocalBatches:
                 " state_dict returned, or a list of what it returned on all ranks"
             )
         checked = [_checked(each, rank) for rank, each in enumerate(ranks)]
-        skips = self._skips_of(checked)
-        position = checked[0]["position"]
-        by_shard: dict[int, cursors.Cursor] = {}
-        data_states = [
-            state.DataState(
-                **{key: fields[key] for key in ("engine", "position", "pipeline")},
-                progress=state.progress_of(fields),
-            )
-            for fields in checked
-        ]
-        for rank, (fields, data_state) in enumerate(
-            zip(checked, data_states, strict=True)
-        ):
-            state.check_same_pipeline(
-                data_state, self._course.data.engine, self._identity
-            )
-            if data_state.position != position:
+        states = [_data_state(fields) for fields in checked]
+        first = states[0]
+        for rank, each in enumerate(states):
+            state.check_same_pipeline(each, self._course.data.engine, self._identity)
+            if each.position != first.position:
                 raise errors.DataError(
-                    f"the state of rank {rank} has position {data_state.position}, and"
-                    f" that of rank 0 {position}; load states that were saved at the"
+                    f"the state of rank {rank} has position {each.position}, and that"
+                    f" of rank 0 {first.position}; load states that were saved at the"
                     " same step"
                 )
-            added = {int(shard): cur for shard, cur in fields["cursors"].items()}
-            differing = [s for s, cur in added.items() if _differ(cur, by_shard.get(s))]
-            if differing:
-                raise errors.DataError(
-                    f"the state of rank {rank} has other cursors of logical shards"
-                    f" {differing} than earlier ranks; load the states of one run"
-                )
-            by_shard = _newest(by_shard, added)
+        by_shard = _newest_cursors(checked)
 
         def read(shards: Sequence[int]) -> cursors.Cursors:
-            missing = sorted(set(shards) - by_shard.keys())
+            missing = [shard for shard in shards if str(shard) not in by_shard]
             if missing:
                 raise errors.DataError(
                     f"the state lacks logical shards {missing}; load the states of all"
                     " ranks together, as a list"
                 )
-            return {shard: by_shard[shard] for shard in shards}
+            return {shard: by_shard[str(shard)] for shard in shards}
 
-        course = self._course.restored(data_states[0])
-        loaded = self._begin(course, skips)
-        loaded.go_to(position, read)
+        course = self._course.restored(first)
+        loaded = self._begin(course)
+        loaded.go_to(first.position, read)
         self._rows.close()
         self._course, self._rows = course, loaded
-        self._skips = skips
-        self._at_end = bool(checked[0].get("at_end"))
+        self._skips = self._worker
+        self._at_end = checked[0]["at_end"]
 
     def state_dict(self) -> StateDict:
         """`get_state` under torchdata's name."""
@@ -299,24 +272,8 @@ class LocalBatches:
         other.set_state(saved)
         return other
 
-    def _skips_of(self, states: Sequence[Mapping[str, Any]]) -> int:
-        # How many batches this worker skips first after it has loaded these states.
-        workers = [fields for fields in states if "num_workers" in fields]
-        if not workers:
-            return self._worker
-        own = {"num_workers": self._num_workers, "worker": self._worker}
-        wrong = [fields for fields in workers if not own.items() <= fields.items()]
-        if wrong or len(states) > 1:
-            fields = (wrong or workers)[0]
-            raise errors.DataError(
-                f"a state is that of worker {fields['worker']} of"
-                f" {fields['num_workers']} of a loader; load the state_dict of its"
-                " ec.data.TorchLoader, which has all workers"
-            )
-        return workers[0]["skips"]
-
     def _begin(
-        self, course: stages.Course, skips: int | None = None
+        self, course: stages.Course
     ) -> prefetch.Prefetched[dict[str, np.ndarray]]:
         placement = rows.Placement.in_order(
             self._rank,
@@ -329,7 +286,7 @@ class LocalBatches:
                 placement,
                 later={},
                 every=self._num_workers,
-                first=self._skips if skips is None else skips,
+                first=self._worker,
             )
         return prefetch.Prefetched(
             course.data.host_batches(placement),
@@ -373,23 +330,21 @@ def merged(states: Sequence[Mapping[str, Any]]) -> StateDict:
     Each is the state after the last batch of this worker that the loader delivered.
 
     Raises:
-      DataError: if a state is invalid or missing.
+      DataError: if a state is invalid.
     """
     checked = [_checked(each, number) for number, each in enumerate(states)]
-    if len(checked) == 1 and "num_workers" not in checked[0]:
-        return dict(states[0])
-    numbers = [fields.get("worker") for fields in checked]
-    num_workers = checked[0].get("num_workers")
-    if sorted(map(str, numbers)) != sorted(map(str, range(num_workers or 0))):
-        raise errors.DataError(
-            f"a loader had {num_workers} workers, but its state has those of workers"
-            f" {numbers}; load the whole state of the loader"
-        )
     # The worker with the last batch is at the position of the rank.
-    last = max(checked, key=_row)
-    by_shard = functools.reduce(_newest, (fields["cursors"] for fields in checked))
-    kept = {name: each for name, each in last.items() if name not in _OF_WORKERS}
-    return of_fields(kept | {"cursors": by_shard})
+    last = max(checked, key=lambda fields: state.row_of(fields["position"]))
+    return of_fields(last | {"cursors": _newest_cursors(checked)})
+
+
+def _newest_cursors(states: Sequence[Mapping[str, Any]]) -> dict[str, cursors.Cursor]:
+    # The newest cursor of each shard in some states, by its number as text.
+    newest: dict[str, cursors.Cursor] = {}
+    for fields in states:
+        for shard, cursor in fields["cursors"].items():
+            newest[shard] = max(newest.get(shard), cursor, key=shard_rows.row_of)
+    return newest
 
 
 def ended(saved: Mapping[str, Any]) -> StateDict:
@@ -405,73 +360,23 @@ def of_fields(fields: Mapping[str, Any]) -> StateDict:
     return checked_json.sealed(kept, version=_VERSION)
 
 
-def _row(fields: Mapping[str, Any]) -> int:
-    return state.row_of(fields["position"])
-
-
-def _newest(ones: dict[_K, Any], others: dict[_K, Any]) -> dict[_K, Any]:
-    # The newest cursor of each shard.
-    return {
-        shard: max(ones.get(shard), others.get(shard), key=shard_rows.row_of)
-        for shard in ones | others
-    }
-
-
-def _differ(one: Any, other: Any) -> bool:
-    # Whether two cursors of a shard are not of the same run.
-    is_same_row = shard_rows.row_of(one) == shard_rows.row_of(other)
-    return bool(one and other) and is_same_row and one != other
-
-
 def _checked(saved: Any, rank: int) -> dict[str, Any]:
     # The fields of a state, checked.
     what = "state of LocalBatches"
     content = dict(saved) if isinstance(saved, Mapping) else saved
     try:
-        fields = checked_json.unsealed(content, what=what, version=_VERSION)
-        wrong = [
-            name
-            for name, kind in _FIELDS.items()
-            if not isinstance(fields.get(name), kind)
-        ] or _invalid(fields)
-        if wrong:
-            raise checked_json.UnreadableError(f"has missing or invalid fields {wrong}")
+        return checked_json.unsealed(content, what=what, version=_VERSION)
     except checked_json.UnreadableError as problem:
         raise errors.DataError(
             f"the state of rank {rank} {problem}; load the result of get_state or"
             " state_dict of LocalBatches"
         ) from None
-    return fields
 
 
-def _invalid(fields: Mapping[str, Any]) -> list[str]:
-    # The fields of the right types with invalid content.
-    shards = fields["cursors"].keys()
-    of_workers = [fields.get(name) for name in _OF_WORKERS if name in fields]
-    progress = fields.get("progress", {"step": 0, "begun": 1})
-    is_progress = isinstance(progress, dict) and progress.keys() == {"step", "begun"}
-    are_numbers = all(type(each) is int and each >= 0 for each in of_workers)
-    return [
-        *["worker"] * (len(of_workers) not in (0, len(_OF_WORKERS)) or not are_numbers),
-        *["progress"]
-        * (
-            not is_progress
-            or not {type(progress["step"])} <= {int, type(None)}
-            or type(progress["begun"]) is not int
-        ),
-        *["position"] * (not _is_position(fields["position"])),
-        *["cursors"] * (not all(str(shard).isdecimal() for shard in shards)),
-    ]
-
-
-def _is_position(position: Mapping[str, Any]) -> bool:
-    (value,) = position.values() if len(position) == 1 else (None,)
-    if isinstance(value, list):
-        periods = [each if isinstance(each, list) else [each] for each in value]
-        numbers = [number for period in periods for number in period]
-        return all(len(each) == 2 for each in periods) and all(map(_is_count, numbers))
-    return _is_count(value)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+def _data_state(fields: Mapping[str, Any]) -> state.DataState:
+    return state.DataState(
+        engine=fields["engine"],
+        position=fields["position"],
+        pipeline=fields["pipeline"],
+        progress=state.progress_of(fields),
+    )

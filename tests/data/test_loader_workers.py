@@ -21,6 +21,7 @@ from elastic_ckpt.data import (
     local_batches,
     rows,
     sharded_data,
+    stages,
 )
 from tests import pipelines
 
@@ -161,20 +162,32 @@ def test_no_worker_runs_a_shard_of_another_if_there_are_as_many_as_suggested(
     assert sorted(run) == list(range(num_shards))
 
 
-def test_the_state_of_a_worker_alone_is_refused():
-    data = sharded("plain", 12)
-    batches = world(data, 1, 12)[0]
-    workers = [local_batches.of_worker(batches, worker, 2) for worker in range(2)]
-    states = [through_text(worker.state_dict()) for worker in workers]
-    for wrong in (states[0], states, [states[1]]):
-        with pytest.raises(errors.DataError, match=r"is that of worker . of 2"):
-            batches.load_state_dict(wrong)
-    with pytest.raises(errors.DataError, match=r"had 2 workers.*those of workers \[1"):
-        local_batches.merged(states[1:])
-    # A worker goes on from its own state alone.
-    next(workers[1])
-    again = local_batches.of_worker(batches, 1, 2)
-    again.load_state_dict(through_text(workers[1].state_dict()))
-    assert next(again)["tokens"].tolist() == next(workers[1])["tokens"].tolist()
-    with pytest.raises(errors.DataError, match="is that of worker 1 of 2"):
-        workers[0].load_state_dict(workers[1].state_dict())
+def test_the_state_of_a_worker_is_that_of_the_rank_after_its_last_batch():
+    (one,), (batches,) = (world(sharded("first_fit", 12), 1, 12) for _ in range(2))
+    worker = local_batches.of_worker(batches, 1, 2)
+    for _ in range(2):
+        next(worker)
+        next(one)
+        next(one)
+        batches.load_state_dict(through_text(worker.state_dict()))
+        assert next_rows([batches]) == next_rows([one])
+        one.load_state_dict(through_text(worker.state_dict()))
+
+
+def test_the_state_of_a_worker_that_runs_some_shards_is_refused():
+    (batches,) = world(sharded("plain", 24), 1, 12)
+    worker = local_batches.of_worker(batches, 1, 2)
+    with pytest.raises(errors.DataError, match=r"lacks logical shards \[0, 2, 4, 6"):
+        batches.load_state_dict(through_text(worker.state_dict()))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_workers_count_the_steps_of_a_run_of_stages(num_workers):
+    stage = stages.Stage(begin=0, data=sharded("plain", 12), global_batch_size=12)
+    data = stages.staged([stage])
+    ((one,), (loader,)) = world(data, 1, 12), world(data, 1, 12, num_workers)
+    for _ in range(5):
+        next(loader)
+        next(one)
+        assert loader.state_dict()["progress"] == one.state_dict()["progress"]
+    loader.close()
