@@ -117,7 +117,9 @@ class ShardRows:
         self._opened: dict[int, grain.DatasetIterator] = {}
         self._ended: set[int] = set()
         self._noted: dict[int, cursors.Cursor] = {}
-        # The chapters in which shards were, when they were opened or noted.
+        # What reads chapters in the pipelines of shards, and which chapters those were
+        # when the shards were opened or noted.
+        self._in_chapters: dict[int, list[Any]] = {}
         self._chapters: dict[int, list[int]] = {}
         self._zeros: Any = None
         # Makes all rows of a batch at once, if pipelines yield those of `Rows`.
@@ -142,12 +144,11 @@ class ShardRows:
         return [row for row, is_kept in zip(drawn, keep, strict=True) if is_kept]
 
     def _note(self, shard: int) -> None:
-        opened = self._opened[shard]
-        chapters = _chapters(opened)
+        chapters = [each.chapter for each in self._in_chapters[shard]]
         if chapters and chapters == self._chapters[shard]:
             return
         self._chapters[shard] = chapters
-        self._noted[shard] = cursor_of(self._rows[shard], opened)
+        self._noted[shard] = cursor_of(self._rows[shard], self._opened[shard])
 
     def close(self) -> None:
         """Closes the pipelines."""
@@ -187,7 +188,9 @@ class ShardRows:
         if opened is None:
             made, start = self._task.make_shard(shard), self._task.start[shard]
             opened = iterator(made, start, self._rows[shard])
-            self._opened[shard], self._chapters[shard] = opened, _chapters(opened)
+            self._opened[shard], in_chapters = opened, _in_chapters(opened)
+            self._in_chapters[shard] = in_chapters
+            self._chapters[shard] = [each.chapter for each in in_chapters]
             self._made = getattr(opened, "made", self._made)
         return opened
 
@@ -261,11 +264,11 @@ def iterator(made: grain.IterDataset, cursor: Any, row: int) -> grain.DatasetIte
     return opened
 
 
-def _chapters(opened: Any) -> list[int]:
-    # The numbers of the chapters that a pipeline has read; empty if it reads none.
+def _in_chapters(opened: Any) -> list[Any]:
+    # What reads chapters in a pipeline.
     if hasattr(opened, "chapter"):
-        return [opened.chapter]
-    below = map(_chapters, getattr(opened, "_parents", ()))
+        return [opened]
+    below = map(_in_chapters, getattr(opened, "_parents", ()))
     return list(itertools.chain.from_iterable(below))
 
 
