@@ -92,6 +92,34 @@ def test_a_shard_that_ends_is_named():
     assert again.save() == before
 
 
+def cursors_of_a_shard(make_shard, num_batches=200):
+    """The cursor of a shard after each batch of one of its rows."""
+    data = sharded_data.sharded(make_shard, num_shards=1, pipeline="one shard")
+    world = worlds.World(data, 1, 1)
+    found = []
+    for _ in range(num_batches):
+        world.next()
+        ((_, cursor),) = world.save()[1]
+        found.append(cursor)
+    return found
+
+
+def test_the_cursor_of_a_shard_is_noted_once_in_a_chapter():
+    shard = functools.partial(pipelines.mixture, num_shards=1, packing="first_fit")
+    for make_shard in (shard, lambda number: shard(number).map(dict)):
+        found = cursors_of_a_shard(make_shard)
+        rows_at = [cursor["row"] for cursor in found]
+        # Of the first rows of chapters, and valid for all rows after them.
+        assert all(row <= number for number, row in enumerate(rows_at, 1))
+        assert len(set(rows_at)) == len({c["state"]["chapter"] for c in found})
+        assert max(np.diff(sorted({*rows_at}))) > 16
+
+
+def test_the_cursor_of_a_shard_without_chapters_is_at_its_last_row():
+    found = cursors_of_a_shard(functools.partial(pipelines.plain, num_shards=1), 20)
+    assert [cursor["row"] for cursor in found] == [*range(1, 21)]
+
+
 class TestShardedBatches(iterator_contract.IteratorContract):
     @pytest.fixture
     def data(self):
