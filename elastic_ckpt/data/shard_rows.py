@@ -253,13 +253,22 @@ def iterator(made: grain.IterDataset, cursor: Any, row: int) -> grain.DatasetIte
 
     From there on, mixtures use their present weights, and what had ended is tried
     again: with other weights it may go on.
+
+    Raises:
+      DataError: if the pipeline does not yield these rows.
     """
     opened = iter(made)
     if cursor is not None:
         opened.set_state(from_json(state_of(cursor)))
     has_ended = cursor is not None and _ENDED in cursor
-    for _ in range(0 if has_ended else row - row_of(cursor)):
-        next(opened)
+    missing = 0 if has_ended else row - row_of(cursor)
+    if missing < 0 or sum(1 for _ in itertools.islice(opened, missing)) < missing:
+        raise errors.DataError(
+            f"a logical shard does not come from row {row_of(cursor)} of its cursor to"
+            f" row {row} of the position; make_shard has to make the same rows of its"
+            " records each time, so give its random functions a seed, and load all"
+            " parts of a state from one step"
+        )
     mixing.renew(made, opened)
     return opened
 

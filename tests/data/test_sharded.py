@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import sharded_data
+from elastic_ckpt.data import shard_rows, sharded_data
 from tests import iterator_contract, pipelines, worlds
 
 HOSTS = [1, 2, 3, 4, 6, 12]
@@ -118,6 +118,18 @@ def test_the_cursor_of_a_shard_is_noted_once_in_a_chapter():
 def test_the_cursor_of_a_shard_without_chapters_is_at_its_last_row():
     found = cursors_of_a_shard(functools.partial(pipelines.plain, num_shards=1), 20)
     assert [cursor["row"] for cursor in found] == [*range(1, 21)]
+
+
+@pytest.mark.parametrize(("cursor", "row"), [(None, 6), ({"row": 3}, 2)])
+def test_a_shard_that_cannot_come_to_its_row_is_refused(cursor, row):
+    five = pipelines.grain.MapDataset.range(5).to_iter_dataset(pipelines.IN_CALLER)
+    assert next(shard_rows.iterator(five, None, 4)) == 4
+    if cursor:
+        state = shard_rows.iterator(five, None, 3).get_state()
+        cursor = cursor | {"state": shard_rows.to_json(state)}
+        assert next(shard_rows.iterator(five, cursor, 4)) == 4
+    with pytest.raises(errors.DataError, match=rf"to row {row} of the position; make"):
+        shard_rows.iterator(five, cursor, row)
 
 
 class TestShardedBatches(iterator_contract.IteratorContract):
