@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 import pathlib
 import re
@@ -17,11 +18,11 @@ from elastic_ckpt.data import (
     records,
     rows,
 )
-from elastic_ckpt.data.lm import pipeline
+from elastic_ckpt.data.lm import documents, pipeline
 from tests import corpora, formats, worlds
+from tests.data.lm import test_tokenizers
 
 LENGTH = 16
-NUM_SHARDS = 4
 
 
 def section(corpus="", **settings):
@@ -92,19 +93,14 @@ def test_without_logical_shards_the_engine_is_the_positional_one(corpus):
         assert values.astype(np.uint8).tobytes() == text
 
 
-@pytest.mark.parametrize(
-    ("settings", "end"),
-    [
-        ({}, elastic_data.End.NEVER),
-        ({"num_epoch": 1}, elastic_data.End.PADDED),
-    ],
-)
-@pytest.mark.parametrize("num_shards", [0, 4])
-def test_data_ends_as_the_configuration_says(corpus, settings, end, num_shards):
-    actual = pipeline.from_config(
-        section(corpus, num_logical_shards=num_shards, **settings)
-    )
-    assert actual.end is end
+def test_data_ends_as_the_configuration_says(corpus):
+    for num_shards, (epochs, end) in itertools.product(
+        (0, 4), (({}, "never"), ({"num_epoch": 1}, "padded"))
+    ):
+        actual = pipeline.from_config(
+            section(corpus, num_logical_shards=num_shards, **epochs)
+        )
+        assert actual.end.value == end
 
 
 def texts(batches):
@@ -143,14 +139,15 @@ def test_shuffling_changes_the_order_by_the_seed_and_can_be_switched_off(corpus)
 def test_shards_are_shuffled_differently(corpus):
     # With every record in one block and window, shards would else differ in what they
     # hold but not in how it is ordered.
-    data = pipeline.from_config(section(corpus, num_epoch=1))
+    make_shard = pipeline.from_config(section(corpus, num_epoch=1)).make_shard
     orders = []
     for shard in range(4):
-        rows = [row["inputs"].tobytes() for row in data.make_shard(shard)]
-        in_order = dataclasses.replace(data.make_shard, window=0)
-        plain = [row["inputs"].tobytes() for row in in_order(shard)]
-        assert sorted(rows) == sorted(plain)
-        orders.append(tuple(plain.index(row) for row in rows))
+        in_order = dataclasses.replace(make_shard, window=0)
+        made, plain = (
+            [row["inputs"].tobytes() for row in make(shard)]
+            for make in (make_shard, in_order)
+        )
+        orders.append(tuple(map(plain.index, made)))
     assert len(set(orders)) == 4
 
 
@@ -221,61 +218,6 @@ def mixture(tmp_path, parts, **weights):
     return pipeline.from_config(config)
 
 
-# An input contains the numbers of its dataset and of its document.
-def read(batches):
-    firsts = np.concatenate([batch["inputs"][:, 0] for batch in batches])
-    datasets = list(formats.DATASETS)
-    return [
-        (datasets[number // 1000], number % 1000)
-        for number in ((firsts - 1) // 40).tolist()
-    ]
-
-
-def of_shard(read_rows, shard, *, size):
-    """The rows of a shard, of the first rows of batches of one size."""
-    shards = [
-        rows.batch_shards(NUM_SHARDS, size, number)
-        for number in range(len(read_rows) // size)
-    ]
-    return [
-        row
-        for row, of_row in zip(read_rows, np.concatenate(shards), strict=True)
-        if of_row == shard
-    ]
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        [{"web": 1, "code": 1}, {"web": 1, "code": 0, "books": 9}],
-        [{"web": 1, "code": 1, "books": 1}, {"web": 1, "code": 0, "books": 1}],
-        [{"web": 1, "code": 1}, {"web": 1, "code": 0}, {"web": 1, "code": 1}],
-    ],
-    ids=["one for another", "one at zero", "one gone and back"],
-)
-def test_a_mixture_may_change_at_a_resume_and_each_dataset_goes_on(
-    files, tmp_path, run
-):
-    parts, batches = files["parquet"], []
-    for number, weights in enumerate(run):
-        world = worlds.World(mixture(tmp_path, parts, **weights), 2 ** (number + 1), 8)
-        if number:
-            world.read(tmp_path / str(number - 1))
-        batches += [world.batch() for _ in range(3)]
-        (tmp_path / str(number)).mkdir()
-        world.write(tmp_path / str(number))
-    actual = read(batches)
-    assert len(set(actual)) == len(actual)
-    for name in {name: None for weights in run for name in weights}:
-        alone = worlds.World(mixture(tmp_path, parts, **{name: 1}), 1, 4)
-        every = read([alone.batch() for _ in range(18)])
-        for shard in range(NUM_SHARDS):
-            expected = [n for _, n in of_shard(every, shard, size=4)]
-            held = of_shard(actual, shard, size=8)
-            numbers = [n for weighted, n in held if weighted == name]
-            assert numbers == expected[: len(numbers)]
-
-
 def test_a_dataset_goes_once_none_of_its_documents_is_held(files, tmp_path):
     weights, parts = [{"web": 1, "code": 1}, {"web": 1, "code": 0}], files["parquet"]
     both, one = (worlds.World(mixture(tmp_path, parts, **w), 2, 8) for w in weights)
@@ -291,37 +233,6 @@ def test_a_dataset_goes_once_none_of_its_documents_is_held(files, tmp_path):
     alone.read(tmp_path / "one")
     for _ in range(5):
         assert worlds.content(alone.batch()) == worlds.content(one.batch())
-
-
-@pytest.fixture
-def parts(files):
-    return files["parquet"]
-
-
-def test_a_dataset_that_is_added_to_a_list_starts_no_other_anew(tmp_path):
-    for place, first in (("a", 0), ("b", 100), ("c", 200)):
-        (tmp_path / place).mkdir()
-        corpora.write_parquet(
-            tmp_path / place / "part", corpora.documents(first, first + 90)
-        )
-
-    def weighted(directories, weights):
-        listed = (f"{tmp_path}/{place}/part,{weights[place]}" for place in directories)
-        return pipeline.from_config(
-            section(";".join(listed), grain_file_type="parquet")
-        )
-
-    # A weight of 0 takes no turn from the others.
-    weights = {"a": 1, "b": 2, "c": 0}
-    one, resumed = (worlds.World(weighted(o, weights), 2, 4) for o in ("ab", "abc"))
-    for _ in range(5):
-        one.next()
-    one.write(tmp_path / "state")
-    resumed.read(tmp_path / "state")
-    for _ in range(9):
-        assert resumed.next() == one.next()
-    with refused("part is now named a/part, with the same files", errors.DataError):
-        worlds.World(weighted("cab", weights), 2, 4).read(tmp_path / "state")
 
 
 def test_files_are_added_to_a_run_as_another_dataset(tmp_path):
@@ -348,54 +259,46 @@ def test_files_are_added_to_a_run_as_another_dataset(tmp_path):
         "new": {"path": f"{tmp_path}/2.parquet", "weight": 0},
     }
     (tmp_path / "mixture.json").write_text(json.dumps(entries))
-    resumed = world(grain_train_mixture_config_path=str(tmp_path / "mixture.json"))
-    resumed.read(tmp_path / "state")
-    for _ in range(5):
-        assert resumed.next() == one.next()
-
-
-def token_file(tmp_path, *documents):
-    """A Parquet file of tokens, int64."""
-    return corpora.write_parquet(
-        tmp_path / "a",
-        [{"text": "", "tokens": np.array(document)} for document in documents],
-    )
-
-
-def first_row(file, *, vocab_size, **settings):
-    data = pipeline.from_config(
-        section(
-            file,
-            grain_file_type="parquet",
-            train_data_columns="tokens",
-            tokenize_train_data=False,
-            num_logical_shards=1,
-            **settings,
-        ),
-        vocab_size=vocab_size,
-    )
-    return next(local_batches.LocalBatches(data, global_batch_size=1))
+    # A weight of 0 takes no turn from the others.
+    for keys in (
+        {"grain_train_mixture_config_path": str(tmp_path / "mixture.json")},
+        {"grain_train_files": f"{before},1;{tmp_path}/2.parquet,0"},
+    ):
+        resumed, expected = world(**keys), world(grain_train_files=before)
+        for each in (resumed, expected):
+            each.read(tmp_path / "state")
+        for _ in range(5):
+            assert resumed.next() == expected.next()
 
 
 @pytest.mark.parametrize(("packing", "wrong"), [(False, 300), (True, -1)])
 def test_a_token_that_is_not_in_the_vocabulary_is_an_error(tmp_path, packing, wrong):
-    for document in ([wrong, 1, 2], [1, wrong, 2], [1, 2, wrong]):
-        file = token_file(tmp_path, document)
-        with refused(
-            f"a document has the token {wrong}, but the model's vocabulary has"
-            " tokens from 0 to 299; set vocab_size",
-            errors.DataError,
-        ):
-            first_row(file, vocab_size=300, packing=packing)
+    document = {"text": "", "tokens": np.array([1, wrong, 2])}
+    keys = section(
+        corpora.write_parquet(tmp_path / "a", [document]),
+        grain_file_type="parquet",
+        train_data_columns="tokens",
+        tokenize_train_data=False,
+        num_logical_shards=1,
+        packing=packing,
+    )
+    data = pipeline.from_config(keys, vocab_size=300)
+    with refused(
+        f"a document has the token {wrong}, but the model's vocabulary has"
+        " tokens from 0 to 299; set vocab_size",
+        errors.DataError,
+    ):
+        next(local_batches.LocalBatches(data, global_batch_size=1))
 
 
 def test_a_model_with_fewer_tokens_than_the_tokenizer_is_refused(corpus):
+    message = "vocab_size=258, but the tokenizer has 259 tokens; set"
     for shards in (0, 4):
         wanted = section(corpus, num_logical_shards=shards, grain_eval_files=corpus)
         pipeline.from_config(wanted, vocab_size=259)
-        with refused("vocab_size=258, but the tokenizer has 259 tokens; set"):
+        with refused(message):
             pipeline.from_config(wanted, vocab_size=258)
-        with refused("vocab_size=258, but the tokenizer has 259 tokens; set"):
+        with refused(message):
             pipeline.eval_from_config(wanted, global_batch_size=4, vocab_size=258)
 
 
@@ -405,20 +308,45 @@ def test_a_corrupt_row_group_ends_the_run_or_is_left_out_and_counted(tmp_path, c
     named = rf"{file}, row group 2: corrupt \("
 
     def read(**settings):
-        settings |= {"grain_shuffle_buffer_size": 1, "num_epoch": 2}
-        keys = section(file, grain_file_type="parquet", **settings)
-        placement = rows.Placement.in_order(0, num_hosts=1, global_batch_size=4)
-        batches = pipeline.from_config(keys).host_batches(placement)
-        while next(batches)[elastic_data.MASK].any():
-            pass
-        return records.skipped(batches.shard_cursors().values())
+        keys = section(file, grain_file_type="parquet", num_epoch=2, **settings)
+        world = worlds.World(pipeline.from_config(keys), 1, 4)
+        world.rest()
+        return records.skipped(world.hosts[0].shard_cursors().values())
 
-    with refused(f"^{named}", errors.DataError) as caught:
+    with refused(f"^{named}.*or set corrupt_records=skip", errors.DataError):
         read()
-    assert "or set corrupt_records=skip" in str(caught.value)
-    assert "\n" not in str(caught.value)
     with caplog.at_level("WARNING"):
         assert read(corrupt_records="skip") == 2 * 8
     warned = [each.getMessage() for each in caplog.records]
     assert warned
     assert all(re.match(f"{named}.*; skipped", each) for each in warned)
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface"])
+def test_worker_processes_share_the_threads_of_a_host(
+    corpus, kind, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(documents, "_num_cores", lambda: 12)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    own = {
+        "tokenizer_type": kind,
+        "tokenizer_path": test_tokenizers.written(tmp_path, kind),
+    }
+    plain = pipeline.from_config(section(corpus, **own))
+    for settings, expected in (
+        ({}, 12),
+        ({"grain_worker_count": 3}, 4),
+        ({"tokenizer_threads": 5}, 5),
+        ({"tokenizer_threads": 5, "grain_worker_count": 2}, 2),
+        ({"tokenizer_type": "bytes", "tokenizer_path": ""}, 0),
+    ):
+        data = pipeline.from_config(section(corpus, **own | settings))
+        assert data.make_shard.threads_of_process() == expected
+        assert (data.identity() == plain.identity()) == bool(expected)
+    in_caller, in_threads = (
+        worlds.World(pipeline.from_config(section(corpus, **own, **more)), 2, 4)
+        for more in ({"tokenizer_threads": 1}, {"tokenizer_threads": 3})
+    )
+    for _ in range(3):
+        assert in_caller.next() == in_threads.next()
+        assert in_caller.save() == in_threads.save()
