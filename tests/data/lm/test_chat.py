@@ -75,6 +75,7 @@ def section(corpus, **settings):
             "num_logical_shards": SHARDS,
             "grain_shuffle_buffer_size": 5,
             "grain_worker_count": 0,
+            "num_epoch": 1,
             **settings,
         }
     )
@@ -106,26 +107,12 @@ def expected(turns):
     return whole[:-1], "".join(said)
 
 
-# Tokens of a conversation.
-
-
 def masked(record, **settings):
     settings = {"template": TEMPLATE, "completion_only": True, **settings}
     conversations = chat.Conversations(**settings)
     (made,) = conversations.tokens([conversations.value(record)])
     assert made.dtype == np.int32
     return made
-
-
-def test_tokens_that_do_not_count_are_kept_as_complements():
-    turns = CONVERSATIONS[1]
-    whole, said = expected(turns)
-    made = masked({"messages": turns})
-    counts = made >= 0
-    assert text_of(np.where(counts, made, ~made)) == whole + "\n"
-    assert text_of(made[counts]) == said
-    every = masked({"messages": turns}, completion_only=False)
-    assert text_of(every) == whole + "\n"
 
 
 def test_a_text_of_a_special_token_in_a_message_is_told(monkeypatch):
@@ -191,12 +178,6 @@ def test_a_conversation_is_messages_or_a_prompt_and_its_completion(columns, reco
     assert text_of(made[made >= 0]) == "yz\n"
 
 
-# Tokens of a tokenizer.json.
-
-
-# Rows.
-
-
 @pytest.mark.parametrize(
     ("file_type", "packing"),
     [("arrow", ""), ("jsonl", rows.FIRST_FIT), ("parquet", rows.BEST_FIT)],
@@ -207,14 +188,13 @@ def test_rows_have_every_conversation_and_what_counts_of_it(corpus, file_type, p
             corpus,
             grain_train_files=corpus[file_type],
             grain_file_type=file_type,
-            num_epoch=1,
             packing=bool(packing),
             grain_packing_type=packing or "first_fit",
             max_target_length=64,
         )
     )
     found = []
-    for batch in worlds.World(data, 1, 4).rest():
+    for batch in worlds.World(data, 2, 4).rest():
         for number in np.flatnonzero(batch["mask"]):
             found += pieces({name: each[number] for name, each in batch.items()})
     # The last token of a conversation is no input.
@@ -225,23 +205,3 @@ def test_conversations_have_a_worker_process_unless_told_otherwise(corpus):
     for count, expected in ((-1, 1), (0, 0), (2, 2)):
         data = pipeline.from_config(section(corpus, grain_worker_count=count))
         assert data.num_workers == expected
-
-
-@pytest.mark.parametrize("packing", ["", rows.CONCAT_THEN_SPLIT])
-def test_batches_are_the_same_on_any_number_of_hosts(corpus, packing):
-    settings = {
-        "packing": bool(packing),
-        "grain_packing_type": packing or "first_fit",
-        "use_truncation": False,
-    }
-    data = pipeline.from_config(section(corpus, **settings))
-    one = worlds.World(data, 1, 8)
-    saved = one.save()
-    for num_hosts in (2, 4, 1, 2):
-        world = worlds.World(
-            pipeline.from_config(section(corpus, **settings)), num_hosts, 8
-        )
-        world.load(saved)
-        for _ in range(4):
-            assert worlds.content(world.batch()) == worlds.content(one.batch())
-        saved = world.save()

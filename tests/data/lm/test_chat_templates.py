@@ -48,10 +48,6 @@ def template(text, **settings):
     return chat_templates.ChatTemplate(text=text, **settings)
 
 
-def rendered(text, turns=(), **settings):
-    return template(text, **settings).render(list(turns))
-
-
 def refused(match):
     return pytest.raises(errors.DataError, match=match)
 
@@ -59,19 +55,23 @@ def refused(match):
 # As in transformers.
 
 
-def without_nulls(turns):
-    """The messages of a record; a field with null is no field, as there."""
-    return chat.Conversations(template=TEMPLATES["chatml.jinja"]).messages(
-        {"messages": turns}
-    )
-
-
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_texts_are_those_of_transformers(name):
-    cases = [case for case in CASES if case["template"] == name]
-    assert cases
-    for case in cases:
-        turns = without_nulls(CONVERSATIONS[case["conversation"]])
+def test_texts_tokens_and_masks_are_those_of_transformers(name):
+    tokenizer = tokenizers.load("huggingface", str(GOLDEN / "tokenizer.json"))
+    every, of_assistant = (
+        chat.Conversations(
+            template=TEMPLATES[name],
+            tokenizer=tokenizer,
+            completion_only=completion_only,
+        )
+        for completion_only in (False, True)
+    )
+    num_masks = 0
+    for case in CASES:
+        if case["template"] != name:
+            continue
+        element = {"messages": CONVERSATIONS[case["conversation"]]}
+        turns = every.messages(element)
         prompt = case["add_generation_prompt"]
         if "error" in case:
             _, _, message = case["error"].partition(": ")
@@ -80,24 +80,8 @@ def test_texts_are_those_of_transformers(name):
             continue
         text = TEMPLATES[name].render(turns, add_generation_prompt=prompt)
         assert text == case["text"], case["conversation"]
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_tokens_and_masks_are_those_of_transformers(name):
-    tokenizer = tokenizers.load("huggingface", str(GOLDEN / "tokenizer.json"))
-    num_masks = 0
-    for case in CASES:
-        if case["template"] != name or "tokens" not in case:
+        if "tokens" not in case:
             continue
-        element = {"messages": CONVERSATIONS[case["conversation"]]}
-        every, of_assistant = (
-            chat.Conversations(
-                template=TEMPLATES[name],
-                tokenizer=tokenizer,
-                completion_only=completion_only,
-            )
-            for completion_only in (False, True)
-        )
         (tokens,) = every.tokens([every.value(element)])
         assert tokens.tolist() == case["tokens"]
         if "mask" in case:
@@ -120,10 +104,12 @@ def said(made, turns):
 
 def test_what_the_assistant_says_is_found_by_rendering_prefixes():
     turns = messages("a?", "b!", "c?", "d!")
-    assert said(template(LINES), turns) == ["b!\n", "d!\n"]
-    chatml = said(TEMPLATES["chatml.jinja"], turns)
-    assert chatml == ["b!<|im_end|>\n", "d!<|im_end|>\n"]
-    assert said(TEMPLATES["llama3.jinja"], turns) == ["b!<|eot_id|>", "d!<|eot_id|>"]
+    for made, end in (
+        (template(LINES), "\n"),
+        (TEMPLATES["chatml.jinja"], "<|im_end|>\n"),
+        (TEMPLATES["llama3.jinja"], "<|eot_id|>"),
+    ):
+        assert said(made, turns) == [f"b!{end}", f"d!{end}"]
 
 
 def test_generation_blocks_count_wherever_they_are():
@@ -132,11 +118,13 @@ def test_generation_blocks_count_wherever_they_are():
     in_macro = "{% macro say(m) %}<" + block + ">{% endmacro %}" + loop % "{{ say(m) }}"
     captured = loop % ("{% set text %}" + block + "{% endset %}{{ text }}{{ text }}")
     nested = loop % f"{{% generation %}}[{block}]{{% endgeneration %}}"
-    turns = messages("a")
-    assert said(template(in_macro), turns) == ["a"]
-    assert said(template(captured), turns) == ["a", "a"]
-    assert said(template(nested), turns) == ["[a]"]
-    assert template(nested).render(turns) == "[a]."
+    for text, expected in (
+        (in_macro, ["a"]),
+        (captured, ["a", "a"]),
+        (nested, ["[a]"]),
+    ):
+        assert said(template(text), messages("a")) == expected
+    assert template(nested).render(messages("a")) == "[a]."
 
 
 def test_a_template_whose_prefixes_are_none_is_refused():
@@ -176,7 +164,7 @@ REFUSED = {
 @pytest.mark.parametrize("text", REFUSED)
 def test_a_template_that_fails_or_reaches_for_python_is_refused(text):
     with refused(REFUSED[text]):
-        rendered(text, messages("a"))
+        template(text).render(messages("a"))
 
 
 @pytest.mark.parametrize(
@@ -192,9 +180,6 @@ def test_what_is_no_template_is_refused(text, match):
         template(text)
 
 
-# Templates as values.
-
-
 def test_the_identity_has_what_a_template_depends_on():
     def identity(text, **settings):
         return template(text, **settings).identity()
@@ -204,9 +189,8 @@ def test_the_identity_has_what_a_template_depends_on():
     assert identity("b")["digest"] != plain["digest"]
     # What it does not read changes nothing.
     assert identity("a", special_tokens=SPECIAL, date="2026-01-02") == plain
-    assert identity("{{ bos_token }}", special_tokens=SPECIAL)["special_tokens"] == {
-        "bos_token": "<s>"
-    }
+    begun = identity("{{ bos_token }}", special_tokens=SPECIAL)
+    assert begun["special_tokens"] == {"bos_token": "<s>"}
     dated = identity("{{ strftime_now('%Y') }}", date="2026-01-02")
     assert dated["date"] == "2026-01-02"
 
@@ -219,33 +203,28 @@ def load(directory, **settings):
     return chat_templates.load_chat_template(tokenizer, **settings)
 
 
-def test_the_template_is_that_of_the_tokenizers_files(tmp_path):
+def test_the_template_is_the_given_one_or_that_of_the_tokenizers_files(tmp_path):
     config = tmp_path / "tokenizer_config.json"
     special = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>"}
-    with pytest.raises(
-        errors.ConfigError, match=r"no chat template.*chat_template_path"
-    ):
-        load(tmp_path)
+    several = [{"name": "tool_use", "template": "two"}]
+    for content in ({}, {"chat_template": several}):
+        config.write_text(json.dumps(content))
+        with pytest.raises(
+            errors.ConfigError, match=r"no chat template.*chat_template_path"
+        ):
+            load(tmp_path)
     config.write_text(json.dumps({"chat_template": "one", **special}))
     made = load(tmp_path)
     assert (made.text, made.special_tokens) == ("one", SPECIAL)
-    several = [{"name": "tool_use", "template": "two"}]
-    config.write_text(json.dumps({"chat_template": several}))
-    with pytest.raises(errors.ConfigError, match="no chat template"):
-        load(tmp_path)
     several.append({"name": "default", "template": "three"})
     config.write_text(json.dumps({"chat_template": several}))
     assert load(tmp_path).text == "three"
     (tmp_path / "chat_template.jinja").write_text("four")
     assert load(tmp_path).text == "four"
-
-
-def test_a_given_template_comes_first(tmp_path):
-    (tmp_path / "chat_template.jinja").write_text("beside")
+    # A given template comes first.
     jinja, in_json = tmp_path / "own.txt", tmp_path / "own.json"
     jinja.write_text("own é")
     in_json.write_text(json.dumps({"chat_template": "own in JSON"}))
-    assert load(tmp_path).text == "beside"
     assert load(tmp_path, path=jinja).text == "own é"
     assert load(tmp_path, path=in_json).text == "own in JSON"
     assert load(tmp_path, text="given").text == "given"

@@ -22,7 +22,6 @@ NAMES = {
     "tiktoken": "t.tiktoken",
     "huggingface": "tokenizer.json",
 }
-FILE_KINDS = list(NAMES)
 
 
 def sentencepiece_file(**options):
@@ -91,14 +90,6 @@ def tokenizer(request, tmp_path):
     return tokenizers.load(kind, written(tmp_path, kind) if kind in NAMES else "")
 
 
-@pytest.fixture(params=FILE_KINDS)
-def kind(request):
-    return request.param
-
-
-# Every kind.
-
-
 def test_tokens_are_int32_below_the_vocabulary_size(tokenizer):
     for text in ("", TEXT, TEXT.encode(), "h\u00e9 \U0001f600\n", b"a\xff\xfeb"):
         actual = tokenizer.encode(text)
@@ -118,9 +109,6 @@ def test_a_pickled_tokenizer_is_small_and_opens_its_file_again(tokenizer, monkey
     assert loaded.identity() == tokenizer.identity()
 
 
-# Bytes.
-
-
 @given(st.binary(max_size=20))
 def test_bytes_have_the_numbers_of_the_byte_level_examples(text):
     bytes_ = tokenizers.load("bytes")
@@ -128,35 +116,24 @@ def test_bytes_have_the_numbers_of_the_byte_level_examples(text):
     assert [bytes_.begin, *bytes_.encode(text).tolist(), bytes_.end] == expected
 
 
-# Kinds with a file.
-
-
-def test_the_identity_follows_the_content_and_not_the_path(kind, tmp_path):
-    here = tokenizers.load(kind, written(tmp_path / "a", kind))
-    there = tokenizers.load(kind, written(tmp_path / "b", kind))
-    other = tokenizers.load(kind, written(tmp_path / "c", kind, OTHER_CONTENTS[kind]))
-    assert here.identity() == there.identity() != other.identity()
-    assert str(tmp_path) not in json.dumps(here.identity())
-
-
-def test_a_changed_file_is_loaded_anew(kind, tmp_path):
-    before = tokenizers.load(kind, written(tmp_path, kind))
-    after = tokenizers.load(kind, written(tmp_path, kind, OTHER_CONTENTS[kind]))
-    assert before.vocab_size != after.vocab_size
-    assert before.identity() != after.identity()
-    assert before.encode(TEXT).tolist() != after.encode(TEXT).tolist()
-
-
-def test_another_file_at_the_path_of_a_pickled_tokenizer_is_refused(
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_tokenizer_is_the_content_of_its_file_and_not_the_path(
     kind, tmp_path, monkeypatch
 ):
-    loaded = tokenizers.load(kind, written(tmp_path, kind))
-    written(tmp_path, kind, OTHER_CONTENTS[kind])
+    here = tokenizers.load(kind, written(tmp_path / "a", kind))
+    there = tokenizers.load(kind, written(tmp_path / "b", kind))
+    other = tokenizers.load(kind, written(tmp_path / "a", kind, OTHER_CONTENTS[kind]))
+    assert here.identity() == there.identity() != other.identity()
+    assert str(tmp_path) not in json.dumps(here.identity())
+    assert here.vocab_size != other.vocab_size
+    assert here.encode(TEXT).tolist() != other.encode(TEXT).tolist()
+    # Another process, which has opened none of them.
     monkeypatch.setattr(tokenizers, "_opened_files", {})
     with pytest.raises(errors.DataError, match="same file on every host"):
-        loaded.encode(TEXT)
+        here.encode(TEXT)
 
 
+@pytest.mark.parametrize("kind", NAMES)
 def test_a_file_of_another_kind_is_refused(kind, tmp_path):
     foreign = [content for other, content in CONTENTS.items() if other != kind]
     for content in [*foreign, b"", b"{}", b"[]", b"\xff\xfe\x00", TEXT.encode()]:
@@ -165,28 +142,25 @@ def test_a_file_of_another_kind_is_refused(kind, tmp_path):
             tokenizers.load(kind, path)
 
 
-def test_a_tokenizer_json_cut_short_anywhere_is_refused(tmp_path):
-    content = CONTENTS["huggingface"]
-    for length in range(0, len(content), 31):
-        path = written(tmp_path, "huggingface", content[:length])
-        with pytest.raises(errors.DataError, match="restore the file from a copy"):
-            tokenizers.load("huggingface", path)
+def cut_short_or_altered():
+    """Contents of files, by what is wrong with them; a missing line has no sign."""
+    ranks, in_json = CONTENTS["tiktoken"], CONTENTS["huggingface"]
+    last_line = ranks.rindex(b"\n", 0, -1) + 1
+    return [
+        *[("huggingface", in_json[:n], "") for n in range(0, len(in_json), 31)],
+        *[("tiktoken", ranks[:n], "") for n in (last_line + 1, len(ranks) - 2)],
+        ("tiktoken", ranks.replace(b" 257\n", b" 999\n"), "ranks have gaps"),
+        ("tiktoken", ranks.replace(b" 257\n", b" 256\n"), "ranks have gaps"),
+        ("tiktoken", ranks.split(b"\n", 1)[1], "ranks have gaps"),
+        ("tiktoken", b"dGhl 0\n", "single bytes"),
+    ]
 
 
-def test_a_tiktoken_file_cut_within_a_line_is_refused(tmp_path):
-    content = CONTENTS["tiktoken"]
-    last_line = content.rstrip().rindex(b"\n") + 1
-    # Without its last newline it is still whole; a missing line is undetectable.
-    for length in (last_line + 1, len(content) - 2):
-        path = written(tmp_path, "tiktoken", content[:length])
-        with pytest.raises(errors.DataError, match=f"{path}.*restore the file"):
-            tokenizers.load("tiktoken", path)
-
-
-# SentencePiece.
-
-
-# Tiktoken.
+def test_a_file_that_is_cut_short_or_altered_is_refused(tmp_path):
+    for kind, content, problem in cut_short_or_altered():
+        path = written(tmp_path, kind, content)
+        with pytest.raises(errors.DataError, match=f"{path}.*{problem}.*restore the"):
+            tokenizers.load(kind, path)
 
 
 def test_llama3_splits_words_before_it_merges(tmp_path):
@@ -198,75 +172,51 @@ def test_llama3_splits_words_before_it_merges(tmp_path):
     assert tokenizer.encode("a b").tolist() == [ord("a"), ord(" "), ord("b")]
 
 
-def test_a_rank_file_with_a_gap_a_double_or_no_bytes_is_refused(tmp_path):
-    whole = CONTENTS["tiktoken"]
-    for content in (
-        whole.replace(b" 257\n", b" 999\n"),
-        whole.replace(b" 257\n", b" 256\n"),
-        whole.split(b"\n", 1)[1],
-        b"dGhl 0\n",
-    ):
-        with pytest.raises(errors.DataError, match=r"ranks have gaps|single bytes"):
-            tokenizers.load("tiktoken", written(tmp_path, "tiktoken", content))
-
-
-# Hugging Face.
-
-
-def special_of(directory, *, special, beside=None):
-    written(directory, "huggingface", huggingface_file(special=special))
-    for name, settings in (beside or {}).items():
-        (directory / name).write_text(json.dumps(settings))
-    tokenizer = tokenizers.load("huggingface", str(directory))
-    return tokenizer.begin, tokenizer.end
+USUAL = ["<s>", "</s>", "A", "B"]
 
 
 @pytest.mark.parametrize(
-    ("special", "expected"),
+    ("special", "beside", "expected"),
     [
-        (["<unk>", "<s>", "</s>"], (1, 2)),
-        (["<|begin_of_text|>", "<|end_of_text|>"], (0, 1)),
-        (["<|endoftext|>"], (None, 0)),
-    ],
-)
-def test_begin_and_end_are_told_by_their_usual_names(tmp_path, special, expected):
-    assert special_of(tmp_path, special=special) == expected
-
-
-@pytest.mark.parametrize(
-    ("beside", "expected"),
-    [
-        ({"tokenizer_config.json": {"bos_token": "A", "eos_token": "B"}}, (2, 3)),
-        ({"tokenizer_config.json": {"bos_token": None, "eos_token": "A"}}, (None, 2)),
+        (["<unk>", "<s>", "</s>"], {}, (1, 2)),
+        (["<|begin_of_text|>", "<|end_of_text|>"], {}, (0, 1)),
+        (["<|endoftext|>"], {}, (None, 0)),
+        (USUAL, {"tokenizer_config": {"bos_token": "A", "eos_token": "B"}}, (2, 3)),
+        (USUAL, {"tokenizer_config": {"bos_token": None, "eos_token": "A"}}, (None, 2)),
         (
+            USUAL,
             {
-                "special_tokens_map.json": {"bos_token": "A", "eos_token": "A"},
-                "tokenizer_config.json": {"eos_token": "B"},
+                "special_tokens_map": {"bos_token": "A", "eos_token": "A"},
+                "tokenizer_config": {"eos_token": "B"},
             },
             (2, 3),
         ),
     ],
 )
-def test_files_beside_it_name_begin_and_end(tmp_path, beside, expected):
-    special = ["<s>", "</s>", "A", "B"]
-    assert special_of(tmp_path, special=special, beside=beside) == expected
+def test_begin_and_end_are_told_by_the_files_beside_it_or_their_usual_names(
+    tmp_path, special, beside, expected
+):
+    written(tmp_path, "huggingface", huggingface_file(special=special))
+    for name, settings in beside.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(settings))
+    tokenizer = tokenizers.load("huggingface", str(tmp_path))
+    assert (tokenizer.begin, tokenizer.end) == expected
 
 
 def test_a_file_that_truncates_and_pads_does_neither(tmp_path):
     tokenizer = huggingface_tokenizer()
     expected = tokenizer.encode(TEXT, add_special_tokens=False).ids
-    tokenizer.enable_truncation(2)
-    content = tokenizer.to_str().encode()
-    path = written(tmp_path / "truncates", "huggingface", content)
-    assert tokenizers.load("huggingface", path).encode(TEXT).tolist() == expected
-    tokenizer.no_truncation()
-    tokenizer.enable_padding(length=1000)
-    content = tokenizer.to_str().encode()
-    path = written(tmp_path / "pads", "huggingface", content)
-    assert tokenizers.load("huggingface", path).encode(TEXT).tolist() == expected
-
-
-# Blocks.
+    for number, (end, enable) in enumerate(
+        (
+            (tokenizer.no_padding, lambda: tokenizer.enable_truncation(2)),
+            (tokenizer.no_truncation, lambda: tokenizer.enable_padding(length=1000)),
+        )
+    ):
+        end()
+        enable()
+        content = tokenizer.to_str().encode()
+        path = written(tmp_path / str(number), "huggingface", content)
+        assert tokenizers.load("huggingface", path).encode(TEXT).tolist() == expected
 
 
 def one_by_one(kind, text):
@@ -287,7 +237,7 @@ def one_by_one(kind, text):
     return encoding.encode_ordinary(text)
 
 
-@pytest.fixture(scope="module", params=FILE_KINDS)
+@pytest.fixture(scope="module", params=NAMES)
 def of_a_file(request, tmp_path_factory):
     path = written(tmp_path_factory.mktemp("blocks"), request.param)
     return request.param, tokenizers.load(request.param, path)
