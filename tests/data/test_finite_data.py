@@ -93,11 +93,11 @@ class Nested:
         weights = {name: self.weights[name] for name in parts}
         return mixing.Mixture(parts, weights, shard=shard)
 
-    def expected(self, *datasets):
-        """Every value of the datasets that is kept, in order."""
+    def expected(self):
+        """Every value that is kept, in order."""
         numbers = [
             1000 * (1 + NAMES.index(name)) + number
-            for name in datasets or names(self.tree)
+            for name in names(self.tree)
             for number in range(self.lengths[name])
         ]
         kept = [n for n in numbers if self.steps != "filter" or n % 4 != 3]
@@ -111,11 +111,9 @@ def names(group):
 
 def mixtures(group):
     """Every mixture in a tree."""
-    return (
-        []
-        if isinstance(group, str)
-        else [group, *itertools.chain(*map(mixtures, group))]
-    )
+    if isinstance(group, str):
+        return []
+    return [group, *itertools.chain(*map(mixtures, group))]
 
 
 TREES = st.sampled_from(
@@ -125,21 +123,15 @@ WEIGHTS = st.sampled_from([0, 0, 1, 1, 3, 1e-9, 1e-30])
 
 
 @st.composite
-def weighed(draw, tree, weights=WEIGHTS):
+def weighed(draw, tree, weights):
     """Weights for a tree, of which some are 0 but not all of a mixture."""
     actual = {}
     for mixture in mixtures(tree):
-        for name in map(names, mixture):
-            actual[name] = draw(weights)
-        if not any(actual[name] for name in map(names, mixture)):
-            actual[names(mixture[-1])] = 1
+        of_parts = {names(part): draw(weights) for part in mixture}
+        if not any(of_parts.values()):
+            of_parts[names(mixture[-1])] = 1
+        actual |= of_parts
     return actual
-
-
-def data(make_shard):
-    return sharded_data.sharded(
-        make_shard, num_shards=NUM_SHARDS, pipeline="nested", end="padded"
-    )
 
 
 @st.composite
@@ -167,36 +159,25 @@ def raised_at_the_end():
         (3, {"ab": 1, "cd": 1e-9, "a": 1, "b": 1, "c": 0, "d": 1}),
         (1000, dict.fromkeys(("ab", "cd", *NAMES), 1)),
     ]
-    lengths = dict(zip(NAMES, (25, 56, 1, 1), strict=True))
-    return (
-        [
-            stages.Stage(
-                num_hosts=1,
-                size=12,
-                num_batches=count,
-                order_seed=0,
-                read_ahead_batches=0,
-                num_workers=0,
-                in_files=True,
-            )
-            for count, _ in described
-        ],
-        [
-            Nested(
-                lengths=lengths,
-                tree=(("a", "b"), ("c", "d")),
-                weights=weights,
-                steps="best_fit",
-            )
-            for _, weights in described
-        ],
+    stage = stages.Stage(
+        num_hosts=1,
+        size=12,
+        num_batches=0,
+        order_seed=0,
+        read_ahead_batches=0,
+        num_workers=0,
+        in_files=True,
     )
-
-
-def values(batches):
-    """The values of the examples of batches, in order."""
-    real = [batch["x"][batch["mask"]] for batch in batches]
-    return sorted(number for rows in real for number in rows[rows > 0].tolist())
+    shards = Nested(
+        lengths=dict(zip(NAMES, (25, 56, 1, 1), strict=True)),
+        tree=(("a", "b"), ("c", "d")),
+        weights={},
+        steps="best_fit",
+    )
+    return (
+        [dataclasses.replace(stage, num_batches=count) for count, _ in described],
+        [dataclasses.replace(shards, weights=each) for _, each in described],
+    )
 
 
 @settings(max_examples=12)
@@ -204,5 +185,12 @@ def values(batches):
 @given(runs())
 def test_each_example_comes_once_until_the_end_on_any_hosts(tmp_path_factory, drawn):
     run, shards = drawn
-    actual = stages.check(list(map(data, shards)), run, tmp_path_factory.mktemp)
-    assert values(actual) == shards[0].expected()
+    data = [
+        sharded_data.sharded(
+            make_shard, num_shards=NUM_SHARDS, pipeline="nested", end="padded"
+        )
+        for make_shard in shards
+    ]
+    batches = stages.check(data, run, tmp_path_factory.mktemp)
+    values = np.concatenate([batch["x"][batch["mask"]].ravel() for batch in batches])
+    assert sorted(values[values > 0].tolist()) == shards[0].expected()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import elastic_ckpt as ec
-from elastic_ckpt.data import elastic_data, mixing, records, stages
+from elastic_ckpt.data import mixing, records, stages
 from elastic_ckpt.data.lm import documents as lm_documents
 from elastic_ckpt.data.lm import rows
 from tests import formats, worlds
@@ -129,7 +129,7 @@ def runs(draw):
 
 
 def data_of(parts, described):
-    """The data of a run, and its sizes by stage."""
+    """The data of a run."""
     made = []
     for begin, keywords, _ in described:
         is_finite = keywords["reading"].num_epochs is not None
@@ -137,7 +137,7 @@ def data_of(parts, described):
             MakeShard(parts=parts, **keywords),
             num_shards=NUM_SHARDS,
             pipeline="random",
-            **({"end": elastic_data.End.PADDED} if is_finite else {}),
+            end="padded" if is_finite else "never",
         )
         made.append(stages.Stage(begin=begin, data=data))
     return stages.staged(made)
@@ -181,14 +181,11 @@ def batches_of(data, sizes, run, *, is_oracle=False):
     return found
 
 
-def check(parts, chosen):
-    described, run = chosen
-    data, sizes = data_of(parts, described), [size for _, _, size in described]
-    expected = batches_of(data, sizes, run, is_oracle=True)
-    assert batches_of(data, sizes, run) == expected
-
-
 @given(file_format=st.sampled_from(formats.FORMATS), chosen=runs())
 @settings(max_examples=16)
 def test_a_random_run_has_the_bytes_of_one_host(files, file_format, chosen):
-    check(files[file_format], chosen)
+    described, run = chosen
+    data = data_of(files[file_format], described)
+    sizes = [size for _, _, size in described]
+    expected = batches_of(data, sizes, run, is_oracle=True)
+    assert batches_of(data, sizes, run) == expected

@@ -19,7 +19,7 @@ from elastic_ckpt.data import (
     rows,
 )
 from elastic_ckpt.data.lm import documents, pipeline
-from tests import corpora, formats, worlds
+from tests import corpora, worlds
 from tests.data.lm import test_tokenizers
 
 LENGTH = 16
@@ -33,22 +33,6 @@ def section(corpus="", **settings):
             "num_logical_shards": 4,
             **settings,
         }
-    )
-
-
-def tokens(file_format, parts, **settings):
-    """The documents of `formats`, whose records are lists of tokens."""
-    lists = [f"{','.join(part.source.files)},{part.weight}" for part in parts]
-    return section(
-        ";".join(lists),
-        **{
-            "grain_file_type": file_format,
-            "grain_record_format": "tf_example",
-            "train_data_columns": "tokens",
-            "tokenize_train_data": False,
-            "max_target_length": formats.LENGTH,
-            **settings,
-        },
     )
 
 
@@ -103,37 +87,17 @@ def test_data_ends_as_the_configuration_says(corpus):
         assert actual.end.value == end
 
 
-def texts(batches):
-    """The text in the targets of each segment, without begin and end."""
-    actual = []
-    for batch in batches:
-        for row, marks in zip(
-            batch["targets"], batch["targets_segmentation"], strict=True
-        ):
-            for segment in range(1, marks.max(initial=0) + 1):
-                values = row[marks == segment]
-                actual.append(bytes((values[values > 2] - 3).astype(np.uint8)))
-    return actual
-
-
-EXPECTED_TEXTS = [b"text %d " % number * 5 for number in range(100)]
-
-
-def first_rows(data, num_rows):
-    return worlds.World(data, 1, num_rows).batch()["inputs"].tolist()
-
-
 def test_shuffling_changes_the_order_by_the_seed_and_can_be_switched_off(corpus):
-    orders = [
-        first_rows(pipeline.from_config(section(corpus, **settings)), 40)
-        for settings in (
-            {},
-            {"data_shuffle_seed": 1},
-            {"grain_shuffle_buffer_size": 0},
-            {"enable_data_shuffling": False},
-        )
-    ]
-    assert all(one != two for n, one in enumerate(orders) for two in orders[:n])
+    orders = []
+    for settings in (
+        {},
+        {"data_shuffle_seed": 1},
+        {"grain_shuffle_buffer_size": 0},
+        {"enable_data_shuffling": False},
+    ):
+        data = pipeline.from_config(section(corpus, **settings))
+        orders.append(worlds.World(data, 1, 40).batch()["inputs"].tolist())
+    assert all(one != two for one, two in itertools.combinations(orders, 2))
 
 
 def test_shards_are_shuffled_differently(corpus):
@@ -153,17 +117,17 @@ def test_shards_are_shuffled_differently(corpus):
 
 def test_evaluation_is_one_epoch_in_order_padded_whatever_training_does(corpus):
     config = section(
-        "nowhere",
-        grain_eval_files=corpus,
-        num_epoch=3,
-        grain_worker_count=4,
+        "nowhere", grain_eval_files=corpus, num_epoch=3, grain_worker_count=4
     )
     data = pipeline.eval_from_config(config, global_batch_size=12)
     assert (data.end, data.num_workers) == (elastic_data.End.PADDED, 0)
-    expected = [text[:LENGTH] for text in EXPECTED_TEXTS]
+    expected = [(b"text %d " % number * 5)[:LENGTH] for number in range(100)]
     for num_hosts in (1, 3):
-        batches = worlds.World(data, num_hosts, 12).rest()
-        actual = texts(batches)
+        actual = [
+            bytes((row[row > 2] - 3).astype(np.uint8))
+            for batch in worlds.World(data, num_hosts, 12).rest()
+            for row in batch["targets"][batch["mask"]]
+        ]
         assert sorted(actual) == sorted(expected)
     # Three rows of each shard, which has every fourth record of the file.
     assert actual[:12] == [expected[s + 4 * n] for s in range(4) for n in range(3)]
@@ -201,21 +165,21 @@ def test_the_identity_names_whatever_changes_the_examples(corpus):
 
 def mixture(tmp_path, parts, **weights):
     """Endless data of the datasets with these weights, from a file of JSON."""
-    paths = {part.name: ",".join(part.source.files) for part in parts}
     content = {
-        name: {"path": paths[name], "weight": weight}
-        for name, weight in weights.items()
+        part.name: {"path": ",".join(part.source.files), "weight": weights[part.name]}
+        for part in parts
+        if part.name in weights
     }
     file = tmp_path / "mixture.json"
     file.write_text(json.dumps(content))
-    config = tokens(
-        "parquet",
-        parts,
-        grain_train_files="",
+    keys = section(
         grain_train_mixture_config_path=str(file),
+        grain_file_type="parquet",
+        train_data_columns="tokens",
+        tokenize_train_data=False,
         enable_data_shuffling=False,
     )
-    return pipeline.from_config(config)
+    return pipeline.from_config(keys)
 
 
 def test_a_dataset_goes_once_none_of_its_documents_is_held(files, tmp_path):
