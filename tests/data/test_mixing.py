@@ -49,15 +49,6 @@ def test_in_a_thousand_elements_no_dataset_is_ever_4_from_its_share(
     assert worst < 4
 
 
-def test_the_schedule_is_frozen():
-    weights = {"a": 0.5, "b": 0.3, "c": 0.2}
-    assert ["".join(names_of(weights, range(24), shard)) for shard in range(3)] == [
-        "abacaabacbabaabacbabacba",
-        "aabacbabacbacaabacbabaab",
-        "caabacbabaabacaabacbacaa",
-    ]
-
-
 @given(st.lists(st.sampled_from([1, 3, 1e-9, 1e-30, 5e-324, 1e300]), min_size=1))
 def test_every_weight_has_turns(weights):
     begin = 0
@@ -91,15 +82,20 @@ def saved(elements):
     return json.loads(json.dumps(elements.get_state()))
 
 
-@given(WEIGHTS, SHARDS)
-def test_elements_come_by_schedule_and_each_dataset_in_its_order(weights, shard):
-    mixture = mixing.Mixture(parts(*weights), weights, shard=shard)
-    actual = take(iter(mixture), 60)
-    by_name = dict(sorted(weights.items()))
-    assert names(actual) == names_of(by_name, range(60), shard)
-    for name in weights:
-        numbers = [number for dataset, number in actual if dataset == name]
-        assert numbers == list(range(len(numbers)))
+def test_the_schedule_is_frozen():
+    # The order in which datasets are named does not matter.
+    weights = {"c": 0.2, "a": 0.5, "b": 0.3}
+    for shard, expected in enumerate(
+        (
+            "abacaabacbabaabacbabacba",
+            "aabacbabacbacaabacbabaab",
+            "caabacbabaabacaabacbacaa",
+        )
+    ):
+        mixture = mixing.Mixture(parts(*weights), weights, shard=shard)
+        assert "".join(names(take(iter(mixture), 24))) == expected
+        ordered = dict(sorted(weights.items()))
+        assert "".join(names_of(ordered, range(24), shard)) == expected
 
 
 STAGE = st.tuples(

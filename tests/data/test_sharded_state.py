@@ -1,40 +1,16 @@
 """The state by logical shard: what `torch.distributed.checkpoint` does with it."""
 
-import functools
 import json
 
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import (
-    local_batches,
-    sharded_data,
-    sharded_state,
-)
-from tests import pipelines
+from elastic_ckpt.data import sharded_state
+from tests.data import test_loader_workers
+from tests.data.test_loader_workers import next_rows, world
 
-NUM_SHARDS = SIZE = 12
-
-
-def sharded():
-    return sharded_data.sharded(
-        functools.partial(pipelines.everything, num_shards=NUM_SHARDS),
-        num_shards=NUM_SHARDS,
-        pipeline="everything",
-    )
-
-
-def world(data, num_ranks):
-    return [
-        local_batches.LocalBatches(
-            data, rank=rank, num_ranks=num_ranks, global_batch_size=SIZE
-        )
-        for rank in range(num_ranks)
-    ]
-
-
-def next_rows(ranks):
-    return [row.tobytes() for rank in ranks for row in next(rank)["tokens"]]
+SIZE = 12
+DATA = test_loader_workers.sharded("everything", 12)
 
 
 def save(ranks):
@@ -53,13 +29,12 @@ def load(ranks, saved):
 
 
 def test_any_ranks_load_what_any_ranks_saved():
-    data = sharded()
-    one, ranks = world(data, 1), world(data, 4)
+    one, ranks = world(DATA, 1, SIZE), world(DATA, 4, SIZE)
     for num_ranks in (3, 1, 6, 2):
         for _ in range(2):
             assert next_rows(ranks) == next_rows(one)
         saved = save(ranks)
-        ranks = world(data, num_ranks)
+        ranks = world(DATA, num_ranks, SIZE)
         load(ranks, saved)
         # What was loaded can be saved before anything else is read.
         assert save(ranks) == saved
@@ -67,12 +42,12 @@ def test_any_ranks_load_what_any_ranks_saved():
 
 
 def test_what_does_not_belong_together_is_refused():
-    two = world(sharded(), 2)
+    two = world(DATA, 2, SIZE)
     next_rows(two)
     saved = save(two)
     next_rows(two)
     another = save(two)["shard_00003"]
-    ranks = world(sharded(), 1)
+    ranks = world(DATA, 1, SIZE)
     before = save(ranks)
     missing = {name: each for name, each in saved.items() if name != "shard_00007"}
     altered = saved["shard_00003"].replace('"cursor": {', '"cursor": {"a": 1, ')

@@ -19,22 +19,23 @@ EXPECTED = [
 ]
 
 
-def text_tokens(text, **settings):
-    return tokens_of(documents.Documents(**settings), {"text": text}).tolist()
-
-
-def tokens_of(made, record):
-    (actual,) = made.tokens([made.value(record)])
-    return actual
-
-
-def test_a_text_begins_and_ends_with_its_tokens_unless_told_otherwise():
-    assert text_tokens("ab") == [2, 100, 101, 1]
-    assert text_tokens(b"ab") == [2, 100, 101, 1]
-    assert text_tokens("ab", add_begin=False) == [100, 101, 1]
-    assert text_tokens("ab", add_end=False) == [2, 100, 101]
-    assert text_tokens("", add_begin=False, add_end=False) == []
-    assert tokens_of(documents.Documents(), {"text": "ab"}).dtype == np.int32
+@pytest.mark.parametrize(
+    ("text", "settings", "expected"),
+    [
+        ("ab", {}, [2, 100, 101, 1]),
+        (b"ab", {}, [2, 100, 101, 1]),
+        ("ab", {"add_begin": False}, [100, 101, 1]),
+        ("ab", {"add_end": False}, [2, 100, 101]),
+        ("", {"add_begin": False, "add_end": False}, []),
+    ],
+)
+def test_a_text_begins_and_ends_with_its_tokens_unless_told_otherwise(
+    text, settings, expected
+):
+    made = documents.Documents(**settings)
+    (actual,) = made.tokens([made.value({"text": text})])
+    assert actual.dtype == np.int32
+    assert actual.tolist() == expected
 
 
 @dataclasses.dataclass(frozen=True)

@@ -137,19 +137,20 @@ def test_rows_are_as_full_as_they_should_be():
         assert sum(filled) > 0.96 * 2048 * len(made)
 
 
-def orders(seed, shard, sizes=(2,) * 300):
-    made = rows_of(sizes, packing="", length=4, window=50, seed=seed, shard=shard)
-    return [int(row["inputs"][0]) for row in made]
-
-
 def test_windows_seeds_and_shards_have_orders_of_their_own():
-    plain = [document[0] for document in documents((2,) * 300)]
-    found = [orders(seed, shard) for seed in (3, 4) for shard in (0, 1)]
-    windows = [tuple(number % 100 for number in each[:50]) for each in found]
-    windows += [tuple(number % 100 for number in each[50:100]) for each in found]
-    assert len(set(windows)) == 8
-    assert all(sorted(each) == plain != each for each in found)
-    assert orders(3, 1) == found[1]
+    def order(**settings):
+        made = rows_of((2,) * 300, length=4, packing="", **settings)
+        return [int(row["inputs"][0]) for row in made]
+
+    plain, windows = order(), set()
+    for seed, shard in itertools.product((3, 4), (0, 1)):
+        found = order(window=50, seed=seed, shard=shard)
+        assert sorted(found) == plain != found
+        assert order(window=50, seed=seed, shard=shard) == found
+        windows |= {
+            tuple(number % 100 for number in found[n : n + 50]) for n in (0, 50)
+        }
+    assert len(windows) == 8
 
 
 @settings(max_examples=25)
@@ -193,14 +194,13 @@ class FailsOnce:
 def test_an_error_loses_no_document(number):
     sizes = [10] * 40
     made = rows.Rows(source(documents(sizes)).map(FailsOnce(number)), length=16)
-    found, failing, failed = [], iter(made), 0
+    failing, found, failed = iter(made), [], 0
     while True:
         try:
-            found.append(content(next(failing)))
+            found += map(content, failing)
+            break
         except ValueError:
             failed += 1
-        except StopIteration:
-            break
     assert failed == 1
     assert found == list(map(content, rows_of(sizes, length=16)))
 
@@ -286,13 +286,15 @@ def test_settings_that_do_not_fit_are_refused(more, message):
 # Mixtures, whose weights and datasets change at a resume.
 
 
-def mixed(weights, packing, lengths=(60, 60)):
+HELD = {
+    name: documents([1 + n % 9 for n in range(60)], first=first)
+    for name, first in (("a", 0), ("b", 10_000))
+}
+
+
+def mixed(weights, packing):
     """Rows of two datasets; the tokens of the second are from 10,000 on."""
-    parts = {
-        name: source(documents([1 + n % 9 for n in range(length)], first=first))
-        for name, length, first in zip("ab", lengths, (0, 10_000), strict=True)
-        if name in weights
-    }
+    parts = {name: source(HELD[name]) for name in weights}
     return rows.Rows(
         mixing.Mixture(parts, weights, shard=1), length=16, packing=packing, window=5
     )
@@ -324,13 +326,8 @@ def test_what_is_held_is_read_again_by_the_weights_of_then(packing, count):
         found += itertools.islice(made, count)
     found += made
     targets = [token for _, targets in all_segments(found) for token in targets]
-    expected = [
-        token
-        for first in (0, 10_000)
-        for each in documents([1 + n % 9 for n in range(60)], first=first)
-        for token in each[1:].tolist()
-    ]
-    assert sorted(targets) == expected
+    held = itertools.chain(HELD["a"], HELD["b"])
+    assert sorted(targets) == [token for each in held for token in each[1:].tolist()]
 
 
 def test_weights_cannot_change_below_a_step_that_may_hold_elements():
