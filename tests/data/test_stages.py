@@ -18,11 +18,7 @@ from jax.sharding import Mesh
 
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import (
-    records,
-    sharded_data,
-    stages,
-)
+from elastic_ckpt.data import records, sharded_data, stages
 from elastic_ckpt.data.lm import documents as lm_documents
 from elastic_ckpt.data.lm import pipeline, rows
 from tests import formats, iterator_contract, worlds
@@ -65,6 +61,16 @@ def of_stage(
     )
 
 
+def staged(*described):
+    """Stages, each described by its first step, its data and its batch size."""
+    return stages.staged(
+        [
+            stages.Stage(begin=begin, data=data, global_batch_size=size)
+            for begin, data, size in described
+        ]
+    )
+
+
 @given(
     lengths=st.lists(st.integers(3, 40), min_size=2, max_size=4),
     packings=st.lists(st.sampled_from(["", *rows.PACKINGS]), min_size=4, max_size=4),
@@ -75,21 +81,18 @@ def of_stage(
 def test_each_token_is_trained_on_once_over_all_stages(
     files, lengths, packings, window, num_steps
 ):
-    described = list(zip(lengths, packings, strict=False))
-    data = stages.staged(
-        [
-            stages.Stage(
-                begin=number * num_steps,
-                data=of_stage(
-                    files["parquet"],
-                    length=length,
-                    packing=packing,
-                    window=window,
-                    epochs=1,
-                ),
+    described = {"window": window, "epochs": 1}
+    data = staged(
+        *(
+            (
+                number * num_steps,
+                of_stage(files["parquet"], length=length, packing=packing, **described),
+                None,
             )
-            for number, (length, packing) in enumerate(described)
-        ]
+            for number, (length, packing) in enumerate(
+                zip(lengths, packings, strict=False)
+            )
+        )
     )
     found = list(ec.data.LocalBatches(data, global_batch_size=4))
     pairs = []
@@ -123,16 +126,8 @@ def load(batches, path):
 
 
 def short_then_long(parts, begin=3):
-    return stages.staged(
-        [
-            stages.Stage(begin=0, data=of_stage(parts), global_batch_size=6),
-            stages.Stage(
-                begin=begin,
-                data=of_stage(parts, length=24, packing="first_fit"),
-                global_batch_size=4,
-            ),
-        ]
-    )
+    long = of_stage(parts, length=24, packing="first_fit")
+    return staged((0, of_stage(parts), 6), (begin, long, 4))
 
 
 def taken(batches, number):
@@ -187,13 +182,13 @@ def test_a_run_without_stages_is_extended_by_some(files, tmp_path):
     batches = batches_of(of_stage(parts))
     taken(batches, 2)
     save(batches, tmp_path / "state")
-    staged = batches_of(short_then_long(parts))
-    load(staged, tmp_path / "state")
+    extended = batches_of(short_then_long(parts))
+    load(extended, tmp_path / "state")
     with pytest.raises(errors.DataError, match=r"call begin_at\(step\)"):
-        next(staged)
-    staged.begin_at(2)
-    same(taken(staged, 1), taken(batches, 1))
-    assert next(staged)["inputs"].shape == (4, 24)
+        next(extended)
+    extended.begin_at(2)
+    same(taken(extended, 1), taken(batches, 1))
+    assert next(extended)["inputs"].shape == (4, 24)
 
 
 def test_later_stages_change_at_a_resume_and_begun_ones_do_not(files, tmp_path):
@@ -241,39 +236,25 @@ def test_local_states_of_several_ranks_continue_in_their_stage(files):
             assert (rows == batch[name]).all()
 
 
-def renamed(parts, number, name):
-    """Data of one dataset, under another name."""
-    part = dataclasses.replace(parts[number], name=name)
-    return of_stage([part], weights={name: 1})
-
-
 @pytest.mark.parametrize(
-    ("described", "message"),
+    ("begins", "epochs", "name", "message"),
     [
-        (lambda _: [], "there is no stage"),
-        (lambda p: [(0, of_stage(p)), (0, of_stage(p))], r"begin at steps \[0, 0\]"),
-        (
-            lambda p: [(0, of_stage(p)), (5, of_stage(p, epochs=1))],
-            "several ways to end",
-        ),
-        (
-            lambda p: [(0, of_stage(p)), (3, renamed(p, 0, "novels"))],
-            "name their datasets differently .*books is now named novels",
-        ),
-        (
-            lambda p: [(0, of_stage(p)), (3, renamed(p, 1, "web"))],
-            "name their datasets differently .*code is now named web",
-        ),
+        ((), None, "books", "there is no stage"),
+        ((0, 0), None, "books", r"begin at steps \[0, 0\]"),
+        ((0, 5), 1, "books", "several ways to end"),
+        ((0, 3), None, "novels", "differently .*books is now named novels"),
+        ((0, 3), None, "web", "differently .*books is now named web"),
     ],
 )
-def test_stages_that_do_not_fit(files, described, message):
+def test_stages_that_do_not_fit(files, begins, epochs, name, message):
+    books = dataclasses.replace(files["parquet"][0], name=name)
+    data = [
+        of_stage(files["parquet"]),
+        of_stage([books], weights={name: 1}, epochs=epochs),
+    ]
+    described = zip(begins, data, (None, None), strict=False)
     with pytest.raises(errors.ConfigError, match=message):
-        stages.staged(
-            [
-                stages.Stage(begin=begin, data=data)
-                for begin, data in described(files["parquet"])
-            ]
-        )
+        staged(*described)
 
 
 def own_pipeline(files, *, length, is_batched=False):
@@ -296,35 +277,21 @@ def own_pipeline(files, *, length, is_batched=False):
 
 
 def test_users_pipelines_have_stages_where_rows_can_be_taken_apart(files):
-    def staged(**settings):
-        return stages.staged(
-            [
-                stages.Stage(
-                    begin=begin, data=own_pipeline(files, length=n, **settings)
-                )
-                for begin, n in ((0, 12), (2, 30))
-            ]
+    def data(**settings):
+        return staged(
+            (0, own_pipeline(files, length=12, **settings), None),
+            (2, own_pipeline(files, length=30, **settings), None),
         )
 
-    world = worlds.World(staged().at(0), 3, 6)
-    alone = ec.data.LocalBatches(staged(), global_batch_size=6)
+    world = worlds.World(data().at(0), 3, 6)
+    alone = ec.data.LocalBatches(data(), global_batch_size=6)
     for step in range(5):
         if step == 2:
-            saved, world = world.save(), worlds.World(staged().at(step), 3, 6)
+            saved, world = world.save(), worlds.World(data().at(step), 3, 6)
             world.load(saved)
         assert worlds.content(world.batch()) == worlds.content(next(alone))
     with pytest.raises(errors.ConfigError, match=r"rows by others than ec\.data\.lm"):
-        staged(is_batched=True)
-
-
-def sized(parts, *sizes):
-    """Stages of two steps each, with these sizes."""
-    return stages.staged(
-        [
-            stages.Stage(begin=2 * number, data=of_stage(parts), global_batch_size=each)
-            for number, each in enumerate(sizes)
-        ]
-    )
+        data(is_batched=True)
 
 
 @pytest.mark.parametrize(
@@ -338,7 +305,8 @@ def sized(parts, *sizes):
 def test_a_size_holds_until_a_stage_begins_that_has_one(
     files, sizes, resize_at, expected
 ):
-    batches = batches_of(sized(files["parquet"], *sizes))
+    data = of_stage(files["parquet"])
+    batches = batches_of(staged(*((2 * n, data, each) for n, each in enumerate(sizes))))
     found = taken(batches, resize_at)
     batches.resize(2)
     found += taken(batches, 7 - resize_at)
@@ -358,8 +326,8 @@ def test_stages_of_a_configuration(files, tmp_path):
     later = {"max_target_length": 30, "global_batch_size": 3, "use_truncation": False}
     file = tmp_path / "stages.yml"
     file.write_text(json.dumps([{"begin_step": 0}, {"begin_step": 2, **later}]))
-    staged = ec.data.from_config({**keys, "data_stages": str(file)})
-    found = taken(batches_of(staged), 4)
+    in_stages = ec.data.from_config({**keys, "data_stages": str(file)})
+    found = taken(batches_of(in_stages), 4)
     assert [batch["inputs"].shape for batch in found] == [(6, 12)] * 2 + [(3, 30)] * 2
     same(found[:2], taken(batches_of(ec.data.from_config(keys)), 2))
 
