@@ -169,4 +169,3 @@ def test_workers_count_the_steps_of_a_run_of_stages(num_workers):
         next(loader)
         next(one)
         assert loader.state_dict()["progress"] == one.state_dict()["progress"]
-    loader.close()
