@@ -319,14 +319,37 @@ def renew(dataset: Any, iterator: grain.DatasetIterator) -> bool:
       DataError: if they do, and a step of the pipeline may hold elements.
     """
     changed = _renew(iterator)
-    holding = _holding(dataset) if changed else None
+    if changed:
+        _refuse(_holding(dataset))
+    return changed
+
+
+def check_weights_of(dataset: Any, state: Any) -> None:
+    """Checks that a pipeline goes on from a state by the weights of its elements.
+
+    Raises:
+      DataError: if a step may hold elements that were chosen by other weights.
+    """
+    holding = _holding(dataset)
+    if holding is None:
+        return
+    now = {
+        name: {part: each for part, each in made._weights.items() if each}
+        for name, made in by_name(dataset)
+        if isinstance(made, Mixture)
+    }
+    for name, of_name in states_by_name(state):
+        if _WEIGHTS in of_name and of_name[_WEIGHTS] != now.get(name):
+            _refuse(holding)
+
+
+def _refuse(holding: Any) -> None:
     if holding is not None:
         raise errors.DataError(
             f"the weights of a mixture have changed, and {shard_steps.shown(holding)}"
             " after it may hold some of its elements; use the weights of before, or"
             " shuffle each dataset before they are mixed, or pack by ec.data.lm.Rows"
         )
-    return changed
 
 
 def _renew(iterator: Any) -> bool:
@@ -338,8 +361,9 @@ def _renew(iterator: Any) -> bool:
 
 
 def _holding(dataset: Any) -> Any:
-    # The first step above a mixture that may hold elements; None if there is none.
-    if not names(dataset):
+    # The first step that may hold elements of a mixture, and does not read them again
+    # by itself; None if there is none.
+    if getattr(dataset, "renews", False) or not names(dataset):
         return None
     is_transparent = isinstance(dataset, Mixture) or shard_steps.holds_nothing(dataset)
     if not is_transparent:

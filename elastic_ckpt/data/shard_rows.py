@@ -259,7 +259,9 @@ def iterator(made: grain.IterDataset, cursor: Any, row: int) -> grain.DatasetIte
     """
     opened = iter(made)
     if cursor is not None:
-        opened.set_state(from_json(state_of(cursor)))
+        state = from_json(state_of(cursor))
+        mixing.check_weights_of(made, state)
+        opened.set_state(state)
     has_ended = cursor is not None and _ENDED in cursor
     missing = 0 if has_ended else row - row_of(cursor)
     if missing < 0 or sum(1 for _ in itertools.islice(opened, missing)) < missing:

@@ -102,6 +102,9 @@ class Rows(shard_steps.Step[Row]):
       ConfigError: if a value is not as described.
     """
 
+    # Chapters read their documents again, by the weights that they were read by.
+    renews = True
+
     def __init__(
         self,
         parent: grain.IterDataset,
@@ -300,7 +303,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
         return self._number
 
     def renew(self) -> bool:
-        """See `mixing.renew`: weights change with the next chapter."""
+        """See `mixing.renew`; weights change with the next chapter."""
         return False
 
     def rest(self) -> list[Document]:
