@@ -5,7 +5,6 @@ import pkgutil
 
 import elastic_ckpt
 from elastic_ckpt.core import errors
-from elastic_ckpt.data.sources import source
 from elastic_ckpt.elastic import host_failure
 
 
@@ -34,7 +33,6 @@ def import_all(package):
 def test_each_error_arrives_in_another_process_as_it_is():
     import_all(elastic_ckpt)
     made = {
-        source.CorruptError: source.corrupt("a", "b", num_records=7),
         errors.HostsFailedError: errors.HostsFailedError({3: "its disk is full"}),
         host_failure.WorldLostError: host_failure.WorldLostError(
             "host 2 is lost", hosts=frozenset([2]), at_secs=1.5
