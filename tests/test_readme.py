@@ -57,7 +57,7 @@ def test_shards_of_one_s_own_are_elastic_as_the_guide_writes_them(tmp_path):
         "    place = rows.Placement.in_order\n"
         "    every = [place(host, **numbers) for host in range(num_hosts)]\n"
         "    hosts = [data.host_batches(place) for place in every]\n"
-        "    parts = [[next(host)['tokens'] for host in hosts] for _ in range(9)]\n"
+        "    parts = [[next(host)['inputs'] for host in hosts] for _ in range(9)]\n"
         "    return np.concatenate(sum(parts, [])).tolist()\n"
         "assert ids(1) == ids(2) == ids(6)\n"
         "print(len(ids(3)))\n"

@@ -38,6 +38,7 @@ _HOST_IMPORTS = (
     "elastic_ckpt.monitoring.summaries",
     "elastic_ckpt.monitoring.tensorboard",
     "elastic_ckpt.training.divergence",
+    "grain._src.python.dataset.transformations.slice",
     "jaxlib.mlir.dialects.builtin",
     "jaxlib.mlir.dialects.mhlo",
 )
