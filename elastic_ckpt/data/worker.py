@@ -15,6 +15,7 @@ import contextlib
 import copy
 import dataclasses
 import fcntl
+import functools
 import os
 import pickle
 import queue
@@ -190,6 +191,8 @@ def main(writing: int) -> None:
     # Else a pipeline could start processes that nobody ends.
     process.current_process()._config["daemon"] = True  # type: ignore[attr-defined]
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    # A process that a pipeline forks by hand would hold the pipe of one that is killed.
+    os.register_at_fork(after_in_child=functools.partial(os.close, writing))
     # Code of the user must not take what the host sends.
     given = os.fdopen(os.dup(0), "rb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -204,31 +207,31 @@ def main(writing: int) -> None:
         while True:
             ahead.put((next(read), None, ""))
     except BaseException as error:  # the host raises it again
-        ahead.put((None, _sendable(error), traceback.format_exc()))
+        ahead.put((None, error, traceback.format_exc()))
     threading.Event().wait()
-
-
-def _sendable(error: BaseException) -> BaseException:
-    try:
-        # Some that can be pickled cannot be made again, there as little as here.
-        copy.copy(error)
-        cloudpickle.dumps(error)
-    except Exception:  # whatever objects of a user raise
-        return errors.DataError(f"a pipeline raises what cannot be pickled: {error!r}")
-    return error
 
 
 def _send_all(writing: int, ahead: queue.Queue[Any]) -> None:
     try:
         with os.fdopen(writing, "wb") as pipe:
             while True:
-                cloudpickle.dump(ahead.get(), pipe)
+                pipe.write(_content(*ahead.get()))
                 pipe.flush()
     except OSError:
-        pass  # the host is gone
-    except BaseException:
-        traceback.print_exc()
-    os._exit(1)
+        os._exit(1)  # the host is gone
+
+
+def _content(loaded: Any, error: BaseException | None, where: str) -> bytes:
+    try:
+        # Some that can be pickled cannot be made again, there as little as here.
+        copy.copy(error)
+        return cloudpickle.dumps((loaded, error, where))
+    except Exception as failure:  # whatever objects of a user raise
+        what = error or failure
+        failed = errors.DataError(
+            f"a pipeline yields, or raises, what cannot be pickled: {what!r}"
+        )
+        return cloudpickle.dumps((None, failed, where))
 
 
 def _end_with(given: IO[bytes]) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import grain
 import numpy as np
@@ -57,6 +58,18 @@ class Unpicklable(Exception):
 
 def fails(number):
     raise Unpicklable(number)
+
+
+def locked(number):
+    return {"x": np.array(number), "lock": threading.Lock()}
+
+
+def forks(number):
+    """A row, whose process leaves another behind."""
+    if number == 8 and not os.fork():
+        time.sleep(600)
+        os._exit(0)
+    return row(number)
 
 
 def children():
@@ -154,6 +167,33 @@ def test_an_error_that_cannot_be_pickled_is_shown():
     one = batches(fails)
     with pytest.raises(errors.DataError, match=r"Unpicklable\('row \d is bad'\)"):
         next(one)
+    one.close()
+
+
+@pytest.mark.slow
+def test_rows_that_cannot_be_pickled_are_one_error():
+    one = batches(locked)
+    with pytest.raises(errors.DataError, match=r"cannot be pickled: TypeError.*lock"):
+        next(one)
+    one.close()
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_noticed_whoever_it_has_forked():
+    before = children()
+    one = batches(forks)
+    for _ in range(2):
+        next(one)
+    worker = min(children() - before)
+    left = children() - before - {worker}
+    assert len(left) == 1
+    os.kill(worker, signal.SIGKILL)
+    try:
+        with pytest.raises(errors.DataError, match="was killed by SIGKILL"):
+            list(one)
+    finally:
+        for each in left:
+            os.kill(each, signal.SIGKILL)
     one.close()
 
 
