@@ -445,7 +445,8 @@ class SaveStages:
             self._hosts.all, HostSaver.commit, saving.step_id, contents, files
         )
         full = {n: each.problem for n, each in enumerate(written) if each.problem}
-        if full := full or lacking_room(written):
+        full = full or lacking_room(written)
+        if full:
             if self.committed is not None and ready.can_copy:
                 # An older step may have been kept because newer ones lack copies.
                 self._covered = None

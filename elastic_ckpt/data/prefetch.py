@@ -1,9 +1,9 @@
 """Reads batches ahead of the loop, without any effect on the saved state.
 
 `Prefetched` reads the rows of a host in a background thread and converts them there,
-for instance to arrays on devices. Each batch is stored with the state
-after it, so the state is always that after the last batch taken, regardless of how many
-batches are read ahead.
+for instance to arrays on devices. Each batch is stored with the state after it, so the
+state is always that after the last batch taken, regardless of how many batches are read
+ahead.
 
 A thread that makes rows holds the interpreter lock, which the loop needs for its steps.
 A warning proposes a worker process for rows that take long.

@@ -126,10 +126,9 @@ def staged(stages: Sequence[Stage]) -> StagedData:
             ]
         )
 
-    Datasets continue from stage to stage where they were, and documents that a shuffle
-    or a packer holds when a stage begins come first in it. If the length of rows or the
-    packing changes, they are packed anew. Stages that have begun cannot be changed at a
-    resume, but for weights and datasets; later ones can.
+    Datasets continue from stage to stage where they were. Documents that rows hold when
+    a stage begins come first in it, packed anew. Stages that have begun cannot be
+    changed at a resume, but for weights and datasets; later ones can.
 
     Args:
       stages: the first begins at step 0.

@@ -184,7 +184,6 @@ class _TokensIterator(shard_steps.Elements[np.ndarray]):
     def __init__(self, dataset: Tokens, parent: grain.DatasetIterator) -> None:
         super().__init__(parent)
         self._documents, self._num_threads = dataset.documents, dataset.num_threads
-
         # The column of tokens that is read, if that is all that there is to do.
         self._column = ""
         if (
