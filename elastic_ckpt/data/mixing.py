@@ -223,7 +223,7 @@ class _MixtureIterator(shard_steps.Elements):
 
     def renew(self) -> bool:
         """Uses the weights of now; see `renew` of the module."""
-        changed = list(map(_renew, self._opened.values()))
+        changed = list(map(renew, self._opened.values()))
         if self._weights == self._now and not any(changed):
             return False
         self._use(self._now, frozenset())
@@ -302,26 +302,23 @@ class _MixtureIterator(shard_steps.Elements):
         return opened
 
 
-def renew(dataset: Any, iterator: grain.DatasetIterator) -> bool:
+def renew(iterator: Any) -> bool:
     """Has the mixtures of a pipeline use their present weights from here on.
 
     A state keeps the weights by which its elements were chosen. Who holds no elements,
     or reads them again by an earlier state, calls this.
 
     Args:
-      dataset: of the iterator.
-      iterator: of the pipeline.
+      iterator: of the pipeline, or of any part of it.
 
     Returns:
       Whether any weights differ from those before.
-
-    Raises:
-      DataError: if they do, and a step of the pipeline may hold elements.
     """
-    changed = _renew(iterator)
-    if changed:
-        _refuse(_holding(dataset))
-    return changed
+    own = getattr(iterator, "renew", None)
+    if own is not None:
+        return own()
+    changed = list(map(renew, getattr(iterator, "_parents", ())))
+    return any(changed)
 
 
 def check_weights_of(dataset: Any, state: Any) -> None:
@@ -340,33 +337,21 @@ def check_weights_of(dataset: Any, state: Any) -> None:
     }
     for name, of_name in states_by_name(state):
         if _WEIGHTS in of_name and of_name[_WEIGHTS] != now.get(name):
-            _refuse(holding)
-
-
-def _refuse(holding: Any) -> None:
-    if holding is not None:
-        raise errors.DataError(
-            f"the weights of a mixture have changed, and {shard_steps.shown(holding)}"
-            " after it may hold some of its elements; use the weights of before, or"
-            " shuffle each dataset before they are mixed, or pack by ec.data.lm.Rows"
-        )
-
-
-def _renew(iterator: Any) -> bool:
-    own = getattr(iterator, "renew", None)
-    if own is not None:
-        return own()
-    changed = list(map(_renew, getattr(iterator, "_parents", ())))
-    return any(changed)
+            raise errors.DataError(
+                "the weights of a mixture have changed, and"
+                f" {shard_steps.shown(holding)} after it may hold some of its elements;"
+                " use the weights of before, or shuffle each dataset before they are"
+                " mixed, or pack by ec.data.lm.Rows"
+            )
 
 
 def _holding(dataset: Any) -> Any:
     # The first step that may hold elements of a mixture, and does not read them again
-    # by itself; None if there is none.
-    if getattr(dataset, "renews", False) or not names(dataset):
+    # by their weights; None if there is none.
+    if not names(dataset):
         return None
-    is_transparent = isinstance(dataset, Mixture) or shard_steps.holds_nothing(dataset)
-    if not is_transparent:
+    renews = isinstance(dataset, Mixture) or getattr(dataset, "renews", False)
+    if not renews and not shard_steps.holds_nothing(dataset):
         return dataset
     below = map(_holding, shard_steps.parents(dataset))
     return next((each for each in below if each is not None), None)

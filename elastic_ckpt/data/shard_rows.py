@@ -271,7 +271,7 @@ def iterator(made: grain.IterDataset, cursor: Any, row: int) -> grain.DatasetIte
             " records each time, so give its random functions a seed, and load all"
             " parts of a state from one step"
         )
-    mixing.renew(made, opened)
+    mixing.renew(opened)
     return opened
 
 

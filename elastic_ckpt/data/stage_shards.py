@@ -172,8 +172,7 @@ class _StagedRowsIterator(grain.DatasetIterator):
             self._made, self._stage = self._own, self._staged.stage
             begin = rows.begin_from({cursors.HELD: held, _TAKEN: 0})
             self._own.set_state(begin)
-        (parent,) = shard_steps.parents(self._dataset)
-        return mixing.renew(parent, self._own)
+        return mixing.renew(self._own)
 
 
 def oldest(of_stage: Any) -> Any:

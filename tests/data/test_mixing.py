@@ -113,7 +113,7 @@ def test_however_weights_and_datasets_change_each_goes_on_where_it_was(stages, s
         elements = iter(mixing.Mixture(parts(*weights), weights, shard=shard))
         if state:
             elements.set_state(state)
-            mixing.renew(None, elements)
+            mixing.renew(elements)
         now = take(elements, count)
         assert set(names(now)) <= {name for name, w in weights.items() if w}
         actual += now

@@ -205,8 +205,8 @@ class RowsIterator(grain.DatasetIterator[Row]):
     """
 
     def __init__(self, rows: Rows) -> None:
-        (self._below,) = shard_steps.parents(rows)
-        self.documents = iter(self._below)
+        (parent,) = shard_steps.parents(rows)
+        self.documents = iter(parent)
         super().__init__(self.documents)
         self.of = rows
         self._is_cut = rows.packing == CONCAT_THEN_SPLIT
@@ -438,7 +438,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
         return is_array and tokens.dtype in self._dtypes
 
     def _read_chapter(self) -> None:
-        if mixing.renew(self._below, self.documents):
+        if mixing.renew(self.documents):
             self._reads_on = False
         first = _FIRST_GROUP << min(self._number, 8)
         group = max(self.of.window, min(first, _GROUP))
