@@ -137,9 +137,11 @@ class _MultimodalIterator(lm_rows.RowsIterator):
         self._modalities = of.modalities
         super().__init__(of)
 
-    def checked(self, documents: list[Any]) -> list[Any]:
+    def hold(self, documents: list[Any]) -> lm_rows.Held:
         """See `RowsIterator`."""
-        return list(map(self._checked, documents))
+        whole = list(map(self._checked, documents))
+        held = super().hold([document.tokens for document in whole])
+        return held._replace(documents=whole)
 
     def _checked(self, document: Any) -> _Document:
         if isinstance(document, _Document):
@@ -173,18 +175,19 @@ class _MultimodalIterator(lm_rows.RowsIterator):
         # The last token is an input, too, whose target counts for nothing.
         return _Document(np.append(tokens, np.int32(~token_numbers.PAD)), media)
 
-    def tokens(self, document: _Document) -> np.ndarray:
-        """See `RowsIterator`."""
-        return document.tokens
-
-    def cut(self, document: _Document, first: int, stop: int | None) -> _Document:
+    def cut(self, held: lm_rows.Held, first: int, stop: int) -> _Document:
         """See `RowsIterator`; documents are whole."""
-        del first, stop
-        return document
+        del stop
+        (number,) = _numbers(held, [first])
+        return held.documents[number]
 
-    def costs(self, document: _Document) -> tuple[int, ...]:
+    def costs(self, held: lm_rows.Held, at: np.ndarray) -> list[tuple[int, ...]]:
         """See `RowsIterator`."""
-        return (*super().costs(document), *map(len, document.media.values()))
+        more = [held.documents[n].media.values() for n in _numbers(held, at)]
+        return [
+            (*cost, *map(len, media))
+            for cost, media in zip(super().costs(held, at), more, strict=True)
+        ]
 
     def limits(self) -> tuple[int, ...]:
         """See `RowsIterator`."""
@@ -200,15 +203,17 @@ class _MultimodalIterator(lm_rows.RowsIterator):
             segments, starts, lengths = np.zeros((3, *shape), np.int32)
             for of_row, row in enumerate(rows):
                 number = begin = 0
-                documents, pieces = (row.documents, row.pieces) if row else ([], [])
-                for segment, (place, _, size) in enumerate(pieces, 1):
-                    for start, medium in documents[place].media[name]:
+                held, pieces = row or lm_rows.NONE
+                numbers = _numbers(held, [at for at, _ in pieces])
+                for segment, place in enumerate(numbers, 1):
+                    document = held.documents[place]
+                    for start, medium in document.media[name]:
                         at = of_row, number
                         decoded[at] = _decoded(name, modality, medium.data)
                         segments[at], starts[at] = segment, begin + start
                         lengths[at] = medium.num_tokens
                         number += 1
-                    begin += size
+                    begin += len(document.tokens) - 1
             more |= {
                 name: decoded,
                 f"{name}_segmentation": segments,
@@ -216,6 +221,11 @@ class _MultimodalIterator(lm_rows.RowsIterator):
                 f"{name}_length": lengths,
             }
         return more
+
+
+def _numbers(held: lm_rows.Held, at: Sequence[int] | np.ndarray) -> list[int]:
+    # The documents with these first tokens; empty ones come before.
+    return (np.searchsorted(held.starts, at, side="right") - 1).tolist()
 
 
 def _check(part: Encoded, modalities: Mapping[str, Modality]) -> None:

@@ -9,8 +9,9 @@ go on, they are read again.
 from __future__ import annotations
 
 import bisect
+import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import grain
@@ -43,26 +44,52 @@ _MOST_ROWS, _LEAST_ROWS = 32, 4
 _CHAPTER_TOKENS = 2**17
 # The documents that are read together, and those of the first chapter.
 _GROUP, _FIRST_GROUP = 128, 8
+# More inputs than a document has.
+_ENDLESS = 2**62
 
 Row = dict[str, np.ndarray]
 # An array of tokens, or a dict with `tokens` and further features.
 Document = Any
-# Inputs of a document: its number in the chapter, the first of them, and how many.
-Piece = tuple[int, int, int]
+# Inputs of a document: the index of the first in its chapter, and how many.
+Piece = tuple[int, int]
+
+
+class Held(NamedTuple):
+    """Documents, one after the other.
+
+    Attributes:
+      arrays: `tokens` and further features of all of them, `[tokens, ...]`.
+      lengths: the tokens of each, int64 `[documents]`.
+      documents: as they were read, if rows need more of them than arrays.
+    """
+
+    arrays: dict[str, np.ndarray]
+    lengths: np.ndarray
+    documents: list[Document]
+
+    @property
+    def starts(self) -> np.ndarray:
+        """The index of the first token of each."""
+        return np.cumsum(self.lengths) - self.lengths
+
+
+_NOTHING = Held({"tokens": np.empty(0, np.int32)}, np.empty(0, np.int64), [])
 
 
 class Unmade(NamedTuple):
     """A row before its arrays are made.
 
     Attributes:
-      tokens: of each document of the chapter.
-      documents: the same with further features.
+      held: the documents of the chapter.
       pieces: what the row has of them.
     """
 
-    tokens: list[np.ndarray]
-    documents: list[Document]
+    held: Held
     pieces: list[Piece]
+
+
+# In the place of a row of zeros.
+NONE = Unmade(_NOTHING, [])
 
 
 class Rows(shard_steps.Step[Row]):
@@ -182,16 +209,12 @@ class _Group(NamedTuple):
     Attributes:
       place: the state from which they were read.
       reads_on: whether that is where the group before ended.
-      documents: as they are held.
-      tokens: of each, int32, uint16 or the `dtype` of the rows.
-      sizes: the inputs of each; less than 1 if there are none.
+      held: the documents.
     """
 
     place: Any
     reads_on: bool
-    documents: list[Document]
-    tokens: list[np.ndarray]
-    sizes: list[int]
+    held: Held
 
 
 class RowsIterator(grain.DatasetIterator[Row]):
@@ -210,9 +233,6 @@ class RowsIterator(grain.DatasetIterator[Row]):
         super().__init__(self.documents)
         self.of = rows
         self._is_cut = rows.packing == CONCAT_THEN_SPLIT
-        self._most_tokens = rows.length + 1 if rows.truncate else 2**62
-        self._counted = np.arange(rows.length + 1, dtype=np.int32)
-        self._dtypes = {np.dtype(each) for each in (np.int32, np.uint16, rows.dtype)}
         self._hold(skip=0, used=0, chapter=0)
 
     def _hold(self, *, skip: int, used: int, chapter: int) -> None:
@@ -221,8 +241,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
         self._skip, self._used, self._number = skip, used, chapter
         # The chapter: its state, documents, and rows.
         self._begin: dict[str, Any] = {}
-        self._held: list[Document] = []
-        self._tokens: list[np.ndarray] = []
+        self._held = _NOTHING
         self._rows: list[list[Piece]] = []
         self._next = 0
 
@@ -235,28 +254,37 @@ class RowsIterator(grain.DatasetIterator[Row]):
         while self._next == len(self._rows):
             self._read_chapter()
         self._next += 1
-        return Unmade(self._tokens, self._held, self._rows[self._next - 1])
+        return Unmade(self._held, self._rows[self._next - 1])
 
     def made(self, rows: Sequence[Unmade | None]) -> Row:
         """Several rows, as features `[rows, length, ...]`; None is a row of zeros."""
-        length = self.of.length
-        inputs, targets = np.empty((2, len(rows), length), self.of.dtype)
-        segments, positions = np.empty((2, len(rows), length), np.int32)
-        zeros, counted = np.zeros(length, np.uint16), self._counted
-        some: list[list[np.ndarray]] = [[], [], [], []]
+        shape = len(rows), self.of.length
+        inputs, targets = np.empty((2, *shape), self.of.dtype)
+        padding = np.zeros(self.of.length, np.uint16)
+        some_inputs: list[np.ndarray] = []
+        some_targets: list[np.ndarray] = []
+        sizes: list[int] = []
+        numbers: list[int] = []
         for row in rows:
-            tokens, pieces = (row.tokens, row.pieces) if row else ([], [])
-            sizes = [size for _, _, size in pieces]
-            some[0] += [tokens[n][a : a + size] for n, a, size in pieces]
-            some[1] += [tokens[n][a + 1 : a + 1 + size] for n, a, size in pieces]
-            some[2] += [counted[:size] for size in sizes]
-            some[3].append(np.repeat(counted[1 : len(sizes) + 1], sizes))
-            padding = zeros[: length - sum(sizes)]
-            for each in some if len(padding) else ():
-                each.append(padding)
-        arrays = (inputs, targets, positions, segments)
-        for each, out in zip(some, arrays, strict=True):
-            np.concatenate(each, out=out.reshape(-1))
+            held, pieces = row or NONE
+            tokens, free = held.arrays["tokens"], self.of.length
+            for at, size in pieces:
+                some_inputs.append(tokens[at : at + size])
+                some_targets.append(tokens[at + 1 : at + size + 1])
+                sizes.append(size)
+                free -= size
+            for each in (some_inputs, some_targets):
+                each.append(padding[:free])
+            sizes.append(free)
+            numbers += [*range(1, len(pieces) + 1), 0]
+        np.concatenate(some_inputs, out=inputs.reshape(-1))
+        np.concatenate(some_targets, out=targets.reshape(-1))
+        ends = np.cumsum(sizes, dtype=np.int32)
+        segments = np.repeat(np.array(numbers, np.int32), sizes)
+        positions = np.arange(len(segments), dtype=np.int32)
+        positions -= np.repeat(ends - sizes, sizes)
+        positions *= segments > 0
+        segments, positions = segments.reshape(shape), positions.reshape(shape)
         made = {
             "inputs": inputs,
             "targets": targets,
@@ -276,7 +304,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
     def get_state(self) -> dict[str, Any]:
         """See `grain.DatasetIterator`."""
         if self._next == len(self._rows):
-            return self._state(ended=False)
+            return self._state(self._all_held(), ended=False)
         return {**self._begin, "row": self._next}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -286,7 +314,8 @@ class RowsIterator(grain.DatasetIterator[Row]):
             self.documents.set_state(place)
             self._reads_on = False
             self._read(num_documents)
-        if self.of.dtype == np.int32 and self._digest() != state.get("digest", ""):
+        digest = self._digest(self._all_held())
+        if self.of.dtype == np.int32 and digest != state.get("digest", ""):
             raise errors.DataError(
                 f"logical shard {self.of.shard}: the documents that rows of the saved"
                 " state are made of are others now; make_shard has to make the same of"
@@ -309,54 +338,46 @@ class RowsIterator(grain.DatasetIterator[Row]):
     def rest(self) -> list[Document]:
         """The documents, or parts of some, that were read and are in no row yet."""
         left = [
-            self.cut(self._held[number], first, first + size + 1)
+            self.cut(self._held, at, at + size + 1)
             for row in self._rows[self._next :]
-            for number, first, size in row
+            for at, size in row
         ]
-        after = [each for group in self._groups for each in group.documents]
-        after = after[self._skip :]
-        if self._used:
-            after[0] = self.cut(after[0], self._used, None)
-        return left + after
+        after = self._all_held()
+        starts = after.starts
+        ends = starts + after.lengths
+        starts[:1] += self._used
+        places = zip(starts.tolist(), ends.tolist(), strict=True)
+        return left + [
+            self.cut(after, *place) for place in places if place[1] - place[0] > 1
+        ]
 
-    def checked(self, documents: list[Document]) -> list[Document]:
+    def hold(self, documents: list[Document]) -> Held:
         """Documents as they are held.
 
         Raises:
           DataError: if one is not as described.
         """
-        expected = ("tokens", *self.of.features)
-        for document in documents if self.of.features else ():
-            if not isinstance(document, dict) or document.keys() != {*expected}:
-                is_dict = isinstance(document, dict)
-                found = sorted(document) if is_dict else type(document)
-                raise errors.DataError(
-                    f"a document to pack has {found}; Rows expects a dict of"
-                    f" {', '.join(expected)}: name further features in its features=,"
-                    " or leave them out before"
-                )
-            lengths = {name: len(values) for name, values in document.items()}
-            if len({*lengths.values()}) > 1:
-                raise errors.DataError(
-                    f"a document to pack has features of several lengths, {lengths};"
-                    " give each a value for each token"
-                )
-        return documents
+        lists = {"tokens": documents}
+        if self.of.features:
+            lists = {name: [] for name in ("tokens", *self.of.features)}
+            for document in documents:
+                _check_features(document, lists)
+                for name, of_name in lists.items():
+                    of_name.append(document[name])
+        tokens = lists.pop("tokens")
+        arrays = {"tokens": _flat(tokens, self.of.dtype)}
+        arrays |= {name: np.concatenate(each) for name, each in lists.items()}
+        return Held(arrays, np.array(list(map(len, tokens)), np.int64), [])
 
-    def tokens(self, document: Document) -> Any:
-        """The tokens of a document."""
-        return document["tokens"] if self.of.features else document
+    def cut(self, held: Held, first: int, stop: int) -> Document:
+        """The document of some tokens that are held, with their features."""
+        some = {name: values[first:stop] for name, values in held.arrays.items()}
+        return some if self.of.features else some["tokens"]
 
-    def cut(self, document: Document, first: int, stop: int | None) -> Document:
-        """Some tokens of a document, with their features."""
-        if not self.of.features:
-            return document[first:stop]
-        return {name: values[first:stop] for name, values in document.items()}
-
-    def costs(self, document: Document) -> tuple[int, ...]:
-        """What a document takes of each of `limits`."""
-        del document
-        return (1,) if self.of.max_examples else ()
+    def costs(self, held: Held, at: np.ndarray) -> list[tuple[int, ...]]:
+        """What documents, or pieces of some, take of each of `limits`."""
+        del held
+        return [(1,) if self.of.max_examples else ()] * len(at)
 
     def limits(self) -> tuple[int, ...]:
         """What the documents of a row may take, beside its tokens."""
@@ -366,28 +387,24 @@ class RowsIterator(grain.DatasetIterator[Row]):
         """The further features of some rows."""
         more: Row = {}
         for name in self.of.features:
-            values = [
-                [row.documents[n][name][a : a + size] for n, a, size in row.pieces]
-                if row
-                else []
-                for row in rows
-            ]
-            like = next(each for row in values for each in row)
-            shape = (len(rows), self.of.length, *like.shape[1:])
-            more[name] = np.zeros(shape, like.dtype)
-            for out, row in zip(more[name], values, strict=True):
+            like = next(row for row in rows if row).held.arrays[name]
+            more[name] = np.zeros(
+                (len(rows), self.of.length, *like.shape[1:]), like.dtype
+            )
+            for out, row in zip(more[name], rows, strict=True):
                 if row:
-                    joined = np.concatenate(row)
-                    out[: len(joined)] = joined
+                    values = row.held.arrays[name]
+                    joined = [values[at : at + size] for at, size in row.pieces]
+                    np.concatenate(joined, out=out[: sum(map(len, joined))])
         return more
 
-    def _state(self, *, ended: bool) -> dict[str, Any]:
+    def _state(self, held: Held, *, ended: bool) -> dict[str, Any]:
         places: list[list[Any]] = []
         for group in self._groups:
             if places and group.reads_on:
-                places[-1][1] += len(group.documents)
+                places[-1][1] += len(group.held.lengths)
             else:
-                places.append([group.place, len(group.documents)])
+                places.append([group.place, len(group.held.lengths)])
         return {
             cursors.FROM: places or [[self.documents.get_state(), 0]],
             "skip": self._skip,
@@ -395,23 +412,38 @@ class RowsIterator(grain.DatasetIterator[Row]):
             "chapter": self._number,
             "ended": ended,
             "row": 0,
-            "digest": self._digest(),
+            "digest": self._digest(held),
         }
 
-    def _digest(self) -> str:
-        # Of the tokens of all documents that are held and not used up.
-        held = [each for group in self._groups for each in group.tokens][self._skip :]
-        if not held or self.of.dtype != np.int32:
+    def _digest(self, held: Held) -> str:
+        # Of the tokens of documents.
+        if not len(held.lengths) or self.of.dtype != np.int32:
             return ""
-        sizes = np.array(list(map(len, held)), np.int32)
-        return xxhash.xxh3_64_hexdigest(np.concatenate([sizes, *held]).data)
+        tokens = held.arrays["tokens"].astype(np.int32, copy=False)
+        digest = xxhash.xxh3_64(held.lengths.data)
+        digest.update(tokens.data)
+        return digest.hexdigest()
+
+    def _all_held(self) -> Held:
+        # The documents that are held and not used up.
+        groups, skip = [group.held for group in self._groups], self._skip
+        if not groups:
+            return _NOTHING
+        lengths = np.concatenate([each.lengths for each in groups])
+        begin = int(lengths[:skip].sum())
+        arrays = {
+            name: np.concatenate([each.arrays[name] for each in groups])[begin:]
+            for name in groups[0].arrays
+        }
+        documents = [each for group in groups for each in group.documents]
+        return Held(arrays, lengths[skip:], documents[skip:])
 
     def _read(self, num_documents: int) -> int:
         # Reads documents, and returns the number of their inputs; 0 at the end.
         place = self.documents.get_state()
         try:
-            some = self.checked(shard_steps.take(self.documents, num_documents))
-            tokens = self._tokens_of(some)
+            some = shard_steps.take(self.documents, num_documents)
+            held = self.hold(some) if some else _NOTHING
         except Exception:
             # Those before the error are read again, if it is asked again.
             self.documents.set_state(place)
@@ -419,23 +451,14 @@ class RowsIterator(grain.DatasetIterator[Row]):
             raise
         if not some:
             return 0
-        most = self._most_tokens
-        sizes = [min(len(each), most) - 1 for each in tokens]
-        self._groups.append(_Group(place, self._reads_on, some, tokens, sizes))
+        self._groups.append(_Group(place, self._reads_on, held))
         self._reads_on = True
-        return max(sum(sizes), 1)
+        return max(int(self._sizes(held).sum()), 1)
 
-    def _tokens_of(self, documents: list[Document]) -> list[np.ndarray]:
-        tokens = documents
-        if {*map(type, documents)} != {np.ndarray}:
-            tokens = [self.tokens(each) for each in documents]
-        if all(map(self._is_plain, tokens)):
-            return tokens
-        return [_narrowed(each) for each in tokens]
-
-    def _is_plain(self, tokens: Any) -> bool:
-        is_array = type(tokens) is np.ndarray and tokens.ndim == 1
-        return is_array and tokens.dtype in self._dtypes
+    def _sizes(self, held: Held) -> np.ndarray:
+        # The inputs of documents.
+        most = self.of.length if self.of.truncate else _ENDLESS
+        return np.clip(held.lengths - 1, 0, most)
 
     def _read_chapter(self) -> None:
         if mixing.renew(self.documents):
@@ -444,8 +467,8 @@ class RowsIterator(grain.DatasetIterator[Row]):
         group = max(self.of.window, min(first, _GROUP))
         num_rows = min(max(_CHAPTER_TOKENS // self.of.length, _LEAST_ROWS), _MOST_ROWS)
         num_rows = min(num_rows, _LEAST_ROWS << min(self._number, 8))
-        held = [size for each in self._groups for size in each.sizes][self._skip :]
-        missing = num_rows * self.of.length + self._used - sum(held)
+        sizes = self._sizes(self._all_held())
+        missing = num_rows * self.of.length + self._used - int(sizes.sum())
         ended = False
         while missing > 0 and not ended:
             num_inputs = self._read(group)
@@ -456,87 +479,100 @@ class RowsIterator(grain.DatasetIterator[Row]):
             raise StopIteration
 
     def _make_rows(self, *, ended: bool) -> None:
-        self._begin = self._state(ended=ended)
-        groups, skip = self._groups, self._skip
-        self._tokens = [each for group in groups for each in group.tokens][skip:]
-        self._held = self._tokens
-        if any(group.documents is not group.tokens for group in groups):
-            self._held = [each for group in groups for each in group.documents][skip:]
-        sizes = [each for group in groups for each in group.sizes][skip:]
-        pieces, used = self._pieces(sizes), (len(sizes), 0)
+        length = self.of.length
+        held = self._held = self._all_held()
+        self._begin = self._state(held, ended=ended)
+        at, sizes = held.starts, self._sizes(held)
+        at[:1] += self._used
+        sizes[:1] -= self._used
+        num_whole = len(sizes)
         if self._is_cut and not ended:
-            pieces, used = _full(pieces, self.of.length, used)
+            # What fills no row is left for the next chapter.
+            ends = np.cumsum(sizes)
+            kept = int(ends[-1]) // length * length
+            num_whole = int(np.searchsorted(ends, kept, side="right"))
+            sizes = np.diff(np.minimum(ends, kept), prepend=0)
+        used = int(sizes[num_whole:].sum()) + (0 if num_whole else self._used)
+        at, sizes = _split(at, sizes, _ENDLESS if self._is_cut else length)
         if self.of.window:
             generator = np.random.default_rng([*self.of.key, self._number])
-            order = generator.permutation(len(pieces)).tolist()
-            pieces = [pieces[number] for number in order]
+            order = generator.permutation(len(at))
+            at, sizes = at[order], sizes[order]
         if self._is_cut:
-            self._rows = _concatenated(pieces, self.of.length)
+            self._rows = _concatenated(at, sizes, length)
         elif self.of.packing:
             self._rows = fitted(
-                pieces,
-                [self.costs(self._held[number]) for number, _, _ in pieces],
+                _pieces(at, sizes),
+                self.costs(held, at),
                 self.limits(),
-                length=self.of.length,
+                length=length,
                 is_best=self.of.packing == BEST_FIT,
             )
         else:
-            self._rows = [[piece] for piece in pieces]
+            self._rows = [[piece] for piece in _pieces(at, sizes)]
         self._next = 0
         self._number += 1
-        self._skip, self._used = skip + used[0], used[1]
-        while groups and self._skip >= len(groups[0].documents):
-            self._skip -= len(groups.pop(0).documents)
-
-    def _pieces(self, sizes: list[int]) -> list[Piece]:
-        pieces, longest = [], 2**62 if self._is_cut else self.of.length
-        first = self._used
-        for number, size in enumerate(sizes):
-            if size - first > longest:
-                begins = range(first, size, longest)
-                pieces += [(number, n, min(longest, size - n)) for n in begins]
-            elif size > first:
-                pieces.append((number, first, size - first))
-            first = 0
-        return pieces
+        self._skip, self._used = self._skip + num_whole, used
+        groups = self._groups
+        while groups and self._skip >= len(groups[0].held.lengths):
+            self._skip -= len(groups.pop(0).held.lengths)
 
 
-def _narrowed(tokens: Any) -> np.ndarray:
-    is_array = isinstance(tokens, np.ndarray) and tokens.ndim == 1
-    if is_array and np.issubdtype(tokens.dtype, np.integer):
-        return token_numbers.narrowed(tokens, place="a document to pack")
+def _check_features(document: Any, names: Collection[str]) -> None:
+    if not isinstance(document, dict) or document.keys() != {*names}:
+        found = sorted(document) if isinstance(document, dict) else type(document)
+        raise errors.DataError(
+            f"a document to pack has {found}; Rows expects a dict of"
+            f" {', '.join(names)}: name further features in its features=, or leave"
+            " them out before"
+        )
+    lengths = {name: len(values) for name, values in document.items()}
+    if len({*lengths.values()}) > 1:
+        raise errors.DataError(
+            f"a document to pack has features of several lengths, {lengths}; give each"
+            " a value for each token"
+        )
+
+
+def _flat(tokens: list[Any], dtype: Any) -> np.ndarray:
+    # The tokens of all documents, one after the other.
+    kinds = {*map(type, tokens)}
+    others = [kind for kind in kinds if not issubclass(kind, np.ndarray)]
+    if not others and {each.ndim for each in tokens} == {1}:
+        flat = np.concatenate(tokens)
+        if flat.dtype in (np.int32, np.uint16, dtype):
+            return flat
+        if np.issubdtype(flat.dtype, np.integer):
+            return token_numbers.narrowed(flat, place="a document to pack")
     raise errors.DataError(
-        f"a document to pack is a {type(tokens).__name__}; Rows takes arrays of"
+        f"a document to pack is a {[*others, *kinds][0].__name__}; Rows takes arrays of"
         " integers, [tokens]"
     )
 
 
-def _full(
-    pieces: list[Piece], length: int, used: tuple[int, int]
-) -> tuple[list[Piece], tuple[int, int]]:
-    # The pieces that fill rows; and the documents, and inputs of the next, in them.
-    rest = sum(size for _, _, size in pieces) % length
-    while rest:
-        number, first, size = pieces.pop()
-        some = min(size, rest)
-        if some < size:
-            pieces.append((number, first, size - some))
-        used, rest = (number, first + size - some), rest - some
-    return pieces, used
+def _split(
+    at: np.ndarray, sizes: np.ndarray, longest: int
+) -> tuple[np.ndarray, np.ndarray]:
+    # Pieces of at most so many inputs of documents; none of those without any.
+    counts = -(-sizes // longest)
+    of = np.repeat(np.arange(len(sizes)), counts)
+    first = (np.arange(len(of)) - (np.cumsum(counts) - counts)[of]) * longest
+    return at[of] + first, np.minimum(sizes[of] - first, longest)
 
 
-def _concatenated(pieces: list[Piece], length: int) -> list[list[Piece]]:
-    rows: list[list[Piece]] = []
-    free = 0
-    for number, first, size in pieces:
-        while size:
-            if not free:
-                rows.append([])
-                free = length
-            some = min(size, free)
-            rows[-1].append((number, first, some))
-            first, size, free = first + some, size - some, free - some
-    return rows
+def _pieces(at: np.ndarray, sizes: np.ndarray) -> list[Piece]:
+    return list(zip(at.tolist(), sizes.tolist(), strict=True))
+
+
+def _concatenated(at: np.ndarray, sizes: np.ndarray, length: int) -> list[list[Piece]]:
+    # Pieces end where rows and documents do.
+    ends = np.cumsum(sizes)
+    begins, rows = ends - sizes, np.arange(0, sizes.sum(), length)
+    cuts = np.union1d(begins, rows)
+    of = np.searchsorted(begins, cuts, side="right") - 1
+    pieces = _pieces(at[of] + cuts - begins[of], np.diff(cuts, append=ends[-1:]))
+    bounds = [*np.searchsorted(cuts, rows).tolist(), len(cuts)]
+    return [pieces[begin:end] for begin, end in itertools.pairwise(bounds)]
 
 
 def fitted(
@@ -561,7 +597,7 @@ def fitted(
     # The room and the number of each row that has some; by room if `is_best`.
     free: list[tuple[int, int]] = []
     for piece, cost in zip(pieces, costs, strict=True):
-        size = piece[2]
+        size = piece[1]
         begin = bisect.bisect_left(free, (size, -1)) if is_best else 0
         for at in range(begin, len(free)):
             room, row = free[at]

@@ -130,10 +130,10 @@ def test_a_piece_goes_into_the_first_row_with_room_or_the_fullest():
 
 @pytest.mark.parametrize("is_best", [False, True])
 def test_each_limit_of_a_row_is_kept(is_best):
-    pieces = [(number, 0, 1) for number in range(4)]
+    pieces = [(number, 1) for number in range(4)]
     costs = [(1, 2), (1, 2), (1, 0), (1, 0)]
     made = rows.fitted(pieces, costs, (3, 3), length=9, is_best=is_best)
-    assert [[number for number, _, _ in row] for row in made] == [[0, 2, 3], [1]]
+    assert [[number for number, _ in row] for row in made] == [[0, 2, 3], [1]]
 
 
 def test_rows_are_as_full_as_they_should_be():
