@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import cloudpickle
 import grain
+import numpy as np
 
 from elastic_ckpt.core import errors, storage
 
@@ -70,11 +71,12 @@ class Elements(grain.DatasetIterator[T]):
         """The next elements, however they are taken.
 
         Fewer are returned at the end, and before an error, which the next call raises.
+        Arrays may be views of larger ones: who keeps them copies them.
         """
 
-    def __next__(self) -> T:
+    def __next__(self) -> Any:
         for element in self.take(1):
-            return element
+            return element.copy() if isinstance(element, np.ndarray) else element
         raise StopIteration
 
 

@@ -259,26 +259,20 @@ class RowsIterator(grain.DatasetIterator[Row]):
     def made(self, rows: Sequence[Unmade | None]) -> Row:
         """Several rows, as features `[rows, length, ...]`; None is a row of zeros."""
         shape = len(rows), self.of.length
-        inputs, targets = np.empty((2, *shape), self.of.dtype)
-        padding = np.zeros(self.of.length, np.uint16)
-        some_inputs: list[np.ndarray] = []
-        some_targets: list[np.ndarray] = []
+        inputs, targets = np.zeros((2, *shape), self.of.dtype)
         sizes: list[int] = []
         numbers: list[int] = []
-        for row in rows:
+        for number, row in enumerate(rows):
             held, pieces = row or NONE
-            tokens, free = held.arrays["tokens"], self.of.length
-            for at, size in pieces:
-                some_inputs.append(tokens[at : at + size])
-                some_targets.append(tokens[at + 1 : at + size + 1])
-                sizes.append(size)
-                free -= size
-            for each in (some_inputs, some_targets):
-                each.append(padding[:free])
-            sizes.append(free)
+            of_row = [size for _, size in pieces]
+            sizes += [*of_row, self.of.length - sum(of_row)]
             numbers += [*range(1, len(pieces) + 1), 0]
-        np.concatenate(some_inputs, out=inputs.reshape(-1))
-        np.concatenate(some_targets, out=targets.reshape(-1))
+            # Bytes are joined twice as fast as arrays are concatenated.
+            tokens = held.arrays["tokens"]
+            for first, out in enumerate((inputs[number], targets[number])):
+                some = tokens[first:].data
+                joined = b"".join([some[at : at + size] for at, size in pieces])
+                out[: sum(of_row)] = np.frombuffer(joined, tokens.dtype)
         ends = np.cumsum(sizes, dtype=np.int32)
         segments = np.repeat(np.array(numbers, np.int32), sizes)
         positions = np.arange(len(segments), dtype=np.int32)

@@ -72,7 +72,7 @@ class Columns(source.Block):
         """See `Block`."""
         lists = self._columns.get(column)
         if isinstance(lists, _Numbers) and lists.held.dtype in _TOKEN_TYPES:
-            return lists.copied(rows)
+            return lists.views(rows)
         return super().tokens(column, rows)
 
 
@@ -86,26 +86,24 @@ class _Numbers:
         self.held = (
             held if is_mapped and held.dtype in _TOKEN_TYPES else _narrowed(held)
         )
-        self._begins, self._ends = offsets[:-1] - offsets[0], offsets[1:] - offsets[0]
+        begins, ends = offsets[:-1] - offsets[0], offsets[1:] - offsets[0]
         self._missing = np.asarray(column.is_null())
-        self._ends[self._missing] = self._begins[self._missing]
+        ends[self._missing] = begins[self._missing]
+        # Their numbers are Python's, which slice twice as fast as NumPy's.
+        self._begins, self._ends = begins.data, ends.data
 
     @property
     def nbytes(self) -> int:
         return self.held.nbytes + 2 * self._begins.nbytes
 
-    def copied(self, rows: Sequence[int]) -> list[np.ndarray]:
-        # A view would keep the block in memory.
-        some = np.asarray(rows)
-        begins, ends = self._begins[some].tolist(), self._ends[some].tolist()
-        return [
-            self.held[begin:end].copy() for begin, end in zip(begins, ends, strict=True)
-        ]
+    def views(self, rows: Sequence[int]) -> list[np.ndarray]:
+        begins, ends = self._begins, self._ends
+        return [self.held[begins[row] : ends[row]] for row in rows]
 
     def values(self, rows: Sequence[int]) -> list[np.ndarray | None]:
         return [
-            None if self._missing[row] else each.astype(self._dtype, copy=False)
-            for row, each in zip(rows, self.copied(rows), strict=True)
+            None if self._missing[row] else each.astype(self._dtype)
+            for row, each in zip(rows, self.views(rows), strict=True)
         ]
 
 
