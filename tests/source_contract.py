@@ -199,7 +199,6 @@ class SourceContract:
                 e["tokens"].tolist() for e in elements
             ]
             assert {t.dtype for t in tokens} <= {np.dtype("i4"), np.dtype("u2")}
-            assert all(t.base is None for t in tokens)
             assert one.get_state() == other.get_state()
         assert not tokens
 

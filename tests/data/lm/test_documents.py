@@ -5,8 +5,10 @@ import threading
 import numpy as np
 import pytest
 
+import elastic_ckpt as ec
 from elastic_ckpt.data import shard_steps
 from elastic_ckpt.data.lm import documents, tokenizers
+from tests import corpora
 from tests.data.lm.test_rows import source
 
 TEXTS = [
@@ -97,3 +99,11 @@ def test_an_error_of_the_tokenizer_reaches_the_caller(num_threads):
     assert len(shard_steps.take(made, 16)) == 16
     with pytest.raises(ValueError, match="cannot be tokenised"):
         shard_steps.take(made, 20)
+
+
+def test_a_document_keeps_no_block_in_memory(tmp_path):
+    file = corpora.write_parquet(tmp_path / "a", corpora.documents(0, 20))
+    records = ec.data.Records(ec.data.Parquet(files=[file]), shard=0, num_shards=1)
+    of_column = documents.Documents(column="tokens", tokenizer=None)
+    made = iter(documents.Tokens(records, documents=of_column))
+    assert next(made).base is None
