@@ -38,12 +38,13 @@ FEATURES = (
 )
 
 # The rows that a chapter has at least: so many that rows are 97 % full, but about this
-# number of tokens where rows are long. The first chapters are short, for the first
-# batch waits for those of all shards.
+# number of tokens where rows are long.
 _MOST_ROWS, _LEAST_ROWS = 32, 4
 _CHAPTER_TOKENS = 2**17
-# The documents that are read together, and those of the first chapter.
-_GROUP, _FIRST_GROUP = 128, 8
+# The most documents that are read together, unless they are shuffled.
+_GROUP = 128
+# The chapter from which on all are equally long.
+_LATER = 8
 # More inputs than a document has.
 _ENDLESS = 2**62
 
@@ -457,10 +458,14 @@ class RowsIterator(grain.DatasetIterator[Row]):
     def _read_chapter(self) -> None:
         if mixing.renew(self.documents):
             self._reads_on = False
-        first = _FIRST_GROUP << min(self._number, 8)
-        group = max(self.of.window, min(first, _GROUP))
+        # The first batch waits for the first chapters of all shards. By the bits of its
+        # number a shard has one row or two in the first, two or four in the second, and
+        # so on: in each batch about as many shards as in any other begin a chapter.
+        level = min(self._number, _LATER)
+        wanted = (1 + (self.of.shard >> level & 1)) << level
+        group = max(self.of.window, min(4 * wanted, _GROUP))
         num_rows = min(max(_CHAPTER_TOKENS // self.of.length, _LEAST_ROWS), _MOST_ROWS)
-        num_rows = min(num_rows, _LEAST_ROWS << min(self._number, 8))
+        num_rows = min(num_rows, wanted)
         sizes = self._sizes(self._all_held())
         missing = num_rows * self.of.length + self._used - int(sizes.sum())
         ended = False

@@ -161,6 +161,20 @@ def test_windows_seeds_and_shards_have_orders_of_their_own():
     assert len(windows) == 8
 
 
+@pytest.mark.parametrize(("num_tokens", "at_most"), [(17, 2), (65, 6)])
+def test_shards_do_not_make_all_of_their_rows_in_the_same_batch(num_tokens, at_most):
+    num_shards, held = 32, source(documents([num_tokens] * 4000))
+    made = np.zeros(150, int)
+    for shard in range(num_shards):
+        of_shard, chapter = iter(rows.Rows(held, length=64, shard=shard)), 0
+        for batch in range(len(made)):
+            next(of_shard)
+            made[batch] += of_shard.chapter != chapter and len(of_shard._rows)
+            chapter = of_shard.chapter
+    assert made.sum() >= num_shards * len(made)
+    assert made.max() <= num_shards * at_most
+
+
 @settings(max_examples=25)
 @given(sizes=SIZES, chosen=SETTINGS)
 def test_the_state_before_every_row_can_be_resumed_from(sizes, chosen):
