@@ -462,7 +462,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
         # number a shard has one row or two in the first, two or four in the second, and
         # so on: in each batch about as many shards as in any other begin a chapter.
         level = min(self._number, _LATER)
-        wanted = (1 + (self.of.shard >> level & 1)) << level
+        wanted = (1 + (self.of.key[1] >> level & 1)) << level
         group = max(self.of.window, min(4 * wanted, _GROUP))
         num_rows = min(max(_CHAPTER_TOKENS // self.of.length, _LEAST_ROWS), _MOST_ROWS)
         num_rows = min(num_rows, wanted)
