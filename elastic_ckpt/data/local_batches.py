@@ -215,7 +215,7 @@ class LocalBatches:
                 " state_dict returned, or a list of what it returned on all ranks"
             )
         checked = [_checked(each, rank) for rank, each in enumerate(ranks)]
-        states = [_data_state(fields) for fields in checked]
+        states = [state.of_fields(fields) for fields in checked]
         first = states[0]
         for rank, each in enumerate(states):
             state.check_same_pipeline(each, self._course.data.engine, self._identity)
@@ -371,12 +371,3 @@ def _checked(saved: Any, rank: int) -> dict[str, Any]:
             f"the state of rank {rank} {problem}; load the result of get_state or"
             " state_dict of LocalBatches"
         ) from None
-
-
-def _data_state(fields: Mapping[str, Any]) -> state.DataState:
-    return state.DataState(
-        engine=fields["engine"],
-        position=fields["position"],
-        pipeline=fields["pipeline"],
-        progress=state.progress_of(fields),
-    )

@@ -89,15 +89,12 @@ class StagedData:
     def identity(self) -> dict[str, storage.Json]:
         """The settings of each stage that determine the order of examples."""
         settings = [stage.data.identity() for stage in self.stages]
-        shared: dict[str, storage.Json] = {state.NUM_SHARDS: self.num_shards}
         return {
-            **shared,
+            state.NUM_SHARDS: self.num_shards,
+            state.BEGINS: [stage.begin for stage in self.stages],
             state.STAGES: [
-                {
-                    state.BEGIN: stage.begin,
-                    **{key: each[key] for key in each if key not in shared},
-                }
-                for stage, each in zip(self.stages, settings, strict=True)
+                {key: value for key, value in each.items() if key != state.NUM_SHARDS}
+                for each in settings
             ],
         }
 

@@ -21,12 +21,14 @@ datasets may be new or gone. A name stands for the same dataset in the whole run
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import itertools
 import json
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from etils import epath
 
@@ -42,14 +44,12 @@ DATASETS = "datasets"
 NUM_EPOCH = "num_epoch"
 # The field with the steps of a pipeline, first to last.
 STEPS = "steps"
-# The field with the stages of a run, and that of a stage with its first step.
+# The fields with the stages of a run, and with the first step of each.
 STAGES = "stages"
-BEGIN = "begin"
+BEGINS = "begin_steps"
 # The field with the number of logical shards, of all stages.
 NUM_SHARDS = "num_logical_shards"
 
-# Fields that list files.
-_FILE_LISTS = ("files", "grain_train_files")
 _MAX_SHOWN = 5
 
 Pipeline = Mapping[str, Any]
@@ -96,32 +96,23 @@ class DataState:
     @property
     def pipeline_now(self) -> dict[str, storage.Json]:
         """The identity of the pipeline of the next batch, in the stage of its step."""
-        step = 0 if self.progress is None else self.progress.step or 0
+        step = self.progress.step if self.progress else None
         begins = begins_of(self.pipeline)
-        number = max(n for n, begin in enumerate(begins) if begin <= step)
+        number = bisect.bisect_right(begins, step or 0) - 1
+        stage = {"stage": {"number": number, BEGINS: begins}}
         now = stages_of(self.pipeline)[number]
-        if STAGES in self.pipeline:
-            now["stage"] = {"number": number, "begin_steps": list(begins)}
-        return now
-
-
-def to_bytes(state: DataState) -> bytes:
-    """The content of the state's file."""
-    fields: dict[str, storage.Json] = {
-        "engine": state.engine,
-        "position": state.position,
-        "pipeline": state.pipeline,
-    }
-    if state.left_out:
-        fields["left_out"] = [list(each) for each in state.left_out]
-    if state.progress is not None:
-        fields["progress"] = dict(vars(state.progress))
-    return checked_json.to_bytes(fields, version=VERSION)
+        return now | stage if BEGINS in self.pipeline else now
 
 
 def write(directory: epath.PathLike, state: DataState) -> None:
     """Writes `state` into `directory`, whole or not at all."""
-    storage.write_atomic(epath.Path(directory) / FILE_NAME, to_bytes(state))
+    fields = {
+        name: each for name, each in vars(state).items() if each not in ((), None)
+    }
+    if state.progress is not None:
+        fields["progress"] = vars(state.progress)
+    content = checked_json.to_bytes(fields, version=VERSION)
+    storage.write_atomic(epath.Path(directory) / FILE_NAME, content)
 
 
 def read(directory: epath.PathLike) -> DataState:
@@ -131,27 +122,26 @@ def read(directory: epath.PathLike) -> DataState:
       DataError: as in `checked_json.read`.
     """
     path = epath.Path(directory) / FILE_NAME
-    content = checked_json.read(path, what="data state", version=VERSION)
+    return of_fields(checked_json.read(path, what="data state", version=VERSION))
+
+
+def of_fields(fields: Mapping[str, Any]) -> DataState:
+    """The state with the fields of its file."""
+    progress = fields.get("progress")
     return DataState(
-        engine=content["engine"],
-        position=content["position"],
-        pipeline=content["pipeline"],
-        left_out=tuple((start, stop) for start, stop in content.get("left_out", ())),
-        progress=progress_of(content),
+        engine=fields["engine"],
+        position=fields["position"],
+        pipeline=fields["pipeline"],
+        left_out=tuple((start, stop) for start, stop in fields.get("left_out", ())),
+        progress=None if progress is None else Progress(**progress),
     )
 
 
-def progress_of(fields: Mapping[str, Any]) -> Progress | None:
-    """The progress in the fields of a state, if they have it."""
-    return Progress(**fields["progress"]) if "progress" in fields else None
-
-
-def row_of(position: cursors.Position) -> int:
+def row_of(position: Mapping[str, Any]) -> int:
     """The number of rows before a position."""
     if "batches" in position:
         return rows.num_rows(history_of(position))
     (row,) = position.values()
-    assert isinstance(row, int)
     return row
 
 
@@ -172,13 +162,10 @@ def check_same_pipeline(
 
     `pipeline_changes` defines which parts may differ.
     """
+    before, now = {"engine": saved.engine, **saved.pipeline}, pipeline
     # Without stages the run is in its first.
-    step, begun = None, 1
-    if saved.progress is not None:
-        step, begun = saved.progress.step, saved.progress.begun
-    changed = pipeline_changes(saved.pipeline, pipeline, step=step, begun=begun)
-    if saved.engine != engine:
-        changed.insert(0, f'engine: saved "{saved.engine}", now "{engine}"')
+    progress = saved.progress or Progress(step=None, begun=1)
+    changed = pipeline_changes(before, {"engine": engine, **now}, **vars(progress))
     check_unchanged(changed)
 
 
@@ -211,38 +198,30 @@ def pipeline_changes(
       step: of the saved state, if it says.
       begun: how many of its stages had begun.
     """
-    changed = []
     begins = begins_of(before)[:begun], begins_of(now)
+    changed = late_stages(begins[1], step=step or 0, begun=begun)
     if begins[0] != begins[1][:begun]:
-        changed.append(
+        changed = [
             f"{STAGES}: those that have begun did so at steps {begins[0]}, now"
             f" {begins[1][:begun]}"
-        )
-    elif step is not None:
-        changed += late_stages(begins[1], step=step, begun=begun)
+        ]
     stages = stages_of(before)[:begun], stages_of(now)
     for number, (old, new) in enumerate(zip(*stages, strict=False)):
         prefix = f"{STAGES}[{number}]." if STAGES in now else ""
-        changed += _changes(prefix, _own(old), _own(new))
-        changed += _other_datasets(prefix, old, new)
+        changed += _changes(prefix, old, new) + _other_datasets(prefix, old, new)
     return changed + dataset_changes(*stages)
 
 
 def stages_of(pipeline: Pipeline) -> list[dict[str, Any]]:
     """The descriptions of the stages of a run; without stages it has one."""
-    stages = pipeline.get(STAGES)
-    if stages is None:
-        return [dict(pipeline)]
-    shared = {key: value for key, value in pipeline.items() if key != STAGES}
-    return [
-        shared | {key: value for key, value in stage.items() if key != BEGIN}
-        for stage in stages
-    ]
+    apart = (STAGES, BEGINS)
+    shared = {key: value for key, value in pipeline.items() if key not in apart}
+    return [shared | stage for stage in pipeline.get(STAGES, [{}])]
 
 
 def begins_of(pipeline: Pipeline) -> list[int]:
     """The step at which each stage begins."""
-    return [stage[BEGIN] for stage in pipeline.get(STAGES, [{BEGIN: 0}])]
+    return pipeline.get(BEGINS, [0])
 
 
 def late_stages(begins: Sequence[int], *, step: int, begun: int) -> list[str]:
@@ -259,35 +238,32 @@ def dataset_changes(before: Iterable[Pipeline], now: Iterable[Pipeline]) -> list
     """The datasets that are others now than those of their names before.
 
     A dataset would continue at the place of another that has its name, and under
-    another name it would begin anew.
+    another name it would begin anew. All stages of a run have the same ones.
     """
-    known: dict[str, list[Any]] = collections.defaultdict(list)
-    for name, entry in itertools.chain.from_iterable(map(_datasets, before)):
-        known[name].append(entry)
-    entries = dict(itertools.chain.from_iterable(map(_datasets, now)))
+    old, new = (
+        dict(itertools.chain.from_iterable(map(_datasets, each)))
+        for each in (before, now)
+    )
     changes = {
-        name: [
-            _changes(f"{DATASETS}.{name}.", _own(old), _own(entry))
-            for old in known[name]
-        ]
-        for name, entry in entries.items()
-        if name in known
+        name: _changes(f"{DATASETS}.{name}.", old[name], new[name])
+        for name in new.keys() & old.keys()
     }
-    others = sorted(name for name in known if all(changes.get(name, ())))
+    # Names that no dataset continues.
+    free = [name for name in old if changes.get(name, True)]
     changed = []
-    for name, entry in entries.items():
-        if name in known and name not in others:
+    for name in sorted(new):
+        if name in old and name not in free:
             continue
-        weight = {"weight": entry["weight"]}
-        named = [old for old in others if entry in [o | weight for o in known[old]]]
+        entry = new[name] | {"weight": None}
+        named = [each for each in free if old[each] | {"weight": None} == entry]
         if named:
             changed.append(
                 f"{DATASETS}: {named[0]} is now named {name}, with the same files and"
                 " steps; restore its old name (a grain_train_mixture_config_path gives"
                 " names)"
             )
-        elif name in known:
-            changed += changes[name][0]
+        else:
+            changed += changes.get(name, [])
     return changed
 
 
@@ -306,77 +282,77 @@ def _other_datasets(prefix: str, before: Pipeline, now: Pipeline) -> list[str]:
     # Records may be read for a number of epochs inside a dataset, too.
     steps = [step for entry in new.values() for step in entry.get(STEPS, ())]
     ends = now.get(NUM_EPOCH) or any(step.get("num_epochs") for step in steps)
-    if not old or not new or (old.keys() & new.keys() and not ends):
-        return []
-    if old.keys() == new.keys():
+    may_differ = not old or not new or (old.keys() & new.keys() and not ends)
+    if may_differ or old.keys() == new.keys():
         return []
     return [f"{prefix}{DATASETS}: saved {sorted(old)}, now {sorted(new)}"]
 
 
-def _own(description: Pipeline) -> dict[str, Any]:
-    # The settings that must be equal, without those of datasets in it.
-    apart = (DATASETS, "weight")
-    return {key: each for key, each in description.items() if key not in apart}
-
-
 def _changes(prefix: str, before: Pipeline, now: Pipeline) -> list[str]:
+    # The settings that differ, but for those of datasets.
     changed = []
-    for key in sorted(before.keys() | now.keys()):
-        old, new = before.get(key), now.get(key)
-        if old == new:
-            continue
-        lists = isinstance(old, list) and isinstance(new, list)
-        if key == STEPS and lists:
-            changed += _step_changes(prefix, old, new)
-        elif key in _FILE_LISTS and lists:
-            changed += [f"{prefix}{key}: {each}" for each in _file_changes(old, new)]
-        elif isinstance(old, dict) and isinstance(new, dict):
-            changed += _changes(f"{prefix}{key}.", old, new)
-        else:
-            changed.append(f"{prefix}{key}: saved {_shown(old)}, now {_shown(new)}")
+    old, new = dict(_settings(before)), dict(_settings(now))
+    for key in old | new:
+        saved, present = old.get(key), new.get(key)
+        if _are_files(saved) and _are_files(present):
+            of_files = _file_changes(saved, present)
+            changed += [f"{prefix}{key}: {each}" for each in of_files]
+        elif saved != present:
+            values = f"saved {_shown(saved)}, now {_shown(present)}"
+            changed.append(f"{prefix}{key}: {values}")
     return changed
 
 
-def _step_changes(prefix: str, before: Any, now: Any) -> list[str]:
-    names = [[step["name"] for step in steps] for steps in (before, now)]
-    if names[0] != names[1]:
-        saved, current = map(", ".join, names)
-        return [f"{prefix}{STEPS}: saved {saved}, now {current}"]
-    changed = []
-    for number, (old, new) in enumerate(zip(before, now, strict=True)):
-        name = names[0][number]
-        if names[0].count(name) > 1:
-            name += f" {names[0][: number + 1].count(name)}"
-        changed += _changes(f"{prefix}{name}.", _own(old), _own(new))
-    return changed
+def _settings(description: Pipeline) -> Iterator[tuple[str, Any]]:
+    # The settings by name, those of a step after its own: `Rows.length`.
+    for key, value in description.items():
+        if key == STEPS:
+            names = [step["name"] for step in value]
+            yield key, names
+            for number, step in enumerate(value):
+                so_far = names[:number].count(names[number])
+                name = names[number] + f" {so_far + 1}" * (so_far > 0)
+                yield from ((f"{name}.{key}", each) for key, each in _settings(step))
+        elif key not in (DATASETS, "weight"):
+            yield from _leaves(key, value)
+
+
+def _leaves(name: str, value: storage.Json) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, each in value.items():
+            yield from _leaves(f"{name}.{key}", each)
+    else:
+        yield name, value
+
+
+def _are_files(value: Any) -> TypeGuard[list[Any]]:
+    # A file is a list: name, size in bytes, number of records, and digests.
+    return isinstance(value, list) and all(
+        isinstance(each, list) and [*map(type, each[:4])] == [str, int, int, str]
+        for each in value
+    )
 
 
 def _file_changes(before: list[Any], now: list[Any]) -> list[str]:
-    # A file is a list that begins with name, size in bytes and number of records.
-    names = [[file[0] for file in files] for files in (before, now)]
-    old, new = map(collections.Counter, names)
-    changes = [f"{name} is gone" for name in (old - new).elements()]
-    changes += [f"{name} is new" for name in (new - old).elements()]
-    if not changes and names[0] != names[1]:
+    # Runs that skip corrupt records save no digest of the content.
+    old, new = ([file[0] for file in files] for files in (before, now))
+    gone, added = (
+        (collections.Counter(one) - collections.Counter(other)).elements()
+        for one, other in ((old, new), (new, old))
+    )
+    changes = [f"{name} is gone" for name in gone]
+    changes += [f"{name} is new" for name in added]
+    if not changes and old != new:
         changes = ["the files are in another order"]
-    if not changes:
-        pairs = zip(before, now, strict=True)
-        changes = [_alteration(*pair) for pair in pairs if not _same_file(*pair)]
+    elif not changes:
+        changes = [
+            f"{one[0]} had {one[1]} bytes and {one[2]} records, now {two[1]} and"
+            f" {two[2]}, with other content"
+            for one, two in zip(before, now, strict=True)
+            if any(map(operator.ne, one, two))
+        ]
     more = len(changes) - _MAX_SHOWN
     return changes[:_MAX_SHOWN] + [f"and {more} more changes"] * (more > 0)
-
-
-def _same_file(old: list[Any], new: list[Any]) -> bool:
-    # Runs that skip corrupt records save no digest of the content.
-    return all(a == b for a, b in zip(old, new, strict=False))
-
-
-def _alteration(old: list[Any], new: list[Any]) -> str:
-    if old[1:3] == new[1:3]:
-        return f"{new[0]} has other content of the same size"
-    return (
-        f"{new[0]} had {old[1]} bytes and {old[2]} records, now {new[1]} and {new[2]}"
-    )
 
 
 def _shown(value: storage.Json) -> str:

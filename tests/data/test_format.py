@@ -94,16 +94,15 @@ def variant(request, tmp_path, monkeypatch):
 
 def test_a_pipeline_is_described_by_these_bytes(variant, golden, tmp_path):
     kind, data = variant
-    content = state.to_bytes(
-        state.DataState(
-            engine=data.engine,
-            position={"batches": [[12, 1]]},
-            pipeline=data.identity(),
-        )
+    saved = state.DataState(
+        engine=data.engine,
+        position={"batches": [[12, 1]]},
+        pipeline=data.identity(),
     )
-    golden(f"data_state_v1_{kind}.json", content.decode())
-    (tmp_path / "data_state.json").write_bytes(content)
-    validate(tmp_path / "data_state.json")
+    state.write(tmp_path, saved)
+    path = tmp_path / state.FILE_NAME
+    golden(f"data_state_v1_{kind}.json", path.read_text())
+    validate(path)
 
 
 def test_the_page_names_every_field_that_a_cursor_may_have(written):

@@ -118,7 +118,7 @@ def test_a_file_that_was_replaced_is_named(files, saved):
     # A page that is spoilt is a replacement of the same size.
     pathlib.Path(files[1]).write_bytes(content)
     corpora.spoil(files[1], b"text 150 ")
-    with refused("b has other content of the same size", errors.DataError):
+    with refused("b had .* and 40, with other content", errors.DataError):
         worlds.World(made(files), 2, NUM_SHARDS).read(saved)
 
 
@@ -127,8 +127,7 @@ def test_other_steps_are_named_in_their_order(files, saved):
         return rows_of(files, shard).batch(1)
 
     with refused(
-        "steps: saved Records, Tokens, Rows, now Records, Tokens, Rows,"
-        " BatchIterDataset",
+        r'steps: saved .*"Rows"\], now .*"Rows", "BatchIterDataset"\]',
         errors.DataError,
     ):
         data = sharded_data.sharded(make_shard, pipeline="batched")
