@@ -35,7 +35,7 @@ def batches(
     global_batch_size: int,
     colocated: bool | None = None,
     read_ahead: prefetch.ReadAhead | int = prefetch.TWO_BATCHES,
-) -> iterator.Batches | remote_iterator.RemoteIterator:
+) -> iterator.Batches:
     """An iterator over the global batches of `data`, as arrays sharded over `mesh`.
 
     The batches, and their order, are the same on every mesh. Each host loads the rows

@@ -1,24 +1,18 @@
-"""Turns the rows that hosts have loaded into the batches that a loop receives.
-
-A batch is a global array, of which each host loads the rows that its devices hold
-(`placements`). `Delivery` ends finite data on all hosts at the same batch.
-"""
+"""Which rows of a global batch a host loads, and how they become a global array."""
 
 from __future__ import annotations
 
 import functools
 import math
-import time
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Iterable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import logging
+from jax import dtypes
 from jax.sharding import NamedSharding, PartitionSpec
 
-from elastic_ckpt.core import errors, metrics, topology
+from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import elastic_data, rows
 
 
@@ -76,17 +70,16 @@ def saved_shards(
 def warn_of_shared_shards(
     data: elastic_data.ElasticData, placements: Iterable[rows.Placement]
 ) -> None:
-    """Warns if several hosts run the same logical shards."""
-    placements = list(placements)
+    """Warns if several hosts, or workers of a loader, run the same logical shards."""
     reads = rows.shard_reads(data.num_shards, placements) if data.num_shards else 1
     if reads > 1:
         logging.warning(
-            "each of the %d logical shards is read %.3g times, as hosts with parts of"
-            " %d rows run the same ones; choose a number of shards and batches that the"
-            " number of hosts divides",
+            "each of the %d logical shards is read %.3g times, as several hosts, or"
+            " workers of a loader, run the same ones; choose a number of shards and"
+            " batches that the number of hosts divides, and for workers a number of"
+            " shards that is a multiple of global_batch_size * num_workers",
             data.num_shards,
             reads,
-            placements[0].global_batch_size,
         )
 
 
@@ -111,19 +104,63 @@ def feature_sharding(
     num_dims = 1 if name == elastic_data.EXAMPLE_ID else len(shape)
     spec = PartitionSpec(*sharding.spec[:num_dims])
     for dim, entry in enumerate(tuple(spec) or (None,)):
-        axes = {axis: sharding.mesh.shape[axis] for axis in topology.axes_of(entry)}
-        parts = math.prod(axes.values())
+        parts = math.prod(sharding.mesh.shape[axis] for axis in topology.axes_of(entry))
         if shape[dim] < 1 or shape[dim] % parts:
-            what = f"dim {dim} of feature {name!r}, of shape {list(shape)},"
-            if not dim:
-                what = f"global_batch_size={shape[0]}"
-            over = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+            of_feature = f"dim {dim} of feature {name!r}, of shape {list(shape)},"
+            what = of_feature if dim else f"{name}={shape[0]}"
             raise errors.ConfigError(
                 f"{what} cannot be divided evenly among the {parts} parts that the mesh"
-                f" makes of it ({over or 'no axis'}); choose a positive multiple of"
-                f" {parts}, or shard it over fewer axes (spec=)"
+                f" makes of it by {spec}; choose a positive multiple of {parts}, or"
+                " shard it over fewer axes (spec=)"
             )
     return NamedSharding(sharding.mesh, spec)
+
+
+def placed(
+    loaded: dict[str, np.ndarray],
+    *,
+    sharding: NamedSharding,
+    placement: rows.Placement,
+) -> elastic_data.Batch:
+    """Puts a host's rows on its devices, in the same way for every batch."""
+    num_rows, held = placement.global_batch_size, placement.held
+
+    def part(feature: np.ndarray, index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        start, stop, _ = index[0].indices(num_rows)
+        # The rows of a device are consecutive among those of its host.
+        first = int(np.searchsorted(held, start))
+        return feature[first : first + stop - start, *index[1:]]
+
+    placed: elastic_data.Batch = {}
+    for name, feature in loaded.items():
+        shape = (num_rows, *feature.shape[1:])
+        placed[name] = jax.make_array_from_callback(
+            shape,
+            feature_sharding(sharding, name, shape),
+            functools.partial(part, _narrowed(name, feature)),
+        )
+    return placed
+
+
+def _narrowed(name: str, feature: np.ndarray) -> np.ndarray:
+    # A feature in the type that JAX has for it: without jax_enable_x64, 32 bits.
+    kind = feature.dtype.kind
+    if kind in "OSU":
+        raise errors.DataError(
+            f"feature {name!r} has values such as {next(feature.flat, None)!r:.40}, and"
+            " JAX arrays hold numbers alone; leave it out in make_shard, or convert it"
+            " to numbers (ec.data.LocalBatches delivers bytes and text as they are)"
+        )
+    narrowed = feature.astype(dtypes.canonicalize_dtype(feature.dtype), copy=False)
+    if kind in "iu" and narrowed is not feature:
+        cut = feature[narrowed != feature]
+        if cut.size:
+            raise errors.DataError(
+                f"feature {name!r} has the value {cut[0]}, but JAX would convert it to"
+                f" {narrowed.dtype}; make it smaller, or set jax_enable_x64"
+            )
+    return narrowed
 
 
 def batches_of_end(data: elastic_data.ElasticData, global_batch_size: int) -> int:
@@ -135,85 +172,3 @@ def batches_of_end(data: elastic_data.ElasticData, global_batch_size: int) -> in
     if data.end is elastic_data.End.NEVER or not data.num_shards:
         return 1
     return -(-data.num_shards // global_batch_size)
-
-
-class Loader(Protocol):
-    """Loads batches onto the devices."""
-
-    def next(self) -> elastic_data.Batch:
-        """The next batch that hosts have loaded."""
-
-    def num_ready(self) -> int:
-        """The number of batches that `next` returns without waiting."""
-
-    def explain(self, waited_secs: float) -> str:
-        """A message with the reason for the last wait, which names a host."""
-
-
-class Delivery:
-    """Gives the loop the global batches that hosts have loaded.
-
-    It ends finite data at the same batch on every host. That is a computation over all
-    devices, so all hosts must call it in the same order. It also measures the time that
-    the loop waits, and warns about long waits.
-
-    Args:
-      data: the data of the batches.
-      sharding: the sharding of a batch; see `feature_sharding`.
-      global_batch_size: rows of a global batch, B.
-      warn_after_secs: the length of a wait that causes a warning, except for the first
-        batch.
-    """
-
-    def __init__(
-        self,
-        data: elastic_data.ElasticData,
-        *,
-        sharding: NamedSharding,
-        global_batch_size: int,
-        warn_after_secs: float,
-    ) -> None:
-        self._data = data
-        self._sharding = sharding
-        self._warn_after_secs = warn_after_secs
-        self._has_rows: Callable[[jax.Array], jax.Array] | None = None
-        if data.end is not elastic_data.End.NEVER:
-            replicated = NamedSharding(sharding.mesh, PartitionSpec())
-            self._has_rows = jax.jit(jnp.any, out_shardings=replicated)
-        self.resize(global_batch_size)
-
-    def resize(self, global_batch_size: int) -> None:
-        """Continues with batches of another size, or from another position."""
-        # The first wait is no reason for a warning.
-        self._is_first = True
-        self._batches_of_end = batches_of_end(self._data, global_batch_size)
-        self._rows_here = self._num_rows = global_batch_size
-        if topology.num_hosts() > 1:
-            held = rows_held(self._sharding, global_batch_size)
-            self._rows_here = len(held[topology.this_host()])
-
-    def __call__(self, loader: Loader) -> elastic_data.Batch:
-        """The next batch for the loop, from those of `loader`.
-
-        Raises:
-          StopIteration: if the data has ended.
-        """
-        metrics.DATA_READ_AHEAD.record(loader.num_ready())
-        for _ in range(self._batches_of_end):
-            batch = self._loaded(loader)
-            if self._has_rows is None or bool(self._has_rows(batch[elastic_data.MASK])):
-                num_bytes = sum(feature.nbytes for feature in batch.values())
-                metrics.DATA_ROWS.record(self._rows_here)
-                metrics.DATA_BYTES.record(num_bytes * self._rows_here // self._num_rows)
-                return batch
-        raise StopIteration
-
-    def _loaded(self, loader: Loader) -> elastic_data.Batch:
-        began = time.monotonic()
-        batch = loader.next()
-        waited = time.monotonic() - began
-        metrics.DATA_WAIT.record(waited)
-        if waited > self._warn_after_secs and not self._is_first:
-            logging.warning("%s", loader.explain(waited))
-        self._is_first = False
-        return batch

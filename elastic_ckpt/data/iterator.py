@@ -1,8 +1,9 @@
 """Global batches as JAX arrays, with a data state that any number of hosts can load.
 
 `HostIterator` runs on each host: it loads the host's rows and places them on the host's
-devices. `Batches` wraps it in the training process as a plain iterator and an Orbax
-`StatefulCheckpointable`; `RemoteIterator` runs it in colocated Python.
+devices. `Batches` drives it in the training process, as a plain iterator and an Orbax
+`StatefulCheckpointable`; `RemoteIterator` drives those of other hosts, in colocated
+Python, in the same way.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import asyncio
 import dataclasses
 import functools
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -32,16 +35,10 @@ from elastic_ckpt.data import (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HostState:
-    """The state of one host.
+class HostState(NamedTuple):
+    """The state of one host: the common position, and the cursors that it has."""
 
-    Attributes:
-      data_state: the data state, the same on all hosts.
-      cursors: the cursors of all logical shards that the host runs.
-    """
-
-    data_state: state.DataState
+    position: cursors.Position
     cursors: cursors.Cursors
 
 
@@ -50,16 +47,16 @@ class HostState:
 CHANGE_SECS = 600.0
 
 
-def check_alike(sharding: NamedSharding, course: stages.Course, after: str) -> None:
+def check_alike(sharding: NamedSharding, course: stages.Course, num_taken: int) -> None:
     """Raises a ConfigError unless all processes of a mesh continue alike.
 
     Args:
       sharding: of a batch.
       course: how this process continues.
-      after: what the last batch of this process is.
+      num_taken: the batches that this process has taken since the last change.
     """
     hosts = tuple(delivery.rows_held(sharding, course.size))
-    own = f"after {after} in batches of {course.size} rows"
+    own = f"in batches of {course.size} rows, {num_taken} batches after the last change"
     all_hosts = allgather.shared(hosts).gather("resize", own, timeout_secs=CHANGE_SECS)
     for host, other in zip(hosts, all_hosts, strict=False):
         if other != own:
@@ -95,9 +92,9 @@ class HostIterator:
         global_batch_size: int,
         read_ahead: prefetch.ReadAhead = prefetch.TWO_BATCHES,
     ) -> None:
-        self.course = stages.Course.first(data, global_batch_size)
-        self._sharding = sharding
-        placements = self._placements(self.course)
+        self._sharding, self._read_ahead = sharding, read_ahead
+        first = stages.Course.first(data, global_batch_size)
+        placements = self._placements(first)
         if topology.this_host() not in placements:
             raise errors.ConfigError(
                 f"no device of host {topology.this_host()} is in the mesh, so it has no"
@@ -105,23 +102,18 @@ class HostIterator:
             )
         delivery.warn_of_shared_shards(data, placements.values())
         self._identity = data.identity()
-        self._read_ahead = read_ahead
-        self._rows = self._begin(self.course)
-        self._load_nothing()
-        self.waited_secs = 0.0
+        self._start(first)
+
+    def _start(self, course: stages.Course) -> None:
+        self.course, self._rows = course, self._begin(course)
+        # Where cursors of all shards can be read: at the beginning there are none.
+        self._loaded: cursors.Position = self._rows.position()
+        self._read: elastic_data.ReadCursors = dict.fromkeys
 
     def reset(self) -> None:
         """Moves to the beginning."""
         self._rows.close()
-        self.course = stages.Course.first(self.course.data, self.course.base_size)
-        self._rows = self._begin(self.course)
-        self._load_nothing()
-
-    def _load_nothing(self) -> None:
-        self.left_out: state.Ranges = ()
-        # At the beginning no shard has a cursor.
-        self._loaded_row: int = 0
-        self._read: elastic_data.ReadCursors = dict.fromkeys
+        self._start(stages.Course.first(self.course.data, self.course.base_size))
 
     def go_on(self, course: stages.Course) -> None:
         """Continues with batches of another size, or in another stage.
@@ -136,27 +128,22 @@ class HostIterator:
             have to run other logical shards than before, unless the state was just
             loaded. Nothing has changed then.
         """
-        now = self.get_state()
-        num_shards = course.data.num_shards
+        taken, num_shards = self.get_state(), course.data.num_shards
+        if taken.position == self._loaded or not num_shards:
+            self._move(course, taken.position, self._read)
+            return
         placements = self._placements(course)
-        for host, before in self._placements(self.course).items() if num_shards else ():
+        for host, before in self._placements(self.course).items():
             runs = before.shards(num_shards)
-            runs_then = placements[host].shards(num_shards)
-            moving = np.setdiff1d(runs_then, runs).tolist()
-            if moving and now.data_state.row != self._loaded_row:
+            moving = np.setdiff1d(placements[host].shards(num_shards), runs)
+            if moving.size:
                 raise errors.ConfigError(
-                    f"in batches of {course.size} rows logical shards {moving} move to"
-                    f" host {host}, which has not run them; save, and continue from"
-                    " there in batches of this size, or choose a number of logical"
+                    f"in batches of {course.size} rows logical shards {moving.tolist()}"
+                    f" move to host {host}, which has not run them; save, and continue"
+                    " from there in batches of this size, or choose a number of logical"
                     f" shards and sizes that the {len(placements)} hosts divide"
                 )
-
-        def read(shards: Sequence[int]) -> cursors.Cursors:
-            others = [shard for shard in shards if shard not in now.cursors]
-            own = {s: now.cursors[s] for s in shards if s in now.cursors}
-            return own if not others else own | dict(self._read(others))
-
-        self._move(course, now.data_state.position, read)
+        self._move(course, taken.position, _chosen(taken.cursors))
 
     def close(self) -> None:
         """Stops reading ahead."""
@@ -164,105 +151,73 @@ class HostIterator:
 
     def next(self) -> elastic_data.Batch:
         """The next global batch: arrays of shape `[B, ...]` in the given sharding."""
-        began = time.monotonic()
-        batch = next(self._rows)
-        self.waited_secs = time.monotonic() - began
-        return batch
+        return next(self._rows)
 
     def num_ready(self) -> int:
         """The number of batches that are already on the devices."""
         return self._rows.num_ready()
 
-    def explain(self, waited_secs: float) -> str:
-        """A message with the reason for the last wait."""
-        return (
-            f"waited {waited_secs:.1f} s for a batch: {compatibility.host_name()} did"
-            " not have its rows ready"
-        )
+    def explain(self) -> str:
+        """The reason for the last wait, which names a host."""
+        return f"{compatibility.host_name()} did not have its rows ready"
+
+    def num_rows(self) -> int:
+        """The number of rows of all batches so far."""
+        return state.row_of(self._rows.position())
 
     def get_state(self) -> HostState:
         """The state after the last batch."""
-        return HostState(
-            data_state=state.DataState(
-                engine=self.course.data.engine,
-                position=self._rows.position(),
-                pipeline=self._identity,
-                left_out=self.left_out,
-                progress=self.course.progress,
-            ),
-            cursors=self._rows.shard_cursors(),
-        )
-
-    def to_save(self, taken: HostState) -> HostState:
-        """The part of a state that this host saves; one host saves each cursor."""
-        saves = delivery.saved_shards(
-            self._sharding, self.course.size, self.course.data.num_shards
-        )
-        me = topology.this_host()
-        own = {s: each for s, each in taken.cursors.items() if saves[s] == me}
-        return dataclasses.replace(taken, cursors=own)
+        return HostState(self._rows.position(), self._rows.shard_cursors())
 
     def set_state(self, taken: HostState) -> None:
         """Moves back to a state since the last load or change of size or stage."""
-        self._move(
-            self.course.with_progress(taken.data_state.progress),
-            taken.data_state.position,
-            lambda shards: {shard: taken.cursors[shard] for shard in shards},
+        self._move(self.course, taken.position, _chosen(taken.cursors))
+
+    def take(
+        self,
+        taken: HostState | None = None,
+        *,
+        progress: state.Progress | None,
+        left_out: state.Ranges,
+    ) -> Callable[[epath.PathLike], None]:
+        """Returns what writes this host's part of a state into a directory.
+
+        One host writes each cursor.
+
+        Args:
+          taken: the state; that after the last batch by default.
+          progress: of `state.DataState`.
+          left_out: of `state.DataState`.
+        """
+        position, run = taken or self.get_state()
+        data, me = self.course.data, topology.this_host()
+        saves = delivery.saved_shards(self._sharding, self.course.size, data.num_shards)
+        own = {s: each for s, each in run.items() if saves[s] == me}
+        saved = state.DataState(
+            engine=data.engine,
+            position=position,
+            pipeline=self._identity,
+            left_out=left_out,
+            progress=progress,
         )
-        self.left_out = taken.data_state.left_out
+        is_first = me == min(self._placements(self.course))
 
-    def write(self, directory: epath.PathLike, taken: HostState) -> None:
-        """Writes what `to_save` returned into `directory`."""
-        cursors.write(directory, taken.cursors, taken.data_state.position)
-        if topology.this_host() == min(self._placements(self.course)):
-            state.write(directory, taken.data_state)
+        def write(directory: epath.PathLike) -> None:
+            cursors.write(directory, own, position)
+            if is_first:
+                state.write(directory, saved)
 
-    def load(self, directory: epath.PathLike) -> None:
-        """Moves to the data state in `directory`, saved by any number of hosts.
+        return write
+
+    def load(self, directory: epath.PathLike, saved: state.DataState) -> None:
+        """Moves to a data state, saved in `directory` by any number of hosts.
 
         Raises:
-          DataError: if it cannot be read, or is of another pipeline.
+          DataError: if its cursors cannot be read.
         """
-        saved = state.read(directory)
-        state.check_same_pipeline(saved, self.course.data.engine, self._identity)
-
-        def read(shards: Sequence[int]) -> cursors.Cursors:
-            return cursors.read(directory, shards, saved.position)
-
+        read = functools.partial(cursors.read, directory, position=saved.position)
         self._move(self.course.restored(saved), saved.position, read)
-        self.left_out = saved.left_out
-        # Up to the next batch, cursors of all shards can be read.
-        self._loaded_row, self._read = saved.row, read
-
-    def leave_out(self, directory: epath.PathLike | None) -> None:
-        """Notes that all rows since the data state in `directory` were left out.
-
-        Without one these are all rows from the beginning.
-
-        The position does not change: the run goes back to the step of that state, and
-        continues with the rows that come next.
-
-        Raises:
-          DataError: if the state cannot be read, or is of another pipeline, or of a
-            later position.
-        """
-        now = self.get_state().data_state
-        saved, before, row = None, (), 0
-        if directory is not None:
-            saved = state.read(directory)
-            state.check_same_pipeline(saved, now.engine, now.pipeline)
-            before, row = saved.left_out, saved.row
-        if row > now.row:
-            raise errors.DataError(
-                f"the data state in {directory} is at position {row}, after that of the"
-                f" run, {now.row}; load it to continue from there"
-            )
-        self.left_out = (*before, (row, now.row))
-        self.course = self.course.gone_back(saved)
-
-    def took_batch(self) -> None:
-        """Counts a training step."""
-        self.course = self.course.next()
+        self._loaded, self._read = saved.position, read
 
     def _move(
         self,
@@ -284,70 +239,15 @@ class HostIterator:
         return prefetch.Prefetched(
             course.data.host_batches(placement),
             make=functools.partial(
-                _placed, sharding=self._sharding, placement=placement
+                delivery.placed, sharding=self._sharding, placement=placement
             ),
             read_ahead=self._read_ahead,
             at_most=course.batches_left,
         )
 
 
-# The types to which JAX converts integers without jax_enable_x64.
-_NARROWED = {np.dtype("int64"): "int32", np.dtype("uint64"): "uint32"}
-
-
-def _placed(
-    loaded: dict[str, np.ndarray],
-    *,
-    sharding: NamedSharding,
-    placement: rows.Placement,
-) -> elastic_data.Batch:
-    """Puts a host's rows on its devices, in the same way for every batch."""
-    num_rows, held = placement.global_batch_size, placement.held
-
-    def part(feature: np.ndarray, index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None
-        start, stop, _ = index[0].indices(num_rows)
-        # The rows of a device are consecutive among those of its host.
-        first = int(np.searchsorted(held, start))
-        return feature[first : first + stop - start, *index[1:]]
-
-    for name, feature in loaded.items():
-        _check_fits(name, feature)
-        if len(feature) != len(held):
-            raise errors.DataError(
-                f"this host loads {len(held)} of the {num_rows} rows of a batch,"
-                f" but its iterator yielded {len(feature)}"
-            )
-    shapes = {name: (num_rows, *f.shape[1:]) for name, f in loaded.items()}
-    return {
-        name: jax.make_array_from_callback(
-            shapes[name],
-            delivery.feature_sharding(sharding, name, shapes[name]),
-            functools.partial(part, feature),
-        )
-        for name, feature in loaded.items()
-    }
-
-
-def _check_fits(name: str, feature: np.ndarray) -> None:
-    if feature.dtype.kind in "OSU":
-        raise errors.DataError(
-            f"feature {name!r} has values such as {next(feature.flat, None)!r:.40}, and"
-            " JAX arrays hold numbers alone; leave it out in make_shard, or convert it"
-            " to numbers (ec.data.LocalBatches delivers bytes and text as they are)"
-        )
-    # Without jax_enable_x64 JAX would keep only the low half of a large number.
-    dtype = _NARROWED.get(feature.dtype)
-    wide = jax.config.jax_enable_x64  # pyrefly: ignore[missing-attribute]
-    if dtype is None or wide or not feature.size:
-        return
-    limits = np.iinfo(dtype)
-    for value in (feature.min(), feature.max()):
-        if not limits.min <= value <= limits.max:
-            raise errors.DataError(
-                f"feature {name!r} has the value {value}, but JAX would convert it to"
-                f" {dtype}; make it smaller, or set jax_enable_x64"
-            )
+def _chosen(held: cursors.Cursors) -> elastic_data.ReadCursors:
+    return lambda shards: {shard: held[shard] for shard in shards}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,8 +256,7 @@ class LeavingOut:
 
     Attributes:
       leave_out: receives the directory of the data state of a step, or None for the
-        beginning, and notes that all rows since then are left out; see
-        `HostIterator.leave_out`.
+        beginning, and notes that all rows since then are left out.
     """
 
     leave_out: Callable[[epath.Path | None], object]
@@ -369,11 +268,11 @@ class LeavingOut:
     async def load(self, directory: epath.Path) -> Awaitable[None]:
         """Notes the rows."""
         await asyncio.to_thread(self.leave_out, directory)
-        return done()
+        return _done()
 
 
-def done() -> Awaitable[None]:
-    """What Orbax may wait for after a load that is complete."""
+def _done() -> Awaitable[None]:
+    # What Orbax may wait for after a load that is complete.
     nothing = asyncio.get_running_loop().create_future()
     nothing.set_result(None)
     return nothing
@@ -382,12 +281,15 @@ def done() -> Awaitable[None]:
 class Batches:
     """The iterator in the training process.
 
+    It ends finite data at the same batch on every host. That is a computation over all
+    devices, so all hosts must call it in the same order.
+
     Args:
       data: the data.
       mesh: the training mesh.
       spec: the axes over which a batch is sharded; see `ec.batches`.
       global_batch_size: rows of a global batch, B.
-      read_ahead: how far each host reads ahead of the loop, or a number of batches.
+      read_ahead: how far each host reads ahead of the loop.
     """
 
     def __init__(
@@ -397,37 +299,55 @@ class Batches:
         mesh: Mesh,
         spec: PartitionSpec | None = None,
         global_batch_size: int,
-        read_ahead: prefetch.ReadAhead | int = prefetch.TWO_BATCHES,
+        read_ahead: prefetch.ReadAhead = prefetch.TWO_BATCHES,
     ) -> None:
-        elastic_data.check(data, caller="Batches")
-        read_ahead = prefetch.ReadAhead.of(read_ahead)
         self._sharding = topology.batch_sharding(mesh, spec)
-        compatibility.check_controllers(data, mesh)
-        self._host = HostIterator(
-            data,
+        self._warn_after_secs = read_ahead.warn_after_secs
+        replicated = NamedSharding(mesh, PartitionSpec())
+        self._has_rows = jax.jit(jnp.any, out_shardings=replicated)
+        self._moved(stages.Course.first(data, global_batch_size))
+        self._left_out: state.Ranges = ()
+        self._hosts = self._begin(mesh, read_ahead)
+
+    def _begin(self, mesh: Mesh, read_ahead: prefetch.ReadAhead) -> HostIterator:
+        # What runs on the hosts, or has these methods for all of them.
+        compatibility.check_controllers(self._course.data, mesh)
+        return HostIterator(
+            self._course.data,
             sharding=self._sharding,
-            global_batch_size=global_batch_size,
+            global_batch_size=self._course.base_size,
             read_ahead=read_ahead,
         )
-        self._deliver = delivery.Delivery(
-            data,
-            sharding=self._sharding,
-            global_batch_size=self._host.course.size,
-            warn_after_secs=read_ahead.warn_after_secs,
-        )
-        self._is_closed = False
 
     def __iter__(self) -> Batches:
         return self
 
     def __next__(self) -> elastic_data.Batch:
-        if self._is_closed:
-            raise errors.DataError("this iterator was closed; make a new one")
-        course = self._host.course.due()
-        if course is not self._host.course:
+        course = self._course.due()
+        if course is not self._course:
             self._go_on(course)
-        batch = self._deliver(self._host)
-        self._host.took_batch()
+        metrics.DATA_READ_AHEAD.record(self._hosts.num_ready())
+        finite = course.data.end is not elastic_data.End.NEVER
+        for _ in range(delivery.batches_of_end(course.data, course.size)):
+            batch = self._loaded()
+            if not finite or bool(self._has_rows(batch[elastic_data.MASK])):
+                num_bytes = sum(feature.nbytes for feature in batch.values())
+                metrics.DATA_ROWS.record(self._rows_here)
+                metrics.DATA_BYTES.record(num_bytes * self._rows_here // course.size)
+                self._course = course.next()
+                return batch
+        raise StopIteration
+
+    def _loaded(self) -> elastic_data.Batch:
+        began = time.monotonic()
+        batch = self._hosts.next()
+        waited = time.monotonic() - began
+        metrics.DATA_WAIT.record(waited)
+        # The first wait is no reason for a warning.
+        if waited > self._warn_after_secs and self._num_taken:
+            why = self._hosts.explain()
+            logging.warning("waited %.1f s for a batch: %s", waited, why)
+        self._num_taken += 1
         return batch
 
     def begin_at(self, step: int) -> None:
@@ -439,12 +359,13 @@ class Batches:
         Raises:
           DataError: if a stage that is new would have begun before that step.
         """
-        self._host.course = self._host.course.at_step(step)
+        self._course = self._course.at_step(step)
 
     def reset(self) -> None:
         """Moves to the beginning of the data."""
-        self._host.reset()
-        self._deliver.resize(self._host.course.size)
+        self._hosts.reset()
+        self._left_out = ()
+        self._moved(stages.Course.first(self._course.data, self._course.base_size))
 
     def resize(self, global_batch_size: int) -> None:
         """Continues with batches of another size.
@@ -464,27 +385,35 @@ class Batches:
           RunError: if another process did not call it. Nothing has changed on any host
             after an error.
         """
-        course = self._host.course.resized(global_batch_size)
-        num_taken = self._host.get_state().data_state.row
-        check_alike(self._sharding, course, f"row {num_taken}")
+        course = self._course.resized(global_batch_size)
+        check_alike(self._sharding, course, self._num_taken)
         self._go_on(course)
 
     def _go_on(self, course: stages.Course) -> None:
-        self._host.go_on(course)
-        self._deliver.resize(course.size)
+        self._hosts.go_on(course)
+        self._moved(course)
+
+    def _moved(self, course: stages.Course) -> None:
+        self._course, self._num_taken = course, 0
+        held = delivery.rows_held(self._sharding, course.size)
+        alone = topology.num_hosts() == 1
+        self._rows_here = (
+            course.size if alone else len(held.get(topology.this_host(), ()))
+        )
 
     async def save(self, directory: AwaitedDirectory) -> Awaitable[None]:
         """Captures the state; the awaitable writes it into Orbax's directory."""
         began = time.monotonic()
         with metrics.DATA_SAVE_BLOCK.timed():
-            taken = self._host.to_save(self._host.get_state())
+            write = self._hosts.take(
+                progress=self._course.progress, left_out=self._left_out
+            )
 
-        async def write() -> None:
-            path = await directory.await_creation()
-            await asyncio.to_thread(self._host.write, path, taken)
+        async def written() -> None:
+            await asyncio.to_thread(write, await directory.await_creation())
             metrics.DATA_SAVE.record(time.monotonic() - began)
 
-        return write()
+        return written()
 
     async def load(self, directory: epath.Path) -> Awaitable[None]:
         """Moves to the state saved in `directory`, by any number of hosts.
@@ -493,14 +422,21 @@ class Batches:
         in one about an incompatible handler.
         """
         with metrics.DATA_LOAD.timed():
-            await asyncio.to_thread(self._host.load, directory)
-        self._deliver.resize(self._host.course.size)
-        return done()
+            saved = await asyncio.to_thread(self._saved, directory)
+            await asyncio.to_thread(self._hosts.load, directory, saved)
+        self._left_out = saved.left_out
+        self._moved(self._course.restored(saved))
+        return _done()
+
+    def _saved(self, directory: epath.Path) -> state.DataState:
+        saved, data = state.read(directory), self._course.data
+        state.check_same_pipeline(saved, data.engine, data.identity())
+        return saved
 
     @property
     def left_out(self) -> state.Ranges:
         """The ranges of rows that were skipped, each `(first row, row after it)`."""
-        return self._host.left_out
+        return self._left_out
 
     def leaving_out(self) -> LeavingOut:
         """What to load in place of this iterator to skip data, as after a loss spike.
@@ -509,9 +445,20 @@ class Batches:
         records that the rows since that step are left out, and the run continues with
         the rows that come next.
         """
-        return LeavingOut(self._host.leave_out)
+        return LeavingOut(self._leave_out)
+
+    def _leave_out(self, directory: epath.Path | None) -> None:
+        saved = None if directory is None else self._saved(directory)
+        before, row = ((), 0) if saved is None else (saved.left_out, saved.row)
+        now = self._hosts.num_rows()
+        if row > now:
+            raise errors.DataError(
+                f"the data state in {directory} is at position {row}, after that of the"
+                f" run, {now}; load it to continue from there"
+            )
+        self._left_out = (*before, (row, now))
+        self._course = self._course.gone_back(saved)
 
     def close(self) -> None:
         """Stops reading ahead, and yields no more batches; they can still be saved."""
-        self._is_closed = True
-        self._host.close()
+        self._hosts.close()

@@ -319,6 +319,13 @@ def of_worker(batches: LocalBatches, worker: int, num_workers: int) -> LocalBatc
             " on the end of finite data; use num_workers=0 in the loader, and set"
             " num_workers of the data to use more processes"
         )
+    if not (worker or batches._rank or finite):
+        whole = rows.Placement.in_order(0, num_hosts=1, global_batch_size=course.size)
+        each = [
+            dataclasses.replace(whole, every=num_workers, first=number)
+            for number in range(num_workers)
+        ]
+        delivery.warn_of_shared_shards(course.data, each)
     return batches._of_worker(
         batches.get_state(), num_workers=num_workers, worker=worker
     )

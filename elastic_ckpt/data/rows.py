@@ -175,7 +175,7 @@ def shard_hosts(
 
 def shard_reads(num_shards: int, placements: Iterable[Placement]) -> float:
     """How many hosts run a shard, on average; those with the same rows count as one."""
-    distinct = {each.held.tobytes(): each for each in placements}
+    distinct = {(each.held.tobytes(), each.first): each for each in placements}
     return sum(each.shards(num_shards).size for each in distinct.values()) / num_shards
 
 

@@ -11,7 +11,6 @@ state is the same in both cases.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import multiprocessing
 import weakref
 from collections.abc import Iterable
@@ -110,10 +109,6 @@ class ShardedData:
 
     def host_batches(self, placement: rows.Placement) -> elastic_data.HostBatches:
         """The rows of each global batch that one host loads."""
-        if placement.every > 1 and not placement.first and not placement.held[0]:
-            _warn_of_dropped_batches(
-                self.num_shards, placement.global_batch_size, placement.every
-            )
         return _HostBatches(self, placement)
 
 
@@ -221,27 +216,6 @@ def sharded(
 
 # Grain's classes of datasets that `.batch` returns, which it does not export.
 _BATCHED = ("BatchMapDataset", "BatchIterDataset")
-
-
-@functools.cache
-def _warn_of_dropped_batches(num_shards: int, size: int, turns: int) -> None:
-    run = [
-        rows.host_shards(num_shards, size, np.arange(size), every=turns, first=first)
-        for first in range(turns)
-    ]
-    made = sum(map(len, run))
-    if made > num_shards:
-        logging.warning(
-            "%d workers of a loader take batches of %d rows in turn from %d logical"
-            " shards: each shard is run by %.3g workers, which drop the rows of the"
-            " others' batches; choose a number of shards that is a multiple of %d"
-            " (global_batch_size * num_workers), or use at most one worker",
-            turns,
-            size,
-            num_shards,
-            made / num_shards,
-            size * turns,
-        )
 
 
 class _HostBatches:

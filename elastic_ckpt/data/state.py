@@ -6,9 +6,8 @@ Version 1 of `data_state.json` (a `checked_json` file) has the fields
 * `position`: the position that all hosts share: `{"global_next_index": 960}`, or
   `{"batches": [[96, 8], [48, 4]]}`, the batches so far: the rows of each, and how many
 * `pipeline`: the settings that determine the order of examples, by configuration key
-* `left_out`, if there are any: the ranges of positions, `[start, stop]`, that the run
-  has left out
-* `progress`, of data with stages: the training step of the next batch, and the number
+* `left_out`: the ranges of positions, `[start, stop]`, that the run has left out
+* `progress`, null without stages: the training step of the next batch, and the number
   of stages that have begun, `{"step": 20, "begun": 2}`
 
 It does not contain the number of hosts. That and the batch size may differ at resume.
@@ -106,11 +105,8 @@ class DataState:
 
 def write(directory: epath.PathLike, state: DataState) -> None:
     """Writes `state` into `directory`, whole or not at all."""
-    fields = {
-        name: each for name, each in vars(state).items() if each not in ((), None)
-    }
-    if state.progress is not None:
-        fields["progress"] = vars(state.progress)
+    progress = state.progress and vars(state.progress)
+    fields: dict[str, Any] = {**vars(state), "progress": progress}
     content = checked_json.to_bytes(fields, version=VERSION)
     storage.write_atomic(epath.Path(directory) / FILE_NAME, content)
 

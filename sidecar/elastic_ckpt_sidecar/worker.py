@@ -7,13 +7,12 @@ storage, but for `load_state`.
 from __future__ import annotations
 
 import collections
-import dataclasses
-import json
+import time
+from collections.abc import Callable
 from concurrent import futures
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import colocated_python
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -25,9 +24,6 @@ HEAD_AHEAD = 1
 
 # Shorter waits are not reported to the head.
 _SHORT_SECS = 0.001
-
-# Enough for a hundred ranges.
-_LEFT_OUT_BYTES = 4096
 
 # States that are kept until they are written.
 _SAVES_AT_ONCE = 8
@@ -61,7 +57,7 @@ class _HostWorker:
         self._global_batch_size = global_batch_size
         self._read_ahead = read_ahead
         self._iterator: iterator.HostIterator | None = None
-        self._taken: dict[int, iterator.HostState] = {}
+        self._taken: dict[int, Callable[[str], None]] = {}
         self._writes: dict[int, futures.Future[None]] = {}
         self._writer = futures.ThreadPoolExecutor(max_workers=1)
         self._no_wait: jax.Array | None = None
@@ -82,13 +78,14 @@ class _HostWorker:
         host = self._on(call)
         if not self._states:
             self._states.append((0, host.get_state()))
+        began = time.monotonic()
         batch = host.next()
-        host.took_batch()
+        waited_secs = time.monotonic() - began
         self._count += 1
         # The head may not have given the newest to the loop yet.
         self._states.append((self._count, host.get_state()))
-        if host.waited_secs > _SHORT_SECS:
-            return batch, messages.on_each(call, host.waited_secs)
+        if waited_secs > _SHORT_SECS:
+            return batch, messages.on_each(call, waited_secs)
         if self._no_wait is None:
             self._no_wait = messages.on_each(call, 0)
         return batch, self._no_wait
@@ -99,13 +96,11 @@ class _HostWorker:
         content = messages.decode(call)
         host = self._on(call)
         ticket = content["ticket"]
-        taken = self._state_after(content["batches"])
-        # The head knows which batches were empty, and no steps of the run.
-        data_state = dataclasses.replace(
-            taken.data_state, progress=_progress(content.get("progress"))
+        self._taken[ticket] = host.take(
+            self._state_after(content["batches"]),
+            progress=_progress(content["progress"]),
+            left_out=content["left_out"],
         )
-        taken = dataclasses.replace(taken, data_state=data_state)
-        self._taken[ticket] = host.to_save(taken)
         # The state of an abandoned save is never requested.
         self._taken.pop(ticket - _SAVES_AT_ONCE, None)
         return call
@@ -114,10 +109,9 @@ class _HostWorker:
     def write_state(self, call: jax.Array) -> jax.Array:
         """Begins to write the state kept under a ticket into a directory."""
         content = messages.decode(call)
-        taken = self._taken.pop(content["ticket"])
-        host = self._on(call)
+        write = self._taken.pop(content["ticket"])
         self._writes[content["ticket"]] = self._writer.submit(
-            host.write, content["directory"], taken
+            write, content["directory"]
         )
         return call
 
@@ -141,30 +135,17 @@ class _HostWorker:
     @failures.reported()
     def load_state(self, call: jax.Array) -> jax.Array:
         """Goes to the state in a directory."""
-        self._on(call).load(messages.decode(call)["directory"])
+        directory = messages.decode(call)["directory"]
+        self._on(call).load(directory, state.read(directory))
         self._begin_to_count()
         return call
 
     @failures.reported()
-    def leave_out(self, call: jax.Array) -> jax.Array:
-        """Notes that the rows since the state in a directory were left out.
-
-        Continues after so many of the batches that were taken.
-        """
-        content = messages.decode(call)
-        host = self._on(call)
-        self._go_back_to(content["batches"])
-        host.leave_out(content["directory"] or None)
-        return call
-
-    @failures.reported()
-    def left_out(self, call: jax.Array) -> jax.Array:
-        """The rows that were left out, as JSON: uint8 `[devices, bytes]`."""
-        # Colocated Python expects the shape of the first reply from all later ones.
-        text = json.dumps(self._on(call).left_out).encode().ljust(_LEFT_OUT_BYTES)
-        assert len(text) == _LEFT_OUT_BYTES, text
-        row = np.frombuffer(text, np.uint8)
-        return messages.reply(call, lambda _: row)
+    def num_rows(self, call: jax.Array) -> jax.Array:
+        """The number of rows in so many batches, and in those before, as JSON."""
+        self._on(call)
+        taken = self._state_after(messages.decode(call)["batches"])
+        return messages.encode(state.row_of(taken.position), _rows_of(call))
 
     @failures.reported()
     def reset(self, call: jax.Array) -> jax.Array:

@@ -1,4 +1,5 @@
 import dataclasses
+import re
 import threading
 from concurrent import futures
 
@@ -10,10 +11,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import allgather, errors, topology
 from elastic_ckpt.data import (
+    cursors,
     delivery,
     iterator,
     sharded_data,
     stages,
+    state,
 )
 from tests import iterator_contract, pipelines, worlds
 from tests.core import thread_store
@@ -100,44 +103,48 @@ def world_of_twelve_shards(as_host, directory, num_hosts, size):
             results.append(call(host))
         return results
 
-    on_each(lambda host: host.load(directory))
+    on_each(lambda host: host.load(directory, state.read(directory)))
     return hosts, on_each
 
 
-def saved_by(hosts_states):
-    """The position and the cursors of all hosts, each of which one host saves."""
-    (position,) = {taken.data_state.row for taken in hosts_states}
-    of_hosts = [taken.cursors for taken in hosts_states]
-    merged = {shard: cursor for one in of_hosts for shard, cursor in one.items()}
-    assert len(merged) == sum(map(len, of_hosts)) == 12
-    return position, merged
+@pytest.fixture
+def saved_by(tmp_path_factory):
+    """The state that hosts save, in which each shard is in one file."""
+
+    def saved(on_each):
+        directory = tmp_path_factory.mktemp("saved")
+        for write in on_each(lambda host: host.take(progress=None, left_out=())):
+            write(directory)
+        names = [path.stem for path in directory.glob("shards-*")]
+        of_files = [tuple(map(int, re.findall(r"\d+", name))) for name in names]
+        assert sum(last + 1 - first for first, last in of_files) == 12
+        position = state.read(directory).position
+        return position, cursors.read(directory, range(12), position)
+
+    return saved
 
 
 @pytest.mark.parametrize(
     ("num_hosts", "sizes"), [(3, (12, 18, 6, 24)), (4, (12, 8, 24, 4, 16))]
 )
 def test_hosts_that_divide_shards_and_rows_keep_their_shards_in_any_size(
-    as_host, tmp_path, num_hosts, sizes
+    as_host, saved_by, tmp_path, num_hosts, sizes
 ):
     _, on_each = world_of_twelve_shards(as_host, tmp_path, num_hosts, sizes[0])
-
-    def saved():
-        return saved_by(on_each(lambda host: host.to_save(host.get_state())))
-
-    before = saved()
+    before = saved_by(on_each)
     for size in sizes[1:]:
         on_each(lambda host, size=size: host.go_on(host.course.resized(size)))
-        assert saved() == before
+        assert saved_by(on_each) == before
 
 
 def test_a_size_that_moves_shards_is_refused_on_all_hosts_and_changes_nothing(
-    as_host, tmp_path
+    as_host, saved_by, tmp_path
 ):
     hosts, on_each = world_of_twelve_shards(as_host, tmp_path, 5, 60)
     before = on_each(lambda host: host.get_state())
     # Some shards run on two hosts, and one of them saves each.
     assert sum(len(taken.cursors) for taken in before) > 12
-    saved = saved_by(on_each(lambda host: host.to_save(host.get_state())))
+    saved = saved_by(on_each)
     on_each(lambda host: host.reset())
     states = iter(before)
     on_each(lambda host: host.set_state(next(states)))
@@ -152,19 +159,18 @@ def test_a_size_that_moves_shards_is_refused_on_all_hosts_and_changes_nothing(
     assert on_each(lambda host: host.course.size) == [60] * 5
     # After a load all cursors can be read, and at the beginning there are none.
     for begin, expected in (
-        (lambda host: host.load(tmp_path), saved),
-        (lambda host: host.reset(), (0, dict.fromkeys(range(12)))),
+        (lambda host: host.load(tmp_path, state.read(tmp_path)), saved),
+        (lambda host: host.reset(), ({"batches": []}, dict.fromkeys(range(12)))),
     ):
         on_each(begin)
         on_each(lambda host: host.go_on(host.course.resized(10)))
-        moved = on_each(lambda host: host.to_save(host.get_state()))
-        assert saved_by(moved) == expected
+        assert saved_by(on_each) == expected
 
 
 @pytest.mark.parametrize(
-    ("after", "sizes"), [((24, 24), (16, 36)), ((24, 48), (16, 16)), ((24, 24), (8, 8))]
+    ("taken", "sizes"), [((3, 3), (16, 36)), ((3, 4), (16, 16)), ((3, 3), (8, 8))]
 )
-def test_hosts_that_change_differently_are_both_told(monkeypatch, after, sizes):
+def test_hosts_that_change_differently_are_both_told(monkeypatch, taken, sizes):
     data = sharded_data.sharded(numbers, num_shards=12, pipeline="numbers")
     store, me = thread_store.Store(), threading.local()
 
@@ -175,7 +181,7 @@ def test_hosts_that_change_differently_are_both_told(monkeypatch, after, sizes):
         me.host = host
         course = stages.Course.first(data, sizes[host])
         try:
-            iterator.check_alike(sharding_of(range(2)), course, f"row {after[host]}")
+            iterator.check_alike(sharding_of(range(2)), course, taken[host])
         except errors.ConfigError as error:
             return str(error)
         return ""
@@ -184,9 +190,9 @@ def test_hosts_that_change_differently_are_both_told(monkeypatch, after, sizes):
     monkeypatch.setattr(allgather, "shared", shared)
     with futures.ThreadPoolExecutor(2) as threads:
         told = list(threads.map(problem, range(2)))
-    own = [f"after row {after[n]} in batches of {sizes[n]} rows" for n in range(2)]
+    own = [f"in batches of {sizes[n]} rows, {taken[n]} batches after" for n in range(2)]
     for n in range(2):
-        begin = f"host {n} is to continue {own[n]}, but host {1 - n} {own[1 - n]}; call"
+        begin = f"host {n} is to continue {own[n]} the last change, but host {1 - n} in"
         assert told[n].startswith(begin if own[0] != own[1] else "")
         assert bool(told[n]) == (own[0] != own[1])
 
@@ -239,18 +245,6 @@ def test_padded_data_ends_when_every_shard_has_given_its_last_row():
     assert list(batches) == []
     batches.reset()
     assert len(list(batches)) == len(delivered)
-
-
-def test_data_that_gives_too_few_rows_is_named(monkeypatch):
-    whole = sharded_data.ShardedData.host_batches
-
-    def half(data, placement):
-        of_half = dataclasses.replace(placement, held=placement.held[::2])
-        return whole(data, of_half)
-
-    monkeypatch.setattr(sharded_data.ShardedData, "host_batches", half)
-    with pytest.raises(errors.DataError, match=r"loads 8 of the 8 rows .* yielded 4"):
-        next(ending(8, (9,)))
 
 
 def test_data_without_a_row_says_so():

@@ -43,7 +43,7 @@ def _points():
     return {
         "before_the_state_is_taken": (
             iterator.HostIterator,
-            "to_save",
+            "take",
             {"before": True},
         ),
         "with_the_cursors_half_written": (

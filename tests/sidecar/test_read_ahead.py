@@ -51,7 +51,7 @@ def test_the_next_batches_are_ready_while_the_step_runs(remote, valve, depth):
         # During a step no batch is requested. The head has one, the worker others.
         ahead_of_loop = worker.HEAD_AHEAD + depth
         assert settled(lambda n=taken + ahead_of_loop: valve.num_batches() == n)
-        assert batches._workers.num_ready() == worker.HEAD_AHEAD
+        assert batches._hosts.num_ready() == worker.HEAD_AHEAD
 
 
 def saved_rows(directory):
@@ -63,7 +63,7 @@ def test_the_state_saved_is_that_of_the_last_batch_the_loop_took(remote, tmp_pat
     for taken in range(8):
         # At any moment of what is under way: all of it done, or just begun.
         if taken % 2:
-            wait_until(lambda: batches._workers.num_ready() == worker.HEAD_AHEAD)
+            wait_until(lambda: batches._hosts.num_ready() == worker.HEAD_AHEAD)
         directory = tmp_path / str(taken)
         directory.mkdir()
         iterator_contract.run(batches.save(iterator_contract.Created(directory)))
@@ -118,7 +118,7 @@ def test_a_change_of_size_that_is_refused_leaves_the_position(
     batches = batches_of(remote)
     for step in range(2):
         if step % 2:
-            wait_until(lambda: batches._workers.num_ready() == worker.HEAD_AHEAD)
+            wait_until(lambda: batches._hosts.num_ready() == worker.HEAD_AHEAD)
         with pytest.raises(errors.ConfigError, match="has logical shards"):
             batches.resize(16)
         assert number(next(batches)) == step
@@ -202,10 +202,9 @@ def test_of_several_hosts_the_slowest_is_named(remote):
 
     batches = batches_of(remote)
     shards = [shard(0, 0.1), shard(0, 0.1), shard(7, 4.2), shard(3, 0.6)]
-    batches._workers._waited_secs = types.SimpleNamespace(addressable_shards=shards)
-    assert batches._workers.explain(4.3) == (
-        "waited 4.3 s for a batch: host 7 had to wait 4.2 s for its rows, the others at"
-        " most 0.6 s"
+    batches._hosts._waited_secs = types.SimpleNamespace(addressable_shards=shards)
+    assert batches._hosts.explain() == (
+        "host 7 had to wait 4.2 s for its rows, the others at most 0.6 s"
     )
 
 

@@ -16,6 +16,10 @@ def host(data):
     def call(method, **content):
         return getattr(made, method)(messages.encode(content, sharding))
 
+    def take_state(**content):
+        return call("take_state", progress=None, left_out=[], **content)
+
+    call.take_state = take_state
     yield call
     call("close")
     made._writer.shutdown()
@@ -38,7 +42,7 @@ def test_a_host_says_that_it_has_written_as_often_as_it_is_asked(
         write(*arguments)
 
     monkeypatch.setattr(cursors, "write", late)
-    host("take_state", ticket=0, batches=0)
+    host.take_state(ticket=0, batches=0)
     host("write_state", ticket=0, directory=str(tmp_path))
     assert not host("is_written", ticket=0).any()
     may_write.set()
@@ -52,14 +56,14 @@ def test_states_of_the_last_batches_can_be_kept_and_of_no_older_one(host):
     for _ in range(5):
         host("next")
     for batches in range(5 - worker.HEAD_AHEAD, 6):
-        host("take_state", ticket=batches, batches=batches)
+        host.take_state(ticket=batches, batches=batches)
     with pytest.raises(failures.WorkerFailure, match="KeyError"):
-        host("take_state", ticket=9, batches=5 - worker.HEAD_AHEAD - 2)
+        host.take_state(ticket=9, batches=5 - worker.HEAD_AHEAD - 2)
 
 
 def test_the_state_of_a_save_that_was_given_up_is_not_kept_for_ever(host, tmp_path):
     for ticket in range(20):
-        host("take_state", ticket=ticket, batches=0)
+        host.take_state(ticket=ticket, batches=0)
     host("write_state", ticket=19, directory=str(tmp_path))
     written(host, ticket=19)
     with pytest.raises(failures.WorkerFailure, match="KeyError"):
