@@ -54,21 +54,17 @@ def read(
     """Reads the cursors of `shards` that hosts wrote into `directory` at `position`.
 
     Raises:
-      DataError: if a shard is missing or in two files, or a file is unreadable or of
-        another position; the message names it and the remedy.
+      DataError: if a shard is missing, or a file is unreadable or of another position;
+        the message names it and the remedy.
     """
     required = set(shards)
     values_by_shard: dict[int, storage.Json] = {}
-    for path, first, last in _files(directory):
+    for path in epath.Path(directory).iterdir():
+        name = _NAME.fullmatch(path.name)
+        first, last = map(int, name.groups()) if name else (0, -1)
         in_file = required.intersection(range(first, last + 1))
         if not in_file:
             continue
-        repeated = sorted(in_file & values_by_shard.keys())
-        if repeated:
-            raise errors.DataError(
-                f"{directory} has logical shards {repeated} twice, the second time in"
-                f" {path.name}; remove the file that does not belong there"
-            )
         content = checked_json.read(path, what="shard cursors", version=VERSION)
         values = content["cursors"]
         if content["position"] != position or len(values) != last + 1 - first:
@@ -112,9 +108,3 @@ def runs(shards: Iterable[int]) -> list[list[int]]:
     numbers = np.fromiter(shards, np.int64)
     begins = np.flatnonzero(np.diff(numbers) != 1) + 1
     return [run.tolist() for run in np.split(numbers, begins) if run.size]
-
-
-def _files(directory: epath.PathLike) -> list[tuple[epath.Path, int, int]]:
-    named = [(_NAME.fullmatch(p.name), p) for p in epath.Path(directory).iterdir()]
-    files = [(path, int(name[1]), int(name[2])) for name, path in named if name]
-    return sorted(files, key=lambda file: file[1:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import numpy as np
@@ -125,8 +126,7 @@ def placed(
     """Puts a host's rows on its devices, in the same way for every batch."""
     num_rows, held = placement.global_batch_size, placement.held
 
-    def part(feature: np.ndarray, index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None
+    def part(feature: np.ndarray, index: Any) -> np.ndarray:
         start, stop, _ = index[0].indices(num_rows)
         # The rows of a device are consecutive among those of its host.
         first = int(np.searchsorted(held, start))
@@ -153,13 +153,12 @@ def _narrowed(name: str, feature: np.ndarray) -> np.ndarray:
             " to numbers (ec.data.LocalBatches delivers bytes and text as they are)"
         )
     narrowed = feature.astype(dtypes.canonicalize_dtype(feature.dtype), copy=False)
-    if kind in "iu" and narrowed is not feature:
-        cut = feature[narrowed != feature]
-        if cut.size:
-            raise errors.DataError(
-                f"feature {name!r} has the value {cut[0]}, but JAX would convert it to"
-                f" {narrowed.dtype}; make it smaller, or set jax_enable_x64"
-            )
+    if kind in "iu" and narrowed is not feature and (narrowed != feature).any():
+        value = feature[narrowed != feature][0]
+        raise errors.DataError(
+            f"feature {name!r} has the value {value}, but JAX would convert it to"
+            f" {narrowed.dtype}; make it smaller, or set jax_enable_x64"
+        )
     return narrowed
 
 

@@ -109,20 +109,13 @@ def check(data: Any, *, caller: str) -> None:
     """Raises a ConfigError that names a way, if `data` is no `ElasticData`."""
     if hasattr(data, "host_batches") and not isinstance(data, type):
         return
-    kind = type(data)
-    found = f"{caller}: data is a {kind.__name__}"
-    if kind.__module__.partition(".")[0] == "grain":
-        raise errors.ConfigError(
-            f"{found} of Grain, whose state can only be loaded on the number of hosts"
-            " that saved it; give ec.data.sharded(make_shard, num_shards=S,"
-            ' pipeline="a name, version 1"), where make_shard(shard) returns the part'
-            " dataset[shard::S] of a MapDataset, followed by .to_iter_dataset(); or"
-            ' ec.data.positional(dataset, pipeline="a name, version 1"), for a dataset'
-            " that has no filters"
-        )
     raise errors.ConfigError(
-        f"{found}; give the result of ec.data.sharded(make_shard, num_shards=S) or of"
-        " ec.data.from_config(keys)"
+        f"{caller}: data is a {type(data).__name__}; give the result of"
+        " ec.data.from_config(keys), or that of ec.data.sharded(make_shard,"
+        ' num_shards=S, pipeline="a name, version 1"), where make_shard(shard) returns'
+        " the part dataset[shard::S] of a MapDataset of Grain, followed by"
+        " .to_iter_dataset(); or, for a MapDataset that has no filters, that of"
+        ' ec.data.positional(dataset, pipeline="a name, version 1")'
     )
 
 

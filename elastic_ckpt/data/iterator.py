@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,13 +34,8 @@ from elastic_ckpt.data import (
     state,
 )
 
-
-class HostState(NamedTuple):
-    """The state of one host: the common position, and the cursors that it has."""
-
-    position: cursors.Position
-    cursors: cursors.Cursors
-
+# The state of one host: the common position, and the cursors that it has.
+HostState = tuple[cursors.Position, cursors.Cursors]
 
 # How long hosts wait for each other when the batches change: a host may come to that
 # step later than others by the time that one of its reads takes.
@@ -65,13 +60,6 @@ def check_alike(sharding: NamedSharding, course: stages.Course, num_taken: int) 
                 f" {other}; call resize after the same batch on every host, with the"
                 " same arguments"
             )
-
-
-class AwaitedDirectory(Protocol):
-    """A directory that Orbax is about to create (its `PathAwaitingCreation`)."""
-
-    async def await_creation(self) -> epath.Path:
-        """Waits until the directory exists, and returns it."""
 
 
 class HostIterator:
@@ -128,22 +116,22 @@ class HostIterator:
             have to run other logical shards than before, unless the state was just
             loaded. Nothing has changed then.
         """
-        taken, num_shards = self.get_state(), course.data.num_shards
-        if taken.position == self._loaded or not num_shards:
-            self._move(course, taken.position, self._read)
-            return
-        placements = self._placements(course)
-        for host, before in self._placements(self.course).items():
-            runs = before.shards(num_shards)
-            moving = np.setdiff1d(placements[host].shards(num_shards), runs)
-            if moving.size:
-                raise errors.ConfigError(
-                    f"in batches of {course.size} rows logical shards {moving.tolist()}"
-                    f" move to host {host}, which has not run them; save, and continue"
-                    " from there in batches of this size, or choose a number of logical"
-                    f" shards and sizes that the {len(placements)} hosts divide"
-                )
-        self._move(course, taken.position, _chosen(taken.cursors))
+        position, held = self.get_state()
+        read, num_shards = self._read, course.data.num_shards
+        if num_shards and position != self._loaded:
+            read, placements = _chosen(held), self._placements(course)
+            for host, before in self._placements(self.course).items():
+                runs = before.shards(num_shards)
+                moving = np.setdiff1d(placements[host].shards(num_shards), runs)
+                if moving.size:
+                    raise errors.ConfigError(
+                        f"in batches of {course.size} rows logical shards"
+                        f" {moving.tolist()} move to host {host}, which has not run"
+                        " them; save, and continue from there in batches of this size,"
+                        " or choose a number of logical shards and sizes that the"
+                        f" {len(placements)} hosts divide"
+                    )
+        self._move(course, position, read)
 
     def close(self) -> None:
         """Stops reading ahead."""
@@ -167,11 +155,12 @@ class HostIterator:
 
     def get_state(self) -> HostState:
         """The state after the last batch."""
-        return HostState(self._rows.position(), self._rows.shard_cursors())
+        return self._rows.position(), self._rows.shard_cursors()
 
     def set_state(self, taken: HostState) -> None:
         """Moves back to a state since the last load or change of size or stage."""
-        self._move(self.course, taken.position, _chosen(taken.cursors))
+        position, held = taken
+        self._move(self.course, position, _chosen(held))
 
     def take(
         self,
@@ -329,7 +318,16 @@ class Batches:
         metrics.DATA_READ_AHEAD.record(self._hosts.num_ready())
         finite = course.data.end is not elastic_data.End.NEVER
         for _ in range(delivery.batches_of_end(course.data, course.size)):
-            batch = self._loaded()
+            began = time.monotonic()
+            batch = self._hosts.next()
+            waited = time.monotonic() - began
+            metrics.DATA_WAIT.record(waited)
+            # The first wait is no reason for a warning.
+            if waited > self._warn_after_secs and self._num_taken:
+                logging.warning(
+                    "waited %.1f s for a batch: %s", waited, self._hosts.explain()
+                )
+            self._num_taken += 1
             if not finite or bool(self._has_rows(batch[elastic_data.MASK])):
                 num_bytes = sum(feature.nbytes for feature in batch.values())
                 metrics.DATA_ROWS.record(self._rows_here)
@@ -337,18 +335,6 @@ class Batches:
                 self._course = course.next()
                 return batch
         raise StopIteration
-
-    def _loaded(self) -> elastic_data.Batch:
-        began = time.monotonic()
-        batch = self._hosts.next()
-        waited = time.monotonic() - began
-        metrics.DATA_WAIT.record(waited)
-        # The first wait is no reason for a warning.
-        if waited > self._warn_after_secs and self._num_taken:
-            why = self._hosts.explain()
-            logging.warning("waited %.1f s for a batch: %s", waited, why)
-        self._num_taken += 1
-        return batch
 
     def begin_at(self, step: int) -> None:
         """Says of which training step the next batch is, in a run of stages.
@@ -396,13 +382,16 @@ class Batches:
     def _moved(self, course: stages.Course) -> None:
         self._course, self._num_taken = course, 0
         held = delivery.rows_held(self._sharding, course.size)
-        alone = topology.num_hosts() == 1
-        self._rows_here = (
-            course.size if alone else len(held.get(topology.this_host(), ()))
-        )
+        # One that only controls other hosts counts all rows.
+        own = held.get(topology.this_host(), range(course.size))
+        self._rows_here = len(own)
 
-    async def save(self, directory: AwaitedDirectory) -> Awaitable[None]:
-        """Captures the state; the awaitable writes it into Orbax's directory."""
+    async def save(self, directory: Any) -> Awaitable[None]:
+        """Captures the state; the awaitable writes it.
+
+        Args:
+          directory: one that Orbax creates, a `PathAwaitingCreation`.
+        """
         began = time.monotonic()
         with metrics.DATA_SAVE_BLOCK.timed():
             write = self._hosts.take(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import cloudpickle
@@ -87,17 +87,15 @@ def take(iterator: grain.DatasetIterator[T], num_elements: int) -> list[T]:
     return list(itertools.islice(iterator, num_elements))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class CheckedShards:
     """A `make_shard` that checks that each pipeline reads the requested shard.
 
     Attributes:
       make_shard: makes the pipeline of a shard.
-      num_shards: S.
     """
 
     make_shard: MakeShard
-    num_shards: int
 
     def __call__(self, shard: int) -> grain.IterDataset:
         """The pipeline of a shard.
@@ -105,45 +103,19 @@ class CheckedShards:
         Raises:
           ConfigError: if it is not an `IterDataset`, or reads another shard.
         """
-        made = made_for(self.make_shard, shard)
+        made = self.make_shard(shard)
+        if not isinstance(made, grain.IterDataset):
+            raise errors.ConfigError(
+                f"make_shard({shard}) returned a {type(made).__name__}, not a"
+                " grain.IterDataset; end a MapDataset with .to_iter_dataset()"
+            )
         for step in datasets(made):
-            if not isinstance(step, Step):
-                continue
-            wrong = step.shard not in (None, shard)
-            if wrong or step.num_shards not in (None, self.num_shards):
+            if isinstance(step, Step) and step.shard not in (None, shard):
                 raise errors.ConfigError(
-                    f"make_shard({shard}) of {self.num_shards} shards contains {step};"
-                    " pass the argument of make_shard as its shard=, and the same"
-                    " num_shards= everywhere"
+                    f"make_shard({shard}) contains {step}; pass the argument of"
+                    " make_shard as its shard="
                 )
         return made
-
-
-def made_for(make_shard: MakeShard, shard: int) -> grain.IterDataset:
-    """The result of `make_shard`, checked.
-
-    Raises:
-      ConfigError: if it is not an `IterDataset`.
-    """
-    made = make_shard(shard)
-    if not isinstance(made, grain.IterDataset):
-        hint = ""
-        if isinstance(made, grain.MapDataset):
-            hint = "; end it with .to_iter_dataset()"
-        raise errors.ConfigError(
-            f"make_shard({shard}) returned a {type(made).__name__}, not a"
-            f" grain.IterDataset{hint}"
-        )
-    return made
-
-
-def own_code(made: grain.IterDataset) -> list[str]:
-    """The datasets of a pipeline that have no settings to compare, as strings."""
-    return [
-        shown(dataset)
-        for dataset in datasets(made)
-        if not isinstance(dataset, Step) and not passes_on(dataset)
-    ]
 
 
 def shown(dataset: Any) -> str:
@@ -246,17 +218,15 @@ def parents(dataset: Any) -> Sequence[Any]:
 
 def passes_on(dataset: Any) -> bool:
     """Whether the elements of a dataset are those of its parent."""
-    if _is_grains(dataset):
-        return type(dataset).__name__ in _GRAIN_PASSING
-    return getattr(dataset, "passes_on", False)
+    return _is_grains(dataset, _GRAIN_PASSING) or getattr(dataset, "passes_on", False)
 
 
 def holds_nothing(dataset: Any) -> bool:
     """Whether the state of a dataset between two elements is that of its parent."""
-    if _is_grains(dataset):
-        return type(dataset).__name__ in _GRAIN_HOLDING_NOTHING
-    return getattr(dataset, "holds_nothing", False)
+    named = _is_grains(dataset, _GRAIN_HOLDING_NOTHING)
+    return named or getattr(dataset, "holds_nothing", False)
 
 
-def _is_grains(dataset: Any) -> bool:
-    return type(dataset).__module__.split(".")[0] == "grain"
+def _is_grains(dataset: Any, names: Collection[str]) -> bool:
+    kind = type(dataset)
+    return kind.__module__.partition(".")[0] == "grain" and kind.__name__ in names

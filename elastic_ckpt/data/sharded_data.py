@@ -66,9 +66,8 @@ class ShardedData:
       num_shards: S, fixed for the whole run.
       pipeline: identifies `make_shard`, JSON; change it when the examples change. Of a
         configuration, its settings by key.
-      end: how the data ends, or the name of that, such as "padded". If it does, batches
-        have the feature `mask`, bool `[B]`: rows of a shard that has ended are zeros,
-        with the `example_id` of padding.
+      end: how the data ends. If it does, batches have the feature `mask`, bool `[B]`:
+        rows of a shard that has ended are zeros, with the `example_id` of padding.
       num_workers: worker processes of each host that run its shards; 0 runs them in the
         host's own process, and None does so with a warning if they slow the loop down.
         The state depends neither on this nor on the next attribute.
@@ -84,7 +83,6 @@ class ShardedData:
     engine = "sharded"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "end", elastic_data.End.of(self.end))
         if self.num_shards < 1:
             raise errors.ConfigError(
                 f"num_shards={self.num_shards}: give at least 1 logical shard"
@@ -163,48 +161,45 @@ def sharded(
         than it is asked for or the whole source for each shard, or if `pipeline` is
         missing.
     """
-    made = shard_steps.made_for(make_shard, 0)
-    of_steps = (
-        step.num_shards
-        for step in shard_steps.datasets(made)
-        if isinstance(step, shard_steps.Step)
-    )
-    given = {each for each in (num_shards, *of_steps) if each is not None}
-    if not given:
+    checked = shard_steps.CheckedShards(make_shard)
+    first = checked(0)
+    steps = shard_steps.datasets(first)
+    own = [step for step in steps if isinstance(step, shard_steps.Step)]
+    numbers = (num_shards, *(step.num_shards for step in own))
+    given = {each for each in numbers if each is not None}
+    if len(given) != 1:
         raise errors.ConfigError(
-            "sharded: no ec.data.Records in make_shard has a num_shards; pass"
-            " num_shards= to sharded"
+            f"sharded: num_shards has the values {sorted(given)}; set it once, in the"
+            " ec.data.Records of make_shard or, without one, as num_shards= of sharded"
         )
-    if len(given) > 1:
-        raise errors.ConfigError(
-            f"sharded: num_shards has different values, {sorted(given)}; set it once,"
-            " in the ec.data.Records of make_shard"
-        )
-    code = shard_steps.own_code(made)
+    code = [
+        step
+        for step in steps
+        if not (isinstance(step, shard_steps.Step) or shard_steps.passes_on(step))
+    ]
     if code and pipeline in ("", None):
         raise errors.ConfigError(
             "sharded: make_shard has steps that cannot be compared with a saved state,"
-            f' {", ".join(code)}; pass pipeline="a name, version 1", and change it'
-            " when the examples change"
+            f' {", ".join(map(shard_steps.shown, code))}; pass pipeline="a name,'
+            ' version 1", and change it when the examples change'
         )
     (number,) = given
     data = ShardedData(
-        make_shard=shard_steps.CheckedShards(make_shard=make_shard, num_shards=number),
+        make_shard=checked,
         num_shards=number,
         pipeline=pipeline,
         end=elastic_data.End.of(end),
         num_workers=num_workers,
         per_worker_batches=per_worker_batches,
     )
-    first, last = data.make_shard(0), data.make_shard(number - 1)
     if type(first).__name__ in _BATCHED:
         logging.warning(
             "sharded: make_shard ends in .batch, so that each row of a global batch is"
             " a batch of its own; leave it out, unless that is meant, because"
             " global_batch_size counts rows"
         )
-    repeated = shard_steps.unsliced(first, last) if number > 1 else []
-    if repeated:
+    repeated = shard_steps.unsliced(first, checked(number - 1))
+    if repeated and number > 1:
         raise errors.ConfigError(
             f"sharded: each of the {number} shards would read all of"
             f" {', '.join(repeated)}, and batches would repeat every example"
@@ -226,7 +221,7 @@ class _HostBatches:
         self._placement = placement
         self.in_process_by_default = data.num_workers is None
         self._reader: _Reader | None = None
-        self.go_to(state.position_of(()), lambda shards: dict.fromkeys(shards))
+        self.go_to(state.position_of(()), dict.fromkeys)
 
     def __next__(self) -> dict[str, np.ndarray]:
         try:
@@ -241,8 +236,7 @@ class _HostBatches:
         ids = rows.batch_ids(self._data.num_shards, self._history, size)
         self._history = rows.after(self._history, size)
         self._skips = self._placement.every - 1
-        if loaded.cursors:
-            self._cursors = {**self._cursors, **loaded.cursors}
+        self._cursors = {**self._cursors, **loaded.cursors}
         assert loaded.rows is not None
         return shard_rows.with_ids(loaded.rows, ids[self._placement.held])
 
@@ -258,23 +252,16 @@ class _HostBatches:
         number = rows.batches_of(history, placement.global_batch_size)
         shards = placement.shards(self._data.num_shards, number)
         start = dict(read(shards.tolist()))
-        self._check_datasets(start)
+        if any(mixing.gone(cursor, ()) for cursor in start.values()):
+            names = mixing.names(self._data.make_shard(0))
+            for shard, cursor in start.items():
+                # Refuses a dataset that is gone now, and not when the shard is due.
+                if mixing.gone(cursor, names):
+                    made, row = self._data.make_shard(shard), shard_rows.row_of(cursor)
+                    shard_rows.iterator(made, cursor, row).close()
         self.close()
         self._history, self._skips = history, placement.first
         self._cursors: cursors.Cursors = start
-
-    def _check_datasets(self, start: cursors.Cursors) -> None:
-        # Refuses cursors that need a dataset that is gone before the first batch: the
-        # pipelines of shards are opened later.
-        names: set[str] | None = None
-        for shard, cursor in start.items():
-            if not mixing.gone(cursor, ()):
-                continue
-            if names is None:
-                names = mixing.names(self._data.make_shard(shard))
-            if mixing.gone(cursor, names):
-                made, row = self._data.make_shard(shard), shard_rows.row_of(cursor)
-                shard_rows.iterator(made, cursor, row).close()
 
     def close(self) -> None:
         if self._reader:

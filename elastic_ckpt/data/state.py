@@ -294,8 +294,10 @@ def _changes(prefix: str, before: Pipeline, now: Pipeline) -> list[str]:
             of_files = _file_changes(saved, present)
             changed += [f"{prefix}{key}: {each}" for each in of_files]
         elif saved != present:
-            values = f"saved {_shown(saved)}, now {_shown(present)}"
-            changed.append(f"{prefix}{key}: {values}")
+            values = map(json.dumps, (saved, present))
+            changed.append(
+                "{}{}: saved {:.120}, now {:.120}".format(prefix, key, *values)
+            )
     return changed
 
 
@@ -349,8 +351,3 @@ def _file_changes(before: list[Any], now: list[Any]) -> list[str]:
         ]
     more = len(changes) - _MAX_SHOWN
     return changes[:_MAX_SHOWN] + [f"and {more} more changes"] * (more > 0)
-
-
-def _shown(value: storage.Json) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 120 else text[:117] + "..."

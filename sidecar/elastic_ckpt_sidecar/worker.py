@@ -144,8 +144,8 @@ class _HostWorker:
     def num_rows(self, call: jax.Array) -> jax.Array:
         """The number of rows in so many batches, and in those before, as JSON."""
         self._on(call)
-        taken = self._state_after(messages.decode(call)["batches"])
-        return messages.encode(state.row_of(taken.position), _rows_of(call))
+        position, _ = self._state_after(messages.decode(call)["batches"])
+        return messages.encode(state.row_of(position), _rows_of(call))
 
     @failures.reported()
     def reset(self, call: jax.Array) -> jax.Array:

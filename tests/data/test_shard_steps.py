@@ -155,13 +155,11 @@ def test_a_pipeline_that_reads_another_shard_is_refused_when_it_is_made(files):
     second_as_first = sharded_data.sharded(
         lambda shard: rows_of(files, 0 if shard == 1 else shard)
     )
-    with refused(
-        r"make_shard\(1\) of 4 shards contains Records\(shard=0 of 4\); pass the"
-    ):
+    with refused(r"make_shard\(1\) contains Records\(shard=0 of 4\); pass the arg"):
         next(worlds.World(second_as_first, 1, NUM_SHARDS).hosts[0])
-    with refused(r"make_shard\(3\) of 4 shards contains Records\(shard=0 of 4\)"):
+    with refused(r"make_shard\(3\) contains Records\(shard=0 of 4\)"):
         sharded_data.sharded(lambda _: rows_of(files, 0))
-    with refused(r"make_shard\(0\) of 4 shards contains Records\(shard=1 of 4\)"):
+    with refused(r"make_shard\(0\) contains Records\(shard=1 of 4\)"):
         sharded_data.sharded(lambda shard: rows_of(files, shard + 1))
 
 

@@ -247,13 +247,6 @@ def test_missing_shards_are_named(tmp_path):
         cursors.read(tmp_path, [1, 2, 3, 4], POSITION)
 
 
-def test_doubled_shards_are_named(tmp_path):
-    cursors.write(tmp_path, part(0, 1, 2), POSITION)
-    cursors.write(tmp_path, part(2, 3), POSITION)
-    with refused(r"logical shards \[2\] twice, the second time in shards-00002-00003"):
-        cursors.read(tmp_path, range(4), POSITION)
-
-
 def test_a_file_of_another_step_is_named(tmp_path):
     cursors.write(tmp_path, part(0, 1), {"batches": [[24, 2]]})
     with refused("the file is from another step"):

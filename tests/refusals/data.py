@@ -155,7 +155,8 @@ REFUSALS = {
         lambda _: sharded(lambda _: NUMBERS), r"returned a \w+, .*to_iter_dataset\(\)"
     ),
     "no number of shards": Refusal(
-        lambda _: sharded(num_shards=None), "has a num_shards; pass num_shards"
+        lambda _: sharded(num_shards=None),
+        r"num_shards has the values \[\]; set it once",
     ),
     "a source that is not sliced by shard": Refusal(
         lambda _: sharded(lambda _: NUMBERS.to_iter_dataset()),
@@ -166,7 +167,8 @@ REFUSALS = {
     ),
     # Batches.
     "Grain's data": Refusal(
-        lambda _: batches(data=NUMBERS), r"of Grain, .*ec.data.sharded\(mak"
+        lambda _: batches(data=NUMBERS),
+        r"data is a \w+MapDataset; .*ec.data.sharded\(mak",
     ),
     "text for a number of batches ahead": Refusal(
         lambda _: batches(read_ahead="2"), "read_ahead='2'; give a number of batches"
