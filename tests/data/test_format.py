@@ -1,5 +1,6 @@
 """The files of a data state: their schemas, their page, and changed files."""
 
+import dataclasses
 import gzip
 import json
 import pathlib
@@ -21,7 +22,6 @@ from elastic_ckpt.data.sources import tfrecord
 from tests import formats, tfrecord_files, worlds
 
 ROOM = pathlib.Path(data_room.__file__).parent
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 
 
 def validate(path):
@@ -56,52 +56,64 @@ def test_what_is_written_is_of_the_schemas(written):
         validate(path)
 
 
-def test_the_golden_files_are_of_the_schemas(tmp_path):
-    for name, kept in (
-        ("data_state.json", "data_state_v1.json"),
-        ("data_state.json", "data_state_v1_left_out.json"),
-        ("cursors.json", "cursors_v1.json"),
-    ):
-        path = tmp_path / name
-        path.write_bytes((GOLDEN / kept).read_bytes())
-        validate(path)
+def configured():
+    """A mixture, by its configuration."""
+    section = data_keys.DataKeys(
+        grain_train_files="web.tfrecord,1;code.tfrecord,3",
+        grain_file_type="tfrecord",
+        num_logical_shards=4,
+        max_target_length=16,
+    )
+    return pipeline.from_config(section).identity()
 
 
-@pytest.fixture(params=["configured", "sharded"])
-def variant(request, tmp_path, monkeypatch):
-    """A kind of pipeline over two small files, and the pipeline."""
-    monkeypatch.chdir(tmp_path)
-    names = ("web.tfrecord", "code.tfrecord")
-    for first, name in ((0, names[0]), (100, names[1])):
-        tfrecord_files.write(name, (b"text %d" % n for n in range(first, first + 40)))
-    if request.param == "configured":
-        section = data_keys.DataKeys(
-            grain_train_files="web.tfrecord,1;code.tfrecord,3",
-            grain_file_type="tfrecord",
-            num_logical_shards=4,
-            max_target_length=16,
-        )
-        return request.param, pipeline.from_config(section)
-    source = tfrecord.TFRecord(files=names, record_format="bytes")
+def sharded():
+    """A user's pipeline of our steps."""
+    source = tfrecord.TFRecord(
+        files=("web.tfrecord", "code.tfrecord"), record_format="bytes"
+    )
 
     def make_shard(shard):
         read = records.Records(source, shard=shard, num_shards=4)
         tokens = lm.Tokens(read, documents=lm.Documents(column="data"))
         return lm.Rows(tokens, length=16, window=5, shard=shard)
 
-    return request.param, sharded_data.sharded(make_shard, pipeline="golden, version 1")
+    data = sharded_data.sharded(make_shard, pipeline="golden, version 1")
+    return data.identity()
 
 
-def test_a_pipeline_is_described_by_these_bytes(variant, golden, tmp_path):
-    kind, data = variant
+@pytest.mark.parametrize("make", [configured, sharded], ids=lambda make: make.__name__)
+def test_a_state_has_these_bytes(make, golden, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for first, name in ((0, "web.tfrecord"), (100, "code.tfrecord")):
+        tfrecord_files.write(name, (b"text %d" % n for n in range(first, first + 40)))
     saved = state.DataState(
-        engine=data.engine,
-        position={"batches": [[12, 1]]},
-        pipeline=data.identity(),
+        engine="sharded",
+        position={"batches": [[12, 8]]},
+        pipeline=make(),
+        left_out=((12, 24), (36, 48)),
+        progress=state.Progress(step=6, begun=1) if make is sharded else None,
     )
     state.write(tmp_path, saved)
+    assert state.read(tmp_path) == saved
     path = tmp_path / state.FILE_NAME
-    golden(f"data_state_v1_{kind}.json", path.read_text())
+    golden(f"data_state_v1_{make.__name__}.json", path.read_text())
+    validate(path)
+    position = {"global_next_index": 96}
+    saved = dataclasses.replace(saved, engine="positional", position=position)
+    state.write(tmp_path, saved)
+    validate(path)
+
+
+def test_cursors_have_these_bytes(tmp_path, golden):
+    values = {3: None, 4: {"next_index": 7}, 5: {"next_index": 9}}
+    cursors.write(tmp_path, values, {"batches": [[24, 3], [12, 2]]})
+    path = tmp_path / "shards-00003-00005.json.gz"
+    content = path.read_bytes()
+    # When it was written would be in bytes 4 to 7. The same content may be compressed
+    # to other bytes elsewhere.
+    assert content[4:8] == bytes(4)
+    golden("cursors_v1.json", gzip.decompress(content).decode())
     validate(path)
 
 

@@ -1,4 +1,3 @@
-import collections
 import functools
 
 import numpy as np
@@ -8,9 +7,8 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import shard_rows, sharded_data
-from tests import iterator_contract, pipelines, worlds
+from tests import iterator_contract, pipelines, stages, worlds
 
-HOSTS = [1, 2, 3, 4, 6, 12]
 NUM_SHARDS = 12
 
 
@@ -19,51 +17,13 @@ def make(pipeline, num_shards=NUM_SHARDS):
     return sharded_data.sharded(make_shard, num_shards=num_shards, pipeline=pipeline)
 
 
-def rows_of_one_host(data, num_rounds):
-    """So many rows of each shard, from one host, by their ids."""
-    one = worlds.World(data, 1, NUM_SHARDS)
-    return {row[0]: row for _ in range(num_rounds) for row in one.next()}
-
-
-SCHEDULES = st.lists(
-    st.tuples(
-        st.sampled_from(HOSTS),
-        st.sampled_from([4, 6, 12, 24, 36]),
-        st.integers(1, 5),
-    ),
-    min_size=2,
-    max_size=6,
-)
-
-
 @pytest.mark.parametrize("pipeline", pipelines.ALL)
 @settings(max_examples=3)
-@given(stages=SCHEDULES)
-def test_any_schedule_of_hosts_and_batch_sizes_has_the_batches_of_one_host(
-    pipeline, stages
+@given(run=st.lists(stages.stages(), min_size=2, max_size=6))
+def test_any_run_of_steps_of_grains_has_the_bytes_of_one_host(
+    tmp_path_factory, pipeline, run
 ):
-    data = make(pipeline)
-    saved, used = None, []
-    for num_hosts, size, num_batches in stages:
-        if size % num_hosts:
-            num_hosts = 1
-        one, world = (worlds.World(data, n, size) for n in (1, num_hosts))
-        if saved:
-            one.load(saved)
-            world.load(saved)
-        for _ in range(num_batches):
-            batch = world.next()
-            assert batch == one.next()
-            used += batch
-        saved = world.save()
-    # The rows of each shard come once, and in order.
-    counts = collections.Counter()
-    for number, *_ in used:
-        index, shard = divmod(number, NUM_SHARDS)
-        assert index == counts[shard]
-        counts[shard] += 1
-    expected = rows_of_one_host(data, max(counts.values()))
-    assert used == [expected[number] for number, *_ in used]
+    stages.check([make(pipeline)] * len(run), run, tmp_path_factory.mktemp)
 
 
 def test_a_shard_that_ends_is_named():
