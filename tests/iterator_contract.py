@@ -174,6 +174,8 @@ class IteratorContract:
         run(batches.load(epath.Path(tmp_path)))
         assert batches.left_out == ((32, 64),)
         assert ids(next(batches)) == ids(expected[5])
+        run(batches.leaving_out().load(epath.Path(tmp_path)))
+        assert batches.left_out == ((32, 64), (80, 96))
 
     def test_rows_before_a_later_state_cannot_be_left_out(self, batches, tmp_path):
         next(batches)

@@ -35,19 +35,10 @@ class End(enum.Enum):
     PADDED = "padded"
 
     @classmethod
-    def of(cls, value: End | str) -> End:
-        """Returns a value, or the value of a name.
-
-        Raises:
-          ConfigError: if there is no such value.
-        """
-        try:
-            return cls(value)
-        except ValueError:
-            names = ", ".join(repr(each.value) for each in cls)
-            raise errors.ConfigError(
-                f"end={value!r}; use ec.data.End or one of {names}"
-            ) from None
+    def _missing_(cls, value: object) -> End:
+        raise errors.ConfigError(
+            f"end={value!r}; use ec.data.End or one of 'never', 'padded'"
+        )
 
 
 class HostBatches(Protocol):

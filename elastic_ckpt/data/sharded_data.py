@@ -18,7 +18,6 @@ from typing import Protocol, runtime_checkable
 
 import grain
 import numpy as np
-from absl import logging
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import (
@@ -188,16 +187,10 @@ def sharded(
         make_shard=checked,
         num_shards=number,
         pipeline=pipeline,
-        end=elastic_data.End.of(end),
+        end=elastic_data.End(end),
         num_workers=num_workers,
         per_worker_batches=per_worker_batches,
     )
-    if type(first).__name__ in _BATCHED:
-        logging.warning(
-            "sharded: make_shard ends in .batch, so that each row of a global batch is"
-            " a batch of its own; leave it out, unless that is meant, because"
-            " global_batch_size counts rows"
-        )
     repeated = shard_steps.unsliced(first, checked(number - 1))
     if repeated and number > 1:
         raise errors.ConfigError(
@@ -207,10 +200,6 @@ def sharded(
             f" source[shard::{number}]"
         )
     return data
-
-
-# Grain's classes of datasets that `.batch` returns, which it does not export.
-_BATCHED = ("BatchMapDataset", "BatchIterDataset")
 
 
 class _HostBatches:

@@ -61,7 +61,6 @@ class _HostWorker:
         self._writes: dict[int, futures.Future[None]] = {}
         self._writer = futures.ThreadPoolExecutor(max_workers=1)
         self._no_wait: jax.Array | None = None
-        self._begin_to_count()
 
     @failures.reported()
     def facts(self, call: jax.Array) -> jax.Array:
@@ -76,14 +75,11 @@ class _HostWorker:
           The batch on the mesh of `call`, and seconds, float32 `[devices]`.
         """
         host = self._on(call)
-        if not self._states:
-            self._states.append((0, host.get_state()))
         began = time.monotonic()
         batch = host.next()
         waited_secs = time.monotonic() - began
-        self._count += 1
         # The head may not have given the newest to the loop yet.
-        self._states.append((self._count, host.get_state()))
+        self._states.append((self._states[-1][0] + 1, host.get_state()))
         if waited_secs > _SHORT_SECS:
             return batch, messages.on_each(call, waited_secs)
         if self._no_wait is None:
@@ -97,7 +93,7 @@ class _HostWorker:
         host = self._on(call)
         ticket = content["ticket"]
         self._taken[ticket] = host.take(
-            self._state_after(content["batches"]),
+            dict(self._states)[content["batches"]],
             progress=_progress(content["progress"]),
             left_out=content["left_out"],
         )
@@ -144,7 +140,7 @@ class _HostWorker:
     def num_rows(self, call: jax.Array) -> jax.Array:
         """The number of rows in so many batches, and in those before, as JSON."""
         self._on(call)
-        position, _ = self._state_after(messages.decode(call)["batches"])
+        position, _ = dict(self._states)[messages.decode(call)["batches"]]
         return messages.encode(state.row_of(position), _rows_of(call))
 
     @failures.reported()
@@ -166,6 +162,7 @@ class _HostWorker:
         else:
             course = course.resized(content["global_batch_size"])
         host.go_on(course)
+        self._begin_to_count()
         return call
 
     @failures.reported()
@@ -177,21 +174,16 @@ class _HostWorker:
     def _go_back_to(self, batches: int) -> None:
         # The head drops the batches after those that the loop took.
         assert self._iterator is not None
-        if batches < self._count:
-            self._iterator.set_state(self._state_after(batches))
+        if batches < self._states[-1][0]:
+            self._iterator.set_state(dict(self._states)[batches])
         self._begin_to_count()
 
     def _begin_to_count(self) -> None:
-        self._count = 0
-        self._states: collections.deque[tuple[int, iterator.HostState]]
-        self._states = collections.deque(maxlen=HEAD_AHEAD + 2)
-
-    def _state_after(self, batches: int) -> iterator.HostState:
         assert self._iterator is not None
-        if not self._states:
-            assert not batches
-            return self._iterator.get_state()
-        return dict(self._states)[batches]
+        # The newest states, by the number of batches from here on.
+        self._states: collections.deque[tuple[int, iterator.HostState]]
+        now = (0, self._iterator.get_state())
+        self._states = collections.deque([now], maxlen=HEAD_AHEAD + 2)
 
     def _on(self, call: jax.Array) -> iterator.HostIterator:
         if self._iterator is None:
@@ -201,6 +193,7 @@ class _HostWorker:
                 global_batch_size=self._global_batch_size,
                 read_ahead=self._read_ahead,
             )
+            self._begin_to_count()
         return self._iterator
 
 
