@@ -60,11 +60,6 @@ class Placement:
         """The placement in which host h of H holds the h-th part of the rows."""
 
         def held(size: int) -> np.ndarray:
-            if size % num_hosts:
-                raise errors.ConfigError(
-                    f"a global batch of {size} rows cannot be divided evenly among"
-                    f" {num_hosts} hosts; choose a multiple of {num_hosts}"
-                )
             return np.arange(host * size // num_hosts, (host + 1) * size // num_hosts)
 
         return cls(
