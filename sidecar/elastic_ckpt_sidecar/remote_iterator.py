@@ -6,7 +6,7 @@ import functools
 import itertools
 import json
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,6 +28,9 @@ from elastic_ckpt_sidecar import failures, messages, worker
 
 # How long a worker may take to go to the beginning, or to another batch size.
 _ANSWER_SECS = 60.0
+
+# A batch, and how long the worker of each device that this process can call waited.
+_Fetched = tuple[elastic_data.Batch, jax.Array]
 
 
 class RemoteIterator(iterator.Batches):
@@ -55,12 +58,6 @@ class RemoteIterator(iterator.Batches):
 
     def _begin(self, mesh: Mesh, read_ahead: prefetch.ReadAhead) -> Any:
         return _Workers(self._course, mesh, self._sharding, read_ahead)
-
-
-class _Fetched(NamedTuple):
-    batch: elastic_data.Batch
-    # One for each device whose worker this process can call.
-    waited_secs: jax.Array
 
 
 class _Workers:
@@ -99,10 +96,9 @@ class _Workers:
         background.close_with(self, release)
 
     def next(self) -> elastic_data.Batch:
-        fetched = self.calls.take()
+        batch, self._waited_secs = self.calls.take()
         self._num_taken += 1
-        self._waited_secs = fetched.waited_secs
-        return fetched.batch
+        return batch
 
     def num_ready(self) -> int:
         return self.calls.num_ready()
@@ -162,11 +158,14 @@ class _Workers:
 
         def write(directory: epath.Path) -> None:
             taken.result()
-            self._call(
-                self._worker.write_state, ticket=ticket, directory=str(directory)
+            write_state = functools.partial(
+                self._call,
+                self._worker.write_state,
+                ticket=ticket,
+                directory=str(directory),
             )
             pauses = messages.pauses()
-            while not all(self._call(self._worker.is_written, ticket=ticket)):
+            while not all(write_state()):
                 next(pauses)
 
         return write
@@ -226,7 +225,7 @@ def _fetch(workers: Any, message: jax.Array, sharding: NamedSharding) -> _Fetche
         )
         for name, feature in batch.items()
     }
-    return _Fetched(batch=placed, waited_secs=waited_secs)
+    return placed, waited_secs
 
 
 def _as_json(progress: state.Progress | None) -> dict[str, int | None] | None:

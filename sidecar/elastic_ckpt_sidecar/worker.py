@@ -103,30 +103,22 @@ class _HostWorker:
 
     @failures.reported()
     def write_state(self, call: jax.Array) -> jax.Array:
-        """Begins to write the state kept under a ticket into a directory."""
-        content = messages.decode(call)
-        write = self._taken.pop(content["ticket"])
-        self._writes[content["ticket"]] = self._writer.submit(
-            write, content["directory"]
-        )
-        return call
+        """Writes the state kept under a ticket into a directory, in the background.
 
-    @failures.reported()
-    def is_written(self, call: jax.Array) -> jax.Array:
-        """Whether the state under a ticket is written: float32 `[devices]`, 1 or 0.
-
-        Raises what the writing raised. May be asked again when it is written, for
-        other hosts may not be done.
+        It is called until it is written on all hosts: float32 `[devices]`, 1 or 0.
+        Raises what the writing raised.
         """
-        ticket = messages.decode(call)["ticket"]
-        writing = self._writes.get(ticket)
-        if writing is None:
-            return messages.on_each(call, 1)
-        if not writing.done():
-            return messages.on_each(call, 0)
-        del self._writes[ticket]
-        writing.result()
-        return messages.on_each(call, 1)
+        content = messages.decode(call)
+        ticket = content["ticket"]
+        if ticket in self._taken:
+            self._writes[ticket] = self._writer.submit(
+                self._taken.pop(ticket), content["directory"]
+            )
+            self._writes.pop(ticket - _SAVES_AT_ONCE, None)
+        is_written = self._writes[ticket].done()
+        if is_written:
+            self._writes[ticket].result()
+        return messages.on_each(call, is_written)
 
     @failures.reported()
     def load_state(self, call: jax.Array) -> jax.Array:

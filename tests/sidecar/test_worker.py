@@ -25,9 +25,9 @@ def host(data):
     made._writer.shutdown()
 
 
-def written(host, *, ticket):
+def written(host, directory, *, ticket):
     """Asks until the host has written."""
-    while not host("is_written", ticket=ticket).any():
+    while not host("write_state", ticket=ticket, directory=str(directory)).any():
         pass
 
 
@@ -43,12 +43,11 @@ def test_a_host_says_that_it_has_written_as_often_as_it_is_asked(
 
     monkeypatch.setattr(cursors, "write", late)
     host.take_state(ticket=0, batches=0)
-    host("write_state", ticket=0, directory=str(tmp_path))
-    assert not host("is_written", ticket=0).any()
+    assert not host("write_state", ticket=0, directory=str(tmp_path)).any()
     may_write.set()
-    written(host, ticket=0)
+    written(host, tmp_path, ticket=0)
     for _ in range(2):
-        assert host("is_written", ticket=0).all()
+        assert host("write_state", ticket=0, directory=str(tmp_path)).all()
     assert (tmp_path / "data_state.json").exists()
 
 
@@ -64,7 +63,6 @@ def test_states_of_the_last_batches_can_be_kept_and_of_no_older_one(host):
 def test_the_state_of_a_save_that_was_given_up_is_not_kept_for_ever(host, tmp_path):
     for ticket in range(20):
         host.take_state(ticket=ticket, batches=0)
-    host("write_state", ticket=19, directory=str(tmp_path))
-    written(host, ticket=19)
+    written(host, tmp_path, ticket=19)
     with pytest.raises(failures.WorkerFailure, match="KeyError"):
         host("write_state", ticket=0, directory=str(tmp_path))
