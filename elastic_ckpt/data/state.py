@@ -158,10 +158,13 @@ def check_same_pipeline(
 
     `pipeline_changes` defines which parts may differ.
     """
-    before, now = {"engine": saved.engine, **saved.pipeline}, pipeline
     # Without stages the run is in its first.
     progress = saved.progress or Progress(step=None, begun=1)
-    changed = pipeline_changes(before, {"engine": engine, **now}, **vars(progress))
+    changed = pipeline_changes(
+        {"engine": saved.engine, **saved.pipeline},
+        {"engine": engine, **pipeline},
+        **vars(progress),
+    )
     check_unchanged(changed)
 
 
@@ -309,8 +312,9 @@ def _settings(description: Pipeline) -> Iterator[tuple[str, Any]]:
             yield key, names
             for number, step in enumerate(value):
                 so_far = names[:number].count(names[number])
-                name = names[number] + f" {so_far + 1}" * (so_far > 0)
-                yield from ((f"{name}.{key}", each) for key, each in _settings(step))
+                name = names[number] + (f" {so_far + 1}" if so_far else "")
+                for setting, each in _settings(step):
+                    yield f"{name}.{setting}", each
         elif key not in (DATASETS, "weight"):
             yield from _leaves(key, value)
 
