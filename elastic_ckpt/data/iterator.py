@@ -70,6 +70,10 @@ class HostIterator:
       sharding: the sharding of a global batch; see `delivery.feature_sharding`.
       global_batch_size: rows of a global batch, B.
       read_ahead: how far to read, and place on the devices, ahead of `next`.
+
+    Attributes:
+      course: how the run goes through the data.
+      identity: that of the data.
     """
 
     def __init__(
@@ -89,7 +93,7 @@ class HostIterator:
                 " rows to load; make the mesh from devices of every host"
             )
         delivery.warn_of_shared_shards(data, placements.values())
-        self._identity = data.identity()
+        self.identity = data.identity()
         self._start(first)
 
     def _start(self, course: stages.Course) -> None:
@@ -185,7 +189,7 @@ class HostIterator:
         saved = state.DataState(
             engine=data.engine,
             position=position,
-            pipeline=self._identity,
+            pipeline=self.identity,
             left_out=left_out,
             progress=progress,
         )
@@ -418,8 +422,8 @@ class Batches:
         return _done()
 
     def _saved(self, directory: epath.Path) -> state.DataState:
-        saved, data = state.read(directory), self._course.data
-        state.check_same_pipeline(saved, data.engine, data.identity())
+        saved, engine = state.read(directory), self._course.data.engine
+        state.check_same_pipeline(saved, engine, self._hosts.identity)
         return saved
 
     @property

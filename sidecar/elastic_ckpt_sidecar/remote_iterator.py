@@ -64,6 +64,7 @@ class _Workers:
     """The workers of all hosts, with the methods of an `iterator.HostIterator`.
 
     Attributes:
+      identity: that of the data.
       calls: fetches batches ahead of the loop, and makes other calls of workers in turn
         with them.
     """
@@ -76,6 +77,7 @@ class _Workers:
         read_ahead: prefetch.ReadAhead,
     ) -> None:
         self._course = course
+        self.identity = course.data.identity()
         self._cpu_sharding = topology.over_all_devices(
             colocated_python.colocated_cpu_devices(mesh)
         )
