@@ -75,96 +75,89 @@ def numbers(shard, *, length=None):
 
 
 @pytest.fixture
-def as_host(monkeypatch):
-    """Makes this process that host of a world."""
+def hosts_of(monkeypatch, tmp_path_factory):
+    """Makes hosts of twelve shards that have taken a batch."""
 
-    def take_part(number):
-        monkeypatch.setattr(topology, "this_host", lambda: number)
+    def made(num_hosts, size):
+        data = sharded_data.sharded(numbers, num_shards=12, pipeline="numbers")
+        world = worlds.World(data, num_hosts, size)
+        world.batch()
+        directory = tmp_path_factory.mktemp("loaded")
+        world.write(directory)
+        sharding = sharding_of(range(num_hosts))
+        hosts = [
+            iterator.HostIterator(data, sharding=sharding, global_batch_size=size)
+            for _ in range(num_hosts)
+        ]
 
-    return take_part
+        def on_each(call):
+            results = []
+            for number, host in enumerate(hosts):
+                monkeypatch.setattr(topology, "this_host", lambda number=number: number)
+                results.append(call(host))
+            return results
+
+        def load():
+            on_each(lambda host: host.load(directory, state.read(directory)))
+
+        def saved():
+            to = tmp_path_factory.mktemp("saved")
+            for write in on_each(lambda host: host.take(progress=None, left_out=())):
+                write(to)
+            names = [re.findall(r"\d+", path.stem) for path in to.glob("shards-*")]
+            # Each shard is in one file.
+            assert sum(int(last) + 1 - int(first) for first, last in names) == 12
+            position = state.read(to).position
+            return position, cursors.read(to, range(12), position)
+
+        load()
+        return on_each, load, saved
+
+    return made
 
 
-def world_of_twelve_shards(as_host, directory, num_hosts, size):
-    """Hosts that have taken a batch, and a function that has each make a call."""
-    data = sharded_data.sharded(numbers, num_shards=12, pipeline="numbers")
-    world = worlds.World(data, num_hosts, size)
-    world.batch()
-    world.write(directory)
-    sharding = sharding_of(range(num_hosts))
-    hosts = [
-        iterator.HostIterator(data, sharding=sharding, global_batch_size=size)
-        for _ in range(num_hosts)
-    ]
-
-    def on_each(call):
-        results = []
-        for number, host in enumerate(hosts):
-            as_host(number)
-            results.append(call(host))
-        return results
-
-    on_each(lambda host: host.load(directory, state.read(directory)))
-    return hosts, on_each
-
-
-@pytest.fixture
-def saved_by(tmp_path_factory):
-    """The state that hosts save, in which each shard is in one file."""
-
-    def saved(on_each):
-        directory = tmp_path_factory.mktemp("saved")
-        for write in on_each(lambda host: host.take(progress=None, left_out=())):
-            write(directory)
-        names = [path.stem for path in directory.glob("shards-*")]
-        of_files = [tuple(map(int, re.findall(r"\d+", name))) for name in names]
-        assert sum(last + 1 - first for first, last in of_files) == 12
-        position = state.read(directory).position
-        return position, cursors.read(directory, range(12), position)
-
-    return saved
+def resize(size):
+    return lambda host: host.go_on(host.course.resized(size))
 
 
 @pytest.mark.parametrize(
     ("num_hosts", "sizes"), [(3, (12, 18, 6, 24)), (4, (12, 8, 24, 4, 16))]
 )
 def test_hosts_that_divide_shards_and_rows_keep_their_shards_in_any_size(
-    as_host, saved_by, tmp_path, num_hosts, sizes
+    hosts_of, num_hosts, sizes
 ):
-    _, on_each = world_of_twelve_shards(as_host, tmp_path, num_hosts, sizes[0])
-    before = saved_by(on_each)
+    on_each, _, saved = hosts_of(num_hosts, sizes[0])
+    before = saved()
     for size in sizes[1:]:
-        on_each(lambda host, size=size: host.go_on(host.course.resized(size)))
-        assert saved_by(on_each) == before
+        on_each(resize(size))
+        assert saved() == before
 
 
-def test_a_size_that_moves_shards_is_refused_on_all_hosts_and_changes_nothing(
-    as_host, saved_by, tmp_path
-):
-    hosts, on_each = world_of_twelve_shards(as_host, tmp_path, 5, 60)
-    before = on_each(lambda host: host.get_state())
+def test_a_size_that_moves_shards_is_refused_on_all_hosts_and_changes_nothing(hosts_of):
+    on_each, load, saved = hosts_of(5, 60)
+    before, as_saved = on_each(lambda host: host.get_state()), saved()
     # Some shards run on two hosts, and one of them saves each.
     assert sum(len(held) for _, held in before) > 12
-    saved = saved_by(on_each)
     on_each(lambda host: host.reset())
     states = iter(before)
     on_each(lambda host: host.set_state(next(states)))
-    for number, host in enumerate(hosts):
-        as_host(number)
+
+    def refuse(host):
         with pytest.raises(
-            errors.ConfigError,
-            match=r"of 10 rows logical shards \[.*\] move to host 0, which",
+            errors.ConfigError, match=r"of 10 .*\] move to host 0, which"
         ):
-            host.go_on(host.course.resized(10))
+            resize(10)(host)
+        return host.course.size
+
+    assert on_each(refuse) == [60] * 5
     assert on_each(lambda host: host.get_state()) == before
-    assert on_each(lambda host: host.course.size) == [60] * 5
     # After a load all cursors can be read, and at the beginning there are none.
-    for begin, expected in (
-        (lambda host: host.load(tmp_path, state.read(tmp_path)), saved),
-        (lambda host: host.reset(), ({"batches": []}, dict.fromkeys(range(12)))),
-    ):
-        on_each(begin)
-        on_each(lambda host: host.go_on(host.course.resized(10)))
-        assert saved_by(on_each) == expected
+    load()
+    on_each(resize(10))
+    assert saved() == as_saved
+    on_each(lambda host: host.reset())
+    on_each(resize(10))
+    assert saved() == ({"batches": []}, dict.fromkeys(range(12)))
 
 
 @pytest.mark.parametrize(
