@@ -147,14 +147,18 @@ class _HostWorker:
         """Changes the size or the stage, after so many batches of the former."""
         content = messages.decode(call)
         host = self._on(call)
-        self._go_back_to(content["batches"])
         course = host.course.with_progress(_progress(content["progress"]))
         if content["begins_stage"]:
             course = course.due()
         else:
             course = course.resized(content["global_batch_size"])
-        host.go_on(course)
-        self._begin_to_count()
+        # The head drops the batches after those that the loop took.
+        if content["batches"] < self._states[-1][0]:
+            host.set_state(dict(self._states)[content["batches"]])
+        try:
+            host.go_on(course)
+        finally:
+            self._begin_to_count()
         return call
 
     @failures.reported()
@@ -162,13 +166,6 @@ class _HostWorker:
         """Ends what reads ahead."""
         self._on(call).close()
         return call
-
-    def _go_back_to(self, batches: int) -> None:
-        # The head drops the batches after those that the loop took.
-        assert self._iterator is not None
-        if batches < self._states[-1][0]:
-            self._iterator.set_state(dict(self._states)[batches])
-        self._begin_to_count()
 
     def _begin_to_count(self) -> None:
         assert self._iterator is not None

@@ -374,7 +374,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the sidecar goes on from batches that were dropped",
         "sidecar/elastic_ckpt_sidecar/worker.py",
-        "self._iterator.set_state(dict(self._states)[batches])",
+        'host.set_state(dict(self._states)[content["batches"]])',
         "pass",
         ("tests/sidecar/test_remote_iterator.py",),
     ),
