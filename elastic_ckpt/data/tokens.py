@@ -19,20 +19,25 @@ _NUM_SPECIAL = 3
 VOCAB_SIZE = 256 + _NUM_SPECIAL
 
 
-def narrowed(values: np.ndarray, *, place: str) -> np.ndarray:
-    """Integers of any type as tokens, int32 of the same shape.
+def narrowed(values: Any, *, place: str) -> np.ndarray:
+    """Integers of any type, in an array or a list, as int32 `[tokens]`.
 
     Raises:
-      DataError: if int32 cannot hold a number; names `place` and the number.
+      DataError: if they are none, or int32 cannot hold one; names `place`.
     """
-    if values.dtype == np.int32:
-        return values
-    narrow = values.astype(np.int32)
-    if values.dtype.itemsize >= narrow.itemsize and (narrow != values).any():
-        wrong = values[narrow != values][0]
+    numbers = np.asarray(values)
+    is_integer = not numbers.size or np.issubdtype(numbers.dtype, np.integer)
+    if numbers.ndim != 1 or not is_integer:
         raise errors.DataError(
-            f"{place} has the token {wrong}, which does not fit into 32 bits; write the"
-            " data again with tokens below the size of the vocabulary"
+            f"{place} has {numbers.dtype}{list(numbers.shape)}, not a list of tokens;"
+            " give a tokenizer if it is text (tokenize_train_data=true in a"
+            " configuration)"
+        )
+    narrow = numbers.astype(np.int32, copy=False)
+    if narrow is not numbers and (is_wrong := narrow != numbers).any():
+        raise errors.DataError(
+            f"{place} has the token {numbers[is_wrong][0]}, which does not fit into 32"
+            " bits; write the data again with tokens below the size of the vocabulary"
         )
     return narrow
 
@@ -44,16 +49,7 @@ def of_element(element: dict[str, Any], column: str) -> np.ndarray:
       DataError: if the column is missing or has other values.
     """
     value = in_column(element, column)
-    if value is None or (isinstance(value, list) and not value):
-        return np.zeros(0, np.int32)
-    numbers = np.asarray(value)
-    if numbers.ndim != 1 or not np.issubdtype(numbers.dtype, np.integer):
-        raise errors.DataError(
-            f"column {column!r} has {numbers.dtype}{list(numbers.shape)}, not a list of"
-            " tokens; give a tokenizer if it is text (tokenize_train_data=true in a"
-            " configuration)"
-        )
-    return narrowed(numbers, place=f"column {column!r}").copy()
+    return narrowed([] if value is None else value, place=f"column {column!r}").copy()
 
 
 def in_column(element: dict[str, Any], column: str) -> Any:
@@ -70,16 +66,18 @@ def in_column(element: dict[str, Any], column: str) -> Any:
     return element[column]
 
 
+def of_bytes(content: bytes) -> np.ndarray:
+    """The token of each byte, int32."""
+    return np.frombuffer(content, np.uint8) + np.int32(_NUM_SPECIAL)
+
+
 def encode(text: bytes, length: int) -> np.ndarray:
     """BEGIN, the bytes of `text`, END; truncated or padded to `length` tokens.
 
     Returns:
       int32 of shape `[length]`.
     """
-    tokens = np.full(length, PAD, np.int32)
-    tokens[0] = BEGIN
-    kept = np.frombuffer(text[: length - 1], np.uint8)
-    tokens[1 : 1 + len(kept)] = kept.astype(np.int32) + _NUM_SPECIAL
-    if len(kept) + 1 < length:
-        tokens[1 + len(kept)] = END
-    return tokens
+    kept = text[:length]
+    tokens, end = np.full(length + 2, PAD, np.int32), len(kept) + 1
+    tokens[0], tokens[1:end], tokens[end] = BEGIN, of_bytes(kept), END
+    return tokens[:length]

@@ -54,7 +54,8 @@ class Encoded:
     placeholder: int
 
 
-Part: TypeAlias = Encoded | np.ndarray | Sequence[int]
+# Of each modality, each with its first token in the document.
+_Media: TypeAlias = dict[str, list[tuple[int, Encoded]]]
 
 
 class MultimodalRows(lm_rows.Rows):
@@ -84,7 +85,7 @@ class MultimodalRows(lm_rows.Rows):
         `seed`, `shard` and `max_examples`.
 
     Raises:
-      ConfigError: if `packing` is another one, or two features have the same name.
+      ConfigError: if `packing` is another one.
     """
 
     def __init__(
@@ -101,23 +102,6 @@ class MultimodalRows(lm_rows.Rows):
                 " which keep documents and their media whole"
             )
         super().__init__(parent, packing=packing, **settings)
-        added = [
-            name + end
-            for name in modalities
-            for end in ("", "_segmentation", "_start", "_length")
-        ]
-        names = [*lm_rows.FEATURES, *added]
-        if clashing := {name for name in added if names.count(name) > 1}:
-            raise errors.ConfigError(
-                f"MultimodalRows: rows would have {sorted(clashing)} twice; rename a"
-                " modality"
-            )
-        for name, modality in modalities.items():
-            if modality.max_per_row < 1:
-                raise errors.ConfigError(
-                    f"MultimodalRows: modality {name!r} has"
-                    f" max_per_row={modality.max_per_row}; give 1 or more"
-                )
         self.modalities = dict(modalities)
 
     def __iter__(self) -> lm_rows.RowsIterator:
@@ -126,16 +110,13 @@ class MultimodalRows(lm_rows.Rows):
 
 @dataclasses.dataclass(frozen=True)
 class _Document:
-    # Tokens, complements where they are no targets; and the media of each modality,
-    # each with its first token.
+    # Tokens, complements where they are no targets; and the media.
     tokens: np.ndarray
-    media: dict[str, list[tuple[int, Encoded]]]
+    media: _Media
 
 
 class _MultimodalIterator(lm_rows.RowsIterator):
-    def __init__(self, of: MultimodalRows) -> None:
-        self._modalities = of.modalities
-        super().__init__(of)
+    of: Any  # MultimodalRows
 
     def hold(self, documents: list[Any]) -> lm_rows.Held:
         """See `RowsIterator`."""
@@ -147,27 +128,25 @@ class _MultimodalIterator(lm_rows.RowsIterator):
         if isinstance(document, _Document):
             # It comes over from another stage.
             return document
-        if not isinstance(document, list | tuple):
-            raise errors.DataError(
-                f"MultimodalRows: a document is a {type(document).__name__}; make it a"
-                " list of parts, ec.data.lm.Encoded media and arrays of tokens"
-            )
-        media: dict[str, list[tuple[int, Encoded]]]
-        media = {name: [] for name in self._modalities}
+        media: _Media = {name: [] for name in self.of.modalities}
         pieces, length = [np.empty(0, np.int32)], self.of.length
         for part in document:
             start = sum(map(len, pieces))
             if isinstance(part, Encoded):
-                _check(part, self._modalities)
+                if part.modality not in media or part.num_tokens < 1:
+                    raise errors.DataError(
+                        f"a document has a medium of modality {part.modality!r} with"
+                        f" num_tokens={part.num_tokens}; use one of {sorted(media)},"
+                        " and give 1 or more tokens"
+                    )
                 of_kind = media[part.modality]
-                is_full = len(of_kind) == self._modalities[part.modality].max_per_row
+                is_full = len(of_kind) == self.of.modalities[part.modality].max_per_row
                 if is_full or start + part.num_tokens > length:
                     break
                 of_kind.append((start, part))
                 pieces.append(np.full(part.num_tokens, ~part.placeholder, np.int32))
             else:
-                place = "MultimodalRows: a part of tokens"
-                piece = token_numbers.narrowed(_integers(part), place=place)
+                piece = token_numbers.narrowed(part, place="a part of a document")
                 pieces.append(piece[: length - start])
         tokens = np.concatenate(pieces)
         if not (tokens[1:] >= 0).any():
@@ -191,13 +170,15 @@ class _MultimodalIterator(lm_rows.RowsIterator):
 
     def limits(self) -> tuple[int, ...]:
         """See `RowsIterator`."""
-        most = (modality.max_per_row for modality in self._modalities.values())
-        return (*super().limits(), *most)
+        return (
+            *super().limits(),
+            *(m.max_per_row for m in self.of.modalities.values()),
+        )
 
     def more(self, rows: Sequence[lm_rows.Unmade | None]) -> lm_rows.Row:
         """See `RowsIterator`."""
         more: lm_rows.Row = {}
-        for name, modality in self._modalities.items():
+        for name, modality in self.of.modalities.items():
             shape = len(rows), modality.max_per_row
             decoded = np.zeros((*shape, *modality.shape), modality.dtype)
             segments, starts, lengths = np.zeros((3, *shape), np.int32)
@@ -228,35 +209,8 @@ def _numbers(held: lm_rows.Held, at: Sequence[int] | np.ndarray) -> list[int]:
     return (np.searchsorted(held.starts, at, side="right") - 1).tolist()
 
 
-def _check(part: Encoded, modalities: Mapping[str, Modality]) -> None:
-    if part.modality not in modalities:
-        raise errors.DataError(
-            f"MultimodalRows: a document has a medium of modality {part.modality!r},"
-            f" but modalities= has only {sorted(modalities)}"
-        )
-    if part.num_tokens < 1:
-        raise errors.DataError(
-            f"MultimodalRows: a medium of modality {part.modality!r} has"
-            f" num_tokens={part.num_tokens}; give 1 or more, or leave it out"
-        )
-
-
-def _integers(part: Any) -> np.ndarray:
-    numbers = np.asarray(part, None if len(part) else np.int32)
-    if numbers.ndim != 1 or not np.issubdtype(numbers.dtype, np.integer):
-        raise errors.DataError(
-            f"MultimodalRows: a part has {numbers.dtype}{list(numbers.shape)}; parts"
-            " are ec.data.lm.Encoded media, and arrays of tokens"
-        )
-    return numbers
-
-
 def _decoded(name: str, modality: Modality, data: bytes) -> np.ndarray:
-    try:
-        array = np.asarray(modality.decode(data))
-    except Exception as error:
-        error.add_note(f"while a medium of modality {name!r} was decoded")
-        raise
+    array = np.asarray(modality.decode(data))
     if array.shape != modality.shape or array.dtype != np.dtype(modality.dtype):
         raise errors.DataError(
             f"decode of modality {name!r} made {array.dtype}{list(array.shape)}, and"

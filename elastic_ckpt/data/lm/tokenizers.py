@@ -111,8 +111,7 @@ class Bytes:
     def encode(self, text: str | bytes) -> np.ndarray:
         """One token for each byte; a `str` is encoded as UTF-8."""
         content = text if isinstance(text, bytes) else readable(text).encode()
-        first_byte = tokens.VOCAB_SIZE - 256
-        return np.frombuffer(content, np.uint8).astype(np.int32) + first_byte
+        return tokens.of_bytes(content)
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         """The tokens of each text."""
