@@ -1,5 +1,6 @@
 """Mistakes in what data is made of: files, mixtures, pipelines, batches, stages."""
 
+import datetime
 import json
 import pathlib
 from typing import Any
@@ -126,10 +127,10 @@ REFUSALS = {
     ),
     "a tokenizer that there is none of": Refusal(
         lambda _: tokenizers.load("spm", "t.model"),
-        "one of bytes, sentencepiece, tiktoken, huggingface",
+        "'spm' .*choose bytes without a path, or sentencepiece with a .*, tiktoken",
     ),
     "a tokenizer without a file": Refusal(
-        lambda _: tokenizers.load("tiktoken", ""), "set it to a .tiktoken file"
+        lambda _: tokenizers.load("tiktoken", ""), "path '' .*, tiktoken with a .tikt"
     ),
     # Pipelines.
     "a shard that is none of the shards": Refusal(
@@ -279,6 +280,14 @@ REFUSALS = {
         "max_segments_per_seq=3 does not work with .*concat_then_split, .*to 0",
     ),
     # Conversations and documents.
+    "conversations that are not to be tokenised": Refusal(
+        lambda _: keys(use_sft=True, tokenize_train_data=False),
+        "use_sft=true does not work with tokenize_train_data=false; set it to true",
+    ),
+    "a chat template and a file with one": Refusal(
+        lambda _: keys(use_sft=True, chat_template="a", chat_template_path="b"),
+        "chat_template and chat_template_path are both set; set one",
+    ),
     "conversations without a template": Refusal(
         conversations(),
         "no chat template.*set chat_template_path",
@@ -290,12 +299,21 @@ REFUSALS = {
         writes=True,
     ),
     "a conversation that is text": Refusal(
-        lambda _: turns("Hello"), "has a text, not a list of messages; name", DATA
+        lambda _: turns("Hello"), "has a str, not a list of messages; name", DATA
     ),
     "messages of another form": Refusal(
         lambda _: turns([{"from": "human", "value": "a"}]),
         r"a message with \['from', 'value'\]; a message has a role",
         DATA,
+    ),
+    "a message with a date": Refusal(
+        lambda _: turns([{"role": "user", "content": datetime.date.today()}]),
+        "has a date in a message; messages have texts, numbers, lists",
+        DATA,
+    ),
+    "conversations of three columns": Refusal(
+        lambda _: chat.Conversations(template=TEMPLATE, columns=("a", "b", "c")),
+        r"columns=\('a', 'b', 'c'\) .*; name one column of messages, or two",
     ),
     "a column that is missing": Refusal(
         lambda _: tokens_of(PRE_TOKENIZED, {"text": "a"}),

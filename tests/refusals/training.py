@@ -236,7 +236,7 @@ REFUSALS = {
         grain_train_mixture_config_path="DIR/mixture.json",
     ),
     "pipeline without logical shards": data(
-        "grain_file_type=parquet needs logical shards; set num_logical",
+        '^grain_file_type="parquet" needs logical shards; set num_logical',
         num_logical_shards=0,
     ),
     "file of another format": data(

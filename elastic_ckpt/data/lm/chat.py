@@ -10,18 +10,16 @@ and packed; `Rows` makes of it what MaxText's rows have.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
-from absl import logging
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import records
+from elastic_ckpt.data import tokens as token_numbers
 from elastic_ckpt.data.lm import chat_templates, tokenizers
 from elastic_ckpt.data.sources import files
 
@@ -32,8 +30,6 @@ _BYTES = tokenizers.Bytes()
 _KEYS = "train_data_columns in a configuration"
 # The names of the field with what the assistant thinks, by precedence.
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-# Pairs of columns with a user's text and the assistant's, as MaxText names them.
-_COMPLETIONS = (("prompt", "completion"), ("question", "answer"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,21 +58,14 @@ class Conversations:
 
     def __post_init__(self) -> None:
         columns = files.names(self.columns, argument="Conversations: columns")
-        if tuple(reversed(columns)) in _COMPLETIONS:
-            columns = tuple(reversed(columns))
         object.__setattr__(self, "columns", columns)
         if len(columns) not in (1, 2):
             raise errors.ConfigError(
                 f"Conversations: columns={columns!r} ({_KEYS}); name one column of"
                 " messages, or two, of the prompt and of the completion"
             )
-        if not hasattr(self.tokenizer, "encode_with_spans"):
-            raise errors.ConfigError(
-                f"a {type(self.tokenizer).__name__} has no encode_with_spans, which"
-                " chat templates need; use ec.data.lm.load_tokenizer"
-            )
         # Those of files refuse it if special tokens would be plain text.
-        self.tokenizer.encode_with_spans([])
+        cast(Any, self.tokenizer).encode_with_spans([])
 
     @property
     def column(self) -> str:
@@ -104,14 +93,11 @@ class Conversations:
         Raises:
           DataError: if a column is missing or has no messages.
         """
-        values = [_text_or_messages(element, column) for column in self.columns]
-        if len(values) == 1 and isinstance(values[0], str):
-            raise errors.DataError(
-                f"column {self.column!r} has a text, not a list of messages; name the"
-                f" column of the conversation, or two, of prompt and completion"
-                f" ({_KEYS})"
-            )
-        turns = list(map(_turn, values, ("user", chat_templates.ASSISTANT)))
+        roles = ("user", chat_templates.ASSISTANT) if len(self.columns) == 2 else ("",)
+        turns = [
+            _turns(element, column, role=role)
+            for column, role in zip(self.columns, roles, strict=True)
+        ]
         return list(itertools.chain(*turns)) if all(turns) else []
 
     def value(self, element: dict[str, Any]) -> chat_templates.Rendered | None:
@@ -124,16 +110,14 @@ class Conversations:
         messages = self.messages(element)
         if not messages:
             return None
-        _warn_of_special_texts(messages, self.tokenizer)
         try:
             if self.completion_only:
                 return self.template.render_with_spans(messages)
             text = self.template.render(messages)
         except errors.DataError as error:
             number = element.get(records.RECORD)
-            if number is None:
-                raise
-            raise errors.DataError(f"record {number}: {error}") from None
+            where = "" if number is None else f"record {number}: "
+            raise errors.DataError(f"{where}{error}") from None
         # Also around tokens without characters, at the ends.
         return chat_templates.Rendered(text=text, spans=((-1, len(text) + 1),))
 
@@ -157,67 +141,30 @@ def _masked(
 ) -> np.ndarray:
     # A token counts if it has a character of a span.
     begins, ends = np.array(spans, np.int64).reshape(-1, 2).T
-    # Some tokenizers leave out spaces, so that a token of spaces ends where it begins.
-    first = encoded.begin - (encoded.begin == encoded.end)
+    first, stop = encoded.spans.T
     # The first span that ends after the first character of a token; none begins at the
     # end of everything.
     number = np.searchsorted(ends, first, side="right")
-    counts = np.append(begins, np.iinfo(np.int64).max)[number] < encoded.end
+    counts = np.append(begins, np.iinfo(np.int64).max)[number] < stop
     if not counts.any():
         return _NO_TOKENS
     return np.where(counts, encoded.tokens, ~encoded.tokens)
 
 
-def _warn_of_special_texts(messages: Messages, tokenizer: tokenizers.Tokenizer) -> None:
-    # A message could end its turn so, or begin another.
-    texts: tuple[str, ...] = getattr(tokenizer, "special_texts", tuple)()
-    contents = [message.get("content") for message in messages]
-    said = "\n".join(each for each in contents if isinstance(each, str))
-    found = _any_of(texts).search(said) if texts else None
-    if found:
-        logging.log_first_n(
-            logging.WARNING,
-            "a message has the text %r, which becomes a special token; remove such"
-            " texts if those who wrote the messages are not trusted",
-            1,
-            found[0],
-        )
-
-
-@functools.lru_cache(maxsize=8)
-def _any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, texts)))
-
-
-def _turn(value: Any, role: str) -> Any:
-    # Messages as they are; a text is one message of the role.
-    return [{"role": role, "content": value}] if isinstance(value, str) else value
-
-
-def _text_or_messages(element: dict[str, Any], column: str) -> Any:
-    if column not in element:
-        raise errors.DataError(
-            f"a record has no column {column!r}, only {sorted(element)}; name the"
-            f" column ({_KEYS})"
-        )
-    value = element[column]
+def _turns(element: dict[str, Any], column: str, *, role: str) -> Messages:
+    # The messages in a column; a text is one of the role, if there is any.
+    value = token_numbers.in_column(element, column)
     if value is None:
-        return None
-    if isinstance(value, str | bytes):
-        return tokenizers.readable(value)
-    if isinstance(value, np.ndarray) and not value.size:
-        value = []
+        return []
+    if role and isinstance(value, str | bytes):
+        return [{"role": role, "content": tokenizers.readable(value)}]
     if not isinstance(value, list):
         raise errors.DataError(
             f"column {column!r} has a {type(value).__name__}, not a list of messages;"
-            f" name the column of the conversation ({_KEYS})"
+            " name the column of the conversation, or two, of prompt and completion"
+            f" ({_KEYS})"
         )
-    try:
-        return [_message(each, column) for each in value]
-    except RecursionError:
-        raise errors.DataError(
-            f"column {column!r} has a message that is nested too deeply; leave it out"
-        ) from None
+    return [_message(each, column) for each in value]
 
 
 def _message(value: Any, column: str) -> chat_templates.Message:

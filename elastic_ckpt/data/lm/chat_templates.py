@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
-import hashlib
 import itertools
 import json
 import os
@@ -27,19 +26,20 @@ from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.core import errors, extras, storage
+from elastic_ckpt.core import digest, errors, extras, storage
 from elastic_ckpt.data.lm import tokenizers
 
 Message = dict[str, Any]
 
 ASSISTANT = "assistant"
 
-_FILE = "chat_template.jinja"
-_CONFIG_FILE = "tokenizer_config.json"
+# Beside the file of a tokenizer, by precedence.
+_FILES = ("chat_template.jinja", "tokenizer_config.json")
 _FIELD = "chat_template"
 # Around what `{% generation %}` blocks render. No message has these halves of pairs.
 _MARKS = "\ud800\udbff"
 _MARK = re.compile(f"[{_MARKS}]")
+_GENERATION = re.compile(r"{%[-+]?\s*generation\b")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +55,6 @@ class Rendered:
     text: str
     spans: tuple[tuple[int, int], ...]
 
-    def __len__(self) -> int:
-        return len(self.text)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
@@ -71,7 +68,7 @@ class ChatTemplate:
         asks for the date is refused, because rows would change from day to day.
 
     Raises:
-      ConfigError: if the text is no template, or the date no date.
+      ConfigError: if the text is no template.
     """
 
     text: str
@@ -79,23 +76,15 @@ class ChatTemplate:
     date: str = ""
 
     def __post_init__(self) -> None:
-        if self.date and not re.fullmatch(r"\d{4}-\d\d-\d\d", self.date):
-            raise errors.ConfigError(
-                f"chat_template_date={self.date!r}; write it as YYYY-MM-DD"
-            )
         _compiled(self.text)
 
     def identity(self) -> dict[str, storage.Json]:
-        """The digest of the text, and what else it depends on."""
-        special = {
-            name: text
-            for name, text in sorted(self.special_tokens.items())
-            if name in self.text
+        """The digest of the text, and what it reads beside messages."""
+        read = {**self.special_tokens, "strftime_now": self.date}
+        return {
+            "digest": digest.json_digest(self.text),
+            **{name: read[name] for name in sorted(read) if name in self.text},
         }
-        date = {"date": self.date} if "strftime_now" in self.text else {}
-        content = self.text.encode(errors="surrogatepass")
-        digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-        return {"digest": digest, "special_tokens": special, **date}
 
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False
@@ -119,16 +108,15 @@ class ChatTemplate:
           DataError: as `render`; or if the template does not show where it speaks.
         """
         whole = self._rendered(messages, False)
-        _, has_generation = _compiled(self.text)
-        if has_generation:
+        if _GENERATION.search(self.text):
             return whole
         text = whole.text
         turns = []
         for number, message in enumerate(messages):
             if message.get("role") == ASSISTANT:
-                before = self._begin(messages[:number], text, prompt=True)
-                after = self._begin(messages[: number + 1], text, prompt=False)
-                turns.append((before, max(before, after)))
+                begin = self._begin(messages[:number], text, prompt=True)
+                end = self._begin(messages[: number + 1], text, prompt=False)
+                turns.append((begin, end))
         return Rendered(text=text, spans=tuple(turns))
 
     def _begin(self, messages: Sequence[Message], text: str, *, prompt: bool) -> int:
@@ -149,9 +137,8 @@ class ChatTemplate:
         self, messages: Sequence[Message], add_generation_prompt: bool
     ) -> Rendered:
         # With the spans of `{% generation %}` blocks.
-        template, _ = _compiled(self.text)
         try:
-            marked = template.render(
+            marked = _compiled(self.text).render(
                 **self.special_tokens,
                 messages=list(messages),
                 tools=None,
@@ -164,9 +151,9 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template may raise anything
             raise errors.DataError(
-                "the chat template cannot render a conversation:"
-                f" {type(error).__name__}: {str(error)[:300]}; correct the template"
-                " (chat_template_path in a configuration) or the messages"
+                f"the chat template cannot render a conversation: {_shown(error)};"
+                " correct the template (chat_template_path in a configuration) or the"
+                " messages"
             ) from None
         return _without_marks(marked)
 
@@ -186,49 +173,36 @@ def load_chat_template(
 
     Args:
       tokenizer: which special tokens the template has, and what files are beside it.
-      text: the template itself.
+      text: the template itself, instead of a file.
       path: the path or URI of a file with the template: its text, or, if its name ends
         in `.json`, an object with the field `chat_template`.
       date: see `ChatTemplate`.
 
     Raises:
-      ConfigError: if there is no template, both `text` and `path` are given, or the
-        text is no template.
+      ConfigError: if there is no template, or its text is none.
       DataError: if a file cannot be read.
     """
-    if text and path:
-        raise errors.ConfigError(
-            "chat_template and chat_template_path are both set; set one of them"
-        )
-    if path:
-        text = _of_file(storage.absolute(os.path.expanduser(path)))
+    files = [storage.absolute(os.path.expanduser(path))] if path else []
     of_tokenizer = getattr(tokenizer, "path", "")
-    if of_tokenizer and not text:
-        text = _beside(epath.Path(of_tokenizer).parent)
+    if of_tokenizer and not path:
+        beside = [epath.Path(of_tokenizer).parent / name for name in _FILES]
+        files = [file for file in beside if file.exists()]
+    text = text or (_of_file(files[0]) if files else "")
     if not text:
         raise errors.ConfigError(
-            f"there is no chat template: neither {_FILE} nor the field {_FIELD!r} in"
-            f" {_CONFIG_FILE} is beside the tokenizer"
-            f" {of_tokenizer or tokenizer!r}; set chat_template_path"
-            " to the file of one"
+            f"there is no chat template: neither {_FILES[0]} nor the field {_FIELD!r}"
+            f" in {_FILES[1]} is beside the tokenizer {of_tokenizer or tokenizer!r};"
+            " set chat_template_path to the file of one"
         )
     special: Mapping[str, str] = getattr(tokenizer, "special_tokens", dict)()
     return ChatTemplate(text=text, special_tokens=special, date=date)
 
 
-def _beside(directory: epath.Path) -> str:
-    for name in (_FILE, _CONFIG_FILE):
-        if (directory / name).exists():
-            return _of_file(directory / name)
-    return ""
-
-
 def _of_file(file: epath.Path) -> str:
     try:
-        content = file.read_bytes().decode()
-        if file.suffix != ".json":
-            return content
-        template = json.loads(content).get(_FIELD, "")
+        template = file.read_bytes().decode()
+        if file.suffix == ".json":
+            template = json.loads(template).get(_FIELD, "")
         if isinstance(template, list):
             # The others are for conversations with tools.
             named = {each["name"]: each["template"] for each in template}
@@ -244,24 +218,20 @@ def _of_file(file: epath.Path) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(text: str) -> tuple[Any, bool]:
-    # The template, and whether it has `{% generation %}` blocks.
+def _compiled(text: str) -> Any:
     environment = _environment()
-    from jinja2 import nodes
-
     try:
-        tree = environment.parse(text)
-        has_generation = tree.find(nodes.ExtensionAttribute) is not None
-        return environment.from_string(tree), has_generation
+        return environment.from_string(text)
     except Exception as error:  # a text may be anything
-        line = getattr(error, "lineno", None)
-        place = f", line {line}" if line else ""
-        message = str(error).partition("\n")[0]
         raise errors.ConfigError(
-            f"the chat template{place} is not one that can be used:"
-            f" {type(error).__name__}: {message[:300]}; correct it, or set"
-            " chat_template_path to another"
+            f"the chat template is not one that can be used: {_shown(error)}; correct"
+            " it, or set chat_template_path to another"
         ) from None
+
+
+def _shown(error: Exception) -> str:
+    line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
+    return f"{type(error).__name__}{line}: {' '.join(str(error).split())[:300]}"
 
 
 @functools.cache
@@ -290,24 +260,8 @@ def _environment() -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
     )
     # Jinja's own escapes HTML.
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
 
 
 def _refuse(message: object) -> None:
@@ -315,12 +269,15 @@ def _refuse(message: object) -> None:
 
 
 def _strftime(date: str, format: str) -> str:
-    if not date:
-        _refuse(
-            "it asks for the date of today (strftime_now), with which rows would change"
-            " from day to day; set chat_template_date to a fixed one"
-        )
-    return datetime.date.fromisoformat(date).strftime(format)
+    try:
+        day = datetime.date.fromisoformat(date)
+    except ValueError:
+        raise errors.DataError(
+            "the chat template asks for the date of today, with which rows would change"
+            f" from day to day, and chat_template_date={date!r} is none; set it to a"
+            " fixed one, YYYY-MM-DD"
+        ) from None
+    return day.strftime(format)
 
 
 def _without_marks(marked: str) -> Rendered:

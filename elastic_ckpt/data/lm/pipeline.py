@@ -54,6 +54,21 @@ _SOURCES: dict[str, Any] = {
 }
 # Those whose records are bytes of one of two kinds.
 _OF_RECORDS = ("arrayrecord", "tfrecord")
+# What only the engine of logical shards has, unless it is left at its default.
+_OF_SHARDS = (
+    "data_stages",
+    "grain_file_type",
+    "use_sft",
+    "packing",
+    "use_truncation",
+    "grain_train_mixture_config_path",
+    "tokenizer_type",
+    "tokenize_train_data",
+    "add_bos",
+    "add_eos",
+    "grain_record_format",
+    "corrupt_records",
+)
 # The key of the training data's files, unless there is a file with a mixture.
 _TRAIN_FILES = "grain_train_files"
 
@@ -166,10 +181,12 @@ class LanguagePipeline:
 
     def with_datasets_of(self, others: Iterable[LanguagePipeline]) -> LanguagePipeline:
         """This pipeline with the datasets of others at weight 0."""
-        parts = {part.name: part for part in self.parts}
-        for other in others:
-            for part in other.parts:
-                parts.setdefault(part.name, dataclasses.replace(part, weight=0.0))
+        parts = {
+            part.name: dataclasses.replace(part, weight=0.0)
+            for other in others
+            for part in other.parts
+        }
+        parts = self._by_name | parts | self._by_name
         return dataclasses.replace(self, parts=tuple(parts.values()))
 
     @functools.cached_property
@@ -193,10 +210,6 @@ class LanguagePipeline:
             leads[part.name] = num_records % self.num_shards
             num_records += num_epochs * source.num_records(part.source)
         return leads if len(leads) > 1 else {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        # What is read here is read again elsewhere.
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def _source_identity(self, part: Part) -> dict[str, storage.Json]:
         # Damage that is skipped does not change the identity of a file.
@@ -245,15 +258,9 @@ def from_config(
       DataError: if a file is missing, or not in the format that the keys name.
     """
     data = _of_arguments(data, keys)
-    _check_vocabulary(data, vocab_size)
     if data.num_logical_shards:
         return _of_stages(data, vocab_size=vocab_size)
-    needs = _needs_shards(data)
-    if needs:
-        raise errors.ConfigError(
-            f"{needs} needs logical shards; set num_logical_shards to a multiple of"
-            " each number of hosts that you will use, for example the global batch size"
-        )
+    _check(data, num_tokens=vocab_size)
     return positional_data.from_config(data)
 
 
@@ -285,9 +292,7 @@ def _of_stages(
 
 def _of_arguments(data: Any, keys: dict[str, Any]) -> data_keys.DataKeys:
     # The keys that `from_config` was given.
-    given = vars(data) if isinstance(data, data_keys.DataKeys) else data
-    if given is None:
-        given = {}
+    given = vars(data) if isinstance(data, data_keys.DataKeys) else data or {}
     if not isinstance(given, Mapping):
         raise errors.ConfigError(
             f"from_config: got a {type(data).__name__}; give keys of the data as"
@@ -317,7 +322,6 @@ def eval_from_config(
       global_batch_size: rows of a batch.
       vocab_size: see `from_config`.
     """
-    _check_vocabulary(data, vocab_size)
     ordered = dataclasses.replace(
         data,
         data_stages="",
@@ -359,14 +363,6 @@ def describe(data: data_keys.DataKeys) -> str:
     return "\n".join(described)
 
 
-def _check_vocabulary(data: data_keys.DataKeys, num_tokens: int) -> None:
-    if num_tokens and data.tokenize_train_data and vocab_size(data) > num_tokens:
-        raise errors.ConfigError(
-            f"vocab_size={num_tokens}, but the tokenizer has {vocab_size(data)} tokens;"
-            f" set vocab_size to {vocab_size(data)} or more"
-        )
-
-
 def _parts(data: data_keys.DataKeys, *, key: str = _TRAIN_FILES) -> tuple[Part, ...]:
     # The datasets with the files that the configuration key `key` lists.
     if key == _TRAIN_FILES and data.grain_train_mixture_config_path:
@@ -397,12 +393,7 @@ def _sharded(
 ) -> sharded_data.ShardedData:
     shuffle = data.enable_data_shuffling
     packing = data.grain_packing_type if data.packing else ""
-    if data.max_segments_per_seq and packing == rows.CONCAT_THEN_SPLIT:
-        raise errors.ConfigError(
-            f"max_segments_per_seq={data.max_segments_per_seq} does not work with"
-            " grain_packing_type=concat_then_split, which cuts documents wherever a row"
-            " is full; set it to 0, or pack by first_fit or best_fit"
-        )
+    _check(data, num_tokens=vocab_size)
     pipeline = LanguagePipeline(
         parts=_parts(data, key=key),
         num_shards=data.num_logical_shards,
@@ -447,25 +438,18 @@ def _tokenizer(data: data_keys.DataKeys) -> tokenizers.Tokenizer | None:
 
 
 def _columns(data: data_keys.DataKeys) -> tuple[str, ...]:
-    if data.use_sft:
-        return tuple(name.strip() for name in data.train_data_columns.split(","))
-    return (data.train_data_columns,)
+    return tuple(name.strip() for name in data.train_data_columns.split(","))
 
 
 def _documents(data: data_keys.DataKeys) -> lm_documents.Encoder:
-    if not data.use_sft:
+    tokenizer = _tokenizer(data)
+    if tokenizer is None or not data.use_sft:
         return lm_documents.Documents(
             column=data.train_data_columns,
-            tokenizer=_tokenizer(data),
+            tokenizer=tokenizer,
             add_begin=data.add_bos,
             add_end=data.add_eos,
         )
-    if not data.tokenize_train_data:
-        raise errors.ConfigError(
-            "use_sft=true does not work with tokenize_train_data=false; set it to true,"
-            " for a template renders texts"
-        )
-    tokenizer = tokenizers.load(data.tokenizer_type, data.tokenizer_path)
     return chat.Conversations(
         columns=_columns(data),
         template=chat_templates.load_chat_template(
@@ -479,24 +463,44 @@ def _documents(data: data_keys.DataKeys) -> lm_documents.Encoder:
     )
 
 
-def _needs_shards(data: data_keys.DataKeys) -> str:
-    # The first setting that the positional engine does not support; empty if none.
-    asked = {
-        f"data_stages={data.data_stages}": data.data_stages,
-        f"grain_file_type={data.grain_file_type}": (
-            data.grain_file_type != "arrayrecord"
+def _check(data: data_keys.DataKeys, *, num_tokens: int) -> None:
+    # Settings that do not fit together, or the model; each with what to do.
+    wanted = vocab_size(data) if num_tokens and data.tokenize_train_data else 0
+    needs = [
+        f"{key}={sections.render(value)}"
+        for key, value in vars(data).items()
+        if key in _OF_SHARDS and value != getattr(data_keys.DataKeys, key)
+    ]
+    needs += ["grain_worker_count"] * (data.grain_worker_count > 0)
+    needs += ["a mixture in grain_train_files"] * (";" in data.grain_train_files)
+    is_cut = data.packing and data.grain_packing_type == rows.CONCAT_THEN_SPLIT
+    for is_wrong, message in (
+        (
+            wanted > num_tokens,
+            f"vocab_size={num_tokens}, but the tokenizer has {wanted} tokens; set"
+            f" vocab_size to {wanted} or more",
         ),
-        "use_sft=true": data.use_sft,
-        "packing=true": data.packing,
-        "use_truncation=false": not data.use_truncation,
-        "grain_train_mixture_config_path": data.grain_train_mixture_config_path,
-        "a mixture in grain_train_files": ";" in data.grain_train_files,
-        f"tokenizer_type={data.tokenizer_type}": data.tokenizer_type != "bytes",
-        "tokenize_train_data=false": not data.tokenize_train_data,
-        "add_bos=false": not data.add_bos,
-        "add_eos=false": not data.add_eos,
-        "grain_record_format=tf_example": data.grain_record_format != "bytes",
-        f"grain_worker_count={data.grain_worker_count}": data.grain_worker_count > 0,
-        "corrupt_records=skip": data.corrupt_records == "skip",
-    }
-    return next((name for name, value in asked.items() if value), "")
+        (
+            needs and not data.num_logical_shards,
+            f"{', '.join(needs)} needs logical shards; set num_logical_shards to a"
+            " multiple of each number of hosts that you will use, for example the"
+            " global batch size",
+        ),
+        (
+            data.use_sft and not data.tokenize_train_data,
+            "use_sft=true does not work with tokenize_train_data=false; set it to true,"
+            " for a template renders texts",
+        ),
+        (
+            data.chat_template and data.chat_template_path,
+            "chat_template and chat_template_path are both set; set one of them",
+        ),
+        (
+            data.max_segments_per_seq and is_cut,
+            f"max_segments_per_seq={data.max_segments_per_seq} does not work with"
+            " grain_packing_type=concat_then_split, which cuts documents wherever a row"
+            " is full; set it to 0, or pack by first_fit or best_fit",
+        ),
+    ):
+        if is_wrong:
+            raise errors.ConfigError(message)

@@ -18,17 +18,17 @@ from __future__ import annotations
 import base64
 import dataclasses
 import functools
-import hashlib
 import json
 import os
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from etils import epath
 
+from elastic_ckpt.core import digest as digests
 from elastic_ckpt.core import errors, extras, storage
 from elastic_ckpt.data import tokens
 
@@ -61,13 +61,12 @@ class Encoded(NamedTuple):
 
     Attributes:
       tokens: int32 `[tokens]`.
-      begin: the first character of each, in the text.
-      end: the character after the last of each.
+      spans: the first character of each in the text, and the one after its last,
+        `[tokens, 2]`.
     """
 
     tokens: np.ndarray
-    begin: np.ndarray
-    end: np.ndarray
+    spans: np.ndarray
 
 
 class Tokenizer(Protocol):
@@ -122,17 +121,9 @@ class Bytes:
         encoded = []
         for text in map(readable, texts):
             widths = [len(character.encode()) for character in text]
-            begin = np.repeat(np.arange(len(text)), widths)
-            encoded.append(Encoded(self.encode(text), begin, begin + 1))
+            spans = np.repeat(np.arange(len(text)), widths)[:, None] + [0, 1]
+            encoded.append(Encoded(self.encode(text), spans))
         return encoded
-
-    def special_tokens(self) -> dict[str, str]:
-        """None: no text is a special token."""
-        return {}
-
-    def special_texts(self) -> tuple[str, ...]:
-        """None, likewise."""
-        return ()
 
     def identity(self) -> storage.Json:
         """Only the kind: it has no file."""
@@ -144,7 +135,7 @@ class FileTokenizer:
     """A tokenizer in a file; `load` makes it.
 
     Only these fields are pickled: another process opens the file at `path`, an absolute
-    path or URI, for its first text, and rejects a file with another BLAKE2b `digest`.
+    path or URI, for its first text, and rejects a file with another `digest`.
     """
 
     kind: str
@@ -187,10 +178,6 @@ class FileTokenizer:
         """
         return dict(_opened(self.kind, self.path, self.digest).special_tokens)
 
-    def special_texts(self) -> tuple[str, ...]:
-        """The texts that become special tokens wherever they are."""
-        return _opened(self.kind, self.path, self.digest).special_texts
-
     def identity(self) -> storage.Json:
         """The kind, the digest of the file, and the begin and end tokens."""
         return {
@@ -215,27 +202,23 @@ def load(kind: str, path: str = "") -> Tokenizer:
         not installed.
       DataError: if the file is missing, or cannot be read as one of its kind.
     """
-    if kind not in KINDS:
+    if kind not in KINDS or (kind == _BYTES) != (not path):
+        files = ", ".join(f"{name} with {file}" for name, file in _FILES.items())
         raise errors.ConfigError(
-            f"tokenizer kind {kind!r}: there is no such kind; choose one of"
-            f" {', '.join(KINDS)} (tokenizer_type in a configuration)"
-        )
-    if (kind == _BYTES) != (not path):
-        remedy = f"set it to {_FILES[kind]}" if kind in _FILES else "leave it empty"
-        raise errors.ConfigError(
-            f"tokenizer path {path!r} does not fit the kind {kind!r}; {remedy}"
-            " (tokenizer_path and tokenizer_type in a configuration)"
+            f"tokenizer kind {kind!r} with the path {path!r} (tokenizer_type and"
+            f" tokenizer_path in a configuration): choose {_BYTES} without a path, or"
+            f" {files}"
         )
     if kind == _BYTES:
         return Bytes()
     file = storage.absolute(os.path.expanduser(path))
     if kind == "huggingface" and file.is_dir():
         file /= "tokenizer.json"
-    digest = _digest(_read(kind, file))
-    opened = _opened(kind, os.fspath(file), digest)
+    digest, path = digests.bytes_digest(_read(kind, file)), os.fspath(file)
+    opened = _opened(kind, path, digest)
     return FileTokenizer(
         kind=kind,
-        path=os.fspath(file),
+        path=path,
         digest=digest,
         vocab_size=opened.vocab_size,
         begin=opened.begin,
@@ -250,7 +233,6 @@ class _Opened(NamedTuple):
     end: int | None
     encode_with_spans: Callable[[list[str]], list[Encoded]] | None = None
     special_tokens: Mapping[str, str] = types.MappingProxyType({})
-    special_texts: tuple[str, ...] = ()
 
 
 _opened_files: dict[tuple[str, str, str], _Opened] = {}
@@ -262,7 +244,7 @@ def _opened(kind: str, path: str, digest: str) -> _Opened:
     with _opening:
         if key not in _opened_files:
             content = _read(kind, epath.Path(path))
-            if _digest(content) != digest:
+            if digests.bytes_digest(content) != digest:
                 raise errors.DataError(
                     f"{path} is not the tokenizer that was loaded (its digest differs);"
                     " use the same file on every host"
@@ -272,12 +254,13 @@ def _opened(kind: str, path: str, digest: str) -> _Opened:
 
 
 def _open(kind: str, path: str, content: bytes) -> _Opened:
+    opened = {
+        "sentencepiece": _open_sentencepiece,
+        "tiktoken": _open_tiktoken,
+        "huggingface": _open_huggingface,
+    }[kind]
     try:
-        if kind == "sentencepiece":
-            return _open_sentencepiece(content)
-        if kind == "tiktoken":
-            return _open_tiktoken(content)
-        return _open_huggingface(content, epath.Path(path).parent)
+        return opened(content, epath.Path(path).parent)
     except errors.ElasticCkptError:
         raise
     except Exception as error:  # `tokenizers` raises nothing narrower
@@ -287,7 +270,7 @@ def _open(kind: str, path: str, content: bytes) -> _Opened:
         ) from None
 
 
-def _open_sentencepiece(content: bytes) -> _Opened:
+def _open_sentencepiece(content: bytes, _: epath.Path) -> _Opened:
     model = _package("sentencepiece").SentencePieceProcessor()
     model.LoadFromSerializedProto(content)
     begin, end = (
@@ -298,12 +281,12 @@ def _open_sentencepiece(content: bytes) -> _Opened:
     return _Opened(encode, model.vocab_size(), begin, end)
 
 
-def _open_tiktoken(content: bytes) -> _Opened:
-    ranks = dict(_ranks(content))
-    if sorted(ranks.values()) != list(range(len(ranks))):
-        raise ValueError("its ranks have gaps: it is cut short or was altered")
-    if not all(bytes([byte]) in ranks for byte in range(256)):
-        raise ValueError("it lacks some of the 256 single bytes")
+def _open_tiktoken(content: bytes, _: epath.Path) -> _Opened:
+    pairs = map(bytes.split, content.splitlines())
+    ranks = {base64.b64decode(each, validate=True): int(rank) for each, rank in pairs}
+    has_bytes = all(bytes([byte]) in ranks for byte in range(256))
+    if not has_bytes or sorted(ranks.values()) != list(range(len(ranks))):
+        raise ValueError("it lacks tokens or ranks: it is cut short or was altered")
     begin, end = len(ranks), len(ranks) + 1
     encoding = _package("tiktoken").Encoding(
         name="llama3",
@@ -328,15 +311,6 @@ def _open_tiktoken(content: bytes) -> _Opened:
     return _Opened(encode, len(ranks) + _LLAMA3_NUM_SPECIAL, begin, end)
 
 
-def _ranks(content: bytes) -> Iterator[tuple[bytes, int]]:
-    for number, line in enumerate(content.splitlines(), start=1):
-        try:
-            token, rank = line.split()
-            yield base64.b64decode(token, validate=True), int(rank)
-        except ValueError:
-            raise ValueError(f"line {number} is not a token and its rank") from None
-
-
 def _open_huggingface(content: bytes, directory: epath.Path) -> _Opened:
     tokenizer = _package("tokenizers").Tokenizer.from_str(content.decode())
     if getattr(tokenizer.model, "dropout", None):
@@ -357,12 +331,13 @@ def _open_huggingface(content: bytes, directory: epath.Path) -> _Opened:
         return [encoding.ids for encoding in encoded]
 
     def encode_with_spans(texts: list[str]) -> list[Encoded]:
-        encoded = []
-        for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
-            spans = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-            tokens = np.array(encoding.ids, np.int32)
-            encoded.append(Encoded(tokens, spans[:, 0], spans[:, 1]))
-        return encoded
+        return [
+            Encoded(
+                np.array(each.ids, np.int32),
+                np.array(each.offsets, np.int64).reshape(-1, 2),
+            )
+            for each in tokenizer.encode_batch(texts, add_special_tokens=False)
+        ]
 
     return _Opened(
         encode,
@@ -371,11 +346,6 @@ def _open_huggingface(content: bytes, directory: epath.Path) -> _Opened:
         end,
         encode_with_spans,
         special,
-        tuple(
-            added.content
-            for added in tokenizer.get_added_tokens_decoder().values()
-            if added.special and added.content
-        ),
     )
 
 
@@ -383,14 +353,12 @@ def _special_tokens(
     directory: epath.Path, vocabulary: Mapping[str, int]
 ) -> dict[str, str]:
     # The texts of special tokens by the names in the files beside a tokenizer.json.
-    named = {
-        **_settings(directory / "special_tokens_map.json"),
-        **_settings(directory / "tokenizer_config.json"),
+    named: dict[str, Any] = {
+        key: next((text for text in usual if text in vocabulary), None)
+        for key, usual in _USUAL.items()
     }
-    for key, usual in _USUAL.items():
-        named.setdefault(
-            key, next((text for text in usual if text in vocabulary), None)
-        )
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        named |= _settings(directory / file)
     special = {}
     for key, value in named.items():
         # The files have a text in two ways.
@@ -417,10 +385,6 @@ def _read(kind: str, file: epath.Path) -> bytes:
             f"{file}: cannot be read ({error.strerror or error}); name"
             f" {_FILES[kind]} (tokenizer_path in a configuration)"
         ) from None
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def readable(text: str | bytes) -> str:

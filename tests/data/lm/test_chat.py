@@ -1,7 +1,6 @@
 """Conversations, from records to rows."""
 
 import json
-import pathlib
 
 import numpy as np
 import pyarrow as pa
@@ -9,14 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import data_keys, records
+from elastic_ckpt.data import records
 from elastic_ckpt.data.lm import chat, chat_templates, pipeline, rows, tokenizers
 from tests import worlds
+from tests.data.lm import test_tokenizers
 
-GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "chat_templates"
-NUM_CONVERSATIONS = 60
-LENGTH = 48
-SHARDS = 4
 LINES = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
@@ -34,51 +30,7 @@ def conversation(number):
     return turns
 
 
-CONVERSATIONS = [conversation(number) for number in range(NUM_CONVERSATIONS)]
-
-
-def write(path, records, file_type):
-    if file_type == "jsonl":
-        lines = [json.dumps(record) + "\n" for record in records]
-        path.write_text("".join(lines))
-        return str(path)
-    table = pa.Table.from_pylist(records)
-    if file_type == "parquet":
-        pq.write_table(table, path, row_group_size=7)
-    else:
-        with pa.ipc.new_stream(path, table.schema) as writer:
-            writer.write_table(table, max_chunksize=7)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """A file of conversations of each type."""
-    directory = tmp_path_factory.mktemp("chats")
-    records = [{"messages": turns} for turns in CONVERSATIONS]
-    return {
-        file_type: write(directory / file_type, records, file_type)
-        for file_type in ("arrow", "jsonl", "parquet")
-    }
-
-
-def section(corpus, **settings):
-    return data_keys.DataKeys(
-        **{
-            "grain_train_files": corpus["parquet"],
-            "grain_file_type": "parquet",
-            "train_data_columns": "messages",
-            "use_sft": True,
-            "sft_train_on_completion_only": True,
-            "chat_template": LINES,
-            "max_target_length": LENGTH,
-            "num_logical_shards": SHARDS,
-            "grain_shuffle_buffer_size": 5,
-            "grain_worker_count": 0,
-            "num_epoch": 1,
-            **settings,
-        }
-    )
+CONVERSATIONS = [conversation(number) for number in range(60)]
 
 
 def text_of(numbers):
@@ -115,19 +67,6 @@ def masked(record, **settings):
     return made
 
 
-def test_a_text_of_a_special_token_in_a_message_is_told(monkeypatch):
-    told = []
-    monkeypatch.setattr(
-        chat.logging, "log_first_n", lambda *given: told.append(given[3:])
-    )
-    tokenizer = tokenizers.load("huggingface", str(GOLDEN / "tokenizer.json"))
-    for content in ("no token", "a</s>b"):
-        turns = [{"role": "user", "content": "x"}, *conversation(1)]
-        turns[0]["content"] = content
-        masked({"messages": turns}, tokenizer=tokenizer)
-    assert told == [("</s>",)]
-
-
 def test_a_conversation_that_is_refused_is_named_by_its_record():
     refusing = chat_templates.ChatTemplate(text="{{ raise_exception('no') }}")
     conversations = chat.Conversations(template=refusing)
@@ -158,8 +97,7 @@ def test_messages_have_values_of_json_alone_and_whole_characters():
 @pytest.mark.parametrize(
     ("columns", "record"),
     [
-        (("prompt", "completion"), {"prompt": "x", "completion": "yz"}),
-        (("completion", "prompt"), {"prompt": "x", "completion": b"yz"}),
+        (("question", "answer"), {"question": b"x", "answer": "yz"}),
         (("a", "b"), {"a": [{"role": "user", "content": "x"}], "b": "yz"}),
         (
             ("chat",),
@@ -178,20 +116,56 @@ def test_a_conversation_is_messages_or_a_prompt_and_its_completion(columns, reco
     assert text_of(made[made >= 0]) == "yz\n"
 
 
+def test_a_conversation_of_which_nothing_counts_makes_no_example():
+    for record, columns in (
+        ({"messages": [{"role": "user", "content": "x"}]}, ("messages",)),
+        ({"messages": None}, ("messages",)),
+        ({"prompt": None, "completion": "x"}, ("prompt", "completion")),
+    ):
+        assert not len(masked(record, columns=columns))
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken"])
+def test_a_tokenizer_whose_special_tokens_would_be_text_is_refused(kind, tmp_path):
+    tokenizer = tokenizers.load(kind, test_tokenizers.written(tmp_path, kind))
+    with pytest.raises(errors.ConfigError, match="would remain plain text; use the mo"):
+        chat.Conversations(template=TEMPLATE, tokenizer=tokenizer)
+
+
+def configured(file, file_type="parquet", **settings):
+    """The data of conversations in a file."""
+    listed = [{"messages": turns} for turns in CONVERSATIONS]
+    if file_type == "parquet":
+        pq.write_table(pa.Table.from_pylist(listed), file, row_group_size=7)
+    else:
+        file.write_text("".join(json.dumps(each) + "\n" for each in listed))
+    return pipeline.from_config(
+        grain_train_files=file,
+        grain_file_type=file_type,
+        train_data_columns="messages",
+        use_sft=True,
+        sft_train_on_completion_only=True,
+        chat_template=LINES,
+        max_target_length=64,
+        num_logical_shards=4,
+        num_epoch=1,
+        **settings,
+    )
+
+
 @pytest.mark.parametrize(
     ("file_type", "packing"),
-    [("arrow", ""), ("jsonl", rows.FIRST_FIT), ("parquet", rows.BEST_FIT)],
+    [("jsonl", ""), ("jsonl", rows.FIRST_FIT), ("parquet", rows.BEST_FIT)],
 )
-def test_rows_have_every_conversation_and_what_counts_of_it(corpus, file_type, packing):
-    data = pipeline.from_config(
-        section(
-            corpus,
-            grain_train_files=corpus[file_type],
-            grain_file_type=file_type,
-            packing=bool(packing),
-            grain_packing_type=packing or "first_fit",
-            max_target_length=64,
-        )
+def test_rows_have_every_conversation_and_what_counts_of_it(
+    tmp_path, file_type, packing
+):
+    data = configured(
+        tmp_path / "a",
+        file_type,
+        packing=bool(packing),
+        grain_packing_type=packing or "first_fit",
+        grain_worker_count=0,
     )
     found = []
     for batch in worlds.World(data, 2, 4).rest():
@@ -201,7 +175,7 @@ def test_rows_have_every_conversation_and_what_counts_of_it(corpus, file_type, p
     assert sorted(found) == sorted(map(expected, CONVERSATIONS))
 
 
-def test_conversations_have_a_worker_process_unless_told_otherwise(corpus):
+def test_conversations_have_a_worker_process_unless_told_otherwise(tmp_path):
     for count, expected in ((-1, 1), (0, 0), (2, 2)):
-        data = pipeline.from_config(section(corpus, grain_worker_count=count))
+        data = configured(tmp_path / "a", grain_worker_count=count)
         assert data.num_workers == expected

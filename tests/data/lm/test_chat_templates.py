@@ -114,7 +114,7 @@ def test_what_the_assistant_says_is_found_by_rendering_prefixes():
 
 def test_generation_blocks_count_wherever_they_are():
     block = "{% generation %}{{ m.content }}{% endgeneration %}"
-    loop = "{%% for m in messages %%}%s.{%% endfor %%}"
+    loop = "  {%% for m in messages %%}\n%s.{%% endfor %%}"
     in_macro = "{% macro say(m) %}<" + block + ">{% endmacro %}" + loop % "{{ say(m) }}"
     captured = loop % ("{% set text %}" + block + "{% endset %}{{ text }}{{ text }}")
     nested = loop % f"{{% generation %}}[{block}]{{% endgeneration %}}"
@@ -158,6 +158,7 @@ REFUSED = {
     "{% include '/etc/hostname' %}": "cannot render a conversation",
     "{{ raise_exception('no\nno') }}": "refuses a conversation: no",
     "{{ strftime_now('%Y') }}": "chat_template_date",
+    "{% set t %}{% generation %}a{% endgeneration %}{% endset %}{{ t[1:] }}": "cuts",
 }
 
 
@@ -170,8 +171,8 @@ def test_a_template_that_fails_or_reaches_for_python_is_refused(text):
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("{% for %}", "line 1 .*TemplateSyntaxError"),
-        ("\n{{ 'x'|nothing }}", "line 2 .*No filter named 'nothing'"),
+        ("{% for %}", "TemplateSyntaxError in line 1: "),
+        ("\n{{ 'x'|nothing }}", "in line 2: No filter named 'nothing'"),
         ("{{ " + "(" * 99999 + "1" + ")" * 99999 + " }}", "RecursionError"),
     ],
 )
@@ -185,14 +186,13 @@ def test_the_identity_has_what_a_template_depends_on():
         return template(text, **settings).identity()
 
     plain = identity("a")
-    assert plain == {"digest": plain["digest"], "special_tokens": {}}
     assert identity("b")["digest"] != plain["digest"]
     # What it does not read changes nothing.
     assert identity("a", special_tokens=SPECIAL, date="2026-01-02") == plain
     begun = identity("{{ bos_token }}", special_tokens=SPECIAL)
-    assert begun["special_tokens"] == {"bos_token": "<s>"}
+    assert begun["bos_token"] == "<s>"
     dated = identity("{{ strftime_now('%Y') }}", date="2026-01-02")
-    assert dated["date"] == "2026-01-02"
+    assert dated["strftime_now"] == "2026-01-02"
 
 
 def load(directory, **settings):
@@ -227,10 +227,8 @@ def test_the_template_is_the_given_one_or_that_of_the_tokenizers_files(tmp_path)
     in_json.write_text(json.dumps({"chat_template": "own in JSON"}))
     assert load(tmp_path, path=jinja).text == "own é"
     assert load(tmp_path, path=in_json).text == "own in JSON"
-    assert load(tmp_path, text="given").text == "given"
+    assert load(tmp_path, text="given", path=jinja).text == "given"
     for content in ("{", "[]", '{"chat_template": 1}', '{"chat_template": [1]}'):
         in_json.write_text(content)
         with pytest.raises(errors.DataError, match="json: cannot be read as a chat"):
             load(tmp_path, path=in_json)
-    with pytest.raises(errors.ConfigError, match="both set"):
-        load(tmp_path, text="given", path=jinja)
