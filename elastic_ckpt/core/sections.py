@@ -92,7 +92,7 @@ def compose(path: epath.Path, *, by: str) -> yaml.Node | None:
       ConfigError: if the file cannot be read, or is not valid YAML.
     """
     try:
-        return yaml.compose(path.read_text(), yaml.SafeLoader)
+        return parse(path.read_text(), path=path)
     except FileNotFoundError:
         raise errors.ConfigError(f"{path}: no such configuration file{by}") from None
     except (UnicodeDecodeError, *bucket_clients.failures()) as error:
@@ -100,10 +100,18 @@ def compose(path: epath.Path, *, by: str) -> yaml.Node | None:
             f"{path}: this file cannot be read: {error}; check"
             " the path and its permissions"
         ) from None
+
+
+def parse(text: str, *, path: epath.PathLike) -> yaml.Node | None:
+    """The document of a text in YAML; `path` names it in messages.
+
+    Raises:
+      ConfigError: if it is not valid.
+    """
+    try:
+        return yaml.compose(text, yaml.SafeLoader)
     except yaml.YAMLError as error:
-        raise errors.ConfigError(
-            f"{path}: this file is not valid YAML: {error}"
-        ) from None
+        raise errors.ConfigError(f"{path}: not valid YAML: {error}") from None
 
 
 def read_mapping(path: epath.PathLike, node: yaml.MappingNode) -> dict[str, Setting]:

@@ -8,7 +8,6 @@ controllers to each other through JAX's coordination service.
 
 from __future__ import annotations
 
-import functools
 import platform
 import sys
 from collections.abc import Sequence
@@ -66,14 +65,7 @@ def check_controllers(data: elastic_data.ElasticData, mesh: Mesh) -> None:
     """
     controllers = sorted({device.process_index for device in mesh.devices.flat})
     messages = allgather.shared(tuple(controllers))
-    facts = local_facts(data)
-    name = facts.pop(HOST)
-    gather = functools.partial(messages.gather, timeout_secs=_PATIENCE_SECS)
-    # Equal values travel as one.
-    of_all = gather("facts", facts)
-    if any(each != of_all[0] for each in of_all):
-        names = gather("names", name)
-        check([{HOST: name, **each} for name, each in zip(names, of_all, strict=True)])
+    check(messages.gather("facts", local_facts(data), timeout_secs=_PATIENCE_SECS))
 
 
 def check(facts: Sequence[Facts]) -> None:
@@ -82,33 +74,23 @@ def check(facts: Sequence[Facts]) -> None:
     A fact that a host lacks is not compared.
     """
     differing = []
-    for name in facts[0]:
-        hosts: dict[str, list[str]] = {}
-        for host_facts in facts:
-            if name in host_facts:
-                hosts.setdefault(host_facts[name], []).append(host_facts[HOST])
-        if name != HOST and len(hosts) > 1:
-            differing.append(
-                f"{name} is "
-                + ", ".join(f"{value} on {_listed(on)}" for value, on in hosts.items())
-            )
+    for name in facts[0].keys() - {HOST}:
+        hosts: dict[str, dict[str, None]] = {}
+        for each in facts:
+            if name in each:
+                # Each host appears once for each of its devices.
+                hosts.setdefault(each[name], {})[each[HOST]] = None
+        if len(hosts) > 1:
+            found = (f"{value} on {errors.first_of(on)}" for value, on in hosts.items())
+            differing.append(f"{name} is {', '.join(found)}")
     if differing:
         raise errors.ConfigError(
-            "the hosts of this run differ: "
-            + "; ".join(differing)
-            + ". Install the same versions on every host and in the sidecar's image;"
-            " if the pipeline differs, give every host the same configuration and"
-            " files"
+            f"the hosts of this run differ: {'; '.join(sorted(differing))}. Install the"
+            " same versions on every host and in the sidecar's image; if the pipeline"
+            " differs, give every host the same configuration and files"
         )
 
 
 def _version(package: str) -> str:
     # Without a local suffix, which a builder of images may add ("0.10.0+patched").
     return metadata.version(package).partition("+")[0]
-
-
-def _listed(hosts: list[str], most: int = 4) -> str:
-    # Each host appears once for each of its devices.
-    names = list(dict.fromkeys(hosts))
-    more = [f"{len(names) - most} more"] if len(names) > most else []
-    return " and ".join([", ".join(names[:most]), *more])

@@ -290,47 +290,32 @@ def stages(data: DataKeys) -> list[tuple[int, DataKeys]]:
         return [(0, data)]
     text = data.data_stages
     if text.lstrip().startswith("["):
-        path = _STAGES
-        try:
-            document = yaml.compose(text, yaml.SafeLoader)
-        except yaml.YAMLError as error:
-            raise errors.ConfigError(f"{path}: not valid YAML: {error}") from None
+        path, document = _STAGES, sections.parse(text, path=_STAGES)
     else:
         path = storage.absolute(text)
         document = sections.compose(path, by=f" ({_STAGES})")
-    form = "a list of stages: `- begin_step: 0` and, below it, keys that it sets"
-    if not isinstance(document, yaml.SequenceNode) or not document.value:
-        raise errors.ConfigError(f"{path}: write {form}")
+    nodes = document.value if isinstance(document, yaml.SequenceNode) else []
+    if not nodes or not all(isinstance(node, yaml.MappingNode) for node in nodes):
+        raise errors.ConfigError(
+            f"{path}: write a list of stages: `- begin_step: 0` and, below it, keys"
+            " that it sets"
+        )
+    fields = [f for f in dataclasses.fields(data) if f.name not in _OF_ALL_STAGES]
     found = []
-    for number, node in enumerate(document.value):
-        place = f"{path}, stage {number}"
-        if not isinstance(node, yaml.MappingNode):
-            raise errors.ConfigError(f"{place}: write {form}")
+    for number, node in enumerate(nodes):
         settings = sections.read_mapping(path, node)
         begin = settings.pop(_BEGIN, None)
         if begin is None or type(begin.value) is not int or begin.value < 0:
             raise errors.ConfigError(
-                f"{place}: the stage has no {_BEGIN}, the training step at which it"
-                " begins; give it a number from 0"
+                f"{path}, stage {number}: it has no {_BEGIN}, the training step at"
+                " which it begins; give it a number from 0"
             )
-        wrong = min(_OF_ALL_STAGES & settings.keys(), default="")
-        if wrong:
-            raise errors.ConfigError(
-                f"{settings[wrong].place}: {wrong} is not a key that a stage can have;"
-                " set it for the whole run"
-            )
-        given = [key for key in _TRAINING if key in settings and settings[key].value]
-        if len(given) > 1:
-            raise errors.ConfigError(
-                f"{settings[given[1]].place}: the stage has both {' and '.join(given)};"
-                " set one of them"
-            )
-        # What the stage gives replaces what the run gives, by the other key too.
-        replaced: dict[str, Any] = {
-            key: "" for key in _TRAINING if given and key not in given
-        }
-        of_run = dataclasses.replace(data, **replaced)
-        found.append((begin.value, changed(of_run, settings)))
+        of = " of a stage (those of all stages are set for the run)"
+        values: dict[str, Any] = dict(sections.checked(settings, fields, of=of))
+        if values.keys() & {*_TRAINING}:
+            # It has other data than the run, by whichever key.
+            values |= {key: "" for key in _TRAINING if key not in values}
+        found.append((begin.value, dataclasses.replace(data, **values)))
     return found
 
 

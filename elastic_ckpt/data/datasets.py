@@ -74,15 +74,12 @@ def from_file(path: epath.PathLike) -> list[Dataset]:
     """
     try:
         content = json.loads(storage.absolute(path).read_text())
-    except FileNotFoundError:
+    except (OSError, ValueError) as error:
         raise errors.ConfigError(
-            f"{path}: this mixture file does not exist; check the path"
+            f"{path}: this mixture file cannot be read as JSON ({error}); check the"
+            " path and the file"
         ) from None
-    except ValueError as error:
-        raise errors.ConfigError(f"{path}: not JSON ({error})") from None
-    datasets = list(_entries(content, place=os.fspath(path), prefix="", share=1.0))
-    mixing.check_weights({dataset.name: dataset.weight for dataset in datasets})
-    return datasets
+    return list(_entries(content, place=os.fspath(path), prefix="", share=1.0))
 
 
 def to_list(datasets: list[Dataset]) -> str:
@@ -102,16 +99,12 @@ def _entries(
         )
     weights = {}
     for name, entry in content.items():
-        fields = entry.keys() if isinstance(entry, dict) else set()
-        if fields not in ({"path", "weight"}, {"datasets", "weight"}):
+        fields = entry if isinstance(entry, dict) else {}
+        weight, files = fields.get("weight"), {*fields} - {"weight"}
+        if not isinstance(weight, int | float) or files not in ({"path"}, {"datasets"}):
             raise errors.ConfigError(
-                f"{place}: {prefix}{name} has {sorted(fields)}; give it weight, and"
-                " path or datasets"
-            )
-        weight = entry["weight"]
-        if isinstance(weight, bool) or not isinstance(weight, int | float):
-            raise errors.ConfigError(
-                f"{place}: {prefix}{name} has the weight {weight!r}; give it a number"
+                f"{place}: {prefix}{name} has {entry!r:.200}; give it a weight, which"
+                " is a number, and path or datasets"
             )
         weights[prefix + name] = weight
     mixing.check_weights(weights)
