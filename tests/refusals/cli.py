@@ -105,11 +105,8 @@ REFUSALS = {
         *("inspect", "az://container/runs/tiny"),
         error=errors.ElasticCkptError,
     ),
-    "texts that are missing": verb(
-        "none: no such directory", "data", "DIR/none", "out", error=errors.DataError
-    ),
     "texts in a bucket": verb(
-        "gs://bucket/texts: no such directory on this machine",
+        "gs://bucket/texts: no text files below this directory of this machine",
         *("data", "gs://bucket/texts", "out"),
         error=errors.DataError,
     ),

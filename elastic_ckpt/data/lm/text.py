@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import os
@@ -68,12 +67,26 @@ def write(directory: str, file: str, *, file_type: str) -> Written:
         )
     sizes: list[int] = []
     skipped: list[str] = []
+
+    def texts() -> Iterator[bytes]:
+        for path in _documents(directory):
+            content = path.read_bytes()
+            try:
+                is_text = bool(content.decode()) and b"\0" not in content
+            except UnicodeDecodeError:
+                is_text = False
+            if is_text:
+                sizes.append(len(content))
+                yield content
+            else:
+                skipped.append(str(path))
+
     with storage.atomic_path(file) as temporary:
-        _WRITERS[file_type](temporary, _texts(directory, sizes, skipped))
+        _WRITERS[file_type](temporary, texts())
         if not sizes:
             raise errors.DataError(
-                f"{directory}: this directory contains no text files; give one that"
-                " does"
+                f"{directory}: no text files below this directory of this machine; give"
+                f" one that has some, or {PYTHON_STDLIB!r} for Python's own sources"
             )
     return Written(
         num_documents=len(sizes), text_bytes=sum(sizes), skipped=tuple(skipped)
@@ -83,17 +96,6 @@ def write(directory: str, file: str, *, file_type: str) -> Written:
 def file_type(file: str) -> str | None:
     """The file type by the suffix of a name, such as `.parquet`; None if unknown."""
     return _FILE_TYPES.get(pathlib.PurePath(file).suffix.lower())
-
-
-def _texts(directory: str, sizes: list[int], skipped: list[str]) -> Iterator[bytes]:
-    # The contents of text files; notes their sizes, and the files that are none.
-    for path in _documents(directory):
-        content = path.read_bytes()
-        if _is_text(content):
-            sizes.append(len(content))
-            yield content
-        else:
-            skipped.append(str(path))
 
 
 def _write_arrayrecord(path: str, texts: Iterable[bytes]) -> None:
@@ -138,21 +140,9 @@ def _documents(directory: str) -> list[pathlib.Path]:
     if first == PYTHON_STDLIB:
         root, pattern = pathlib.Path(sysconfig.get_path("stdlib"), part), "*.py"
         foreign = _NOT_STDLIB
-    if not root.is_dir():
-        raise errors.DataError(
-            f"{directory}: no such directory on this machine; give a directory with"
-            f" text files, or {PYTHON_STDLIB!r} for Python's own sources"
-        )
-    documents = []
-    for path in root.rglob(pattern):
+    documents = {}
+    for path in filter(pathlib.Path.is_file, root.rglob(pattern)):
         below = path.relative_to(root)
-        is_left_out = any(p.startswith(".") or p in foreign for p in below.parts)
-        if path.is_file() and not is_left_out:
-            documents.append((below.as_posix(), path))
-    return [path for _, path in sorted(documents)]
-
-
-def _is_text(content: bytes) -> bool:
-    with contextlib.suppress(UnicodeDecodeError):
-        return bool(content.decode()) and b"\0" not in content
-    return False
+        if not any(p.startswith(".") or p in foreign for p in below.parts):
+            documents[below.as_posix()] = path
+    return [documents[name] for name in sorted(documents)]
