@@ -7,7 +7,7 @@ import numpy as np
 from grain import experimental
 
 from elastic_ckpt.data import mixing
-from elastic_ckpt.data.lm import multimodal, rows
+from elastic_ckpt.data.lm import rows
 
 NUM_DOCUMENTS = 120
 # A pool of threads for each shard of each host would be slower than none.
@@ -93,35 +93,6 @@ def mixture(shard, num_shards, *, packing, length=8):
     mixed = mixing.Mixture(parts, {"web": 3, "books": 1}, shard=shard)
     return rows.Rows(
         mixed, length=length + 4, packing=packing, window=5, truncate=False, shard=shard
-    )
-
-
-def decoded(data):
-    return np.full((2, 2), data[0], np.uint8)
-
-
-def illustrated(number):
-    """A text with an encoded picture, or without one."""
-    text = np.arange(1, 3 + number % 5, dtype=np.int32) + 10 * number
-    picture = multimodal.Encoded(
-        modality="images",
-        data=bytes([number]) * 2_000,
-        num_tokens=4,
-        placeholder=1,
-    )
-    return [text[:1], picture, text[1:]] if number % 3 else [text]
-
-
-def pictures(shard, num_shards):
-    """Texts and pictures, packed into rows."""
-    numbers = grain.MapDataset.range(shard, NUM_DOCUMENTS, num_shards).repeat()
-    return multimodal.MultimodalRows(
-        numbers.map(illustrated).to_iter_dataset(IN_CALLER),
-        modalities={
-            "images": multimodal.Modality(decode=decoded, shape=(2, 2), max_per_row=3)
-        },
-        length=24,
-        shard=shard,
     )
 
 

@@ -17,39 +17,28 @@ def names(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "name"),
+    ("text", "expected"),
     [
-        ("a.parquet", "a.parquet"),
-        ("web/*.parquet, b*.parquet", "web/*.parquet"),
-        ("gs://bucket/a-*", "bucket/a-*"),
-        ("a.parquet;", "a.parquet"),
-        ("7", "7"),
-        ("", ""),
+        ("a.parquet", [("a.parquet", "a.parquet", 1.0)]),
+        ("a.parquet;", [("a.parquet", "a.parquet", 1.0)]),
+        ("web/*, b*", [("web/*", "web/*, b*", 1.0)]),
+        ("gs://bucket/a-*", [("bucket/a-*", "gs://bucket/a-*", 1.0)]),
+        ("7", [("7", "7", 1.0)]),
+        ("", [("", "", 1.0)]),
+        ("a*,0.3; b*,c, 7 ;", [("a*", "a*", 0.3), ("b*", "b*,c", 7.0)]),
     ],
 )
-def test_patterns_without_a_weight_are_one_dataset(text, name):
-    assert from_list(text) == [
-        datasets.Dataset(name=name, patterns=text.rstrip(";"), weight=1.0)
-    ]
-
-
-def test_a_list_gives_each_dataset_its_patterns_and_weight():
-    found = from_list("a*.parquet,0.3; b*.parquet,c.parquet, 7 ;")
-    assert list(map(dataclasses.astuple, found)) == [
-        ("a*.parquet", "a*.parquet", 0.3),
-        ("b*.parquet", "b*.parquet,c.parquet", 7.0),
-    ]
+def test_a_list_gives_each_dataset_its_name_patterns_and_weight(text, expected):
+    assert list(map(dataclasses.astuple, from_list(text))) == expected
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("/data/web.parquet,1;/data/code.parquet,1", ["web.parquet", "code.parquet"]),
         ("/data/web/*,1;/data/code/*,1", ["web/*", "code/*"]),
         ("/one/web/*,1;/two/web/*,1;x,1", ["web/*", "two/web/*", "x"]),
         ("/a/x,1;/b/x,1;/c/b/x,1", ["x", "b/x", "c/b/x"]),
         ("gs://b/web/*/part-*,1", ["web/*/part-*"]),
-        ("/a/*,1;/b/*,1", ["a/*", "b/*"]),
     ],
 )
 def test_a_dataset_is_called_by_what_tells_it_from_the_others(text, expected):

@@ -110,6 +110,23 @@ def turns(content: Any) -> object:
     return made.tokens([made.value({"messages": content})])
 
 
+def media(*, modality: str = "images", shape=(2,), **settings: Any) -> object:
+    medium = ec.data.lm.Encoded(
+        modality=modality, data=b"", num_tokens=1, placeholder=7
+    )
+    made = ec.data.lm.MultimodalRows(
+        grain.MapDataset.source([[medium, [1, 2]]]).to_iter_dataset(IN_CALLER),
+        modalities={
+            "images": ec.data.lm.Modality(
+                decode=lambda _: np.zeros(2, np.uint8), shape=shape, max_per_row=1
+            )
+        },
+        length=8,
+        **settings,
+    )
+    return next(iter(made))
+
+
 TEMPLATE = ec.data.lm.ChatTemplate(
     text="{% for m in messages %}{{ '' + m.content }}{% endfor %}"
 )
@@ -255,6 +272,25 @@ REFUSALS = {
     "a mixture that is missing": Refusal(
         lambda d: datasets.from_file(d / "none.json"),
         "none.json: .* cannot be read .*No such file",
+    ),
+    "a mixture without any weight": Refusal(
+        mixture({"a": {"path": "x", "weight": 0}}),
+        r"all weights of \['a'\] are 0; raise one",
+        writes=True,
+    ),
+    # Media.
+    "media that are cut": Refusal(
+        lambda _: media(packing="concat_then_split"), "choose first_fit or best_fit"
+    ),
+    "a medium of a kind that there is none of": Refusal(
+        lambda _: media(modality="sounds"),
+        r"modality 'sounds' with num_tokens=1; use one of \['images'\]",
+        DATA,
+    ),
+    "a medium of another shape": Refusal(
+        lambda _: media(shape=(3,)),
+        r"'images' made uint8\[2\], and its Modality says uint8\[3\]; resize, pad",
+        DATA,
     ),
     # Keys.
     "an unknown key": Refusal(

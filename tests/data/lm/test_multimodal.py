@@ -9,13 +9,13 @@ import pytest
 from elastic_ckpt.data.lm import multimodal
 from tests import pipelines
 
-LENGTH, NUM_SHARDS = 24, 12
+LENGTH = 24
 IMAGE, SOUND = 900, 901
 DECODED = []
 
 
 def decode(data):
-    """A "picture" of one colour, and a "sound" of one tone."""
+    """A "picture" of one colour."""
     DECODED.append(data)
     return np.full((2, 2), data[0], np.uint8)
 
@@ -53,25 +53,16 @@ def parts(number):
     return [text[:1], *media[number % 4], text[1:].tolist()]
 
 
-def packed(documents, packing="first_fit", **more):
-    return multimodal.MultimodalRows(
-        documents, modalities=MODALITIES, packing=packing, length=LENGTH, **more
-    )
-
-
-def make_shard(shard):
-    numbers = grain.MapDataset.range(shard, 240, NUM_SHARDS).repeat().map(parts)
-    return packed(numbers.to_iter_dataset(pipelines.IN_CALLER), "best_fit")
-
-
-def of(documents, **more):
+def packed(documents, **more):
     source = grain.MapDataset.source(documents).to_iter_dataset(pipelines.IN_CALLER)
-    return list(packed(source, **more))
+    return multimodal.MultimodalRows(
+        source, modalities=MODALITIES, length=LENGTH, **more
+    )
 
 
 def test_a_row_has_its_media_with_their_places():
     documents = [[[5, 6], image(1), [7]], [[8], sound(2), image(3), [9, 10]]]
-    (row,) = of(documents)
+    (row,) = packed(documents)
     inputs = [5, 6, *[IMAGE] * 4, 7, 8, *[SOUND] * 2, *[IMAGE] * 4, 9, 10]
     assert row["inputs"].tolist() == inputs + [0] * 8
     after = [*inputs[1:7], 0, *inputs[8:], 0] + [0] * 8
@@ -94,8 +85,8 @@ def test_a_row_has_its_media_with_their_places():
 
 @pytest.mark.parametrize("packing", ["first_fit", "best_fit"])
 def test_no_row_has_too_many_tokens_or_media_and_each_medium_is_there_once(packing):
-    numbers = grain.MapDataset.range(60).map(parts)
-    rows = list(packed(numbers.to_iter_dataset(pipelines.IN_CALLER), packing))
+    documents = list(map(parts, range(60)))
+    rows = list(packed(documents, packing=packing))
     shown = [
         int(picture[0, 0])
         for row in rows
@@ -106,13 +97,13 @@ def test_no_row_has_too_many_tokens_or_media_and_each_medium_is_there_once(packi
     ]
     expected = [
         part.data[0]
-        for number in range(60)
-        for part in parts(number)
+        for document in documents
+        for part in document
         if isinstance(part, multimodal.Encoded) and part.modality == "images"
     ]
     assert sorted(shown) == sorted(expected)
+    places = ("images_start", "images_length", "images_segmentation")
     for row in rows:
-        places = ("images_start", "images_length", "images_segmentation")
         for start, length, segment in zip(*map(row.get, places), strict=True):
             tokens = slice(start, start + length)
             assert (row["inputs"][tokens] == IMAGE).all()
@@ -122,29 +113,28 @@ def test_no_row_has_too_many_tokens_or_media_and_each_medium_is_there_once(packi
 def test_a_document_that_is_too_long_ends_before_a_medium_that_does_not_fit():
     long = [[1] * 20, image(1, num_tokens=5), [2]]
     many = [[3, 3], *[image(number) for number in range(4)], [4]]
-    cut = [list(range(1, 40))]
-    rows = of([long, many, cut], max_examples=1)
+    cut = [list(range(2, 41))]
+    rows = list(packed([long, many, cut], max_examples=1))
     by_first = {int(row["inputs"][0]): row for row in rows}
     assert by_first[3]["images_segmentation"].tolist() == [1, 1, 1]
     assert int((by_first[3]["inputs"] != 0).sum()) == 14
-    tokens = [row["inputs"].tolist() for row in rows]
-    assert [1] * 20 + [0] * 4 in tokens
-    assert list(range(1, 25)) in tokens
+    assert by_first[1]["inputs"].tolist() == [1] * 20 + [0] * 4
+    assert by_first[2]["inputs"].tolist() == list(range(2, 26))
+    assert by_first[2]["targets"].tolist() == [*range(3, 26), 0]
+    # Without text after its first token there is nothing to learn.
+    assert not list(packed([[image(1), image(2)], [[5], image(1)]]))
 
 
-def test_a_state_after_any_row_goes_on_with_the_next_and_holds_no_bytes():
-    whole, states, made = iter(make_shard(0)), [], []
-    for _ in range(30):
-        states.append(json.dumps(whole.get_state()))
+def test_each_state_goes_on_with_the_next_row_and_holds_no_media():
+    documents = list(map(parts, range(60)))
+    expected, rows = list(packed(documents)), iter(packed(documents))
+    for row in expected:
+        state = json.dumps(rows.get_state())
+        assert len(state) < 1000
         DECODED.clear()
-        made.append(next(whole))
-        # Media are decoded when their row is delivered.
-        assert len(DECODED) == np.count_nonzero(made[-1]["images_segmentation"])
-    assert max(map(len, states)) < 1000
-    for number in range(0, 28, 7):
-        again = iter(make_shard(0))
-        DECODED.clear()
-        again.set_state(json.loads(states[number]))
+        rows = iter(packed(documents))
+        rows.set_state(json.loads(state))
         assert not DECODED
-        for expected in made[number : number + 3]:
-            np.testing.assert_equal(next(again), expected)
+        np.testing.assert_equal(next(rows), row)
+        # Media are decoded when their row is delivered.
+        assert len(DECODED) == np.count_nonzero(row["images_segmentation"])
