@@ -41,7 +41,8 @@ def local_facts(
     facts = {
         HOST: f"{role} ({platform.node()[:64]})" if role else host_name(),
         "Python": ".".join(map(str, sys.version_info[:2])),
-        **{package: _version(package) for package in _PACKAGES},
+        # Without a local suffix, which a builder of images may add ("0.10.0+patched").
+        **{each: metadata.version(each).partition("+")[0] for each in _PACKAGES},
     }
     return facts if data is None else facts | {PIPELINE: fingerprint(data)}
 
@@ -89,8 +90,3 @@ def check(facts: Sequence[Facts]) -> None:
             " same versions on every host and in the sidecar's image; if the pipeline"
             " differs, give every host the same configuration and files"
         )
-
-
-def _version(package: str) -> str:
-    # Without a local suffix, which a builder of images may add ("0.10.0+patched").
-    return metadata.version(package).partition("+")[0]

@@ -194,8 +194,8 @@ def load_chat_template(
             f" in {_FILES[1]} is beside the tokenizer {of_tokenizer or tokenizer!r};"
             " set chat_template_path to the file of one"
         )
-    special: Mapping[str, str] = getattr(tokenizer, "special_tokens", dict)()
-    return ChatTemplate(text=text, special_tokens=special, date=date)
+    special_tokens = getattr(tokenizer, "special_tokens", dict)()
+    return ChatTemplate(text=text, special_tokens=special_tokens, date=date)
 
 
 def _of_file(file: epath.Path) -> str:

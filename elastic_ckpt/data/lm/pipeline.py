@@ -157,7 +157,11 @@ class LanguagePipeline:
 
     def identity(self) -> dict[str, storage.Json]:
         """The settings that determine the order of rows, by configuration key."""
-        sources = source.in_threads(self._source_identity, self.parts)
+        # Damage that is skipped does not change the identity of a file.
+        identity = functools.partial(
+            source.identity, digested=not self.reading.skip_corrupt
+        )
+        sources = source.in_threads(identity, [part.source for part in self.parts])
         return {
             state.DATASETS: {
                 part.name: {"weight": part.weight, **of_source}
@@ -210,10 +214,6 @@ class LanguagePipeline:
             leads[part.name] = num_records % self.num_shards
             num_records += num_epochs * source.num_records(part.source)
         return leads if len(leads) > 1 else {}
-
-    def _source_identity(self, part: Part) -> dict[str, storage.Json]:
-        # Damage that is skipped does not change the identity of a file.
-        return source.identity(part.source, digested=not self.reading.skip_corrupt)
 
     def _records(self, part: Part, shard: int) -> records.Records:
         read = records.Records(
@@ -413,22 +413,19 @@ def _sharded(
         num_processes=max(data.grain_worker_count, 1),
         vocab_size=vocab_size,
     )
+    num_workers = data.grain_worker_count
+    if num_workers < 0:
+        # Templates are Python, which holds the lock that the loop needs; all else
+        # releases it for most of its work.
+        num_workers = int(data.use_sft)
     return sharded_data.ShardedData(
         make_shard=pipeline,
         num_shards=data.num_logical_shards,
         pipeline=pipeline.identity(),
         end=elastic_data.End.PADDED if data.num_epoch else elastic_data.End.NEVER,
-        num_workers=_num_workers(data),
+        num_workers=num_workers,
         per_worker_batches=data.grain_per_worker_buffer_size,
     )
-
-
-def _num_workers(data: data_keys.DataKeys) -> int:
-    if data.grain_worker_count >= 0:
-        return data.grain_worker_count
-    # Templates are Python, which holds the lock that the loop needs; all else releases
-    # it for most of its work.
-    return int(data.use_sft)
 
 
 def _tokenizer(data: data_keys.DataKeys) -> tokenizers.Tokenizer | None:

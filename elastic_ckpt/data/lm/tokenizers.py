@@ -235,32 +235,24 @@ class _Opened(NamedTuple):
     special_tokens: Mapping[str, str] = types.MappingProxyType({})
 
 
-_opened_files: dict[tuple[str, str, str], _Opened] = {}
 _opening = threading.Lock()
 
 
 def _opened(kind: str, path: str, digest: str) -> _Opened:
-    key = (kind, path, digest)
     with _opening:
-        if key not in _opened_files:
-            content = _read(kind, epath.Path(path))
-            if digests.bytes_digest(content) != digest:
-                raise errors.DataError(
-                    f"{path} is not the tokenizer that was loaded (its digest differs);"
-                    " use the same file on every host"
-                )
-            _opened_files[key] = _open(kind, path, content)
-    return _opened_files[key]
+        return _open(kind, path, digest)
 
 
-def _open(kind: str, path: str, content: bytes) -> _Opened:
-    opened = {
-        "sentencepiece": _open_sentencepiece,
-        "tiktoken": _open_tiktoken,
-        "huggingface": _open_huggingface,
-    }[kind]
+@functools.cache
+def _open(kind: str, path: str, digest: str) -> _Opened:
+    content = _read(kind, epath.Path(path))
+    if digests.bytes_digest(content) != digest:
+        raise errors.DataError(
+            f"{path} is not the tokenizer that was loaded (its digest differs); use the"
+            " same file on every host"
+        )
     try:
-        return opened(content, epath.Path(path).parent)
+        return _OPEN[kind](content, epath.Path(path).parent)
     except errors.ElasticCkptError:
         raise
     except Exception as error:  # `tokenizers` raises nothing narrower
@@ -399,6 +391,11 @@ def readable(text: str | bytes) -> str:
     return text.decode(errors="replace")
 
 
-def _package(name: str) -> Any:
-    otherwise = "set tokenizer_type to bytes"
-    return extras.module(name, extra="tokenizers", otherwise=otherwise)
+_package = functools.partial(
+    extras.module, extra="tokenizers", otherwise="set tokenizer_type to bytes"
+)
+_OPEN = {
+    "sentencepiece": _open_sentencepiece,
+    "tiktoken": _open_tiktoken,
+    "huggingface": _open_huggingface,
+}

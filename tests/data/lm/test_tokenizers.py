@@ -88,7 +88,7 @@ def tokenizer(request, tmp_path):
 
 
 def test_tokens_are_int32_below_the_vocabulary_size_also_in_another_process(
-    tokenizer, monkeypatch
+    tokenizer,
 ):
     texts = ["", TEXT, TEXT.encode(), "h\u00e9 \U0001f600\n", b"a\xff\xfeb"]
     expected = list(map(tokenizer.encode, texts))
@@ -99,16 +99,14 @@ def test_tokens_are_int32_below_the_vocabulary_size_also_in_another_process(
     assert len(expected[0]) == 0
     pickled = cloudpickle.dumps(tokenizer)
     assert len(pickled) < 1000
-    monkeypatch.setattr(tokenizers, "_opened_files", {})
+    tokenizers._open.cache_clear()
     loaded = cloudpickle.loads(pickled)
     np.testing.assert_equal(list(map(loaded.encode, texts)), expected)
     assert loaded.identity() == tokenizer.identity()
 
 
 @pytest.mark.parametrize("kind", NAMES)
-def test_a_tokenizer_is_the_content_of_its_file_and_not_the_path(
-    kind, tmp_path, monkeypatch
-):
+def test_a_tokenizer_is_the_content_of_its_file_and_not_the_path(kind, tmp_path):
     here = tokenizers.load(kind, written(tmp_path / "a", kind))
     there = tokenizers.load(kind, written(tmp_path / "b", kind))
     other = tokenizers.load(kind, written(tmp_path / "a", kind, OTHER_CONTENTS[kind]))
@@ -117,7 +115,7 @@ def test_a_tokenizer_is_the_content_of_its_file_and_not_the_path(
     assert here.vocab_size != other.vocab_size
     assert here.encode(TEXT).tolist() != other.encode(TEXT).tolist()
     # Another process, which has opened none of them.
-    monkeypatch.setattr(tokenizers, "_opened_files", {})
+    tokenizers._open.cache_clear()
     with pytest.raises(errors.DataError, match="same file on every host"):
         here.encode(TEXT)
 
