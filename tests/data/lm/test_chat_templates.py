@@ -37,11 +37,8 @@ LINES = (
 
 def messages(*contents):
     """Turns of the user and the assistant."""
-    roles = ("user", "assistant")
-    return [
-        {"role": roles[number % 2], "content": content}
-        for number, content in enumerate(contents)
-    ]
+    roles = ("user", "assistant") * len(contents)
+    return [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
 
 
 def template(text, **settings):
@@ -50,9 +47,6 @@ def template(text, **settings):
 
 def refused(match):
     return pytest.raises(errors.DataError, match=match)
-
-
-# As in transformers.
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -91,9 +85,6 @@ def test_texts_tokens_and_masks_are_those_of_transformers(name):
             assert np.where(counts, masked, ~masked).tolist() == case["tokens"]
             num_masks += 1
     assert num_masks == (9 if name == "qwen.jinja" else 0)
-
-
-# Where the assistant speaks.
 
 
 def said(made, turns):
@@ -142,8 +133,6 @@ def test_a_template_whose_prefixes_are_none_is_refused():
         TEMPLATES["mistral.jinja"].render_with_spans(turns)
 
 
-# Templates of strangers.
-
 REFUSED = {
     "{{ range(10**9) }}": "Range too big",
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}": "RecursionError",
@@ -181,54 +170,45 @@ def test_what_is_no_template_is_refused(text, match):
         template(text)
 
 
-def test_the_identity_has_what_a_template_depends_on():
-    def identity(text, **settings):
-        return template(text, **settings).identity()
+def test_the_identity_has_what_a_template_reads_beside_messages():
+    def read(text):
+        made = template(text, special_tokens=SPECIAL, date="2026-01-02").identity()
+        return made.pop("digest"), made
 
-    plain = identity("a")
-    assert identity("b")["digest"] != plain["digest"]
-    # What it does not read changes nothing.
-    assert identity("a", special_tokens=SPECIAL, date="2026-01-02") == plain
-    begun = identity("{{ bos_token }}", special_tokens=SPECIAL)
-    assert begun["bos_token"] == "<s>"
-    dated = identity("{{ strftime_now('%Y') }}", date="2026-01-02")
-    assert dated["strftime_now"] == "2026-01-02"
-
-
-def load(directory, **settings):
-    content = (GOLDEN / "tokenizer.json").read_bytes()
-    directory.mkdir(exist_ok=True)
-    (directory / "tokenizer.json").write_bytes(content)
-    tokenizer = tokenizers.load("huggingface", str(directory))
-    return chat_templates.load_chat_template(tokenizer, **settings)
+    plain, dated, begun = map(
+        read, ("a", "{{ strftime_now('%Y') }}", "{{ bos_token }}")
+    )
+    assert len({plain[0], dated[0], begun[0]}) == 3
+    assert plain[1] == {}
+    assert dated[1] == {"strftime_now": "2026-01-02"}
+    assert begun[1] == {"bos_token": "<s>"}
 
 
 def test_the_template_is_the_given_one_or_that_of_the_tokenizers_files(tmp_path):
-    config = tmp_path / "tokenizer_config.json"
+    content = (GOLDEN / "tokenizer.json").read_bytes()
+    (tmp_path / "tokenizer.json").write_bytes(content)
+
+    def load(**settings):
+        tokenizer = tokenizers.load("huggingface", str(tmp_path))
+        return chat_templates.load_chat_template(tokenizer, **settings)
+
+    config, jinja = tmp_path / "tokenizer_config.json", tmp_path / "chat_template.jinja"
     special = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>"}
     several = [{"name": "tool_use", "template": "two"}]
-    for content in ({}, {"chat_template": several}):
-        config.write_text(json.dumps(content))
-        with pytest.raises(
-            errors.ConfigError, match=r"no chat template.*chat_template_path"
-        ):
-            load(tmp_path)
-    config.write_text(json.dumps({"chat_template": "one", **special}))
-    made = load(tmp_path)
-    assert (made.text, made.special_tokens) == ("one", SPECIAL)
-    several.append({"name": "default", "template": "three"})
-    config.write_text(json.dumps({"chat_template": several}))
-    assert load(tmp_path).text == "three"
-    (tmp_path / "chat_template.jinja").write_text("four")
-    assert load(tmp_path).text == "four"
+    default = {"name": "default", "template": "three"}
+    for field in ({}, {"chat_template": several}):
+        config.write_text(json.dumps(field))
+        with pytest.raises(errors.ConfigError, match=r"no chat template.*set chat_tem"):
+            load()
+    for given, expected in (("one", "one"), ([*several, default], "three")):
+        config.write_text(json.dumps({"chat_template": given, **special}))
+        assert (load().text, load().special_tokens) == (expected, SPECIAL)
+    jinja.write_text("four é")
+    assert load().text == "four é"
     # A given template comes first.
-    jinja, in_json = tmp_path / "own.txt", tmp_path / "own.json"
-    jinja.write_text("own é")
-    in_json.write_text(json.dumps({"chat_template": "own in JSON"}))
-    assert load(tmp_path, path=jinja).text == "own é"
-    assert load(tmp_path, path=in_json).text == "own in JSON"
-    assert load(tmp_path, text="given", path=jinja).text == "given"
+    assert load(path=config).text == "three"
+    assert load(text="given", path=jinja).text == "given"
     for content in ("{", "[]", '{"chat_template": 1}', '{"chat_template": [1]}'):
-        in_json.write_text(content)
-        with pytest.raises(errors.DataError, match="json: cannot be read as a chat"):
-            load(tmp_path, path=in_json)
+        config.write_text(content)
+        with refused("json: cannot be read as a chat"):
+            chat_templates.load_chat_template(tokenizers.load("bytes"), path=config)
