@@ -373,6 +373,16 @@ REFUSALS = {
         r"begin at steps \[5\]",
         writes=True,
     ),
+    "no stage": Refusal(
+        lambda _: stages(), "data_stages: write a list of stages: `- be"
+    ),
+    "stages that are names": Refusal(
+        lambda _: stages("short", "long"), "data_stages: write a list of stages: `- be"
+    ),
+    "a stage without a beginning": Refusal(
+        lambda _: stages({"begin_step": 0}, {"max_target_length": 3}),
+        "stage 1: it has no begin_step, the training step .*; give it a number from 0",
+    ),
     "a stage with a misspelt key": Refusal(
         lambda _: stages({"begin_step": 0, "max_target_lenght": 3}),
         "unknown key 'max_target_leng",

@@ -22,6 +22,7 @@ from tests import corpora, worlds
 from tests.data.lm import test_tokenizers
 
 LENGTH = 16
+FILES, MIXTURE = "grain_train_files", "grain_train_mixture_config_path"
 
 
 def section(corpus="", **settings):
@@ -195,6 +196,14 @@ def test_files_are_added_to_a_run_as_another_dataset(tmp_path):
     added, expected = resumed(f"{before},1;{files[2]},0"), resumed(before)
     for _ in range(5):
         assert added.next() == expected.next()
+
+
+def test_a_stage_has_its_files_in_place_of_the_mixture_of_the_run():
+    described = json.dumps([{"begin_step": 0}, {"begin_step": 5, FILES: "b"}])
+    keys = section(**{MIXTURE: "m.json"}, data_stages=described)
+    (_, first), (_, second) = data_keys.stages(keys)
+    assert (getattr(first, FILES), getattr(first, MIXTURE)) == ("", "m.json")
+    assert (getattr(second, FILES), getattr(second, MIXTURE)) == ("b", "")
 
 
 def test_a_token_that_the_model_does_not_have_is_refused(corpus, tmp_path):
