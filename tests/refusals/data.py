@@ -299,11 +299,9 @@ REFUSALS = {
     "a key of another type": Refusal(
         lambda _: keys(packing="yes"), "packing must be true or false, not 'yes'"
     ),
-    "packing without logical shards": Refusal(
-        lambda _: keys(
-            num_logical_shards=0, grain_file_type="arrayrecord", packing=True
-        ),
-        "^packing=true needs logical shards; set num_logical_shards to a multiple",
+    "packing and Parquet without logical shards": Refusal(
+        lambda _: keys(num_logical_shards=0, packing=True),
+        '^grain_file_type="parquet", packing=true needs logical shards; set num_logic',
     ),
     "training files that match nothing": Refusal(
         lambda d: keys(grain_train_files=f"{d}/nothing*"), "grain_train_files", DATA

@@ -3,7 +3,6 @@
 import pathlib
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.elastic import multicontroller
 from elastic_ckpt.training import (
     callbacks,
@@ -14,7 +13,6 @@ from elastic_ckpt.training import (
     step_log,
     training_files,
 )
-from tests import corpora, worlds
 from tests.refusals import Refusal
 
 
@@ -84,28 +82,6 @@ def called(says: str, given: dict, **keys: object) -> Refusal:
     """Callbacks that are none."""
     section = schema.Config(divergence=schema.DivergenceSection(**keys))
     return Refusal(lambda _: configured.callbacks(section, given), says)
-
-
-def data(says: str, error: type[Exception] = errors.ConfigError, **keys: object):
-    """Training data that cannot be read as it is configured."""
-
-    def call(directory: pathlib.Path) -> None:
-        texts = [{"text": f"text {number} "} for number in range(20)]
-        file = corpora.write_parquet(directory / "a.parquet", texts)
-        (directory / "mixture.json").write_text('{"web": {"files": "a", "weight": 1}}')
-        values = {
-            "grain_file_type": "parquet",
-            "grain_train_files": file,
-            "num_logical_shards": 8,
-            "max_target_length": 16,
-        }
-        for key, value in keys.items():
-            is_text = isinstance(value, str)
-            values[key] = value.replace("DIR", str(directory)) if is_text else value
-        made = pipeline.from_config(read(values).data)
-        worlds.World(made, 1, 4).next()
-
-    return Refusal(call, says, error, writes=True)
 
 
 def files(says: str, error: type[Exception], **keys: str) -> Refusal:
@@ -230,24 +206,6 @@ REFUSALS = {
     ),
     "required callback": Refusal(
         lambda _: callbacks.Callbacks({}, required=["gone"]), r"\['gone'\] are required"
-    ),
-    "entry of a mixture file": data(
-        r"mixture.json: web has .*'files': .*; give it a weight",
-        grain_train_mixture_config_path="DIR/mixture.json",
-    ),
-    "pipeline without logical shards": data(
-        '^grain_file_type="parquet" needs logical shards; set num_logical',
-        num_logical_shards=0,
-    ),
-    "file of another format": data(
-        r"a.parquet, byte 0: not a TFRecord file, or damaged there",
-        errors.DataError,
-        grain_file_type="tfrecord",
-    ),
-    "column that is not there": data(
-        r"a.parquet: no column \['body'\], only \['text', 'tokens'\]",
-        errors.DataError,
-        train_data_columns="body",
     ),
     "missing data": files(
         r"/nowhere/\*.array_record matches no file; check the path, or write one with",
