@@ -304,10 +304,10 @@ def stages(data: DataKeys) -> list[tuple[int, DataKeys]]:
     found = []
     for number, node in enumerate(nodes):
         settings = sections.read_mapping(path, node)
-        begin = settings.pop(_BEGIN, None)
+        begin = settings.pop("begin_step", None)
         if begin is None or type(begin.value) is not int or begin.value < 0:
             raise errors.ConfigError(
-                f"{path}, stage {number}: it has no {_BEGIN}, the training step at"
+                f"{path}, stage {number}: it has no begin_step, the training step at"
                 " which it begins; give it a number from 0"
             )
         of = " of a stage (those of all stages are set for the run)"
@@ -320,8 +320,6 @@ def stages(data: DataKeys) -> list[tuple[int, DataKeys]]:
 
 
 _STAGES = "data_stages"
-# The field of a stage with its first step.
-_BEGIN = "begin_step"
 # The keys that give the training data, one instead of the other.
 _TRAINING = ("grain_train_files", "grain_train_mixture_config_path")
 # Keys of the data that no stage has for itself: of the run, and of the loop.

@@ -381,6 +381,10 @@ REFUSALS = {
         lambda _: stages({"begin_step": 0}, {"max_target_length": 3}),
         "stage 1: it has no begin_step, the training step .*; give it a number from 0",
     ),
+    "stages of which some have a size": Refusal(
+        lambda _: stages({"begin_step": 0}, {"begin_step": 5, "global_batch_size": 8}),
+        "some stages have a global_batch_size, and others have 0, .*; use one of",
+    ),
     "a stage with a misspelt key": Refusal(
         lambda _: stages({"begin_step": 0, "max_target_lenght": 3}),
         "unknown key 'max_target_leng",

@@ -275,19 +275,16 @@ def _of_stages(
             "data_stages: some stages have a global_batch_size, and others have 0, with"
             " which per_device_batch_size counts; use one of the two in all stages"
         )
-    try:
-        return stages.staged(
-            [
-                stages.Stage(
-                    begin=begin,
-                    data=_sharded(keys, vocab_size=vocab_size),
-                    global_batch_size=keys.global_batch_size or None,
-                )
-                for begin, keys in of_stages
-            ]
-        )
-    except errors.ConfigError as error:
-        raise errors.ConfigError(f"data_stages: {error}") from None
+    return stages.staged(
+        [
+            stages.Stage(
+                begin=begin,
+                data=_sharded(keys, vocab_size=vocab_size),
+                global_batch_size=keys.global_batch_size or None,
+            )
+            for begin, keys in of_stages
+        ]
+    )
 
 
 def _of_arguments(data: Any, keys: dict[str, Any]) -> data_keys.DataKeys:
@@ -344,15 +341,11 @@ def describe(data: data_keys.DataKeys) -> str:
     for begin, section in data_keys.stages(data):
         if data.data_stages:
             size = section.global_batch_size
-            of_batch = (
-                f"batches of {size} rows"
-                if size
-                else (f"{section.per_device_batch_size:g} rows a device")
-            )
+            each = f"{size}" if size else f"{section.per_device_batch_size:g} a device"
             packing = section.grain_packing_type if section.packing else "unpacked"
             described.append(
                 f"stage from step {begin:,}: rows of {section.max_target_length}"
-                f" tokens, {packing}, {of_batch}"
+                f" tokens, {packing}, {each} in a batch"
             )
         parts = _parts(section)
         total = sum(part.weight for part in parts)

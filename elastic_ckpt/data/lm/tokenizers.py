@@ -21,7 +21,6 @@ import functools
 import json
 import os
 import threading
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -176,7 +175,7 @@ class FileTokenizer:
 
         Only a `tokenizer.json`, and the files beside it, have them.
         """
-        return dict(_opened(self.kind, self.path, self.digest).special_tokens)
+        return dict(_opened(self.kind, self.path, self.digest).special_tokens or {})
 
     def identity(self) -> storage.Json:
         """The kind, the digest of the file, and the begin and end tokens."""
@@ -232,7 +231,7 @@ class _Opened(NamedTuple):
     begin: int | None
     end: int | None
     encode_with_spans: Callable[[list[str]], list[Encoded]] | None = None
-    special_tokens: Mapping[str, str] = types.MappingProxyType({})
+    special_tokens: Mapping[str, str] | None = None
 
 
 _opening = threading.Lock()
