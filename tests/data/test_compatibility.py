@@ -1,8 +1,11 @@
 import functools
+import re
+import types
 
 import pytest
 from elastic_ckpt_sidecar import RemoteIterator
 
+import elastic_ckpt as ec
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import compatibility, sharded_data
 from tests import pipelines
@@ -42,7 +45,11 @@ def test_the_fingerprint_is_that_of_what_decides_which_example_comes_when(data):
     others = [sharded(), sharded("filtered"), sharded(num_shards=6), data]
     prints = list(map(compatibility.fingerprint, others))
     assert len(set(prints)) == 4
-    assert all(len(one) == 16 and int(one, 16) >= 0 for one in prints)
+
+
+def iterator_of_two(make):
+    mesh = topology.mesh_of(topology.present(2))
+    return make(sharded(), mesh=mesh, global_batch_size=16)
 
 
 def test_a_worker_of_another_version_is_refused_and_both_are_named(monkeypatch):
@@ -55,10 +62,18 @@ def test_a_worker_of_another_version_is_refused_and_both_are_named(monkeypatch):
 
     monkeypatch.setattr(compatibility, "local_facts", found)
     own = compatibility.local_facts(role="the head")
-    with pytest.raises(errors.ConfigError) as raised:
-        RemoteIterator(
-            sharded(), mesh=topology.mesh_of(topology.present(2)), global_batch_size=16
-        )
     head, host = own[compatibility.HOST], compatibility.host_name()
     said = f"jaxlib is {own['jaxlib']} on {head}, 0.0.1 on {host}."
-    assert said in str(raised.value)
+    with pytest.raises(errors.ConfigError, match=re.escape(said)):
+        iterator_of_two(RemoteIterator)
+
+
+def test_a_controller_of_another_version_is_refused(monkeypatch):
+    def gather(kind, facts, **_):
+        other = {**facts, "grain": "0.0.1", compatibility.HOST: f"another ({kind})"}
+        return [facts, other]
+
+    both = types.SimpleNamespace(gather=gather)
+    monkeypatch.setattr(compatibility.allgather, "shared", lambda _: both)
+    with pytest.raises(errors.ConfigError, match=r"grain is .*, 0\.0\.1 on another"):
+        iterator_of_two(ec.batches)

@@ -127,19 +127,13 @@ def test_a_template_whose_prefixes_are_none_is_refused():
     assert said(last, messages("a", "b")) == ["b\nEND"]
     with refused("first 2 messages"):
         last.render_with_spans(messages("a", "b", "c", "d"))
-    # In the style of Mistral, the system prompt moves to the last turn of the user.
-    turns = [{"role": "system", "content": "s"}, *messages("a", "b", "c", "d")]
-    with refused("first 2 messages"):
-        TEMPLATES["mistral.jinja"].render_with_spans(turns)
 
 
 REFUSED = {
     "{{ range(10**9) }}": "Range too big",
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}": "RecursionError",
     "{{ ''.__class__.__mro__ }}": "'__class__'.*unsafe",
-    "{{ (''|attr('__class__')).__mro__ }}": "'__class__'.*unsafe",
     "{{ '{0.__class__.__mro__}'.format(1) }}": "'__class__'.*unsafe",
-    "{{ cycler.__init__.__globals__ }}": "'__init__'.*unsafe",
     "{{ raise_exception.__globals__.os }}": "'__globals__'.*unsafe",
     "{{ strftime_now.func.__globals__.os }}": "'__globals__'.*unsafe",
     "{{ messages.append(1) }}": "'append'.*unsafe",

@@ -38,18 +38,11 @@ def test_keys_may_be_a_mapping_keywords_or_those_of_a_configuration(corpus, tmp_
     expected = pipeline.from_config(section(corpus))
     keys = {"max_target_length": LENGTH, "num_logical_shards": 4}
     path = tmp_path / "config.yml"
-    path.write_text(
-        f"base_config: base.yml\ngrain_train_files: {corpus}\n"
-        f"max_target_length: {LENGTH}\nsteps: 7\n"
-    )
+    path.write_text(f"base_config: base.yml\n{FILES}: {corpus}\nsteps: 7\n")
     for actual in (
-        pipeline.from_config({"grain_train_files": corpus, **keys}),
+        pipeline.from_config({FILES: corpus, **keys}),
         pipeline.from_config(grain_train_files=pathlib.Path(corpus), **keys),
-        pipeline.from_config(ec.load_config(path).data, num_logical_shards=4),
-        pipeline.from_config(
-            ec.load_config(path, ["num_logical_shards=4"]).data,
-            max_target_length=LENGTH,
-        ),
+        pipeline.from_config(ec.load_config(path).data, **keys),
         pipeline.from_config(section(corpus, num_logical_shards=8), **keys),
     ):
         assert actual == expected
