@@ -35,7 +35,8 @@ def local_facts(
     """The facts of this host.
 
     Args:
-      data: if given, its fingerprint is one of the facts.
+      data: if given, a digest of the settings that determine the order of its
+        examples, 16 hex digits, is one of the facts.
       role: a name instead of the host's number, for the head of a single controller.
     """
     facts = {
@@ -44,17 +45,15 @@ def local_facts(
         # Without a local suffix, which a builder of images may add ("0.10.0+patched").
         **{each: metadata.version(each).partition("+")[0] for each in _PACKAGES},
     }
-    return facts if data is None else facts | {PIPELINE: fingerprint(data)}
+    if data is not None:
+        identity = digest.json_digest([data.engine, data.identity()])
+        facts[PIPELINE] = identity[:16]
+    return facts
 
 
 def host_name() -> str:
     """This host's number and name, for messages."""
     return f"host {topology.this_host()} ({platform.node()[:64]})"
-
-
-def fingerprint(data: elastic_data.ElasticData) -> str:
-    """A digest of the settings that determine the order of examples, 16 hex digits."""
-    return digest.json_digest([data.engine, data.identity()])[:16]
 
 
 def check_controllers(data: elastic_data.ElasticData, mesh: Mesh) -> None:

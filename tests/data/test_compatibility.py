@@ -40,11 +40,13 @@ def test_of_every_fact_that_differs_it_says_which_hosts_have_what(name):
     compatibility.check(facts)
 
 
-def test_the_fingerprint_is_that_of_what_decides_which_example_comes_when(data):
-    assert compatibility.fingerprint(sharded()) == compatibility.fingerprint(sharded())
-    others = [sharded(), sharded("filtered"), sharded(num_shards=6), data]
-    prints = list(map(compatibility.fingerprint, others))
-    assert len(set(prints)) == 4
+def test_the_pipeline_is_told_by_what_decides_which_example_comes_when(data):
+    def told(*others):
+        facts = map(compatibility.local_facts, others)
+        return {each[compatibility.PIPELINE] for each in facts}
+
+    assert len(told(sharded(), sharded())) == 1
+    assert len(told(sharded(), sharded("filtered"), sharded(num_shards=6), data)) == 4
 
 
 def iterator_of_two(make):

@@ -124,7 +124,13 @@ class LanguagePipeline:
         parts, has_texts = self._by_name, self.documents.tokenizer is not None
 
         def make_part(name: str) -> grain.IterDataset:
-            read = self._records(parts[name], shard)
+            read = records.Records(
+                parts[name].source,
+                shard=shard,
+                num_shards=self.num_shards,
+                read_options=self.reading,
+            )
+            read.lead = self._leads.get(name, 0)
             return read if has_texts else self._tokens(read)
 
         # Even a single dataset is a mixture: others may be added at a resume. Texts are
@@ -215,16 +221,6 @@ class LanguagePipeline:
             num_records += num_epochs * source.num_records(part.source)
         return leads if len(leads) > 1 else {}
 
-    def _records(self, part: Part, shard: int) -> records.Records:
-        read = records.Records(
-            part.source,
-            shard=shard,
-            num_shards=self.num_shards,
-            read_options=self.reading,
-        )
-        read.lead = self._leads.get(part.name, 0)
-        return read
-
     def _tokens(self, read: grain.IterDataset) -> lm_documents.Tokens:
         return lm_documents.Tokens(
             read, documents=self.documents, num_threads=self.threads_of_process()
@@ -257,7 +253,21 @@ def from_config(
         together, or if the tokenizer has more tokens than `vocab_size`.
       DataError: if a file is missing, or not in the format that the keys name.
     """
-    data = _of_arguments(data, keys)
+    given = vars(data) if isinstance(data, data_keys.DataKeys) else data or {}
+    if not isinstance(given, Mapping):
+        raise errors.ConfigError(
+            f"from_config: got a {type(data).__name__}; give keys of the data as"
+            " keyword arguments, a mapping of them, or those of a configuration file:"
+            ' ec.data.from_config(ec.load_config("train.yml").data, ...)'
+        )
+    settings = {
+        key: sections.Setting(
+            value=os.fspath(value) if isinstance(value, os.PathLike) else value,
+            place="from_config",
+        )
+        for key, value in {**given, **keys}.items()
+    }
+    data = data_keys.changed(data_keys.DataKeys(), settings)
     if data.num_logical_shards:
         return _of_stages(data, vocab_size=vocab_size)
     _check(data, num_tokens=vocab_size)
@@ -285,25 +295,6 @@ def _of_stages(
             for begin, keys in of_stages
         ]
     )
-
-
-def _of_arguments(data: Any, keys: dict[str, Any]) -> data_keys.DataKeys:
-    # The keys that `from_config` was given.
-    given = vars(data) if isinstance(data, data_keys.DataKeys) else data or {}
-    if not isinstance(given, Mapping):
-        raise errors.ConfigError(
-            f"from_config: got a {type(data).__name__}; give keys of the data as"
-            " keyword arguments, a mapping of them, or those of a configuration file:"
-            ' ec.data.from_config(ec.load_config("train.yml").data, ...)'
-        )
-    settings = {
-        key: sections.Setting(
-            value=os.fspath(value) if isinstance(value, os.PathLike) else value,
-            place="from_config",
-        )
-        for key, value in {**given, **keys}.items()
-    }
-    return data_keys.changed(data_keys.DataKeys(), settings)
 
 
 def eval_from_config(
