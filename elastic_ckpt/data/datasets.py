@@ -73,13 +73,27 @@ def from_file(path: epath.PathLike) -> list[Dataset]:
       ConfigError: names the file, the invalid entry and the problem.
     """
     try:
-        content = json.loads(storage.absolute(path).read_text())
+        text = storage.absolute(path).read_text()
+        content = json.loads(text, object_pairs_hook=_object)
     except (OSError, ValueError) as error:
         raise errors.ConfigError(
             f"{path}: this mixture file cannot be read as JSON ({error}); check the"
             " path and the file"
         ) from None
-    return list(_entries(content, place=os.fspath(path), prefix="", share=1.0))
+    found = list(_entries(content, place=os.fspath(path), prefix="", share=1.0))
+    names = [dataset.name for dataset in found]
+    if len({*names}) < len(names):
+        raise errors.ConfigError(
+            f"{path}: two datasets have the same name, of {names}; rename one of them"
+        )
+    return found
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError(f"a name is there twice in {[name for name, _ in pairs]}")
+    return fields
 
 
 def to_list(datasets: list[Dataset]) -> str:

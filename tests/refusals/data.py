@@ -110,15 +110,24 @@ def turns(content: Any) -> object:
     return made.tokens([made.value({"messages": content})])
 
 
-def media(*, modality: str = "images", shape=(2,), **settings: Any) -> object:
+def media(
+    *,
+    kind: str = "images",
+    modality: str = "images",
+    shape=(2,),
+    max_per_row: int = 1,
+    **settings: Any,
+) -> object:
     medium = ec.data.lm.Encoded(
         modality=modality, data=b"", num_tokens=1, placeholder=7
     )
     made = ec.data.lm.MultimodalRows(
         grain.MapDataset.source([[medium, [1, 2]]]).to_iter_dataset(IN_CALLER),
         modalities={
-            "images": ec.data.lm.Modality(
-                decode=lambda _: np.zeros(2, np.uint8), shape=shape, max_per_row=1
+            kind: ec.data.lm.Modality(
+                decode=lambda _: np.zeros(2, np.uint8),
+                shape=shape,
+                max_per_row=max_per_row,
             )
         },
         length=8,
@@ -278,7 +287,28 @@ REFUSALS = {
         r"all weights of \['a'\] are 0; raise one",
         writes=True,
     ),
+    "a mixture with a name twice": Refusal(
+        mixture('{"a": {"path": "x", "weight": 1}, "a": {"path": "y", "weight": 1}}'),
+        r"cannot be read as JSON \(a name is there twice in \['a', 'a'\]",
+        writes=True,
+    ),
+    "a mixture with the name of a dataset inside another": Refusal(
+        mixture(
+            {
+                "a/b": {"path": "x", "weight": 1},
+                "a": {"datasets": {"b": {"path": "y", "weight": 1}}, "weight": 1},
+            }
+        ),
+        r"two datasets have the same name, of \['a/b', 'a/b'\]; rename one",
+        writes=True,
+    ),
     # Media.
+    "media of which none fits": Refusal(
+        lambda _: media(max_per_row=0), "give each a max_per_row of 1 or more"
+    ),
+    "media with the name of a feature": Refusal(
+        lambda _: media(kind="inputs"), "and a name that makes no feature twice"
+    ),
     "media that are cut": Refusal(
         lambda _: media(packing="concat_then_split"), "choose first_fit or best_fit"
     ),

@@ -31,6 +31,9 @@ _KEYS = "train_data_columns in a configuration"
 # The names of the field with what the assistant thinks, by precedence.
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
+# Pairs of a prompt and a completion, as MaxText names them, in the other order.
+_REVERSED = (("completion", "prompt"), ("answer", "question"))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversations:
@@ -58,6 +61,8 @@ class Conversations:
 
     def __post_init__(self) -> None:
         columns = files.names(self.columns, argument="Conversations: columns")
+        if columns in _REVERSED:
+            columns = columns[::-1]
         object.__setattr__(self, "columns", columns)
         if len(columns) not in (1, 2):
             raise errors.ConfigError(

@@ -54,6 +54,8 @@ class Encoded:
     placeholder: int
 
 
+# A modality has features of its name with each of these ends.
+_ENDS = ("", "_segmentation", "_start", "_length")
 # Of each modality, each with its first token in the document.
 _Media: TypeAlias = dict[str, list[tuple[int, Encoded]]]
 
@@ -85,7 +87,8 @@ class MultimodalRows(lm_rows.Rows):
         `seed`, `shard` and `max_examples`.
 
     Raises:
-      ConfigError: if `packing` is another one.
+      ConfigError: if `packing` is another one, or a modality has no room in a row, or
+        the name of another feature.
     """
 
     def __init__(
@@ -100,6 +103,15 @@ class MultimodalRows(lm_rows.Rows):
             raise errors.ConfigError(
                 f"MultimodalRows: packing={packing!r}; choose first_fit or best_fit,"
                 " which keep documents and their media whole"
+            )
+        names = [*lm_rows.FEATURES]
+        names += [name + end for name in modalities for end in _ENDS]
+        least = min((each.max_per_row for each in modalities.values()), default=1)
+        if least < 1 or len({*names}) < len(names):
+            raise errors.ConfigError(
+                f"MultimodalRows: modalities={dict(modalities)!r}; give each a"
+                " max_per_row of 1 or more, and a name that makes no feature twice:"
+                f" rows would have {names}"
             )
         super().__init__(parent, packing=packing, **settings)
         self.modalities = dict(modalities)

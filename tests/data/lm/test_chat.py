@@ -91,6 +91,7 @@ def test_messages_have_values_of_json_alone_and_whole_characters():
     ("columns", "record"),
     [
         (("question", "answer"), {"question": b"x", "answer": "yz"}),
+        (("answer", "question"), {"question": b"x", "answer": "yz"}),
         (("a", "b"), {"a": [{"role": "user", "content": "x"}], "b": "yz"}),
         (
             ("chat",),
