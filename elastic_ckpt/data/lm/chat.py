@@ -77,11 +77,6 @@ class Conversations:
         """The columns, for messages."""
         return ",".join(self.columns)
 
-    @property
-    def is_parallel(self) -> bool:
-        """Whether several threads tokenise faster than one thread."""
-        return self.tokenizer.is_parallel
-
     def identity(self) -> dict[str, storage.Json]:
         """The settings that determine the tokens, by configuration key."""
         return {

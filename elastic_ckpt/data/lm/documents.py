@@ -52,10 +52,6 @@ class Encoder(Protocol):
     def tokenizer(self) -> tokenizers.Tokenizer | None:
         """The tokenizer; None if records have tokens."""
 
-    @property
-    def is_parallel(self) -> bool:
-        """Whether several threads encode faster than one thread."""
-
     def identity(self) -> dict[str, storage.Json]:
         """The settings that determine the tokens, by configuration key."""
 
@@ -99,11 +95,6 @@ class Documents:
                     f" tokenizer has no token that {what} a text; set {key}=false, or"
                     " use a tokenizer with such a token"
                 )
-
-    @property
-    def is_parallel(self) -> bool:
-        """Whether several threads tokenise faster than one thread."""
-        return self.tokenizer is not None and self.tokenizer.is_parallel
 
     def identity(self) -> dict[str, storage.Json]:
         """The settings that determine the tokens, by configuration key."""

@@ -155,7 +155,8 @@ class LanguagePipeline:
 
         This depends on the machine that it runs on, so it is computed late.
         """
-        if not self.documents.is_parallel:
+        tokenizer = self.documents.tokenizer
+        if tokenizer is None or not tokenizer.is_parallel:
             return 0
         return lm_documents.num_threads(
             self.tokenizer_threads, num_processes=self.num_processes
