@@ -34,11 +34,7 @@ Rows = dict[str, np.ndarray]
 
 # Mark a JSON list that was a tuple, the pairs of a dict that JSON cannot hold, the
 # base64 of bytes, and the dtype, shape and base64 of an array.
-_TUPLE = "()"
-_DICT = "{}"
-_BYTES = "b''"
-_ARRAY = "array()"
-_MARKS = frozenset({_TUPLE, _DICT, _BYTES, _ARRAY})
+_MARKS = {"()", "{}", "b''", "array()"}
 
 # Fields of a cursor: the rows that the shard had yielded, and the state of its pipeline
 # or, if it has ended, its last state.
@@ -114,11 +110,10 @@ class ShardRows:
         self._skips = task.first
         # The rows that each shard has yielded.
         self._rows = rows.emitted(task.num_shards, task.history).tolist()
-        self._opened: dict[int, grain.DatasetIterator] = {}
+        self._opened: dict[int, Any] = {}
         self._ended: set[int] = set()
         self._noted: dict[int, cursors.Cursor] = {}
-        # What reads chapters in the pipelines of shards, and which chapters those were
-        # when the shards were opened or noted.
+        # What reads chapters in each pipeline, and the chapters when it was noted.
         self._in_chapters: dict[int, list[Any]] = {}
         self._chapters: dict[int, list[int]] = {}
         self._zeros: Any = None
@@ -140,21 +135,16 @@ class ShardRows:
         self._number += 1
         drawn = [self._next_row(shard) for shard in shards]
         for shard in self._opened.keys() & shards:
-            self._note(shard)
-        return [row for row, is_kept in zip(drawn, keep, strict=True) if is_kept]
-
-    def _note(self, shard: int) -> None:
-        chapters = [each.chapter for each in self._in_chapters[shard]]
-        if chapters and chapters == self._chapters[shard]:
-            return
-        self._chapters[shard] = chapters
-        self._noted[shard] = cursor_of(self._rows[shard], self._opened[shard])
+            chapters = [each.chapter for each in self._in_chapters[shard]]
+            if not chapters or chapters != self._chapters.get(shard):
+                self._chapters[shard] = chapters
+                self._noted[shard] = cursor_of(self._rows[shard], self._opened[shard])
+        return list(itertools.compress(drawn, keep))
 
     def close(self) -> None:
         """Closes the pipelines."""
         for opened in self._opened.values():
             opened.close()
-        self._opened = {}
 
     def _next_row(self, shard: int) -> Any:
         # The next example of a shard, or None if it has ended.
@@ -162,17 +152,16 @@ class ShardRows:
             return None
         try:
             with records.row_due():
-                opened: Any = self._open(shard)
+                opened = self._open(shard)
                 row = opened.unmade() if hasattr(opened, "made") else next(opened)
-                self._rows[shard] += 1
-                return row
         except StopIteration:
             pass
-        except errors.ElasticCkptError:
-            raise
         except Exception as error:
             error.add_note(f"in the pipeline of logical shard {shard}")
             raise
+        else:
+            self._rows[shard] += 1
+            return row
         if not self._task.finite:
             raise errors.DataError(
                 f"logical shard {shard} has ended; make make_shard repeat its records"
@@ -183,46 +172,37 @@ class ShardRows:
         self._ended.add(shard)
         return None
 
-    def _open(self, shard: int) -> grain.DatasetIterator:
-        opened = self._opened.get(shard)
-        if opened is None:
+    def _open(self, shard: int) -> Any:
+        if shard not in self._opened:
             made, start = self._task.make_shard(shard), self._task.start[shard]
-            opened = iterator(made, start, self._rows[shard])
-            self._opened[shard], in_chapters = opened, _in_chapters(opened)
-            self._in_chapters[shard] = in_chapters
-            self._chapters[shard] = [each.chapter for each in in_chapters]
+            opened: Any = iterator(made, start, self._rows[shard])
+            self._opened[shard] = opened
+            self._in_chapters[shard] = _in_chapters(opened)
             self._made = getattr(opened, "made", self._made)
-        return opened
+        return self._opened[shard]
 
     def _stack(self, drawn: list[Any]) -> Rows:
-        unmade = [row for row in drawn if isinstance(row, lm_rows.Unmade)]
-        if unmade and len(unmade) == len(drawn) - drawn.count(None):
+        finite = self._task.finite
+        is_unmade = [isinstance(row, lm_rows.Unmade) for row in drawn]
+        real = [row is not None for row in drawn]
+        if any(is_unmade) and is_unmade == real:
             made = self._made(drawn)
-            if self._task.finite:
-                made[elastic_data.MASK] = np.array([row is not None for row in drawn])
-            return made
-        if unmade:
-            # Only some pipelines have steps after their rows.
-            drawn = [
-                self._alone(row) if isinstance(row, lm_rows.Unmade) else row
-                for row in drawn
-            ]
-        if not self._task.finite:
-            return _stacked(drawn, added={elastic_data.EXAMPLE_ID})
-        real = [row for row in drawn if row is not None]
-        if self._zeros is None:
-            example = real[0] if real else self._any()
-            self._zeros = {name: zeros_like(leaf) for name, leaf in example.items()}
-        filled = [self._zeros if row is None else row for row in drawn]
-        mask = np.array([row is not None for row in drawn])
-        added = {elastic_data.EXAMPLE_ID, elastic_data.MASK}
-        return {**_stacked(filled, added=added), elastic_data.MASK: mask}
+        else:
+            made = _stacked([self._alone(row) for row in drawn], finite=finite)
+        return made | {elastic_data.MASK: np.array(real)} if finite else made
 
-    def _alone(self, unmade: lm_rows.Unmade) -> Any:
-        return {name: each[0] for name, each in self._made([unmade]).items()}
+    def _alone(self, row: Any) -> Any:
+        # An example; of zeros in place of None.
+        if isinstance(row, lm_rows.Unmade):
+            # Only some pipelines have steps after their rows.
+            return {name: each[0] for name, each in self._made([row]).items()}
+        if row is None and self._zeros is None:
+            example = self._any()
+            self._zeros = {name: zeros_like(leaf) for name, leaf in example.items()}
+        return self._zeros if row is None else row
 
     def _any(self) -> Any:
-        # An example of any shard, for its shapes: the shards of this task have none.
+        # An example of any shard, for its shapes: this may have none of its own.
         with records.row_due():
             for shard in range(self._task.num_shards):
                 for example in self._task.make_shard(shard):
@@ -283,14 +263,14 @@ def _in_chapters(opened: Any) -> list[Any]:
     return list(itertools.chain.from_iterable(below))
 
 
-def _stacked(examples: list[Any], *, added: set[str]) -> Rows:
+def _stacked(examples: list[Any], *, finite: bool) -> Rows:
     if not isinstance(examples[0], Mapping):
         raise errors.DataError(
             f"make_shard yields a {type(examples[0]).__name__} as a row; yield dicts of"
             " arrays, by the names of features"
         )
-    clashing = added & examples[0].keys()
-    if clashing:
+    added = {elastic_data.EXAMPLE_ID} | ({elastic_data.MASK} if finite else set())
+    if clashing := added & examples[0].keys():
         raise errors.DataError(
             f"the examples of make_shard have features named {sorted(clashing)}, which"
             " batches add themselves; rename them in make_shard"
@@ -345,29 +325,28 @@ def to_json(state: Any) -> Any:
     # Such states hold NumPy integers, and tuples that must not become lists, because
     # Grain's concat-then-split compares them with tuples. Those of a user's iterator
     # may hold anything.
-    if isinstance(state, dict):
-        is_marked = len(state) == 1 and not _MARKS.isdisjoint(state)
-        if is_marked or not set(map(type, state)) <= {str}:
-            pairs = [[to_json(key), to_json(value)] for key, value in state.items()]
-            return {_DICT: pairs}
-        # A fast path: most values are plain integers, and this runs for every row.
-        return {
-            key: value if type(value) is int else to_json(value)
-            for key, value in state.items()
-        }
-    if isinstance(state, tuple):
-        return {_TUPLE: [to_json(value) for value in state]}
-    if isinstance(state, list):
-        return [to_json(value) for value in state]
-    if isinstance(state, bytes):
-        return {_BYTES: base64.b64encode(state).decode()}
-    if isinstance(state, np.ndarray) and not state.dtype.hasobject:
-        content = base64.b64encode(state.tobytes()).decode()
-        return {_ARRAY: [state.dtype.str, list(state.shape), content]}
     if isinstance(state, np.generic):
         state = state.item()
-    if state is None or isinstance(state, bool | int | float | str):
-        return state
+    match state:
+        case dict() if set(map(type, state)) <= {str} and not _is_marked(state):
+            # A fast path: most values are plain integers, and this runs for every row.
+            return {
+                key: value if type(value) is int else to_json(value)
+                for key, value in state.items()
+            }
+        case None | int() | float() | str():
+            return state
+        case dict():
+            return {"{}": [[to_json(key), to_json(state[key])] for key in state]}
+        case list():
+            return [to_json(value) for value in state]
+        case tuple():
+            return {"()": [to_json(value) for value in state]}
+        case bytes():
+            return {"b''": base64.b64encode(state).decode()}
+        case np.ndarray() if not state.dtype.hasobject:
+            content = base64.b64encode(state.tobytes()).decode()
+            return {"array()": [state.dtype.str, list(state.shape), content]}
     raise errors.DataError(
         f"get_state of an iterator in make_shard returns a {type(state).__name__},"
         f" {state!r:.60}, which cannot be saved; return dicts, lists, tuples, numbers,"
@@ -377,20 +356,22 @@ def to_json(state: Any) -> Any:
 
 def from_json(cursor: Any) -> Any:
     """The inverse of `to_json`: the Grain state of a cursor."""
-    if isinstance(cursor, dict):
-        if len(cursor) == 1 and not _MARKS.isdisjoint(cursor):
-            ((mark, content),) = cursor.items()
-            if mark == _TUPLE:
-                return tuple(from_json(value) for value in content)
-            if mark == _DICT:
-                return {from_json(key): from_json(value) for key, value in content}
-            if mark == _BYTES:
-                return base64.b64decode(content)
-            if mark == _ARRAY:
-                dtype, shape, encoded = content
-                array = np.frombuffer(base64.b64decode(encoded), np.dtype(dtype))
-                return array.reshape(shape).copy()
-        return {key: from_json(value) for key, value in cursor.items()}
-    if isinstance(cursor, list):
-        return [from_json(value) for value in cursor]
+    match cursor:
+        case dict() if not _is_marked(cursor):
+            return {key: from_json(value) for key, value in cursor.items()}
+        case list():
+            return [from_json(value) for value in cursor]
+        case {"()": values}:
+            return tuple(from_json(value) for value in values)
+        case {"{}": pairs}:
+            return {from_json(key): from_json(value) for key, value in pairs}
+        case {"b''": content}:
+            return base64.b64decode(content)
+        case {"array()": [dtype, shape, content]}:
+            array = np.frombuffer(base64.b64decode(content), np.dtype(dtype))
+            return array.reshape(shape).copy()
     return cursor
+
+
+def _is_marked(state: dict[Any, Any]) -> bool:
+    return len(state) == 1 and not _MARKS.isdisjoint(state)
