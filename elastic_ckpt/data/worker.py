@@ -2,7 +2,8 @@
 
 A process receives its task through its standard input, by cloudpickle, and never
 imports the program's main module, so that a script needs no
-`if __name__ == "__main__":`. Arrays are read from the pipe straight into their memory,
+`if __name__ == "__main__":`. Its standard output is the pipe; what code of the user
+prints goes to standard error. Arrays are read from the pipe straight into their memory,
 without the interpreter lock.
 
 A process ends at once when its standard input closes, so that none outlives a host that
@@ -24,7 +25,6 @@ import subprocess
 import sys
 import threading
 import traceback
-import weakref
 from multiprocessing import process
 from typing import IO, TYPE_CHECKING, Any
 
@@ -58,44 +58,36 @@ class Workers:
     ) -> None:
         self._task = task
         self._number = task.number + task.first
-        self._workers: list[tuple[list[int], _Worker]] = []
-        for number in range(num_workers):
-            share = sorted(task.start)[number::num_workers]
-            start = {shard: task.start[shard] for shard in share}
-            worker = _Worker(
+        shards = sorted(task.start)
+        self._shares = [shards[number::num_workers] for number in range(num_workers)]
+        self._workers = [
+            _Worker(
                 f"worker process {number} of {num_workers}",
-                dataclasses.replace(task, start=start),
+                dataclasses.replace(task, start={s: task.start[s] for s in share}),
                 num_ahead=num_ahead,
             )
-            self._workers.append((share, worker))
+            for number, share in enumerate(self._shares)
+        ]
 
     def __next__(self) -> shard_rows.Loaded:
         shards, keep = self._task.row_shards(self._number)
         self._number += self._task.every
-        of_workers = [(share, next(worker)) for share, worker in self._workers]
-        places = [
-            np.flatnonzero(np.isin(shards[keep], share))
-            for share, loaded in of_workers
-            if loaded.rows is not None
-        ]
-        parts = [each.rows for _, each in of_workers if each.rows is not None]
+        loaded = [next(worker) for worker in self._workers]
+        parts = [each.rows for each in loaded if each.rows is not None]
         rows = parts[0]
         if len(parts) > 1:
-            order = np.argsort(np.concatenate(places))
+            of_share = [np.isin(shards[keep], share) for share in self._shares]
+            order = np.argsort(np.concatenate([*map(np.flatnonzero, of_share)]))
             rows = {
                 name: np.concatenate([part[name] for part in parts])[order]
                 for name in rows
             }
-        noted = {
-            shard: cursor
-            for _, each in of_workers
-            for shard, cursor in each.cursors.items()
-        }
-        return dataclasses.replace(of_workers[0][1], rows=rows, cursors=noted)
+        noted = {s: cursor for each in loaded for s, cursor in each.cursors.items()}
+        return dataclasses.replace(loaded[0], rows=rows, cursors=noted)
 
     def close(self) -> None:
         """Ends the processes."""
-        for _, worker in self._workers:
+        for worker in self._workers:
             worker.close()
 
 
@@ -103,25 +95,20 @@ class _Worker:
     """A process that runs some shards of a task."""
 
     def __init__(self, name: str, task: shard_rows.Task, *, num_ahead: int) -> None:
-        content = _pickled(task)
-        reading, writing = os.pipe()
-        self._batches = os.fdopen(reading, "rb")
-        with contextlib.suppress(AttributeError, OSError):
-            fcntl.fcntl(reading, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _program(), str(writing)],
-                stdin=subprocess.PIPE,
-                pass_fds=[writing],
-                # The devices are those of the host's own process.
-                env={**os.environ, "JAX_PLATFORMS": "cpu"},
-            )
-        finally:
-            os.close(writing)
         self._name = name
-        given = self._process.stdin
+        content = _pickled(task)
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", "-c", _program()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # The devices are those of the host's own process.
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )
+        given, self._batches = self._process.stdin, self._process.stdout
         assert given is not None
-        self.close = weakref.finalize(self, _end, self._process, given, self._batches)
+        assert self._batches is not None
+        with contextlib.suppress(AttributeError, OSError):
+            fcntl.fcntl(self._batches, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         # A process that has ended already is an error when it is read.
         with contextlib.suppress(BrokenPipeError):
             pickle.dump((num_ahead, content), given)
@@ -129,28 +116,29 @@ class _Worker:
 
     def __next__(self) -> shard_rows.Loaded:
         try:
-            loaded, error, where = cloudpickle.load(self._batches)
+            loaded, error = cloudpickle.load(self._batches)
         except (EOFError, pickle.UnpicklingError):
             raise self._dead() from None
         if error is None:
             return loaded
-        # The messages of ours are sufficient.
-        ours = isinstance(error, errors.ElasticCkptError)
-        error.add_note(f"in {self._name}" if ours else f"in {self._name}:\n{where}")
+        error.add_note(f"in {self._name}")
         raise error
 
     def _dead(self) -> errors.DataError:
         # It closes its pipe a moment before it is gone.
         code = self._process.wait()
-        how = f"ended with exit status {code}; its standard error has the cause"
-        if code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-        if code == -signal.SIGKILL:
-            how += (
-                ", as the kernel does when memory is short: use fewer workers, smaller"
-                " batches or shuffle buffers, or give the host more memory"
-            )
-        return errors.DataError(f"{self._name} (process {self._process.pid}) {how}")
+        how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+        return errors.DataError(
+            f"{self._name} (process {self._process.pid}) was ended by {how}; its"
+            " standard error may have the cause. The kernel sends SIGKILL when memory"
+            " is short: use fewer workers, smaller batches or shuffle buffers, or give"
+            " the host more memory"
+        )
+
+    def close(self) -> None:
+        # What was not sent to a process that had ended stays unsent.
+        with contextlib.suppress(BrokenPipeError), self._process:
+            self._process.kill()
 
 
 def _pickled(task: shard_rows.Task) -> bytes:
@@ -168,70 +156,58 @@ def _pickled(task: shard_rows.Task) -> bytes:
 
 def _program() -> str:
     paths = [path for path in sys.path if isinstance(path, str)]
-    return (
-        f"import sys; sys.path[:] = {paths!r};"
-        f" from {__name__} import main; main(int(sys.argv[1]))"
-    )
+    return f"import sys; sys.path[:] = {paths!r}; from {__name__} import main; main()"
 
 
-def _end(worker: subprocess.Popen[bytes], *pipes: IO[bytes]) -> None:
-    worker.kill()
-    worker.wait()
-    for pipe in pipes:
-        # What was not sent to a process that had ended stays unsent.
-        with contextlib.suppress(BrokenPipeError):
-            pipe.close()
-
-
-def main(writing: int) -> None:
+def main() -> None:
     """Sends the batches of the task in the standard input, until that closes."""
     # A host that is interrupted, or has to leave, ends its workers itself.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     # Else a pipeline could start processes that nobody ends.
     process.current_process()._config["daemon"] = True  # type: ignore[attr-defined]
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    # A process that a pipeline forks by hand would hold the pipe of one that is killed.
-    os.register_at_fork(after_in_child=functools.partial(os.close, writing))
-    # Code of the user must not take what the host sends.
-    given = os.fdopen(os.dup(0), "rb")
+    # Code of the user must not take what the host sends, nor print into the pipe.
+    given, pipe = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    # A process that a pipeline forks by hand would hold the pipe of one that is killed.
+    os.register_at_fork(after_in_child=functools.partial(os.close, pipe.fileno()))
     num_ahead, content = cloudpickle.load(given)
     threading.Thread(target=_end_with, args=(given,), daemon=True).start()
     ahead: queue.Queue[Any] = queue.Queue(num_ahead)
-    threading.Thread(target=_send_all, args=(writing, ahead), daemon=True).start()
+    threading.Thread(target=_send_all, args=(pipe, ahead), daemon=True).start()
     try:
         from elastic_ckpt.data import shard_rows
 
         read = shard_rows.ShardRows(cloudpickle.loads(content))
         while True:
-            ahead.put((next(read), None, ""))
+            ahead.put((next(read), None))
     except BaseException as error:  # the host raises it again
-        ahead.put((None, error, traceback.format_exc()))
+        error.add_note(traceback.format_exc())
+        ahead.put((None, error))
     threading.Event().wait()
 
 
-def _send_all(writing: int, ahead: queue.Queue[Any]) -> None:
-    try:
-        with os.fdopen(writing, "wb") as pipe:
-            while True:
-                pipe.write(_content(*ahead.get()))
-                pipe.flush()
-    except OSError:
-        os._exit(1)  # the host is gone
+def _send_all(pipe: IO[bytes], ahead: queue.Queue[Any]) -> None:
+    # Until the host is gone.
+    with contextlib.suppress(OSError):
+        while True:
+            pipe.write(_content(*ahead.get()))
+            pipe.flush()
 
 
-def _content(loaded: Any, error: BaseException | None, where: str) -> bytes:
+def _content(loaded: Any, error: BaseException | None) -> bytes:
     try:
         # Some that can be pickled cannot be made again, there as little as here.
         copy.copy(error)
-        return cloudpickle.dumps((loaded, error, where))
+        return cloudpickle.dumps((loaded, error))
     except Exception as failure:  # whatever objects of a user raise
         what = error or failure
         failed = errors.DataError(
             f"a pipeline yields, or raises, what cannot be pickled: {what!r}"
         )
-        return cloudpickle.dumps((None, failed, where))
+        failed.add_note("".join(traceback.format_exception(what)))
+        return cloudpickle.dumps((None, failed))
 
 
 def _end_with(given: IO[bytes]) -> None:

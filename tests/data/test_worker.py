@@ -133,7 +133,7 @@ def test_a_worker_that_is_killed_is_named_with_its_signal():
     os.kill(workers[1], signal.SIGKILL)
     with pytest.raises(errors.DataError) as caught:
         list(one)
-    assert f"(process {workers[1]}) was killed by SIGKILL" in str(caught.value)
+    assert f"(process {workers[1]}) was ended by SIGKILL" in str(caught.value)
     assert "memory is short" in str(caught.value)
     one.close()
     assert not any(map(process_tree.is_alive, workers))
@@ -189,7 +189,7 @@ def test_a_killed_worker_is_noticed_whoever_it_has_forked():
     assert len(left) == 1
     os.kill(worker, signal.SIGKILL)
     try:
-        with pytest.raises(errors.DataError, match="was killed by SIGKILL"):
+        with pytest.raises(errors.DataError, match="was ended by SIGKILL"):
             list(one)
     finally:
         for each in left:
