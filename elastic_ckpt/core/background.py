@@ -61,15 +61,10 @@ class BackgroundCalls(Generic[T]):
     Args:
       call: the function.
       depth: how many calls are made beyond the result that is taken, at least 1.
-      at_most: how many are made unless more results are taken; None sets no limit.
     """
 
-    def __init__(
-        self, call: Callable[[], T], *, depth: int, at_most: int | None = None
-    ) -> None:
+    def __init__(self, call: Callable[[], T], *, depth: int) -> None:
         self._call = call
-        self._at_most = at_most
-        self._num_made = 0
         self._depth = depth
         self._closed = False
         self._pending: collections.deque[futures.Future[T]] = collections.deque()
@@ -86,11 +81,7 @@ class BackgroundCalls(Generic[T]):
     def take(self) -> T:
         """Waits for the next result and returns it, or raises the call's error."""
         while len(self._pending) <= self._depth:
-            is_ahead = self._at_most is not None and self._num_made >= self._at_most
-            if self._pending and is_ahead:
-                break
             self._pending.append(self.submit(self._call))
-            self._num_made += 1
         due = self._pending[0]
         # After an interruption here (Ctrl-C) this result is still the next one.
         futures.wait([due])

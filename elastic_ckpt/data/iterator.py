@@ -235,7 +235,6 @@ class HostIterator:
                 delivery.placed, sharding=self._sharding, placement=placement
             ),
             read_ahead=self._read_ahead,
-            at_most=course.batches_left,
         )
 
 

@@ -292,7 +292,6 @@ class LocalBatches:
             course.data.host_batches(placement),
             make=dict,
             read_ahead=self._read_ahead,
-            at_most=course.batches_left,
         )
 
 

@@ -12,9 +12,10 @@ A warning proposes a worker process for rows that take long.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from absl import logging
 
@@ -64,19 +65,12 @@ IN_CALLER = ReadAhead(batches=0)
 TWO_BATCHES = ReadAhead()
 
 
-# The share of the time for which a thread may be busy with rows, but for the first
-# second.
+# The share of the time for which a thread may be busy, but for the first second.
 _MOST_SHARE = 0.05
 _LEAST_SECS = 1.0
 
 
-def is_slow(busy_secs: float, secs: float) -> bool:
-    """Whether a thread that is busy with rows for `busy_secs` of `secs` is too much."""
-    return busy_secs > max(_LEAST_SECS, _MOST_SHARE * secs)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Made(Generic[T]):
+class _Made(NamedTuple, Generic[T]):
     what: T
     position: cursors.Position
     cursors: cursors.Cursors
@@ -89,8 +83,6 @@ class Prefetched(Generic[T]):
       rows: the rows.
       make: converts the rows of a batch; called in the background thread.
       read_ahead: how far to read ahead.
-      at_most: how many batches to read in all unless more are requested, so that
-        nothing is read ahead of what follows; None sets no limit.
     """
 
     def __init__(
@@ -99,9 +91,7 @@ class Prefetched(Generic[T]):
         *,
         make: Callable[[dict[str, np.ndarray]], T],
         read_ahead: ReadAhead,
-        at_most: int | None = None,
     ) -> None:
-        self._at_most = at_most
         self._rows = rows
         self._source = _Source(rows, make)
         self._depth = read_ahead.batches
@@ -114,8 +104,7 @@ class Prefetched(Generic[T]):
         self._position, self._cursors = made.position, made.cursors
         if calls is None and self._depth:
             # The first was read already.
-            at_most = None if self._at_most is None else self._at_most - 1
-            self._source.start(self._depth, at_most)
+            self._source.start(self._depth)
         return made.what
 
     def num_ready(self) -> int:
@@ -155,28 +144,20 @@ class _Source(Generic[T]):
         self._rows = rows
         self._make = make
         self._unmade: dict[str, np.ndarray] | None = None
-        self._busy_secs = 0.0
-        self._may_warn = rows.in_process_by_default
         self.calls: background.BackgroundCalls[_Made[T]] | None = None
 
     def __next__(self) -> _Made[T]:
         if self._unmade is None:
-            began = time.thread_time()
             self._unmade = next(self._rows)
-            self._busy_secs += time.thread_time() - began
         what = self._make(self._unmade)
         self._unmade = None
-        return _Made(
-            what=what,
-            position=self._rows.position(),
-            cursors=self._rows.shard_cursors(),
-        )
+        return _Made(what, self._rows.position(), self._rows.shard_cursors())
 
-    def start(self, depth: int, at_most: int | None) -> None:
-        self._busy_secs, self._began = 0.0, time.monotonic()
-        self.calls = background.BackgroundCalls(
-            self._watched, depth=depth, at_most=at_most
-        )
+    def start(self, depth: int) -> None:
+        call = functools.partial(next, self)
+        if self._rows.in_process_by_default:
+            call = functools.partial(self._watched, time.monotonic())
+        self.calls = background.BackgroundCalls(call, depth=depth)
 
     def close(self, *, wait: bool) -> None:
         if self.calls is None:
@@ -185,14 +166,16 @@ class _Source(Generic[T]):
             # Closes the rows in the thread, which may be reading them.
             self.calls.close(self._rows.close, wait=wait)
 
-    def _watched(self) -> _Made[T]:
-        secs = time.monotonic() - self._began
-        if self._may_warn and is_slow(self._busy_secs, secs):
-            self._may_warn = False
-            logging.warning(
+    def _watched(self, began: float) -> _Made[T]:
+        # The thread has done nothing else.
+        busy_secs, secs = time.thread_time(), time.monotonic() - began
+        if busy_secs > max(_LEAST_SECS, _MOST_SHARE * secs):
+            logging.log_first_n(
+                logging.WARNING,
                 "a thread makes rows for %.0f %% of the time, and slows down the steps"
                 " of this process meanwhile; set num_workers=1 to make rows in a worker"
                 " process, or num_workers=0 to keep them here",
-                100 * self._busy_secs / secs,
+                1,
+                100 * busy_secs / secs,
             )
         return next(self)

@@ -73,12 +73,6 @@ class StagedData:
         """How the data ends, the same in all stages."""
         return self.current.data.end
 
-    @property
-    def last_step(self) -> int | None:
-        """The step after the last of this stage; None for the last stage."""
-        later = self.stages[self.number + 1 :]
-        return later[0].begin if later else None
-
     def at(self, step: int) -> StagedData:
         """The data whose next batch is that of a step."""
         begun = sum(stage.begin <= step for stage in self.stages)
@@ -259,15 +253,6 @@ class Course:
         """The number of the stage."""
         of_stages = of(self.data)
         return 0 if of_stages is None else of_stages.number
-
-    @property
-    def batches_left(self) -> int | None:
-        """The number of batches until the next stage; None if there is none."""
-        of_stages = of(self.data)
-        last = None if of_stages is None else of_stages.last_step
-        if last is None or self.progress is None or self.progress.step is None:
-            return None
-        return last - self.progress.step
 
     def due(self) -> Course:
         """That in the stage of the next step: this one, unless another stage begins.

@@ -104,9 +104,8 @@ class _Worker:
             # The devices are those of the host's own process.
             env={**os.environ, "JAX_PLATFORMS": "cpu"},
         )
-        given, self._batches = self._process.stdin, self._process.stdout
-        assert given is not None
-        assert self._batches is not None
+        pipes: Any = self._process.stdin, self._process.stdout
+        given, self._batches = pipes
         with contextlib.suppress(AttributeError, OSError):
             fcntl.fcntl(self._batches, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         # A process that has ended already is an error when it is read.

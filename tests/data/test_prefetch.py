@@ -1,6 +1,7 @@
 import functools
 import json
 import threading
+import types
 from concurrent import futures
 
 import numpy as np
@@ -65,13 +66,6 @@ def next_of(one):
     return worlds.by_row(next(one))
 
 
-def test_rows_are_slow_that_take_a_second_and_a_part_of_the_time():
-    assert not prefetch.is_slow(0.9, 1.0)
-    assert prefetch.is_slow(1.1, 2.0)
-    assert not prefetch.is_slow(49.0, 1000.0)
-    assert prefetch.is_slow(51.0, 1000.0)
-
-
 class Counting:
     """Rows that count their reads, and record the thread that read them.
 
@@ -123,19 +117,38 @@ def number(batch):
     return int(batch["x"][0])
 
 
-@pytest.mark.parametrize("by_default", [True, False])
-def test_a_warning_proposes_a_worker_process_for_slow_rows_once(
-    read_ahead, monkeypatch, caplog, by_default
+@pytest.mark.parametrize(
+    ("busy_secs", "secs", "by_default", "warns"),
+    [
+        (0.9, 1.0, True, False),
+        (1.1, 2.0, True, True),
+        (49.0, 1000.0, True, False),
+        (51.0, 1000.0, True, True),
+        (51.0, 1000.0, False, False),
+    ],
+)
+def test_a_warning_proposes_a_worker_process_for_slow_rows(
+    read_ahead, monkeypatch, busy_secs, secs, by_default, warns
 ):
-    monkeypatch.setattr(prefetch, "is_slow", lambda *_: True)
+    now = iter([0.0])
+    clock = types.SimpleNamespace(
+        thread_time=lambda: busy_secs, monotonic=lambda: next(now, secs)
+    )
+    monkeypatch.setattr(prefetch, "time", clock)
+    warned = []
+    monkeypatch.setattr(
+        prefetch.logging, "log_first_n", lambda *told: warned.append(told)
+    )
     counting = Counting()
     counting.in_process_by_default = by_default
     one = read_ahead(counting, batches=2)
-    with caplog.at_level("WARNING"):
-        for _ in range(5):
-            next(one)
-    warned = [each for each in caplog.messages if "set num_workers=1" in each]
-    assert len(warned) == by_default
+    for _ in range(2):
+        next(one)
+    settle(one)
+    assert bool(warned) is warns
+    for _, text, times, percent in warned:
+        assert "set num_workers=1" in text % percent
+        assert times == 1
 
 
 @pytest.mark.parametrize("depth", [2, 0])
