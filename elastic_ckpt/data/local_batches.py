@@ -16,6 +16,7 @@ States of data with stages have `progress`, as in `data.state`.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,7 +35,7 @@ from elastic_ckpt.data import (
     state,
 )
 
-_VERSION = 1
+VERSION = 1
 
 StateDict = dict[str, storage.Json]
 
@@ -75,48 +76,40 @@ class LocalBatches:
                 f"LocalBatches: rank={rank} of num_ranks={num_ranks}; ranks are"
                 " numbered from 0 to num_ranks - 1"
             )
-        if global_batch_size < 1 or global_batch_size % num_ranks:
-            raise errors.ConfigError(
-                f"LocalBatches: global_batch_size={global_batch_size} cannot be"
-                f" divided evenly among num_ranks={num_ranks}; choose a positive"
-                " multiple of num_ranks"
-            )
+        course = stages.Course.first(data, global_batch_size)
+        for size in course.sizes:
+            if size < 1 or size % num_ranks:
+                raise errors.ConfigError(
+                    f"LocalBatches: global_batch_size={size} cannot be divided evenly"
+                    f" among num_ranks={num_ranks}; choose a positive multiple of"
+                    " num_ranks, in each stage of the data"
+                )
         if data.end is not elastic_data.End.NEVER and num_ranks > 1 and agree is None:
             raise errors.ConfigError(
                 f"LocalBatches: finite data must end on all {num_ranks} ranks at once;"
                 " pass agree=, a function that all-reduces a bool over the ranks"
             )
-        self._course = stages.Course.first(data, global_batch_size)
         self._identity = data.identity()
+        self._finite = data.end is not elastic_data.End.NEVER
         self._agree = agree or bool
         self._rank, self._num_ranks = rank, num_ranks
-        for size in self._course.sizes:
-            if size % num_ranks:
-                raise errors.ConfigError(
-                    f"LocalBatches: a stage of the data has global_batch_size={size},"
-                    f" which cannot be divided evenly among num_ranks={num_ranks};"
-                    " choose a multiple"
-                )
         self._read_ahead = prefetch.ReadAhead.of(read_ahead)
         # As a worker of a loader, it takes every `_num_workers`-th batch, and the next
         # one after `_skips` others.
-        self._num_workers, self._worker, self._skips = 1, 0, 0
-        self._rows = self._begin(self._course)
-        self._at_end = False
+        self._num_workers, self._worker = 1, 0
+        self._rows: Any = None
+        self._begin(course)
         if rank == 0:
-            course = self._course
             ranks = rows.in_order(num_ranks, course.size, later=course.sizes)
             delivery.warn_of_shared_shards(data, ranks)
 
     def __getstate__(self) -> dict[str, Any]:
         # For a process that is not forked: what was read ahead is read again there.
-        kept = {name: each for name, each in vars(self).items() if name != "_rows"}
-        return {"kept": kept, "state": self.get_state()}
+        return vars(self) | {"_rows": self.get_state()}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
-        vars(self).update(pickled["kept"])
-        self._rows = self._begin(self._course)
-        self.set_state(pickled["state"])
+        vars(self).update(pickled | {"_rows": None})
+        self.set_state(pickled["_rows"])
 
     def __iter__(self) -> LocalBatches:
         return self
@@ -127,9 +120,21 @@ class LocalBatches:
         return self._at_end
 
     def __next__(self) -> dict[str, np.ndarray]:
-        self._begin_stage()
+        course = self._course.due()
+        if course is not self._course:
+            now = self._rows.shard_cursors()
+            self._move(
+                course,
+                self._rows.position(),
+                lambda shards: {shard: now[shard] for shard in shards},
+            )
         num_steps = self._skips + 1
+        # Whether batches without a row are the end is known from all of them.
+        while self._finite and self._skips:
+            self._next()
+            self._skips -= 1
         batch = self._next()
+        self._skips = self._num_workers - 1
         for _ in range(num_steps):
             self._course = self._course.next()
         return batch
@@ -144,46 +149,18 @@ class LocalBatches:
         """
         self._course = self._course.at_step(step)
 
-    def _begin_stage(self) -> None:
-        course = self._course.due()
-        if course is self._course:
-            return
-        now = self._rows.shard_cursors()
-        begun = self._begin(course)
-        begun.go_to(
-            self._rows.position(),
-            lambda shards: {shard: now[shard] for shard in shards},
-        )
-        self._rows.close()
-        self._course, self._rows = course, begun
-
     def _next(self) -> dict[str, np.ndarray]:
-        if self._course.data.end is elastic_data.End.NEVER:
-            batch = next(self._rows)
-        else:
-            # Whether batches without a row are the end is known from all of them.
-            while self._skips:
-                self._next_of_finite()
-                self._skips -= 1
-            batch = self._next_of_finite()
-        self._skips = self._num_workers - 1
-        return batch
-
-    def _next_of_finite(self) -> dict[str, np.ndarray]:
         course = self._course
         for _ in range(delivery.batches_of_end(course.data, course.size)):
             batch = next(self._rows)
-            if self._agree(bool(batch[elastic_data.MASK].any())):
+            if not self._finite or self._agree(bool(batch[elastic_data.MASK].any())):
                 return batch
         self._at_end = True
         raise StopIteration
 
     def reset(self) -> None:
         """Moves to the beginning."""
-        self._rows.close()
-        self._skips = self._worker
-        self._course = stages.Course.first(self._course.data, self._course.base_size)
-        self._rows, self._at_end = self._begin(self._course), False
+        self._begin(stages.Course.first(self._course.data, self._course.base_size))
 
     def get_state(self) -> StateDict:
         """The state after the last batch, as JSON."""
@@ -198,7 +175,7 @@ class LocalBatches:
         }
         if self._course.progress is not None:
             fields["progress"] = dict(vars(self._course.progress))
-        return checked_json.sealed(fields, version=_VERSION)
+        return checked_json.sealed(fields, version=VERSION)
 
     def set_state(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Moves to a state, or to the combined state of all ranks of a world.
@@ -208,12 +185,7 @@ class LocalBatches:
             version, if the states of the ranks are of different steps, or if cursors of
             shards are missing. The position then does not change.
         """
-        ranks = [saved] if isinstance(saved, Mapping) else saved
-        if not isinstance(ranks, Sequence) or isinstance(ranks, str) or not ranks:
-            raise errors.DataError(
-                f"{saved!r} is not a state of LocalBatches; load what its get_state or"
-                " state_dict returned, or a list of what it returned on all ranks"
-            )
+        ranks = saved if isinstance(saved, list | tuple) and saved else [saved]
         checked = [_checked(each, rank) for rank, each in enumerate(ranks)]
         states = [state.of_fields(fields) for fields in checked]
         first = states[0]
@@ -236,13 +208,8 @@ class LocalBatches:
                 )
             return {shard: by_shard[str(shard)] for shard in shards}
 
-        course = self._course.restored(first)
-        loaded = self._begin(course)
-        loaded.go_to(first.position, read)
-        self._rows.close()
-        self._course, self._rows = course, loaded
-        self._skips = self._worker
-        self._at_end = checked[0]["at_end"]
+        self._move(self._course.restored(first), first.position, read)
+        self._skips, self._at_end = self._worker, checked[0]["at_end"]
 
     def state_dict(self) -> StateDict:
         """`get_state` under torchdata's name."""
@@ -256,84 +223,88 @@ class LocalBatches:
 
     def at(self, saved: Mapping[str, Any]) -> LocalBatches:
         """Another iterator over the same rows, at a state."""
-        return self._of_worker(saved, num_workers=1, worker=0)
+        return of_worker(self, 0, 1, saved)
 
     def close(self) -> None:
         """Stops reading ahead."""
         self._rows.close()
 
-    def _of_worker(
-        self, saved: Mapping[str, Any], *, num_workers: int, worker: int
-    ) -> LocalBatches:
-        other = object.__new__(LocalBatches)
-        vars(other).update(vars(self))
-        other._num_workers, other._worker, other._skips = num_workers, worker, worker
-        other._rows = other._begin(other._course)
-        other.set_state(saved)
-        return other
+    def _begin(self, course: stages.Course) -> None:
+        self._move(course)
+        self._skips, self._at_end = self._worker, False
 
-    def _begin(
-        self, course: stages.Course
-    ) -> prefetch.Prefetched[dict[str, np.ndarray]]:
+    def _move(
+        self,
+        course: stages.Course,
+        position: cursors.Position | None = None,
+        read: elastic_data.ReadCursors = dict.fromkeys,
+    ) -> None:
+        # To the beginning without a position. If this fails, nothing has changed.
         placement = rows.Placement.in_order(
             self._rank,
             num_hosts=self._num_ranks,
             global_batch_size=course.size,
             later=course.sizes,
         )
-        if self._num_workers > 1 and course.data.end is elastic_data.End.NEVER:
+        if self._num_workers > 1 and not self._finite:
             placement = dataclasses.replace(
-                placement,
-                later={},
-                every=self._num_workers,
-                first=self._worker,
+                placement, later={}, every=self._num_workers, first=self._worker
             )
-        return prefetch.Prefetched(
-            course.data.host_batches(placement),
-            make=dict,
-            read_ahead=self._read_ahead,
+        moved = prefetch.Prefetched(
+            course.data.host_batches(placement), make=dict, read_ahead=self._read_ahead
         )
+        if position is not None:
+            moved.go_to(position, read)
+        if self._rows is not None:
+            # No two threads read at the same time.
+            self._rows.close()
+        self._course, self._rows = course, moved
 
 
-def of_worker(batches: LocalBatches, worker: int, num_workers: int) -> LocalBatches:
+def of_worker(
+    batches: LocalBatches,
+    worker: int,
+    num_workers: int,
+    saved: Mapping[str, Any] | None = None,
+) -> LocalBatches:
     """The batches that one worker of a rank's loader makes: every `num_workers`-th.
 
-    They begin at the position of `batches`. Worker 0 has the first, worker 1 the
-    second, and so on.
+    They begin at a state, or at the position of `batches`. Worker 0 has the first,
+    worker 1 the second, and so on.
 
     Raises:
-      ConfigError: if several ranks would have to agree on the end of finite data.
+      ConfigError: if the workers would have to agree on a stage, or on the end of
+        finite data with other ranks.
     """
-    course = batches._course
-    if num_workers > 1 and len(course.sizes) > 1:
+    finite_ranks = batches._finite and batches._num_ranks > 1
+    if num_workers > 1 and (finite_ranks or len(batches._course.sizes) > 1):
         raise errors.ConfigError(
-            f"{num_workers} workers of a loader take batches in turn, which stages of"
-            " other sizes would mix up; use num_workers=0 in the loader, and set"
-            " num_workers of the data to use more processes"
+            f"{num_workers} workers of a loader take batches in turn; they cannot agree"
+            " on the end of finite data with those of other ranks, nor on when stages"
+            " begin; use num_workers=0 in the loader, and set num_workers of the data"
+            " to use more processes"
         )
-    finite = course.data.end is not elastic_data.End.NEVER
-    if num_workers > 1 and finite and batches._num_ranks > 1:
-        raise errors.ConfigError(
-            f"{num_workers} workers of a loader cannot agree with those of other ranks"
-            " on the end of finite data; use num_workers=0 in the loader, and set"
-            " num_workers of the data to use more processes"
-        )
-    if not (worker or batches._rank or finite):
-        whole = rows.Placement.in_order(0, num_hosts=1, global_batch_size=course.size)
+    if not (worker or batches._rank or batches._finite):
+        (whole,) = rows.in_order(1, batches._course.size)
         each = [
             dataclasses.replace(whole, every=num_workers, first=number)
             for number in range(num_workers)
         ]
-        delivery.warn_of_shared_shards(course.data, each)
-    return batches._of_worker(
-        batches.get_state(), num_workers=num_workers, worker=worker
-    )
+        delivery.warn_of_shared_shards(batches._course.data, each)
+    other = copy.copy(batches)
+    other._num_workers, other._worker = num_workers, worker
+    other.set_state(saved or batches.get_state())
+    return other
 
 
-def merged(states: Sequence[Mapping[str, Any]]) -> StateDict:
+def merged(states: Sequence[Mapping[str, Any]], *, at_end: bool = False) -> StateDict:
     """The state of a rank, from those of all workers of its loader.
 
     Each is the state after the last batch of this worker that the loader delivered.
+
+    Args:
+      states: of the workers.
+      at_end: whether the loader has delivered all batches.
 
     Raises:
       DataError: if a state is invalid.
@@ -341,7 +312,7 @@ def merged(states: Sequence[Mapping[str, Any]]) -> StateDict:
     checked = [_checked(each, number) for number, each in enumerate(states)]
     # The worker with the last batch is at the position of the rank.
     last = max(checked, key=lambda fields: state.row_of(fields["position"]))
-    return of_fields(last | {"cursors": _newest_cursors(checked)})
+    return of_fields(last | {"cursors": _newest_cursors(checked), "at_end": at_end})
 
 
 def _newest_cursors(states: Sequence[Mapping[str, Any]]) -> dict[str, cursors.Cursor]:
@@ -353,17 +324,10 @@ def _newest_cursors(states: Sequence[Mapping[str, Any]]) -> dict[str, cursors.Cu
     return newest
 
 
-def ended(saved: Mapping[str, Any]) -> StateDict:
-    """The state of a rank of which a loader has delivered all batches."""
-    return of_fields(_checked(saved, 0) | {"at_end": True})
-
-
 def of_fields(fields: Mapping[str, Any]) -> StateDict:
     """The state with these fields, and with version and digest."""
-    kept = {
-        name: each for name, each in fields.items() if name not in ("version", "digest")
-    }
-    return checked_json.sealed(kept, version=_VERSION)
+    kept = {name: each for name, each in fields.items() if name != "digest"}
+    return checked_json.sealed(kept, version=VERSION)
 
 
 def _checked(saved: Any, rank: int) -> dict[str, Any]:
@@ -371,7 +335,7 @@ def _checked(saved: Any, rank: int) -> dict[str, Any]:
     what = "state of LocalBatches"
     content = dict(saved) if isinstance(saved, Mapping) else saved
     try:
-        return checked_json.unsealed(content, what=what, version=_VERSION)
+        return checked_json.unsealed(content, what=what, version=VERSION)
     except checked_json.UnreadableError as problem:
         raise errors.DataError(
             f"the state of rank {rank} {problem}; load the result of get_state or"

@@ -13,25 +13,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.core import checked_json, errors, storage
 from elastic_ckpt.data import local_batches, state
 
-_VERSION = 1
+if TYPE_CHECKING:
+    # It imports torch.
+    from elastic_ckpt.data import torch_loader
+
 _POSITION = "position"
-
-
-class Rank(Protocol):
-    """What has the state of a rank: a `TorchLoader` or `LocalBatches`."""
-
-    def state_dict(self) -> local_batches.StateDict:
-        """The state of the rank."""
-        ...
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Moves to a state that has all shards of the rank."""
-        ...
 
 
 class ShardedState:
@@ -49,25 +40,28 @@ class ShardedState:
       rows: the `TorchLoader`, or `LocalBatches`, of this rank.
     """
 
-    def __init__(self, rows: Rank) -> None:
+    def __init__(
+        self, rows: torch_loader.TorchLoader | local_batches.LocalBatches
+    ) -> None:
         self._rows = rows
 
     def state_dict(self) -> dict[str, str]:
         """The entries of this rank: `position`, and `shard_00017` for each shard."""
         fields: dict[str, Any] = dict(self._rows.state_dict())
         by_shard: dict[str, storage.Json] = fields.pop("cursors")
-        for name in ("version", "digest"):
-            fields.pop(name, None)
         position = fields["position"]
         if not state.row_of(position):
             # Nothing was read from any shard.
-            num_shards = fields["pipeline"].get("num_logical_shards", 0)
-            by_shard = {str(shard): None for shard in range(num_shards)} | by_shard
-        entries = {_POSITION: _sealed(fields)}
+            num_shards = fields["pipeline"].get(state.NUM_SHARDS, 0)
+            by_shard = dict.fromkeys(map(str, range(num_shards))) | by_shard
+        entries = {_POSITION: fields}
         for shard, cursor in by_shard.items():
             name = f"shard_{int(shard):05d}"
-            entries[name] = _sealed({"position": position, "cursor": cursor})
-        return entries
+            entries[name] = {"position": position, "cursor": cursor}
+        return {
+            name: json.dumps(local_batches.of_fields(entry))
+            for name, entry in entries.items()
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, str]) -> None:
         """Moves to a state that any number of ranks saved.
@@ -76,15 +70,15 @@ class ShardedState:
           DataError: if an entry is missing, was altered, or is of another step; and as
             `LocalBatches.set_state`.
         """
-        if _POSITION not in state_dict:
+        entries = {name: _unsealed(name, each) for name, each in state_dict.items()}
+        if _POSITION not in entries:
             raise errors.DataError(
-                f"the state has no entry {_POSITION!r}, only {sorted(state_dict)[:5]};"
+                f"the state has no entry {_POSITION!r}, only {sorted(entries)[:5]};"
                 " load what a ShardedState saved"
             )
-        fields = _unsealed(_POSITION, state_dict[_POSITION])
+        fields = entries.pop(_POSITION)
         by_shard = {}
-        for name in sorted(state_dict.keys() - {_POSITION}):
-            entry = _unsealed(name, state_dict[name])
+        for name, entry in entries.items():
             if entry["position"] != fields["position"]:
                 raise errors.DataError(
                     f"the entry {name!r} of the data state has position"
@@ -97,17 +91,13 @@ class ShardedState:
         )
 
 
-def _sealed(fields: dict[str, storage.Json]) -> str:
-    return json.dumps(checked_json.sealed(fields, version=_VERSION))
-
-
 def _unsealed(name: str, entry: Any) -> dict[str, Any]:
     try:
         text = entry.encode() if isinstance(entry, str) else b""
-        fields = checked_json.parse(text, what="data state", version=_VERSION)
+        return checked_json.parse(
+            text, what="data state", version=local_batches.VERSION
+        )
     except checked_json.UnreadableError as problem:
         raise errors.DataError(
             f"the entry {name!r} of the data state {problem}; load another step"
         ) from None
-    del fields["version"]
-    return fields

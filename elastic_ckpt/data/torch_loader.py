@@ -58,13 +58,10 @@ class TorchLoader(stateful_dataloader.StatefulDataLoader):
             return self._batches.get_state()
         saved = super().state_dict()
         workers = saved["_snapshot"]["_worker_snapshots"].values()
-        state = local_batches.merged(
-            [worker["fetcher_state"]["dataset_iter_state"] for worker in workers]
-        )
-        if saved["_iterator_finished"]:
-            return local_batches.ended(state)
-        batches = self._batches.at(state)
-        for _ in range(saved["_steps_since_snapshot"]):
+        states = [worker["fetcher_state"]["dataset_iter_state"] for worker in workers]
+        ended = saved["_iterator_finished"]
+        batches = self._batches.at(local_batches.merged(states, at_end=ended))
+        for _ in range(0 if ended else saved["_steps_since_snapshot"]):
             next(batches)
         batches.close()
         return batches.get_state()

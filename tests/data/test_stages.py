@@ -336,5 +336,5 @@ def test_stages_of_a_configuration(files, tmp_path):
 
 def test_a_size_that_does_not_fit_is_refused_before_its_stage_begins(files):
     data = short_then_long(files["parquet"])
-    with pytest.raises(errors.ConfigError, match="stage of the data has global_batch"):
+    with pytest.raises(errors.ConfigError, match="size=4 cannot be divided"):
         ec.data.LocalBatches(data, rank=0, num_ranks=3, global_batch_size=6)
