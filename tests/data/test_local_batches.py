@@ -1,6 +1,11 @@
-"""The iterator for loops without JAX, with both spellings of a state."""
+"""Rows of ranks, and of the workers of their PyTorch loaders, and their states.
+
+The loader is played here: it deals batches to its workers in turn, lets each read ahead
+of what it delivers, and keeps the state of each worker after the last batch delivered.
+"""
 
 import collections
+import copy
 import dataclasses
 import functools
 import itertools
@@ -11,56 +16,129 @@ import grain
 import jsonschema
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
     elastic_data,
     example_id,
     local_batches,
+    rows,
     sharded_data,
+    sharded_state,
+    stages,
 )
-from tests import conftest, pipelines
+from tests import conftest, pipelines, worlds
 
 NUM_SHARDS = SIZE = 12
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 SCHEMAS = pathlib.Path(elastic_data.__file__).parent / "schemas"
 
 
-def data(pipeline="everything", **more):
-    make_shard = functools.partial(pipelines.ALL[pipeline], num_shards=NUM_SHARDS)
+def sharded(name="everything", num_shards=NUM_SHARDS, **more):
+    make_shard = functools.partial(pipelines.ALL[name], num_shards=num_shards)
     return sharded_data.sharded(
-        make_shard, num_shards=NUM_SHARDS, pipeline=pipeline, **more
+        make_shard, num_shards=num_shards, pipeline=name, **more
     )
 
 
-def world(dataset, num_ranks):
-    return [
-        local_batches.LocalBatches(
-            dataset, rank=rank, num_ranks=num_ranks, global_batch_size=SIZE
-        )
-        for rank in range(num_ranks)
-    ]
+class Loader:
+    """A rank's loader with some workers, each of which reads two batches ahead."""
 
+    def __init__(self, batches, num_workers):
+        self._workers = [
+            local_batches.of_worker(batches, worker, num_workers)
+            for worker in range(num_workers)
+        ]
+        self._ahead = [[] for _ in self._workers]
+        self._states = [through_text(worker.state_dict()) for worker in self._workers]
+        self._turn = 0
 
-def next_rows(ranks):
-    return [row.tobytes() for rank in ranks for row in next(rank)["tokens"]]
+    def __next__(self):
+        worker = self._turn % len(self._workers)
+        ahead = self._ahead[worker]
+        while len(ahead) < 2:
+            batch = next(self._workers[worker])
+            ahead.append((batch, through_text(self._workers[worker].state_dict())))
+        batch, self._states[worker] = ahead.pop(0)
+        self._turn += 1
+        return batch
+
+    def state_dict(self):
+        return local_batches.merged(self._states)
 
 
 def through_text(state):
     return json.loads(json.dumps(state))
 
 
-@pytest.mark.parametrize("pipeline", ["everything", "shuffled"])
-def test_ranks_that_come_and_go_have_the_batches_of_one(pipeline):
-    one = world(data(pipeline), 1)
-    ranks = world(data(pipeline), 4)
-    for num_ranks in (3, 6, 1, 12):
-        assert next_rows(ranks) == next_rows(one)
-        saved = [through_text(rank.state_dict()) for rank in ranks]
-        ranks = world(data(pipeline), num_ranks)
-        for rank in ranks:
-            rank.load_state_dict(saved)
-    assert next_rows(ranks) == next_rows(one)
+def world(data, num_ranks=1, size=SIZE, *, num_workers=0, states=None, **more):
+    """The ranks of a world, each with a loader; at `states` of another one."""
+    made = []
+    for rank in range(num_ranks):
+        batches = local_batches.LocalBatches(
+            data, rank=rank, num_ranks=num_ranks, global_batch_size=size, **more
+        )
+        if states is not None:
+            batches.load_state_dict(states)
+        made.append(Loader(batches, num_workers) if num_workers else batches)
+    return made
+
+
+def next_rows(ranks):
+    """The rows of the next global batch, by rank."""
+    return list(itertools.chain.from_iterable(worlds.by_row(next(r)) for r in ranks))
+
+
+class Engine:
+    """All rows of one host, without anything around them."""
+
+    def __init__(self, data, size, saved):
+        place = rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
+        self.host = data.host_batches(place)
+        if saved is not None:
+            self.host.go_to(saved[0], lambda shards: {s: saved[1][s] for s in shards})
+
+    def state(self):
+        return through_text(self.host.position()), dict(self.host.shard_cursors())
+
+
+WORLDS = st.tuples(
+    st.sampled_from(
+        [(r, b) for b in (6, 12, 24, 8, 5) for r in (1, 2, 3) if not b % r]
+    ),
+    st.integers(0, 3),
+    st.integers(0, 2),
+    st.integers(0, 4),
+    st.integers(0, 2),
+)
+
+
+@settings(max_examples=3)
+@given(
+    st.sampled_from(["first_fit", "everything", "shuffled"]),
+    # Multiples and divisors of the batches, neither, and shards that ranks share.
+    st.sampled_from([12, 24, 6]),
+    st.lists(WORLDS, min_size=2, max_size=4),
+)
+def test_any_history_of_ranks_and_workers_has_the_rows_of_the_engine(
+    name, num_shards, history
+):
+    data = sharded(name, num_shards)
+    saved = [(None, None)]
+    for (num_ranks, size), num_workers, ahead, num_batches, back in history:
+        of_engine, states = saved[-1 - back % len(saved)]
+        engine = Engine(data, size, of_engine)
+        how = {"num_workers": num_workers, "read_ahead": ahead}
+        ranks = world(data, num_ranks, size, states=states, **how)
+        for _ in range(num_batches):
+            assert next_rows(ranks) == next_rows([engine.host])
+        states = [through_text(rank.state_dict()) for rank in ranks]
+        assert {json.dumps(each["position"]) for each in states} == {
+            json.dumps(engine.state()[0])
+        }
+        saved.append((engine.state(), states))
 
 
 class Stepping(grain.IterDataset):
@@ -101,102 +179,81 @@ class SteppingIterator(grain.DatasetIterator):
 
 def test_a_state_of_a_users_iterator_comes_back_as_it_was():
     own = sharded_data.sharded(Stepping, num_shards=NUM_SHARDS, pipeline="own")
-    (one,), (other,) = world(own, 1), world(own, 1)
+    (one,), (other,) = world(own), world(own)
     for _ in range(2):
         next(one)
         other.set_state(through_text(one.get_state()))
         assert next_rows([one]) == next_rows([other])
 
 
-def test_a_rank_that_lacks_shards_says_so():
-    ranks = world(data(), 4)
+def test_a_copy_as_a_pickle_makes_it_goes_on_from_the_state():
+    (one,) = world(sharded("plain"), read_ahead=2)
+    next(one)
+    other = copy.copy(one)
+    for _ in range(2):
+        assert next_rows([other]) == next_rows([one])
+
+
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        (lambda _: None, r"rank 0 is not a state of LocalBatches; load"),
+        (lambda _: [], "rank 0 is not a state of LocalBatches"),
+        (lambda _: "text", "rank 0 is not a state of LocalBatches"),
+        (lambda _: {"_num_yielded": 3}, r"rank 0 is not a state of .*; load"),
+        (lambda own: [own, None], "rank 1 is not a state of LocalBatches"),
+        (lambda own: own | {"version": 2}, "version 2, and this program reads"),
+        (lambda own: own | {"at_end": True}, "rank 0 was altered"),
+        (lambda own: {k: own[k] for k in own if k != "cursors"}, "rank 0 was altered"),
+        (lambda own: [own, *early()], r"rank 1 has position .*at the same"),
+        (lambda _: [of_part(0, 4)], r"lacks logical shards \[3, 4.*as a list"),
+        (lambda _: of_worker_of_part(), r"lacks logical shards \[1, 3, 5"),
+        (lambda _: of_pipeline("plain"), 'saved "plain", now "everything"'),
+    ],
+)
+def test_what_is_no_state_of_all_ranks_is_refused_and_the_position_stays(
+    other, problem
+):
+    (one,), (same,) = world(sharded()), world(sharded())
+    next(one)
+    next(same)
+    with pytest.raises(errors.DataError, match=problem):
+        one.set_state(other(through_text(one.get_state())))
+    assert next_rows([one]) == next_rows([same])
+
+
+def early():
+    return [rank.state_dict() for rank in world(sharded())]
+
+
+def of_part(rank, num_ranks):
+    ranks = world(sharded(), num_ranks)
     next_rows(ranks)
-    (one,) = world(data(), 1)
-    with pytest.raises(errors.DataError, match=r"lacks logical shards \[3, 4.*as a"):
-        one.load_state_dict(ranks[0].state_dict())
+    return ranks[rank].state_dict()
 
 
-def test_states_of_two_moments_are_refused():
-    ranks = world(data(), 2)
-    first = ranks[0].state_dict()
-    next_rows(ranks)
-    (one,) = world(data(), 1)
-    with pytest.raises(errors.DataError, match=r"rank 1 has position .*at the same"):
-        one.load_state_dict([first, ranks[1].state_dict()])
+def of_worker_of_part():
+    (batches,) = world(sharded(), size=6)
+    worker = local_batches.of_worker(batches, 0, 2)
+    next(worker)
+    return worker.state_dict()
 
 
-def test_a_state_of_another_pipeline_or_program_is_refused():
-    (one,) = world(data(), 1)
-    with pytest.raises(errors.DataError, match='saved "everything", now "plain"'):
-        world(data("plain"), 1)[0].set_state(one.get_state())
-    with pytest.raises(errors.DataError, match=r"rank 0 is not a state of .*; load"):
-        one.set_state({"_num_yielded": 3})
-    with pytest.raises(errors.DataError, match="version 2, and this program reads"):
-        one.set_state(one.get_state() | {"version": 2})
-
-
-@pytest.mark.parametrize("nothing", [None, [], "text"])
-def test_what_is_no_state_is_refused(nothing):
-    (one,) = world(data(), 1)
-    with pytest.raises(errors.DataError, match=r"is not a state of LocalBatches; load"):
-        one.set_state(nothing)
-    with pytest.raises(errors.DataError, match="rank 1 is not a state of LocalBatches"):
-        one.set_state([one.get_state(), nothing])
-
-
-def leaves(content, path=()):
-    """The path of every value in a JSON object."""
-    if not isinstance(content, dict) or not content:
-        return [path]
-    inner = [leaves(value, (*path, key)) for key, value in content.items()]
-    return list(itertools.chain.from_iterable(inner))
-
-
-def without(content, path):
-    """A copy of `content` that lacks the value at `path`."""
-    key, *rest = path
-    if not rest:
-        return {name: value for name, value in content.items() if name != key}
-    return content | {key: without(content[key], rest)}
-
-
-def altered(content, path):
-    """A copy of `content` with another value at `path`."""
-    if not path:
-        return content + 1 if isinstance(content, int) else f"{content}!"
-    key, *rest = path
-    return content | {key: altered(content[key], rest)}
+def of_pipeline(name):
+    return world(sharded(name))[0].state_dict()
 
 
 def test_a_state_is_of_the_schema_and_of_the_golden_file():
     # Without its steps, which depend on Grain's own names for them.
-    make_shard = data().make_shard.make_shard
-    (one,) = world(dataclasses.replace(data(), make_shard=make_shard), 1)
+    make_shard = sharded().make_shard.make_shard
+    (one,) = world(dataclasses.replace(sharded(), make_shard=make_shard))
     for _ in range(3):
         next(one)
     saved = one.get_state()
-    assert saved == one.state_dict()
     schema = json.loads((SCHEMAS / "local_batches.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(saved, schema)
     assert saved == json.loads((GOLDEN / "local_batches_v1.json").read_text())
-    (other,) = world(dataclasses.replace(data(), make_shard=make_shard), 1)
-    other.set_state(through_text(saved))
-    assert next_rows([other]) == next_rows([one])
-
-
-def test_a_state_of_which_anything_was_changed_is_refused_and_the_position_stays():
-    one, other = (world(data(), 1)[0] for _ in range(2))
-    next(one)
-    next(other)
-    saved = through_text(one.get_state())
-    paths = leaves(saved)
-    assert len(paths) > 50
-    for path in paths:
-        for change in (altered, without):
-            with pytest.raises(errors.DataError, match="the state of rank 0 "):
-                one.set_state(change(saved, path))
-    assert next_rows([one]) == next_rows([other])
 
 
 # Images whose last bytes are NULs, and texts likewise.
@@ -219,32 +276,114 @@ def blobs(shard):
 
 def test_bytes_and_text_are_delivered_as_they_are():
     ends = sharded_data.sharded(blobs, num_shards=2, pipeline="blobs", end="padded")
-    one = local_batches.LocalBatches(ends, global_batch_size=6)
-    rows = collections.defaultdict(list)
-    for batch in one:
+    found = collections.defaultdict(list)
+    for batch in world(ends, size=6)[0]:
         assert batch["image"].dtype == batch["text"].dtype == object
         assert batch["number"].dtype == np.int64
         for name, feature in batch.items():
-            rows[name] += feature[batch["mask"]].tolist()
+            found[name] += feature[batch["mask"]].tolist()
         padding = batch["image"][~batch["mask"]].tolist()
         assert padding == [b""] * len(padding)
-    one.close()
-    order = np.argsort(rows["number"]).tolist()
-    assert [rows["image"][n] for n in order] == BLOBS
-    assert [rows["text"][n].encode("latin1") for n in order] == BLOBS
-    assert [rows["parts"][n] for n in order] == [[blob, b"\0"] for blob in BLOBS]
-    assert [rows["maybe"][n] for n in order[1::2]] == BLOBS[1::2]
+    order = np.argsort(found["number"]).tolist()
+    assert [found["image"][n] for n in order] == BLOBS
+    assert [found["text"][n].encode("latin1") for n in order] == BLOBS
+    assert [found["parts"][n] for n in order] == [[blob, b"\0"] for blob in BLOBS]
+    assert [found["maybe"][n] for n in order[1::2]] == BLOBS[1::2]
 
 
 def test_data_that_ends_has_to_be_agreed_on(corpus):
     finite = conftest.data_of(corpus, num_epoch=1)
     with pytest.raises(errors.ConfigError, match="pass agree="):
         world(finite, 2)
-    one = local_batches.LocalBatches(finite, global_batch_size=SIZE)
-    batches = list(one)
+    batches = list(world(finite)[0])
     assert [int(b[elastic_data.MASK].sum()) for b in batches] == [12] * 8 + [4]
     ids = itertools.chain.from_iterable(
         example_id.join(b["example_id"][b[elastic_data.MASK]]) for b in batches
     )
     assert sorted(ids) == list(range(100))
-    one.close()
+
+
+def in_stages(*begins):
+    data = sharded("plain")
+    return stages.staged([stages.Stage(begin=begin, data=data) for begin in begins])
+
+
+def test_workers_of_a_loader_that_would_have_to_agree_are_refused():
+    ends = dataclasses.replace(sharded("plain"), end=elastic_data.End.PADDED)
+    several, *_ = world(ends, 2, agree=bool)
+    (staged,) = world(in_stages(0, 2))
+    for batches in (several, staged):
+        with pytest.raises(errors.ConfigError, match=r"2 workers of a loader take"):
+            local_batches.of_worker(batches, 0, 2)
+        local_batches.of_worker(batches, 0, 1)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_workers_count_the_steps_of_a_run_of_stages(num_workers):
+    (one,), (loader,) = (world(in_stages(0), num_workers=n) for n in (0, num_workers))
+    for _ in range(5):
+        next(loader)
+        next(one)
+        assert loader.state_dict()["progress"] == one.state_dict()["progress"]
+
+
+@given(st.integers(1, 4), st.sampled_from([1, 2, 3, 6]), st.sampled_from([6, 12]))
+def test_no_worker_runs_a_shard_of_another_if_there_are_as_many_as_suggested(
+    num_workers, num_ranks, size
+):
+    num_shards = rows.suggest_num_shards(
+        [1, 2, 3, 4, 6], [6, 12], loader_workers=[1, num_workers]
+    )
+    run = []
+    for placement in rows.in_order(num_ranks, size):
+        for first in range(num_workers):
+            worker = dataclasses.replace(placement, every=num_workers, first=first)
+            run += worker.shards(num_shards, 24).tolist()
+    assert sorted(run) == list(range(num_shards))
+
+
+def save(ranks):
+    """One copy of each entry, by the first rank that has it, as PyTorch saves them."""
+    saved = {}
+    for rank in ranks:
+        saved = sharded_state.ShardedState(rank).state_dict() | saved
+    return saved
+
+
+def test_any_ranks_load_the_entries_by_shard_that_any_ranks_saved():
+    one, ranks = world(sharded()), world(sharded(), 4)
+    for num_ranks in (3, 1, 6, 2):
+        for _ in range(2):
+            assert next_rows(ranks) == next_rows(one)
+        saved = save(ranks)
+        ranks = world(sharded(), num_ranks)
+        for rank in ranks:
+            # Each rank reads the entries that its own state names.
+            state = sharded_state.ShardedState(rank)
+            state.load_state_dict({name: saved[name] for name in state.state_dict()})
+        # What was loaded can be saved before anything else is read.
+        assert save(ranks) == saved
+    assert next_rows(ranks) == next_rows(one)
+
+
+def test_entries_that_do_not_belong_together_are_refused():
+    two = world(sharded(), 2)
+    next_rows(two)
+    saved = save(two)
+    next_rows(two)
+    another = save(two)["shard_00003"]
+    (one,) = world(sharded())
+    before = save([one])
+    missing = {name: each for name, each in saved.items() if name != "shard_00007"}
+    altered = saved["shard_00003"].replace('"cursor": {', '"cursor": {"a": 1, ')
+    for wrong, problem in (
+        (saved | {"shard_00003": another}, "'shard_00003' of the data state has pos"),
+        (missing, r"lacks logical shards \[7\]"),
+        ({"shard_00003": another}, "has no entry 'position'"),
+        (saved | {"shard_00003": altered}, "'shard_00003'.*digest differs"),
+        (saved | {"shard_00003": None}, "'shard_00003'.*is cut short"),
+        (saved | {"position": json.dumps({"version": 1})}, "'position'.*altered"),
+    ):
+        with pytest.raises(errors.DataError, match=problem):
+            sharded_state.ShardedState(one).load_state_dict(wrong)
+    assert save([one]) == before

@@ -10,7 +10,7 @@ import pytest
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import example_id, positional_data, rows
 from tests import conftest, worlds
-from tests.data import test_loader_workers
+from tests.data import test_local_batches
 
 NUM_EXAMPLES = 100
 SIZE = 12
@@ -102,12 +102,13 @@ def test_bytes_and_texts_stay_as_they_are_and_padding_is_empty():
 
 
 def test_ranks_and_the_workers_of_their_loaders_have_the_rows_of_one(data):
-    one, states = test_loader_workers.world(data, 1, SIZE), None
+    one, states = test_local_batches.world(data, 1, SIZE), None
     for num_ranks, num_workers in ((2, 3), (3, 0), (1, 2), (4, 1)):
-        ranks = test_loader_workers.world(data, num_ranks, SIZE, num_workers, states)
+        how = {"num_workers": num_workers, "states": states}
+        ranks = test_local_batches.world(data, num_ranks, SIZE, **how)
         for _ in range(4):
-            expected = test_loader_workers.next_rows(one, "x")
-            assert test_loader_workers.next_rows(ranks, "x") == expected
+            expected = test_local_batches.next_rows(one)
+            assert test_local_batches.next_rows(ranks) == expected
         states = [rank.state_dict() for rank in ranks]
 
 

@@ -1,33 +1,17 @@
+"""Batches that a thread of a host makes ahead of the loop."""
+
 import functools
-import json
 import threading
 import types
 from concurrent import futures
 
+import grain
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from elastic_ckpt.core import background, errors
+from elastic_ckpt.core import background
 from elastic_ckpt.data import local_batches, prefetch, rows, sharded_data
 from tests import pipelines, worlds
-
-NUM_SHARDS = 12
-SIZE = 12
-
-
-def sharded(name="everything", **more):
-    make_shard = functools.partial(pipelines.ALL[name], num_shards=NUM_SHARDS)
-    return sharded_data.sharded(
-        make_shard, num_shards=NUM_SHARDS, pipeline=name, **more
-    )
-
-
-def host_batches(dataset, host=0, num_hosts=1, size=SIZE):
-    return dataset.host_batches(
-        rows.Placement.in_order(host, num_hosts=num_hosts, global_batch_size=size)
-    )
 
 
 @pytest.fixture
@@ -36,34 +20,13 @@ def read_ahead():
     made = []
 
     def make(dataset, *, make=dict, **how):
-        made.append(
-            prefetch.Prefetched(
-                dataset, make=make, read_ahead=prefetch.ReadAhead(**how)
-            )
-        )
+        how = prefetch.ReadAhead(**how)
+        made.append(prefetch.Prefetched(dataset, make=make, read_ahead=how))
         return made[-1]
 
     yield make
     for one in made:
         one.close()
-
-
-def saved(one):
-    """The whole state, through JSON."""
-    return through_json([one.position(), sorted(one.shard_cursors().items())])
-
-
-def through_json(state):
-    return json.loads(json.dumps(state))
-
-
-def go_to(one, state):
-    actual = dict(map(tuple, state[1]))
-    one.go_to(state[0], lambda shards: {shard: actual[shard] for shard in shards})
-
-
-def next_of(one):
-    return worlds.by_row(next(one))
 
 
 class Counting:
@@ -78,7 +41,6 @@ class Counting:
     def __init__(self, *, fail_at=None):
         self.read = 0
         self.readers = []
-        self.fails = False
         self.closed = 0
         self._fail_at = fail_at
 
@@ -87,21 +49,13 @@ class Counting:
         if self.read == self._fail_at:
             raise KeyError(self.read)
         self.read += 1
-        self._work()
         return {"x": np.full(10, self.read - 1)}
-
-    def _work(self):
-        pass
 
     def position(self):
         return {"next": self.read}
 
     def shard_cursors(self):
         return {0: self.read}
-
-    def go_to(self, position, read):
-        read([0])
-        self.read = position["next"]
 
     def close(self):
         self.closed += 1
@@ -162,29 +116,12 @@ def test_reading_ahead_is_bounded_in_batches(read_ahead, depth):
         settle(one)
         assert counting.read == taken + depth
         assert one.num_ready() == depth
-    in_caller = {
-        dataset is threading.current_thread() for dataset in counting.readers[1:]
-    }
-    assert in_caller == {not depth}
-
-
-def local(dataset, depth, size=SIZE):
-    return local_batches.LocalBatches(
-        dataset,
-        global_batch_size=size,
-        read_ahead=prefetch.ReadAhead(batches=depth),
-    )
-
-
-def without_cursors(state):
-    """A state whose position can be read, and whose cursors are missing."""
-    fields = {key: state[key] for key in ("engine", "pipeline", "position")}
-    return {**fields, "position": {"batches": [[12, 10]]}, "cursors": {}, "version": 1}
+    in_caller = {reader is threading.current_thread() for reader in counting.readers}
+    assert in_caller == ({True, False} if depth else {True})
 
 
 def test_an_error_ahead_is_raised_when_its_batch_is_due_and_not_before(read_ahead):
-    counting = Counting(fail_at=4)
-    one = read_ahead(counting, batches=3)
+    one = read_ahead(Counting(fail_at=4), batches=3)
     for expected in range(4):
         assert number(next(one)) == expected
         settle(one)
@@ -219,78 +156,41 @@ def test_closing_does_not_wait_for_a_read_that_hangs(read_ahead, monkeypatch):
     assert number(taking.result(600)) == 1
 
 
-class Plain:
-    """The engine with no reading ahead, and what was saved of it."""
+def test_rows_are_not_read_by_two_threads_when_they_move_to_a_state():
+    busy, reading = threading.Lock(), threading.Event()
 
-    def __init__(self, size):
-        self.host = host_batches(sharded("first_fit"), size=size)
+    def row(n):
+        assert busy.acquire(blocking=False)
+        if n == 8:
+            reading.set()
+            # Longer than what does not wait for it takes.
+            threading.Event().wait(0.3)
+        busy.release()
+        return {"x": np.array(n)}
 
-    def resize(self, size):
-        state = saved(self.host)
-        self.host = host_batches(sharded("first_fit"), size=size)
-        go_to(self.host, state)
+    def make_shard(shard):
+        numbers = grain.MapDataset.range(shard, 100, 2).map(row)
+        return numbers.to_iter_dataset(pipelines.IN_CALLER)
 
-
-class Iterator:
-    """`LocalBatches` that reads ahead."""
-
-    def __init__(self, depth, size):
-        self._depth = depth
-        self.rows = local(sharded("first_fit"), depth, size)
-
-    def resize(self, size):
-        state = self.rows.get_state()
-        self.rows.close()
-        self.rows = local(sharded("first_fit"), self._depth, size)
-        self.rows.set_state(state)
-
-    def state(self):
-        """The same as `saved`."""
-        state = through_json(self.rows.get_state())
-        cursors = sorted([int(s), cursor] for s, cursor in state["cursors"].items())
-        return [state["position"], cursors]
-
-
-ACTIONS = st.one_of(
-    st.tuples(st.just("next"), st.integers(1, 4)),
-    st.tuples(st.just("save"), st.just(0)),
-    st.tuples(st.just("go_to"), st.integers(0, 9)),
-    st.tuples(st.just("fail"), st.just(0)),
-    st.tuples(st.just("resize"), st.sampled_from([6, 12, 24])),
-)
-
-
-@settings(max_examples=12)
-@given(st.integers(0, 4), st.lists(ACTIONS, min_size=3, max_size=12))
-def test_whatever_is_done_it_is_the_plain_engine(depth, actions):
-    plain, one = Plain(SIZE), Iterator(depth, SIZE)
-    states = [(saved(plain.host), one.rows.get_state())]
-    for action, amount in actions:
-        if action == "next":
-            for _ in range(amount):
-                assert next_of(one.rows) == next_of(plain.host)
-        elif action == "save":
-            states.append((saved(plain.host), one.rows.get_state()))
-        elif action == "go_to":
-            of_plain, of_one = states[amount % len(states)]
-            one.rows.set_state(of_one)
-            go_to(plain.host, of_plain)
-        elif action == "fail":
-            with pytest.raises(errors.DataError):
-                one.rows.set_state(without_cursors(one.rows.get_state()))
-        else:
-            one.resize(amount)
-            plain.resize(amount)
-        assert one.state() == saved(plain.host)
-    one.rows.close()
+    data = sharded_data.sharded(make_shard, num_shards=2, pipeline="numbers")
+    one = local_batches.LocalBatches(data, global_batch_size=2, read_ahead=4)
+    state = one.get_state()
+    for _ in range(2):
+        next(one)
+    assert reading.wait(600)
+    one.set_state(state)
+    assert next(one)["x"].tolist() == [0, 1]
+    one.close()
 
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_batch_that_cannot_be_placed_is_tried_again_and_none_is_lost(
     read_ahead, depth
 ):
-    plain, full = host_batches(sharded()), [3, 4, 9]
-    made = []
+    make_shard = functools.partial(pipelines.everything, num_shards=12)
+    data = sharded_data.sharded(make_shard, num_shards=12, pipeline="everything")
+    of_one, plain = (data.host_batches(*rows.in_order(1, 12)) for _ in range(2))
+    full, made = [3, 4, 9], []
 
     def place(loaded):
         made.append(loaded)
@@ -298,16 +198,19 @@ def test_a_batch_that_cannot_be_placed_is_tried_again_and_none_is_lost(
             raise MemoryError("no room on the device")
         return loaded
 
-    one = read_ahead(host_batches(sharded()), make=place, batches=depth)
+    def state(of):
+        return of.position(), dict(of.shard_cursors())
+
+    one = read_ahead(of_one, make=place, batches=depth)
     failures = 0
     for _ in range(8):
         while True:
             try:
-                actual = next_of(one)
+                actual = worlds.by_row(next(one))
                 break
             except MemoryError:
                 failures += 1
-                assert saved(one) == saved(plain)
-        assert actual == next_of(plain)
-        assert saved(one) == saved(plain)
+                assert state(one) == state(plain)
+        assert actual == worlds.by_row(next(plain))
+        assert state(one) == state(plain)
     assert failures == len(full)
