@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from elastic_ckpt.core import allgather, errors
 from elastic_ckpt.data import compatibility
@@ -56,6 +56,11 @@ def reaching_the_head() -> Iterator[None]:
         # What no worker has reported passes as it is.
         with contextlib.suppress(json.JSONDecodeError):
             failure, _ = json.JSONDecoder().raw_decode(told)
-            own = _OWN.get(failure["kind"], errors.DataError)
-            raise own(f"{failure['host']}: {failure['failed']}") from error.__cause__
+            raise of_host(failure) from error.__cause__
         raise
+
+
+def of_host(failure: Mapping[str, str]) -> errors.ElasticCkptError:
+    """The error of the head for a failed outcome of a host, with the host's name."""
+    own = _OWN.get(failure["kind"], errors.DataError)
+    return own(f"{failure['host']}: {failure['failed']}")

@@ -1,38 +1,26 @@
 """The host agent: runs calls on an accelerator host under a single controller.
 
 One object in each host's process, in colocated Python, has the endpoints of its hosts.
-The head sends calls and polls for the answers, because the calls of a process may
-be carried out one after the other: a host that writes, copies or reads for seconds
-does so in a thread, and the data iterator's calls are not held up.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
 from collections.abc import Mapping, Sequence
-from concurrent import futures
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import colocated_python
 
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.world import HostConfig
-from elastic_ckpt.core import addresses, allgather, background, calls
-from elastic_ckpt_sidecar import failures, messages
+from elastic_ckpt.core import addresses
+from elastic_ckpt_sidecar import failures, host_calls, messages
 from elastic_ckpt_sidecar.arrays import HostArrays
 
-# An answer is returned in chunks, because a method returns arrays of a fixed size.
-CHUNK_BYTES = 16384
-# Stands for the length of an answer that is not there yet.
-UNDER_WAY = -1
 
-
-class _HostAgent:
-    """The hosts of one process: one, but where a process stands for several.
+class _HostAgent(host_calls.HostCalls):
+    """The hosts of one process.
 
     The agent of a machine uses the local address from which the host reaches the head;
     `interface` of the peer tier is an address of the head.
@@ -45,69 +33,24 @@ class _HostAgent:
     def __init__(
         self, configs: Sequence[HostConfig], host_of: Mapping[int, int]
     ) -> None:
-        self._configs, self._host_of = configs, host_of
-        self._hosts: dict[int, HostEndpoint] = {}
-        self._answers: dict[tuple[int, int], futures.Future[bytes]] = {}
+        super().__init__(host_of)
+        self._configs = configs
 
     @failures.reported()
     def connect(self, call: jax.Array) -> jax.Array:
         """Makes the hosts of this process, given the CPU devices of all hosts."""
         devices = {device.id: device for device in call.sharding.device_set}
-        self._hosts = {
+        self.hosts = {
             number: self._endpoint(self._configs[number], devices)
-            for number in self._asked(call)
+            for number in self.asked(call)
         }
         return messages.on_each(call, 0)
-
-    @failures.reported()
-    def begin(self, call: jax.Array) -> jax.Array:
-        """Begins a call, under its number; answers as `lengths`."""
-        content = messages.decode(call)
-        for number in self._asked(call):
-            ask = functools.partial(self._answer, number, content["method"])
-            self._answers[content["call"], number] = background.in_thread(
-                ask, name="host-agent"
-            )
-        return self.lengths(call)
-
-    @failures.reported()
-    def lengths(self, call: jax.Array) -> jax.Array:
-        """The bytes of each host's answer, or `UNDER_WAY`: int32 `[devices]`."""
-        number = messages.decode(call)["call"]
-
-        def length(device: jax.Device) -> np.ndarray:
-            answer = self._answers[number, self._host_of[device.id]]
-            return np.array(
-                len(answer.result()) if answer.done() else UNDER_WAY, np.int32
-            )
-
-        return messages.reply(call, length)
-
-    @failures.reported()
-    def answers(self, call: jax.Array) -> jax.Array:
-        """A chunk of each host's answer, padded: uint8 `[devices, CHUNK_BYTES]`."""
-        content = messages.decode(call)
-        start = content["start"]
-        taken = {
-            number: self._answers[content["call"], number].result()
-            for number in self._asked(call)
-        }
-        if content["last"]:
-            for number in taken:
-                del self._answers[content["call"], number]
-
-        def chunk(device: jax.Device) -> np.ndarray:
-            answer = taken[self._host_of[device.id]]
-            part = answer[start : start + CHUNK_BYTES].ljust(CHUNK_BYTES)
-            return np.frombuffer(part, np.uint8)
-
-        return messages.reply(call, chunk)
 
     @failures.reported()
     def hold(self, call: jax.Array, *arrays: jax.Array) -> jax.Array:
         """Keeps the arrays of a group, on the devices of `call`, for a capture."""
         content = messages.decode(call)
-        for number in self._asked(call):
+        for number in self.asked(call):
             self._arrays_of(number).hold(
                 content["layout"], content["group"], arrays, kept=content["kept"]
             )
@@ -121,7 +64,7 @@ class _HostAgent:
         """
         content = messages.decode(call)
         layout, group = content["layout"], content["group"]
-        hosts = [self._arrays_of(number) for number in self._asked(call)]
+        hosts = [self._arrays_of(number) for number in self.asked(call)]
         made = [arrays.made(layout, group) for arrays in hosts]
         abstract = hosts[0].abstract(layout, group)
         return [
@@ -133,22 +76,8 @@ class _HostAgent:
             for leaf, *shards in zip(abstract, *made, strict=True)
         ]
 
-    def _asked(self, call: jax.Array) -> list[int]:
-        # The hosts of this process whose devices are those of the call, in order.
-        return sorted(
-            {self._host_of[shard.device.id] for shard in call.addressable_shards}
-        )
-
     def _arrays_of(self, number: int) -> HostArrays:
-        return self._hosts[number].part(HostArrays.__name__)
-
-    def _answer(self, number: int, encoded: Any) -> bytes:
-        def run() -> Any:
-            call, arguments = calls.decode(encoded)
-            return call.run(self._hosts[number], arguments)
-
-        # The root of a thread: the head raises what fails.
-        return json.dumps(allgather.outcome(run)).encode()
+        return self.hosts[number].part(HostArrays.__name__)
 
     def _endpoint(
         self, config: HostConfig, devices: Mapping[int, jax.Device]

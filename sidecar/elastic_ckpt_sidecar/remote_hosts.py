@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -37,6 +34,7 @@ from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt_sidecar import (
     failures,
     host_agent,
+    host_calls,
     messages,
     worker,
 )
@@ -123,10 +121,10 @@ class RemoteHosts:
         self._directory = configs[0].directory
         host_of = {cpu.id: n for n, host in enumerate(hosts) for cpu in host.cpus}
         self._agent = host_agent.HostAgent(tuple(configs), host_of)
+        self._caller = host_calls.Caller(self._agent)
         self._arrays = HeadArrays(hosts)
         self._tree = HostTree(num_hosts=self.num_hosts)
         self._cpus = [host.cpus[0] for host in hosts]
-        self._numbers = itertools.count()
         self._layouts: dict[tuple[Group, ...], int] = {}
         # The leaves that are wanted in groups; and what was made of them.
         self._wanted: tuple[tuple[Group, ...], list[list[AskedLeaf]]] = ((), [])
@@ -136,7 +134,7 @@ class RemoteHosts:
         cpus = _over([device for host in hosts for device in host.cpus])
         # This also runs if `close` is never called.
         background.close_with(self, functools.partial(messages.release, self._agent))
-        self._call(self._agent.connect, {}, cpus)
+        self._caller.run(self._agent.connect, {}, cpus)
 
     @functools.cached_property
     def is_apart(self) -> bool:
@@ -182,7 +180,7 @@ class RemoteHosts:
                 "kept": self._arrays.apart and group.leaves[0].spec is not None,
             }
             moved = group.beside(of_group)
-            self._call(self._agent.hold, content, _over(group.mesh), *moved)
+            self._caller.run(self._agent.hold, content, _over(group.mesh), *moved)
         try:
             return CapturedIn(self.all(HostArrays.capture, step_id, layout)[0])
         except errors.HostsFailedError:
@@ -260,39 +258,9 @@ class RemoteHosts:
     ) -> dict[int, Any]:
         # The answers of some hosts, by number.
         sharding = _over([self._cpus[number] for number in hosts])
-        call = next(self._numbers)
-        content = {"call": call, "method": method.encode(arguments)}
-        until_secs = time.monotonic() + method.limit_secs
-        lengths = self._call(self._agent.begin, content, sharding)
-        pauses = messages.pauses()
-        while (lengths == host_agent.UNDER_WAY).any():
-            if time.monotonic() > until_secs:
-                raise errors.RunError(
-                    f"hosts have not answered {method.name} for"
-                    f" {method.limit_secs:g} s; look at their logs, and start the run"
-                    " again"
-                )
-            next(pauses)
-            lengths = self._call(self._agent.lengths, {"call": call}, sharding)
-        chunks = []
-        longest = int(lengths.max())
-        for start in range(0, longest, host_agent.CHUNK_BYTES):
-            last = start + host_agent.CHUNK_BYTES >= longest
-            content = {"call": call, "start": start, "last": last}
-            chunks.append(self._call(self._agent.answers, content, sharding))
-        rows = np.concatenate(chunks, axis=1)
-        outcomes = {
-            number: json.loads(row.tobytes())
-            for number, row in zip(hosts, rows, strict=True)
-        }
-        encoded = allgather.answers(outcomes)
-        return dict(zip(outcomes, map(method.decode_answer, encoded), strict=True))
-
-    def _call(
-        self, method: Any, content: Any, sharding: NamedSharding, *arrays: jax.Array
-    ) -> np.ndarray:
-        with failures.reaching_the_head():
-            return messages.rows(method(messages.encode(content, sharding), *arrays))
+        outcomes = self._caller.outcomes(method, arguments, sharding)
+        encoded = allgather.answers(dict(zip(hosts, outcomes, strict=True)))
+        return dict(zip(hosts, map(method.decode_answer, encoded), strict=True))
 
 
 def _over(devices: Mesh | Sequence[jax.Device]) -> NamedSharding:

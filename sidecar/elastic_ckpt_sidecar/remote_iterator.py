@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,7 +13,7 @@ from etils import epath
 from jax.experimental import colocated_python
 from jax.sharding import Mesh, NamedSharding
 
-from elastic_ckpt.core import background, errors, topology
+from elastic_ckpt.core import background, calls, errors, topology
 from elastic_ckpt.data import (
     compatibility,
     delivery,
@@ -24,13 +23,11 @@ from elastic_ckpt.data import (
     stages,
     state,
 )
-from elastic_ckpt_sidecar import failures, messages, worker
+from elastic_ckpt_sidecar import failures, host_calls, messages, worker
+from elastic_ckpt_sidecar.worker import HostData
 
 # How long a worker may take to go to the beginning, or to another batch size.
 _ANSWER_SECS = 60.0
-
-# A batch, and how long the worker of each device that this process can call waited.
-_Fetched = tuple[elastic_data.Batch, jax.Array]
 
 
 class RemoteIterator(iterator.Batches):
@@ -60,12 +57,18 @@ class RemoteIterator(iterator.Batches):
         return _Workers(self._course, mesh, self._sharding, read_ahead)
 
 
+class _Fetched(NamedTuple):
+    batch: elastic_data.Batch
+    # One for each device whose worker this process can call.
+    waited_secs: jax.Array
+
+
 class _Workers:
-    """The workers of all hosts, with the methods of an `iterator.HostIterator`.
+    """The data of all hosts, with the methods of an `iterator.HostIterator`.
 
     Attributes:
       identity: that of the data.
-      calls: fetches batches ahead of the loop, and makes other calls of workers in turn
+      calls: fetches batches ahead of the loop, and makes other calls of hosts in turn
         with them.
     """
 
@@ -78,29 +81,29 @@ class _Workers:
     ) -> None:
         self._course = course
         self.identity = course.data.identity()
-        self._cpu_sharding = topology.over_all_devices(
+        self._cpus = topology.over_all_devices(
             colocated_python.colocated_cpu_devices(mesh)
         )
         self._tickets = itertools.count()
-        # Batches that the loop took since the workers began to count.
+        # Batches that the loop took since the hosts began to count.
         self._num_taken = 0
-        self._worker = worker.Worker(
-            course.data, sharding.spec, course.base_size, read_ahead
-        )
+        agent = worker.Worker(course.data, sharding.spec, course.base_size, read_ahead)
+        self._agent, self._caller = agent, host_calls.Caller(agent)
         self._check_compatibility(mesh)
-        message = messages.encode({}, self._cpu_sharding)
+        message = messages.encode({}, self._cpus)
         self.calls = background.BackgroundCalls(
-            functools.partial(_fetch, self._worker, message, sharding),
+            functools.partial(_fetch, agent, message, sharding),
             depth=worker.HEAD_AHEAD,
         )
         # This also runs if `close` is never called.
-        release = functools.partial(_release, self._worker, self.calls)
+        release = functools.partial(_release, agent, self.calls)
         background.close_with(self, release)
 
     def next(self) -> elastic_data.Batch:
-        batch, self._waited_secs = self.calls.take()
+        fetched = self.calls.take()
         self._num_taken += 1
-        return batch
+        self._waited_secs = fetched.waited_secs
+        return fetched.batch
 
     def num_ready(self) -> int:
         return self.calls.num_ready()
@@ -120,71 +123,51 @@ class _Workers:
         )
 
     def reset(self) -> None:
-        self._move(self._worker.reset)
+        self._move(HostData.reset)
         self._course = stages.Course.first(self._course.data, self._course.base_size)
 
     def go_on(self, course: stages.Course) -> None:
-        self._move(
-            self._worker.go_on,
-            global_batch_size=course.size,
-            begins_stage=course.stage != self._course.stage,
-            progress=_as_json(course.progress),
-            batches=self._num_taken,
-        )
+        size = course.size if course.stage == self._course.stage else None
+        self._move(HostData.go_on, self._num_taken, course.progress, size)
         self._course = course
 
-    def _move(self, method: Any, **content: Any) -> None:
+    def _move(self, method: Any, *args: Any) -> None:
         try:
-            self._submit(method, **content).result(_ANSWER_SECS)
+            self._submit(method, *args).result(_ANSWER_SECS)
         except TimeoutError:
             raise errors.DataError(
                 f"the workers have not answered for {_ANSWER_SECS:g} s: a read of the"
                 " data may hang; see to the storage, and continue from the checkpoint"
             ) from None
         finally:
-            # Workers that have not answered do it later, before the next batch.
+            # Hosts that have not answered do it later, before the next batch.
             self._discard()
 
     def take(
         self, *, progress: state.Progress | None, left_out: state.Ranges
     ) -> Callable[[epath.Path], None]:
-        ticket = next(self._tickets)
+        ticket, taken = next(self._tickets), self._num_taken
         # Not waited for: a batch may be on its way.
-        taken = self._submit(
-            self._worker.take_state,
-            ticket=ticket,
-            batches=self._num_taken,
-            progress=_as_json(progress),
-            left_out=left_out,
-        )
+        kept = self._submit(HostData.take, ticket, taken, progress, left_out)
 
         def write(directory: epath.Path) -> None:
-            taken.result()
-            write_state = functools.partial(
-                self._call,
-                self._worker.write_state,
-                ticket=ticket,
-                directory=str(directory),
-            )
-            pauses = messages.pauses()
-            while not all(write_state()):
-                next(pauses)
+            kept.result()
+            self._all(HostData.write, ticket, str(directory))
 
         return write
 
     def load(self, directory: epath.Path, saved: state.DataState) -> None:
-        self._submit(self._worker.load_state, directory=str(directory)).result()
+        self._submit(HostData.load, str(directory)).result()
         self._discard()
         self._course = self._course.restored(saved)
 
     def num_rows(self) -> int:
-        each = self._submit(self._worker.num_rows, batches=self._num_taken).result()
-        return json.loads(each[0].tobytes())
+        return self._submit(HostData.num_rows, self._num_taken).result()[0]
 
     def close(self) -> None:
-        """Workers that do not answer are left alone after a while."""
-        self.calls.close(lambda: self._call(self._worker.close))
-        _release(self._worker, self.calls, wait=True)
+        """Hosts that do not answer are left alone after a while."""
+        self.calls.close(lambda: self._all(HostData.close))
+        _release(self._agent, self.calls, wait=True)
 
     def _discard(self) -> None:
         # Forgets what was fetched: the workers have gone elsewhere.
@@ -193,9 +176,9 @@ class _Workers:
 
     def _check_compatibility(self, mesh: Mesh) -> None:
         head = [compatibility.local_facts(self._course.data, role="the head")]
-        message = messages.encode({}, self._cpu_sharding)
+        message = messages.encode({}, self._cpus)
         # First the facts that need no user code, which may fail to arrive.
-        for ask in (worker.Facts, self._worker.facts):
+        for ask in (worker.Facts, self._agent.connect):
             try:
                 with failures.reaching_the_head():
                     facts = messages.decode_rows(ask(message))
@@ -210,12 +193,17 @@ class _Workers:
             compatibility.check(head + facts)
         compatibility.check_controllers(self._course.data, mesh)
 
-    def _submit(self, method: Any, **content: Any) -> Any:
-        return self.calls.submit(functools.partial(self._call, method, **content))
+    def _submit(self, method: Any, *args: Any) -> Any:
+        return self.calls.submit(functools.partial(self._all, method, *args))
 
-    def _call(self, method: Any, **content: Any) -> np.ndarray:
-        with failures.reaching_the_head():
-            return messages.rows(method(messages.encode(content, self._cpu_sharding)))
+    def _all(self, method: Any, *args: Any) -> list[Any]:
+        # The answers of the hosts that this process can call.
+        call = calls.of(method)
+        outcomes = self._caller.outcomes(call, call.bind(*args), self._cpus)
+        for outcome in outcomes:
+            if "failed" in outcome:
+                raise failures.of_host(outcome)
+        return [call.decode_answer(each["answer"]) for each in outcomes]
 
 
 def _fetch(workers: Any, message: jax.Array, sharding: NamedSharding) -> _Fetched:
@@ -227,12 +215,7 @@ def _fetch(workers: Any, message: jax.Array, sharding: NamedSharding) -> _Fetche
         )
         for name, feature in batch.items()
     }
-    return placed, waited_secs
-
-
-def _as_json(progress: state.Progress | None) -> dict[str, int | None] | None:
-    """The progress of a run as JSON."""
-    return None if progress is None else dict(vars(progress))
+    return _Fetched(batch=placed, waited_secs=waited_secs)
 
 
 def _release(

@@ -1,7 +1,6 @@
-"""The worker: one object on each accelerator host that iterates over the data.
+"""The data on each accelerator host: an object that iterates over it there.
 
-Calls of a host may be carried out one after the other, so none of them waits for
-storage, but for `load_state`.
+The head calls `HostData` as any part of a host; batches come as arrays.
 """
 
 from __future__ import annotations
@@ -9,15 +8,15 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Callable
-from concurrent import futures
 from typing import Any
 
 import jax
 from jax.experimental import colocated_python
 from jax.sharding import NamedSharding, PartitionSpec
 
+from elastic_ckpt.core import calls
 from elastic_ckpt.data import compatibility, elastic_data, iterator, prefetch, state
-from elastic_ckpt_sidecar import failures, messages
+from elastic_ckpt_sidecar import failures, host_calls, messages
 
 # Batches that the head takes from its workers before the loop asks for them.
 HEAD_AHEAD = 1
@@ -35,8 +34,101 @@ def facts(call: jax.Array) -> jax.Array:
     return messages.encode(compatibility.local_facts(), _rows_of(call))
 
 
-class _HostWorker:
-    """Iterates on one host; made there, at the first call that reaches it.
+class HostData:
+    """The data of one host, as the head calls it.
+
+    The head is ahead of the loop, so it counts the batches that the loop took since it
+    last loaded a state, or changed the size or the stage.
+    """
+
+    def __init__(self, rows: iterator.HostIterator) -> None:
+        self._rows = rows
+        self._taken: dict[int, Callable[[str], None]] = {}
+        self._begin_to_count()
+
+    def part(self, name: str) -> HostData:
+        """See `calls.Host`."""
+        assert name == HostData.__name__
+        return self
+
+    def next(self) -> elastic_data.Batch:
+        """The next batch for the head."""
+        batch = self._rows.next()
+        # The head may not have given the newest to the loop yet.
+        self._states.append((self._states[-1][0] + 1, self._rows.get_state()))
+        return batch
+
+    @calls.call()
+    def take(
+        self,
+        ticket: int,
+        batches: int,
+        progress: state.Progress | None,
+        left_out: state.Ranges,
+    ) -> None:
+        """Keeps the state after so many batches, under a ticket."""
+        self._taken[ticket] = self._rows.take(
+            self._state_after(batches), progress=progress, left_out=left_out
+        )
+        # The state of an abandoned save is never requested.
+        self._taken.pop(ticket - _SAVES_AT_ONCE, None)
+
+    @calls.call(limit_secs=calls.LONG_SECS)
+    def write(self, ticket: int, directory: str) -> None:
+        """Writes the state kept under a ticket into a directory."""
+        self._taken.pop(ticket)(directory)
+
+    @calls.call(limit_secs=calls.LONG_SECS)
+    def load(self, directory: str) -> None:
+        """Goes to the state in a directory."""
+        self._rows.load(directory, state.read(directory))
+        self._begin_to_count()
+
+    @calls.call()
+    def num_rows(self, batches: int) -> int:
+        """The number of rows in so many batches, and in those before."""
+        return state.row_of(self._state_after(batches)[0])
+
+    @calls.call()
+    def reset(self) -> None:
+        """Goes to the beginning."""
+        self._rows.reset()
+        self._begin_to_count()
+
+    @calls.call()
+    def go_on(
+        self, batches: int, progress: state.Progress | None, size: int | None
+    ) -> None:
+        """Continues in batches of another size, or in the stage that begins.
+
+        Args:
+          batches: after how many; the head drops those that the loop did not take.
+          progress: of the run then.
+          size: rows of a batch; None begins the stage.
+        """
+        self._rows.set_state(self._state_after(batches))
+        course = self._rows.course.with_progress(progress)
+        try:
+            self._rows.go_on(course.due() if size is None else course.resized(size))
+        finally:
+            self._begin_to_count()
+
+    @calls.call()
+    def close(self) -> None:
+        """Ends what reads ahead."""
+        self._rows.close()
+
+    def _begin_to_count(self) -> None:
+        self._states = collections.deque(
+            [(0, self._rows.get_state())], maxlen=HEAD_AHEAD + 2
+        )
+
+    def _state_after(self, batches: int) -> iterator.HostState:
+        return dict(self._states)[batches]
+
+
+class _HostWorker(host_calls.HostCalls):
+    """The data of the host of one process.
 
     Args:
       data: what to iterate over.
@@ -52,20 +144,26 @@ class _HostWorker:
         global_batch_size: int,
         read_ahead: prefetch.ReadAhead,
     ) -> None:
+        # A process is one host, whatever its number.
+        super().__init__(collections.defaultdict(int))
         self._data = data
         self._spec = spec
         self._global_batch_size = global_batch_size
         self._read_ahead = read_ahead
-        self._iterator: iterator.HostIterator | None = None
-        self._taken: dict[int, Callable[[str], None]] = {}
-        self._writes: dict[int, futures.Future[None]] = {}
-        self._writer = futures.ThreadPoolExecutor(max_workers=1)
         self._no_wait: jax.Array | None = None
 
     @failures.reported()
-    def facts(self, call: jax.Array) -> jax.Array:
-        """The facts of each host with those of its pipeline."""
-        return messages.encode(compatibility.local_facts(self._data), _rows_of(call))
+    def connect(self, call: jax.Array) -> jax.Array:
+        """Makes the host, and returns its facts with those of its pipeline."""
+        own = compatibility.local_facts(self._data)
+        rows = iterator.HostIterator(
+            self._data,
+            sharding=NamedSharding(_rows_of(call).mesh, self._spec),
+            global_batch_size=self._global_batch_size,
+            read_ahead=self._read_ahead,
+        )
+        self.hosts[0] = HostData(rows)
+        return messages.encode(own, _rows_of(call))
 
     @failures.reported()
     def next(self, call: jax.Array) -> tuple[elastic_data.Batch, jax.Array]:
@@ -74,120 +172,14 @@ class _HostWorker:
         Returns:
           The batch on the mesh of `call`, and seconds, float32 `[devices]`.
         """
-        host = self._on(call)
         began = time.monotonic()
-        batch = host.next()
+        batch = self.hosts[0].next()
         waited_secs = time.monotonic() - began
-        # The head may not have given the newest to the loop yet.
-        self._states.append((self._states[-1][0] + 1, host.get_state()))
         if waited_secs > _SHORT_SECS:
             return batch, messages.on_each(call, waited_secs)
         if self._no_wait is None:
             self._no_wait = messages.on_each(call, 0)
         return batch, self._no_wait
-
-    @failures.reported()
-    def take_state(self, call: jax.Array) -> jax.Array:
-        """Keeps the state after so many batches, under the ticket that `call` names."""
-        content = messages.decode(call)
-        host = self._on(call)
-        ticket = content["ticket"]
-        self._taken[ticket] = host.take(
-            dict(self._states)[content["batches"]],
-            progress=_progress(content["progress"]),
-            left_out=content["left_out"],
-        )
-        # The state of an abandoned save is never requested.
-        self._taken.pop(ticket - _SAVES_AT_ONCE, None)
-        return call
-
-    @failures.reported()
-    def write_state(self, call: jax.Array) -> jax.Array:
-        """Writes the state kept under a ticket into a directory, in the background.
-
-        It is called until it is written on all hosts: float32 `[devices]`, 1 or 0.
-        Raises what the writing raised.
-        """
-        content = messages.decode(call)
-        ticket = content["ticket"]
-        if ticket in self._taken:
-            self._writes[ticket] = self._writer.submit(
-                self._taken.pop(ticket), content["directory"]
-            )
-            self._writes.pop(ticket - _SAVES_AT_ONCE, None)
-        is_written = self._writes[ticket].done()
-        if is_written:
-            self._writes[ticket].result()
-        return messages.on_each(call, is_written)
-
-    @failures.reported()
-    def load_state(self, call: jax.Array) -> jax.Array:
-        """Goes to the state in a directory."""
-        directory = messages.decode(call)["directory"]
-        self._on(call).load(directory, state.read(directory))
-        self._begin_to_count()
-        return call
-
-    @failures.reported()
-    def num_rows(self, call: jax.Array) -> jax.Array:
-        """The number of rows in so many batches, and in those before, as JSON."""
-        self._on(call)
-        position, _ = dict(self._states)[messages.decode(call)["batches"]]
-        return messages.encode(state.row_of(position), _rows_of(call))
-
-    @failures.reported()
-    def reset(self, call: jax.Array) -> jax.Array:
-        """Goes to the beginning."""
-        self._on(call).reset()
-        self._begin_to_count()
-        return call
-
-    @failures.reported()
-    def go_on(self, call: jax.Array) -> jax.Array:
-        """Changes the size or the stage, after so many batches of the former."""
-        content = messages.decode(call)
-        host = self._on(call)
-        course = host.course.with_progress(_progress(content["progress"]))
-        if content["begins_stage"]:
-            course = course.due()
-        else:
-            course = course.resized(content["global_batch_size"])
-        # The head drops the batches after those that the loop took.
-        if content["batches"] < self._states[-1][0]:
-            host.set_state(dict(self._states)[content["batches"]])
-        try:
-            host.go_on(course)
-        finally:
-            self._begin_to_count()
-        return call
-
-    @failures.reported()
-    def close(self, call: jax.Array) -> jax.Array:
-        """Ends what reads ahead."""
-        self._on(call).close()
-        return call
-
-    def _begin_to_count(self) -> None:
-        assert self._iterator is not None
-        # The newest states, by the number of batches from here on.
-        self._states: collections.deque[tuple[int, iterator.HostState]]
-        now = (0, self._iterator.get_state())
-        self._states = collections.deque([now], maxlen=HEAD_AHEAD + 2)
-
-    def _on(self, call: jax.Array) -> iterator.HostIterator:
-        if self._iterator is None:
-            self._iterator = iterator.HostIterator(
-                self._data,
-                sharding=NamedSharding(_rows_of(call).mesh, self._spec),
-                global_batch_size=self._global_batch_size,
-                read_ahead=self._read_ahead,
-            )
-            self._begin_to_count()
-        return self._iterator
-
-
-def _progress(content: dict[str, Any] | None) -> state.Progress | None:
-    return None if content is None else state.Progress(**content)
 
 
 def _rows_of(call: jax.Array) -> NamedSharding:

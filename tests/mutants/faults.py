@@ -367,14 +367,14 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the sidecar saves the state of a batch read ahead",
         "sidecar/elastic_ckpt_sidecar/worker.py",
-        'dict(self._states)[content["batches"]],',
-        'dict(self._states).get(content["batches"] + 1, self._states[-1][1]),',
+        "return dict(self._states)[batches]",
+        "return dict(self._states).get(batches + 1, dict(self._states)[batches])",
         ("tests/sidecar/test_read_ahead.py",),
     ),
     Fault(
         "the sidecar goes on from batches that were dropped",
         "sidecar/elastic_ckpt_sidecar/worker.py",
-        'host.set_state(dict(self._states)[content["batches"]])',
+        "self._rows.set_state(self._state_after(batches))",
         "pass",
         ("tests/sidecar/test_remote_iterator.py",),
     ),
