@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from absl import logging
 
@@ -25,8 +25,9 @@ from elastic_ckpt.data import cursors, elastic_data
 if TYPE_CHECKING:
     import numpy as np
 
-
 T = TypeVar("T")
+# What was made of a batch, and the position and cursors after it.
+_Made = tuple[T, cursors.Position, cursors.Cursors]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,12 +71,6 @@ _MOST_SHARE = 0.05
 _LEAST_SECS = 1.0
 
 
-class _Made(NamedTuple, Generic[T]):
-    what: T
-    position: cursors.Position
-    cursors: cursors.Cursors
-
-
 class Prefetched(Generic[T]):
     """The rows of a host, read ahead and converted.
 
@@ -93,23 +88,25 @@ class Prefetched(Generic[T]):
         read_ahead: ReadAhead,
     ) -> None:
         self._rows = rows
-        self._source = _Source(rows, make)
-        self._depth = read_ahead.batches
         self._position, self._cursors = rows.position(), rows.shard_cursors()
-        background.close_with(self, self._source.close)
+        self._next: Callable[[], _Made[T]] = _Source(rows, make).__next__
+        self._calls: background.BackgroundCalls[_Made[T]] | None = None
+        if read_ahead.batches:
+            call = self._next
+            if rows.in_process_by_default:
+                call = functools.partial(_watched, call, time.monotonic())
+            self._calls = background.BackgroundCalls(call, depth=read_ahead.batches)
+            self._next = self._calls.take
+        self._close = functools.partial(_close, rows, self._calls)
+        background.close_with(self, self._close)
 
     def __next__(self) -> T:
-        calls = self._source.calls
-        made = next(self._source) if calls is None else calls.take()
-        self._position, self._cursors = made.position, made.cursors
-        if calls is None and self._depth:
-            # The first was read already.
-            self._source.start(self._depth)
-        return made.what
+        what, self._position, self._cursors = self._next()
+        return what
 
     def num_ready(self) -> int:
         """The number of batches that can be taken without waiting."""
-        return self._source.calls.num_ready() if self._source.calls else 0
+        return self._calls.num_ready() if self._calls else 0
 
     def position(self) -> cursors.Position:
         """The position after the last batch taken."""
@@ -121,20 +118,16 @@ class Prefetched(Generic[T]):
 
     def go_to(self, position: cursors.Position, read: elastic_data.ReadCursors) -> None:
         """Moves to a position before the first batch; see `HostBatches.go_to`."""
-        assert self._source.calls is None
         self._rows.go_to(position, read)
         self._position, self._cursors = position, self._rows.shard_cursors()
 
     def close(self) -> None:
         """Stops reading ahead; waits for a read that hangs for at most 10 s."""
-        self._source.close(wait=True)
+        self._close(wait=True)
 
 
 class _Source(Generic[T]):
-    """Converts rows, in a thread once it is started.
-
-    Rows for which that failed are tried again.
-    """
+    """Converts rows; those for which that failed are tried again."""
 
     def __init__(
         self,
@@ -144,38 +137,38 @@ class _Source(Generic[T]):
         self._rows = rows
         self._make = make
         self._unmade: dict[str, np.ndarray] | None = None
-        self.calls: background.BackgroundCalls[_Made[T]] | None = None
 
     def __next__(self) -> _Made[T]:
         if self._unmade is None:
             self._unmade = next(self._rows)
         what = self._make(self._unmade)
         self._unmade = None
-        return _Made(what, self._rows.position(), self._rows.shard_cursors())
+        return what, self._rows.position(), self._rows.shard_cursors()
 
-    def start(self, depth: int) -> None:
-        call = functools.partial(next, self)
-        if self._rows.in_process_by_default:
-            call = functools.partial(self._watched, time.monotonic())
-        self.calls = background.BackgroundCalls(call, depth=depth)
 
-    def close(self, *, wait: bool) -> None:
-        if self.calls is None:
-            self._rows.close()
-        else:
-            # Closes the rows in the thread, which may be reading them.
-            self.calls.close(self._rows.close, wait=wait)
+def _watched(call: Callable[[], T], began: float) -> T:
+    # The thread has done nothing else.
+    busy_secs, secs = time.thread_time(), time.monotonic() - began
+    if busy_secs > max(_LEAST_SECS, _MOST_SHARE * secs):
+        logging.log_first_n(
+            logging.WARNING,
+            "a thread makes rows for %.0f %% of the time, and slows down the steps of"
+            " this process meanwhile; set num_workers=1 to make rows in a worker"
+            " process, or num_workers=0 to keep them here",
+            1,
+            100 * busy_secs / secs,
+        )
+    return call()
 
-    def _watched(self, began: float) -> _Made[T]:
-        # The thread has done nothing else.
-        busy_secs, secs = time.thread_time(), time.monotonic() - began
-        if busy_secs > max(_LEAST_SECS, _MOST_SHARE * secs):
-            logging.log_first_n(
-                logging.WARNING,
-                "a thread makes rows for %.0f %% of the time, and slows down the steps"
-                " of this process meanwhile; set num_workers=1 to make rows in a worker"
-                " process, or num_workers=0 to keep them here",
-                1,
-                100 * busy_secs / secs,
-            )
-        return next(self)
+
+def _close(
+    rows: elastic_data.HostBatches,
+    calls: background.BackgroundCalls[Any] | None,
+    *,
+    wait: bool,
+) -> None:
+    if calls is None:
+        rows.close()
+    else:
+        # Closes the rows in the thread, which may be reading them.
+        calls.close(rows.close, wait=wait)
