@@ -41,8 +41,7 @@ def test_loaders_resume_where_they_were(python_with_torch):
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == [
-        "concatenated: ranks and workers changed: the batches of one",
-        "fitted: ranks and workers changed: the batches of one",
+        "ranks and workers changed: the batches of one",
         "0 workers (None): a later iteration goes on",
         "2 workers (forkserver): a later iteration goes on",
         "0 workers: each pass over data that ends is whole",

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import multiprocessing
 import os
 import pathlib
 import signal
@@ -22,25 +23,20 @@ ROOT = pathlib.Path(__file__).parents[2]
 LENGTH = 1 << 16
 
 
-def data(function, num_workers=1):
-    """Shards of the numbers, each made a row by `function`."""
-    return sharded_data.sharded(
-        functools.partial(shard_of, function),
-        num_shards=4,
-        pipeline="numbers",
-        num_workers=num_workers,
-    )
-
-
 def shard_of(function, shard):
     numbers = grain.MapDataset.range(shard, 10**6, 4).map(function)
     return numbers.to_iter_dataset(pipelines.IN_CALLER)
 
 
 def batches(function, num_workers=1):
-    return local_batches.LocalBatches(
-        data(function, num_workers), global_batch_size=8, read_ahead=0
+    """Of the numbers, each made a row by `function`."""
+    data = sharded_data.sharded(
+        functools.partial(shard_of, function),
+        num_shards=4,
+        pipeline="numbers",
+        num_workers=num_workers,
     )
+    return local_batches.LocalBatches(data, global_batch_size=8)
 
 
 def row(number):
@@ -64,6 +60,11 @@ def locked(number):
     return {"x": np.array(number), "lock": threading.Lock()}
 
 
+def starts(number):
+    multiprocessing.get_context("fork").Process(target=print).start()
+    return row(number)
+
+
 def forks(number):
     """A row, whose process leaves another behind."""
     if number == 8 and not os.fork():
@@ -77,8 +78,19 @@ def children():
     return set(process_tree.of(os.getpid()))
 
 
+def python(*arguments):
+    """A program in the root of the project."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 SCRIPT = """
-import grain, numpy as np
+import grain, numpy as np, sys
 import elastic_ckpt as ec
 
 class Odd(Exception):
@@ -87,6 +99,7 @@ class Odd(Exception):
 def row(number):
     if number > 11:
         raise Odd(f"{number} is too much")
+    print("row", number, repr(sys.stdin.read()))
     return {"x": np.array(number)}
 
 def make_shard(shard):
@@ -102,38 +115,34 @@ except Odd as error:
 """
 
 
-def printed(script, content):
-    """What a program prints."""
-    script.write_text(content)
-    done = subprocess.run(
-        [sys.executable, script],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ['PYTHONPATH']}"},
-    )
-    assert done.stderr == ""
-    return done.stdout.splitlines()
-
-
 @pytest.mark.slow
-def test_a_script_needs_no_guard(tmp_path):
-    *lines, last = printed(tmp_path / "script.py", SCRIPT)
+def test_a_script_needs_no_guard_and_its_rows_may_print(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    printed, told = python(tmp_path / "script.py").communicate()
+    *lines, last = printed.splitlines()
     assert lines == ["[0, 1, 2, 3]", "[4, 5, 6, 7]", "[8, 9, 10, 11]"]
     assert last.startswith("Odd: 1")
+    assert sorted(told.splitlines()) == sorted(f"row {n} ''" for n in range(12))
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_is_named_with_its_signal():
+@pytest.mark.parametrize("function", [row, forks])
+def test_a_worker_that_is_killed_is_named_with_its_signal(function):
     before = children()
-    one = batches(row, num_workers=2)
-    next(one)
+    one = batches(function, num_workers=2)
+    for _ in range(2):
+        next(one)
     # Each is in the middle of a batch, of which a part is in its pipe.
-    workers = sorted(children() - before)
-    assert len(workers) == 2
-    os.kill(workers[1], signal.SIGKILL)
-    with pytest.raises(errors.DataError) as caught:
-        list(one)
-    assert f"(process {workers[1]}) was ended by SIGKILL" in str(caught.value)
+    workers = sorted(children() - before)[:2]
+    left = children() - before - {*workers}
+    assert len(left) == (function is forks)
+    os.kill(workers[0], signal.SIGKILL)
+    try:
+        with pytest.raises(errors.DataError) as caught:
+            list(one)
+    finally:
+        process_tree.send(left, signal.SIGKILL)
+    assert f"(process {workers[0]}) was ended by SIGKILL" in str(caught.value)
     assert "memory is short" in str(caught.value)
     one.close()
     assert not any(map(process_tree.is_alive, workers))
@@ -147,53 +156,27 @@ def test_signals_to_all_processes_of_a_host_do_not_end_its_workers():
         assert next(one)["x"].tolist() == next(plain)["x"].tolist()
         process_tree.send(children() - before, signal.SIGINT)
         process_tree.send(children() - before, signal.SIGTERM)
-    one.close()
-    assert children() == before
-
-
-@pytest.mark.slow
-def test_an_iterator_that_is_forgotten_ends_its_workers():
-    before = children()
-    one = batches(row)
-    next(one)
     assert len(children() - before) == 1
+    # An iterator that is forgotten ends its workers.
     del one
     gc.collect()
     assert children() == before
 
 
 @pytest.mark.slow
-def test_an_error_that_cannot_be_pickled_is_shown():
-    one = batches(fails)
-    with pytest.raises(errors.DataError, match=r"Unpicklable\('row \d is bad'\)"):
+@pytest.mark.parametrize(
+    ("function", "error", "shown"),
+    [
+        (fails, errors.DataError, r"Unpicklable\('row \d is bad'\)"),
+        (locked, errors.DataError, r"cannot be pickled: TypeError.*lock"),
+        (starts, AssertionError, "daemonic processes are not allowed to have chil"),
+    ],
+)
+def test_what_a_pipeline_cannot_do_there_is_one_error(function, error, shown):
+    one = batches(function)
+    with pytest.raises(error, match=shown) as caught:
         next(one)
-    one.close()
-
-
-@pytest.mark.slow
-def test_rows_that_cannot_be_pickled_are_one_error():
-    one = batches(locked)
-    with pytest.raises(errors.DataError, match=r"cannot be pickled: TypeError.*lock"):
-        next(one)
-    one.close()
-
-
-@pytest.mark.slow
-def test_a_killed_worker_is_noticed_whoever_it_has_forked():
-    before = children()
-    one = batches(forks)
-    for _ in range(2):
-        next(one)
-    worker = min(children() - before)
-    left = children() - before - {worker}
-    assert len(left) == 1
-    os.kill(worker, signal.SIGKILL)
-    try:
-        with pytest.raises(errors.DataError, match="was ended by SIGKILL"):
-            list(one)
-    finally:
-        for each in left:
-            os.kill(each, signal.SIGKILL)
+    assert "in worker process 0 of 1" in caught.value.__notes__
     one.close()
 
 
@@ -210,21 +193,24 @@ def test_a_pipeline_that_cannot_be_sent_is_refused_before_a_process_starts():
     assert children() == before
 
 
+HOST = """
+from tests.data import test_worker
+one = test_worker.batches(test_worker.row, num_workers=2)
+next(one)
+print(*test_worker.children(), flush=True)
+list(one)
+"""
+
+
 @pytest.mark.slow
-def test_the_workers_of_a_host_that_is_killed_end_by_themselves(tmp_path):
+def test_the_workers_of_a_host_that_is_killed_end_by_themselves():
     files = set(os.listdir("/dev/shm"))
-    host = subprocess.Popen(
-        [sys.executable, "-m", "tests.data.reading_host", str(tmp_path)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    workers = [int(pid) for pid in host.stdout.readline().split()]
-    assert len(workers) == 2
-    assert all(map(process_tree.is_alive, workers))
-    host.send_signal(signal.SIGKILL)
-    host.wait()
-    host.stdout.close()
+    with python("-c", HOST) as host:
+        numbers = set(map(int, host.stdout.readline().split()))
+        workers = numbers - {host.pid}
+        assert len(workers) == 2
+        assert all(map(process_tree.is_alive, workers))
+        host.kill()
     process_tree.wait_for_end(workers)
     assert not shared_memory.left_behind()
     assert not [name for name in set(os.listdir("/dev/shm")) - files if "mp-" in name]
