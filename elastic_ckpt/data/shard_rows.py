@@ -65,7 +65,7 @@ class Task:
       keep: the rows of a batch to return, ascending.
       history: the batches before the first.
       start: the cursors of the shards to run; None for a shard at its beginning.
-      end: how the data ends. If it does, shards that have ended yield rows of zeros,
+      finite: whether the data ends: then shards that have ended yield rows of zeros,
         and `mask` is false for these.
       every: of how many batches in succession one is returned; the rows of the others
         are read where a shard has them, and dropped.
@@ -78,7 +78,7 @@ class Task:
     keep: np.ndarray
     history: rows.History
     start: cursors.Cursors
-    end: elastic_data.End
+    finite: bool
     every: int = 1
     first: int = 0
 
@@ -86,11 +86,6 @@ class Task:
     def number(self) -> int:
         """The number of the first batch in its period; see `rows`."""
         return rows.batches_of(self.history, self.size)
-
-    @property
-    def finite(self) -> bool:
-        """Whether the data is finite."""
-        return self.end is not elastic_data.End.NEVER
 
     def row_shards(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """The shard of each row that is read for a batch, and whether it is kept."""

@@ -267,7 +267,7 @@ class _HostBatches:
                 keep=placement.held,
                 history=self._history,
                 start=self._cursors,
-                end=data.end,
+                finite=data.end is not elastic_data.End.NEVER,
                 every=placement.every,
                 first=self._skips,
             )

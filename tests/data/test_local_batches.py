@@ -163,17 +163,21 @@ class SteppingIterator(grain.DatasetIterator):
             "generator": np.random.RandomState(shard).get_state(legacy=False),
             "()": {"()": [1]},
             "none": {},
+            "counts": np.zeros(2),
         }
 
     def __next__(self):
         self._state["number"] += NUM_SHARDS
-        return {"tokens": np.array(self._state["number"])}
+        # Changes it in its place.
+        self._state["counts"] += 1
+        return {"tokens": self._state["counts"] + self._state["number"]}
 
     def get_state(self):
         return dict(self._state)
 
     def set_state(self, state):
-        assert repr(state | {"number": 0}) == repr(self._state | {"number": 0})
+        changing = {"number": 0, "counts": 0}
+        assert repr(state | changing) == repr(self._state | changing)
         self._state = state
 
 
