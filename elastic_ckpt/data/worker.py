@@ -98,7 +98,7 @@ class _Worker:
         self._name = name
         content = _pickled(task)
         self._process = subprocess.Popen(
-            [sys.executable, "-u", "-c", _program()],
+            [sys.executable, "-c", _program()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # The devices are those of the host's own process.
@@ -169,6 +169,7 @@ def main() -> None:
     given, pipe = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     # A process that a pipeline forks by hand would hold the pipe of one that is killed.
     os.register_at_fork(after_in_child=functools.partial(os.close, pipe.fileno()))
     num_ahead, content = cloudpickle.load(given)

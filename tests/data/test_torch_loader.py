@@ -40,11 +40,4 @@ def test_loaders_resume_where_they_were(python_with_torch):
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines() == [
-        "ranks and workers changed: the batches of one",
-        "0 workers (None): a later iteration goes on",
-        "2 workers (forkserver): a later iteration goes on",
-        "0 workers: each pass over data that ends is whole",
-        "1 workers: each pass over data that ends is whole",
-        "3 workers: each pass over data that ends is whole",
-    ]
+    assert ended.stdout == "all are equal\n"
