@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -57,10 +57,8 @@ class RemoteIterator(iterator.Batches):
         return _Workers(self._course, mesh, self._sharding, read_ahead)
 
 
-class _Fetched(NamedTuple):
-    batch: elastic_data.Batch
-    # One for each device whose worker this process can call.
-    waited_secs: jax.Array
+# A batch, and how long each host waited for it: a row for each of its devices.
+_Fetched = tuple[elastic_data.Batch, jax.Array]
 
 
 class _Workers:
@@ -100,10 +98,9 @@ class _Workers:
         background.close_with(self, release)
 
     def next(self) -> elastic_data.Batch:
-        fetched = self.calls.take()
+        batch, self._waited_secs = self.calls.take()
         self._num_taken += 1
-        self._waited_secs = fetched.waited_secs
-        return fetched.batch
+        return batch
 
     def num_ready(self) -> int:
         return self.calls.num_ready()
@@ -215,7 +212,7 @@ def _fetch(workers: Any, message: jax.Array, sharding: NamedSharding) -> _Fetche
         )
         for name, feature in batch.items()
     }
-    return _Fetched(batch=placed, waited_secs=waited_secs)
+    return placed, waited_secs
 
 
 def _release(
