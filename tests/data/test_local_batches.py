@@ -5,7 +5,6 @@ of what it delivers, and keeps the state of each worker after the last batch del
 """
 
 import collections
-import copy
 import dataclasses
 import functools
 import itertools
@@ -22,14 +21,13 @@ from hypothesis import strategies as st
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
     elastic_data,
-    example_id,
     local_batches,
     rows,
     sharded_data,
     sharded_state,
     stages,
 )
-from tests import conftest, pipelines, worlds
+from tests import pipelines, worlds
 
 NUM_SHARDS = SIZE = 12
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -190,14 +188,6 @@ def test_a_state_of_a_users_iterator_comes_back_as_it_was():
         assert next_rows([one]) == next_rows([other])
 
 
-def test_a_copy_as_a_pickle_makes_it_goes_on_from_the_state():
-    (one,) = world(sharded("plain"), read_ahead=2)
-    next(one)
-    other = copy.copy(one)
-    for _ in range(2):
-        assert next_rows([other]) == next_rows([one])
-
-
 @pytest.mark.parametrize(
     ("other", "problem"),
     [
@@ -295,16 +285,18 @@ def test_bytes_and_text_are_delivered_as_they_are():
     assert [found["maybe"][n] for n in order[1::2]] == BLOBS[1::2]
 
 
-def test_data_that_ends_has_to_be_agreed_on(corpus):
-    finite = conftest.data_of(corpus, num_epoch=1)
-    with pytest.raises(errors.ConfigError, match="pass agree="):
-        world(finite, 2)
-    batches = list(world(finite)[0])
-    assert [int(b[elastic_data.MASK].sum()) for b in batches] == [12] * 8 + [4]
-    ids = itertools.chain.from_iterable(
-        example_id.join(b["example_id"][b[elastic_data.MASK]]) for b in batches
-    )
-    assert sorted(ids) == list(range(100))
+def test_a_rank_ends_when_all_do():
+    ends = sharded_data.sharded(blobs, num_shards=2, pipeline="blobs", end="padded")
+    asked = []
+
+    def agree(has_rows):
+        asked.append(has_rows)
+        return len(asked) < 4
+
+    rank, _ = world(ends, 2, size=6, agree=agree)
+    # Of 4 examples in its shard it has 3 in each batch.
+    assert [int(batch["mask"].sum()) for batch in rank] == [3, 1, 0]
+    assert asked == [True, True, False, False]
 
 
 def in_stages(*begins):
@@ -312,8 +304,10 @@ def in_stages(*begins):
     return stages.staged([stages.Stage(begin=begin, data=data) for begin in begins])
 
 
-def test_workers_of_a_loader_that_would_have_to_agree_are_refused():
+def test_ranks_and_workers_of_a_loader_that_would_have_to_agree_are_refused():
     ends = dataclasses.replace(sharded("plain"), end=elastic_data.End.PADDED)
+    with pytest.raises(errors.ConfigError, match="pass agree="):
+        world(ends, 2)
     several, *_ = world(ends, 2, agree=bool)
     (staged,) = world(in_stages(0, 2))
     for batches in (several, staged):
