@@ -111,6 +111,8 @@ class ShardRows:
         # What reads chapters in each pipeline, and the chapters when it was noted.
         self._in_chapters: dict[int, list[Any]] = {}
         self._chapters: dict[int, list[int]] = {}
+        # The last row, and zeros of its shapes.
+        self._row: Any = None
         self._zeros: Any = None
         # Makes all rows of a batch at once, if pipelines yield those of `Rows`.
         self._made: Any = None
@@ -156,6 +158,7 @@ class ShardRows:
             raise
         else:
             self._rows[shard] += 1
+            self._row = row
             return row
         if not self._task.finite:
             raise errors.DataError(
@@ -192,7 +195,7 @@ class ShardRows:
             # Only some pipelines have steps after their rows.
             return {name: each[0] for name, each in self._made([row]).items()}
         if row is None and self._zeros is None:
-            example = self._any()
+            example = self._any() if self._row is None else self._alone(self._row)
             self._zeros = {name: zeros_like(leaf) for name, leaf in example.items()}
         return self._zeros if row is None else row
 

@@ -157,7 +157,8 @@ def test_signals_to_all_processes_of_a_host_do_not_end_its_workers():
         process_tree.send(children() - before, signal.SIGINT)
         process_tree.send(children() - before, signal.SIGTERM)
     assert len(children() - before) == 1
-    # An iterator that is forgotten ends its workers.
+    # An iterator that is forgotten ends its workers, even those that hang.
+    process_tree.send(children() - before, signal.SIGSTOP)
     del one
     gc.collect()
     assert children() == before
