@@ -56,6 +56,17 @@ def fails(number):
     raise Unpicklable(number)
 
 
+class Unrepeatable(Exception):
+    """An error that cannot be made from what a pickle has of it."""
+
+    def __init__(self, one, other):
+        super().__init__(f"row {one}, row {other}")
+
+
+def fails_twice(number):
+    raise Unrepeatable(number, number)
+
+
 def locked(number):
     return {"x": np.array(number), "lock": threading.Lock()}
 
@@ -151,12 +162,14 @@ def test_a_worker_that_is_killed_is_named_with_its_signal(function):
 @pytest.mark.slow
 def test_signals_to_all_processes_of_a_host_do_not_end_its_workers():
     before = children()
-    one, plain = batches(row), batches(row, num_workers=0)
+    one, plain = batches(row, num_workers=2), batches(row, num_workers=0)
     for _ in range(3):
-        assert next(one)["x"].tolist() == next(plain)["x"].tolist()
+        rows, expected = next(one)["x"], next(plain)["x"]
+        assert np.array_equal(rows, expected)
+        assert one.get_state() == plain.get_state()
         process_tree.send(children() - before, signal.SIGINT)
         process_tree.send(children() - before, signal.SIGTERM)
-    assert len(children() - before) == 1
+    assert len(children() - before) == 2
     # An iterator that is forgotten ends its workers, even those that hang.
     process_tree.send(children() - before, signal.SIGSTOP)
     del one
@@ -169,6 +182,7 @@ def test_signals_to_all_processes_of_a_host_do_not_end_its_workers():
     ("function", "error", "shown"),
     [
         (fails, errors.DataError, r"Unpicklable\('row \d is bad'\)"),
+        (fails_twice, errors.DataError, r"Unrepeatable\('row \d, row \d'\)"),
         (locked, errors.DataError, r"cannot be pickled: TypeError.*lock"),
         (starts, AssertionError, "daemonic processes are not allowed to have chil"),
     ],
