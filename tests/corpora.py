@@ -119,6 +119,9 @@ class Numbers:
     def settings(self):
         return {"format": "numbers", "columns": []}
 
+    def _paths(self, file):
+        return (file,)
+
     def index(self, file):
         counts = self.blocks[int(file.rpartition("-")[2])]
         return source.FileIndex(
@@ -126,7 +129,8 @@ class Numbers:
                 num_bytes=8 * sum(counts), digest="0" * 16, version=""
             ),
             block_records=np.array(counts, np.int64),
-            is_chained=np.arange(len(counts)) > 0 if self.chained else None,
+            block_bytes=np.full(len(counts), 8 * sum(counts)),
+            chains=np.arange(len(counts)) * (not self.chained),
         )
 
     @property

@@ -257,11 +257,6 @@ def from_config(data: data_keys.DataKeys) -> TextData:
 
 
 def _example(paths: tuple[str, ...], length: int, number: int) -> Example:
-    _, text = _records(paths)[number]
-    text_tokens = tokens.encode(text, length + 1)
+    # Only the paths travel to a host that reads.
+    text_tokens = tokens.encode(arrayrecord.record(paths, number), length + 1)
     return {"inputs": text_tokens[:-1], "targets": text_tokens[1:]}
-
-
-# Opened on each host that reads: only the paths travel there.
-_records = functools.lru_cache(maxsize=8)(arrayrecord.ArrayRecordFiles)
-files.register_cache(_records.cache_clear)

@@ -38,7 +38,7 @@ from elastic_ckpt.data import (
     shard_rows,
     state,
 )
-from elastic_ckpt.data.sources import arrayrecord
+from elastic_ckpt.data.sources import arrayrecord, source
 from elastic_ckpt.training import step_log
 from elastic_ckpt.training.stream import (
     History,
@@ -790,8 +790,8 @@ class _Origins:
 
     def __init__(self, data: positional_data.TextData) -> None:
         self._files = data.files
-        counts = arrayrecord.ArrayRecordFiles(data.files).records_per_file
-        self._counts = np.array(counts)
+        indexes = source.indexes(arrayrecord.ArrayRecord(files=data.files))
+        self._counts = np.array([index.num_records for index in indexes])
         self._firsts = np.cumsum(self._counts) - self._counts
 
     def piece(self, number: int, epoch: int) -> provenance.Piece:

@@ -2,20 +2,22 @@
 
 A file is a stream of messages, with or without the frame of Arrow's file format.
 Finding the record batches requires a pass over the metadata of the messages, which is
-made once for each version of a file (`offset_index`).
+made once for each version of a file (`index_cache`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import struct
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from elastic_ckpt.core import digest, errors, extras
-from elastic_ckpt.data.sources import columns, files, offset_index, source
+from elastic_ckpt.data.sources import columns, files, source
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -47,34 +49,54 @@ class Arrow(source.Source):
 
     file_type = "arrow"
 
-    def index(self, file: str) -> source.FileIndex:
-        """The offset and the rows of each record batch."""
-        index = offset_index.of_blocks("arrow", file, functools.partial(_found, file))
-        source.check_columns(file, self.columns, _schema(files.local_copy(file)).names)
-        return index
+    def _find(self, file: str) -> source.Found:
+        # The digest is of the metadata of all messages.
+        ipc, content = pyarrow().ipc, digest.values_hash()
+        starts: list[int] = []
+        records: list[int] = []
+        local = files.local_copy(file)
+        foreign = functools.partial(source.foreign, file, "Arrow")
+        source.check_columns(file, self.columns, _schema(local, file).names)
+        with columns.damaged(foreign), _mapped(local) as stream:
+            content.update(ipc.read_message(stream).metadata)
+            for start, message in _messages(stream):
+                content.update(message.metadata)
+                if message.type != "record batch":
+                    raise foreign(
+                        f"a {message.type} message at byte {start}: write the data"
+                        " without dictionaries, as one file or to Parquet"
+                    )
+                # Without a column, nothing is decompressed.
+                batch = ipc.read_record_batch(message, pyarrow().schema([]))
+                sizes = source.pieces(batch.num_rows, len(message.body))
+                starts += [start] * len(sizes)
+                records += sizes
+            end = stream.tell()
+            if end + _num_end_bytes(stream) != stream.size():
+                raise foreign(
+                    f"it does not end after its record batches, at byte {end}"
+                )
+        return source.Found(content.hexdigest(), records, starts)
 
     def decode(self, file: int, block: int) -> source.Block:
         """See `Source`."""
         path, index = self.files[file], source.indexes(self)[file]
-        assert index.block_bytes is not None
         offset = index.block_bytes[block]
         # All blocks of a record batch have its offset.
         begin = int(np.searchsorted(index.block_bytes, offset))
         first = int(index.block_records[begin:block].sum())
         place = f"{path}, record batch at byte {offset}"
+        corrupt = functools.partial(source.corrupt, place)
         local = files.local_copy(path)
-        try:
-            with _mapped(local) as stream, columns.damaged():
-                stream.seek(offset)
-                message = pyarrow().ipc.read_message(stream)
-                batch = pyarrow().ipc.read_record_batch(message, _schema(local))
-        except columns.DamagedError as error:
-            return source.LostBlock(place, error)
+        with columns.damaged(corrupt), _mapped(local) as stream:
+            stream.seek(offset)
+            message = pyarrow().ipc.read_message(stream)
+            batch = pyarrow().ipc.read_record_batch(message, _schema(local, path))
         rows = batch.slice(first, index.block_records[block])
         if len(rows) < index.block_records[block]:
-            return source.LostBlock(place, f"it has {len(batch)} rows")
+            raise corrupt(f"it has {len(batch)} rows")
         read = rows.select(list(self.columns)) if self.columns else rows
-        return columns.checked(read, place, is_mapped=True)
+        return columns.Columns(read, corrupt, is_mapped=True)
 
 
 def from_hf(dataset: Any, *, columns: tuple[str, ...] = ()) -> Arrow:
@@ -87,99 +109,41 @@ def from_hf(dataset: Any, *, columns: tuple[str, ...] = ()) -> Arrow:
     Raises:
       ConfigError: if it is another object, or its rows are not those of its files.
     """
-    remedy = (
-        "save it, dataset.flatten_indices().save_to_disk(DIRECTORY), and give"
-        " ec.data.from_hf(datasets.load_from_disk(DIRECTORY))"
-    )
-    kind = type(dataset)
-    if not hasattr(dataset, "cache_files") or isinstance(dataset, dict):
-        splits = (
-            f"one of its splits, {sorted(dataset)}"
-            if isinstance(dataset, dict)
-            else "a datasets.Dataset"
-        )
-        raise errors.ConfigError(f"from_hf: got a {kind.__name__}; give {splits}")
-    names = [each["filename"] for each in dataset.cache_files]
-    if not names:
-        raise errors.ConfigError(f"from_hf: the dataset lies in memory only; {remedy}")
-    made = Arrow(files=tuple(names), columns=columns)
+    found = getattr(dataset, "cache_files", None)
+    names = [each["filename"] for each in found] if isinstance(found, list) else []
+    made = Arrow(files=tuple(names), columns=columns) if names else None
     is_reordered = getattr(dataset, "_indices", None) is not None
-    if is_reordered or source.num_records(made) != len(dataset):
+    if made is None or is_reordered or source.num_records(made) != len(dataset):
         raise errors.ConfigError(
-            "from_hf: the dataset is a selection of the rows of its files, or has"
-            f" another order; {remedy}"
+            f"from_hf: this {type(dataset).__name__} is no datasets.Dataset whose rows"
+            " are those of its files on disk, all of them and in their order; save one"
+            " split, dataset.flatten_indices().save_to_disk(DIRECTORY), and give"
+            " ec.data.from_hf(datasets.load_from_disk(DIRECTORY))"
         )
     return made
 
 
-def _found(file: str) -> offset_index.Offsets:
-    # The digest is of the metadata of all messages.
-    ipc, content = pyarrow().ipc, digest.values_hash()
-    starts: list[int] = []
-    counts: list[int] = []
-    local = files.local_copy(file)
-    with _mapped(local) as stream, columns.damaged(functools.partial(_foreign, file)):
-        stream.seek(_first(stream))
-        content.update(ipc.read_message(stream).metadata)
-        end = stream.tell()
-        while (message := _next_message(stream)) is not None:
-            content.update(message.metadata)
-            if message.type != "record batch":
-                raise errors.DataError(
-                    f"{file}: a {message.type} message at byte {end}, which is not read"
-                    " from Arrow files; write the data without dictionaries, as one"
-                    " file or to Parquet"
-                )
-            # Without a column, nothing is decompressed.
-            batch = ipc.read_record_batch(message, pyarrow().schema([]))
-            sizes = source.pieces(batch.num_rows, len(message.body)).tolist()
-            starts += [end] * len(sizes)
-            counts += sizes
-            end = stream.tell()
-        _check_end(file, stream)
-    return offset_index.Offsets(starts, counts, content.hexdigest())
+def _messages(stream: Any) -> Iterator[tuple[int, Any]]:
+    # Each with its offset.
+    with contextlib.suppress(EOFError):
+        while True:
+            yield stream.tell(), pyarrow().ipc.read_message(stream)
 
 
-def _next_message(stream: Any) -> Any:
-    try:
-        return pyarrow().ipc.read_message(stream)
-    except EOFError:
-        return None
-
-
-def _check_end(file: str, stream: Any) -> None:
-    # What is behind the messages.
-    end = messages_end = stream.tell()
-    num_bytes = stream.size()
-    if _first(stream):
-        stream.seek(max(0, num_bytes - _END.size))
-        footer_bytes, magic = _END.unpack(stream.read().rjust(_END.size))
-        if magic != _MAGIC:
-            raise _foreign(file, f"it is cut short after {num_bytes} bytes")
-        end += footer_bytes + _END.size
-    if end != num_bytes:
-        raise errors.DataError(
-            f"{file}: its record batches end at byte {messages_end}, and more follows;"
-            f" {files.JOINED}"
-        )
-
-
-def _first(stream: Any) -> int:
-    # The offset of the first message.
+def _num_end_bytes(stream: Any) -> int:
+    # Of what follows the messages: in a file, a footer and its length.
     stream.seek(0)
-    return _FIRST_OF_FILE if stream.read(len(_MAGIC)) == _MAGIC else 0
-
-
-def _foreign(file: str, problem: object) -> errors.DataError:
-    return errors.DataError(
-        f"{file}: not a complete Arrow file ({problem}); {files.RESTORE}"
-    )
+    if stream.read(len(_MAGIC)) != _MAGIC:
+        return 0
+    stream.seek(max(0, stream.size() - _END.size))
+    footer_bytes, _ = _END.unpack(stream.read().rjust(_END.size))
+    return footer_bytes + _END.size
 
 
 @functools.lru_cache(maxsize=1024)
-def _schema(file: str) -> pa.Schema:
-    with _mapped(file) as stream, columns.damaged(functools.partial(_foreign, file)):
-        stream.seek(_first(stream))
+def _schema(local: str, file: str) -> pa.Schema:
+    foreign = functools.partial(source.foreign, file, "Arrow")
+    with columns.damaged(foreign), _mapped(local) as stream:
         return pyarrow().ipc.read_schema(stream)
 
 
@@ -187,7 +151,10 @@ files.register_cache(_schema.cache_clear)
 
 
 def _mapped(file: str) -> Any:
-    return pyarrow().memory_map(file)
+    # At the first message.
+    stream = pyarrow().memory_map(file)
+    stream.seek(_FIRST_OF_FILE if stream.read(len(_MAGIC)) == _MAGIC else 0)
+    return stream
 
 
 def pyarrow() -> Any:

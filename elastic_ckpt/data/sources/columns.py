@@ -14,12 +14,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-class DamagedError(Exception):
-    """Bytes that Arrow cannot decode, or values that nobody wrote."""
-
-
 @contextlib.contextmanager
-def damaged(error_of: Callable[[object], Exception] = DamagedError) -> Iterator[None]:
+def damaged(error_of: Callable[[object], Exception]) -> Iterator[None]:
     """Converts Arrow's errors of bytes that it cannot decode.
 
     Args:
@@ -38,17 +34,26 @@ def damaged(error_of: Callable[[object], Exception] = DamagedError) -> Iterator[
 
 
 class Columns(source.Block):
-    """The records of a sound batch.
+    """The records of a batch, of which lists of whole numbers are held in few bits.
 
     Args:
       batch: the records.
-      is_mapped: whether they are those of a file; otherwise lists of whole numbers are
-        held in as few bits as they need.
+      corrupt: makes the error if one cannot be as it is.
+      is_mapped: whether they are those of a file, which take no memory.
     """
 
-    def __init__(self, batch: pa.RecordBatch, *, is_mapped: bool = False) -> None:
+    def __init__(
+        self,
+        batch: pa.RecordBatch,
+        corrupt: Callable[[object], Exception],
+        *,
+        is_mapped: bool = False,
+    ) -> None:
+        with damaged(corrupt):
+            # A damaged page may decode to offsets out of bounds or to invalid text.
+            batch.validate(full=True)
         self._columns = {
-            name: _Numbers(column, is_mapped=is_mapped)
+            name: _Numbers(column, corrupt, is_mapped)
             if _is_numbers(column.type)
             else column
             for name, column in zip(batch.schema.names, batch.columns, strict=True)
@@ -78,19 +83,21 @@ class Columns(source.Block):
 
 class _Numbers:
     # A column of lists of numbers; those of none are empty.
-    def __init__(self, column: pa.Array, *, is_mapped: bool) -> None:
-        offsets, numbers = _offsets_and_values(column)
-        # Those of a list that is missing may be null.
-        held = np.asarray(numbers.fill_null(0) if numbers.null_count else numbers)
+    def __init__(
+        self, column: Any, corrupt: Callable[[object], Exception], is_mapped: bool
+    ) -> None:
+        numbers = column.flatten()
+        if numbers.null_count:
+            raise corrupt("a list of numbers has a null in it")
+        held = np.asarray(numbers)
         self._dtype = held.dtype
-        self.held = (
-            held if is_mapped and held.dtype in _TOKEN_TYPES else _narrowed(held)
-        )
-        begins, ends = offsets[:-1] - offsets[0], offsets[1:] - offsets[0]
+        is_kept = is_mapped and held.dtype in _TOKEN_TYPES
+        self.held = held if is_kept else _narrowed(held)
+        lengths = np.asarray(column.value_lengths().fill_null(0))
+        ends = np.cumsum(lengths, dtype=np.int64)
         self._missing = np.asarray(column.is_null())
-        ends[self._missing] = begins[self._missing]
         # Their numbers are Python's, which slice twice as fast as NumPy's.
-        self._begins, self._ends = begins.data, ends.data
+        self._begins, self._ends = (ends - lengths).data, ends.data
 
     @property
     def nbytes(self) -> int:
@@ -113,60 +120,20 @@ _TOKEN_TYPES = (np.uint16, np.int32)
 
 def _narrowed(numbers: np.ndarray) -> np.ndarray:
     # In the first of these types that holds all of them.
-    if not np.issubdtype(numbers.dtype, np.integer):
-        return numbers
-    least, most = int(numbers.min(initial=0)), int(numbers.max(initial=0))
-    for kind in _TOKEN_TYPES:
-        if np.iinfo(kind).min <= least and most <= np.iinfo(kind).max:
-            return numbers.astype(kind, copy=False)
+    for kind in _TOKEN_TYPES if numbers.dtype.kind in "iu" else ():
+        narrow = numbers.astype(kind, copy=False)
+        if (narrow == numbers).all():
+            return narrow
     return numbers
 
 
-def checked(
-    batch: pa.RecordBatch, place: str, *, is_mapped: bool = False
-) -> source.Block:
-    """The records of a batch; none if one of them cannot be as it is."""
-    try:
-        return Columns(sound(batch), is_mapped=is_mapped)
-    except DamagedError as error:
-        return source.LostBlock(place, error)
-
-
-def sound(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch itself, checked.
-
-    Raises:
-      DamagedError: if a row cannot be converted to an element.
-    """
-    with damaged():
-        # A damaged page may decode to offsets out of bounds or to invalid text.
-        batch.validate(full=True)
-    for column in batch.columns:
-        # NumPy arrays of numbers cannot have nulls. A row without a list is valid.
-        if _is_numbers(column.type) and column.null_count < len(column):
-            _, values = _offsets_and_values(column)
-            if values.null_count:
-                raise DamagedError("a list of numbers has a null in it")
-    return batch
-
-
-def _offsets_and_values(column: pa.Array) -> tuple[np.ndarray, pa.Array]:
-    # For a slice of a table, only the values of the slice.
-    offsets = column.offsets.to_numpy()
-    first, stop = offsets[0], offsets[-1]
-    return offsets, column.values.slice(first, stop - first)
-
-
-def _values(column: pa.Array, rows: Sequence[int]) -> Iterator[Any]:
-    import pyarrow as pa
-
-    some = column.take(pa.array(rows, pa.int64()))
-    if _is_number(some.type):
-        # The type must not depend on whether another row of the batch is null.
-        numbers = np.asarray(some.fill_null(0))
-        missing = some.is_null().to_pylist()
-        return (None if gone else n for n, gone in zip(numbers, missing, strict=True))
-    return iter(some.to_pylist())
+def _values(column: pa.Array, rows: Sequence[int]) -> list[Any]:
+    some = column.take(np.array(rows, np.int64))
+    if not _is_number(some.type):
+        return some.to_pylist()
+    # The type must not depend on whether another row of the batch is null.
+    numbers, valid = some.fill_null(0).to_numpy(), some.is_valid().to_pylist()
+    return [n if is_valid else None for n, is_valid in zip(numbers, valid, strict=True)]
 
 
 def _is_numbers(kind: pa.DataType) -> bool:

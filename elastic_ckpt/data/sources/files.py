@@ -17,7 +17,7 @@ import fsspec
 from absl import logging
 from fsspec import asyn
 
-from elastic_ckpt.core import bucket_clients, digest, errors, storage
+from elastic_ckpt.core import bucket_clients, errors, storage
 from elastic_ckpt.data.sources import remote_file
 
 T = TypeVar("T")
@@ -31,8 +31,17 @@ _LASTING = (FileNotFoundError, NotADirectoryError, IsADirectoryError, Permission
 _SAMPLE_SPANS = 8
 _SAMPLE_SPAN_BYTES = 4096
 
-# The properties by which stores distinguish versions of an object.
-_VERSIONS = ("etag", "generation", "md5hash", "mtime", "created", "lastmodified")
+# The properties by which stores distinguish versions of an object. On this machine
+# `created` is the time of the last change, which cannot be set.
+_VERSIONS = (
+    "etag",
+    "generation",
+    "md5hash",
+    "mtime",
+    "created",
+    "lastmodified",
+    "ino",
+)
 
 # Protocols of sites that may change, limit requests, or list no files.
 _SITES = ("hf", "http", "https")
@@ -62,11 +71,6 @@ class Content:
     digest: str
     version: str
 
-    def including(self, more: str) -> Content:
-        """The same with another digest in its own."""
-        both = digest.json_digest([self.digest, more])[:16]
-        return dataclasses.replace(self, digest=both)
-
 
 def find_files(patterns: str, *, key: str = "grain_train_files") -> tuple[str, ...]:
     """The files of comma-separated paths or globs, sorted within each.
@@ -79,7 +83,6 @@ def find_files(patterns: str, *, key: str = "grain_train_files") -> tuple[str, .
       DataError: if a pattern matches nothing; names it.
       ConfigError: if two patterns match the same file.
     """
-    paths: list[str] = []
     matched: dict[str, str] = {}
     for pattern in _patterns(patterns):
         matches = list(map(absolute_path, _matches(pattern)))
@@ -89,28 +92,20 @@ def find_files(patterns: str, *, key: str = "grain_train_files") -> tuple[str, .
                 " `elastic-ckpt data DIRECTORY FILE`"
             )
         for match in matches:
-            earlier = matched.setdefault(match, pattern)
-            if earlier is not pattern:
+            if match in matched:
                 raise errors.ConfigError(
-                    f"{key}: {earlier} and {pattern} both match {match}, which would be"
-                    " read twice in each epoch; list each file once"
+                    f"{key}: {matched[match]} and {pattern} both match {match}, which"
+                    " would be read twice in each epoch; list each file once"
                 )
-        paths += matches
-    if not paths:
+        matched |= dict.fromkeys(matches, pattern)
+    if not matched:
         raise errors.DataError(f"{key} is empty; set it to the files to read")
-    return tuple(paths)
+    return tuple(matched)
 
 
 def exists(file: str) -> bool:
     """Whether there is a file at a path or URI."""
     return bool(_matches(file))
-
-
-# What to do with files of which only one is read.
-JOINED = "if files were joined by cat, name each of them, or write them again as one"
-
-# What to do with a file that is not of the format as which it is read.
-RESTORE = "restore it from a copy, or read it as its own format (grain_file_type)"
 
 
 def names(value: Any, *, argument: str, required: bool = False) -> tuple[str, ...]:
@@ -122,7 +117,8 @@ def names(value: Any, *, argument: str, required: bool = False) -> tuple[str, ..
       required: whether at least one is required.
 
     Raises:
-      ConfigError: if it is a single text, does not consist of names, or is empty.
+      ConfigError: if it is a single text, does not consist of names, is empty, or has a
+        name twice.
     """
     if isinstance(value, str | bytes | os.PathLike):
         raise errors.ConfigError(
@@ -134,6 +130,9 @@ def names(value: Any, *, argument: str, required: bool = False) -> tuple[str, ..
         raise errors.ConfigError(f"{argument}={value!r}: {error}; give names") from None
     if required and not items:
         raise errors.ConfigError(f"{argument} is empty; give at least one")
+    if len(set(items)) < len(items):
+        twice = max(items, key=items.count)
+        raise errors.ConfigError(f"{argument} has {twice!r} twice; name it once")
     return items
 
 
@@ -149,40 +148,36 @@ def absolute_path(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))
 
 
-def content(file: str) -> Content:
-    """Size, digest of a sample, and version of `file`."""
-    if storage.is_local(file):
-        with open(file, "rb") as local:
-            descriptor = local.fileno()
-            version = _local_version(os.fstat(descriptor))
-            num_bytes = os.fstat(descriptor).st_size
-            spans = [
-                os.pread(descriptor, _SAMPLE_SPAN_BYTES, start)
-                for start in _sample_starts(num_bytes)
-            ]
-    else:
-        remote = _looked_up(file)
-        num_bytes, version = remote.num_bytes, remote.version
-        starts = _sample_starts(num_bytes)
-        stops = [min(start + _SAMPLE_SPAN_BYTES, num_bytes) for start in starts]
+def content(*files: str) -> Content:
+    """The size of the first file, and digest of samples and version of all."""
+    found = list(map(_looked_up, files))
+    sample = hashlib.blake2b(digest_size=8)
+    for each in found:
+        last = max(0, each.num_bytes - _SAMPLE_SPAN_BYTES)
+        starts = sorted({last * n // (_SAMPLE_SPANS - 1) for n in range(_SAMPLE_SPANS)})
+        stops = [min(start + _SAMPLE_SPAN_BYTES, each.num_bytes) for start in starts]
+        paths = [each.path] * len(starts)
         with _store_errors():
-            spans = remote.system.cat_ranges(
-                [remote.path] * len(starts), starts, stops, on_error="raise"
-            )
-    sample = hashlib.blake2b(b"".join(spans), digest_size=8).hexdigest()
-    return Content(num_bytes=num_bytes, digest=sample, version=version)
+            spans = each.system.cat_ranges(paths, starts, stops, on_error="raise")
+        sample.update(b"".join(spans))
+    return Content(
+        num_bytes=found[0].num_bytes, digest=sample.hexdigest(), version=_joined(found)
+    )
 
 
-def has_changed(file: str, version: str) -> bool:
-    """Whether a file has another version now; objects are looked at each 30 s."""
-    if not version:
-        return False
-    try:
-        if not storage.is_local(file):
-            return _looked_up(file).version != version
-        return _local_version(os.stat(file)) != version
-    except OSError:
-        return True
+def version(*files: str) -> str:
+    """Changes with each write of one of the files, at which it looks each 30 s.
+
+    It is empty if a store has no such property, or a file is gone.
+    """
+    with contextlib.suppress(OSError):
+        return _joined(map(_looked_up, files))
+    return ""
+
+
+def _joined(found: Iterable[remote_file.Object]) -> str:
+    versions = [each.version for each in found]
+    return " ".join(versions) if all(versions) else ""
 
 
 def register_cache(clear: Callable[[], object]) -> None:
@@ -237,7 +232,8 @@ def retried(read: Callable[[], T], place: str, *, at_start: bool = False) -> T:
     Raises:
       DataError: if the last try has failed; names the place.
     """
-    for pause_secs in _PAUSES_SECS:
+    pauses_secs = iter(_PAUSES_SECS)
+    while True:
         try:
             return read()
         except OSError as error:
@@ -246,15 +242,15 @@ def retried(read: Callable[[], T], place: str, *, at_start: bool = False) -> T:
                     f"{place}: {error.strerror or 'cannot be opened'}; correct the"
                     " path, or restore the file"
                 ) from error
+            pause_secs = next(pauses_secs, None)
+            if pause_secs is None:
+                raise errors.DataError(
+                    f"{place}: cannot be read, in {len(_PAUSES_SECS) + 1} tries"
+                    f" ({error}); restore the file or the access to it, and start the"
+                    " run again"
+                ) from error
             logging.warning("%s: %s; trying again in %s s", place, error, pause_secs)
             time.sleep(pause_secs)
-    try:
-        return read()
-    except OSError as error:
-        raise errors.DataError(
-            f"{place}: cannot be read, in {len(_PAUSES_SECS) + 1} tries ({error});"
-            " restore the file or the access to it, and start the run again"
-        ) from error
 
 
 def _patterns(text: str) -> Iterable[str]:
@@ -264,11 +260,11 @@ def _patterns(text: str) -> Iterable[str]:
 def _matches(pattern: str) -> list[str]:
     # Directories are left out of globs; one that is named is an error when it is read.
     if storage.is_local(pattern):
-        path = os.path.expanduser(pattern)
-        found = glob.glob(path, recursive=True)
-        if glob.has_magic(path):
-            found = [match for match in found if not os.path.isdir(match)]
-        return sorted(found)
+        pattern = os.path.expanduser(pattern)
+        if not glob.has_magic(pattern):
+            return [pattern] * os.path.exists(pattern)
+        found = glob.glob(pattern, recursive=True)
+        return sorted(match for match in found if not os.path.isdir(match))
     system, path = _located(pattern)
 
     def listed() -> list[str]:
@@ -279,54 +275,48 @@ def _matches(pattern: str) -> list[str]:
             return [path] * system.exists(path)
 
     paths = retried(listed, pattern, at_start=True)
-    return sorted(system.unstrip_protocol(match) for match in paths)
+    return sorted(map(system.unstrip_protocol, paths))
 
 
 def _located(file: str) -> tuple[Any, str]:
     # The file system of a remote file, and the path in it.
     protocol = file.partition("://")[0]
-    remedy = "download the files, or copy them to gs://, s3:// or az://"
-    if protocol in _SITES:
-        raise errors.DataError(
-            f"{file}: data is not read from {protocol}:// during training; {remedy}"
-        )
     bucket_clients.prepare(file, is_data=True)
     try:
+        if protocol in _SITES:
+            raise ValueError("a site may change, limit requests, or list no files")
         system, path = fsspec.url_to_fs(file)
     except (ImportError, ValueError) as error:
         raise errors.DataError(
-            f"{file}: there is no client for {protocol}:// ({error}); {remedy}"
+            f"{file}: data is not read from {protocol}:// ({error}); download the"
+            " files, or copy them to gs://, s3:// or az://"
         ) from None
-    if bucket_clients.is_bucket(file):
-        _check_reachable(system, protocol, path)
+    bucket = f"{protocol}://{path.partition('/')[0]}"
+    if bucket_clients.is_bucket(file) and bucket not in _REACHED:
+        _check_reachable(system, bucket, path)
+        _REACHED.add(bucket)
     return system, path
 
 
 # The buckets whose stores have answered.
-_REACHED: set[tuple[str, str]] = set()
+_REACHED: set[str] = set()
 
 
-def _check_reachable(system: Any, protocol: str, path: str) -> None:
+def _check_reachable(system: Any, bucket: str, path: str) -> None:
     # Clients try again for minutes, also if their store was never there.
-    bucket = path.partition("/")[0]
-    if (protocol, bucket) in _REACHED:
-        return
-    timeouts = (TimeoutError, asyn.FSTimeoutError)
     try:
         # Not `_exists`, for which a store that is out of reach has no such object.
         asyn.sync(system.loop, system._info, path, timeout=_REACH_SECS)
-    except (*timeouts, *bucket_clients.failures()) as error:
+    except bucket_clients.failures() as error:
         # If it answered, what is requested next has an error of its own.
-        is_late = isinstance(error, timeouts)
+        is_late = isinstance(error, TimeoutError)
         if is_late or bucket_clients.is_connection_failure(error):
-            problem = f"no answer within {_REACH_SECS} s" if is_late else error
             raise errors.DataError(
-                f"{protocol}://{bucket}: its store cannot be reached ({problem}); check"
-                " the network of this machine and the store's address"
+                f"{bucket}: its store cannot be reached within {_REACH_SECS} s"
+                f" ({error}); check the network of this machine and the store's address"
                 " (AWS_ENDPOINT_URL, STORAGE_EMULATOR_HOST or that of Azure), and start"
                 " the run again"
             ) from error
-    _REACHED.add((protocol, bucket))
 
 
 def _remote(file: str) -> remote_file.Object:
@@ -342,12 +332,18 @@ def _remote(file: str) -> remote_file.Object:
 
 
 def _looked_up(file: str) -> remote_file.Object:
+    if storage.is_local(file):
+        return _found(os.path.realpath(file))
     return _looked_up_in(file, int(time.monotonic() // _LOOK_SECS))
 
 
 @functools.lru_cache(maxsize=2**16)
 def _looked_up_in(file: str, period: int) -> remote_file.Object:
     del period
+    return _found(file)
+
+
+def _found(file: str) -> remote_file.Object:
     system, path = _located(file)
     with _store_errors():
         properties = {
@@ -381,17 +377,3 @@ def _store_errors() -> Iterator[None]:
         raise
     except bucket_clients.failures() as error:
         raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
-
-
-def _sample_starts(num_bytes: int) -> list[int]:
-    last = num_bytes - _SAMPLE_SPAN_BYTES
-    if last <= 0:
-        return [0] if num_bytes else []
-    spans = min(_SAMPLE_SPANS, -(-num_bytes // _SAMPLE_SPAN_BYTES))
-    return [last * span // (spans - 1) for span in range(spans)]
-
-
-def _local_version(stat: os.stat_result) -> str:
-    # The change time cannot be set. Unlike the modification time it also differs for a
-    # file that was copied here together with its times.
-    return f"{stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import struct
 from typing import NamedTuple
 
 import numpy as np
 
 from elastic_ckpt.core import digest, errors
-from elastic_ckpt.data.sources import arrow, columns, files, offset_index, source
+from elastic_ckpt.data.sources import arrow, columns, files, source
 
 COLUMN = "tokens"
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -58,29 +59,37 @@ class Megatron(source.Source):
                     " an .idx file beside it"
                 )
 
-    def index(self, file: str) -> source.FileIndex:
-        """The number of documents, and a digest of the index."""
+    def _paths(self, file: str) -> tuple[str, ...]:
+        """The file of tokens, and its index."""
+        return file, _index_of(file)
+
+    def _find(self, file: str) -> source.Found:
+        # The digest is of the index.
         name = _index_of(file)
-        found = offset_index.of_blocks(
-            "megatron", name, functools.partial(_found, name)
+        path, num_bytes = (
+            files.local_copy(name),
+            os.path.getsize(files.local_copy(file)),
         )
-        content, index = files.content(file), _index(files.local_copy(name), name)
-        if index.num_bytes != content.num_bytes:
-            is_short = index.num_bytes > content.num_bytes
+        index = _index(path, name)
+        starts, stops = index.documents[:-1], index.documents[1:]
+        last = index.num_bytes - index.lengths.astype(np.int64) * index.dtype.itemsize
+        if (
+            index.documents[[0, -1]].tolist() != [0, len(index.lengths)]
+            or (starts > stops).any()
+            or (index.lengths < 0).any()
+            or (index.offsets < 0).any()
+            or (index.offsets > last).any()
+            or index.num_bytes != num_bytes
+        ):
             raise errors.DataError(
-                f"{file}: {'cut short' if is_short else 'of another index'},"
-                f" {content.num_bytes} of {index.num_bytes} bytes that its index names;"
-                " restore both from a copy, and join files by Megatron's"
-                " tools/merge_datasets.py"
+                f"{file}: its index is of another file, or one of both is damaged or"
+                f" cut short: it has {num_bytes} bytes, the index names"
+                f" {index.num_bytes}, and {len(index.lengths)} sequences; restore both"
+                " from a copy, and join files by Megatron's tools/merge_datasets.py"
             )
-        version = content.version and f"{content.version} {found.content.version}"
-        return source.FileIndex(
-            content=dataclasses.replace(
-                content.including(found.content.digest), version=version
-            ),
-            block_records=source.pieces(
-                found.num_records, content.num_bytes, source.BLOCK_RECORDS
-            ),
+        content = digest.values_digest(np.memmap(path, np.uint8, "r")).hex()
+        return source.Found(
+            content, source.pieces(len(starts), num_bytes, source.BLOCK_RECORDS)
         )
 
     def decode(self, file: int, block: int) -> source.Block:
@@ -105,8 +114,8 @@ class Megatron(source.Source):
             raise source.changed(path, f"documents from {first} on are cut short")
         pa = arrow.pyarrow()
         column = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(tokens))
-        (name,) = self.columns[:1] or (COLUMN,)
-        return columns.Columns(pa.record_batch([column], names=[name]))
+        batch = pa.record_batch([column], names=self.columns[:1] or (COLUMN,))
+        return columns.Columns(batch, functools.partial(source.corrupt, path))
 
 
 class _Index(NamedTuple):
@@ -139,26 +148,20 @@ def _index_of(file: str) -> str:
 @functools.lru_cache(maxsize=1024)
 def _index(path: str, name: str) -> _Index:
     # The index at a local path; `name` is for errors.
-    def foreign(problem: str) -> errors.DataError:
-        return errors.DataError(
-            f"{name}: {problem}; restore it, or write it again by Megatron's"
-            " tools/preprocess_data.py"
-        )
-
     with open(path, "rb") as stream:
-        header = stream.read(_HEADER.size)
-    if len(header) < _HEADER.size:
-        raise foreign("cut short")
+        header = stream.read(_HEADER.size).ljust(_HEADER.size)
     magic, version, code, num_sequences, num_documents = _HEADER.unpack(header)
-    if magic != _MAGIC:
-        raise foreign(f"not an index of Megatron (it begins with {magic!r})")
-    if version != _VERSION or code not in _TYPES or not num_documents:
-        raise foreign(f"version {version} and type {code} of tokens are not read")
-    content = np.memmap(path, np.uint8, "r")[_HEADER.size :]
     num_bytes = 12 * num_sequences + 8 * num_documents
     # An index of several modalities has a byte more for each sequence.
-    if len(content) not in (num_bytes, num_bytes + num_sequences):
-        raise foreign(f"cut short, or damaged: {len(content)} of {num_bytes} bytes")
+    sizes = _HEADER.size + num_bytes, _HEADER.size + num_bytes + num_sequences
+    is_whole = num_documents and os.path.getsize(path) in sizes
+    if magic != _MAGIC or version != _VERSION or code not in _TYPES or not is_whole:
+        raise errors.DataError(
+            f"{name}: not an index of Megatron, or cut short (it begins with {magic!r},"
+            f" version {version}, type {code} of tokens); restore it, or write it again"
+            " by Megatron's tools/preprocess_data.py"
+        )
+    content = np.memmap(path, np.uint8, "r")[_HEADER.size :]
     lengths, offsets, documents = np.split(
         content[:num_bytes], [4 * num_sequences, 12 * num_sequences]
     )
@@ -171,27 +174,3 @@ def _index(path: str, name: str) -> _Index:
 
 
 files.register_cache(_index.cache_clear)
-
-
-def _found(name: str) -> offset_index.Offsets:
-    # Checks all of an index, and digests it.
-    path = files.local_copy(name)
-    index = _index(path, name)
-    ends = index.documents[[0, -1]].tolist()
-    if ends != [0, len(index.lengths)]:
-        raise errors.DataError(
-            f"{name}: documents begin and end at the sequences {ends}, not at 0 and"
-            f" {len(index.lengths)}; the index is damaged, restore it from a copy"
-        )
-    is_rising = (np.diff(index.documents) >= 0).all()
-    last = index.num_bytes - index.lengths.astype(np.int64) * index.dtype.itemsize
-    is_inside = (index.offsets >= 0).all() and (index.offsets <= last).all()
-    if not is_rising or not is_inside or (index.lengths < 0).any():
-        raise errors.DataError(
-            f"{name}: a document or a sequence has no such place; the index is"
-            " damaged, restore it from a copy"
-        )
-    content = digest.values_hash()
-    content.update(np.memmap(path, np.uint8, "r").data)
-    num_documents = len(index.documents) - 1
-    return offset_index.Offsets([0], [num_documents], content.hexdigest())

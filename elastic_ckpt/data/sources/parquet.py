@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import itertools
 import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from elastic_ckpt.core import digest, errors, extras, storage
+from elastic_ckpt.core import digest, extras, storage
 from elastic_ckpt.data.sources import columns, decoded, files, source
 
 if TYPE_CHECKING:
@@ -42,27 +38,27 @@ class Parquet(source.Source):
     """
 
     file_type = "parquet"
+    _is_kept = False
 
-    def index(self, file: str) -> source.FileIndex:
-        """The rows of each row group, from the file's footer."""
+    def _find(self, file: str) -> source.Found:
+        # The rows of each row group, from the file's footer.
         metadata = _metadata(file)
         names = metadata.schema.to_arrow_schema().names
         source.check_columns(file, self.columns, names)
-        footer = _footer(file, metadata)
-        groups = [metadata.row_group(n) for n in range(metadata.num_row_groups)]
-        sizes = [
-            source.pieces(group.num_rows, _num_bytes(group, self.columns))
-            for group in groups
-        ]
-        counts = np.array(list(map(len, sizes)), int)
-        is_chained = np.ones(counts.sum(), bool)
-        is_chained[np.cumsum(counts) - counts] = False
-        starts = [_begin_bytes(group.column(0)) for group in groups]
-        return source.FileIndex(
-            content=files.content(file).including(digest.bytes_digest(footer)),
-            block_records=np.concatenate([np.zeros(0, np.int64), *sizes]),
-            block_bytes=None if self.columns else np.repeat(starts, counts),
-            is_chained=is_chained,
+        records: list[int] = []
+        starts: list[int] = []
+        chains: list[int] = []
+        for number in range(metadata.num_row_groups):
+            group = metadata.row_group(number)
+            sizes = source.pieces(group.num_rows, _num_bytes(group, self.columns))
+            records += sizes
+            starts += [_begin_bytes(group.column(0))] * len(sizes)
+            chains += [number] * len(sizes)
+        return source.Found(
+            digest.bytes_digest(_footer(file, metadata)),
+            records,
+            None if self.columns else starts,
+            chains,
         )
 
     def decode(self, file: int, block: int) -> source.Block:
@@ -73,13 +69,20 @@ class Parquet(source.Source):
 
     def _chain(self, file: int, block: int) -> Iterator[source.Block]:
         # The blocks of a row group.
-        index = source.indexes(self)[file]
-        assert index.is_chained is not None
-        group = int(np.sum(~index.is_chained[: block + 1])) - 1
-        chain = index.chain(block)
+        path, index = self.files[file], source.indexes(self)[file]
+        group, chain = int(index.chains[block]), index.chain(block)
         sizes = index.block_records[chain.start : chain.stop].tolist()
-        place = f"{self.files[file]}, row group {group}"
-        with _open(self.files[file], buffered=len(sizes) > 1) as opened:
+        is_local = storage.is_local(path)
+        corrupt = functools.partial(source.corrupt, f"{path}, row group {group}")
+        with library().ParquetFile(
+            path if is_local else files.opened(path),
+            # A mapped file needs neither buffers nor copies.
+            memory_map=is_local,
+            metadata=_metadata(path),
+            buffer_size=0 if is_local else _BUFFER_BYTES,
+            pre_buffer=False,
+            page_checksum_verification=True,
+        ) as opened:
             batches = opened.iter_batches(
                 batch_size=max(sizes),
                 row_groups=[group],
@@ -87,49 +90,18 @@ class Parquet(source.Source):
                 use_threads=False,
             )
             for size in sizes:
-                try:
-                    with columns.damaged():
-                        batch = next(batches, None)
-                except columns.DamagedError as error:
-                    problem: object = error
-                    break
+                with columns.damaged(corrupt):
+                    batch = next(batches, None)
                 if batch is None or batch.num_rows != size:
-                    problem = "not as many rows as in the footer"
-                    break
-                yield columns.checked(batch, place)
-            else:
-                return
-        yield from itertools.repeat(source.LostBlock(place, problem), len(sizes))
-
-
-@contextlib.contextmanager
-def _open(file: str, *, buffered: bool) -> Iterator[pq.ParquetFile]:
-    # A memory-mapped local file needs neither buffers nor copies.
-    local = storage.is_local(file)
-    with (
-        contextlib.nullcontext(file) if local else files.opened(file) as stream,
-        library().ParquetFile(
-            stream,
-            memory_map=local,
-            metadata=_metadata(file),
-            buffer_size=_BUFFER_BYTES if buffered and not local else 0,
-            pre_buffer=False,
-            page_checksum_verification=True,
-        ) as opened,
-    ):
-        yield opened
+                    raise corrupt("not as many rows as in the footer")
+                yield columns.Columns(batch, corrupt)
 
 
 @functools.lru_cache(maxsize=1024)
 def _metadata(file: str) -> pq.FileMetaData:
-    def foreign(problem: object) -> errors.DataError:
-        return errors.DataError(
-            f"{file}: not a complete Parquet file ({problem}); {files.RESTORE}"
-        )
-
-    read_metadata = library().read_metadata
+    foreign = functools.partial(source.foreign, file, "Parquet")
     with files.opened(file) as stream, columns.damaged(foreign):
-        return read_metadata(stream)
+        return library().read_metadata(stream)
 
 
 files.register_cache(_metadata.cache_clear)
@@ -147,30 +119,28 @@ def _footer(file: str, metadata: pq.FileMetaData) -> bytes:
     ends = (_begin_bytes(each) + each.total_compressed_size for each in chunks)
     with files.opened(file) as stream:
         footer = stream.seek(-metadata.serialized_size - _TAIL_BYTES, os.SEEK_END)
-        at = stream.seek(max(ends, default=len(_MAGIC)))
-        before = b""
-        while at < footer:
-            content = before + stream.read(min(_CHUNK_BYTES, footer - at))
-            if 2 * _MAGIC in content:
-                end = at - len(before) + content.index(2 * _MAGIC) + len(_MAGIC)
-                raise errors.DataError(
-                    f"{file}: another file ends in it, before byte {end};"
-                    f" {files.JOINED}"
-                )
-            before, at = content[1 - 2 * len(_MAGIC) :], stream.tell()
+        stream.seek(max(ends, default=len(_MAGIC)))
+        between = b""
+        while (left := footer - stream.tell()) > 0:
+            # The end of one file, and the beginning of another.
+            between = between[1 - 2 * len(_MAGIC) :] + stream.read(
+                min(_CHUNK_BYTES, left)
+            )
+            if 2 * _MAGIC in between:
+                raise source.foreign(file, "Parquet", "another file ends in it")
         stream.seek(footer)
         return stream.read()
 
 
 def _num_bytes(group: pq.RowGroupMetaData, columns: Sequence[str]) -> int:
-    # The approximate size of the decoded columns.
+    # The approximate size of the decoded columns, whose names may contain dots.
     size = 0
     for number in range(group.num_columns):
         chunk = group.column(number)
-        if _is_read(chunk.path_in_schema, columns):
-            width = _WIDTHS.get(chunk.physical_type)
-            decoded = width * chunk.num_values if width else 0
-            size += max(decoded, chunk.total_uncompressed_size)
+        path = f"{chunk.path_in_schema}."
+        if not columns or path.startswith(tuple(f"{name}." for name in columns)):
+            width = _WIDTHS.get(chunk.physical_type, 0)
+            size += max(width * chunk.num_values, chunk.total_uncompressed_size)
     return size
 
 
@@ -179,12 +149,6 @@ def _begin_bytes(chunk: pq.ColumnChunkMetaData) -> int:
     return min(
         chunk.dictionary_page_offset or chunk.data_page_offset, chunk.data_page_offset
     )
-
-
-def _is_read(path: str, columns: Sequence[str]) -> bool:
-    # Whether a leaf is in one of the columns, whose names may contain dots.
-    names = (path == name or path.startswith(f"{name}.") for name in columns)
-    return not columns or any(names)
 
 
 def library() -> Any:

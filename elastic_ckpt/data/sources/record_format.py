@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,8 +34,6 @@ _NOT_EXAMPLES = (
     " record_format='bytes'; otherwise"
 )
 
-Decode = Callable[[bytes], source.Element]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordFiles(source.RawFiles):
@@ -44,7 +41,8 @@ class RecordFiles(source.RawFiles):
 
     Attributes:
       files: their paths or URIs.
-      columns: the columns to keep, see `decoder`.
+      columns: of `tf_example`, the features to keep, by default all; of `bytes`, the
+        name of the only column, by default `text`.
       record_format: the content of a record: `bytes` or `tf_example`.
     """
 
@@ -60,11 +58,7 @@ class RecordFiles(source.RawFiles):
 
     def settings(self) -> dict[str, storage.Json]:
         """The format and the columns that are read."""
-        return {
-            "format": self.file_type,
-            "record_format": self.record_format,
-            "columns": list(self.columns),
-        }
+        return {**super().settings(), "record_format": self.record_format}
 
     def _decoded(self, record: bytes, place: str) -> source.Element:
         """The element of a record.
@@ -73,34 +67,24 @@ class RecordFiles(source.RawFiles):
           CorruptError: if it has another format; names `place`.
           DataError: if it lacks a feature; names `place`.
         """
+        if self.record_format == BYTES:
+            (name,) = self.columns[:1] or (RAW_COLUMN,)
+            return {name: record}
         try:
-            return decoder(self.record_format, self.columns)(record)
+            features = parsed(record)
         except ValueError as error:
             raise source.corrupt(place, error, remedy=_NOT_EXAMPLES) from None
-        except LookupError as error:
-            raise errors.DataError(
-                f"{place}: {error}; set columns, which is train_data_columns in a"
-                " configuration"
-            ) from None
+        names = self.columns or tuple(features)
+        source.check_columns(place, names, sorted(features), what="feature")
+        return {name: _value(features[name]) for name in names}
 
 
-@functools.cache
-def decoder(record_format: str, columns: tuple[str, ...]) -> Decode:
-    """A function that converts a record to an element.
+def parsed(record: bytes) -> dict[str, Any]:
+    """The features of a serialised `tf.train.Example` by name.
 
-    Args:
-      record_format: with `bytes`, elements have one column of bytes, named by `columns`
-        or `text`; with `tf_example` they have the features by name: bytes for one
-        value, a list of bytes for several, float32 or int64 arrays of shape `[values]`.
-      columns: the features to keep; empty keeps all.
+    Raises:
+      ValueError: if it is none, or has a feature twice.
     """
-    if record_format == BYTES:
-        name = columns[0] if columns else RAW_COLUMN
-        return lambda record: {name: record}
-    return functools.partial(_parse, columns=frozenset(columns))
-
-
-def _parse(record: bytes, *, columns: frozenset[str]) -> source.Element:
     try:
         entries = _example_class().FromString(record).features.feature
     except message.DecodeError as error:
@@ -109,12 +93,7 @@ def _parse(record: bytes, *, columns: frozenset[str]) -> source.Element:
     if len(features) < len(entries):
         twice = source.most_common(entry.key for entry in entries)
         raise ValueError(f"the feature {twice!r} is there twice")
-    missing = columns - features.keys()
-    if missing:
-        raise LookupError(
-            f"no feature {sorted(missing)}, the record has {sorted(features)}"
-        )
-    return {n: _value(f) for n, f in features.items() if not columns or n in columns}
+    return features
 
 
 def _value(feature: Any) -> Any:

@@ -11,16 +11,18 @@ import abc
 import concurrent.futures
 import dataclasses
 import functools
+import io
+import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, BinaryIO, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
 from elastic_ckpt.core import digest, errors, storage
 from elastic_ckpt.data import tokens as token_numbers
-from elastic_ckpt.data.sources import files
+from elastic_ckpt.data.sources import files, index_cache
 
 T = TypeVar("T")
 
@@ -32,9 +34,31 @@ BLOCK_RECORDS = 256
 BLOCK_BYTES = 2**19
 # How many times larger a row group or a record batch is that is not cut.
 _LARGER = 4
-# The most files that a fingerprint lists by name; more are combined into groups.
+# The blocks that follow each other, of files without blocks of their own.
+_RUN_BLOCKS = 8
+# The most files that an identity lists by name; more are combined into one entry.
 _MAX_NAMED = 1024
+# The most files of a description.
+_MAX_SHOWN = 8
 _INDEX_THREADS = 16
+
+
+class Found(NamedTuple):
+    """The blocks that a source finds in a file.
+
+    Attributes:
+      content: a digest of the file, or of what shows a change of it.
+      records: the number of records of each block.
+      starts: the offset of each block; None if they cannot be read by their offsets.
+      chains: the number of each block's chain; None if each block is one. The blocks of
+        a chain follow each other in any order of the data, as some can only be read
+        after those before them.
+    """
+
+    content: str
+    records: list[int]
+    starts: list[int] | None = None
+    chains: list[int] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,15 +68,15 @@ class FileIndex:
     Attributes:
       content: its size, and a digest of as much of it as the format digests.
       block_records: records of each block, int64 `[blocks]`.
-      block_bytes: the offset of each block, int64 `[blocks]`; None if it is not known.
-      is_chained: of each block, whether it follows the one before it in any order of
-        the data, as some can only be read after that; None if none does.
+      block_bytes: the offset of each block, int64 `[blocks]`; the size of the file if
+        they cannot be read by their offsets.
+      chains: as in `Found`, int64 `[blocks]`.
     """
 
     content: files.Content
     block_records: np.ndarray
-    block_bytes: np.ndarray | None = None
-    is_chained: np.ndarray | None = None
+    block_bytes: np.ndarray
+    chains: np.ndarray
 
     @property
     def num_records(self) -> int:
@@ -64,22 +88,17 @@ class FileIndex:
         return int(self.block_records[:block].sum())
 
     def span(self, block: int) -> tuple[int, int]:
-        """The offsets of the beginning and the end of a block that has them."""
-        assert self.block_bytes is not None
-        ends = self.block_bytes[block + 1 : block + 2].tolist()
-        return int(self.block_bytes[block]), *(ends or [self.content.num_bytes])
+        """The offsets of the beginning and the end of a block."""
+        begin, *end = self.block_bytes[block : block + 2].tolist()
+        return begin, *(end or [self.content.num_bytes])
 
     def chain(self, block: int) -> range:
-        """The blocks that follow each other in any order, with a block among them."""
-        if self.is_chained is None:
-            return range(block, block + 1)
-        begins = np.flatnonzero(~self.is_chained)
-        number = int(np.searchsorted(begins, block, side="right"))
-        ends = [*begins.tolist(), len(self.block_records)]
-        return range(ends[number - 1], ends[number])
+        """The blocks of the chain of one."""
+        number = int(self.chains[block])
+        return range(*np.searchsorted(self.chains, [number, number + 1]).tolist())
 
 
-def pieces(num_records: int, num_bytes: int, most: int | None = None) -> np.ndarray:
+def pieces(num_records: int, num_bytes: int, most: int | None = None) -> list[int]:
     """The records of each block of a file, or a part of one, that has so many bytes.
 
     Args:
@@ -89,7 +108,8 @@ def pieces(num_records: int, num_bytes: int, most: int | None = None) -> np.ndar
     """
     number = -(-num_bytes // BLOCK_BYTES) if num_bytes > _LARGER * BLOCK_BYTES else 1
     size = max(1, min(-(-num_records // number), most or num_records))
-    return np.minimum(size, num_records - np.arange(0, max(1, num_records), size))
+    begins = range(0, max(1, num_records), size)
+    return [min(size, num_records - begin) for begin in begins]
 
 
 class Block(abc.ABC):
@@ -112,10 +132,7 @@ class Block(abc.ABC):
 
     def tokens(self, column: str, rows: Sequence[int]) -> list[np.ndarray]:
         """The tokens in a column of some records, in the manner of `elements`."""
-
-        def of_element(element: Element) -> np.ndarray:
-            return token_numbers.of_element(element, column)
-
+        of_element = functools.partial(token_numbers.of_element, column=column)
         return until_error(of_element, self.elements(rows))
 
 
@@ -136,17 +153,16 @@ class LostBlock(Block):
     """Records of which none can be read.
 
     Args:
-      place: the file, and the block in it.
-      problem: what is wrong with it.
+      error: why.
     """
 
-    def __init__(self, place: str, problem: object) -> None:
-        self._place, self._problem = place, problem
+    def __init__(self, error: CorruptError) -> None:
+        self._error = error
 
     def elements(self, rows: Sequence[int]) -> list[Element]:
         """See `Block`."""
         del rows
-        raise corrupt(self._place, self._problem)
+        raise self._error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,21 +176,61 @@ class Source(abc.ABC):
     """
 
     file_type: ClassVar[str]
+    # Whether to keep what was found on disk, as it takes a pass over the file.
+    _is_kept: ClassVar[bool] = True
     files: tuple[str, ...]
     columns: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        take_names(self, required="files", optional="columns")
+        for field in ("files", "columns"):
+            names = files.names(
+                getattr(self, field),
+                argument=f"{type(self).__name__}: {field}",
+                required=field == "files",
+            )
+            if field == "files":
+                names = tuple(map(files.absolute_path, names))
+            object.__setattr__(self, field, names)
 
     def settings(self) -> dict[str, storage.Json]:
         """The format, and the columns that are read."""
         return {"format": self.file_type, "columns": list(self.columns)}
 
-    @abc.abstractmethod
+    def _paths(self, file: str) -> tuple[str, ...]:
+        """A file, and those that belong to it."""
+        return (file,)
+
     def index(self, file: str) -> FileIndex:
-        """Reads the index of one file.
+        """The index of one file.
 
         Raises:
+          DataError: if it is not a whole file of this format.
+        """
+        content = files.content(*self._paths(file))
+
+        def find() -> dict[str, Any]:
+            return self._find(file)._asdict()
+
+        limits = [BLOCK_RECORDS, BLOCK_BYTES]
+        place = files.absolute_path(file)
+        key = [place, self.settings(), *limits, *dataclasses.astuple(content)]
+        is_kept = self._is_kept and content.version
+        found = index_cache.found(self.file_type, key, find) if is_kept else find()
+        number = len(found["records"])
+        both = digest.json_digest([content.digest, found["content"]])[:16]
+        return FileIndex(
+            content=dataclasses.replace(content, digest=both),
+            block_records=np.array(found["records"], np.int64),
+            block_bytes=np.array(found["starts"] or [content.num_bytes] * number, int),
+            chains=np.array(found["chains"] or range(number), int),
+        )
+
+    @abc.abstractmethod
+    def _find(self, file: str) -> Found:
+        """Finds the blocks of a file.
+
+        Raises:
+          OSError: if it cannot be read.
           DataError: if it is not a whole file of this format.
         """
 
@@ -194,7 +250,7 @@ class Source(abc.ABC):
 
 
 class LostError(Exception):
-    """The next record of a block, and those after it, cannot be found."""
+    """The next record, and those after it, cannot be found."""
 
 
 class RawBlock(Block):
@@ -225,7 +281,7 @@ class RawBlock(Block):
         try:
             for record in records:
                 self.records.append(record)
-                self.num_bytes += _num_bytes(record)
+                self.num_bytes += sum(map(len, _parts(record)))
         except LostError as error:
             self.lost = error
 
@@ -240,9 +296,12 @@ class RawBlock(Block):
         return self._element(self.records[row], place)
 
 
-def _num_bytes(record: Any) -> int:
-    parts = record.values() if isinstance(record, dict) else [record]
-    return sum(len(each) for each in parts if isinstance(each, bytes))
+def _parts(record: Any) -> list[bytes]:
+    # The bytes of a record: of itself, or of its fields with their names.
+    if isinstance(record, dict):
+        named = ((os.fsencode(f"{n} {len(part)} "), part) for n, part in record.items())
+        return [*itertools.chain.from_iterable(named)]
+    return [record] if isinstance(record, bytes) else []
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -269,14 +328,63 @@ class RawFiles(Source):
             raise changed(path, f"block {block} has {len(made.records)} records")
         return made
 
-    def _content(self, file: int, block: int) -> bytes:
-        # The bytes of a block.
-        index = indexes(self)[file]
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WalkedFiles(RawFiles):
+    """Files that do not say where their records are.
+
+    A pass over a file finds them, and digests them. Some blocks follow each other in
+    any order of the data: a file in an object store is read in larger ones.
+    """
+
+    @abc.abstractmethod
+    def _records(
+        self, file: str, stream: BinaryIO, *, is_whole: bool
+    ) -> Iterator[tuple[int, Any]]:
+        """The records of an open file, each with its offset.
+
+        Args:
+          file: its path, for errors.
+          stream: has all of the file, or the bytes of a block.
+          is_whole: whether it is all of the file, which is then checked to be complete.
+
+        Raises:
+          LostError: before damage.
+          DataError: if a part of a whole file would not be read.
+        """
+
+    def _find(self, file: str) -> Found:
+        starts: list[int] = []
+        counts: list[int] = []
+        content = digest.values_hash()
+        try:
+            with files.opened(file) as stream:
+                for start, record in self._records(file, stream, is_whole=True):
+                    if (
+                        not starts
+                        or counts[-1] == BLOCK_RECORDS
+                        or start >= starts[-1] + BLOCK_BYTES
+                    ):
+                        starts.append(start)
+                        counts.append(0)
+                    counts[-1] += 1
+                    for part in _parts(record):
+                        content.update(part)
+        except LostError as error:
+            raise foreign(file, self.file_type, error) from None
+        chains = [number // _RUN_BLOCKS for number in range(len(starts))]
+        return Found(content.hexdigest(), counts, starts, chains)
+
+    def decode(self, file: int, block: int) -> Block:
+        """See `Source`."""
+        index, path = indexes(self)[file], self.files[file]
         begin, end = index.span(block)
         _, until = index.span(index.chain(block)[-1])
-        with files.opened(self.files[file], until) as stream:
+        with files.opened(path, until) as stream:
             stream.seek(begin)
-            return stream.read(end - begin)
+            content = io.BytesIO(stream.read(end - begin))
+        records = self._records(path, content, is_whole=False)
+        return self._block(file, block, (record for _, record in records))
 
 
 class CorruptError(errors.DataError):
@@ -295,6 +403,15 @@ def corrupt(place: str, problem: object, *, remedy: str = "") -> CorruptError:
         f"{place}: corrupt ({problem});{remedy} restore the file from a copy, or set"
         " corrupt_records=skip, which is ReadOptions(skip_corrupt=True), to skip and"
         " count such records"
+    )
+
+
+def foreign(file: str, kind: str, problem: object) -> errors.DataError:
+    """The error for a file that is not what it is read as, or not all of it."""
+    return errors.DataError(
+        f"{file}: not a complete {kind} file ({problem}); restore it from a copy,"
+        " read it as its own format (grain_file_type), or name each file if several"
+        " were joined by cat"
     )
 
 
@@ -332,29 +449,6 @@ def most_common(names: Iterable[str]) -> str:
     return Counter(names).most_common(1)[0][0]
 
 
-def take_names(source: Any, **fields: str) -> None:
-    """Converts fields of a source to tuples, also of lists, and paths to absolute ones.
-
-    Args:
-      source: the source, during its construction.
-      **fields: the name of the `required` and of the `optional` field.
-
-    Raises:
-      ConfigError: as in `files.names`, or if a name occurs twice.
-    """
-    for kind, field in fields.items():
-        argument = f"{type(source).__name__}: {field}"
-        names = files.names(
-            getattr(source, field), argument=argument, required=kind == "required"
-        )
-        if len(set(names)) < len(names):
-            twice = most_common(names)
-            raise errors.ConfigError(f"{argument} has {twice!r} twice; name it once")
-        if field == "files":
-            names = tuple(map(files.absolute_path, names))
-        object.__setattr__(source, field, names)
-
-
 @functools.cache
 def indexes(source: Source) -> tuple[FileIndex, ...]:
     """The index of each file, read once in each process.
@@ -377,8 +471,12 @@ def indexes(source: Source) -> tuple[FileIndex, ...]:
 
 def current_indexes(source: Source) -> tuple[FileIndex, ...]:
     """The index of each file; if one has changed since, all are indexed again."""
+
+    def version(file: str) -> str:
+        return files.version(*source._paths(file))
+
     versions = [index.content.version for index in indexes(source)]
-    if any(in_threads(files.has_changed, source.files, versions)):
+    if in_threads(version, source.files) != versions:
         files.forget_all()
     return indexes(source)
 
@@ -404,11 +502,23 @@ def identity(source: Source, *, digested: bool = True) -> dict[str, storage.Json
       source: the files, as they are now.
       digested: whether to include a digest of their content.
     """
-    entries: list[storage.Json] = [
-        _entry(file, index, digested)
+    entries: list[list[Any]] = [
+        [
+            os.path.basename(file),
+            index.content.num_bytes,
+            index.num_records,
+            digest.json_digest(index.block_records.tolist())[:8],
+            index.content.digest,
+        ][: 5 if digested else 4]
         for file, index in zip(source.files, current_indexes(source), strict=True)
     ]
-    return {**source.settings(), "files": _folded(entries)}
+    if len(entries) > _MAX_NAMED:
+        # Keeps the data state small for any number of files.
+        _, sizes, counts, *others = zip(*entries, strict=True)
+        name = f"{entries[0][0]} and {len(entries) - 1:,} more"
+        digests = [digest.json_digest(list(each))[:16] for each in others]
+        entries = [[name, sum(sizes), sum(counts), *digests]]
+    return {**source.settings(), "files": entries}
 
 
 def fingerprint(source: Source) -> str:
@@ -416,55 +526,25 @@ def fingerprint(source: Source) -> str:
     return digest.json_digest(identity(source))[:16]
 
 
-def tree(source: Source, *, max_files: int = 8) -> str:
+def tree(source: Source) -> str:
     """A description of the source, with a line for each of its first files."""
-    file_indexes = indexes(source)
-    settings = source.settings()
+    file_indexes, settings = indexes(source), source.settings()
     lines = [
         f"{settings.pop('format')}: {len(file_indexes):,} files,"
         f" {sum(len(i.block_records) for i in file_indexes):,} blocks,"
-        f" {num_records(source):,} records, fingerprint {fingerprint(source)}"
+        f" {num_records(source):,} records, fingerprint {fingerprint(source)}",
+        *(f"|-- {key}: {value}" for key, value in settings.items() if value),
+        *(
+            f"|-- {os.path.basename(file)}: {index.content.num_bytes:,} bytes,"
+            f" {len(index.block_records):,} blocks, {index.num_records:,} records"
+            for file, index in zip(
+                source.files, file_indexes[:_MAX_SHOWN], strict=False
+            )
+        ),
     ]
-    lines += [f"|-- {key}: {value}" for key, value in settings.items() if value]
-    shown = list(zip(source.files, file_indexes, strict=True))[:max_files]
-    lines += [
-        f"|-- {os.path.basename(file)}: {index.content.num_bytes:,} bytes,"
-        f" {len(index.block_records):,} blocks, {index.num_records:,} records"
-        for file, index in shown
-    ]
-    if len(file_indexes) > len(shown):
-        lines.append(f"|-- and {len(file_indexes) - len(shown):,} more")
+    if len(file_indexes) > _MAX_SHOWN:
+        lines.append(f"|-- and {len(file_indexes) - _MAX_SHOWN:,} more")
     return "\n".join(lines)
 
 
 files.register_cache(indexes.cache_clear)
-
-
-def _entry(file: str, index: FileIndex, digested: bool) -> list[storage.Json]:
-    content = index.content
-    blocks = digest.json_digest(index.block_records.tolist())[:8]
-    entry: list[storage.Json] = [
-        os.path.basename(file),
-        content.num_bytes,
-        index.num_records,
-        blocks,
-    ]
-    return [*entry, content.digest] if digested else entry
-
-
-def _folded(entries: Sequence[Any]) -> list[storage.Json]:
-    # Keeps the data state small for any number of files.
-    if len(entries) <= _MAX_NAMED:
-        return list(entries)
-    size = -(-len(entries) // _MAX_NAMED)
-    groups = [entries[i : i + size] for i in range(0, len(entries), size)]
-    return [
-        [
-            f"{group[0][0]} to {group[-1][0]}",
-            sum(entry[1] for entry in group),
-            sum(entry[2] for entry in group),
-            digest.json_digest([entry[:4] for entry in group])[:8],
-            *([digest.json_digest([e[4] for e in group])[:16]] if group[0][4:] else []),
-        ]
-        for group in groups
-    ]

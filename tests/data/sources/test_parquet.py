@@ -58,81 +58,36 @@ def column(kind, values, path):
     return [e["a"] for e in read_all(parquet.Parquet(files=(file,)), 1, num_epochs=1)]
 
 
-class TestParquet(source_contract.SourceContract):
-    def write(self, path, elements):
-        return corpora.write_parquet(path, elements, group_rows=source_contract.BLOCK)
-
-    def make(self, files, columns=()):
-        return parquet.Parquet(files=files, columns=columns)
-
-    def as_read(self, element):
-        return element
-
-    def place_of(self, number):
-        return f"row group {number // source_contract.BLOCK}:"
-
-    def lost_with(self, number):
-        return source_contract.block_of(number)
-
-    def write_first(self, directory, first):
-        # Without checksums, which take more or fewer bytes.
-        elements = corpora.documents(first, first + 20)
-        pq.write_table(
-            pa.Table.from_pylist(elements),
-            directory / "part",
-            row_group_size=source_contract.BLOCK,
-            compression="none",
-            use_dictionary=False,
-        )
-        return str(directory / "part")
-
-    def test_blocks_are_the_row_groups(self, dataset):
-        block_records = [
-            index.block_records.tolist() for index in source.indexes(dataset)
-        ]
-        assert block_records == [[8, 8, 4], [0], [8, 8, 8, 4]]
-
-
-@pytest.mark.usefixtures("large_blocks")
-def test_large_row_groups_resume_anywhere_and_few_stay_open(tmp_path, monkeypatch):
-    # A row a part, from row groups that stay open from one to the next.
+def test_few_row_groups_stay_open(tmp_path, monkeypatch):
+    # A row a part.
     parts_of(monkeypatch, 1)
     monkeypatch.setattr(decoded, "_MAX_OPEN", 2)
-    # Shards share nothing.
-    monkeypatch.setattr(decoded, "BUDGET_BYTES", 0)
     file = corpora.write_parquet(tmp_path / "a", corpora.documents(0, 40), group_rows=8)
-    dataset = parquet.Parquet(files=(file,))
-    source_contract.assert_resumes_everywhere(
-        lambda: read(dataset, 1, 3, shuffle_seed=7, num_epochs=2)
-    )
-    elements = read_all(dataset, 7, num_epochs=1)
-    assert sorted(source_contract.numbers(elements)) == list(range(40))
-    assert len(decoded._CHAINS._open) <= 2
+    elements = read_all(parquet.Parquet(files=(file,)), 7, num_epochs=1)
+    assert sorted(element["record"] for element in elements) == list(range(40))
+    assert len(decoded._OPEN) <= 2
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_value_is_what_was_written(tmp_path, name):
-    kind, values = KINDS[name]
-    elements = column(kind, values, tmp_path / "a")
-    if name in NUMBERS:
-        assert [type(value) for value in elements] == [NUMBERS[name]] * 3
-        assert elements == [NUMBERS[name](value) for value in values]
-    else:
-        assert [type(value) for value in elements] == [type(value) for value in values]
-        assert elements == values
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_missing_value_is_none_and_changes_no_other(tmp_path, monkeypatch, name):
+def test_a_value_is_what_was_written_and_a_missing_one_changes_no_other(
+    tmp_path, monkeypatch, name
+):
     parts_of(monkeypatch, 20)
     kind, values = KINDS[name]
-    whole = column(kind, values, tmp_path / "whole")
+    kinds = [NUMBERS.get(name, type(value)) for value in values]
+    assert_read(column(kind, values, tmp_path / "whole"), kinds, values)
     elements = column(kind, [values[0], None, *values[1:], None], tmp_path / "holes")
-    assert elements[1] is None
-    assert elements[4] is None
-    rest = [elements[0], *elements[2:4]]
-    assert rest == whole
-    assert [type(value) for value in rest] == [type(value) for value in whole]
+    assert elements.pop(1) is None
+    assert elements.pop() is None
+    assert_read(elements, kinds, values)
+
+
+def assert_read(elements, kinds, values):
+    assert list(map(type, elements)) == kinds
+    expected = (
+        k(v) if k in NUMBERS.values() else v for k, v in zip(kinds, values, strict=True)
+    )
+    assert elements == list(expected)
 
 
 @pytest.mark.parametrize(
@@ -152,47 +107,28 @@ def test_lists_of_numbers_are_arrays(tmp_path, monkeypatch, kind, list_of):
         np.testing.assert_array_equal(array, wanted, strict=True)
 
 
-@pytest.fixture
-def hole(tmp_path):
-    """A file of two row groups; row 80, in the second one, has a null."""
+@pytest.mark.parametrize("num_shards", [1, 9])
+@pytest.mark.parametrize(("part_bytes", "first_lost"), [(2**19, 50), (100, 70)])
+def test_a_list_with_a_null_loses_the_rest_of_its_row_group_wherever_a_run_resumed(
+    tmp_path, monkeypatch, num_shards, part_bytes, first_lost
+):
+    # Row 80 is in the second one of two row groups.
     values = [[n, None if n == 80 else n] for n in range(100)]
     table = pa.table({"tokens": pa.array(values, pa.list_(pa.int64()))})
     file = corpora.write_table(tmp_path / "a", table, group_rows=50)
-    return parquet.Parquet(files=(file,))
-
-
-def kept_records(dataset, num_shards):
-    """The records that are not skipped, checked from every state; their number too."""
-    kept, num_skipped = [], 0
+    parts_of(monkeypatch, part_bytes)
+    monkeypatch.setattr(decoded, "BUDGET_BYTES", 0)
+    dataset, kept = parquet.Parquet(files=(file,)), []
     for shard in range(num_shards):
         make = functools.partial(
             read, dataset, shard, num_shards, num_epochs=1, skip_corrupt=True
         )
-        kept += source_contract.assert_resumes_everywhere(make)[1]
-        ended = iter(make())
-        list(ended)
-        num_skipped += ended.get_state().get("skipped", 0)
+        _, elements = source_contract.assert_resumes_everywhere(make)
+        kept += elements
     assert all(e["tokens"] == ("<i8", [e["record"]] * 2) for e in kept)
-    assert len(kept) + num_skipped == 100
-    return sorted(e["record"] for e in kept)
-
-
-@pytest.mark.parametrize("num_shards", [1, 9])
-def test_a_list_with_a_null_loses_its_row_group_wherever_a_run_resumed(
-    hole, num_shards
-):
-    assert kept_records(hole, num_shards) == list(range(50))
-
-
-@pytest.mark.usefixtures("large_blocks")
-@pytest.mark.parametrize("num_shards", [1, 9])
-def test_a_null_costs_its_part_of_a_large_row_group(hole, monkeypatch, num_shards):
-    parts_of(monkeypatch, 100)
-    # Shards share nothing.
-    monkeypatch.setattr(decoded, "BUDGET_BYTES", 0)
-    lost = set(range(100)).difference(kept_records(hole, num_shards))
-    assert 80 in lost
-    assert len(lost) < 10
+    numbers = sorted(e["record"] for e in kept)
+    assert numbers == list(range(len(numbers)))
+    assert first_lost <= len(numbers) <= max(50, first_lost + 10)
 
 
 @pytest.mark.parametrize(
@@ -229,13 +165,13 @@ def dataset(file):
 @pytest.fixture
 def parts(monkeypatch):
     """The rows of each part that is decoded from now on, at most some 25."""
-    sizes, checked = [], columns.checked
+    sizes, made = [], columns.Columns
 
-    def noted(batch, place):
+    def noted(batch, corrupt):
         sizes.append(batch.num_rows)
-        return checked(batch, place)
+        return made(batch, corrupt)
 
-    monkeypatch.setattr(columns, "checked", noted)
+    monkeypatch.setattr(columns, "Columns", noted)
     parts_of(monkeypatch, 800)
     return sizes
 

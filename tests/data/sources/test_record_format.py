@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.data.sources import record_format
+from elastic_ckpt.core import errors
+from elastic_ckpt.data.sources import tfrecord
 from tests import tfrecord_files
 
 # The example of TensorFlow's tutorial "TFRecord and tf.train.Example", as it prints it.
@@ -30,7 +31,7 @@ values = st.one_of(
 
 
 def parse(record, *columns):
-    return record_format.decoder(record_format.TF_EXAMPLE, columns)(record)
+    return tfrecord.TFRecord(files=("a",), columns=columns)._decoded(record, "place")
 
 
 def assert_equal(actual, expected):
@@ -56,5 +57,7 @@ def test_an_example_has_the_bytes_that_tensorflow_writes():
 
 
 def test_a_missing_feature_is_named_with_those_that_exist():
-    with pytest.raises(LookupError, match=r"no feature \['b', 'c'\], .* has \['a'\]"):
+    with pytest.raises(
+        errors.DataError, match=r"no feature \['b', 'c'\], only \['a'\]"
+    ):
         parse(NOT_PACKED, "c", "a", "b")

@@ -1,10 +1,9 @@
 """Files in stores are read in blocks, ahead of the reader, by parallel requests."""
 
+import concurrent.futures
 import errno
 import pathlib
-import threading
 
-import fsspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -48,7 +47,14 @@ class System:
 def _small_blocks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote_file, "BLOCK_BYTES", BLOCK)
+        patch.setattr(remote_file, "_MOST_BYTES", 16 * BLOCK)
+        patch.setattr(remote_file, "_BUDGET_BYTES", 48 * BLOCK)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    remote_file.forget()
 
 
 @pytest.fixture
@@ -56,12 +62,7 @@ def system():
     return System()
 
 
-@pytest.fixture
-def blocks():
-    return remote_file.Blocks(max_blocks=48)
-
-
-def opened(system, blocks, version=1):
+def opened(system, version=1):
     remote = remote_file.Object(
         url="store://name",
         version=str(version),
@@ -69,7 +70,7 @@ def opened(system, blocks, version=1):
         path="name",
         num_bytes=SIZE,
     )
-    return remote_file._Reader(remote, blocks)
+    return remote_file._File(remote, SIZE)
 
 
 def read_all(reader, num_bytes):
@@ -87,38 +88,32 @@ def read_all(reader, num_bytes):
 
 @given(st.lists(st.tuples(st.integers(0, SIZE + 5), st.integers(0, 3 * BLOCK))))
 def test_any_reads_return_the_bytes_of_the_file(reads):
-    reader = opened(System(), remote_file.Blocks(max_blocks=20))
+    remote_file.forget()
+    reader = opened(System())
     for at, num_bytes in reads:
         assert reader.seek(at) == reader.tell() == at
         assert read_all(reader, num_bytes) == CONTENT[at : at + num_bytes]
 
 
-def test_a_file_that_is_read_through_is_requested_once_in_order(system, blocks):
-    reader = opened(system, blocks)
-    assert read_all(reader, SIZE + 1) == CONTENT
-    ends = [*range(BLOCK, SIZE, BLOCK), SIZE]
-    assert sorted(system.ranges) == list(zip(range(0, SIZE, BLOCK), ends, strict=True))
-
-
 @pytest.mark.parametrize("num_readers", [1, 6, 12])
 def test_readers_that_take_turns_leave_room_for_each_other(num_readers):
-    blocks = remote_file.Blocks(max_blocks=32)
     systems = [System() for _ in range(num_readers)]
-    readers = [opened(system, blocks, number) for number, system in enumerate(systems)]
+    readers = [opened(system, number) for number, system in enumerate(systems)]
     content = [b""] * num_readers
     for _ in range(2 * SIZE // BLOCK + 1):
         for number, reader in enumerate(readers):
             content[number] += read_all(reader, BLOCK // 2)
     assert content == [CONTENT] * num_readers
-    assert len(blocks._blocks) <= 32
+    assert remote_file._BLOCKS.num_bytes <= 48 * BLOCK
     # No block was displaced before it was read.
-    for system in systems:
-        assert len(system.ranges) == len(set(system.ranges))
+    ends = [*range(BLOCK, SIZE, BLOCK), SIZE]
+    ranges = list(zip(range(0, SIZE, BLOCK), ends, strict=True))
+    assert all(sorted(system.ranges) == ranges for system in systems)
 
 
-def test_a_block_that_failed_is_requested_again(system, blocks):
+def test_a_block_that_failed_is_requested_again(system):
     system.failures = [PermissionError(errno.EACCES, "no"), OSError("reset")]
-    reader = opened(system, blocks)
+    reader = opened(system)
     with pytest.raises(OSError, match="OSError: reset") as raised:
         reader.readinto(bytearray(10))
     assert raised.value.errno == errno.EIO
@@ -127,59 +122,46 @@ def test_a_block_that_failed_is_requested_again(system, blocks):
     assert read_all(reader, 10) == CONTENT[:10]
 
 
-def test_a_short_answer_is_an_error(blocks):
+def test_a_short_answer_is_an_error():
     class Short(System):
         def cat_file(self, path, start, end):
             return super().cat_file(path, start, end)[:-1]
 
     with pytest.raises(OSError, match=f"instead of {BLOCK} from byte 0 on"):
-        opened(Short(), blocks).readinto(bytearray(10))
+        opened(Short()).readinto(bytearray(10))
 
 
-def test_many_threads_share_the_blocks(system, blocks):
-    def read():
-        contents.append(read_all(opened(system, blocks), 5 * BLOCK))
+def test_many_threads_share_the_blocks(system):
+    def read(_):
+        return read_all(opened(system), 5 * BLOCK)
 
-    contents = []
-    threads = [threading.Thread(target=read) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert contents == [CONTENT[: 5 * BLOCK]] * 8
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(read, range(8))) == [CONTENT[: 5 * BLOCK]] * 8
     assert len(system.ranges) == len(set(system.ranges))
 
 
-@pytest.fixture
-def looks(monkeypatch):
-    """Has each read look at the object again."""
+def test_blocks_of_an_object_that_was_overwritten_are_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_LOOK_SECS", 1e-9)
+    path = tmp_path / "file"
 
+    def write(content):
+        path.write_bytes(content)
+        return corpora.upload(str(path), tmp_path.name)
 
-def write_object(tmp_path, content):
-    url = f"memory://{tmp_path.name}/file"
-    with fsspec.open(url, "wb") as file:
-        file.write(content)
-    return url
+    def first_bytes():
+        with files.opened(url) as stream:
+            return stream.read(5)
 
-
-def first_bytes(url):
-    with files.opened(url) as stream:
-        return stream.read(5)
-
-
-@pytest.mark.usefixtures("looks")
-def test_blocks_of_an_object_that_was_overwritten_are_not_used(tmp_path):
-    url = write_object(tmp_path, b"first")
-    version = files.content(url).version
-    assert first_bytes(url) == b"first"
-    assert not files.has_changed(url, version)
-    write_object(tmp_path, b"other")
+    url = write(b"first")
+    version = files.version(url)
+    assert first_bytes() == b"first"
+    assert files.version(url) == version
+    write(b"other")
     with pytest.raises(errors.DataError, match="was overwritten while it was read"):
-        first_bytes(url)
-    assert files.has_changed(url, version)
+        first_bytes()
+    assert files.version(url) != version
     files._READ.clear()
-    assert first_bytes(url) == b"other"
+    assert first_bytes() == b"other"
     assert pathlib.Path(files.local_copy(url)).read_bytes() == b"other"
 
 
@@ -187,23 +169,22 @@ def test_blocks_of_an_object_that_was_overwritten_are_not_used(tmp_path):
 @pytest.mark.parametrize("seed", [None, 7])
 def test_shards_that_take_turns_request_a_file_about_once(tmp_path, monkeypatch, seed):
     monkeypatch.setattr(source, "BLOCK_BYTES", BLOCK // 4)
-    monkeypatch.setattr(remote_file, "_blocks", lambda: blocks)
-    blocks = remote_file.Blocks(max_blocks=24)
+    monkeypatch.setattr(remote_file, "_BUDGET_BYTES", 24 * BLOCK)
     tfrecord_files.write(tmp_path / "a", [bytes(1000)] * 2000)
     url = corpora.upload(str(tmp_path / "a"), tmp_path.name)
     dataset = tfrecord.TFRecord(files=(url,), record_format=record_format.BYTES)
     source.indexes(dataset)
-    blocks.forget()
-    requested, read = [], remote_file.Object.read
+    remote_file.forget()
+    requested, read = [], remote_file.Object._read
 
-    def counted(self, start, stop):
-        requested.append(stop - start)
-        return read(self, start, stop)
+    def counted(self, block):
+        requested.append(block)
+        return read(self, block)
 
-    monkeypatch.setattr(remote_file.Object, "read", counted)
+    monkeypatch.setattr(remote_file.Object, "_read", counted)
     found = source_contract.read_all(dataset, 3, num_epochs=1, shuffle_seed=seed)
     assert len(found) == 2000
-    assert sum(requested) < 1.7 * 2000 * 1016
+    assert len(requested) * BLOCK < 1.7 * 2000 * 1016
 
 
 @pytest.mark.slow
@@ -211,21 +192,13 @@ def test_shards_that_take_turns_request_a_file_about_once(tmp_path, monkeypatch,
 @pytest.mark.parametrize("kind", ["arrayrecord", "parquet"])
 def test_data_in_a_bucket_is_that_on_a_disk(bucket, tmp_path, kind):
     texts = tmp_path / "texts"
+    texts.mkdir()
     for number in range(30):
-        path = texts / f"{number % 3}/{number}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"text {number} " * 100)
-    local, remote = f"{tmp_path}/data", f"{bucket}/data"
-    for file in (local, remote):
+        (texts / f"{number}.txt").write_text(f"text {number} " * 100)
+    make = {"arrayrecord": arrayrecord.ArrayRecord, "parquet": parquet.Parquet}[kind]
+    read = []
+    for file in (f"{tmp_path}/data", f"{bucket}/data"):
         text.write(str(texts), file, file_type=kind)
-    assert elements(kind, remote) == elements(kind, local)
-    assert len(elements(kind, remote)) == 30
-
-
-def elements(kind, file):
-    made = {
-        "arrayrecord": arrayrecord.ArrayRecord(files=(file,)),
-        "parquet": parquet.Parquet(files=(file,)),
-        "tfrecord": tfrecord.TFRecord(files=(file,), record_format=record_format.BYTES),
-    }[kind]
-    return source_contract.read_all(made, 1, num_epochs=1)
+        read.append(source_contract.read_all(make(files=(file,)), 1, num_epochs=1))
+    assert read[0] == read[1]
+    assert len(read[0]) == 30
