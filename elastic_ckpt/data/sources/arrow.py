@@ -2,7 +2,7 @@
 
 A file is a stream of messages, with or without the frame of Arrow's file format.
 Finding the record batches requires a pass over the metadata of the messages, which is
-made once for each version of a file (`index_cache`).
+made once for each version of a file.
 """
 
 from __future__ import annotations

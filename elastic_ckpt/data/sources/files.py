@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import functools
 import glob
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, BinaryIO, TypeVar
 
 import fsspec
@@ -120,20 +119,19 @@ def names(value: Any, *, argument: str, required: bool = False) -> tuple[str, ..
       ConfigError: if it is a single text, does not consist of names, is empty, or has a
         name twice.
     """
-    if isinstance(value, str | bytes | os.PathLike):
+    is_single = isinstance(value, str | bytes | os.PathLike)
+    items = () if is_single else tuple(value or ())
+    if (
+        is_single
+        or not all(isinstance(name, str | os.PathLike) for name in items)
+        or len(set(items)) < len(items)
+        or (required and not items)
+    ):
         raise errors.ConfigError(
-            f"{argument}={value!r} is a single name; give a tuple: ({value!r},)"
+            f"{argument}={value!r}: give a tuple of {'one or more ' * required}names,"
+            " each of them once"
         )
-    try:
-        items = tuple(str(os.fspath(name)) for name in value)
-    except TypeError as error:
-        raise errors.ConfigError(f"{argument}={value!r}: {error}; give names") from None
-    if required and not items:
-        raise errors.ConfigError(f"{argument} is empty; give at least one")
-    if len(set(items)) < len(items):
-        twice = max(items, key=items.count)
-        raise errors.ConfigError(f"{argument} has {twice!r} twice; name it once")
-    return items
+    return tuple(map(str, items))
 
 
 def absolute(patterns: str) -> str:
@@ -157,7 +155,7 @@ def content(*files: str) -> Content:
         starts = sorted({last * n // (_SAMPLE_SPANS - 1) for n in range(_SAMPLE_SPANS)})
         stops = [min(start + _SAMPLE_SPAN_BYTES, each.num_bytes) for start in starts]
         paths = [each.path] * len(starts)
-        with _store_errors():
+        with remote_file.store_errors():
             spans = each.system.cat_ranges(paths, starts, stops, on_error="raise")
         sample.update(b"".join(spans))
     return Content(
@@ -268,7 +266,7 @@ def _matches(pattern: str) -> list[str]:
     system, path = _located(pattern)
 
     def listed() -> list[str]:
-        with _store_errors():
+        with remote_file.store_errors():
             if glob.has_magic(path):
                 matches = system.glob(path, detail=True)
                 return [m for m in matches if matches[m]["type"] != "directory"]
@@ -345,7 +343,7 @@ def _looked_up_in(file: str, period: int) -> remote_file.Object:
 
 def _found(file: str) -> remote_file.Object:
     system, path = _located(file)
-    with _store_errors():
+    with remote_file.store_errors():
         properties = {
             name.lower().replace("-", "").replace("_", ""): value
             for name, value in system.info(path).items()
@@ -366,14 +364,3 @@ _READ: dict[str, remote_file.Object] = {}
 register_cache(_looked_up_in.cache_clear)
 register_cache(_READ.clear)
 register_cache(remote_file.forget)
-
-
-@contextlib.contextmanager
-def _store_errors() -> Iterator[None]:
-    # Clients of object stores raise other exceptions, too.
-    try:
-        yield
-    except OSError:
-        raise
-    except bucket_clients.failures() as error:
-        raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error

@@ -173,7 +173,8 @@ class Text(LineFiles):
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        twice = source.most_common(name for name, _ in pairs)
+        names = [name for name, _ in pairs]
+        twice = max(names, key=names.count)
         raise ValueError(f"an object has the field {twice!r} twice")
     return fields
 

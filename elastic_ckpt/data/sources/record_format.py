@@ -91,19 +91,18 @@ def parsed(record: bytes) -> dict[str, Any]:
         raise ValueError(f"not a tf.Example: {error}") from None
     features = {entry.key: entry.value for entry in entries}
     if len(features) < len(entries):
-        twice = source.most_common(entry.key for entry in entries)
+        names = [entry.key for entry in entries]
+        twice = max(names, key=names.count)
         raise ValueError(f"the feature {twice!r} is there twice")
     return features
 
 
 def _value(feature: Any) -> Any:
     kind = feature.WhichOneof("kind")
+    values = getattr(feature, kind).value if kind else ()
     if kind == "bytes_list":
-        values = list(feature.bytes_list.value)
-        return values[0] if len(values) == 1 else values
-    if kind == "float_list":
-        return np.array(feature.float_list.value, np.float32)
-    return np.array(feature.int64_list.value, np.int64)
+        return values[0] if len(values) == 1 else list(values)
+    return np.array(values, np.float32 if kind == "float_list" else np.int64)
 
 
 @functools.cache

@@ -11,12 +11,14 @@ will be read next are requested before (`read_ahead`).
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import errno
 import functools
 import io
 import os
 import shutil
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from fsspec import spec
@@ -75,18 +77,25 @@ class Object:
     def _read(self, block: int) -> bytes:
         start = block * BLOCK_BYTES
         stop = min(start + BLOCK_BYTES, self.num_bytes)
-        try:
+        with store_errors():
             content = self.system.cat_file(self.path, start=start, end=stop)
-        except (FileNotFoundError, PermissionError):
-            raise
-        except bucket_clients.failures() as error:
-            raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
         if len(content) != stop - start:
             raise OSError(
                 errno.EIO,
                 f"{len(content)} bytes instead of {stop - start} from byte {start} on",
             )
         return content
+
+
+@contextlib.contextmanager
+def store_errors() -> Iterator[None]:
+    """Converts errors of the clients of object stores to an OSError with an `errno`."""
+    try:
+        yield
+    except (FileNotFoundError, PermissionError):
+        raise
+    except bucket_clients.failures() as error:
+        raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
 
 
 class _File(spec.AbstractBufferedFile):

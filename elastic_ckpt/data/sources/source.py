@@ -2,27 +2,30 @@
 
 A source is a list of files. The index of a file has the number of records in each of
 its blocks, of about 512 KiB at most: a Parquet row group or a part of one, or some
-records of another format. Which shard reads which of them, `data.order` says.
+records of another format. Which shard reads which of them, `data.order` says. Indexes
+that take a pass over a file are kept below `$XDG_CACHE_HOME/elastic_ckpt`, one for each
+version of the file.
 """
 
 from __future__ import annotations
 
 import abc
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import io
 import itertools
 import os
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
+from etils import epath
 
-from elastic_ckpt.core import digest, errors, storage
+from elastic_ckpt.core import checked_json, digest, errors, storage
 from elastic_ckpt.data import tokens as token_numbers
-from elastic_ckpt.data.sources import files, index_cache
+from elastic_ckpt.data.sources import files
 
 T = TypeVar("T")
 
@@ -41,6 +44,7 @@ _MAX_NAMED = 1024
 # The most files of a description.
 _MAX_SHOWN = 8
 _INDEX_THREADS = 16
+_INDEX_VERSION = 1
 
 
 class Found(NamedTuple):
@@ -162,7 +166,7 @@ class LostBlock(Block):
     def elements(self, rows: Sequence[int]) -> list[Element]:
         """See `Block`."""
         del rows
-        raise self._error
+        raise self._error.with_traceback(None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,7 +219,7 @@ class Source(abc.ABC):
         place = files.absolute_path(file)
         key = [place, self.settings(), *limits, *dataclasses.astuple(content)]
         is_kept = self._is_kept and content.version
-        found = index_cache.found(self.file_type, key, find) if is_kept else find()
+        found = _kept(self.file_type, key, find) if is_kept else find()
         number = len(found["records"])
         both = digest.json_digest([content.digest, found["content"]])[:16]
         return FileIndex(
@@ -247,6 +251,21 @@ class Source(abc.ABC):
     def key(self) -> str:
         """Equal for sources that decode a block of the same file to the same."""
         return digest.json_digest(self.settings())
+
+
+def _kept(
+    kind: str, key: storage.Json, find: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    # What a function finds, or has found before, by all that it depends on.
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    name = f"{digest.json_digest(key)}.json"
+    path = epath.Path(root) / "elastic_ckpt" / kind / name
+    with contextlib.suppress(errors.DataError, OSError):
+        return checked_json.read(path, what="index", version=_INDEX_VERSION)
+    new = find()
+    with contextlib.suppress(OSError):
+        storage.write_atomic(path, checked_json.to_bytes(new, version=_INDEX_VERSION))
+    return new
 
 
 class LostError(Exception):
@@ -432,9 +451,10 @@ def check_columns(
       DataError: names `place`, the missing columns, and those that it has.
     """
     if len(set(found)) < len(found):
+        twice = max(found, key=found.count)
         raise errors.DataError(
-            f"{place}: the {what} {most_common(found)!r} is there twice; rename one of"
-            " them, and write the file again"
+            f"{place}: the {what} {twice!r} is there twice; rename one, and write"
+            " the file again"
         )
     missing = sorted(set(names) - set(found))
     if missing:
@@ -442,11 +462,6 @@ def check_columns(
             f"{place}: no {what} {missing}, only {found}; set columns, which is"
             " train_data_columns in a configuration"
         )
-
-
-def most_common(names: Iterable[str]) -> str:
-    """The name that is there most often."""
-    return Counter(names).most_common(1)[0][0]
 
 
 @functools.cache
