@@ -101,6 +101,7 @@ class SourceContract:
       damage: whether damage of a record is found, by a checksum or as values that
         cannot be.
       equal_sizes: whether documents of equal sizes make files of equal sizes.
+      may_be_joined: whether files that were joined by cat are a file.
       least_cut: how many bytes at the end of a file mean nothing.
     """
 
@@ -108,6 +109,7 @@ class SourceContract:
     columns = ("text", "tokens")
     damage = True
     equal_sizes = True
+    may_be_joined = False
     least_cut = 1
 
     def write(self, path, elements):
@@ -286,6 +288,16 @@ class SourceContract:
         path.write_bytes(content[: kept or -self.least_cut])
         with self.refused(files[2], "(cut short|not a complete)"):
             source.indexes(self.make(files))
+
+    def test_files_joined_by_cat_are_read_or_refused(self, files):
+        path = pathlib.Path(files[0])
+        path.write_bytes(2 * path.read_bytes())
+        if self.may_be_joined:
+            elements = read_all(self.make(files[:1]), 1, num_epochs=1)
+            assert self.numbers(elements) == 2 * list(range(20))
+            return
+        with self.refused(files[0], "(another file|not a complete)"):
+            source.indexes(self.make(files[:1]))
 
     @pytest.mark.parametrize("content", [b"a\0", b"text \0 and more\n" * 5000])
     def test_a_file_of_something_else_is_named(self, files, content):

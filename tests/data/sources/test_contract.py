@@ -15,6 +15,7 @@ import pytest
 from elastic_ckpt.data.sources import (
     arrayrecord,
     arrow,
+    decoded,
     lines,
     megatron,
     parquet,
@@ -44,6 +45,8 @@ class TestArrayRecord(source_contract.SourceContract):
 
 
 class TestTFRecord(TestArrayRecord):
+    may_be_joined = True
+
     def write(self, path, elements):
         return corpora.write_tfrecord(path, elements)
 
@@ -67,6 +70,7 @@ class TestLengthOfTFRecord(TestTFRecord):
 class TestJsonLines(source_contract.SourceContract):
     # A file without its last end of line is whole.
     least_cut = 2
+    may_be_joined = True
 
     def write(self, path, elements):
         plain = [{**each, "tokens": each["tokens"].tolist()} for each in elements]
@@ -82,6 +86,7 @@ class TestJsonLines(source_contract.SourceContract):
 
 class TestText(source_contract.SourceContract):
     columns = ("text",)
+    may_be_joined = True
     spoil = TestJsonLines.spoil
 
     def write(self, path, elements):
@@ -108,7 +113,7 @@ class TestGzip(TestJsonLines):
 
     def write(self, path, elements):
         super().write(path, elements)
-        path.write_bytes(gzip.compress(path.read_bytes(), 0))
+        path.write_bytes(gzip.compress(path.read_bytes(), 0, mtime=0))
         return str(path)
 
     def test_blocks_are_a_chain(self, dataset):
@@ -160,16 +165,29 @@ class TestParquet(OfColumns):
 
 
 class TestLargeRowGroups(TestParquet):
-    """Row groups are read in parts of a row, and stay open in between."""
+    """A row group is read in parts of a row, and stays open in between."""
 
     @pytest.fixture(autouse=True)
     def small_parts(self, monkeypatch):
         monkeypatch.setattr(source, "BLOCK_BYTES", 1)
+        monkeypatch.setattr(decoded, "_MAX_OPEN", 2)
+
+    def write(self, path, elements):
+        return corpora.write_parquet(path, elements, group_rows=20)
+
+    def place_of(self, number):
+        return f"row group {number // 20}:"
+
+    def lost_with(self, number):
+        # From the first row of its page on.
+        return set(range(number - 1, 20))
 
     def test_blocks_are_those_of_the_file(self, dataset):
-        index = source.indexes(dataset)[0]
-        assert index.block_records.tolist() == [1] * 20
-        assert [index.chain(block) for block in (7, 8)] == [range(8), range(8, 16)]
+        index = source.indexes(dataset)[2]
+        assert index.block_records.tolist() == [1] * 28
+        assert [index.chain(block) for block in (7, 20)] == [range(20), range(20, 28)]
+        source_contract.read_all(dataset, 7, num_epochs=1)
+        assert len(decoded._OPEN) <= 2
 
 
 class TestArrow(OfColumns):

@@ -9,9 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from elastic_ckpt.core import errors
-from elastic_ckpt.data import local_batches
-from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.data.sources import (
     arrayrecord,
     arrow,
@@ -107,26 +104,3 @@ def test_a_change_of_an_index_of_megatron_changes_the_identity(tmp_path):
     content[34 + 4 * NUMBER // 2] -= 1
     index.write_bytes(content)
     assert source.identity(dataset) != before
-
-
-def test_a_resume_refuses_a_file_in_which_a_document_was_altered(tmp_path):
-    path = tmp_path / "data.jsonl"
-    before, after = text('{"text": "', '"}')
-    path.write_bytes(before)
-
-    def batches():
-        dataset = pipeline.from_config(
-            grain_train_files=str(path),
-            grain_file_type="jsonl",
-            num_logical_shards=2,
-            max_target_length=32,
-            grain_worker_count=0,
-        )
-        return local_batches.LocalBatches(dataset, global_batch_size=2)
-
-    one = batches()
-    next(one)
-    state = one.state_dict()
-    path.write_bytes(after)
-    with pytest.raises(errors.DataError, match="with other content"):
-        batches().load_state_dict(state)

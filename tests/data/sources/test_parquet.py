@@ -1,6 +1,4 @@
 import datetime
-import functools
-import pathlib
 
 import numpy as np
 import pyarrow as pa
@@ -8,8 +6,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data.sources import columns, decoded, parquet, source
-from tests import corpora, source_contract
+from elastic_ckpt.data.sources import columns, parquet, source
+from tests import corpora
 from tests.source_contract import read, read_all
 
 # Three values for every kind of column.
@@ -39,7 +37,6 @@ NUMBERS = {
     "float32": np.float32,
     "uint64": np.uint64,
 }
-ROWS = 400
 
 
 def parts_of(monkeypatch, num_bytes):
@@ -56,16 +53,6 @@ def column(kind, values, path):
     table = pa.table({"a": pa.array(values, kind)})
     file = corpora.write_table(path, table, group_rows=len(values))
     return [e["a"] for e in read_all(parquet.Parquet(files=(file,)), 1, num_epochs=1)]
-
-
-def test_few_row_groups_stay_open(tmp_path, monkeypatch):
-    # A row a part.
-    parts_of(monkeypatch, 1)
-    monkeypatch.setattr(decoded, "_MAX_OPEN", 2)
-    file = corpora.write_parquet(tmp_path / "a", corpora.documents(0, 40), group_rows=8)
-    elements = read_all(parquet.Parquet(files=(file,)), 7, num_epochs=1)
-    assert sorted(element["record"] for element in elements) == list(range(40))
-    assert len(decoded._OPEN) <= 2
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -107,30 +94,6 @@ def test_lists_of_numbers_are_arrays(tmp_path, monkeypatch, kind, list_of):
         np.testing.assert_array_equal(array, wanted, strict=True)
 
 
-@pytest.mark.parametrize("num_shards", [1, 9])
-@pytest.mark.parametrize(("part_bytes", "first_lost"), [(2**19, 50), (100, 70)])
-def test_a_list_with_a_null_loses_the_rest_of_its_row_group_wherever_a_run_resumed(
-    tmp_path, monkeypatch, num_shards, part_bytes, first_lost
-):
-    # Row 80 is in the second one of two row groups.
-    values = [[n, None if n == 80 else n] for n in range(100)]
-    table = pa.table({"tokens": pa.array(values, pa.list_(pa.int64()))})
-    file = corpora.write_table(tmp_path / "a", table, group_rows=50)
-    parts_of(monkeypatch, part_bytes)
-    monkeypatch.setattr(decoded, "BUDGET_BYTES", 0)
-    dataset, kept = parquet.Parquet(files=(file,)), []
-    for shard in range(num_shards):
-        make = functools.partial(
-            read, dataset, shard, num_shards, num_epochs=1, skip_corrupt=True
-        )
-        _, elements = source_contract.assert_resumes_everywhere(make)
-        kept += elements
-    assert all(e["tokens"] == ("<i8", [e["record"]] * 2) for e in kept)
-    numbers = sorted(e["record"] for e in kept)
-    assert numbers == list(range(len(numbers)))
-    assert first_lost <= len(numbers) <= max(50, first_lost + 10)
-
-
 @pytest.mark.parametrize(
     ("compression", "version"), [("snappy", "1.0"), ("zstd", "2.0"), ("gzip", "2.0")]
 )
@@ -150,21 +113,7 @@ def test_files_as_pyarrow_writes_them_are_read(tmp_path, compression, version):
     ]
 
 
-@pytest.fixture
-def file(tmp_path):
-    """Two row groups, each of many pages."""
-    table = pa.table({"text": [f"text {n} " * 3 for n in range(2 * ROWS)]})
-    return corpora.write_table(tmp_path / "a", table, group_rows=ROWS)
-
-
-@pytest.fixture
-def dataset(file):
-    return parquet.Parquet(files=(file,))
-
-
-@pytest.fixture
-def parts(monkeypatch):
-    """The rows of each part that is decoded from now on, at most some 25."""
+def test_a_row_group_is_decoded_a_little_at_a_time(tmp_path, monkeypatch):
     sizes, made = [], columns.Columns
 
     def noted(batch, corrupt):
@@ -173,53 +122,29 @@ def parts(monkeypatch):
 
     monkeypatch.setattr(columns, "Columns", noted)
     parts_of(monkeypatch, 800)
-    return sizes
-
-
-@pytest.mark.usefixtures("large_blocks")
-def test_a_row_group_is_decoded_a_little_at_a_time(dataset, parts):
-    elements = iter(read(dataset, 0, 1, num_epochs=1))
+    table = pa.table({"text": [f"text {n} " * 3 for n in range(800)]})
+    file = corpora.write_table(tmp_path / "a", table, group_rows=400)
+    elements = iter(read(parquet.Parquet(files=(file,)), 0, 1, num_epochs=1))
     next(elements)
-    assert len(parts) == 1
-    assert 0 < parts[0] < 30
+    assert len(sizes) == 1
     list(elements)
-    assert sum(parts) == 2 * ROWS
-    assert max(parts) < 30
+    assert sum(sizes) == 800
+    assert 0 < max(sizes) < 30
 
 
-@pytest.fixture
-def bad_page(file):
-    """A page in the middle of the second row group is spoilt; the first row in it."""
-    content = pathlib.Path(file).read_bytes()
-    begin = pq.read_metadata(file).row_group(1).column(0).data_page_offset
-    spoilt = ROWS + ROWS // 2
-    assert content.index(b"text %d " % spoilt) > begin
-    corpora.spoil(file, b"text %d " % spoilt)
-    return spoilt - ROWS
-
-
-@pytest.mark.usefixtures("parts")
-@pytest.mark.parametrize("num_shards", [1, 9])
-def test_a_corrupt_page_costs_the_rest_of_its_row_group_and_is_counted(
-    dataset, bad_page, num_shards
-):
-    reading = {"num_epochs": 2, "skip_corrupt": True, "shuffle_seed": 7}
-    shards = [iter(read(dataset, n, num_shards, **reading)) for n in range(num_shards)]
-    elements = [element["record"] for element in source_contract.in_turn(shards)]
-    skipped = sum(shard.get_state().get("skipped", 0) for shard in shards)
-    assert len(set(elements)) == len(elements)
-    assert len(elements) + skipped == 4 * ROWS
-    assert set(range(ROWS)) <= set(elements)
-    assert not set(elements) & set(range(ROWS + bad_page, 2 * ROWS))
-
-
-def test_text_that_is_none_is_corrupt(tmp_path):
+@pytest.mark.parametrize(
+    ("column", "problem"),
+    [
+        (pa.array(["text 0", "text 1"]), "UTF8"),
+        (pa.array([[0], [1, None]]), "a list of numbers has a null in it"),
+    ],
+)
+def test_values_that_cannot_be_are_corrupt(tmp_path, column, problem):
     file = tmp_path / "a"
-    table = pa.table({"text": ["text 0", "text 1"]})
+    table = pa.table({"a": column})
     pq.write_table(table, file, compression="none", use_dictionary=False)
-    spoilt = file.read_bytes().replace(b"text 1", b"text \xff")
-    file.write_bytes(spoilt)
+    file.write_bytes(file.read_bytes().replace(b"text 1", b"text \xff"))
     dataset = parquet.Parquet(files=(str(file),))
-    with refused("/a, row group 0: corrupt .*UTF8"):
+    with refused(f"/a, row group 0: corrupt .*{problem}"):
         read_all(dataset, 1, num_epochs=1)
     assert read_all(dataset, 1, num_epochs=1, skip_corrupt=True) == []
