@@ -206,7 +206,7 @@ def read_ahead(file: str, start: int, stop: int) -> None:
 
     Errors are those of the reader, later.
     """
-    if not storage.is_local(file):
+    if start < stop and not storage.is_local(file):
         with contextlib.suppress(OSError, errors.DataError):
             remote_file.read_ahead(_remote(file), start, stop)
 

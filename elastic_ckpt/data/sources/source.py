@@ -211,15 +211,12 @@ class Source(abc.ABC):
           DataError: if it is not a whole file of this format.
         """
         content = files.content(*self._paths(file))
-
-        def find() -> dict[str, Any]:
-            return self._find(file)._asdict()
-
         limits = [BLOCK_RECORDS, BLOCK_BYTES]
         place = files.absolute_path(file)
         key = [place, self.settings(), *limits, *dataclasses.astuple(content)]
         is_kept = self._is_kept and content.version
-        found = _kept(self.file_type, key, find) if is_kept else find()
+        find = functools.partial(self._find, file)
+        found = _kept(self.file_type, key, find) if is_kept else find()._asdict()
         number = len(found["records"])
         both = digest.json_digest([content.digest, found["content"]])[:16]
         return FileIndex(
@@ -253,16 +250,14 @@ class Source(abc.ABC):
         return digest.json_digest(self.settings())
 
 
-def _kept(
-    kind: str, key: storage.Json, find: Callable[[], dict[str, Any]]
-) -> dict[str, Any]:
+def _kept(kind: str, key: storage.Json, find: Callable[[], Found]) -> dict[str, Any]:
     # What a function finds, or has found before, by all that it depends on.
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = f"{digest.json_digest(key)}.json"
     path = epath.Path(root) / "elastic_ckpt" / kind / name
     with contextlib.suppress(errors.DataError, OSError):
         return checked_json.read(path, what="index", version=_INDEX_VERSION)
-    new = find()
+    new = find()._asdict()
     with contextlib.suppress(OSError):
         storage.write_atomic(path, checked_json.to_bytes(new, version=_INDEX_VERSION))
     return new
@@ -327,9 +322,6 @@ def _parts(record: Any) -> list[bytes]:
 class RawFiles(Source):
     """Files of records that are found together, and decoded one by one."""
 
-    # What a record is in this format.
-    _record_name: ClassVar[str] = "record"
-
     @abc.abstractmethod
     def _element(self, record: Any, place: str) -> Element:
         """The element of a record; raises the errors of `Block.elements`."""
@@ -340,7 +332,7 @@ class RawFiles(Source):
         made = RawBlock(
             records,
             self._element,
-            name=f"{path}, {self._record_name}",
+            name=f"{path}, record",
             first=index.first_record(block),
         )
         if made.lost is None and len(made.records) != index.block_records[block]:
@@ -486,12 +478,9 @@ def indexes(source: Source) -> tuple[FileIndex, ...]:
 
 def current_indexes(source: Source) -> tuple[FileIndex, ...]:
     """The index of each file; if one has changed since, all are indexed again."""
-
-    def version(file: str) -> str:
-        return files.version(*source._paths(file))
-
     versions = [index.content.version for index in indexes(source)]
-    if in_threads(version, source.files) != versions:
+    now = in_threads(lambda file: files.version(*source._paths(file)), source.files)
+    if now != versions:
         files.forget_all()
     return indexes(source)
 

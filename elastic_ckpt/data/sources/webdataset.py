@@ -36,7 +36,6 @@ class WebDataset(source.WalkedFiles):
     """
 
     file_type = "webdataset"
-    _record_name = "sample"
 
     def _records(
         self, file: str, stream: BinaryIO, *, is_whole: bool

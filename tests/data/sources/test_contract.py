@@ -211,6 +211,20 @@ class TestArrow(OfColumns):
         return "record batch at byte [0-9]+:"
 
 
+class TestLargeRecordBatches(TestArrow):
+    """A record batch is read in parts of a row."""
+
+    @pytest.fixture(autouse=True)
+    def small_parts(self, monkeypatch):
+        monkeypatch.setattr(source, "BLOCK_BYTES", 1)
+
+    def lost_with(self, number):
+        return {number}
+
+    def test_blocks_are_those_of_the_file(self, dataset):
+        assert source.indexes(dataset)[2].block_records.tolist() == [1] * 28
+
+
 class TestArrowFile(TestArrow):
     new = staticmethod(pa.ipc.new_file)
     least_cut = 1
@@ -260,9 +274,6 @@ class TestWebDataset(source_contract.SourceContract):
 
     def _fields(self, element):
         return {"text": element["text"].encode(), "tokens": element["tokens"].tobytes()}
-
-    def place_of(self, number):
-        return f"sample {number}:"
 
     def lost_with(self, number):
         return set(range(number, (number // BLOCK + 1) * BLOCK))

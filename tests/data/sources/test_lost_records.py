@@ -44,6 +44,13 @@ def tar(*names, link=""):
     return content.getvalue()
 
 
+def negative():
+    """An archive in which the size of a file leads back to its header, endlessly."""
+    member = tarfile.TarInfo("1.txt")
+    member.size = -tarfile.BLOCKSIZE
+    return member.tobuf(tarfile.GNU_FORMAT) + bytes(4 * tarfile.BLOCKSIZE)
+
+
 def ipc(columns, new=pa.ipc.new_stream):
     table = pa.table(columns) if isinstance(columns, dict) else columns
     content = io.BytesIO()
@@ -111,6 +118,7 @@ ANOTHER = "another file ends in it.*name each file if several were joined by cat
         (WEB, tar("1.txt", link="2"), LINK),
         (WEB, tar("1.txt", link="S"), LINK),
         (WEB, tar("1.txt") + b"more", MORE_TAR),
+        (WEB, negative(), "the size of '1.txt' is damaged"),
         (arrow.Arrow, ipc(FEW) + ipc(FEW, FILES), MORE_ARROW),
         (arrow.Arrow, ipc(FEW, FILES) + ipc(FEW), MORE_ARROW),
         (arrow.Arrow, ipc(FEW) + b"more", MORE_ARROW),

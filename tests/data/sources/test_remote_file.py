@@ -48,7 +48,7 @@ def _small_blocks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote_file, "BLOCK_BYTES", BLOCK)
         patch.setattr(remote_file, "_MOST_BYTES", 16 * BLOCK)
-        patch.setattr(remote_file, "_BUDGET_BYTES", 48 * BLOCK)
+        patch.setattr(remote_file, "_BUDGET_BYTES", 32 * BLOCK)
         yield
 
 
@@ -104,7 +104,7 @@ def test_readers_that_take_turns_leave_room_for_each_other(num_readers):
         for number, reader in enumerate(readers):
             content[number] += read_all(reader, BLOCK // 2)
     assert content == [CONTENT] * num_readers
-    assert remote_file._BLOCKS.num_bytes <= 48 * BLOCK
+    assert remote_file._BLOCKS.num_bytes <= 32 * BLOCK
     # No block was displaced before it was read.
     ends = [*range(BLOCK, SIZE, BLOCK), SIZE]
     ranges = list(zip(range(0, SIZE, BLOCK), ends, strict=True))
