@@ -96,7 +96,7 @@ class Arrow(source.Source):
         if len(rows) < index.block_records[block]:
             raise corrupt(f"it has {len(batch)} rows")
         read = rows.select(list(self.columns)) if self.columns else rows
-        return columns.Columns(read, corrupt, is_mapped=True)
+        return columns.checked(read, corrupt, is_mapped=True)
 
 
 def from_hf(dataset: Any, *, columns: tuple[str, ...] = ()) -> Arrow:

@@ -49,9 +49,6 @@ class Columns(source.Block):
         *,
         is_mapped: bool = False,
     ) -> None:
-        with damaged(corrupt):
-            # A damaged page may decode to offsets out of bounds or to invalid text.
-            batch.validate(full=True)
         self._columns = {
             name: _Numbers(column, corrupt, is_mapped)
             if _is_numbers(column.type)
@@ -81,23 +78,40 @@ class Columns(source.Block):
         return super().tokens(column, rows)
 
 
+def checked(
+    batch: pa.RecordBatch,
+    corrupt: Callable[[object], Exception],
+    *,
+    is_mapped: bool = False,
+) -> Columns:
+    """The records of a batch that may be damaged."""
+    with damaged(corrupt):
+        # A damaged page may decode to offsets out of bounds or to invalid text.
+        batch.validate(full=True)
+    return Columns(batch, corrupt, is_mapped=is_mapped)
+
+
 class _Numbers:
     # A column of lists of numbers; those of none are empty.
     def __init__(
         self, column: Any, corrupt: Callable[[object], Exception], is_mapped: bool
     ) -> None:
-        numbers = column.flatten()
+        self._missing = np.asarray(column.is_null())
+        if column.null_count:
+            column = column.fill_null([])
+        offsets = column.offsets.to_numpy()
+        # For a slice of a table, only the values of the slice.
+        first, end = offsets[0], offsets[-1]
+        numbers = column.values.slice(first, end - first)
         if numbers.null_count:
             raise corrupt("a list of numbers has a null in it")
         held = np.asarray(numbers)
         self._dtype = held.dtype
         is_kept = is_mapped and held.dtype in _TOKEN_TYPES
         self.held = held if is_kept else _narrowed(held)
-        lengths = np.asarray(column.value_lengths().fill_null(0))
-        ends = np.cumsum(lengths, dtype=np.int64)
-        self._missing = np.asarray(column.is_null())
         # Their numbers are Python's, which slice twice as fast as NumPy's.
-        self._begins, self._ends = (ends - lengths).data, ends.data
+        self._begins = (offsets[:-1] - first).data
+        self._ends = (offsets[1:] - first).data
 
     @property
     def nbytes(self) -> int:
@@ -120,10 +134,11 @@ _TOKEN_TYPES = (np.uint16, np.int32)
 
 def _narrowed(numbers: np.ndarray) -> np.ndarray:
     # In the first of these types that holds all of them.
-    for kind in _TOKEN_TYPES if numbers.dtype.kind in "iu" else ():
-        narrow = numbers.astype(kind, copy=False)
-        if (narrow == numbers).all():
-            return narrow
+    is_whole = numbers.dtype.kind in "iu"
+    least, most = numbers.min(initial=0), numbers.max(initial=0)
+    for kind in _TOKEN_TYPES if is_whole else ():
+        if np.iinfo(kind).min <= least and most <= np.iinfo(kind).max:
+            return numbers.astype(kind, copy=False)
     return numbers
 
 

@@ -55,13 +55,13 @@ class Blocks:
         """A block, decoded; requests the one that follows if it is in a store."""
         file, block = self._place(number)
         path = self._of.files[file]
-        read = functools.partial(self._of.decode, file, block)
 
         def decode() -> source.Block:
             if following is not None:
                 ahead, number = self._place(following)
                 span = self._indexes[ahead].span(number)
                 files.read_ahead(self._of.files[ahead], *span)
+            read = functools.partial(self._of.decode, file, block)
             try:
                 return files.retried(read, f"{path}, block {block}")
             except source.CorruptError as error:

@@ -94,7 +94,7 @@ class Parquet(source.Source):
                     batch = next(batches, None)
                 if batch is None or batch.num_rows != size:
                     raise corrupt("not as many rows as in the footer")
-                yield columns.Columns(batch, corrupt)
+                yield columns.checked(batch, corrupt)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -114,13 +114,13 @@ def test_files_as_pyarrow_writes_them_are_read(tmp_path, compression, version):
 
 
 def test_a_row_group_is_decoded_a_little_at_a_time(tmp_path, monkeypatch):
-    sizes, made = [], columns.Columns
+    sizes, made = [], columns.checked
 
     def noted(batch, corrupt):
         sizes.append(batch.num_rows)
         return made(batch, corrupt)
 
-    monkeypatch.setattr(columns, "Columns", noted)
+    monkeypatch.setattr(columns, "checked", noted)
     parts_of(monkeypatch, 800)
     table = pa.table({"text": [f"text {n} " * 3 for n in range(800)]})
     file = corpora.write_table(tmp_path / "a", table, group_rows=400)
