@@ -119,6 +119,8 @@ ANOTHER = "another file ends in it.*name each file if several were joined by cat
         (WEB, tar("1.txt", link="S"), LINK),
         (WEB, tar("1.txt") + b"more", MORE_TAR),
         (WEB, negative(), "the size of '1.txt' is damaged"),
+        (lines.JsonLines, b'text\n{"a": 1}\n', "not a complete jsonl .*its first or"),
+        (lines.Text, b"a\0\nb\n", "not a complete text .*it has NUL bytes"),
         (arrow.Arrow, ipc(FEW) + ipc(FEW, FILES), MORE_ARROW),
         (arrow.Arrow, ipc(FEW, FILES) + ipc(FEW), MORE_ARROW),
         (arrow.Arrow, ipc(FEW) + b"more", MORE_ARROW),
@@ -173,18 +175,22 @@ def test_a_record_of_which_a_part_would_be_lost_is_corrupt(
         source_contract.read_all(dataset, 1, num_epochs=1)
 
 
+ONE = np.int64(1).tobytes()
+
+
 @pytest.mark.parametrize(
     ("suffix", "change"),
     [
         (".bin", lambda content: content + b"\0"),
         # The last document ends after the first of two sequences.
-        (".idx", lambda content: content[:-8] + np.int64(1).tobytes()),
-        # The first one begins at the second.
-        (".idx", lambda content: content[:-16] + np.int64(1).tobytes() + content[-8:]),
+        (".idx", lambda content: content[:-8] + ONE),
+        # The first one begins at the second, or the third one before the second.
+        (".idx", lambda content: content[:-32] + ONE + content[-24:]),
+        (".idx", lambda content: content[:-16] + ONE + content[-8:]),
     ],
 )
 def test_tokens_that_no_document_has_are_refused(tmp_path, suffix, change):
-    file = megatron_files.write(tmp_path, [[range(3), range(4)]])
+    file = megatron_files.write(tmp_path, [[range(3), range(4)], [], []])
     path = pathlib.Path(file).with_suffix(suffix)
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(errors.DataError, match=r"data\.bin: its index .*another file"):
