@@ -57,7 +57,11 @@ class Kept(Generic[T]):
                 self._values.move_to_end(key)
                 return found
             made = self._values[key] = futures.Future()
-        submit(self._make, key, made, make)
+        try:
+            submit(self._make, key, made, make)
+        except RuntimeError:
+            # No thread begins any more: the program ends.
+            self._make(key, made, make)
         return made
 
     def _make(

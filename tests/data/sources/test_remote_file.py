@@ -122,6 +122,14 @@ def test_a_block_that_failed_is_requested_again(system):
     assert read_all(reader, 10) == CONTENT[:10]
 
 
+def test_blocks_are_read_while_a_program_ends(system, monkeypatch):
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    pool.shutdown()
+    monkeypatch.setattr(remote_file, "_pool", lambda: pool)
+    for _ in range(2):
+        assert read_all(opened(system), 10) == CONTENT[:10]
+
+
 def test_a_short_answer_is_an_error():
     class Short(System):
         def cat_file(self, path, start, end):
