@@ -40,13 +40,17 @@ def with_another_byte(content):
     return content, content[:middle] + b"y" + content[middle + 1 :]
 
 
-def tar():
-    content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w") as archive:
-        member = tarfile.TarInfo("1.txt")
-        member.size = len(NOTE)
-        archive.addfile(member, io.BytesIO(NOTE.encode()))
-    return content.getvalue()
+def tar(field="txt", content=b"x"):
+    """An archive with a field and a content in its middle."""
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w") as archive:
+        for number in range(200):
+            is_middle = number == 90
+            member = tarfile.TarInfo(f"{number}.{field if is_middle else 'txt'}")
+            member.size = 1000
+            held = 1000 * (content if is_middle else b"x")
+            archive.addfile(member, io.BytesIO(held))
+    return written.getvalue()
 
 
 def noted(new):
@@ -72,7 +76,8 @@ def array_records(path):
         (lambda files: lines.Text(files=files, whole_files=True), text()),
         (lines.JsonLines, text('{"text": "', '"}')),
         (tfrecord.TFRecord, with_another_byte(2000 * tfrecord_files.framed(b"x" * 80))),
-        (webdataset.WebDataset, with_another_byte(tar())),
+        (webdataset.WebDataset, (tar(), tar(content=b"y"))),
+        (webdataset.WebDataset, (tar(), tar(field="jpg"))),
         (arrow.Arrow, with_another_byte(noted(pa.ipc.new_stream))),
         (parquet.Parquet, with_another_byte(noted(pq.ParquetWriter))),
         (arrayrecord.ArrayRecord, array_records),

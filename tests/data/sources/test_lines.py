@@ -49,6 +49,7 @@ def test_a_file_may_be_a_document(tmp_path, suffix):
         for number, line in enumerate(LINES)
     ]
     files.append(compressed(tmp_path / "empty.txt", b""))
+    assert len(texts(lines.Text(files=tuple(files)))) == 2 * len(LINES)
     dataset = lines.Text(files=tuple(files), whole_files=True)
     assert texts(dataset) == [f"{line}\nand\n" for line in LINES]
     assert sorted(texts(dataset, 3)) == sorted(texts(dataset))
