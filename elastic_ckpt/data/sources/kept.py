@@ -31,8 +31,9 @@ class Kept(Generic[T]):
     def begin(self) -> None:
         """Keeps none; also after a fork, when another thread may hold the lock."""
         self._lock = threading.Lock()
-        self._values: collections.OrderedDict[Hashable, futures.Future[T]]
-        self._values = collections.OrderedDict()
+        self._values: collections.OrderedDict[
+            Hashable, tuple[futures.Future[T], int]
+        ] = collections.OrderedDict()
         self.num_bytes = 0
 
     def __contains__(self, key: Hashable) -> bool:
@@ -42,7 +43,9 @@ class Kept(Generic[T]):
         self,
         key: Hashable,
         make: Callable[[], T],
+        *,
         submit: Callable[..., object] = lambda function, *of: function(*of),
+        num_bytes: int = 0,
     ) -> futures.Future[T]:
         """The value of a key, made if it is not kept; an error is not kept.
 
@@ -50,13 +53,15 @@ class Kept(Generic[T]):
           key: of the value.
           make: makes it.
           submit: calls a function with arguments, in this thread or in another.
+          num_bytes: what it takes until it is made.
         """
         with self._lock:
             found = self._values.get(key)
             if found is not None:
                 self._values.move_to_end(key)
-                return found
-            made = self._values[key] = futures.Future()
+                return found[0]
+            made = futures.Future[T]()
+            self._put(key, made, num_bytes)
         try:
             submit(self._make, key, made, make)
         except RuntimeError:
@@ -71,14 +76,16 @@ class Kept(Generic[T]):
             value = make()
         except BaseException as error:  # Ctrl-C too: others wait
             with self._lock:
-                self._values.pop(key, None)
+                self.num_bytes -= self._values.pop(key, (made, 0))[1]
             made.set_exception(error)
             return
         with self._lock:
-            made.set_result(value)
-            if self._values.get(key) is made:
-                self.num_bytes += self._size(value)
-            while self.num_bytes > self._budget() and len(self._values) > 1:
-                _, oldest = self._values.popitem(last=False)
-                if oldest.done():
-                    self.num_bytes -= self._size(oldest.result())
+            if self._values.get(key, (None, 0))[0] is made:
+                self._put(key, made, self._size(value))
+        made.set_result(value)
+
+    def _put(self, key: Hashable, made: futures.Future[T], num_bytes: int) -> None:
+        self.num_bytes += num_bytes - self._values.get(key, (made, 0))[1]
+        self._values[key] = made, num_bytes
+        while self.num_bytes > self._budget() and len(self._values) > 1:
+            self.num_bytes -= self._values.popitem(last=False)[1][1]

@@ -69,7 +69,10 @@ class Object:
         end = -(-self.num_bytes // BLOCK_BYTES)
         return [
             _BLOCKS.get(
-                self.key(block), functools.partial(self._read, block), _pool().submit
+                self.key(block),
+                functools.partial(self._read, block),
+                submit=_pool().submit,
+                num_bytes=BLOCK_BYTES,
             )
             for block in range(first, min(last + 1, end))
         ]
