@@ -45,7 +45,7 @@ def tar(field="txt", content=b"x"):
     written = io.BytesIO()
     with tarfile.open(fileobj=written, mode="w") as archive:
         for number in range(200):
-            is_middle = number == 90
+            is_middle = number == 100
             member = tarfile.TarInfo(f"{number}.{field if is_middle else 'txt'}")
             member.size = 1000
             held = 1000 * (content if is_middle else b"x")

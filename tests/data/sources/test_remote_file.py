@@ -141,10 +141,13 @@ def test_a_short_answer_is_an_error():
 
 def test_many_threads_share_the_blocks(system):
     def read(_):
-        return read_all(opened(system), 5 * BLOCK)
+        reader = opened(system)
+        return read_all(reader, 3 * BLOCK) + read_all(reader, 2 * BLOCK)
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         assert list(pool.map(read, range(8))) == [CONTENT[: 5 * BLOCK]] * 8
+    # Those that follow are on their way.
+    assert opened(system)._remote.key(7) in remote_file._BLOCKS
     assert len(system.ranges) == len(set(system.ranges))
 
 
