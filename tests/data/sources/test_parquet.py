@@ -83,11 +83,14 @@ def assert_read(elements, kinds, values):
         (pa.int32(), pa.list_),
         (pa.uint16(), pa.large_list),
         (pa.float64(), pa.list_),
+        (pa.int64(), pa.list_),
     ],
 )
 def test_lists_of_numbers_are_arrays(tmp_path, monkeypatch, kind, list_of):
     parts_of(monkeypatch, 20)
     values = [list(range(n, 3 * n)) for n in (0, 3, 1, 0, 0, 50, 2)]
+    if kind == pa.int64():
+        values += [[2**16], [-1], [2**31], [-(2**31) - 1]]
     elements = column(list_of(kind), values, tmp_path / "a")
     for array, expected in zip(elements, values, strict=True):
         wanted = np.array(expected, kind.to_pandas_dtype())
