@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 _MAGIC = b"ARROW1"
 _END = struct.Struct(f"<i{len(_MAGIC)}s")
 _FIRST_OF_FILE = 8
+# Begins a message, and the most bytes of the first one.
+_MARK = b"\xff\xff\xff\xff"
+_SCHEMA_BYTES = 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +61,7 @@ class Arrow(source.Source):
         foreign = functools.partial(source.foreign, file, "Arrow")
         source.check_columns(file, self.columns, _schema(local, file).names)
         with columns.damaged(foreign), _mapped(local) as stream:
-            content.update(ipc.read_message(stream).metadata)
+            content.update(_schema(local, file).serialize())
             for start, message in _messages(stream):
                 content.update(message.metadata)
                 if message.type != "record batch":
@@ -124,7 +127,15 @@ def from_hf(dataset: Any, *, columns: tuple[str, ...] = ()) -> Arrow:
 
 
 def _messages(stream: Any) -> Iterator[tuple[int, Any]]:
-    # Each with its offset.
+    # Each after the schema, with its offset.
+    begin = stream.tell()
+    try:
+        pyarrow().ipc.read_message(stream)
+    except (pyarrow().ArrowException, OSError):
+        # Files of Polars 2.1 lack the length of this message, which readers of files do
+        # not need. The next one begins with a mark.
+        stream.seek(begin)
+        stream.seek(begin + stream.read(_SCHEMA_BYTES).find(_MARK))
     with contextlib.suppress(EOFError):
         while True:
             yield stream.tell(), pyarrow().ipc.read_message(stream)
@@ -144,6 +155,8 @@ def _num_end_bytes(stream: Any) -> int:
 def _schema(local: str, file: str) -> pa.Schema:
     foreign = functools.partial(source.foreign, file, "Arrow")
     with columns.damaged(foreign), _mapped(local) as stream:
+        if stream.tell():
+            return pyarrow().ipc.open_file(stream).schema
         return pyarrow().ipc.read_schema(stream)
 
 

@@ -61,3 +61,13 @@ def test_a_dataset_that_is_not_what_its_files_are_is_refused(tmp_path):
     ):
         with pytest.raises(errors.ConfigError, match=match):
             arrow.from_hf(dataset)
+
+
+def test_a_file_without_the_length_of_its_schema_is_read_as_polars_writes_it(tmp_path):
+    elements = corpora.documents(0, 20)
+    path = pathlib.Path(test_contract.TestArrowFile().write(tmp_path / "a", elements))
+    content = path.read_bytes()
+    # A message begins with a mark and its length.
+    path.write_bytes(content[:8] + content[16:])
+    found = read_all(arrow.Arrow(files=(str(path),)), 1, num_epochs=1)
+    assert [each["text"] for each in found] == [each["text"] for each in elements]
