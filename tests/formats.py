@@ -144,7 +144,6 @@ class Steps:
       truncate: whether long documents are trimmed.
       window: of the shuffle.
       packing: how rows are filled.
-      singly: whether documents are read one by one.
     """
 
     datasets: tuple[str, ...] = ("web",)
@@ -152,14 +151,6 @@ class Steps:
     truncate: bool = True
     window: int = 0
     packing: str = ""
-    singly: bool = False
-
-
-class Single(grain.IterDataset):
-    """Passes on single elements, however many its parent takes at once."""
-
-    def __iter__(self):
-        return iter(self._parent)
 
 
 PIPELINES = {
@@ -178,13 +169,6 @@ PIPELINES = {
         window=7,
         packing="first_fit",
     ),
-}
-
-
-PIPELINES |= {
-    f"{name}_singly": dataclasses.replace(steps, singly=True)
-    for name, steps in PIPELINES.items()
-    if not steps.filtered
 }
 
 
@@ -212,7 +196,7 @@ class MakeShard:
         if len(read) > 1:
             elements = mixing.Mixture(read, WEIGHTS, shard=shard)
         return rows.Rows(
-            Single(elements) if steps.singly else elements,
+            elements,
             length=LENGTH,
             packing=steps.packing,
             window=steps.window,

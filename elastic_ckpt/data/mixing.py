@@ -11,7 +11,6 @@ any turn.
 
 from __future__ import annotations
 
-import bisect
 import collections
 import functools
 import itertools
@@ -50,57 +49,26 @@ def check_weights(weights: Mapping[str, float]) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def bounds(weights: tuple[float, ...]) -> tuple[int, ...]:
-    """The end of the interval of each weight, all above 0, in 64 bits."""
-    largest = max(weights)
+def bounds(weights: tuple[float, ...]) -> np.ndarray:
+    """The ends, in 64 bits, of the intervals of all weights but the last."""
+    largest = max(weights, default=1)
     exact = [max(1, round(weight / largest * _FINENESS)) for weight in weights]
-    total = sum(exact)
-    return tuple(end * _ONE // total for end in itertools.accumulate(exact))
-
-
-def chosen(turn: int, *, shard: int, ends: tuple[int, ...]) -> int:
-    """The number of the interval of a turn of a shard; see `bounds`."""
-    return bisect.bisect_right(ends, (turn * _GOLDEN + shard * _PHASE) % _ONE)
-
-
-def all_chosen(
-    turn: int, num_turns: int, *, shard: int, ends: tuple[int, ...]
-) -> np.ndarray:
-    """Those of some turns, from one on, int64 `[num_turns]`."""
-    points = np.arange(turn, turn + num_turns, dtype=np.uint64) * np.uint64(_GOLDEN)
-    points += np.uint64(shard * _PHASE % _ONE)
-    return np.searchsorted(_inner_bounds(ends), points, side="right")
-
-
-@functools.lru_cache(maxsize=64)
-def _inner_bounds(ends: tuple[int, ...]) -> np.ndarray:
+    ends = [end * _ONE // sum(exact) for end in itertools.accumulate(exact)]
     return np.array(ends[:-1], np.uint64)
 
 
-class Parts(Mapping[str, grain.IterDataset]):
-    """Datasets by name, each made when it is used; there is no mixture in them.
+def chosen(turn: int, num_turns: int, *, shard: int, ends: np.ndarray) -> np.ndarray:
+    """The numbers of the intervals of some turns of a shard, from one on.
 
     Args:
-      names: of all of them.
-      make: makes one by its name.
+      turn: the first.
+      num_turns: how many.
+      shard: the number of the shard.
+      ends: see `bounds`.
     """
-
-    def __init__(
-        self, names: Collection[str], make: Callable[[str], grain.IterDataset]
-    ) -> None:
-        self._names = names
-        self._make = make
-
-    def __getitem__(self, name: str) -> grain.IterDataset:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._make(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+    points = np.arange(turn, turn + num_turns, dtype=np.uint64) * np.uint64(_GOLDEN)
+    points += np.uint64(shard * _PHASE % _ONE)
+    return np.searchsorted(ends, points, side="right")
 
 
 class Mixture(shard_steps.Step):
@@ -117,44 +85,42 @@ class Mixture(shard_steps.Step):
     `filter`; with steps that do, weights cannot change.
 
     Args:
-      parts: the datasets by name; `Parts` are made when they are opened.
+      parts: the datasets by name, or a function that makes one of them by its name,
+        without a mixture in it, when it is opened.
       weights: the weight of each name, 0 or more; only their ratios count.
       shard: the number of the shard.
     """
 
-    describes_parents = True
+    describes_parents = renews = True
 
     def __init__(
         self,
-        parts: Mapping[str, grain.IterDataset],
+        parts: Mapping[str, grain.IterDataset] | Callable[[str], grain.IterDataset],
         weights: Mapping[str, float],
         *,
         shard: int,
     ) -> None:
-        if parts.keys() != weights.keys():
-            raise errors.ConfigError(
-                f"Mixture: parts are named {sorted(parts)}, and weights"
-                f" {sorted(weights)}; give each part a weight"
-            )
         check_weights(weights)
         # Sorted by name, so that the order of the list does not matter.
-        if isinstance(parts, Parts):
-            self._parts: Mapping[str, grain.IterDataset] = parts
-            super().__init__()
-        else:
-            self._parts = {name: parts[name] for name in sorted(parts)}
-            super().__init__(list(self._parts.values()))
-        self._weights = {name: weights[name] for name in sorted(parts)}
+        self._weights = {name: weights[name] for name in sorted(weights)}
         self._shard = self.shard = shard
+        if isinstance(parts, Mapping):
+            if parts.keys() != weights.keys():
+                raise errors.ConfigError(
+                    f"Mixture: parts are named {sorted(parts)}, and weights"
+                    f" {sorted(weights)}; give each part a weight"
+                )
+            self._keep(parts)
+        else:
+            super().__init__()
+            self._make = parts
+
+    def _keep(self, parts: Mapping[str, grain.IterDataset]) -> None:
+        self._make = parts.__getitem__
+        super().__init__([parts[name] for name in self._weights])
 
     def __iter__(self) -> grain.DatasetIterator:
         return _MixtureIterator(self)
-
-    def make_parts(self) -> None:
-        """Makes datasets that would be made when they are opened."""
-        if isinstance(self._parts, Parts):
-            self._parts = {name: self._parts[name] for name in sorted(self._parts)}
-            self._parents = tuple(self._parts.values())
 
     def __str__(self) -> str:
         return f"Mixture(shard={self.shard}, {sorted(self._weights)})"
@@ -165,7 +131,7 @@ class Mixture(shard_steps.Step):
             "datasets": {
                 name: {
                     "weight": weight,
-                    "steps": shard_steps.step_descriptions(self._parts[name]),
+                    "steps": shard_steps.step_descriptions(self._make(name)),
                 }
                 for name, weight in self._weights.items()
             }
@@ -180,46 +146,50 @@ class _MixtureIterator(shard_steps.Elements):
 
     def __init__(self, mixture: Mixture) -> None:
         super().__init__()
-        self._parts, self._shard = mixture._parts, mixture._shard
-        self._now = {name: each for name, each in mixture._weights.items() if each}
+        self._mixture, self._shard = mixture, mixture._shard
+        self._now = _weights_now(mixture)
         # Mixtures in this one begin with the weights of now.
-        self._nested = []
-        if not isinstance(self._parts, Parts):
-            self._nested = [name for name in self._parts if names(self._parts[name])]
+        parts = zip(mixture._weights, shard_steps.parents(mixture), strict=False)
+        self._nested = [name for name, part in parts if names(part)]
         self._opened: dict[str, grain.DatasetIterator] = {}
-        self._go_on(turn=0, weights=self._now, ended=(), taken={}, parts={})
-
-    def _go_on(
-        self,
-        *,
-        turn: int,
-        weights: dict[str, float],
-        ended: Iterable[str],
-        taken: dict[str, int],
-        parts: dict[str, Any],
-    ) -> None:
-        self.close()
-        self._turn, self._taken, self._saved = turn, dict(taken), dict(parts)
-        self._use(weights, frozenset(ended))
-        for name in self._nested:
-            self._part(name)
+        begin = {"turn": 0, _WEIGHTS: self._now, "ended": (), TAKEN: {}, _PARTS: {}}
+        self.set_state(begin)
 
     def _use(self, weights: dict[str, float], ended: frozenset[str]) -> None:
         self._weights, self._ended = weights, ended
         active = {name: each for name, each in weights.items() if name not in ended}
-        self._active, self._ends = [*active], ()
-        if active:
-            self._ends = bounds(tuple(active.values()))
+        self._active, self._ends = [*active], bounds(tuple(active.values()))
 
-    def take(self, num_elements: int) -> list[Any]:
-        """The next elements; fewer at the end alone."""
-        found: list[Any] = []
-        while self._active and len(found) < num_elements:
-            missing = num_elements - len(found)
-            some = self._drawn(missing)
-            # Where a dataset ends, those after its turn depend on it.
-            found += self._one_by_one(missing) if some is None else some
-        return found
+    def some(self, at_most: int) -> list[Any]:
+        """See `Elements`; not beyond a turn at which a dataset ends."""
+        num_turns = at_most
+        while self._active:
+            turns = chosen(self._turn, num_turns, shard=self._shard, ends=self._ends)
+            counts = np.bincount(turns).tolist()
+            opened = {n: self._part(self._active[n]) for n in sorted({*turns.tolist()})}
+            before = {n: part.get_state() for n, part in opened.items()}
+            try:
+                drawn = {
+                    n: shard_steps.take(part, counts[n]) for n, part in opened.items()
+                }
+            except Exception:
+                _restore(opened, before)
+                raise
+            short = [n for n in drawn if len(drawn[n]) < counts[n]]
+            if not short:
+                self._turn += num_turns
+                for n in drawn:
+                    self._taken[self._active[n]] += counts[n]
+                in_turn = {n: iter(elements) for n, elements in drawn.items()}
+                return [next(in_turn[n]) for n in turns.tolist()]
+            # Who has a turn depends on what has ended before.
+            _restore(opened, before)
+            ends = [np.flatnonzero(turns == n)[len(drawn[n])] for n in short]
+            num_turns = int(min(ends))
+            if not num_turns:
+                self._use(self._weights, self._ended | {self._active[turns[0]]})
+                num_turns = at_most
+        return []
 
     def renew(self) -> bool:
         """Uses the weights of now; see `renew` of the module."""
@@ -239,67 +209,37 @@ class _MixtureIterator(shard_steps.Elements):
             _PARTS: self._saved | opened,
         }
 
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._go_on(**state)
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self.close()
+        self._turn, self._saved = state["turn"], dict(state[_PARTS])
+        self._taken = collections.Counter(state[TAKEN])
+        self._use(state[_WEIGHTS], frozenset(state["ended"]))
+        for name in self._nested:
+            self._part(name)
 
     def close(self) -> None:
         for opened in self._opened.values():
             opened.close()
         self._opened = {}
 
-    def _drawn(self, num_elements: int) -> list[Any] | None:
-        # The elements of the next turns; None if a dataset ends in them.
-        turns = all_chosen(self._turn, num_elements, shard=self._shard, ends=self._ends)
-        counts = np.bincount(turns)
-        numbers = np.flatnonzero(counts).tolist()
-        before: dict[str, Any] = {}
-        drawn: dict[int, Iterator[Any]] = {}
-        for number in numbers:
-            name, count = self._active[number], int(counts[number])
-            part = self._part(name)
-            before[name] = part.get_state()
-            some = shard_steps.take(part, count)
-            if len(some) < count:
-                for each, state in before.items():
-                    self._opened[each].set_state(state)
-                return None
-            drawn[number] = iter(some)
-        for number in numbers:
-            self._count(self._active[number], int(counts[number]))
-        self._turn += num_elements
-        return [next(drawn[number]) for number in turns.tolist()]
-
-    def _one_by_one(self, at_most: int) -> list[Any]:
-        # The next elements until a dataset ends.
-        found: list[Any] = []
-        while len(found) < at_most:
-            number = chosen(self._turn, shard=self._shard, ends=self._ends)
-            name = self._active[number]
-            some = shard_steps.take(self._part(name), 1)
-            if not some:
-                self._use(self._weights, self._ended | {name})
-                break
-            found += some
-            self._count(name, 1)
-            self._turn += 1
-        return found
-
-    def _count(self, name: str, num_elements: int) -> None:
-        self._taken[name] = self._taken.get(name, 0) + num_elements
-
     def _part(self, name: str) -> grain.DatasetIterator:
         opened = self._opened.get(name)
         if opened is None:
-            if name not in self._parts:
+            if name not in self._mixture._weights:
                 raise errors.DataError(
                     f"mixture: dataset {name} was removed, but some of its examples are"
                     " in incomplete rows still; add it again with weight 0 until they"
                     " are used"
                 )
-            opened = self._opened[name] = iter(self._parts[name])
+            opened = self._opened[name] = iter(self._mixture._make(name))
             if name in self._saved:
                 opened.set_state(self._saved.pop(name))
         return opened
+
+
+def _restore(opened: dict[int, grain.DatasetIterator], states: dict[int, Any]) -> None:
+    for number, state in states.items():
+        opened[number].set_state(state)
 
 
 def renew(iterator: Any) -> bool:
@@ -327,11 +267,17 @@ def check_weights_of(dataset: Any, state: Any) -> None:
     Raises:
       DataError: if a step may hold elements that were chosen by other weights.
     """
-    holding = _holding(dataset)
-    if holding is None:
+    holding = [
+        step
+        for step in shard_steps.datasets(dataset)
+        if not getattr(step, "renews", False)
+        and not shard_steps.holds_nothing(step)
+        and names(step)
+    ]
+    if not holding:
         return
     now = {
-        name: {part: each for part, each in made._weights.items() if each}
+        name: _weights_now(made)
         for name, made in by_name(dataset)
         if isinstance(made, Mixture)
     }
@@ -339,22 +285,14 @@ def check_weights_of(dataset: Any, state: Any) -> None:
         if _WEIGHTS in of_name and of_name[_WEIGHTS] != now.get(name):
             raise errors.DataError(
                 "the weights of a mixture have changed, and"
-                f" {shard_steps.shown(holding)} after it may hold some of its elements;"
-                " use the weights of before, or shuffle each dataset before they are"
-                " mixed, or pack by ec.data.lm.Rows"
+                f" {shard_steps.shown(holding[-1])} after it may hold some of its"
+                " elements; use the weights of before, or shuffle each dataset before"
+                " they are mixed, or pack by ec.data.lm.Rows"
             )
 
 
-def _holding(dataset: Any) -> Any:
-    # The first step that may hold elements of a mixture, and does not read them again
-    # by their weights; None if there is none.
-    if not names(dataset):
-        return None
-    renews = isinstance(dataset, Mixture) or getattr(dataset, "renews", False)
-    if not renews and not shard_steps.holds_nothing(dataset):
-        return dataset
-    below = map(_holding, shard_steps.parents(dataset))
-    return next((each for each in below if each is not None), None)
+def _weights_now(mixture: Mixture) -> dict[str, float]:
+    return {name: weight for name, weight in mixture._weights.items() if weight}
 
 
 def gone(cursor: cursors.Cursor, names: Collection[str]) -> set[str]:
@@ -374,31 +312,25 @@ def _mixtures(state: Any) -> Iterator[dict[str, Any]]:
     return (part for part in cursors.parts(state) if TAKEN in part and _PARTS in part)
 
 
-def names(made: grain.IterDataset) -> set[str]:
+def names(made: Any) -> set[str]:
     """The names of all datasets in the mixtures of a pipeline."""
     mixtures = (
         each for each in shard_steps.datasets(made) if isinstance(each, Mixture)
     )
-    return {name for mixture in mixtures for name in mixture._parts}
-
-
-def all_made(made: Any) -> Any:
-    """A pipeline, with all `Parts` of its mixtures made now, to be kept."""
-    for each in shard_steps.datasets(made):
-        if isinstance(each, Mixture):
-            each.make_parts()
-    return made
+    return {name for mixture in mixtures for name in mixture._weights}
 
 
 def by_name(made: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """The datasets of a pipeline, last to first, with the name of their mixture's part.
 
     The name is empty outside of mixtures, and `outer/inner` in a mixture inside one.
+    Datasets that are made when they are opened are made now, and kept.
     """
     yield name, made
     if isinstance(made, Mixture):
-        for part, dataset in made._parts.items():
-            yield from by_name(dataset, f"{name}/{part}".lstrip("/"))
+        made._keep({part: made._make(part) for part in made._weights})
+        for part in made._weights:
+            yield from by_name(made._make(part), f"{name}/{part}".lstrip("/"))
         return
     for parent in shard_steps.parents(made):
         yield from by_name(parent, name)
@@ -407,19 +339,18 @@ def by_name(made: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def states_by_name(state: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """The states inside the state of a pipeline, outermost first; see `by_name`.
 
-    Those of an older cursor inside it are left out, and of the states from which rows
-    read their documents all but the first.
+    Of those from which documents are read again only the first is there, which may be
+    of an older stage.
     """
     if isinstance(state, dict):
+        state = state.get(cursors.HELD, state)
         yield name, state
         if TAKEN in state and _PARTS in state:
             for part, of_part in state[_PARTS].items():
                 yield from states_by_name(of_part, f"{name}/{part}".lstrip("/"))
             return
         state = [
-            value[0] if key == cursors.FROM else value
-            for key, value in state.items()
-            if key != cursors.HELD
+            value[0] if key == cursors.FROM else value for key, value in state.items()
         ]
     if isinstance(state, list | tuple):
         for value in state:

@@ -28,7 +28,6 @@ _CHAINS_OF_GROUP = 2
 # The epochs whose order is kept: shards are not all in the same one.
 _MOST_EPOCHS = 3
 
-_MASK = 2**64 - 1
 _ROUNDS = 6
 
 
@@ -88,7 +87,7 @@ class Order:
             "group": min(group, num_shards, GROUP_SHARDS),
             "lead": lead,
         }
-        self._epochs: dict[int, tuple[np.ndarray, Sequence[int]]] = {}
+        self._epoch = functools.lru_cache(_MOST_EPOCHS)(self._blocks_in)
 
     def share(self, shard: int, epoch: int) -> range:
         """The places in an epoch of the records that a shard reads; see `share`."""
@@ -107,11 +106,12 @@ class Order:
         some = places[: -(-(end - places[0]) // places.step)]
         block = int(number[index])
         rows = range(some.start - begin, some.stop - begin, some.step)
-        following = int(number[index + 1]) if index + 1 < len(number) else None
+        numbers: Sequence[int] = rows
         if self._shuffles:
-            shuffled = self._rows(epoch, block)[rows.start : rows.stop : rows.step]
-            return block, shuffled.tolist(), following
-        return block, rows, following
+            shuffled = self._rows(epoch, block)
+            numbers = shuffled[rows.start : rows.stop : rows.step].tolist()
+        following = int(number[index + 1]) if index + 1 < len(number) else None
+        return block, numbers, following
 
     def find(self, record: int, epoch: int) -> tuple[int, int]:
         """The shard that reads a record in an epoch, and how many it reads before."""
@@ -121,26 +121,20 @@ class Order:
         if self._shuffles:
             row = int(np.flatnonzero(self._rows(epoch, block) == row)[0])
         place = start[int(np.flatnonzero(number == block)[0])] + row
-        return reader(place, epoch=epoch, **self._sharing)
+        shares = (self.share(n, epoch) for n in range(self._sharing["num_shards"]))
+        return next((n, of.index(place)) for n, of in enumerate(shares) if place in of)
 
-    def _epoch(self, epoch: int) -> tuple[np.ndarray, Sequence[int]]:
+    def _blocks_in(self, epoch: int) -> tuple[np.ndarray, Sequence[int]]:
         # The blocks in the order of an epoch, and how many records are before each.
-        found = self._epochs.get(epoch)
-        if found is None:
-            chain = np.arange(len(self._begin))
-            if self._seed is not None:
-                key = (self._seed, epoch)
-                chain = permuted(chain, length=len(chain), key=key)
-            begin, length = self._begin[chain], self._length[chain]
-            before = np.cumsum(length) - length
-            number = np.arange(len(self._sizes)) + np.repeat(begin - before, length)
-            start = np.zeros(len(number) + 1, np.int64)
-            np.cumsum(self._sizes[number], out=start[1:])
-            found = self._epochs[epoch] = number, memoryview(start.data)
-            # Several threads may come here.
-            for old in list(self._epochs)[:-_MOST_EPOCHS]:
-                self._epochs.pop(old, None)
-        return found
+        chain = np.arange(len(self._begin))
+        if self._seed is not None:
+            chain = permuted(chain, length=len(chain), key=(self._seed, epoch))
+        begin, length = self._begin[chain], self._length[chain]
+        before = np.cumsum(length) - length
+        number = np.arange(len(self._sizes)) + np.repeat(begin - before, length)
+        start = np.zeros(len(number) + 1, np.int64)
+        np.cumsum(self._sizes[number], out=start[1:])
+        return number, memoryview(start.data)
 
     def _rows(self, epoch: int, block: int) -> np.ndarray:
         assert self._seed is not None
@@ -179,10 +173,6 @@ def share(
     # The shards from `first_more` on, modulo S, read one record more.
     first_more = (epoch * rest + lead) % num_shards
 
-    if group == num_shards:
-        place = (shard - first_more) % num_shards
-        return range(place, num_records, num_shards)
-
     def num_more(shard: int) -> int:
         # How many of the shards before this one read one record more.
         end = first_more + rest
@@ -202,42 +192,6 @@ def share(
     return range(first, first + num * step, step)
 
 
-def reader(
-    place: int,
-    *,
-    num_shards: int,
-    num_records: int,
-    epoch: int,
-    group: int = 1,
-    lead: int = 0,
-) -> tuple[int, int]:
-    """The shard whose `share` has a place, and how many of the share come before."""
-
-    def of(shard: int) -> range:
-        return share(
-            shard,
-            num_shards=num_shards,
-            num_records=num_records,
-            epoch=epoch,
-            group=group,
-            lead=lead,
-        )
-
-    # The last group that begins at the place or before it.
-    low, high = 0, -(-num_shards // group)
-    while high - low > 1:
-        middle = (low + high) // 2
-        shards = range(middle * group, min((middle + 1) * group, num_shards))
-        first = min(of(shard).start for shard in shards)
-        low, high = (middle, high) if first <= place else (low, middle)
-    shard = next(
-        shard
-        for shard in range(low * group, min((low + 1) * group, num_shards))
-        if place in of(shard)
-    )
-    return shard, of(shard).index(place)
-
-
 def permuted(place: np.ndarray, *, length: int, key: tuple[int, ...]) -> np.ndarray:
     """The numbers at indexes of a keyed permutation of `range(length)`.
 
@@ -247,14 +201,14 @@ def permuted(place: np.ndarray, *, length: int, key: tuple[int, ...]) -> np.ndar
     Args:
       place: the indexes, of any shape.
       length: of the permutation.
-      key: numbers of 64 bits.
+      key: integers, of which 64 bits count.
 
     Returns:
       int64 of the same shape.
     """
-    seed = 0
+    seed = np.zeros(1, np.uint64)
     for part in key:
-        seed = mixed(seed ^ part)
+        seed = _mixed(seed ^ np.uint64(part % 2**64))
     # Of half a number.
     num_bits = max(1, (length - 1).bit_length() + 1 >> 1)
     bits, half = np.uint64(num_bits), np.uint64((1 << num_bits) - 1)
@@ -263,23 +217,15 @@ def permuted(place: np.ndarray, *, length: int, key: tuple[int, ...]) -> np.ndar
     while outside.any():
         left, right = number[outside] >> bits, number[outside] & half
         for turn in range(_ROUNDS):
-            start = np.uint64((seed + (turn << 56)) & _MASK)
-            left, right = right, left ^ (_all_mixed(start + right) & half)
+            start = seed + np.uint64(turn << 56)
+            left, right = right, left ^ (_mixed(start + right) & half)
         number[outside] = left << bits | right
         outside &= number >= length
     return number.astype(np.int64)
 
 
-def mixed(number: int) -> int:
-    """A 64-bit hash of a number: SplitMix64's finaliser (Steele et al. 2014)."""
-    number = (number + 0x9E3779B97F4A7C15) & _MASK
-    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    number = (number ^ number >> 27) * 0x94D049BB133111EB & _MASK
-    return number ^ number >> 31
-
-
-def _all_mixed(number: np.ndarray) -> np.ndarray:
-    # `mixed` of each number, uint64.
+def _mixed(number: np.ndarray) -> np.ndarray:
+    # Of each number, uint64: SplitMix64's finaliser (Steele et al. 2014).
     number = number + np.uint64(0x9E3779B97F4A7C15)
     number = (number ^ number >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     number = (number ^ number >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

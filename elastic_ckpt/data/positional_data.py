@@ -118,8 +118,7 @@ class _HostBatches:
     in_process_by_default = False
 
     def __init__(self, data: PositionalData, placement: rows.Placement) -> None:
-        self._data = data
-        self._placement = placement
+        self._data, self._placement = data, placement
         self._move(0)
 
     def __next__(self) -> Example:
@@ -153,54 +152,40 @@ class _HostBatches:
         self._open()
 
     def _move(self, position: int) -> None:
-        self._position = position
-        # Of the first row of the next batch that is taken here.
-        self._next = (
-            position + self._placement.first * self._placement.global_batch_size
-        )
+        # The position, and the first row of the next batch that is taken here.
+        placement, self._position = self._placement, position
+        self._next = position + placement.first * placement.global_batch_size
         self._open()
 
     def _open(self) -> None:
         # Nothing is read before the first batch is asked for.
+        row = functools.partial(_row, self._data.dataset, self._placement, self._next)
         self._batches = grain.experimental.ElasticIterator(
-            _HostRows(self._data, self._placement, self._next),
+            grain.MapDataset.range(sys.maxsize).map(row),
             len(self._placement.held),
             grain.sharding.NoSharding(),
             read_options=self._data.read_options,
         )
 
 
-class _HostRows(grain.MapDataset):
-    """The examples in a host's rows from a position on, and padding after the last."""
-
-    def __init__(
-        self, data: PositionalData, placement: rows.Placement, position: int
-    ) -> None:
-        super().__init__(data.dataset)
-        self._placement = placement
-        self._position = position
-
-    def __len__(self) -> int:
-        return sys.maxsize
-
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return self.slice(index)
-        placement = self._placement
-        batch, row = divmod(index, len(placement.held))
-        first = self._position + batch * placement.every * placement.global_batch_size
-        number = first + int(placement.held[row])
-        is_padding = number >= len(self._parent)
-        element: Any = self._parent[0 if is_padding else number]
-        if not isinstance(element, Mapping) or _ADDED & element.keys():
-            raise errors.DataError(
-                f"positional: example {number} of the dataset is {element!r:.200}; give"
-                f" dicts of arrays without features named {sorted(_ADDED)}, which"
-                " batches add, or use ec.data.sharded if examples are left out"
-            )
-        if is_padding:
-            element = {n: shard_rows.zeros_like(each) for n, each in element.items()}
-        return {name: shard_rows.array_of(each) for name, each in element.items()}
+def _row(
+    dataset: grain.MapDataset, placement: rows.Placement, position: int, index: int
+) -> Example:
+    # The example in a row of a host, counted from a position on, or padding.
+    batch, row = divmod(index, len(placement.held))
+    first = position + batch * placement.every * placement.global_batch_size
+    number = first + int(placement.held[row])
+    is_padding = number >= len(dataset)
+    element: Any = dataset[0 if is_padding else number]
+    if not isinstance(element, Mapping) or _ADDED & element.keys():
+        raise errors.DataError(
+            f"positional: example {number} of the dataset is {element!r:.200}; give"
+            f" dicts of arrays without features named {sorted(_ADDED)}, which"
+            " batches add, or use ec.data.sharded if examples are left out"
+        )
+    if is_padding:
+        element = {n: shard_rows.zeros_like(each) for n, each in element.items()}
+    return {name: shard_rows.array_of(each) for name, each in element.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

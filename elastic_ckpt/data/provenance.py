@@ -13,9 +13,8 @@ rows.
 
 from __future__ import annotations
 
-import array
-import copy
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -28,7 +27,7 @@ from elastic_ckpt.data import (
     records,
     shard_rows,
     shard_steps,
-    stage_shards,
+    stages,
 )
 from elastic_ckpt.data.lm import documents, rows
 
@@ -36,11 +35,13 @@ from elastic_ckpt.data.lm import documents, rows
 _INDEX_BITS = 31
 _INDICES = (1 << _INDEX_BITS) - 1
 
-# The feature of packed rows that numbers their documents.
-_SEGMENTS = "inputs_segmentation"
-_SEARCH = (
-    "read the run's batches again, with ec.data.LocalBatches, and search their rows for"
-    " the document"
+_UNKNOWN = "the documents of these rows cannot be told: "
+# Steps of Grain's that leave elements as they are.
+_LEAVING = (
+    "LimitIterDataset",
+    "MixedIterDataset",
+    "RepeatIterDataset",
+    "WindowShuffleIterDataset",
 )
 
 
@@ -69,9 +70,9 @@ class Piece:
 
 
 class _Number(int):
-    """The number of a record, which also has the number of its dataset."""
+    """The number of a record, which also has the name of its dataset."""
 
-    part: int
+    dataset: str
 
 
 class FollowedShard:
@@ -102,27 +103,21 @@ class FollowedShard:
         *,
         watched: tuple[str, int] | None = None,
     ) -> None:
-        self.shard = shard
         self.parts: dict[str, records.Records] = {}
         self.is_tokenized = self.is_read = self._has_ended = False
-        # The names of parts, by number.
-        self._names: list[str] = []
-        self._watched: tuple[int, int] | None = None
-        if watched is not None:
-            name, record = watched
-            self._watched = self._number_of(name), record
-        self._watched_documents: set[int] = set()
-        # Of each document, the number of its part, that of its record, and its tokens.
-        self._part_of = array.array("i")
-        self._record_of = array.array("q")
-        self._tokens_of = array.array("q")
-        if isinstance(make_shard, stage_shards.StagedShards):
-            self._made = make_shard.mapped(self._followed)(shard)
+        self._watched = watched
+        # The dataset and the record of each document that is numbered, and its tokens.
+        self._documents: list[tuple[str, int]] = []
+        self._num_tokens: list[int | None] = []
+        if isinstance(make_shard, stages.StagedShards):
+            of_stages = make_shard.make_shards
+            followed = [functools.partial(self._followed, each) for each in of_stages]
+            make_shard = dataclasses.replace(make_shard, make_shards=tuple(followed))
+            made: Any = make_shard(shard)
         else:
-            self._made = self._followed(make_shard(shard))
-        self._state = shard_rows.from_json(shard_rows.state_of(cursor))
+            made = self._followed(make_shard, shard)
         self._row = shard_rows.row_of(cursor)
-        self._rows = shard_rows.iterator(self._made, cursor, self._row)
+        self._rows = shard_rows.iterator(made, cursor, self._row)
 
     def next(self) -> list[Piece] | None:
         """The documents of the next row, in order; None after the last row."""
@@ -136,36 +131,13 @@ class FollowedShard:
     @property
     def is_document(self) -> bool:
         """Whether the watched record became a document of tokens."""
-        return bool(self._watched_documents)
+        return bool(self._watched and self._documents)
 
     @property
     def watched_tokens(self) -> int | None:
         """The tokens of this document; None until they are made."""
-        numbers = (self._tokens_of[document] for document in self._watched_documents)
-        return max((number for number in numbers if number >= 0), default=None)
-
-    def reads_again(self, name: str) -> bool:
-        """Whether a dataset reads the watched record for its next element, or before.
-
-        Datasets of a mixture are opened when their turn comes, which may be late.
-
-        Args:
-          name: of the dataset; the pipeline must not have been asked for a row.
-        """
-        states = mixing.states_by_name(self._state)
-        state = next((each for of, each in states if of == name), None)
-        if state is None:
-            return False
-        datasets = mixing.by_name(self._made)
-        dataset = next((each for of, each in datasets if of == name), None)
-        if dataset is None:
-            # It is not known: a later stage may read it.
-            return True
-        elements = iter(dataset)
-        elements.set_state(copy.deepcopy(state))
-        next(elements, None)
-        elements.close()
-        return self.is_read
+        known = [number for number in self._num_tokens if number is not None]
+        return max(known, default=None) if self._watched else None
 
     def cursor(self) -> cursors.Cursor:
         """The cursor after the last row."""
@@ -175,51 +147,41 @@ class FollowedShard:
         """Closes what is open."""
         self._rows.close()
 
-    def note_read(self, part: int, number: int) -> None:
-        """Notes that a record is read."""
-        self.is_read |= self._watched == (part, number)
-
-    def numbered(self, part: int, record: int) -> int:
-        """The number, from 1, of the next document that is read."""
-        self._part_of.append(part)
-        self._record_of.append(record)
-        self._tokens_of.append(-1)
-        if self._watched == (part, record):
-            self._watched_documents.add(len(self._part_of) - 1)
-        return len(self._part_of)
+    def numbered(self, record: _Number) -> int:
+        """The number, from 1, of a document; 0 if another is watched."""
+        document = record.dataset, int(record)
+        if self._watched not in (None, document):
+            return 0
+        self._documents.append(document)
+        self._num_tokens.append(None)
+        return len(self._documents)
 
     def note_tokens(self, document: int, num_tokens: int) -> None:
         """Notes the tokens of a document; threads call it."""
-        self._tokens_of[document - 1] = num_tokens
+        if document:
+            self._num_tokens[document - 1] = num_tokens
 
-    def _number_of(self, name: str) -> int:
-        # The number of a part.
-        if name not in self._names:
-            self._names.append(name)
-        return self._names.index(name)
+    def _tagged(self, dataset: str, number: int) -> _Number:
+        self.is_read |= self._watched == (dataset, number)
+        tagged = _Number(number)
+        tagged.dataset = dataset
+        return tagged
 
-    def _followed(self, made: Any) -> Any:
+    def _followed(self, make_shard: shard_steps.MakeShard, shard: int) -> Any:
         # A pipeline whose records have numbers, and whose tokens, if there are any, are
         # replaced.
-        mixing.all_made(made)
+        made: Any = make_shard(shard)
         for name, each in parts(made).items():
             self.parts.setdefault(name, each)
-            each.tag = _Tag(self, self._number_of(name))
-        for tokens in shard_steps.datasets(made):
-            if not isinstance(tokens, documents.Tokens):
-                continue
-            self.is_tokenized = True
-            code = _own_code_after(made, tokens)
-            if code:
-                raise errors.DataError(
-                    f"the documents of these rows cannot be told: {code[0]}, of your"
-                    " own code, works on tokens; apply it to records, before Tokens"
-                )
-            # Several pipelines may share a dataset, which was followed before.
-            of = getattr(tokens.documents, "of", tokens.documents)
-            tokens.documents = cast(Any, _Documents(of, self))
+            each.tag = functools.partial(self._tagged, name)
         for each in shard_steps.datasets(made):
-            if isinstance(each, rows.Rows) and self.is_tokenized:
+            if isinstance(each, documents.Tokens):
+                self.is_tokenized = True
+                _check_after(each, made)
+                # Several pipelines may share a dataset, which was followed before.
+                of = getattr(each.documents, "of", each.documents)
+                each.documents = cast(Any, _Documents(of, self))
+            elif isinstance(each, rows.Rows) and self.is_tokenized:
                 each.dtype = np.int64
         return made
 
@@ -232,62 +194,45 @@ class FollowedShard:
             and each.dtype == np.int64
             and each.max(initial=0) > _INDICES
         ]
-        if not named or (self._watched and not self._watched_documents):
+        if not named:
             return []
         numbers = named[0][named[0] > _INDICES]
         begins = np.flatnonzero(np.diff(numbers, prepend=-1) != 1)
         sizes = np.diff(begins, append=len(numbers)).tolist()
-        pieces = zip(numbers[begins].tolist(), sizes, strict=True)
-        return [
-            self._piece(number >> _INDEX_BITS, number & _INDICES, size)
-            for number, size in pieces
-            if not self._watched
-            or (number >> _INDEX_BITS) - 1 in self._watched_documents
-        ]
-
-    def _piece(self, document: int, first: int, size: int) -> Piece:
-        at = document - 1
-        return dataclasses.replace(
-            self._whole(self._part_of[at], self._record_of[at]),
-            first_token=first,
-            num_tokens=size,
-            document_tokens=self._tokens_of[at],
-        )
+        pieces = []
+        for number, size in zip(numbers[begins].tolist(), sizes, strict=True):
+            document = (number >> _INDEX_BITS) - 1
+            whole = self._whole(*self._documents[document])
+            piece = dataclasses.replace(
+                whole,
+                first_token=number & _INDICES,
+                num_tokens=size,
+                document_tokens=self._num_tokens[document],
+            )
+            pieces.append(piece)
+        return pieces
 
     def _records(self, row: Any) -> list[Piece]:
         number = row.get(records.RECORD) if isinstance(row, dict) else None
-        if number is None and isinstance(row, dict) and _SEGMENTS in row:
+        found: list[Any] = [number]
+        if number is not None and not isinstance(number, int):
+            found = np.ravel(number).tolist()
+        only, *others = self.parts
+        is_unknown = others and not all(isinstance(each, _Number) for each in found)
+        if number is None or is_unknown:
             raise errors.DataError(
-                "the documents of these rows cannot be told: they are packed of"
-                " documents that Tokens has not made, as MultimodalRows does, and"
-                f" name none of them; {_SEARCH}"
+                f"{_UNKNOWN}make_shard makes no tokens with Tokens, and the field"
+                f" {records.RECORD!r} of Records is changed or missing in its rows;"
+                " leave it in them as it is; if a row is made of several records, read"
+                " the run's batches again, with ec.data.LocalBatches, and search their"
+                " rows for the document"
             )
-        if number is None:
-            raise errors.DataError(
-                "the documents of these rows cannot be told: make_shard makes no tokens"
-                f" with Tokens, and its rows have no field {records.RECORD!r}; leave"
-                " this field of Records in them; if a row is made of several records,"
-                f" {_SEARCH}"
-            )
-        pieces = []
-        for each in [number] if isinstance(number, int) else np.ravel(number).tolist():
-            part = getattr(each, "part", 0)
-            if not isinstance(each, _Number) and len(self.parts) > 1:
-                raise errors.DataError(
-                    "the documents of these rows cannot be told: make_shard reads"
-                    f" {len(self.parts)} datasets, and changes the field"
-                    f" {records.RECORD!r} of their elements; leave it as it is"
-                )
-            if self._watched in (None, (part, each)):
-                pieces.append(self._whole(part, int(each)))
-        return pieces
+        named = [(getattr(each, "dataset", only), int(each)) for each in found]
+        return [self._whole(*each) for each in named if self._watched in (None, each)]
 
-    def _whole(self, part: int, number: int) -> Piece:
-        name = self._names[part]
-        origin = records.origin(self.parts[name], number)
-        return Piece(
-            dataset=name, file=origin.file, record=origin.record, epoch=origin.epoch
-        )
+    def _whole(self, dataset: str, number: int) -> Piece:
+        file, record, epoch = records.origin(self.parts[dataset], number)
+        return Piece(dataset=dataset, file=file, record=record, epoch=epoch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,20 +247,17 @@ class _Documents:
     of: documents.Encoder
     shard: FollowedShard
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.of, name)
-
     def value(self, element: dict[str, Any]) -> tuple[Any, int]:
         """What is encoded of a record, and the number of the document."""
         value = self.of.value(element)
         record = element.get(records.RECORD)
         if not isinstance(record, _Number):
             raise errors.DataError(
-                "the documents of these rows cannot be told: a function before Tokens"
-                f" drops or changes the field {records.RECORD!r} of Records; leave it"
-                " in the elements that it returns"
+                f"{_UNKNOWN}a function before Tokens drops or changes the field"
+                f" {records.RECORD!r} of Records; leave it in the elements that it"
+                " returns"
             )
-        return value, self.shard.numbered(record.part, int(record))
+        return value, self.shard.numbered(record)
 
     def tokens(self, values: Sequence[tuple[Any, int]]) -> list[np.ndarray]:
         """The numbers of the tokens of each."""
@@ -326,19 +268,6 @@ class _Documents:
             first = document << _INDEX_BITS
             named.append(np.arange(first, first + len(tokens), dtype=np.int64))
         return named
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Tag:
-    # Numbers of records that also have the number of their dataset.
-    shard: FollowedShard
-    part: int
-
-    def __call__(self, number: int) -> int:
-        self.shard.note_read(self.part, number)
-        tagged = _Number(number)
-        tagged.part = self.part
-        return tagged
 
 
 def parts(made: Any) -> dict[str, records.Records]:
@@ -354,57 +283,44 @@ def parts(made: Any) -> dict[str, records.Records]:
             found[f"{name}#{number}" if number > 1 else name] = each
     if not found:
         raise errors.DataError(
-            "the documents of these rows cannot be told: make_shard reads no"
-            " ec.data.Records, whose fields name them; read its files with Records"
+            f"{_UNKNOWN}make_shard reads no ec.data.Records, whose fields name them;"
+            " read its files with Records"
         )
     return found
 
 
-def read_until(cursor: cursors.Cursor, name: str) -> tuple[int, int] | None:
+def read_until(
+    cursor: cursors.Cursor, name: str, *, is_exact: bool = False
+) -> tuple[int, int] | None:
     """Up to where a shard read a dataset when all of its buffers were last empty.
 
     Args:
       cursor: of the shard; None at its beginning.
       name: of the dataset.
+      is_exact: whether the steps of the dataset itself must have no buffer: a mixture
+        opens a dataset, and fills its buffer again, when its turn comes.
 
     Returns:
       As of `records.Turn.at`; None if it is not known.
     """
-    # Documents of an older stage that are not used up are in a buffer, too.
-    oldest = stage_shards.oldest(shard_rows.state_of(cursor))
-    found = [
-        place
-        for of_part, state in mixing.states_by_name(oldest)
-        if of_part == name and (place := records.place_in(state)) is not None
-    ]
+    states = mixing.states_by_name(shard_rows.state_of(cursor))
+    found = [records.place_in(state) for of_part, state in states if of_part == name]
     if not found:
         # It was not opened yet, unless it is one of several of the same name.
         return None if "#" in name else (0, 0)
-    return found[0] if len(found) == 1 else None
+    if name and is_exact:
+        return found[0]
+    places = [place for place in found if place is not None]
+    return places[0] if len(places) == 1 else None
 
 
-def _own_code_after(made: Any, before: Any) -> list[str]:
-    # The datasets between `before` and the end of a pipeline that run functions of the
-    # user's.
-    after = [
-        each
-        for each in shard_steps.datasets(made)
-        if each is not before
-        and any(one is before for one in shard_steps.datasets(each))
-    ]
-    return [shard_steps.shown(each) for each in after if _runs_own_code(each)]
-
-
-# Steps of Grain's that leave elements as they are.
-_LEAVING = (
-    "LimitIterDataset",
-    "MixedIterDataset",
-    "RepeatIterDataset",
-    "WindowShuffleIterDataset",
-)
-
-
-def _runs_own_code(dataset: Any) -> bool:
-    is_ours = type(dataset).__module__.startswith("elastic_ckpt.")
-    leaves = shard_steps.passes_on(dataset) or type(dataset).__name__ in _LEAVING
-    return not is_ours and not leaves
+def _check_after(tokens: Any, made: Any) -> None:
+    # Raises a DataError if functions of the user's work on tokens.
+    for each in shard_steps.datasets(made):
+        is_ours = type(each).__module__.startswith("elastic_ckpt.")
+        leaves = shard_steps.passes_on(each) or type(each).__name__ in _LEAVING
+        if tokens in shard_steps.datasets(each) and not is_ours and not leaves:
+            raise errors.DataError(
+                f"{_UNKNOWN}{shard_steps.shown(each)}, of your own code, works on"
+                " tokens; apply it to records, before Tokens"
+            )

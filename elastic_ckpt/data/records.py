@@ -32,7 +32,7 @@ _EPOCH, _TAKEN, _SKIPPED = "epoch", "taken", "skipped"
 # The records that are converted to elements together.
 _ELEMENTS = 64
 
-# It is an error if more records, and more than two epochs of their datasets, make no
+# It is an error if more records of a dataset, and more than two epochs of it, make no
 # row.
 _LEAST_FRUITLESS = 100_000
 
@@ -60,21 +60,6 @@ class ReadOptions:
                 f"ReadOptions: num_epochs={self.num_epochs}; give 1 or more, or None to"
                 " read endlessly"
             )
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """A record that is read in some epoch.
-
-    Attributes:
-      file: the path or URI of its file.
-      record: its number in the file, from 0.
-      epoch: the epoch, from 0.
-    """
-
-    file: str
-    record: int
-    epoch: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +113,7 @@ class Records(shard_steps.Step[source.Element]):
             )
         self._source = source
         self._shard = self.shard = shard
-        self._num_shards = self.num_shards = num_shards
+        self.num_shards = num_shards
         self._reading = read_options or ReadOptions()
         # Of the shares of its shards; see `order.share`.
         self.lead = 0
@@ -167,15 +152,13 @@ def num_bytes(records: Records) -> int:
     return sum(i.content.num_bytes for i in source.indexes(records._source))
 
 
-def origin(records: Records, number: int) -> Origin:
-    """The record that has `number` in its field `record`."""
+def origin(records: Records, number: int) -> tuple[str, int, int]:
+    """The file, the number in it, and the epoch of the record of a field `record`."""
     epoch, record = divmod(number, records.epoch_records())
     firsts = decoded.blocks(records._source).first_records
     # Of the files that begin there, all but the last are empty.
     file = int(np.searchsorted(firsts, record, side="right")) - 1
-    return Origin(
-        file=files_of(records)[file], record=record - int(firsts[file]), epoch=epoch
-    )
+    return files_of(records)[file], record - int(firsts[file]), epoch
 
 
 def turns(records: Records, file: int, record: int) -> Iterator[Turn]:
@@ -231,10 +214,10 @@ files.register_cache(_order.cache_clear)
 
 def _order_of(records: Records) -> order.Order:
     seed = records._reading.shuffle_seed
-    return _order(records._source, records._num_shards, seed, records.lead)
+    return _order(records._source, records.num_shards, seed, records.lead)
 
 
-# What is read of some records of a block, the first of which has a number.
+# What is read of some records of a block, given the number of its first record.
 _Convert = Callable[[source.Block, Sequence[int], int], list[Any]]
 
 
@@ -249,6 +232,8 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
         super().__init__()
         self._records, self._order = records, _order_of(records)
         self._blocks = decoded.blocks(records._source)
+        # The records that were read for a row; see `row_due`.
+        self._row, self._num_fruitless = None, 0
         self._noted = ""
         # The last block, for the next records of a run.
         self._last: tuple[int, source.Block] | None = None
@@ -263,14 +248,16 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
     def __next__(self) -> source.Element:
         if not self._ahead:
             self._ahead = self._next(_ELEMENTS, self._elements)[::-1]
+        if not self._ahead:
+            raise StopIteration
         element, tag = self._ahead.pop(), self._records.tag
         if tag is not None:
             element[RECORD] = tag(element[RECORD])
         return element
 
-    def take(self, num_elements: int) -> list[source.Element]:
+    def some(self, at_most: int) -> list[source.Element]:
         """See `Elements`."""
-        return self._take(num_elements, lambda _: [next(self)])
+        return list(itertools.islice(self, min(at_most, len(self._ahead) or 1)))
 
     def take_tokens(self, column: str, num_elements: int) -> list[np.ndarray]:
         """The lists of tokens in a column of the next records, as `take`.
@@ -281,25 +268,12 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
         if self._ahead:
             self.set_state(self.get_state())
 
-        def tokens(
-            block: source.Block, rows: Sequence[int], first: int
-        ) -> list[np.ndarray]:
-            del first
-            return block.tokens(column, rows)
+        def some(at_most: int) -> list[np.ndarray]:
+            return self._next(
+                at_most, lambda block, rows, _: block.tokens(column, rows)
+            )
 
-        return self._take(num_elements, lambda left: self._next(left, tokens))
-
-    def _take(self, number: int, read: Callable[[int], list[Any]]) -> list[Any]:
-        taken: list[Any] = []
-        try:
-            while len(taken) < number:
-                taken += read(number - len(taken))
-        except StopIteration:
-            pass
-        except errors.DataError:
-            if not taken:
-                raise
-        return taken
+        return shard_steps.taken(some, num_elements)
 
     def get_state(self) -> dict[str, Any]:
         """See `grain.DatasetIterator`."""
@@ -312,33 +286,43 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
 
     def _next(self, at_most: int, convert: _Convert) -> list[Any]:
         # What some of the next records are converted to, of one block.
-        of_epoch, reading = self._order.num_records, self._records._reading
-        while reading.num_epochs is None or self._epoch < reading.num_epochs:
+        reading, read = self._records._reading, []
+        while not read and self._epoch != reading.num_epochs:
             places = self._share[self._taken : self._taken + at_most]
             if not places:
                 self._go_to(self._epoch + 1, 0, self._skipped)
                 continue
             number, rows, following = self._order.part(self._epoch, places)
-            first = self._epoch * of_epoch + int(self._order.first[number])
+            first = self._epoch * self._order.num_records
+            first += int(self._order.first[number])
             try:
                 read = convert(self._decoded(number, following), rows, first)
             except source.CorruptError as error:
                 if not reading.skip_corrupt:
                     raise
-                self._note(error)
-                read = []
-            _count(len(read) or 1, of_epoch, self._records._source)
+                # Once for all records of a block.
+                if str(error) != self._noted:
+                    logging.warning("%s; skipped", error)
+                self._noted = str(error)
+            self._watch(len(read) or 1)
             self._taken += len(read) or 1
             self._skipped += not read
-            if read:
-                return read
-        raise StopIteration
+        return read
 
-    def _note(self, error: source.CorruptError) -> None:
-        # Once for all records of a block.
-        if str(error) != self._noted:
-            logging.warning("%s; skipped", error)
-        self._noted = str(error)
+    def _watch(self, num_records: int) -> None:
+        row = getattr(_DUE, "row", None)
+        self._num_fruitless = num_records + (
+            self._num_fruitless if row is self._row else 0
+        )
+        self._row = row
+        most = max(_LEAST_FRUITLESS, 2 * self._order.num_records)
+        if row is not None and self._num_fruitless > most:
+            files = files_of(self._records)
+            raise errors.DataError(
+                f"{files[0]} and the {len(files) - 1} files after it:"
+                f" {self._num_fruitless:,} records in a row, more than two epochs, made"
+                " no row; check whether a filter or another step leaves out all of them"
+            )
 
     def _decoded(self, number: int, following: int | None) -> source.Block:
         if self._last is not None and self._last[0] == number:
@@ -370,34 +354,15 @@ def skipped(shard_cursors: Iterable[cursors.Cursor]) -> int:
     return sum(part[_SKIPPED] for part in parts if _SKIPPED in part)
 
 
-# Of the row that is due in a thread: the records that were read, and two epochs of each
-# dataset that they are of.
+# The row that is due in a thread.
 _DUE = threading.local()
 
 
 @contextlib.contextmanager
 def row_due() -> Iterator[None]:
-    """Makes it an error, instead of an endless loop, if all records are left out.
-
-    Counts the records that this thread reads until a row is made of them.
-    """
-    _DUE.num_records, _DUE.two_epochs = 0, {}
+    """Makes it an error, instead of an endless loop, if all records are left out."""
+    _DUE.row = object()
     try:
         yield
     finally:
-        _DUE.two_epochs = None
-
-
-def _count(num_records: int, of_epoch: int, of: source.Source) -> None:
-    two_epochs = getattr(_DUE, "two_epochs", None)
-    if two_epochs is None:
-        return
-    two_epochs[id(of)] = 2 * of_epoch
-    _DUE.num_records += num_records
-    number = _DUE.num_records
-    if number > _LEAST_FRUITLESS and number > sum(two_epochs.values()):
-        raise errors.DataError(
-            f"{of.files[0]} and the {len(of.files) - 1} files after it: {number:,}"
-            " records in a row, more than two epochs, made no row; check whether a"
-            " filter or another step leaves out all of them"
-        )
+        _DUE.row = None

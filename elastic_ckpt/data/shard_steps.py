@@ -66,18 +66,45 @@ class Step(grain.IterDataset[T]):
 class Elements(grain.DatasetIterator[T]):
     """An iterator that returns many elements at a time."""
 
-    @abc.abstractmethod
+    def some(self, at_most: int) -> list[T]:
+        """Some of the next elements, however they are taken; none at the end.
+
+        If it raises an error, its next call raises it again.
+        """
+        raise NotImplementedError
+
     def take(self, num_elements: int) -> list[T]:
-        """The next elements, however they are taken.
+        """The next elements.
 
         Fewer are returned at the end, and before an error, which the next call raises.
         Arrays may be views of larger ones: who keeps them copies them.
         """
+        return taken(self.some, num_elements)
 
     def __next__(self) -> Any:
         for element in self.take(1):
-            return element.copy() if isinstance(element, np.ndarray) else element
+            if isinstance(element, np.ndarray):
+                # Taken tokens may be narrower, and views; a user's step has neither.
+                is_narrow = element.dtype == np.uint16
+                return element.astype(np.int32 if is_narrow else element.dtype)
+            return element
         raise StopIteration
+
+
+def taken(some: Callable[[int], list[T]], num_elements: int) -> list[T]:
+    """The next elements that `some` returns, as `Elements.take`."""
+    found: list[T] = []
+    while len(found) < num_elements:
+        try:
+            more = some(num_elements - len(found))
+        except Exception:
+            if not found:
+                raise
+            break
+        if not more:
+            break
+        found += more
+    return found
 
 
 def take(iterator: grain.DatasetIterator[T], num_elements: int) -> list[T]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import weakref
-from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 import grain
@@ -47,9 +46,6 @@ class Configured(Protocol):
 
     def identity(self) -> dict[str, storage.Json]:
         """The settings that determine the order of rows, by configuration key."""
-
-    def with_datasets_of(self, others: Iterable[Configured]) -> MakeShard:
-        """The same, with the datasets of others at weight 0."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,27 +2,44 @@
 
 A stage begins at a training step: that is the number of batches that the run was given,
 less those that it gave up when it went back to an earlier step. Iterators count it, and
-save it with the data state. `stage_shards` says what happens to examples that the steps
-of a pipeline hold when a stage begins.
+save it with the data state.
+
+Each stage has pipelines of its own. A shard goes on in another stage from the cursor
+that it has: the documents that the rows of the old stage hold come first in those of
+the new one. Each is thus trained on once, on any number of hosts. Pipelines without
+`lm.Rows` have the same steps in all stages, so that the cursor is the state of each.
+
+The cursor of a stage after the first is `{"stage": n, "of": state}`. A document that
+came over has the place `{"held": {"stage": m, "cursor": cursor in stage m}, "taken":
+k, "parent": state}`: the old rows are opened there again when it is loaded, and k
+documents skipped; those of the stage's own follow from the state.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import grain
+
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import (
+    cursors,
     elastic_data,
     mixing,
     records,
     rows,
     shard_steps,
     sharded_data,
-    stage_shards,
     state,
 )
+from elastic_ckpt.data.lm import rows as lm_rows
+
+# Fields of cursors.
+_STAGE, _OF = "stage", "of"
+_TAKEN, _PARENT, _CURSOR = "taken", "parent", "cursor"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,10 +92,10 @@ class StagedData:
 
     def at(self, step: int) -> StagedData:
         """The data whose next batch is that of a step."""
-        begun = sum(stage.begin <= step for stage in self.stages)
-        if begun - 1 == self.number:
+        number = sum(stage.begin <= step for stage in self.stages) - 1
+        if number == self.number:
             return self
-        return dataclasses.replace(self, number=begun - 1)
+        return dataclasses.replace(self, number=number)
 
     def identity(self) -> dict[str, storage.Json]:
         """The settings of each stage that determine the order of examples."""
@@ -98,12 +115,10 @@ class StagedData:
 
     def sharded(self) -> sharded_data.ShardedData:
         """The data of this stage, which shards enter from the cursors of any stage."""
-        make_shards = [stage.data.make_shard for stage in self.stages]
+        make_shards = tuple(stage.data.make_shard for stage in self.stages)
         return dataclasses.replace(
             self.current.data,
-            make_shard=stage_shards.StagedShards(
-                make_shards=tuple(_with_all_datasets(make_shards)), stage=self.number
-            ),
+            make_shard=StagedShards(make_shards=make_shards, stage=self.number),
         )
 
 
@@ -140,22 +155,17 @@ def staged(stages: Sequence[Stage]) -> StagedData:
                 f" {type(stage.data).__name__}; give that of ec.data.sharded, or of"
                 " ec.data.from_config with num_logical_shards"
             )
-        for what, value in (
-            ("begin", stage.begin),
-            ("global_batch_size", stage.global_batch_size),
-        ):
-            least = int(what == "global_batch_size")
-            if (value is None and least) or (type(value) is int and value >= least):
-                continue
-            raise errors.ConfigError(
-                f"staged: a stage has {what}={value!r}; give a whole number of at least"
-                f" {least}"
-            )
     begins = [stage.begin for stage in stages]
     if begins[0] != 0 or sorted(set(begins)) != begins:
         raise errors.ConfigError(
             f"staged: stages begin at steps {begins}; the first begins at 0, and each"
             " one after the one before"
+        )
+    sizes = [stage.global_batch_size for stage in stages]
+    if any(size is not None and size < 1 for size in sizes):
+        raise errors.ConfigError(
+            f"staged: stages have global_batch_size {sizes}; give each 1 or more, or"
+            " None to keep the size"
         )
     for what, values in (
         ("numbers of logical shards", {s.data.num_shards for s in stages}),
@@ -171,16 +181,9 @@ def staged(stages: Sequence[Stage]) -> StagedData:
         dataclasses.replace(stage, data=stage.data.dealt(records.SHARES))
         for stage in stages
     )
-    data = StagedData(stages=stages)
     for number in range(1, len(stages)):
-        for earlier in range(number):
-            _check_source(stages[earlier], stages[number])
-    made = [stage.data.make_shard(0) for stage in stages]
-    for number in range(1, len(stages)):
-        where = f"staged: stages {number - 1} and {number}"
-        stage_shards.check_steps(made[number - 1], made[number], where)
-        _check_settings(data.stages, number)
-    return data
+        _check_fits(stages[number], stages[:number])
+    return StagedData(stages=stages)
 
 
 def of(data: elastic_data.ElasticData) -> StagedData | None:
@@ -194,20 +197,6 @@ def at(data: elastic_data.ElasticData, step: int) -> elastic_data.ElasticData:
     return data if of_stages is None else of_stages.at(step)
 
 
-def size(data: elastic_data.ElasticData, base: int, *, first: int = 0) -> int:
-    """The rows of a batch: those of the last stage that has a size, or `base`.
-
-    Args:
-      data: in the stage of the batch.
-      base: without such a stage.
-      first: the number of the first stage that counts.
-    """
-    of_stages = of(data)
-    until_now = of_stages.stages[first : of_stages.number + 1] if of_stages else ()
-    sizes = [each.global_batch_size for each in until_now]
-    return next((rows for rows in reversed(sizes) if rows is not None), base)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Course:
     """How a run goes through its data; iterators go from each one to the next.
@@ -215,7 +204,6 @@ class Course:
     Attributes:
       data: the data, in the stage that has begun.
       base_size: rows of a global batch until a stage has a size.
-      size: rows of a global batch.
       progress: the step of the next batch; None without stages.
       resized_in: the number of the stage in which the batches got the size `base_size`,
         which holds until a later stage has a size; None if they never did.
@@ -223,30 +211,20 @@ class Course:
 
     data: elastic_data.ElasticData
     base_size: int
-    size: int
-    progress: state.Progress | None
+    progress: state.Progress | None = None
     resized_in: int | None = None
 
     @classmethod
     def first(cls, data: elastic_data.ElasticData, base_size: int) -> Course:
         """That of a run at its beginning."""
-        data = at(data, 0)
-        return cls(
-            data=data,
-            base_size=base_size,
-            size=size(data, base_size),
-            progress=None if of(data) is None else state.Progress(step=0, begun=1),
-        )
+        progress = None if of(data) is None else state.Progress(step=0, begun=1)
+        return cls(data=at(data, 0), base_size=base_size, progress=progress)
 
     @property
-    def sizes(self) -> list[int]:
-        """The rows of a global batch in each stage; without stages the present ones."""
+    def stages(self) -> tuple[Stage, ...]:
+        """All stages; none if the data has none."""
         of_stages = of(self.data)
-        if of_stages is None:
-            return [self.size]
-        numbers = range(len(of_stages.stages))
-        each = (dataclasses.replace(of_stages, number=number) for number in numbers)
-        return [self._size_in(data) for data in each]
+        return () if of_stages is None else of_stages.stages
 
     @property
     def stage(self) -> int:
@@ -254,14 +232,34 @@ class Course:
         of_stages = of(self.data)
         return 0 if of_stages is None else of_stages.number
 
+    @property
+    def step(self) -> int | None:
+        """The step of the next batch; None if it is not known, or without stages."""
+        return None if self.progress is None else self.progress.step
+
+    @property
+    def size(self) -> int:
+        """Rows of a global batch."""
+        return self.sizes[self.stage]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Those of each stage; without stages the present ones."""
+        found, size = [], self.base_size
+        own = [stage.global_batch_size for stage in self.stages] or [None]
+        for number, of_stage in enumerate(own):
+            is_resized = number == self.resized_in
+            size = self.base_size if is_resized else of_stage or size
+            found.append(size)
+        return found
+
     def due(self) -> Course:
         """That in the stage of the next step: this one, unless another stage begins.
 
         Raises:
           DataError: if there are stages and the step is not known.
         """
-        of_stages = of(self.data)
-        if of_stages is None or len(of_stages.stages) == 1:
+        if len(self.stages) < 2:
             return self
         if self.progress is None or self.progress.step is None:
             raise errors.DataError(
@@ -269,17 +267,11 @@ class Course:
                 " which step it was; call begin_at(step) of the iterator after you have"
                 " loaded it"
             )
-        data = of_stages.at(self.progress.step)
+        data = at(self.data, self.progress.step)
         if data is self.data:
             return self
-        return dataclasses.replace(
-            self,
-            data=data,
-            size=self._size_in(data),
-            progress=dataclasses.replace(
-                self.progress, begun=max(self.progress.begun, data.number + 1)
-            ),
-        )
+        due = dataclasses.replace(self, data=data)
+        return due._with_begun(due.stage + 1)
 
     def next(self) -> Course:
         """That after the next batch."""
@@ -292,6 +284,13 @@ class Course:
         """That with another step, in the same stage."""
         return dataclasses.replace(self, progress=progress)
 
+    def _with_begun(self, begun: int) -> Course:
+        # At least so many stages have begun.
+        if self.progress is None:
+            return self
+        begun = max(self.progress.begun, begun)
+        return self.with_progress(dataclasses.replace(self.progress, begun=begun))
+
     def at_step(self, step: int) -> Course:
         """That of a run whose next batch is that of `step`.
 
@@ -299,45 +298,27 @@ class Course:
           DataError: if a state did not say its step, and a stage that is new would have
             begun before.
         """
-        of_stages = of(self.data)
-        if of_stages is None:
+        if self.progress is None:
             return self
-        begins = [stage.begin for stage in of_stages.stages]
-        before = sum(begin < step for begin in begins)
-        begun = self.progress.begun if self.progress else 1
-        if self.progress is not None and self.progress.step is None:
+        begins, begun = [stage.begin for stage in self.stages], self.progress.begun
+        if self.progress.step is None:
             state.check_unchanged(state.late_stages(begins, step=step, begun=begun))
-        return self.with_progress(state.Progress(step=step, begun=max(begun, before)))
+        course = self.with_progress(state.Progress(step=step, begun=begun))
+        return course._with_begun(sum(begin < step for begin in begins))
 
     def resized(self, global_batch_size: int) -> Course:
         """That with batches of another size, until a stage begins that has a size."""
         return dataclasses.replace(
-            self,
-            base_size=global_batch_size,
-            size=global_batch_size,
-            resized_in=self.stage,
+            self, base_size=global_batch_size, resized_in=self.stage
         )
-
-    def _size_in(self, data: elastic_data.ElasticData) -> int:
-        of_stages = of(data)
-        if self.resized_in is None or of_stages is None:
-            return size(data, self.base_size)
-        is_later = of_stages.number >= self.resized_in
-        first = self.resized_in + 1 if is_later else 0
-        return size(data, self.base_size, first=first)
 
     def restored(self, saved: state.DataState) -> Course:
         """That of a run that continues from a saved state."""
         # Its stage begins, even if it is the one in which this run is.
-        data = at(self.data, 0)
-        restored = dataclasses.replace(
-            self,
-            data=data,
-            size=self._size_in(data),
-            progress=self._progress_of(saved),
+        begun = dataclasses.replace(
+            self, data=at(self.data, 0), progress=self._progress_of(saved)
         )
-        is_known = restored.progress is not None and restored.progress.step is not None
-        return restored.due() if is_known else restored
+        return begun if begun.step is None else begun.due()
 
     def gone_back(self, to: state.DataState | None) -> Course:
         """That of a run that repeats the steps since a state with other rows.
@@ -345,19 +326,14 @@ class Course:
         Without a state they are those since the beginning.
         """
         first = Course.first(self.data, self.base_size).progress
-        progress = first if to is None else self._progress_of(to)
-        if self.progress is not None and progress is not None:
-            # What has begun has begun: shards have cursors of it.
-            begun = max(progress.begun, self.progress.begun)
-            progress = dataclasses.replace(progress, begun=begun)
-        return self.with_progress(progress)
+        gone = self.with_progress(first if to is None else self._progress_of(to))
+        # What has begun has begun: shards have cursors of it.
+        return gone._with_begun(self.progress.begun if self.progress else 1)
 
     def _progress_of(self, saved: state.DataState) -> state.Progress | None:
-        # Without stages a state says nothing of the step, unless it is the first.
-        if of(self.data) is None:
-            return None
-        if saved.progress is not None:
+        if not self.stages or saved.progress is not None:
             return saved.progress
+        # Without stages a state says nothing of the step, unless it is the first.
         return state.Progress(step=None if saved.row else 0, begun=1)
 
 
@@ -373,58 +349,201 @@ _CHANGING = (
 )
 
 
-def _check_settings(stages: tuple[Stage, ...], number: int) -> None:
-    # Raises a ConfigError if documents would differ in a way that no stage can have.
-    one, two = (
-        {
-            key: value
-            for key, value in stage.data.identity().items()
-            if key not in _CHANGING
-        }
-        for stage in (stages[0], stages[number])
+def _check_fits(stage: Stage, before: Sequence[Stage]) -> None:
+    # Raises a ConfigError if a stage cannot follow others.
+    where = f"staged: the stage that begins at step {stage.begin}"
+    *identities, now = (each.data.identity() for each in (*before, stage))
+    changed = state.dataset_changes(identities, [now])
+    if changed:
+        raise errors.ConfigError(
+            f"{where} names its datasets differently ({'; '.join(changed)}); give the"
+            " same files the same name in all stages, and other files another"
+        )
+    changed = state.pipeline_changes(*map(_fixed, (identities[0], now)))
+    if changed:
+        raise errors.ConfigError(
+            f"{where} has other documents than the first ({'; '.join(changed)}); stages"
+            " may change datasets, weights, lengths, packing and batch sizes"
+        )
+    first, steps = (_split(each.data.make_shard(0)) for each in (before[0], stage))
+    for _, rows_on in (first, steps):
+        if not all(map(shard_steps.holds_nothing, rows_on[1:])):
+            raise errors.ConfigError(
+                f"{where} or the first has steps after ec.data.lm.Rows that may hold"
+                " rows; use functions of single rows alone"
+            )
+    is_same = len(first[0]) == len(steps[0]) and all(
+        map(_same_step, first[0], steps[0])
     )
-    changed = state.pipeline_changes(one, two)
-    if changed:
+    if bool(first[1]) != bool(steps[1]) or not is_same:
         raise errors.ConfigError(
-            f"staged: the stage that begins at step {stages[number].begin} has other"
-            f" documents than the first ({'; '.join(changed)}); stages may change"
-            " datasets, weights, lengths, packing and batch sizes"
+            f"{where} begins with other records than the first, or has other steps"
+            " before its rows; mix records by ec.data.Mixture in every stage, with"
+            " weights from 0, and make rows by ec.data.lm.Rows"
         )
 
 
-def _check_source(one: Stage, other: Stage) -> None:
-    # Raises a ConfigError if the cursor of one pipeline would be taken for a place in
-    # other files than it was of.
-    steps = f"the stages that begin at steps {one.begin} and {other.begin}"
-    both = [one.data, other.data]
-    if all(isinstance(data.make_shard, sharded_data.Configured) for data in both):
-        _check_names(steps, *(data.identity() for data in both))
-        return
-    begins = [shard_steps.chain(data.make_shard(0))[0] for data in both]
-    descriptions = [shard_steps.description(begin) for begin in begins]
-    if all(isinstance(begin, mixing.Mixture) for begin in begins):
-        _check_names(steps, *descriptions)
-        return
-    is_ours = isinstance(begins[0], shard_steps.Step)
-    alike = is_ours or shard_steps.are_alike(*begins)
-    if not alike or descriptions[0] != descriptions[1]:
-        raise errors.ConfigError(
-            f"staged: {steps} begin with other records; mix them by ec.data.Mixture,"
-            " in every stage, with weights from 0"
-        )
+def _fixed(identity: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in identity.items() if key not in _CHANGING}
 
 
-def _check_names(steps: str, *descriptions: Mapping[str, Any]) -> None:
-    changed = state.dataset_changes(*([each] for each in descriptions))
-    if changed:
-        raise errors.ConfigError(
-            f"staged: {steps} name their datasets differently ({'; '.join(changed)});"
-            " give the same files the same name in all stages, and other files another"
-        )
+def _split(made: grain.IterDataset) -> tuple[list[Any], list[Any]]:
+    # The steps of a pipeline before its rows, and from there on.
+    steps = [s for s in shard_steps.chain(made) if not shard_steps.passes_on(s)]
+    before = list(itertools.takewhile(lambda s: not isinstance(s, lm_rows.Rows), steps))
+    return before, steps[len(before) :]
 
 
-def _with_all_datasets(make_shards: Sequence[Any]) -> list[Any]:
-    # A stage knows the datasets of others, of which it may have to read some again.
-    if not all(isinstance(each, sharded_data.Configured) for each in make_shards):
-        return list(make_shards)
-    return [each.with_datasets_of(make_shards) for each in make_shards]
+def _same_step(one: Any, other: Any) -> bool:
+    # Whether the states of a step are those of another; datasets have their names.
+    if type(one) is not type(other) or isinstance(one, mixing.Mixture):
+        return type(one) is type(other)
+    if isinstance(one, shard_steps.Step) or shard_steps.holds_nothing(one):
+        return shard_steps.description(one) == shard_steps.description(other)
+    return shard_steps.are_alike(one, other)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StagedShards:
+    """Makes the pipeline of a shard in one of the stages of a run.
+
+    Attributes:
+      make_shards: makes the pipeline of a shard in each stage.
+      stage: the number of the stage.
+    """
+
+    make_shards: tuple[shard_steps.MakeShard, ...]
+    stage: int
+
+    def __call__(self, shard: int) -> grain.IterDataset:
+        """The rows of a shard, from the cursor that it has in any stage."""
+        return _StagedRows(self, shard)
+
+    def opened(self, made: Any, shard: int) -> grain.DatasetIterator:
+        """The rows of a pipeline, from documents of any stage."""
+        opened = iter(made)
+        of_rows = _rows_of(opened)
+        if of_rows is not None:
+            of_rows.documents = _Continued(of_rows.documents, self, shard)
+        return opened
+
+
+def _rows_of(opened: Any) -> lm_rows.RowsIterator | None:
+    # What makes the rows in a pipeline.
+    while not isinstance(opened, lm_rows.RowsIterator):
+        below = getattr(opened, "_parents", ())
+        if len(below) != 1:
+            return None
+        (opened,) = below
+    return opened
+
+
+class _StagedRows(grain.IterDataset):
+    """The rows of a shard in the stage of `staged`."""
+
+    passes_on = holds_nothing = True
+
+    def __init__(self, staged: StagedShards, shard: int) -> None:
+        self.staged, self.shard = staged, shard
+        super().__init__(staged.make_shards[staged.stage](shard))
+
+    def __iter__(self) -> grain.DatasetIterator:
+        opened = self.staged.opened(self._parent, self.shard)
+        return _StagedRowsIterator(self.staged, self.shard, opened)
+
+
+class _StagedRowsIterator(grain.DatasetIterator):
+    """The rows of a shard, from a state of any stage.
+
+    From a state of a stage with other rows it yields those, until `renew` begins the
+    stage with the documents that are in none of them yet.
+    """
+
+    def __init__(
+        self, staged: StagedShards, shard: int, own: grain.DatasetIterator
+    ) -> None:
+        super().__init__(own)
+        self._staged, self._shard, self._stage = staged, shard, staged.stage
+        self._own = self._made = own
+        if isinstance(own, lm_rows.RowsIterator):
+            self.unmade, self.made = own.unmade, own.made
+
+    def __next__(self) -> Any:
+        return next(self._made)
+
+    def get_state(self) -> Any:
+        state = self._made.get_state()
+        # The first stage has the states of a run without stages.
+        return {_STAGE: self._stage, _OF: state} if self._stage else state
+
+    def set_state(self, state: Any) -> None:
+        stage = 0
+        if isinstance(state, dict) and state.keys() == {_STAGE, _OF}:
+            stage, state = state[_STAGE], state[_OF]
+        if stage >= len(self._staged.make_shards):
+            raise errors.DataError(
+                f"a logical shard is in stage {stage} of a run, and the data has"
+                f" {len(self._staged.make_shards)} stages; declare the stages that have"
+                " begun"
+            )
+        self._made, self._stage = self._own, self._staged.stage
+        if stage != self._stage and _rows_of(self._own) is not None:
+            made = self._staged.make_shards[stage](self._shard)
+            self._made, self._stage = self._staged.opened(made, self._shard), stage
+        self._made.set_state(state)
+
+    def renew(self) -> bool:
+        """See `mixing.renew`; also begins the stage."""
+        if self._made is not self._own:
+            held = {_STAGE: self._stage, _CURSOR: self._made.get_state()}
+            self._made.close()
+            self._made, self._stage = self._own, self._staged.stage
+            self._own.set_state(lm_rows.begin_from({cursors.HELD: held, _TAKEN: 0}))
+        return mixing.renew(self._own)
+
+
+class _Continued(shard_steps.Elements):
+    """First the documents that another stage holds, if any, then those of a stage.
+
+    Args:
+      documents: of the stage.
+      staged: all stages.
+      shard: the number of the shard.
+    """
+
+    def __init__(
+        self, documents: grain.DatasetIterator, staged: StagedShards, shard: int
+    ) -> None:
+        super().__init__(documents)
+        self._documents, self._staged, self._shard = documents, staged, shard
+        self._held: list[Any] = []
+        self._taken = 0
+
+    def some(self, at_most: int) -> list[Any]:
+        found, self._held = self._held[:at_most], self._held[at_most:]
+        self._taken += len(found)
+        return found or shard_steps.take(self._documents, at_most)
+
+    def get_state(self) -> Any:
+        if self._held:
+            place = {cursors.HELD: self._origin, _TAKEN: self._taken}
+            return place | {_PARENT: self._documents.get_state()}
+        return self._documents.get_state()
+
+    def set_state(self, state: Any) -> None:
+        self._held = []
+        if not (isinstance(state, dict) and cursors.HELD in state):
+            self._documents.set_state(state)
+            return
+        self._origin, self._taken = state[cursors.HELD], state[_TAKEN]
+        made = self._staged.make_shards[self._origin[_STAGE]](self._shard)
+        old = _rows_of(self._staged.opened(made, self._shard))
+        assert old is not None
+        old.set_state(self._origin[_CURSOR])
+        before = old.documents
+        assert isinstance(before, _Continued)
+        # It may not have read all that came over to it.
+        self._held = (old.rest() + before._held)[self._taken :]
+        after = before._documents.get_state()
+        self._documents.set_state(state.get(_PARENT, after))
+        old.close()

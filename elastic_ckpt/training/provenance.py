@@ -36,6 +36,7 @@ from elastic_ckpt.data import (
     records,
     rows,
     shard_rows,
+    stages,
     state,
 )
 from elastic_ckpt.data.sources import arrayrecord, source
@@ -450,10 +451,15 @@ class Provenance:
         for history in histories:
             of_history: dict[str, records.Records] = {}
             for start, _ in reversed(history):
-                parts = provenance.parts(
-                    self.stream.sharded(history, start).make_shard(0)
+                data = self.stream.data_at(history, start)
+                # Those of stages that have not begun, too.
+                of_stages = stages.of(data)
+                every = (
+                    [each.data for each in of_stages.stages] if of_stages else [data]
                 )
-                of_history = parts | of_history
+                for each in every:
+                    parts = provenance.parts(sharded(each).make_shard(0))
+                    of_history = parts | of_history
             for name, part in of_history.items():
                 files += records.files_of(part)
                 number = _file_number(records.files_of(part), file)
@@ -521,10 +527,6 @@ class ShardStream:
         """The tokens of its document; None if they are not known."""
         numbers = (each.watched_tokens for each in self._all)
         return next((number for number in numbers if number is not None), None)
-
-    def reads_again(self, name: str) -> bool:
-        """See `provenance.FollowedShard`."""
-        return self._open().reads_again(name)
 
     def next(self) -> list[provenance.Piece] | None:
         """The documents of the next row; None for a row of padding."""
@@ -609,7 +611,7 @@ class _OfHistory:
     def _followed(self, name: str, part: records.Records, turn: records.Turn) -> Found:
         def is_before(saved: SavedData) -> bool:
             cursor = saved.cursors([turn.shard])[turn.shard]
-            until = provenance.read_until(cursor, name)
+            until = provenance.read_until(cursor, name, is_exact=True)
             return until is not None and until <= turn.at
 
         # States are newest first, and what they have read decreases.
@@ -622,9 +624,7 @@ class _OfHistory:
                 saved,
                 watched=(name, turn.number),
             )
-            is_too_late = saved is not None and stream.reads_again(name)
-            begin = stream.index
-            first = None if is_too_late else stream.next()
+            begin, first = stream.index, stream.next()
             if saved is None or not stream.is_read:
                 break
             # Rows before the state may have a part of it.
@@ -707,11 +707,11 @@ class _OfHistory:
             outcome = "too_short"
         else:
             outcome = "filtered" if is_over or stream.is_filtered else "read_ahead"
-        origin = records.origin(part, turn.number)
+        file, record_in_file, _ = records.origin(part, turn.number)
         return Found(
             dataset=name,
-            file=origin.file,
-            record=origin.record,
+            file=file,
+            record=record_in_file,
             epoch=turn.epoch,
             shard=turn.shard,
             outcome=outcome,

@@ -159,7 +159,8 @@ class Stream:
                     step = last.record.step + 1
                 break
         while position < stop:
-            size = stages.size(stages.at(self._data[key], step), size)
+            now = stages.at(self._data[key], step)
+            size = stages.Course(data=now, base_size=size).size
             pipeline = self._of_step(key, step, size)
             history = _continued(history, position, pipeline)
             position += size

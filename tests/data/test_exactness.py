@@ -1,49 +1,540 @@
-"""The same bytes on any hosts, for every format and pipeline, also from state to state.
+"""Random pipelines, stages and runs: the bytes of one host, and each token once.
 
-The oracle is one host that is never stopped.
+Everything varies at once: formats, filters, nested mixtures, chunks, windows, packing,
+epochs and stages; and in a run hosts, batch sizes, weights, reading ahead, resumes,
+kills, and steps that are done again. The oracle is one host that is never stopped but
+to change what the run changes. `ELASTIC_CKPT_EXAMPLES` asks for more runs.
 """
 
 import collections
+import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import json
+import os
 import re
 
+import grain
 import hypothesis
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.data import example_id, shard_rows
-from tests import formats, stages, worlds
+from elastic_ckpt.data import (
+    example_id,
+    mixing,
+    records,
+    shard_rows,
+    sharded_data,
+    stages,
+)
+from elastic_ckpt.data.lm import documents as lm_documents
+from elastic_ckpt.data.lm import rows
+from tests import formats, pipelines, worlds
 
-# Every pipeline, and every format; the property below draws the others.
-CASES = [
-    (file_format, name)
-    for name, file_format in zip(
-        [name for name in formats.PIPELINES if not name.endswith("_singly")],
-        itertools.cycle(formats.FORMATS),
-        strict=False,
-    )
+EXAMPLES = int(os.environ.get("ELASTIC_CKPT_EXAMPLES", settings().max_examples))
+NUM_SHARDS = 12
+# Multiples of the shards, divisors, and sizes that are neither.
+SIZES = [12, 24, 36, 2, 4, 6, 8, 10, 16, 18, 30]
+# Mixtures of datasets, or of mixtures of them.
+TREES = [
+    {"web": "web"},
+    {"books": "books", "code": "code", "web": "web"},
+    {"text": {"books": "books", "web": "web"}, "code": "code"},
+    {"all": {"text": {"web": "web", "books": "books"}, "other": {"code": "code"}}},
 ]
-each_pipeline = pytest.mark.parametrize(("file_format", "name"), CASES)
+IN_MEMORY = "in memory"
+NAMES = [*formats.DATASETS, "news"]
+DOCUMENTS = lm_documents.Documents(column="tokens", tokenizer=None)
 
 
-def test_every_format_has_a_case():
-    assert {file_format for file_format, _ in CASES} == {*formats.FORMATS}
+def leaves(tree):
+    """The names of the datasets of a tree."""
+    for below in tree.values():
+        yield from [below] if isinstance(below, str) else leaves(below)
 
 
-@pytest.mark.parametrize("name", ["plain", "everything", "window_shuffle_singly"])
-def test_one_host_takes_the_rows_that_each_shard_yields_in_turn(files, name):
-    data = formats.data(files["tfrecord"], name)
+def in_memory(name, number):
+    """A document of 2 to 4 tokens; no token is in two documents, and none is 0."""
+    place = NAMES.index(name)
+    first, length = 1 + 10 * (1000 * place + number), 2 + (number + place + 1) % 3
+    return {"tokens": np.arange(first, first + length, dtype=np.int32)}
+
+
+def same(element):
+    return element
+
+
+def padded(document):
+    targets = np.pad(document[1:], (0, 31 - max(len(document), 1)))
+    return {"targets": targets, "targets_segmentation": targets > 0}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MakeShard:
+    """The pipeline of a shard; workers import it from here.
+
+    Attributes:
+      file_format: of the files, or `IN_MEMORY`.
+      parts: the datasets in files.
+      lengths: the documents of those in memory.
+      tree: names of mixtures, and of datasets.
+      weights: of all of these names.
+      filtered: datasets of which a third is left out.
+      tokens_late: whether documents are mixed before they become tokens.
+      has_steps: whether functions are applied to single documents, and to rows.
+      rows: the arguments of `Rows`; without it a document is a row.
+    """
+
+    file_format: str
+    parts: tuple = ()
+    lengths: dict
+    tree: dict
+    weights: dict
+    filtered: frozenset = frozenset()
+    reading: records.ReadOptions
+    tokens_late: bool = False
+    has_steps: bool = False
+    rows: dict | None
+
+    def __call__(self, shard):
+        made = self._mixed(self.tree, shard)
+        if self.tokens_late:
+            made = lm_documents.Tokens(made, documents=DOCUMENTS)
+        if self.has_steps:
+            made = made.map(same)
+        if self.rows is None:
+            return made.map(padded)
+        made = rows.Rows(made, shard=shard, **self.rows)
+        return made.map(same) if self.has_steps else made
+
+    def _mixed(self, tree, shard):
+        parts = {
+            name: self._documents(below, shard)
+            if isinstance(below, str)
+            else self._mixed(below, shard)
+            for name, below in tree.items()
+        }
+        weights = {name: self.weights[name] for name in parts}
+        if not any(weights.values()):
+            weights[max(weights)] = 1
+        return mixing.Mixture(parts, weights, shard=shard)
+
+    def _documents(self, name, shard):
+        if self.file_format == IN_MEMORY:
+            # Shards from 4 on have those that are left.
+            numbers = range((shard + 8) % NUM_SHARDS, self.lengths[name], NUM_SHARDS)
+            read = (
+                grain.MapDataset.source(numbers)
+                .map(functools.partial(in_memory, name))
+                .to_iter_dataset(pipelines.IN_CALLER)
+            )
+        else:
+            (source,) = (part.source for part in self.parts if part.name == name)
+            read = records.Records(
+                source, shard=shard, num_shards=NUM_SHARDS, read_options=self.reading
+            )
+        kept = read.filter(formats.is_kept) if name in self.filtered else read
+        if self.tokens_late:
+            return kept
+        return lm_documents.Tokens(kept, documents=DOCUMENTS)
+
+    def targets(self):
+        """How often each token is a target until the end, if none is cut off."""
+        found = collections.Counter()
+        for name in leaves(self.tree):
+            documents = formats.documents(*{name} & {*formats.DATASETS})
+            if self.file_format == IN_MEMORY:
+                documents = [
+                    in_memory(name, n)["tokens"] for n in range(self.lengths[name])
+                ]
+            for document in documents:
+                if name not in self.filtered or formats.is_kept({"tokens": document}):
+                    found.update(document[1:].tolist())
+        return {token: n * self.reading.num_epochs for token, n in found.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class World:
+    """Some steps of a run, on the same hosts.
+
+    Attributes:
+      weights: of each stage.
+      size: of a global batch.
+      num_hosts: as many of them as divide it.
+      order_seed: how rows lie on hosts: in order if it is 0.
+      num_steps: how many.
+      num_again: of the steps before, so many are done again, with other rows.
+      num_lost: batches that are taken, and lost as the hosts are killed.
+    """
+
+    weights: tuple
+    size: int
+    num_hosts: int = 1
+    order_seed: int = 0
+    num_steps: int
+    num_again: int = 0
+    num_lost: int = 0
+    read_ahead: int = 0
+    num_workers: int = 0
+    in_files: bool = False
+
+    def opened(self, data):
+        hosts = max(h for h in range(1, self.num_hosts + 1) if self.size % h == 0)
+        row_hosts = np.arange(self.size) * hosts // self.size
+        if self.order_seed:
+            row_hosts = np.random.default_rng(self.order_seed).permutation(row_hosts)
+        return worlds.World(
+            data, hosts, self.size, row_hosts, read_ahead=self.read_ahead
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """The pipelines of stages, the steps at which they begin, and worlds.
+
+    Pipelines are those of `MakeShard`, or others that do not end.
+    """
+
+    pipelines: tuple
+    begins: tuple
+    worlds: tuple
+
+    @property
+    def is_finite(self):
+        first = self.pipelines[0]
+        return isinstance(first, MakeShard) and first.reading.num_epochs is not None
+
+    def data(self, world):
+        made = []
+        for begin, make_shard, weights in zip(
+            self.begins, self.pipelines, world.weights, strict=False
+        ):
+            if weights:
+                make_shard = dataclasses.replace(make_shard, weights=weights)
+            data = sharded_data.sharded(
+                make_shard,
+                num_shards=NUM_SHARDS,
+                pipeline="random",
+                end="padded" if self.is_finite else "never",
+                num_workers=world.num_workers,
+            )
+            made.append(stages.Stage(begin=begin, data=data))
+        return stages.staged(made)
+
+
+WEIGHTS = st.sampled_from([0, 0, 1, 1, 3, 1e-9, 1e-30])
+
+
+@st.composite
+def weights_of(draw, tree, weights=WEIGHTS):
+    """Weights of all names of a tree."""
+    found = {name: draw(weights) for name in tree}
+    for below in tree.values():
+        if not isinstance(below, str):
+            found |= draw(weights_of(below, weights))
+    return found
+
+
+@st.composite
+def arguments(draw):
+    """Those of `Rows`."""
+    packing = draw(st.sampled_from(["", *rows.PACKINGS]))
+    fits = packing in (rows.FIRST_FIT, rows.BEST_FIT)
+    return {
+        "packing": packing,
+        "length": draw(st.sampled_from([5, 12, 12, 31])),
+        "truncate": draw(st.sampled_from([True, False, False])),
+        "window": draw(st.sampled_from([0, 3, 7])),
+        "max_examples": draw(st.sampled_from([0, 2])) if fits else 0,
+    }
+
+
+@st.composite
+def made_shards(draw, num_stages, epochs=(None, 1, 1, 2)):
+    """A pipeline for each of some stages."""
+    kind = draw(st.sampled_from([*formats.FORMATS, IN_MEMORY, IN_MEMORY]))
+    tree = draw(st.sampled_from(TREES))
+    is_in_memory = kind == IN_MEMORY
+    shared = MakeShard(
+        file_format=kind,
+        # Some shard has an example; without one the shapes are unknown.
+        lengths={name: draw(st.integers(1, 60)) for name in NAMES if is_in_memory},
+        tree=tree,
+        weights=draw(weights_of(tree)),
+        filtered=draw(st.frozensets(st.sampled_from(["books", "code"]))),
+        reading=records.ReadOptions(
+            shuffle_seed=draw(st.sampled_from([None, 3])),
+            num_epochs=1 if is_in_memory else draw(st.sampled_from(epochs)),
+        ),
+        tokens_late=draw(st.booleans()),
+        has_steps=draw(st.booleans()),
+        rows=None,
+    )
+    if not draw(st.integers(0, 7)):
+        return (shared,) * num_stages
+    return tuple(
+        dataclasses.replace(
+            shared,
+            rows=draw(arguments()),
+            # Stages need not have all datasets.
+            tree=draw(st.sampled_from([tree, tree, {min(tree): tree[min(tree)]}])),
+        )
+        for _ in range(num_stages)
+    )
+
+
+def world_of(
+    tree, num_stages, *, weights=WEIGHTS, max_hosts=12, num_workers=(0,), **more
+):
+    """Some steps of a run of stages over a tree of mixtures."""
+    described = {
+        "weights": st.tuples(*[weights_of(tree, weights)] * num_stages),
+        "size": st.sampled_from(SIZES),
+        "num_hosts": st.integers(1, max_hosts),
+        "order_seed": st.integers(0, 3),
+        "num_steps": st.integers(0, 6),
+        "num_again": st.sampled_from([0, 0, 1, 3]),
+        "num_lost": st.sampled_from([0, 0, 2]),
+        "read_ahead": st.sampled_from([0, 0, 2]),
+        "num_workers": st.sampled_from(num_workers),
+        "in_files": st.booleans(),
+    }
+    return st.builds(World, **described | more)
+
+
+@st.composite
+def runs(draw, max_worlds=5, **more):
+    """Stages and worlds; finite data is read to its end."""
+    num_stages = draw(st.integers(1, 3))
+    made = draw(made_shards(num_stages))
+    tree = max((each.tree for each in made), key=len)
+    later = st.lists(st.integers(1, 12), min_size=2, max_size=2, unique=True)
+    world = world_of(tree, num_stages, **more)
+    found = draw(st.lists(world, min_size=1, max_size=max_worlds))
+    if draw(st.booleans()):
+        found = [dataclasses.replace(each, weights=found[0].weights) for each in found]
+    if made[0].reading.num_epochs is not None:
+        last = {"weights": WEIGHTS.filter(bool), "num_steps": st.just(1000)}
+        found.append(draw(world_of(tree, num_stages, **more | last)))
+    return Run(pipelines=made, begins=(0, *sorted(draw(later))), worlds=tuple(found))
+
+
+def in_memory_run(lengths, tree, of_stages, described):
+    """A run of one host over documents in memory, with weights for some steps."""
+    make_shard = MakeShard(
+        file_format=IN_MEMORY,
+        lengths=dict(zip(NAMES, lengths, strict=True)),
+        tree=tree,
+        weights=described[-1][1],
+        reading=records.ReadOptions(num_epochs=1),
+        rows=None,
+    )
+    made = [
+        dataclasses.replace(make_shard, rows=rows | {"truncate": False})
+        for rows in of_stages
+    ]
+    found = [
+        World(weights=(weights,) * len(made), size=12, num_steps=number)
+        for number, weights in described
+    ]
+    begins = tuple(range(len(made)))
+    return Run(pipelines=tuple(made), begins=begins, worlds=tuple(found))
+
+
+# A dataset of a nested mixture gets its weight after the other had ended.
+RAISED_AT_THE_END = in_memory_run(
+    (25, 56, 1, 1),
+    {"ab": {"a": "books", "b": "code"}, "cd": {"c": "web", "d": "news"}},
+    [{"packing": "best_fit", "length": 6, "window": 5}],
+    [
+        (3, {"ab": 0, "cd": 1, "a": 0, "b": 1, "c": 0, "d": 1}),
+        (3, {"ab": 1, "cd": 1e-9, "a": 1, "b": 1, "c": 0, "d": 1}),
+        (1000, dict.fromkeys(("ab", "cd", *"abcd"), 1)),
+    ],
+)
+# Shards come to their end again after a resume, and go on after another.
+RESUMED_AT_THE_END = in_memory_run(
+    (37, 56, 40, 3),
+    TREES[1],
+    [{"packing": "first_fit", "length": 5, "window": 3}],
+    [
+        (9, {"books": 0, "code": 1, "web": 0}),
+        (9, {"books": 0, "code": 1, "web": 0}),
+        (1000, {"books": 1, "code": 1, "web": 1}),
+    ],
+)
+
+
+# A stage begins before the one before it has used what it was handed over.
+SHORT_STAGES = in_memory_run(
+    (60, 60, 60, 1),
+    TREES[1],
+    [
+        {"packing": "concat_then_split", "length": 5, "window": window}
+        for window in (30, 0, 0)
+    ],
+    [(1000, {"books": 1, "code": 1, "web": 1})],
+)
+
+
+def batches_of(run, make_directory=None):
+    """The batches of a run, and None where data ends.
+
+    Args:
+      run: the run.
+      make_directory: makes a directory of a name; the oracle has none.
+    """
+    found, step, world, load, now = [], 0, None, None, None
+    for number, part in enumerate(run.worlds):
+        step = max(0, step - part.num_again)
+        if make_directory is None:
+            part = World(weights=part.weights, size=part.size, num_steps=part.num_steps)
+        data = run.data(part)
+        for _ in range(part.num_steps):
+            at, of_hosts = data.at(step), number if make_directory else part.size
+            if (needed := (at.number, part.weights, of_hosts)) != now:
+                if world is not None:
+                    load = saved(world, make_directory if part.in_files else None)
+                    for _ in range(part.num_lost):
+                        with contextlib.suppress(StopIteration):
+                            world.batch()
+                    world.close()
+                world, now = part.opened(at), needed
+                if load:
+                    load(world)
+            try:
+                found.append(world.batch())
+            except StopIteration:
+                # With other weights it may go on.
+                found.append(None)
+                for _ in range(2):
+                    with pytest.raises(StopIteration):
+                        world.batch()
+                break
+            step += 1
+    if world is not None:
+        world.close()
+    return found
+
+
+def saved(world, make_directory):
+    """Loads the state of a world into another."""
+    if make_directory is None:
+        return functools.partial(worlds.World.load, saved=world.save())
+    directory = make_directory("data")
+    world.write(directory)
+    return functools.partial(worlds.World.read, directory=directory)
+
+
+def check_files(files, run, make_directory):
+    """As `check`, with the datasets in files."""
+    hypothesis.event(f"{len(run.pipelines)} stages")
+    made = [
+        dataclasses.replace(each, parts=files.get(each.file_format, ()))
+        for each in run.pipelines
+    ]
+    check(dataclasses.replace(run, pipelines=tuple(made)), make_directory)
+
+
+def check(run, make_directory):
+    """A run has the batches of the oracle, and if it ends each token once an epoch."""
+    made = run.pipelines
+    expected, actual = batches_of(run), batches_of(run, make_directory)
+    assert [batch and worlds.content(batch) for batch in actual] == [
+        batch and worlds.content(batch) for batch in expected
+    ]
+    if not run.is_finite:
+        return
+    assert actual[-1] is None
+    used = collections.Counter()
+    for batch in filter(None, actual):
+        used.update(batch["targets"][batch["targets_segmentation"] > 0].tolist())
+        padding = batch.pop("example_id")[~batch["mask"]]
+        assert set(example_id.join(padding)) <= {example_id.NONE}
+        assert not any(feature[~batch["mask"]].any() for feature in batch.values())
+    targets = max(made, key=lambda each: len(each.tree)).targets()
+    if any(
+        each.tree != made[0].tree or (each.rows and each.rows["truncate"])
+        for each in made
+    ):
+        assert used <= collections.Counter(targets)
+    else:
+        assert used == targets
+
+
+@settings(max_examples=EXAMPLES)
+@hypothesis.example(RAISED_AT_THE_END)
+@hypothesis.example(RESUMED_AT_THE_END)
+@hypothesis.example(SHORT_STAGES)
+@given(runs())
+def test_any_run_has_the_bytes_of_one_host_and_each_token_once(
+    files, tmp_path_factory, run
+):
+    check_files(files, run, tmp_path_factory.mktemp)
+
+
+@pytest.mark.slow
+@settings(max_examples=4, phases=[hypothesis.Phase.generate])
+# Simple examples come first, and these have workers too.
+@given(
+    runs(max_hosts=2, num_workers=(1, 0, 2), max_worlds=2).filter(
+        lambda run: any(each.num_workers and each.num_steps for each in run.worlds)
+    )
+)
+def test_any_run_with_worker_processes_has_the_bytes_of_one_host(
+    files, tmp_path_factory, run
+):
+    check_files(files, run, tmp_path_factory.mktemp)
+
+
+@settings(max_examples=EXAMPLES)
+@given(made_shards(1, epochs=(1, 2)))
+def test_a_shard_resumes_from_the_state_before_every_row(files, made):
+    # As Grain's own contract test, but through JSON.
+    (make_shard,) = made
+    parts = files.get(make_shard.file_format, ())
+    pipeline = dataclasses.replace(make_shard, parts=parts)(7)
+    iterator_, expected = iter(pipeline), []
+    states = [json.dumps(shard_rows.to_json(iterator_.get_state()))]
+    for row in iterator_:
+        expected.append(worlds.content(row))
+        states.append(json.dumps(shard_rows.to_json(iterator_.get_state())))
+    for number, state in enumerate(states):
+        resumed = iter(pipeline)
+        resumed.set_state(shard_rows.from_json(json.loads(state)))
+        assert shard_rows.to_json(resumed.get_state()) == json.loads(state)
+        # To the end from some; the rows after a state show whether it is right.
+        end = None if number % 8 == 0 else number + 6
+        found = itertools.islice(resumed, end and 6)
+        assert list(map(worlds.content, found)) == expected[number:end]
+
+
+@pytest.mark.parametrize("file_format", formats.FORMATS)
+def test_documents_have_one_type_whichever_are_read_together(files, file_format):
+    (make_shard,) = RAISED_AT_THE_END.pipelines
+    make_shard = dataclasses.replace(
+        make_shard,
+        file_format=file_format,
+        parts=files[file_format],
+        tree={"books": "books", "web": "web"},
+        weights={"books": 1, "web": 1},
+        rows=None,
+    )
+    assert {row["targets"].dtype for row in make_shard(0)} == {np.dtype(np.int32)}
+
+
+def test_one_host_takes_the_rows_that_each_shard_yields_in_turn(files):
+    data = formats.data(files["tfrecord"], "everything")
     shards = [iter(data.make_shard(shard)) for shard in range(data.num_shards)]
-    saved, counts = None, collections.Counter()
+    saved_one, counts = None, collections.Counter()
     for size in (12, 8, 36, 4, 10, 24):
         one = worlds.World(data, 1, size)
-        if saved:
-            one.load(saved)
+        if saved_one:
+            one.load(saved_one)
         batch = one.batch()
         for row, number in enumerate(example_id.join(batch.pop("example_id"))):
             index, shard = divmod(number, 12)
@@ -51,99 +542,13 @@ def test_one_host_takes_the_rows_that_each_shard_yields_in_turn(files, name):
             counts[shard] += 1
             values = {feature: value[row] for feature, value in batch.items()}
             assert worlds.content(values) == worlds.content(next(shards[shard]))
-        saved = one.save()
+        saved_one = one.save()
 
 
-@each_pipeline
-def test_a_shard_resumes_from_the_state_before_every_element(files, file_format, name):
-    # As Grain's own contract test, but through JSON; and a mixture's state may get more
-    # fields as its datasets are opened.
-    data = formats.data(files[file_format], name, num_epochs=2)
-    pipeline = data.make_shard(7)
-    iterator_, states, expected = iter(pipeline), [], []
-    states.append(json.dumps(shard_rows.to_json(iterator_.get_state())))
-    for row in iterator_:
-        expected.append(worlds.content(row))
-        states.append(json.dumps(shard_rows.to_json(iterator_.get_state())))
-    assert len(expected) > 5
-    for number, state in enumerate(states):
-        resumed = iter(pipeline)
-        resumed.set_state(shard_rows.from_json(json.loads(state)))
-        assert json.dumps(shard_rows.to_json(resumed.get_state())) == state
-        # To the end from some; the rows after a state show whether it is right.
-        end = None if number % 8 == 0 else number + 6
-        rows = itertools.islice(resumed, end and 6)
-        assert list(map(worlds.content, rows)) == expected[number:end]
-
-
-@given(
-    file_format=st.sampled_from(formats.FORMATS),
-    name=st.sampled_from(list(formats.PIPELINES)),
-    num_epochs=st.sampled_from([None, None, 1, 2]),
-    run=st.lists(stages.stages(), min_size=2, max_size=6),
-)
-def test_any_run_has_the_bytes_of_one_host(
-    files, tmp_path_factory, file_format, name, num_epochs, run
-):
-    data = formats.data(files[file_format], name, num_epochs=num_epochs)
-    stages.check([data] * len(run), run, tmp_path_factory.mktemp)
-
-
-@pytest.mark.slow
-@settings(max_examples=4, phases=[hypothesis.Phase.generate])
-@given(
-    file_format=st.sampled_from(formats.FORMATS),
-    name=st.sampled_from(list(formats.PIPELINES)),
-    num_epochs=st.sampled_from([None, 1]),
-    run=st.lists(
-        # Simple examples come first, and these have workers too.
-        stages.stages(max_hosts=2, num_workers=(1, 0, 2)),
-        min_size=2,
-        max_size=3,
-    ).filter(lambda run: any(stage.num_workers and stage.num_batches for stage in run)),
-)
-def test_any_run_with_worker_processes_has_the_bytes_of_one_host(
-    files, tmp_path_factory, file_format, name, num_epochs, run
-):
-    data = formats.data(files[file_format], name, num_epochs=num_epochs)
-    stages.check([data] * len(run), run, tmp_path_factory.mktemp)
-
-
-def targets(batches):
-    """Every target of real tokens, in order."""
-    return np.concatenate(
-        [b["targets"][b["targets_segmentation"] > 0] for b in batches]
-    ).tolist()
-
-
-def expected_targets(steps):
-    """Every target that the documents have."""
-    targets = []
-    for document in formats.documents(*steps.datasets):
-        if not steps.filtered or formats.is_kept({"tokens": document}):
-            end = formats.LENGTH + 1 if steps.truncate else None
-            targets += document[1:end].tolist()
-    return sorted(targets)
-
-
-@each_pipeline
-def test_each_epoch_has_every_token_once_and_ends_at_the_same_step_on_any_hosts(
-    files, file_format, name
-):
-    num_epochs = 2 if file_format in ("arrow", "parquet") else 1
-    data = formats.data(files[file_format], name, num_epochs=num_epochs)
-    one = worlds.World(data, 1, 24).rest()
-    assert sorted(targets(one)) == sorted(
-        num_epochs * expected_targets(formats.PIPELINES[name])
-    )
-    expected = list(map(worlds.content, one))
-    for batch in one:
-        padding = batch.pop("example_id")[~batch["mask"]]
-        assert set(example_id.join(padding)) <= {example_id.NONE}
-        assert not any(feature[~batch["mask"]].any() for feature in batch.values())
-    for num_hosts in (3, 8):
-        batches = worlds.World(data, num_hosts, 24).rest()
-        assert list(map(worlds.content, batches)) == expected
+def check_row(row):
+    if row["targets"][0] % 3 == 0:
+        raise ValueError(f"token {row['targets'][0]} is divided by 3")
+    return row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,30 +556,10 @@ class Failing:
     """The shards of another, of which one has rows that cannot be made."""
 
     make_inner: formats.MakeShard
-    shard: int
 
     def __call__(self, shard):
-        return (
-            self.make_inner(shard).map(self.check)
-            if shard == self.shard
-            else self.make_inner(shard)
-        )
-
-    def check(self, row):
-        first = row["targets"][0]
-        if first % 3 == 0:
-            raise ValueError(f"token {first} is divided by 3")
-        return row
-
-
-def batches_before_an_error(world):
-    batches = []
-    try:
-        while len(batches) < 50:
-            batches.append(world.next())
-    except ValueError as error:
-        return batches, str(error), error.__notes__
-    return batches, "", []
+        made = self.make_inner(shard)
+        return made.map(check_row) if shard == 7 else made
 
 
 @pytest.mark.parametrize(
@@ -185,19 +570,18 @@ def test_the_error_of_a_pipeline_reaches_the_caller_whoever_reads(
     files, num_workers, read_ahead
 ):
     good = formats.data(files["parquet"], "plain")
-    data = dataclasses.replace(
-        good,
-        make_shard=Failing(make_inner=good.make_shard, shard=7),
-        num_workers=num_workers,
+    make_shard = Failing(make_inner=good.make_shard)
+    data = dataclasses.replace(good, make_shard=make_shard, num_workers=num_workers)
+    world, one = (
+        worlds.World(data, 1, 12, read_ahead=read_ahead),
+        worlds.World(good, 1, 12),
     )
-    world = worlds.World(data, 1, 12, read_ahead=read_ahead)
-    batches, message, notes = batches_before_an_error(world)
-    assert re.fullmatch(r"token \d+ is divided by 3", message)
-    one = worlds.World(good, 1, 12)
-    assert len(batches) > 0
-    assert batches == [one.next() for _ in batches]
-    assert "in the pipeline of logical shard 7" in notes
-    with pytest.raises(ValueError, match=re.escape(message)):
+    batches = []
+    with pytest.raises(ValueError, match=r"token \d+ is divided by 3") as raised:
+        batches.extend(world.next() for _ in range(50))
+    assert "in the pipeline of logical shard 7" in raised.value.__notes__
+    assert batches == [one.next() for _ in batches] != []
+    with pytest.raises(ValueError, match=re.escape(str(raised.value))):
         world.next()
     # What was read of the batch did not change the state.
     later = worlds.World(good, 1, 12)
@@ -205,5 +589,5 @@ def test_the_error_of_a_pipeline_reaches_the_caller_whoever_reads(
     assert later.next() == one.next()
     world.close()
     # The error holds what failed, and with it its processes.
-    del world
+    del world, raised
     gc.collect()

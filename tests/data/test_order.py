@@ -50,9 +50,11 @@ def number_at(place, length, *key):
     return int(orders.permuted(np.array([place]), length=length, key=key)[0])
 
 
-@given(st.integers(1, 300), keys)
+@given(st.integers(1, 400), keys)
 def test_every_key_permutes_every_length(length, key):
-    assert sorted(order(length, *key)) == list(range(length))
+    singly = [number_at(place, length, *key) for place in range(length)]
+    assert order(length, *key) == singly
+    assert sorted(singly) == list(range(length))
 
 
 @given(st.integers(1, 2**62), keys, st.data())
@@ -61,13 +63,6 @@ def test_a_permutation_of_any_length_gives_two_places_two_numbers(length, key, d
     actual = {number_at(place, length, *key) for place in asked}
     assert len(actual) == len(asked)
     assert all(0 <= number < length for number in actual)
-
-
-def test_seeds_and_epochs_have_orders_of_their_own():
-    orders = {
-        tuple(order(50, seed, epoch)) for seed in range(20) for epoch in range(20)
-    }
-    assert len(orders) == 400
 
 
 def test_the_orders_of_saved_runs_stay_what_they_are():
@@ -105,35 +100,6 @@ def test_shares_have_each_record_once_in_an_epoch_and_differ_by_one_in_all(
         total // num_shards + ((shard - lead) % num_shards < total % num_shards)
         for shard in range(num_shards)
     ]
-
-
-@given(
-    num_shards=st.integers(1, 40),
-    num_records=st.integers(1, 200),
-    group=st.integers(1, 40),
-    epoch=st.integers(0, 6),
-    lead=st.integers(0, 39),
-    data=st.data(),
-)
-def test_the_reader_of_a_place_is_the_shard_that_has_it(
-    num_shards, num_records, group, epoch, lead, data
-):
-    more = {
-        "num_shards": num_shards,
-        "num_records": num_records,
-        "epoch": epoch,
-        "group": min(group, num_shards),
-        "lead": lead % num_shards,
-    }
-    place = data.draw(st.integers(0, num_records - 1))
-    shard, taken = orders.reader(place, **more)
-    assert orders.share(shard, **more)[taken] == place
-
-
-@given(st.integers(1, 400), keys)
-def test_all_numbers_are_permuted_as_single_ones(length, key):
-    singly = [number_at(place, length, *key) for place in range(length)]
-    assert order(length, *key) == singly
 
 
 @given(

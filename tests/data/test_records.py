@@ -1,31 +1,27 @@
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import records
-from elastic_ckpt.data.sources import parquet, source
-from tests import corpora
-from tests.source_contract import assert_resumes_everywhere, in_turn, read, read_all
+from elastic_ckpt.data import records, sharded_data
+from elastic_ckpt.data.sources import parquet
+from tests import corpora, worlds
+from tests.source_contract import assert_resumes_everywhere, in_turn, read
 
 # Fewer records, blocks or files than shards; and more; and holes between them.
-CORPORA = {
-    "one record": ((1,),),
-    "one block": ((30,),),
-    "many files": ((2,), (1,), (0,), (3,)) * 6,
-    "many blocks": ((1, 2, 3) * 30, (), (4, 0)),
-    "blocks of all sizes": ((50, 1), (7,), (0, 20, 2)),
-}
-
-
-@pytest.fixture(params=CORPORA)
-def dataset(request):
-    return corpora.Numbers(blocks=CORPORA[request.param])
+CORPORA = [
+    ((1,),),
+    ((30,),),
+    ((2,), (1,), (0,), (3,)) * 6,
+    ((1, 2, 3) * 30, (), (4, 0)),
+    ((50, 1), (7,), (0, 20, 2)),
+]
 
 
 def mixed(**settings):
-    return corpora.Numbers(blocks=CORPORA["blocks of all sizes"], **settings)
+    return corpora.Numbers(blocks=CORPORA[-1], **settings)
 
 
 def record(element):
@@ -33,7 +29,7 @@ def record(element):
 
 
 FILES = st.one_of(
-    st.sampled_from(list(CORPORA.values())),
+    st.sampled_from(CORPORA),
     st.lists(
         st.lists(st.integers(0, 9), max_size=5).map(tuple), min_size=1, max_size=5
     ).map(tuple),
@@ -65,6 +61,8 @@ def test_each_record_is_read_once_an_epoch_and_it_is_known_when(
             found[record(element)] = (shard, epoch, taken - 1), element["number"]
     size = sum(map(sum, blocks))
     assert sorted(found) == list(range(2 * size))
+    if num_shards == 1 and seed is None:
+        assert list(found) == sorted(found)
     first = 0
     for file, counts in enumerate(dataset.blocks):
         for in_file in range(sum(counts)):
@@ -73,49 +71,12 @@ def test_each_record_is_read_once_an_epoch_and_it_is_known_when(
             for turn in turns:
                 place = turn.shard, turn.epoch, turn.taken
                 assert found[turn.number] == (place, first + in_file)
-                origin = records.origin(of_shard, turn.number)
-                assert (origin.file, origin.record, origin.epoch) == (
+                assert records.origin(of_shard, turn.number) == (
                     dataset.files[file],
                     in_file,
                     turn.epoch,
                 )
         first += sum(counts)
-
-
-def test_files_without_a_record_are_an_error():
-    with pytest.raises(errors.DataError, match="not one record"):
-        read_all(corpora.Numbers(blocks=((0,), ())), 3)
-
-
-def test_one_shard_reads_in_file_order(dataset):
-    actual = read_all(dataset, 1, num_epochs=2)
-    assert [e["number"] for e in actual] == 2 * list(range(source.num_records(dataset)))
-
-
-def test_a_shard_that_has_ended_stays_at_its_end():
-    elements = iter(read(mixed(), 0, 1, num_epochs=1))
-    assert len(list(elements)) == source.num_records(mixed())
-    saved = elements.get_state()
-    assert list(elements) == []
-    assert elements.get_state() == saved
-
-
-@pytest.mark.parametrize(("num_shards", "seed"), [(1, 7), (3, None)])
-def test_the_state_before_every_element_can_be_resumed_from(dataset, num_shards, seed):
-    states, _ = assert_resumes_everywhere(
-        lambda: read(dataset, 0, num_shards, shuffle_seed=seed, num_epochs=2)
-    )
-    assert max(map(len, states)) < 40
-
-
-def test_a_corrupt_record_stops_the_shard_where_it_is():
-    elements = iter(read(mixed(corrupt=frozenset([3])), 0, 1))
-    assert [next(elements)["number"] for _ in range(3)] == [0, 1, 2]
-    saved = elements.get_state()
-    for _ in range(2):
-        with pytest.raises(errors.DataError, match="3: corrupt"):
-            next(elements)
-        assert elements.get_state() == saved
 
 
 @given(
@@ -151,37 +112,33 @@ def test_grain_s_random_map_draws_the_same_after_a_resume():
     assert len({element["drawn"] for element in elements}) == len(elements)
 
 
-@pytest.fixture
-def little_patience(monkeypatch):
-    monkeypatch.setattr(records, "_LEAST_FRUITLESS", 1000)
+def is_seldom(element):
+    return element["number"] // 4 == 17
 
 
-@pytest.mark.usefixtures("little_patience")
-def test_a_filter_that_rejects_everything_is_an_error(dataset):
-    rejecting = read(dataset, 0, 3).filter(lambda _: False)
-    with (
-        pytest.raises(
-            errors.DataError,
-            match=r"numbers-0 and the \d+ files after it: 1,0\d\d records in a row,"
-            " more than two epochs, made no row; check whether a filter",
-        ),
-        records.row_due(),
-    ):
-        next(iter(rejecting))
-
-
-@pytest.mark.usefixtures("little_patience")
-def test_two_epochs_are_read_however_many_they_are():
+@pytest.mark.parametrize("num_filters", [1, 2])
+def test_filters_may_leave_one_record_an_epoch_but_not_none(monkeypatch, num_filters):
+    monkeypatch.setattr(records, "_LEAST_FRUITLESS", 100)
     dataset = corpora.Numbers(blocks=((10,) * 300,))
-    late = read(dataset, 0, 1).filter(lambda e: e["record"] == 5999)
-    with records.row_due():
-        assert next(iter(late))["record"] == 5999
-    never = read(dataset, 0, 1).filter(lambda e: e["record"] == 6000)
-    with (
-        pytest.raises(errors.DataError, match="6,010 records in a row"),
-        records.row_due(),
-    ):
-        next(iter(never))
+
+    def make_shard(shard):
+        found = read(dataset, shard, 4, shuffle_seed=1).filter(is_seldom)
+        if num_filters == 2:
+            found = found.filter(lambda element: not is_seldom(element))
+        return found.map(lambda element: {"number": np.array(element["number"])})
+
+    data = sharded_data.sharded(make_shard, num_shards=4, pipeline="filters")
+    world = worlds.World(data, 1, 4)
+    if num_filters == 1:
+        for _ in range(10):
+            assert set(world.batch()["number"] // 4) == {17}
+        return
+    message = (
+        r"numbers-0 and the 0 files after it: 6,00\d records in a row, more than two"
+        " epochs, made no row; check whether a filter"
+    )
+    with pytest.raises(errors.DataError, match=message):
+        world.batch()
 
 
 def test_a_column_that_has_the_name_of_the_record_number_is_refused(tmp_path):

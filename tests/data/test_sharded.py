@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import shard_rows, sharded_data
-from tests import iterator_contract, pipelines, stages, worlds
+from tests import iterator_contract, pipelines, worlds
+from tests.data import test_exactness
 
 NUM_SHARDS = 12
 
@@ -19,11 +20,15 @@ def make(pipeline, num_shards=NUM_SHARDS):
 
 @pytest.mark.parametrize("pipeline", pipelines.ALL)
 @settings(max_examples=3)
-@given(run=st.lists(stages.stages(), min_size=2, max_size=6))
+@given(run=st.lists(test_exactness.world_of({}, 1), min_size=2, max_size=6))
 def test_any_run_of_steps_of_grains_has_the_bytes_of_one_host(
     tmp_path_factory, pipeline, run
 ):
-    stages.check([make(pipeline)] * len(run), run, tmp_path_factory.mktemp)
+    make_shard = functools.partial(pipelines.ALL[pipeline], num_shards=NUM_SHARDS)
+    described = test_exactness.Run(
+        pipelines=(make_shard,), begins=(0,), worlds=tuple(run)
+    )
+    test_exactness.check(described, tmp_path_factory.mktemp)
 
 
 def test_a_shard_that_ends_is_named():

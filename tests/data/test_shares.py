@@ -1,7 +1,5 @@
 """Shards have equal shares of the records."""
 
-import collections
-import contextlib
 import json
 
 import numpy as np
@@ -27,54 +25,10 @@ def numbered(directory, *, num_files, num_rows, row_group):
     return paths
 
 
-def finite(paths, *, num_shards, num_epoch=1):
-    return pipeline.from_config(
-        grain_train_files=",".join(paths),
-        grain_file_type="parquet",
-        train_data_columns="tokens",
-        tokenize_train_data=False,
-        max_target_length=2,
-        num_logical_shards=num_shards,
-        num_epoch=num_epoch,
-    )
-
-
-def until_end(data, size):
-    world = worlds.World(data, 2, size)
-    batches = []
-    while True:
-        try:
-            batches.append(world.batch())
-        except StopIteration:
-            return batches
-
-
-@pytest.mark.parametrize(
-    ("row_group", "num_epoch", "small_blocks", "size"),
-    [(7, 3, True, 8), (100, 1, False, 8), (7, 3, True, 32), (100, 1, False, 16)],
-)
-def test_finite_rows_end_together_and_only_the_last_round_of_shards_has_padding(
-    tmp_path, monkeypatch, row_group, num_epoch, small_blocks, size
-):
-    if not small_blocks:
-        monkeypatch.setattr(order, "_SMALL_RECORDS", 0)
-    paths = numbered(tmp_path, num_files=2, num_rows=101, row_group=row_group)
-    data = finite(paths, num_shards=16, num_epoch=num_epoch)
-    batches = until_end(data, size)
-    numbers = np.concatenate([b["inputs"][b["mask"], 0] for b in batches])
-    assert sorted(numbers.tolist()) == sorted([*range(1, 203)] * num_epoch)
-    assert all(batch["mask"].all() for batch in before_the_last_round(batches, 16))
-
-
-def before_the_last_round(batches, num_shards):
-    """The batches before the last ones in which each shard has its turn."""
-    return batches[: -num_shards // len(batches[0]["mask"])]
-
-
-def finite_mixture(directory, *, num_rows, weights, num_shards, **keys):
+def mixture(directory, *, num_rows, weights, row_group=100, **keys):
     """One dataset of each weight, all of the same number of documents."""
     paths = numbered(
-        directory, num_files=len(weights), num_rows=num_rows, row_group=num_rows
+        directory, num_files=len(weights), num_rows=num_rows, row_group=row_group
     )
     parts = {
         f"d{number:02d}": {"path": path, "weight": weight}
@@ -87,32 +41,38 @@ def finite_mixture(directory, *, num_rows, weights, num_shards, **keys):
         train_data_columns="tokens",
         tokenize_train_data=False,
         max_target_length=2,
-        num_logical_shards=num_shards,
-        **{"num_epoch": 1, **keys},
+        **{"num_logical_shards": 16, "num_epoch": 1, **keys},
     )
 
 
+def until_end(data, size):
+    return worlds.World(data, 2, size).rest()
+
+
+def numbers_of(batches):
+    return np.concatenate([b["inputs"][b["mask"], 0] for b in batches]).tolist()
+
+
 @pytest.mark.parametrize(
-    ("num_datasets", "num_rows", "num_epoch", "size", "small_blocks"),
-    [(20, 5, 1, 16, False), (3, 13, 3, 8, True)],
+    ("weights", "num_rows", "row_group", "num_epoch", "size", "is_small"),
+    [
+        ([1], 202, 7, 3, 8, True),
+        ([1], 202, 100, 1, 16, False),
+        ([1, 2, 3] * 7, 5, 5, 1, 32, False),
+        ([1, 2, 3], 13, 13, 3, 8, True),
+    ],
 )
-def test_the_datasets_of_a_finite_mixture_end_together(
-    tmp_path, monkeypatch, num_datasets, num_rows, num_epoch, size, small_blocks
+def test_finite_datasets_end_together_and_only_the_last_round_of_shards_has_padding(
+    tmp_path, monkeypatch, weights, num_rows, row_group, num_epoch, size, is_small
 ):
-    if not small_blocks:
+    if not is_small:
         monkeypatch.setattr(order, "_SMALL_RECORDS", 0)
-    more = {
-        "num_rows": num_rows,
-        "weights": [1 + number % 3 for number in range(num_datasets)],
-        "num_shards": 16,
-        "num_epoch": num_epoch,
-    }
-    batches = until_end(finite_mixture(tmp_path, **more), size)
-    numbers = np.concatenate([b["inputs"][b["mask"], 0] for b in batches])
-    total = num_datasets * num_rows * num_epoch
-    assert len(numbers) == total
-    assert set(collections.Counter(numbers.tolist()).values()) == {num_epoch}
-    assert all(batch["mask"].all() for batch in before_the_last_round(batches, 16))
+    more = {"num_rows": num_rows, "row_group": row_group, "num_epoch": num_epoch}
+    batches = until_end(mixture(tmp_path, weights=weights, **more), size)
+    total = len(weights) * num_rows
+    assert sorted(numbers_of(batches)) == sorted([*range(1, total + 1)] * num_epoch)
+    # Those of the last round are the last in which each shard has its turn.
+    assert all(batch["mask"].all() for batch in batches[: -16 // size])
 
 
 @pytest.mark.parametrize(
@@ -122,31 +82,26 @@ def test_the_datasets_of_a_finite_mixture_end_together(
 def test_other_weights_of_a_finite_mixture_lose_and_repeat_nothing(
     tmp_path, before, weights
 ):
-    more = {"num_rows": 21, "num_shards": 8}
-    old = finite_mixture(tmp_path, weights=before, **more)
-    world = worlds.World(old, 2, 8)
+    more = {"num_rows": 21, "num_logical_shards": 8}
+    world = worlds.World(mixture(tmp_path, weights=before, **more), 2, 8)
     batches = [world.batch() for _ in range(3)]
     world.write(tmp_path / "state")
-    new = finite_mixture(tmp_path, weights=weights, **more)
-    resumed = worlds.World(new, 4, 8)
+    resumed = worlds.World(mixture(tmp_path, weights=weights, **more), 4, 8)
     resumed.read(tmp_path / "state")
-    with contextlib.suppress(StopIteration):
-        while True:
-            batches.append(resumed.batch())
-    numbers = np.concatenate([b["inputs"][b["mask"], 0] for b in batches]).tolist()
+    numbers = numbers_of(batches + resumed.rest())
     assert len(numbers) == len(set(numbers))
     drawn = [n for n in range(3) if weights[n]]
     assert set(numbers) >= {1 + n * 21 + row for n in drawn for row in range(21)}
 
 
 def test_an_endless_mixture_has_the_shares_of_each_dataset(tmp_path):
-    more = {"num_rows": 5, "weights": [1, 1], "num_shards": 8, "num_epoch": 0}
-    data = finite_mixture(tmp_path, **more)
+    data = mixture(tmp_path, num_rows=5, weights=[1, 1], num_epoch=0)
     assert data.identity()["dealing"] == "shares"
 
 
-def test_small_blocks_are_shuffled_record_by_record_in_each_epoch(tmp_path):
-    paths = numbered(tmp_path, num_files=1, num_rows=60, row_group=60)
+@pytest.mark.parametrize("row_group", [60, 1])
+def test_blocks_and_their_records_are_shuffled_in_each_epoch(tmp_path, row_group):
+    paths = numbered(tmp_path, num_files=1, num_rows=60, row_group=row_group)
     read = records.Records(
         parquet.Parquet(files=tuple(paths)),
         shard=0,
@@ -176,16 +131,13 @@ def read(monkeypatch):
 def test_blocks_are_decoded_again_if_there_is_no_room_for_them(
     tmp_path, monkeypatch, read
 ):
-    paths = numbered(tmp_path, num_files=12, num_rows=64, row_group=16)
-    expected = until_end(finite(paths, num_shards=8), 8)
+    data = mixture(tmp_path, num_rows=768, weights=[1], row_group=16)
+    expected = numbers_of(until_end(data, 8))
     for budget, is_again in ((2**20, False), (1, True)):
         decoded._KEPT.begin()
         read.clear()
         monkeypatch.setattr(decoded, "BUDGET_BYTES", budget)
-        actual = until_end(finite(paths, num_shards=8), 8)
-        assert [b["inputs"].tolist() for b in actual] == [
-            b["inputs"].tolist() for b in expected
-        ]
+        assert numbers_of(until_end(data, 8)) == expected
         assert (len(read) > len(set(read))) == is_again
         assert len(set(read)) == 48
         assert decoded._KEPT.num_bytes <= max(budget, 2**12)

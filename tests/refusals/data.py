@@ -145,9 +145,11 @@ DATA, CONFIG = errors.DataError, errors.ConfigError
 REFUSALS = {
     # Files and columns.
     "one file in place of a list": Refusal(
-        lambda _: ec.data.Parquet(files="a.parquet"), "single name; give a tuple"
+        lambda _: ec.data.Parquet(files="a.parquet"), "files='a.parquet': give a tuple"
     ),
-    "no file": Refusal(lambda _: ec.data.TFRecord(files=()), "files is empty; give"),
+    "no file": Refusal(
+        lambda _: ec.data.TFRecord(files=()), "give a tuple of one or more"
+    ),
     "a file twice": Refusal(
         lambda _: ec.data.ArrayRecord(files=("a", "b", "a")), "has 'a' twice; name it"
     ),

@@ -222,7 +222,21 @@ def test_data_that_ends(parts, name, size):
     assert [each.shards for each in readings] == [tuple(range(12))] * (size < 12)
 
 
-def test_records_without_tokens_that_are_corrupt_filtered_or_in_a_window():
+def shuffled(dataset, shard):
+    return grain.experimental.WindowShuffleIterDataset(
+        dataset, window_size=7, seed=shard
+    )
+
+
+class Others(corpora.Numbers):
+    """Numbers in another file."""
+
+    files = ("/data/others-0",)
+
+
+# A dataset fills its own window again when its turn comes, in any row after a resume.
+@pytest.mark.parametrize("is_own", [False, True])
+def test_records_without_tokens_that_are_corrupt_filtered_or_in_a_window(is_own):
     numbers = corpora.Numbers(
         blocks=((5, 9, 4), (7, 12)), corrupt=frozenset((3, 11, 20))
     )
@@ -234,10 +248,15 @@ def test_records_without_tokens_that_are_corrupt_filtered_or_in_a_window():
             num_shards=4,
             read_options=records.ReadOptions(shuffle_seed=3, skip_corrupt=True),
         ).filter(lambda element: element["number"] % 5)
-        mixed = mixing.Mixture({"numbers": read}, {"numbers": 1.0}, shard=shard)
-        return grain.experimental.WindowShuffleIterDataset(
-            mixed, window_size=7, seed=shard
-        ).map(lambda e: {"inputs": np.array([e["number"]]), "record": e["record"]})
+        if is_own:
+            read = shuffled(read, shard)
+        others = records.Records(Others(blocks=((40,),)), shard=shard, num_shards=4)
+        others = others.map(lambda e: e | {"number": 1000 + e["number"]})
+        parts = {"numbers": read, "others": others} if is_own else {"numbers": read}
+        mixed = mixing.Mixture(parts, dict.fromkeys(parts, 1.0), shard=shard)
+        return (mixed if is_own else shuffled(mixed, shard)).map(
+            lambda e: {"inputs": np.array([e["number"]]), "record": e["record"]}
+        )
 
     data = sharded_data.sharded(make_shard, num_shards=4, pipeline="numbers")
     run = Run().attempt(data, [8] * 13, saves=(4, 9, 13))
@@ -246,7 +265,7 @@ def test_records_without_tokens_that_are_corrupt_filtered_or_in_a_window():
         for row, (number,) in enumerate(of_rows.tolist()):
             uses[number].append((step, row))
     outcomes, asking = collections.Counter(), run.provenance()
-    for number in range(2, 37, 3):
+    for number in range(2, 37, 9 if is_own else 3):
         file, record = divmod(number, 18) if number < 36 else (1, 18)
         found = list(asking.find(f"numbers-{file}", record))
         named = [(use.step, use.row) for each in found for use in each.uses]
@@ -263,6 +282,7 @@ def test_records_without_tokens_that_are_corrupt_filtered_or_in_a_window():
         for each in of_batch:
             (document,) = each.documents
             number = 18 * file_number(document.file) + document.record
+            number += 1000 * document.file.startswith("/data/others")
             assert run.inputs[1, step][each.row].tolist() == [number]
 
 

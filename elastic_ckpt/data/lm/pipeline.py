@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import grain
@@ -135,9 +135,7 @@ class LanguagePipeline:
 
         # Even a single dataset is a mixture: others may be added at a resume. Texts are
         # mixed before they are tokenised, so that threads have many at a time.
-        mixed: grain.IterDataset = mixing.Mixture(
-            mixing.Parts(parts, make_part), self._weights, shard=shard
-        )
+        mixed: grain.IterDataset = mixing.Mixture(make_part, self._weights, shard=shard)
         return rows.Rows(
             self._tokens(mixed) if has_texts else mixed,
             length=self.length,
@@ -189,16 +187,6 @@ class LanguagePipeline:
     def dealt(self, dealing: str) -> LanguagePipeline:
         """This pipeline with its records dealt in another way."""
         return dataclasses.replace(self, dealing=dealing)
-
-    def with_datasets_of(self, others: Iterable[LanguagePipeline]) -> LanguagePipeline:
-        """This pipeline with the datasets of others at weight 0."""
-        parts = {
-            part.name: dataclasses.replace(part, weight=0.0)
-            for other in others
-            for part in other.parts
-        }
-        parts = self._by_name | parts | self._by_name
-        return dataclasses.replace(self, parts=tuple(parts.values()))
 
     @functools.cached_property
     def _by_name(self) -> dict[str, Part]:

@@ -510,7 +510,8 @@ class RowsIterator(grain.DatasetIterator[Row]):
         else:
             self._rows = [[piece] for piece in _pieces(at, sizes)]
         self._next = 0
-        self._number += 1
+        # The end is no chapter, however often a shard comes to it.
+        self._number += bool(self._rows)
         self._skip, self._used = self._skip + num_whole, used
         groups = self._groups
         while groups and self._skip >= len(groups[0].held.lengths):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -124,13 +125,14 @@ def names(value: Any, *, argument: str, required: bool = False) -> tuple[str, ..
     if (
         is_single
         or not all(isinstance(name, str | os.PathLike) for name in items)
-        or len(set(items)) < len(items)
         or (required and not items)
     ):
         raise errors.ConfigError(
-            f"{argument}={value!r}: give a tuple of {'one or more ' * required}names,"
-            " each of them once"
+            f"{argument}={value!r}: give a tuple of {'one or more ' * required}names"
         )
+    for name, number in collections.Counter(items).most_common(1):
+        if number > 1:
+            raise errors.ConfigError(f"{argument} has {name!r} twice; name it once")
     return tuple(map(str, items))
 
 
