@@ -56,90 +56,8 @@ class IteratorContract:
         yield made
         made.close()
 
-    def expected(self, data, num_batches):
-        host = data.host_batches(
-            rows.Placement.in_order(0, num_hosts=1, global_batch_size=GLOBAL_BATCH_SIZE)
-        )
-        return [next(host) for _ in range(num_batches)]
-
-    def test_batches_are_those_of_the_pipeline_row_for_row(self, batches, data):
-        over_the_mesh = topology.batch_sharding(topology.mesh_of(topology.present(2)))
-        for expected in self.expected(data, 8):
-            batch = next(batches)
-            assert batch.keys() == expected.keys()
-            for name, array in expected.items():
-                np.testing.assert_array_equal(batch[name], array)
-                sharding = batch[name].sharding
-                assert sharding.is_equivalent_to(over_the_mesh, array.ndim)
-
-    def test_the_state_is_that_of_the_moment_of_the_save(self, batches, data, tmp_path):
-        expected = self.expected(data, 6)
-        for _ in range(3):
-            next(batches)
-
-        async def save_and_go_on():
-            writing = await batches.save(Created(tmp_path))
-            assert ids(next(batches)) == ids(expected[3])
-            await writing
-
-        asyncio.run(save_and_go_on())
-        next(batches)
-        run(batches.load(epath.Path(tmp_path)))
-        for later in expected[3:]:
-            assert ids(next(batches)) == ids(later)
-
-    def test_the_state_before_every_batch_can_be_returned_to(
-        self, batches, data, tmp_path
-    ):
-        for number, batch in enumerate(self.expected(data, 8)):
-            directory = tmp_path / str(number)
-            directory.mkdir()
-            run(batches.save(Created(directory)))
-            assert ids(next(batches)) == ids(batch)
-        for number, batch in reversed(list(enumerate(self.expected(data, 8)))):
-            run(batches.load(epath.Path(tmp_path / str(number))))
-            assert ids(next(batches)) == ids(batch)
-
-    def test_orbax_saves_it_and_loads_it_with_the_weights(
-        self, batches, data, tmp_path
-    ):
-        weights = {"w": jax.numpy.arange(4.0)}
-        expected = self.expected(data, 4)
-        with ocp.training.Checkpointer(tmp_path / "steps") as checkpointer:
-            next(batches)
-            checkpointer.save_checkpointables(1, {"state": weights, "data": batches})
-            next(batches)
-            next(batches)
-            loaded = checkpointer.load_checkpointables(
-                1, {"state": weights, "data": batches}
-            )
-        np.testing.assert_array_equal(loaded["state"]["w"], weights["w"])
-        assert ids(next(batches)) == ids(expected[1])
-
-    def test_it_can_begin_again(self, batches, data):
-        first = self.expected(data, 1)[0]
-        next(batches)
-        next(batches)
-        batches.reset()
-        assert ids(next(batches)) == ids(first)
-
-    def test_batches_can_change_their_size_on_the_way(self, batches, data, tmp_path):
-        sizes = [16, 16, 8, 24, 16]
-        expected = self.expected_of_sizes(data, sizes)
-        for size, batch in zip(sizes, expected, strict=True):
-            batches.resize(size)
-            actual = next(batches)
-            assert actual.keys() == batch.keys()
-            for name, array in batch.items():
-                np.testing.assert_array_equal(actual[name], array)
-            run(batches.save(Created(tmp_path)))
-        # The saved state does not contain the size.
-        run(batches.load(epath.Path(tmp_path)))
-        batches.resize(8)
-        (*_, later) = self.expected_of_sizes(data, [*sizes, 8])
-        assert ids(next(batches)) == ids(later)
-
-    def expected_of_sizes(self, data, sizes):
+    def expected(self, data, *sizes):
+        """The batches of these sizes, on one host."""
         batches, position, cursors = [], None, None
         for size in sizes:
             host = data.host_batches(
@@ -154,8 +72,71 @@ class IteratorContract:
             position, cursors = host.position(), host.shard_cursors()
         return batches
 
+    def test_batches_are_those_of_the_pipeline_row_for_row(self, batches, data):
+        over_the_mesh = topology.batch_sharding(topology.mesh_of(topology.present(2)))
+        for expected in self.expected(data, *[GLOBAL_BATCH_SIZE] * 8):
+            batch = next(batches)
+            assert batch.keys() == expected.keys()
+            for name, array in expected.items():
+                np.testing.assert_array_equal(batch[name], array)
+                sharding = batch[name].sharding
+                assert sharding.is_equivalent_to(over_the_mesh, array.ndim)
+
+    def test_the_state_before_every_batch_can_be_returned_to(
+        self, batches, data, tmp_path
+    ):
+        expected = self.expected(data, *[GLOBAL_BATCH_SIZE] * 8)
+
+        async def save_and_go_on(directory, batch):
+            writing = await batches.save(Created(directory))
+            # What is written later is the state of the moment of the save.
+            assert ids(next(batches)) == ids(batch)
+            directory.mkdir()
+            await writing
+
+        for number, batch in enumerate(expected):
+            asyncio.run(save_and_go_on(tmp_path / str(number), batch))
+        for number, batch in reversed(list(enumerate(expected))):
+            run(batches.load(epath.Path(tmp_path / str(number))))
+            assert ids(next(batches)) == ids(batch)
+        next(batches)
+        batches.reset()
+        assert ids(next(batches)) == ids(expected[0])
+
+    def test_orbax_saves_it_and_loads_it_with_the_weights(
+        self, batches, data, tmp_path
+    ):
+        weights = {"w": jax.numpy.arange(4.0)}
+        expected = self.expected(data, GLOBAL_BATCH_SIZE, GLOBAL_BATCH_SIZE)
+        with ocp.training.Checkpointer(tmp_path / "steps") as checkpointer:
+            next(batches)
+            checkpointer.save_checkpointables(1, {"state": weights, "data": batches})
+            next(batches)
+            next(batches)
+            loaded = checkpointer.load_checkpointables(
+                1, {"state": weights, "data": batches}
+            )
+        np.testing.assert_array_equal(loaded["state"]["w"], weights["w"])
+        assert ids(next(batches)) == ids(expected[1])
+
+    def test_batches_can_change_their_size_on_the_way(self, batches, data, tmp_path):
+        sizes = [16, 16, 8, 24, 16]
+        expected = self.expected(data, *sizes)
+        for size, batch in zip(sizes, expected, strict=True):
+            batches.resize(size)
+            actual = next(batches)
+            assert actual.keys() == batch.keys()
+            for name, array in batch.items():
+                np.testing.assert_array_equal(actual[name], array)
+            run(batches.save(Created(tmp_path)))
+        # The saved state does not contain the size.
+        run(batches.load(epath.Path(tmp_path)))
+        batches.resize(8)
+        (*_, later) = self.expected(data, *sizes, 8)
+        assert ids(next(batches)) == ids(later)
+
     def test_rows_since_an_older_state_can_be_left_out(self, batches, data, tmp_path):
-        expected = self.expected(data, 6)
+        expected = self.expected(data, *[GLOBAL_BATCH_SIZE] * 6)
         for number in (0, 1):
             next(batches)
             (tmp_path / str(number)).mkdir()
@@ -190,7 +171,7 @@ class IteratorContract:
     def test_a_spoilt_state_is_refused_and_the_position_stays(
         self, batches, data, tmp_path
     ):
-        expected = self.expected(data, 2)
+        expected = self.expected(data, GLOBAL_BATCH_SIZE, GLOBAL_BATCH_SIZE)
         next(batches)
         (tmp_path / "data_state.json").write_text('{"version": 1')
         with pytest.raises(errors.DataError, match="is cut short"):
