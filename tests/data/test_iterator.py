@@ -36,14 +36,14 @@ class Device:
     platform: str = "cpu"
 
 
-def sharding_of(hosts, spec=("data",)):
+def sharding_of(hosts):
     """A sharding over the devices of hosts; `hosts` has the host of each device."""
     numbers = np.array(hosts)
     devices = [Device(int(host), n) for n, host in enumerate(numbers.flat)]
     mesh = Mesh(
         np.array(devices).reshape(numbers.shape), ("data", "tensor")[: numbers.ndim]
     )
-    return NamedSharding(mesh, PartitionSpec(*spec))
+    return NamedSharding(mesh, PartitionSpec("data"))
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,8 @@ def test_hosts_load_the_rows_of_their_devices(hosts, rows, saves):
     assert delivery.saved_shards(sharding_of(hosts), 8, 4).tolist() == saves
 
 
-def numbers(shard, *, length=None):
-    """Endless examples of a shard, or so many."""
-    examples = grain.MapDataset.range(10**6 if length is None else length)
+def numbers(shard, *, length=10**6):
+    examples = grain.MapDataset.range(length)
     return examples.map(
         lambda n: {"x": np.array([shard, n + 1], np.int32)}
     ).to_iter_dataset(pipelines.IN_CALLER)
@@ -111,6 +110,10 @@ def hosts_of(monkeypatch, tmp_path_factory):
             return position, cursors.read(to, range(12), position)
 
         load()
+        states = iter(on_each(lambda host: host.get_state()))
+        # Otherwise the cursors of all shards could be read.
+        on_each(lambda host: host.reset())
+        on_each(lambda host: host.set_state(next(states)))
         return on_each, load, saved
 
     return made
@@ -120,15 +123,10 @@ def resize(size):
     return lambda host: host.go_on(host.course.resized(size))
 
 
-@pytest.mark.parametrize(
-    ("num_hosts", "sizes"), [(3, (12, 18, 6, 24)), (4, (12, 8, 24, 4, 16))]
-)
-def test_hosts_that_divide_shards_and_rows_keep_their_shards_in_any_size(
-    hosts_of, num_hosts, sizes
-):
-    on_each, _, saved = hosts_of(num_hosts, sizes[0])
+def test_hosts_that_divide_shards_and_rows_keep_their_shards_in_any_size(hosts_of):
+    on_each, _, saved = hosts_of(4, 12)
     before = saved()
-    for size in sizes[1:]:
+    for size in (8, 24, 4, 16):
         on_each(resize(size))
         assert saved() == before
 
@@ -138,9 +136,6 @@ def test_a_size_that_moves_shards_is_refused_on_all_hosts_and_changes_nothing(ho
     before, as_saved = on_each(lambda host: host.get_state()), saved()
     # Some shards run on two hosts, and one of them saves each.
     assert sum(len(held) for _, held in before) > 12
-    on_each(lambda host: host.reset())
-    states = iter(before)
-    on_each(lambda host: host.set_state(next(states)))
 
     def refuse(host):
         with pytest.raises(
@@ -190,9 +185,9 @@ def test_hosts_that_change_differently_are_both_told(monkeypatch, taken, sizes):
         assert bool(told[n]) == (own[0] != own[1])
 
 
-def batches_of(data, size):
+def batches_of(data):
     return iterator.Batches(
-        data, mesh=topology.mesh_of(topology.present(2)), global_batch_size=size
+        data, mesh=topology.mesh_of(topology.present(2)), global_batch_size=8
     )
 
 
@@ -205,7 +200,7 @@ def test_a_number_that_jax_would_cut_is_an_error():
         return rows.to_iter_dataset(pipelines.IN_CALLER)
 
     data = sharded_data.sharded(make_shard, num_shards=2, pipeline="mine")
-    batches = batches_of(data, 8)
+    batches = batches_of(data)
     first = next(batches)["x"]
     assert first.dtype == np.int32
     assert sorted(np.asarray(first).tolist()) == [0, 1, 1, 2, 2, 3, 3, 4]
@@ -218,16 +213,14 @@ def test_a_number_that_jax_would_cut_is_an_error():
     assert not jax.config.jax_enable_x64
 
 
-def ending(num_shards, lengths, size=8):
+def ending(num_shards, lengths):
     def make_shard(shard):
         return numbers(shard, length=lengths[shard % len(lengths)])
 
-    return batches_of(
-        sharded_data.sharded(
-            make_shard, num_shards=num_shards, pipeline="numbers", end="padded"
-        ),
-        size,
+    data = sharded_data.sharded(
+        make_shard, num_shards=num_shards, pipeline="numbers", end="padded"
     )
+    return batches_of(data)
 
 
 def test_padded_data_ends_when_every_shard_has_given_its_last_row():
@@ -238,10 +231,5 @@ def test_padded_data_ends_when_every_shard_has_given_its_last_row():
     assert list(batches) == []
     batches.reset()
     assert len(list(batches)) == len(delivered)
-
-
-def test_data_without_a_row_says_so():
-    with pytest.raises(
-        errors.DataError, match="none of the 8 logical shards has an ex"
-    ):
+    with pytest.raises(errors.DataError, match="none of the 8 logical shards has an"):
         next(ending(8, (0,)))

@@ -14,27 +14,13 @@ from elastic_ckpt.data import local_batches, prefetch, rows, sharded_data
 from tests import pipelines, worlds
 
 
-@pytest.fixture
-def read_ahead():
-    """Makes a `Prefetched`, closed at the end."""
-    made = []
-
-    def make(dataset, *, make=dict, **how):
-        how = prefetch.ReadAhead(**how)
-        made.append(prefetch.Prefetched(dataset, make=make, read_ahead=how))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+def read_ahead(dataset, *, make=dict, batches):
+    how = prefetch.ReadAhead(batches=batches)
+    return prefetch.Prefetched(dataset, make=make, read_ahead=how)
 
 
 class Counting:
-    """Rows that count their reads, and record the thread that read them.
-
-    Args:
-      fail_at: the batch that cannot be read.
-    """
+    """Rows that count their reads, and record the thread that read them."""
 
     in_process_by_default = True
 
@@ -82,7 +68,7 @@ def number(batch):
     ],
 )
 def test_a_warning_proposes_a_worker_process_for_slow_rows(
-    read_ahead, monkeypatch, busy_secs, secs, by_default, warns
+    monkeypatch, busy_secs, secs, by_default, warns
 ):
     now = iter([0.0])
     clock = types.SimpleNamespace(
@@ -106,35 +92,28 @@ def test_a_warning_proposes_a_worker_process_for_slow_rows(
 
 
 @pytest.mark.parametrize("depth", [2, 0])
-def test_reading_ahead_is_bounded_in_batches(read_ahead, depth):
-    counting = Counting()
+def test_reading_ahead_is_bounded_and_an_error_is_raised_when_it_is_due(depth):
+    counting = Counting(fail_at=7)
     one = read_ahead(counting, batches=depth)
     settle(one)
     assert counting.read == 0
     for taken in range(1, 8):
         assert number(next(one)) == taken - 1
         settle(one)
-        assert counting.read == taken + depth
+        assert counting.read == min(taken + depth, 7)
         assert one.num_ready() == depth
+        assert one.position() == {"next": taken}
+        assert one.shard_cursors() == {0: taken}
+    for _ in range(2):
+        with pytest.raises(KeyError, match="7"):
+            next(one)
+        assert one.position() == {"next": 7}
+        assert one.shard_cursors() == {0: 7}
     (reader,) = set(counting.readers)
     assert (reader is threading.current_thread()) == (depth == 0)
 
 
-def test_an_error_ahead_is_raised_when_its_batch_is_due_and_not_before(read_ahead):
-    one = read_ahead(Counting(fail_at=4), batches=3)
-    for expected in range(4):
-        assert number(next(one)) == expected
-        settle(one)
-        assert one.position() == {"next": expected + 1}
-        assert one.shard_cursors() == {0: expected + 1}
-    for _ in range(2):
-        with pytest.raises(KeyError, match="4"):
-            next(one)
-        assert one.position() == {"next": 4}
-        assert one.shard_cursors() == {0: 4}
-
-
-def test_closing_does_not_wait_for_a_read_that_hangs(read_ahead, monkeypatch):
+def test_closing_does_not_wait_for_a_read_that_hangs(monkeypatch):
     monkeypatch.setattr(background, "_CLOSE_SECS", 0.05)
     reading, may_go_on = threading.Event(), threading.Event()
 
@@ -184,9 +163,7 @@ def test_rows_are_not_read_by_two_threads_when_they_move_to_a_state():
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_batch_that_cannot_be_placed_is_tried_again_and_none_is_lost(
-    read_ahead, depth
-):
+def test_a_batch_that_cannot_be_placed_is_tried_again_and_none_is_lost(depth):
     make_shard = functools.partial(pipelines.everything, num_shards=12)
     data = sharded_data.sharded(make_shard, num_shards=12, pipeline="everything")
     of_one, plain = (data.host_batches(*rows.in_order(1, 12)) for _ in range(2))
