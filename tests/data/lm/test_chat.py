@@ -39,13 +39,14 @@ def text_of(numbers):
 
 def pieces(row):
     """The text of each example in a row, and of it what counts."""
-    found = []
-    for segment in range(1, row["inputs_segmentation"].max() + 1):
-        chosen = row["inputs_segmentation"] == segment
-        counts = row["targets_segmentation"] == segment
-        found.append((text_of(row["inputs"][chosen]), text_of(row["targets"][counts])))
     assert np.array_equal(row["targets"] != 0, row["targets_segmentation"] != 0)
-    return found
+    return [
+        (
+            text_of(row["inputs"][row["inputs_segmentation"] == segment]),
+            text_of(row["targets"][row["targets_segmentation"] == segment]),
+        )
+        for segment in range(1, row["inputs_segmentation"].max() + 1)
+    ]
 
 
 def expected(turns):
@@ -111,12 +112,12 @@ def test_a_conversation_is_messages_or_a_prompt_and_its_completion(columns, reco
 
 
 def test_a_conversation_of_which_nothing_counts_makes_no_example():
-    for record, columns in (
-        ({"messages": [{"role": "user", "content": "x"}]}, ("messages",)),
-        ({"messages": None}, ("messages",)),
-        ({"prompt": None, "completion": "x"}, ("prompt", "completion")),
+    for record in (
+        {"messages": [{"role": "user", "content": "x"}]},
+        {"messages": None},
+        {"prompt": None, "completion": "x"},
     ):
-        assert not len(masked(record, columns=columns))
+        assert not len(masked(record, columns=tuple(record)))
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken"])

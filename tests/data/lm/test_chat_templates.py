@@ -11,6 +11,7 @@ with and without a generation prompt, or the error; and the tokens, with
 import json
 import pathlib
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -96,7 +97,6 @@ def said(made, turns):
 def test_what_the_assistant_says_is_found_by_rendering_prefixes():
     turns = messages("a?", "b!", "c?", "d!")
     for made, end in (
-        (template(LINES), "\n"),
         (TEMPLATES["chatml.jinja"], "<|im_end|>\n"),
         (TEMPLATES["llama3.jinja"], "<|eot_id|>"),
     ):
@@ -154,7 +154,6 @@ def test_a_template_that_fails_or_reaches_for_python_is_refused(text):
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("{% for %}", "TemplateSyntaxError in line 1: "),
         ("\n{{ 'x'|nothing }}", "in line 2: No filter named 'nothing'"),
         ("{{ " + "(" * 99999 + "1" + ")" * 99999 + " }}", "RecursionError"),
     ],
@@ -165,22 +164,20 @@ def test_what_is_no_template_is_refused(text, match):
 
 
 def test_the_identity_has_what_a_template_reads_beside_messages():
-    def read(text):
+    digests = set()
+    for text, read in (
+        ("a", {}),
+        ("{{ strftime_now('%Y') }}", {"strftime_now": "2026-01-02"}),
+        ("{{ bos_token }}", {"bos_token": "<s>"}),
+    ):
         made = template(text, special_tokens=SPECIAL, date="2026-01-02").identity()
-        return made.pop("digest"), made
-
-    plain, dated, begun = map(
-        read, ("a", "{{ strftime_now('%Y') }}", "{{ bos_token }}")
-    )
-    assert len({plain[0], dated[0], begun[0]}) == 3
-    assert plain[1] == {}
-    assert dated[1] == {"strftime_now": "2026-01-02"}
-    assert begun[1] == {"bos_token": "<s>"}
+        digests.add(made.pop("digest"))
+        assert made == read
+    assert len(digests) == 3
 
 
 def test_the_template_is_the_given_one_or_that_of_the_tokenizers_files(tmp_path):
-    content = (GOLDEN / "tokenizer.json").read_bytes()
-    (tmp_path / "tokenizer.json").write_bytes(content)
+    shutil.copy(GOLDEN / "tokenizer.json", tmp_path)
 
     def load(**settings):
         tokenizer = tokenizers.load("huggingface", str(tmp_path))
