@@ -49,11 +49,6 @@ def test_the_pipeline_is_told_by_what_decides_which_example_comes_when(data):
     assert len(told(sharded(), sharded("filtered"), sharded(num_shards=6), data)) == 4
 
 
-def iterator_of_two(make):
-    mesh = topology.mesh_of(topology.present(2))
-    return make(sharded(), mesh=mesh, global_batch_size=16)
-
-
 def test_a_worker_of_another_version_is_refused_and_both_are_named(monkeypatch):
     of_host = compatibility.local_facts
 
@@ -66,8 +61,9 @@ def test_a_worker_of_another_version_is_refused_and_both_are_named(monkeypatch):
     own = compatibility.local_facts(role="the head")
     head, host = own[compatibility.HOST], compatibility.host_name()
     said = f"jaxlib is {own['jaxlib']} on {head}, 0.0.1 on {host}."
+    mesh = topology.mesh_of(topology.present(2))
     with pytest.raises(errors.ConfigError, match=re.escape(said)):
-        iterator_of_two(RemoteIterator)
+        RemoteIterator(sharded(), mesh=mesh, global_batch_size=16)
 
 
 def test_a_controller_of_another_version_is_refused(monkeypatch):
@@ -77,5 +73,6 @@ def test_a_controller_of_another_version_is_refused(monkeypatch):
 
     both = types.SimpleNamespace(gather=gather)
     monkeypatch.setattr(compatibility.allgather, "shared", lambda _: both)
+    mesh = topology.mesh_of(topology.present(2))
     with pytest.raises(errors.ConfigError, match=r"grain is .*, 0\.0\.1 on another"):
-        iterator_of_two(ec.batches)
+        ec.batches(sharded(), mesh=mesh, global_batch_size=16)

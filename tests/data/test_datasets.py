@@ -60,12 +60,9 @@ def test_a_mixture_in_a_mixture_shares_the_weight_of_its_entry(tmp_path):
         "python": {"path": "c*,d*", "weight": 3},
         "c": {"weight": 1, "datasets": versions},
     }
-    content = {
-        "web": {"path": "web/*.parquet", "weight": 2},
-        "code": {"weight": 2, "datasets": code},
-    }
+    web = {"path": "web/*.parquet", "weight": 2}
     path = tmp_path / "mixture.json"
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps({"web": web, "code": {"weight": 2, "datasets": code}}))
     assert list(map(dataclasses.astuple, datasets.from_file(path))) == [
         ("web", "web/*.parquet", 0.5),
         ("code/python", "c*,d*", 0.375),

@@ -40,9 +40,8 @@ def sharding_of(hosts):
     """A sharding over the devices of hosts; `hosts` has the host of each device."""
     numbers = np.array(hosts)
     devices = [Device(int(host), n) for n, host in enumerate(numbers.flat)]
-    mesh = Mesh(
-        np.array(devices).reshape(numbers.shape), ("data", "tensor")[: numbers.ndim]
-    )
+    axes = ("data", "tensor")[: numbers.ndim]
+    mesh = Mesh(np.array(devices).reshape(numbers.shape), axes)
     return NamedSharding(mesh, PartitionSpec("data"))
 
 

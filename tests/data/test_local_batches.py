@@ -27,11 +27,9 @@ from elastic_ckpt.data import (
     sharded_state,
     stages,
 )
-from tests import pipelines, worlds
+from tests import conftest, pipelines, worlds
 
 NUM_SHARDS = SIZE = 12
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
-SCHEMAS = pathlib.Path(elastic_data.__file__).parent / "schemas"
 
 
 def sharded(name="everything", num_shards=NUM_SHARDS, **more):
@@ -230,10 +228,11 @@ def test_a_state_is_of_the_schema_and_of_the_golden_file():
     for _ in range(3):
         next(one)
     saved = one.get_state()
-    schema = json.loads((SCHEMAS / "local_batches.json").read_text())
+    room = pathlib.Path(elastic_data.__file__).parent
+    schema = json.loads((room / "schemas" / "local_batches.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(saved, schema)
-    assert saved == json.loads((GOLDEN / "local_batches_v1.json").read_text())
+    assert saved == json.loads((conftest.GOLDEN / "local_batches_v1.json").read_text())
 
 
 # Images whose last bytes are NULs, and texts likewise.
@@ -291,12 +290,11 @@ def in_stages(*begins):
 
 
 def test_ranks_and_workers_of_a_loader_that_would_have_to_agree_are_refused():
-    ends = dataclasses.replace(sharded("plain"), end=elastic_data.End.PADDED)
+    ends = sharded("plain", end="padded")
     with pytest.raises(errors.ConfigError, match="pass agree="):
         world(ends, 2)
-    several, *_ = world(ends, 2, agree=bool)
-    (staged,) = world(in_stages(0, 2))
-    for batches in (several, staged):
+    for data, num_ranks in ((ends, 2), (in_stages(0, 2), 1)):
+        batches, *_ = world(data, num_ranks, agree=bool)
         with pytest.raises(errors.ConfigError, match=r"2 workers of a loader take"):
             local_batches.of_worker(batches, 0, 2)
         local_batches.of_worker(batches, 0, 1)

@@ -29,7 +29,6 @@ def shard_of(function, shard):
 
 
 def batches(function, num_workers=1):
-    """Of the numbers, each made a row by `function`."""
     data = sharded_data.sharded(
         functools.partial(shard_of, function),
         num_shards=4,
@@ -45,8 +44,6 @@ def row(number):
 
 
 class Unpicklable(Exception):
-    """An error that holds what only its own process has."""
-
     def __init__(self, number):
         super().__init__(f"row {number} is bad")
         self.lock = threading.Lock()
@@ -57,7 +54,7 @@ def fails(number):
 
 
 class Unrepeatable(Exception):
-    """An error that cannot be made from what a pickle has of it."""
+    """Cannot be made from what a pickle has of it."""
 
     def __init__(self, one, other):
         super().__init__(f"row {one}, row {other}")
@@ -85,12 +82,10 @@ def forks(number):
 
 
 def children():
-    """The processes that this one has started."""
     return set(process_tree.of(os.getpid()))
 
 
 def python(*arguments):
-    """A program in the root of the project."""
     return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=ROOT,

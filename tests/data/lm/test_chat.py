@@ -128,7 +128,6 @@ def test_a_tokenizer_whose_special_tokens_would_be_text_is_refused(kind, tmp_pat
 
 
 def configured(file, file_type="parquet", **settings):
-    """The data of conversations in a file."""
     listed = [{"messages": turns} for turns in CONVERSATIONS]
     if file_type == "parquet":
         pq.write_table(pa.Table.from_pylist(listed), file, row_group_size=7)
