@@ -1,4 +1,3 @@
-import collections
 import itertools
 import json
 
@@ -9,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_ckpt.core import errors
 from elastic_ckpt.data import mixing, shard_steps
-from tests import pipelines
+from tests import corpora, pipelines, source_contract
 
 NAMES = ["books", "code", "mathematics", "news", "web"]
 WEIGHTS = st.lists(
@@ -60,14 +60,6 @@ def parts(*names, **lengths):
     }
 
 
-def names(elements):
-    return [name for name, _ in elements]
-
-
-def take(elements, count):
-    return list(itertools.islice(elements, count))
-
-
 def saved(elements):
     return json.loads(json.dumps(elements.get_state()))
 
@@ -83,35 +75,10 @@ def test_the_schedule_is_frozen():
         )
     ):
         mixture = mixing.Mixture(parts(*weights), weights, shard=shard)
-        assert "".join(names(take(iter(mixture), 24))) == expected
+        elements = itertools.islice(mixture, 24)
+        assert "".join(name for name, _ in elements) == expected
         ordered = dict(sorted(weights.items()))
         assert "".join(names_of(ordered, range(24), shard)) == expected
-
-
-STAGE = st.tuples(
-    st.dictionaries(st.sampled_from(NAMES), st.integers(0, 5), min_size=1).filter(
-        lambda weights: any(weights.values())
-    ),
-    st.integers(0, 30),
-)
-
-
-@given(st.lists(STAGE, min_size=2, max_size=6), SHARDS)
-def test_however_weights_and_datasets_change_each_goes_on_where_it_was(stages, shard):
-    state, actual = None, []
-    for weights, count in stages:
-        elements = iter(mixing.Mixture(parts(*weights), weights, shard=shard))
-        if state:
-            elements.set_state(state)
-            mixing.renew(elements)
-        now = take(elements, count)
-        assert set(names(now)) <= {name for name, w in weights.items() if w}
-        actual += now
-        state = saved(elements)
-    for name in NAMES:
-        numbers = [number for dataset, number in actual if dataset == name]
-        assert numbers == list(range(len(numbers)))
-    assert mixing.taken([state]) == dict(collections.Counter(names(actual)))
 
 
 @given(
@@ -139,6 +106,7 @@ def test_datasets_that_end_leave_the_others_to_go_on_from_any_state(
         found += some
         states.append((len(found), saved(elements)))
     assert found == expected
+    assert mixing.taken([states[-1][1]] * 2) == {n: 2 * lengths[n] for n in lengths}
     for number, state in reversed(states):
         later = iter(mixture)
         later.set_state(state)
@@ -146,36 +114,13 @@ def test_datasets_that_end_leave_the_others_to_go_on_from_any_state(
         assert list(later) == expected[number:]
 
 
-class Failing(shard_steps.Elements):
-    """Numbers from 0 on; 5 cannot be read."""
-
-    number = 0
-
-    def some(self, at_most):
-        if self.number == 5:
-            raise OSError("5")
-        found = list(range(self.number, min(self.number + at_most, 5)))
-        self.number += len(found)
-        return found
-
-    def get_state(self):
-        return self.number
-
-    def set_state(self, state):
-        self.number = state
-
-
-class OfFailing(grain.IterDataset):
-    def __iter__(self):
-        return Failing()
-
-
 def test_what_is_before_an_error_is_taken_first_and_the_error_comes_again():
-    failing = {**parts("a"), "b": OfFailing()}
+    numbers = corpora.Numbers(blocks=((10,),), corrupt=frozenset({5}))
+    failing = {**parts("a"), "b": source_contract.read(numbers, 0, 1)}
     elements = iter(mixing.Mixture(failing, {"a": 3, "b": 2}, shard=0))
     assert len(shard_steps.take(elements, 100)) > 5
     state = saved(elements)
     for _ in range(2):
-        with pytest.raises(OSError, match="5"):
+        with pytest.raises(errors.DataError, match="spoilt"):
             shard_steps.take(elements, 100)
         assert saved(elements) == state
