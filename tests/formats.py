@@ -1,6 +1,7 @@
 """The same documents in files of every format, and pipelines that read them."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 from collections.abc import Callable
@@ -9,7 +10,6 @@ import grain
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
-from array_record.python import array_record_module
 
 from elastic_ckpt.data import elastic_data, mixing, records, sharded_data
 from elastic_ckpt.data.lm import documents as lm_documents
@@ -23,9 +23,8 @@ from elastic_ckpt.data.sources import (
     record_format,
     tfrecord,
 )
-from tests import megatron_files, tfrecord_files
+from tests import corpora, megatron_files, tfrecord_files
 
-FORMATS = ("arrayrecord", "arrow", "jsonl", "megatron", "parquet", "tfrecord")
 # Documents of each file of each dataset.
 DATASETS = {"books": (30,), "code": (50, 40), "web": (90, 1, 80)}
 WEIGHTS = {"books": 0.2, "code": 0.3, "web": 0.5}
@@ -33,6 +32,7 @@ WEIGHTS = {"books": 0.2, "code": 0.3, "web": 0.5}
 LENGTH = 12
 NUM_SHARDS = 12
 SEED = 5
+TOKENS = lm_documents.Documents(column="tokens", tokenizer=None)
 
 
 def tokens(dataset: str, number: int) -> np.ndarray:
@@ -53,48 +53,23 @@ def documents(*datasets: str) -> list[np.ndarray]:
 
 def write(directory, file_format: str) -> tuple[pipeline.Part, ...]:
     """Writes the documents as files of one format; the datasets in them."""
+    make_source, write_file = _FORMATS[file_format]
+    suffix = "bin" if file_format == "megatron" else file_format
     parts = []
     for name, counts in DATASETS.items():
-        paths, first = [], 0
+        paths, left = [], documents(name)
         for number, count in enumerate(counts):
-            suffix = "bin" if file_format == "megatron" else file_format
             paths.append(str(directory / f"{name}-{number}.{suffix}"))
-            held = [tokens(name, n) for n in range(first, first + count)]
-            _WRITERS[file_format](paths[-1], held)
-            first += count
-        parts.append(
-            pipeline.Part(
-                name=name,
-                source=_source(file_format, tuple(paths)),
-                weight=WEIGHTS[name],
-            )
-        )
+            write_file(paths[-1], left[:count])
+            left = left[count:]
+        made = make_source(files=tuple(paths), columns=("tokens",))
+        parts.append(pipeline.Part(name=name, source=made, weight=WEIGHTS[name]))
     return tuple(parts)
 
 
-_COLUMNS: dict[str, Callable] = {
-    "arrow": arrow.Arrow,
-    "jsonl": lines.JsonLines,
-    "megatron": megatron.Megatron,
-    "parquet": parquet.Parquet,
-}
-
-
-def _source(file_format, paths):
-    columns = ("tokens",)
-    if file_format in _COLUMNS:
-        return _COLUMNS[file_format](files=paths, columns=columns)
-    kind = (
-        arrayrecord.ArrayRecord if file_format == "arrayrecord" else tfrecord.TFRecord
-    )
-    return kind(files=paths, columns=columns, record_format=record_format.TF_EXAMPLE)
-
-
 def _write_arrayrecord(path, held):
-    writer = array_record_module.ArrayRecordWriter(path, "group_size:1")
-    for document in held:
-        writer.write(tfrecord_files.example({"tokens": document}))
-    writer.close()
+    encoded = [tfrecord_files.example({"tokens": document}) for document in held]
+    corpora.write_records(path, encoded, options="group_size:1")
 
 
 def _write_parquet(path, held):
@@ -124,27 +99,25 @@ def _write_tfrecord(path, held):
     tfrecord_files.write(path, encoded)
 
 
-_WRITERS: dict[str, Callable] = {
-    "arrayrecord": _write_arrayrecord,
-    "arrow": _write_arrow,
-    "jsonl": _write_jsonl,
-    "megatron": _write_megatron,
-    "parquet": _write_parquet,
-    "tfrecord": _write_tfrecord,
+_EXAMPLES = {"record_format": record_format.TF_EXAMPLE}
+# What reads each format, and what writes a file of it.
+_FORMATS: dict[str, tuple[Callable, Callable]] = {
+    "arrayrecord": (
+        functools.partial(arrayrecord.ArrayRecord, **_EXAMPLES),
+        _write_arrayrecord,
+    ),
+    "arrow": (arrow.Arrow, _write_arrow),
+    "jsonl": (lines.JsonLines, _write_jsonl),
+    "megatron": (megatron.Megatron, _write_megatron),
+    "parquet": (parquet.Parquet, _write_parquet),
+    "tfrecord": (functools.partial(tfrecord.TFRecord, **_EXAMPLES), _write_tfrecord),
 }
+FORMATS = tuple(_FORMATS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Steps:
-    """The steps over the documents of a shard.
-
-    Attributes:
-      datasets: those that are read.
-      filtered: whether a third of the documents is left out.
-      truncate: whether long documents are trimmed.
-      window: of the shuffle.
-      packing: how rows are filled.
-    """
+    """The steps over the documents of a shard; those of `Rows` are its arguments."""
 
     datasets: tuple[str, ...] = ("web",)
     filtered: bool = False
@@ -186,37 +159,33 @@ class MakeShard:
     num_epochs: int | None
 
     def __call__(self, shard: int) -> grain.IterDataset:
-        read = {
-            part.name: self._records(part, shard)
-            for part in self.parts
-            if part.name in self.steps.datasets
-        }
-        steps = self.steps
-        (elements, *_) = read.values()
-        if len(read) > 1:
-            elements = mixing.Mixture(read, WEIGHTS, shard=shard)
+        steps, read = self.steps, {}
+        for part in self.parts:
+            if part.name not in steps.datasets:
+                continue
+            elements = records.Records(
+                part.source,
+                shard=shard,
+                num_shards=NUM_SHARDS,
+                read_options=records.ReadOptions(
+                    shuffle_seed=SEED, num_epochs=self.num_epochs
+                ),
+            )
+            read[part.name] = lm_documents.Tokens(
+                elements.filter(is_kept) if steps.filtered else elements,
+                documents=TOKENS,
+            )
+        (made, *others) = read.values()
+        if others:
+            made = mixing.Mixture(read, WEIGHTS, shard=shard)
         return rows.Rows(
-            elements,
+            made,
             length=LENGTH,
             packing=steps.packing,
             window=steps.window,
             truncate=steps.truncate,
             seed=SEED,
             shard=shard,
-        )
-
-    def _records(self, part, shard):
-        elements = records.Records(
-            part.source,
-            shard=shard,
-            num_shards=NUM_SHARDS,
-            read_options=records.ReadOptions(
-                shuffle_seed=SEED, num_epochs=self.num_epochs
-            ),
-        )
-        return lm_documents.Tokens(
-            elements.filter(is_kept) if self.steps.filtered else elements,
-            documents=lm_documents.Documents(column="tokens", tokenizer=None),
         )
 
 
@@ -228,4 +197,35 @@ def data(parts, name, *, num_epochs=None, **more) -> sharded_data.ShardedData:
         pipeline=name,
         **({"end": elastic_data.End.PADDED} if num_epochs else {}),
         **more,
+    )
+
+
+def of_stage(
+    parts,
+    *,
+    length=LENGTH,
+    packing="concat_then_split",
+    weights=WEIGHTS,
+    epochs=None,
+) -> sharded_data.ShardedData:
+    """The data of a stage, as `from_config` makes it."""
+    made = pipeline.LanguagePipeline(
+        parts=tuple(
+            dataclasses.replace(part, weight=weights[part.name])
+            for part in parts
+            if part.name in weights
+        ),
+        num_shards=6,
+        reading=records.ReadOptions(num_epochs=epochs, shuffle_seed=3),
+        documents=TOKENS,
+        length=length,
+        packing=packing,
+        window=4,
+        truncate=not packing,
+    )
+    return sharded_data.ShardedData(
+        make_shard=made,
+        num_shards=6,
+        pipeline=made.identity(),
+        end=elastic_data.End.PADDED if epochs else elastic_data.End.NEVER,
     )

@@ -3,7 +3,6 @@
 import dataclasses
 import gzip
 import json
-import pathlib
 
 import grain
 import jax
@@ -15,44 +14,12 @@ from jax.sharding import Mesh
 
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import records, sharded_data, stages
-from elastic_ckpt.data.lm import documents as lm_documents
-from elastic_ckpt.data.lm import pipeline
+from elastic_ckpt.data import stages
 from tests import formats, iterator_contract
-from tests.data import test_format
+from tests.data import test_format, test_local_batches
+from tests.formats import of_stage
 
-TOKENS = lm_documents.Documents(column="tokens", tokenizer=None)
 NUM_SHARDS = 6
-
-
-def of_stage(
-    parts,
-    *,
-    length=12,
-    packing="concat_then_split",
-    weights=formats.WEIGHTS,
-    epochs=None,
-):
-    """The data of a stage, as `from_config` makes it."""
-    made = pipeline.LanguagePipeline(
-        parts=tuple(
-            dataclasses.replace(part, weight=weights[part.name])
-            for part in parts
-            if part.name in weights
-        ),
-        num_shards=NUM_SHARDS,
-        reading=records.ReadOptions(num_epochs=epochs, shuffle_seed=3),
-        documents=TOKENS,
-        length=length,
-        packing=packing,
-        truncate=False,
-    )
-    return sharded_data.ShardedData(
-        make_shard=made,
-        num_shards=NUM_SHARDS,
-        pipeline=made.identity(),
-        end=ec.data.End.PADDED if epochs else ec.data.End.NEVER,
-    )
 
 
 def staged(*described):
@@ -91,11 +58,6 @@ def taken(batches, number):
     ]
 
 
-def same(one, other):
-    """Fails unless batches are equal."""
-    np.testing.assert_equal(one, other)
-
-
 def test_the_state_at_every_step_continues_in_its_stage(files, tmp_path):
     data = short_then_long(files["parquet"])
     expected = taken(batches_of(data), 7)
@@ -108,10 +70,10 @@ def test_the_state_at_every_step_continues_in_its_stage(files, tmp_path):
         other = batches_of(data)
         taken(other, 6 - step)
         load(other, path)
-        same(taken(other, 2), expected[step : step + 2])
+        np.testing.assert_equal(taken(other, 2), expected[step : step + 2])
         # What was loaded is saved at the next step.
         load(batches, path)
-        same(taken(batches, 1), expected[step : step + 1])
+        np.testing.assert_equal(taken(batches, 1), expected[step : step + 1])
     saved = (tmp_path / "4" / "shards-00000-00005.json.gz").read_bytes()
     assert b'"held"' in gzip.decompress(saved)
     assert b'"of":' in gzip.decompress(saved)
@@ -145,7 +107,7 @@ def test_a_run_without_stages_is_extended_by_some(files, tmp_path):
     with pytest.raises(errors.DataError, match=r"call begin_at\(step\)"):
         next(extended)
     extended.begin_at(2)
-    same(taken(extended, 1), taken(batches, 1))
+    np.testing.assert_equal(taken(extended, 1), taken(batches, 1))
     assert next(extended)["inputs"].shape == (4, 24)
 
 
@@ -169,29 +131,23 @@ def test_later_stages_change_at_a_resume_and_begun_ones_do_not(files, tmp_path):
 
 
 def test_local_states_of_several_ranks_continue_in_their_stage(files):
-    data = short_then_long(files["parquet"])
-    ranks = [
+    data, rows_of = short_then_long(files["parquet"]), test_local_batches.next_rows
+    alone, *ranks = (
         ec.data.LocalBatches(
-            data, rank=rank, num_ranks=2, global_batch_size=6, read_ahead=ahead
+            data, rank=rank, num_ranks=number, global_batch_size=6, read_ahead=ahead
         )
-        for rank, ahead in enumerate((0, 4))
-    ]
-    found = [[next(rank) for rank in ranks] for _ in range(2)]
+        for rank, number, ahead in ((0, 1, 0), (0, 2, 0), (1, 2, 4))
+    )
+    expected = [rows_of([alone]) for _ in range(6)]
+    assert [rows_of(ranks) for _ in range(2)] == expected[:2]
     saved = json.loads(json.dumps([rank.state_dict() for rank in ranks]))
     # The batches of the next stage move no logical shard.
-    found += [[next(rank) for rank in ranks] for _ in range(2)]
-    room = pathlib.Path(ec.data.__file__).parent
-    schema = json.loads((room / "schemas" / "local_batches.json").read_text())
+    assert [rows_of(ranks) for _ in range(2)] == expected[2:4]
+    schema = (test_local_batches.SCHEMAS / "local_batches.json").read_text()
     for rank in ranks:
-        jsonschema.validate(rank.state_dict(), schema)
+        jsonschema.validate(rank.state_dict(), json.loads(schema))
         rank.load_state_dict(saved)
-    found[2:] = [[next(rank) for rank in ranks] for _ in range(4)]
-    alone = ec.data.LocalBatches(data, global_batch_size=6)
-    for of_ranks in found:
-        batch = next(alone)
-        for name in ("example_id", "inputs"):
-            rows = np.concatenate([part[name] for part in of_ranks])
-            assert (rows == batch[name]).all()
+    assert [rows_of(ranks) for _ in range(4)] == expected[2:]
 
 
 @pytest.mark.parametrize(
@@ -214,37 +170,35 @@ def test_stages_that_do_not_fit(files, begins, epochs, name, message):
         staged(*described)
 
 
-def own_pipeline(files, *, name="books", is_shuffled=False, length=12):
-    """A user's pipeline, with steps of their own before and after the rows."""
-    (source,) = (part.source for part in files["parquet"] if part.name == name)
-
-    def make_shard(shard):
-        read = ec.data.Records(source, shard=shard, num_shards=NUM_SHARDS)
-        tokens = ec.data.lm.Tokens(read, documents=TOKENS)
-        long = tokens.filter(lambda document: len(document) > 4)
-        made = ec.data.lm.Rows(long, length=length, truncate=False, shard=shard)
-        if is_shuffled:
-            return grain.experimental.WindowShuffleIterDataset(
-                made, window_size=4, seed=shard
-            )
-        return made.map(lambda row: row | {"sum": row["inputs"].sum()})
-
-    return ec.data.sharded(make_shard, pipeline="mine, version 1")
-
-
 def test_users_pipelines_have_stages_where_rows_can_be_taken_apart(files):
-    first = own_pipeline(files)
+    def own(name="books", *, length=12, after=lambda rows: rows.map(with_sum)):
+        (source,) = (part.source for part in files["parquet"] if part.name == name)
+
+        def make_shard(shard):
+            read = ec.data.Records(source, shard=shard, num_shards=NUM_SHARDS)
+            tokens = ec.data.lm.Tokens(read, documents=formats.TOKENS)
+            long = tokens.filter(lambda document: len(document) > 4)
+            rows = ec.data.lm.Rows(long, length=length, truncate=False, shard=shard)
+            return after(rows)
+
+        return ec.data.sharded(make_shard, pipeline="mine, version 1")
+
+    def with_sum(row):
+        return row | {"sum": row["inputs"].sum()}
+
+    def shuffled(rows):
+        return grain.experimental.WindowShuffleIterDataset(rows, window_size=4, seed=1)
+
     alone = ec.data.LocalBatches(
-        staged((0, first, None), (2, own_pipeline(files, length=30), None)),
-        global_batch_size=6,
+        staged((0, own(), None), (2, own(length=30), None)), global_batch_size=6
     )
     assert [next(alone)["inputs"].shape[1] for _ in range(4)] == [12, 12, 30, 30]
     for second, message in (
-        (own_pipeline(files, is_shuffled=True), "steps after ec.* that may hold rows"),
-        (own_pipeline(files, name="code"), "begins with other records than the first"),
+        (own(after=shuffled), "steps after ec.* that may hold rows"),
+        (own("code"), "begins with other records than the first"),
     ):
         with pytest.raises(errors.ConfigError, match=message):
-            staged((0, first, None), (2, second, None))
+            staged((0, own(), None), (2, second, None))
 
 
 @pytest.mark.parametrize(
@@ -282,7 +236,7 @@ def test_stages_of_a_configuration(files, tmp_path):
     in_stages = ec.data.from_config({**keys, "data_stages": str(file)})
     found = taken(batches_of(in_stages), 4)
     assert [batch["inputs"].shape for batch in found] == [(6, 12)] * 2 + [(3, 30)] * 2
-    same(found[:2], taken(batches_of(ec.data.from_config(keys)), 2))
+    np.testing.assert_equal(found[:2], taken(batches_of(ec.data.from_config(keys)), 2))
 
 
 def test_a_size_that_does_not_fit_is_refused_before_its_stage_begins(files):

@@ -1,21 +1,14 @@
 """A simulated run: the rows it trained on, its step log and its saved data states."""
 
-import dataclasses
-
 import numpy as np
 
 from elastic_ckpt.core import digest
 from elastic_ckpt.data import (
-    elastic_data,
     example_id,
-    records,
     rows,
-    sharded_data,
     stages,
     state,
 )
-from elastic_ckpt.data.lm import documents as lm_documents
-from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.training import provenance, step_log, step_record
 from tests import formats
 
@@ -46,37 +39,6 @@ def pieces_of(inputs):
 def digests_of(batch):
     tokens = np.concatenate(digest.row_features(batch), axis=1)
     return digest.row_digests(tokens).tolist()
-
-
-def of_stage(
-    parts,
-    *,
-    length=12,
-    packing="concat_then_split",
-    weights=formats.WEIGHTS,
-    epochs=None,
-):
-    """The data of a stage, as `from_config` makes it."""
-    made = pipeline.LanguagePipeline(
-        parts=tuple(
-            dataclasses.replace(part, weight=weights[part.name])
-            for part in parts
-            if part.name in weights
-        ),
-        num_shards=6,
-        reading=records.ReadOptions(num_epochs=epochs, shuffle_seed=3),
-        documents=lm_documents.Documents(column="tokens", tokenizer=None),
-        length=length,
-        packing=packing,
-        window=4,
-        truncate=not packing,
-    )
-    return sharded_data.ShardedData(
-        make_shard=made,
-        num_shards=6,
-        pipeline=made.identity(),
-        end=elastic_data.End.PADDED if epochs else elastic_data.End.NEVER,
-    )
 
 
 class Run:

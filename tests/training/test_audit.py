@@ -12,8 +12,8 @@ from elastic_ckpt.core import digest
 from elastic_ckpt.data import example_id, rows, stages
 from elastic_ckpt.training import audit, step_log, step_record, stream
 from tests import conftest, formats
+from tests.formats import of_stage
 from tests.training import recorded_run
-from tests.training.recorded_run import of_stage
 
 BATCH, STEPS = 8, 6
 

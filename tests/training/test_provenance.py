@@ -22,7 +22,8 @@ from elastic_ckpt.data import (
     stages,
 )
 from tests import conftest, corpora, formats
-from tests.training.recorded_run import SIZES, Run, of_stage, pieces_of
+from tests.formats import of_stage
+from tests.training.recorded_run import SIZES, Run, pieces_of
 
 PIPELINES = ["plain", "filter", "window_shuffle", "first_fit", "mixture"]
 
