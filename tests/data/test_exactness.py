@@ -430,18 +430,20 @@ def saved(world, make_directory):
     return functools.partial(worlds.World.read, directory=directory)
 
 
-def check_files(files, run, make_directory):
-    """As `check`, with the datasets in files."""
-    hypothesis.event(f"{len(run.pipelines)} stages")
-    made = [
-        dataclasses.replace(each, parts=files.get(each.file_format, ()))
-        for each in run.pipelines
-    ]
-    check(dataclasses.replace(run, pipelines=tuple(made)), make_directory)
+def check(run, make_directory, files=None):
+    """A run has the batches of the oracle, and if it ends each token once an epoch.
 
-
-def check(run, make_directory):
-    """A run has the batches of the oracle, and if it ends each token once an epoch."""
+    Args:
+      run: the run.
+      make_directory: see `batches_of`.
+      files: the datasets by format, if its pipelines are to read them.
+    """
+    if files is not None:
+        made = [
+            dataclasses.replace(each, parts=files.get(each.file_format, ()))
+            for each in run.pipelines
+        ]
+        run = dataclasses.replace(run, pipelines=tuple(made))
     made = run.pipelines
     expected, actual = batches_of(run), batches_of(run, make_directory)
     assert [batch and worlds.content(batch) for batch in actual] == [
@@ -474,7 +476,7 @@ def check(run, make_directory):
 def test_any_run_has_the_bytes_of_one_host_and_each_token_once(
     files, tmp_path_factory, run
 ):
-    check_files(files, run, tmp_path_factory.mktemp)
+    check(run, tmp_path_factory.mktemp, files)
 
 
 @pytest.mark.slow
@@ -488,7 +490,7 @@ def test_any_run_has_the_bytes_of_one_host_and_each_token_once(
 def test_any_run_with_worker_processes_has_the_bytes_of_one_host(
     files, tmp_path_factory, run
 ):
-    check_files(files, run, tmp_path_factory.mktemp)
+    check(run, tmp_path_factory.mktemp, files)
 
 
 @settings(max_examples=EXAMPLES)
@@ -545,23 +547,6 @@ def test_one_host_takes_the_rows_that_each_shard_yields_in_turn(files):
         saved_one = one.save()
 
 
-def check_row(row):
-    if row["targets"][0] % 3 == 0:
-        raise ValueError(f"token {row['targets'][0]} is divided by 3")
-    return row
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Failing:
-    """The shards of another, of which one has rows that cannot be made."""
-
-    make_inner: formats.MakeShard
-
-    def __call__(self, shard):
-        made = self.make_inner(shard)
-        return made.map(check_row) if shard == 7 else made
-
-
 @pytest.mark.parametrize(
     ("num_workers", "read_ahead"),
     [(0, 0), (0, 2), pytest.param(1, 1, marks=pytest.mark.slow)],
@@ -570,13 +555,19 @@ def test_the_error_of_a_pipeline_reaches_the_caller_whoever_reads(
     files, num_workers, read_ahead
 ):
     good = formats.data(files["parquet"], "plain")
-    make_shard = Failing(make_inner=good.make_shard)
+
+    def check_row(row):
+        if row["targets"][0] % 3 == 0:
+            raise ValueError(f"token {row['targets'][0]} is divided by 3")
+        return row
+
+    def make_shard(shard):
+        made = good.make_shard(shard)
+        return made.map(check_row) if shard == 7 else made
+
     data = dataclasses.replace(good, make_shard=make_shard, num_workers=num_workers)
-    world, one = (
-        worlds.World(data, 1, 12, read_ahead=read_ahead),
-        worlds.World(good, 1, 12),
-    )
-    batches = []
+    world = worlds.World(data, 1, 12, read_ahead=read_ahead)
+    one, batches = worlds.World(good, 1, 12), []
     with pytest.raises(ValueError, match=r"token \d+ is divided by 3") as raised:
         batches.extend(world.next() for _ in range(50))
     assert "in the pipeline of logical shard 7" in raised.value.__notes__

@@ -65,28 +65,21 @@ def saved(files, tmp_path):
     return tmp_path / "state"
 
 
-def test_a_run_without_a_name_resumes_with_what_it_was(files, saved):
+def test_a_run_without_a_name_resumes_with_its_settings_and_names_others(files, saved):
     one, resumed = (worlds.World(made(files), n, NUM_SHARDS) for n in (1, 4))
     for _ in range(3):
         one.next()
     resumed.read(saved)
     for _ in range(5):
         assert resumed.next() == one.next()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+    for change, message in (
         ({"window": 6}, "(Rows.window: saved 5, now 6)"),
         ({"length": 9}, "(Rows.length: saved 8, now 9)"),
         ({"num_shards": 8}, "(num_logical_shards: saved 4, now 8)"),
         ({"seed": 1}, "(Records.shuffle_seed: saved 0, now 1; Rows.seed: saved 0, now"),
-    ],
-    ids=str,
-)
-def test_other_settings_are_one_error_that_names_them(files, saved, change, message):
-    with refused(re.escape(message), errors.DataError):
-        worlds.World(made(files, **change), 2, NUM_SHARDS).read(saved)
+    ):
+        with refused(re.escape(message), errors.DataError):
+            worlds.World(made(files, **change), 2, NUM_SHARDS).read(saved)
 
 
 def test_other_files_are_named_and_also_one_that_was_replaced(files, saved):
