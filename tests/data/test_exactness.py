@@ -259,13 +259,15 @@ def made_shards(draw, num_stages, epochs=(None, 1, 1, 2)):
     kind = draw(st.sampled_from([*formats.FORMATS, IN_MEMORY, IN_MEMORY]))
     tree = draw(st.sampled_from(TREES))
     is_in_memory = kind == IN_MEMORY
+    lengths = {name: draw(st.integers(1, 60)) for name in NAMES if is_in_memory}
+    filtered = draw(st.frozensets(st.sampled_from(["books", "code"])))
     shared = MakeShard(
         file_format=kind,
-        # Some shard has an example; without one the shapes are unknown.
-        lengths={name: draw(st.integers(1, 60)) for name in NAMES if is_in_memory},
+        lengths=lengths,
         tree=tree,
         weights=draw(weights_of(tree)),
-        filtered=draw(st.frozensets(st.sampled_from(["books", "code"]))),
+        # Some shard has an example; without one the shapes are unknown.
+        filtered=frozenset(n for n in filtered if lengths.get(n, 60) > 3),
         reading=records.ReadOptions(
             shuffle_seed=draw(st.sampled_from([None, 3])),
             num_epochs=1 if is_in_memory else draw(st.sampled_from(epochs)),

@@ -221,6 +221,10 @@ def of_part(rank, num_ranks, num_batches):
     return ranks[rank].state_dict()
 
 
+ROOM = pathlib.Path(elastic_data.__file__).parent
+SCHEMA = json.loads((ROOM / "schemas" / "local_batches.json").read_text())
+
+
 def test_a_state_is_of_the_schema_and_of_the_golden_file():
     # Without its steps, which depend on Grain's own names for them.
     make_shard = sharded().make_shard.make_shard
@@ -228,10 +232,8 @@ def test_a_state_is_of_the_schema_and_of_the_golden_file():
     for _ in range(3):
         next(one)
     saved = one.get_state()
-    room = pathlib.Path(elastic_data.__file__).parent
-    schema = json.loads((room / "schemas" / "local_batches.json").read_text())
-    jsonschema.Draft202012Validator.check_schema(schema)
-    jsonschema.validate(saved, schema)
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    jsonschema.validate(saved, SCHEMA)
     assert saved == json.loads((conftest.GOLDEN / "local_batches_v1.json").read_text())
 
 

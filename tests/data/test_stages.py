@@ -143,9 +143,8 @@ def test_local_states_of_several_ranks_continue_in_their_stage(files):
     saved = json.loads(json.dumps([rank.state_dict() for rank in ranks]))
     # The batches of the next stage move no logical shard.
     assert [rows_of(ranks) for _ in range(2)] == expected[2:4]
-    schema = (test_local_batches.SCHEMAS / "local_batches.json").read_text()
     for rank in ranks:
-        jsonschema.validate(rank.state_dict(), json.loads(schema))
+        jsonschema.validate(rank.state_dict(), test_local_batches.SCHEMA)
         rank.load_state_dict(saved)
     assert [rows_of(ranks) for _ in range(4)] == expected[2:]
 
