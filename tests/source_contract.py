@@ -25,12 +25,6 @@ NUM_RECORDS = sum(RECORDS)
 CORRUPT = 13
 
 
-def block_of(number):
-    """The records of the block of a record of the first file."""
-    first = number // BLOCK * BLOCK
-    return set(range(first, first + BLOCK))
-
-
 def read(dataset, shard, num_shards, **reading):
     return records.Records(
         dataset,
@@ -56,6 +50,16 @@ def read_all(dataset, num_shards, **reading):
     return in_turn(
         iter(read(dataset, shard, num_shards, **reading)) for shard in range(num_shards)
     )
+
+
+def in_order(dataset, num_shards=1, **reading):
+    """The elements in the order of the files, of one epoch by default."""
+    elements = read_all(dataset, num_shards, **{"num_epochs": 1, **reading})
+    return sorted(elements, key=lambda element: element["record"])
+
+
+def texts(dataset, num_shards=1):
+    return [element["text"] for element in in_order(dataset, num_shards)]
 
 
 def plain(element):
@@ -206,8 +210,7 @@ class SourceContract:
     def test_any_shards_read_every_record_once_an_epoch(
         self, dataset, num_shards, seed
     ):
-        elements = read_all(dataset, num_shards, shuffle_seed=seed, num_epochs=2)
-        elements.sort(key=lambda element: element["record"])
+        elements = in_order(dataset, num_shards, shuffle_seed=seed, num_epochs=2)
         expected = [self.expected(record) for record in range(2 * NUM_RECORDS)]
         assert plain_all(elements) == expected
 
@@ -310,8 +313,10 @@ class SourceContract:
             source.indexes(self.make(files[1:2]))
 
     def test_the_identity_is_that_of_files_and_settings(self, files, tmp_path):
-        other = self.make(self.write_files(tmp_path / "other"))
-        assert source.identity(self.make(files)) == source.identity(other)
+        one, other = self.make(files), self.make(self.write_files(tmp_path / "other"))
+        indexes = source.indexes(one)
+        assert source.identity(one) == source.identity(other)
+        assert source.indexes(one) is indexes
         longer = self.write(tmp_path / f"longer{self.suffix}", corpora.documents(0, 21))
         sources = [
             self.make(files),
@@ -343,10 +348,13 @@ class SourceContract:
         elements = read_all(dataset, 1, num_epochs=1)
         assert self.numbers(elements) == list(range(220, 240))
 
-    def test_files_of_one_name_that_change_places_have_another_identity(self, tmp_path):
+    def test_what_is_between_the_spans_of_the_sample_changes_the_identity(
+        self, tmp_path, monkeypatch
+    ):
+        monkeypatch.setattr(data_files, "_SAMPLE_SPAN_BYTES", 0)
         files = (
-            self.write_first(tmp_path / "a", 200),
-            self.write_first(tmp_path / "b", 220),
+            self.write_first(tmp_path / "a", 201),
+            self.write_first(tmp_path / "b", 202),
         )
         one, two = self.make(files), self.make(files[::-1])
         assert source.identity(one) != source.identity(two)

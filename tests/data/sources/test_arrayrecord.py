@@ -9,19 +9,6 @@ from tests import corpora
 from tests.source_contract import read_all
 
 
-@pytest.mark.parametrize(("block_records", "num_shards"), [(7, 1), (1, 5)])
-def test_raw_records_of_any_size_are_read(
-    tmp_path, monkeypatch, block_records, num_shards
-):
-    monkeypatch.setattr(source, "BLOCK_RECORDS", block_records)
-    data = [bytes([n]) * (n * n % 257) for n in range(100)]
-    file = corpora.write_records(tmp_path / "a", data)
-    dataset = arrayrecord.ArrayRecord(files=(file,))
-    actual = read_all(dataset, num_shards, num_epochs=1)
-    actual.sort(key=lambda element: element["record"])
-    assert [element["text"] for element in actual] == data
-
-
 def test_a_corrupt_chunk_loses_its_records_and_no_other(tmp_path):
     data = [b"text %d " % number for number in range(100)]
     files = tuple(

@@ -8,27 +8,16 @@ import pytest
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.data.sources import files, megatron, source
-from tests import megatron_files, source_contract
+from tests import megatron_files
+from tests.source_contract import in_order
 
 
-def documents(number, *, seed=0):
-    random = np.random.default_rng(seed)
+def documents(number, dtype=np.int32):
+    random = np.random.default_rng(0)
     return [
-        [random.integers(0, 100, size) for size in random.integers(0, 9, sequences)]
+        [random.integers(0, 100, n, dtype) for n in random.integers(0, 9, sequences)]
         for sequences in random.integers(0, 4, number)
     ]
-
-
-def flat(document):
-    return [int(token) for sequence in document for token in sequence]
-
-
-def read(dataset, num_shards=1, **reading):
-    elements = source_contract.read_all(
-        dataset, num_shards, **{"num_epochs": 1, **reading}
-    )
-    elements.sort(key=lambda element: element["record"])
-    return [element["tokens"] for element in elements]
 
 
 @pytest.mark.parametrize("dtype", megatron_files.CODES)
@@ -38,20 +27,41 @@ def test_documents_are_read_as_they_were_written(
 ):
     monkeypatch.setattr(source, "BLOCK_RECORDS", 8)
     monkeypatch.setattr(source, "BLOCK_BYTES", 64)
-    held = documents(43)
+    held = documents(43, dtype)
     dataset = megatron.Megatron(
         files=(megatron_files.write(tmp_path, held, dtype, gap=gap),)
     )
-    tokens = read(dataset, num_shards, shuffle_seed=3)
-    assert [each.tolist() for each in tokens] == [flat(each) for each in held]
-    assert {each.dtype for each in tokens} == {np.dtype(dtype)}
+    elements = in_order(dataset, num_shards, shuffle_seed=3)
+    for element, document in zip(elements, held, strict=True):
+        expected = np.concatenate([np.zeros(0, dtype), *document])
+        np.testing.assert_array_equal(element["tokens"], expected, strict=True)
 
 
-@pytest.mark.parametrize("content", [b"", b"MMIDI", b"x" * 99])
-def test_an_index_that_is_not_whole_is_named(tmp_path, content):
-    file = megatron_files.write(tmp_path, documents(30))
-    pathlib.Path(file).with_suffix(".idx").write_bytes(content)
-    with pytest.raises(errors.DataError, match=r"data\.idx: not an index.*restore"):
+ONE = np.int64(1).tobytes()
+OTHER = r"data\.bin: its index .*another file"
+NOT_WHOLE = r"data\.idx: not an index.*restore"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "change", "match"),
+    [
+        (".idx", lambda content: content[:0], NOT_WHOLE),
+        (".idx", lambda content: b"x" + content[1:], NOT_WHOLE),
+        (".bin", lambda content: content + b"\0", OTHER),
+        # The last document ends after the first of two sequences.
+        (".idx", lambda content: content[:-8] + ONE, OTHER),
+        # The first one begins at the second, or the third one before the second.
+        (".idx", lambda content: content[:-32] + ONE + content[-24:], OTHER),
+        (".idx", lambda content: content[:-16] + ONE + content[-8:], OTHER),
+    ],
+)
+def test_an_index_that_is_not_that_of_all_tokens_is_refused(
+    tmp_path, suffix, change, match
+):
+    file = megatron_files.write(tmp_path, [[range(3), range(4)], [], []])
+    path = pathlib.Path(file).with_suffix(suffix)
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(errors.DataError, match=match):
         source.indexes(megatron.Megatron(files=(file,)))
 
 
@@ -65,7 +75,7 @@ def test_a_spoilt_index_is_an_error_or_loses_no_document(tmp_path, seed):
         content[place] ^= 1 << int(random.integers(8))
     path.write_bytes(bytes(content))
     with contextlib.suppress(errors.DataError):
-        assert len(read(megatron.Megatron(files=(file,)))) == 30
+        assert len(in_order(megatron.Megatron(files=(file,)))) == 30
 
 
 def test_a_missing_index_is_named_and_other_files_are_refused(tmp_path):

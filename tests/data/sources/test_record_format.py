@@ -3,9 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import errors
-from elastic_ckpt.data.sources import tfrecord
-from tests import tfrecord_files
+from elastic_ckpt.data.sources import arrayrecord, record_format, source, tfrecord
+from tests import corpora, source_contract, tfrecord_files
 
 # The example of TensorFlow's tutorial "TFRecord and tf.train.Example", as it prints it.
 TENSORFLOW_EXAMPLE = (
@@ -14,9 +13,6 @@ TENSORFLOW_EXAMPLE = (
     b"\n\x14\n\x08feature2\x12\x08\n\x06\n\x04goat"
     b"\n\x14\n\x08feature3\x12\x08\x12\x06\n\x04[\xd3|?"
 )
-# Feature `a` with the int64s 1, 2 and 300, each in a separate field, as an encoder that
-# does not pack them writes it.
-NOT_PACKED = bytes.fromhex("0a10 0a0e 0a0161 1209 1a07 0801 0802 08ac02")
 
 values = st.one_of(
     st.binary(max_size=20),
@@ -30,20 +26,14 @@ values = st.one_of(
 )
 
 
-def parse(record, *columns):
-    return tfrecord.TFRecord(files=("a",), columns=columns)._decoded(record, "place")
-
-
-def assert_equal(actual, expected):
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        assert type(actual[name]) is type(value)
-        np.testing.assert_array_equal(actual[name], value, strict=True)
-
-
 @given(st.dictionaries(st.text(max_size=8), values, max_size=4))
 def test_what_was_encoded_is_decoded(element):
-    assert_equal(parse(tfrecord_files.example(element)), element)
+    record = tfrecord_files.example(element)
+    actual = tfrecord.TFRecord(files=("a",))._decoded(record, "place")
+    assert actual.keys() == element.keys()
+    for name, value in element.items():
+        assert type(actual[name]) is type(value)
+        np.testing.assert_array_equal(actual[name], value, strict=True)
 
 
 def test_an_example_has_the_bytes_that_tensorflow_writes():
@@ -56,8 +46,27 @@ def test_an_example_has_the_bytes_that_tensorflow_writes():
     assert tfrecord_files.example(element) == TENSORFLOW_EXAMPLE
 
 
-def test_a_missing_feature_is_named_with_those_that_exist():
-    with pytest.raises(
-        errors.DataError, match=r"no feature \['b', 'c'\], only \['a'\]"
-    ):
-        parse(NOT_PACKED, "c", "a", "b")
+@pytest.mark.parametrize(
+    ("make", "write"),
+    [
+        (arrayrecord.ArrayRecord, corpora.write_records),
+        (tfrecord.TFRecord, tfrecord_files.write),
+    ],
+)
+@pytest.mark.parametrize(
+    ("limit", "most", "num_shards"),
+    [
+        ("BLOCK_RECORDS", 7, 1),
+        ("BLOCK_RECORDS", 1, 5),
+        ("BLOCK_BYTES", 1, 1),
+        ("BLOCK_BYTES", 100, 5),
+    ],
+)
+def test_raw_records_of_any_size_are_read(
+    tmp_path, monkeypatch, make, write, limit, most, num_shards
+):
+    monkeypatch.setattr(source, limit, most)
+    records = [bytes([n]) * (n * n % 257) for n in range(100)]
+    write(tmp_path / "a", records)
+    dataset = make(files=(str(tmp_path / "a"),), record_format=record_format.BYTES)
+    assert source_contract.texts(dataset, num_shards) == records
