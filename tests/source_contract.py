@@ -76,18 +76,17 @@ def plain_all(elements):
     return [plain(element) for element in elements]
 
 
-def states_and_elements(iterator):
-    """The JSON of the state before every element and at the end, and the elements."""
+def assert_resumes_everywhere(make):
+    """Resumes from the state before every element, each time in a new iterator.
+
+    Returns:
+      The JSON of the state before every element and at the end, and the elements.
+    """
+    iterator = iter(make())
     states, elements = [json.dumps(iterator.get_state())], []
     for element in iterator:
         elements.append(plain(element))
         states.append(json.dumps(iterator.get_state()))
-    return states, elements
-
-
-def assert_resumes_everywhere(make):
-    """Resumes from the state before every element, each time in a new iterator."""
-    states, elements = states_and_elements(iter(make()))
     for number, saved in enumerate(states):
         resumed = iter(make())
         resumed.set_state(json.loads(saved))

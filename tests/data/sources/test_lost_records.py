@@ -64,6 +64,11 @@ def parquet_file(columns, **options):
     return ipc(columns, functools.partial(pq.ParquetWriter, **options))
 
 
+# It has no checksums.
+NO_TEXT = parquet_file(FEW, compression="none", use_dictionary=False)
+NO_TEXT = NO_TEXT.replace(b"\1\0\0\0b", b"\1\0\0\0\xff")
+
+
 def array_record(*texts):
     path = pathlib.Path("written")
     corpora.write_records(path, list(texts))
@@ -125,7 +130,7 @@ COMPRESSED = "not a complete tfrecord file .*byte 0; compressed files are not re
             lambda: array_record(b"a") + array_record(*[b"more"] * 99_999),
             "not a complete ArrayRecord file",
         ),
-        (RECORDS, gzip.compress(tfrecord_files.framed(b"text")), COMPRESSED),
+        (RECORDS, gzip.compress(tfrecord_files.framed(b"text"), mtime=0), COMPRESSED),
     ],
 )
 def test_an_index_refuses_what_it_would_not_read(make, content, match):
@@ -151,6 +156,12 @@ def test_an_index_refuses_what_it_would_not_read(make, content, match):
                 b"".join(tfrecord_files.example({name: b"text"}) for name in "aba")
             ),
             "the feature 'a' is there twice",
+        ),
+        (PARQUET, NO_TEXT, "row group 0: corrupt .*UTF8"),
+        (
+            PARQUET,
+            parquet_file({"a": [[0], [1, None]]}),
+            "row group 0: corrupt .*a list of numbers has a null in it",
         ),
         # The data of the second file is read as that of the first.
         (PARQUET, parquet_file(FEW) + parquet_file(MORE), "row group 0"),

@@ -30,7 +30,7 @@ def test_samples_are_the_files_of_one_name(tmp_path, monkeypatch, kind, num_shar
         for key, fields in samples.items()
         for field, content in fields.items()
     ]
-    directory = tarfile.TarInfo("images")
+    directory = tarfile.TarInfo("images.all")
     directory.type = tarfile.DIRTYPE
     (tmp_path / "a").write_bytes(directory.tobuf() + tar(members, kind))
     dataset = webdataset.WebDataset(files=(str(tmp_path / "a"),))
