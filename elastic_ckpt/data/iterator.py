@@ -12,7 +12,7 @@ import asyncio
 import dataclasses
 import functools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import jax
@@ -121,9 +121,9 @@ class HostIterator:
             loaded. Nothing has changed then.
         """
         position, held = self.get_state()
-        read, num_shards = self._read, course.data.num_shards
+        num_shards = course.data.num_shards
         if num_shards and position != self._loaded:
-            read, placements = _chosen(held), self._placements(course)
+            placements = self._placements(course)
             for host, before in self._placements(self.course).items():
                 runs = before.shards(num_shards)
                 moving = np.setdiff1d(placements[host].shards(num_shards), runs)
@@ -135,6 +135,13 @@ class HostIterator:
                         " or choose a number of logical shards and sizes that the"
                         f" {len(placements)} hosts divide"
                     )
+
+        def read(shards: Sequence[int]) -> cursors.Cursors:
+            # What was loaded may be gone, unless this host has to run other shards.
+            own = {shard: held[shard] for shard in shards if shard in held}
+            others = [shard for shard in shards if shard not in held]
+            return own | dict(self._read(others)) if others else own
+
         self._move(course, position, read)
 
     def close(self) -> None:
