@@ -1,5 +1,6 @@
 import dataclasses
 import re
+import shutil
 import threading
 from concurrent import futures
 
@@ -96,7 +97,10 @@ def hosts_of(monkeypatch, tmp_path_factory):
             return results
 
         def load():
-            on_each(lambda host: host.load(directory, state.read(directory)))
+            copied = tmp_path_factory.mktemp("loaded")
+            shutil.copytree(directory, copied, dirs_exist_ok=True)
+            on_each(lambda host: host.load(copied, state.read(copied)))
+            return copied
 
         def saved():
             to = tmp_path_factory.mktemp("saved")
@@ -123,11 +127,15 @@ def resize(size):
 
 
 def test_hosts_that_divide_shards_and_rows_keep_their_shards_in_any_size(hosts_of):
-    on_each, _, saved = hosts_of(4, 12)
+    on_each, load, saved = hosts_of(4, 12)
     before = saved()
     for size in (8, 24, 4, 16):
         on_each(resize(size))
         assert saved() == before
+    # Nor does a host read its own cursors again.
+    shutil.rmtree(load())
+    on_each(resize(8))
+    assert saved() == before
 
 
 def test_a_size_that_moves_shards_is_refused_on_all_hosts_and_changes_nothing(hosts_of):
