@@ -117,3 +117,16 @@ def test_a_column_that_has_the_name_of_the_record_number_is_refused(tmp_path):
         next(iter(read(parquet.Parquet(files=(file,)), 0, 1)))
     dataset = parquet.Parquet(files=(file,), columns=("text",))
     assert next(iter(read(dataset, 0, 1))) == {"text": "a", "record": 0}
+
+
+def test_grain_s_random_map_draws_the_same_after_a_resume(tmp_path):
+    file = corpora.write_parquet(tmp_path / "a", corpora.documents(0, 30))
+    of_shard = read(parquet.Parquet(files=(file,)), 1, 3, shuffle_seed=7, num_epochs=2)
+    drawn = of_shard.seed(1).random_map(lambda _, generator: generator.integers(2**62))
+    expected, made = list(drawn), iter(drawn)
+    assert len({*expected}) == len(expected) == 20
+    for number in range(len(expected)):
+        resumed = iter(drawn)
+        resumed.set_state(made.get_state())
+        assert list(resumed) == expected[number:]
+        next(made)
