@@ -10,7 +10,6 @@ import pytest
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import example_id, positional_data, rows
 from tests import conftest, worlds
-from tests.data import test_local_batches
 
 NUM_EXAMPLES = 100
 SIZE = 12
@@ -69,28 +68,6 @@ def test_two_epochs_have_each_example_twice_from_any_state_to_the_end(data):
         resumed = worlds.World(finite, num_hosts, SIZE)
         resumed.load(states[number])
         assert list(map(worlds.content, resumed.rest())) == expected[number:]
-
-
-def test_bytes_and_texts_stay_as_they_are_and_padding_is_empty():
-    dataset = grain.MapDataset.range(3).map(
-        lambda n: {"text": f"{n}\0", "bytes": b"%d\0" % n}
-    )
-    data = positional_data.positional(dataset, pipeline="texts")
-    (host,) = [data.host_batches(each) for each in rows.in_order(1, 4)]
-    batch = next(host)
-    assert batch["text"].tolist() == ["0\0", "1\0", "2\0", ""]
-    assert batch["bytes"].tolist() == [b"0\0", b"1\0", b"2\0", b""]
-
-
-def test_ranks_and_the_workers_of_their_loaders_have_the_rows_of_one(data):
-    one, states = test_local_batches.world(data, 1, SIZE), None
-    for num_ranks, num_workers in ((2, 3), (3, 0), (1, 2), (4, 1)):
-        how = {"num_workers": num_workers, "states": states}
-        ranks = test_local_batches.world(data, num_ranks, SIZE, **how)
-        for _ in range(4):
-            expected = test_local_batches.next_rows(one)
-            assert test_local_batches.next_rows(ranks) == expected
-        states = [rank.state_dict() for rank in ranks]
 
 
 def test_it_travels_to_a_sidecar_by_cloudpickle(data, corpus):
