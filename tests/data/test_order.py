@@ -1,19 +1,16 @@
 """The order of records, and the equal shares that shards have of them."""
 
-import json
 import weakref
 
 import hypothesis
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.data import order as orders
 from elastic_ckpt.data.lm import pipeline
-from elastic_ckpt.data.sources import decoded, parquet
+from elastic_ckpt.data.sources import decoded
 from tests import corpora, source_contract, worlds
 
 keys = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=3).map(tuple)
@@ -50,32 +47,23 @@ def test_the_orders_of_all_datasets_hold_few_permutations():
     assert sum(rows.nbytes for rows in alive) <= 8 * 2**20
 
 
-def order(length, *key):
-    return orders.permuted(np.arange(length), length=length, key=key).tolist()
-
-
 def number_at(place, length, *key):
     return int(orders.permuted(np.array([place]), length=length, key=key)[0])
 
 
-@given(st.integers(1, 400), keys)
+@given(st.one_of(st.integers(1, 400), st.integers(1, 2**62)), keys)
 def test_every_key_permutes_every_length(length, key):
-    singly = [number_at(place, length, *key) for place in range(length)]
-    assert order(length, *key) == singly
-    assert sorted(singly) == list(range(length))
-
-
-@given(st.integers(1, 2**62), keys, st.data())
-def test_a_permutation_of_any_length_gives_two_places_two_numbers(length, key, data):
-    asked = data.draw(st.sets(st.integers(0, length - 1), min_size=1, max_size=20))
-    actual = {number_at(place, length, *key) for place in asked}
-    assert len(actual) == len(asked)
-    assert all(0 <= number < length for number in actual)
+    # All places, or some of many.
+    places = range(0, length, -(-length // 400))
+    numbers = orders.permuted(np.array(places), length=length, key=key).tolist()
+    assert numbers == [number_at(place, length, *key) for place in places]
+    assert len(set(numbers)) == len(places)
+    assert all(0 <= number < length for number in numbers)
 
 
 def test_the_orders_of_saved_runs_stay_what_they_are():
-    assert order(10, 0, 0) == [6, 5, 9, 3, 0, 2, 4, 1, 8, 7]
-    assert order(10, 3, 1) == [8, 3, 6, 5, 4, 0, 1, 7, 2, 9]
+    assert [number_at(n, 10, 0, 0) for n in range(10)] == [6, 5, 9, 3, 0, 2, 4, 1, 8, 7]
+    assert [number_at(n, 10, 3, 1) for n in range(10)] == [8, 3, 6, 5, 4, 0, 1, 7, 2, 9]
     assert number_at(10**12 - 1, 10**12, 2**64 - 1, 5) == 547_070_434_355
 
 
@@ -170,34 +158,6 @@ def test_shards_read_small_data_and_few_chains_together(
     assert made.share(1, 0).step == group
 
 
-def mixture(directory, *, num_rows, weights, row_group=100, **keys):
-    """A dataset of each weight; documents are their number, from 1 on, and a 1."""
-    entries = {}
-    for file, weight in enumerate(weights):
-        first, path = 1 + file * num_rows, str(directory / f"{file}.parquet")
-        held = [[number, 1] for number in range(first, first + num_rows)]
-        table = pa.table({"tokens": pa.array(held, pa.list_(pa.int32()))})
-        pq.write_table(table, path, row_group_size=row_group)
-        entries[f"d{file:02d}"] = {"path": path, "weight": weight}
-    (directory / "mixture.json").write_text(json.dumps(entries))
-    return pipeline.from_config(
-        grain_train_mixture_config_path=str(directory / "mixture.json"),
-        grain_file_type="parquet",
-        train_data_columns="tokens",
-        tokenize_train_data=False,
-        max_target_length=2,
-        **{"num_logical_shards": 16, "num_epoch": 1, **keys},
-    )
-
-
-def until_end(data, size):
-    return worlds.World(data, 2, size).rest()
-
-
-def numbers_of(batches):
-    return np.concatenate([b["inputs"][b["mask"], 0] for b in batches]).tolist()
-
-
 @pytest.mark.parametrize(
     ("weights", "num_rows", "row_group", "num_epoch", "size", "is_small"),
     [
@@ -212,37 +172,29 @@ def test_finite_datasets_end_together_and_only_the_last_round_of_shards_has_padd
 ):
     if not is_small:
         monkeypatch.setattr(orders, "_SMALL_RECORDS", 0)
-    data = mixture(
-        tmp_path,
-        weights=weights,
-        num_rows=num_rows,
-        row_group=row_group,
+    listed = []
+    for first, weight in zip(range(1, 10**6, num_rows), weights, strict=False):
+        path = corpora.write_parquet(
+            tmp_path / f"{first}",
+            corpora.documents(first, first + num_rows),
+            group_rows=row_group,
+        )
+        listed.append(f"{path},{weight}")
+    data = pipeline.from_config(
+        grain_train_files=";".join(listed),
+        grain_file_type="parquet",
+        train_data_columns="tokens",
+        tokenize_train_data=False,
+        max_target_length=2,
+        num_logical_shards=16,
         num_epoch=num_epoch,
     )
-    batches = until_end(data, size)
+    batches = worlds.World(data, 2, size).rest()
+    numbers = np.concatenate([b["inputs"][b["mask"], 0] for b in batches])
     total = len(weights) * num_rows
-    assert sorted(numbers_of(batches)) == sorted([*range(1, total + 1)] * num_epoch)
+    assert sorted(numbers.tolist()) == sorted([*range(1, total + 1)] * num_epoch)
     # Those of the last round are the last in which each shard has its turn.
     assert all(batch["mask"].all() for batch in batches[: -16 // size])
-
-
-@pytest.mark.parametrize(
-    ("before", "weights"),
-    [((1, 0, 1), (1, 1, 1)), ((1, 1, 1), (1, 0, 1)), ((0, 1, 1), (0, 3, 1))],
-)
-def test_other_weights_of_a_finite_mixture_lose_and_repeat_nothing(
-    tmp_path, before, weights
-):
-    more = {"num_rows": 21, "num_logical_shards": 8}
-    world = worlds.World(mixture(tmp_path, weights=before, **more), 2, 8)
-    batches = [world.batch() for _ in range(3)]
-    world.write(tmp_path / "state")
-    resumed = worlds.World(mixture(tmp_path, weights=weights, **more), 4, 8)
-    resumed.read(tmp_path / "state")
-    numbers = numbers_of(batches + resumed.rest())
-    assert len(numbers) == len(set(numbers))
-    drawn = [n for n in range(3) if weights[n]]
-    assert set(numbers) >= {1 + n * 21 + row for n in drawn for row in range(21)}
 
 
 def counted(monkeypatch, source):
@@ -257,18 +209,24 @@ def counted(monkeypatch, source):
     return read
 
 
-def test_blocks_are_decoded_again_if_there_is_no_room_for_them(tmp_path, monkeypatch):
-    data = mixture(tmp_path, num_rows=768, weights=[1], row_group=16)
-    expected = numbers_of(until_end(data, 8))
-    read = counted(monkeypatch, parquet.Parquet)
+def test_blocks_are_decoded_again_if_there_is_no_room_for_them(monkeypatch):
+    read = counted(monkeypatch, corpora.Numbers)
+    numbers, found = corpora.Numbers(blocks=((16,) * 48,)), []
     for budget, is_again in ((2**20, False), (1, True)):
         decoded._KEPT.begin()
         read.clear()
         monkeypatch.setattr(decoded, "BUDGET_BYTES", budget)
-        assert numbers_of(until_end(data, 8)) == expected
+        found.append(
+            [
+                element["number"]
+                for shard in range(2)
+                for element in source_contract.read(numbers, shard, 2, num_epochs=1)
+            ]
+        )
         assert (len(read) > len(set(read))) == is_again
         assert len(set(read)) == 48
         assert decoded._KEPT.num_bytes <= max(budget, 2**12)
+    assert found[0] == found[1] == [*range(0, 768, 2), *range(1, 768, 2)]
 
 
 @pytest.mark.usefixtures("large_blocks")
