@@ -10,11 +10,8 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import gc
-import itertools
-import json
+import operator
 import os
-import re
 
 import grain
 import hypothesis
@@ -27,13 +24,12 @@ from elastic_ckpt.data import (
     example_id,
     mixing,
     records,
-    shard_rows,
     sharded_data,
     stages,
 )
 from elastic_ckpt.data.lm import documents as lm_documents
 from elastic_ckpt.data.lm import rows
-from tests import formats, pipelines, worlds
+from tests import formats, pipelines, source_contract, worlds
 
 EXAMPLES = int(os.environ.get("ELASTIC_CKPT_EXAMPLES", settings().max_examples))
 NUM_SHARDS = 12
@@ -75,29 +71,23 @@ def padded(document):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MakeShard:
-    """The pipeline of a shard; workers import it from here.
+    """The pipeline of a shard; workers import it from here."""
 
-    Attributes:
-      file_format: of the files, or `IN_MEMORY`.
-      parts: the datasets in files.
-      lengths: the documents of those in memory.
-      tree: names of mixtures, and of datasets.
-      weights: of all of these names.
-      filtered: datasets of which a third is left out.
-      tokens_late: whether documents are mixed before they become tokens.
-      has_steps: whether functions are applied to single documents, and to rows.
-      rows: the arguments of `Rows`; without it a document is a row.
-    """
-
+    # Of the files in `parts`, or `IN_MEMORY`: documents of these lengths.
     file_format: str
     parts: tuple = ()
     lengths: dict
+    # Names of mixtures, and of datasets, and the weights of all of them.
     tree: dict
     weights: dict
+    # Datasets of which a third is left out.
     filtered: frozenset = frozenset()
     reading: records.ReadOptions
+    # Whether documents are mixed before they become tokens.
     tokens_late: bool = False
+    # Whether functions are applied to single documents, and to rows.
     has_steps: bool = False
+    # The arguments of `Rows`; without it a document is a row.
     rows: dict | None
 
     def __call__(self, shard):
@@ -159,24 +149,19 @@ class MakeShard:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class World:
-    """Some steps of a run, on the same hosts.
+    """Some steps of a run, on the same hosts."""
 
-    Attributes:
-      weights: of each stage.
-      size: of a global batch.
-      num_hosts: as many of them as divide it.
-      order_seed: how rows lie on hosts: in order if it is 0.
-      num_steps: how many.
-      num_again: of the steps before, so many are done again, with other rows.
-      num_lost: batches that are taken, and lost as the hosts are killed.
-    """
-
+    # Of each stage.
     weights: tuple
     size: int
+    # As many of them as divide the size.
     num_hosts: int = 1
+    # How rows lie on hosts: in order if it is 0.
     order_seed: int = 0
     num_steps: int
+    # Of the steps before, so many are done again, with other rows.
     num_again: int = 0
+    # Batches that are taken, and lost as the hosts are killed.
     num_lost: int = 0
     read_ahead: int = 0
     num_workers: int = 0
@@ -194,11 +179,9 @@ class World:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """The pipelines of stages, the steps at which they begin, and worlds.
+    """The pipelines of stages, the steps at which they begin, and worlds."""
 
-    Pipelines are those of `MakeShard`, or others that do not end.
-    """
-
+    # Those of `MakeShard`, or others that do not end.
     pipelines: tuple
     begins: tuple
     worlds: tuple
@@ -384,12 +367,7 @@ SHORT_STAGES = in_memory_run(
 
 
 def batches_of(run, make_directory=None):
-    """The batches of a run, and None where data ends.
-
-    Args:
-      run: the run.
-      make_directory: makes a directory of a name; the oracle has none.
-    """
+    """The batches of a run, and None where data ends; the oracle has no directory."""
     found, step, world, load, now = [], 0, None, None, None
     for number, part in enumerate(run.worlds):
         step = max(0, step - part.num_again)
@@ -400,7 +378,12 @@ def batches_of(run, make_directory=None):
             at, of_hosts = data.at(step), number if make_directory else part.size
             if (needed := (at.number, part.weights, of_hosts)) != now:
                 if world is not None:
-                    load = saved(world, make_directory if part.in_files else None)
+                    if make_directory and part.in_files:
+                        directory = make_directory("data")
+                        world.write(directory)
+                        load = operator.methodcaller("read", directory)
+                    else:
+                        load = operator.methodcaller("load", world.save())
                     for _ in range(part.num_lost):
                         with contextlib.suppress(StopIteration):
                             world.batch()
@@ -423,42 +406,35 @@ def batches_of(run, make_directory=None):
     return found
 
 
-def saved(world, make_directory):
-    """Loads the state of a world into another."""
-    if make_directory is None:
-        return functools.partial(worlds.World.load, saved=world.save())
-    directory = make_directory("data")
-    world.write(directory)
-    return functools.partial(worlds.World.read, directory=directory)
+def over(files, make_shard):
+    """A pipeline that reads the files of its format, if it has one."""
+    parts = files.get(make_shard.file_format, ())
+    return dataclasses.replace(make_shard, parts=parts)
 
 
 def check(run, make_directory, files=None):
-    """A run has the batches of the oracle, and if it ends each token once an epoch.
-
-    Args:
-      run: the run.
-      make_directory: see `batches_of`.
-      files: the datasets by format, if its pipelines are to read them.
-    """
+    """A run has the batches of the oracle, and if it ends each token once an epoch."""
     if files is not None:
-        made = [
-            dataclasses.replace(each, parts=files.get(each.file_format, ()))
-            for each in run.pipelines
-        ]
-        run = dataclasses.replace(run, pipelines=tuple(made))
+        read = tuple(over(files, each) for each in run.pipelines)
+        run = dataclasses.replace(run, pipelines=read)
     made = run.pipelines
     expected, actual = batches_of(run), batches_of(run, make_directory)
     assert [batch and worlds.content(batch) for batch in actual] == [
         batch and worlds.content(batch) for batch in expected
     ]
+    delivered = list(filter(None, actual))
+    ids = collections.Counter()
+    for batch in delivered:
+        ids.update(example_id.join(batch.pop("example_id")))
+    num_padding = ids.pop(example_id.NONE, 0)
+    assert set(ids.values()) <= {1}
     if not run.is_finite:
         return
     assert actual[-1] is None
+    assert sum(np.sum(~batch["mask"]) for batch in delivered) == num_padding
     used = collections.Counter()
-    for batch in filter(None, actual):
+    for batch in delivered:
         used.update(batch["targets"][batch["targets_segmentation"] > 0].tolist())
-        padding = batch.pop("example_id")[~batch["mask"]]
-        assert set(example_id.join(padding)) <= {example_id.NONE}
         assert not any(feature[~batch["mask"]].any() for feature in batch.values())
     targets = max(made, key=lambda each: len(each.tree)).targets()
     if any(
@@ -498,23 +474,8 @@ def test_any_run_with_worker_processes_has_the_bytes_of_one_host(
 @settings(max_examples=EXAMPLES)
 @given(made_shards(1, epochs=(1, 2)))
 def test_a_shard_resumes_from_the_state_before_every_row(files, made):
-    # As Grain's own contract test, but through JSON.
-    (make_shard,) = made
-    parts = files.get(make_shard.file_format, ())
-    pipeline = dataclasses.replace(make_shard, parts=parts)(7)
-    iterator_, expected = iter(pipeline), []
-    states = [json.dumps(shard_rows.to_json(iterator_.get_state()))]
-    for row in iterator_:
-        expected.append(worlds.content(row))
-        states.append(json.dumps(shard_rows.to_json(iterator_.get_state())))
-    for number, state in enumerate(states):
-        resumed = iter(pipeline)
-        resumed.set_state(shard_rows.from_json(json.loads(state)))
-        assert shard_rows.to_json(resumed.get_state()) == json.loads(state)
-        # To the end from some; the rows after a state show whether it is right.
-        end = None if number % 8 == 0 else number + 6
-        found = itertools.islice(resumed, end and 6)
-        assert list(map(worlds.content, found)) == expected[number:end]
+    pipeline = over(files, made[0])(7)
+    source_contract.assert_resumes_everywhere(lambda: pipeline)
 
 
 @pytest.mark.parametrize("file_format", formats.FORMATS)
@@ -523,64 +484,9 @@ def test_documents_have_one_type_whichever_are_read_together(files, file_format)
     make_shard = dataclasses.replace(
         make_shard,
         file_format=file_format,
-        parts=files[file_format],
         tree={"books": "books", "web": "web"},
         weights={"books": 1, "web": 1},
         rows=None,
     )
-    assert {row["targets"].dtype for row in make_shard(0)} == {np.dtype(np.int32)}
-
-
-def test_one_host_takes_the_rows_that_each_shard_yields_in_turn(files):
-    data = formats.data(files["tfrecord"], "everything")
-    shards = [iter(data.make_shard(shard)) for shard in range(data.num_shards)]
-    saved_one, counts = None, collections.Counter()
-    for size in (12, 8, 36, 4, 10, 24):
-        one = worlds.World(data, 1, size)
-        if saved_one:
-            one.load(saved_one)
-        batch = one.batch()
-        for row, number in enumerate(example_id.join(batch.pop("example_id"))):
-            index, shard = divmod(number, 12)
-            assert index == counts[shard]
-            counts[shard] += 1
-            values = {feature: value[row] for feature, value in batch.items()}
-            assert worlds.content(values) == worlds.content(next(shards[shard]))
-        saved_one = one.save()
-
-
-@pytest.mark.parametrize(
-    ("num_workers", "read_ahead"),
-    [(0, 0), (0, 2), pytest.param(1, 1, marks=pytest.mark.slow)],
-)
-def test_the_error_of_a_pipeline_reaches_the_caller_whoever_reads(
-    files, num_workers, read_ahead
-):
-    good = formats.data(files["parquet"], "plain")
-
-    def check_row(row):
-        if row["targets"][0] % 3 == 0:
-            raise ValueError(f"token {row['targets'][0]} is divided by 3")
-        return row
-
-    def make_shard(shard):
-        made = good.make_shard(shard)
-        return made.map(check_row) if shard == 7 else made
-
-    data = dataclasses.replace(good, make_shard=make_shard, num_workers=num_workers)
-    world = worlds.World(data, 1, 12, read_ahead=read_ahead)
-    one, batches = worlds.World(good, 1, 12), []
-    with pytest.raises(ValueError, match=r"token \d+ is divided by 3") as raised:
-        batches.extend(world.next() for _ in range(50))
-    assert "in the pipeline of logical shard 7" in raised.value.__notes__
-    assert batches == [one.next() for _ in batches] != []
-    with pytest.raises(ValueError, match=re.escape(str(raised.value))):
-        world.next()
-    # What was read of the batch did not change the state.
-    later = worlds.World(good, 1, 12)
-    later.load(world.save())
-    assert later.next() == one.next()
-    world.close()
-    # The error holds what failed, and with it its processes.
-    del world, raised
-    gc.collect()
+    types = {row["targets"].dtype for row in over(files, make_shard)(0)}
+    assert types == {np.dtype(np.int32)}

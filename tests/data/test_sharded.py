@@ -1,4 +1,5 @@
 import functools
+import gc
 
 import grain
 import numpy as np
@@ -14,11 +15,6 @@ from tests.data import test_exactness
 NUM_SHARDS = 12
 
 
-def make(pipeline, num_shards=NUM_SHARDS):
-    make_shard = functools.partial(pipelines.ALL[pipeline], num_shards=num_shards)
-    return sharded_data.sharded(make_shard, num_shards=num_shards, pipeline=pipeline)
-
-
 @pytest.mark.parametrize("pipeline", pipelines.ALL)
 @settings(max_examples=3)
 @given(run=st.lists(test_exactness.world_of({}, 1), min_size=2, max_size=6))
@@ -32,25 +28,52 @@ def test_any_run_of_steps_of_grains_has_the_bytes_of_one_host(
     test_exactness.check(described, tmp_path_factory.mktemp)
 
 
-def test_a_shard_that_ends_is_named():
-    def make_shard(shard):
-        numbers = grain.MapDataset.range(shard + 1)
-        return numbers.map(lambda number: {"x": np.array(number)}).to_iter_dataset()
+@pytest.mark.parametrize(
+    ("ends", "num_workers", "read_ahead"),
+    [
+        (True, 0, 0),
+        (False, 0, 0),
+        (False, 0, 2),
+        pytest.param(False, 1, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_the_error_of_a_shard_reaches_the_caller_whoever_reads(
+    ends, num_workers, read_ahead
+):
+    def made(wrong):
+        def row(number):
+            if number == wrong:
+                raise ValueError(f"{number} is wrong")
+            return {"x": np.array(number)}
 
-    finite = sharded_data.sharded(make_shard, num_shards=2, pipeline="finite")
-    world = worlds.World(finite, 1, 2)
-    world.next()
-    before = world.save()
-    # The batch is not read, as often as it is tried.
+        def make_shard(shard):
+            numbers = grain.MapDataset.range(shard, wrong if ends else 600, NUM_SHARDS)
+            return numbers.map(row).to_iter_dataset(pipelines.IN_CALLER)
+
+        return sharded_data.sharded(
+            make_shard,
+            num_shards=NUM_SHARDS,
+            pipeline="numbers",
+            num_workers=num_workers,
+        )
+
+    world = worlds.World(made(43), 1, NUM_SHARDS, read_ahead=read_ahead)
+    one = worlds.World(made(600), 1, NUM_SHARDS)
+    for _ in range(3):
+        assert world.next() == one.next()
+    error = errors.DataError if ends else ValueError
+    message = r"7 has ended; make.*end=\"padded\"" if ends else "43 is wrong"
+    # What is read of the batch does not change the state, as often as it is tried.
     for _ in range(2):
-        with pytest.raises(
-            errors.DataError, match=r"logical shard 0 has ended; make.*end=\"padded\""
-        ):
+        assert world.save() == one.save()
+        with pytest.raises(error, match=message) as raised:
             world.next()
-        assert world.save() == before
-    again = worlds.World(finite, 1, 2)
-    again.load(before)
-    assert again.save() == before
+        assert ends or "in the pipeline of logical shard 7" in raised.value.__notes__
+    for each in (world, one):
+        each.close()
+    # The error holds what failed, and with it its processes.
+    del world, one, each, raised
+    gc.collect()
 
 
 def test_the_cursor_of_a_shard_is_noted_once_in_a_chapter_if_there_are_any():
@@ -85,10 +108,15 @@ def test_a_shard_that_cannot_come_to_its_row_is_refused(cursor, row):
         shard_rows.iterator(five, cursor, row)
 
 
+def sharded(pipeline):
+    make_shard = functools.partial(pipelines.ALL[pipeline], num_shards=8)
+    return sharded_data.sharded(make_shard, num_shards=8, pipeline=pipeline)
+
+
 class TestShardedBatches(iterator_contract.IteratorContract):
     @pytest.fixture
     def data(self):
-        return make("everything", num_shards=8)
+        return sharded("everything")
 
     def other(self, _):
-        return make("plain", num_shards=8), 'pipeline: saved "everything", now "plain"'
+        return sharded("plain"), 'pipeline: saved "everything", now "plain"'
