@@ -131,73 +131,59 @@ def test_later_stages_change_at_a_resume_and_begun_ones_do_not(files, tmp_path):
 
 
 def test_local_states_of_several_ranks_continue_in_their_stage(files):
-    data, rows_of = short_then_long(files["parquet"]), test_local_batches.next_rows
-    alone, *ranks = (
-        ec.data.LocalBatches(
-            data, rank=rank, num_ranks=number, global_batch_size=6, read_ahead=ahead
-        )
-        for rank, number, ahead in ((0, 1, 0), (0, 2, 0), (1, 2, 4))
+    data, next_rows = short_then_long(files["parquet"]), test_local_batches.next_rows
+    alone, ranks = (
+        test_local_batches.world(data, num_ranks, 6, read_ahead=ahead)
+        for num_ranks, ahead in ((1, 0), (2, 4))
     )
-    expected = [rows_of([alone]) for _ in range(6)]
-    assert [rows_of(ranks) for _ in range(2)] == expected[:2]
+    expected = [next_rows(alone) for _ in range(6)]
+    assert [next_rows(ranks) for _ in range(2)] == expected[:2]
     saved = json.loads(json.dumps([rank.state_dict() for rank in ranks]))
     # The batches of the next stage move no logical shard.
-    assert [rows_of(ranks) for _ in range(2)] == expected[2:4]
+    assert [next_rows(ranks) for _ in range(2)] == expected[2:4]
     for rank in ranks:
         jsonschema.validate(rank.state_dict(), test_local_batches.SCHEMA)
         rank.load_state_dict(saved)
-    assert [rows_of(ranks) for _ in range(4)] == expected[2:]
+    assert [next_rows(ranks) for _ in range(4)] == expected[2:]
 
 
-@pytest.mark.parametrize(
-    ("begins", "epochs", "name", "message"),
-    [
-        ((), None, "books", "there is no stage"),
-        ((0, 0), None, "books", r"begin at steps \[0, 0\]"),
-        ((0, 5), 1, "books", "several ways to end"),
-        ((0, 3), None, "web", "differently .*books is now named web"),
-    ],
-)
-def test_stages_that_do_not_fit(files, begins, epochs, name, message):
-    books = dataclasses.replace(files["parquet"][0], name=name)
-    data = [
-        of_stage(files["parquet"]),
-        of_stage([books], weights={name: 1}, epochs=epochs),
-    ]
-    described = zip(begins, data, (None, None), strict=False)
-    with pytest.raises(errors.ConfigError, match=message):
-        staged(*described)
+def own(part, after=lambda rows: rows):
+    """Data of a user's pipeline."""
+
+    def make_shard(shard):
+        read = ec.data.Records(part.source, shard=shard, num_shards=NUM_SHARDS)
+        tokens = ec.data.lm.Tokens(read, documents=formats.TOKENS)
+        return after(ec.data.lm.Rows(tokens, length=12, shard=shard))
+
+    return ec.data.sharded(make_shard, pipeline="mine, version 1")
 
 
-def test_users_pipelines_have_stages_where_rows_can_be_taken_apart(files):
-    def own(name="books", *, length=12, after=lambda rows: rows.map(with_sum)):
-        (source,) = (part.source for part in files["parquet"] if part.name == name)
-
-        def make_shard(shard):
-            read = ec.data.Records(source, shard=shard, num_shards=NUM_SHARDS)
-            tokens = ec.data.lm.Tokens(read, documents=formats.TOKENS)
-            long = tokens.filter(lambda document: len(document) > 4)
-            rows = ec.data.lm.Rows(long, length=length, truncate=False, shard=shard)
-            return after(rows)
-
-        return ec.data.sharded(make_shard, pipeline="mine, version 1")
-
-    def with_sum(row):
-        return row | {"sum": row["inputs"].sum()}
-
-    def shuffled(rows):
-        return grain.experimental.WindowShuffleIterDataset(rows, window_size=4, seed=1)
-
-    alone = ec.data.LocalBatches(
-        staged((0, own(), None), (2, own(length=30), None)), global_batch_size=6
+def test_stages_that_do_not_fit_are_refused(files):
+    books, code, _ = files["parquet"]
+    data = of_stage(files["parquet"])
+    finite = of_stage([books], epochs=1)
+    renamed = of_stage([dataclasses.replace(books, name="web")])
+    shuffled = own(
+        books,
+        lambda rows: grain.experimental.WindowShuffleIterDataset(
+            rows, window_size=4, seed=1
+        ),
     )
-    assert [next(alone)["inputs"].shape[1] for _ in range(4)] == [12, 12, 30, 30]
-    for second, message in (
-        (own(after=shuffled), "steps after ec.* that may hold rows"),
-        (own("code"), "begins with other records than the first"),
+    for stages_of, message in (
+        ([], "there is no stage"),
+        ([(0, data, None), (0, data, None)], r"begin at steps \[0, 0\]"),
+        ([(0, data, 6), (1, data, 0)], r"global_batch_size \[6, 0\]; give"),
+        ([(0, data, None), (5, finite, None)], "several ways to end"),
+        ([(0, data, None), (3, renamed, None)], "differently .*books is now named web"),
+        ([(0, own(books), None), (2, shuffled, None)], "after ec.* that may hold rows"),
+        ([(0, own(books), None), (2, own(code), None)], "begins with other records"),
     ):
         with pytest.raises(errors.ConfigError, match=message):
-            staged((0, own(), None), (2, second, None))
+            staged(*stages_of)
+    with pytest.raises(errors.ConfigError, match="size=4 cannot be divided"):
+        ec.data.LocalBatches(
+            short_then_long(files["parquet"]), num_ranks=3, global_batch_size=6
+        )
 
 
 @pytest.mark.parametrize(
@@ -236,11 +222,3 @@ def test_stages_of_a_configuration(files, tmp_path):
     found = taken(batches_of(in_stages), 4)
     assert [batch["inputs"].shape for batch in found] == [(6, 12)] * 2 + [(3, 30)] * 2
     np.testing.assert_equal(found[:2], taken(batches_of(ec.data.from_config(keys)), 2))
-
-
-def test_a_size_that_does_not_fit_is_refused_before_its_stage_begins(files):
-    data = short_then_long(files["parquet"])
-    with pytest.raises(errors.ConfigError, match="size=4 cannot be divided"):
-        ec.data.LocalBatches(data, rank=0, num_ranks=3, global_batch_size=6)
-    with pytest.raises(errors.ConfigError, match=r"global_batch_size \[6, 0\]; give"):
-        staged((0, data.stages[0].data, 6), (1, data.stages[0].data, 0))
