@@ -51,6 +51,15 @@ def of_rows(row) -> object:
     return local(lambda shard: NUMBERS[shard::2].map(row).to_iter_dataset(IN_CALLER))
 
 
+def of_jax(row) -> object:
+    """A batch of arrays of such a pipeline."""
+
+    def make_shard(shard):
+        return NUMBERS[shard::2].map(row).to_iter_dataset(IN_CALLER)
+
+    return next(batches(data=sharded(make_shard)))
+
+
 def keys(**settings: Any) -> object:
     given = {
         "grain_train_files": "/nowhere/part.parquet",
@@ -224,18 +233,13 @@ REFUSALS = {
         DATA,
     ),
     "text for JAX": Refusal(
-        lambda _: next(
-            batches(
-                data=sharded(
-                    lambda s: (
-                        NUMBERS[s::2]
-                        .map(lambda _: {"caption": "text"})
-                        .to_iter_dataset(IN_CALLER)
-                    )
-                )
-            )
-        ),
+        lambda _: of_jax(lambda _: {"caption": "text"}),
         "feature 'caption' has values such as .*, and JAX arrays hold numbers alone;",
+        DATA,
+    ),
+    "a number that JAX would cut": Refusal(
+        lambda _: of_jax(lambda e: {"x": e["x"] - 2**31 - 1}),
+        f"feature 'x' has the value {-(2**31) - 1}, but JAX would convert it to int32",
         DATA,
     ),
     "a batch size of a configuration that devices do not divide": Refusal(
