@@ -25,30 +25,25 @@ def refused(match):
 @pytest.fixture
 def files(tmp_path):
     """Parquet files of 40 lists of tokens each."""
-    return tuple(
-        corpora.write_parquet(
-            tmp_path / name, corpora.documents(first, first + 40), group_rows=10
-        )
-        for name, first in (("a", 100), ("b", 140))
-    )
+    return [write(tmp_path / name, first) for name, first in (("a", 100), ("b", 140))]
+
+
+def write(path, first):
+    held = corpora.documents(first, first + 40)
+    return corpora.write_parquet(path, held, group_rows=10)
 
 
 def rows_of(files, shard, *, num_shards=NUM_SHARDS, window=5, seed=0, length=8):
     """Rows of tokens, by nothing but steps of ours."""
     records = ec_data.Records(
-        ec_data.Parquet(files=files, columns=("tokens",)),
+        ec_data.Parquet(files=tuple(files), columns=("tokens",)),
         shard=shard,
         num_shards=num_shards,
         read_options=ec_data.ReadOptions(shuffle_seed=seed),
     )
     documents = ec_data.lm.Documents(column="tokens", tokenizer=None)
-    return ec_data.lm.Rows(
-        ec_data.lm.Tokens(records, documents=documents),
-        length=length,
-        window=window,
-        seed=seed,
-        shard=shard,
-    )
+    tokens = ec_data.lm.Tokens(records, documents=documents)
+    return ec_data.lm.Rows(tokens, length=length, window=window, seed=seed, shard=shard)
 
 
 def made(files, **settings):
@@ -85,13 +80,12 @@ def test_other_files_are_named_and_also_one_that_was_replaced(files):
 
     added = shutil.copy(files[0], f"{files[0]}2")
     assert change(*files, added) == "Records.files: a2 is new"
-    content = pathlib.Path(files[1]).read_bytes()
-    corpora.write_parquet(
-        pathlib.Path(files[1]), corpora.documents(180, 220), group_rows=10
-    )
+    path = pathlib.Path(files[1])
+    content = path.read_bytes()
+    write(path, 180)
     assert re.match(r"Records.files: b had .* bytes and 40 records", change(*files))
     # A page that is spoilt is a replacement of the same size.
-    pathlib.Path(files[1]).write_bytes(content)
+    path.write_bytes(content)
     corpora.spoil(files[1], b"text 150 ")
     assert change(*files).endswith(" and 40, with other content")
 
