@@ -6,7 +6,7 @@ import grain
 import numpy as np
 from grain import experimental
 
-from elastic_ckpt.data import mixing
+from elastic_ckpt.data import mixing, sharded_data
 from elastic_ckpt.data.lm import rows
 
 NUM_DOCUMENTS = 120
@@ -107,3 +107,11 @@ ALL = {
     "best_fit": functools.partial(packed, packer=experimental.BestFitPackIterDataset),
     "everything": everything,
 }
+
+
+def sharded(name: str, num_shards: int = 12, **settings) -> sharded_data.ShardedData:
+    """Elastic data of a pipeline."""
+    make_shard = functools.partial(ALL[name], num_shards=num_shards)
+    return sharded_data.sharded(
+        make_shard, num_shards=num_shards, pipeline=name, **settings
+    )

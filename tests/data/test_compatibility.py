@@ -1,4 +1,3 @@
-import functools
 import re
 import types
 
@@ -7,18 +6,13 @@ from elastic_ckpt_sidecar import RemoteIterator
 
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors, topology
-from elastic_ckpt.data import compatibility, sharded_data
-from tests import pipelines
-
-
-def sharded(name="plain", num_shards=12):
-    make_shard = functools.partial(pipelines.ALL[name], num_shards=num_shards)
-    return sharded_data.sharded(make_shard, num_shards=num_shards, pipeline=name)
+from elastic_ckpt.data import compatibility
+from tests.pipelines import sharded
 
 
 @pytest.mark.parametrize("name", ["elastic-ckpt", compatibility.PIPELINE])
 def test_of_every_fact_that_differs_it_says_which_hosts_have_what(name):
-    of_host = compatibility.local_facts(sharded())
+    of_host = compatibility.local_facts(sharded("plain"))
     # A host says it for each of its devices.
     facts = [
         {**of_host, compatibility.HOST: f"host {number} (node)"}
@@ -45,8 +39,9 @@ def test_the_pipeline_is_told_by_what_decides_which_example_comes_when(data):
         facts = map(compatibility.local_facts, others)
         return {each[compatibility.PIPELINE] for each in facts}
 
-    assert len(told(sharded(), sharded())) == 1
-    assert len(told(sharded(), sharded("filtered"), sharded(num_shards=6), data)) == 4
+    assert len(told(sharded("plain"), sharded("plain"))) == 1
+    others = sharded("filtered"), sharded("plain", num_shards=6), data
+    assert len(told(sharded("plain"), *others)) == 4
 
 
 def test_a_worker_of_another_version_is_refused_and_both_are_named(monkeypatch):
@@ -63,7 +58,7 @@ def test_a_worker_of_another_version_is_refused_and_both_are_named(monkeypatch):
     said = f"jaxlib is {own['jaxlib']} on {head}, 0.0.1 on {host}."
     mesh = topology.mesh_of(topology.present(2))
     with pytest.raises(errors.ConfigError, match=re.escape(said)):
-        RemoteIterator(sharded(), mesh=mesh, global_batch_size=16)
+        RemoteIterator(sharded("plain"), mesh=mesh, global_batch_size=16)
 
 
 def test_a_controller_of_another_version_is_refused(monkeypatch):
@@ -75,4 +70,4 @@ def test_a_controller_of_another_version_is_refused(monkeypatch):
     monkeypatch.setattr(compatibility.allgather, "shared", lambda _: both)
     mesh = topology.mesh_of(topology.present(2))
     with pytest.raises(errors.ConfigError, match=r"grain is .*, 0\.0\.1 on another"):
-        ec.batches(sharded(), mesh=mesh, global_batch_size=16)
+        ec.batches(sharded("plain"), mesh=mesh, global_batch_size=16)

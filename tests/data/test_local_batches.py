@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 import itertools
 import json
 import pathlib
@@ -26,15 +25,9 @@ from elastic_ckpt.data import (
     stages,
 )
 from tests import conftest, pipelines, worlds
+from tests.pipelines import sharded
 
-NUM_SHARDS = SIZE = 12
-
-
-def sharded(name="everything", num_shards=NUM_SHARDS, **more):
-    make_shard = functools.partial(pipelines.ALL[name], num_shards=num_shards)
-    return sharded_data.sharded(
-        make_shard, num_shards=num_shards, pipeline=name, **more
-    )
+SIZE = 12
 
 
 class Loader:
@@ -181,7 +174,7 @@ def test_a_state_of_a_users_iterator_comes_back_as_it_was():
 def test_what_is_no_state_of_all_ranks_is_refused_and_the_position_stays(
     other, problem
 ):
-    (one,), (same,) = world(sharded()), world(sharded())
+    (one,), (same,) = world(sharded("everything")), world(sharded("everything"))
     next(one)
     next(same)
     with pytest.raises(errors.DataError, match=problem):
@@ -190,7 +183,7 @@ def test_what_is_no_state_of_all_ranks_is_refused_and_the_position_stays(
 
 
 def of_part(rank, num_ranks, num_batches):
-    ranks = world(sharded(), num_ranks)
+    ranks = world(sharded("everything"), num_ranks)
     for _ in range(num_batches):
         next_rows(ranks)
     return ranks[rank].state_dict()
@@ -202,8 +195,8 @@ SCHEMA = json.loads((ROOM / "schemas" / "local_batches.json").read_text())
 
 def test_a_state_is_of_the_schema_and_of_the_golden_file():
     # Without its steps, which depend on Grain's own names for them.
-    make_shard = sharded().make_shard.make_shard
-    (one,) = world(dataclasses.replace(sharded(), make_shard=make_shard))
+    make_shard = sharded("everything").make_shard.make_shard
+    (one,) = world(dataclasses.replace(sharded("everything"), make_shard=make_shard))
     for _ in range(3):
         next(one)
     saved = one.get_state()
@@ -300,12 +293,12 @@ def save(ranks):
 
 
 def test_any_ranks_load_the_entries_by_shard_that_any_ranks_saved():
-    one, ranks = world(sharded()), world(sharded(), 4)
+    one, ranks = world(sharded("everything")), world(sharded("everything"), 4)
     for num_ranks in (3, 1, 6, 2):
         for _ in range(2):
             assert next_rows(ranks) == next_rows(one)
         saved = save(ranks)
-        ranks = world(sharded(), num_ranks)
+        ranks = world(sharded("everything"), num_ranks)
         for rank in ranks:
             # Each rank reads the entries that its own state names.
             state = sharded_state.ShardedState(rank)
@@ -316,12 +309,12 @@ def test_any_ranks_load_the_entries_by_shard_that_any_ranks_saved():
 
 
 def test_entries_that_do_not_belong_together_are_refused():
-    two = world(sharded(), 2)
+    two = world(sharded("everything"), 2)
     next_rows(two)
     saved = save(two)
     next_rows(two)
     another = save(two)["shard_00003"]
-    (one,) = world(sharded())
+    (one,) = world(sharded("everything"))
     before = save([one])
     missing = {name: each for name, each in saved.items() if name != "shard_00007"}
     altered = saved["shard_00003"].replace('"cursor": {', '"cursor": {"a": 1, ')

@@ -108,15 +108,12 @@ def test_a_shard_that_cannot_come_to_its_row_is_refused(cursor, row):
         shard_rows.iterator(five, cursor, row)
 
 
-def sharded(pipeline):
-    make_shard = functools.partial(pipelines.ALL[pipeline], num_shards=8)
-    return sharded_data.sharded(make_shard, num_shards=8, pipeline=pipeline)
-
-
 class TestShardedBatches(iterator_contract.IteratorContract):
     @pytest.fixture
     def data(self):
-        return sharded("everything")
+        return pipelines.sharded("everything", num_shards=8)
 
     def other(self, _):
-        return sharded("plain"), 'pipeline: saved "everything", now "plain"'
+        return pipelines.sharded(
+            "plain", num_shards=8
+        ), 'pipeline: saved "everything", now "plain"'
