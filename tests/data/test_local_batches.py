@@ -30,6 +30,14 @@ from tests.pipelines import sharded
 SIZE = 12
 
 
+def save(ranks):
+    """One copy of each entry, by the first rank that has it, as PyTorch saves them."""
+    saved = {}
+    for rank in ranks:
+        saved = sharded_state.ShardedState(rank).state_dict() | saved
+    return saved
+
+
 class Loader:
     """A rank's loader as PyTorch's: its workers, in turn, read two batches ahead.
 
@@ -64,13 +72,18 @@ def through_text(state):
 
 
 def world(data, num_ranks=1, size=SIZE, *, num_workers=0, states=None, **more):
-    """The ranks of a world, each with a loader; at `states` of another one."""
+    """The ranks of a world, each with a loader; at the states of another one."""
     made = []
     for rank in range(num_ranks):
         batches = local_batches.LocalBatches(
             data, rank=rank, num_ranks=num_ranks, global_batch_size=size, **more
         )
-        if states is not None:
+        if isinstance(states, dict):
+            # Each rank reads the entries that its own state names.
+            by_shard = sharded_state.ShardedState(batches)
+            own = {name: states[name] for name in by_shard.state_dict()}
+            by_shard.load_state_dict(own)
+        elif states is not None:
             batches.load_state_dict(states)
         made.append(Loader(batches, num_workers) if num_workers else batches)
     return made
@@ -89,6 +102,7 @@ WORLDS = st.tuples(
     st.integers(0, 2),
     st.integers(0, 4),
     st.integers(0, 2),
+    st.booleans(),
 )
 
 
@@ -115,13 +129,15 @@ def test_any_history_of_ranks_and_workers_has_the_rows_of_one_host(
     is_sharded = name in pipelines.ALL
     data = in_stages(sharded(name, num_shards), 0) if is_sharded else positional()
     saved = [(None, None)]
-    for (num_ranks, size), num_workers, ahead, num_batches, back in history:
+    for (num_ranks, size), num_workers, ahead, num_batches, back, by_shard in history:
         of_one, states = saved[-1 - back % len(saved)]
         one = worlds.World(data, 1, size)
         if of_one:
             one.load(of_one)
         how = {"num_workers": num_workers, "read_ahead": ahead}
         ranks = world(data, num_ranks, size, states=states, **how)
+        if isinstance(states, dict):
+            assert save(ranks) == states
         for _ in range(num_batches):
             assert next_rows(ranks) == one.next()
         of_one = one.save()
@@ -131,7 +147,7 @@ def test_any_history_of_ranks_and_workers_has_the_rows_of_one_host(
             if is_sharded:
                 step = sum(number for _, number in of_one[0]["batches"])
                 assert state["progress"] == {"step": step, "begun": 1}
-        saved.append((of_one, states))
+        saved.append((of_one, save(ranks) if by_shard else states))
 
 
 def test_a_state_of_a_users_iterator_comes_back_as_it_was():
@@ -282,30 +298,6 @@ def test_no_worker_runs_a_shard_of_another_if_there_are_as_many_as_suggested(
             worker = dataclasses.replace(placement, every=num_workers, first=first)
             run += worker.shards(num_shards, 24).tolist()
     assert sorted(run) == list(range(num_shards))
-
-
-def save(ranks):
-    """One copy of each entry, by the first rank that has it, as PyTorch saves them."""
-    saved = {}
-    for rank in ranks:
-        saved = sharded_state.ShardedState(rank).state_dict() | saved
-    return saved
-
-
-def test_any_ranks_load_the_entries_by_shard_that_any_ranks_saved():
-    one, ranks = world(sharded("everything")), world(sharded("everything"), 4)
-    for num_ranks in (3, 1, 6, 2):
-        for _ in range(2):
-            assert next_rows(ranks) == next_rows(one)
-        saved = save(ranks)
-        ranks = world(sharded("everything"), num_ranks)
-        for rank in ranks:
-            # Each rank reads the entries that its own state names.
-            state = sharded_state.ShardedState(rank)
-            state.load_state_dict({name: saved[name] for name in state.state_dict()})
-        # What was loaded can be saved before anything else is read.
-        assert save(ranks) == saved
-    assert next_rows(ranks) == next_rows(one)
 
 
 def test_entries_that_do_not_belong_together_are_refused():
