@@ -1,5 +1,6 @@
 """The order of records, and the equal shares that shards have of them."""
 
+import collections
 import weakref
 
 import hypothesis
@@ -159,26 +160,16 @@ def test_shards_read_small_data_and_few_chains_together(
 
 
 @pytest.mark.parametrize(
-    ("weights", "num_rows", "row_group", "num_epoch", "size", "is_small"),
-    [
-        ([1], 202, 7, 3, 8, True),
-        ([1], 202, 100, 1, 16, False),
-        ([1, 2, 3] * 7, 5, 5, 1, 32, False),
-        ([1, 2, 3], 13, 13, 3, 8, True),
-    ],
+    ("weights", "num_rows", "num_epoch", "size"),
+    [([1], 202, 3, 8), ([1, 2, 3] * 7, 5, 1, 32), ([1, 2, 3], 13, 3, 8)],
 )
 def test_finite_datasets_end_together_and_only_the_last_round_of_shards_has_padding(
-    tmp_path, monkeypatch, weights, num_rows, row_group, num_epoch, size, is_small
+    tmp_path, weights, num_rows, num_epoch, size
 ):
-    if not is_small:
-        monkeypatch.setattr(orders, "_SMALL_RECORDS", 0)
     listed = []
     for first, weight in zip(range(1, 10**6, num_rows), weights, strict=False):
-        path = corpora.write_parquet(
-            tmp_path / f"{first}",
-            corpora.documents(first, first + num_rows),
-            group_rows=row_group,
-        )
+        held = corpora.documents(first, first + num_rows)
+        path = corpora.write_parquet(tmp_path / f"{first}", held)
         listed.append(f"{path},{weight}")
     data = pipeline.from_config(
         grain_train_files=";".join(listed),
@@ -197,44 +188,28 @@ def test_finite_datasets_end_together_and_only_the_last_round_of_shards_has_padd
     assert all(batch["mask"].all() for batch in batches[: -16 // size])
 
 
-def counted(monkeypatch, source):
-    """The file and the block of each that is decoded from now on."""
-    read, decode = [], source.decode
+@pytest.mark.parametrize(
+    ("small_records", "budget", "times"), [(2**20, 2**20, 1), (2**20, 1, 2), (0, 0, 1)]
+)
+def test_a_block_is_decoded_again_if_shards_share_it_and_there_is_no_room(
+    monkeypatch, small_records, budget, times
+):
+    monkeypatch.setattr(orders, "_SMALL_RECORDS", small_records)
+    monkeypatch.setattr(decoded, "BUDGET_BYTES", budget)
+    decoded._KEPT.begin()
+    counts, decode = collections.Counter(), corpora.Numbers.decode
 
     def counting(self, file, block):
-        read.append((file, block))
+        counts[file, block] += 1
         return decode(self, file, block)
 
-    monkeypatch.setattr(source, "decode", counting)
-    return read
-
-
-def test_blocks_are_decoded_again_if_there_is_no_room_for_them(monkeypatch):
-    read = counted(monkeypatch, corpora.Numbers)
-    numbers, found = corpora.Numbers(blocks=((16,) * 48,)), []
-    for budget, is_again in ((2**20, False), (1, True)):
-        decoded._KEPT.begin()
-        read.clear()
-        monkeypatch.setattr(decoded, "BUDGET_BYTES", budget)
-        found.append(
-            [
-                element["number"]
-                for shard in range(2)
-                for element in source_contract.read(numbers, shard, 2, num_epochs=1)
-            ]
-        )
-        assert (len(read) > len(set(read))) == is_again
-        assert len(set(read)) == 48
-        assert decoded._KEPT.num_bytes <= max(budget, 2**12)
-    assert found[0] == found[1] == [*range(0, 768, 2), *range(1, 768, 2)]
-
-
-@pytest.mark.usefixtures("large_blocks")
-def test_a_shard_of_large_data_decodes_each_block_of_its_run_once(monkeypatch):
-    monkeypatch.setattr(decoded, "BUDGET_BYTES", 0)
-    read = counted(monkeypatch, corpora.Numbers)
-    # A shard takes 64 of them at a time.
+    monkeypatch.setattr(corpora.Numbers, "decode", counting)
+    # A shard takes 64 records at a time.
     numbers = corpora.Numbers(blocks=((100, 100),) * 8)
-    elements = source_contract.read_all(numbers, 4, shuffle_seed=1, num_epochs=1)
-    assert sorted(each["number"] for each in elements) == list(range(1600))
-    assert len(read) == len(set(read)) == 16
+    # The order of a seed is kept.
+    reading = {"shuffle_seed": small_records, "num_epochs": 1}
+    shards = [source_contract.read(numbers, shard, 2, **reading) for shard in range(2)]
+    found = [element["number"] for shard in shards for element in shard]
+    assert sorted(found) == list(range(1600))
+    assert [*counts.values()] == [times] * 16
+    assert decoded._KEPT.num_bytes <= max(budget, 2**12)
