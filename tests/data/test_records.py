@@ -1,3 +1,6 @@
+import collections
+
+import hypothesis
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -5,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import records, sharded_data
+from elastic_ckpt.data import order, records, sharded_data
 from elastic_ckpt.data.sources import parquet
 from tests import corpora, worlds
 from tests.source_contract import in_turn, read
@@ -19,36 +22,59 @@ FILES = st.one_of(
 ).filter(lambda blocks: any(map(any, blocks)))
 
 
-@settings(max_examples=25)
+@settings(max_examples=60)
+# Those that read one record more are only some of a group, after the last shard.
+@hypothesis.example(
+    blocks=((39,), (11,), (37, 18)),
+    seed=None,
+    num_shards=12,
+    chained=True,
+    small_records=0,
+    num_epochs=3,
+    lead=1,
+)
 @given(
     blocks=FILES,
     seed=st.sampled_from([None, 0, -1]),
     num_shards=st.integers(1, 40),
     chained=st.booleans(),
+    small_records=st.sampled_from([0, 2**20]),
+    num_epochs=st.integers(1, 4),
+    lead=st.integers(0, 39),
 )
-def test_each_record_is_read_once_an_epoch_and_it_is_known_when(
-    blocks, seed, num_shards, chained
+def test_shards_read_each_record_once_an_epoch_and_as_many_in_all_but_for_one(
+    blocks, seed, num_shards, chained, small_records, num_epochs, lead
 ):
     dataset = corpora.Numbers(blocks=blocks, chained=chained)
-    found = {}
+    reading = {"shuffle_seed": seed, "num_epochs": num_epochs}
+    found, counts = {}, collections.Counter()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order, "_SMALL_RECORDS", small_records)
+        records._order.cache_clear()
+        for shard in range(num_shards):
+            of_shard = read(dataset, shard, num_shards, **reading)
+            of_shard.lead = lead % num_shards
+            elements = iter(of_shard)
+            for element in elements:
+                # It has read this one, too.
+                epoch, taken = records.place_in(elements.get_state())
+                place = shard, epoch, taken - 1
+                assert element["record"] not in found
+                found[element["record"]] = place, element["number"]
+                counts[shard] += 1
+    total = num_epochs * sum(map(sum, blocks))
+    assert sorted(found) == list(range(total))
+    # The rows of finite data have no gap before their end.
+    least, rest = divmod(total, num_shards)
     for shard in range(num_shards):
-        of_shard = read(dataset, shard, num_shards, shuffle_seed=seed, num_epochs=2)
-        elements = iter(of_shard)
-        for element in elements:
-            # It has read this one, too.
-            epoch, taken = records.place_in(elements.get_state())
-            place = shard, epoch, taken - 1
-            assert element["record"] not in found
-            found[element["record"]] = place, element["number"]
-    size = sum(map(sum, blocks))
-    assert sorted(found) == list(range(2 * size))
+        assert counts[shard] == least + ((shard - lead) % num_shards < rest)
     if num_shards == 1 and seed is None:
         assert list(found) == sorted(found)
     first = 0
     for file, counts in enumerate(dataset.blocks):
         for in_file in range(sum(counts)):
             turns = list(records.turns(of_shard, file, in_file))
-            assert [turn.epoch for turn in turns] == [0, 1]
+            assert [turn.epoch for turn in turns] == [*range(num_epochs)]
             for turn in turns:
                 place = turn.shard, turn.epoch, turn.taken
                 assert found[turn.number] == (place, first + in_file)

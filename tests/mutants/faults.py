@@ -198,7 +198,7 @@ FAULTS: tuple[Fault, ...] = (
         "elastic_ckpt/data/order.py",
         "first = begin * least + num_more(begin)",
         "first = begin * least + num_more(begin) + 1",
-        ("tests/data/test_order.py",),
+        ("tests/data/test_records.py",),
     ),
     Fault(
         "a document comes twice after a resume",
