@@ -103,13 +103,12 @@ def upload(file: str, directory: str) -> str:
 class Numbers:
     """A source in memory: the numbers from 0 on, in files with blocks of so many.
 
-    The numbers in `corrupt` are damaged; if `lost` is set, the rest of their block is
-    lost too. If `chained` is set, the blocks of a file are a chain.
+    The numbers in `corrupt` are damaged. If `chained` is set, the blocks of a file are
+    a chain.
     """
 
     blocks: tuple[tuple[int, ...], ...]
     corrupt: frozenset[int] = frozenset()
-    lost: bool = False
     chained: bool = False
 
     @property
@@ -146,15 +145,8 @@ class Numbers:
     def _block(self, file, block):
         first = sum(map(sum, self.blocks[:file])) + sum(self.blocks[file][:block])
         numbers = range(first, first + self.blocks[file][block])
-        return source.RawBlock(
-            self._found(numbers), self._element, name="number", first=first
-        )
-
-    def _found(self, numbers):
-        for number in numbers:
-            if self.lost and number in self.corrupt:
-                raise source.LostError("spoilt")
-            yield bytes(str(number), "ascii")
+        held = (bytes(str(number), "ascii") for number in numbers)
+        return source.RawBlock(held, self._element, name="number", first=first)
 
     def _element(self, record, place):
         if int(record) in self.corrupt:

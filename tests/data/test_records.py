@@ -11,7 +11,7 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.data import order, records, sharded_data
 from elastic_ckpt.data.sources import parquet
 from tests import corpora, worlds
-from tests.source_contract import in_turn, read
+from tests.source_contract import read
 
 # More blocks than shards, and holes between them; and fewer.
 FILES = st.one_of(
@@ -84,27 +84,6 @@ def test_shards_read_each_record_once_an_epoch_and_as_many_in_all_but_for_one(
                     turn.epoch,
                 )
         first += sum(counts)
-
-
-@given(
-    st.frozensets(st.integers(0, 79), max_size=20),
-    st.integers(1, 20),
-    st.booleans(),
-)
-def test_records_that_are_left_out_are_counted(corrupt, num_shards, lost):
-    reading = {"num_epochs": 2, "skip_corrupt": True, "shuffle_seed": 7}
-    blocks = ((50, 1), (7,), (0, 20, 2))
-    dataset = corpora.Numbers(blocks=blocks, corrupt=corrupt, lost=lost)
-    iterators = [
-        iter(read(dataset, n, num_shards, **reading)) for n in range(num_shards)
-    ]
-    actual = sorted(element["record"] for element in in_turn(iterators))
-    skipped = sum(i.get_state().get("skipped", 0) for i in iterators)
-    assert len(set(actual)) == len(actual)
-    assert len(actual) + skipped == 160
-    if not lost:
-        left = [r for r in range(160) if r % 80 not in corrupt]
-        assert actual == left
 
 
 @pytest.mark.parametrize("num_kept", [4, 0])
