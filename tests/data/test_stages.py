@@ -80,8 +80,7 @@ def test_the_state_at_every_step_continues_in_its_stage(files, tmp_path):
 
 
 def test_a_stage_begins_at_its_step_after_a_rollback(files, tmp_path):
-    data = short_then_long(files["parquet"])
-    batches = batches_of(data)
+    batches = batches_of(short_then_long(files["parquet"]))
     taken(batches, 1)
     save(batches, tmp_path / "step-1")
     before = taken(batches, 4)
@@ -97,37 +96,32 @@ def test_a_stage_begins_at_its_step_after_a_rollback(files, tmp_path):
         load(batches_of(short_then_long(files["parquet"], 4)), tmp_path / "after")
 
 
-def test_a_run_without_stages_is_extended_by_some(files, tmp_path):
+def test_a_run_continues_with_other_stages_but_for_those_that_have_begun(
+    files, tmp_path
+):
     parts = files["parquet"]
-    batches = batches_of(of_stage(parts))
-    taken(batches, 2)
-    save(batches, tmp_path / "state")
-    extended = batches_of(short_then_long(parts))
-    load(extended, tmp_path / "state")
-    with pytest.raises(errors.DataError, match=r"call begin_at\(step\)"):
-        next(extended)
-    extended.begin_at(2)
-    np.testing.assert_equal(taken(extended, 1), taken(batches, 1))
-    assert next(extended)["inputs"].shape == (4, 24)
-
-
-def test_later_stages_change_at_a_resume_and_begun_ones_do_not(files, tmp_path):
-    parts = files["parquet"]
-    batches = batches_of(short_then_long(parts))
-    taken(batches, 2)
-    save(batches, tmp_path / "state")
-    later = batches_of(short_then_long(parts, 4))
-    load(later, tmp_path / "state")
-    shapes = [batch["inputs"].shape for batch in taken(later, 3)]
-    assert shapes == [(6, 12)] * 2 + [(4, 24)]
+    short = of_stage(parts)
+    for name, before in (("without", short), ("in-first", short_then_long(parts))):
+        batches = batches_of(before)
+        taken(batches, 2)
+        save(batches, tmp_path / name)
+        later = batches_of(short_then_long(parts, 4))
+        load(later, tmp_path / name)
+        if before is short:
+            with pytest.raises(errors.DataError, match=r"call begin_at\(step\)"):
+                next(later)
+            later.begin_at(2)
+        found = taken(later, 3)
+        np.testing.assert_equal(found[:1], taken(batches, 1))
+        assert [batch["inputs"].shape for batch in found] == [(6, 12)] * 2 + [(4, 24)]
     save(later, tmp_path / "in-second")
-    for other, state, message in (
-        (short_then_long(parts, 1), "state", r"at step 2, and stages .* \[1\] are"),
-        (short_then_long(parts), "in-second", r"at steps \[0, 4\], now \[0, 3\]"),
-        (of_stage(parts), "in-second", r"steps \[0, 4\], now \[0\]"),
+    for name, other, message in (
+        ("in-first", short_then_long(parts, 1), r"at step 2, and stages .* \[1\] are"),
+        ("in-second", short_then_long(parts), r"at steps \[0, 4\], now \[0, 3\]"),
+        ("in-second", short, r"steps \[0, 4\], now \[0\]"),
     ):
         with pytest.raises(errors.DataError, match=message):
-            load(batches_of(other), tmp_path / state)
+            load(batches_of(other), tmp_path / name)
 
 
 def test_local_states_of_several_ranks_continue_in_their_stage(files):
