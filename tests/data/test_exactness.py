@@ -44,7 +44,6 @@ TREES = [
 ]
 IN_MEMORY = "in memory"
 NAMES = [*formats.DATASETS]
-DOCUMENTS = lm_documents.Documents(column="tokens", tokenizer=None)
 
 
 def leaves(tree):
@@ -93,7 +92,7 @@ class MakeShard:
     def __call__(self, shard):
         made = self._mixed(self.tree, shard)
         if self.tokens_late:
-            made = lm_documents.Tokens(made, documents=DOCUMENTS)
+            made = lm_documents.Tokens(made, documents=formats.TOKENS)
         if self.has_steps:
             made = made.map(same)
         if self.rows is None:
@@ -102,12 +101,10 @@ class MakeShard:
         return made.map(same) if self.has_steps else made
 
     def _mixed(self, tree, shard):
-        parts = {
-            name: self._documents(below, shard)
-            if isinstance(below, str)
-            else self._mixed(below, shard)
-            for name, below in tree.items()
-        }
+        parts = {}
+        for name, below in tree.items():
+            make = self._documents if isinstance(below, str) else self._mixed
+            parts[name] = make(below, shard)
         weights = {name: self.weights[name] for name in parts}
         if not any(weights.values()):
             weights[max(weights)] = 1
@@ -117,11 +114,9 @@ class MakeShard:
         if self.file_format == IN_MEMORY:
             # Shards from 4 on have those that are left.
             numbers = range((shard + 8) % NUM_SHARDS, self.lengths[name], NUM_SHARDS)
-            read = (
-                grain.MapDataset.source(numbers)
-                .map(functools.partial(in_memory, name))
-                .to_iter_dataset(pipelines.IN_CALLER)
-            )
+            held = grain.MapDataset.source(numbers)
+            held = held.map(functools.partial(in_memory, name))
+            read = held.to_iter_dataset(pipelines.IN_CALLER)
         else:
             (source,) = (part.source for part in self.parts if part.name == name)
             read = records.Records(
@@ -130,7 +125,7 @@ class MakeShard:
         kept = read.filter(formats.is_kept) if name in self.filtered else read
         if self.tokens_late:
             return kept
-        return lm_documents.Tokens(kept, documents=DOCUMENTS)
+        return lm_documents.Tokens(kept, documents=formats.TOKENS)
 
     def targets(self):
         """How often each token is a target until the end, if none is cut off."""

@@ -199,17 +199,14 @@ def test_a_size_holds_until_a_stage_begins_that_has_one(
     assert [len(batch["inputs"]) for batch in found] == expected
 
 
-def test_stages_of_a_configuration(files, tmp_path):
+def test_stages_of_a_configuration(corpus, tmp_path):
     keys = {
-        "grain_train_files": files["parquet"][1].source.files[0],
-        "grain_file_type": "parquet",
-        "train_data_columns": "tokens",
-        "tokenize_train_data": False,
+        "grain_train_files": corpus,
         "num_logical_shards": NUM_SHARDS,
         "max_target_length": 12,
         "global_batch_size": 6,
     }
-    later = {"max_target_length": 30, "global_batch_size": 3, "use_truncation": False}
+    later = {"max_target_length": 30, "global_batch_size": 3}
     file = tmp_path / "stages.yml"
     file.write_text(json.dumps([{"begin_step": 0}, {"begin_step": 2, **later}]))
     in_stages = ec.data.from_config({**keys, "data_stages": str(file)})
