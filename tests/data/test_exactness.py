@@ -174,25 +174,21 @@ class World:
 class Run:
     """The pipelines of stages, the steps at which they begin, and worlds."""
 
-    # Those of `MakeShard`, or others that do not end.
     pipelines: tuple
     begins: tuple
     worlds: tuple
 
     @property
     def is_finite(self):
-        first = self.pipelines[0]
-        return isinstance(first, MakeShard) and first.reading.num_epochs is not None
+        return self.pipelines[0].reading.num_epochs is not None
 
     def data(self, world):
         made = []
         for begin, make_shard, weights in zip(
             self.begins, self.pipelines, world.weights, strict=False
         ):
-            if weights:
-                make_shard = dataclasses.replace(make_shard, weights=weights)
             data = sharded_data.sharded(
-                make_shard,
+                dataclasses.replace(make_shard, weights=weights),
                 num_shards=NUM_SHARDS,
                 pipeline="random",
                 end="padded" if self.is_finite else "never",
@@ -391,12 +387,10 @@ def over(files, make_shard):
     return dataclasses.replace(make_shard, parts=parts)
 
 
-def check(run, make_directory, files=None):
+def check(run, make_directory, files):
     """A run has the batches of the oracle, and if it ends each token once an epoch."""
-    if files is not None:
-        read = tuple(over(files, each) for each in run.pipelines)
-        run = dataclasses.replace(run, pipelines=read)
-    made = run.pipelines
+    made = tuple(over(files, each) for each in run.pipelines)
+    run = dataclasses.replace(run, pipelines=made)
     expected, actual = batches_of(run), batches_of(run, make_directory)
     assert [batch and worlds.content(batch) for batch in actual] == [
         batch and worlds.content(batch) for batch in expected

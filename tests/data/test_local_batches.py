@@ -116,8 +116,8 @@ def positional():
     return positional_data.positional(examples, pipeline="numbers")
 
 
-@pytest.mark.parametrize("name", ["first_fit", "everything", "positional"])
-@settings(max_examples=8)
+@pytest.mark.parametrize("name", [*pipelines.ALL, "positional"])
+@settings(max_examples=6)
 @given(
     # Multiples and divisors of the batches, neither, and shards that ranks share.
     num_shards=st.sampled_from([12, 24, 6]),

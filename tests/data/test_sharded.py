@@ -4,28 +4,12 @@ import gc
 import grain
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import shard_rows, sharded_data
 from tests import iterator_contract, pipelines, worlds
-from tests.data import test_exactness
 
 NUM_SHARDS = 12
-
-
-@pytest.mark.parametrize("pipeline", pipelines.ALL)
-@settings(max_examples=3)
-@given(run=st.lists(test_exactness.world_of({}, 1), min_size=2, max_size=6))
-def test_any_run_of_steps_of_grains_has_the_bytes_of_one_host(
-    tmp_path_factory, pipeline, run
-):
-    make_shard = functools.partial(pipelines.ALL[pipeline], num_shards=NUM_SHARDS)
-    described = test_exactness.Run(
-        pipelines=(make_shard,), begins=(0,), worlds=tuple(run)
-    )
-    test_exactness.check(described, tmp_path_factory.mktemp)
 
 
 @pytest.mark.parametrize(
