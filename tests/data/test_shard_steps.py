@@ -153,24 +153,19 @@ def test_the_steps_that_grain_mixes_are_compared(files):
     assert change.startswith('MixedIterDataset.parents: saved [[{"name": "Records"')
 
 
-class Opened:
+class Opened(list):
     """A user's source, which has something that it opens itself."""
 
     def __init__(self, opened):
-        self._opened = opened
-
-    def __len__(self):
-        return 60
-
-    def __getitem__(self, number):
-        return {"x": np.array(number)}
+        super().__init__({"x": np.array(number)} for number in range(60))
+        self.opened = opened
 
 
 def is_of(shard):
     return lambda row: row["x"] % NUM_SHARDS == shard
 
 
-LISTED = grain.MapDataset.source([{"x": np.array(number)} for number in range(60)])
+LISTED = grain.MapDataset.source([*Opened("a")])
 NAMED = grain.MapDataset.range(60).map(lambda n: {"x": np.array(n)})
 
 
