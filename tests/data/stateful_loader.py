@@ -1,9 +1,4 @@
-"""A PyTorch program: torchdata's StatefulDataLoader over packed rows of ours.
-
-    python -m tests.data.stateful_loader
-
-To be run where torch and torchdata are installed.
-"""
+"""A program with torchdata's StatefulDataLoader over packed rows of ours."""
 
 import functools
 import itertools
@@ -12,7 +7,7 @@ import json
 import grain
 import numpy as np
 
-from elastic_ckpt.data import elastic_data, local_batches, sharded_data, torch_loader
+from elastic_ckpt.data import local_batches, sharded_data, torch_loader
 from tests import pipelines
 
 SIZE = 12
@@ -34,7 +29,7 @@ def numbers(shard):
 
 def finite():
     return sharded_data.sharded(
-        numbers, num_shards=SIZE, end=elastic_data.End.PADDED, pipeline="numbers"
+        numbers, num_shards=SIZE, end="padded", pipeline="numbers"
     )
 
 

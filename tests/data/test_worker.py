@@ -23,14 +23,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 LENGTH = 1 << 16
 
 
-def shard_of(function, shard):
-    numbers = grain.MapDataset.range(shard, 10**6, 4).map(function)
-    return numbers.to_iter_dataset(pipelines.IN_CALLER)
-
-
 def batches(function, num_workers=1):
+    numbers = grain.MapDataset.range(10**6).map(function)
     data = sharded_data.sharded(
-        functools.partial(shard_of, function),
+        lambda shard: numbers[shard::4].to_iter_dataset(pipelines.IN_CALLER),
         num_shards=4,
         pipeline="numbers",
         num_workers=num_workers,
