@@ -66,22 +66,14 @@ def test_hosts_load_the_rows_of_their_devices(hosts, rows, saves):
     assert delivery.saved_shards(sharding_of(hosts), 8, 4).tolist() == saves
 
 
-def numbers(shard, *, length=10**6):
-    examples = grain.MapDataset.range(length)
-    rows = examples.map(lambda n: {"x": np.array([shard, n + 1])})
-    return rows.to_iter_dataset(pipelines.IN_CALLER)
-
-
 @pytest.fixture
 def hosts_of(monkeypatch, tmp_path_factory):
     """Makes hosts of twelve shards that have taken a batch."""
 
     def made(num_hosts, size):
-        data = sharded_data.sharded(numbers, num_shards=12, pipeline="numbers")
+        data = pipelines.sharded("plain")
         world = worlds.World(data, num_hosts, size)
         world.batch()
-        directory = tmp_path_factory.mktemp("loaded")
-        world.write(directory)
         sharding = sharding_of(range(num_hosts))
         hosts = [
             iterator.HostIterator(data, sharding=sharding, global_batch_size=size)
@@ -96,10 +88,10 @@ def hosts_of(monkeypatch, tmp_path_factory):
             return results
 
         def load():
-            copied = tmp_path_factory.mktemp("loaded")
-            shutil.copytree(directory, copied, dirs_exist_ok=True)
-            on_each(lambda host: host.load(copied, state.read(copied)))
-            return copied
+            directory = tmp_path_factory.mktemp("loaded")
+            world.write(directory)
+            on_each(lambda host: host.load(directory, state.read(directory)))
+            return directory
 
         def saved():
             to = tmp_path_factory.mktemp("saved")
@@ -192,7 +184,9 @@ def test_hosts_that_change_differently_are_both_told(monkeypatch, hosts):
 
 def ending(num_shards, lengths):
     def make_shard(shard):
-        return numbers(shard, length=lengths[shard % len(lengths)])
+        numbers = grain.MapDataset.range(lengths[shard % len(lengths)])
+        rows = numbers.map(lambda n: {"x": np.array([shard, n + 1])})
+        return rows.to_iter_dataset(pipelines.IN_CALLER)
 
     data = sharded_data.sharded(
         make_shard, num_shards=num_shards, pipeline="numbers", end="padded"

@@ -50,14 +50,10 @@ def test_every_weight_has_turns(weights):
     assert all(one < two for one, two in itertools.pairwise(ends))
 
 
-def parts(*names, **lengths):
-    """Datasets of the elements (name, 0), (name, 1) and so on."""
-    return {
-        name: grain.MapDataset.range(lengths.get(name, 10**6))
-        .to_iter_dataset(pipelines.IN_CALLER)
-        .map(lambda number, name=name: (name, int(number)))
-        for name in [*names, *lengths]
-    }
+def part(name, length=99):
+    """A dataset of the elements (name, 0), (name, 1) and so on."""
+    numbers = grain.MapDataset.range(length).map(lambda n: (name, int(n)))
+    return numbers.to_iter_dataset(pipelines.IN_CALLER)
 
 
 def saved(elements):
@@ -74,8 +70,8 @@ def test_the_schedule_is_frozen():
             "caabacbabaabacaabacbacaa",
         )
     ):
-        mixture = mixing.Mixture(parts(*weights), weights, shard=shard)
-        elements = itertools.islice(mixture, 24)
+        parts = {name: part(name) for name in weights}
+        elements = itertools.islice(mixing.Mixture(parts, weights, shard=shard), 24)
         assert "".join(name for name, _ in elements) == expected
         ordered = dict(sorted(weights.items()))
         assert "".join(names_of(ordered, range(24), shard)) == expected
@@ -94,19 +90,18 @@ def test_datasets_that_end_leave_the_others_to_go_on_from_any_state(
     datasets, shard, at_a_time
 ):
     weights = {name: weight for name, (weight, _) in datasets.items()}
-    lengths = {name: length for name, (_, length) in datasets.items()}
-    mixture = mixing.Mixture(parts(**lengths), weights, shard=shard)
+    parts = {name: part(name, length) for name, (_, length) in datasets.items()}
+    mixture = mixing.Mixture(parts, weights, shard=shard)
     expected = list(mixture)
-    assert sorted(expected) == sorted(
-        (name, number) for name, length in lengths.items() for number in range(length)
-    )
+    assert sorted(expected) == sorted(itertools.chain(*parts.values()))
     elements = iter(mixture)
     states, found = [(0, saved(elements))], []
     while some := shard_steps.take(elements, at_a_time):
         found += some
         states.append((len(found), saved(elements)))
     assert found == expected
-    assert mixing.taken([states[-1][1]] * 2) == {n: 2 * lengths[n] for n in lengths}
+    taken = {name: 2 * length for name, (_, length) in datasets.items()}
+    assert mixing.taken([states[-1][1]] * 2) == taken
     for number, state in reversed(states):
         later = iter(mixture)
         later.set_state(state)
@@ -116,7 +111,7 @@ def test_datasets_that_end_leave_the_others_to_go_on_from_any_state(
 
 def test_what_is_before_an_error_is_taken_first_and_the_error_comes_again():
     numbers = corpora.Numbers(blocks=((10,),), corrupt=frozenset({5}))
-    failing = {**parts("a"), "b": source_contract.read(numbers, 0, 1)}
+    failing = {"a": part("a"), "b": source_contract.read(numbers, 0, 1)}
     elements = iter(mixing.Mixture(failing, {"a": 3, "b": 2}, shard=0))
     assert len(shard_steps.take(elements, 100)) > 5
     state = saved(elements)
