@@ -292,12 +292,12 @@ def test_no_worker_runs_a_shard_of_another_if_there_are_as_many_as_suggested(
     num_shards = rows.suggest_num_shards(
         [1, 2, 3, 4, 6], [6, 12], loader_workers=[1, num_workers]
     )
-    run = []
-    for placement in rows.in_order(num_ranks, size):
-        for first in range(num_workers):
-            worker = dataclasses.replace(placement, every=num_workers, first=first)
-            run += worker.shards(num_shards, 24).tolist()
-    assert sorted(run) == list(range(num_shards))
+    placements = [
+        dataclasses.replace(each, every=num_workers, first=number)
+        for each in rows.in_order(num_ranks, size)
+        for number in range(num_workers)
+    ]
+    assert rows.shard_reads(num_shards, placements) == 1
 
 
 def test_entries_that_do_not_belong_together_are_refused():
