@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.core import background
-from elastic_ckpt.data import local_batches, prefetch, sharded_data
+from elastic_ckpt.data import local_batches, positional_data, prefetch
 from tests import pipelines
 
 
@@ -143,11 +143,10 @@ def test_rows_are_not_read_by_two_threads_when_they_move_to_a_state():
         busy.release()
         return {"x": np.array(n)}
 
-    numbers = grain.MapDataset.range(100).map(row)
-    data = sharded_data.sharded(
-        lambda shard: numbers[shard::2].to_iter_dataset(pipelines.IN_CALLER),
-        num_shards=2,
+    data = positional_data.positional(
+        grain.MapDataset.range(100).map(row),
         pipeline="numbers",
+        read_options=pipelines.IN_CALLER,
     )
     one = local_batches.LocalBatches(data, global_batch_size=2, read_ahead=4)
     state = one.get_state()
