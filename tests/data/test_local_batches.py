@@ -94,6 +94,7 @@ def next_rows(ranks):
     return list(itertools.chain.from_iterable(worlds.by_row(next(r)) for r in ranks))
 
 
+# Ranks and rows; workers; batches ahead, and taken; how old a state, and its form.
 WORLDS = st.tuples(
     st.sampled_from(
         [(r, b) for b in (6, 12, 24, 8, 5) for r in (1, 2, 3) if not b % r]
