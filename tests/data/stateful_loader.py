@@ -14,11 +14,10 @@ SIZE = 12
 
 
 def mixture():
-    return sharded_data.sharded(
-        functools.partial(pipelines.mixture, num_shards=48, packing="first_fit"),
-        num_shards=48,
-        pipeline="mixture",
+    make_shard = functools.partial(
+        pipelines.mixture, num_shards=48, packing="first_fit"
     )
+    return sharded_data.sharded(make_shard, num_shards=48, pipeline="mixture")
 
 
 def numbers(shard):
@@ -71,14 +70,9 @@ def changing_worlds():
         states = json.loads(json.dumps([rank.state_dict() for rank in ranks]))
 
 
-def later_iterations(num_workers, context):
+def later_iterations(**options):
     """An iteration goes on where the one before stopped, in workers too."""
-    one = [iter(loader())]
-    made = loader(
-        num_workers=num_workers,
-        multiprocessing_context=context,
-        persistent_workers=num_workers > 0,
-    )
+    one, made = [iter(loader())], loader(**options)
     for _ in range(2):
         batches = [iter(made)]
         for _ in range(3):
@@ -109,8 +103,10 @@ def passes(num_workers):
 
 if __name__ == "__main__":
     changing_worlds()
-    for arguments in ((0, None), (2, "forkserver")):
-        later_iterations(*arguments)
+    later_iterations()
+    later_iterations(
+        num_workers=2, multiprocessing_context="forkserver", persistent_workers=True
+    )
     for num_workers in (0, 1, 3):
         passes(num_workers)
     print("all are equal")
