@@ -84,13 +84,6 @@ def spoil(file: str, marker: bytes) -> None:
     path.write_bytes(content)
 
 
-def spoil_encoding(file: str, marker: bytes) -> None:
-    """Makes the text at a marker one that is not UTF-8."""
-    path = pathlib.Path(file)
-    content = path.read_bytes()
-    path.write_bytes(content.replace(marker, b"\xff" + marker[1:]))
-
-
 def upload(file: str, directory: str) -> str:
     """Copies `file` to fsspec's store in memory, which outlives the test."""
     uri = f"memory://{directory}/{pathlib.Path(file).name}"

@@ -1,6 +1,5 @@
 """Hugging Face's datasets on disk, and files of Polars."""
 
-import pathlib
 import types
 
 import numpy as np
@@ -24,8 +23,9 @@ class Dataset(types.SimpleNamespace):
 
 
 def test_a_dataset_of_hugging_face_is_read_if_it_is_what_its_files_are(tmp_path):
-    file = test_contract.TestArrow().write(tmp_path / "data", ELEMENTS)
-    whole = {"cache_files": [{"filename": file}], "_indices": None, "length": 20}
+    test_contract.TestArrow().write(tmp_path / "a", ELEMENTS)
+    cache_files = [{"filename": str(tmp_path / "a")}]
+    whole = {"cache_files": cache_files, "_indices": None, "length": 20}
     assert texts(arrow.from_hf(Dataset(**whole), columns=("text",))) == TEXTS
     for dataset, match in (
         (Dataset(**whole | {"_indices": np.arange(20)}), "and in their order; save"),
@@ -39,7 +39,8 @@ def test_a_dataset_of_hugging_face_is_read_if_it_is_what_its_files_are(tmp_path)
 
 
 def test_a_file_without_the_length_of_its_schema_is_read_as_polars_writes_it(tmp_path):
-    path = pathlib.Path(test_contract.TestArrowFile().write(tmp_path / "a", ELEMENTS))
+    path = tmp_path / "a"
+    test_contract.TestArrowFile().write(path, ELEMENTS)
     content = path.read_bytes()
     # A message begins with a mark and its length.
     path.write_bytes(content[:8] + content[16:])

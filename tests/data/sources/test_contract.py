@@ -1,9 +1,9 @@
 """Files of every format fulfil the contract of sources."""
 
+import functools
 import gzip
 import io
 import json
-import pathlib
 import struct
 import tarfile
 
@@ -15,17 +15,17 @@ import pytest
 from elastic_ckpt.data.sources import (
     arrayrecord,
     arrow,
-    decoded,
     lines,
     megatron,
     parquet,
-    record_format,
-    source,
     tfrecord,
     webdataset,
 )
-from tests import corpora, megatron_files, source_contract
+from tests import corpora, megatron_files, source_contract, tfrecord_files
 from tests.source_contract import BLOCK, CORRUPT
+
+# Begins what is compressed by zstd.
+FRAME = b"\x28\xb5\x2f\xfd"
 
 
 def tar(members, kind=tarfile.USTAR_FORMAT):
@@ -39,14 +39,11 @@ def tar(members, kind=tarfile.USTAR_FORMAT):
     return archived.getvalue()
 
 
-class TestArrayRecord(source_contract.SourceContract):
-    def write(self, path, elements):
-        return corpora.write_arrayrecord(path, elements)
-
-    def make(self, files, columns=()):
-        return arrayrecord.ArrayRecord(
-            files=files, columns=columns, record_format=record_format.TF_EXAMPLE
-        )
+class TestArrayRecord(source_contract.DamageContract):
+    reader = staticmethod(
+        functools.partial(arrayrecord.ArrayRecord, record_format="tf_example")
+    )
+    write = staticmethod(corpora.write_arrayrecord)
 
     def as_read(self, element):
         return {**element, "text": element["text"].encode()}
@@ -55,30 +52,39 @@ class TestArrayRecord(source_contract.SourceContract):
         arrayrecord._opened.cache_clear()
 
 
-class TestTFRecord(TestArrayRecord):
-    may_be_joined = True
+class TestChunksOfArrayRecord(TestArrayRecord):
+    """A corrupt chunk loses its records and no other."""
+
+    place = "record 1[2-5]:"
+    lost = range(12, 16)
 
     def write(self, path, elements):
-        return corpora.write_tfrecord(path, elements)
+        examples = list(map(tfrecord_files.example, elements))
+        corpora.write_records(path, examples, options="group_size:4,uncompressed")
 
-    def make(self, files, columns=()):
-        return tfrecord.TFRecord(files=files, columns=columns)
+
+class TestTFRecord(TestArrayRecord):
+    reader = tfrecord.TFRecord
+    write = staticmethod(corpora.write_tfrecord)
+    chains = (0, 0, 0, 0)
+    may_be_joined = True
 
 
 class TestLengthOfTFRecord(TestTFRecord):
     """The length of a record is spoilt: the rest of its block is lost."""
 
-    def spoil(self, file):
-        content, end = pathlib.Path(file).read_bytes(), 0
+    lost = range(CORRUPT, 16)
+
+    def spoilt(self, content):
+        at = 0
         for _ in range(CORRUPT):
-            end += 16 + struct.unpack_from("<Q", content, end)[0]
-        corpora.spoil(file, content[end:])
-
-    def lost_with(self, number):
-        return set(range(number, (number // BLOCK + 1) * BLOCK))
+            at += 16 + struct.unpack_from("<Q", content, at)[0]
+        return content[:at] + b"\xff" + content[at + 1 :]
 
 
-class TestJsonLines(source_contract.SourceContract):
+class TestJsonLines(source_contract.DamageContract):
+    reader = lines.JsonLines
+    chains = (0, 0, 0, 0)
     # A file without its last end of line is whole.
     least_cut = 2
     may_be_joined = True
@@ -86,26 +92,22 @@ class TestJsonLines(source_contract.SourceContract):
     def write(self, path, elements):
         plain = [{**each, "tokens": each["tokens"].tolist()} for each in elements]
         path.write_text("".join(json.dumps(each) + "\n" for each in plain))
-        return str(path)
 
-    def make(self, files, columns=()):
-        return lines.JsonLines(files=files, columns=columns)
-
-    def spoil(self, file):
-        corpora.spoil_encoding(file, b"text %d " % CORRUPT)
+    def spoilt(self, content):
+        return content.replace(b"text 13 ", b"\xffext 13 ")
 
 
-class TestText(source_contract.SourceContract):
+class TestText(source_contract.DamageContract):
+    reader = lines.Text
     columns = ("text",)
+    chains = (0, 0, 0, 0)
+    # Any text is whole.
+    least_cut = 0
     may_be_joined = True
-    spoil = TestJsonLines.spoil
+    spoilt = TestJsonLines.spoilt
 
     def write(self, path, elements):
         path.write_text("".join(each["text"] + "\n" for each in elements))
-        return str(path)
-
-    def make(self, files, columns=()):
-        return lines.Text(files=files, columns=columns)
 
     def as_read(self, element):
         return {"text": element["text"]}
@@ -113,128 +115,94 @@ class TestText(source_contract.SourceContract):
     def number_of(self, element):
         return int(element["text"].split()[1])
 
-    def test_a_file_cut_short_is_named(self):
-        """Any text is whole."""
-
 
 class TestGzip(TestJsonLines):
+    """The file ends in the middle of a record: the rest of it is lost."""
+
     suffix = ".gz"
-    damage = False
     least_cut = 1
+    lost = range(CORRUPT, 20)
+
+    @pytest.fixture(autouse=True)
+    def small_reads(self, monkeypatch):
+        monkeypatch.setattr(lines, "_BUFFER_BYTES", 8)
 
     def write(self, path, elements):
         super().write(path, elements)
         path.write_bytes(gzip.compress(path.read_bytes(), 0, mtime=0))
-        return str(path)
 
-    def test_blocks_are_a_chain(self, dataset):
-        assert source.indexes(dataset)[2].chain(2) == range(4)
+    def spoilt(self, content):
+        return content[: content.index(b"text 13 ")]
 
 
 class TestZstd(TestGzip):
+    """The file ends in the middle of its only frame."""
+
     suffix = ".zst"
     equal_sizes = False
+    place = "(record 0|zst):"
+    lost = range(20)
 
     def write(self, path, elements):
         TestJsonLines.write(self, path, elements)
         content = path.read_bytes()
         with pa.CompressedOutputStream(str(path), "zstd") as stream:
             stream.write(content)
-        return str(path)
+
+    def spoilt(self, content):
+        return content[:-20]
 
 
-class OfColumns(source_contract.SourceContract):
-    def lost_with(self, number):
-        first = number // BLOCK * BLOCK
-        return set(range(first, first + BLOCK))
+class TestParquet(source_contract.DamageContract):
+    reader = parquet.Parquet
+    write = staticmethod(corpora.write_parquet)
+    place = "row group 1:"
+    lost = range(8, 16)
 
-    def test_blocks_are_those_of_the_file(self, dataset):
-        sizes = [index.block_records.tolist() for index in source.indexes(dataset)]
-        assert [list(filter(None, each)) for each in sizes] == [
-            [8, 8, 4],
-            [],
-            [8, 8, 8, 4],
-        ]
-
-
-class TestParquet(OfColumns):
-    def write(self, path, elements):
-        return corpora.write_parquet(path, elements, group_rows=BLOCK)
-
-    def make(self, files, columns=()):
-        return parquet.Parquet(files=files, columns=columns)
-
-    def place_of(self, number):
-        return f"row group {number // BLOCK}:"
-
-    def write_first(self, directory, first):
+    def write_of_equal_size(self, path, elements):
         # Without checksums, which take more or fewer bytes.
-        directory.mkdir(exist_ok=True)
-        table = pa.Table.from_pylist(corpora.documents(first, first + 20))
+        table = pa.Table.from_pylist(elements)
         options = {"compression": "none", "use_dictionary": False}
-        pq.write_table(table, directory / "part", row_group_size=BLOCK, **options)
-        return str(directory / "part")
+        pq.write_table(table, path, row_group_size=BLOCK, **options)
 
 
 class TestLargeRowGroups(TestParquet):
     """A row group is read in parts of a row, and stays open in between."""
 
-    @pytest.fixture(autouse=True)
-    def small_parts(self, monkeypatch):
-        monkeypatch.setattr(source, "BLOCK_BYTES", 1)
-        monkeypatch.setattr(decoded, "_MAX_OPEN", 2)
+    block_bytes = 1
+    blocks = (1,) * 28
+    chains = (0,) * 20 + (1,) * 8
+    place = "row group 0:"
+    # From the first row of its page on.
+    lost = range(12, 20)
 
     def write(self, path, elements):
-        return corpora.write_parquet(path, elements, group_rows=20)
-
-    def place_of(self, number):
-        return f"row group {number // 20}:"
-
-    def lost_with(self, number):
-        # From the first row of its page on.
-        return set(range(number - 1, 20))
-
-    def test_blocks_are_those_of_the_file(self, dataset):
-        index = source.indexes(dataset)[2]
-        assert index.block_records.tolist() == [1] * 28
-        assert [index.chain(block) for block in (7, 20)] == [range(20), range(20, 28)]
-        source_contract.read_all(dataset, 7, num_epochs=1)
-        assert len(decoded._OPEN) <= 2
+        corpora.write_parquet(path, elements, group_rows=20)
 
 
-class TestArrow(OfColumns):
-    spoil = TestJsonLines.spoil
+class TestArrow(source_contract.DamageContract):
+    reader = arrow.Arrow
+    spoilt = TestJsonLines.spoilt
     new, compression = staticmethod(pa.ipc.new_stream), None
     # The mark at the end of a stream may be missing.
     least_cut = 9
+    place = "record batch at byte [0-9]+:"
+    lost = range(8, 16)
 
     def write(self, path, elements):
         table = pa.Table.from_pylist(elements, corpora._COLUMNS)
         options = pa.ipc.IpcWriteOptions(compression=self.compression)
         with self.new(str(path), table.schema, options=options) as writer:
             writer.write_table(table, max_chunksize=BLOCK)
-        return str(path)
-
-    def make(self, files, columns=()):
-        return arrow.Arrow(files=files, columns=columns)
-
-    def place_of(self, number):
-        del number
-        return "record batch at byte [0-9]+:"
 
 
 class TestLargeRecordBatches(TestArrow):
     """A record batch is read in parts of a row."""
 
-    @pytest.fixture(autouse=True)
-    def small_parts(self, monkeypatch):
-        monkeypatch.setattr(source, "BLOCK_BYTES", 1)
-
-    def lost_with(self, number):
-        return {number}
-
-    def test_blocks_are_those_of_the_file(self, dataset):
-        assert source.indexes(dataset)[2].block_records.tolist() == [1] * 28
+    block_bytes = 1
+    blocks = (1,) * 28
+    chains = tuple(range(28))
+    lost = (CORRUPT,)
 
 
 class TestArrowFile(TestArrow):
@@ -244,54 +212,68 @@ class TestArrowFile(TestArrow):
 
 class TestCompressedArrow(TestArrow):
     compression = "zstd"
-    damage = equal_sizes = False
+    equal_sizes = False
+
+    def spoilt(self, content):
+        # The three record batches have as many frames each.
+        before, *frames = content.split(FRAME)
+        frames[len(frames) // 2] = bytes(len(frames[len(frames) // 2]))
+        return FRAME.join([before, *frames])
 
 
 class TestMegatron(source_contract.SourceContract):
+    reader = megatron.Megatron
     suffix = ".bin"
     columns = ("tokens",)
-    damage = False
 
     def write(self, path, elements):
         held = [np.array_split(each["tokens"], 2) for each in elements]
-        return megatron_files.write(path.parent, held, np.int64, name=path.stem)
-
-    def make(self, files, columns=()):
-        return megatron.Megatron(files=files, columns=columns)
+        megatron_files.write(path.parent, held, np.int64, name=path.stem)
 
     def as_read(self, element):
         return {"tokens": element["tokens"]}
 
 
-class TestWebDataset(source_contract.SourceContract):
+class TestWebDataset(source_contract.DamageContract):
+    reader = webdataset.WebDataset
+    chains = (0, 0, 0, 0)
     # An archive is filled up with zeros.
     least_cut = 9 * 1024
+    lost = range(CORRUPT, 16)
+    kind, directory = tarfile.USTAR_FORMAT, "all"
 
     def write(self, path, elements):
         members = [
-            (f"all/{number:04}.{name}", content)
+            (f"{self.directory}/{number:04}.{name}", content)
             for number, element in enumerate(elements)
             for name, content in self._fields(element).items()
         ]
-        path.write_bytes(tar(members))
-        return str(path)
-
-    def make(self, files, columns=()):
-        return webdataset.WebDataset(files=files, columns=columns)
+        directory = tarfile.TarInfo("directory.all")
+        directory.type = tarfile.DIRTYPE
+        path.write_bytes(directory.tobuf() + tar(members, self.kind))
 
     def as_read(self, element):
         number = self.number_of(element)
-        number -= 20 if number >= 20 else 0
-        return {"__key__": f"all/{number:04}", **self._fields(element)}
+        key = f"{self.directory}/{number - 20 * (number >= 20):04}"
+        return {"__key__": key, **self._fields(element)}
 
     def _fields(self, element):
-        return {"text": element["text"].encode(), "tokens": element["tokens"].tobytes()}
+        return {
+            "text": element["text"].encode(),
+            "tokens": element["tokens"].tobytes(),
+            "seg.png": b"" if self.number_of(element) % 3 else b"mask",
+        }
 
-    def lost_with(self, number):
-        return set(range(number, (number // BLOCK + 1) * BLOCK))
+    def spoilt(self, content):
+        at = content.index(b"/0013.tokens")
+        return content[:at] + b"\xff" * 600 + content[at + 600 :]
 
-    def spoil(self, file):
-        path = pathlib.Path(file)
-        content = path.read_bytes()
-        at = content.index(b"all/%04d.tokens" % CORRUPT)
-        path.write_bytes(content[:at] + b"\xff" * 200 + content[at + 200 :])
+
+class TestLongNames(TestWebDataset):
+    """Names that need headers of their own."""
+
+    kind, directory = tarfile.GNU_FORMAT, "a" * 150
+
+
+class TestPax(TestLongNames):
+    kind = tarfile.PAX_FORMAT

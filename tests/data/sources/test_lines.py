@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from elastic_ckpt.data.sources import lines, source
-from tests import source_contract
+from elastic_ckpt.data.sources import lines
+from tests.source_contract import in_order, texts
 
 LINES = [f"line {number} é" for number in range(20)]
 MARK = codecs.BOM_UTF8
@@ -43,31 +43,7 @@ def zstd(content):
 def test_everything_but_blank_lines_is_read(tmp_path, make, suffix, content, expected):
     path = tmp_path / f"a{suffix}"
     path.write_bytes(content)
-    assert source_contract.texts(make(files=(str(path),))) == expected
-
-
-@pytest.mark.parametrize(("suffix", "compress"), [(".gz", gz), (".zst", zstd)])
-def test_damage_in_a_compressed_file_loses_its_rest(
-    tmp_path, monkeypatch, suffix, compress
-):
-    monkeypatch.setattr(lines, "_BUFFER_BYTES", 4096)
-    path = tmp_path / f"a.txt{suffix}"
-    content = b"".join(b"text %d\n" % number for number in range(100_000))
-    path.write_bytes(compress(content))
-    dataset = lines.Text(files=(str(path),))
-    source.indexes(dataset)
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
-    reading = {"num_epochs": 1, "skip_corrupt": True}
-    iterator = iter(source_contract.read(dataset, 0, 1, **reading))
-    num_read = sum(1 for _ in iterator)
-    assert 0 < num_read < 100_000
-    assert iterator.get_state()["skipped"] == 100_000 - num_read
-    # What is lost does not depend on where reading began.
-    for begin in (1, num_read // 2, num_read - 7, num_read):
-        resumed = iter(source_contract.read(dataset, 0, 1, **reading))
-        resumed.set_state({"epoch": 0, "taken": begin})
-        assert sum(1 for _ in resumed) == num_read - begin
+    assert texts(make(files=(str(path),))) == expected
 
 
 @pytest.mark.parametrize(
@@ -88,9 +64,7 @@ def test_lists_of_one_kind_of_numbers_are_arrays_and_no_value_is_rounded(
 ):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"a": value}))
-    dataset = lines.JsonLines(files=(str(path),))
-    (element,) = source_contract.in_order(dataset)
-    actual = element["a"]
+    actual = in_order(lines.JsonLines(files=(str(path),)))[0]["a"]
     assert type(actual) is (np.ndarray if dtype else list)
     assert getattr(actual, "dtype", None) == dtype
     assert list(actual) == value
