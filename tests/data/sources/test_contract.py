@@ -82,6 +82,14 @@ class TestLengthOfTFRecord(TestTFRecord):
         return content[:at] + b"\xff" + content[at + 1 :]
 
 
+class TestLargeRecords(TestTFRecord):
+    """Blocks of a record are read in runs."""
+
+    block_bytes = 1
+    blocks = (1,) * 28
+    chains = tuple(number // 8 for number in range(28))
+
+
 class TestJsonLines(source_contract.DamageContract):
     reader = lines.JsonLines
     chains = (0, 0, 0, 0)

@@ -1,8 +1,14 @@
+"""Indexes of files, and identities."""
+
+import types
+
+import numpy as np
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data.sources import source
-from tests import corpora
+from elastic_ckpt.data.sources import arrow, source, tfrecord
+from tests import corpora, source_contract, tfrecord_files
+from tests.data.sources import test_contract
 
 
 def numbers(*blocks):
@@ -41,7 +47,9 @@ def test_an_index_that_cannot_be_read_is_tried_again(failures, refusal, num_trie
     assert tries == ["/data/numbers-0"] * num_tries
 
 
-def test_any_other_blocks_have_another_fingerprint():
+@pytest.mark.parametrize("max_named", [1024, 1])
+def test_any_other_blocks_have_another_fingerprint(monkeypatch, max_named):
+    monkeypatch.setattr(source, "_MAX_NAMED", max_named)
     sources = [
         numbers((3, 4), (5,)),
         numbers((4, 3), (5,)),
@@ -56,10 +64,80 @@ def test_any_other_blocks_have_another_fingerprint():
 
 def test_the_identity_of_many_files_is_folded(monkeypatch):
     monkeypatch.setattr(source, "_MAX_NAMED", 3)
-    dataset = numbers(*[(1,)] * 5)
-    (entry,) = source.identity(dataset)["files"]
+    (entry,) = source.identity(numbers(*[(1,)] * 5))["files"]
     assert entry[:3] == ["numbers-0 and 4 more", 40, 5]
     assert len(source.identity(numbers(*[(1,)] * 3))["files"]) == 3
-    # The fingerprint still depends on each file.
-    moved = [(1,), (1,), (1,), (2,), (0,)]
-    assert source.fingerprint(numbers(*moved)) != source.fingerprint(dataset)
+
+
+@pytest.fixture
+def file(tmp_path):
+    tfrecord_files.write(tmp_path / "a", (b"%d" % number for number in range(3000)))
+    return tmp_path / "a"
+
+
+def raw(file):
+    return tfrecord.TFRecord(files=(str(file),), record_format="bytes")
+
+
+@pytest.mark.parametrize("spoilt", [b"{", b'{"version": 1}', None])
+def test_a_file_is_walked_over_once_unless_the_kept_index_is_spoilt(
+    file, own_cache, monkeypatch, spoilt
+):
+    walked, walk = [], tfrecord.TFRecord._find
+
+    def counted(self, file):
+        walked.append(file)
+        return walk(self, file)
+
+    def blocks(file):
+        """The sizes of the blocks of a file, as another process would find them."""
+        return raw(file).index(str(file)).block_records.tolist()
+
+    monkeypatch.setattr(tfrecord.TFRecord, "_find", counted)
+    first = blocks(file)
+    (kept,) = (own_cache / "elastic_ckpt" / "tfrecord").iterdir()
+    monkeypatch.chdir(file.parent)
+    assert blocks(file) == blocks("a") == first == [256] * 11 + [184]
+    assert len(walked) == 1
+    good = kept.read_bytes()
+    kept.write_bytes(spoilt or good.replace(b"184", b"183"))
+    assert blocks(file) == first
+    assert kept.read_bytes() == good
+    assert len(walked) == 2
+
+
+def test_a_block_that_ends_elsewhere_than_its_index_says_is_refused(file):
+    dataset = raw(file)
+    source.indexes(dataset)
+    # One record takes the place of the first two.
+    content = file.read_bytes()
+    one = tfrecord_files.framed(bytes(18))
+    file.write_bytes(one + content[len(one) :])
+    match = "/a: block 0 has 255 records: the file has changed during the run"
+    with pytest.raises(errors.DataError, match=match):
+        source_contract.texts(dataset)
+
+
+class Dataset(types.SimpleNamespace):
+    """A stand-in of `datasets.Dataset` with what `from_hf` looks at."""
+
+    def __len__(self):
+        return self.length
+
+
+def test_a_dataset_of_hugging_face_is_read_if_it_is_what_its_files_are(tmp_path):
+    elements = corpora.documents(0, 20)
+    test_contract.TestArrow().write(tmp_path / "a", elements)
+    cache_files = [{"filename": str(tmp_path / "a")}]
+    whole = {"cache_files": cache_files, "_indices": None, "length": 20}
+    read = source_contract.texts(arrow.from_hf(Dataset(**whole), columns=("text",)))
+    assert read == [each["text"] for each in elements]
+    for dataset, match in (
+        (Dataset(**whole | {"_indices": np.arange(20)}), "and in their order; save"),
+        (Dataset(**whole | {"length": 10}), "all of them and in their order; save"),
+        (Dataset(**whole | {"cache_files": []}), "this Dataset is no .* on disk"),
+        ({"train": Dataset(**whole)}, "this dict is no .*; save one split"),
+        ([1, 2], "this list is no"),
+    ):
+        with pytest.raises(errors.ConfigError, match=match):
+            arrow.from_hf(dataset)

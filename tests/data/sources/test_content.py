@@ -1,12 +1,15 @@
-"""Files from which a reader could lose records, or parts of them, without a word."""
+"""What is read of the content of files, and files of which some would be lost."""
 
+import codecs
 import functools
 import gzip
 import io
+import json
 import pathlib
 import re
 import tarfile
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -75,10 +78,10 @@ def array_record(*texts):
     return path.read_bytes()
 
 
-def made(make, content, **options):
-    path = pathlib.Path("data")
+def made(make, content, suffix=""):
+    path = pathlib.Path(f"data{suffix}")
     path.write_bytes(content() if callable(content) else content)
-    return make(files=(str(path),), **options)
+    return make(files=(str(path),))
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +89,7 @@ def own_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+TEXT, WHOLE = lines.Text, functools.partial(lines.Text, whole_files=True)
 WEB, JSON, ARROW, PARQUET, RECORDS = (
     webdataset.WebDataset,
     lines.JsonLines,
@@ -93,6 +97,101 @@ WEB, JSON, ARROW, PARQUET, RECORDS = (
     parquet.Parquet,
     tfrecord.TFRecord,
 )
+RAW = functools.partial(tfrecord.TFRecord, record_format="bytes")
+RAW_ARRAYS = arrayrecord.ArrayRecord
+# The bytes are in the names of tests, so that they must not have the time.
+gz, zstd = functools.partial(gzip.compress, mtime=0), pa.Codec("zstd").compress
+MARK, LINES = codecs.BOM_UTF8, [f"line {number} é" for number in range(20)]
+# What TensorFlow writes: two records of TensorBoard's own tests, and the example of its
+# tutorial "TFRecord and tf.train.Example".
+EVENTS = [
+    b"\t\x00\x00\xc0%\xddu\xd5A\x1a\rbrain.Event:1",
+    b"\t\x00\x00\x00'\xe6\xb3\xd5A\x1a\rbrain.Event:2",
+]
+EVENT_FILE = (
+    b'\x18\x00\x00\x00\x00\x00\x00\x00\xa3\x7fK"%b\xec\xf32\x8d'
+    b'\x18\x00\x00\x00\x00\x00\x00\x00\xa3\x7fK"%bjM\x0b\x15'
+) % (*EVENTS,)
+EXAMPLE = (
+    b"\nR\n\x11\n\x08feature0\x12\x05\x1a\x03\n\x01\x00"
+    b"\n\x11\n\x08feature1\x12\x05\x1a\x03\n\x01\x04"
+    b"\n\x14\n\x08feature2\x12\x08\n\x06\n\x04goat"
+    b"\n\x14\n\x08feature3\x12\x08\x12\x06\n\x04[\xd3|?"
+)
+FEATURES = {
+    "feature0": np.array([0]),
+    "feature1": np.array([4]),
+    "feature2": b"goat",
+    "feature3": np.float32([0.9876]),
+}
+OTHER_FEATURES = {
+    "several": [b"", b"\xff"],
+    "integers": np.array([-(2**63), 2**63 - 1]),
+    "none": np.array([], np.int64),
+    "floats": np.float32([0.1, -2.5]),
+}
+
+
+def polars():
+    """A file without the length of its first message, as Polars writes it."""
+    content = ipc(FEW, pa.ipc.new_file)
+    return content[:8] + content[16:]
+
+
+@pytest.mark.parametrize(
+    ("make", "suffix", "content", "expected"),
+    [
+        (TEXT, "", "\r\n".join(LINES).encode(), LINES),
+        (TEXT, ".gz", gz("\n".join(LINES).encode()), LINES),
+        (TEXT, ".zst", zstd("\n\n  \n".join(LINES).encode(), asbytes=True), LINES),
+        (TEXT, ".gz", gz(b"a\nb") + gz(b"c"), ["a", "bc"]),
+        (TEXT, "", MARK + b"a\nb\n", ["a", "b"]),
+        (TEXT, "", MARK + b"\na", ["a"]),
+        (TEXT, ".gz", gz(MARK + b"a\nb\n"), ["a", "b"]),
+        (WHOLE, "", MARK + b"a\nb\n", ["a\nb\n"]),
+        (WHOLE, ".gz", gz(b"a\n\nb\n"), ["a\n\nb\n"]),
+        (JSON, "", MARK + b'{"text": "a"}\n{"text": "b"}', ["a", "b"]),
+        (JSON, "", rb'{"text": "\ud83d\ude00"}', ["\U0001f600"]),
+        (JSON, "", rb'{"text": "\\ud800"}', ["\\ud800"]),
+        (ARROW, "", polars(), ["a", "b"]),
+        (RAW, "", EVENT_FILE, EVENTS),
+        (
+            RAW,
+            "",
+            tfrecord_files.framed(b"") + tfrecord_files.framed(b"a"),
+            [b"", b"a"],
+        ),
+        (RAW_ARRAYS, "", lambda: array_record(b"", b"a"), [b"", b"a"]),
+    ],
+)
+def test_everything_but_blank_lines_is_read(make, suffix, content, expected):
+    assert source_contract.texts(made(make, content, suffix)) == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array([1, -2, 2**63 - 1]),
+        np.array([0.5, 1.0]),
+        *([1, 2.5], [-1, 2**63], [2**63], [True, 1], [], [[1], [2]]),
+    ],
+)
+def test_lists_of_one_kind_of_numbers_are_arrays_and_no_value_is_rounded(value):
+    content = json.dumps({"text": value}, default=np.ndarray.tolist).encode()
+    (actual,) = source_contract.texts(made(JSON, content))
+    assert source_contract.plain({"a": actual}) == source_contract.plain({"a": value})
+
+
+@pytest.mark.parametrize(
+    ("record", "features"),
+    [(EXAMPLE, FEATURES), (tfrecord_files.example(OTHER_FEATURES), OTHER_FEATURES)],
+)
+def test_an_example_has_its_features(record, features):
+    (element,) = source_contract.in_order(made(RECORDS, tfrecord_files.framed(record)))
+    expected = source_contract.plain({**features, "record": 0})
+    assert source_contract.plain(element) == expected
+
+
 TWICE_NAMED = "has a field that its sample has already .* or the name of a sample"
 LINK = "byte 1024: '9.txt' is a link"
 MORE_TAR = "not a complete webdataset file .the archive ends at byte 1024, and more"
@@ -115,7 +214,7 @@ COMPRESSED = "not a complete tfrecord file .*byte 0; compressed files are not re
         # The size leads back to the header, endlessly.
         (WEB, header(size=-tarfile.BLOCKSIZE), "the size of '9.txt' is damaged"),
         (JSON, b'text\n{"a": 1}\n', "not a complete jsonl .*its first or"),
-        (lines.Text, b"a\0\nb\n", "not a complete text .*it has NUL bytes"),
+        (TEXT, b"a\0\nb\n", "not a complete text .*it has NUL bytes"),
         (ARROW, ipc(FEW) + ipc(FEW, pa.ipc.new_file), MORE_ARROW),
         (ARROW, ipc(FEW, pa.ipc.new_file) + ipc(FEW), NO_ARROW),
         (ARROW, ipc(FEW) + b"more", MORE_ARROW),
@@ -126,7 +225,7 @@ COMPRESSED = "not a complete tfrecord file .*byte 0; compressed files are not re
         (PARQUET, parquet_file(MORE) + parquet_file(FEW), ANOTHER),
         (PARQUET, parquet_file(TWICE), "column 'text' is there twice"),
         (
-            arrayrecord.ArrayRecord,
+            RAW_ARRAYS,
             lambda: array_record(b"a") + array_record(*[b"more"] * 99_999),
             "not a complete ArrayRecord file",
         ),
