@@ -162,6 +162,9 @@ REFUSALS = {
     "a file twice": Refusal(
         lambda _: ec.data.ArrayRecord(files=("a", "b", "a")), "has 'a' twice; name it"
     ),
+    "an index of Megatron": Refusal(
+        lambda _: ec.data.Megatron(files=("data.idx",)), "data.idx is no .bin file"
+    ),
     "a tokenizer that there is none of": Refusal(
         lambda _: tokenizers.load("spm", "t.model"),
         "'spm' .*choose bytes without a path, or sentencepiece with a .*, tiktoken",
@@ -188,6 +191,22 @@ REFUSALS = {
     "a packing that there is none of": Refusal(
         lambda _: rows.Rows(numbers(0), packing="best", length=8),
         "packing='best'; choose one of first",
+    ),
+    "rows of no token": Refusal(
+        lambda _: rows.Rows(numbers(0), length=0), "length=0; give 1 or more"
+    ),
+    "a negative window": Refusal(
+        lambda _: rows.Rows(numbers(0), length=8, window=-1), "window=-1; give 0 or m"
+    ),
+    "a limit of documents to rows that cut them anywhere": Refusal(
+        lambda _: rows.Rows(
+            numbers(0), length=8, packing="concat_then_split", max_examples=2
+        ),
+        "max_examples=2 does not work with packing='concat_then_split'",
+    ),
+    "a further feature that rows have": Refusal(
+        lambda _: rows.Rows(numbers(0), length=8, features=("inputs",)),
+        r"\['inputs'\] are there in any case",
     ),
     "a shard that is no iterable dataset": Refusal(
         lambda _: sharded(lambda _: NUMBERS), r"returned a \w+, .*to_iter_dataset\(\)"

@@ -291,23 +291,6 @@ def test_a_document_that_makes_no_row_is_refused(document, more, message):
         list(rows.Rows(source([document]), length=8, **more))
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"length": 0}, "length=0; give 1 or more"),
-        ({"window": -1}, "window=-1; give 0 or more"),
-        (
-            {"max_examples": 2, "packing": rows.CONCAT_THEN_SPLIT},
-            "max_examples=2 does not work with packing='concat_then_split'",
-        ),
-        ({"features": ("inputs",)}, r"\['inputs'\] are there in any case"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(more, message):
-    with pytest.raises(errors.ConfigError, match=message):
-        rows_of([3], **{"length": 8, **more})
-
-
 # Mixtures, whose weights and datasets change at a resume.
 
 

@@ -1,6 +1,5 @@
 """Megatron's indexed datasets."""
 
-import contextlib
 import pathlib
 
 import numpy as np
@@ -12,14 +11,6 @@ from tests import megatron_files
 from tests.source_contract import in_order
 
 
-def documents(number, dtype=np.int32):
-    random = np.random.default_rng(0)
-    return [
-        [random.integers(0, 100, n, dtype) for n in random.integers(0, 9, sequences)]
-        for sequences in random.integers(0, 4, number)
-    ]
-
-
 @pytest.mark.parametrize("dtype", megatron_files.CODES)
 @pytest.mark.parametrize(("gap", "num_shards"), [(0, 5), (8, 1)])
 def test_documents_are_read_as_they_were_written(
@@ -27,10 +18,13 @@ def test_documents_are_read_as_they_were_written(
 ):
     monkeypatch.setattr(source, "BLOCK_RECORDS", 8)
     monkeypatch.setattr(source, "BLOCK_BYTES", 64)
-    held = documents(43, dtype)
-    dataset = megatron.Megatron(
-        files=(megatron_files.write(tmp_path, held, dtype, gap=gap),)
-    )
+    random = np.random.default_rng(0)
+    held = [
+        [random.integers(0, 100, n, dtype) for n in random.integers(0, 9, sequences)]
+        for sequences in random.integers(0, 4, 43)
+    ]
+    file = megatron_files.write(tmp_path, held, dtype, gap=gap)
+    dataset = megatron.Megatron(files=(file,))
     elements = in_order(dataset, num_shards, shuffle_seed=3)
     for element, document in zip(elements, held, strict=True):
         expected = np.concatenate([np.zeros(0, dtype), *document])
@@ -38,6 +32,7 @@ def test_documents_are_read_as_they_were_written(
 
 
 ONE = np.int64(1).tobytes()
+MINUS = b"\xff" * 4
 OTHER = r"data\.bin: its index .*another file"
 NOT_WHOLE = r"data\.idx: not an index.*restore"
 
@@ -53,6 +48,11 @@ NOT_WHOLE = r"data\.idx: not an index.*restore"
         # The first one begins at the second, or the third one before the second.
         (".idx", lambda content: content[:-32] + ONE + content[-24:], OTHER),
         (".idx", lambda content: content[:-16] + ONE + content[-8:], OTHER),
+        # The first sequence has -1 tokens, begins before the file, or ends after it.
+        (".idx", lambda content: content[:34] + MINUS + content[38:], OTHER),
+        (".idx", lambda content: content[:42] + MINUS * 2 + content[50:], OTHER),
+        (".idx", lambda content: content[:34] + b"\x08" + content[35:], OTHER),
+        (".idx", None, r"data\.bin.*(correct|restore)"),
     ],
 )
 def test_an_index_that_is_not_that_of_all_tokens_is_refused(
@@ -60,29 +60,10 @@ def test_an_index_that_is_not_that_of_all_tokens_is_refused(
 ):
     file = megatron_files.write(tmp_path, [[range(3), range(4)], [], []])
     path = pathlib.Path(file).with_suffix(suffix)
-    path.write_bytes(change(path.read_bytes()))
+    content = path.read_bytes()
+    path.unlink()
+    if change:
+        path.write_bytes(change(content))
+    files.forget_all()
     with pytest.raises(errors.DataError, match=match):
         source.indexes(megatron.Megatron(files=(file,)))
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_spoilt_index_is_an_error_or_loses_no_document(tmp_path, seed):
-    random = np.random.default_rng(seed)
-    file = megatron_files.write(tmp_path, documents(30))
-    path = pathlib.Path(file).with_suffix(".idx")
-    content = bytearray(path.read_bytes())
-    for place in random.integers(0, len(content), 3):
-        content[place] ^= 1 << int(random.integers(8))
-    path.write_bytes(bytes(content))
-    with contextlib.suppress(errors.DataError):
-        assert len(in_order(megatron.Megatron(files=(file,)))) == 30
-
-
-def test_a_missing_index_is_named_and_other_files_are_refused(tmp_path):
-    file = megatron_files.write(tmp_path, documents(3))
-    pathlib.Path(file).with_suffix(".idx").unlink()
-    files.forget_all()
-    with pytest.raises(errors.DataError, match=r"data\.bin.*(correct|restore)"):
-        source.indexes(megatron.Megatron(files=(file,)))
-    with pytest.raises(errors.ConfigError, match=r"is no \.bin file"):
-        megatron.Megatron(files=("data.idx",))

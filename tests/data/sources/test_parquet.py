@@ -6,10 +6,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_ckpt.data.sources import columns, parquet, source
+from elastic_ckpt.data.sources import files as source_files
 from tests import corpora
-from tests.source_contract import in_order, read
+from tests.source_contract import in_order, plain_all, read
 
-# Three values for every kind of column.
+
+def arrays(dtype, *more):
+    """Arrays of many lengths, and those of single numbers."""
+    found = [np.arange(n, 3 * n, dtype=dtype) for n in (0, 3, 1, 0, 0, 50, 2)]
+    return found + [np.array([number], dtype) for number in more]
+
+
+# Values of every kind of column.
 KINDS = [
     (pa.int32(), list(np.int32([1, -2, 3]))),
     (pa.float16(), list(np.float16([1, -2.5, 3]))),
@@ -26,6 +34,10 @@ KINDS = [
         [{"a": 1, "b": ["x"]}, {"a": 2, "b": []}, {"a": 3, "b": ["y", "z"]}],
     ),
     (pa.dictionary(pa.int32(), pa.string()), ["a", "b", "a"]),
+    (pa.list_(pa.int32()), arrays(np.int32)),
+    (pa.large_list(pa.uint16()), arrays(np.uint16)),
+    (pa.list_(pa.float64()), arrays(np.float64)),
+    (pa.list_(pa.int64()), arrays(np.int64, 2**16, -1, 2**31, -(2**31) - 1)),
 ]
 # Pages of two values.
 SMALL_PAGES = {"use_dictionary": False, "data_page_size": 64, "write_batch_size": 2}
@@ -38,45 +50,20 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(source, "BLOCK_BYTES", 20)
 
 
-def column(kind, values, path, **options):
-    """The values of a column, as they are read."""
-    pq.write_table(pa.table({"a": pa.array(values, kind)}), path, **options)
-    return [each["a"] for each in in_order(parquet.Parquet(files=(str(path),)))]
-
-
 @pytest.mark.parametrize(("kind", "values"), KINDS, ids=str)
+@pytest.mark.parametrize("options", [SMALL_PAGES, COMPRESSED, {}], ids=str)
 def test_a_value_is_what_was_written_and_a_missing_one_changes_no_other(
-    tmp_path, kind, values
+    tmp_path, kind, values, options
 ):
-    with_holes = [values[0], None, *values[1:], None]
-    for path, held, options in (
-        (tmp_path / "whole", values, SMALL_PAGES),
-        (tmp_path / "holes", with_holes, SMALL_PAGES),
-        (tmp_path / "defaults", values, {}),
-        (tmp_path / "compressed", with_holes, COMPRESSED),
-    ):
-        elements = column(kind, held, path, **options)
-        assert elements == held
-        assert list(map(type, elements)) == list(map(type, held))
-
-
-@pytest.mark.parametrize(
-    ("kind", "list_of"),
-    [
-        (pa.int32(), pa.list_),
-        (pa.uint16(), pa.large_list),
-        (pa.float64(), pa.list_),
-        (pa.int64(), pa.list_),
-    ],
-)
-def test_lists_of_numbers_are_arrays(tmp_path, kind, list_of):
-    values = [list(range(n, 3 * n)) for n in (0, 3, 1, 0, 0, 50, 2)]
-    if kind == pa.int64():
-        values += [[2**16], [-1], [2**31], [-(2**31) - 1]]
-    elements = column(list_of(kind), values, tmp_path / "a", **SMALL_PAGES)
-    for array, expected in zip(elements, values, strict=True):
-        wanted = np.array(expected, kind.to_pandas_dtype())
-        np.testing.assert_array_equal(array, wanted, strict=True)
+    for held in (values, [values[0], None, *values[1:], None]):
+        table = pa.table({"a": pa.array(held, kind)})
+        pq.write_table(table, tmp_path / "a", **options)
+        source_files.forget_all()
+        elements = in_order(parquet.Parquet(files=(str(tmp_path / "a"),)))
+        expected = [{"a": value, "record": n} for n, value in enumerate(held)]
+        assert plain_all(elements) == plain_all(expected)
+        types = [type(element["a"]) for element in elements]
+        assert types == list(map(type, held))
 
 
 def test_a_row_group_is_decoded_a_little_at_a_time(tmp_path, monkeypatch):

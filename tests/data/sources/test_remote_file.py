@@ -48,6 +48,7 @@ class System:
 def _small_blocks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote_file, "BLOCK_BYTES", BLOCK)
+        patch.setattr(remote_file, "_BUFFER_BYTES", BLOCK // 4)
         patch.setattr(remote_file, "_MOST_BYTES", 16 * BLOCK)
         patch.setattr(remote_file, "_BUDGET_BYTES", 32 * BLOCK)
         yield
@@ -58,28 +59,18 @@ def _forget():
     remote_file.forget()
 
 
-def opened(system, version=1):
-    remote = remote_file.Object(
+def remote(system, version=1):
+    return remote_file.Object(
         url="store://name",
         version=str(version),
         system=system,
         path="name",
         num_bytes=SIZE,
     )
-    return remote_file._File(remote, SIZE)
 
 
-def read_all(reader, num_bytes):
-    """Reads on from the reader's position, as a buffered reader does."""
-    parts = []
-    while num_bytes:
-        buffer = bytearray(num_bytes)
-        count = reader.readinto(buffer)
-        if not count:
-            break
-        parts.append(bytes(buffer[:count]))
-        num_bytes -= count
-    return b"".join(parts)
+def opened(system, version=1):
+    return remote_file.opened(remote(system, version))
 
 
 @given(st.lists(st.tuples(st.integers(0, SIZE + 5), st.integers(0, 3 * BLOCK))))
@@ -88,7 +79,7 @@ def test_any_reads_return_the_bytes_of_the_file(reads):
     reader = opened(System())
     for at, num_bytes in reads:
         assert reader.seek(at) == reader.tell() == at
-        assert read_all(reader, num_bytes) == CONTENT[at : at + num_bytes]
+        assert reader.read(num_bytes) == CONTENT[at : at + num_bytes]
 
 
 @pytest.mark.parametrize("num_readers", [1, 6, 12])
@@ -98,7 +89,7 @@ def test_readers_that_take_turns_leave_room_for_each_other(num_readers):
     content = [b""] * num_readers
     for _ in range(2 * SIZE // BLOCK + 1):
         for number, reader in enumerate(readers):
-            content[number] += read_all(reader, BLOCK // 2)
+            content[number] += reader.read(BLOCK // 2)
     assert content == [CONTENT] * num_readers
     assert remote_file._BLOCKS.num_bytes <= 32 * BLOCK
     # No block was displaced before it was read.
@@ -120,7 +111,7 @@ def test_a_block_that_failed_or_is_short_is_requested_again():
     with pytest.raises(OSError, match=f"instead of {BLOCK} from byte 0 on"):
         reader.readinto(bytearray(10))
     system.missing = 0
-    assert read_all(reader, 10) == CONTENT[:10]
+    assert reader.read(10) == CONTENT[:10]
 
 
 def test_blocks_are_read_while_a_program_ends(monkeypatch):
@@ -128,7 +119,7 @@ def test_blocks_are_read_while_a_program_ends(monkeypatch):
     pool.shutdown()
     monkeypatch.setattr(remote_file, "_pool", lambda: pool)
     for _ in range(2):
-        assert read_all(opened(System()), 10) == CONTENT[:10]
+        assert opened(System()).read(10) == CONTENT[:10]
 
 
 def test_many_threads_share_the_blocks():
@@ -136,12 +127,12 @@ def test_many_threads_share_the_blocks():
 
     def read(_):
         reader = opened(system)
-        return read_all(reader, 3 * BLOCK) + read_all(reader, 2 * BLOCK)
+        return reader.read(3 * BLOCK) + reader.read(2 * BLOCK)
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         assert list(pool.map(read, range(8))) == [CONTENT[: 5 * BLOCK]] * 8
     # Those that follow are on their way.
-    assert opened(system)._remote.key(7) in remote_file._BLOCKS
+    assert remote(system).key(7) in remote_file._BLOCKS
     assert len(system.ranges) == len(set(system.ranges))
 
 
