@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import mixing, shard_rows
 from elastic_ckpt.data.lm import rows
-from tests import pipelines
+from tests import pipelines, worlds
 
 # Lengths of documents, in tokens; 0 and 1 have no input.
 SIZES = st.lists(st.integers(0, 40), max_size=20)
-LENGTHS = st.integers(1, 12)
 SETTINGS = st.fixed_dictionaries(
     {
-        "length": LENGTHS,
+        "length": st.integers(1, 12),
         "packing": st.sampled_from(["", *rows.PACKINGS]),
         "window": st.sampled_from([0, 1, 5]),
         "truncate": st.booleans(),
@@ -44,12 +43,8 @@ def documents(sizes, *, first=0):
 
 def source(elements):
     elements = list(elements)
-
-    def get(index):
-        return elements[index]
-
     numbers = grain.MapDataset.range(len(elements))
-    return numbers.map(get).to_iter_dataset(pipelines.IN_CALLER)
+    return numbers.map(lambda n: elements[n]).to_iter_dataset(pipelines.IN_CALLER)
 
 
 def rows_of(sizes, **more):
@@ -76,12 +71,12 @@ def segments(row):
     return actual
 
 
+def scores(tokens):
+    return np.stack([tokens * 2.5, -tokens], axis=1)
+
+
 def all_segments(made):
     return list(itertools.chain(*map(segments, made)))
-
-
-def content(row):
-    return {name: each.tolist() for name, each in row.items()}
 
 
 @settings(max_examples=40)
@@ -89,6 +84,12 @@ def content(row):
 def test_rows_have_every_token_and_its_next_one_once(sizes, chosen):
     length = chosen["length"]
     made = list(rows_of(sizes, **chosen))
+    # Further features go with their inputs.
+    held = [{"tokens": each, "score": scores(each)} for each in documents(sizes)]
+    scored = rows.Rows(source(held), features=("score",), **chosen)
+    for row, expected in zip(scored, made, strict=True):
+        np.testing.assert_array_equal(row.pop("score"), scores(expected["inputs"]))
+        assert worlds.content(row) == worlds.content(expected)
     assert {each.shape for row in made for each in row.values()} <= {(length,)}
     targets, pieces = [], collections.Counter()
     for inputs, following in all_segments(made):
@@ -179,7 +180,7 @@ def test_shards_do_not_make_all_of_their_rows_in_the_same_batch(num_tokens, at_m
 @given(sizes=SIZES, chosen=SETTINGS)
 def test_the_state_before_every_row_can_be_resumed_from(sizes, chosen):
     made = rows_of(sizes, **chosen)
-    expected = list(map(content, made))
+    expected = list(map(worlds.content, made))
     whole = iter(made)
     for number in range(len(expected) + 1):
         state = json.dumps(whole.get_state())
@@ -189,7 +190,7 @@ def test_the_state_before_every_row_can_be_resumed_from(sizes, chosen):
         assert json.dumps(whole.get_state()) == state
         again = iter(made)
         again.set_state(json.loads(state))
-        assert list(map(content, again)) == expected[number:]
+        assert list(map(worlds.content, again)) == expected[number:]
         next(whole, None)
 
 
@@ -199,32 +200,21 @@ def test_a_state_is_as_small_as_that_of_the_documents():
     assert max(sizes) < 180
 
 
-class FailsOnce:
-    """Passes documents on, but fails at one of them the first time."""
-
-    def __init__(self, number):
-        self.left, self.number = 1, number
-
-    def __call__(self, document):
-        if document[0] == self.number and self.left:
-            self.left -= 1
-            raise ValueError("cannot be read")
-        return document
-
-
 @pytest.mark.parametrize("number", [1, 31, 301])
 def test_an_error_loses_no_document(number):
-    sizes = [10] * 40
-    made = rows.Rows(source(documents(sizes)).map(FailsOnce(number)), length=16)
-    failing, found, failed = iter(made), [], 0
-    while True:
-        try:
-            found += map(content, failing)
-            break
-        except ValueError:
-            failed += 1
-    assert failed == 1
-    assert found == list(map(content, rows_of(sizes, length=16)))
+    sizes, failures = [10] * 40, [ValueError("cannot be read")]
+
+    def fails_once(document):
+        if document[0] == number and failures:
+            raise failures.pop()
+        return document
+
+    made = iter(rows.Rows(source(documents(sizes)).map(fails_once), length=16))
+    found = []
+    with pytest.raises(ValueError, match="cannot be read"):
+        found.extend(map(worlds.content, made))
+    found.extend(map(worlds.content, made))
+    assert found == list(map(worlds.content, rows_of(sizes, length=16)))
 
 
 def test_documents_that_are_others_when_they_are_read_again_are_refused():
@@ -240,29 +230,11 @@ def test_documents_that_are_others_when_they_are_read_again_are_refused():
     state = json.loads(json.dumps(one.get_state()))
     same = iter(shuffled(1))
     same.set_state(state)
-    assert content(next(same)) == content(next(one))
+    assert worlds.content(next(same)) == worlds.content(next(one))
     for other in (shuffled(2), shuffled(1, lambda _: False)):
         message = r"shard 7: the documents .* others now"
         with pytest.raises(errors.DataError, match=message):
             iter(other).set_state(state)
-
-
-@pytest.mark.parametrize("packing", ["", *rows.PACKINGS])
-def test_further_features_go_with_their_inputs(packing):
-    sizes = [5, 3, 7, 2, 9, 4]
-    held = [
-        {"tokens": each, "score": np.stack([each * 2.5, -each], axis=1)}
-        for each in documents(sizes)
-    ]
-    made = rows.Rows(source(held), length=8, packing=packing, features=("score",))
-    for row, expected in zip(
-        made, rows_of(sizes, length=8, packing=packing), strict=True
-    ):
-        np.testing.assert_array_equal(row["score"][:, 0], row["inputs"] * 2.5)
-        np.testing.assert_array_equal(row["score"][:, 1], -row["inputs"])
-        assert row.keys() == expected.keys() | {"score"}
-        for name, values in expected.items():
-            np.testing.assert_array_equal(row[name], values)
 
 
 @pytest.mark.parametrize(
@@ -300,19 +272,16 @@ HELD = {
 }
 
 
-def mixed(weights, packing):
-    """Rows of two datasets; the tokens of the second are from 10,000 on."""
+def mixture(weights):
     parts = {name: source(HELD[name]) for name in weights}
-    return rows.Rows(
-        mixing.Mixture(parts, weights, shard=1), length=16, packing=packing, window=5
-    )
+    return mixing.Mixture(parts, weights, shard=1)
 
 
 def rest_of_chapter(made):
     """The rows that were made, but not taken."""
     found = []
     while made.get_state()["row"]:
-        found.append(content(next(made)))
+        found.append(worlds.content(next(made)))
     return found
 
 
@@ -320,14 +289,18 @@ def rest_of_chapter(made):
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_what_is_held_is_read_again_by_the_weights_of_then(packing, count):
     one_each = {"a": 1, "b": 1}
-    run = [one_each, {"a": 1, "b": 9}, {"a": 5, "b": 1}, {"a": 0, "b": 1}]
-    made, found = iter(mixed(one_each, packing)), []
-    for weights in [*run, one_each]:
+    run = [one_each, {"a": 1, "b": 9}, {"a": 5, "b": 1}, {"a": 0, "b": 1}, one_each]
+
+    def mixed(weights):
+        return rows.Rows(mixture(weights), length=16, packing=packing, window=5)
+
+    made, found = iter(mixed(one_each)), []
+    for weights in run:
         state = json.loads(json.dumps(made.get_state()))
-        made = iter(mixed(weights, packing))
+        made = iter(mixed(weights))
         made.set_state(state)
         for same in (one_each, {"a": 7, "b": 1}):
-            again = iter(mixed(same, packing))
+            again = iter(mixed(same))
             again.set_state(state)
             assert rest_of_chapter(again) == rest_of_chapter(made)
             made.set_state(state)
@@ -345,11 +318,9 @@ def shuffled(parent):
 @pytest.mark.parametrize("is_of_rows", [False, True])
 def test_weights_cannot_change_below_a_step_that_may_hold_elements(is_of_rows):
     def made(weights):
-        parts = {name: source(documents([4] * 90)) for name in weights}
-        mixture = mixing.Mixture(parts, weights, shard=0)
         if is_of_rows:
-            return shuffled(rows.Rows(mixture, length=8))
-        return rows.Rows(shuffled(mixture), length=8)
+            return shuffled(rows.Rows(mixture(weights), length=8))
+        return rows.Rows(shuffled(mixture(weights)), length=8)
 
     def opened(weights, state):
         cursor = {"row": 1, "state": shard_rows.to_json(state)}
