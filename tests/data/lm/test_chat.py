@@ -1,6 +1,17 @@
-"""Conversations, from records to rows."""
+"""Conversations, from records to rows; chat templates, in a sandbox.
+
+`tests/golden/chat_templates` has templates in the style of those of real models, a
+tokenizer, and conversations. `expected.json` is what `apply_chat_template` of
+transformers 5.24 makes of them, with that `tokenizer.json` in a
+`PreTrainedTokenizerFast` whose `bos_token` is `<s>` and `eos_token` `</s>`: the text,
+with and without a generation prompt, or the error; and the tokens, with
+`return_assistant_tokens_mask` for the template with `{% generation %}` blocks.
+"""
 
 import json
+import pathlib
+import re
+import shutil
 
 import numpy as np
 import pyarrow as pa
@@ -13,20 +24,192 @@ from elastic_ckpt.data.lm import chat, chat_templates, pipeline, rows, tokenizer
 from tests import worlds
 from tests.data.lm import test_tokenizers
 
+GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "chat_templates"
+CASES = json.loads((GOLDEN / "expected.json").read_text())["cases"]
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+# Ends every line of a conversation, and begins every answer.
 LINES = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
-TEMPLATE = chat_templates.ChatTemplate(text=LINES)
+
+
+def template(text, **settings):
+    return chat_templates.ChatTemplate(text=text, **settings)
+
+
+def golden(name):
+    return template((GOLDEN / name).read_text(), special_tokens=SPECIAL)
+
+
+def messages(*contents):
+    """Turns of the user and the assistant."""
+    roles = ("user", "assistant") * len(contents)
+    return [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
+
+
+def refused(match):
+    return pytest.raises(errors.DataError, match=match)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_texts_tokens_and_masks_are_those_of_transformers(case):
+    made = golden(case["template"])
+    tokenizer = tokenizers.load("huggingface", str(GOLDEN / "tokenizer.json"))
+    conversations = json.loads((GOLDEN / "conversations.json").read_text())
+    element = {"messages": conversations[case["conversation"]]}
+
+    def tokens(**settings):
+        reader = chat.Conversations(template=made, tokenizer=tokenizer, **settings)
+        return reader.tokens([reader.value(element)])[0]
+
+    turns = chat.Conversations(template=made).messages(element)
+    prompt = {"add_generation_prompt": case["add_generation_prompt"]}
+    if "error" in case:
+        _, _, message = case["error"].partition(": ")
+        with refused(re.escape(message[:60])):
+            made.render(turns, **prompt)
+        return
+    assert made.render(turns, **prompt) == case["text"]
+    if "tokens" in case:
+        assert tokens().tolist() == case["tokens"]
+    if "mask" in case:
+        masked = tokens(completion_only=True)
+        assert (masked >= 0).astype(int).tolist() == case["mask"]
+        assert np.where(masked >= 0, masked, ~masked).tolist() == case["tokens"]
+
+
+def loop(text):
+    return "  {% for m in messages %}\n" + text + ".{% endfor %}"
+
+
+GENERATION = "{% generation %}{{ m.content }}{% endgeneration %}"
+MACRO = "{% macro say(m) %}<" + GENERATION + ">{% endmacro %}"
+NESTED = loop("{% generation %}[" + GENERATION + "]{% endgeneration %}")
+# The first turn of the assistant begins the whole text, but does not end there.
+LAST = LINES + "{% if messages[-1].role == 'assistant' %}END{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("made", "contents", "expected"),
+    [
+        (golden("chatml.jinja"), "abcd", ["b<|im_end|>\n", "d<|im_end|>\n"]),
+        (golden("llama3.jinja"), "abcd", ["b<|eot_id|>", "d<|eot_id|>"]),
+        (template(LAST), "ab", ["b\nEND"]),
+        (template(MACRO + loop("{{ say(m) }}")), "a", ["a"]),
+        (
+            template(loop("{% set t %}" + GENERATION + "{% endset %}{{ t }}{{ t }}")),
+            "a",
+            ["a", "a"],
+        ),
+        (template(NESTED), "a", ["[a]"]),
+    ],
+)
+def test_what_the_assistant_says_is_found_by_blocks_or_by_rendering_prefixes(
+    made, contents, expected
+):
+    text = made.render_with_spans(messages(*contents))
+    assert [text.text[begin:end] for begin, end in text.spans] == expected
+    assert text.text == made.render(messages(*contents))
+
+
+@pytest.mark.parametrize(
+    ("text", "contents", "match"),
+    [
+        (
+            "{{ messages|length }}" + LINES,
+            "ab",
+            r"first 1 messages.*generation.*chat_template_path.*completion_only",
+        ),
+        (LAST, "abcd", "first 2 messages"),
+    ],
+)
+def test_a_template_whose_prefixes_are_none_is_refused(text, contents, match):
+    with refused(match):
+        template(text).render_with_spans(messages(*contents))
+
+
+REFUSED = {
+    "{{ range(10**9) }}": "Range too big",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}": "RecursionError",
+    "{{ ''.__class__.__mro__ }}": "'__class__'.*unsafe",
+    "{{ '{0.__class__.__mro__}'.format(1) }}": "'__class__'.*unsafe",
+    "{{ raise_exception.__globals__.os }}": "'__globals__'.*unsafe",
+    "{{ strftime_now.func.__globals__.os }}": "'__globals__'.*unsafe",
+    "{{ messages.append(1) }}": "'append'.*unsafe",
+    "{{ messages[0].content.nothing.more }}": "UndefinedError",
+    "{% include '/etc/hostname' %}": "cannot render a conversation",
+    "{{ raise_exception('no\nno') }}": "refuses a conversation: no",
+    "{{ strftime_now('%Y') }}": "chat_template_date",
+    "{% set t %}{% generation %}a{% endgeneration %}{% endset %}{{ t[1:] }}": "cuts",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_a_template_that_fails_or_reaches_for_python_is_refused(text):
+    with refused(REFUSED[text]):
+        template(text).render(messages("a"))
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("\n{{ 'x'|nothing }}", "in line 2: No filter named 'nothing'"),
+        ("{{ " + "(" * 99999 + "1" + ")" * 99999 + " }}", "RecursionError"),
+    ],
+)
+def test_what_is_no_template_is_refused(text, match):
+    with pytest.raises(errors.ConfigError, match=match):
+        template(text)
+
+
+def test_the_identity_has_what_a_template_reads_beside_messages():
+    digests = set()
+    for text, read in (
+        ("a", {}),
+        ("{{ strftime_now('%Y') }}", {"strftime_now": "2026-01-02"}),
+        ("{{ bos_token }}", {"bos_token": "<s>"}),
+    ):
+        made = template(text, special_tokens=SPECIAL, date="2026-01-02").identity()
+        digests.add(made.pop("digest"))
+        assert made == read
+    assert len(digests) == 3
+
+
+def test_the_template_is_the_given_one_or_that_of_the_tokenizers_files(tmp_path):
+    shutil.copy(GOLDEN / "tokenizer.json", tmp_path)
+
+    def load(**settings):
+        tokenizer = tokenizers.load("huggingface", str(tmp_path))
+        return chat_templates.load_chat_template(tokenizer, **settings)
+
+    config, jinja = tmp_path / "tokenizer_config.json", tmp_path / "chat_template.jinja"
+    special = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>"}
+    several = [{"name": "tool_use", "template": "two"}]
+    default = {"name": "default", "template": "three"}
+    for field in ({}, {"chat_template": several}):
+        config.write_text(json.dumps(field))
+        with pytest.raises(errors.ConfigError, match=r"no chat template.*set chat_tem"):
+            load()
+    for given, expected in (("one", "one"), ([*several, default], "three")):
+        config.write_text(json.dumps({"chat_template": given, **special}))
+        assert (load().text, load().special_tokens) == (expected, SPECIAL)
+    jinja.write_text("four é")
+    assert load().text == "four é"
+    # A given template comes first.
+    assert load(path=config).text == "three"
+    assert load(text="given", path=jinja).text == "given"
+    for content in ("{", "[]", '{"chat_template": 1}', '{"chat_template": [1]}'):
+        config.write_text(content)
+        with refused("json: cannot be read as a chat"):
+            chat_templates.load_chat_template(tokenizers.Bytes(), path=config)
 
 
 def conversation(number):
     """Two or four turns of different lengths, some with a system message."""
     turns = [{"role": "system", "content": "be"}] if number % 5 == 0 else []
     for turn in range(1 + number % 2):
-        question, answer = f"q{number}.{turn}", f"{number}!" * (1 + number * 7 % 4)
-        turns.append({"role": "user", "content": question})
-        turns.append({"role": "assistant", "content": answer})
+        turns += messages(f"q{number}.{turn}", f"{number}!" * (1 + number * 7 % 4))
     return turns
 
 
@@ -56,8 +239,8 @@ def expected(turns):
     return whole[:-1], "".join(said)
 
 
-def masked(record, **settings):
-    settings = {"template": TEMPLATE, "completion_only": True, **settings}
+def masked(record, text=LINES, **settings):
+    settings = {"template": template(text), "completion_only": True, **settings}
     conversations = chat.Conversations(**settings)
     (made,) = conversations.tokens([conversations.value(record)])
     assert made.dtype == np.int32
@@ -65,10 +248,10 @@ def masked(record, **settings):
 
 
 def test_a_conversation_that_is_refused_is_named_by_its_record():
-    refusing = chat_templates.ChatTemplate(text="{{ raise_exception('no') }}")
+    refusing = "{{ raise_exception('no') }}"
     for record, name in (({}, ""), ({records.RECORD: 7}, "record 7: ")):
-        with pytest.raises(errors.DataError, match=f"^{name}the chat template refuses"):
-            masked({"messages": CONVERSATIONS[1], **record}, template=refusing)
+        with refused(f"^{name}the chat template refuses"):
+            masked({"messages": CONVERSATIONS[1], **record}, refusing)
 
 
 def test_messages_have_values_of_json_alone_and_whole_characters():
@@ -79,13 +262,15 @@ def test_messages_have_values_of_json_alone_and_whole_characters():
         "fields": {"a": (None, np.float32(0.5), np.bool_(True))},
         "nothing": None,
     }
-    (made,) = chat.Conversations(template=TEMPLATE).messages({"messages": [message]})
-    assert made == {
-        "role": "user",
-        "content": "half \ufffd",
-        "parts": [1, 2],
-        "fields": {"a": [None, 0.5, True]},
-    }
+    conversations = chat.Conversations(template=template(LINES))
+    assert conversations.messages({"messages": [message]}) == [
+        {
+            "role": "user",
+            "content": "half \ufffd",
+            "parts": [1, 2],
+            "fields": {"a": [None, 0.5, True]},
+        }
+    ]
 
 
 @pytest.mark.parametrize(
@@ -93,16 +278,8 @@ def test_messages_have_values_of_json_alone_and_whole_characters():
     [
         (("question", "answer"), {"question": b"x", "answer": "yz"}),
         (("answer", "question"), {"question": b"x", "answer": "yz"}),
-        (("a", "b"), {"a": [{"role": "user", "content": "x"}], "b": "yz"}),
-        (
-            ("chat",),
-            {
-                "chat": [
-                    {"role": "user", "content": "x"},
-                    {"role": "assistant", "content": "yz", "name": None},
-                ]
-            },
-        ),
+        (("a", "b"), {"a": messages("x"), "b": "yz"}),
+        (("chat",), {"chat": messages("x", "yz")}),
     ],
 )
 def test_a_conversation_is_messages_or_a_prompt_and_its_completion(columns, record):
@@ -113,7 +290,7 @@ def test_a_conversation_is_messages_or_a_prompt_and_its_completion(columns, reco
 
 def test_a_conversation_of_which_nothing_counts_makes_no_example():
     for record in (
-        {"messages": [{"role": "user", "content": "x"}]},
+        {"messages": messages("x")},
         {"messages": None},
         {"prompt": None, "completion": "x"},
     ):
@@ -124,27 +301,7 @@ def test_a_conversation_of_which_nothing_counts_makes_no_example():
 def test_a_tokenizer_whose_special_tokens_would_be_text_is_refused(kind, tmp_path):
     tokenizer = tokenizers.load(kind, test_tokenizers.written(tmp_path, kind))
     with pytest.raises(errors.ConfigError, match="would remain plain text; use the mo"):
-        chat.Conversations(template=TEMPLATE, tokenizer=tokenizer)
-
-
-def configured(file, file_type="parquet", **settings):
-    listed = [{"messages": turns} for turns in CONVERSATIONS]
-    if file_type == "parquet":
-        pq.write_table(pa.Table.from_pylist(listed), file, row_group_size=7)
-    else:
-        file.write_text("".join(json.dumps(each) + "\n" for each in listed))
-    return pipeline.from_config(
-        grain_train_files=file,
-        grain_file_type=file_type,
-        train_data_columns="messages",
-        use_sft=True,
-        sft_train_on_completion_only=True,
-        chat_template=LINES,
-        max_target_length=64,
-        num_logical_shards=4,
-        num_epoch=1,
-        **settings,
-    )
+        chat.Conversations(template=template(LINES), tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -154,22 +311,32 @@ def configured(file, file_type="parquet", **settings):
 def test_rows_have_every_conversation_and_what_counts_of_it(
     tmp_path, file_type, packing
 ):
-    data = configured(
-        tmp_path / "a",
-        file_type,
-        packing=bool(packing),
-        grain_packing_type=packing or "first_fit",
-        grain_worker_count=0,
-    )
+    listed = [{"messages": turns} for turns in CONVERSATIONS]
+    if file_type == "parquet":
+        pq.write_table(pa.Table.from_pylist(listed), tmp_path / "a", row_group_size=7)
+    else:
+        lines = [json.dumps(each) + "\n" for each in listed]
+        (tmp_path / "a").write_text("".join(lines))
+    keys = {
+        "grain_train_files": tmp_path / "a",
+        "grain_file_type": file_type,
+        "train_data_columns": "messages",
+        "use_sft": True,
+        "sft_train_on_completion_only": True,
+        "chat_template": LINES,
+        "max_target_length": 64,
+        "num_logical_shards": 4,
+        "num_epoch": 1,
+        "packing": bool(packing),
+        "grain_packing_type": packing or "first_fit",
+    }
+    # Conversations have a worker process unless told otherwise.
+    for count, number in ((-1, 1), (2, 2), (0, 0)):
+        data = pipeline.from_config(keys, grain_worker_count=count)
+        assert data.num_workers == number
     found = []
     for batch in worlds.World(data, 2, 4).rest():
         for number in np.flatnonzero(batch["mask"]):
             found += pieces({name: each[number] for name, each in batch.items()})
     # The last token of a conversation is no input.
     assert sorted(found) == sorted(map(expected, CONVERSATIONS))
-
-
-def test_conversations_have_a_worker_process_unless_told_otherwise(tmp_path):
-    for count, expected in ((-1, 1), (0, 0), (2, 2)):
-        data = configured(tmp_path / "a", grain_worker_count=count)
-        assert data.num_workers == expected
