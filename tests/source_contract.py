@@ -250,28 +250,26 @@ class SourceContract:
         with self.refused(missing, "correct the path"):
             source.indexes(self.make((*files, missing)))
 
-    def test_a_file_that_is_cut_short_or_of_something_else_is_named(self, files):
+    def test_only_whole_files_of_the_format_are_read_joined_ones_if_they_may_be(
+        self, files
+    ):
         path = pathlib.Path(files[2])
         content = path.read_bytes()
-        kept = [1, 10, int(0.49 * len(content)), int(0.8 * len(content))]
-        spoilt = [b"a\0", b"text \0 and more\n" * 5000]
+        refused = [b"a\0", b"text \0 and more\n" * 5000]
         if self.least_cut:
-            spoilt += [content[:end] for end in [*kept, -self.least_cut]]
-        for each in spoilt:
+            ends = 1, 10, len(content) * 49 // 100, len(content) * 4 // 5
+            refused += [content[:end] for end in (*ends, -self.least_cut)]
+        if self.may_be_joined:
+            path.write_bytes(2 * content)
+            elements = read_all(self.make(files[2:]), 1, num_epochs=1)
+            assert self.numbers(elements) == 2 * list(range(20, 48))
+        else:
+            refused.append(2 * content)
+        for each in refused:
             path.write_bytes(each)
             data_files.forget_all()
             with self.refused(files[2], "(another file|cut short|not a complete)"):
                 source.indexes(self.make(files))
-
-    def test_files_joined_by_cat_are_read_or_refused(self, files):
-        path = pathlib.Path(files[0])
-        path.write_bytes(2 * path.read_bytes())
-        if self.may_be_joined:
-            elements = read_all(self.make(files[:1]), 1, num_epochs=1)
-            assert self.numbers(elements) == 2 * list(range(20))
-            return
-        with self.refused(files[0], "(another file|not a complete)"):
-            source.indexes(self.make(files[:1]))
 
     def test_files_without_a_record_are_named(self, files):
         with self.refused(files[1], "not one record"):

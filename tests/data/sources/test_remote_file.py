@@ -10,16 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data.lm import text
-from elastic_ckpt.data.sources import (
-    arrayrecord,
-    files,
-    parquet,
-    record_format,
-    remote_file,
-    source,
-    tfrecord,
-)
+from elastic_ckpt.data.sources import files, remote_file, source, tfrecord
 from tests import corpora, source_contract, tfrecord_files
 
 # Small, as the bytes of a block change nothing but the time of the tests.
@@ -44,18 +35,12 @@ class System:
         return CONTENT[start : end - self.missing]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _small_blocks():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote_file, "BLOCK_BYTES", BLOCK)
-        patch.setattr(remote_file, "_BUFFER_BYTES", BLOCK // 4)
-        patch.setattr(remote_file, "_MOST_BYTES", 16 * BLOCK)
-        patch.setattr(remote_file, "_BUDGET_BYTES", 32 * BLOCK)
-        yield
-
-
 @pytest.fixture(autouse=True)
-def _forget():
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(remote_file, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(remote_file, "_BUFFER_BYTES", BLOCK // 4)
+    monkeypatch.setattr(remote_file, "_MOST_BYTES", 16 * BLOCK)
+    monkeypatch.setattr(remote_file, "_BUDGET_BYTES", 32 * BLOCK)
     remote_file.forget()
 
 
@@ -168,7 +153,7 @@ def test_shards_that_take_turns_request_a_file_about_once(tmp_path, monkeypatch,
     monkeypatch.setattr(remote_file, "_BUDGET_BYTES", 24 * BLOCK)
     tfrecord_files.write(tmp_path / "a", [bytes(1000)] * 2000)
     url = corpora.upload(str(tmp_path / "a"), tmp_path.name)
-    dataset = tfrecord.TFRecord(files=(url,), record_format=record_format.BYTES)
+    dataset = tfrecord.TFRecord(files=(url,), record_format="bytes")
     source.indexes(dataset)
     remote_file.forget()
     requested, read = [], remote_file.Object._read
@@ -181,20 +166,3 @@ def test_shards_that_take_turns_request_a_file_about_once(tmp_path, monkeypatch,
     found = source_contract.read_all(dataset, 3, num_epochs=1, shuffle_seed=seed)
     assert len(found) == 2000
     assert len(requested) * BLOCK < 1.7 * 2000 * 1016
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
-@pytest.mark.parametrize("kind", ["arrayrecord", "parquet"])
-def test_data_in_a_bucket_is_that_on_a_disk(bucket, tmp_path, kind):
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    for number in range(30):
-        (texts / f"{number}.txt").write_text(f"text {number} " * 100)
-    make = {"arrayrecord": arrayrecord.ArrayRecord, "parquet": parquet.Parquet}[kind]
-    read = []
-    for file in (f"{tmp_path}/data", f"{bucket}/data"):
-        text.write(str(texts), file, file_type=kind)
-        read.append(source_contract.read_all(make(files=(file,)), 1, num_epochs=1))
-    assert read[0] == read[1]
-    assert len(read[0]) == 30
