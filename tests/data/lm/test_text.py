@@ -1,9 +1,16 @@
 import pytest
 
-from elastic_ckpt.data import records
 from elastic_ckpt.data.lm import text
 from elastic_ckpt.data.sources import arrayrecord, parquet
-from tests import runs
+from tests import runs, source_contract
+
+TEXTS = [*(f"text {number} äöü".encode() for number in range(250)), b"last"]
+NO_TEXTS = {
+    "binary": b"\0\1",
+    "empty": b"",
+    "latin": b"caf\xe9",
+    ".hidden": b"not this",
+}
 
 
 @pytest.mark.parametrize(
@@ -14,28 +21,17 @@ def test_each_text_file_is_a_record_in_the_order_of_the_paths(
     tmp_path, monkeypatch, file_type, reader
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    tree = tmp_path / "tree"
+    tree, file = tmp_path / "tree", str(tmp_path / "texts")
     (tree / "b").mkdir(parents=True)
-    (tree / "b" / "x.md").write_text("last")
-    (tree / "empty").write_text("")
-    (tree / "binary").write_bytes(b"\x00\x01")
-    (tree / "latin").write_bytes(b"caf\xe9")
-    (tree / ".hidden").write_text("not this")
-    texts = [f"text {number} äöü" for number in range(250)]
-    for number, content in enumerate(texts):
-        (tree / f"a{number:03d}.txt").write_text(content)
-    texts.append("last")
+    names = [*(f"a{number:03d}.txt" for number in range(250)), "b/x.md", *NO_TEXTS]
+    for name, content in zip(names, [*TEXTS, *NO_TEXTS.values()], strict=True):
+        (tree / name).write_bytes(content)
     written = text.write_arrayrecord(str(tree), str(tmp_path / "out" / "a"))
     assert written == text.Written(
         num_documents=251,
-        text_bytes=sum(len(each.encode()) for each in texts),
+        text_bytes=sum(map(len, TEXTS)),
         skipped=tuple(str(tree / name) for name in ("binary", "empty", "latin")),
     )
-    file = str(tmp_path / "texts")
     assert "251 documents" in runs.verb("data", tree, file, "--type", file_type)
-    reading = records.ReadOptions(num_epochs=1)
-    read = records.Records(
-        reader(files=(file,)), shard=0, num_shards=1, read_options=reading
-    )
-    found = [element["text"] for element in read]
-    assert [t if isinstance(t, str) else t.decode() for t in found] == texts
+    found = source_contract.texts(reader(files=(file,)))
+    assert [t if isinstance(t, bytes) else t.encode() for t in found] == TEXTS

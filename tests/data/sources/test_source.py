@@ -1,12 +1,13 @@
-"""Indexes of files, and identities."""
+"""Indexes and identities of files, and what some formats have beside."""
 
+import sys
 import types
 
 import numpy as np
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data.sources import arrow, source, tfrecord
+from elastic_ckpt.data.sources import arrayrecord, arrow, decoded, source, tfrecord
 from tests import corpora, source_contract, tfrecord_files
 from tests.data.sources import test_contract
 
@@ -16,26 +17,24 @@ def numbers(*blocks):
 
 
 @pytest.mark.parametrize(
-    ("failures", "refusal", "num_tries"),
+    ("failures", "refusal", "num_left"),
     [
-        ([], None, 1),
-        ([ConnectionError("reset by peer")] * 3, None, 4),
+        ([ConnectionError("reset by peer")] * 3, None, 0),
         (
-            [OSError(5, "bad")] * 4,
+            [OSError(5, "bad")] * 5,
             r"^/data/numbers-0: cannot be read, in 4 tries \(.*bad.*restore",
-            4,
+            1,
         ),
-        ([errors.DataError("cut short")], "^cut short$", 1),
+        ([errors.DataError("cut short")] * 2, "^cut short$", 1),
     ],
 )
-def test_an_index_that_cannot_be_read_is_tried_again(failures, refusal, num_tries):
-    tries, failing = [], iter(failures)
+def test_an_index_that_cannot_be_read_is_tried_again(failures, refusal, num_left):
+    left = list(failures)
 
     class Unreliable(corpora.Numbers):
         def index(self, file):
-            tries.append(file)
-            for failure in failing:
-                raise failure
+            if left:
+                raise left.pop()
             return super().index(file)
 
     dataset = Unreliable(blocks=((3,),))
@@ -44,7 +43,7 @@ def test_an_index_that_cannot_be_read_is_tried_again(failures, refusal, num_trie
     else:
         with pytest.raises(errors.DataError, match=refusal):
             source.num_records(dataset)
-    assert tries == ["/data/numbers-0"] * num_tries
+    assert len(left) == num_left
 
 
 @pytest.mark.parametrize("max_named", [1024, 1])
@@ -118,14 +117,13 @@ def test_a_block_that_ends_elsewhere_than_its_index_says_is_refused(file):
         source_contract.texts(dataset)
 
 
-class Dataset(types.SimpleNamespace):
-    """A stand-in of `datasets.Dataset` with what `from_hf` looks at."""
-
-    def __len__(self):
-        return self.length
-
-
 def test_a_dataset_of_hugging_face_is_read_if_it_is_what_its_files_are(tmp_path):
+    class Dataset(types.SimpleNamespace):
+        """A stand-in of `datasets.Dataset` with what `from_hf` looks at."""
+
+        def __len__(self):
+            return self.length
+
     elements = corpora.documents(0, 20)
     test_contract.TestArrow().write(tmp_path / "a", elements)
     cache_files = [{"filename": str(tmp_path / "a")}]
@@ -141,3 +139,33 @@ def test_a_dataset_of_hugging_face_is_read_if_it_is_what_its_files_are(tmp_path)
     ):
         with pytest.raises(errors.ConfigError, match=match):
             arrow.from_hf(dataset)
+
+
+def test_a_record_is_found_by_its_number_over_all_files(tmp_path):
+    data = [b"text %d " % number for number in range(30)]
+    files = tuple(
+        corpora.write_records(tmp_path / name, some)
+        for name, some in (("a", data[:1]), ("b", []), ("c", data[1:]))
+    )
+    assert [arrayrecord.record(files, number) for number in range(30)] == data
+    corpora.spoil(files[2], data[23])
+    assert arrayrecord.record(files, 22) == data[22]
+    with pytest.raises(errors.DataError, match=r"/c, record 22: corrupt"):
+        arrayrecord.record(files, 23)
+
+
+def test_a_worker_that_pytorch_has_forked_is_refused_before_it_crashes(
+    tmp_path, monkeypatch
+):
+    files = (corpora.write_records(tmp_path / "a", [b"a"] * 3),)
+    dataset = arrayrecord.ArrayRecord(files=files)
+    loader = types.SimpleNamespace(get_worker_info=lambda: None)
+    monkeypatch.setitem(sys.modules, "torch.utils.data", loader)
+    monkeypatch.setattr(arrayrecord, "_LOADED_IN", 0)
+    assert len(source_contract.read_all(dataset, 1, num_epochs=1)) == 3
+    loader.get_worker_info = lambda: "worker 0 of 2"
+    decoded._KEPT.begin()
+    with pytest.raises(errors.ConfigError, match="forkserver"):
+        source_contract.read_all(dataset, 1, num_epochs=1)
+    with pytest.raises(errors.ConfigError, match="forkserver"):
+        arrayrecord.record(files, 0)
