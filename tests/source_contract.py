@@ -123,9 +123,6 @@ class SourceContract:
         """Writes a file, with blocks of `BLOCK` records."""
         raise NotImplementedError
 
-    def write_of_equal_size(self, path, elements):
-        self.write(path, elements)
-
     def make(self, files, columns=()):
         return self.reader(files=files, columns=columns)
 
@@ -304,7 +301,7 @@ class SourceContract:
 
         def written(first):
             path = tmp_path / f"part{self.suffix}"
-            self.write_of_equal_size(path, corpora.documents(first, first + 20))
+            self.write(path, corpora.documents(first, first + 20))
             return self.upload(str(path), tmp_path) if is_remote else str(path)
 
         dataset = self.make((written(201),))

@@ -23,6 +23,11 @@ from tests.data.lm import test_tokenizers
 
 LENGTH = 16
 FILES, MIXTURE = "grain_train_files", "grain_train_mixture_config_path"
+TOKENS = {
+    "grain_file_type": "parquet",
+    "train_data_columns": "tokens",
+    "tokenize_train_data": False,
+}
 
 
 def section(corpus="", **settings):
@@ -140,13 +145,7 @@ def test_a_dataset_goes_once_none_of_its_documents_is_held(files, tmp_path):
             n: {"path": paths[n], "weight": weight} for n, weight in weights.items()
         }
         file.write_text(json.dumps(entries))
-        keys = section(
-            grain_train_mixture_config_path=str(file),
-            grain_file_type="parquet",
-            train_data_columns="tokens",
-            tokenize_train_data=False,
-            enable_data_shuffling=False,
-        )
+        keys = section(enable_data_shuffling=False, **TOKENS | {MIXTURE: str(file)})
         return worlds.World(pipeline.from_config(keys), num_hosts, 8)
 
     both, one, alone = world(2, web=1, code=1), world(2, web=1, code=0), world(1, web=1)
@@ -163,30 +162,24 @@ def test_a_dataset_goes_once_none_of_its_documents_is_held(files, tmp_path):
         assert worlds.content(alone.batch()) == worlds.content(one.batch())
 
 
-def test_files_are_added_to_a_run_as_another_dataset(tmp_path):
-    files = [
-        corpora.write_parquet(
-            tmp_path / f"{number}.parquet",
-            corpora.documents(90 * number, 90 * number + 90),
-        )
-        for number in range(3)
-    ]
+def test_files_are_added_to_a_run_as_another_dataset(files, tmp_path):
+    (web,) = (part.source.files for part in files["parquet"] if part.name == "web")
 
     def resumed(train_files):
-        keys = section(train_files, grain_file_type="parquet")
+        keys = section(train_files, **TOKENS)
         world = worlds.World(pipeline.from_config(keys), 2, 4)
         if state.exists():
             world.read(state)
         return world
 
-    state, before = tmp_path / "state", ",".join(files[:2])
+    state, before = tmp_path / "state", ",".join(web[:2])
     one = resumed(before)
     one.next()
     one.write(state)
     with refused("2.parquet is new.*; to add files to a run, ke", errors.DataError):
-        resumed(",".join(files))
+        resumed(",".join(web))
     # A weight of 0 takes no turn from the others.
-    added, expected = resumed(f"{before},1;{files[2]},0"), resumed(before)
+    added, expected = resumed(f"{before},1;{web[2]},0"), resumed(before)
     for _ in range(5):
         assert added.next() == expected.next()
 
@@ -201,12 +194,7 @@ def test_a_stage_has_its_files_in_place_of_the_mixture_of_the_run():
 
 def test_a_token_that_the_model_does_not_have_is_refused(corpus, tmp_path):
     document = {"text": "", "tokens": np.array([1, 300, 2])}
-    keys = section(
-        corpora.write_parquet(tmp_path / "a", [document]),
-        grain_file_type="parquet",
-        train_data_columns="tokens",
-        tokenize_train_data=False,
-    )
+    keys = section(corpora.write_parquet(tmp_path / "a", [document]), **TOKENS)
     data = pipeline.from_config(keys, vocab_size=300)
     with refused("the token 300, but the mo.* from 0 to 299; set", errors.DataError):
         next(local_batches.LocalBatches(data, global_batch_size=4))

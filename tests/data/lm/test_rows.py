@@ -176,24 +176,6 @@ def test_shards_do_not_make_all_of_their_rows_in_the_same_batch(num_tokens, at_m
     assert made.max() <= num_shards * at_most
 
 
-@settings(max_examples=25)
-@given(sizes=SIZES, chosen=SETTINGS)
-def test_the_state_before_every_row_can_be_resumed_from(sizes, chosen):
-    made = rows_of(sizes, **chosen)
-    expected = list(map(worlds.content, made))
-    whole = iter(made)
-    for number in range(len(expected) + 1):
-        state = json.dumps(whole.get_state())
-        # Every later state is that of an iterator that was resumed itself.
-        whole = iter(made)
-        whole.set_state(json.loads(state))
-        assert json.dumps(whole.get_state()) == state
-        again = iter(made)
-        again.set_state(json.loads(state))
-        assert list(map(worlds.content, again)) == expected[number:]
-        next(whole, None)
-
-
 def test_a_state_is_as_small_as_that_of_the_documents():
     made = iter(rows_of([9] * 3000, length=64, packing=rows.BEST_FIT, window=100))
     sizes = [len(json.dumps(made.get_state())) for _ in itertools.islice(made, 300)]

@@ -7,19 +7,9 @@ from elastic_ckpt.data.sources import files
 
 
 @pytest.fixture(autouse=True)
-def no_pauses(monkeypatch):
-    monkeypatch.setattr(files, "_PAUSES_SECS", (0, 0, 0))
-
-
-@pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path):
     cache = tmp_path / "cache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    return cache
-
-
-@pytest.fixture(autouse=True)
-def empty_memory():
-    """Empties the store behind `memory://`."""
-    yield
+    monkeypatch.setattr(files, "_PAUSES_SECS", (0, 0, 0))
+    yield cache
     fsspec.filesystem("memory").store.clear()
