@@ -14,17 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import elastic_ckpt as ec
 from elastic_ckpt.core import errors
-from elastic_ckpt.data.sources import (
-    arrayrecord,
-    arrow,
-    files,
-    lines,
-    parquet,
-    source,
-    tfrecord,
-    webdataset,
-)
+from elastic_ckpt.data.sources import files, source
 from tests import corpora, source_contract, tfrecord_files
 from tests.data.sources import test_contract
 
@@ -78,6 +70,10 @@ def array_record(*texts):
     return path.read_bytes()
 
 
+def more_records():
+    return array_record(b"a") + array_record(*[b"more"] * 99_999)
+
+
 def made(make, content, suffix=""):
     path = pathlib.Path(f"data{suffix}")
     path.write_bytes(content() if callable(content) else content)
@@ -89,16 +85,11 @@ def own_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-TEXT, WHOLE = lines.Text, functools.partial(lines.Text, whole_files=True)
-WEB, JSON, ARROW, PARQUET, RECORDS = (
-    webdataset.WebDataset,
-    lines.JsonLines,
-    arrow.Arrow,
-    parquet.Parquet,
-    tfrecord.TFRecord,
-)
-RAW = functools.partial(tfrecord.TFRecord, record_format="bytes")
-RAW_ARRAYS = arrayrecord.ArrayRecord
+TEXT, WHOLE = ec.data.Text, functools.partial(ec.data.Text, whole_files=True)
+JSON, WEB = ec.data.JsonLines, ec.data.WebDataset
+ARROW, PARQUET, ARRAYS = ec.data.Arrow, ec.data.Parquet, ec.data.ArrayRecord
+RECORDS = ec.data.TFRecord
+RAW = functools.partial(RECORDS, record_format="bytes")
 # The bytes are in the names of tests, so that they must not have the time.
 gz, zstd = functools.partial(gzip.compress, mtime=0), pa.Codec("zstd").compress
 MARK, LINES = codecs.BOM_UTF8, [f"line {number} é" for number in range(20)]
@@ -161,7 +152,7 @@ def polars():
             tfrecord_files.framed(b"") + tfrecord_files.framed(b"a"),
             [b"", b"a"],
         ),
-        (RAW_ARRAYS, "", lambda: array_record(b"", b"a"), [b"", b"a"]),
+        (ARRAYS, "", lambda: array_record(b"", b"a"), [b"", b"a"]),
     ],
 )
 def test_everything_but_blank_lines_is_read(make, suffix, content, expected):
@@ -224,11 +215,7 @@ COMPRESSED = "not a complete tfrecord file .*byte 0; compressed files are not re
         (PARQUET, 2 * parquet_file(FEW, write_page_index=True), ANOTHER),
         (PARQUET, parquet_file(MORE) + parquet_file(FEW), ANOTHER),
         (PARQUET, parquet_file(TWICE), "column 'text' is there twice"),
-        (
-            RAW_ARRAYS,
-            lambda: array_record(b"a") + array_record(*[b"more"] * 99_999),
-            "not a complete ArrayRecord file",
-        ),
+        (ARRAYS, more_records, "not a complete ArrayRecord file"),
         (RECORDS, gzip.compress(tfrecord_files.framed(b"text"), mtime=0), COMPRESSED),
     ],
 )

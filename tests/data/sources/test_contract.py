@@ -11,15 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from elastic_ckpt.data.sources import (
-    arrayrecord,
-    arrow,
-    lines,
-    megatron,
-    parquet,
-    tfrecord,
-    webdataset,
-)
+import elastic_ckpt as ec
+from elastic_ckpt.data.sources import arrayrecord, lines
 from tests import corpora, megatron_files, source_contract, tfrecord_files
 from tests.source_contract import BLOCK, CORRUPT
 
@@ -40,7 +33,7 @@ def tar(members, kind=tarfile.USTAR_FORMAT):
 
 class TestArrayRecord(source_contract.DamageContract):
     reader = staticmethod(
-        functools.partial(arrayrecord.ArrayRecord, record_format="tf_example")
+        functools.partial(ec.data.ArrayRecord, record_format="tf_example")
     )
     write = staticmethod(corpora.write_arrayrecord)
 
@@ -63,7 +56,7 @@ class TestChunksOfArrayRecord(TestArrayRecord):
 
 
 class TestTFRecord(TestArrayRecord):
-    reader = tfrecord.TFRecord
+    reader = ec.data.TFRecord
     write = staticmethod(corpora.write_tfrecord)
     chains = (0, 0, 0, 0)
     may_be_joined = True
@@ -90,7 +83,7 @@ class TestLargeRecords(TestTFRecord):
 
 
 class TestJsonLines(source_contract.DamageContract):
-    reader = lines.JsonLines
+    reader = ec.data.JsonLines
     chains = (0, 0, 0, 0)
     # A file without its last end of line is whole.
     least_cut = 2
@@ -105,7 +98,7 @@ class TestJsonLines(source_contract.DamageContract):
 
 
 class TestText(source_contract.DamageContract):
-    reader = lines.Text
+    reader = ec.data.Text
     columns = ("text",)
     chains = (0, 0, 0, 0)
     # Any text is whole.
@@ -161,7 +154,7 @@ class TestZstd(TestGzip):
 
 
 class TestParquet(source_contract.DamageContract):
-    reader = parquet.Parquet
+    reader = ec.data.Parquet
     write = staticmethod(corpora.write_parquet)
     # Checksums take more or fewer bytes.
     equal_sizes = False
@@ -184,7 +177,7 @@ class TestLargeRowGroups(TestParquet):
 
 
 class TestArrow(source_contract.DamageContract):
-    reader = arrow.Arrow
+    reader = ec.data.Arrow
     spoilt = TestJsonLines.spoilt
     new, compression = staticmethod(pa.ipc.new_stream), None
     # The mark at the end of a stream may be missing.
@@ -225,7 +218,7 @@ class TestCompressedArrow(TestArrow):
 
 
 class TestMegatron(source_contract.SourceContract):
-    reader = megatron.Megatron
+    reader = ec.data.Megatron
     suffix = ".bin"
     columns = ("tokens",)
 
@@ -238,7 +231,7 @@ class TestMegatron(source_contract.SourceContract):
 
 
 class TestWebDataset(source_contract.DamageContract):
-    reader = webdataset.WebDataset
+    reader = ec.data.WebDataset
     chains = (0, 0, 0, 0)
     # An archive is filled up with zeros.
     least_cut = 9 * 1024
