@@ -1,6 +1,7 @@
 """What is read of the content of files, and files of which some would be lost."""
 
 import codecs
+import datetime
 import functools
 import gzip
 import io
@@ -16,7 +17,7 @@ import pytest
 
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors
-from elastic_ckpt.data.sources import files, source
+from elastic_ckpt.data.sources import columns, files, source
 from tests import corpora, source_contract, tfrecord_files
 from tests.data.sources import test_contract
 
@@ -78,6 +79,11 @@ def made(make, content, suffix=""):
     path = pathlib.Path(f"data{suffix}")
     path.write_bytes(content() if callable(content) else content)
     return make(files=(str(path),))
+
+
+def plain(values):
+    """Values that `==` compares, types and all."""
+    return source_contract.plain(dict(enumerate(values)))
 
 
 @pytest.fixture(autouse=True)
@@ -169,8 +175,78 @@ def test_everything_but_blank_lines_is_read(make, suffix, content, expected):
 )
 def test_lists_of_one_kind_of_numbers_are_arrays_and_no_value_is_rounded(value):
     content = json.dumps({"text": value}, default=np.ndarray.tolist).encode()
-    (actual,) = source_contract.texts(made(JSON, content))
-    assert source_contract.plain({"a": actual}) == source_contract.plain({"a": value})
+    assert plain(source_contract.texts(made(JSON, content))) == plain([value])
+
+
+def arrays(dtype, *more):
+    """Arrays of many lengths, and those of single numbers."""
+    found = [np.arange(n, 3 * n, dtype=dtype) for n in (0, 3, 1, 0, 0, 50, 2)]
+    return found + [np.array([number], dtype) for number in more]
+
+
+# Values of every kind of column.
+KINDS = [
+    (pa.int32(), list(np.int32([1, -2, 3]))),
+    (pa.float16(), list(np.float16([1, -2.5, 3]))),
+    (pa.float32(), list(np.float32([0.1, -2.5, 3]))),
+    (pa.uint64(), list(np.uint64([2**64 - 1, 0, 1]))),
+    (pa.bool_(), [True, False, True]),
+    (pa.string(), ["a", "", "grün"]),
+    (pa.large_string(), ["a", "", "grün"]),
+    (pa.binary(), [b"\xff", b"", b"a"]),
+    (pa.timestamp("us"), [datetime.datetime(2026, 1, day) for day in (1, 2, 3)]),
+    (pa.list_(pa.string()), [["a", "b"], [], ["c"]]),
+    (
+        pa.struct([("a", pa.int64()), ("b", pa.list_(pa.string()))]),
+        [{"a": 1, "b": ["x"]}, {"a": 2, "b": []}, {"a": 3, "b": ["y", "z"]}],
+    ),
+    (
+        pa.list_(pa.struct([("a", pa.int64())])),
+        [[{"a": 1}, {"a": 2}], [], [{"a": None}]],
+    ),
+    (pa.dictionary(pa.int32(), pa.string()), ["a", "b", "a"]),
+    (pa.list_(pa.int32()), arrays(np.int32)),
+    (pa.large_list(pa.uint16()), arrays(np.uint16)),
+    (pa.list_(pa.float64()), arrays(np.float64)),
+    (pa.list_(pa.int64()), arrays(np.int64, 2**16, -1, 2**31, -(2**31) - 1)),
+]
+# Pages of two values.
+SMALL_PAGES = {"use_dictionary": False, "data_page_size": 64, "write_batch_size": 2}
+COMPRESSED = {"compression": "zstd", "data_page_version": "2.0"}
+
+
+@pytest.mark.parametrize(("kind", "values"), KINDS, ids=str)
+@pytest.mark.parametrize("options", [SMALL_PAGES, COMPRESSED, {}], ids=str)
+def test_a_value_is_what_was_written_and_a_missing_one_changes_no_other(
+    monkeypatch, kind, values, options
+):
+    # Row groups are decoded in parts of a few rows.
+    monkeypatch.setattr(source, "BLOCK_BYTES", 20)
+    for held in (values, [values[0], None, *values[1:], None]):
+        content = parquet_file({"text": pa.array(held, kind)}, **options)
+        files.forget_all()
+        actual = source_contract.texts(made(PARQUET, content))
+        assert plain(actual) == plain(held)
+        assert list(map(type, actual)) == list(map(type, held))
+
+
+def test_a_row_group_is_decoded_a_little_at_a_time(monkeypatch):
+    sizes, checked = [], columns.checked
+
+    def noted(batch, corrupt):
+        sizes.append(batch.num_rows)
+        return checked(batch, corrupt)
+
+    monkeypatch.setattr(columns, "checked", noted)
+    monkeypatch.setattr(source, "BLOCK_BYTES", 800)
+    texts = {"text": [f"text {n} " * 3 for n in range(800)]}
+    dataset = made(PARQUET, parquet_file(texts, **SMALL_PAGES))
+    elements = iter(source_contract.read(dataset, 0, 1, num_epochs=1))
+    next(elements)
+    assert len(sizes) == 1
+    list(elements)
+    assert sum(sizes) == 800
+    assert 0 < max(sizes) < 30
 
 
 @pytest.mark.parametrize(
@@ -189,7 +265,7 @@ MORE_TAR = "not a complete webdataset file .the archive ends at byte 1024, and m
 NO_ARROW = "not a complete Arrow file"
 MORE_ARROW = f"{NO_ARROW} .it does not end after its record batches"
 ANOTHER = "another file ends in it.*name each file if several were joined by cat"
-COMPRESSED = "not a complete tfrecord file .*byte 0; compressed files are not read"
+NO_RECORD = "not a complete tfrecord file .*byte 0; compressed files are not read"
 
 
 @pytest.mark.parametrize(
@@ -216,7 +292,7 @@ COMPRESSED = "not a complete tfrecord file .*byte 0; compressed files are not re
         (PARQUET, parquet_file(MORE) + parquet_file(FEW), ANOTHER),
         (PARQUET, parquet_file(TWICE), "column 'text' is there twice"),
         (ARRAYS, more_records, "not a complete ArrayRecord file"),
-        (RECORDS, gzip.compress(tfrecord_files.framed(b"text"), mtime=0), COMPRESSED),
+        (RECORDS, gzip.compress(tfrecord_files.framed(b"text"), mtime=0), NO_RECORD),
     ],
 )
 def test_an_index_refuses_what_it_would_not_read(make, content, match):

@@ -224,7 +224,7 @@ class TestMegatron(source_contract.SourceContract):
 
     def write(self, path, elements):
         held = [np.array_split(each["tokens"], 2) for each in elements]
-        megatron_files.write(path.parent, held, np.int64, name=path.stem)
+        megatron_files.write(path.parent, held, np.int64, name=path.stem, gap=8)
 
     def as_read(self, element):
         return {"tokens": element["tokens"]}

@@ -12,23 +12,12 @@ from tests.source_contract import in_order
 
 
 @pytest.mark.parametrize("dtype", megatron_files.CODES)
-@pytest.mark.parametrize(("gap", "num_shards"), [(0, 5), (8, 1)])
-def test_documents_are_read_as_they_were_written(
-    tmp_path, monkeypatch, dtype, gap, num_shards
-):
-    monkeypatch.setattr(source, "BLOCK_RECORDS", 8)
-    monkeypatch.setattr(source, "BLOCK_BYTES", 64)
-    random = np.random.default_rng(0)
-    held = [
-        [random.integers(0, 100, n, dtype) for n in random.integers(0, 9, sequences)]
-        for sequences in random.integers(0, 4, 43)
-    ]
-    file = megatron_files.write(tmp_path, held, dtype, gap=gap)
-    dataset = megatron.Megatron(files=(file,))
-    elements = in_order(dataset, num_shards, shuffle_seed=3)
-    for element, document in zip(elements, held, strict=True):
-        expected = np.concatenate([np.zeros(0, dtype), *document])
-        np.testing.assert_array_equal(element["tokens"], expected, strict=True)
+def test_tokens_have_the_type_that_they_were_written_in(tmp_path, dtype):
+    held = [[[0, 100], [], [7]], [], [[]], [[5]]]
+    dataset = megatron.Megatron(files=(megatron_files.write(tmp_path, held, dtype),))
+    tokens = [element["tokens"] for element in in_order(dataset)]
+    assert [each.tolist() for each in tokens] == [[0, 100, 7], [], [], [5]]
+    assert {each.dtype for each in tokens} == {np.dtype(dtype)}
 
 
 ONE = np.int64(1).tobytes()

@@ -4,6 +4,7 @@ import concurrent.futures
 import errno
 import pathlib
 
+import fsspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -121,23 +122,19 @@ def test_many_threads_share_the_blocks():
     assert len(system.ranges) == len(set(system.ranges))
 
 
-def test_blocks_of_an_object_that_was_overwritten_are_not_used(tmp_path, monkeypatch):
+def test_blocks_of_an_object_that_was_overwritten_are_not_used(monkeypatch):
     monkeypatch.setattr(files, "_LOOK_SECS", 1e-9)
-    path = tmp_path / "file"
-
-    def write(content):
-        path.write_bytes(content)
-        return corpora.upload(str(path), tmp_path.name)
+    store, url = fsspec.filesystem("memory"), "memory://store/file"
 
     def first_bytes():
         with files.opened(url) as stream:
             return stream.read(5)
 
-    url = write(b"first")
+    store.pipe_file("/store/file", b"first")
     version = files.version(url)
     assert first_bytes() == b"first"
     assert files.version(url) == version
-    write(b"other")
+    store.pipe_file("/store/file", b"other")
     with pytest.raises(errors.DataError, match="was overwritten while it was read"):
         first_bytes()
     assert files.version(url) != version
