@@ -203,13 +203,10 @@ def text_of(numbers):
 def pieces(row):
     """The text of each example in a row, and of it what counts."""
     assert np.array_equal(row["targets"] != 0, row["targets_segmentation"] != 0)
-    return [
-        (
-            text_of(row["inputs"][row["inputs_segmentation"] == segment]),
-            text_of(row["targets"][row["targets_segmentation"] == segment]),
-        )
-        for segment in range(1, row["inputs_segmentation"].max() + 1)
-    ]
+    for segment in range(1, row["inputs_segmentation"].max() + 1):
+        inputs = row["inputs"][row["inputs_segmentation"] == segment]
+        targets = row["targets"][row["targets_segmentation"] == segment]
+        yield text_of(inputs), text_of(targets)
 
 
 def expected(turns):
@@ -242,15 +239,15 @@ def test_messages_have_values_of_json_alone_and_whole_characters():
         "fields": {"a": (None, np.float32(0.5), np.bool_(True))},
         "nothing": None,
     }
-    conversations = chat.Conversations(template=template(LINES))
-    assert conversations.messages({"messages": [message]}) == [
-        {
-            "role": "user",
-            "content": "half \ufffd",
-            "parts": [1, 2],
-            "fields": {"a": [None, 0.5, True]},
-        }
-    ]
+    (made,) = chat.Conversations(template=template("")).messages(
+        {"messages": [message]}
+    )
+    assert made == {
+        "role": "user",
+        "content": "half \ufffd",
+        "parts": [1, 2],
+        "fields": {"a": [None, 0.5, True]},
+    }
 
 
 @pytest.mark.parametrize(
@@ -284,22 +281,13 @@ def test_a_tokenizer_whose_special_tokens_would_be_text_is_refused(kind, tmp_pat
         chat.Conversations(template=template(LINES), tokenizer=tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("file_type", "packing"),
-    [("jsonl", ""), ("jsonl", rows.FIRST_FIT), ("parquet", rows.BEST_FIT)],
-)
-def test_rows_have_every_conversation_and_what_counts_of_it(
-    tmp_path, file_type, packing
-):
-    listed = [{"messages": turns} for turns in CONVERSATIONS]
-    if file_type == "parquet":
-        pq.write_table(pa.Table.from_pylist(listed), tmp_path / "a", row_group_size=7)
-    else:
-        lines = [json.dumps(each) + "\n" for each in listed]
-        (tmp_path / "a").write_text("".join(lines))
+@pytest.mark.parametrize("packing", ["", rows.FIRST_FIT, rows.BEST_FIT])
+def test_rows_have_every_conversation_and_what_counts_of_it(tmp_path, packing):
+    table = pa.table({"messages": CONVERSATIONS})
+    pq.write_table(table, tmp_path / "a", row_group_size=7)
     keys = {
         "grain_train_files": tmp_path / "a",
-        "grain_file_type": file_type,
+        "grain_file_type": "parquet",
         "train_data_columns": "messages",
         "use_sft": True,
         "sft_train_on_completion_only": True,

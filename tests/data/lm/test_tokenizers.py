@@ -37,13 +37,16 @@ def sentencepiece_file(**options):
     return model.getvalue()
 
 
-def tiktoken_file(merges=MERGES):
+def ranks(merges):
     every = [bytes([byte]) for byte in range(256)] + merges
-    lines = [
-        base64.b64encode(token) + f" {rank}\n".encode()
-        for rank, token in enumerate(every)
-    ]
-    return b"".join(lines)
+    return {token: rank for rank, token in enumerate(every)}
+
+
+def tiktoken_file(merges=MERGES):
+    return b"".join(
+        base64.b64encode(token) + b" %d\n" % rank
+        for token, rank in ranks(merges).items()
+    )
 
 
 def huggingface_file(special=("<s>", "</s>"), vocab_size=300):
@@ -122,14 +125,17 @@ def foreign_or_damaged():
         others = [content for other, content in CONTENTS.items() if other != kind]
         for content in [*others, b"", b"{}", b"[]", b"\xff\xfe\x00", TEXT.encode()]:
             yield kind, content
-    ranks, in_json = CONTENTS["tiktoken"], CONTENTS["huggingface"]
-    last_line = ranks.rindex(b"\n", 0, -1) + 1
+    lines, in_json = CONTENTS["tiktoken"], CONTENTS["huggingface"]
     yield from (("huggingface", in_json[:n]) for n in range(0, len(in_json), 31))
-    yield from (("tiktoken", ranks[:n]) for n in (last_line + 1, len(ranks) - 2))
-    for rank in (b" 999\n", b" 256\n"):
-        yield "tiktoken", ranks.replace(b" 257\n", rank)
-    yield "tiktoken", ranks.split(b"\n", 1)[1]
-    yield "tiktoken", b"dGhl 0\n"
+    for content in (
+        lines[: lines.rindex(b"\n", 0, -1) + 2],
+        lines[:-2],
+        lines.replace(b" 257\n", b" 999\n"),
+        lines.replace(b" 257\n", b" 256\n"),
+        lines.split(b"\n", 1)[1],
+        b"dGhl 0\n",
+    ):
+        yield "tiktoken", content
 
 
 def test_a_file_that_is_foreign_or_damaged_is_refused(tmp_path):
@@ -191,24 +197,18 @@ def one_by_one(kind, text):
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return tokenizer.encode(text, add_special_tokens=False).ids
-    ranks = [bytes([byte]) for byte in range(256)] + MERGES
+    pattern, merges = tokenizers.LLAMA3_PATTERN, ranks(MERGES)
     encoding = tiktoken.Encoding(
-        "test",
-        pat_str=tokenizers.LLAMA3_PATTERN,
-        mergeable_ranks={token: rank for rank, token in enumerate(ranks)},
-        special_tokens={},
+        "test", pat_str=pattern, mergeable_ranks=merges, special_tokens={}
     )
     return encoding.encode_ordinary(text)
 
 
-@pytest.fixture(scope="module", params=NAMES)
-def of_a_file(request, tmp_path_factory):
-    path = written(tmp_path_factory.mktemp("blocks"), request.param)
-    return request.param, tokenizers.load(request.param, path)
-
-
+@pytest.mark.parametrize("kind", NAMES)
 @given(texts=st.lists(st.text("the quick\n1 \u00e9\U0001f600<s>", max_size=60)))
-def test_texts_of_a_block_have_the_tokens_that_each_has_alone(of_a_file, texts):
-    kind, tokenizer = of_a_file
+def test_texts_of_a_block_have_the_tokens_that_each_has_alone(
+    tmp_path_factory, kind, texts
+):
+    tokenizer = tokenizers.load(kind, written(tmp_path_factory.getbasetemp(), kind))
     actual = [array.tolist() for array in tokenizer.encode_batch(texts)]
     assert actual == [one_by_one(kind, text) for text in texts]
