@@ -357,8 +357,9 @@ class DamageContract(SourceContract):
         return content.replace(b"text 13 ", b"text 12 ")
 
     @pytest.fixture
-    def damaged(self, dataset, files):
+    def damaged(self, dataset, files, monkeypatch):
         """The files after their index was made; a record of the first is damaged."""
+        monkeypatch.setattr(decoded, "BUDGET_BYTES", 0)
         source.indexes(dataset)
         path = pathlib.Path(files[0])
         path.write_bytes(self.spoilt(path.read_bytes()))
@@ -390,9 +391,8 @@ class DamageContract(SourceContract):
         found, skipped = [], 0
         reading = {"shuffle_seed": 7, "num_epochs": 2, "skip_corrupt": True}
         for shard in range(num_shards):
-            elements, state = resumed_everywhere(
-                read(damaged, shard, num_shards, **reading)
-            )
+            of_shard = read(damaged, shard, num_shards, **reading)
+            elements, state = resumed_everywhere(of_shard)
             found += elements
             skipped += state.get("skipped", 0)
         found.sort(key=lambda element: element["record"])

@@ -361,6 +361,16 @@ REFUSALS = {
     "training files that match nothing": Refusal(
         lambda d: keys(grain_train_files=f"{d}/nothing*"), "grain_train_files", DATA
     ),
+    "training files on a site": Refusal(
+        lambda _: keys(grain_train_files="https://example.com/a.parquet"),
+        "data is not read from https://.*; download the files, or copy them",
+        DATA,
+    ),
+    "training files of an unknown protocol": Refusal(
+        lambda _: keys(grain_train_files="nonsense://a/b"),
+        "data is not read from nonsense://.*; download the files, or copy them",
+        DATA,
+    ),
     "a limit of examples to rows that are cut anywhere": Refusal(
         lambda _: keys(
             packing=True,

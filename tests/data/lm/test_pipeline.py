@@ -110,7 +110,7 @@ def test_evaluation_is_one_epoch_in_order_padded_whatever_training_does(corpus):
 def test_the_identity_names_whatever_changes_the_examples(corpus):
     plain = pipeline.from_config(section(corpus)).identity()
     assert json.loads(json.dumps(plain)) == plain
-    window = "grain_shuffle_buffer_size"
+    window, segments = "grain_shuffle_buffer_size", "max_segments_per_seq"
     for settings, differing in (
         ({"grain_worker_count": 2, "grain_per_worker_buffer_size": 7}, set()),
         ({"global_batch_size": 8}, set()),
@@ -124,10 +124,7 @@ def test_the_identity_names_whatever_changes_the_examples(corpus):
         ({"add_eos": False}, {"add_eos"}),
         ({window: 7}, {window}),
         ({"packing": True}, {"grain_packing_type"}),
-        (
-            {"packing": True, "max_segments_per_seq": 3},
-            {"grain_packing_type", "max_segments_per_seq"},
-        ),
+        ({"packing": True, segments: 3}, {"grain_packing_type", segments}),
         ({"train_data_columns": "body"}, {"train_data_columns", "datasets"}),
         ({"tokenize_train_data": False}, {"tokenizer"}),
     ):

@@ -116,25 +116,23 @@ def test_rows_have_every_token_and_its_next_one_once(sizes, chosen):
     assert all(len(segments(row)) <= (limit or length) for row in made)
 
 
-def test_a_piece_goes_into_the_first_row_with_room_or_the_fullest():
-    sizes = [5, 7, 3, 2, 9]
-    by_packing = {
-        rows.FIRST_FIT: [[5, 3, 2], [7], [9]],
-        rows.BEST_FIT: [[5, 2], [7, 3], [9]],
-    }
-    for packing, expected in by_packing.items():
-        made = rows_of([size + 1 for size in sizes], packing=packing, length=10)
-        assert [[len(i) for i, _ in segments(row)] for row in made] == expected
-        limited = rows_of([3] * 40, packing=packing, length=20, max_examples=4)
-        assert [len(segments(row)) for row in limited] == [4] * 10
-
-
-@pytest.mark.parametrize("is_best", [False, True])
-def test_each_limit_of_a_row_is_kept(is_best):
-    pieces = [(number, 1) for number in range(4)]
-    costs = [(1, 2), (1, 2), (1, 0), (1, 0)]
-    made = rows.fitted(pieces, costs, (3, 3), length=9, is_best=is_best)
-    assert [[number for number, _ in row] for row in made] == [[0, 2, 3], [1]]
+@pytest.mark.parametrize(
+    ("packing", "expected"),
+    [
+        (rows.FIRST_FIT, [[5, 3, 2], [7], [9]]),
+        (rows.BEST_FIT, [[5, 2], [7, 3], [9]]),
+    ],
+)
+def test_a_piece_goes_into_the_first_row_with_room_or_the_fullest(packing, expected):
+    made = rows_of([6, 8, 4, 3, 10], packing=packing, length=10)
+    assert [[len(i) for i, _ in segments(row)] for row in made] == expected
+    limited = rows_of([3] * 40, packing=packing, length=20, max_examples=4)
+    assert [len(segments(row)) for row in limited] == [4] * 10
+    # Each of several limits is kept.
+    pieces, costs = [(n, 1) for n in range(4)], [(1, 2), (1, 2), (1, 0), (1, 0)]
+    is_best = packing == rows.BEST_FIT
+    fitted = rows.fitted(pieces, costs, (3, 3), length=9, is_best=is_best)
+    assert [[number for number, _ in row] for row in fitted] == [[0, 2, 3], [1]]
 
 
 def test_rows_are_as_full_as_they_should_be():
