@@ -138,9 +138,7 @@ def test_a_dataset_goes_once_none_of_its_documents_is_held(files, tmp_path):
     file = tmp_path / "mixture.json"
 
     def world(num_hosts, **weights):
-        entries = {
-            n: {"path": paths[n], "weight": weight} for n, weight in weights.items()
-        }
+        entries = {n: {"path": paths[n], "weight": w} for n, w in weights.items()}
         file.write_text(json.dumps(entries))
         keys = section(enable_data_shuffling=False, **TOKENS | {MIXTURE: str(file)})
         return worlds.World(pipeline.from_config(keys), num_hosts, 8)
@@ -161,24 +159,19 @@ def test_a_dataset_goes_once_none_of_its_documents_is_held(files, tmp_path):
 
 def test_files_are_added_to_a_run_as_another_dataset(files, tmp_path):
     (web,) = (part.source.files for part in files["parquet"] if part.name == "web")
-
-    def resumed(train_files):
-        keys = section(train_files, **TOKENS)
-        world = worlds.World(pipeline.from_config(keys), 2, 4)
-        if state.exists():
-            world.read(state)
-        return world
-
-    state, before = tmp_path / "state", ",".join(web[:2])
-    one = resumed(before)
+    before, every = ",".join(web[:2]), ",".join(web)
+    one, longer, added = (
+        worlds.World(pipeline.from_config(section(each, **TOKENS)), 2, 4)
+        for each in (before, every, f"{before},1;{web[2]},0")
+    )
     one.next()
-    one.write(state)
+    one.write(tmp_path)
     with refused("2.parquet is new.*; to add files to a run, ke", errors.DataError):
-        resumed(",".join(web))
+        longer.read(tmp_path)
     # A weight of 0 takes no turn from the others.
-    added, expected = resumed(f"{before},1;{web[2]},0"), resumed(before)
+    added.read(tmp_path)
     for _ in range(5):
-        assert added.next() == expected.next()
+        assert added.next() == one.next()
 
 
 def test_a_stage_has_its_files_in_place_of_the_mixture_of_the_run():

@@ -65,6 +65,13 @@ NO_TEXT = parquet_file(FEW, compression="none", use_dictionary=False)
 NO_TEXT = NO_TEXT.replace(b"\1\0\0\0b", b"\1\0\0\0\xff")
 
 
+framed = tfrecord_files.framed
+
+
+def example(**features):
+    return tfrecord_files.example(features)
+
+
 def array_record(*texts):
     path = pathlib.Path("written")
     corpora.write_records(path, list(texts))
@@ -152,12 +159,7 @@ def polars():
         (JSON, "", rb'{"text": "\\ud800"}', ["\\ud800"]),
         (ARROW, "", polars(), ["a", "b"]),
         (RAW, "", EVENT_FILE, EVENTS),
-        (
-            RAW,
-            "",
-            tfrecord_files.framed(b"") + tfrecord_files.framed(b"a"),
-            [b"", b"a"],
-        ),
+        (RAW, "", framed(b"") + framed(b"a"), [b"", b"a"]),
         (ARRAYS, "", lambda: array_record(b"", b"a"), [b"", b"a"]),
     ],
 )
@@ -251,10 +253,10 @@ def test_a_row_group_is_decoded_a_little_at_a_time(monkeypatch):
 
 @pytest.mark.parametrize(
     ("record", "features"),
-    [(EXAMPLE, FEATURES), (tfrecord_files.example(OTHER_FEATURES), OTHER_FEATURES)],
+    [(EXAMPLE, FEATURES), (example(**OTHER_FEATURES), OTHER_FEATURES)],
 )
 def test_an_example_has_its_features(record, features):
-    (element,) = source_contract.in_order(made(RECORDS, tfrecord_files.framed(record)))
+    (element,) = source_contract.in_order(made(RECORDS, framed(record)))
     expected = source_contract.plain({**features, "record": 0})
     assert source_contract.plain(element) == expected
 
@@ -292,7 +294,7 @@ NO_RECORD = "not a complete tfrecord file .*byte 0; compressed files are not rea
         (PARQUET, parquet_file(MORE) + parquet_file(FEW), ANOTHER),
         (PARQUET, parquet_file(TWICE), "column 'text' is there twice"),
         (ARRAYS, more_records, "not a complete ArrayRecord file"),
-        (RECORDS, gzip.compress(tfrecord_files.framed(b"text"), mtime=0), NO_RECORD),
+        (RECORDS, gzip.compress(framed(b"text"), mtime=0), NO_RECORD),
     ],
 )
 def test_an_index_refuses_what_it_would_not_read(make, content, match):
@@ -312,13 +314,7 @@ def test_an_index_refuses_what_it_would_not_read(make, content, match):
         (JSON, b"[1, 2]", "record 1: corrupt .*not an object"),
         (JSON, b"{", "record 1: corrupt .*cannot be read as JSON"),
         (JSON, b"[" * 100_000, "record 1: corrupt .*cannot be read as JSON"),
-        (
-            RECORDS,
-            tfrecord_files.framed(
-                b"".join(tfrecord_files.example({name: b"text"}) for name in "aba")
-            ),
-            "the feature 'a' is there twice",
-        ),
+        (RECORDS, framed(example(a=b"") * 2), "the feature 'a' is there twice"),
         (PARQUET, NO_TEXT, "row group 0: corrupt .*UTF8"),
         (
             PARQUET,
