@@ -3,12 +3,11 @@
 import itertools
 import json
 
-import grain
 import numpy as np
 import pytest
 
 from elastic_ckpt.data.lm import multimodal
-from tests import pipelines
+from tests.data.lm.test_rows import source
 
 LENGTH = 24
 IMAGE, SOUND = 900, 901
@@ -54,10 +53,8 @@ def parts(number):
 
 
 def packed(documents, **more):
-    source = grain.MapDataset.source(documents).to_iter_dataset(pipelines.IN_CALLER)
-    return multimodal.MultimodalRows(
-        source, modalities=MODALITIES, length=LENGTH, **more
-    )
+    settings = {"modalities": MODALITIES, "length": LENGTH, **more}
+    return multimodal.MultimodalRows(source(documents), **settings)
 
 
 def test_a_row_has_its_media_with_their_places():

@@ -18,8 +18,9 @@ import pytest
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors
 from elastic_ckpt.data.sources import columns, files, source
-from tests import corpora, source_contract, tfrecord_files
+from tests import corpora, source_contract
 from tests.data.sources import test_contract
+from tests.tfrecord_files import example, framed
 
 FEW, MORE = {"text": ["a", "b"]}, {"text": list(map(str, range(5000)))}
 TWICE = pa.table([["a"], ["b"]], names=["text", "text"])
@@ -63,13 +64,6 @@ def parquet_file(columns, **options):
 # It has no checksums.
 NO_TEXT = parquet_file(FEW, compression="none", use_dictionary=False)
 NO_TEXT = NO_TEXT.replace(b"\1\0\0\0b", b"\1\0\0\0\xff")
-
-
-framed = tfrecord_files.framed
-
-
-def example(**features):
-    return tfrecord_files.example(features)
 
 
 def array_record(*texts):
@@ -253,7 +247,7 @@ def test_a_row_group_is_decoded_a_little_at_a_time(monkeypatch):
 
 @pytest.mark.parametrize(
     ("record", "features"),
-    [(EXAMPLE, FEATURES), (example(**OTHER_FEATURES), OTHER_FEATURES)],
+    [(EXAMPLE, FEATURES), (example(OTHER_FEATURES), OTHER_FEATURES)],
 )
 def test_an_example_has_its_features(record, features):
     (element,) = source_contract.in_order(made(RECORDS, framed(record)))
@@ -314,7 +308,7 @@ def test_an_index_refuses_what_it_would_not_read(make, content, match):
         (JSON, b"[1, 2]", "record 1: corrupt .*not an object"),
         (JSON, b"{", "record 1: corrupt .*cannot be read as JSON"),
         (JSON, b"[" * 100_000, "record 1: corrupt .*cannot be read as JSON"),
-        (RECORDS, framed(example(a=b"") * 2), "the feature 'a' is there twice"),
+        (RECORDS, framed(example({"a": b""}) * 2), "the feature 'a' is there twice"),
         (PARQUET, NO_TEXT, "row group 0: corrupt .*UTF8"),
         (
             PARQUET,
