@@ -354,9 +354,8 @@ class DamageContract(SourceContract):
         return content.replace(b"text 13 ", b"text 12 ")
 
     @pytest.fixture
-    def damaged(self, dataset, files, monkeypatch):
+    def damaged(self, dataset, files):
         """The files after their index was made; a record of the first is damaged."""
-        monkeypatch.setattr(decoded, "BUDGET_BYTES", 0)
         source.indexes(dataset)
         path = pathlib.Path(files[0])
         path.write_bytes(self.spoilt(path.read_bytes()))

@@ -26,8 +26,8 @@ FEW, MORE = {"text": ["a", "b"]}, {"text": list(map(str, range(5000)))}
 TWICE = pa.table([["a"], ["b"]], names=["text", "text"])
 
 
-def tar(*names):
-    return test_contract.tar([(name, name.encode()) for name in names])
+def tar(*names, **more):
+    return test_contract.tar([(name, name.encode()) for name in names], **more)
 
 
 def header(**properties):
@@ -99,6 +99,7 @@ RECORDS = ec.data.TFRecord
 RAW = functools.partial(RECORDS, record_format="bytes")
 # The bytes are in the names of tests, so that they must not have the time.
 gz, zstd = functools.partial(gzip.compress, mtime=0), pa.Codec("zstd").compress
+LONG = "a" * 150 + "/1.text"
 MARK, LINES = codecs.BOM_UTF8, [f"line {number} é" for number in range(20)]
 # What TensorFlow writes: two records of TensorBoard's own tests, and the example of its
 # tutorial "TFRecord and tf.train.Example".
@@ -151,6 +152,7 @@ def polars():
         (JSON, "", MARK + b'{"text": "a"}\n{"text": "b"}', ["a", "b"]),
         (JSON, "", rb'{"text": "\ud83d\ude00"}', ["\U0001f600"]),
         (JSON, "", rb'{"text": "\\ud800"}', ["\\ud800"]),
+        (WEB, "", tar(LONG, kind=tarfile.PAX_FORMAT), [LONG.encode()]),
         (ARROW, "", polars(), ["a", "b"]),
         (RAW, "", EVENT_FILE, EVENTS),
         (RAW, "", framed(b"") + framed(b"a"), [b"", b"a"]),

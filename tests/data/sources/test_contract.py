@@ -258,7 +258,3 @@ class TestLongNames(TestWebDataset):
     """Names that need headers of their own."""
 
     kind, directory = tarfile.GNU_FORMAT, "a" * 150
-
-
-class TestPax(TestLongNames):
-    kind = tarfile.PAX_FORMAT
