@@ -5,12 +5,7 @@ from elastic_ckpt.data.sources import arrayrecord, parquet
 from tests import runs, source_contract
 
 TEXTS = [*(f"text {number} äöü".encode() for number in range(250)), b"last"]
-NO_TEXTS = {
-    "binary": b"\0\1",
-    "empty": b"",
-    "latin": b"caf\xe9",
-    ".hidden": b"not this",
-}
+NO_TEXTS = {"binary": b"\0\1", "b/.no": b"no", "empty": b"", "latin": b"caf\xe9"}
 
 
 @pytest.mark.parametrize(
