@@ -31,6 +31,8 @@ NOT_WHOLE = r"data\.idx: not an index.*restore"
     [
         (".idx", lambda content: content[:0], NOT_WHOLE),
         (".idx", lambda content: b"x" + content[1:], NOT_WHOLE),
+        (".idx", lambda content: content[:-8], NOT_WHOLE),
+        (".idx", lambda content: content + b"\0", NOT_WHOLE),
         (".bin", lambda content: content + b"\0", OTHER),
         # The last document ends after the first of two sequences.
         (".idx", lambda content: content[:-8] + ONE, OTHER),
