@@ -10,12 +10,15 @@ and packed; `Rows` makes of it what MaxText's rows have.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
+from absl import logging
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import records
@@ -110,6 +113,7 @@ class Conversations:
         messages = self.messages(element)
         if not messages:
             return None
+        _warn_of_special_texts(messages, self.tokenizer)
         try:
             if self.completion_only:
                 return self.template.render_with_spans(messages)
@@ -149,6 +153,25 @@ def _masked(
     if not counts.any():
         return _NO_TOKENS
     return np.where(counts, encoded.tokens, ~encoded.tokens)
+
+
+def _warn_of_special_texts(messages: Messages, tokenizer: Any) -> None:
+    # A message could end its turn so, or begin another.
+    texts = getattr(tokenizer, "special_texts", tuple)()
+    if found := _any_of(texts).search(json.dumps(messages, ensure_ascii=False)):
+        logging.log_first_n(
+            logging.WARNING,
+            "a message has the text %r, which becomes a special token; remove such"
+            " texts if those who wrote the messages are not trusted",
+            1,
+            found[0],
+        )
+
+
+@functools.cache
+def _any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
+    # Of none, it matches nothing.
+    return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
 
 def _turns(element: dict[str, Any], column: str, *, role: str) -> Messages:
@@ -195,5 +218,10 @@ def _plain(value: Mapping[str, Any], column: str) -> chat_templates.Message:
             " texts, numbers, lists and fields"
         )
 
-    text = json.dumps(value, ensure_ascii=False, default=as_list)
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=as_list)
+    except RecursionError:
+        raise errors.DataError(
+            f"column {column!r} has a message that is nested too deeply; leave it out"
+        ) from None
     return json.loads(tokenizers.readable(text))

@@ -177,6 +177,10 @@ class FileTokenizer:
         """
         return dict(_opened(self.kind, self.path, self.digest).special_tokens or {})
 
+    def special_texts(self) -> tuple[str, ...]:
+        """The texts that become special tokens wherever they are."""
+        return _opened(self.kind, self.path, self.digest).special_texts
+
     def identity(self) -> storage.Json:
         """The kind, the digest of the file, and the begin and end tokens."""
         return {
@@ -232,6 +236,7 @@ class _Opened(NamedTuple):
     end: int | None
     encode_with_spans: Callable[[list[str]], list[Encoded]] | None = None
     special_tokens: Mapping[str, str] | None = None
+    special_texts: tuple[str, ...] = ()
 
 
 _opening = threading.Lock()
@@ -337,6 +342,11 @@ def _open_huggingface(content: bytes, directory: epath.Path) -> _Opened:
         end,
         encode_with_spans,
         special,
+        tuple(
+            added.content
+            for added in tokenizer.get_added_tokens_decoder().values()
+            if added.special and added.content
+        ),
     )
 
 

@@ -281,6 +281,28 @@ def test_a_tokenizer_whose_special_tokens_would_be_text_is_refused(kind, tmp_pat
         chat.Conversations(template=template(LINES), tokenizer=tokenizer)
 
 
+def test_the_text_of_a_special_token_in_a_message_is_warned_of(tmp_path, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(
+        chat.logging, "log_first_n", lambda *args: warnings.append(args)
+    )
+    path = test_tokenizers.written(tmp_path, "huggingface")
+    tokenizer = tokenizers.load("huggingface", path)
+    for content in ("</s", "a</s>b"):
+        masked({"messages": messages(content)}, tokenizer=tokenizer)
+    ((_, message, number, text),) = warnings
+    assert "which becomes a special token" in message
+    assert (number, text) == (1, "</s>")
+
+
+def test_a_message_that_is_nested_too_deeply_is_refused():
+    content = []
+    for _ in range(10_000):
+        content = [content]
+    with refused("a message that is nested too deeply"):
+        masked({"messages": messages(content)})
+
+
 @pytest.mark.parametrize("packing", ["", rows.FIRST_FIT, rows.BEST_FIT])
 def test_rows_have_every_conversation_and_what_counts_of_it(tmp_path, packing):
     table = pa.table({"messages": CONVERSATIONS})
