@@ -231,7 +231,10 @@ class _MixtureIterator(shard_steps.Elements):
                     " in incomplete rows still; add it again with weight 0 until they"
                     " are used"
                 )
-            opened = self._opened[name] = iter(self._mixture._make(name))
+            made = self._mixture._make(name)
+            # Grain makes more of the end of a pipeline, in longer than all of this.
+            made.has_child = True
+            opened = self._opened[name] = iter(made)
             if name in self._saved:
                 opened.set_state(self._saved.pop(name))
         return opened
