@@ -39,10 +39,8 @@ FEATURES = (
 
 # The rows that a chapter has at least: so many that rows are 97 % full, but about this
 # number of tokens where rows are long.
-_MOST_ROWS, _LEAST_ROWS = 32, 4
+_MOST_ROWS, _LEAST_ROWS = 48, 4
 _CHAPTER_TOKENS = 2**17
-# The most documents that are read together, unless they are shuffled.
-_GROUP = 128
 # The chapter from which on all are equally long.
 _LATER = 8
 # More inputs than a document has.
@@ -434,7 +432,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
         return Held(arrays, lengths[skip:], documents[skip:])
 
     def _read(self, num_documents: int) -> int:
-        # Reads documents, and returns the number of their inputs; 0 at the end.
+        # Reads documents, and returns their number; 0 at the end.
         place = self.documents.get_state()
         try:
             some = shard_steps.take(self.documents, num_documents)
@@ -448,12 +446,15 @@ class RowsIterator(grain.DatasetIterator[Row]):
             return 0
         self._groups.append(_Group(place, self._reads_on, held))
         self._reads_on = True
-        return max(int(self._sizes(held).sum()), 1)
+        return len(some)
 
-    def _sizes(self, held: Held) -> np.ndarray:
-        # The inputs of documents.
+    def _sizes(self) -> np.ndarray:
+        # The inputs of the documents that are held and not used up.
+        lengths = [each.held.lengths for each in self._groups] or [_NOTHING.lengths]
         most = self.of.length if self.of.truncate else _ENDLESS
-        return np.clip(held.lengths - 1, 0, most)
+        sizes = np.clip(np.concatenate(lengths)[self._skip :] - 1, 0, most)
+        sizes[:1] -= self._used
+        return sizes
 
     def _read_chapter(self) -> None:
         if mixing.renew(self.documents):
@@ -463,16 +464,19 @@ class RowsIterator(grain.DatasetIterator[Row]):
         # so on: in each batch about as many shards as in any other begin a chapter.
         level = min(self._number, _LATER)
         wanted = (1 + (self.of.key[1] >> level & 1)) << level
-        group = max(self.of.window, min(4 * wanted, _GROUP))
         num_rows = min(max(_CHAPTER_TOKENS // self.of.length, _LEAST_ROWS), _MOST_ROWS)
         num_rows = min(num_rows, wanted)
-        sizes = self._sizes(self._all_held())
-        missing = num_rows * self.of.length + self._used - int(sizes.sum())
         ended = False
-        while missing > 0 and not ended:
-            num_inputs = self._read(group)
-            missing -= num_inputs
-            ended = not num_inputs
+        while not ended:
+            sizes = self._sizes()
+            num_inputs = int(sizes.sum())
+            missing = num_rows * self.of.length - num_inputs
+            if missing <= 0:
+                break
+            # As many as those that are held let expect, unless that is far more.
+            group = -(-missing * len(sizes) // max(num_inputs, 1))
+            group = min(group, max(8 * num_rows, len(sizes)))
+            ended = not self._read(max(group, num_rows, self.of.window))
         self._make_rows(ended=ended)
         if ended and not self._rows:
             raise StopIteration
@@ -481,9 +485,8 @@ class RowsIterator(grain.DatasetIterator[Row]):
         length = self.of.length
         held = self._held = self._all_held()
         self._begin = self._state(held, ended=ended)
-        at, sizes = held.starts, self._sizes(held)
+        at, sizes = held.starts, self._sizes()
         at[:1] += self._used
-        sizes[:1] -= self._used
         num_whole = len(sizes)
         if self._is_cut and not ended:
             # What fills no row is left for the next chapter.

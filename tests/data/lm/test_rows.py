@@ -124,13 +124,14 @@ def test_rows_have_every_token_and_its_next_one_once(sizes, chosen):
     ],
 )
 def test_a_piece_goes_into_the_first_row_with_room_or_the_fullest(packing, expected):
-    made = rows_of([6, 8, 4, 3, 10], packing=packing, length=10)
-    assert [[len(i) for i, _ in segments(row)] for row in made] == expected
-    limited = rows_of([3] * 40, packing=packing, length=20, max_examples=4)
+    is_best = packing == rows.BEST_FIT
+    pieces = list(enumerate([5, 7, 3, 2, 9]))
+    made = rows.fitted(pieces, [()] * 5, (), length=10, is_best=is_best)
+    assert [[size for _, size in row] for row in made] == expected
+    limited = rows_of([3] * 40, packing=packing, length=20, max_examples=4, window=40)
     assert [len(segments(row)) for row in limited] == [4] * 10
     # Each of several limits is kept.
     pieces, costs = [(n, 1) for n in range(4)], [(1, 2), (1, 2), (1, 0), (1, 0)]
-    is_best = packing == rows.BEST_FIT
     fitted = rows.fitted(pieces, costs, (3, 3), length=9, is_best=is_best)
     assert [[number for number, _ in row] for row in fitted] == [[0, 2, 3], [1]]
 
@@ -203,7 +204,7 @@ def test_documents_that_are_others_when_they_are_read_again_are_refused():
         iter(rows.Rows(source(each), length=20, shard=7))
         for each in (held, held[::-1], [])
     )
-    for _ in range(3):
+    for _ in range(4):
         next(one)
     for other in others:
         message = r"shard 7: the documents .* others now"
