@@ -168,13 +168,7 @@ class _MixtureIterator(shard_steps.Elements):
             counts = np.bincount(turns).tolist()
             opened = {n: self._part(self._active[n]) for n in sorted({*turns.tolist()})}
             before = {n: part.get_state() for n, part in opened.items()}
-            try:
-                drawn = {
-                    n: shard_steps.take(part, counts[n]) for n, part in opened.items()
-                }
-            except Exception:
-                _restore(opened, before)
-                raise
+            drawn = {n: shard_steps.take(part, counts[n]) for n, part in opened.items()}
             short = [n for n in drawn if len(drawn[n]) < counts[n]]
             if not short:
                 self._turn += num_turns
@@ -183,7 +177,8 @@ class _MixtureIterator(shard_steps.Elements):
                 in_turn = {n: iter(elements) for n, elements in drawn.items()}
                 return [next(in_turn[n]) for n in turns.tolist()]
             # Who has a turn depends on what has ended before.
-            _restore(opened, before)
+            for n, state in before.items():
+                opened[n].set_state(state)
             ends = [np.flatnonzero(turns == n)[len(drawn[n])] for n in short]
             num_turns = int(min(ends))
             if not num_turns:
@@ -234,15 +229,12 @@ class _MixtureIterator(shard_steps.Elements):
             made = self._mixture._make(name)
             # Grain makes more of the end of a pipeline, in longer than all of this.
             made.has_child = True
-            opened = self._opened[name] = iter(made)
+            opened = iter(made)
             if name in self._saved:
-                opened.set_state(self._saved.pop(name))
+                opened.set_state(self._saved[name])
+                del self._saved[name]
+            self._opened[name] = opened
         return opened
-
-
-def _restore(opened: dict[int, grain.DatasetIterator], states: dict[int, Any]) -> None:
-    for number, state in states.items():
-        opened[number].set_state(state)
 
 
 def renew(iterator: Any) -> bool:

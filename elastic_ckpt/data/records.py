@@ -259,21 +259,15 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
         """See `Elements`."""
         return list(itertools.islice(self, min(at_most, len(self._ahead) or 1)))
 
-    def take_tokens(self, column: str, num_elements: int) -> list[np.ndarray]:
-        """The lists of tokens in a column of the next records, as `take`.
+    def some_tokens(self, column: str, at_most: int) -> list[np.ndarray]:
+        """The lists of tokens in a column of the next records, as `some`.
 
         Raises:
           DataError: if the column is missing, or has other values.
         """
         if self._ahead:
             self.set_state(self.get_state())
-
-        def some(at_most: int) -> list[np.ndarray]:
-            return self._next(
-                at_most, lambda block, rows, _: block.tokens(column, rows)
-            )
-
-        return shard_steps.taken(some, num_elements)
+        return self._next(at_most, lambda block, rows, _: block.tokens(column, rows))
 
     def get_state(self) -> dict[str, Any]:
         """See `grain.DatasetIterator`."""

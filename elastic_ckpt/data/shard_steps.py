@@ -69,20 +69,12 @@ class Elements(grain.DatasetIterator[T]):
     def some(self, at_most: int) -> list[T]:
         """Some of the next elements, however they are taken; none at the end.
 
-        If it raises an error, its next call raises it again.
+        Arrays may be views of larger ones: who keeps them copies them.
         """
         raise NotImplementedError
 
-    def take(self, num_elements: int) -> list[T]:
-        """The next elements.
-
-        Fewer are returned at the end, and before an error, which the next call raises.
-        Arrays may be views of larger ones: who keeps them copies them.
-        """
-        return taken(self.some, num_elements)
-
     def __next__(self) -> Any:
-        for element in self.take(1):
+        for element in self.some(1):
             if isinstance(element, np.ndarray):
                 # Taken tokens may be narrower, and views; a user's step has neither.
                 is_narrow = element.dtype == np.uint16
@@ -91,27 +83,21 @@ class Elements(grain.DatasetIterator[T]):
         raise StopIteration
 
 
-def taken(some: Callable[[int], list[T]], num_elements: int) -> list[T]:
-    """The next elements that `some` returns, as `Elements.take`."""
+def take(iterator: grain.DatasetIterator[T], num_elements: int) -> list[T]:
+    """The next elements of any iterator; fewer at the end alone.
+
+    After an error the iterator may be beyond some of them: who asks again goes back to
+    its state before.
+    """
+    if not isinstance(iterator, Elements):
+        return list(itertools.islice(iterator, num_elements))
     found: list[T] = []
     while len(found) < num_elements:
-        try:
-            more = some(num_elements - len(found))
-        except Exception:
-            if not found:
-                raise
-            break
+        more = iterator.some(num_elements - len(found))
         if not more:
             break
         found += more
     return found
-
-
-def take(iterator: grain.DatasetIterator[T], num_elements: int) -> list[T]:
-    """The next elements of any iterator; fewer at the end alone."""
-    if isinstance(iterator, Elements):
-        return iterator.take(num_elements)
-    return list(itertools.islice(iterator, num_elements))
 
 
 @dataclasses.dataclass(frozen=True)

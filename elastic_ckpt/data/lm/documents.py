@@ -184,20 +184,11 @@ class _TokensIterator(shard_steps.Elements[np.ndarray]):
         ):
             self._column = self._documents.column
 
-    def take(self, num_elements: int) -> list[np.ndarray]:
-        found: list[np.ndarray] = []
-        while len(found) < num_elements:
-            some = self._next(num_elements - len(found))
-            if not some:
-                break
-            found += some
-        return found
-
-    def _next(self, num_elements: int) -> list[np.ndarray]:
+    def some(self, at_most: int) -> list[np.ndarray]:
         if self._column:
-            return cast(Any, self._parent).take_tokens(self._column, num_elements)
+            return cast(Any, self._parent).some_tokens(self._column, at_most)
         documents = self._documents
-        found = shard_steps.take(self._parent, num_elements)
+        found = shard_steps.take(self._parent, at_most)
         values = [documents.value(each) for each in found]
         if not self._num_threads or len(values) <= _OF_A_THREAD:
             return documents.tokens(values)
