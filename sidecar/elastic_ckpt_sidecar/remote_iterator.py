@@ -83,15 +83,13 @@ class _Workers:
             colocated_python.colocated_cpu_devices(mesh)
         )
         self._tickets = itertools.count()
-        # Batches that the loop took since the hosts began to count.
-        self._num_taken = 0
+        # That of the state after the last batch that the loop took; see `HostData`.
+        self._number = 0
         agent = worker.Worker(course.data, sharding.spec, course.base_size, read_ahead)
-        self._agent, self._caller = agent, host_calls.Caller(agent)
+        self._agent, self._hosts = agent, _Hosts(agent, self._cpus, sharding)
         self._check_compatibility(mesh)
-        message = messages.encode({}, self._cpus)
         self.calls = background.BackgroundCalls(
-            functools.partial(_fetch, agent, message, sharding),
-            depth=worker.HEAD_AHEAD,
+            self._hosts.fetch, depth=worker.HEAD_AHEAD
         )
         # This also runs if `close` is never called.
         release = functools.partial(_release, agent, self.calls)
@@ -99,7 +97,7 @@ class _Workers:
 
     def next(self) -> elastic_data.Batch:
         batch, self._waited_secs = self.calls.take()
-        self._num_taken += 1
+        self._number += 1
         return batch
 
     def num_ready(self) -> int:
@@ -120,56 +118,59 @@ class _Workers:
         )
 
     def reset(self) -> None:
-        self._move(HostData.reset)
+        self._move(HostData.reset, limit_secs=_ANSWER_SECS)
         self._course = stages.Course.first(self._course.data, self._course.base_size)
 
     def go_on(self, course: stages.Course) -> None:
         size = course.size if course.stage == self._course.stage else None
-        self._move(HostData.go_on, self._num_taken, course.progress, size)
+        args = self._number, course.progress, size
+        self._move(HostData.go_on, *args, limit_secs=_ANSWER_SECS)
         self._course = course
 
-    def _move(self, method: Any, *args: Any) -> None:
+    def _move(self, method: Any, *args: Any, limit_secs: float | None = None) -> None:
+        before, begin = self._number, self._number + worker.STATES
+        # Forgets what was fetched: the hosts go elsewhere.
+        self.calls.drop()
+        moved = self.calls.submit(
+            functools.partial(self._hosts.move, before, begin, method, *args)
+        )
+        # Hosts that do not answer in time do it later, before the next batch.
+        self._number = begin
         try:
-            self._submit(method, *args).result(_ANSWER_SECS)
+            moved.result(limit_secs)
         except TimeoutError:
             raise errors.DataError(
-                f"the workers have not answered for {_ANSWER_SECS:g} s: a read of the"
+                f"the workers have not answered for {limit_secs:g} s: a read of the"
                 " data may hang; see to the storage, and continue from the checkpoint"
             ) from None
-        finally:
-            # Hosts that have not answered do it later, before the next batch.
-            self._discard()
+        except BaseException:
+            self._number = before
+            raise
 
     def take(
         self, *, progress: state.Progress | None, left_out: state.Ranges
     ) -> Callable[[epath.Path], None]:
-        ticket, taken = next(self._tickets), self._num_taken
+        ticket, number = next(self._tickets), self._number
         # Not waited for: a batch may be on its way.
-        kept = self._submit(HostData.take, ticket, taken, progress, left_out)
+        kept = self._submit(HostData.take, ticket, number, progress, left_out)
 
         def write(directory: epath.Path) -> None:
             kept.result()
-            self._all(HostData.write, ticket, str(directory))
+            self._hosts.all(HostData.write, ticket, str(directory))
 
         return write
 
     def load(self, directory: epath.Path, saved: state.DataState) -> None:
-        self._submit(HostData.load, str(directory)).result()
-        self._discard()
+        self._move(HostData.load, str(directory))
         self._course = self._course.restored(saved)
 
     def num_rows(self) -> int:
-        return self._submit(HostData.num_rows, self._num_taken).result()[0]
+        return self._submit(HostData.num_rows, self._number).result()[0]
 
     def close(self) -> None:
         """Hosts that do not answer are left alone after a while."""
-        self.calls.close(lambda: self._all(HostData.close))
+        self.calls.close(lambda: self._hosts.all(HostData.close))
         _release(self._agent, self.calls, wait=True)
-
-    def _discard(self) -> None:
-        # Forgets what was fetched: the workers have gone elsewhere.
-        self.calls.drop()
-        self._num_taken = 0
 
     def _check_compatibility(self, mesh: Mesh) -> None:
         head = [compatibility.local_facts(self._course.data, role="the head")]
@@ -191,10 +192,24 @@ class _Workers:
         compatibility.check_controllers(self._course.data, mesh)
 
     def _submit(self, method: Any, *args: Any) -> Any:
-        return self.calls.submit(functools.partial(self._all, method, *args))
+        return self.calls.submit(functools.partial(self._hosts.all, method, *args))
 
-    def _all(self, method: Any, *args: Any) -> list[Any]:
-        # The answers of the hosts that this process can call.
+
+class _Hosts:
+    """Calls the workers; all but `all` in the thread that fetches."""
+
+    def __init__(
+        self, agent: Any, cpus: NamedSharding, sharding: NamedSharding
+    ) -> None:
+        self._agent, self._cpus, self._sharding = agent, cpus, sharding
+        self._caller = host_calls.Caller(agent)
+        self._message = messages.encode({}, cpus)
+        # The number of the state after the last batch that arrived, and whether hosts
+        # may have gone on from there.
+        self._number, self._is_behind = 0, False
+
+    def all(self, method: Any, *args: Any) -> list[Any]:
+        """The answers of the hosts that this process can call."""
         call = calls.of(method)
         outcomes = self._caller.outcomes(call, call.bind(*args), self._cpus)
         for outcome in outcomes:
@@ -202,17 +217,28 @@ class _Workers:
                 raise failures.of_host(outcome)
         return [call.decode_answer(each["answer"]) for each in outcomes]
 
+    def move(self, before: int, begin: int, method: Any, *args: Any) -> None:
+        """Has hosts go to another state, of the number `begin`, or none of them."""
+        self._number, self._is_behind = before, True
+        self.all(method, begin, *args)
+        self._number, self._is_behind = begin, False
 
-def _fetch(workers: Any, message: jax.Array, sharding: NamedSharding) -> _Fetched:
-    with failures.reaching_the_head():
-        batch, waited_secs = jax.block_until_ready(workers.next(message))
-    placed = {
-        name: topology.place(
-            feature, delivery.feature_sharding(sharding, name, feature.shape)
-        )
-        for name, feature in batch.items()
-    }
-    return placed, waited_secs
+    def fetch(self) -> _Fetched:
+        """The next batch, on the accelerators."""
+        if self._is_behind:
+            self.all(HostData.go_back, self._number)
+        self._is_behind = True
+        with failures.reaching_the_head():
+            arrived = self._agent.next(self._message)
+            batch, waited_secs = jax.block_until_ready(arrived)
+        placed = {
+            name: topology.place(
+                feature, delivery.feature_sharding(self._sharding, name, feature.shape)
+            )
+            for name, feature in batch.items()
+        }
+        self._number, self._is_behind = self._number + 1, False
+        return placed, waited_secs
 
 
 def _release(

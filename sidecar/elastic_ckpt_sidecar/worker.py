@@ -14,12 +14,14 @@ import jax
 from jax.experimental import colocated_python
 from jax.sharding import NamedSharding, PartitionSpec
 
-from elastic_ckpt.core import calls
+from elastic_ckpt.core import calls, errors
 from elastic_ckpt.data import compatibility, elastic_data, iterator, prefetch, state
 from elastic_ckpt_sidecar import failures, host_calls, messages
 
 # Batches that the head takes from its workers before the loop asks for them.
 HEAD_AHEAD = 1
+# The states that a host keeps: up to one that did not arrive at the head.
+STATES = HEAD_AHEAD + 2
 
 # Shorter waits are not reported to the head.
 _SHORT_SECS = 0.001
@@ -37,14 +39,15 @@ def facts(call: jax.Array) -> jax.Array:
 class HostData:
     """The data of one host, as the head calls it.
 
-    The head is ahead of the loop, so it counts the batches that the loop took since it
-    last loaded a state, or changed the size or the stage.
+    The head is ahead of the loop, so states are kept, each under its number: one more
+    with each batch, and one that the head gives with each load or change, which no host
+    has had before.
     """
 
     def __init__(self, rows: iterator.HostIterator) -> None:
         self._rows = rows
         self._taken: dict[int, Callable[[str], None]] = {}
-        self._begin_to_count()
+        self._begin(0)
 
     def part(self, name: str) -> HostData:
         """See `calls.Host`."""
@@ -62,13 +65,13 @@ class HostData:
     def take(
         self,
         ticket: int,
-        batches: int,
+        number: int,
         progress: state.Progress | None,
         left_out: state.Ranges,
     ) -> None:
-        """Keeps the state after so many batches, under a ticket."""
+        """Keeps the state of a number for a save, under a ticket."""
         self._taken[ticket] = self._rows.take(
-            self._state_after(batches), progress=progress, left_out=left_out
+            self._state(number), progress=progress, left_out=left_out
         )
         # The state of an abandoned save is never requested.
         self._taken.pop(ticket - _SAVES_AT_ONCE, None)
@@ -79,52 +82,70 @@ class HostData:
         self._taken.pop(ticket)(directory)
 
     @calls.call(limit_secs=calls.LONG_SECS)
-    def load(self, directory: str) -> None:
-        """Goes to the state in a directory."""
+    def load(self, begin: int, directory: str) -> None:
+        """Goes to the state in a directory, which gets the number `begin`."""
         self._rows.load(directory, state.read(directory))
-        self._begin_to_count()
+        self._begin(begin)
 
     @calls.call()
-    def num_rows(self, batches: int) -> int:
-        """The number of rows in so many batches, and in those before."""
-        return state.row_of(self._state_after(batches)[0])
+    def num_rows(self, number: int) -> int:
+        """The number of rows before the state of a number."""
+        return state.row_of(self._state(number)[0])
 
     @calls.call()
-    def reset(self) -> None:
-        """Goes to the beginning."""
+    def reset(self, begin: int) -> None:
+        """Goes to the beginning, which gets the number `begin`."""
         self._rows.reset()
-        self._begin_to_count()
+        self._begin(begin)
+
+    @calls.call()
+    def go_back(self, number: int) -> None:
+        """Goes back to the state of a number, unless this host has not gone on."""
+        taken = self._state(number)
+        if self._states[-1][0] != number:
+            self._rows.set_state(taken)
+        while self._states[-1][0] != number:
+            self._states.pop()
 
     @calls.call()
     def go_on(
-        self, batches: int, progress: state.Progress | None, size: int | None
+        self,
+        begin: int,
+        number: int,
+        progress: state.Progress | None,
+        size: int | None,
     ) -> None:
         """Continues in batches of another size, or in the stage that begins.
 
         Args:
-          batches: after how many; the head drops those that the loop did not take.
+          begin: the number that the state gets then.
+          number: that of the state to continue from.
           progress: of the run then.
           size: rows of a batch; None begins the stage.
         """
-        self._rows.set_state(self._state_after(batches))
+        self.go_back(number)
         course = self._rows.course.with_progress(progress)
-        try:
-            self._rows.go_on(course.due() if size is None else course.resized(size))
-        finally:
-            self._begin_to_count()
+        self._rows.go_on(course.due() if size is None else course.resized(size))
+        self._begin(begin)
 
     @calls.call()
     def close(self) -> None:
         """Ends what reads ahead."""
         self._rows.close()
 
-    def _begin_to_count(self) -> None:
+    def _begin(self, number: int) -> None:
         self._states = collections.deque(
-            [(0, self._rows.get_state())], maxlen=HEAD_AHEAD + 2
+            [(number, self._rows.get_state())], maxlen=STATES
         )
 
-    def _state_after(self, batches: int) -> iterator.HostState:
-        return dict(self._states)[batches]
+    def _state(self, number: int) -> iterator.HostState:
+        for each, taken in self._states:
+            if each == number:
+                return taken
+        raise errors.DataError(
+            "the hosts are no longer at the same batch, as a load or a change failed on"
+            " some of them; load a state again"
+        )
 
 
 class _HostWorker(host_calls.HostCalls):

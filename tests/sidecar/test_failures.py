@@ -1,5 +1,6 @@
 """What a worker raises reaches the head as one error, whatever the runtime adds."""
 
+import itertools
 import traceback
 
 import grain
@@ -8,7 +9,7 @@ import pytest
 from elastic_ckpt_sidecar import failures
 from etils import epath
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import compatibility, positional_data, sharded_data, state
 from tests import iterator_contract, pipelines
 
@@ -150,6 +151,29 @@ def test_after_a_users_error_the_state_before_it_is_saved_and_loaded(remote, tmp
     iterator_contract.run(batches.load(epath.Path(tmp_path)))
     with pytest.raises(errors.DataError, match="OfTheUser"):
         next(batches)
+
+
+def test_a_batch_that_does_not_arrive_at_the_head_comes_with_the_next_call(
+    remote, monkeypatch
+):
+    place, calls = topology.place, itertools.count()
+
+    def placed(*args):
+        if next(calls) == 5:
+            raise RuntimeError("no memory on the accelerator")
+        return place(*args)
+
+    monkeypatch.setattr(topology, "place", placed)
+    dataset = grain.MapDataset.range(100).map(lambda number: {"x": np.array([number])})
+    batches = remote(positional_data.positional(dataset, pipeline="numbers"), size=8)
+    numbers, failures_seen = [], 0
+    while len(numbers) < 48:
+        try:
+            numbers += iterator_contract.ids(next(batches))
+        except RuntimeError:
+            failures_seen += 1
+    assert numbers == list(range(48))
+    assert failures_seen == 1
 
 
 def test_after_an_error_of_the_storage_the_next_call_reads_the_same_batch(

@@ -1,8 +1,9 @@
 import pytest
 from elastic_ckpt_sidecar import worker
 
-from elastic_ckpt.core import topology
+from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import iterator
+from tests.iterator_contract import ids
 
 
 @pytest.fixture
@@ -20,8 +21,19 @@ def test_states_of_the_last_batches_can_be_kept_and_of_no_older_one(host):
         host.next()
     for batches in range(5 - worker.HEAD_AHEAD, 6):
         host.take(batches, batches, None, ())
-    with pytest.raises(KeyError):
+    with pytest.raises(errors.DataError, match="no longer at the same batch"):
         host.take(9, 5 - worker.HEAD_AHEAD - 2, None, ())
+
+
+def test_a_host_goes_back_unless_it_has_gone_elsewhere(host):
+    first, *others = (ids(host.next()) for _ in range(3))
+    host.go_back(1)
+    assert [ids(host.next()) for _ in range(2)] == others
+    host.reset(9)
+    host.go_back(9)
+    assert ids(host.next()) == first
+    with pytest.raises(errors.DataError, match="no longer at the same batch"):
+        host.go_back(3)
 
 
 def test_the_state_of_a_save_that_was_given_up_is_not_kept_for_ever(host, tmp_path):
