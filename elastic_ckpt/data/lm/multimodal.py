@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import grain
 import numpy as np
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import tokens as token_numbers
 from elastic_ckpt.data.lm import rows as lm_rows
 
@@ -119,10 +119,19 @@ class MultimodalRows(lm_rows.Rows):
     def __iter__(self) -> lm_rows.RowsIterator:
         return _MultimodalIterator(self)
 
+    def settings(self) -> dict[str, storage.Json]:
+        """See `Rows`; also what each modality is, but for its `decode`."""
+        kinds = {
+            name: {"max_per_row": m.max_per_row, "shape": [*m.shape], "dtype": m.dtype}
+            for name, m in self.modalities.items()
+        }
+        return super().settings() | {"modalities": kinds}
+
 
 @dataclasses.dataclass(frozen=True)
 class _Document:
-    # Tokens, complements where they are no targets; and the media.
+    # What was read; its tokens, complements where they are no targets; and its media.
+    parts: list[Any]
     tokens: np.ndarray
     media: _Media
 
@@ -136,13 +145,10 @@ class _MultimodalIterator(lm_rows.RowsIterator):
         held = super().hold([document.tokens for document in whole])
         return held._replace(documents=whole)
 
-    def _checked(self, document: Any) -> _Document:
-        if isinstance(document, _Document):
-            # It comes over from another stage.
-            return document
+    def _checked(self, parts: Any) -> _Document:
         media: _Media = {name: [] for name in self.of.modalities}
         pieces, length = [np.empty(0, np.int32)], self.of.length
-        for part in document:
+        for part in parts:
             start = sum(map(len, pieces))
             if isinstance(part, Encoded):
                 if part.modality not in media or part.num_tokens < 1:
@@ -162,15 +168,16 @@ class _MultimodalIterator(lm_rows.RowsIterator):
                 pieces.append(piece[: length - start])
         tokens = np.concatenate(pieces)
         if not (tokens[1:] >= 0).any():
-            return _Document(tokens[:0], media)
+            return _Document(parts, tokens[:0], media)
         # The last token is an input, too, whose target counts for nothing.
-        return _Document(np.append(tokens, np.int32(~token_numbers.PAD)), media)
+        tokens = np.append(tokens, np.int32(~token_numbers.PAD))
+        return _Document(parts, tokens, media)
 
-    def cut(self, held: lm_rows.Held, first: int, stop: int) -> _Document:
+    def cut(self, held: lm_rows.Held, first: int, stop: int) -> list[Any]:
         """See `RowsIterator`; documents are whole."""
         del stop
         (number,) = _numbers(held, [first])
-        return held.documents[number]
+        return held.documents[number].parts
 
     def costs(self, held: lm_rows.Held, at: np.ndarray) -> list[tuple[int, ...]]:
         """See `RowsIterator`."""

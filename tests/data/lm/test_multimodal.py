@@ -6,6 +6,8 @@ import json
 import numpy as np
 import pytest
 
+from elastic_ckpt import data
+from elastic_ckpt.data import local_batches
 from elastic_ckpt.data.lm import multimodal
 from tests.data.lm.test_rows import source
 
@@ -122,3 +124,30 @@ def test_a_document_that_is_too_long_ends_before_a_medium_that_does_not_fit():
     assert by_first[2]["targets"].tolist() == [*range(3, 26), 0]
     # Without text after its first token there is nothing to learn.
     assert not list(packed([[image(1), image(2)], [[5], image(1)]]))
+
+
+@pytest.mark.parametrize(("most", "length"), [(1, 24), (3, 12)])
+def test_documents_that_come_over_to_a_stage_are_cut_for_it(most, length):
+    def of_stage(most, length):
+        images = multimodal.Modality(decode=decode, shape=(2, 2), max_per_row=most)
+        made = [[np.full(9, 5), image(n), [6], image(n), [7]] for n in range(20)]
+        return data.sharded(
+            lambda _: multimodal.MultimodalRows(
+                source(made * 9), modalities={"images": images}, length=length
+            ),
+            num_shards=1,
+            pipeline="images",
+        )
+
+    both = of_stage(3, 24), of_stage(most, length)
+    assert both[0].identity() != both[1].identity()
+    stages = [data.Stage(begin=5 * n, data=each) for n, each in enumerate(both)]
+    batches = local_batches.LocalBatches(data.staged(stages), global_batch_size=1)
+    for step in range(12):
+        row = {name: values[0] for name, values in next(batches).items()}
+        if step < 5:
+            continue
+        assert len(row["images"]) == most
+        for start, size in zip(row["images_start"], row["images_length"], strict=True):
+            assert (row["inputs"][start : start + size] == IMAGE).all()
+            assert start + size <= length
