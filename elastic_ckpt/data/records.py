@@ -345,11 +345,19 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
 def skipped(shard_cursors: Iterable[cursors.Cursor]) -> int:
     """The number of corrupt records skipped so far, by the cursors of all shards."""
     parts = itertools.chain.from_iterable(map(cursors.parts, shard_cursors))
-    return sum(part[_SKIPPED] for part in parts if _SKIPPED in part)
+    return sum(
+        part[_SKIPPED] for part in parts if {*part} == {_EPOCH, _TAKEN, _SKIPPED}
+    )
 
 
 # The row that is due in a thread.
 _DUE = threading.local()
+
+
+def note_progress() -> None:
+    """Notes that what was read for the row that is due is a part of it."""
+    if getattr(_DUE, "row", None) is not None:
+        _DUE.row = object()
 
 
 @contextlib.contextmanager

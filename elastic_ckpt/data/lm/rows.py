@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import cursors, mixing, shard_steps
+from elastic_ckpt.data import cursors, mixing, records, shard_steps
 from elastic_ckpt.data import tokens as token_numbers
 from elastic_ckpt.data.sources import files
 
@@ -41,6 +41,8 @@ FEATURES = (
 # number of tokens where rows are long.
 _MOST_ROWS, _LEAST_ROWS = 48, 4
 _CHAPTER_TOKENS = 2**17
+# The most documents that are read together.
+_GROUP = 4096
 # The chapter from which on all are equally long.
 _LATER = 8
 # More inputs than a document has.
@@ -121,8 +123,8 @@ class Rows(shard_steps.Step[Row]):
       features: further features of documents; rows have those of their inputs.
       truncate: whether a document ends after `length` inputs; otherwise what is longer
         than a row is cut into several.
-      vocab_size: rows of the model's embedding; a token that is not below it is an
-        error. 0 checks none.
+      vocab_size: rows of the model's embedding; a token that is not below it, or
+        negative, is an error. 0 checks none.
 
     Raises:
       ConfigError: if a value is not as described.
@@ -409,12 +411,16 @@ class RowsIterator(grain.DatasetIterator[Row]):
         }
 
     def _digest(self, held: Held) -> str:
-        # Of the tokens of documents.
+        # Of the tokens and further features of documents.
         if not len(held.lengths) or self.of.dtype != np.int32:
             return ""
-        tokens = held.arrays["tokens"].astype(np.int32, copy=False)
         digest = xxhash.xxh3_64(held.lengths.data)
-        digest.update(tokens.data)
+        tokens = held.arrays["tokens"].astype(np.int32, copy=False)
+        for values in (held.arrays | {"tokens": tokens}).values():
+            if not values.dtype.hasobject:
+                digest.update(
+                    np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+                )
         return digest.hexdigest()
 
     def _all_held(self) -> Held:
@@ -466,17 +472,21 @@ class RowsIterator(grain.DatasetIterator[Row]):
         wanted = (1 + (self.of.key[1] >> level & 1)) << level
         num_rows = min(max(_CHAPTER_TOKENS // self.of.length, _LEAST_ROWS), _MOST_ROWS)
         num_rows = min(num_rows, wanted)
-        ended = False
+        ended, num_before = False, 0
         while not ended:
             sizes = self._sizes()
-            num_inputs = int(sizes.sum())
+            num_documents, num_inputs = len(sizes), int(sizes.sum())
             missing = num_rows * self.of.length - num_inputs
-            if missing <= 0:
+            if missing <= 0 and num_documents >= self.of.window:
                 break
+            if num_inputs > num_before:
+                records.note_progress()
+            num_before = num_inputs
             # As many as those that are held let expect, unless that is far more.
-            group = -(-missing * len(sizes) // max(num_inputs, 1))
-            group = min(group, max(8 * num_rows, len(sizes)))
-            ended = not self._read(max(group, num_rows, self.of.window))
+            group = -(-missing * num_documents // max(num_inputs, 1))
+            group = min(group, max(8 * num_rows, num_documents))
+            group = max(group, num_rows, self.of.window - num_documents)
+            ended = not self._read(min(group, _GROUP))
         self._make_rows(ended=ended)
         if ended and not self._rows:
             raise StopIteration

@@ -11,9 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import mixing, shard_rows
+from elastic_ckpt.data import (
+    local_batches,
+    mixing,
+    records,
+    shard_rows,
+    sharded_data,
+)
 from elastic_ckpt.data.lm import rows
-from tests import pipelines, worlds
+from tests import corpora, pipelines, source_contract, worlds
 
 # Lengths of documents, in tokens; 0 and 1 have no input.
 SIZES = st.lists(st.integers(0, 40), max_size=20)
@@ -307,3 +313,18 @@ def test_weights_cannot_change_below_a_step_that_may_hold_elements(is_of_rows):
     assert len(opened({"a": 1, "b": 1}, state)) == len(list(one)) > 20
     with pytest.raises(errors.DataError, match=r"WindowShuffle.* may hold some of its"):
         opened({"a": 1, "b": 2}, state)
+
+
+def test_a_window_may_have_more_documents_than_the_data(monkeypatch):
+    monkeypatch.setattr(records, "_LEAST_FRUITLESS", 100)
+    monkeypatch.setattr(rows, "_GROUP", 50)
+    numbers = corpora.Numbers(blocks=((10,) * 4,))
+
+    def make_shard(shard):
+        read = source_contract.read(numbers, shard, 1, shuffle_seed=1)
+        documents = read.map(lambda each: np.arange(3) + each["number"])
+        return rows.Rows(documents, length=8, window=500)
+
+    data = sharded_data.sharded(make_shard, num_shards=1, pipeline="window")
+    batches = local_batches.LocalBatches(data, global_batch_size=4)
+    assert next(batches)["inputs"].shape == (4, 8)
