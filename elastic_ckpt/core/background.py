@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection
 from concurrent import futures
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from absl import logging
 
@@ -97,7 +97,7 @@ class BackgroundCalls(Generic[T]):
           DataError: if the thread has ended.
         """
         if self._closed:
-            raise errors.DataError("this iterator was closed; make a new one")
+            closed()
         future: futures.Future[Any] = futures.Future()
         self._tasks.put((call, future))
         return future
@@ -137,6 +137,11 @@ class BackgroundCalls(Generic[T]):
                 " abandoned",
                 _CLOSE_SECS,
             )
+
+
+def closed() -> NoReturn:
+    """Raises a DataError: an iterator was closed."""
+    raise errors.DataError("this iterator was closed; make a new one")
 
 
 def close_with(owner: object, close: Callable[..., None]) -> None:

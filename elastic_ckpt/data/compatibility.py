@@ -24,7 +24,8 @@ Facts = dict[str, str]
 HOST = "host"
 PIPELINE = "pipeline"
 
-_PACKAGES = ("jax", "jaxlib", "grain", "elastic-ckpt")
+# NumPy shuffles.
+_PACKAGES = ("jax", "jaxlib", "grain", "numpy", "elastic-ckpt")
 # A controller may still write its data set.
 _PATIENCE_SECS = 24 * 3600.0
 

@@ -24,10 +24,9 @@ from etils import epath
 from elastic_ckpt.core import checked_json, errors, storage
 
 VERSION = 1
-# The field of a cursor with an older cursor, from which documents are read again.
-HELD = "held"
-# The field of the state of rows with the states from which their documents were read.
-FROM = "from"
+# Fields that no other state has: an older cursor, from which documents are read again;
+# and the states from which rows have read their documents.
+HELD, FROM = "documents held by", "documents read from"
 _NAME = re.compile(r"shards-(\d{5,})-(\d{5,})\.json\.gz")
 
 Cursor = storage.Json

@@ -459,5 +459,5 @@ class Batches:
         self._course = self._course.gone_back(saved)
 
     def close(self) -> None:
-        """Stops reading ahead, and yields no more batches; they can still be saved."""
+        """Stops reading ahead, and yields no more batches."""
         self._hosts.close()

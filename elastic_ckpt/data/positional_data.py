@@ -122,19 +122,20 @@ class _HostBatches:
         self._move(0)
 
     def __next__(self) -> Example:
+        ids = self._next + self._placement.held
         try:
             batch = next(self._batches)
+            if self._data.end is not elastic_data.End.NEVER:
+                batch = {**batch, elastic_data.MASK: ids < len(self._data.dataset)}
+            batch = shard_rows.with_ids(batch, ids)
         except BaseException:  # Ctrl-C too
             # Some rows of this batch were already taken: start the batch again.
             self.close()
             raise
-        ids = self._next + self._placement.held
-        if self._data.end is not elastic_data.End.NEVER:
-            batch = {**batch, elastic_data.MASK: ids < len(self._data.dataset)}
         size = self._placement.global_batch_size
         self._position = self._next + size
         self._next += self._placement.every * size
-        return shard_rows.with_ids(batch, ids)
+        return batch
 
     def position(self) -> cursors.Position:
         return {_POSITION: self._position}

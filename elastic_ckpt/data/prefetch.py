@@ -122,7 +122,8 @@ class Prefetched(Generic[T]):
         self._position, self._cursors = position, self._rows.shard_cursors()
 
     def close(self) -> None:
-        """Stops reading ahead; waits for a read that hangs for at most 10 s."""
+        """Yields no more batches; waits for a read that hangs for at most 10 s."""
+        self._next = background.closed
         self._close(wait=True)
 
 

@@ -165,7 +165,9 @@ class ShardRows:
                 f"logical shard {shard} has ended; make make_shard repeat its records"
                 ' endlessly, or declare the data finite: end="padded"'
             )
-        final = to_json(self._opened.pop(shard).get_state())
+        ended = self._opened.pop(shard)
+        final = to_json(ended.get_state())
+        ended.close()
         self._noted[shard] = {_ROW: self._rows[shard], _ENDED: final}
         self._ended.add(shard)
         return None
@@ -327,7 +329,7 @@ def to_json(state: Any) -> Any:
         state = state.item()
     match state:
         case dict() if set(map(type, state)) <= {str} and not _is_marked(state):
-            # A fast path: most values are plain integers, and this runs for every row.
+            # A fast path: most values are plain integers.
             return {
                 key: value if type(value) is int else to_json(value)
                 for key, value in state.items()

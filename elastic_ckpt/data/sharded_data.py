@@ -209,21 +209,22 @@ class _HostBatches:
         self.go_to(state.position_of(()), dict.fromkeys)
 
     def __next__(self) -> dict[str, np.ndarray]:
+        size, history = self._placement.global_batch_size, self._history
+        if self._skips:
+            history = rows.after(history, size, self._skips)
         try:
             loaded = next(self._reading())
+            assert loaded.rows is not None
+            ids = rows.batch_ids(self._data.num_shards, history, size)
+            batch = shard_rows.with_ids(loaded.rows, ids[self._placement.held])
+            after = rows.after(history, size), {**self._cursors, **loaded.cursors}
         except BaseException:  # Ctrl-C too
             # What was read of the batch is read again if it is requested again.
             self.close()
             raise
-        size = self._placement.global_batch_size
-        if self._skips:
-            self._history = rows.after(self._history, size, self._skips)
-        ids = rows.batch_ids(self._data.num_shards, self._history, size)
-        self._history = rows.after(self._history, size)
+        self._history, self._cursors = after
         self._skips = self._placement.every - 1
-        self._cursors = {**self._cursors, **loaded.cursors}
-        assert loaded.rows is not None
-        return shard_rows.with_ids(loaded.rows, ids[self._placement.held])
+        return batch
 
     def position(self) -> cursors.Position:
         return state.position_of(self._history)

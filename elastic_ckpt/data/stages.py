@@ -10,7 +10,7 @@ the new one. Each is thus trained on once, on any number of hosts. Pipelines wit
 `lm.Rows` have the same steps in all stages, so that the cursor is the state of each.
 
 The cursor of a stage after the first is `{"stage": n, "of": state}`. A document that
-came over has the place `{"held": {"stage": m, "cursor": cursor in stage m}, "taken":
+came over has the place `{HELD: {"stage": m, "cursor": cursor in stage m}, "taken":
 k, "parent": state}`: the old rows are opened there again when it is loaded, and k
 documents skipped; those of the stage's own follow from the state.
 """

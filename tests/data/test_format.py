@@ -52,7 +52,7 @@ def test_what_is_written_is_of_the_schemas_and_on_the_page(tmp_path, files):
     for cursor in held.values():
         for part in cursors.parts(cursor):
             names |= part.keys() - formats.DATASETS.keys()
-    assert {"turn", "taken", "parts", "from", "skip", "row"} <= names
+    assert {"turn", "taken", "parts", cursors.FROM, "skip", "row"} <= names
     page = (ROOM / "FORMAT.md").read_text()
     assert [name for name in sorted(names) if f"`{name}`" not in page] == []
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import stages
+from elastic_ckpt.data import cursors, stages
 from tests import formats, iterator_contract
 from tests.data import test_format, test_local_batches
 from tests.formats import of_stage
@@ -75,7 +75,7 @@ def test_the_state_at_every_step_continues_in_its_stage(files, tmp_path):
         load(batches, path)
         np.testing.assert_equal(taken(batches, 1), expected[step : step + 1])
     saved = (tmp_path / "4" / "shards-00000-00005.json.gz").read_bytes()
-    assert b'"held"' in gzip.decompress(saved)
+    assert cursors.HELD.encode() in gzip.decompress(saved)
     assert b'"of":' in gzip.decompress(saved)
 
 

@@ -28,7 +28,7 @@ def damaged(error_of: Callable[[object], Exception]) -> Iterator[None]:
     except (pa.ArrowException, OSError, EOFError, UnicodeError) as error:
         # Arrow also raises OSError for such bytes, but without an errno.
         bare = type(error) is OSError and error.errno is None
-        if isinstance(error, OSError) and not bare:
+        if isinstance(error, MemoryError | OSError) and not bare:
             raise
         raise error_of(error) from None
 

@@ -18,6 +18,7 @@ import functools
 import io
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -145,7 +146,8 @@ def copied(remote: Object) -> str:
     """
     identity = f"{remote.url} {remote.version} {remote.num_bytes}"
     name = f"{digest.name_hash(identity):016x}-{os.path.basename(remote.path)}"
-    path = os.path.join(_directory()[0], name)
+    with _making:
+        path = os.path.join(_directory()[0], name)
     with (
         opened(remote) as stream,
         storage.atomic_path(path) as temporary,
@@ -153,6 +155,9 @@ def copied(remote: Object) -> str:
     ):
         shutil.copyfileobj(stream, file, _MOST_BYTES)
     return path
+
+
+_making = threading.Lock()
 
 
 @functools.cache

@@ -166,7 +166,7 @@ class LostBlock(Block):
     def elements(self, rows: Sequence[int]) -> list[Element]:
         """See `Block`."""
         del rows
-        raise self._error.with_traceback(None)
+        raise CorruptError(self._error)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
