@@ -40,7 +40,7 @@ from benchmarks.peers.documents import COLUMN, Documents
 from elastic_ckpt.data import prefetch, sharded_data
 from elastic_ckpt.data.lm import pipeline
 
-NUM_SHARDS = text.NUM_SHARDS
+NUM_SHARDS = 64
 _ROUNDS = sized(5, 1)
 # Timed of each side in each round, and before that.
 _NUM_TOKENS = sized(16_000_000, 1_000_000)
