@@ -4,13 +4,11 @@ import json
 import grain
 import hypothesis
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import errors
 from elastic_ckpt.data import mixing, shard_steps
-from tests import corpora, pipelines, source_contract
+from tests import pipelines
 
 NAMES = ["books", "code", "mathematics", "news", "web"]
 WEIGHTS = st.lists(
@@ -107,15 +105,3 @@ def test_datasets_that_end_leave_the_others_to_go_on_from_any_state(
         later.set_state(state)
         assert saved(later) == state
         assert list(later) == expected[number:]
-
-
-def test_what_is_before_an_error_is_taken_first_and_the_error_comes_again():
-    numbers = corpora.Numbers(blocks=((10,),), corrupt=frozenset({5}))
-    failing = {"a": part("a"), "b": source_contract.read(numbers, 0, 1)}
-    elements = iter(mixing.Mixture(failing, {"a": 3, "b": 2}, shard=0))
-    assert len(shard_steps.take(elements, 100)) > 5
-    state = saved(elements)
-    for _ in range(2):
-        with pytest.raises(errors.DataError, match="spoilt"):
-            shard_steps.take(elements, 100)
-        assert saved(elements) == state
