@@ -2,7 +2,6 @@
 
 import pytest
 
-from elastic_ckpt.data import order
 from tests import formats
 
 
@@ -13,9 +12,3 @@ def files(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(directory / "cache"))
         yield {name: formats.write(directory, name) for name in formats.FORMATS}
-
-
-@pytest.fixture
-def large_blocks(monkeypatch):
-    """Data counts as large: each shard reads runs of records of its own."""
-    monkeypatch.setattr(order, "_SMALL_RECORDS", 0)

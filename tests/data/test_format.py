@@ -111,8 +111,7 @@ def test_cursors_have_these_bytes(tmp_path, golden):
     cursors.write(tmp_path, values, {"batches": [[24, 3], [12, 2]]})
     path = tmp_path / "shards-00003-00005.json.gz"
     content = path.read_bytes()
-    # When it was written would be in bytes 4 to 7. The same content may be compressed
-    # to other bytes elsewhere.
+    # Without the time of writing; elsewhere it may be compressed to other bytes.
     assert content[4:8] == bytes(4)
     golden("cursors_v1.json", gzip.decompress(content).decode())
     validate(path)

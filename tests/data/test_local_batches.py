@@ -1,6 +1,7 @@
 """Rows of ranks, and of the workers of their PyTorch loaders, and their states."""
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -149,6 +150,28 @@ def test_any_history_of_ranks_and_workers_has_the_rows_of_one_host(
                 step = sum(number for _, number in of_one[0]["batches"])
                 assert state["progress"] == {"step": step, "begun": 1}
         saved.append((of_one, save(ranks) if by_shard else states))
+
+
+@pytest.mark.parametrize("data", [sharded("plain"), positional()])
+@pytest.mark.parametrize(
+    ("module", "name"), [(rows, "batch_ids"), (shard_rows, "with_ids")]
+)
+def test_an_interruption_in_a_batch_loses_none(monkeypatch, data, module, name):
+    (one,), (same,) = world(data), world(data)
+    expected = [next_rows([same]) for _ in range(4)]
+    function, calls = getattr(module, name), itertools.count()
+
+    def interrupted(*args):
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return function(*args)
+
+    monkeypatch.setattr(module, name, interrupted)
+    found = []
+    while len(found) < 4:
+        with contextlib.suppress(KeyboardInterrupt):
+            found.append(next_rows([one]))
+    assert found == expected
 
 
 def test_a_state_of_a_users_iterator_comes_back_as_it_was():

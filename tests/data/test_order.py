@@ -145,7 +145,6 @@ def test_a_block_is_decoded_again_if_shards_share_it_and_there_is_no_room(
     monkeypatch.setattr(corpora.Numbers, "decode", counting)
     # A shard takes 64 records at a time.
     numbers = corpora.Numbers(blocks=((100, 100),) * 8)
-    # The order of a seed is kept.
     reading = {"shuffle_seed": small_records, "num_epochs": 1}
     shards = [source_contract.read(numbers, shard, 2, **reading) for shard in range(2)]
     found = itertools.chain(*shards)

@@ -9,7 +9,7 @@ import grain
 import numpy as np
 import pytest
 
-from elastic_ckpt.core import background
+from elastic_ckpt.core import background, errors
 from elastic_ckpt.data import local_batches, positional_data, prefetch
 from tests import pipelines
 
@@ -108,6 +108,8 @@ def test_reading_ahead_is_bounded_and_an_error_is_raised_when_it_is_due(depth):
         assert one.position() == {"next": 7}
         assert one.shard_cursors() == {0: 7}
     one.close()
+    with pytest.raises(errors.DataError, match="this iterator was closed"):
+        next(one)
     (reader,) = set(counting.readers)
     assert (reader is threading.current_thread()) == (depth == 0)
 

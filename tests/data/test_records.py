@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import order, records, sharded_data
+from elastic_ckpt.data.lm import rows
 from elastic_ckpt.data.sources import parquet
 from tests import corpora, worlds
 from tests.source_contract import read, resumed_everywhere
@@ -86,20 +87,26 @@ def test_shards_read_each_record_once_an_epoch_and_as_many_in_all_but_for_one(
         first += sum(counts)
 
 
-@pytest.mark.parametrize("num_kept", [4, 0])
-def test_filters_may_leave_one_record_an_epoch_but_not_none(monkeypatch, num_kept):
+@pytest.mark.parametrize(("num_kept", "window"), [(4, 0), (0, 0), (3000, 7000)])
+def test_a_row_may_need_one_record_of_an_epoch_or_many_epochs_but_not_none(
+    monkeypatch, num_kept, window
+):
     monkeypatch.setattr(records, "_LEAST_FRUITLESS", 100)
     dataset = corpora.Numbers(blocks=((10,) * 300,))
 
     def make_shard(shard):
         found = read(dataset, shard, 4, shuffle_seed=1)
-        kept = found.filter(
-            lambda element: element["number"] in range(68, 68 + num_kept)
-        )
+        kept = found.filter(lambda element: (element["number"] - 68) % 3000 < num_kept)
+        if window:
+            documents = kept.map(lambda element: np.arange(3) + element["number"])
+            return rows.Rows(documents, length=8, window=window, shard=shard)
         return kept.map(lambda element: {"number": np.array(element["number"])})
 
     data = sharded_data.sharded(make_shard, num_shards=4, pipeline="filters")
     world = worlds.World(data, 1, 4)
+    if window:
+        assert world.batch()["inputs"].shape == (4, 8)
+        return
     if num_kept:
         for _ in range(10):
             assert set(world.batch()["number"]) <= {68, 69, 70, 71}

@@ -1,7 +1,9 @@
 """Stages: what changes at steps of a run, exactly once on any number of hosts."""
 
+import contextlib
 import dataclasses
 import gzip
+import itertools
 import json
 
 import grain
@@ -15,7 +17,9 @@ from jax.sharding import Mesh
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import cursors, stages
-from tests import formats, iterator_contract
+from elastic_ckpt.data.sources import files as source_files
+from elastic_ckpt.data.sources import parquet
+from tests import formats, iterator_contract, worlds
 from tests.data import test_format, test_local_batches
 from tests.formats import of_stage
 
@@ -77,6 +81,32 @@ def test_the_state_at_every_step_continues_in_its_stage(files, tmp_path):
     saved = (tmp_path / "4" / "shards-00000-00005.json.gz").read_bytes()
     assert cursors.HELD.encode() in gzip.decompress(saved)
     assert b'"of":' in gzip.decompress(saved)
+
+
+def test_a_read_that_fails_changes_no_row(files, monkeypatch):
+    monkeypatch.setattr(source_files, "_PAUSES_SECS", ())
+    data, decode = short_then_long(files["parquet"]), parquet.Parquet.decode
+    failing, calls = None, itertools.count()
+
+    def decoded(self, file, block):
+        if next(calls) == failing:
+            raise OSError(5, "the store is busy")
+        return decode(self, file, block)
+
+    def contents():
+        nonlocal calls
+        source_files.forget_all()
+        batches, found, calls = batches_of(data), [], itertools.count()
+        while len(found) < 8:
+            with contextlib.suppress(errors.DataError):
+                found += map(worlds.content, taken(batches, 1))
+        return found
+
+    expected = contents()
+    monkeypatch.setattr(parquet.Parquet, "decode", decoded)
+    for failing in range(8):
+        assert contents() == expected
+        assert next(calls) > failing
 
 
 def test_a_stage_begins_at_its_step_after_a_rollback(files, tmp_path):

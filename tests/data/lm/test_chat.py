@@ -8,6 +8,7 @@ with and without a generation prompt, or the error; and the tokens, with
 `return_assistant_tokens_mask` for the template with `{% generation %}` blocks.
 """
 
+import functools
 import json
 import pathlib
 import re
@@ -296,9 +297,7 @@ def test_the_text_of_a_special_token_in_a_message_is_warned_of(tmp_path, monkeyp
 
 
 def test_a_message_that_is_nested_too_deeply_is_refused():
-    content = []
-    for _ in range(10_000):
-        content = [content]
+    content = functools.reduce(lambda inner, _: [inner], range(10_000), [])
     with refused("a message that is nested too deeply"):
         masked({"messages": messages(content)})
 

@@ -1,5 +1,6 @@
 """Documents of text and media in rows: packed by tokens, decoded afterwards."""
 
+import dataclasses
 import itertools
 import json
 
@@ -128,25 +129,19 @@ def test_a_document_that_is_too_long_ends_before_a_medium_that_does_not_fit():
 
 @pytest.mark.parametrize(("most", "length"), [(1, 24), (3, 12)])
 def test_documents_that_come_over_to_a_stage_are_cut_for_it(most, length):
-    def of_stage(most, length):
-        images = multimodal.Modality(decode=decode, shape=(2, 2), max_per_row=most)
-        made = [[np.full(9, 5), image(n), [6], image(n), [7]] for n in range(20)]
-        return data.sharded(
-            lambda _: multimodal.MultimodalRows(
-                source(made * 9), modalities={"images": images}, length=length
-            ),
-            num_shards=1,
-            pipeline="images",
+    documents = [[np.full(9, 5), image(n), [6], image(n), [7]] for n in range(90)]
+    stages = []
+    for of_stage in ((3, 24), (most, length)):
+        images = dataclasses.replace(MODALITIES["images"], max_per_row=of_stage[0])
+        made = multimodal.MultimodalRows(
+            source(documents), modalities={"images": images}, length=of_stage[1]
         )
-
-    both = of_stage(3, 24), of_stage(most, length)
-    assert both[0].identity() != both[1].identity()
-    stages = [data.Stage(begin=5 * n, data=each) for n, each in enumerate(both)]
+        of_rows = data.sharded(lambda _, made=made: made, num_shards=1, pipeline="x")
+        stages.append(data.Stage(begin=5 * len(stages), data=of_rows))
+    assert stages[0].data.identity() != stages[1].data.identity()
     batches = local_batches.LocalBatches(data.staged(stages), global_batch_size=1)
-    for step in range(12):
-        row = {name: values[0] for name, values in next(batches).items()}
-        if step < 5:
-            continue
+    for batch in itertools.islice(batches, 5, 12):
+        row = {name: values[0] for name, values in batch.items()}
         assert len(row["images"]) == most
         for start, size in zip(row["images_start"], row["images_length"], strict=True):
             assert (row["inputs"][start : start + size] == IMAGE).all()

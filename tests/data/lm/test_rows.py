@@ -12,14 +12,11 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
-    local_batches,
     mixing,
-    records,
     shard_rows,
-    sharded_data,
 )
 from elastic_ckpt.data.lm import rows
-from tests import corpora, pipelines, source_contract, worlds
+from tests import pipelines, worlds
 
 # Lengths of documents, in tokens; 0 and 1 have no input.
 SIZES = st.lists(st.integers(0, 40), max_size=20)
@@ -224,6 +221,7 @@ def test_documents_that_are_others_when_they_are_read_again_are_refused():
         ([1, 2, 3], {}, "a document to pack is a list; Rows takes arrays of integers"),
         (np.ones(3), {}, "a document to pack is a ndarray; Rows takes arrays"),
         (np.array([1, 2**40]), {}, f"has the token {2**40}, which does not fit"),
+        (np.array([2**31], np.uint32), {}, f"has the token {2**31}, which does not"),
         (np.array([1, 9]), {"vocab_size": 9}, "has the token 9, but .* from 0 to 8"),
         (np.array([1, -1]), {"vocab_size": 9}, "has the token -1, but"),
         ({"tokens": np.arange(3)}, {}, "a document to pack is a dict"),
@@ -242,9 +240,6 @@ def test_documents_that_are_others_when_they_are_read_again_are_refused():
 def test_a_document_that_makes_no_row_is_refused(document, more, message):
     with pytest.raises(errors.DataError, match=message):
         list(rows.Rows(source([document]), length=8, **more))
-
-
-# Mixtures, whose weights and datasets change at a resume.
 
 
 HELD = {
@@ -313,18 +308,3 @@ def test_weights_cannot_change_below_a_step_that_may_hold_elements(is_of_rows):
     assert len(opened({"a": 1, "b": 1}, state)) == len(list(one)) > 20
     with pytest.raises(errors.DataError, match=r"WindowShuffle.* may hold some of its"):
         opened({"a": 1, "b": 2}, state)
-
-
-def test_a_window_may_have_more_documents_than_the_data(monkeypatch):
-    monkeypatch.setattr(records, "_LEAST_FRUITLESS", 100)
-    monkeypatch.setattr(rows, "_GROUP", 50)
-    numbers = corpora.Numbers(blocks=((10,) * 4,))
-
-    def make_shard(shard):
-        read = source_contract.read(numbers, shard, 1, shuffle_seed=1)
-        documents = read.map(lambda each: np.arange(3) + each["number"])
-        return rows.Rows(documents, length=8, window=500)
-
-    data = sharded_data.sharded(make_shard, num_shards=1, pipeline="window")
-    batches = local_batches.LocalBatches(data, global_batch_size=4)
-    assert next(batches)["inputs"].shape == (4, 8)

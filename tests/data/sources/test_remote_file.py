@@ -3,6 +3,7 @@
 import concurrent.futures
 import errno
 import pathlib
+import threading
 
 import fsspec
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, working_directory
+from elastic_ckpt.data import order
 from elastic_ckpt.data.sources import files, remote_file, source, tfrecord
 from tests import corpora, source_contract, tfrecord_files
 
@@ -143,9 +145,28 @@ def test_blocks_of_an_object_that_was_overwritten_are_not_used(monkeypatch):
     assert pathlib.Path(files.local_copy(url)).read_bytes() == b"other"
 
 
-@pytest.mark.usefixtures("large_blocks")
+def test_files_that_are_copied_at_the_same_time_are_all_there(monkeypatch):
+    new_path, begun = working_directory.new_path, threading.Event()
+
+    def slow():
+        # Until another thread could make one, too.
+        begun.wait(0.2)
+        begun.set()
+        return new_path()
+
+    monkeypatch.setattr(working_directory, "new_path", slow)
+    remote_file._directory.cache_clear()
+    urls = [f"memory://copies/{number}.arrow" for number in range(16)]
+    for url in urls:
+        fsspec.filesystem("memory").pipe_file(url, b"content")
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        copies = list(pool.map(files.local_copy, urls))
+    assert [pathlib.Path(copy).read_bytes() for copy in copies] == [b"content"] * 16
+
+
 @pytest.mark.parametrize("seed", [None, 7])
 def test_shards_that_take_turns_request_a_file_about_once(tmp_path, monkeypatch, seed):
+    monkeypatch.setattr(order, "_SMALL_RECORDS", 0)
     monkeypatch.setattr(source, "BLOCK_BYTES", BLOCK // 4)
     monkeypatch.setattr(remote_file, "_BUDGET_BYTES", 24 * BLOCK)
     tfrecord_files.write(tmp_path / "a", [bytes(1000)] * 2000)

@@ -4,10 +4,18 @@ import sys
 import types
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data.sources import arrayrecord, arrow, decoded, source, tfrecord
+from elastic_ckpt.data.sources import (
+    arrayrecord,
+    arrow,
+    columns,
+    decoded,
+    source,
+    tfrecord,
+)
 from tests import corpora, source_contract, tfrecord_files
 from tests.data.sources import test_contract
 
@@ -169,3 +177,17 @@ def test_a_worker_that_pytorch_has_forked_is_refused_before_it_crashes(
         source_contract.read_all(dataset, 1, num_epochs=1)
     with pytest.raises(errors.ConfigError, match="forkserver"):
         arrayrecord.record(files, 0)
+
+
+def test_each_error_of_a_lost_block_has_notes_of_its_own():
+    block = source.LostBlock(source.CorruptError("spoilt"))
+    for shard in range(2):
+        with pytest.raises(source.CorruptError, match="spoilt") as raised:
+            block.elements([0])
+        raised.value.add_note(f"in the pipeline of logical shard {shard}")
+        assert len(raised.value.__notes__) == 1
+
+
+def test_too_little_memory_is_no_damage():
+    with pytest.raises(MemoryError), columns.damaged(errors.DataError):
+        raise pa.lib.ArrowMemoryError("malloc of size 1073741824 failed")
