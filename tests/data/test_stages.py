@@ -85,7 +85,10 @@ def test_the_state_at_every_step_continues_in_its_stage(files, tmp_path):
 
 def test_a_read_that_fails_changes_no_row(files, monkeypatch):
     monkeypatch.setattr(source_files, "_PAUSES_SECS", ())
-    data, decode = short_then_long(files["parquet"]), parquet.Parquet.decode
+    parts, decode = files["parquet"], parquet.Parquet.decode
+    # Documents of new files follow those that come over.
+    long = of_stage(parts, length=24, packing="first_fit")
+    data = staged((0, of_stage(parts[:1]), 6), (3, long, 4))
     failing, calls = None, itertools.count()
 
     def decoded(self, file, block):
