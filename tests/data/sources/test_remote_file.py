@@ -3,7 +3,7 @@
 import concurrent.futures
 import errno
 import pathlib
-import threading
+import time
 
 import fsspec
 import numpy as np
@@ -146,12 +146,10 @@ def test_blocks_of_an_object_that_was_overwritten_are_not_used(monkeypatch):
 
 
 def test_files_that_are_copied_at_the_same_time_are_all_there(monkeypatch):
-    new_path, begun = working_directory.new_path, threading.Event()
+    new_path = working_directory.new_path
 
     def slow():
-        # Until another thread could make one, too.
-        begun.wait(0.2)
-        begun.set()
+        time.sleep(0.05)
         return new_path()
 
     monkeypatch.setattr(working_directory, "new_path", slow)
