@@ -14,7 +14,6 @@ SIZE = 12
 
 
 def numbers(num_epochs=None):
-    """Examples of a number and its square, in another order in each epoch."""
     order = grain.MapDataset.range(100).seed(7).shuffle().repeat(num_epochs)
     return order.map(lambda n: {"x": np.array([n, n * n], np.int32)})
 
