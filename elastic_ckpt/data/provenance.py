@@ -196,11 +196,14 @@ class FollowedShard:
         ]
         if not named:
             return []
-        numbers = named[0][named[0] > _INDICES]
+        numbers = named[0]
         begins = np.flatnonzero(np.diff(numbers, prepend=-1) != 1)
         sizes = np.diff(begins, append=len(numbers)).tolist()
         pieces = []
         for number, size in zip(numbers[begins].tolist(), sizes, strict=True):
+            if number <= _INDICES:
+                # Of another document than the one that is watched, or padding.
+                continue
             document = (number >> _INDEX_BITS) - 1
             whole = self._whole(*self._documents[document])
             piece = dataclasses.replace(
