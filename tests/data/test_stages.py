@@ -36,9 +36,9 @@ def staged(*described):
     )
 
 
-def batches_of(data):
+def batches_of(data, **more):
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
-    return ec.batches(data, mesh=mesh, global_batch_size=6)
+    return ec.batches(data, mesh=mesh, global_batch_size=6, **more)
 
 
 def save(batches, path):
@@ -99,7 +99,7 @@ def test_a_read_that_fails_changes_no_row(files, monkeypatch):
     def contents():
         nonlocal calls
         source_files.forget_all()
-        batches, found, calls = batches_of(data), [], itertools.count()
+        batches, found, calls = batches_of(data, read_ahead=0), [], itertools.count()
         while len(found) < 8:
             with contextlib.suppress(errors.DataError):
                 found += map(worlds.content, taken(batches, 1))
@@ -107,7 +107,7 @@ def test_a_read_that_fails_changes_no_row(files, monkeypatch):
 
     expected = contents()
     monkeypatch.setattr(parquet.Parquet, "decode", decoded)
-    for failing in range(8):
+    for failing in range(9):
         assert contents() == expected
         assert next(calls) > failing
 
