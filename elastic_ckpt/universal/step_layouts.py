@@ -37,7 +37,8 @@ class StepLayouts:
         """
         leaves = restored_tree.target_leaves(abstract)
         matched = matching.moves(
-            shipped_layouts.resolve(layout),
+            # A step has no values.
+            shipped_layouts.resolve(layout).with_values({}),
             saved_boxes.tensors_of(contents, name),
             {},
             {leaf.tensor.name: leaf.tensor for leaf in leaves},

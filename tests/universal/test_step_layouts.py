@@ -72,6 +72,28 @@ def test_a_step_is_loaded_into_scanned_layers_beside_its_other_parts(make):
     assert np.asarray(again["layers"]["w"]).tobytes() == expected.tobytes()
 
 
+def test_a_layout_has_its_defaults_and_what_it_requires(make):
+    checkpointer = make()
+    state = saved(checkpointer)
+    described = {
+        "sizes": {"heads": {"value": "config/heads", "default": 2}},
+        "rules": [
+            {
+                "from": {"layer_{layer}/w": "(heads d) out"},
+                "to": {"layers/w": "out layer (d heads)"},
+            }
+        ],
+    }
+    tree, layout = {"state": SCANNED}, Layout.from_dict(described)
+    loaded = checkpointer.load_checkpointables(3, tree, layout=layout)
+    made = [np.asarray(layer["w"]).reshape(2, 4, 4).T for layer in state.values()]
+    expected = np.stack([each.reshape(4, 8) for each in made], axis=1)
+    assert np.array_equal(loaded["state"]["layers"]["w"], expected)
+    required = Layout.from_dict({**described, "require": {"config/kind": ["llama"]}})
+    with pytest.raises(LayoutError, match="config/kind in the checkpoint is missing"):
+        checkpointer.load_checkpointables(3, tree, layout=required)
+
+
 def test_an_error_of_a_layout_loads_nothing(make):
     checkpointer = make()
     saved(checkpointer, counter=Counter(5))
