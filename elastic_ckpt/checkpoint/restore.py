@@ -16,12 +16,11 @@ that the step has as it is requested is restored without them.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import operator
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -261,14 +260,6 @@ class Layouts(Protocol):
         """
         ...
 
-    def fitting(self, tree: epath.Path | tuple[Contents, str]) -> Sequence[str]:
-        """The names of layouts that fit a saved tree, for a message.
-
-        Args:
-          tree: its path, or the contents of its step and its name.
-        """
-        ...
-
 
 class Restored(NamedTuple):
     """A step that was restored.
@@ -366,10 +357,9 @@ class Restorer:
 
         others = self._of_layout(_held(contents), other)
         rest = {name: each for name, each in self._trees.items() if name not in others}
-        with self._naming_layouts([(contents, name) for name in rest]):
-            asked = structure.resolve(
-                rest, contents, step=checkpoint.step, partial=self._partial
-            )
+        asked = structure.resolve(
+            rest, contents, step=checkpoint.step, partial=self._partial
+        )
         stateful = sorted(self._stateful)
         try:
             read_here = hosts.check(asked.read, stateful, others)
@@ -439,8 +429,7 @@ class Restorer:
             lambda name, tree: self._layouts.load(path / name, tree, self._layout),
         )
         rest = {name: each for name, each in self._wanted.items() if name not in others}
-        with self._naming_layouts([path / name for name in self._trees]):
-            loaded = foreign_steps.load(path, rest, partial=self._partial)
+        loaded = foreign_steps.load(path, rest, partial=self._partial)
         parts = {**others, **loaded}
         trees, _ = component_io.split(parts)
         read_bytes = {f"{near}_bytes": 0 for near in NEARNESS}
@@ -508,26 +497,6 @@ class Restorer:
             self._hosts.all(HostReader.close_step)
             raise errors.CheckpointError(str(errors.HostsFailedError(failed)))
         return result
-
-    @contextlib.contextmanager
-    def _naming_layouts(
-        self, trees: Sequence[epath.Path | tuple[Contents, str]]
-    ) -> Iterator[None]:
-        # An error about trees of another model names the layouts that fit them.
-        try:
-            yield
-        except errors.OtherModelError as error:
-            names = {
-                each
-                for tree in (trees if self._layout is None else ())
-                for each in self._layouts.fitting(tree)
-            }
-            if not names:
-                raise
-            raise errors.OtherModelError(
-                f"{error}. Layouts that ship and fit the names in it:"
-                f" {errors.first_of(sorted(names))}; give one as `layout`"
-            ) from None
 
 
 def _is_same(saved: Any, wanted: Any) -> bool:

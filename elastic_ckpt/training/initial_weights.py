@@ -84,9 +84,7 @@ def _of_same_leaves(path: str, wanted: Any) -> Any:
     try:
         layout = equal_leaves.layout_of(path, stored, targets)
     except errors.OtherModelError as error:
-        names = errors.first_of(shipped_layouts.fitting(stored))
         raise errors.OtherModelError(
             f"{error}; or set init_from_layout to the layout of that checkpoint"
-            f"{f' (layouts that ship and fit its names: {names})' if names else ''}"
         ) from None
     return loading.load(source, wanted, layout=layout)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from elastic_ckpt.core import errors
 from elastic_ckpt.universal import shipped_layouts
 from elastic_ckpt.universal.deepspeed_layout import described_layout
 from elastic_ckpt.universal.formats import peft_adapter
@@ -43,7 +42,7 @@ def layout(
     Raises:
       FormatError: if the description of a DeepSpeed checkpoint is missing or wrong.
       LayoutError: if the tensors of another format are those of ranks, or there are no
-        tensors; the message names the layouts that ship and fit.
+        tensors.
     """
     if checkpoint.format.startswith(peft_adapter.FORMAT):
         return shipped_layouts.load("lora")
@@ -55,12 +54,10 @@ def layout(
 def _same_names(checkpoint: Checkpoint) -> Layout:
     tensors = checkpoint.tensors
     if not tensors or any(tensor.ranks for tensor in tensors):
-        names = shipped_layouts.fitting(tensors)
-        choice = f"; {errors.first_of(names)} ships and fits its names" if names else ""
         raise LayoutError(
             f"the checkpoint of the format {checkpoint.format} has"
             f" {'shards of ranks' if tensors else 'no tensors'}, which only rules"
-            f" relate with whole tensors; give `rules`{choice}"
+            " relate with whole tensors; give the layout of that model"
         )
     kinds = sorted({tensor.kind for tensor in tensors})
     states = {

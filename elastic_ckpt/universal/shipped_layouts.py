@@ -8,12 +8,10 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from elastic_ckpt.universal.rules import matching, name_pattern
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
-from elastic_ckpt.universal.stored import StoredTensor
 
 _INSTALLED = pathlib.Path(__file__).parent / "layouts"
 _IN_CHECKOUT = pathlib.Path(__file__).parents[2] / "configs" / "layouts"
@@ -60,59 +58,6 @@ def resolve(layout: Layout | str | os.PathLike[str]) -> Layout:
         return Layout.load(text)
     named = load(text.removesuffix(_INVERSE))
     return named.inverse() if text.endswith(_INVERSE) else named
-
-
-def fitting(stored: Sequence[StoredTensor]) -> list[str]:
-    """The layouts whose names are those of a checkpoint's tensors.
-
-    Shapes are not compared. Layouts that pass on any name, for others to go through,
-    are left out.
-
-    Args:
-      stored: the tensors of the checkpoint.
-
-    Returns:
-      Names, with " (inverse)" where the tensors are those of the target.
-    """
-    directions = ((name, name + _INVERSE) for name in shipped())
-    return [name for names in directions for name in names if _fits(name, stored)]
-
-
-def _fits(name: str, stored: Sequence[StoredTensor]) -> bool:
-    try:
-        # Layouts whose sources are those of ranks have no inverse.
-        layout = resolve(name)
-        if layout.through and _takes_any_name(layout.through[0]):
-            # What it makes tells whether the next one fits.
-            first, layout, *_ = layout.with_sizes(layout.sizes).through
-            if not matching.fits_names(first, stored):
-                return False
-            stored = matching.made_of(first, stored)
-        return not _takes_any_name(layout) and matching.fits_names(layout, stored)
-    except LayoutError:
-        return False
-
-
-def _takes_any_name(layout: Layout) -> bool:
-    for rule in layout.rules:
-        if rule.kind is not None:
-            continue
-        sources, targets = (
-            [name_pattern.parse(tensor.name) for tensor in side]
-            for side in (rule.source, rule.target)
-        )
-        # The form of a capture is written in one of its names.
-        paths = {
-            capture.key
-            for pattern in (*sources, *targets)
-            for capture in pattern.captures
-            if capture.form == "path"
-        }
-        for pattern in sources:
-            keys = {capture.key for capture in pattern.captures}
-            if not pattern.literal and keys <= paths:
-                return True
-    return False
 
 
 @functools.cache

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from etils import epath
 
 from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
 from elastic_ckpt.steps.manifest import Contents
-from elastic_ckpt.universal import loading, opening, shipped_layouts
-from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal import loading, shipped_layouts
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
 from elastic_ckpt.universal.reading import restored_tree, saved_boxes
 from elastic_ckpt.universal.reading.saved_boxes import SavedBoxes
@@ -65,19 +64,6 @@ class StepLayouts:
     ) -> Any:
         """Reads the tree at `path`, as `loading.load`."""
         return loading.load(path, abstract, layout=layout)
-
-    def fitting(self, tree: epath.Path | tuple[Contents, str]) -> Sequence[str]:
-        """The names of layouts that ship and fit the tensors of a tree.
-
-        Returns:
-          An empty list, too, if the checkpoint cannot be opened.
-        """
-        if isinstance(tree, tuple):
-            return shipped_layouts.fitting(saved_boxes.tensors_of(*tree))
-        try:
-            return shipped_layouts.fitting(opening.open_checkpoint(tree).tensors)
-        except FormatError:
-            return []
 
 
 LAYOUTS = StepLayouts()

@@ -10,7 +10,6 @@ from elastic_ckpt import frontend
 from elastic_ckpt.core import errors
 from elastic_ckpt.frontend import Checkpointer
 from elastic_ckpt.tiers.choices import Local, Persistent
-from elastic_ckpt.universal import shipped_layouts
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from tests.checkpoint.test_component_io import Counter
@@ -173,19 +172,3 @@ def test_a_bad_box_without_a_good_copy_leads_to_the_step_before(make, tmp_path):
     loaded_scanned(checkpointer, None)
     assert last(listed, "restored_from")["step"] == 3
     assert checkpointer.latest.step == 3
-
-
-def test_an_error_of_another_model_names_the_layouts_that_fit(make, monkeypatch):
-    checkpointer = make()
-    saved(checkpointer)
-    monkeypatch.setattr(shipped_layouts, "shipped", lambda: ["scan"])
-    monkeypatch.setattr(shipped_layouts, "load", lambda _: SCAN)
-    with pytest.raises(
-        errors.OtherModelError, match=r"another model.* names in it: scan"
-    ):
-        checkpointer.load(3, SCANNED)
-    loaded = checkpointer.load(3, SCANNED, layout="scan")
-    assert loaded["layers"]["w"].shape == (4, 3, 8)
-    # Its inverse does not fit.
-    with pytest.raises(LayoutError):
-        checkpointer.load(3, SCANNED, layout="scan (inverse)")

@@ -191,8 +191,8 @@ def check_same_model(
         raise errors.OtherModelError(
             f"{what} is a checkpoint of another model: its tree differs from the one"
             f" that was requested ({shown}{more}); request the saved shapes and types,"
-            " or start a new run in another directory (with another run_name in a"
-            " configuration)"
+            " load it through a `layout`, or start a new run in another directory (with"
+            " another run_name in a configuration)"
         )
 
 

@@ -96,26 +96,6 @@ def moves(
         return made
 
 
-def fits_names(layout: Layout, stored: Sequence[StoredTensor]) -> bool:
-    """Whether a layout has a rule for each tensor of a checkpoint, by their names."""
-    try:
-        if layout.through:
-            return fits_names(layout.through[0], stored)
-        _Matching(layout, stored, {}, None, suggests=False)
-    except LayoutError:
-        return False
-    return True
-
-
-def made_of(layout: Layout, stored: Sequence[StoredTensor]) -> list[StoredTensor]:
-    """The tensors that a layout makes of a checkpoint, for another layout.
-
-    Raises:
-      LayoutError: as `moves`.
-    """
-    return _as_stored(moves(layout, stored, {}, None))
-
-
 def _as_stored(matched: Matched) -> list[StoredTensor]:
     return [
         StoredTensor(name=name, dtype=target.dtype, shape=target.shape)
@@ -291,9 +271,6 @@ def _dropped_names(layout: Layout) -> Iterator[Entry]:
 class _Matching:
     """The tensors of each rule and instance.
 
-    Args:
-      suggests: whether errors name all problems and what is nearest, which takes time.
-
     Attributes:
       owners: the rules, each with all of its states.
       index: the patterns of sources.
@@ -309,11 +286,8 @@ class _Matching:
         stored: Sequence[StoredTensor],
         axes: Mapping[str, int],
         targets: Mapping[str, TargetTensor] | None,
-        *,
-        suggests: bool = True,
     ) -> None:
         self.layout = layout
-        self._suggests = suggests
         self.stored = stored
         self.counts = _axis_counts(layout, stored, axes)
         self.given = None if targets is None else list(targets.values())
@@ -440,8 +414,6 @@ class _Matching:
             elif not self.layout.fill_inverse.keys() & {tensor.name, shorter}:
                 text = "" if tensor.kind == ANY_KIND else f" ({tensor.kind})"
                 leftovers.append(shorter + text)
-                if not self._suggests:
-                    break
         for each in dtypes.without_scales(quantized, dropped.keys()):
             self._note("unscaled", each)
         self._note_leftovers("sources", leftovers)
@@ -635,8 +607,6 @@ class _Matching:
         return group
 
     def _note(self, problem: str, text: str) -> None:
-        if not self._suggests:
-            raise LayoutError(text)
         self._problems[problem].append(text)
 
     def _note_rules(self, problem: str, name: str, owners: Sequence[_Owner]) -> None:
@@ -701,7 +671,7 @@ class _Matching:
 
     def _is_listed(self, problem: str) -> bool:
         # Whether the error lists the next tensor with the problem.
-        return self._suggests and len(self._problems[problem]) <= errors.MOST_NAMED
+        return len(self._problems[problem]) <= errors.MOST_NAMED
 
     def _nearest(self, problem: str, name: str, names: Iterable[str]) -> str:
         if not self._is_listed(problem):

@@ -29,7 +29,6 @@ from tests.universal.rules.relayout import (
     digest,
     relayout,
     saved,
-    stored,
 )
 
 DIGESTS = GOLDEN / "layouts.json"
@@ -376,18 +375,6 @@ def test_every_shipped_layout_has_a_digest():
         for each in shipped_layouts.load(name).through
     }
     assert {*shipped_layouts.shipped()} - tested == ELSEWHERE
-
-
-def fitting(arrays):
-    tensors = [saved(name, values) for name, values in arrays.items()]
-    return shipped_layouts.fitting(stored(tensors))
-
-
-def test_the_layouts_of_its_family_fit_a_model_and_none_fits_another_tensor():
-    fit = fitting(hf("llama3"))
-    assert {"hf_llama3", "hf_llama_to_maxtext"} <= {*fit}
-    assert not [name for name in fit if re.search("gemma|deepseek|phi|stacked", name)]
-    assert fitting({**hf("llama3"), "model.other.weight": np.ones(3)}) == []
 
 
 def test_the_bias_of_experts_comes_back_from_where_training_saves_it():
