@@ -92,13 +92,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="convert the weights alone, without the optimizer and the step",
     )
     parser.add_argument(
-        "--processes",
-        type=option_numbers.positive_count,
-        default=1,
-        metavar="N",
-        help="processes that read and write, each with several threads; by default 1",
-    )
-    parser.add_argument(
         "--dry-run", action="store_true", help="show the plan, and write nothing"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -131,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
         plan = summary.summary(planned, convert.destination_of(planned))
         rows, lines = dataclasses.asdict(plan), [describe(plan), "nothing was written"]
     else:
-        rows, lines = _converted(job, arguments.processes)
+        rows, lines = _converted(job)
     print(json.dumps(rows, indent=2) if arguments.json else "\n".join(lines))
     return 0
 
@@ -140,10 +133,10 @@ def run(arguments: argparse.Namespace) -> int:
 _Shown = tuple[dict[str, Any] | list[dict[str, Any]], list[str]]
 
 
-def _converted(job: conversion.Job, num_processes: int) -> _Shown:
+def _converted(job: conversion.Job) -> _Shown:
     began_secs = time.monotonic()
     progress = progress_line.ProgressLine("wrote")
-    done = convert.convert(job, num_processes=num_processes, progress=progress)
+    done = convert.convert(job, progress=progress)
     progress.end()
     result = {
         "path": job.target,
@@ -207,12 +200,6 @@ def describe(plan: summary.Summary) -> str:
     lines += map(_described, plan.rules)
     if plan.fills:
         lines.append(f"  padding: {plan.fills:,} boxes, {plan.filled_bytes:,} bytes")
-    over = plan.read_bytes / plan.needed_bytes if plan.needed_bytes else 1
-    lines.append(
-        f"to read: {plan.read_bytes:,} bytes in {plan.requests:,} requests,"
-        f" {over:.3f} times what is needed; units that are written by themselves:"
-        f" {plan.units:,}"
-    )
     if plan.unverified:
         named = errors.first_of(plan.unverified)
         lines.append(f"{len(plan.unverified):,} files without a checksum: {named}")

@@ -41,10 +41,6 @@ class Summary:
       targets: tensors that are made.
       num_bytes: of their values.
       rules: in the order of the layout.
-      units: that processes write independently of each other.
-      needed_bytes: elements that are read; one that goes to two places counts twice.
-      read_bytes: all requests.
-      requests: their number.
       fills: boxes that no source has.
       filled_bytes: of their values.
       unverified: files for which the format has no checksum.
@@ -55,10 +51,6 @@ class Summary:
     targets: int
     num_bytes: int
     rules: Sequence[RuleUse]
-    units: int
-    needed_bytes: int
-    read_bytes: int
-    requests: int
     fills: int
     filled_bytes: int
     unverified: Sequence[str]
@@ -81,20 +73,14 @@ def summary(conversion: Conversion, destination: Destination) -> Summary:
         * targets[each.target].dtype.itemsize
         for each in conversion.matched.fills
     ]
-    reads = [
-        conversion.planned(writer.needed_of(unit)).plan.total()
-        for unit in writer.units_of(destination)
-    ]
+    for unit in writer.units_of(destination):
+        conversion.planned(writer.needed_of(unit))
     return Summary(
         format=conversion.checkpoint.format,
         sources=len(conversion.checkpoint.tensors),
         targets=len(conversion.targets),
         num_bytes=conversion.num_bytes,
         rules=rule_uses(conversion.matched),
-        units=len(reads),
-        needed_bytes=sum(each.needed_bytes for each in reads),
-        read_bytes=sum(each.read_bytes for each in reads),
-        requests=sum(each.requests for each in reads),
         fills=len(filled),
         filled_bytes=sum(filled),
         unverified=conversion.checkpoint.check(conversion.files),
