@@ -2,7 +2,7 @@
 
 SRC is of any format that is read. DST is the directory of a step, for an Orbax
 checkpoint, or that of a model, for safetensors and Hugging Face. Without rules, tensors
-keep their names. Killed, the same command continues.
+keep their names.
 """
 
 from __future__ import annotations

@@ -6,15 +6,13 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import json
-import os
 from collections.abc import Generator, Mapping, Sequence
 
 import ml_dtypes
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.core import bucket_clients, digest, errors, storage
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal import default_layout, opening, shipped_layouts
 from elastic_ckpt.universal.formats import hugging_face, peft_adapter
@@ -93,7 +91,6 @@ class Conversion:
         layout = given or default_layout.layout(self.checkpoint).with_values(
             self.checkpoint.values
         )
-        self._rules = repr(layout)
         self.lists = layout.lists
         self.tree = layout.tree
         self.matched: Matched = matching.moves(
@@ -149,19 +146,6 @@ class Conversion:
         moves = self.matched.moves
         used = {source.tensor for move in moves for source in move.sources}
         return [self.checkpoint.tensors[number] for number in sorted(used)]
-
-    @functools.cached_property
-    def identity(self) -> str:
-        """A digest of the rules, and of the names, sizes and times of what is read."""
-        specs = {json.dumps(each.spec, sort_keys=True) for each in self._used}
-        files: list[storage.Json] = [_described(file) for file in self.files]
-        return digest.json_digest(
-            {
-                "rules": self._rules,
-                "files": files,
-                "arrays": sorted(specs),
-            }
-        )
 
     def planned(self, needed: Needed) -> PlannedReads:
         """The plan of the reads of some boxes."""
@@ -310,12 +294,3 @@ def _is_floating(dtype: np.dtype) -> bool:
         return ml_dtypes.finfo(dtype).dtype == dtype
     except ValueError:
         return False
-
-
-def _described(file: str) -> list[storage.Json]:
-    if storage.is_local(file):
-        local = os.stat(file)
-        return [file, local.st_size, local.st_mtime_ns, local.st_ino]
-    bucket_clients.prepare(file)
-    stat = epath.Path(file).stat()
-    return [file, stat.length, str(stat.mtime)]

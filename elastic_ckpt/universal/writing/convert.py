@@ -2,8 +2,8 @@
 
     convert.convert(Job(source="model", target="run/persistent/0", rules="llama.yml"))
 
-Killed at any point, the same call continues: what is complete and reads back as it was
-written is kept. The checkpoint is not visible before all of it was verified.
+The checkpoint is not visible before all of it was verified. Killed at any point, the
+same call begins anew.
 
 JAX and Orbax, whose import takes seconds, are imported for Orbax checkpoints alone.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent import futures
 
 from elastic_ckpt.core import errors
@@ -56,8 +56,7 @@ def convert(
 
     Args:
       job: what is converted.
-      progress: called with the bytes that are done and those of all, now and then; at
-        first with those that an earlier call has completed.
+      progress: called with the bytes that are done and those of all, now and then.
 
     Returns:
       The conversion that was written.
@@ -66,7 +65,7 @@ def convert(
       FormatError: if the source is of no format that is read, or damaged.
       LayoutError: if the layout does not fit.
       CheckpointError: if the target exists, the source cannot be read, or storage
-        fails; what is complete is kept for the next call.
+        fails.
       RunError: if another process writes to the same directory, or one of steps.
     """
     conversion = Conversion(job)
@@ -76,25 +75,18 @@ def convert(
     with destination.alone():
         attempt = writer.prepare()
         conversion.checkpoint.check(conversion.files)
-        with futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="convert") as pool:
-            numbers = range(len(writer.units))
-            kept = list(pool.map(lambda n: writer.is_written(attempt, n), numbers))
-        done = sum(writer.sizes[number] for number in numbers if kept[number])
-        left = [number for number in numbers if not kept[number]]
 
-        def show(written: int) -> None:
+        def show(done: int) -> None:
             if progress is not None:
-                progress(done + written, total)
+                progress(done, total)
 
         show(0)
-        _write_all(writer, attempt, left, show)
+        _write_all(writer, attempt, show)
         writer.commit(attempt)
     return conversion
 
 
-def _write_all(
-    writer: Writer, attempt: str, left: Iterable[int], show: Callable[[int], None]
-) -> None:
+def _write_all(writer: Writer, attempt: str, show: Callable[[int], None]) -> None:
     stopped = threading.Event()
     written: list[int] = []
 
@@ -103,7 +95,7 @@ def _write_all(
 
     pool = futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="convert")
     try:
-        waiting = {pool.submit(write, number) for number in left}
+        waiting = {pool.submit(write, n) for n in range(len(writer.units))}
         while waiting:
             ended, waiting = futures.wait(
                 waiting, _PROGRESS_SECS, futures.FIRST_EXCEPTION

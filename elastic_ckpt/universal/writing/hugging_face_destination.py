@@ -115,7 +115,7 @@ class HuggingFaceDestination(SafetensorsDestination):
             raise errors.CheckpointError(
                 f"{self._model / CONFIG} says {_TIED}: true, but"
                 f" {output.name} differs from {embedding.name}; set it to false there,"
-                " and convert again: what is complete is kept"
+                " and convert again"
             )
 
 

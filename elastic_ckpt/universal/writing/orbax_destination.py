@@ -22,7 +22,7 @@ from etils import epath
 from elastic_ckpt.checkpoint import structure
 from elastic_ckpt.checkpoint.host.trees import AbstractArray
 from elastic_ckpt.checkpoint.structure import StepDescription
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.manifest import (
@@ -101,13 +101,12 @@ class OrbaxDestination(Destination):
         """See `Destination`."""
         return self._root.unfinished(self._id(attempt))
 
-    def is_committed(self, *, is_attempted: bool) -> bool:
+    def make_room(self) -> bool:
         """See `Destination`.
 
         Raises:
           CheckpointError: if there are other steps.
         """
-        del is_attempted
         step = self._id("").step
         others = [each for each in self._root.steps() if each != step]
         if others:
@@ -116,7 +115,12 @@ class OrbaxDestination(Destination):
                 f" ({errors.first_of(map(str, others))}), and a converted step is the"
                 " first of a run; convert to another directory"
             )
-        return self._root.is_committed(step)
+        if self._root.is_committed(step):
+            return False
+        for each in self._root.leftovers():
+            if each.step == step:
+                storage.remove(each.path)
+        return True
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -216,7 +220,7 @@ class OrbaxDestination(Destination):
             trees=structure.to_json({conversion.tree: tree}),
         )
         return upload.UploadedStep(
-            run=f"converted-{conversion.identity[:16]}",
+            run=f"converted-{attempt}",
             step_id=self._id(attempt),
             contents=contents,
             stores=_SAVE,

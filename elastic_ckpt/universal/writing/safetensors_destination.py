@@ -8,7 +8,8 @@ Tensors are dealt to files in the order of their sources. Inside of a file those
 wider elements come first, so that each lies at a multiple of its element's size.
 
 A directory becomes visible by a rename. Directories cannot be renamed in an object
-store: there the index commits the files, or the end of the attempt a single one.
+store: there the index commits the files, or the only file itself. A file beside the
+directory, `<target>.unfinished`, tells that a conversion writes it, or was killed.
 
 Spec: https://github.com/huggingface/safetensors#format
 """
@@ -21,6 +22,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
+from etils import epath
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.core.boxes import Box
@@ -32,7 +34,7 @@ from elastic_ckpt.universal.writing.conversion import Conversion
 from elastic_ckpt.universal.writing.files import File, Write
 from elastic_ckpt.universal.writing.writer import Destination, Written
 
-INDEX = "model.safetensors.index.json"
+INDEX, _ONE_FILE = "model.safetensors.index.json", "model.safetensors"
 # A header of so many tensors is far below what readers accept.
 _MOST_TENSORS = 100_000
 _ALIGNMENT_BYTES = 8
@@ -100,12 +102,22 @@ class SafetensorsDestination(Destination):
         else:
             yield Write(values, offset, counts, strides[:dim])
 
-    def is_committed(self, *, is_attempted: bool) -> bool:
+    def make_room(self) -> bool:
         """See `Destination`."""
         if storage.is_local(self.target):
-            return self.target.exists()
-        last = INDEX if len(self._groups) > 1 else self._name(1)
-        return not is_attempted and (self.target / last).exists()
+            if self.target.exists():
+                return False
+            storage.remove(self.unfinished)
+            return True
+        names = _names(self.target)
+        if names.intersection((INDEX, _ONE_FILE)):
+            storage.remove(self.unfinished)
+            return False
+        if names and not self.unfinished.exists():
+            return False
+        storage.write_atomic(self.unfinished, b"")
+        storage.remove(self.target)
+        return True
 
     def others(self) -> Mapping[str, bytes]:
         """The contents of the files beside the tensors, by name."""
@@ -121,11 +133,13 @@ class SafetensorsDestination(Destination):
             storage.write_atomic(directory / INDEX, self._index())
         if storage.is_local(directory):
             storage.rename(directory, self.target)
+        else:
+            storage.remove(self.unfinished)
 
     def _name(self, number: int) -> str:
         count = len(self._groups)
         if count == 1:
-            return "model.safetensors"
+            return _ONE_FILE
         return f"model-{number:05d}-of-{count:05d}.safetensors"
 
     def _index(self) -> bytes:
@@ -137,6 +151,13 @@ class SafetensorsDestination(Destination):
             "weight_map": dict(sorted(names.items())),
         }
         return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def _names(directory: epath.Path) -> set[str]:
+    try:
+        return set(storage.names(directory))
+    except FileNotFoundError:
+        return set()
 
 
 def _groups(

@@ -1,38 +1,27 @@
-"""The writer of all formats: units of files that survive a kill.
+"""The writer of all formats: files of boxes, which appear together.
 
 A format is a `Destination`: which files a checkpoint has, where in them the boxes of
 its targets lie, and how all become visible at once. The rest is the same for all.
 
 A *unit* is some files whose boxes are read together. Its files are made durable, read
-back, and compared with the digests of the values in memory; then the unit has a record:
-
-    <target>.written/attempt.json    what is converted, and the name of this attempt
-    <target>.written/00012.json      the writes of the files of unit 12, with digests
-
-Processes write units independently. When all units have records, the destination
-commits. If the writer was killed at any point, the same call continues: a unit is kept
-if its record is of the same attempt, and its files have what the record says. An
-attempt is the same if source, rules and files are.
-
-Records have the layout of `core.checked_json`; those of another version count as
-missing.
+back, and compared with the digests of the values in memory. When all units are written,
+the destination commits. What a conversion that was killed has left is never visible,
+and the next one to the same target removes it.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
-import functools
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
-from typing import Any
 
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.core import bucket_clients, checked_json, digest, errors, storage
+from elastic_ckpt.core import bucket_clients, errors, storage
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.reading.reused_memory import ReusedMemory
@@ -46,8 +35,7 @@ from elastic_ckpt.universal.writing.files import File, Held, Needed, Write
 
 # What was written to each file of a checkpoint, by its name.
 Written = Mapping[str, Sequence[Held]]
-_VERSION = 1
-_UNFINISHED, _WRITTEN, _ATTEMPT = ".unfinished", ".written", "attempt.json"
+_UNFINISHED = ".unfinished"
 
 
 class Destination(abc.ABC):
@@ -60,7 +48,7 @@ class Destination(abc.ABC):
       conversion: the same.
       target: the path of the checkpoint.
       files: that have targets, in the order in which their sources lie.
-      most_unit_bytes: of the files that are read and recorded together.
+      most_unit_bytes: of the files that are read together.
 
     Raises:
       CheckpointError: if the format cannot have such targets, or such a path.
@@ -97,16 +85,23 @@ class Destination(abc.ABC):
         del attempt
         if not storage.is_local(self.target):
             return self.target
+        return self.unfinished
+
+    @property
+    def unfinished(self) -> epath.Path:
+        """What tells that the target is not committed: its directory, or a file."""
         return self.target.parent / f"{self.target.name}{_UNFINISHED}"
 
-    def is_committed(self, *, is_attempted: bool) -> bool:
-        """Whether there is such a checkpoint, of anybody.
+    @abc.abstractmethod
+    def make_room(self) -> bool:
+        """Removes what a conversion that was killed has left.
 
-        Args:
-          is_attempted: whether there is an attempt that has not ended.
+        Returns:
+          Whether the target is free; if it exists, nothing is removed.
+
+        Raises:
+          OSError: if storage fails, or another of `bucket_clients.failures`.
         """
-        del is_attempted
-        return self.target.exists()
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -152,74 +147,29 @@ class Writer:
 
     Attributes:
       units: the files of each.
-      sizes: the bytes of the boxes of each.
     """
 
     def __init__(self, destination: Destination, *, num_threads: int = 1) -> None:
         self.units = units_of(destination)
-        self.sizes = [sum(map(_size, unit)) for unit in self.units]
         self._destination = destination
         self._budget_bytes = BUDGET_BYTES // num_threads
         self._memory = ReusedMemory(REUSED_BYTES)
-        target = destination.target
-        self._records = target.parent / f"{target.name}{_WRITTEN}"
-
-    @functools.cached_property
-    def identity(self) -> str:
-        """A digest of the source, the rules, and the plan of the files."""
-        destination = self._destination
-        conversion = destination.conversion
-        return digest.json_digest(
-            {
-                "source": conversion.identity,
-                "format": conversion.job.to,
-                "files": [[each.name, each.num_bytes] for each in destination.files],
-                "targets": [
-                    [each.name, each.dtype.name, *conversion.chunk_of[each.name]]
-                    for each in conversion.targets
-                ],
-            }
-        )
+        self._contents: dict[str, Sequence[Held]] = {}
 
     def prepare(self) -> str:
-        """Begins an attempt, or continues one of the same files; returns its name.
+        """Begins an attempt, and returns its name.
 
         Raises:
           CheckpointError: if the checkpoint exists, or storage fails.
         """
         destination = self._destination
         with self._storage_errors():
-            earlier = self._parsed(_ATTEMPT)
-            if destination.is_committed(is_attempted=bool(earlier)):
-                if earlier:
-                    # Of an attempt that was killed after its commit.
-                    storage.remove(self._records)
+            if not destination.make_room():
                 raise errors.CheckpointError(
                     f"{destination.target} exists already; remove it, or give another"
                     " path"
                 )
-            if earlier.get("identity") == self.identity:
-                return earlier["attempt"]
-            if earlier and storage.is_local(destination.target):
-                storage.remove(destination.directory(earlier["attempt"]))
-            storage.remove(self._records)
-            attempt = f"{time.time_ns() // 1_000_000:015d}"
-            self._record(_ATTEMPT, {"identity": self.identity, "attempt": attempt})
-        return attempt
-
-    def is_written(self, attempt: str, number: int) -> bool:
-        """Whether the files of a unit are there, as its record says.
-
-        Raises:
-          CheckpointError: if storage fails.
-        """
-        with self._storage_errors():
-            directory = self._destination.directory(attempt)
-            recorded = self._contents(attempt, number)
-            return recorded is not None and all(
-                files.reads_back(directory / name, held)
-                for name, held in recorded.items()
-            )
+        return f"{time.time_ns() // 1_000_000:015d}"
 
     def write(
         self,
@@ -228,7 +178,7 @@ class Writer:
         note: Callable[[int], None] = lambda _: None,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Writes the files of a unit, durably, and records them.
+        """Writes the files of a unit, durably.
 
         Args:
           attempt: its name.
@@ -242,38 +192,22 @@ class Writer:
         """
         directory = self._destination.directory(attempt)
         with self._storage_errors():
-            written = self._write(directory, self.units[number], note, is_stopped)
-            recorded = {name: [*map(list, held)] for name, held in written.items()}
-            self._record(_name(number), {"attempt": attempt, "files": recorded})
+            self._write(directory, self.units[number], note, is_stopped)
 
     def commit(self, attempt: str) -> None:
         """Makes the checkpoint visible; one process does it, when all have written.
 
         Raises:
-          CheckpointError: if a unit was not written, or storage fails.
+          CheckpointError: if storage fails.
         """
         destination = self._destination
         with self._storage_errors():
-            contents: dict[str, Sequence[Held]] = {}
-            lacking = []
-            for number, unit in enumerate(self.units):
-                recorded = self._contents(attempt, number)
-                contents |= recorded or {}
-                lacking += [] if recorded else [file.name for file in unit]
-            if lacking:
-                raise errors.CheckpointError(
-                    f"{destination.target} cannot be committed: it lacks"
-                    f" {len(lacking)} of {len(destination.files)} files"
-                    f" ({errors.first_of(lacking)}); convert again, the others are kept"
-                )
             directory = destination.directory(attempt)
             if storage.is_local(directory):
-                _remove_others(directory, contents)
                 # The files are durable, their names may not be.
                 for each, _, _ in os.walk(directory):
                     storage.sync(each)
-            destination.commit(attempt, contents)
-            storage.remove(self._records)
+            destination.commit(attempt, self._contents)
 
     def _write(
         self,
@@ -281,7 +215,7 @@ class Writer:
         unit: Sequence[File],
         note: Callable[[int], None],
         is_stopped: Callable[[], bool],
-    ) -> dict[str, list[Held]]:
+    ) -> None:
         destination = self._destination
         file_of = {
             (target.name, box): (file, target)
@@ -290,7 +224,6 @@ class Writer:
             for box in boxes
         }
         left = {file.name: sum(map(len, file.parts.values())) for file in unit}
-        written: dict[str, list[Held]] = {}
         with contextlib.ExitStack() as stack:
             opened: dict[str, tuple[contextlib.ExitStack, files.OpenFile]] = {}
 
@@ -300,7 +233,7 @@ class Writer:
                     path = directory / file.name
                     made = own.enter_context(files.created(path, file.num_bytes))
                     opened[file.name] = own, made
-                    written[file.name] = made.held
+                    self._contents[file.name] = made.held
                     for write in destination.head(file):
                         made.put(write)
                 return opened[file.name][1]
@@ -334,7 +267,6 @@ class Writer:
                 raise errors.CheckpointError(
                     f"{name}{box} was not read; report this as a bug of the plan"
                 )
-        return written
 
     def _read(
         self, unit: Sequence[File]
@@ -343,26 +275,6 @@ class Writer:
             needed_of(unit), budget_bytes=self._budget_bytes, memory=self._memory
         )
 
-    def _contents(self, attempt: str, number: int) -> dict[str, list[Held]] | None:
-        fields = self._parsed(_name(number))
-        if fields.get("attempt") != attempt:
-            return None
-        return {
-            name: [Held(*each) for each in held]
-            for name, held in fields["files"].items()
-        }
-
-    def _record(self, name: str, fields: dict[str, storage.Json]) -> None:
-        content = checked_json.to_bytes(fields, version=_VERSION)
-        storage.write_atomic(self._records / name, content)
-
-    def _parsed(self, name: str) -> dict[str, Any]:
-        try:
-            content = (self._records / name).read_bytes()
-            return checked_json.parse(content, what="record", version=_VERSION)
-        except (FileNotFoundError, checked_json.UnreadableError):
-            return {}
-
     @contextlib.contextmanager
     def _storage_errors(self) -> Iterator[None]:
         try:
@@ -370,7 +282,7 @@ class Writer:
         except bucket_clients.failures() as error:
             raise errors.CheckpointError(
                 f"{self._destination.target} cannot be written ({error}); make room or"
-                " give access, and convert again: what is complete is kept"
+                " give access, and convert again"
             ) from error
 
 
@@ -403,16 +315,3 @@ def _size(file: File) -> int:
         for target, boxes in file.parts.items()
         for box in boxes
     )
-
-
-def _name(number: int) -> str:
-    return f"{number:05d}.json"
-
-
-def _remove_others(directory: epath.Path, contents: Written) -> None:
-    # Files of attempts that were planned otherwise.
-    for parent, _, names in os.walk(directory):
-        for name in names:
-            path = os.path.join(parent, name)
-            if os.path.relpath(path, directory) not in contents:
-                storage.remove(path)
