@@ -8,7 +8,7 @@
 * `read_over_needed_percent_torch`: what 128 hosts read of files of torch.save, with
   what they read for checksums, over what they need.
 * `convert_ratio_cp`: the time of a durable copy of the same bytes over that of a
-  conversion to an Orbax step, verified; `_safetensors` to safetensors.
+  conversion to an Orbax step; `_safetensors` to safetensors.
 * `plan_experts_secs`: the plan of a host for a model of 60 layers of 256 experts, saved
   by 8 ranks; `open_match_and_plan_dcp_secs`: from files of PyTorch's distributed
   checkpoints, with 1e6 tensors and rules, to the plan of a host.

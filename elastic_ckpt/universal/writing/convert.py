@@ -2,8 +2,8 @@
 
     convert.convert(Job(source="model", target="run/persistent/0", rules="llama.yml"))
 
-The checkpoint is not visible before all of it was verified. Killed at any point, the
-same call begins anew.
+The checkpoint is not visible before all of it is durable. Killed at any point, the same
+call begins anew.
 
 JAX and Orbax, whose import takes seconds, are imported for Orbax checkpoints alone.
 """

@@ -270,22 +270,6 @@ def test_storage_that_fails_is_one_error_and_nothing_is_visible(
     convert.convert(job(tmp_path, to=to))
 
 
-@pytest.mark.usefixtures("source")
-@pytest.mark.parametrize("to", TREES)
-def test_values_that_read_back_differently_are_not_committed(tmp_path, monkeypatch, to):
-    pwrite = os.pwrite
-
-    def write_badly(descriptor, content, offset):
-        spoilt = bytearray(content)
-        spoilt[-10:-9] = b"x"
-        return pwrite(descriptor, spoilt, offset)
-
-    monkeypatch.setattr(os, "pwrite", write_badly)
-    with pytest.raises(errors.CheckpointError, match="reads back other values"):
-        convert.convert(job(tmp_path, to=to))
-    assert not (tmp_path / "steps" / "0").exists()
-
-
 @pytest.mark.parametrize(
     "bucket",
     [
