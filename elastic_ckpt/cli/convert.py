@@ -121,7 +121,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     elif arguments.dry_run:
         planned = conversion.Conversion(job)
-        plan = summary.summary(planned, convert.destination_of(planned))
+        convert.destination_of(planned)
+        plan = summary.summary(planned)
         rows, lines = dataclasses.asdict(plan), [describe(plan), "nothing was written"]
     else:
         rows, lines = _converted(job)

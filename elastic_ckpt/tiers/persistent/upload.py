@@ -63,18 +63,15 @@ class UploadedStep:
       run: the identity of the run.
       step_id: the step.
       contents: of the whole step.
-      stores: the save in the names of the hosts' stores; by default that of the step.
     """
 
     run: str
     step_id: StepId
     contents: Contents
-    stores: str | None = None
 
     def store(self, host_id: str) -> str:
         """The name of a host's store."""
-        save = self.step_id.save if self.stores is None else self.stores
-        return ocdbt.store_name(host_id, save)
+        return ocdbt.store_name(host_id, self.step_id.save)
 
 
 class Upload:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from elastic_ckpt.core import boxes
 from elastic_ckpt.steps import layout
 from elastic_ckpt.universal.moves import Move, TargetTensor
 from elastic_ckpt.universal.stored import StoredTensor
@@ -57,13 +56,6 @@ def chunk_shape(
             return chunk
         chosen.append((count, chunk))
     return min(chosen)[1]
-
-
-def boxes_of(target: TargetTensor, chunk: Sequence[int]) -> list[boxes.Box]:
-    """The boxes of a target, in C order; none if it has no elements."""
-    if not math.prod(target.shape):
-        return []
-    return list(layout.cut(boxes.whole(target.shape), chunk))
 
 
 def _advance(dim: int, moves: Sequence[Move], tensors: Sequence[StoredTensor]) -> float:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import ml_dtypes
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import boxes, errors, storage
 from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.steps import layout as step_layout
 from elastic_ckpt.universal import default_layout, opening, shipped_layouts
 from elastic_ckpt.universal.formats import hugging_face, peft_adapter
-from elastic_ckpt.universal.moves import Fill, Matched, Move, TargetTensor
+from elastic_ckpt.universal.moves import Matched, Move, TargetTensor
 from elastic_ckpt.universal.reading.planned_reads import PlannedReads
 from elastic_ckpt.universal.reading.reused_memory import ReusedMemory
 from elastic_ckpt.universal.reading.transfer import Transfer
@@ -25,11 +25,17 @@ from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.state import PARAMETER
 from elastic_ckpt.universal.stored import Checkpoint, StoredTensor
 from elastic_ckpt.universal.writing import chunks
-from elastic_ckpt.universal.writing.files import Needed
 
-BUDGET_BYTES = 2**28
-# The memory of boxes that were written is kept for those that are read next.
-REUSED_BYTES = 2**26
+# A box of a target, and its values.
+Part = tuple[TargetTensor, Box, np.ndarray]
+# Of the boxes that are complete in part, or were not yet written; of requests likewise.
+_BUDGET_BYTES = 2**28
+# Of the boxes that are written at once. Their memory is kept for those that follow.
+_BATCH_BYTES = 2**26
+# Of the targets that are planned at once.
+_GROUP_BYTES = 5 * 10**9
+# Plans and headers of files with so many targets are far below any limit.
+_MOST_TARGETS = 100_000
 _PLAIN_TIMES = 4
 
 
@@ -83,124 +89,126 @@ class Conversion:
     """
 
     def __init__(self, job: Job) -> None:
-        dtype = None if job.dtype is None else _floating(job.dtype)
-        _check_options(job)
-        self.checkpoint: Checkpoint = opening.open_checkpoint(job.source)
+        if job.dtype is not None and not _is_floating(job.dtype):
+            raise errors.ConfigError(
+                f"{job.dtype!r} is no dtype of floating-point numbers; give bfloat16,"
+                " float16 or float32"
+            )
         self.job = job
-        given = None if job.rules is None else given_layout(job, self.checkpoint)
-        layout = given or default_layout.layout(self.checkpoint).with_values(
-            self.checkpoint.values
-        )
+        self.checkpoint: Checkpoint = opening.open_checkpoint(job.source)
+        layout = given_layout(job, self.checkpoint)
         self.lists = layout.lists
         self.tree = layout.tree
-        self.matched: Matched = matching.moves(
-            layout,
-            self.checkpoint.tensors,
-            self.checkpoint.axes,
-            None,
-        )
+        tensors, axes = self.checkpoint.tensors, self.checkpoint.axes
+        self.matched: Matched = matching.moves(layout, tensors, axes, None)
         self._moves: dict[str, list[Move]] = collections.defaultdict(list)
-        self._fills: dict[str, list[Fill]] = collections.defaultdict(list)
         for move in self.matched.moves:
             self._moves[move.target].append(move)
-        for fill in self.matched.fills:
-            self._fills[fill.target].append(fill)
-        targets = self.matched.targets.values()
-        if dtype is not None:
-            targets = [
-                dataclasses.replace(each, dtype=dtype)
-                if _is_floating(each.dtype)
-                else each
-                for each in targets
-            ]
+        targets = [
+            dataclasses.replace(each, dtype=np.dtype(job.dtype))
+            if job.dtype is not None and _is_floating(each.dtype)
+            else each
+            for each in self.matched.targets.values()
+        ]
         self.targets: list[TargetTensor] = sorted(targets, key=self._place)
+        self._memory = ReusedMemory(_BATCH_BYTES)
 
     @property
     def num_bytes(self) -> int:
         """The size of the values of all targets."""
         return sum(target.num_bytes for target in self.targets)
 
-    @functools.cached_property
-    def chunk_of(self) -> dict[str, tuple[int, ...]]:
-        """The shape of the boxes in which each target is written, by name."""
-        tensors = self.checkpoint.tensors
+    def chunk(self, target: TargetTensor) -> tuple[int, ...]:
+        """The shape of the boxes in which a target is written."""
         # Boxes that are whole tensors lie in one piece in a file.
-        times = _PLAIN_TIMES if self.job.to in ("safetensors", "hf") else 1
-        return {
-            target.name: chunks.chunk_shape(
-                target,
-                self._moves[target.name],
-                tensors,
-                chunk_bytes=times * chunks.CHUNK_BYTES,
-            )
-            for target in self.targets
-        }
-
-    @functools.cached_property
-    def files(self) -> list[str]:
-        """The files whose bytes are read, ordered."""
-        return sorted({each.file for tensor in self._used for each in tensor.fragments})
-
-    @functools.cached_property
-    def _used(self) -> list[StoredTensor]:
-        moves = self.matched.moves
-        used = {source.tensor for move in moves for source in move.sources}
-        return [self.checkpoint.tensors[number] for number in sorted(used)]
-
-    def planned(self, needed: Needed) -> PlannedReads:
-        """The plan of the reads of some boxes."""
-        names = [target.name for target in needed]
-        return PlannedReads.of_boxes(
-            self.checkpoint,
-            [move for name in names for move in self._moves[name]],
-            [fill for name in names for fill in self._fills[name]],
-            needed,
+        times = 1 if self.job.to == "orbax" else _PLAIN_TIMES
+        return chunks.chunk_shape(
+            target,
+            self._moves[target.name],
+            self.checkpoint.tensors,
+            chunk_bytes=times * chunks.CHUNK_BYTES,
         )
 
-    def read(
-        self, needed: Needed, *, budget_bytes: int = BUDGET_BYTES, memory: ReusedMemory
-    ) -> Generator[tuple[str, Box, np.ndarray], None, None]:
-        """Yields boxes once they are complete, in any order.
+    @property
+    def files(self) -> list[str]:
+        """The files whose bytes are read, ordered."""
+        tensors, moves = self.checkpoint.tensors, self.matched.moves
+        used = {source.tensor for move in moves for source in move.sources}
+        return sorted({each.file for n in used for each in tensors[n].fragments})
 
-        A caller that does not reach the end closes the generator.
+    def groups(self, most_bytes: int = _GROUP_BYTES) -> Iterator[list[TargetTensor]]:
+        """The targets in order, dealt to groups that are read one after another.
 
         Args:
-          needed: the boxes, by target; the checksums of their files were compared.
-          budget_bytes: the most bytes of requests in flight, and the most bytes of
-            boxes that are complete in part, or were yielded last; boxes that share a
-            request, or a larger one, are read all the same.
-          memory: of the values; the caller gives it back.
+          most_bytes: of a group; a larger target is alone in one.
+        """
+        group: list[TargetTensor] = []
+        num_bytes = 0
+        for target in self.targets:
+            is_full = num_bytes + target.num_bytes > most_bytes
+            if group and (is_full or len(group) == _MOST_TARGETS):
+                yield group
+                group, num_bytes = [], 0
+            group.append(target)
+            num_bytes += target.num_bytes
+        yield group
 
-        Yields:
-          The name of the target, the box, and its values.
+    def boxes(self, target: TargetTensor) -> list[Box]:
+        """The boxes in which a target is written, in C order; none if it is empty."""
+        if not target.num_bytes:
+            return []
+        return list(step_layout.cut(boxes.whole(target.shape), self.chunk(target)))
+
+    def read(
+        self, needed: Mapping[TargetTensor, Sequence[Box]]
+    ) -> Iterator[list[Part]]:
+        """Yields boxes of targets in batches, in any order.
+
+        The values of a batch may change once the next one is asked for.
 
         Raises:
-          CheckpointError: if a file cannot be read or ends too early, or values that
-            should be equal differ.
+          CheckpointError: if an element is filled by no source, or by two, a file
+            cannot be read or ends too early, or values that should be equal differ.
         """
-        planned = self.planned(needed)
+        matched = self.matched
+        planned = PlannedReads.of_boxes(
+            self.checkpoint, matched.moves, matched.fills, needed
+        )
         transfer = Transfer(
             planned.plan,
             planned.sources().__getitem__,
-            budget_bytes=budget_bytes,
+            budget_bytes=_BUDGET_BYTES,
             # The bytes of a box count until it was written.
             is_staged=lambda _: True,
-            allocate=memory.take,
+            allocate=self._memory.take,
         )
-        with contextlib.closing(transfer.buffers()) as buffers:
-            for number, values in buffers:
-                buffer = planned.plan.buffers[number]
-                yield buffer.tensor.name, buffer.box, values
-                del values
-                transfer.free(number)
-
-    def boxes_of(self, target: TargetTensor) -> list[Box]:
-        """All boxes of a target, in C order; none if it has no elements."""
-        return chunks.boxes_of(target, self.chunk_of[target.name])
+        buffers = planned.plan.buffers
+        with contextlib.closing(transfer.buffers()) as complete:
+            while batch := _batch(complete):
+                yield [
+                    (buffers[number].tensor, buffers[number].box, values)
+                    for number, values in batch
+                ]
+                for number, values in batch:
+                    self._memory.give_back(values)
+                    transfer.free(number)
 
     def _place(self, target: TargetTensor) -> tuple[int, str]:
         first = min((move.source for move in self._moves[target.name]), default=-1)
         return first, target.name
+
+
+def _batch(
+    complete: Iterator[tuple[int, np.ndarray]],
+) -> list[tuple[int, np.ndarray]]:
+    batch: list[tuple[int, np.ndarray]] = []
+    num_bytes = 0
+    for number, values in complete:
+        batch.append((number, values))
+        num_bytes += values.nbytes
+        if num_bytes >= _BATCH_BYTES:
+            break
+    return batch
 
 
 def config_directory(model: str) -> epath.Path:
@@ -223,24 +231,21 @@ def config_directory(model: str) -> epath.Path:
     return path
 
 
-def _check_options(job: Job) -> None:
-    if job.rules is not None:
-        shipped_layouts.resolve(job.rules)
-    elif job.sizes or job.is_reversed or job.only_weights:
-        raise errors.ConfigError(
-            "sizes, the reverse direction and the choice of weights are those of"
-            " rules; give --rules"
-        )
-
-
 def given_layout(job: Job, checkpoint: Checkpoint) -> Layout:
-    """The layout of a job that names one, with the values of a checkpoint.
+    """The layout of a job, with the values of a checkpoint.
 
     Raises:
       LayoutError: if the layout cannot be read, or has other sizes.
-      ConfigError: if `config` is no model.
+      ConfigError: if `config` is no model, or options are those of rules, and there are
+        none.
     """
-    assert job.rules is not None
+    if job.rules is None:
+        if job.sizes or job.is_reversed or job.only_weights:
+            raise errors.ConfigError(
+                "sizes, the reverse direction and the choice of weights are those of"
+                " rules; give --rules"
+            )
+        return default_layout.layout(checkpoint).with_values(checkpoint.values)
     layout = shipped_layouts.resolve(job.rules).with_sizes(job.sizes)
     layout = layout.inverse() if job.is_reversed else layout
     values = dict(checkpoint.values)
@@ -276,21 +281,9 @@ def _of_weights(layout: Layout, stored: Sequence[StoredTensor]) -> Layout:
     return dataclasses.replace(weights, through=(first, *weights.through[1:]))
 
 
-def _floating(name: str) -> np.dtype:
+def _is_floating(dtype: np.typing.DTypeLike) -> bool:
     try:
-        dtype = np.dtype(name)
-    except TypeError:
-        dtype = np.dtype(np.void)
-    if not _is_floating(dtype):
-        raise errors.ConfigError(
-            f"{name!r} is no dtype of floating-point numbers; give bfloat16, float16 or"
-            " float32"
-        )
-    return dtype
-
-
-def _is_floating(dtype: np.dtype) -> bool:
-    try:
-        return ml_dtypes.finfo(dtype).dtype == dtype
-    except ValueError:
+        made = np.dtype(dtype)
+        return ml_dtypes.finfo(made).dtype == made
+    except (TypeError, ValueError):
         return False

@@ -10,25 +10,70 @@ JAX and Orbax, whose import takes seconds, are imported for Orbax checkpoints al
 
 from __future__ import annotations
 
+import abc
+import contextlib
 import importlib
-import threading
-from collections.abc import Callable
-from concurrent import futures
+from collections.abc import Callable, Generator
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import bucket_clients, errors, storage
 from elastic_ckpt.universal.writing.conversion import Conversion, Job
-from elastic_ckpt.universal.writing.writer import Destination, Writer
 
 _ROOM = "elastic_ckpt.universal.writing"
 _DESTINATIONS = {
-    "orbax": ("orbax_destination", "OrbaxDestination"),
-    "safetensors": ("safetensors_destination", "SafetensorsDestination"),
-    "hf": ("hugging_face_destination", "HuggingFaceDestination"),
+    "orbax": ("orbax_step", "OrbaxStep"),
+    "safetensors": ("safetensors_files", "SafetensorsFiles"),
+    "hf": ("safetensors_files", "HuggingFaceModel"),
 }
 FORMATS = tuple(_DESTINATIONS)
-# Units that are written at a time.
-_THREADS = 2
-_PROGRESS_SECS = 0.2
+
+
+class Destination(abc.ABC):
+    """A checkpoint to write, in one format.
+
+    Args:
+      conversion: what to write.
+
+    Attributes:
+      target: the path of the checkpoint.
+
+    Raises:
+      CheckpointError: if the format cannot have such tensors, or such a path.
+    """
+
+    def __init__(self, conversion: Conversion) -> None:
+        self._conversion = conversion
+        self.target = storage.absolute(conversion.job.target)
+        if not conversion.targets:
+            raise errors.CheckpointError(
+                "there are no tensors to write; give rules that match some"
+            )
+
+    @abc.abstractmethod
+    def cleared(self) -> contextlib.AbstractContextManager[None]:
+        """Removes what a killed conversion has left, and keeps away other writers.
+
+        Raises:
+          CheckpointError: if the target exists.
+          RunError: if a run writes there.
+        """
+
+    @abc.abstractmethod
+    def write(self) -> Generator[int]:
+        """Writes the checkpoint durably, and makes it visible at the end.
+
+        Yields:
+          The bytes that were written since the last time.
+
+        Raises:
+          CheckpointError: if the source cannot be read, or storage fails.
+          OSError: if storage fails, or another of `bucket_clients.failures`.
+        """
+
+    def exists_already(self) -> errors.CheckpointError:
+        """The error that the target exists."""
+        return errors.CheckpointError(
+            f"{self.target} exists already; remove it, or give another path"
+        )
 
 
 def destination_of(conversion: Conversion) -> Destination:
@@ -48,9 +93,7 @@ def destination_of(conversion: Conversion) -> Destination:
 
 
 def convert(
-    job: Job,
-    *,
-    progress: Callable[[int, int], None] | None = None,
+    job: Job, *, progress: Callable[[int, int], None] = lambda *_: None
 ) -> Conversion:
     """Writes a checkpoint in the layout and format of another program.
 
@@ -70,39 +113,25 @@ def convert(
     """
     conversion = Conversion(job)
     destination = destination_of(conversion)
-    total = conversion.num_bytes
-    writer = Writer(destination, num_threads=_THREADS)
-    with destination.alone():
-        attempt = writer.prepare()
-        conversion.checkpoint.check(conversion.files)
-
-        def show(done: int) -> None:
-            if progress is not None:
-                progress(done, total)
-
-        show(0)
-        _write_all(writer, attempt, show)
-        writer.commit(attempt)
-    return conversion
-
-
-def _write_all(writer: Writer, attempt: str, show: Callable[[int], None]) -> None:
-    stopped = threading.Event()
-    written: list[int] = []
-
-    def write(number: int) -> None:
-        writer.write(attempt, number, written.append, stopped.is_set)
-
-    pool = futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="convert")
+    target, done = destination.target, 0
+    lock = target.parent / f"{target.name}.lock"
     try:
-        waiting = {pool.submit(write, n) for n in range(len(writer.units))}
-        while waiting:
-            ended, waiting = futures.wait(
-                waiting, _PROGRESS_SECS, futures.FIRST_EXCEPTION
-            )
-            for each in ended:
-                each.result()
-            show(sum(written))
-    finally:
-        stopped.set()
-        pool.shutdown(cancel_futures=True)
+        with storage.exclusive_lock(lock, target=str(target)):
+            try:
+                with destination.cleared():
+                    conversion.checkpoint.check(conversion.files)
+                    progress(done, conversion.num_bytes)
+                    with contextlib.closing(destination.write()) as written:
+                        for num_bytes in written:
+                            done += num_bytes
+                            progress(done, conversion.num_bytes)
+            finally:
+                # No other conversion writes to a target that exists.
+                if storage.is_local(lock) and target.exists():
+                    storage.remove(lock)
+    except bucket_clients.failures() as error:
+        raise errors.CheckpointError(
+            f"{str(target)!r} cannot be written ({error}); make room, give access to"
+            " it, or give another path, and convert again"
+        ) from error
+    return conversion

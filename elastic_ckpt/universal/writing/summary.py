@@ -9,9 +9,7 @@ from collections.abc import Sequence
 
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal.moves import Matched
-from elastic_ckpt.universal.writing import writer
 from elastic_ckpt.universal.writing.conversion import Conversion
-from elastic_ckpt.universal.writing.writer import Destination
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,16 +54,11 @@ class Summary:
     unverified: Sequence[str]
 
 
-def summary(conversion: Conversion, destination: Destination) -> Summary:
-    """Plans all reads, and compares the checksums of the files.
-
-    Args:
-      conversion: that is planned.
-      destination: that it would write.
+def summary(conversion: Conversion) -> Summary:
+    """Summarizes a conversion, and compares the checksums of its files.
 
     Raises:
-      CheckpointError: if an element of a target is filled by no source or by two;
-        FormatError if a file has another checksum.
+      FormatError: if a file has another checksum.
     """
     targets = conversion.matched.targets
     filled = [
@@ -73,8 +66,6 @@ def summary(conversion: Conversion, destination: Destination) -> Summary:
         * targets[each.target].dtype.itemsize
         for each in conversion.matched.fills
     ]
-    for unit in writer.units_of(destination):
-        conversion.planned(writer.needed_of(unit))
     return Summary(
         format=conversion.checkpoint.format,
         sources=len(conversion.checkpoint.tensors),

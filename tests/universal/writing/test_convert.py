@@ -26,7 +26,6 @@ from elastic_ckpt.universal.writing import (
     chunks,
     conversion,
     convert,
-    writer,
 )
 from tests import runs, seams
 from tests.maxtext import small_models
@@ -41,7 +40,7 @@ SLOW = pytest.mark.slow
 def source(tmp_path, monkeypatch):
     """A model whose targets have several chunks each."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**12)
-    monkeypatch.setattr(writer.Destination, "most_unit_bytes", 2**12)
+    monkeypatch.setattr(conversion, "_BATCH_BYTES", 2**13)
     monkeypatch.setattr(reused_memory, "_LEAST_BYTES", 1)
     tensors = small_model.tensors(3, 32)
     small_model.write(tmp_path / "source", tensors)
@@ -256,17 +255,15 @@ def test_a_conversion_that_is_killed_begins_anew_when_it_is_repeated(
 
 @pytest.mark.usefixtures("source")
 @pytest.mark.parametrize("to", TREES)
-def test_storage_that_fails_is_one_error_and_nothing_is_visible(
-    tmp_path, monkeypatch, to
-):
-    def refuse(*_, **__):
-        raise OSError(28, "No space left on device")
+def test_storage_that_fails_is_one_error_and_nothing_is_visible(tmp_path, to):
+    def refuse(change, path):
+        if change in ("create", "write") and "worlds" not in path:
+            raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "pwrite", refuse)
-    with pytest.raises(errors.CheckpointError, match="No space left on device"):
+    full = pytest.raises(errors.CheckpointError, match="No space left on device")
+    with full, seams.watched(refuse):
         convert.convert(job(tmp_path, to=to))
     assert not (tmp_path / "steps" / "0").exists()
-    monkeypatch.undo()
     convert.convert(job(tmp_path, to=to))
 
 

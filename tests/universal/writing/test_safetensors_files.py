@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.universal.formats import safetensors_checkpoint, safetensors_file
-from elastic_ckpt.universal.writing import chunks, conversion, convert, writer
-from elastic_ckpt.universal.writing.safetensors_destination import (
-    SafetensorsDestination,
-)
+from elastic_ckpt.universal.writing import chunks, conversion, convert
+from elastic_ckpt.universal.writing.safetensors_files import SafetensorsFiles
 from tests.universal import safetensors_files
 from tests.universal.safetensors_files import bits, read
 
@@ -82,8 +80,7 @@ def stop(done, total):
 @pytest.fixture
 def source(tmp_path, monkeypatch):
     """A model whose tensors are in a file each."""
-    monkeypatch.setattr(SafetensorsDestination, "most_file_bytes", 7000)
-    monkeypatch.setattr(writer.Destination, "most_unit_bytes", 2**12)
+    monkeypatch.setattr(SafetensorsFiles, "most_file_bytes", 7000)
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**12)
     tensors = model()
     safetensors_files.write(tmp_path / "source.safetensors", tensors)
@@ -97,12 +94,12 @@ def source(tmp_path, monkeypatch):
     st.sampled_from([1, 100, 2**28]),
 )
 def test_tensors_come_back_with_their_bits_however_they_are_cut(
-    arrays, most_file_bytes, chunk_bytes, most_unit_bytes
+    arrays, most_file_bytes, chunk_bytes, batch_bytes
 ):
     with (
         tempfile.TemporaryDirectory() as parent,
-        mock.patch.object(SafetensorsDestination, "most_file_bytes", most_file_bytes),
-        mock.patch.object(SafetensorsDestination, "most_unit_bytes", most_unit_bytes),
+        mock.patch.object(SafetensorsFiles, "most_file_bytes", most_file_bytes),
+        mock.patch.object(conversion, "_BATCH_BYTES", batch_bytes),
         mock.patch.object(chunks, "CHUNK_BYTES", chunk_bytes),
     ):
         path = pathlib.Path(parent)
@@ -158,7 +155,7 @@ def test_a_checkpoint_in_a_bucket_exists_when_it_is_committed(
     left = storage.names(url)
     assert left
     assert INDEX not in left
-    monkeypatch.setattr(SafetensorsDestination, "most_file_bytes", 14000)
+    monkeypatch.setattr(SafetensorsFiles, "most_file_bytes", 14000)
     convert.convert(given)
     assert len(storage.names(url)) == 5
     assert storage.names(bucket) == ["model"]

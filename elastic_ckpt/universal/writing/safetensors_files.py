@@ -1,0 +1,277 @@
+"""Conversions to safetensors, and to a model that `from_pretrained` loads.
+
+    model.safetensors                     if all tensors fit into one file
+    model-00001-of-00003.safetensors      otherwise, with
+    model.safetensors.index.json          the file of each tensor
+
+Tensors are dealt to files in the order of their sources. Inside of a file those of
+wider elements come first, so that each lies at a multiple of its element's size.
+
+A directory becomes visible by a rename. Directories cannot be renamed in an object
+store: there the index commits the files, or the only file itself. A file beside the
+directory, `<target>.unfinished`, tells that a conversion writes it, or was killed.
+
+A model of Hugging Face has `config.json` and the files of the tokenizer beside the
+tensors. The configuration is that of `--config`, or of a source that has one. What the
+conversion changes is changed in it: the type of the values, and the quantization that
+they no longer have. Where it says that the output is the embedding
+(`tie_word_embeddings`), the tensor of the output is left out, if it has the same
+values.
+
+Spec: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import operator
+import os
+import pathlib
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.universal.formats import safetensors_file, source_files
+from elastic_ckpt.universal.formats.hugging_face import CONFIG
+from elastic_ckpt.universal.moves import TargetTensor
+from elastic_ckpt.universal.strides import row_major
+from elastic_ckpt.universal.writing.conversion import Conversion, config_directory
+from elastic_ckpt.universal.writing.convert import Destination
+
+_ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_ALIGNMENT_BYTES = 8
+_METADATA = "__metadata__"
+# Files that are copied with a model. Programs are not.
+_COPIED = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "*processor_config.json",
+)
+_PROGRAMS = (".py", ".pyc", ".so")
+_TIED = "tie_word_embeddings"
+_OUTPUT = "lm_head.weight"
+_EMBEDDING = "embed_tokens.weight"
+
+
+class SafetensorsFiles(Destination):
+    """See `Destination`."""
+
+    # Of the values in a file; a larger tensor is alone in one.
+    most_file_bytes = 5 * 10**9
+
+    def __init__(self, conversion: Conversion) -> None:
+        super().__init__(conversion)
+        groups = list(conversion.groups(self.most_file_bytes))
+        names = [_ONE_FILE]
+        if len(groups) > 1:
+            numbers, last = range(1, len(groups) + 1), f"{len(groups):05d}.safetensors"
+            names = [f"model-{number:05d}-of-{last}" for number in numbers]
+        headers = map(_header, groups)
+        self._files = dict(zip(names, headers, strict=True))
+        self._unfinished = self.target.parent / f"{self.target.name}.unfinished"
+
+    def beside(self) -> Mapping[str, bytes]:
+        """The contents of the files beside the tensors, by name."""
+        return {}
+
+    @contextlib.contextmanager
+    def cleared(self) -> Iterator[None]:
+        """See `Destination`."""
+        is_local = storage.is_local(self.target)
+        names = storage.names(self.target) if self.target.exists() else []
+        is_whole = _ONE_FILE in names or _INDEX in names
+        if is_whole:
+            storage.remove(self._unfinished)
+        if self.target.exists() and (
+            is_local or is_whole or not self._unfinished.exists()
+        ):
+            raise self.exists_already()
+        storage.remove(self._unfinished if is_local else self.target)
+        if not is_local:
+            storage.write_atomic(self._unfinished, b"")
+        yield
+
+    def write(self) -> Generator[int]:
+        """See `Destination`."""
+        is_local = storage.is_local(self.target)
+        directory = self._unfinished if is_local else self.target
+        for name, content in self.beside().items():
+            storage.write_atomic(directory / name, content)
+        for name, (header, starts) in self._files.items():
+            yield from self._write(directory / name, header, starts)
+        if len(self._files) > 1:
+            storage.write_atomic(directory / _INDEX, self._index())
+        if is_local:
+            storage.rename(directory, self.target)
+        else:
+            storage.remove(self._unfinished)
+
+    def _write(
+        self, path: epath.Path, header: bytes, starts: Mapping[TargetTensor, int]
+    ) -> Iterator[int]:
+        conversion = self._conversion
+        needed = {target: conversion.boxes(target) for target in starts}
+        with storage.atomic_path(path) as temporary, open(temporary, "r+b", 0) as file:
+            _put(file.fileno(), header, 0)
+            for batch in conversion.read(needed):
+                for target, box, values in batch:
+                    for row, offset in _rows(target, box, values):
+                        _put(file.fileno(), row.data, starts[target] + offset)
+                yield sum(values.nbytes for *_, values in batch)
+
+    def _index(self) -> bytes:
+        names = {
+            target.name: file
+            for file, (_, starts) in self._files.items()
+            for target in starts
+        }
+        content = {
+            "metadata": {"total_size": self._conversion.num_bytes},
+            "weight_map": dict(sorted(names.items())),
+        }
+        return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+class HuggingFaceModel(SafetensorsFiles):
+    """See `Destination`.
+
+    Raises:
+      ConfigError: if there is no configuration, or the output is missing.
+    """
+
+    def __init__(self, conversion: Conversion) -> None:
+        job = conversion.job
+        self._model = config_directory(job.config or job.source)
+        self._config = source_files.read_json(self._model / CONFIG)
+        is_tied = self._config.get(_TIED)
+        self._tied: tuple[TargetTensor, TargetTensor] | None = None
+        named = {target.name: target for target in conversion.targets}
+        embedding = [each for name, each in named.items() if name.endswith(_EMBEDDING)]
+        if is_tied is True and _OUTPUT in named and len(embedding) == 1:
+            self._tied = named[_OUTPUT], embedding[0]
+            conversion.targets.remove(named[_OUTPUT])
+        if is_tied is False and embedding and _OUTPUT not in named:
+            raise errors.ConfigError(
+                f"{self._model / CONFIG} says {_TIED}: false, and no"
+                f" {_OUTPUT} is made; correct one of them, otherwise the output of the"
+                " model would be random"
+            )
+        super().__init__(conversion)
+
+    def beside(self) -> Mapping[str, bytes]:
+        """See `SafetensorsFiles`.
+
+        Raises:
+          CheckpointError: if the output is not the embedding.
+        """
+        if self._tied is not None:
+            self._check_tied(*self._tied)
+        sizes: collections.Counter[str] = collections.Counter()
+        for target in self._conversion.targets:
+            sizes[target.dtype.name] += target.num_bytes
+        floats = {name: size for name, size in sizes.items() if "float" in name}
+        # Quantized values have a byte at most.
+        is_quantized = any(
+            target.dtype.itemsize == 1 and target.dtype.kind != "b"
+            for target in self._conversion.targets
+        )
+        config = self._config
+        if floats and not is_quantized:
+            dtype = max(floats, key=lambda name: floats[name])
+            config = _changed(config, dtype=dtype)
+        text = json.dumps(config, indent=2, ensure_ascii=False)
+        copied = dict(_copied(self._model))
+        return {**copied, CONFIG: text.encode() + b"\n"}
+
+    def _check_tied(self, output: TargetTensor, embedding: TargetTensor) -> None:
+        is_equal = output.shape == embedding.shape and output.dtype == embedding.dtype
+        for box in self._conversion.boxes(embedding) if is_equal else ():
+            batches = self._conversion.read({output: [box], embedding: [box]})
+            values = {each.tobytes() for batch in batches for *_, each in batch}
+            is_equal = is_equal and len(values) == 1
+        if not is_equal:
+            raise errors.CheckpointError(
+                f"{self._model / CONFIG} says {_TIED}: true, but"
+                f" {output.name} differs from {embedding.name}; set it to false there,"
+                " and convert again"
+            )
+
+
+def _header(group: Sequence[TargetTensor]) -> tuple[bytes, dict[TargetTensor, int]]:
+    # The first bytes of a file, and where each of its tensors begins. Hugging Face's
+    # transformers require the format.
+    fields: dict[str, object] = {_METADATA: {"format": "pt"}}
+    offsets: dict[TargetTensor, int] = {}
+    end = 0
+    for target in sorted(group, key=lambda each: (-each.dtype.itemsize, each.name)):
+        if target.name == _METADATA:
+            raise errors.CheckpointError(
+                f"a tensor is called {_METADATA}, as the texts of a header; rename it"
+            )
+        offsets[target], end = end, end + target.num_bytes
+        fields[target.name] = {
+            "dtype": safetensors_file.dtype_name(target.dtype),
+            "shape": list(target.shape),
+            "data_offsets": [offsets[target], end],
+        }
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {target: len(header) + start for target, start in offsets.items()}
+
+
+def _rows(
+    target: TargetTensor, box: Box, values: np.ndarray
+) -> Iterator[tuple[np.ndarray, int]]:
+    # The bytes of a box that are in one piece in its tensor, and the first's offset.
+    strides = row_major(target.shape, target.dtype.itemsize)
+    first = sum(map(operator.mul, box.start, strides))
+    # The dims behind it are whole, and it is part of one row with them.
+    dim = len(target.shape)
+    while dim and (dim == len(target.shape) or box.shape[dim] == target.shape[dim]):
+        dim -= 1
+    rows = np.ascontiguousarray(values).reshape(*box.shape[:dim], -1).view(np.uint8)
+    for index in np.ndindex(*box.shape[:dim]):
+        yield rows[index], first + sum(map(operator.mul, index, strides))
+
+
+def _put(descriptor: int, content: bytes | memoryview, offset: int) -> None:
+    done = 0
+    while done < len(content):
+        done += os.pwrite(descriptor, content[done:], offset + done)
+
+
+def _copied(model: epath.Path) -> Iterator[tuple[str, bytes]]:
+    # The files of the tokenizer and of generation: names and contents.
+    for each in sorted(model.iterdir()):
+        path = pathlib.PurePath(each.name)
+        is_copied = any(map(path.match, _COPIED)) and not each.is_dir()
+        if is_copied and path.suffix not in _PROGRAMS:
+            yield each.name, each.read_bytes()
+
+
+def _changed(fields: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
+    # The configuration of a model whose tensors are of a dtype, and not quantized.
+    made = dict(fields)
+    made.pop("quantization_config", None)
+    keys = {"dtype", "torch_dtype"}
+    for key in keys.intersection(made) or {"dtype"}:
+        made[key] = dtype
+    for key, each in made.items():
+        # Models of several parts have a configuration of each.
+        if isinstance(each, dict) and keys.intersection(each):
+            made[key] = _changed(each, dtype=dtype)
+    return made
