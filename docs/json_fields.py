@@ -15,7 +15,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from elastic_ckpt.cli import plan
+from elastic_ckpt.cli import convert, plan
 from elastic_ckpt.core import storage
 from elastic_ckpt.inspect import (
     status,
@@ -24,7 +24,6 @@ from elastic_ckpt.inspect import (
 )
 from elastic_ckpt.simulation import simulated_run
 from elastic_ckpt.training import audit, provenance
-from elastic_ckpt.universal.writing import summary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,6 +123,31 @@ class Converted:
     secs: float
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What `convert --dry-run` prints.
+
+    Attributes:
+      format: of the source, for people.
+      sources: stored tensors.
+      targets: tensors that are made.
+      num_bytes: of their values.
+      rules: in the order of the layout.
+      fills: boxes that no source has.
+      filled_bytes: of their values.
+      unverified: files for which the format has no checksum.
+    """
+
+    format: str
+    sources: int
+    targets: int
+    num_bytes: int
+    rules: Sequence[convert.RuleUse]
+    fills: int
+    filled_bytes: int
+    unverified: Sequence[str]
+
+
 # By the call. An object has the fields of all dataclasses of a call, and those with a
 # default may be absent; `LISTS` print a list of objects.
 OUTPUTS: dict[str, tuple[type, ...]] = {
@@ -136,7 +160,7 @@ OUTPUTS: dict[str, tuple[type, ...]] = {
     "inspect": (Inspected,),
     "verify": (Verified,),
     "convert": (Converted,),
-    "convert --dry-run": (summary.Summary,),
+    "convert --dry-run": (Planned,),
 }
 LISTS = ("audit --find", "audit --step", "simulate")
 

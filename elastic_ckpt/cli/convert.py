@@ -8,16 +8,36 @@ keep their names.
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import json
+import math
 import time
 from typing import Any
 
 from elastic_ckpt.cli import progress_line
-from elastic_ckpt.core import errors, option_numbers
+from elastic_ckpt.core import boxes, errors, option_numbers
 from elastic_ckpt.universal import opening, survey
+from elastic_ckpt.universal.moves import Matched, Move
 from elastic_ckpt.universal.rules import matching
-from elastic_ckpt.universal.writing import conversion, convert, summary
+from elastic_ckpt.universal.writing import conversion, convert
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RuleUse:
+    """The tensors that a rule makes.
+
+    Attributes:
+      rule: its place in the layout.
+      sources: stored tensors that it reads.
+      targets: tensors that it makes, in whole or in part.
+      num_bytes: of the elements that it copies, as the targets have them.
+    """
+
+    rule: str
+    sources: int
+    targets: int
+    num_bytes: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,10 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
             " --check to look at SRC"
         )
     elif arguments.dry_run:
-        planned = conversion.Conversion(job)
-        convert.destination_of(planned)
-        plan = summary.summary(planned)
-        rows, lines = dataclasses.asdict(plan), [describe(plan), "nothing was written"]
+        rows, lines = _planned(job)
     else:
         rows, lines = _converted(job)
     print(json.dumps(rows, indent=2) if arguments.json else "\n".join(lines))
@@ -180,28 +197,69 @@ def _checked(job: conversion.Job, given: str) -> _Shown:
     layout = conversion.given_layout(job, checkpoint)
     tree = survey.tree(given) if given else None
     matched = matching.moves(layout, checkpoint.tensors, checkpoint.axes, tree)
-    uses = summary.rule_uses(matched)
+    uses = _rule_uses(matched)
     rows = [dataclasses.asdict(each) for each in uses]
     return rows, [f"{layout.place} fits:", *map(_described, uses)]
 
 
-def _described(use: summary.RuleUse) -> str:
+def _planned(job: conversion.Job) -> _Shown:
+    planned = conversion.Conversion(job)
+    # Raises what the format or the path does not allow.
+    convert.destination_of(planned)
+    checkpoint, matched = planned.checkpoint, planned.matched
+    uses = _rule_uses(matched)
+    filled = [
+        boxes.Box(start=each.start, stop=each.stop).volume
+        * matched.targets[each.target].dtype.itemsize
+        for each in matched.fills
+    ]
+    unverified = checkpoint.check(planned.files)
+    result = {
+        "format": checkpoint.format,
+        "sources": len(checkpoint.tensors),
+        "targets": len(planned.targets),
+        "num_bytes": planned.num_bytes,
+        "rules": [dataclasses.asdict(each) for each in uses],
+        "fills": len(filled),
+        "filled_bytes": sum(filled),
+        "unverified": unverified,
+    }
+    lines = [
+        f"{checkpoint.format}: {len(checkpoint.tensors):,} tensors",
+        f"to write: {len(planned.targets):,} tensors, {planned.num_bytes:,} bytes",
+        *map(_described, uses),
+    ]
+    if filled:
+        lines.append(f"  padding: {len(filled):,} boxes, {sum(filled):,} bytes")
+    if unverified:
+        named = errors.first_of(unverified)
+        lines.append(f"{len(unverified):,} files without a checksum: {named}")
+    return result, [*lines, "nothing was written"]
+
+
+def _described(use: RuleUse) -> str:
     return (
         f"  {use.rule}: {use.sources:,} tensors to {use.targets:,},"
         f" {use.num_bytes:,} bytes"
     )
 
 
-def describe(plan: summary.Summary) -> str:
-    """The plan as text."""
-    lines = [
-        f"{plan.format}: {plan.sources:,} tensors",
-        f"to write: {plan.targets:,} tensors, {plan.num_bytes:,} bytes",
+def _rule_uses(matched: Matched) -> list[RuleUse]:
+    # In the order of the layout.
+    uses: dict[str, list[Move]] = collections.defaultdict(list)
+    begin = 0
+    for rule, stop in matched.rules:
+        uses[rule] += matched.moves[begin:stop]
+        begin = stop
+    return [
+        RuleUse(
+            rule=rule,
+            sources=len({each.tensor for move in moves for each in move.sources}),
+            targets=len({move.target for move in moves}),
+            num_bytes=sum(
+                math.prod(move.sizes) * matched.targets[move.target].dtype.itemsize
+                for move in moves
+            ),
+        )
+        for rule, moves in uses.items()
     ]
-    lines += map(_described, plan.rules)
-    if plan.fills:
-        lines.append(f"  padding: {plan.fills:,} boxes, {plan.filled_bytes:,} bytes")
-    if plan.unverified:
-        named = errors.first_of(plan.unverified)
-        lines.append(f"{len(plan.unverified):,} files without a checksum: {named}")
-    return "\n".join(lines)

@@ -247,7 +247,7 @@ FAULTS: tuple[Fault, ...] = (
         "elastic_ckpt/universal/writing/safetensors_files.py",
         "yield rows[index], first + sum(map(operator.mul, index, strides))",
         "yield rows[index], first",
-        ("tests/universal/writing/test_safetensors_files.py",),
+        ("tests/universal/writing/test_convert.py",),
     ),
     Fault(
         "tiles of a transposed matrix are shifted",

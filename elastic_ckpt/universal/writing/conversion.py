@@ -26,12 +26,14 @@ from elastic_ckpt.universal.rules.state import PARAMETER
 from elastic_ckpt.universal.stored import Checkpoint, StoredTensor
 from elastic_ckpt.universal.writing import chunks
 
+# The boxes to read, by target.
+Needed = Mapping[TargetTensor, Sequence[Box]]
 # A box of a target, and its values.
 Part = tuple[TargetTensor, Box, np.ndarray]
 # Of the boxes that are complete in part, or were not yet written; of requests likewise.
 _BUDGET_BYTES = 2**28
-# Of the boxes that are written at once. Their memory is kept for those that follow.
-_BATCH_BYTES = 2**26
+# Of the boxes that are written at once, and of their memory that is kept for others.
+_BATCH_BYTES, _REUSED_BYTES = 2**26, 2**27
 # Of the targets that are planned at once.
 _GROUP_BYTES = 5 * 10**9
 # Plans and headers of files with so many targets are far below any limit.
@@ -79,8 +81,7 @@ class Conversion:
       checkpoint: that is open.
       matched: the moves from its tensors.
       targets: in the order in which their sources are stored.
-      lists: the paths of trees of targets that are lists.
-      tree: the name of the checkpointable in an Orbax checkpoint.
+      layout: of the targets.
 
     Raises:
       FormatError: if the source is of no format that is read, or damaged.
@@ -96,11 +97,10 @@ class Conversion:
             )
         self.job = job
         self.checkpoint: Checkpoint = opening.open_checkpoint(job.source)
-        layout = given_layout(job, self.checkpoint)
-        self.lists = layout.lists
-        self.tree = layout.tree
-        tensors, axes = self.checkpoint.tensors, self.checkpoint.axes
-        self.matched: Matched = matching.moves(layout, tensors, axes, None)
+        self.layout = given_layout(job, self.checkpoint)
+        self.matched: Matched = matching.moves(
+            self.layout, self.checkpoint.tensors, self.checkpoint.axes, None
+        )
         self._moves: dict[str, list[Move]] = collections.defaultdict(list)
         for move in self.matched.moves:
             self._moves[move.target].append(move)
@@ -110,8 +110,14 @@ class Conversion:
             else each
             for each in self.matched.targets.values()
         ]
-        self.targets: list[TargetTensor] = sorted(targets, key=self._place)
-        self._memory = ReusedMemory(_BATCH_BYTES)
+        self._memory = ReusedMemory(_REUSED_BYTES)
+        first = {
+            name: min(move.source for move in moves)
+            for name, moves in self._moves.items()
+        }
+        self.targets: list[TargetTensor] = sorted(
+            targets, key=lambda each: (first.get(each.name, -1), each.name)
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -136,32 +142,30 @@ class Conversion:
         used = {source.tensor for move in moves for source in move.sources}
         return sorted({each.file for n in used for each in tensors[n].fragments})
 
-    def groups(self, most_bytes: int = _GROUP_BYTES) -> Iterator[list[TargetTensor]]:
-        """The targets in order, dealt to groups that are read one after another.
-
-        Args:
-          most_bytes: of a group; a larger target is alone in one.
-        """
-        group: list[TargetTensor] = []
-        num_bytes = 0
-        for target in self.targets:
-            is_full = num_bytes + target.num_bytes > most_bytes
-            if group and (is_full or len(group) == _MOST_TARGETS):
-                yield group
-                group, num_bytes = [], 0
-            group.append(target)
-            num_bytes += target.num_bytes
-        yield group
-
     def boxes(self, target: TargetTensor) -> list[Box]:
         """The boxes in which a target is written, in C order; none if it is empty."""
         if not target.num_bytes:
             return []
         return list(step_layout.cut(boxes.whole(target.shape), self.chunk(target)))
 
-    def read(
-        self, needed: Mapping[TargetTensor, Sequence[Box]]
-    ) -> Iterator[list[Part]]:
+    def groups(self, most_bytes: int = _GROUP_BYTES) -> Iterator[Needed]:
+        """All targets in order, dealt to groups that are read one after another.
+
+        Args:
+          most_bytes: of a group; a larger target is alone in one.
+        """
+        group: dict[TargetTensor, list[Box]] = {}
+        num_bytes = 0
+        for target in self.targets:
+            is_full = num_bytes + target.num_bytes > most_bytes
+            if group and (is_full or len(group) == _MOST_TARGETS):
+                yield group
+                group, num_bytes = {}, 0
+            group[target] = self.boxes(target)
+            num_bytes += target.num_bytes
+        yield group
+
+    def read(self, needed: Needed) -> Iterator[list[Part]]:
         """Yields boxes of targets in batches, in any order.
 
         The values of a batch may change once the next one is asked for.
@@ -184,7 +188,7 @@ class Conversion:
         )
         buffers = planned.plan.buffers
         with contextlib.closing(transfer.buffers()) as complete:
-            while batch := _batch(complete):
+            while batch := list(_batch(complete)):
                 yield [
                     (buffers[number].tensor, buffers[number].box, values)
                     for number, values in batch
@@ -193,22 +197,16 @@ class Conversion:
                     self._memory.give_back(values)
                     transfer.free(number)
 
-    def _place(self, target: TargetTensor) -> tuple[int, str]:
-        first = min((move.source for move in self._moves[target.name]), default=-1)
-        return first, target.name
-
 
 def _batch(
     complete: Iterator[tuple[int, np.ndarray]],
-) -> list[tuple[int, np.ndarray]]:
-    batch: list[tuple[int, np.ndarray]] = []
+) -> Iterator[tuple[int, np.ndarray]]:
     num_bytes = 0
     for number, values in complete:
-        batch.append((number, values))
+        yield number, values
         num_bytes += values.nbytes
         if num_bytes >= _BATCH_BYTES:
-            break
-    return batch
+            return
 
 
 def config_directory(model: str) -> epath.Path:

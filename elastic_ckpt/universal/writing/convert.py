@@ -24,7 +24,6 @@ _DESTINATIONS = {
     "safetensors": ("safetensors_files", "SafetensorsFiles"),
     "hf": ("safetensors_files", "HuggingFaceModel"),
 }
-FORMATS = tuple(_DESTINATIONS)
 
 
 class Destination(abc.ABC):
@@ -86,7 +85,8 @@ def destination_of(conversion: Conversion) -> Destination:
     to = conversion.job.to
     if to not in _DESTINATIONS:
         raise errors.ConfigError(
-            f"{to!r} is no format that is written; choose one of {', '.join(FORMATS)}"
+            f"{to!r} is no format that is written; choose one of"
+            f" {', '.join(_DESTINATIONS)}"
         )
     module, name = _DESTINATIONS[to]
     return getattr(importlib.import_module(f"{_ROOM}.{module}"), name)(conversion)

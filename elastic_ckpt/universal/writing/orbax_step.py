@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,26 +47,36 @@ class OrbaxStep(Destination):
                 f" number; convert to {self.target / '0'}"
             )
         self._root = PersistentRoot.from_path(self.target.parent)
-        time_ms = time.time_ns() // 1_000_000
+        # Their paths in manifests, which have them in this order.
+        paths = {
+            target: f"{conversion.layout.tree}/{target.name}"
+            if target.name
+            else conversion.layout.tree
+            for target in conversion.targets
+        }
+        self._ordered = sorted(paths, key=lambda target: paths[target])
         leaves = [
             Leaf(
-                path=self._path(target),
+                path=paths[target],
                 shape=target.shape,
                 dtype=target.dtype.name,
                 chunk=conversion.chunk(target),
             )
-            for target in conversion.targets
+            for target in self._ordered
         ]
-        tree = _with_lists(_tree(conversion.targets), "", conversion.lists)
+        named = {
+            tuple(map(_key, target.name.split("/"))) if target.name else (): target
+            for target in conversion.targets
+        }
+        tree = _tree(named, (), conversion.layout.lists)
+        time_ms = time.time_ns() // 1_000_000
         description = StepDescription.from_trees(
-            {conversion.tree: tree}, {}, metrics=None, custom_metadata=None
-        )
-        leaves.sort(key=lambda leaf: leaf.path)
-        described = description.changed(leaves=tuple(leaves), time_ms=time_ms)
+            {conversion.layout.tree: tree}, {}, metrics=None, custom_metadata=None
+        ).changed(leaves=tuple(leaves), time_ms=time_ms)
         self._saved = upload.UploadedStep(
             run=f"converted-{time_ms:015d}",
             step_id=StepId(int(name), f"{time_ms:015d}"),
-            contents=described.contents,
+            contents=description.contents,
         )
 
     @contextlib.contextmanager
@@ -75,15 +85,15 @@ class OrbaxStep(Destination):
         root, step = self._root, self._saved.step_id.step
         with contextlib.closing(claims.Writer(root.path)) as writer:
             writer.check()
-            others = [each for each in root.steps() if each != step]
-            if others:
+            steps = root.steps()
+            if step in steps:
+                raise self.exists_already()
+            if steps:
                 raise errors.CheckpointError(
                     f"{root.path} has steps already"
-                    f" ({errors.first_of(map(str, others))}), and a converted step is"
+                    f" ({errors.first_of(map(str, steps))}), and a converted step is"
                     " the first of a run; convert to another directory"
                 )
-            if root.is_committed(step):
-                raise self.exists_already()
             for each in root.leftovers():
                 if each.step == step:
                     storage.remove(each.path)
@@ -91,71 +101,51 @@ class OrbaxStep(Destination):
 
     def write(self) -> Generator[int]:
         """See `Destination`."""
-        conversion, saved = self._conversion, self._saved
-        leaves = saved.contents.leaves
-        numbers = {leaf.path: number for number, leaf in enumerate(leaves)}
-        uploading = upload.Upload(self._root, saved, _HOST)
+        root, saved, read = self._root, self._saved, self._conversion.read
+        numbers = {target: number for number, target in enumerate(self._ordered)}
+        uploading = upload.Upload(root, saved, _HOST)
         uploading.begin()
-        for group in conversion.groups():
-            needed = {target: conversion.boxes(target) for target in group}
-            for batch in conversion.read(needed):
+        for group in self._conversion.groups():
+            for batch in read(group):
                 parts = [
-                    (
-                        numbers[self._path(target)],
-                        box,
-                        digest.values_digest(values),
-                    )
+                    (numbers[target], box, digest.values_digest(values))
                     for target, box, values in batch
                 ]
                 uploading.write(parts, [values for *_, values in batch])
                 yield sum(values.nbytes for *_, values in batch)
         uploading.finish()
-        description = StepDescription.from_contents(saved.contents)
-        texts = description.files({leaf.path: leaf.chunk for leaf in leaves})
+        chunks = {leaf.path: leaf.chunk for leaf in saved.contents.leaves}
+        texts = StepDescription.from_contents(saved.contents).files(chunks)
         orbax_files = {path: text.encode() for path, text in texts.items()}
-        upload.commit(self._root, saved, hosts=[_HOST.id], orbax_files=orbax_files)
-
-    def _path(self, target: TargetTensor) -> str:
-        # In manifests.
-        tree = self._conversion.tree
-        return f"{tree}/{target.name}" if target.name else tree
+        upload.commit(root, saved, hosts=[_HOST.id], orbax_files=orbax_files)
 
 
-def _tree(targets: Sequence[TargetTensor]) -> Any:
-    root: dict[str, Any] = {}
-    for target in targets:
-        # A target without a name is the whole tree.
-        *above, last = ["", *map(_key, target.name.split("/"))] if target.name else [""]
-        node: Any = root
-        for key in above:
-            node = node.setdefault(key, {})
-            if not isinstance(node, dict):
-                break
-        if not isinstance(node, dict) or last in node:
+def _tree(
+    named: Mapping[tuple[str, ...], TargetTensor],
+    path: tuple[str, ...],
+    lists: Sequence[str],
+) -> Any:
+    # Of targets by their paths below `path`.
+    if () in named:
+        if len(named) > 1:
             raise errors.CheckpointError(
-                f"{target.name} lies below, or above, another target, which is an array"
-                " and has no parts; rename one of them in the layout"
+                f"{'/'.join(path)} is a target, and so are parts of it; rename one of"
+                " them in the layout"
             )
-        node[last] = _leaf(target)
-    return root[""]
-
-
-def _with_lists(tree: Any, path: str, lists: Sequence[str]) -> Any:
-    # Trees of Orbax have None for elements without leaves.
-    if not isinstance(tree, dict):
-        return tree
-    made = {
-        key: _with_lists(node, f"{path}/{key}" if path else key, lists)
-        for key, node in tree.items()
-    }
-    if path not in lists:
+        return _leaf(named[()])
+    below: dict[str, dict[tuple[str, ...], TargetTensor]] = {}
+    for (key, *rest), target in named.items():
+        below.setdefault(key, {})[tuple(rest)] = target
+    made = {key: _tree(each, (*path, key), lists) for key, each in below.items()}
+    if "/".join(path) not in lists:
         return made
     for key in made:
         if not _NUMBER.fullmatch(key):
             raise errors.CheckpointError(
-                f"{path} is listed in `lists` of the layout, but has the key {key!r},"
-                " which is no number below 10000; remove it from `lists`"
+                f"{'/'.join(path)} is listed in `lists` of the layout, but has the key"
+                f" {key!r}, which is no number below 10000; remove it from `lists`"
             )
+    # Trees of Orbax have None for elements without leaves.
     return [made.get(str(at)) for at in range(1 + max(map(int, made)))]
 
 

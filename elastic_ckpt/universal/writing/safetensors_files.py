@@ -27,15 +27,14 @@ import collections
 import contextlib
 import json
 import operator
-import os
 import pathlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import digest, errors, storage
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal.formats import safetensors_file, source_files
 from elastic_ckpt.universal.formats.hugging_face import CONFIG
@@ -79,9 +78,12 @@ class SafetensorsFiles(Destination):
         if len(groups) > 1:
             numbers, last = range(1, len(groups) + 1), f"{len(groups):05d}.safetensors"
             names = [f"model-{number:05d}-of-{last}" for number in numbers]
-        headers = map(_header, groups)
-        self._files = dict(zip(names, headers, strict=True))
+        self._files = dict(zip(names, groups, strict=True))
+        # Before anything is written: a dtype may be none of the format.
+        self._headers = {name: _header(group) for name, group in self._files.items()}
+        self._is_local = storage.is_local(self.target)
         self._unfinished = self.target.parent / f"{self.target.name}.unfinished"
+        self._directory = self._unfinished if self._is_local else self.target
 
     def beside(self) -> Mapping[str, bytes]:
         """The contents of the files beside the tensors, by name."""
@@ -90,53 +92,46 @@ class SafetensorsFiles(Destination):
     @contextlib.contextmanager
     def cleared(self) -> Iterator[None]:
         """See `Destination`."""
-        is_local = storage.is_local(self.target)
-        names = storage.names(self.target) if self.target.exists() else []
-        is_whole = _ONE_FILE in names or _INDEX in names
+        ends = [self.target / name for name in (_ONE_FILE, _INDEX)]
+        is_whole = any(end.exists() for end in ends)
         if is_whole:
             storage.remove(self._unfinished)
-        if self.target.exists() and (
-            is_local or is_whole or not self._unfinished.exists()
-        ):
+        is_left = not (self._is_local or is_whole) and self._unfinished.exists()
+        if self.target.exists() and not is_left:
             raise self.exists_already()
-        storage.remove(self._unfinished if is_local else self.target)
-        if not is_local:
+        storage.remove(self._directory)
+        if not self._is_local:
             storage.write_atomic(self._unfinished, b"")
         yield
 
     def write(self) -> Generator[int]:
         """See `Destination`."""
-        is_local = storage.is_local(self.target)
-        directory = self._unfinished if is_local else self.target
         for name, content in self.beside().items():
-            storage.write_atomic(directory / name, content)
-        for name, (header, starts) in self._files.items():
-            yield from self._write(directory / name, header, starts)
+            storage.write_atomic(self._directory / name, content)
+        for name in self._files:
+            yield from self._write(name)
         if len(self._files) > 1:
-            storage.write_atomic(directory / _INDEX, self._index())
-        if is_local:
-            storage.rename(directory, self.target)
+            storage.write_atomic(self._directory / _INDEX, self._index())
+        if self._is_local:
+            storage.rename(self._directory, self.target)
         else:
             storage.remove(self._unfinished)
 
-    def _write(
-        self, path: epath.Path, header: bytes, starts: Mapping[TargetTensor, int]
-    ) -> Iterator[int]:
-        conversion = self._conversion
-        needed = {target: conversion.boxes(target) for target in starts}
-        with storage.atomic_path(path) as temporary, open(temporary, "r+b", 0) as file:
-            _put(file.fileno(), header, 0)
-            for batch in conversion.read(needed):
+    def _write(self, name: str) -> Iterator[int]:
+        header, starts = self._headers[name]
+        path = self._directory / name
+        with storage.atomic_path(path) as temporary, open(temporary, "r+b") as file:
+            file.write(header)
+            for batch in self._conversion.read(self._files[name]):
                 for target, box, values in batch:
                     for row, offset in _rows(target, box, values):
-                        _put(file.fileno(), row.data, starts[target] + offset)
+                        file.seek(starts[target] + offset)
+                        file.write(row.data)
                 yield sum(values.nbytes for *_, values in batch)
 
     def _index(self) -> bytes:
         names = {
-            target.name: file
-            for file, (_, starts) in self._files.items()
-            for target in starts
+            target.name: file for file, group in self._files.items() for target in group
         }
         content = {
             "metadata": {"total_size": self._conversion.num_bytes},
@@ -198,11 +193,14 @@ class HuggingFaceModel(SafetensorsFiles):
 
     def _check_tied(self, output: TargetTensor, embedding: TargetTensor) -> None:
         is_equal = output.shape == embedding.shape and output.dtype == embedding.dtype
-        for box in self._conversion.boxes(embedding) if is_equal else ():
-            batches = self._conversion.read({output: [box], embedding: [box]})
-            values = {each.tobytes() for batch in batches for *_, each in batch}
-            is_equal = is_equal and len(values) == 1
-        if not is_equal:
+        boxes = self._conversion.boxes(embedding) if is_equal else []
+        read = self._conversion.read({output: boxes, embedding: boxes})
+        found = {
+            (box, digest.values_digest(values))
+            for batch in read
+            for _, box, values in batch
+        }
+        if not is_equal or len(found) > len(boxes):
             raise errors.CheckpointError(
                 f"{self._model / CONFIG} says {_TIED}: true, but"
                 f" {output.name} differs from {embedding.name}; set it to false there,"
@@ -210,7 +208,7 @@ class HuggingFaceModel(SafetensorsFiles):
             )
 
 
-def _header(group: Sequence[TargetTensor]) -> tuple[bytes, dict[TargetTensor, int]]:
+def _header(group: Iterable[TargetTensor]) -> tuple[bytes, dict[TargetTensor, int]]:
     # The first bytes of a file, and where each of its tensors begins. Hugging Face's
     # transformers require the format.
     fields: dict[str, object] = {_METADATA: {"format": "pt"}}
@@ -246,12 +244,6 @@ def _rows(
     rows = np.ascontiguousarray(values).reshape(*box.shape[:dim], -1).view(np.uint8)
     for index in np.ndindex(*box.shape[:dim]):
         yield rows[index], first + sum(map(operator.mul, index, strides))
-
-
-def _put(descriptor: int, content: bytes | memoryview, offset: int) -> None:
-    done = 0
-    while done < len(content):
-        done += os.pwrite(descriptor, content[done:], offset + done)
 
 
 def _copied(model: epath.Path) -> Iterator[tuple[str, bytes]]:

@@ -422,6 +422,23 @@ def test_trees_of_orbax_are_lists_where_the_layout_lists_them(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("names", "match"),
+    [
+        (("a", "a/b"), "a is a target, and so are parts"),
+        (("a/b", "a.b"), "one of them"),
+    ],
+)
+def test_names_that_exclude_each_other_in_orbax_are_one_error(
+    tmp_path, capsys, names, match
+):
+    ones = dict.fromkeys(names, np.ones(3, np.float32))
+    small_model.write(tmp_path / "source", ones)
+    assert converted(tmp_path / "source", tmp_path / "steps" / "0") == 1
+    assert match in capsys.readouterr().err
+    assert not (tmp_path / "steps").exists()
+
+
+@pytest.mark.parametrize(
     ("options", "match"),
     [
         (["--size", "kv=2"], "give --rules"),
