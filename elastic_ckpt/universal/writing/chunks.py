@@ -34,28 +34,28 @@ def chunk_shape(
       tensors: of the checkpoint.
       chunk_bytes: the most of a box, unless dims are prime.
     """
-    dims = range(len(target.shape))
-    if not math.prod(target.shape):
+    if not target.num_bytes:
         return tuple(max(1, size) for size in target.shape)
-    advances = [_advance(dim, moves, tensors) for dim in dims]
-    first = sorted(dims, key=lambda dim: -advances[dim])
-    num_bytes = math.prod(target.shape) * target.dtype.itemsize
-    most = _MOST_TIMES * max(1, num_bytes // chunk_bytes)
-    candidates = [first, *([dim, *(d for d in first if d != dim)] for dim in first)]
-    chosen: list[tuple[int, tuple[int, ...]]] = []
-    for order in candidates:
-        shape = layout.chunk_shape(
-            [target.shape[dim] for dim in order],
-            item_bytes=target.dtype.itemsize,
-            chunk_bytes=chunk_bytes,
-        )
-        size = dict(zip(order, shape, strict=True))
-        chunk = tuple(size[dim] for dim in dims)
-        count = math.prod(target.shape) // math.prod(chunk)
-        if count <= most:
-            return chunk
-        chosen.append((count, chunk))
-    return min(chosen)[1]
+    dims = range(len(target.shape))
+    first = sorted(dims, key=lambda dim: -_advance(dim, moves, tensors))
+    orders = [first, *([dim, *(d for d in first if d != dim)] for dim in first)]
+    cuts = [_cut(target, order, chunk_bytes) for order in orders]
+    most = _MOST_TIMES * max(1, target.num_bytes // chunk_bytes)
+    return next((chunk for count, chunk in cuts if count <= most), min(cuts)[1])
+
+
+def _cut(
+    target: TargetTensor, order: Sequence[int], chunk_bytes: int
+) -> tuple[int, tuple[int, ...]]:
+    # The number of chunks, and their shape, if dims are cut in this order.
+    shape = layout.chunk_shape(
+        [target.shape[dim] for dim in order],
+        item_bytes=target.dtype.itemsize,
+        chunk_bytes=chunk_bytes,
+    )
+    size = dict(zip(order, shape, strict=True))
+    chunk = tuple(size[dim] for dim in range(len(order)))
+    return math.prod(target.shape) // math.prod(chunk), chunk
 
 
 def _advance(dim: int, moves: Sequence[Move], tensors: Sequence[StoredTensor]) -> float:
