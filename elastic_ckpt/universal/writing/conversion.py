@@ -31,9 +31,10 @@ Needed = Mapping[TargetTensor, Sequence[Box]]
 # A box of a target, and its values.
 Part = tuple[TargetTensor, Box, np.ndarray]
 # Of the boxes that are complete in part, or were not yet written; of requests likewise.
-_BUDGET_BYTES = 2**28
-# Of the boxes that are written at once, and of their memory that is kept for others.
-_BATCH_BYTES, _REUSED_BYTES = 2**26, 2**27
+# Boxes reuse as much memory: with fresh memory a conversion takes twice as long.
+_BUDGET_BYTES = 2**27
+# Of the boxes that are written at once.
+_BATCH_BYTES = 2**26
 # Of the targets that are planned at once.
 _GROUP_BYTES = 5 * 10**9
 # Plans and headers of files with so many targets are far below any limit.
@@ -77,11 +78,11 @@ class Conversion:
       job: what is converted.
 
     Attributes:
-      job: the same, with the layout that ships for the source if none is given.
+      job: the same.
       checkpoint: that is open.
-      matched: the moves from its tensors.
+      layout: from its tensors to the targets.
+      matched: the layout, matched with the checkpoint.
       targets: in the order in which their sources are stored.
-      layout: of the targets.
 
     Raises:
       FormatError: if the source is of no format that is read, or damaged.
@@ -96,6 +97,7 @@ class Conversion:
                 " float16 or float32"
             )
         self.job = job
+        self._memory = ReusedMemory(_BUDGET_BYTES)
         self.checkpoint: Checkpoint = opening.open_checkpoint(job.source)
         self.layout = given_layout(job, self.checkpoint)
         self.matched: Matched = matching.moves(
@@ -110,7 +112,6 @@ class Conversion:
             else each
             for each in self.matched.targets.values()
         ]
-        self._memory = ReusedMemory(_REUSED_BYTES)
         first = {
             name: min(move.source for move in moves)
             for name, moves in self._moves.items()
