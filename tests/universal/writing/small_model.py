@@ -1,7 +1,6 @@
 """A small model in safetensors, a layout that changes it, and the result."""
 
 import pathlib
-import sys
 
 import numpy as np
 
@@ -76,7 +75,3 @@ def write(directory, given):
     path.mkdir(parents=True)
     safetensors_files.write(path / "model.safetensors", given)
     (path.parent / "layout.yml").write_text(LAYOUT)
-
-
-if __name__ == "__main__":
-    write(sys.argv[1], tensors(int(sys.argv[2]), int(sys.argv[3])))

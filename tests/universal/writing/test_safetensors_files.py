@@ -19,6 +19,7 @@ from elastic_ckpt.universal.writing import chunks, conversion, convert
 from elastic_ckpt.universal.writing.safetensors_files import SafetensorsFiles
 from tests.universal import safetensors_files
 from tests.universal.safetensors_files import bits, read
+from tests.universal.writing.test_convert import Stop, stop
 
 DTYPES = [
     np.dtype(np.float32),
@@ -65,16 +66,6 @@ def model(num_tensors=8, size=40):
         f"layers.{n}.weight": generator.random((size, size), np.float32)
         for n in range(num_tensors)
     }
-
-
-class Stop(BaseException):
-    """Stands for the end of a process: no code catches it."""
-
-
-def stop(done, total):
-    """Ends a conversion when half of it was written."""
-    if 2 * done > total:
-        raise Stop
 
 
 @pytest.fixture
