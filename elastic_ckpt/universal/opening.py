@@ -84,11 +84,6 @@ _FORMATS = (
         deepspeed.open_checkpoint,
     ),
     _Format(
-        "Meta (consolidated.*.pth, params.json)",
-        torch_weights.is_meta,
-        torch_weights.open_meta,
-    ),
-    _Format(
         "PyTorch (pytorch_model.bin, *.bin.index.json, *.pt, *.pth)",
         torch_weights.is_format,
         torch_weights.open_checkpoint,

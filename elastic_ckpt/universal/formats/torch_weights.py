@@ -1,17 +1,13 @@
-"""Opens weights that PyTorch saved: any state dict, shards of one, and Meta's files.
+"""Opens weights that PyTorch saved: any state dict, or shards of one.
 
 `pytorch_model.bin`, or a file `.pt`, `.pth` or `.bin`, has a state dict. Nested dicts
 and lists are joined by dots: a training checkpoint has `model.layers.0.weight` and
 `optimizer.state.0.exp_avg`, with its numbers and texts as values. Shards are listed by
 `pytorch_model.bin.index.json`, and a `config.json` beside them is among the values.
-
-Meta's `consolidated.00.pth`, `consolidated.01.pth` are those of model-parallel ranks,
-the axis `tp`. The values of `params.json` beside them are `config/dim` and so on.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -28,8 +24,6 @@ from elastic_ckpt.universal.stored import StoredTensor
 SUFFIXES = (".bin", ".pt", ".pth")
 INDEX_SUFFIX = ".bin.index.json"
 _USUAL = "pytorch_model"
-_META = re.compile(r"consolidated\.(\d{2,4})\.pth")
-_PARAMS = "params.json"
 # A name, beside the keys that it is made of.
 _NAME_BYTES = 100
 
@@ -37,11 +31,6 @@ _NAME_BYTES = 100
 def is_format(names: Collection[str]) -> bool:
     """Whether files of these names, in one directory, are such a checkpoint."""
     return any(name.endswith((*SUFFIXES, INDEX_SUFFIX)) for name in names)
-
-
-def is_meta(names: Collection[str]) -> bool:
-    """Whether files of these names, in one directory, are Meta's."""
-    return any(map(_META.fullmatch, names))
 
 
 def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
@@ -83,48 +72,6 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
     )
 
 
-def open_meta(path: epath.PathLike) -> OpenedCheckpoint:
-    """Opens a directory of Meta's files.
-
-    Raises:
-      FormatError: if the file of a rank is missing, damaged or no state dict, or ranks
-        have tensors of different names.
-    """
-    folder = epath.Path(path)
-    matches = filter(None, (_META.fullmatch(each.name) for each in folder.iterdir()))
-    names = {int(match[1]): match[0] for match in matches}
-    for rank in range(max(names)):
-        if rank not in names:
-            raise FormatError(
-                f"{folder} lacks consolidated.{rank:02}.pth, and has that of a later"
-                " rank; copy it from where the others are from"
-            )
-    files = torch_file.read_all(
-        {rank: folder / names[rank] for rank in sorted(names)},
-        SourceBudget(),
-        with_views=True,
-    )
-    tensors: list[StoredTensor] = []
-    for rank, file in files.items():
-        ranks = (("tp", rank),) if len(files) > 1 else ()
-        held = {tensor.name: tensor for tensor in _tensors(file, ranks)}
-        other = {each.name for each in tensors[: len(held)]}
-        if not held or (other and other != held.keys()):
-            raise file.error(
-                "has no tensors, or others than the file of rank 0"
-                f" ({errors.first_of(sorted(held.keys() ^ other))})"
-            )
-        tensors += held.values()
-    values = hugging_face.config_values(folder / _PARAMS)
-    return OpenedCheckpoint(
-        format="Meta consolidated",
-        tensors=tensors,
-        axes={"tp": len(files)} if len(files) > 1 else {},
-        values=values | hugging_face.config_values(folder / hugging_face.CONFIG),
-        checksums=torch_file.checksums,
-    )
-
-
 def _only_file(folder: epath.Path) -> str:
     names = sorted(each.name for each in folder.iterdir())
     if f"{_USUAL}.bin" in names:
@@ -144,15 +91,12 @@ def _only_file(folder: epath.Path) -> str:
     return files[0]
 
 
-def _tensors(
-    file: TorchFile, ranks: tuple[tuple[str, int], ...] = ()
-) -> Iterator[StoredTensor]:
+def _tensors(file: TorchFile) -> Iterator[StoredTensor]:
     for keys, tensor in torch_file.tensors(file.value):
         parts = list(map(str, keys))
         file.take(_NAME_BYTES + sum(map(len, parts)))
         yield StoredTensor(
             name=".".join(parts),
-            ranks=ranks,
             dtype=tensor.dtype,
             shape=tensor.shape,
             fragments=file.fragment(tensor),

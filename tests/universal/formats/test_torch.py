@@ -1,4 +1,4 @@
-"""Files of PyTorch and Meta are read bit-equal, without torch, and run nothing.
+"""Files of PyTorch are read bit-equal, without torch, and run nothing.
 
 `write_weights.py` wrote the weights.
 """
@@ -268,28 +268,6 @@ def test_a_training_checkpoint_has_all_of_its_tensors_and_values():
         "model/1._extra_state/state": [b"state of another program", 0, None],
     }
     assert {key: values.get(key) for key in wanted} == wanted
-
-
-def test_files_of_model_parallel_ranks_are_an_axis():
-    checkpoint = opening.open_checkpoint(DATA / "meta")
-    assert checkpoint.format == "Meta consolidated"
-    assert checkpoint.axes == {"tp": 2}
-    assert checkpoint.values == {
-        "config/dim": 4,
-        "config/n_heads": 2,
-        "config/norm_eps": 1e-5,
-    }
-    parts = {(t.name, t.ranks): values_of(t) for t in checkpoint.tensors}
-    wq = [parts["layers.0.attention.wq.weight", (("tp", n),)] for n in range(2)]
-    whole = np.arange(32).astype(ml_dtypes.bfloat16).reshape(8, 4)
-    assert_equal(np.concatenate(wq), whole)
-    assert_equal(parts["norm.weight", (("tp", 1),)], whole[0])
-
-
-def test_a_missing_rank_of_meta_is_an_error(tmp_path):
-    shutil.copy(DATA / "meta" / "consolidated.01.pth", tmp_path)
-    with pytest.raises(FormatError, match=r"lacks consolidated\.00\.pth"):
-        opening.open_checkpoint(tmp_path)
 
 
 def test_lazy_bits_are_applied_where_values_are_moved():

@@ -5,7 +5,6 @@ OMP_NUM_THREADS=1 python write_weights.py data/weights
 
 single/      pytorch_model.bin and config.json, as transformers wrote them
 sharded/     the same in two files with an index
-meta/        consolidated.*.pth of two model-parallel ranks, and params.json
 training.pt  a model, its optimizer, and objects of classes that readers do not have
 no_crc.pt    the model without checksums
 lazy.pt      tensors whose conj or neg bit is set
@@ -70,17 +69,6 @@ def _sharded(folder, state, config):
     (folder / "config.json").write_text(config)
 
 
-def _meta(folder):
-    folder.mkdir()
-    wq = torch.arange(32, dtype=torch.bfloat16).reshape(8, 4)
-    norm = torch.arange(4, dtype=torch.bfloat16)
-    for rank, part in enumerate(wq.chunk(2)):
-        content = {"layers.0.attention.wq.weight": part.clone(), "norm.weight": norm}
-        torch.save(content, folder / f"consolidated.{rank:02}.pth")
-    params = {"dim": 4, "n_heads": 2, "norm_eps": 1e-5}
-    (folder / "params.json").write_text(json.dumps(params))
-
-
 def _training(path, model):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model[1](model[0](torch.tensor([1, 2]))).sum().backward()
@@ -116,7 +104,6 @@ def main(directory):
     torch.save(state, folder / "single" / "pytorch_model.bin")
     (folder / "single" / "config.json").write_text(config)
     _sharded(folder / "sharded", state, config)
-    _meta(folder / "meta")
     torch.serialization.set_crc32_options(False)
     torch.save(state, folder / "no_crc.pt")
     torch.serialization.set_crc32_options(True)
