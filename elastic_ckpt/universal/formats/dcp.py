@@ -5,17 +5,14 @@ fragment for each shard, which is an item of a file. States of an optimizer have
 name of their parameter, and a kind. Everything that is no tensor is among the values,
 which are decoded when they are asked for.
 
-Ranks that save with `use_collectives=False` write `__0.metadata`, `__1.metadata`, each
-with its own chunks. They are joined: of what several ranks have, the first one's
-counts, as in checkpoints with one file. There may be a million tensors, so metadata are
-columns, and items are read as `dcp_items` says.
+There may be a million tensors, so metadata are columns, and items are read as
+`dcp_items` says.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +20,6 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core.boxes import Box
-from elastic_ckpt.core.columns import distinct_rows
 from elastic_ckpt.universal.formats import (
     coverage,
     plain_pickle,
@@ -38,7 +34,6 @@ from elastic_ckpt.universal.formats.source_budget import SourceBudget
 from elastic_ckpt.universal.stored import Checksum, Fragment, StoredTensor
 
 FILE = ".metadata"
-_OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
 # The places of a chunk, for each of its dims.
 _DIM_BYTES = 100
 # The columns of a chunk.
@@ -47,7 +42,7 @@ _TENSOR, _START, _SIZES, _FILE, _OFFSET, _BYTES = range(6)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Metadata:
-    """The content of a file of metadata, or of several.
+    """The content of a file of metadata.
 
     Attributes:
       tensors: their types and shapes, by name.
@@ -77,11 +72,12 @@ def is_format(names: Collection[str]) -> bool:
 
 
 def _is_metadata(name: str) -> bool:
-    return name == FILE or _OF_RANK.fullmatch(name) is not None
+    # Or that of one rank, which is refused.
+    return name == FILE or (name.startswith("__") and name.endswith(FILE))
 
 
 def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
-    """Opens a directory, or a file of metadata in it.
+    """Opens a directory, or the file of metadata in it.
 
     Raises:
       FormatError: if a file is missing, damaged or malformed, names another directory,
@@ -90,17 +86,18 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
     directory = epath.Path(path)
     if _is_metadata(directory.name):
         directory = directory.parent
-    names = [each.name for each in directory.iterdir()]
+    files = list(directory.iterdir())
+    if not any(each.name == FILE for each in files):
+        raise FormatError(
+            f"{directory} has metadata of single ranks alone; save with collectives"
+        )
     # A tensor takes 250 bytes of metadata and over 800 of another file.
-    values = [directory / name for name in names if not _is_metadata(name)]
+    values = [each for each in files if each.name != FILE]
     budget = SourceBudget(sum(map(source_files.num_stored_bytes, values)))
-    parts = [
-        _read(directory / name, budget) for name in _metadata_files(names, directory)
-    ]
-    metadata = parts[0] if len(parts) == 1 else _joined(parts, directory)
+    metadata = _read(directory / FILE, budget)
     boxes = _boxes(metadata, str(directory), budget)
-    files = _files(directory, metadata, budget)
-    fragments = _fragments(metadata, boxes, files)
+    items = _files(directory, metadata, budget)
+    fragments = _fragments(metadata, boxes, items)
     states = _StateNames(metadata)
     tensors = [
         StoredTensor(
@@ -117,7 +114,7 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
     ]
 
     def checksums(file: str) -> Sequence[Checksum]:
-        held = files.get(epath.Path(file).name)
+        held = items.get(epath.Path(file).name)
         return held.checksums() if held is not None and held.path == file else ()
 
     return OpenedCheckpoint(
@@ -126,26 +123,6 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
         values=_Values(directory, metadata),
         checksums=checksums,
     )
-
-
-def _metadata_files(names: Collection[str], directory: epath.Path) -> list[str]:
-    # In the order of ranks.
-    matches = filter(None, map(_OF_RANK.fullmatch, names))
-    ranks = {int(match[1]): match[0] for match in matches}
-    if not ranks:
-        return [FILE]
-    if FILE in names:
-        raise FormatError(
-            f"{directory} has {FILE} and {ranks[min(ranks)]}, which are of two saves;"
-            " remove the files of one"
-        )
-    lacking = next((rank for rank in range(len(ranks)) if rank not in ranks), None)
-    if lacking is not None:
-        raise FormatError(
-            f"{directory} lacks __{lacking}.metadata, and has that of a later one; copy"
-            " it from the machine that saved it"
-        )
-    return [ranks[rank] for rank in sorted(ranks)]
 
 
 def _read(path: epath.Path, budget: SourceBudget) -> _Metadata:
@@ -211,53 +188,6 @@ def _keys(paths: Mapping[str, Sequence[Any] | None], name: str) -> Sequence[Any]
     # Those that lead to a name; the name itself, if they are not known.
     keys = paths.get(name, (name,))
     return name.split(".") if keys is None else keys
-
-
-def _joined(parts: Sequence[_Metadata], directory: epath.Path) -> _Metadata:
-    tensors: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
-    numbers: dict[str, int] = {}
-    shapes: dict[tuple[int, ...], int] = {}
-    files: dict[str, int] = {}
-    chunks = []
-    for part in parts:
-        for name, tensor in part.tensors.items():
-            other = tensors.setdefault(name, tensor)
-            numbers.setdefault(name, len(numbers))
-            if tensor != other:
-                (dtype, shape), (other_dtype, other_shape) = tensor, other
-                raise FormatError(
-                    f"{directory} has {name} as {other_dtype}{list(other_shape)} and,"
-                    f" of another rank, as {dtype}{list(shape)}; save with"
-                    " collectives, and tensors of ranks under separate names"
-                )
-        shape_of = _numbered(part.shapes, shapes)
-        rows = part.chunks.copy()
-        rows[:, _TENSOR] = _numbered(part.tensors, numbers)[rows[:, _TENSOR]]
-        rows[:, _START] = shape_of[rows[:, _START]]
-        rows[:, _SIZES] = shape_of[rows[:, _SIZES]]
-        rows[:, _FILE] = _numbered(part.files, files)[rows[:, _FILE]]
-        chunks.append(rows)
-    joined = np.concatenate(chunks)
-    firsts, _ = distinct_rows(joined[:, : _SIZES + 1])
-    values: dict[str, tuple[str, Item]] = {}
-    paths: dict[str, Sequence[Any] | None] = {}
-    for part in reversed(parts):
-        values |= part.values
-        paths |= part.paths
-    return _Metadata(
-        tensors=tensors,
-        chunks=joined[np.sort(firsts)],
-        shapes=list(shapes),
-        shape_of=np.array([shapes[shape] for _, shape in tensors.values()], np.int64),
-        files=list(files),
-        values=values,
-        paths=paths,
-    )
-
-
-def _numbered(listed: Collection[Any], numbers: dict[Any, int]) -> np.ndarray:
-    # The number of each, new ones behind the others.
-    return np.array([numbers.setdefault(e, len(numbers)) for e in listed], np.int64)
 
 
 def _boxes(metadata: _Metadata, place: str, budget: SourceBudget) -> list[Box]:

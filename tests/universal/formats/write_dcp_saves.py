@@ -3,7 +3,6 @@
 pip install torch==2.13.0 numpy safetensors zstandard
 OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 write_dcp_saves.py data/dcp_saves
 
-per_rank/     without collectives: metadata of each rank
 async/        by async_save
 no_dist/      one process, and a file for each tensor
 zstd/         with the extension ZStandard
@@ -35,8 +34,6 @@ def main(directory):
         },
         "step": 3,
     }
-    path = f"{directory}/per_rank"
-    dcp.save(content, checkpoint_id=path, use_collectives=False)
     dcp.async_save(content, checkpoint_id=f"{directory}/async").result()
     if dist.get_rank() == 0:
         plain = {"model": {"cut": whole, "both": both}, "step": 3}
