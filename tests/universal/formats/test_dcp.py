@@ -13,6 +13,7 @@ import pytest
 from elastic_ckpt.universal import opening
 from elastic_ckpt.universal.formats.format_error import FormatError
 from tests.universal.formats.fragment_values import values_of
+from tests.universal.formats.test_safetensors import written
 
 DATA = pathlib.Path(__file__).parent / "data"
 WHOLE = np.load(DATA / "dcp.npz")
@@ -56,15 +57,11 @@ def test_numbers_and_texts_are_among_the_values():
     assert "up.weight" in values["optim/param_groups/0/params"]
 
 
-def test_the_shards_of_its_hugging_face_writer_are_joined():
-    checkpoint = opening.open_checkpoint(DATA / "dcp_hf")
-    assert checkpoint.format == "safetensors shards of PyTorch DCP"
-    tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
-    model = [name for name in WHOLE if name.startswith("model.")]
-    assert tensors.keys() == {name.removeprefix("model.") for name in model}
-    for name in model:
-        tensor = tensors[name.removeprefix("model.")]
-        assert_equal(values_of(tensor), expected(name))
+def test_parts_of_tensors_as_safetensors_are_refused(tmp_path):
+    arrays = {"w": np.ones((2, 3), np.float32)}
+    path = written(tmp_path / "x.safetensors", arrays, DCP_SHARDING_INFO="{}")
+    with pytest.raises(FormatError, match="enable_consolidation=True"):
+        opening.open_checkpoint(path)
 
 
 def test_a_flipped_bit_is_detected(tmp_path):

@@ -159,42 +159,6 @@ def test_a_tensor_in_two_files_is_refused(tmp_path):
         opening.open_checkpoint(tmp_path)
 
 
-def shards(directory, starts, shapes):
-    for n, (start, shape) in enumerate(zip(starts, shapes, strict=True)):
-        written(
-            directory / f"shard-0000{n}-model-00001-of-00001.safetensors",
-            {"w": np.full(shape, n, np.float32)},
-            DCP_SHARDING_INFO=json.dumps({"w": {"saved_offsets": start}}),
-            DCP_VERSION="1.0",
-        )
-    return directory
-
-
-def test_shards_of_a_tensor_are_joined(tmp_path):
-    shards(tmp_path, [(0, 0), (2, 0), (2, 1)], [(2, 3), (3, 1), (3, 2)])
-    expected = np.zeros((5, 3), np.float32)
-    expected[2:, :1], expected[2:, 1:] = 1, 2
-    assert_same(opening.open_checkpoint(tmp_path), {"w": expected})
-
-
-@pytest.mark.parametrize(
-    ("starts", "shapes", "match"),
-    [
-        ([(0,), (3,)], [(2,), (2,)], r"w lacks the part \[2:3\]"),
-        ([(0,), (1,)], [(2,), (2,)], r"overlap, \[0:2\] and \[1:3\]"),
-        ([(0,), (2,)], [(2,), (2, 1)], "2 dims, and its first element"),
-        ([(0,), (2, 0)], [(2,), (2, 1)], "another type or rank"),
-        ([(0,), (1 << 60,)], [(2,), (2,)], "too large"),
-        ([(0,), (-2,)], [(2,), (2,)], "which is none"),
-        ([(0,), 3], [(2,), (2,)], "no saved_offsets of w"),
-    ],
-)
-def test_shards_that_do_not_make_a_tensor_are_refused(tmp_path, starts, shapes, match):
-    shards(tmp_path, starts, shapes)
-    with pytest.raises(FormatError, match=match):
-        opening.open_checkpoint(tmp_path)
-
-
 def test_several_indices_need_a_choice(tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.safetensors.index.json").write_text("{}")

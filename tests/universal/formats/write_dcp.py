@@ -5,7 +5,6 @@ OMP_NUM_THREADS=1 PYTHONPATH=. torchrun --nproc-per-node 4 \
     tests/universal/formats/write_dcp.py DIRECTORY
 
 dcp/         FSDP2 over 2 x 2 (data, tensor) processes: model, Adam, numbers
-dcp_hf/      the same model by HuggingFaceStorageWriter, a file for each process
 dcp.npz      all tensors, whole
 llama_dcp/   FSDP2 over 4 processes: the model of `llama_values`, packed as the samples
              of `write_deepspeed`
@@ -106,8 +105,6 @@ def main(directory):
         "empty": torch.zeros(0, 3),
     }
     dcp.save(content, checkpoint_id=f"{directory}/dcp")
-    writer = dcp.HuggingFaceStorageWriter(f"{directory}/dcp_hf", save_distributed=True)
-    dcp.save(weights, storage_writer=writer)
     whole = {}
     for name, value in flat(content):
         if isinstance(value, DTensor):
