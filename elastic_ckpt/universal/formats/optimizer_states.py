@@ -75,7 +75,7 @@ class Range:
 
 
 def of_ranges(
-    name: str, kind: str, shape: Shape, ranges: Sequence[Range], ranks: Ranks = ()
+    name: str, kind: str, shape: Shape, ranges: Sequence[Range]
 ) -> StoredTensor:
     """A state of a parameter, which ranges hold.
 
@@ -84,18 +84,16 @@ def of_ranges(
       kind: see `StoredTensor`.
       shape: of the parameter.
       ranges: in the order of its elements; of one dtype.
-      ranks: see `StoredTensor`.
 
     Raises:
       FormatError: as `fragments`.
     """
     first = ranges[0]
     if not first.flat.shape:
-        return stored(first.file, name, kind, first.flat, ranks)
+        return stored(first.file, name, kind, first.flat)
     return StoredTensor(
         name=name,
         kind=kind,
-        ranks=ranks,
         dtype=first.flat.dtype,
         shape=shape,
         fragments=fragments(shape, ranges, name),

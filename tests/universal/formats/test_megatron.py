@@ -185,27 +185,17 @@ def test_without_stages_the_second_number_is_that_of_experts(tmp_path):
     assert [each.ranks for each in checkpoint.tensors] == [(("ep", 0),), (("ep", 1),)]
 
 
-def test_buffers_of_interleaved_stages_are_read_bit_equal(megatron_samples):
+def test_files_of_the_distributed_optimizer_have_weights_alone(megatron_samples):
     checkpoint = opening.open_checkpoint(megatron_samples("mp_rank_pp2_vp2"))
     assert checkpoint.format == "Megatron mp_rank"
     assert checkpoint.axes == {"pp": 2, "vp": 2}
     by_key = stored_values.by_key(checkpoint)
     # Six parameters in each of four chunks, an embedding, a norm and an output.
-    assert len(by_key) == 4 * (4 * 6 + 3)
+    assert len(by_key) == 4 * 6 + 3
     for (name, kind, ranks), tensor in by_key.items():
         pp, vp = (number for _, number in ranks)
-        array = kv.known(STATE_OF.get(kind, "fp32"), f"{pp} {vp} {name}", tensor.shape)
-        if kind == "parameter":
-            array = array.astype(ml_dtypes.bfloat16)
+        array = kv.known("fp32", f"{pp} {vp} {name}", tensor.shape)
+        assert kind == "parameter"
         read = stored_values.read(tensor)
-        assert (read.dtype, read.tobytes()) == (array.dtype, array.tobytes()), name
+        assert read.tobytes() == array.astype(ml_dtypes.bfloat16).tobytes(), name
     assert checkpoint.values["optimizer/optimizer/param_groups/0/step"] == 2
-
-
-@pytest.mark.parametrize("name", ["distrib_optim.pt", "model_optim_rng.pt"])
-def test_a_missing_file_of_a_rank_is_named(megatron_samples, tmp_path, name):
-    source = megatron_samples("mp_rank_pp2_vp2") / "iter_0000002"
-    folder = shutil.copytree(source, tmp_path / "x")
-    (folder / "mp_rank_00_001" / name).unlink()
-    with pytest.raises(FormatError, match=f"mp_rank_00_001.* {name}"):
-        megatron.open_checkpoint(folder)
