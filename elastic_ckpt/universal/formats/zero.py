@@ -5,16 +5,12 @@ ranges follow one another by data-parallel rank. Stage 3 lists nothing: each ran
 equal part of every parameter, rounded up, in the order of `param_shapes`. Parameters of
 experts are spread over fewer ranks: those of the same expert-parallel rank.
 
-Muon needs whole matrices. So in stages 1 and 2 a rank has the momentum of each of its
-parameters as a whole, one after the other, even of those that it shares with the next
-rank; the first rank's copy is taken. Offloaded momentum, and that of BF16_Optimizer, is
-divided like the parameters.
+In stages 1 and 2 the momentum of Muon has a layout of its own, which is refused.
 """
 
 from __future__ import annotations
 
 import collections
-import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +25,6 @@ from elastic_ckpt.universal.stored import StoredTensor
 # The name of a parameter of an expert, whose number it has.
 EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d{1,9})(\..*)", re.DOTALL)
 _STATE = "optimizer_state_dict"
-_MOMENTUM = "momentum_buffer"
 # Each parameter of a group has all of them.
 _MOST_STATES = 32
 _SHAPE_BYTES, _STATE_BYTES, RANGE_BYTES = 200, 400, 150
@@ -138,12 +133,12 @@ def _listed_places(
     held: Sequence[TorchFile], group: int, shapes: Shapes
 ) -> Iterator[_Place]:
     # Stages 1 and 2.
-    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    lacking = {name for name, size in sizes.items() if size}
+    lacking = {name for name, shape in shapes.items() if math.prod(shape)}
     for dp, file in enumerate(held):
         master = _of_group(file, group, "single_partition_of_fp32_groups")
         base = file.at(_STATE, "base_optimizer_state")
         flats = _flat_tensors(file, group, master, base)
+        _check_not_muon(file, group, flats)
         names = _names(file, group, shapes, (dp, len(held)))
         mapping = _of_group(file, group, "param_slice_mappings")
         if not isinstance(mapping, dict):
@@ -154,20 +149,11 @@ def _listed_places(
             if name not in shapes:
                 raise file.error(f"has {name}, which param_shapes do not have")
         lacking -= places.keys()
-        whole = _whole_states(file, group, flats, sum(sizes[n] for n in places))
-        # Of whole parameters, in the order of their parts.
-        starts, end = {}, 0
-        for name in sorted(places, key=lambda n: places[n]) if whole else ():
-            starts[name] = end
-            end += sizes[name]
-        for name, key in itertools.product(places, flats):
-            start, numel = places[name]
-            flat = flats[key]
-            if key in whole:
-                start, numel = starts[name], sizes[name]
-            part = Range(file=file, flat=flat, start=start, numel=numel)
-            is_copy = key in whole or not flat.shape
-            yield names.get(name, name), shapes[name], key, part, is_copy
+        for name, (start, numel) in places.items():
+            for key, flat in flats.items():
+                part = Range(file=file, flat=flat, start=start, numel=numel)
+                state = names.get(name, name), shapes[name], key
+                yield *state, part, not flat.shape
     if lacking:
         named = [name for name in shapes if name in lacking]
         raise held[0].error(
@@ -196,42 +182,22 @@ def _flat_tensors(
     return flats
 
 
-def _whole_states(
-    file: TorchFile, group: int, flats: Mapping[str, Tensor], numel: int
-) -> list[str]:
-    # Those that have `numel` elements, of all parameters of the rank as a whole.
+def _check_not_muon(file: TorchFile, group: int, flats: Mapping[str, Tensor]) -> None:
     of_group = _of_group(file, group, "base_optimizer_state", "param_groups")
     # With the option `elastic_checkpoint` there are no groups.
     kind = file.at("ds_config", "optimizer", "type")
-    is_muon = _MOMENTUM in flats and (
+    is_muon = (
         of_group.get("use_muon") is True
         if isinstance(of_group, dict)
         else isinstance(kind, str) and "muon" in kind.lower()
     )
-    # DeepSpeed up to 0.19.8 does not record them. BF16_Optimizer states no stage.
-    recorded = _of_group(file, group, "whole_param_optimizer_states")
-    zero = "ds_config", "zero_optimization"
-    device = file.at(*zero, "offload_optimizer", "device")
-    is_offloaded = device not in (None, "none") or file.at(*zero, "cpu_offload") is True
-    if isinstance(recorded, list | tuple):
-        whole = [key for key in flats if key in recorded]
-    elif file.at(_STATE, "zero_stage") is None or is_offloaded:
-        whole = []
-    else:
-        whole = [_MOMENTUM] if is_muon else []
-    padding = _of_group(file, group, "group_paddings")
-    parts = sum(flats["fp32"].shape)
-    sizes = (parts, parts + padding if type(padding) is int else parts)
-    for key in {_MOMENTUM, *whole} if is_muon else whole:
-        fitting = [(numel,)] if key in whole else [(size,) for size in sizes]
-        if flats[key].shape not in fitting:
-            raise file.error(
-                f"has the {key} of Muon in group {group} of shape"
-                f" {list(flats[key].shape)}, and {list(fitting[-1])} is expected; save"
-                " with ZeRO stage 3, or load the weights alone, from a copy without"
-                " *_optim_states.pt"
-            )
-    return whole
+    # DeepSpeed up to 0.19.8 does not record it.
+    is_whole = _of_group(file, group, "whole_param_optimizer_states")
+    if (is_muon and "momentum_buffer" in flats) or is_whole:
+        raise file.error(
+            "has the momentum of Muon, which is read of ZeRO stage 3 alone; save with"
+            " it, or load the weights alone, from a copy without *_optim_states.pt"
+        )
 
 
 def _place(file: TorchFile, name: str, address: Any) -> tuple[int, int]:

@@ -245,7 +245,7 @@ def mutated_pickle(path, rng: random.Random) -> bytes:
 
 SAMPLES = [
     *("dcp", "safetensors", "orbax", "weights/sharded"),
-    *("deepspeed/zero1_dp2", "deepspeed/zero3_tp2_dp2", "deepspeed/zero1_muon_dp2"),
+    *("deepspeed/zero1_dp2", "deepspeed/zero3_tp2_dp2", "deepspeed/zero3_muon_dp2"),
     *("deepspeed/zero1_dp2_universal", "megatron/torch_dist_ep2"),
     *("megatron/mp_rank_pp2_vp2", "forgather/pipeline-2x2"),
 ]

@@ -181,6 +181,9 @@ def test_files_of_two_saves_are_refused(copied):
         deepspeed.open_checkpoint(folder)
 
 
+MOMENTUM = {"momentum_buffer": torch_files.tensor(shape=(4,), strides=(1,))}
+
+
 def by_hand(
     folder,
     *,
@@ -204,103 +207,62 @@ def by_hand(
         **dict(stated),
     }
     path = folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    entries = {"data/0": struct.pack("<4f", 1, 2, 3, 4), "data/1": bytes(24)}
+    entries = {"data/0": struct.pack("<4f", 1, 2, 3, 4)}
     value = {"optimizer_state_dict": optimizer, **dict(more)}
     torch_files.write(path, value, entries=entries)
     return deepspeed.open_checkpoint(folder)
 
 
-# The momentum is of whole parameters on each rank, then divided like the masters.
-WHOLE_MUON = ("zero1_muon_dp2", "zero2_muon_dp4")
-MUON = (
-    *WHOLE_MUON,
-    *("zero1_bf16_muon_dp2", "zero2_offload_muon_dp2", "zero3_muon_dp2"),
-)
-
-
-def check_muon(checkpoint, names, *, momentum_dtype, of_16_bits):
-    """Whether matrices have the known momentum, and all others Adam's moments."""
-    by_key = stored_values.by_key(checkpoint)
+def test_the_momentum_of_muon_is_read_bit_equal(samples):
+    checkpoint = deepspeed.open_checkpoint(samples("zero3_muon_dp2"))
+    names = trained("zero3_muon_dp2")
     shapes = {name: kv.full_shape(name, (3, 5)) for name in names}
     matrices = {n for n, shape in shapes.items() if len(shape) > 1 and "embed" not in n}
     compared = set()
-    for (name, kind, _), tensor in by_key.items():
+    for (name, kind, _), tensor in stored_values.by_key(checkpoint).items():
         state = {**STATE_OF, "momentum_buffer": "momentum_buffer"}.get(kind)
         if state and name in names:
             array = kv.of_rank(state, name, shapes[name], 0, 1)
             if kind == "momentum_buffer":
-                # Gradients have the type of the weights.
-                of_weights = ml_dtypes.bfloat16 if of_16_bits else np.float32
-                array = array.astype(of_weights).astype(momentum_dtype)
+                array = array.astype(ml_dtypes.bfloat16)
             read = stored_values.read(tensor)
             assert (read.dtype, read.shape) == (array.dtype, array.shape), (name, kind)
             assert read.tobytes() == array.tobytes(), (name, kind)
             compared.add((name, kind))
-    assert {each for each in compared if each[1] != "master"} == {
-        *((name, "momentum_buffer") for name in matrices),
-        *(
-            (name, kind)
-            for name in shapes.keys() - matrices
-            for kind in ("first_moment", "second_moment")
-        ),
+    moments = dict.fromkeys(names - matrices, ("first_moment", "second_moment"))
+    moments |= dict.fromkeys(matrices, ("momentum_buffer",))
+    assert compared == {
+        (name, kind) for name in names for kind in ("master", *moments[name])
     }
-    return {name for name, kind in compared if kind == "master"}
-
-
-@pytest.mark.parametrize("sample", MUON)
-def test_the_momentum_of_muon_is_read_bit_equal(samples, sample):
-    checkpoint = deepspeed.open_checkpoint(samples(sample))
-    assert checkpoint.format == f"DeepSpeed ZeRO-{sample[4]}"
-    is_16_bit = sample in ("zero2_muon_dp4", "zero3_muon_dp2")
-    masters = check_muon(
-        checkpoint,
-        trained(sample),
-        momentum_dtype=ml_dtypes.bfloat16 if is_16_bit else np.float32,
-        of_16_bits=sample != "zero1_muon_dp2",
-    )
-    assert masters == trained(sample)
-
-
-def momentum(elements):
-    """A momentum of this number of elements."""
-    key = "0" if elements == 4 else "1"
-    flat = torch_files.tensor((elements,), (1,), key=key, elements=elements)
-    return {"momentum_buffer": flat}
-
-
-def muon(elements, **settings):
-    groups = [{"use_muon": True, **settings}]
-    return {"state": {0: momentum(elements)}, "param_groups": groups}
-
-
-OF_STAGE, PADDED = {"zero_stage": 2}, {"zero_stage": 2, "group_paddings": [2]}
-WHOLE = {"whole_param_optimizer_states": [["momentum_buffer"]]}
-PARTS = {"whole_param_optimizer_states": [[]]}
-OFFLOADED = {
-    "ds_config": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
-}
-OF_CONFIG = {"ds_config": {"optimizer": {"type": "Muon"}}}
 
 
 @pytest.mark.parametrize(
     "parts",
     [
-        {"base": muon(6), "stated": PADDED},
-        # Of BF16_Optimizer.
-        {"base": muon(6)},
-        {"base": muon(6), "stated": OF_STAGE, "more": OFFLOADED},
-        {"base": muon(6), "stated": {**WHOLE, "group_paddings": [2]}},
-        {"base": muon(6), "stated": {**PARTS, **OF_STAGE}},
+        {"base": {"state": {0: MOMENTUM}, "param_groups": [{"use_muon": True}]}},
         # With the option `elastic_checkpoint`.
-        {"base": [momentum(6)], "stated": OF_STAGE, "more": OF_CONFIG},
+        {
+            "base": [MOMENTUM],
+            "more": {"ds_config": {"optimizer": {"type": "Muon"}}},
+        },
+        {
+            "base": {"state": {0: MOMENTUM}},
+            "stated": {"whole_param_optimizer_states": [["momentum_buffer"]]},
+        },
     ],
 )
-def test_momentum_of_muon_of_another_size_is_refused(tmp_path, parts):
-    with pytest.raises(FormatError, match=r"of Muon in group 0 of shape \[6\]"):
+def test_muon_under_zero_1_and_2_is_refused_but_its_weights_load(tmp_path, parts):
+    with pytest.raises(FormatError, match="has the momentum of Muon"):
         by_hand(tmp_path, **parts)
     for optimizer in tmp_path.glob("*_optim_states.pt"):
         optimizer.unlink()
     assert deepspeed.open_checkpoint(tmp_path).format == "DeepSpeed ZeRO-0"
+
+
+def test_the_momentum_of_other_optimizers_is_divided_like_their_masters(tmp_path):
+    checkpoint = by_hand(tmp_path, base={"state": {0: MOMENTUM}, "param_groups": [{}]})
+    by_kind = {each.kind: each.shape for each in checkpoint.tensors}
+    assert by_kind == {"master": (2, 2), "momentum_buffer": (2, 2)}
 
 
 @pytest.mark.parametrize(

@@ -55,13 +55,7 @@ SAMPLES = {
     "zero1_tp4": (4, 1, 4, 1, 0, "bf16"),
     "zero3_tp2_dp2": (4, 3, 2, 1, 0, "bf16"),
     "zero1_tp2_ep2_dp2": (4, 1, 2, 1, 2, "bf16"),
-    # Muon for matrices, Adam for the rest. The momentum has the layout of the masters
-    # under BF16_Optimizer and offload, and its own under the others.
-    "zero1_muon_dp2": (2, 1, 1, 1, 0, "fp32"),
-    "zero2_muon_dp4": (4, 2, 1, 1, 0, "bf16"),
-    "zero1_bf16_muon_dp2": (2, 1, 1, 1, 0, "bf16"),
-    "zero2_offload_muon_dp2": (2, 2, 1, 1, 0, "bf16"),
-    "zero0_muon_dp2": (2, 0, 1, 1, 0, "fp32"),
+    # Muon for matrices, Adam for the rest.
     "zero3_muon_dp2": (2, 3, 1, 1, 0, "bf16"),
     # The model of `llama_values`.
     "llama_zero0_dp2": (2, 0, 1, 1, 0, "fp32"),
@@ -213,8 +207,6 @@ def config(sample):
     processes, stage, _, _, _, dtype = SAMPLES[sample]
     # By default, ZeRO-3 leaves small parameters whole.
     threshold = {"stage3_param_persistence_threshold": 0} if processes == 4 else {}
-    if "offload" in sample:
-        threshold["offload_optimizer"] = {"device": "cpu"}
     kind, optimizer = "Adam", {"lr": 0.01, "torch_adam": True}
     if "muon" in sample:
         kind, optimizer["momentum"] = "Muon", 0.0
@@ -229,8 +221,6 @@ def config(sample):
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         **({"gradient_clipping": 0.0} if "muon" in sample else {}),
-        # With float32, stage 1 is that of BF16_Optimizer.
-        "data_types": {"grad_accum_dtype": "fp32"} if "bf16_muon" in sample else {},
     }
 
 
