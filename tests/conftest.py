@@ -281,10 +281,6 @@ def leaves_nothing_behind():
     gc.collect()
     # What is left are modules and caches: later collections need not look at them.
     gc.freeze()
-    pickles = sys.modules.get("elastic_ckpt.universal.formats.plain_pickle")
-    if pickles is not None:
-        # Its process ends when it has been idle for ten seconds.
-        pickles._WORKER.stop()
     assert not _rest(_descendants), "processes left behind"
     # Files of killed processes are removed a little later.
     assert not _rest(shared_memory.left_behind), "left behind in /dev/shm"

@@ -26,7 +26,6 @@ from etils import epath
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal.formats import source_files, torch_file
 from elastic_ckpt.universal.formats.format_error import FormatError
-from elastic_ckpt.universal.formats.source_budget import SourceBudget
 
 if TYPE_CHECKING:
     from elastic_ckpt import components as ec_components
@@ -113,9 +112,8 @@ class Checkpoint:
         Raises:
           FormatError: if there is no such component, or a file cannot be read.
         """
-        budget = SourceBudget()
         return {
-            rank: torch_file.read_arrays(self.path / file, budget)
+            rank: torch_file.read_arrays(self.path / file)
             for rank, file in self._held(key).files.items()
         }
 
@@ -151,14 +149,13 @@ class Checkpoint:
     def _values(self, key: str, component: ec_components.Component) -> Any:
         held, now = self._held(key), component.present()
         files = list(held.files.values())
-        budget = SourceBudget()
         pattern = "per_host" if held.pattern == "per_rank" else held.pattern
         is_same = pattern == now.pattern and len(files) == len(now.names)
         return component.of_states(
             key,
             pattern,
             now.names if is_same else files,
-            read=lambda place: torch_file.read_arrays(self.path / files[place], budget),
+            read=lambda place: torch_file.read_arrays(self.path / files[place]),
         )
 
     def _held(self, key: str) -> Component:

@@ -1,20 +1,21 @@
 """Opens PyTorch's distributed checkpoints: `.metadata`, and `.distcp` files of values.
 
 FSDP, DTensor and tensor parallelism save through it. Tensors are global: a tensor has a
-fragment for each shard, which is an item of a file. States of an optimizer have the
-name of their parameter, and a kind. Everything that is no tensor is among the values,
-which are decoded when they are asked for.
+fragment for each chunk, which is an item of a file: a zip of `torch.save` with one
+tensor. States of an optimizer have the name of their parameter, and a kind. Everything
+that is no tensor is among the values, which are decoded when they are asked for.
 
-There may be a million tensors, so metadata are columns, and items are read as
-`dcp_items` says.
+There may be a million chunks. Few bytes of an item are read, at its beginning and its
+end, near ones together; and items of equal pickles, as of equal shapes, are decoded
+once.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from etils import epath
@@ -22,48 +23,36 @@ from etils import epath
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal.formats import (
     coverage,
-    plain_pickle,
     source_files,
     state_kinds,
     torch_file,
 )
-from elastic_ckpt.universal.formats.dcp_items import Item, ItemFile
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
-from elastic_ckpt.universal.formats.source_budget import SourceBudget
-from elastic_ckpt.universal.stored import Checksum, Fragment, StoredTensor
+from elastic_ckpt.universal.formats.torch_file import Archive, Entry, Tensor
+from elastic_ckpt.universal.stored import Fragment, StoredTensor
 
 FILE = ".metadata"
-# The places of a chunk, for each of its dims.
-_DIM_BYTES = 100
-# The columns of a chunk.
-_TENSOR, _START, _SIZES, _FILE, _OFFSET, _BYTES = range(6)
+# The directory of a zip and the header of the storage of an item lie here.
+_ENDS_BYTES = 8 << 10
+# Items whose ends are in memory at a time.
+_BATCH = 1 << 11
+
+Keys = tuple[Any, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Metadata:
-    """The content of a file of metadata.
+class _Item(NamedTuple):
+    # A part of a file: its first byte, and its size.
+    file: str
+    start: int
+    size: int
 
-    Attributes:
-      tensors: their types and shapes, by name.
-      chunks: of all tensors, int64 `[n, 6]`: the number of the tensor, those of its
-        first element and of its sizes among the shapes, the number of its file, and the
-        first byte and the size of its item.
-      shapes: of tensors and of their parts.
-      shape_of: the number of the shape of each tensor.
-      files: by number.
-      values: the items of what is no tensor, by name, each with its file.
-      paths: the keys that lead to a name in the state that was saved, if it was nested;
-        None if they are its parts between dots.
-    """
 
-    tensors: dict[str, tuple[np.dtype, tuple[int, ...]]]
-    chunks: np.ndarray
-    shapes: Sequence[tuple[int, ...]]
-    shape_of: np.ndarray
-    files: Sequence[str]
-    values: dict[str, tuple[str, Item]]
-    paths: dict[str, Sequence[Any] | None]
+class _Listed(NamedTuple):
+    # A tensor of the metadata, and where each of its chunks is.
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    chunks: list[tuple[Box, _Item]]
 
 
 def is_format(names: Collection[str]) -> bool:
@@ -86,228 +75,215 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
     directory = epath.Path(path)
     if _is_metadata(directory.name):
         directory = directory.parent
-    files = list(directory.iterdir())
-    if not any(each.name == FILE for each in files):
+    metadata = directory / FILE
+    if not metadata.exists():
         raise FormatError(
             f"{directory} has metadata of single ranks alone; save with collectives"
         )
-    # A tensor takes 250 bytes of metadata and over 800 of another file.
-    values = [each for each in files if each.name != FILE]
-    budget = SourceBudget(sum(map(source_files.num_stored_bytes, values)))
-    metadata = _read(directory / FILE, budget)
-    boxes = _boxes(metadata, str(directory), budget)
-    items = _files(directory, metadata, budget)
-    fragments = _fragments(metadata, boxes, items)
-    states = _StateNames(metadata)
+    content = source_files.read(metadata, most_bytes=torch_file.MOST_PICKLE_BYTES)
+    fields = _state(torch_file.decoded(content, str(metadata)))
+    try:
+        listed, values, paths = _read(fields, directory)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise FormatError(
+            f"{metadata} is no metadata of a distributed checkpoint ({error!r:.200})"
+        ) from None
+    found, checksums = _found(listed)
+    states = _StateNames(listed, paths)
     tensors = [
         StoredTensor(
             name=states.parameter(name),
             kind=states.kind(name),
-            dtype=dtype,
-            shape=shape,
-            fragments=tuple(held),
-            view=view,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            **_placed(name, tensor, found),
         )
-        for (name, (dtype, shape)), (held, view) in zip(
-            metadata.tensors.items(), fragments, strict=True
-        )
+        for name, tensor in listed.items()
     ]
-
-    def checksums(file: str) -> Sequence[Checksum]:
-        held = items.get(epath.Path(file).name)
-        return held.checksums() if held is not None and held.path == file else ()
-
     return OpenedCheckpoint(
         format="PyTorch distributed checkpoint",
         tensors=tensors,
-        values=_Values(directory, metadata),
-        checksums=checksums,
+        values=_Values({_path(paths, name): item for name, item in values.items()}),
+        checksums=lambda file: torch_file.listed_checksums(checksums.get(file, ())),
     )
 
 
-def _read(path: epath.Path, budget: SourceBudget) -> _Metadata:
-    most_bytes = max(torch_file.MOST_PICKLE_BYTES, budget.stored_bytes // 2)
-    content = source_files.read(path, most_bytes=most_bytes)
-    tables, columns = plain_pickle.metadata(content, file=str(path), budget=budget)
-    dtype_of, shape_of, counts, starts, sizes, file_of, offsets, lengths = columns
-    # Tensors that have none have a place among shapes, too.
-    shapes = [
-        coverage.checked_shape(each or (), f"{path}: a tensor")
-        for each in tables["shapes"]
-    ]
-    for name in tables["files"]:
-        if not source_files.is_plain_name(name):
-            raise FormatError(
-                f"{path} lists the file {name[:60]!r}, which is not beside it"
-            )
-    names, values = tables["names"], tables["values"]
-    for name in tables["dtypes"]:
-        if name not in torch_file.NAMES:
-            raise FormatError(f"{path} has tensors of the unsupported type {name[:60]}")
-    dtypes = [torch_file.NAMES[name] for name in tables["dtypes"]]
-    tensors = {
-        name: (dtypes[dtype], shapes[shape])
-        for name, dtype, shape in zip(
-            names, dtype_of.tolist(), shape_of.tolist(), strict=True
-        )
-    }
-    of_tensor = np.repeat(np.arange(len(names)), counts)
-    num_chunks = len(of_tensor)
-    # Items of values follow those of chunks.
-    places = np.stack([file_of, offsets, lengths], axis=1)
-    return _Metadata(
-        tensors=tensors,
-        chunks=np.column_stack([of_tensor, starts, sizes, places[:num_chunks]]),
-        shapes=shapes,
-        shape_of=shape_of,
-        files=tables["files"],
-        values={
-            name: (tables["files"][file], Item(offset, size))
-            for name, (file, offset, size) in zip(
-                values, places[num_chunks:].tolist(), strict=True
-            )
-        },
-        paths=_paths([*names, *values], tables["paths"], str(path), budget),
-    )
+def _state(value: Any) -> dict[str, Any]:
+    # The fields of a dataclass; one without any has no state.
+    state = getattr(value, "state", None)
+    return state if isinstance(state, dict) else {}
 
 
-def _paths(
-    names: Sequence[str], listed: Sequence[Any], place: str, budget: SourceBudget
-) -> dict[str, Sequence[Any] | None]:
-    paths: dict[str, Sequence[Any] | None] = {}
-    for name, keys in zip(names, listed, strict=True):
-        if keys == 1:
-            paths[name] = None
-        elif keys != 0:
-            budget.take(sum(len(str(key)) for key in keys), place)
-            paths[name] = keys
-    return paths
-
-
-def _keys(paths: Mapping[str, Sequence[Any] | None], name: str) -> Sequence[Any]:
-    # Those that lead to a name; the name itself, if they are not known.
-    keys = paths.get(name, (name,))
-    return name.split(".") if keys is None else keys
-
-
-def _boxes(metadata: _Metadata, place: str, budget: SourceBudget) -> list[Box]:
-    """The box of each chunk; those of a tensor must cover it."""
-    rows, shapes = metadata.chunks, metadata.shapes
-    dims = np.array([len(shape) for shape in shapes], np.int64)
-    budget.take(_DIM_BYTES * int(dims[rows[:, _SIZES]].sum()), place)
-    # Most chunks are whole tensors of a few shapes: equal ones are checked once.
-    of_tensor = rows[:, _TENSOR]
-    counts = np.bincount(of_tensor, minlength=len(metadata.tensors))
-    columns = [metadata.shape_of[of_tensor], rows[:, _START], rows[:, _SIZES]]
-    keys = (columns[0] * len(shapes) + columns[1]) * len(shapes) + columns[2]
-    _, firsts, kind_of = np.unique(keys, return_index=True, return_inverse=True)
-    names = list(metadata.tensors)
-    kinds = []
-    for row in firsts.tolist():
-        shape, first, sizes = (shapes[int(column[row])] for column in columns)
-        name = names[int(of_tensor[row])]
-        if not len(first) == len(sizes) == len(shape):
-            raise FormatError(f"{place}: {name} has a chunk of {len(sizes)} dims")
-        stop = tuple(a + b for a, b in zip(first, sizes, strict=True))
-        kinds.append(Box(start=first, stop=stop))
-    boxes = [kinds[kind] for kind in kind_of.tolist()]
-    is_single = counts[of_tensor] == 1
-    singles = np.unique(kind_of[is_single], return_index=True)[1]
-    for row in np.flatnonzero(is_single)[singles].tolist():
-        name = names[int(of_tensor[row])]
-        coverage.check(metadata.tensors[name][1], [boxes[row]], f"{place}: {name}")
-    parts: dict[int, list[Box]] = {n: [] for n in np.flatnonzero(counts != 1).tolist()}
-    for row in np.flatnonzero(~is_single).tolist():
-        parts[int(of_tensor[row])].append(boxes[row])
-    for number, held in parts.items():
-        name = names[number]
-        coverage.check(metadata.tensors[name][1], held, f"{place}: {name}")
-    return boxes
-
-
-def _files(
-    directory: epath.Path, metadata: _Metadata, budget: SourceBudget
-) -> dict[str, ItemFile]:
-    values: dict[str, list[Item]] = collections.defaultdict(list)
-    for name, item in metadata.values.values():
-        values[name].append(item)
-    files = {}
-    for number, name in enumerate(metadata.files):
-        of_chunks = metadata.chunks[metadata.chunks[:, _FILE] == number, _OFFSET:]
-        of_values = np.array(values[name], np.int64).reshape(-1, 2)
-        items = np.concatenate([of_chunks, of_values])
-        if len(items):
-            files[name] = ItemFile(directory / name, items, budget)
-    return files
-
-
-def _fragments(
-    metadata: _Metadata, boxes: Sequence[Box], files: Mapping[str, ItemFile]
-) -> list[tuple[list[Fragment], str]]:
-    # Of each tensor, with its view.
-    held: list[list[Fragment]] = [[] for _ in metadata.tensors]
-    views: list[str | None] = [None] * len(held)
-    listed = list(metadata.tensors.items())
-    rows = metadata.chunks
-    for number, name in enumerate(metadata.files):
-        of_file = np.flatnonzero(rows[:, _FILE] == number)
-        of_file = of_file[np.argsort(rows[of_file, _OFFSET], kind="stable")]
-        if not len(of_file):
+def _read(
+    fields: Mapping[str, Any], directory: epath.Path
+) -> tuple[dict[str, _Listed], dict[str, _Item], Mapping[str, Keys]]:
+    # The tensors, values, and the keys that lead to their names in what was saved.
+    stored = {}
+    for index, info in fields["storage_data"].items():
+        stored[index.state["fqn"], index.state.get("offset")] = info.state
+    listed, values = {}, {}
+    for name, entry in fields["state_dict_metadata"].items():
+        if type(name) is not str:
+            raise ValueError(f"{name!r:.60} is no name")
+        place, parts = f"{directory / FILE}: {name:.200}", _state(entry)
+        if "chunks" not in parts:
+            values[name] = _item(stored, name, None, directory)
             continue
-        file, chosen = files[name], rows[of_file]
-        items = [Item(*each) for each in chosen[:, _OFFSET:].tolist()]
-        of_item = zip(
-            of_file.tolist(),
-            chosen[:, _TENSOR].tolist(),
-            chosen[:, _SIZES].tolist(),
-            strict=True,
+        dtype, layout = parts["properties"].state[:2]
+        dtype = torch_file.NAMES.get(dtype.full_name)
+        if dtype is None or layout.arguments != ("torch.strided",):
+            raise FormatError(f"{place} is of an unsupported type or layout")
+        shape = coverage.checked_shape(parts["size"], place)
+        chunks = []
+        for chunk in parts["chunks"]:
+            first, sizes = chunk.state["offsets"], chunk.state["sizes"]
+            item = _item(stored, name, first, directory)
+            chunks.append((_box(first, sizes, len(shape)), item))
+        coverage.check(shape, [box for box, _ in chunks], place)
+        listed[name] = _Listed(dtype, shape, chunks)
+    paths = fields.get("planner_data")
+    known = {
+        name: keys
+        for name, keys in (paths.items() if isinstance(paths, dict) else ())
+        if type(keys) is tuple and keys and set(map(type, keys)) <= {str, int}
+    }
+    return listed, values, known
+
+
+@functools.lru_cache(maxsize=2**14)
+def _box(first: tuple[int, ...], sizes: tuple[int, ...], rank: int) -> Box:
+    # Most chunks are of a few shapes.
+    numbers = [n for n in (*first, *sizes) if type(n) is int and 0 <= n < 1 << 63]
+    if not len(numbers) == 2 * len(first) == 2 * len(sizes) == 2 * rank:
+        raise ValueError(f"a chunk of {rank} dims at {first} has the sizes {sizes}")
+    return Box(
+        start=first, stop=tuple(a + b for a, b in zip(first, sizes, strict=True))
+    )
+
+
+def _item(
+    stored: Mapping[Any, dict[str, Any]], name: str, first: Any, directory: epath.Path
+) -> _Item:
+    info = stored.get((name, first))
+    if info is None:
+        raise FormatError(
+            f"{directory / FILE} has a part of {name!r:.200}, from {first}, that is"
+            " nowhere stored"
         )
-        for (row, tensor, sizes), item, found in zip(
-            of_item, items, file.located(items), strict=True
-        ):
-            box = boxes[row]
-            known, (dtype, _) = listed[tensor]
-            if (found.dtype, found.shape) != (dtype, metadata.shapes[sizes]):
+    file, start, size = info["relative_path"], info["offset"], info["length"]
+    if info.get("transform_descriptors"):
+        raise FormatError(
+            f"{directory / FILE} lists items that extensions changed, such as by"
+            f" compression ({info['transform_descriptors']!r:.60}); save without"
+            " extensions"
+        )
+    if not source_files.is_plain_name(file):
+        raise FormatError(
+            f"{directory / FILE} lists the file {file!r:.60}, which is not beside it"
+        )
+    if type(start) is not int or type(size) is not int or min(start, size) < 0:
+        raise FormatError(
+            f"{directory / FILE} lists {size!r:.60} bytes from {start!r:.60} of {file}"
+        )
+    return _Item(str(directory / file), start, size)
+
+
+def _found(
+    listed: Mapping[str, _Listed],
+) -> tuple[dict[_Item, Tensor], dict[str, list[Entry]]]:
+    # The tensors of all items, and the storages of each file.
+    names = {item: name for name, each in listed.items() for _, item in each.chunks}
+    by_file: dict[str, list[_Item]] = collections.defaultdict(list)
+    for item in sorted(names):
+        by_file[item.file].append(item)
+    found: dict[_Item, Tensor] = {}
+    views: dict[bytes, Any] = {}
+    for file, items in by_file.items():
+        with source_files.opened(file) as opened:
+            header, end = opened.read(10), opened.seek(0, 2)
+        if header[8:] == b'{"':
+            raise FormatError(
+                f"{file} has tensors as safetensors, which are read from separate"
+                " files; save with the default serialization_format"
+            )
+        for item in items:
+            if item.start + item.size > end:
                 raise FormatError(
-                    f"{file.path} has a tensor {found.dtype}{list(found.shape)} from"
-                    f" byte {item.offset}, and {known} is listed there as"
-                    f" {dtype}{list(box.shape)}"
+                    f"{file} is cut short: it has {end} bytes, and an item of"
+                    f" {item.size} from {item.start}"
                 )
-            if views[tensor] not in (None, found.view):
-                raise FormatError(
-                    f"{file.path}: {known} has parts with and without the conj or neg"
-                    " bit; call resolve_conj() and resolve_neg() before it is saved"
-                )
-            views[tensor] = found.view
-            if 0 not in found.shape:
-                offset = item.offset + found.offset
-                held[tensor].append(
-                    Fragment(
-                        box=box, file=file.path, offset=offset, strides=found.strides
-                    )
-                )
-    return [(each, view or "") for each, view in zip(held, views, strict=True)]
+        for at in range(0, len(items), _BATCH):
+            batch = items[at : at + _BATCH]
+            spans = [span for item in batch for span in _ends(item)]
+            windows = source_files.ByteWindows(file, spans)
+            for item in batch:
+                archive = Archive(windows.read, item.start, item.size, file)
+                content = archive.pickle()
+                if content not in views:
+                    views[content] = torch_file.decoded(content, archive.place)
+                found[item] = archive.tensor(views[content], names[item])
+    storages = {
+        file: [found[item].entry for item in items] for file, items in by_file.items()
+    }
+    return found, storages
+
+
+def _ends(item: _Item) -> list[tuple[int, int]]:
+    # The parts of an item that have all of its headers.
+    stop, size = item.start + item.size, min(item.size, _ENDS_BYTES)
+    return [(item.start, item.start + size), (stop - size, stop)]
+
+
+def _placed(
+    name: str, listed: _Listed, found: Mapping[_Item, Tensor]
+) -> dict[str, Any]:
+    # The fragments of a tensor, and its view.
+    tensors = [(box, found[item]) for box, item in listed.chunks]
+    for box, each in tensors:
+        if (each.dtype, each.shape) != (listed.dtype, box.shape):
+            raise FormatError(
+                f"{each.path} has a tensor {each.dtype}{list(each.shape)} at byte"
+                f" {each.entry.start}, and {name} is listed there as"
+                f" {listed.dtype}{list(box.shape)}"
+            )
+        if each.view != tensors[0][1].view:
+            raise FormatError(
+                f"{each.path}: {name} has parts with and without the conj or neg bit;"
+                " call resolve_conj() and resolve_neg() before it is saved"
+            )
+    fragments = [
+        Fragment(
+            box=box, file=each.path, offset=each.file_offset, strides=each.byte_strides
+        )
+        for box, each in tensors
+        if box.volume
+    ]
+    view = tensors[0][1].view if tensors else ""
+    return {"fragments": tuple(fragments), "view": view}
+
+
+def _path(paths: Mapping[str, Keys], name: str) -> str:
+    return "/".join(map(str, paths.get(name, (name,))))
 
 
 class _StateNames:
     """Finds the parameters of the states of an optimizer.
 
     Args:
-      metadata: of the checkpoint.
+      names: of all tensors.
+      paths: the keys that lead to a name in the state that was saved.
     """
 
-    def __init__(self, metadata: _Metadata) -> None:
-        self._paths = metadata.paths
+    def __init__(self, names: Collection[str], paths: Mapping[str, Keys]) -> None:
         self._states = {
             name: state
-            for name in metadata.tensors
-            if (state := self._state(name)) is not None
+            for name in names
+            if (state := _state_of(name, paths.get(name))) is not None
         }
         self._named: dict[str, list[str]] = collections.defaultdict(list)
-        for name in metadata.tensors if self._states else ():
+        for name in names if self._states else ():
             if name not in self._states:
-                last = str(_keys(metadata.paths, name)[-1])
-                self._named[last].append(name)
+                self._named[str(paths.get(name, (name,))[-1])].append(name)
 
     def parameter(self, name: str) -> str:
         """The name of the parameter that a tensor is a state of; else its own."""
@@ -323,36 +299,29 @@ class _StateNames:
             return "parameter"
         return state_kinds.kind_of(self._states[name][1])
 
-    def _state(self, name: str) -> tuple[str, str] | None:
-        # The name of the parameter in its model, and that of the state.
-        if "state" not in name and self._paths.get(name) is None:
-            return None
-        if name in self._paths:
-            keys = _keys(self._paths, name)
-            if len(keys) < 3 or keys[-3] != "state":
-                return None
-            return str(keys[-2]), str(keys[-1])
-        before, _, state = name.rpartition(".")
-        parts = before.split(".")
-        for at in reversed(range(len(parts) - 1)):
-            if state and parts[at] == "state" and parts[at + 1 :] != [""]:
-                return ".".join(parts[at + 1 :]), state
-        return None
+
+def _state_of(name: str, keys: Keys | None) -> tuple[str, str] | None:
+    # The name of the parameter in its model, and that of the state.
+    if keys is not None:
+        is_state = len(keys) > 2 and keys[-3] == "state"
+        return (str(keys[-2]), str(keys[-1])) if is_state else None
+    before, _, state = name.rpartition(".")
+    parts = before.split(".")
+    for at in reversed(range(len(parts) - 1)):
+        if state and parts[at] == "state" and parts[at + 1 :] != [""]:
+            return ".".join(parts[at + 1 :]), state
+    return None
 
 
 class _Values(Mapping[str, Any]):
     """Values that are no tensors, by path; each is decoded when it is asked for."""
 
-    def __init__(self, directory: epath.Path, metadata: _Metadata) -> None:
-        self._directory = directory
-        self._items = {
-            "/".join(map(str, _keys(metadata.paths, name))): item
-            for name, item in metadata.values.items()
-        }
+    def __init__(self, items: Mapping[str, _Item]) -> None:
+        self._items = items
 
     def __getitem__(self, path: str) -> Any:
-        name, item = self._items[path]
-        file = torch_file.read(self._directory / name, span=(item.offset, item.size))
+        item = self._items[path]
+        file = torch_file.read(item.file, span=(item.start, item.size))
         for _, _ in torch_file.tensors(file.value):
             raise file.error(f"has tensors in the value {path}, which are not read")
         return file.value

@@ -44,7 +44,6 @@ from elastic_ckpt.universal.formats import (
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
 from elastic_ckpt.universal.formats.optimizer_states import Shape
-from elastic_ckpt.universal.formats.source_budget import SourceBudget
 from elastic_ckpt.universal.formats.torch_file import Tensor, TorchFile
 from elastic_ckpt.universal.stored import StoredTensor
 
@@ -143,10 +142,7 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
         stated = file.at("optimizer_state_dict", "zero_stage")
         stage = stated if type(stated) is int else 1
         flat = plain_values.flatten(
-            file.at("optimizer_state_dict"),
-            file=file.path,
-            without=("param_slice_mappings",),
-            budget=file.budget,
+            file.at("optimizer_state_dict"), without=("param_slice_mappings",)
         )
         values |= {f"optimizer/{key}": value for key, value in flat.items()}
     return OpenedCheckpoint(
@@ -235,7 +231,7 @@ def _read(folder: epath.Path) -> dict[str, dict[tuple[int, ...], TorchFile]]:
                         f"{path} and {first.name} are of the same rank; remove that of"
                         " another save"
                     )
-    files = torch_file.read_all(paths, SourceBudget())
+    files = torch_file.read_all(paths)
     return {
         kind: {key: file for (each, key), file in files.items() if each == kind}
         for kind in _FILES
@@ -285,13 +281,13 @@ def _weights(rank: _Rank) -> Iterator[StoredTensor]:
     for name, tensor in torch_file.tensors_of(file.at("module")):
         # ZeRO-3 leaves empty tensors in place of those that it divides.
         if not (rank.shards and tensor.shape == (0,) and name not in buffers):
-            yield _weight(file, name, tensor, buffers)
+            yield _weight(name, tensor, buffers)
     if rank.shards:
         yield from _frozen(rank.shards)
     yield from _of_layers(rank)
     for expert in rank.experts:
         for name, tensor in torch_file.tensors_of(expert.value):
-            yield _weight(expert, name, tensor)
+            yield _weight(name, tensor)
 
 
 def _buffers(file: TorchFile) -> set[str]:
@@ -300,18 +296,15 @@ def _buffers(file: TorchFile) -> set[str]:
     return {name for name in listed if isinstance(name, str)}
 
 
-def _weight(
-    file: TorchFile, name: str, tensor: Tensor, buffers: Collection[str] = ()
-) -> StoredTensor:
+def _weight(name: str, tensor: Tensor, buffers: Collection[str] = ()) -> StoredTensor:
     kind = "buffer" if name in buffers else "parameter"
-    return optimizer_states.stored(file, name, kind, tensor)
+    return optimizer_states.stored(name, kind, tensor)
 
 
 def _frozen(shards: Sequence[TorchFile]) -> Iterator[StoredTensor]:
     # Parameters that are not trained: no optimizer has them.
     shapes = shards[0].at("frozen_param_shapes")
     named = zero.named_shapes(shards[0], shapes) if isinstance(shapes, dict) else {}
-    shards[0].take(zero.RANGE_BYTES * len(named) * len(shards))
     for name, shape in named.items():
         ranges, numel = [], math.prod(shape)
         for dp, file in enumerate(shards):
@@ -343,7 +336,7 @@ def _of_layers(rank: _Rank) -> Iterator[StoredTensor]:
             # Each of the layers that share a parameter has it.
             if name not in seen:
                 seen.add(name)
-                yield _weight(file, name, tensor, buffers)
+                yield _weight(name, tensor, buffers)
 
 
 def _states(rank: _Rank, weights: Sequence[StoredTensor]) -> Iterator[StoredTensor]:

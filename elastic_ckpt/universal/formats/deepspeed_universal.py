@@ -30,8 +30,7 @@ from elastic_ckpt.universal.formats import (
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
 from elastic_ckpt.universal.formats.optimizer_states import Shape
-from elastic_ckpt.universal.formats.source_budget import SourceBudget
-from elastic_ckpt.universal.formats.torch_file import Tensor, TorchFile
+from elastic_ckpt.universal.formats.torch_file import Tensor
 from elastic_ckpt.universal.stored import StoredTensor
 
 LATEST = "latest_universal"
@@ -56,11 +55,10 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
     folder = deepspeed.folder_of(path, LATEST)
     if not (folder / _FOLDER).exists():
         raise FormatError(f"{folder} has no directory {_FOLDER}")
-    budget = SourceBudget()
     found = {
         each: each for each in sorted(folder.iterdir()) if _MODEL.fullmatch(each.name)
     }
-    models = list(torch_file.read_all(found, budget).values())
+    models = list(torch_file.read_all(found).values())
     values = deepspeed.model_values(models[0]) if models else {}
     shapes: dict[str, Shape] = {}
     for model in models:
@@ -76,16 +74,16 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
         if file.name.endswith(_SUFFIX)
     }
     tensors = []
-    for (name, key), file in sorted(torch_file.read_all(paths, budget).items()):
+    for (name, key), file in sorted(torch_file.read_all(paths).items()):
         held = file.value if isinstance(file.value, dict) else {"param": file.value}
         tensor = held.get("param")
         if isinstance(tensor, Tensor):
-            tensors.append(_stored(file, (name, key), tensor, shapes.get(name)))
+            tensors.append(_stored((name, key), tensor, shapes.get(name)))
         elif not isinstance(tensor, int | float):
             raise file.error("holds neither a tensor nor a number")
         stated = held if held is file.value else {key: file.value}
         if key in ("fp32", "step"):
-            flat = plain_values.flatten(stated, file=file.path, budget=budget)
+            flat = plain_values.flatten(stated)
             values |= {f"parameters/{name}/{at}": value for at, value in flat.items()}
     if not tensors:
         raise FormatError(f"{folder / _FOLDER} has no directories of parameters")
@@ -97,15 +95,13 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
     )
 
 
-def _stored(
-    file: TorchFile, key: tuple[str, str], tensor: Tensor, shape: Shape | None
-) -> StoredTensor:
+def _stored(key: tuple[str, str], tensor: Tensor, shape: Shape | None) -> StoredTensor:
     name, state = key
-    made = optimizer_states.stored(file, name, state_kinds.kind_of(state), tensor)
+    made = optimizer_states.stored(name, state_kinds.kind_of(state), tensor)
     width = tensor.dtype.itemsize
     is_flat = len(tensor.shape) == 1 and tensor.byte_strides == (width,)
     if shape is None or not is_flat or tensor.shape != (math.prod(shape),):
         return made
     box, offset = coverage.whole(shape), tensor.file_offset
-    fragments = coverage.contiguous(box, width, file=file.path, offset=offset)
+    fragments = coverage.contiguous(box, width, file=tensor.path, offset=offset)
     return dataclasses.replace(made, shape=shape, fragments=fragments)

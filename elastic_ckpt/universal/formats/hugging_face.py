@@ -37,9 +37,7 @@ def config_values(path: epath.Path) -> dict[str, Any]:
     """
     if not path.exists():
         return {}
-    return plain_values.flatten(
-        {"config": source_files.read_json(path)}, file=str(path)
-    )
+    return plain_values.flatten({"config": source_files.read_json(path)})
 
 
 def find_index(path: epath.Path, suffix: str, usual: str) -> epath.Path | None:

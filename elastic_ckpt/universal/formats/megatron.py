@@ -34,7 +34,6 @@ from elastic_ckpt.universal.formats import (
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
 from elastic_ckpt.universal.formats.optimizer_states import Ranks
-from elastic_ckpt.universal.formats.source_budget import SourceBudget
 from elastic_ckpt.universal.formats.torch_file import Tensor, TorchFile
 from elastic_ckpt.universal.stored import Checksum, StoredTensor
 
@@ -49,8 +48,6 @@ _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _AXES = ("tp", "pp", "ep")
 _CHUNK = re.compile(r"model(\d{0,4})")
 _EXTRA = "_extra_state"
-# Names of nested modules repeat those of all modules around them.
-_NAME_BYTES = 100
 
 
 def is_format(names: Collection[str]) -> bool:
@@ -117,9 +114,8 @@ def _named(tensor: StoredTensor) -> StoredTensor:
 
 def _of_common(file: TorchFile) -> Iterator[StoredTensor]:
     for keys, tensor in torch_file.tensors(file.value):
-        file.take(sum(len(str(key)) for key in keys))
         kind = "step" if keys and keys[-1] == _STEP else "common"
-        yield optimizer_states.stored(file, "/".join(map(str, keys)), kind, tensor)
+        yield optimizer_states.stored("/".join(map(str, keys)), kind, tensor)
 
 
 def _of_ranks(folder: epath.Path) -> OpenedCheckpoint:
@@ -127,9 +123,7 @@ def _of_ranks(folder: epath.Path) -> OpenedCheckpoint:
     for each in sorted(folder.iterdir()):
         if match := _FOLDER.fullmatch(each.name):
             paths[tuple(int(part or 0) for part in match.groups())] = each
-    files = torch_file.read_all(
-        {rank: _file(each) for rank, each in paths.items()}, SourceBudget()
-    )
+    files = torch_file.read_all({rank: _file(each) for rank, each in paths.items()})
     first = files[min(files)]
     if first.at("args", "pipeline_model_parallel_size") == 1:
         # Then the second number is that of experts.
@@ -177,7 +171,7 @@ def _of_rank(file: TorchFile) -> Iterator[StoredTensor]:
         match = _CHUNK.fullmatch(key) if isinstance(key, str) else None
         if match and isinstance(model, dict):
             ranks = (("vp", int(match[1])),) if match[1] else ()
-            weights += _weights(file, model, "", ranks)
+            weights += _weights(model, "", ranks)
     yield from weights
     parameters = [each for each in weights if each.kind == "parameter"]
     optimizers = content.get("optimizer")
@@ -191,13 +185,12 @@ def _of_rank(file: TorchFile) -> Iterator[StoredTensor]:
 
 
 def _weights(
-    file: TorchFile, content: Mapping[Any, Any], prefix: str, ranks: Ranks
+    content: Mapping[Any, Any], prefix: str, ranks: Ranks
 ) -> Iterator[StoredTensor]:
     # Earlier versions nest modules.
     for key, value in content.items():
-        file.take(_NAME_BYTES + len(prefix) + len(str(key)))
         if isinstance(value, dict):
-            yield from _weights(file, value, f"{prefix}{key}.", ranks)
+            yield from _weights(value, f"{prefix}{key}.", ranks)
         elif isinstance(value, Tensor):
             kind = "extra_state" if str(key).endswith(_EXTRA) else "parameter"
-            yield optimizer_states.stored(file, f"{prefix}{key}", kind, value, ranks)
+            yield optimizer_states.stored(f"{prefix}{key}", kind, value, ranks)

@@ -35,17 +35,12 @@ _NESTED = ("optimizer_state_dict", "optimizer")
 _MASTERS = ("fp32_groups", "fp32_groups_flat", "fp32_from_fp16_params")
 # States that have the shape of their parameter.
 _SHAPED = ("fp32", "exp_avg", "momentum_buffer")
-# A fragment and its share of a box, which all states of a parameter have, without their
-# dims; each of the dims.
-_PIECE_BYTES, _DIM_BYTES = 200, 30
 
 Shape = tuple[int, ...]
 Ranks = tuple[tuple[str, int], ...]
 
 
-def stored(
-    file: TorchFile, name: str, kind: str, tensor: Tensor, ranks: Ranks = ()
-) -> StoredTensor:
+def stored(name: str, kind: str, tensor: Tensor, ranks: Ranks = ()) -> StoredTensor:
     """A tensor that a file has as it is; see `StoredTensor` for its attributes."""
     return StoredTensor(
         name=name,
@@ -53,7 +48,8 @@ def stored(
         ranks=ranks,
         dtype=tensor.dtype,
         shape=tensor.shape,
-        fragments=file.fragment(tensor),
+        fragments=tensor.fragments,
+        view=tensor.view,
     )
 
 
@@ -90,7 +86,7 @@ def of_ranges(
     """
     first = ranges[0]
     if not first.flat.shape:
-        return stored(first.file, name, kind, first.flat)
+        return stored(name, kind, first.flat)
     return StoredTensor(
         name=name,
         kind=kind,
@@ -111,8 +107,8 @@ def fragments(
       place: the parameter, for messages.
 
     Raises:
-      FormatError: if a range lies outside of its flat tensor, they are more or fewer
-        elements than the parameter has, or boxes take too much memory.
+      FormatError: if a range lies outside of its flat tensor, or they are more or fewer
+        elements than the parameter has.
     """
     coverage.checked_shape(shape, place)
     total = math.prod(shape)
@@ -129,8 +125,6 @@ def fragments(
     for each in ranges:
         boxes = _boxes(shape, at, at + each.numel)
         at += each.numel
-        # Up to twice as many as there are dims.
-        each.file.take(len(boxes) * (_PIECE_BYTES + _DIM_BYTES * len(shape)))
         width = each.flat.dtype.itemsize
         strides = row_major(shape, width)
         offset = each.flat.file_offset + each.start * width
@@ -151,6 +145,8 @@ def _check(part: Range, first: Range, place: str) -> None:
     width = flat.dtype.itemsize
     if len(flat.shape) != 1 or (flat.shape[0] > 1 and flat.byte_strides != (width,)):
         raise file.error(f"holds {place} in a tensor of shape {flat.shape}")
+    if flat.view:
+        raise file.error(f"holds {place} in a tensor whose {flat.view} bit is set")
     if flat.dtype != first.flat.dtype:
         raise file.error(
             f"holds {place} as {flat.dtype}, and {first.file.path} as"
@@ -212,7 +208,7 @@ def numbered(
         name = weight.name if weight else f"{UNNAMED}{number}"
         for key, tensor in state.items():
             ranks = weight.ranks if weight else ()
-            yield stored(file, name, state_kinds.kind_of(key), tensor, ranks)
+            yield stored(name, state_kinds.kind_of(key), tensor, ranks)
 
 
 def inner_keys(file: TorchFile) -> list[str]:

@@ -7,7 +7,6 @@ in their files; numbers and texts of `adapter_config.json` are values, `adapter/
 
 from __future__ import annotations
 
-import os
 import pathlib
 from collections.abc import Collection, Sequence
 
@@ -111,9 +110,7 @@ def joined(
       FormatError: if both have a tensor of the same name.
     """
     config = epath.Path(path) / CONFIG
-    values = plain_values.flatten(
-        {"adapter": source_files.read_json(config)}, file=os.fspath(config)
-    )
+    values = plain_values.flatten({"adapter": source_files.read_json(config)})
     of_base = {tensor.name for tensor in base.tensors}
     for tensor in adapter.tensors:
         if tensor.name in of_base:

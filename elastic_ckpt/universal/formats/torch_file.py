@@ -1,100 +1,312 @@
 """Reads files of `torch.save` without torch, and without running anything in them.
 
 Such a file is a zip of uncompressed entries: `data.pkl`, a pickle in which tensors are
-views of storages, and `data/<key>`, the bytes of each storage. `plain_pickle` decodes
-the pickle. A tensor becomes a `Tensor`, a record of where its values lie.
+views of storages, and `data/<key>`, the bytes of each storage. A tensor becomes a
+`Tensor`, a record of where its values lie.
 
-Nothing in the file is trusted: a tensor must lie inside its storage and may not be
-larger than it, and what is decoded must have its CRC-32, if the file was written with
-any.
+Python's unpickler in C decodes the pickle. Names in it are never imported: a few of
+PyTorch stand for types of this module, all others for `Inert`, which keeps what it is
+given. Nothing in the file is trusted: a tensor must lie inside its storage and may not
+be larger than it, and what is decoded must have its CRC-32, if the file was written
+with any. A pickle that was made to do so can still use up memory, or end the process.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import io
 import math
+import os
+import pickle
+import struct
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
-from typing import IO, Any
+from typing import Any, ClassVar, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.universal.formats import (
-    coverage,
-    opened,
-    plain_pickle,
-    plain_values,
-    source_files,
-    stored_zip,
-)
+from elastic_ckpt.universal.formats import coverage, opened, plain_values, source_files
 from elastic_ckpt.universal.formats.format_error import FormatError
-from elastic_ckpt.universal.formats.source_budget import SourceBudget
-from elastic_ckpt.universal.formats.stored_zip import ZipEntry
 from elastic_ckpt.universal.stored import Checksum, Fragment
 
-DTYPES: dict[str, np.dtype] = {
-    name: np.dtype(kind)
-    for name, kind in {
-        "float64": np.float64,
-        "float32": np.float32,
-        "float16": np.float16,
-        "bfloat16": ml_dtypes.bfloat16,
-        "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
-        "float8_e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
-        "float8_e5m2": ml_dtypes.float8_e5m2,
-        "float8_e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
-        "float8_e8m0fnu": ml_dtypes.float8_e8m0fnu,
-        "int64": np.int64,
-        "int32": np.int32,
-        "int16": np.int16,
-        "int8": np.int8,
-        "uint64": np.uint64,
-        "uint32": np.uint32,
-        "uint16": np.uint16,
-        "uint8": np.uint8,
-        "bool": np.bool_,
-        "complex64": np.complex64,
-        "complex128": np.complex128,
+# By the names that PyTorch has for them.
+NAMES = {
+    f"torch.{name}": np.dtype(getattr(ml_dtypes, name, name))
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+        *("float8_e8m0fnu", "int64", "int32", "int16", "int8", "bool"),
+        *("uint64", "uint32", "uint16", "uint8"),
+    )
+}
+_STORAGES = {
+    f"{module}.{kind}Storage": NAMES[f"torch.{name}"]
+    for kind, name in {
+        **{"Double": "float64", "Float": "float32", "Half": "float16"},
+        **{"BFloat16": "bfloat16", "Bool": "bool", "Long": "int64", "Int": "int32"},
+        **{"Short": "int16", "Char": "int8", "Byte": "uint8"},
+        **{"ComplexFloat": "complex64", "ComplexDouble": "complex128"},
     }.items()
-}
-# Names of dtypes, by those of storages.
-STORAGES = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-    "ComplexFloatStorage": "complex64",
-    "ComplexDoubleStorage": "complex128",
-}
-# What names of PyTorch in a pickle stand for.
-NAMES = {f"torch.{name}": dtype for name, dtype in DTYPES.items()}
-_KINDS = {
-    **{f"torch.{name}": DTYPES[dtype] for name, dtype in STORAGES.items()},
-    **{f"torch.storage.{name}": DTYPES[dtype] for name, dtype in STORAGES.items()},
+    for module in ("torch", "torch.storage")
 }
 
 MOST_PICKLE_BYTES = 256 << 20
-_WRITER = "torch.save"
-# torch.save writes 3; later numbers are TorchScript's.
-_VERSIONS = range(1, 11)
-# The version and the byte order are short.
-_MOST_TEXT_BYTES = 100
-# Bytes of tensors, over those of their file: a few may share a storage.
-_MOST_SHARING = 4
+# torch.save writes version 3; later numbers are TorchScript's.
+_READ = {"byteorder": [b"little"], "version": [b"%d" % n for n in range(1, 11)]}
 # Files of a bucket take long to answer.
 _THREADS = 8
-# A stored tensor and its fragment, without their dims; each of the dims.
-_TENSOR_BYTES = 400
-_DIM_BYTES = 80
+
+# Bytes `start` to `start + size` of a file; fewer if it ends before.
+Read = Callable[[int, int], bytes]
+
+_END = struct.Struct("<4s6xHII2x")
+_END64 = struct.Struct("<4s28xQQQ")
+_LISTED = struct.Struct("<4s4xHH4xIIIHHH8xI")
+_LOCAL = struct.Struct("<4s22xHH")
+# The ends of the directory lie here.
+_TAIL_BYTES = 256
+
+
+class Entry(NamedTuple):
+    """An entry of a zip: the first byte of its content in the file, size and CRC-32."""
+
+    start: int
+    size: int
+    crc: int
+
+
+def _entries(read: Read, begin: int, size: int) -> dict[str, Entry]:
+    # Python's zipfile takes ten times as long, and a distributed checkpoint has a zip
+    # for each part of a tensor. Raises ValueError or struct.error.
+    tail_start = begin + max(0, size - _TAIL_BYTES)
+    tail = read(tail_start, begin + size - tail_start)
+    at = tail.rfind(b"PK\5\6")
+    if at < 0:
+        raise ValueError("it is no zip, or cut short")
+    _, count, num_bytes, start = _END.unpack_from(tail, at)
+    if count == 0xFFFF or 0xFFFFFFFF in (num_bytes, start):
+        at64 = max(0, tail.rfind(b"PK\6\6", 0, at))
+        _, count, num_bytes, start = _END64.unpack_from(tail, at64)
+    if start + num_bytes > size:
+        raise ValueError("its directory is not inside of it")
+    directory = read(begin + start, num_bytes)
+    held: dict[str, Entry] = {}
+    at = 0
+    for _ in range(count):
+        magic, flags, method, crc, packed, length, *sizes, header = _LISTED.unpack_from(
+            directory, at
+        )
+        at += _LISTED.size
+        name_bytes, extra_bytes, comment_bytes = sizes
+        encoded = directory[at : at + name_bytes]
+        extra = directory[at + name_bytes : at + name_bytes + extra_bytes]
+        at += name_bytes + extra_bytes + comment_bytes
+        if 0xFFFFFFFF in (length, packed, header):
+            wide = iter(struct.unpack_from(f"<{(len(extra) - 4) // 8}Q", extra, 4))
+            length, packed, header = (
+                next(wide, size) if each == 0xFFFFFFFF else each
+                for each in (length, packed, header)
+            )
+        name = encoded.decode()
+        if magic != b"PK\1\2" or method or flags & 1 or packed != length:
+            raise ValueError(f"its entry {name[:200]!r} is compressed or encrypted")
+        if name in held:
+            raise ValueError(f"it has the entry {name[:200]!r} twice")
+        if header >= start:
+            raise ValueError(f"it has no entry where {name[:200]!r} should be")
+        local = read(begin + header, _LOCAL.size + name_bytes)
+        magic, _, skipped_bytes = _LOCAL.unpack_from(local)
+        if magic != b"PK\3\4" or local[_LOCAL.size :] != encoded:
+            raise ValueError(f"it has no entry where {name[:200]!r} should be")
+        content = header + len(local) + skipped_bytes
+        if content + length > start:
+            raise ValueError(f"its entry {name[:200]!r} is not inside of it")
+        held[name] = Entry(begin + content, length, crc)
+    return held
+
+
+class _Closed(type):
+    # A pickle may set attributes of what is on its stack, such as types.
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise TypeError("sets an attribute of a class")
+
+
+class Inert(metaclass=_Closed):
+    """An object of another program: what its pickle has of it."""
+
+    __slots__ = ("arguments", "parts", "state")
+    full_name: ClassVar[str] = ""
+    arguments: tuple[Any, ...]
+    parts: Any
+    state: Any
+
+    def __new__(cls, *arguments: Any, **_: Any) -> Any:
+        """Keeps the arguments."""
+        made = object.__new__(cls)
+        made.arguments, made.parts, made.state = arguments, None, None
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        """Keeps the state."""
+        self.state = state
+
+    def extend(self, parts: Any) -> None:
+        """Adds parts of an object that is a list."""
+        if not isinstance(self.parts, list):
+            self.parts = []
+        self.parts += parts
+
+    def append(self, part: Any) -> None:
+        """Adds a part of an object that is a list."""
+        self.extend([part])
+
+    add = append
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.parts = self.parts if isinstance(self.parts, dict) else {}
+        self.parts[key] = value
+
+    def content(self) -> Any:
+        """Its parts, its attributes, or the one value that it was made of."""
+        state = self.state
+        if self.parts is not None:
+            return self.parts
+        if type(state) is tuple and set(map(type, state)) <= {dict, type(None)}:
+            # Of a class with slots.
+            return {key: each for part in state for key, each in (part or {}).items()}
+        if state is not None:
+            return state if isinstance(state, dict) else {"state": state}
+        values = [each for each in self.arguments if not isinstance(each, type)]
+        is_one = len(values) == 1 and isinstance(values[0], str | int | float | None)
+        return values[0] if is_one else {}
+
+
+class _Dict(dict[Any, Any], metaclass=_Closed):
+    # Its arguments are those of a dict, or the default of one; attributes are dropped.
+    __slots__ = ()
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*(each for each in arguments if isinstance(each, dict | list)))
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+class _Storage(NamedTuple):
+    kind: str
+    key: Any
+    num_elements: Any
+
+
+class _View(NamedTuple):
+    # A tensor as its pickle has it; the type is "" if it is that of the storage.
+    storage: Any
+    offset: Any
+    shape: Any
+    strides: Any
+    dtype: str
+    lazy: str
+
+
+def _view(*arguments: Any, dtype: str = "") -> _View:
+    # Behind the strides are two arguments about gradients, and the bits of lazy views.
+    storage, offset, shape, strides = arguments[:4]
+    bits = arguments[6] if len(arguments) > 6 else None
+    bits = bits if isinstance(bits, dict) else {}
+    lazy = " ".join(bit for bit in ("conj", "neg") if bits.get(bit))
+    return _View(storage, offset, shape, strides, dtype, lazy)
+
+
+def _typed_view(*arguments: Any) -> _View:
+    # The third version, which has a type before the bits.
+    dtype = arguments[6].full_name
+    return _view(*arguments[:6], *arguments[7:], dtype=dtype)
+
+
+def _of_type(function: Any, kind: Any, arguments: Any, *_: Any) -> Any:
+    # A tensor with attributes, which are dropped; of another class it is no tensor.
+    is_plain = getattr(kind, "full_name", "") in _PLAIN_TENSORS
+    is_made = any(function is _TYPES[f"torch._utils.{name}"] for name in _REBUILDS)
+    return function(*arguments) if is_plain and is_made else Inert(function, kind)
+
+
+def _maker(function: Callable[..., Any]) -> type:
+    # Called in place of a function, which it hides from the pickle.
+    fields = {"__slots__": (), "__new__": lambda _, *arguments: function(*arguments)}
+    return _Closed("Maker", (), fields)
+
+
+_PLAIN_TENSORS = (
+    *("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"),
+    "torch.nn.Parameter",
+)
+_REBUILDS: dict[str, Callable[..., Any]] = {
+    **{"_rebuild_tensor": _view, "_rebuild_tensor_v2": _view},
+    "_rebuild_tensor_v3": _typed_view,
+    "_rebuild_parameter": lambda value, *_: value,
+    "_rebuild_parameter_with_state": lambda value, *_: value,
+}
+_MAKERS: dict[str, Callable[..., Any]] = {
+    **{f"torch._utils.{name}": function for name, function in _REBUILDS.items()},
+    "torch._tensor._rebuild_from_type_v2": _of_type,
+    "torch.device": lambda *parts: ":".join(map(str, parts)),
+    "_codecs.encode": lambda text, *_: text.encode("latin1"),
+    "pathlib.PosixPath": lambda *parts: os.path.join("", *parts),
+    "pathlib._local.PosixPath": lambda *parts: os.path.join("", *parts),
+}
+_TYPES: dict[str, type] = {
+    **{name: _maker(function) for name, function in _MAKERS.items()},
+    "torch.Size": tuple,
+    **{f"collections.{n}": _Dict for n in ("OrderedDict", "Counter", "defaultdict")},
+    **{
+        f"{m}.{t.__name__}": t
+        for m in ("builtins", "__builtin__")
+        for t in (set, frozenset)
+    },
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, reader: Any) -> None:
+        super().__init__(reader)
+        self._names: dict[str, type] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        full_name = f"{module}.{name}"
+        found = _TYPES.get(full_name) or self._names.get(full_name)
+        if found is None:
+            fields = {"__slots__": (), "full_name": full_name}
+            found = self._names[full_name] = _Closed("Inert", (Inert,), fields)
+        return found
+
+    def persistent_load(self, pid: Any) -> Any:
+        # Later versions add what describes a view.
+        _, kind, key, _, num_elements = pid[:5]
+        return _Storage(kind.full_name, key, num_elements)
+
+
+def decoded(content: bytes, place: str) -> Any:
+    """The value of a pickle, with `Inert` objects.
+
+    Raises:
+      FormatError: if it is malformed or cut short.
+    """
+    # A buffer reads ahead; calls for each opcode would be slow.
+    reader = io.BufferedReader(io.BytesIO(content), 1 << 17)
+    try:
+        value = _Unpickler(reader).load()
+        if reader.tell() != len(content):
+            raise ValueError("it goes on after its end")
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        raise FormatError(
+            f"{place} has a pickle that is malformed or cut short ({text!r:.300})"
+        ) from None
+    return value
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,22 +327,191 @@ class Tensor:
     shape: tuple[int, ...]
     view: str
     path: str
-    entry: ZipEntry
+    entry: Entry
     file_offset: int
     byte_strides: tuple[int, ...]
 
     @property
-    def num_bytes(self) -> int:
-        """The bytes of its values."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    def fragments(self) -> tuple[Fragment, ...]:
+        """Its place: one fragment, or none if it is empty."""
+        if 0 in self.shape:
+            return ()
+        return (
+            Fragment(
+                box=coverage.whole(self.shape),
+                file=self.path,
+                offset=self.file_offset,
+                strides=self.byte_strides,
+            ),
+        )
 
-    def read(self) -> np.ndarray:
-        """The values, in memory of this process.
+
+class Archive:
+    """A zip of `torch.save`, which is a file or a part of one.
+
+    Args:
+      read: bytes of the file.
+      begin: the first byte of the zip.
+      size: of the zip.
+      path: of the file.
+
+    Attributes:
+      place: the file and the part of it, for messages.
+      entries: by name.
+
+    Raises:
+      FormatError: if it is no such zip, or is cut short.
+    """
+
+    def __init__(self, read: Read, begin: int, size: int, path: str) -> None:
+        self._read = read
+        self._path = path
+        self.place = f"{path} (from byte {begin})" if begin else path
+        try:
+            self.entries = _entries(read, begin, size)
+        except (ValueError, struct.error) as error:
+            raise FormatError(
+                f"{self.place} is no file of torch.save, or is cut short ({error});"
+                " files from before PyTorch 1.6 are no zips: load them with torch and"
+                " save them anew"
+            ) from None
+        pickles = [name for name in self.entries if name.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise FormatError(f"{path} has no data.pkl; it is no file of torch.save")
+        self._prefix = pickles[0].removesuffix("data.pkl")
+
+    def content(self, entry: Entry) -> bytes:
+        """The content of an entry.
 
         Raises:
-          FormatError: if its storage has another CRC-32.
+          FormatError: if it has another CRC-32.
         """
-        return _read([self])[self]
+        content = self._read(entry.start, entry.size)
+        crc, stop = zlib.crc32(content), entry.start + entry.size
+        has_crc = any(each.crc for each in self.entries.values())
+        if len(content) != entry.size or (has_crc and crc != entry.crc):
+            found = f"the CRC-32 {crc:08x}, not {entry.crc:08x}"
+            raise opened.damaged(self._path, entry.start, stop, found)
+        return content
+
+    def pickle(self) -> bytes:
+        """The pickle, of a version and a byte order that are read.
+
+        Raises:
+          FormatError: if they are others, or the pickle is too large or damaged.
+        """
+        for name, known in _READ.items():
+            entry = self.entries.get(self._prefix + name)
+            text = known[0] if entry is None else self.content(entry).strip()
+            if text not in known:
+                raise FormatError(
+                    f"{self.place} has the {name} {text[:20]!r}, which is not read"
+                    " here; save it anew, with an older torch or on another machine"
+                )
+        entry = self.entries[f"{self._prefix}data.pkl"]
+        if entry.size > MOST_PICKLE_BYTES:
+            raise FormatError(
+                f"{self.place} has a pickle of {entry.size} bytes, and at most"
+                f" {MOST_PICKLE_BYTES} are read"
+            )
+        return self.content(entry)
+
+    def value(self, of_tensor: Callable[[Tensor], Any] = lambda tensor: tensor) -> Any:
+        """The value of the pickle: dicts, lists, numbers and texts.
+
+        Objects become dicts of their attributes, members of enumerations their values,
+        classes and functions their names.
+
+        Args:
+          of_tensor: what is put in place of a tensor.
+
+        Raises:
+          FormatError: if the pickle is damaged, or a tensor invalid.
+        """
+
+        def plain(value: Any, keys: tuple[Any, ...] = ()) -> Any:
+            kind = type(value)
+            if kind is _View:
+                return of_tensor(self.tensor(value, "/".join(map(str, keys))))
+            if isinstance(value, Inert):
+                return plain(value.content(), keys)
+            if kind is dict or kind is _Dict:
+                return {
+                    plain(key): plain(each, (*keys, key)) for key, each in value.items()
+                }
+            if kind is list or kind is tuple:
+                return kind(plain(each, (*keys, n)) for n, each in enumerate(value))
+            if kind is set or kind is frozenset:
+                return set(map(plain, value))
+            if isinstance(value, type):
+                name = getattr(value, "full_name", value.__name__)
+                return NAMES.get(name, name)
+            return bytes(value) if kind is bytearray else value
+
+        loaded = decoded(self.pickle(), self.place)
+        try:
+            return plain(loaded)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise FormatError(f"{self.place} is malformed ({error!r:.200})") from None
+
+    def tensor(self, view: Any, name: str) -> Tensor:
+        """The tensor that a value of the pickle is.
+
+        Args:
+          view: as `decoded` returned it.
+          name: of the tensor, for messages.
+
+        Raises:
+          FormatError: if it is no tensor, does not lie inside its storage, or is larger
+            than it.
+        """
+        place = f"{self.place}: the tensor {name!r:.200}"
+        if type(view) is not _View or type(view.storage) is not _Storage:
+            raise FormatError(f"{place} is no tensor of torch.save")
+        storage, offset, shape, strides, dtype_name, lazy = view
+        entry = self.entries.get(f"{self._prefix}data/{storage.key}")
+        if entry is None:
+            raise FormatError(f"{place} has no entry data/{storage.key!s:.40}")
+        held = _STORAGES.get(storage.kind)
+        dtype = NAMES.get(dtype_name) if dtype_name else held
+        if dtype is None:
+            kind = dtype_name or storage.kind
+            raise FormatError(f"{place} has the type {kind:.60}, which is not read")
+        # Storages without a type count bytes.
+        num_bytes = storage.num_elements * (held.itemsize if held else 1)
+        if num_bytes != entry.size or type(num_bytes) is not int:
+            raise FormatError(
+                f"{place}: data/{storage.key} has {entry.size} bytes, and"
+                f" {storage.num_elements!r:.40} elements take {num_bytes!r:.40}"
+            )
+        if not (
+            type(shape) is type(strides) is tuple
+            and len(shape) == len(strides)
+            and all(type(n) is int and 0 <= n < 1 << 63 for n in (offset, *strides))
+        ):
+            raise FormatError(
+                f"{place} has an offset or strides that are no numbers from 0 up, or"
+                " not one stride for each dim"
+            )
+        coverage.checked_shape(shape, place)
+        count, most = math.prod(shape), entry.size // dtype.itemsize
+        steps = zip(shape, strides, strict=True)
+        last = offset + sum((dim - 1) * stride for dim, stride in steps)
+        if count and (count > most or last >= most):
+            raise FormatError(
+                f"{place} of shape {shape}, strides {strides} and offset {offset} is"
+                f" not inside {most} elements; a tensor that was expanded has to be"
+                " cloned before it is saved"
+            )
+        return Tensor(
+            dtype=dtype,
+            shape=shape,
+            view=lazy,
+            path=self._path,
+            entry=entry,
+            file_offset=entry.start + (offset * dtype.itemsize if count else 0),
+            byte_strides=tuple(stride * dtype.itemsize for stride in strides),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,14 +521,10 @@ class TorchFile:
     Attributes:
       path: its path or URL.
       value: dicts, lists, numbers and texts, and `Tensor`s.
-      budget: of the checkpoint.
     """
 
     path: str
     value: Any
-    budget: SourceBudget = dataclasses.field(
-        default_factory=SourceBudget, repr=False, compare=False
-    )
 
     def at(self, *keys: str) -> Any:
         """The value under nested dicts; None if one of them lacks the key."""
@@ -164,7 +541,7 @@ class TorchFile:
         Raises:
           FormatError: if there is none.
         """
-        return self._of_type(dict, "dict", keys)
+        return self._of_type(dict, keys)
 
     def list_at(self, *keys: str) -> list[Any]:
         """The list under nested dicts.
@@ -172,125 +549,84 @@ class TorchFile:
         Raises:
           FormatError: if there is none.
         """
-        return self._of_type(list, "list", keys)
+        return self._of_type(list, keys)
 
-    def _of_type(self, kind: type, name: str, keys: tuple[str, ...]) -> Any:
+    def _of_type(self, kind: type, keys: tuple[str, ...]) -> Any:
         value = self.at(*keys)
         if not isinstance(value, kind):
-            raise self.error(f"has no {name} {'/'.join(keys) or 'at its top'}")
+            raise self.error(f"has no {kind.__name__} {'/'.join(keys) or 'at its top'}")
         return value
 
     def error(self, what: str) -> FormatError:
         """An error that names the file; `what` continues its sentence."""
         return FormatError(f"{self.path} {what}")
 
-    def take(self, num_bytes: int) -> None:
-        """Counts memory that is allocated for what the file has.
-
-        Raises:
-          FormatError: if it is too much.
-        """
-        self.budget.take(num_bytes, self.path)
-
     def values(self, *, without: Collection[str] = ()) -> dict[str, Any]:
-        """Its numbers and texts by path, see `plain_values.flatten`.
-
-        Raises:
-          FormatError: if they take too much memory.
-        """
-        return plain_values.flatten(
-            self.value, file=self.path, without=without, budget=self.budget
-        )
-
-    def fragment(self, tensor: Tensor) -> tuple[Fragment, ...]:
-        """The place of a tensor: one fragment, or none if it is empty.
-
-        Raises:
-          FormatError: if the tensors of the checkpoint take too much memory.
-        """
-        # A tensor may be referred to by many names.
-        self.take(_TENSOR_BYTES + _DIM_BYTES * len(tensor.shape))
-        if 0 in tensor.shape:
-            return ()
-        return (
-            Fragment(
-                box=coverage.whole(tensor.shape),
-                file=self.path,
-                offset=tensor.file_offset,
-                strides=tensor.byte_strides,
-            ),
-        )
+        """Its numbers and texts by path, see `plain_values.flatten`."""
+        return plain_values.flatten(self.value, without=without)
 
 
-def read(
-    path: epath.PathLike,
-    budget: SourceBudget | None = None,
-    *,
-    span: tuple[int, int] | None = None,
-    with_views: bool = False,
-) -> TorchFile:
+def read(path: epath.PathLike, *, span: tuple[int, int] | None = None) -> TorchFile:
     """The structure of a file.
 
     Args:
       path: local, or in a bucket.
-      budget: of the checkpoint; None if this is all that is read.
       span: the first byte of the zip and its size; None if it is the whole file.
-      with_views: whether tensors whose `conj` or `neg` bit is set are read, too; then
-        the caller has to tell them from others.
 
     Raises:
-      FormatError: if it is no such file, damaged, or made to exhaust memory.
+      FormatError: if it is no such file, or damaged.
     """
-    budget = budget or SourceBudget()
     with source_files.opened(path) as file:
-        zipped = _Zip(file, str(path), span)
-        budget.add_file(zipped.stored_bytes)
-        content = zipped.pickle()
-    value = plain_pickle.value(
-        content,
-        file=str(path),
-        budget=budget,
-        names=NAMES,
-        tensor=tensor_of(str(path), zipped.entries, zipped.prefix, with_views),
-    )
-    return TorchFile(path=str(path), value=value, budget=budget)
+        value = _archive(file, str(path), span).value()
+    return TorchFile(path=str(path), value=value)
 
 
-def read_all(
-    paths: Mapping[Any, epath.Path], budget: SourceBudget, *, with_views: bool = False
-) -> dict[Any, TorchFile]:
+def _archive(file: Any, path: str, span: tuple[int, int] | None = None) -> Archive:
+    def read_at(start: int, size: int) -> bytes:
+        file.seek(start)
+        return file.read(size)
+
+    return Archive(read_at, *(span or (0, file.seek(0, 2))), path)
+
+
+def read_all(paths: Mapping[Any, epath.Path]) -> dict[Any, TorchFile]:
     """The structures of files, by the keys of `paths`; see `read`.
 
     Raises:
       FormatError: as `read`.
     """
     with futures.ThreadPoolExecutor(_THREADS) as threads:
-        reading = threads.map(
-            lambda path: read(path, budget, with_views=with_views), paths.values()
-        )
-        return dict(zip(paths, reading, strict=True))
+        return dict(zip(paths, threads.map(read, paths.values()), strict=True))
 
 
-def read_arrays(path: epath.PathLike, budget: SourceBudget | None = None) -> Any:
+def read_arrays(path: epath.PathLike) -> Any:
     """The content of a file, with arrays in place of tensors.
 
     Args:
       path: local, or in a bucket.
-      budget: of its checkpoint; None if this is all that is read.
 
     Raises:
       FormatError: as `read`, or if a part of the file has another CRC-32.
     """
-    file = read(path, budget, with_views=True)
-    views = list(dict.fromkeys(tensor for _, tensor in tensors(file.value)))
-    num_bytes = sum(tensor.num_bytes for tensor in views)
-    file_bytes = epath.Path(path).stat().length
-    if num_bytes > _MOST_SHARING * file_bytes:
-        raise file.error(
-            f"has {num_bytes} bytes of tensors in {file_bytes} bytes: they overlap;"
-            " clone them before they are saved"
+    with source_files.opened(path) as file:
+        archive = _archive(file, str(path))
+        # Views of a storage are seldom far from one another.
+        content = functools.lru_cache(maxsize=4)(archive.content)
+        return archive.value(
+            functools.cache(lambda tensor: _array(content(tensor.entry), tensor))
         )
-    return _with_arrays(file.value, _read(views))
+
+
+def _array(content: bytes, tensor: Tensor) -> np.ndarray:
+    if 0 in tensor.shape:
+        return np.empty(tensor.shape, tensor.dtype)
+    offset = tensor.file_offset - tensor.entry.start
+    strided = np.ndarray(
+        tensor.shape, tensor.dtype, content, offset, tensor.byte_strides
+    )
+    array = np.array(strided, order="C")
+    array = array.conj() if "conj" in tensor.view else array
+    return -array if "neg" in tensor.view else array
 
 
 def checksums(path: str) -> Sequence[Checksum]:
@@ -300,23 +636,15 @@ def checksums(path: str) -> Sequence[Checksum]:
       FormatError: if it is no file of torch.save.
     """
     with source_files.opened(path) as file:
-        entries = [
-            each for each in _Zip(file, path, None).entries.values() if each.size
-        ]
-    if not any(each.crc for each in entries):
+        return listed_checksums(_archive(file, path).entries.values())
+
+
+def listed_checksums(entries: Iterable[Entry]) -> Sequence[Checksum]:
+    """The checksums of entries; none if all were written without."""
+    held = [each for each in entries if each.size]
+    if not any(each.crc for each in held):
         return ()
-    return [Checksum(each.start, each.start + each.size, each.crc) for each in entries]
-
-
-def verify(path: str) -> bool:
-    """Compares the CRC-32 of everything in a file; False if it has none.
-
-    Raises:
-      FormatError: if a part of the file has another one.
-    """
-    listed = checksums(path)
-    opened.compare(path, listed)
-    return bool(listed)
+    return [Checksum(each.start, each.start + each.size, each.crc) for each in held]
 
 
 def tensors(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Tensor]]:
@@ -337,206 +665,3 @@ def tensors_of(value: Any) -> Iterable[tuple[str, Tensor]]:
         for name, each in value.items():
             if isinstance(each, Tensor) and isinstance(name, str):
                 yield name, each
-
-
-def tensor_of(
-    path: str, entries: Mapping[str, ZipEntry], prefix: str, with_views: bool
-) -> Callable[[Sequence[Any]], Tensor]:
-    """Makes tensors of the rows of `plain_pickle.value`.
-
-    Args:
-      path: of the file.
-      entries: of the zip.
-      prefix: the directory of all entries.
-      with_views: see `read`.
-
-    Returns:
-      A function that raises ValueError if a tensor does not lie inside its storage, or
-      is larger than it.
-    """
-
-    def tensor(row: Sequence[Any]) -> Tensor:
-        kind, key, num_elements, offset, shape, strides, name, view = row
-        held = _KINDS.get(kind)
-        entry = entries.get(f"{prefix}data/{key}")
-        if entry is None:
-            raise ValueError(f"the file has no entry data/{key[:40]}")
-        dtype = held if name is None else NAMES.get(name)
-        if dtype is None:
-            raise ValueError(f"its type is {(name or kind)[:60]}, which is not read")
-        width = 1 if held is None else held.itemsize
-        if num_elements * width != entry.size:
-            raise ValueError(
-                f"data/{key} has {entry.size} bytes, and {num_elements} elements take"
-                f" {num_elements * width}"
-            )
-        if view and not with_views:
-            raise ValueError(
-                f"its {view} bit is set, which is not read here; call"
-                f" resolve_{view.split()[0]}() before it is saved"
-            )
-        _check_inside(entry.size, offset, shape, strides, dtype)
-        is_empty = 0 in shape
-        return Tensor(
-            dtype=dtype,
-            shape=tuple(shape),
-            view=view,
-            path=path,
-            entry=entry,
-            file_offset=entry.start + (0 if is_empty else offset * dtype.itemsize),
-            byte_strides=tuple(stride * dtype.itemsize for stride in strides),
-        )
-
-    return tensor
-
-
-def _check_inside(
-    num_bytes: int,
-    offset: int,
-    shape: Sequence[int],
-    strides: Sequence[int],
-    dtype: np.dtype,
-) -> None:
-    if len(shape) != len(strides) or len(shape) > coverage.MOST_DIMS:
-        raise ValueError(f"it has {len(shape)} dims and {len(strides)} strides")
-    for each in (offset, *shape, *strides):
-        if type(each) is not int or not 0 <= each < 1 << 63:
-            raise ValueError("a dim, stride or offset is no number from 0 up")
-    if num_bytes % dtype.itemsize:
-        raise ValueError(f"its storage is no multiple of {dtype.itemsize} bytes")
-    if math.prod(filter(None, shape)) > coverage.MOST_ELEMENTS:
-        raise ValueError(f"shape {tuple(shape)} is too large")
-    held, count = num_bytes // dtype.itemsize, math.prod(shape)
-    last = offset + sum(
-        (dim - 1) * stride for dim, stride in zip(shape, strides, strict=True)
-    )
-    if count > held or (count and last >= held):
-        raise ValueError(
-            f"shape {tuple(shape)}, strides {tuple(strides)} and offset {offset} are"
-            f" not inside {held} elements; a tensor that was expanded has to be cloned"
-            " before it is saved"
-        )
-
-
-class _Zip:
-    """The zip of an open file of torch.save, or a part of the file."""
-
-    def __init__(
-        self, file: IO[bytes], path: str, span: tuple[int, int] | None
-    ) -> None:
-        self._file = file
-        self._path = path
-        num_bytes = file.seek(0, 2)
-        begin, size = span or (0, num_bytes)
-        self.stored_bytes = min(size, source_files.num_stored_bytes(path, num_bytes))
-        self.entries = stored_zip.entries(
-            self._read,
-            begin=begin,
-            size=size,
-            stored_bytes=self.stored_bytes,
-            place=f"{path} (from byte {begin})" if begin else path,
-            writer=_WRITER,
-        )
-        pickles = [name for name in self.entries if name.endswith("/data.pkl")]
-        if len(pickles) != 1:
-            raise FormatError(f"{path} has no data.pkl; it is no file of {_WRITER}")
-        self.prefix = pickles[0].removesuffix("data.pkl")
-
-    def pickle(self) -> bytes:
-        """The pickle, of a version and a byte order that are read."""
-        version = self._short("version")
-        if version is not None:
-            text = version.strip()
-            if not text.isdigit() or int(text[:9]) not in _VERSIONS:
-                raise FormatError(
-                    f"{self._path} has version {text[:20]!r}, and this program reads"
-                    f" {_VERSIONS[0]} to {_VERSIONS[-1]}; save it with an older torch"
-                )
-        order = self._short("byteorder")
-        if order not in (None, b"little"):
-            raise FormatError(
-                f"{self._path} has the byte order {order[:20]!r}; only little is read:"
-                " save it anew on a little-endian machine"
-            )
-        size = self.entries[self.prefix + "data.pkl"].size
-        most = min(MOST_PICKLE_BYTES, self.stored_bytes)
-        if size > most:
-            raise FormatError(
-                f"{self._path} has a pickle of {size} bytes; at most {most} are read,"
-                " of those that are no holes"
-            )
-        return self._checked("data.pkl")
-
-    def _short(self, name: str) -> bytes | None:
-        entry = self.entries.get(self.prefix + name)
-        if entry is None:
-            return None
-        if entry.size > _MOST_TEXT_BYTES:
-            raise FormatError(
-                f"{self._path} has {entry.size} bytes in {self.prefix}{name}, and at"
-                f" most {_MOST_TEXT_BYTES} are read"
-            )
-        return self._checked(name)
-
-    def _checked(self, name: str) -> bytes:
-        entry = self.entries[self.prefix + name]
-        content = self._read(entry.start, entry.size)
-        has_crc = any(each.crc for each in self.entries.values())
-        if len(content) != entry.size or (has_crc and zlib.crc32(content) != entry.crc):
-            raise FormatError(
-                f"{self._path} is damaged: {self.prefix}{name} has another CRC-32 than"
-                f" {entry.crc:08x}; copy it again from the place that it was written to"
-            )
-        return content
-
-    def _read(self, start: int, size: int) -> bytes:
-        self._file.seek(start)
-        return self._file.read(size)
-
-
-def _read(views: Iterable[Tensor]) -> dict[Tensor, np.ndarray]:
-    # The values of tensors, of storages that are compared with their CRC-32.
-    arrays = {}
-    by_entry: dict[tuple[str, ZipEntry], list[Tensor]] = {}
-    for each in views:
-        by_entry.setdefault((each.path, each.entry), []).append(each)
-    for (path, entry), held in by_entry.items():
-        with source_files.opened(path) as file:
-            file.seek(entry.start)
-            content = file.read(entry.size)
-        is_same = len(content) == entry.size and zlib.crc32(content) == entry.crc
-        if not is_same and (entry.crc or checksums(path)):
-            raise FormatError(
-                f"{path} is damaged: bytes {entry.start} to"
-                f" {entry.start + entry.size} have another CRC-32 than"
-                f" {entry.crc:08x}; copy it again from the place that it was"
-                " written to"
-            )
-        for each in held:
-            arrays[each] = _array(content, each)
-    return arrays
-
-
-def _array(content: bytes, tensor: Tensor) -> np.ndarray:
-    if not math.prod(tensor.shape):
-        return np.empty(tensor.shape, tensor.dtype)
-    array = np.ndarray(
-        tensor.shape,
-        tensor.dtype,
-        content,
-        tensor.file_offset - tensor.entry.start,
-        tensor.byte_strides,
-    )
-    array = np.array(array, order="C")
-    array = array.conj() if "conj" in tensor.view else array
-    return -array if "neg" in tensor.view else array
-
-
-def _with_arrays(value: Any, arrays: Mapping[Tensor, np.ndarray]) -> Any:
-    if isinstance(value, Tensor):
-        return arrays[value]
-    if isinstance(value, dict):
-        return {key: _with_arrays(each, arrays) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_with_arrays(each, arrays) for each in value)
-    return value

@@ -17,15 +17,12 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.universal.formats import hugging_face, torch_file
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
-from elastic_ckpt.universal.formats.source_budget import SourceBudget
 from elastic_ckpt.universal.formats.torch_file import TorchFile
 from elastic_ckpt.universal.stored import StoredTensor
 
 SUFFIXES = (".bin", ".pt", ".pth")
 INDEX_SUFFIX = ".bin.index.json"
 _USUAL = "pytorch_model"
-# A name, beside the keys that it is made of.
-_NAME_BYTES = 100
 
 
 def is_format(names: Collection[str]) -> bool:
@@ -49,9 +46,7 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
         listed, values = hugging_face.read_index(index)
     else:
         listed = {_only_file(source) if source.is_dir() else source.name: []}
-    files = torch_file.read_all(
-        {name: folder / name for name in listed}, SourceBudget(), with_views=True
-    )
+    files = torch_file.read_all({name: folder / name for name in listed})
     tensors: dict[str, StoredTensor] = {}
     for name, file in files.items():
         for tensor in _tensors(file):
@@ -93,12 +88,10 @@ def _only_file(folder: epath.Path) -> str:
 
 def _tensors(file: TorchFile) -> Iterator[StoredTensor]:
     for keys, tensor in torch_file.tensors(file.value):
-        parts = list(map(str, keys))
-        file.take(_NAME_BYTES + sum(map(len, parts)))
         yield StoredTensor(
-            name=".".join(parts),
+            name=".".join(map(str, keys)),
             dtype=tensor.dtype,
             shape=tensor.shape,
-            fragments=file.fragment(tensor),
+            fragments=tensor.fragments,
             view=tensor.view,
         )

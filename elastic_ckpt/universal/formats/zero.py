@@ -25,9 +25,6 @@ from elastic_ckpt.universal.stored import StoredTensor
 # The name of a parameter of an expert, whose number it has.
 EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d{1,9})(\..*)", re.DOTALL)
 _STATE = "optimizer_state_dict"
-# Each parameter of a group has all of them.
-_MOST_STATES = 32
-_SHAPE_BYTES, _STATE_BYTES, RANGE_BYTES = 200, 400, 150
 Shapes = Mapping[str, Shape]
 # The name of a parameter, its shape, the optimizer's name of a state, a range of it,
 # and whether every rank has the same.
@@ -52,7 +49,6 @@ def named_shapes(file: TorchFile, shapes: Mapping[Any, Any]) -> dict[str, Shape]
     Raises:
       FormatError: if one is none.
     """
-    file.take(_SHAPE_BYTES * len(shapes))
     return {
         str(name): coverage.checked_shape(
             shape if isinstance(shape, tuple) else (shape,), f"{file.path}: {name}"
@@ -77,7 +73,6 @@ def states(model: TorchFile, held: Sequence[TorchFile]) -> Iterator[StoredTensor
         for name, shape, key, part, is_copy in places(held, group, shapes):
             state = name, state_kinds.kind_of(key)
             if state not in made:
-                part.file.take(_STATE_BYTES)
                 made[state] = shape, [part]
             elif not is_copy:
                 made[state][1].append(part)
@@ -119,7 +114,6 @@ def _equal_places(
             )
         master = _of_group(file, group, "fp32_flat_groups")
         flats = _flat_tensors(file, group, master, file.dict_at(_STATE, _STATE))
-        file.take(RANGE_BYTES * len(shapes) * len(flats))
         start = 0
         for name, shape in shapes.items():
             numel, part = math.prod(shape), (dp, len(held))
@@ -143,7 +137,6 @@ def _listed_places(
         mapping = _of_group(file, group, "param_slice_mappings")
         if not isinstance(mapping, dict):
             raise file.error(f"has no mapping of the parameters of group {group}")
-        file.take(RANGE_BYTES * len(mapping) * len(flats))
         places = {name: _place(file, name, each) for name, each in mapping.items()}
         for name in places:
             if name not in shapes:
@@ -173,13 +166,7 @@ def _flat_tensors(
     if not isinstance(master, Tensor) or not isinstance(state, dict):
         raise file.error(f"has no states of group {group}")
     named = {"fp32": master, **state}
-    flats = {key: each for key, each in named.items() if isinstance(each, Tensor)}
-    if len(flats) > _MOST_STATES:
-        raise file.error(
-            f"has {len(flats)} states of each parameter, and at most {_MOST_STATES}"
-            " are read"
-        )
-    return flats
+    return {key: each for key, each in named.items() if isinstance(each, Tensor)}
 
 
 def _check_not_muon(file: TorchFile, group: int, flats: Mapping[str, Tensor]) -> None:

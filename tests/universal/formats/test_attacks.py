@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import random
+import resource
 import struct
 import tracemalloc
 import zipfile
@@ -18,7 +19,7 @@ import zipfile
 import pytest
 
 from elastic_ckpt.universal import opening
-from elastic_ckpt.universal.formats import source_budget, source_files, stored_zip
+from elastic_ckpt.universal.formats import source_files
 from elastic_ckpt.universal.formats.format_error import FormatError
 from tests.universal.formats import dcp_files, torch_files
 from tests.universal.formats.dcp_files import FILE
@@ -31,6 +32,17 @@ from tests.universal.formats.source_contents import (
 )
 
 MOST_BYTES = 64 << 20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def limited_memory():
+    """A changed pickle may ask for any memory; what it cannot get is an error."""
+    with open("/proc/self/statm") as file:
+        held = int(file.read().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (held + (4 << 30), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def used(path):
@@ -101,7 +113,7 @@ def test_code_in_a_distributed_checkpoint_is_not_run(tmp_path, place):
     if place == "value":
         assert used(path).values["lr"] == {"w": f"touch {touched}"}
     else:
-        refused(path, "is no metadata" if place == "metadata" else "no tensor")
+        refused(path, "is no metadata" if place == "metadata" else "is no tensor")
     assert not touched.exists()
 
 
@@ -119,15 +131,15 @@ def overlapping_item():
     ("item", "match"),
     [
         (dcp_files.item((2, 2), compression=zipfile.ZIP_DEFLATED), "compressed"),
-        (overlapping_item(), "has entries that overlap"),
+        (overlapping_item(), "has 62 bytes, and 4 elements take 16"),
         (dcp_files.item((2, 2), strides=(2**40, 1)), "not inside 4 elements"),
-        (dcp_files.item((2, 2), strides=(-2, 1)), "no number from 0 up"),
+        (dcp_files.item((2, 2), strides=(-2, 1)), "no numbers from 0 up"),
         (dcp_files.item((2, 2), offset=1), "not inside 4 elements"),
         (dcp_files.item((2, 2), elements=5), "5 elements take 20"),
         (dcp_files.item((4, 1)), r"a tensor float32\[4, 1\] .* w is listed there as"),
         (dcp_files.item((2, 2), kind="IntStorage"), r"a tensor int32\[2, 2\]"),
-        (dcp_files.item((2, 2), content=b"\x80\x02N."), "no tensor, but one is listed"),
-        (b"PK" * 50, "no file of PyTorch's"),
+        (dcp_files.item((2, 2), content=b"\x80\x02N."), "'w' is no tensor"),
+        (b"PK" * 50, "no file of torch.save"),
     ],
 )
 def test_items_that_are_no_tensor_as_listed_are_refused(tmp_path, item, match):
@@ -143,7 +155,7 @@ CHUNKS = [((0, 0), (2, 2)), ((2, 0), (2, 2))]
     [
         ((5, 2), CHUNKS, r"w lacks the part \[4:5, 0:2\]"),
         ((3, 2), CHUNKS, "outside of"),
-        ((4, 2), [CHUNKS[0], ((1, 0), (2, 2))], "without values"),
+        ((4, 2), [CHUNKS[0], ((1, 0), (2, 2))], "nowhere stored"),
         ((4, 2), [CHUNKS[0]] * 2, "overlap|lacks the part"),
         ((4, 2), [CHUNKS[0], ((2, 0), (2, 1))], "lacks the part"),
         ((2**40, 2**40), CHUNKS, "too large"),
@@ -160,9 +172,9 @@ def test_chunks_that_do_not_make_a_tensor_are_refused(tmp_path, shape, chunks, m
     [
         (("../x/" + FILE, 0, 9), "'../x/__0_0.distcp', which is not beside it"),
         (("other.distcp", 0, 9), "other.distcp is missing"),
-        ((FILE, 0, 2**40), "overlap|cut short"),
+        ((FILE, 0, 2**40), "cut short"),
         ((FILE, 2**40, 9), "cut short"),
-        ((FILE, 2, 9), "overlap"),
+        ((FILE, 2, 9), "no file of torch.save"),
         ((FILE, -1, 9), "lists 9 bytes from -1"),
     ],
 )
@@ -222,23 +234,19 @@ def mutated_pickle(path, rng: random.Random) -> bytes:
       FormatError: if it holds none.
     """
     content = bytearray(path.read_bytes())
-    entries = stored_zip.entries(
-        lambda start, size: bytes(content[start : start + size]),
-        begin=0,
-        size=len(content),
-        stored_bytes=len(content),
-        place=str(path),
-        writer="a test",
-    )
-    pickles = [entries[name] for name in entries if name.endswith("data.pkl")]
-    if not pickles:
-        raise FormatError(f"{path} has no pickle")
-    entry = pickles[0]
-    pickled = bytes(content[entry.start : entry.start + entry.size])
-    changed = mutated(pickled, rng)[: entry.size].ljust(entry.size, b".")
-    content[entry.start : entry.start + entry.size] = changed
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if name.endswith("data.pkl")]
+            entry = archive.getinfo(names[0])
+    except (zipfile.BadZipFile, IndexError):
+        raise FormatError(f"{path} has no pickle") from None
+    lengths = struct.unpack_from("<HH", content, entry.header_offset + 26)
+    start, size = entry.header_offset + 30 + sum(lengths), entry.file_size
+    pickled = bytes(content[start : start + size])
+    changed = mutated(pickled, rng)[:size].ljust(size, b".")
+    content[start : start + size] = changed
     # The directory, behind all entries, has the number that counts.
-    at = content.rindex(entry.crc.to_bytes(4, "little"))
+    at = content.rindex(entry.CRC.to_bytes(4, "little"))
     content[at : at + 4] = binascii.crc32(changed).to_bytes(4, "little")
     return bytes(content)
 
@@ -333,55 +341,6 @@ def test_a_truncated_or_changed_file_is_one_error_or_is_read(tmp_path, name):
 @pytest.mark.parametrize("name", SAMPLES)
 def test_changed_bytes_are_one_error_or_are_read(name, tmp_path):
     check(name, tmp_path, range(2, 300))
-
-
-def test_a_directory_of_a_zip_may_not_be_a_hole(tmp_path):
-    path, size = tmp_path / "x.pt", 3 << 30
-    with path.open("wb") as file:
-        file.truncate(size)
-        file.seek(size)
-        file.write(struct.pack("<4s4xHHIIH", b"PK\x05\x06", 1, 1, size, 0, 0))
-    with pytest.raises(FormatError, match=rf"x\.pt .*directory would have {size} byt"):
-        opening.open_checkpoint(path)
-
-
-@pytest.mark.parametrize(
-    ("content", "match"),
-    [
-        # A memo of 2**31 numbers: Python's unpickler takes 32 GiB for it.
-        (b"\x80\x02]r\xff\xff\xff\x7f.", "takes over 536870912 bytes of memory"),
-        (b"\x80\x02" + b"N" + b"\x85" * 1_000_000 + b".", "nested deeper"),
-        # Python hashes tuples by recursion, beyond the stack.
-        (b"\x80\x02}(N" + b"\x85" * 1_000_000 + b"Nu.", "pickle that takes over"),
-        # A list that contains itself.
-        (b"\x80\x02]q\x00h\x00a.", "nested deeper"),
-    ],
-)
-def test_a_small_pickle_takes_little_memory(tmp_path, content, match):
-    refused(torch_files.write(tmp_path / "x.pt", None, content=content), match)
-    torch_files.write(tmp_path / "x.pt", {"w": torch_files.tensor()})
-    assert used(tmp_path / "x.pt").tensors
-
-
-def test_values_of_all_files_count_together(tmp_path, monkeypatch):
-    monkeypatch.setattr(source_budget, "MOST_BYTES", source_budget.MOST_BYTES >> 6)
-    value = {}
-    for _ in range(11):
-        value = {"a": value, "b": value}
-    for rank in range(20):
-        folder = tmp_path / f"mp_rank_{rank:02}"
-        folder.mkdir()
-        content = {"model": {}, "args": value}
-        torch_files.write(folder / "model_optim_rng.pt", content)
-    with pytest.raises(FormatError, match=r"model_optim_rng\.pt has values that take"):
-        opening.open_checkpoint(tmp_path)
-    # So do names, which begin with those of their modules.
-    (tmp_path / "x/mp_rank_00").mkdir(parents=True)
-    weights = {f"w{number}": torch_files.tensor() for number in range(500)}
-    content = {"model": {"m" * (1_000_000 >> 6): weights}}
-    torch_files.write(tmp_path / "x/mp_rank_00/model_optim_rng.pt", content)
-    with pytest.raises(FormatError, match=r"model_optim_rng\.pt has values that take"):
-        opening.open_checkpoint(tmp_path / "x")
 
 
 def test_json_of_too_many_values_is_refused_before_it_is_parsed():

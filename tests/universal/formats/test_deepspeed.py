@@ -181,7 +181,8 @@ def test_files_of_two_saves_are_refused(copied):
         deepspeed.open_checkpoint(folder)
 
 
-MOMENTUM = {"momentum_buffer": torch_files.tensor(shape=(4,), strides=(1,))}
+FLAT_TENSOR = torch_files.tensor(shape=(4,), strides=(1,))
+MOMENTUM = {"momentum_buffer": FLAT_TENSOR}
 
 
 def by_hand(
@@ -196,7 +197,7 @@ def by_hand(
     stated=(),
 ):
     """A checkpoint of one parameter `w` of ZeRO-1 and one rank."""
-    flat = flat or torch_files.tensor(shape=(4,), strides=(1,))
+    flat = flat or FLAT_TENSOR
     value = {"module": None, "param_shapes": [{"w": shape}]}
     torch_files.write(folder / "mp_rank_00_model_states.pt", value)
     optimizer = {
@@ -274,6 +275,7 @@ def test_the_momentum_of_other_optimizers_is_divided_like_their_masters(tmp_path
         ({"mapping": {"v": {"start": 0, "numel": 4}}}, "has v, which param_shapes"),
         ({"shape": (1 << 30,)}, "hold 4 elements of w, which has 1073741824"),
         ({"flat": torch_files.tensor()}, "in a tensor of shape"),
+        ({"flat": torch_files.lazy(FLAT_TENSOR, "neg")}, "whose neg bit is set"),
         ({"flat": 4}, "has no states of group 0"),
         ({"counts": (3,)}, "partition_count of group 0"),
     ],

@@ -85,6 +85,12 @@ def tensor(shape=(2, 2), strides=(2, 1), offset=0, **parts):
     )
 
 
+def lazy(value, *bits):
+    """A tensor with these bits, `conj` or `neg`."""
+    maker, name, arguments = value.parts
+    return Named(maker, name, *arguments, dict.fromkeys(bits, True))
+
+
 def with_attributes(value):
     """A tensor with attributes, made by what `value` is made by."""
     maker, name, arguments = value.parts
