@@ -75,20 +75,21 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
     directory = epath.Path(path)
     if _is_metadata(directory.name):
         directory = directory.parent
-    metadata = directory / FILE
-    if not metadata.exists():
+    metadata = str(directory / FILE)
+    if not epath.Path(metadata).exists():
         raise FormatError(
             f"{directory} has metadata of single ranks alone; save with collectives"
         )
     content = source_files.read(metadata, most_bytes=torch_file.MOST_PICKLE_BYTES)
-    fields = _state(torch_file.decoded(content, str(metadata)))
+    loaded = torch_file.decoded(content, metadata)
     try:
-        listed, values, paths = _read(fields, directory)
+        listed, values, paths = _read(_state(loaded), metadata)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise FormatError(
             f"{metadata} is no metadata of a distributed checkpoint ({error!r:.200})"
         ) from None
-    found, checksums = _found(listed)
+    del content, loaded
+    found, storages = _found(listed, directory)
     states = _StateNames(listed, paths)
     tensors = [
         StoredTensor(
@@ -103,8 +104,10 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
     return OpenedCheckpoint(
         format="PyTorch distributed checkpoint",
         tensors=tensors,
-        values=_Values({_path(paths, name): item for name, item in values.items()}),
-        checksums=lambda file: torch_file.listed_checksums(checksums.get(file, ())),
+        values=_Values(
+            directory, {_path(paths, name): item for name, item in values.items()}
+        ),
+        checksums=lambda file: torch_file.listed_checksums(storages.get(file, ())),
     )
 
 
@@ -115,7 +118,7 @@ def _state(value: Any) -> dict[str, Any]:
 
 
 def _read(
-    fields: Mapping[str, Any], directory: epath.Path
+    fields: Mapping[str, Any], metadata: str
 ) -> tuple[dict[str, _Listed], dict[str, _Item], Mapping[str, Keys]]:
     # The tensors, values, and the keys that lead to their names in what was saved.
     stored = {}
@@ -125,9 +128,9 @@ def _read(
     for name, entry in fields["state_dict_metadata"].items():
         if type(name) is not str:
             raise ValueError(f"{name!r:.60} is no name")
-        place, parts = f"{directory / FILE}: {name:.200}", _state(entry)
+        place, parts = f"{metadata}: {name:.200}", _state(entry)
         if "chunks" not in parts:
-            values[name] = _item(stored, name, None, directory)
+            values[name] = _item(stored, name, None, metadata)
             continue
         dtype, layout = parts["properties"].state[:2]
         dtype = torch_file.NAMES.get(dtype.full_name)
@@ -137,7 +140,7 @@ def _read(
         chunks = []
         for chunk in parts["chunks"]:
             first, sizes = chunk.state["offsets"], chunk.state["sizes"]
-            item = _item(stored, name, first, directory)
+            item = _item(stored, name, first, metadata)
             chunks.append((_box(first, sizes, len(shape)), item))
         coverage.check(shape, [box for box, _ in chunks], place)
         listed[name] = _Listed(dtype, shape, chunks)
@@ -162,34 +165,34 @@ def _box(first: tuple[int, ...], sizes: tuple[int, ...], rank: int) -> Box:
 
 
 def _item(
-    stored: Mapping[Any, dict[str, Any]], name: str, first: Any, directory: epath.Path
+    stored: Mapping[Any, dict[str, Any]], name: str, first: Any, metadata: str
 ) -> _Item:
     info = stored.get((name, first))
     if info is None:
         raise FormatError(
-            f"{directory / FILE} has a part of {name!r:.200}, from {first}, that is"
+            f"{metadata} has a part of {name!r:.200}, from {first}, that is"
             " nowhere stored"
         )
     file, start, size = info["relative_path"], info["offset"], info["length"]
     if info.get("transform_descriptors"):
         raise FormatError(
-            f"{directory / FILE} lists items that extensions changed, such as by"
+            f"{metadata} lists items that extensions changed, such as by"
             f" compression ({info['transform_descriptors']!r:.60}); save without"
             " extensions"
         )
     if not source_files.is_plain_name(file):
         raise FormatError(
-            f"{directory / FILE} lists the file {file!r:.60}, which is not beside it"
+            f"{metadata} lists the file {file!r:.60}, which is not beside it"
         )
     if type(start) is not int or type(size) is not int or min(start, size) < 0:
         raise FormatError(
-            f"{directory / FILE} lists {size!r:.60} bytes from {start!r:.60} of {file}"
+            f"{metadata} lists {size!r:.60} bytes from {start!r:.60} of {file}"
         )
-    return _Item(str(directory / file), start, size)
+    return _Item(file, start, size)
 
 
 def _found(
-    listed: Mapping[str, _Listed],
+    listed: Mapping[str, _Listed], directory: epath.Path
 ) -> tuple[dict[_Item, Tensor], dict[str, list[Entry]]]:
     # The tensors of all items, and the storages of each file.
     names = {item: name for name, each in listed.items() for _, item in each.chunks}
@@ -197,8 +200,10 @@ def _found(
     for item in sorted(names):
         by_file[item.file].append(item)
     found: dict[_Item, Tensor] = {}
+    storages: dict[str, list[Entry]] = {}
     views: dict[bytes, Any] = {}
-    for file, items in by_file.items():
+    for name, items in by_file.items():
+        file = str(directory / name)
         with source_files.opened(file) as opened:
             header, end = opened.read(10), opened.seek(0, 2)
         if header[8:] == b'{"':
@@ -222,9 +227,7 @@ def _found(
                 if content not in views:
                     views[content] = torch_file.decoded(content, archive.place)
                 found[item] = archive.tensor(views[content], names[item])
-    storages = {
-        file: [found[item].entry for item in items] for file, items in by_file.items()
-    }
+        storages[file] = [found[item].entry for item in items]
     return found, storages
 
 
@@ -316,12 +319,13 @@ def _state_of(name: str, keys: Keys | None) -> tuple[str, str] | None:
 class _Values(Mapping[str, Any]):
     """Values that are no tensors, by path; each is decoded when it is asked for."""
 
-    def __init__(self, items: Mapping[str, _Item]) -> None:
+    def __init__(self, directory: epath.Path, items: Mapping[str, _Item]) -> None:
+        self._directory = directory
         self._items = items
 
     def __getitem__(self, path: str) -> Any:
-        item = self._items[path]
-        file = torch_file.read(item.file, span=(item.start, item.size))
+        name, start, size = self._items[path]
+        file = torch_file.read(self._directory / name, span=(start, size))
         for _, _ in torch_file.tensors(file.value):
             raise file.error(f"has tensors in the value {path}, which are not read")
         return file.value

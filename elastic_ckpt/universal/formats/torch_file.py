@@ -379,6 +379,7 @@ class Archive:
         if len(pickles) != 1:
             raise FormatError(f"{path} has no data.pkl; it is no file of torch.save")
         self._prefix = pickles[0].removesuffix("data.pkl")
+        self._has_crc = any(each.crc for each in self.entries.values())
 
     def content(self, entry: Entry) -> bytes:
         """The content of an entry.
@@ -388,8 +389,7 @@ class Archive:
         """
         content = self._read(entry.start, entry.size)
         crc, stop = zlib.crc32(content), entry.start + entry.size
-        has_crc = any(each.crc for each in self.entries.values())
-        if len(content) != entry.size or (has_crc and crc != entry.crc):
+        if len(content) != entry.size or (self._has_crc and crc != entry.crc):
             found = f"the CRC-32 {crc:08x}, not {entry.crc:08x}"
             raise opened.damaged(self._path, entry.start, stop, found)
         return content
