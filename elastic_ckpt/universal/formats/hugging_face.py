@@ -70,7 +70,7 @@ def read_index(index: epath.Path) -> tuple[dict[str, list[str]], dict[str, Any]]
     Raises:
       FormatError: if it is none, or leads to another directory.
     """
-    fields = source_files.read_json(index, tensors=index.parent)
+    fields = source_files.read_json(index)
     weight_map, metadata = fields.get("weight_map"), fields.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
         raise FormatError(f"{index} has no weight_map")

@@ -67,7 +67,7 @@ def _tensors(directory: epath.Path, prefix: str) -> Iterator[StoredTensor]:
     # TensorStore takes long to import, and other formats do not need it.
     from elastic_ckpt.universal.formats import orbax_arrays
 
-    fields = source_files.read_json(directory / _TREE, tensors=directory)
+    fields = source_files.read_json(directory / _TREE)
     try:
         keys = dict(_leaves(fields))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
