@@ -13,7 +13,6 @@ import pickle
 import random
 import resource
 import struct
-import tracemalloc
 import zipfile
 
 import pytest
@@ -29,8 +28,6 @@ from tests.universal.formats.source_contents import (
     problem_of,
     sample,
 )
-
-MOST_BYTES = 64 << 20
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -62,15 +59,10 @@ def tree(directory):
 
 
 def refused(path, match):
-    """One error that names the path; memory is bounded and files are as before."""
+    """One error that names the path; files are as before."""
     before = tree(path.parent)
-    tracemalloc.start()
-    try:
-        with pytest.raises(FormatError, match=match) as error:
-            used(path)
-        assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
-    finally:
-        tracemalloc.stop()
+    with pytest.raises(FormatError, match=match) as error:
+        used(path)
     assert str(path) in str(error.value)
     assert tree(path.parent) == before
 
@@ -84,20 +76,10 @@ def test_a_pipe_in_place_of_a_file_is_refused(tmp_path, name):
         opening.open_checkpoint(tmp_path)
 
 
-class Attack:
-    """Runs a command when Python unpickles it."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.path}",)
-
-
 @pytest.mark.parametrize("place", ["metadata", "item", "value"])
 def test_code_in_a_distributed_checkpoint_is_not_run(tmp_path, place):
     touched = tmp_path / "touched"
-    code = pickle.dumps({"w": Attack(touched)}, protocol=4)
+    code = pickle.dumps({"w": torch_files.Attack(touched)}, protocol=4)
     parts = dcp_files.parts()
     if place == "item":
         parts = dcp_files.parts(second=dcp_files.item((2, 2), content=code))

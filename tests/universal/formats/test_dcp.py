@@ -3,8 +3,10 @@
 `write_dcp.py` and `write_dcp_saves.py` wrote the samples, with PyTorch itself.
 """
 
+import itertools
 import pathlib
 import shutil
+import struct
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 
 from elastic_ckpt.universal import opening
 from elastic_ckpt.universal.formats.format_error import FormatError
+from tests.universal.formats import dcp_files
 from tests.universal.formats.fragment_values import values_of
 from tests.universal.formats.test_safetensors import written
 
@@ -116,3 +119,22 @@ def test_metadata_of_single_ranks_are_refused(tmp_path):
         shutil.copy(SAVES / "async" / ".metadata", tmp_path / f"__{rank}.metadata")
     with pytest.raises(FormatError, match="of single ranks alone; save with collec"):
         opening.open_checkpoint(tmp_path)
+
+
+def test_a_tensor_of_thousands_of_chunks_is_read(tmp_path):
+    kinds = [
+        dcp_files.item((1,), entries={"data/0": struct.pack("<f", n)}) for n in range(7)
+    ]
+    parts, count = dcp_files.parts(), 2100
+    chunks = [((n,), (1,)) for n in range(count)]
+    parts.entries = {"w": dcp_files.entry((count,), chunks)}
+    parts.items = [kinds[n % 7] for n in range(count)]
+    ends = itertools.accumulate(map(len, parts.items), initial=0)
+    parts.stored = [
+        (("w", (n,)), (dcp_files.FILE, at, len(parts.items[n])))
+        for n, at in enumerate(itertools.islice(ends, count))
+    ]
+    checkpoint = opening.open_checkpoint(parts.write(tmp_path / "x"))
+    (tensor,) = checkpoint.tensors
+    assert values_of(tensor).tolist() == [n % 7 for n in range(count)]
+    assert checkpoint.check([tensor.fragments[0].file]) == []

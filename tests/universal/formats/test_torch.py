@@ -7,7 +7,6 @@ import collections
 import enum
 import io
 import json
-import os
 import pathlib
 import pickle
 import shutil
@@ -77,20 +76,10 @@ def refused(path, match):
     assert str(path) in str(error.value)
 
 
-class Attack:
-    """Runs a command when Python unpickles it."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.path}",)
-
-
 @pytest.mark.parametrize("protocol", [2, 5])
 def test_code_in_a_pickle_is_not_run(tmp_path, protocol):
     touched = tmp_path / "touched"
-    content = pickle.dumps({"w": Attack(touched)}, protocol=protocol)
+    content = pickle.dumps({"w": torch_files.Attack(touched)}, protocol=protocol)
     path = torch_files.write(tmp_path / "x.pt", None, content=content)
     assert torch_file.read_arrays(path) == {"w": f"touch {touched}"}
     assert not touched.exists()
