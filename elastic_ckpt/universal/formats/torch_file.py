@@ -230,8 +230,7 @@ def _typed_view(*arguments: Any) -> _View:
 def _of_type(function: Any, kind: Any, arguments: Any, *_: Any) -> Any:
     # A tensor with attributes, which are dropped; of another class it is no tensor.
     is_plain = getattr(kind, "full_name", "") in _PLAIN_TENSORS
-    is_made = any(function is _TYPES[f"torch._utils.{name}"] for name in _REBUILDS)
-    return function(*arguments) if is_plain and is_made else Inert(function, kind)
+    return function(*arguments) if is_plain else Inert(function, kind)
 
 
 def _maker(function: Callable[..., Any]) -> type:
@@ -244,14 +243,12 @@ _PLAIN_TENSORS = (
     *("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"),
     "torch.nn.Parameter",
 )
-_REBUILDS: dict[str, Callable[..., Any]] = {
-    **{"_rebuild_tensor": _view, "_rebuild_tensor_v2": _view},
-    "_rebuild_tensor_v3": _typed_view,
-    "_rebuild_parameter": lambda value, *_: value,
-    "_rebuild_parameter_with_state": lambda value, *_: value,
-}
 _MAKERS: dict[str, Callable[..., Any]] = {
-    **{f"torch._utils.{name}": function for name, function in _REBUILDS.items()},
+    "torch._utils._rebuild_tensor": _view,
+    "torch._utils._rebuild_tensor_v2": _view,
+    "torch._utils._rebuild_tensor_v3": _typed_view,
+    "torch._utils._rebuild_parameter": lambda value, *_: value,
+    "torch._utils._rebuild_parameter_with_state": lambda value, *_: value,
     "torch._tensor._rebuild_from_type_v2": _of_type,
     "torch.device": lambda *parts: ":".join(map(str, parts)),
     "_codecs.encode": lambda text, *_: text.encode("latin1"),

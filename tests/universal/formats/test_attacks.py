@@ -120,6 +120,15 @@ def overlapping_item():
         (dcp_files.item((4, 1)), r"a tensor float32\[4, 1\] .* w is listed there as"),
         (dcp_files.item((2, 2), kind="IntStorage"), r"a tensor int32\[2, 2\]"),
         (dcp_files.item((2, 2), content=b"\x80\x02N."), "'w' is no tensor"),
+        (
+            dcp_files.item(
+                (2, 2),
+                content=torch_files.pickled(
+                    torch_files.lazy(torch_files.tensor(), "neg")
+                ),
+            ),
+            "parts with and without the conj or neg bit",
+        ),
         (b"PK" * 50, "no file of torch.save"),
     ],
 )
@@ -153,8 +162,8 @@ def test_chunks_that_do_not_make_a_tensor_are_refused(tmp_path, shape, chunks, m
     [
         (("../x/" + FILE, 0, 9), "'../x/__0_0.distcp', which is not beside it"),
         (("other.distcp", 0, 9), "other.distcp is missing"),
-        ((FILE, 0, 2**40), "cut short"),
-        ((FILE, 2**40, 9), "cut short"),
+        ((FILE, 0, 2**40), "cut short: it has"),
+        ((FILE, 2**70, 9), "cut short: it has"),
         ((FILE, 2, 9), "no file of torch.save"),
         ((FILE, -1, 9), "lists 9 bytes from -1"),
     ],

@@ -138,3 +138,18 @@ def test_a_tensor_of_thousands_of_chunks_is_read(tmp_path):
     (tensor,) = checkpoint.tensors
     assert values_of(tensor).tolist() == [n % 7 for n in range(count)]
     assert checkpoint.check([tensor.fragments[0].file]) == []
+
+
+@pytest.mark.parametrize("keys", [(), 5, ([],), "w"])
+def test_paths_of_names_that_are_none_are_passed_over(tmp_path, keys):
+    parts = dcp_files.parts()
+    parts.entries["o.state.w.exp_avg"] = parts.entries["w"]
+    parts.stored += [
+        (("o.state.w.exp_avg", first), place) for (_, first), place in parts.stored
+    ]
+    parts.paths = {"w": keys, "absent": ("w",)}
+    tensors = opening.open_checkpoint(parts.write(tmp_path / "x")).tensors
+    assert [(t.name, t.kind) for t in tensors] == [
+        ("w", "parameter"),
+        ("w", "first_moment"),
+    ]
