@@ -66,7 +66,7 @@ Read = Callable[[int, int], bytes]
 _END = struct.Struct("<4s6xHII2x")
 _END64 = struct.Struct("<4s28xQQQ")
 _LISTED = struct.Struct("<4s4xHH4xIIIHHH8xI")
-_LOCAL = struct.Struct("<4s22xHH")
+_LOCAL_BYTES = 30
 # The ends of the directory lie here.
 _TAIL_BYTES = 256
 
@@ -116,13 +116,12 @@ def _entries(read: Read, begin: int, size: int) -> dict[str, Entry]:
             raise ValueError(f"its entry {name[:200]!r} is compressed or encrypted")
         if name in held:
             raise ValueError(f"it has the entry {name[:200]!r} twice")
-        if header >= start:
+        is_before = header < start
+        local = read(begin + header, _LOCAL_BYTES + name_bytes) if is_before else b""
+        if local[:4] != b"PK\3\4" or local[_LOCAL_BYTES:] != encoded:
             raise ValueError(f"it has no entry where {name[:200]!r} should be")
-        local = read(begin + header, _LOCAL.size + name_bytes)
-        magic, _, skipped_bytes = _LOCAL.unpack_from(local)
-        if magic != b"PK\3\4" or local[_LOCAL.size :] != encoded:
-            raise ValueError(f"it has no entry where {name[:200]!r} should be")
-        content = header + len(local) + skipped_bytes
+        # Behind the name are as many bytes as its header says.
+        content = header + len(local) + int.from_bytes(local[28:30], "little")
         if content + length > start:
             raise ValueError(f"its entry {name[:200]!r} is not inside of it")
         held[name] = Entry(begin + content, length, crc)
