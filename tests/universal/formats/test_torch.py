@@ -464,3 +464,15 @@ def test_a_later_version_is_one_clear_error(tmp_path):
         archive.writestr("archive/data.pkl", torch_files.pickled({}))
         archive.writestr("archive/version", "11\n")
     refused(path, "version b'11', which is not read")
+
+
+def test_a_pickle_of_over_256_mib_is_refused(tmp_path):
+    path, size = torch_files.write(tmp_path / "x.pt", {}, entries={}), (256 << 20) + 1
+    content = path.read_bytes()
+    at, begin = content.index(b"PK\1\2"), size + 100
+    # The pickle is the first entry, and the end has the offset of the directory.
+    sizes, end = struct.pack("<II", size, size), struct.pack("<IH", begin, 0)
+    with path.open("r+b") as file:
+        file.seek(begin)
+        file.write(content[at : at + 20] + sizes + content[at + 28 : -6] + end)
+    refused(path, f"has a pickle of {size} bytes, and at most {256 << 20} are read")
