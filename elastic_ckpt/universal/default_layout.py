@@ -3,15 +3,14 @@
 A DeepSpeed checkpoint describes how its ranks share parameters. An adapter is merged
 into its base, by a layout that ships. Tensors of other formats keep their names if they
 are global. If there are several kinds of tensors, the kind comes first, as in
-`deepspeed_layout`: `first_moment/1.mlp.weight`.
+`described_layout`: `first_moment/1.mlp.weight`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from elastic_ckpt.universal import shipped_layouts
-from elastic_ckpt.universal.deepspeed_layout import described_layout
+from elastic_ckpt.universal import described_layout, shipped_layouts
 from elastic_ckpt.universal.formats import peft_adapter
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError

@@ -1,5 +1,6 @@
 """A DeepSpeed checkpoint is loaded by its own description, as DeepSpeed converts it."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -11,10 +12,10 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt import universal
-from elastic_ckpt.universal import opening
-from elastic_ckpt.universal.deepspeed_layout import described_layout
+from elastic_ckpt.universal import described_layout, opening
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
+from elastic_ckpt.universal.rules.layout_error import LayoutError
 from tests.universal.formats import known_values as kv
 from tests.universal.formats import stored_values
 from tests.universal.rules import relayout
@@ -24,11 +25,31 @@ SAMPLES = (
     *("zero1_dp2", "zero2_dp4", "zero3_dp4", "zero1_pp2_dp2", "zero1_tp2_pp2_dp2"),
     *("zero1_tp4", "zero3_tp2_dp2"),
 )
+REPLICATED = "tp_replicated_parameter_patterns"
+AVERAGED = "parameter_to_average_patterns"
+HALVES = "parameter_with_2_sub_params_cat_dim_0"
+PARTS = "parameter_with_sub_params"
+ROWS = "parameter_with_row_parallelism_patterns"
+VOCABULARY = "vocabulary_parameter_patterns"
+AUTOTP = ("affine_map", "sub_param_shard_widths")
+
+
+def opened(path):
+    """The checkpoint, with the lists of its description without what AutoTP adds."""
+    checkpoint = opening.open_checkpoint(path)
+    values = dict(checkpoint.values)
+    if "universal_checkpoint_info" in values:
+        values["universal_checkpoint_info"] = {
+            key: value
+            for key, value in values["universal_checkpoint_info"].items()
+            if key not in AUTOTP
+        }
+    return dataclasses.replace(checkpoint, values=values)
 
 
 def whole_values(path):
     """The tensors of the target that the checkpoint's own layout makes."""
-    checkpoint = opening.open_checkpoint(path)
+    checkpoint = opened(path)
     saved = [
         relayout.Saved(
             name=each.name,
@@ -68,7 +89,8 @@ def test_shards_of_ranks_become_the_parameters_that_they_were_cut_from(samples):
             expected[tensor.kind, tensor.name] = array
             like = jax.ShapeDtypeStruct(array.shape, np.float32)
             tree.setdefault(tensor.kind, {})[tensor.name] = like
-    state = universal.load(path, tree)
+    layout = described_layout.layout(opened(path), {f"{kind}/" for kind in tree})
+    state = universal.load(path, tree, layout=layout)
     for (kind, name), array in expected.items():
         assert np.asarray(state[kind][name]).tobytes() == array.tobytes(), name
     assert len(expected) == 3 * (kv.BLOCKS * len(kv.BLOCK) + len(kv.FINAL) + 1)
@@ -84,7 +106,7 @@ def test_shards_of_ranks_become_the_parameters_that_they_were_cut_from(samples):
     ],
 )
 def test_a_checkpoint_is_loaded_under_any_parallelism(samples, sample, sizes):
-    _, arrays = whole_values(samples(sample))
+    layout, arrays = whole_values(samples(sample))
     devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
     mesh = jax.sharding.Mesh(devices, ("tp", "pp", "dp"))
     tree, names = {}, itertools.cycle(itertools.permutations(mesh.axis_names))
@@ -97,7 +119,7 @@ def test_a_checkpoint_is_loaded_under_any_parallelism(samples, sample, sizes):
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
         leaf = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
         tree.setdefault(kind, {})[parameter] = leaf
-    state = universal.load(samples(sample), tree)
+    state = universal.load(samples(sample), tree, layout=layout)
     for path, array in arrays.items():
         kind, _, parameter = path.partition("/")
         loaded = state[kind][parameter]
@@ -128,32 +150,18 @@ def merged(shards, info, **kinds):
     return relayout.relayout(layout, saved, checkpoint.axes)
 
 
-def block(shape, source, dest, locations, **scale):
-    entry = {"shape": shape, "source": source, "dest": dest}
-    return {**entry, "locations": locations, **scale}
-
-
-def affine(logical, shards, *pieces):
-    ranks = {
-        str(rank): {"shard_shape": list(shard), "pieces": list(listed)}
-        for rank, (shard, listed) in enumerate(zip(shards, pieces, strict=True))
-    }
-    entry = {"logical_shape": list(logical), "ranks": ranks}
-    return {"affine_map": {"version": 1, "params": {r"w$": entry}}}
-
-
 def test_halves_and_rows_are_joined_and_a_vocabulary_loses_its_padding():
     halves, rows, words = (relayout.numbered(8, 4, start=n) for n in (0, 50, 100))
     shards = {
         "halves": [halves[[0, 1, 4, 5]], halves[[2, 3, 6, 7]]],
-        "rows": [rows[:, :1], rows[:, 1:]],
-        "words": [words[:5], words[5:]],
-        "rest": [words[:3], words[3:]],
+        "rows": [rows[:, :2], rows[:, 2:]],
+        "words": [words[:4], words[4:]],
+        "rest": [words[:4], words[4:]],
     }
     info = {
-        "parameter_with_2_sub_params_cat_dim_0": ["hal"],
-        "parameter_with_row_parallelism_patterns": [".*ows$"],
-        "vocabulary_parameter_patterns": [".*words"],
+        HALVES: ["hal"],
+        ROWS: [".*ows$"],
+        VOCABULARY: [".*words"],
         "original_vocab_size": 4,
     }
     arrays = merged(shards, info)
@@ -161,15 +169,6 @@ def test_halves_and_rows_are_joined_and_a_vocabulary_loses_its_padding():
     assert (arrays["master/rows"] == rows).all()
     assert (arrays["second_moment/words"] == 3 * words[:4]).all()
     assert (arrays["master/rest"] == words).all()
-
-
-def test_moments_of_a_scaled_map_take_inverse_powers():
-    shard = relayout.numbered(3)
-    piece = block([3], [0, [1]], [0, [1]], [0, 1], scale=0.5)
-    arrays = merged({"w": [shard, shard]}, affine((3,), [(3,), (3,)], [piece], [piece]))
-    assert arrays["master/w"].tolist() == (shard / 0.5).tolist()
-    assert arrays["first_moment/w"].tolist() == (2 * shard * 0.5).tolist()
-    assert arrays["second_moment/w"].tolist() == (3 * shard * 0.25).tolist()
 
 
 def test_the_momentum_of_muon_is_loaded_by_the_description(samples):
@@ -185,53 +184,45 @@ def test_the_momentum_of_muon_is_loaded_by_the_description(samples):
 
 
 @st.composite
-def cuts(draw):
-    """Segments along a dim, and the ranks that have each, in an order of their own."""
+def described(draw):
+    """Shards of a parameter, the entry of a list that has it, and the whole of it."""
     ranks = draw(st.integers(1, 4))
-    lengths = draw(st.lists(st.integers(1, 3), min_size=1, max_size=6))
-    subsets = st.sets(st.integers(0, ranks - 1), min_size=1)
-    holders = [draw(subsets) for _ in lengths]
-    ends = list(itertools.accumulate(lengths, initial=0))
-    segments = list(itertools.pairwise(ends))
-    held = [
-        draw(
-            st.permutations(
-                [each for each, h in zip(segments, holders, strict=True) if rank in h]
-            )
-        )
-        for rank in range(ranks)
-    ]
-    return ends[-1], held, draw(st.integers(0, 1)), draw(st.booleans())
+    key = draw(st.sampled_from(["", HALVES, PARTS, ROWS, VOCABULARY]))
+    dim = {PARTS: draw(st.integers(0, 2)), ROWS: 1}.get(key, 0)
+    count = {HALVES: 2, PARTS: draw(st.integers(1, 3))}.get(key, 1)
+    lengths = [ranks * draw(st.integers(1, 3))] * count
+    info = {key: ["w"]}
+    if key == PARTS and draw(st.booleans()):
+        lengths = [ranks * draw(st.integers(1, 3)) for _ in lengths]
+    if key == PARTS:
+        is_counted = len(set(lengths)) == 1 and draw(st.booleans())
+        shape = [4, 4, 4]
+        shape[dim] = count if is_counted else lengths
+        info = {PARTS: [{"patterns": ["w"], "shape": shape, "partition_dim": dim}]}
+    shape = [3, 3, 3]
+    shape[dim] = sum(lengths)
+    whole = relayout.numbered(*shape)
+    bounds = list(itertools.accumulate(lengths))[:-1]
+    split = [np.split(part, ranks, dim) for part in np.split(whole, bounds, dim)]
+    shards = [np.concatenate(held, dim) for held in zip(*split, strict=True)]
+    if key == VOCABULARY:
+        whole = whole[: draw(st.integers(1, len(whole)))]
+        info["original_vocab_size"] = len(whole)
+    return shards, info, whole
 
 
-@given(cuts())
-def test_shards_of_any_parts_along_a_dim_are_joined(made):
-    length, held, dim, has_padding = made
-    whole = relayout.numbered(*((length, 2) if dim == 0 else (2, length)))
-    shards, pieces = [], []
-    for segments in held:
-        parts = [np.take(whole, range(*each), axis=dim) for each in segments]
-        parts = parts or [np.take(whole, [], axis=dim)]
-        shards.append(np.concatenate(parts, axis=dim))
-        strides = [[each.shape[1], 1] for each in (whole, shards[-1])]
-        listed, at = [], 0
-        for (start, _), part in zip(segments, parts, strict=False):
-            source, dest = (
-                (n * s[dim], s) for n, s in zip((start, at), strides, strict=True)
-            )
-            listed.append(block(list(part.shape), list(source), list(dest), []))
-            at += part.shape[dim]
-        pieces.append(listed)
-    info = affine(whole.shape, [each.shape for each in shards], *pieces)
-    if has_padding and dim == 0 and length > 1:
-        info |= {"vocabulary_parameter_patterns": ["w"], "original_vocab_size": 1}
-        whole = whole[:1]
-    assert (merged({"w": shards}, info)["master/w"] == whole).all()
+@given(described())
+def test_shards_are_joined_as_their_list_says(made):
+    shards, info, whole = made
+    arrays = merged({"w": shards}, info)
+    assert (arrays["master/w"] == whole).all()
+    assert (arrays["second_moment/w"] == 3 * whole).all()
 
 
-def whole_piece(**parts):
-    piece = block([2, 2], [0, [2, 1]], [0, [2, 1]], [0])
-    return {**piece, **parts}
+def test_the_description_that_autotp_writes_is_refused(samples):
+    checkpoint = opening.open_checkpoint(samples("zero1_tp4"))
+    with pytest.raises(FormatError, match=r"has affine_map, of AutoTP.* give a layout"):
+        described_layout.layout(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -239,30 +230,21 @@ def whole_piece(**parts):
     [
         (None, "no universal_checkpoint_info"),
         ({"universal_checkpoint_version": 0.5}, "version 0.5"),
-        ({"affine_map": {"version": 2}}, "version 2"),
-        ({"tp_replicated_parameter_patterns": 1}, "is no list"),
-        ({"tp_replicated_parameter_patterns": ["(w"]}, "is no regular expression"),
-        ({"tp_replicated_parameter_patterns": ["w", ".*"]}, "both match"),
-        ({"autotp_unsupported_parameter_patterns": {"w": "x"}}, "not describe"),
-        ({"vocabulary_parameter_patterns": ["w"]}, "original_vocab_size is None"),
-        ({"parameter_with_sub_params": [{"patterns": ["w"]}]}, "is no list"),
-        (affine((4, 2), [(2, 2)] * 2, [whole_piece()], []), "no rank has 2"),
-        (affine((2, 2), [(2, 2)] * 2, [whole_piece()], []), r"parts of \[2, 0\]"),
-        (affine((4, 2), [(3, 2)] * 2, [], []), r"\(3, 2\)\] are stated"),
+        ({"sub_param_shard_widths": {"w": [[1, 3]]}}, "sub_param_shard_widths"),
+        ({"autotp_unsupported_parameter_patterns": {"w": "x"}}, "of AutoTP"),
+        ({REPLICATED: 1}, "is no list"),
+        ({REPLICATED: ["(w"]}, "is no regular expression"),
+        ({REPLICATED: ["w", ".*"]}, "two patterns"),
+        ({VOCABULARY: ["w"]}, "original_vocab_size is None"),
+        ({VOCABULARY: ["w"], HALVES: ["w"]}, "both have it"),
+        ({PARTS: [{"patterns": ["w"]}]}, "is no list"),
         (
-            affine((4, 2), [(2, 2)] * 2, [whole_piece(shape=[2, 1])], []),
-            "cuts the dims",
+            {PARTS: [{"patterns": ["w"], "shape": [2, 2], "partition_dim": 2}]},
+            "the dim 2 of the shape",
         ),
-        (affine((4, 2), [(2, 2)] * 2, [whole_piece(dest=[2, [2, 1]])], []), "outside"),
-        (affine((4, 2), [(2, 2)] * 2, [], [{}]), "malformed"),
-        (affine((4, 2), [(2, 2)] * 2, [whole_piece()] * 2, []), "rank 0 has 0 twice"),
-        (affine((4, 2), [(2, 2)] * 2, [whole_piece(dest=[0, [1, 2]])], []), "no box"),
         (
-            affine(
-                *((4, 2), [(2, 2)] * 2),
-                *([whole_piece()], [whole_piece(source=[4, [2, 1]], scale=2.0)]),
-            ),
-            "scales",
+            {PARTS: [{"patterns": ["w"], "shape": [[2, 0]], "partition_dim": 0}]},
+            "sizes that are none",
         ),
     ],
 )
@@ -270,4 +252,33 @@ def test_descriptions_that_do_not_fit_are_refused(info, match):
     shards = {"w": [relayout.numbered(2, 2)] * 2}
     _, checkpoint = checkpoint_of(shards, info)
     with pytest.raises(FormatError, match=match):
+        described_layout.layout(checkpoint)
+
+
+def test_shards_of_different_shapes_are_refused():
+    shards = {"w": [relayout.numbered(3, 2), relayout.numbered(5, 2)]}
+    with pytest.raises(FormatError, match=r"w: ranks have shards .* with `widths`"):
+        merged(shards, {})
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {PARTS: [{"patterns": ["w"], "shape": [[3, 3], 1], "partition_dim": 0}]},
+        {PARTS: [{"patterns": ["w"], "shape": [[2, 2], 1], "partition_dim": 0}]},
+        {HALVES: ["w"]},
+        {VOCABULARY: ["w"], "original_vocab_size": 7},
+    ],
+)
+def test_sizes_that_shards_do_not_have_are_refused(info):
+    shards = {"w": [relayout.numbered(3, 1)] * 2}
+    with pytest.raises(LayoutError, match="w"):
+        merged(shards, info)
+
+
+def test_a_parameter_that_a_rank_lacks_is_refused():
+    shards = {"w": [relayout.numbered(2, 1)] * 2}
+    saved, checkpoint = checkpoint_of(shards, {AVERAGED: ["w"]}, kinds=["master"])
+    checkpoint = dataclasses.replace(checkpoint, tensors=relayout.stored(saved[:1]))
+    with pytest.raises(FormatError, match=r"1 of 2 .* ranks have w \(master\)"):
         described_layout.layout(checkpoint)

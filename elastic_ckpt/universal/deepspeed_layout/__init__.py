@@ -1,1 +1,0 @@
-"""The layout that a DeepSpeed checkpoint states of itself, as rules."""
