@@ -11,10 +11,11 @@ used: `hf download org/name` fills the cache. A folder `models--org--name` has
 
 from __future__ import annotations
 
+import collections
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from etils import epath
@@ -26,6 +27,8 @@ from elastic_ckpt.universal.formats.format_error import FormatError
 CONFIG = "config.json"
 SCHEME = "hf://"
 _ID = re.compile(r"((?:[\w-][\w.-]*/)?[\w-][\w.-]*)(?:@([\w-][\w.-]*(?:/[\w.-]+)*))?")
+# `model-00001-of-00003.safetensors`
+_SHARD = re.compile(r"(.+)-\d+-of-(\d{1,9})(\.\w+)", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -62,6 +65,27 @@ def find_index(path: epath.Path, suffix: str, usual: str) -> epath.Path | None:
     if not names:
         return None
     return path / (usual + suffix if usual + suffix in names else names[0])
+
+
+def check_shards(folder: epath.Path, names: Collection[str]) -> None:
+    """Checks that a directory without an index has all files of a numbered set.
+
+    Args:
+      folder: that has the files.
+      names: of the files of weights.
+
+    Raises:
+      FormatError: if there are fewer than their names say.
+    """
+    shards = (match for name in names if (match := _SHARD.fullmatch(name)))
+    held = collections.Counter(match.groups() for match in shards)
+    for (stem, count, suffix), number in held.items():
+        if number < int(count):
+            raise FormatError(
+                f"{folder} has {number} of the {int(count)} files"
+                f" {stem}-*-of-{count}{suffix}, and no index of them: a conversion or"
+                " a download was not finished; do it again"
+            )
 
 
 def read_index(index: epath.Path) -> tuple[dict[str, list[str]], dict[str, Any]]:

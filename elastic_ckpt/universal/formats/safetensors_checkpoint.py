@@ -36,8 +36,9 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
     """Opens a file, an index, or a directory that has one of them.
 
     Raises:
-      FormatError: if a file is missing, damaged or not listed, an index leads to
-        another directory, or files have parts of tensors.
+      FormatError: if a file is missing, damaged or not listed, also one of a numbered
+        set without an index, an index leads to another directory, or files have parts
+        of tensors.
     """
     source = epath.Path(path)
     values: dict[str, Any] = {}
@@ -49,6 +50,7 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
     elif source.is_dir():
         names = sorted(each.name for each in source.iterdir())
         listed = {name: () for name in names if name.endswith(SUFFIX)}
+        hugging_face.check_shards(source, listed)
     else:
         listed = {source.name: ()}
     headers: dict[str, Header] = {}

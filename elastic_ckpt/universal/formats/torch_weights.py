@@ -77,6 +77,7 @@ def _only_file(folder: epath.Path) -> str:
         for name in names
         if name.endswith(SUFFIXES) and name != "training_args.bin"
     ]
+    hugging_face.check_shards(folder, files)
     if len(files) != 1:
         raise FormatError(
             f"{folder} has {len(files)} files of PyTorch"

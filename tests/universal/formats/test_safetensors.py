@@ -152,6 +152,24 @@ def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path, changes, matc
         opening.open_checkpoint(tmp_path)
 
 
+def test_a_numbered_set_of_files_without_an_index_is_complete_or_refused(tmp_path):
+    arrays = {str(number): array(number) for number in (1, 2, 3)}
+    for number, values in arrays.items():
+        path = tmp_path / f"model-0000{number}-of-00003.safetensors"
+        written(path, {number: values})
+    assert_same(opening.open_checkpoint(tmp_path), arrays)
+    for left in (2, 1):
+        (tmp_path / f"model-0000{left}-of-00003.safetensors").unlink()
+        match = (
+            rf"has {left} of the 3 files model-\*-of-00003\.safetensors, and no index"
+        )
+        with pytest.raises(FormatError, match=match):
+            opening.open_checkpoint(tmp_path)
+    # What is left opens as itself.
+    only = tmp_path / "model-00003-of-00003.safetensors"
+    assert_same(opening.open_checkpoint(only), {"3": arrays["3"]})
+
+
 def test_a_tensor_in_two_files_is_refused(tmp_path):
     for name in ("a", "b"):
         written(tmp_path / f"{name}.safetensors", {"w": array(2)})

@@ -330,6 +330,14 @@ def test_several_files_without_an_index_need_a_choice(tmp_path):
     assert [each.name for each in opening.open_checkpoint(tmp_path).tensors] == ["w"]
 
 
+def test_one_of_several_numbered_files_without_an_index_is_refused(tmp_path):
+    name = "pytorch_model-00001-of-00002.bin"
+    shutil.copy(DATA / "sharded" / name, tmp_path)
+    with pytest.raises(FormatError, match=r"1 of the 2 files pytorch_model-\*-of-0000"):
+        opening.open_checkpoint(tmp_path)
+    assert opening.open_checkpoint(tmp_path / name).tensors
+
+
 def test_a_name_that_two_dicts_make_is_refused(tmp_path):
     tensor = torch_files.tensor()
     path = torch_files.write(tmp_path / "x.pt", {"a": {"b": tensor}, "a.b": tensor})
