@@ -163,7 +163,7 @@ def _open_dcp(path: pathlib.Path) -> float:
     plan = _planned(tensors, layout, targets, part)
     secs = time.perf_counter() - began
     volume = len(tensors) * rows * columns // 8
-    assert plan.total().needed_bytes == volume * _DTYPE.itemsize
+    assert _needed_bytes(plan) == volume * _DTYPE.itemsize
     return secs
 
 
@@ -242,7 +242,12 @@ def _over_needed(
 
     plans = [planned(host) for host in range(_HOSTS)]
     checks = [ReadChecks(checkpoint, plan, plan.files) for plan in plans]
-    totals = [plan.total() for plan in plans]
-    read = sum(total.read_bytes for total in totals)
+    read = sum(int((plan.spans.stop - plan.spans.start).sum()) for plan in plans)
     read += sum(each.extra_bytes for each in checks)
-    return 100 * (read / sum(total.needed_bytes for total in totals) - 1)
+    return 100 * (read / sum(map(_needed_bytes, plans)) - 1)
+
+
+def _needed_bytes(plan: load_plan.LoadPlan) -> int:
+    # Of all elements that are copied.
+    sizes = [form.volume * form.dtype.itemsize for form in plan.spans.forms]
+    return int(np.array(sizes, np.int64)[plan.spans.form].sum())

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import numpy as np
-
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
 from elastic_ckpt.universal.plan.pieces import Buffer, FilledPart, Region, cut
@@ -22,22 +20,6 @@ REMOTE = Limits(gap_bytes=2**20, span_bytes=2**24)
 def limits_of(file: str) -> Limits:
     """The limits of the requests to a file, by its path or URL."""
     return REMOTE if "://" in file else LOCAL
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Reads:
-    """The amount that a host reads.
-
-    Attributes:
-      needed_bytes: of all elements that go somewhere; one that goes to two places
-        counts twice.
-      read_bytes: of all requests.
-      requests: their number.
-    """
-
-    needed_bytes: int
-    read_bytes: int
-    requests: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,16 +47,6 @@ class LoadPlan:
     def num_targets(self) -> int:
         """The number of buffers of the target's boxes."""
         return len(self.buffers) - sum(len(each.layers) for each in self.regions)
-
-    def total(self) -> Reads:
-        """The bytes and requests of all files."""
-        spans = self.spans
-        sizes = [form.volume * form.dtype.itemsize for form in spans.forms]
-        return Reads(
-            needed_bytes=int(np.array(sizes, np.int64)[spans.form].sum()),
-            read_bytes=int((spans.stop - spans.start).sum()),
-            requests=len(spans),
-        )
 
 
 def plan(
