@@ -69,12 +69,12 @@ class Checksum(NamedTuple):
     Attributes:
       start: the first byte.
       stop: the byte after the last.
-      digest: a number is a CRC-32, bytes are an XXH3-128.
+      crc: the CRC-32.
     """
 
     start: int
     stop: int
-    digest: int | bytes
+    crc: int
 
 
 class Checkpoint(Protocol):

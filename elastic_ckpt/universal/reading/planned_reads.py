@@ -99,7 +99,7 @@ class PlannedReads:
         """The checksums that the format has of the files; None if it has none.
 
         Raises:
-          FormatError: if checksums cannot be read, or a digest differs.
+          FormatError: if checksums cannot be read.
         """
         if self.source is not None or checkpoint.checksums is opened.no_checksums:
             return None

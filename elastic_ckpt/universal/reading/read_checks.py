@@ -44,7 +44,7 @@ class ReadChecks:
       extra_bytes: that are read to check them, beside those of the plan.
 
     Raises:
-      FormatError: if checksums cannot be read, or a digest of a whole range differs.
+      FormatError: if checksums cannot be read.
     """
 
     def __init__(
@@ -125,7 +125,6 @@ class ReadChecks:
         starts = [start for start, _ in merged]
         needed: list[_Range] = []
         entries: list[Checksum] = []
-        whole: list[Checksum] = []
         for entry in listed:
             first = max(0, bisect.bisect_right(starts, entry.start) - 1)
             inside = [
@@ -135,14 +134,9 @@ class ReadChecks:
                 ]
                 if start < entry.stop and entry.start < stop
             ]
-            if not inside:
-                continue
-            if isinstance(entry.digest, bytes):
-                whole.append(entry)
-                continue
-            entries.append(entry)
-            needed += inside
-        opened.compare(file, whole)
+            if inside:
+                entries.append(entry)
+                needed += inside
         self._entries[file] = entries
         # The bounds of spans are those of segments, too.
         ends = sorted({end for span in spans for end in span})
@@ -168,8 +162,8 @@ class ReadChecks:
             stop = self._segments[file][at]
             crc = combined(crc, crcs[at], stop - at)
             at = stop
-        if crc != entry.digest:
-            found = f"the CRC-32 {crc:08x}, not {entry.digest:08x}"
+        if crc != entry.crc:
+            found = f"the CRC-32 {crc:08x}, not {entry.crc:08x}"
             raise opened.damaged(file, entry.start, entry.stop, found)
 
 
