@@ -6,15 +6,18 @@ a good copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
-from elastic_ckpt.steps.manifest import Contents
-from elastic_ckpt.universal.formats import saved_leaf
+from elastic_ckpt.core import box_cover
+from elastic_ckpt.core.boxes import Box, Boxes
+from elastic_ckpt.steps.manifest import Contents, Leaf
+from elastic_ckpt.universal.formats import coverage
 from elastic_ckpt.universal.reading import byte_source
-from elastic_ckpt.universal.stored import StoredTensor
+from elastic_ckpt.universal.stored import Fragment, StoredTensor
+from elastic_ckpt.universal.strides import row_major
 
 
 class SavedBoxes(byte_source.ByteSource):
@@ -33,11 +36,11 @@ class SavedBoxes(byte_source.ByteSource):
         self._numbers: dict[str, int] = {}
         leaves = saved.table.contents.leaves
         self.tensors = [
-            saved_leaf.tensor(
+            _tensor(
                 leaves[number],
                 name,
                 [
-                    (saved.table.box(each), self._file(each), 0)
+                    (saved.table.box(each), self._file(each))
                     for each in saved.of_leaf(number)
                 ],
                 is_overlapping=number in saved.table.overlapping,
@@ -86,6 +89,33 @@ def tensors_of(contents: Contents, tree: str) -> list[StoredTensor]:
         )
         for number, name in _leaves(contents, tree).items()
     ]
+
+
+def _tensor(
+    leaf: Leaf, name: str, saved: Iterable[tuple[Box, str]], *, is_overlapping: bool
+) -> StoredTensor:
+    # `saved` has the boxes of the leaf and their files. Elements that several boxes
+    # share are read from the first.
+    shape = coverage.checked_shape(leaf.shape, leaf.path)
+    dtype = np.dtype(leaf.dtype)
+    covered: list[Box] = []
+    fragments: list[Fragment] = []
+    for box, file in saved:
+        parts = [box]
+        if is_overlapping:
+            before = Boxes.from_boxes(covered, rank=len(shape))
+            bare = box_cover.gaps(box, before)
+            parts = [bare[number] for number in range(len(bare))]
+            covered.append(box)
+        strides = row_major(box.shape, dtype.itemsize)
+        for part in parts:
+            skips = zip(part.start, box.start, strides, strict=True)
+            offset = sum((a - b) * stride for a, b, stride in skips)
+            fragments.append(
+                Fragment(box=part, file=file, offset=offset, strides=strides)
+            )
+    coverage.check(shape, [each.box for each in fragments], leaf.path)
+    return StoredTensor(name=name, dtype=dtype, shape=shape, fragments=tuple(fragments))
 
 
 def _leaves(contents: Contents, tree: str) -> dict[int, str]:
