@@ -71,13 +71,13 @@ class _Cut:
     Attributes:
       source: the dims of a shard.
       target: those of the parameter.
-      list: that has the parameter; "" if none has.
+      key: of the list that has the parameter; "" if none has.
       sizes: by name.
     """
 
     source: str
     target: str
-    list: str
+    key: str
     sizes: tuple[tuple[str, int], ...] = ()
 
 
@@ -90,13 +90,8 @@ def layout(checkpoint: Checkpoint, targets: Collection[str] | None = None) -> La
         dropped. None for all kinds.
 
     Raises:
-      FormatError: if it is of another format, has no description, or one that does not
-        fit its tensors.
+      FormatError: if it has no description, or one that does not fit its tensors.
     """
-    if not checkpoint.format.startswith(FORMAT):
-        raise FormatError(
-            f"a checkpoint of the format {checkpoint.format} has no layout; give one"
-        )
     info = checkpoint.values.get(deepspeed.INFO)
     ranks = checkpoint.axes.get(_AXIS, 1)
     if info is None and ranks > 1:
@@ -164,8 +159,8 @@ def _rule(name: str, cut: _Cut, kinds: tuple[str, ...]) -> Rule:
     source = TensorPattern(
         name=name,
         dims=cut.source,
-        replicated=(_AXIS,) if cut.list == _REPLICATED else (),
-        mean=(_AXIS,) if cut.list == _AVERAGED else (),
+        replicated=(_AXIS,) if cut.key == _REPLICATED else (),
+        mean=(_AXIS,) if cut.key == _AVERAGED else (),
     )
     return Rule(
         source=(source,),
@@ -228,7 +223,7 @@ class _Description:
                 " alone are read; give a layout of your own, with `widths`"
             )
         if () in shapes:
-            return _Cut(source="...", target="...", list=_REPLICATED)
+            return _Cut(source="...", target="...", key=_REPLICATED)
         matched = self._matched(name)
         found = next((key for key in _DIMS if key in matched), "")
         if is_buffer and not matched:
@@ -248,7 +243,7 @@ class _Description:
         return _Cut(
             source=dims.format(rows=rows),
             target=dims.format(rows="d0").replace(f"@{_AXIS}", ""),
-            list=found,
+            key=found,
             sizes=tuple(sizes.items()),
         )
 
