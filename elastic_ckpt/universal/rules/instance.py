@@ -277,7 +277,7 @@ class _Planner:
         for chosen in read:
             _, row, values = chosen[0]
             reduction = _reduction(tensor, len(chosen))
-            for start, ranges in self._cut(tensor, term, row, values):
+            for start, ranges in self._cut(tensor, term, values):
                 slab = _Slab(
                     members=tuple((number, start) for number, _, _ in chosen),
                     ranges=ranges,
@@ -302,7 +302,7 @@ class _Planner:
         self, tensor: ParsedTensor, term: Term, rows: Sequence[tuple[int, Row]]
     ) -> list[_Slab] | None:
         # The slabs of many rows of different elements, fast; None if they need more.
-        if tensor.tables or tensor.reduced or tensor.dims.axes & tensor.name.names:
+        if tensor.reduced or tensor.dims.axes & tensor.name.names:
             return None
         used = tensor.dims.axes | (term.coordinates - term.names)
         # By all ranks of a row: those that are used, and the slabs without captures.
@@ -349,42 +349,28 @@ class _Planner:
             for capture in tensor.coordinates
             if capture.key not in tensor.reduced
         ]
-        by = {name for names, _ in tensor.tables.values() for name in names}
-        names = (tensor.dims.axes | term.coordinates | by) - tensor.reduced
+        names = (tensor.dims.axes | term.coordinates) - tensor.reduced
         ranks = [(axis, at) for axis, at in values.items() if axis in names]
         return tuple(values[key] for key in keys), tuple(sorted(ranks))
 
     def _cut(
-        self, tensor: ParsedTensor, term: Term, row: Row, values: Mapping[str, Any]
+        self, tensor: ParsedTensor, term: Term, values: Mapping[str, Any]
     ) -> Iterator[tuple[tuple[int, ...], _Ranges]]:
         # The slabs of a row that have the names of the term.
         points = self._points(tensor, values)
         if points.keys() - term.names:
             return
         for axis in term.coordinates - term.names:
-            if axis in values and axis not in tensor.tables:
+            if axis in values:
                 points[axis] = (int(values[axis]), 1, -1, 0)
-        by = [name for names, _ in tensor.tables.values() for name in names]
-        for name in by:
-            if name in values and name not in points and name not in term.names:
-                points[name] = (int(values[name]), 1, -1, 0)
         for start, ranges in self._in_dims(tensor, values):
             held = {**points, **ranges}
             if not term.names <= held.keys() or ranges.keys() - term.names:
                 continue
-            parts = [(start, held)]
-            for key, table in tensor.tables.items():
-                if key in term.coordinates:
-                    parts = [
-                        each
-                        for part in parts
-                        for each in _by_table(tensor, row, key, table, *part)
-                    ]
             wanted = term.coordinates | (term.names & tensor.reduced)
             if tensor.role:
                 wanted = wanted | term.names
-            for at, found in parts:
-                yield at, {name: found[name] for name in found if name in wanted}
+            yield start, {name: held[name] for name in held if name in wanted}
 
     def _points(self, tensor: ParsedTensor, values: Mapping[str, Any]) -> _Ranges:
         # The coordinates that captures have.
@@ -494,8 +480,6 @@ class _Planner:
                     (each.key, at) for each, at in zip(captures, chosen, strict=True)
                 )
                 values = dict(captured)
-                if not self._is_in_tables(tensor, values):
-                    continue
                 scope = self._scope(self._ranks(tensor, values))
                 try:
                     lengths = [dims.length(node, scope) for node in tensor.dims.nodes]
@@ -516,9 +500,6 @@ class _Planner:
     def _num_values(
         self, tensor: ParsedTensor, capture: Any, known: Mapping[str, int]
     ) -> int:
-        for by, table in tensor.tables.values():
-            if capture.key in by:
-                return 1 + max((at[by.index(capture.key)] for at in table), default=-1)
         try:
             return int(dims.length(capture.node, Scope(sizes=known)))
         except KeyError:
@@ -527,13 +508,6 @@ class _Planner:
                 f"{tensor.place}: the number of values of {{{capture.key}}} is not "
                 f"known; give {names or 'its rows'} in `sizes`"
             ) from None
-
-    def _is_in_tables(self, tensor: ParsedTensor, values: Mapping[str, int]) -> bool:
-        return all(
-            tuple(values[name] for name in by) in table
-            for by, table in tensor.tables.values()
-            if all(name in values for name in by)
-        )
 
     def arithmetic(
         self, pair: Pair, reduction: Reduction, operands: Sequence[Term]
@@ -932,7 +906,6 @@ def _members(
         return members
     pattern = tensor.pattern
     used = tensor.dims.axes | term.coordinates | term.names | tensor.reduced
-    used |= {name for by, _ in tensor.tables.values() for name in by}
     _check_distinct(tensor, members, used)
     members.sort(key=lambda each: [each[2].get(n, -1) for n in pattern.reduced])
     first = members[0]
@@ -1068,47 +1041,6 @@ def _united(tensor: ParsedTensor, slabs: Iterable[_Slab]) -> list[_Slab]:
             dataclasses.replace(same[0], members=members, reduction=reduction)
         )
     return united
-
-
-def _by_table(
-    tensor: ParsedTensor,
-    row: Row,
-    key: str,
-    table: tuple[tuple[str, ...], dict[tuple[int, ...], int]],
-    start: tuple[int, ...],
-    ranges: _Ranges,
-) -> Iterator[tuple[tuple[int, ...], _Ranges]]:
-    # Replaces the coordinates of a table by the one that it gives, run by run.
-    by, entries = table
-    kept = {name: each for name, each in ranges.items() if name not in by}
-    *outer, last = [ranges[name] for name in by]
-
-    def entry(at: tuple[int, ...]) -> int:
-        number = entries.get(at)
-        if number is None:
-            raise LayoutError(
-                f"{tensor.place}: the index of {key} has no entry {list(at)} for "
-                f"{row.name!r}"
-            )
-        return number
-
-    for numbers in itertools.product(*(range(a, a + n) for a, n, _, _ in outer)):
-        moved = list(start)
-        for number, (first, _, dim, step) in zip(numbers, outer, strict=True):
-            if dim >= 0:
-                moved[dim] += (number - first) * step
-        first, count, dim, step = last
-        at = first
-        while at < first + count:
-            value = entry((*numbers, at))
-            end = at + 1
-            while end < first + count and entry((*numbers, end)) == value + end - at:
-                end += 1
-            place = list(moved)
-            if dim >= 0:
-                place[dim] += (at - first) * step
-            yield tuple(place), {**kept, key: (value, end - at, dim, step)}
-            at = end
 
 
 def _are_apart(held: Boxes) -> bool:

@@ -25,7 +25,6 @@ from elastic_ckpt.universal.rules.choice import Choice
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.rule import (
     DIRECTIONS,
-    Index,
     Rule,
     Size,
     TensorPattern,
@@ -48,7 +47,6 @@ class Layout:
       rules: the rules, each of which relates some tensors with some leaves.
       sizes: the sizes of dims by name.
       widths: the sizes of a dim on each rank, by dim and rank axis, if ranks differ.
-      index: tables that reorder a dim, by dim.
       ranks: the number of ranks by axis, where the format does not store it.
       states: the kinds of tensors that belong to a parameter: itself, its master
         weights, its moments.
@@ -78,7 +76,6 @@ class Layout:
     widths: Mapping[str, Mapping[str, tuple[int, ...]]] = dataclasses.field(
         default_factory=dict
     )
-    index: Mapping[str, Index] = dataclasses.field(default_factory=dict)
     ranks: Mapping[str, int] = dataclasses.field(default_factory=dict)
     states: Mapping[str, State] = dataclasses.field(
         default_factory=lambda: ONLY_PARAMETERS
@@ -246,8 +243,7 @@ class Layout:
         # All words of the expressions and names of rules: those of dims are among them.
         words = {word for each in self.through for word in each._words()}
         for each in (self, *self.rules):
-            words |= {*each.widths, *each.index}
-            words.update(*(index.by for index in each.index.values()))
+            words |= each.widths.keys()
             texts = [size for size in each.sizes.values() if isinstance(size, str)]
             words.update(_WORD.findall(" ".join(texts)))
         for rule in self.rules:
@@ -343,13 +339,12 @@ class Layout:
         )
 
     def complete(self, rule: Rule) -> Rule:
-        """`rule` with the sizes, widths, tables and defaults of the layout."""
+        """`rule` with the sizes, widths and defaults of the layout."""
         return dataclasses.replace(
             rule,
             source=tuple(self._with_defaults(each, rule) for each in rule.source),
             sizes={**self.sizes, **rule.sizes},
             widths={**self.widths, **rule.widths},
-            index={**self.index, **rule.index},
         )
 
     def _with_defaults(self, tensor: TensorPattern, rule: Rule) -> TensorPattern:
@@ -362,7 +357,6 @@ class Layout:
             )
             used = {word for text in texts for word in _WORD.findall(text)}
             used.update(tensor.reduced)
-            used.update(*(index.by for index in {**self.index, **rule.index}.values()))
             added = tuple(name for name in names if name not in used)
             if option == "replicated" and (tensor.mean or tensor.sum):
                 option = "unchecked"

@@ -22,7 +22,6 @@ from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.rule import (
     COPIES,
     DIRECTIONS,
-    Index,
     Rule,
     Size,
     TensorPattern,
@@ -241,7 +240,6 @@ def _read(root: _Node) -> dict[str, Any]:
             "version": _version,
             "sizes": _sizes,
             "widths": _widths,
-            "index": _indices,
             "ranks": lambda node: node.map(_Node.whole),
             "states": lambda node: node.map(_state),
             "rules": lambda node: node.list(_rule),
@@ -350,29 +348,6 @@ def _widths(node: _Node) -> dict[str, dict[str, tuple[int, ...]]]:
     return node.map(lambda axes: axes.map(lambda each: each.list(_Node.whole)))
 
 
-def _indices(node: _Node) -> dict[str, Index]:
-    return node.map(_index)
-
-
-def _index(node: _Node) -> Index:
-    fields = node.fields(
-        {
-            "by": lambda each: each.list(_Node.text),
-            "values": lambda each: each.list(_entry),
-        }
-    )
-    if fields.keys() != {"by", "values"}:
-        raise node.error("an index has `by` and `values`")
-    try:
-        return Index(**fields)
-    except LayoutError as error:
-        raise node.error(str(error)) from None
-
-
-def _entry(node: _Node) -> int | tuple[int, ...]:
-    return node.list(_Node.whole) if node.is_list else node.whole()
-
-
 def _state(node: _Node) -> State:
     fields = node.fields({"from": _state_name, "to": _state_name})
     state = State(source=fields.get("from"), target=fields.get("to"))
@@ -421,7 +396,6 @@ def _rule(node: _Node) -> Rule:
             "pad": lambda each: each.map(_Node.number),
             "sizes": _sizes,
             "widths": _widths,
-            "index": _indices,
             "states": lambda each: each.list(_Node.text),
             "kind": _Node.text,
             "optional": _Node.flag,

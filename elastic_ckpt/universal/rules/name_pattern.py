@@ -1,7 +1,7 @@
 """Name patterns: `layers.{layer}.{part}.weight` matches the names of tensors.
 
-A capture is `{layer}`: a number if the layout uses it as one (as a dim, in a product,
-in an index table), otherwise a text without `.` and `/`. `{name:path}` is any text,
+A capture is `{layer}`: a number if the layout uses it as one (as a dim or in a
+product), otherwise a text without `.` and `/`. `{name:path}` is any text,
 `{part:q|k|v}` one of these texts (their position, where the layout uses it as a
 number), `{layer:03}` a number of at least three digits. `{(stage local)}` is the index
 of a dims expression: here of two dims in row-major order. `{layer+1}` is a number that

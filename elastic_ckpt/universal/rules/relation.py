@@ -2,7 +2,7 @@
 
 Each tensor of a rule has elements with named coordinates: the factors of its dims, and
 the names in its captures. All tensors of a pattern are slabs of one array whose first
-dims are the captures. Rank axes and index tables give coordinates, too. A part of a
+dims are the captures. Rank axes give coordinates, too. A part of a
 tensor (one addend of every sum) belongs to the part of the other side that has the same
 coordinates.
 """
@@ -13,7 +13,7 @@ import copy
 import dataclasses
 import difflib
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -52,7 +52,6 @@ class ParsedTensor:
       role: the option of the tensor `main` that lists it.
       coordinates: the captures that are coordinates, as they occur in the name.
       name_sets: the names of each part: captures and factors.
-      tables: by dim, the names of an index table, and its entries.
     """
 
     pattern: TensorPattern
@@ -65,9 +64,6 @@ class ParsedTensor:
     role: str = ""
     coordinates: tuple[Capture, ...] = ()
     name_sets: tuple[frozenset[str], ...] = ()
-    tables: Mapping[str, tuple[tuple[str, ...], dict[tuple[int, ...], int]]] = (
-        dataclasses.field(default_factory=dict)
-    )
 
     @property
     def has_sum(self) -> bool:
@@ -151,7 +147,7 @@ class Relation:
     """A rule, parsed and checked.
 
     Attributes:
-      rule: as it was written, with the tables that it uses.
+      rule: as it was written.
       sources: the tensors of the checkpoint; operands of others are last.
       targets: the tensors of the target.
       forms: the forms of captures that are texts, which hold in all names.
@@ -168,7 +164,7 @@ class Relation:
         """Parses `rule`.
 
         Args:
-          rule: with the sizes, widths and tables of its layout.
+          rule: with the sizes and widths of its layout.
           axes: the rank axes of the checkpoint; None if they are not known yet.
 
         Raises:
@@ -185,7 +181,7 @@ class Relation:
             for side in sides
         ]
         written = [*sides[0], *sides[1]]
-        self.rule = rule = _with_used_tables(rule, sides)
+        self.rule = rule
         self.numbers = _numbers(rule, written)
         self.kept = _kept(rule, written, self.numbers)
         self.numbers |= _always_numbers(written)
@@ -234,21 +230,14 @@ class Relation:
 
     def _resolve(self, sides: Sequence[list[ParsedTensor]]) -> None:
         self.sources, self.targets = (
-            # The names of targets alone have coordinates: they have no ranks.
-            [self._with_coordinates(each, sides[1 - at], ranks) for each in sides[at]]
-            for at, ranks in ((0, self._axes), (1, ()))
+            [self._with_coordinates(each) for each in side] for side in sides
         )
         if self.has_rest:
             self.pairs, self.padding, self.absent = [], [], []
         else:
             self.pairs, self.padding = self._paired()
 
-    def _with_coordinates(
-        self,
-        tensor: ParsedTensor,
-        others: Sequence[ParsedTensor],
-        axes: Collection[str] | None,
-    ) -> ParsedTensor:
+    def _with_coordinates(self, tensor: ParsedTensor) -> ParsedTensor:
         captures = tuple(
             capture
             for capture in tensor.name.captures
@@ -262,48 +251,23 @@ class Relation:
             )
         except LayoutError as error:
             raise LayoutError(f"{tensor.place}: {error}") from None
-        captured = {name for capture in captures for name in capture.names}
-        held = captured | tensor.dims.names
-        elsewhere = frozenset(
-            name for other in others for name in other.dims.names | other.name.names
-        )
-        tables = {}
-        for key, index in self.rule.index.items():
-            if key not in elsewhere or key in held:
-                continue
-            ranks = set(index.by) - held
-            if ranks == set(index.by) and axes is None:
-                continue
-            if axes is None or ranks <= set(axes):
-                tables[key] = index.by, index.table()
         return dataclasses.replace(
             tensor,
             coordinates=captures,
             name_sets=tuple(slab.name_sets),
-            tables=tables,
         )
 
-    def _terms(
-        self, tensors: Sequence[ParsedTensor], others: Sequence[ParsedTensor]
-    ) -> Iterator[Term]:
-        elsewhere = frozenset(
-            name for other in others for name in other.dims.names | other.name.names
-        )
+    @staticmethod
+    def _terms(tensors: Sequence[ParsedTensor]) -> Iterator[Term]:
         for tensor in tensors:
             for names in tensor.name_sets:
-                coordinates = names - tensor.reduced
-                for key, (by, _) in tensor.tables.items():
-                    # Those that are no names are ranks.
-                    of_others = {n for each in tensor.name_sets for n in each} - names
-                    if not of_others & set(by):
-                        coordinates = coordinates - (set(by) - elsewhere) | {key}
-                yield Term(tensor.number, names, frozenset(coordinates))
+                yield Term(tensor.number, names, names - tensor.reduced)
 
     def _paired(self) -> tuple[list[Pair], list[Term]]:
         axes = self._axes
         self.absent: list[tuple[Term, bool]] = []
-        sources = list(self._terms(self.sources, self.targets))
-        targets = list(self._terms(self.targets, self.sources))
+        sources = list(self._terms(self.sources))
+        targets = list(self._terms(self.targets))
         operands = [each for each in sources if self.sources[each.tensor].role]
         sources = [each for each in sources if not self.sources[each.tensor].role]
         pad = self.rule.pad.keys()
@@ -450,10 +414,9 @@ class Relation:
                 f"the coordinates {_text(term.coordinates)}; name them differently, or "
                 f"write `copy: checked` for all but one of them"
             )
-        sides = (others, tensors)
         listed = "; ".join(
             f"{_text(each.coordinates)} in {others[each.tensor].name.text!r}"
-            for each in self._terms(*sides)
+            for each in self._terms(others)
             if not others[each.tensor].role
         )
         return LayoutError(
@@ -546,23 +509,9 @@ def _check_options(tensor: ParsedTensor) -> None:
             )
 
 
-def _with_used_tables(rule: Rule, sides: Sequence[Sequence[ParsedTensor]]) -> Rule:
-    # Tables of the layout serve rules that have their dim on one side alone.
-    names = [
-        {name for each in side for name in each.dims.names | each.name.names}
-        for side in sides
-    ]
-    used = {
-        key: index
-        for key, index in rule.index.items()
-        if (key in names[0]) != (key in names[1])
-    }
-    return dataclasses.replace(rule, index=used)
-
-
 def _numbers(rule: Rule, written: Sequence[ParsedTensor]) -> frozenset[str]:
     reduced = {name for tensor in written for name in tensor.reduced}
-    numbers = {*rule.index, *(reduced & rule.sizes.keys())}
+    numbers = reduced & rule.sizes.keys()
     # The values of a text that only names of targets have are not known.
     numbers |= {
         capture.key
@@ -571,8 +520,6 @@ def _numbers(rule: Rule, written: Sequence[ParsedTensor]) -> frozenset[str]:
         for capture in tensor.name.captures
         if capture.key in tensor.reduced and capture.form != "path"
     }
-    for index in rule.index.values():
-        numbers.update(index.by)
     for tensor in written:
         numbers |= tensor.dims.names | tensor.dims.axes
         for capture in tensor.name.captures:

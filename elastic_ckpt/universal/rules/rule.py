@@ -12,7 +12,6 @@ from collections.abc import Mapping
 
 from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue, Required
 from elastic_ckpt.universal.rules.choice import Choice
-from elastic_ckpt.universal.rules.layout_error import LayoutError
 
 # A number, arithmetic on other sizes, a value of the checkpoint, or one to be chosen.
 Size = float | str | CheckpointValue | Choice
@@ -78,46 +77,6 @@ class TensorPattern:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Index:
-    """A table that gives the numbers along a dim.
-
-    Attributes:
-      by: captures or rank axes, the coordinates of the table; two at most.
-      values: the numbers; a list for each value of the first coordinate if there are
-        two. The lists may have different lengths.
-    """
-
-    by: tuple[str, ...]
-    values: tuple[int | tuple[int, ...], ...]
-
-    def __post_init__(self) -> None:
-        if not self.table():
-            raise LayoutError("an index has one number at least")
-        nested = {isinstance(entry, tuple) for entry in self.values}
-        if not 1 <= len(self.by) <= 2 or nested != {len(self.by) == 2}:
-            raise LayoutError(
-                "`by` of an index is one name for a list of numbers, or two names for "
-                "a list of lists"
-            )
-        numbers = sorted(self.table().values())
-        if numbers != list(range(len(numbers))):
-            raise LayoutError(
-                f"the values of an index are 0 to {len(numbers) - 1}, each once, not "
-                f"{numbers}"
-            )
-
-    def table(self) -> dict[tuple[int, ...], int]:
-        """The number at each coordinate."""
-        table: dict[tuple[int, ...], int] = {}
-        for at, entry in enumerate(self.values):
-            if isinstance(entry, tuple):
-                table |= {(at, local): number for local, number in enumerate(entry)}
-            else:
-                table[at,] = entry
-        return table
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """The relation of tensors of a checkpoint with tensors of a target.
 
@@ -127,7 +86,6 @@ class Rule:
       pad: the values of padding, by the name of a dim that one side alone has.
       sizes: by name; beside those of the layout.
       widths: the sizes on each rank, by dim and rank axis.
-      index: tables, by dim; beside those of the layout.
       states: the states that it holds for; None for all of the layout.
       kind: if not None, it holds for tensors of this kind, and names are whole names,
         which no state completes.
@@ -146,7 +104,6 @@ class Rule:
     widths: Mapping[str, Mapping[str, tuple[int, ...]]] = dataclasses.field(
         default_factory=dict
     )
-    index: Mapping[str, Index] = dataclasses.field(default_factory=dict)
     states: tuple[str, ...] | None = None
     kind: str | None = None
     optional: bool = False

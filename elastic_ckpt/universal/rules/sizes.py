@@ -53,7 +53,7 @@ class Equation:
 def equations(
     relation: Relation, sides: Sequence[Sequence[Row]], counts: Mapping[str, int]
 ) -> Iterator[Equation]:
-    """The equations of shapes, then those of captures, tables and rank axes.
+    """The equations of shapes, then those of captures and rank axes.
 
     Args:
       relation: the rule.
@@ -83,19 +83,9 @@ def equations(
         for tensor in tensors:
             captured = [row.captured for row in side if row.tensor == tensor.number]
             yield from _capture_equations(tensor, captured)
-    for tensor in (*relation.sources, *relation.targets):
-        for key, (by, table) in tensor.tables.items():
-            origin = f"the index of {key}"
-            node = dims.Name(key)
-            yield Equation(node=node, length=len(table), ranks={}, origin=origin)
-            for at, name in enumerate(by):
-                if name in tensor.dims.names:
-                    most = 1 + max(index[at] for index in table)
-                    node = dims.Name(name)
-                    yield Equation(node=node, length=most, ranks={}, origin=origin)
     for pair in relation.pairs:
         for axis in sorted(pair.source.coordinates & counts.keys()):
-            if axis not in pair.source.names and axis not in relation.rule.index:
+            if axis not in pair.source.names:
                 yield Equation(
                     node=dims.Name(axis),
                     length=counts[axis],

@@ -6,14 +6,13 @@ import yaml
 from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
-from elastic_ckpt.universal.rules.rule import Index, Rule, TensorPattern, side
+from elastic_ckpt.universal.rules.rule import Rule, TensorPattern, side
 from elastic_ckpt.universal.rules.state import State
 
 FULL = """\
 version: 1
 sizes: {d: 128, pad: d, layer: {value: [a/kv, b], default: 1}}
 widths: {x: {tp: [3, 5]}}
-index: {layer: {by: [pp, local], values: [[0, 1], [2]]}}
 ranks: {tp: 2}
 states:
   parameter: {from: "m/{}", to: "p/{}"}
@@ -65,7 +64,6 @@ def test_a_file_and_python_values_make_the_same_layout(tmp_path):
             "layer": CheckpointValue(paths=("a/kv", "b"), default=1),
         },
         widths={"x": {"tp": (3, 5)}},
-        index={"layer": Index(by=("pp", "local"), values=((0, 1), (2,)))},
         ranks={"tp": 2},
         states={
             "parameter": State(source="m/{}", target="p/{}"),
@@ -78,7 +76,7 @@ def test_a_file_and_python_values_make_the_same_layout(tmp_path):
         require={"a/kind": ("gqa", 2, None), "a/flag": (False,)},
     )
     assert Layout.load(path) == layout
-    assert Layout.load(path).rules[0].place == f"{path}, line 10: rules[0]"
+    assert Layout.load(path).rules[0].place == f"{path}, line 9: rules[0]"
 
 
 def test_the_inverse_of_the_inverse_is_the_layout():
@@ -92,19 +90,18 @@ def test_the_inverse_of_the_inverse_is_the_layout():
 @pytest.mark.parametrize(
     ("old", "new", "place", "problem"),
     [
-        ("drop:", "drops:", "line 19: drops", "nearest key is 'drop'"),
-        ("optional", "optionel", "line 16: rules[1].optionel", "'optional'"),
+        ("drop:", "drops:", "line 18: drops", "nearest key is 'drop'"),
+        ("optional", "optionel", "line 15: rules[1].optionel", "'optional'"),
         ("scale", "scales", "rules[0].from['a.{layer}'].scales", "'scale'"),
         ("version: 1", "version: 2", "line 1: version", "version 2 is not known"),
         ("version: 1\n", "", "layout, line 1", "`version: 1` is missing"),
         ("{c: 1}", "{c: 1, c: 1}", "rules[1].from['c']", "occurs twice"),
         ("{c: 1}", "{c: 2}", "rules[1].from['c']", "expected a text"),
         ("{c: 1}", "c", "rules[1].from", "expected a mapping"),
-        ("    to: {c: (1 + pad)}\n", "", "line 13: rules[1]", "`from` and `to`"),
+        ("    to: {c: (1 + pad)}\n", "", "line 12: rules[1]", "`from` and `to`"),
         ("dims: layer x, ", "", "rules[0].to['b']", "`dims` is missing"),
         ("dims: layer x,", "dims: layer ((x,", "rules[0].to['b']", "expected )"),
         ("[3, 5]", "[3, -5]", "widths['x']['tp'][1]", "whole number"),
-        ("[[0, 1], [2]]", "[[0, 1], [1]]", "index['layer']", "each once"),
         ("d: 128", "d: .inf", "line 2: sizes['d']", "finite number"),
         ('"m/{}"', '"m/"', "states['parameter'].from", "name of the parameter"),
         ("[parameter]", "[master]", "rules[0]", "the state 'master'"),

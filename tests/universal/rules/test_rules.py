@@ -539,17 +539,6 @@ drop: ["*.inv_freq"]
     assert_same(relayout(layout, {"w": w, "rope.inv_freq": w}), {"k": w})
 
 
-def test_a_table_reorders_the_indices_of_a_dim():
-    values = numbered(5, 2)
-    made_by = layout(
-        rule({"w": "old x"}, {"w": "new x"}),
-        index={"new": {"by": ["old"], "values": [3, 4, 0, 1, 2]}},
-    )
-    expected = {"w": values[[2, 3, 4, 0, 1]]}
-    assert_same(relayout(made_by, {"w": values}), expected)
-    assert_same(relayout(made_by.inverse(), expected), {"w": values})
-
-
 @pytest.mark.parametrize("count", [5, 8, 12])
 def test_layers_of_two_kinds_come_back_without_a_tree(count):
     layers = {f"layers.{n}.w": numbered(2, start=10 * n) for n in range(count)}
