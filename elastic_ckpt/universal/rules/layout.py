@@ -21,13 +21,11 @@ from elastic_ckpt.universal.rules.checkpoint_value import (
     Required,
     unmet,
 )
-from elastic_ckpt.universal.rules.choice import Choice
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.rule import (
     DIRECTIONS,
     Rule,
     Size,
-    TensorPattern,
 )
 from elastic_ckpt.universal.rules.state import ONLY_PARAMETERS, State
 
@@ -62,9 +60,6 @@ class Layout:
       require_inverse: the same in the other direction; it cannot be given in a file.
       lists: the paths of lists, such as `opt_state`, in a tree that is written; their
         keys are numbers.
-      defaults: options of all tensors of the checkpoint, such as `replicated`, with the
-        captures and rank axes that they list, where a rule does not use these.
-      defaults_inverse: the same in the other direction.
       through: layouts that are applied one after another, in place of rules.
       tree: the name of the tree in a step of Orbax that is written.
       tree_inverse: the same in the other direction.
@@ -92,10 +87,6 @@ class Layout:
     require: Required = dataclasses.field(default_factory=dict)
     require_inverse: Required = dataclasses.field(default_factory=dict)
     lists: tuple[str, ...] = ()
-    defaults: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    defaults_inverse: Mapping[str, tuple[str, ...]] = dataclasses.field(
-        default_factory=dict
-    )
     through: tuple[Layout, ...] = ()
     tree: str = TREE
     tree_inverse: str = TREE
@@ -171,8 +162,6 @@ class Layout:
         return dataclasses.replace(
             self,
             through=tuple(each.inverse() for each in reversed(self.through)),
-            defaults=self.defaults_inverse,
-            defaults_inverse=self.defaults,
             rules=tuple(rule.inverse() for rule in self.rules),
             states={kind: state.inverse() for kind, state in self.states.items()},
             drop=self.drop_inverse,
@@ -192,23 +181,17 @@ class Layout:
         A number or arithmetic that a rule has of its own stays.
 
         Raises:
-          LayoutError: if no rule uses one, or the layout lists sizes to choose from,
-            and one is not listed.
+          LayoutError: if no rule uses one.
         """
         if not sizes:
             return self
         self._check_sizes(sizes)
-        for each in (self, *self.rules):
-            for name in sizes.keys() & each.sizes.keys():
-                asked = each.sizes[name]
-                if isinstance(asked, Choice):
-                    asked.check(name, sizes[name])
         rules = [
             dataclasses.replace(
                 rule,
                 sizes={
                     name: sizes.get(name, size)
-                    if isinstance(size, Choice | CheckpointValue)
+                    if isinstance(size, CheckpointValue)
                     else size
                     for name, size in rule.sizes.items()
                 },
@@ -253,19 +236,6 @@ class Layout:
                     texts = (each.name, each.dims, str(each.scale), str(each.shift))
                     words.update(_WORD.findall(" ".join(texts)))
         return words
-
-    def check_choices(self) -> None:
-        """Checks that `with_sizes` has set every size that is left to the user.
-
-        Raises:
-          LayoutError: if one is not set; it says what its numbers mean.
-        """
-        for each in self.through:
-            each.check_choices()
-        for sizes in (self.sizes, *(rule.sizes for rule in self.rules)):
-            for name, size in sizes.items():
-                if isinstance(size, Choice):
-                    raise size.missing(name)
 
     def with_values(self, values: Mapping[str, Any]) -> Layout:
         """The layout with numbers in place of its references to a checkpoint's values.
@@ -339,40 +309,12 @@ class Layout:
         )
 
     def complete(self, rule: Rule) -> Rule:
-        """`rule` with the sizes, widths and defaults of the layout."""
+        """`rule` with the sizes and widths of the layout."""
         return dataclasses.replace(
             rule,
-            source=tuple(self._with_defaults(each, rule) for each in rule.source),
             sizes={**self.sizes, **rule.sizes},
             widths={**self.widths, **rule.widths},
         )
-
-    def _with_defaults(self, tensor: TensorPattern, rule: Rule) -> TensorPattern:
-        for option, names in self.defaults.items():
-            # A word of a rule is a name that it uses.
-            texts = (
-                text
-                for each in (*rule.target, tensor)
-                for text in (each.name, each.dims)
-            )
-            used = {word for text in texts for word in _WORD.findall(text)}
-            used.update(tensor.reduced)
-            added = tuple(name for name in names if name not in used)
-            if option == "replicated" and (tensor.mean or tensor.sum):
-                option = "unchecked"
-            if option == "replicated":
-                tensor = dataclasses.replace(
-                    tensor, replicated=(*tensor.replicated, *added)
-                )
-            else:
-                tensor = dataclasses.replace(
-                    tensor, unchecked=(*tensor.unchecked, *added)
-                )
-        times, plus = (
-            tuple(self._with_defaults(each, rule) for each in operands)
-            for operands in (tensor.times, tensor.plus)
-        )
-        return dataclasses.replace(tensor, times=times, plus=plus)
 
 
 def _with_values(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

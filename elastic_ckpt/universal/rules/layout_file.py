@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import yaml
 
 from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue, Required
-from elastic_ckpt.universal.rules.choice import Choice
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.rule import (
     COPIES,
@@ -246,8 +245,6 @@ def _read(root: _Node) -> dict[str, Any]:
             "drop": _drop,
             "fill": lambda node: node.map(_filling),
             "require": _required,
-            "replicated": lambda node: node.list(_Node.text),
-            "unchecked": lambda node: node.list(_Node.text),
             "through": lambda node: node.list(lambda each: each),
             "lists": lambda node: node.list(_Node.text),
             "tree": _tree,
@@ -265,12 +262,6 @@ def _read(root: _Node) -> dict[str, Any]:
                 " layouts"
             )
         values |= {"rules": (), "through": tuple(map(_resolved, values["through"]))}
-    defaults = {
-        option: values.pop(option)
-        for option in ("replicated", "unchecked")
-        if option in values
-    }
-    values |= {"defaults": defaults} if defaults else {}
     values |= values.pop("tree", {})
     drop = values.pop("drop", ((), ()))
     return {**values, "drop": drop[0], "drop_inverse": drop[1]}
@@ -301,20 +292,7 @@ def _version(node: _Node) -> int:
 
 
 def _sizes(node: _Node) -> dict[str, Size]:
-    return node.map(lambda n: _given(n) if n.is_mapping else n.arithmetic())
-
-
-def _given(node: _Node) -> CheckpointValue | Choice:
-    if [key for key, _ in node.items()] != ["choose"]:
-        return _value(node)
-    meanings: dict[int, str] = {}
-    for key, each in node.fields({"choose": _Node.items})["choose"]:
-        if not (key.isascii() and key.isdecimal()):
-            raise each.error(f"expected a whole number, not {key!r}")
-        meanings[int(key)] = each.text()
-    if not meanings:
-        raise node.error("`choose` has the numbers to choose from, and what they mean")
-    return Choice(meanings=meanings, place=node.place)
+    return node.map(lambda n: _value(n) if n.is_mapping else n.arithmetic())
 
 
 def _filling(node: _Node) -> float | CheckpointValue:

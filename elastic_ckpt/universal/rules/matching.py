@@ -89,7 +89,6 @@ def moves(
     with garbage_collection.paused():
         if layout.through:
             return _through(layout, stored, axes, targets)
-        layout.check_choices()
         matching = _Matching(layout, stored, axes, targets)
         made = _Planning(matching).matched()
         _check_halves(made.moves, stored)

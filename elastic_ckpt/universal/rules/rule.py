@@ -11,10 +11,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue, Required
-from elastic_ckpt.universal.rules.choice import Choice
 
-# A number, arithmetic on other sizes, a value of the checkpoint, or one to be chosen.
-Size = float | str | CheckpointValue | Choice
+# A number, arithmetic on other sizes, or a value of the checkpoint.
+Size = float | str | CheckpointValue
 
 # The powers of a parameter's scale, by the kind of state. A gradient is divided by the
 # scale; the second moment is that of a squared gradient.

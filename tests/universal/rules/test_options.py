@@ -184,19 +184,6 @@ def test_only_dtypes_of_elements_can_be_written(option, dtype):
         layout(rule({"w": source}, {"k": target}))
 
 
-@pytest.mark.parametrize("place", ["layout", "rule"])
-def test_a_size_that_is_left_to_the_user_is_given_for_rules_too(place):
-    choice = {"sizes": {"x": {"choose": {"1": "one", "2": "two"}}}}
-    of_rule, of_layout = (choice, {}) if place == "rule" else ({}, choice)
-    made_by = layout(rule({"w": "(x y)"}, {"k": "x y"}, **of_rule), **of_layout)
-    with pytest.raises(LayoutError, match="choose 'x'"):
-        relayout(made_by, {"w": numbered(4)})
-    made = relayout(made_by.with_sizes({"x": 2}), {"w": numbered(4)})
-    assert_same(made, {"k": numbered(2, 2)})
-    with pytest.raises(LayoutError, match="x cannot be 3"):
-        made_by.with_sizes({"x": 3})
-
-
 @pytest.mark.parametrize("place", ["file", "rule", "option"])
 def test_a_size_that_no_rule_uses_is_refused(place):
     rules = rule({"w.{l+1}": "(heads d) x"}, {"k": "l heads d x"})

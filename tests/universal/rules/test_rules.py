@@ -142,23 +142,6 @@ def test_sizes_that_one_rule_knows_are_known_in_the_others():
     assert_same(relayout(partly, tensors), targets)
 
 
-def test_a_default_of_the_file_serves_the_rules_that_do_not_use_the_axis():
-    tensors = [
-        saved(name, values, ep=n, tp=0)
-        for n in range(2)
-        for name, values in (("norm", numbered(3)), ("expert", numbered(2, start=n)))
-    ]
-    made_by = layout(
-        rule({"norm": "x"}, {"norm": "x"}),
-        rule({"expert": "x"}, {"experts": "ep x"}),
-        replicated=["ep"],
-        unchecked=["tp"],
-    )
-    made = relayout(made_by, tensors, {"ep": 2, "tp": 1})
-    expected = np.stack([numbered(2), numbered(2, start=1)])
-    assert_same(made, {"norm": numbered(3), "experts": expected})
-
-
 def test_a_rule_can_hold_in_one_direction():
     made_by = layout(
         rule({"w": "x"}, {"w": {"dims": "x", "scale": 2}}, only="forward"),
