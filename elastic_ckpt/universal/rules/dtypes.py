@@ -1,8 +1,7 @@
 """The dtypes of targets: those of their sources, or those that a rule gives.
 
-A weight of 8 bits or fewer, or several in one number, has a meaning only together with
-its scales: `X.weight_scale_inv`, `X.weight_scale`, `X.SCB`, `X.scales`. A layout that
-uses the one and drops the other is refused.
+Floats of 8 bits mean nothing without their scales: they keep their dtype unless a rule
+multiplies them by `times`. So do integers whose rule has `times`.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -24,14 +22,7 @@ _CATEGORIES = (np.bool_, np.integer, np.floating, np.complexfloating)
 _LIMITS_OF = {np.integer: ml_dtypes.iinfo, np.floating: ml_dtypes.finfo}
 # Of a quantized weight that is multiplied by its scales.
 _DEQUANTIZED = np.dtype(ml_dtypes.bfloat16)
-# What stands after the last dot, or after the name of the weight.
-_SCALE = re.compile(
-    r"(?P<weight>.*?)[._]"
-    r"(?:(?:global_)?q?scales?(?:_inv|_[0-9])?|scb|absmax|zero_points?|q?zeros)",
-    re.IGNORECASE | re.DOTALL,
-)
 _PACKED = (np.dtype(np.int32), np.dtype(np.uint32))
-_WEIGHTS = (".weight", ".qweight", "_blocks", "_packed", "")
 
 
 def with_dtypes(
@@ -49,6 +40,7 @@ def with_dtypes(
         not have, or cannot be derived.
     """
     held: list[set[np.dtype]] = [set() for _ in relation.targets]
+    unscaled: list[set[np.dtype]] = [set() for _ in relation.targets]
     for pair in relation.pairs:
         tensor = pair.source.tensor
         viewed_as = relation.sources[tensor].pattern.viewed_as
@@ -74,8 +66,18 @@ def with_dtypes(
         if held_operands:
             found = {_DEQUANTIZED if may_be_quantized(d) else d for d in found}
         held[pair.target.tensor].update(found)
+        if "times" not in roles:
+            has_times = any(relation.sources[n].role == "times" for n in operands)
+            needs_scales = may_be_quantized if has_times else _is_small_float
+            unscaled[pair.target.tensor].update(filter(needs_scales, found))
     for row in targets:
         dtype = _dtype(relation, row, held[row.tensor])
+        if cast := unscaled[row.tensor] - {dtype}:
+            raise LayoutError(
+                f"{relation.targets[row.tensor].place}: {row.name!r} is {dtype} in the "
+                f"target, and made of {', '.join(map(str, cast))} without scales; "
+                "multiply by them with `times`, and use the whole checkpoint"
+            )
         yield dataclasses.replace(row, dtype=dtype)
 
 
@@ -97,6 +99,10 @@ def may_be_quantized(dtype: np.dtype) -> bool:
     return (dtype.itemsize == 1 and dtype != np.bool_) or dtype in _PACKED
 
 
+def _is_small_float(dtype: np.dtype) -> bool:
+    return dtype.itemsize == 1 and _category(dtype) is np.floating
+
+
 def is_integer(dtype: np.dtype) -> bool:
     """Whether the elements of a dtype are integers, of any number of bits."""
     return _category(dtype) is np.integer
@@ -111,26 +117,6 @@ def can_be(number: float, dtype: np.dtype) -> bool:
     limits = ml_dtypes.iinfo(dtype)
     is_whole = math.isfinite(number) and float(number).is_integer()
     return is_whole and int(limits.min) <= number <= int(limits.max)
-
-
-def without_scales(used: Sequence[str], dropped: Collection[str]) -> Iterator[str]:
-    """Quantized tensors whose scales are left out, each with those scales.
-
-    Args:
-      used: the names of tensors that may be quantized.
-      dropped: the names of tensors that the layout drops.
-    """
-    scales: dict[str, list[str]] = {}
-    for name in dropped:
-        if match := _SCALE.fullmatch(name):
-            scales.setdefault(match["weight"], []).append(name)
-    if not scales:
-        return
-    for name in used:
-        stems = (name.removesuffix(each) for each in _WEIGHTS if name.endswith(each))
-        held = sorted({scale for stem in stems for scale in scales.get(stem, ())})
-        if held:
-            yield f"{name} ({', '.join(held)})"
 
 
 def _dtype(relation: Relation, row: Row, sources: set[np.dtype]) -> np.dtype:

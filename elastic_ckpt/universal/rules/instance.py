@@ -232,21 +232,6 @@ class _Planner:
                     f"makes {slab.name!r}: no tensor matches {place}"
                 )
 
-    def check_unscaled(self, pair: Pair, scales: Term) -> None:
-        """Checks that a pair may lack its scales: weights of few bits need them."""
-        tensor = self._relation.sources[scales.tensor]
-        if tensor.role != "times":
-            return
-        for row in self._instance.sources:
-            if row.tensor != pair.source.tensor or row.dtype is None:
-                continue
-            if dtypes.may_be_quantized(row.dtype):
-                name = tensor.name.format(self._relation.named(self._instance.kept))
-                raise LayoutError(
-                    f"{tensor.place}: {row.name!r} is {row.dtype}, and its scales "
-                    f"{name!r} are missing; use the whole checkpoint"
-                )
-
     def _is_in(self, row: Row, terms: Sequence[Term]) -> bool:
         tensor = self._relation.targets[row.tensor]
         points = self._points(tensor, dict(row.captured)).keys()
@@ -590,8 +575,6 @@ class _Join:
             if slabs:
                 operands.append(term)
                 self._sides.append(slabs)
-            else:
-                planner.check_unscaled(pair, term)
         self._operands = operands
         roles = {relation.sources[each.tensor].role for each in operands}
         if len(roles) > 1 or (roles and compared):

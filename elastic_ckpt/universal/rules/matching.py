@@ -46,7 +46,7 @@ from elastic_ckpt.universal.rules.name_pattern import (
     NamePattern,
 )
 from elastic_ckpt.universal.rules.relation import Kept, ParsedTensor, Relation, Row
-from elastic_ckpt.universal.rules.rule import DIRECTIONS, TensorPattern
+from elastic_ckpt.universal.rules.rule import DIRECTIONS
 from elastic_ckpt.universal.rules.state import PARAMETER
 from elastic_ckpt.universal.stored import StoredTensor
 
@@ -367,8 +367,6 @@ class _Matching:
     def _add_sources(self) -> None:
         drops = list(_dropped_names(self.layout))
         drop_index = NameIndex(drops)
-        dropped: dict[str, None] = {}
-        quantized: list[str] = []
         leftovers: list[str] = []
         complete: _Complete | None = None
         for number, tensor in enumerate(self.stored):
@@ -381,16 +379,13 @@ class _Matching:
             shorter = self._names[number]
             matches = self.matches(tensor)
             if drops and self._is_dropped(drop_index, tensor, matches):
-                dropped[tensor.name] = None
                 self._unused.update(
                     (each.entry.owner, each.entry.tensor) for each in matches
                 )
                 continue
             if len(matches) > 1:
                 complete = complete or _Complete(self)
-                fitting, matches = matches, complete.chosen(matches)
-                if dtypes.may_be_quantized(tensor.dtype):
-                    self._check_scaled(tensor.name, fitting, matches)
+                matches = complete.chosen(matches)
             if len(matches) > 1:
                 owners = [self.owners[each.entry.owner] for each in matches]
                 is_lacking = all(owner.is_optional for owner in owners)
@@ -408,27 +403,10 @@ class _Matching:
                     *_viewed(tensor, owner.relation.sources[match.entry.tensor]),
                 )
                 self._group(match).sources.append((sketch, number))
-                if dtypes.may_be_quantized(tensor.dtype):
-                    quantized.append(tensor.name)
             elif not self.layout.fill_inverse.keys() & {tensor.name, shorter}:
                 text = "" if tensor.kind == ANY_KIND else f" ({tensor.kind})"
                 leftovers.append(shorter + text)
-        for each in dtypes.without_scales(quantized, dropped.keys()):
-            self._note("unscaled", each)
         self._note_leftovers("sources", leftovers)
-
-    def _check_scaled(
-        self, name: str, fitting: Sequence[Match], chosen: Sequence[Match]
-    ) -> None:
-        # A weight of few bits does not take a rule that reads it without its scales.
-        def scales(match: Match) -> Sequence[TensorPattern]:
-            relation = self.owners[match.entry.owner].relation
-            return relation.sources[match.entry.tensor].pattern.times
-
-        for match in fitting:
-            if scales(match) and chosen and not any(map(scales, chosen)):
-                owner = self.owners[match.entry.owner]
-                self._note("without scales", f"{name} ({owner.text})")
 
     def _ranks(self, ranks: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
         # With those of axes of one rank.
@@ -693,11 +671,6 @@ class _Matching:
             "unmatched": "patterns match no tensor",
             "incomplete": "tensors are missing beside others of their rules",
             "absent": "tensors are made by rules, and missing in the target",
-            "without scales": "quantized tensors lack the scales that a rule has for "
-            "them; use the whole checkpoint",
-            "unscaled": "quantized tensors would be loaded without their scales, which "
-            "`drop` leaves out; multiply by these with `times`, or dequantize the "
-            "checkpoint before",
         }
         lines = [
             f"\n  {len(names)} {text}: {errors.first_of(names)}"

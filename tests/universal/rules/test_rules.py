@@ -172,8 +172,10 @@ def test_a_block_scaled_weight_is_multiplied_by_its_scales():
     assert_same(relayout(made_by, tensors), {"a/kernel": expected})
     plain = {"a.weight": numbered(5, 7)}
     assert_same(relayout(made_by, plain), {"a/kernel": numbered(5, 7).T})
-    with pytest.raises(LayoutError, match=r"scales 'a\.weight_scale_inv' are missing"):
+    with pytest.raises(LayoutError, match="made of float8_e4m3fn without scales"):
         relayout(made_by, {"a.weight": weight})
+    with pytest.raises(LayoutError, match="made of int8 without scales"):
+        relayout(made_by, {"a.weight": weight.astype(np.int8)})
 
 
 @pytest.mark.parametrize(
