@@ -1,8 +1,7 @@
 """Composes two layouts: the moves through a tensor between them become one move.
 
-A dim of the tensor between is a number in mixed radix: each factor of either move
-advances one of its digits. Split at the places of both moves, the digits of the dim are
-independent, and the elements that both have are a box of digits.
+Of each dim of the tensor between, one of the two moves has successive elements; the
+factors of the other one divide them. Where both regroup a dim, the layouts are refused.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from elastic_ckpt.universal.flat_ranges import boxes_of_range
 from elastic_ckpt.universal.moves import (
     Arithmetic,
     Fill,
@@ -23,19 +21,7 @@ from elastic_ckpt.universal.moves import (
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.stored import StoredTensor
 
-# The most indices of a factor that has no common digits with others.
-_MOST_INDICES = 1 << 12
 _PLAIN = Arithmetic()
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Digits:
-    # A box of the digits of a dim, of some elements of a move. Each digit has its first
-    # value and their number, and the factor that it advances, with the step of the
-    # factor's index; `offsets` has the first index of each factor.
-    ranges: tuple[tuple[int, int], ...]
-    advances: tuple[tuple[int, int] | None, ...]
-    offsets: dict[int, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +43,7 @@ def composed(
       between: these targets, as the tensors of `second`.
 
     Raises:
-      LayoutError: if both reduce the same elements, or regroup them in ways that have
-        no common factors.
+      LayoutError: if both reduce the same elements, or regroup the same dim.
     """
     into: dict[str, list[Move]] = collections.defaultdict(list)
     fills: dict[str, list[Fill]] = collections.defaultdict(list)
@@ -98,7 +83,7 @@ def composed(
 
 def _through(first: Move, second: Move, shape: tuple[int, ...]) -> Iterator[Move]:
     # The elements of the second move that come from the first.
-    for part in _parts(first.target_side, first.sizes, second, shape):
+    if part := _part(first.target_side, first.sizes, second, shape):
         sizes = [size for size, _, _ in part.factors]
         contracted = [
             factor for factor, dim in enumerate(first.target_side.dims) if dim < 0
@@ -159,7 +144,7 @@ def _filled(fill: Fill, move: Move, shape: tuple[int, ...]) -> Iterator[Fill]:
     dims = tuple(range(len(sizes)))
     side = Side(start=fill.start, dims=dims, steps=(1,) * len(sizes))
     value = fill.value * arithmetic.scale + arithmetic.shift
-    for part in _parts(side, sizes, move, shape):
+    if part := _part(side, sizes, move, shape):
         repeated = [f for f, dim in enumerate(move.source_side.dims) if dim < 0]
         advances = [two for _, _, two in part.factors]
         advances += [(factor, 1) for factor in repeated]
@@ -219,28 +204,40 @@ def _moved(
     )
 
 
-def _parts(
+def _part(
     side: Side, sizes: Sequence[int], second: Move, shape: tuple[int, ...]
-) -> Iterator[_Part]:
-    # The common elements of a side of a move into a tensor, and of a move out of it.
-    by_dim = []
-    for dim, length in enumerate(shape):
-        ones = _factors(side, sizes, dim)
-        twos = _factors(second.source_side, second.sizes, dim)
-        found = list(
-            _in_dim(ones, twos, side.start[dim], second.source_side.start[dim], length)
-        )
-        if not found:
-            return
-        by_dim.append(found)
-    for chosen in itertools.product(*by_dim):
-        yield _Part(
-            offsets=(
-                {f: n for part in chosen for f, n in part.offsets[0].items()},
-                {f: n for part in chosen for f, n in part.offsets[1].items()},
-            ),
-            factors=tuple(each for part in chosen for each in part.factors),
-        )
+) -> _Part | None:
+    # The common elements of a side of a move into a tensor, and of a move out of it;
+    # None if there are none.
+    sides = (side, sizes), (second.source_side, second.sizes)
+    spans = [[_span(*each, dim) for each in sides] for dim in range(len(shape))]
+    if any(max(a.start, b.start) >= min(a.stop, b.stop) for a, b in spans):
+        return None
+    offsets: tuple[dict[int, int], dict[int, int]] = {}, {}
+    factors = []
+    for dim, of_dim in enumerate(spans):
+        ones, twos = (_factors(*each, dim) for each in sides)
+        low, high = max(s.start for s in of_dim), min(s.stop for s in of_dim)
+        for span, of_side, held in zip(of_dim, (ones, twos), offsets, strict=True):
+            if _is_run(of_side):
+                held.update({factor: low - span.start for _, _, factor in of_side})
+        if _is_run(ones) and _is_run(twos):
+            if high - low > 1:
+                factors.append((high - low, (ones[0][2], 1), (twos[0][2], 1)))
+        elif _is_run(ones) and range(low, high) == of_dim[1]:
+            factors += [
+                (size, (ones[0][2], step), (factor, 1)) for step, size, factor in twos
+            ]
+        elif _is_run(twos) and range(low, high) == of_dim[0]:
+            factors += [
+                (size, (factor, 1), (twos[0][2], step)) for step, size, factor in ones
+            ]
+        else:
+            raise LayoutError(
+                f"{second.target}: both layouts of `through` regroup dim {dim} of the "
+                "tensor that it is made of; write them as one"
+            )
+    return _Part(offsets=offsets, factors=tuple(factors))
 
 
 # Of a factor along a dim: its step, its size, its number.
@@ -260,127 +257,12 @@ def _factors(side: Side, sizes: Sequence[int], dim: int) -> list[_Factor]:
     )
 
 
-def _in_dim(
-    ones: list[_Factor], twos: list[_Factor], start_1: int, start_2: int, length: int
-) -> Iterator[_Part]:
-    steps = sorted({1, *(step for step, _, _ in (*ones, *twos))})
-    if any(b % a for a, b in itertools.pairwise(steps)):
-        yield from _one_by_one(ones, twos, start_1, start_2, length)
-        return
-    for one in _digits(ones, start_1, steps, length):
-        for two in _digits(twos, start_2, steps, length):
-            common = [
-                (max(a, b), min(a + n, b + m))
-                for (a, n), (b, m) in zip(one.ranges, two.ranges, strict=True)
-            ]
-            if any(low >= high for low, high in common):
-                continue
-            offsets = []
-            for each in (one, two):
-                first = dict(each.offsets)
-                moves = zip(common, each.ranges, each.advances, strict=True)
-                for (low, _), (at, _), advance in moves:
-                    if advance is not None:
-                        first[advance[0]] += (low - at) * advance[1]
-                offsets.append(first)
-            yield _Part(
-                offsets=(offsets[0], offsets[1]),
-                factors=tuple(
-                    (high - low, a, b)
-                    for (low, high), a, b in zip(
-                        common, one.advances, two.advances, strict=True
-                    )
-                    if high - low > 1
-                ),
-            )
+def _span(side: Side, sizes: Sequence[int], dim: int) -> range:
+    # From the first element along a dim to the last one.
+    length = sum((size - 1) * step for step, size, _ in _factors(side, sizes, dim))
+    return range(side.start[dim], side.start[dim] + length + 1)
 
 
-def _one_by_one(
-    ones: list[_Factor], twos: list[_Factor], start_1: int, start_2: int, length: int
-) -> Iterator[_Part]:
-    # Takes the indices of the shortest factor one by one: no digits are common.
-    side, (step, size, factor) = min(
-        ((side, each) for side, of_side in enumerate((ones, twos)) for each in of_side
-         if each[0] > 1), key=lambda each: each[1][1]
-    )  # fmt: skip
-    if size > _MOST_INDICES:
-        raise LayoutError(
-            f"the layouts regroup a dim of {length} in ways that have no common "
-            "factors; write them as one layout"
-        )
-    left = [[each for each in of_side if each[2] != factor or at != side]
-            for at, of_side in enumerate((ones, twos))]  # fmt: skip
-    for index in range(size):
-        starts = [start_1, start_2]
-        starts[side] += index * step
-        for part in _in_dim(left[0], left[1], starts[0], starts[1], length):
-            part.offsets[side][factor] = index
-            yield part
-
-
-def _digits(
-    factors: list[_Factor], start: int, steps: Sequence[int], length: int
-) -> Iterator[_Digits]:
-    # The elements of a side as boxes of digits, whose places are `steps`.
-    radices = [b // a for a, b in itertools.pairwise(steps)]
-    radices.append(-(-length // steps[-1]) + 1)
-    for parts in _without_carry(factors, start):
-        fixed = start + sum(step * first for step, _, _, first in parts)
-        digits = [
-            (fixed // step % radix, 1)
-            for step, radix in zip(steps, radices, strict=True)
-        ]
-        choices: list[list[tuple[int, list[tuple[int, int]], tuple[int, int], int]]]
-        choices = []
-        above = len(steps)
-        for step, count, factor, first in parts:
-            place = steps.index(step)
-            at = 0
-            for digit in reversed(range(place, above)):
-                at = at * radices[digit] + digits[digit][0]
-            inside = radices[place:above][::-1]
-            choices.append(
-                [
-                    (
-                        place,
-                        list(zip(box.start, box.shape, strict=True))[::-1],
-                        (factor, step),
-                        first - at,
-                    )
-                    for box in boxes_of_range(inside, at, at + count)
-                ]
-            )
-            above = place
-        for chosen in itertools.product(*choices):
-            ranges = list(digits)
-            advances: list[tuple[int, int] | None] = [None] * len(steps)
-            offsets = {}
-            for place, held, (factor, step), offset in chosen:
-                for digit, each in enumerate(held, start=place):
-                    weight = steps[digit] // step
-                    ranges[digit], advances[digit] = each, (factor, weight)
-                    offset += each[0] * weight
-                offsets[factor] = offset
-            yield _Digits(
-                ranges=tuple(ranges), advances=tuple(advances), offsets=offsets
-            )
-
-
-def _without_carry(
-    factors: list[_Factor], start: int
-) -> Iterator[list[tuple[int, int, int, int]]]:
-    # Cuts factors where their indices, from `start` on, run over into the next one's:
-    # the step, the number of indices, the factor, its first index.
-    if not factors:
-        yield []
-        return
-    *outer, (step, size, factor) = factors
-    block = outer[-1][0] // step if outer else 0
-    at, first = start, 0
-    while first < size:
-        count = size - first
-        if block:
-            count = min(count, block - at // step % block)
-        for before in _without_carry(outer, at):
-            yield [*before, (step, count, factor, first)]
-        at, first = at + count * step, first + count
+def _is_run(factors: Sequence[_Factor]) -> bool:
+    # Whether these are successive elements.
+    return not factors or [step for step, _, _ in factors] == [1]
