@@ -60,8 +60,8 @@ def test_a_check_shows_what_each_rule_makes(capsys):
         assert looked("--rules", "layout.yml", "--check", *tree) == 0
         assert capsys.readouterr().out.splitlines() == [
             "layout.yml fits:",
-            "  layout.yml, line 4: rules[0]: 2 tensors to 1, 96 bytes",
-            "  layout.yml, line 6: rules[1]: 1 tensors to 1, 16 bytes",
+            "  layout.yml: rules[0]: 2 tensors to 1, 96 bytes",
+            "  layout.yml: rules[1]: 1 tensors to 1, 16 bytes",
         ]
     assert looked("--rules", "layout.yml", "--check", "--json") == 0
     first, _ = json.loads(capsys.readouterr().out)
@@ -74,6 +74,6 @@ def test_a_check_shows_what_is_missing_with_the_nearest_rule(tmp_path, capsys):
     (tmp_path / "layout.yml").write_text(LAYOUT.replace('"norm"', '"normal"'))
     assert looked("--rules", "layout.yml", "--check", "tree.json") == 1
     error = capsys.readouterr().err
-    assert "in no rule: norm (nearest: 'normal', layout.yml, line 6: rules[1])" in error
-    assert "layers/wo (nearest: 'layers/w', layout.yml, line 4:" in error
+    assert "in no rule: norm (nearest: 'normal', layout.yml: rules[1])" in error
+    assert "layers/wo (nearest: 'layers/w', layout.yml:" in error
     assert "from['normal'], the nearest is 'norm'" in error

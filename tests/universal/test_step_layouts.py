@@ -98,7 +98,7 @@ def test_an_error_of_a_layout_loads_nothing(make):
     saved(checkpointer, counter=Counter(5))
     counter = Counter(0)
     other = {"stack": SCANNED["layers"]}
-    with pytest.raises(LayoutError, match=r"stack/w .*scan.yml, line 4"):
+    with pytest.raises(LayoutError, match=r"stack/w .*scan.yml: rules"):
         checkpointer.load_checkpointables(
             3, {"state": other, "counter": counter}, layout=SCAN
         )

@@ -112,8 +112,8 @@ class Layout:
         """Reads a layout from a YAML file.
 
         Raises:
-          LayoutError: if the file cannot be read, or is no layout; it names the line,
-            and the place in the layout.
+          LayoutError: if the file cannot be read, or is no layout; it names the
+            place in the layout.
         """
         try:
             text = pathlib.Path(path).read_text(encoding="utf-8")

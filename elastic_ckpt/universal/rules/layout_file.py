@@ -1,6 +1,6 @@
 """Reads the YAML text of a layout; it is strict about keys and types.
 
-Errors name the file, the line and the path in the file, `rules[3].from['a'].dims`; for
+Errors name the file and the path in it, `rules[3].from['a'].dims`; for
 an unknown key also the nearest one.
 """
 
@@ -40,16 +40,25 @@ _TREE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 _T = TypeVar("_T")
 
 
+class _Loader(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key {key!r} occurs twice; remove one of them",
+                    problem_mark=node.start_mark,
+                )
+        return super().construct_mapping(node, deep)
+
+
 class _Node:
     """A value in the file, with its place."""
 
-    def __init__(
-        self, node: yaml.Node, file: str, path: str, line: int | None = None
-    ) -> None:
-        self._node = node
+    def __init__(self, value: object, file: str, path: str) -> None:
+        self._value = value
         self._file = file
         self._path = path
-        self._line = _line(node) if line is None else line
 
     @property
     def file(self) -> str:
@@ -57,21 +66,19 @@ class _Node:
 
     @property
     def place(self) -> str:
-        path = f": {self._path}" if self._path else ""
-        line = f", line {self._line}" if self._line else ""
-        return f"{self._file}{line}{path}"
+        return f"{self._file}: {self._path}" if self._path else self._file
 
     @property
     def is_mapping(self) -> bool:
-        return isinstance(self._node, yaml.MappingNode)
+        return isinstance(self._value, Mapping)
 
     @property
     def is_list(self) -> bool:
-        return isinstance(self._node, yaml.SequenceNode)
+        return isinstance(self._value, list | tuple)
 
     @property
     def is_null(self) -> bool:
-        return self._node.tag == "tag:yaml.org,2002:null"
+        return self._value is None
 
     def error(self, problem: str) -> LayoutError:
         return LayoutError(f"{self.place}: {problem}")
@@ -87,23 +94,17 @@ class _Node:
         return values
 
     def items(self, *, quoted: bool = True) -> list[tuple[str, _Node]]:
-        """The entries of a mapping; a key occurs once."""
-        if not isinstance(self._node, yaml.MappingNode):
+        """The entries of a mapping."""
+        if not isinstance(self._value, Mapping):
             raise self.error(f"expected a mapping (key: value), not {self._text()}")
-        entries: dict[str, _Node] = {}
-        for key_node, value_node in self._node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise _Node(key_node, self._file, self._path).error("a key is a text")
-            key = key_node.value
+        entries = []
+        for key, value in self._value.items():
+            if not isinstance(key, str):
+                raise self.error(f"a key is a text, not {key!r}; quote it")
             dot = "." if self._path else ""
             path = f"{self._path}[{key!r}]" if quoted else f"{self._path}{dot}{key}"
-            if key in entries:
-                node = _Node(key_node, self._file, path)
-                raise node.error("the key occurs twice; remove one of them")
-            # The line of the key: a value may begin in the next.
-            line = _line(key_node)
-            entries[key] = _Node(value_node, self._file, path, line)
-        return list(entries.items())
+            entries.append((key, _Node(value, self._file, path)))
+        return entries
 
     def map(self, reader: Callable[[_Node], _T]) -> dict[str, _T]:
         """The values of a mapping with any keys."""
@@ -111,20 +112,17 @@ class _Node:
 
     def list(self, reader: Callable[[_Node], _T]) -> tuple[_T, ...]:
         """The values of a list."""
-        if not isinstance(self._node, yaml.SequenceNode):
+        if not isinstance(self._value, list | tuple):
             raise self.error(f"expected a list, not {self._text()}")
         return tuple(
             reader(_Node(node, self._file, f"{self._path}[{at}]"))
-            for at, node in enumerate(self._node.value)
+            for at, node in enumerate(self._value)
         )
 
     def scalar(self) -> object:
-        if not isinstance(self._node, yaml.ScalarNode):
+        if self.is_mapping or self.is_list:
             raise self.error("expected one value, not a list or mapping")
-        try:
-            return yaml.SafeLoader("").construct_object(self._node)
-        except (yaml.YAMLError, ValueError) as error:
-            raise self.error(f"cannot be read: {error}") from None
+        return self._value
 
     def text(self) -> str:
         value = self.scalar()
@@ -183,27 +181,27 @@ class _Node:
         return value
 
     def _text(self) -> str:
-        if isinstance(self._node, yaml.ScalarNode):
-            return repr(self._node.value) if self._node.value else "nothing"
-        return "a list" if self.is_list else "a mapping"
+        if self.is_mapping or self.is_list:
+            return "a list" if self.is_list else "a mapping"
+        return "nothing" if self.is_null else repr(self._value)
 
 
 def read(text: str, *, file: str) -> dict[str, Any]:
     """The fields of a `Layout`.
 
     Raises:
-      LayoutError: names file, line and the path in the file.
+      LayoutError: names the file and the path in it.
     """
     try:
-        document = yaml.compose(text, Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError) as error:
+        document = _Loader(text).get_single_data()
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise LayoutError(f"{file}: this file is not valid YAML: {error}") from None
     if document is None:
         raise LayoutError(f"{file}: the layout is empty; start with `version: 1`")
     return _checked(document, file)
 
 
-def _checked(document: yaml.Node, file: str) -> dict[str, Any]:
+def _checked(document: object, file: str) -> dict[str, Any]:
     try:
         return _read(_Node(document, file, ""))
     except RecursionError:
@@ -218,19 +216,9 @@ def read_values(fields: Mapping[str, Any], *, name: str) -> dict[str, Any]:
     Raises:
       LayoutError: names the layout and the path in it.
     """
-    try:
-        nodes = yaml.representer.SafeRepresenter(sort_keys=False)
-        document = nodes.represent_data({"version": _VERSION, **fields})
-    except (TypeError, yaml.YAMLError, RecursionError) as error:
-        raise LayoutError(
-            f"{name}: not a mapping of texts, numbers, lists and mappings: {error}"
-        ) from None
-    return _checked(document, name)
-
-
-def _line(node: yaml.Node) -> int:
-    # From 1; 0 for values that are in no file.
-    return 0 if node.start_mark is None else node.start_mark.line + 1
+    if isinstance(fields, Mapping):
+        fields = {"version": _VERSION, **fields}
+    return _checked(fields, name)
 
 
 def _read(root: _Node) -> dict[str, Any]:

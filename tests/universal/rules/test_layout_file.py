@@ -1,4 +1,4 @@
-"""A layout file is read strictly; errors name the file, the line and the path."""
+"""A layout file is read strictly; errors name the file and the path."""
 
 import pytest
 import yaml
@@ -76,7 +76,7 @@ def test_a_file_and_python_values_make_the_same_layout(tmp_path):
         require={"a/kind": ("gqa", 2, None), "a/flag": (False,)},
     )
     assert Layout.load(path) == layout
-    assert Layout.load(path).rules[0].place == f"{path}, line 9: rules[0]"
+    assert Layout.load(path).rules[0].place == f"{path}: rules[0]"
 
 
 def test_the_inverse_of_the_inverse_is_the_layout():
@@ -90,19 +90,19 @@ def test_the_inverse_of_the_inverse_is_the_layout():
 @pytest.mark.parametrize(
     ("old", "new", "place", "problem"),
     [
-        ("drop:", "drops:", "line 18: drops", "nearest key is 'drop'"),
-        ("optional", "optionel", "line 15: rules[1].optionel", "'optional'"),
+        ("drop:", "drops:", "layout: drops", "nearest key is 'drop'"),
+        ("optional", "optionel", "layout: rules[1].optionel", "'optional'"),
         ("scale", "scales", "rules[0].from['a.{layer}'].scales", "'scale'"),
-        ("version: 1", "version: 2", "line 1: version", "version 2 is not known"),
-        ("version: 1\n", "", "layout, line 1", "`version: 1` is missing"),
-        ("{c: 1}", "{c: 1, c: 1}", "rules[1].from['c']", "occurs twice"),
+        ("version: 1", "version: 2", "layout: version", "version 2 is not known"),
+        ("version: 1\n", "", "layout", "`version: 1` is missing"),
+        ("{c: 1}", "{c: 1, c: 1}", "line 12", "the key 'c' occurs twice"),
         ("{c: 1}", "{c: 2}", "rules[1].from['c']", "expected a text"),
         ("{c: 1}", "c", "rules[1].from", "expected a mapping"),
-        ("    to: {c: (1 + pad)}\n", "", "line 12: rules[1]", "`from` and `to`"),
+        ("    to: {c: (1 + pad)}\n", "", "layout: rules[1]", "`from` and `to`"),
         ("dims: layer x, ", "", "rules[0].to['b']", "`dims` is missing"),
         ("dims: layer x,", "dims: layer ((x,", "rules[0].to['b']", "expected )"),
         ("[3, 5]", "[3, -5]", "widths['x']['tp'][1]", "whole number"),
-        ("d: 128", "d: .inf", "line 2: sizes['d']", "finite number"),
+        ("d: 128", "d: .inf", "layout: sizes['d']", "finite number"),
         ('"m/{}"', '"m/"', "states['parameter'].from", "name of the parameter"),
         ("[parameter]", "[master]", "rules[0]", "the state 'master'"),
         ("true", "2", "rules[1].optional", "true or false"),
@@ -144,8 +144,9 @@ def test_a_mapping_makes_the_same_layout():
     [
         ({"rule": []}, "mine: rule: unknown key; the nearest key is 'rules'"),
         ({"rules": [{"from": {"a": [1]}, "to": {"b": 1}}]}, r"mine: rules\[0\].from"),
-        ({"rules": [object()]}, "mine: not a mapping of texts"),
-        ([1], "mine: not a mapping of texts"),
+        ({"rules": [object()]}, r"mine: rules\[0\]: expected a mapping"),
+        ([1], "mine: expected a mapping"),
+        ({"rules": [], 1: 2}, "mine: a key is a text, not 1; quote it"),
         ({"rules": []}, "there are no rules"),
     ],
 )

@@ -354,11 +354,11 @@ def test_sizes_and_leaves_are_values_of_the_checkpoint_unless_given(tmp_path, ca
     capsys.readouterr()
     given[1] = tmp_path / "none"
     assert converted(*given) == 1
-    assert "layout.yml, line 3: sizes['kv']: the checkpoint has no value config/kv" in (
+    assert "layout.yml: sizes['kv']: the checkpoint has no value config/kv" in (
         capsys.readouterr().err
     )
     assert converted(*given, "--size", "kv=3") == 1
-    assert "line 7: fill['step']: the checkpoint has no" in capsys.readouterr().err
+    assert "layout.yml: fill['step']: the checkpoint has no" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -385,7 +385,7 @@ def test_the_tree_of_a_step_is_named_by_the_layout(tmp_path, line, there, back):
 
 @pytest.mark.parametrize("name", ["..", "_x"])
 def test_a_tree_cannot_have_the_name_of_another_directory(name):
-    with pytest.raises(LayoutError, match="line 7"):
+    with pytest.raises(LayoutError, match="layout: tree: the name"):
         Layout.parse(f"{LAYOUT}\ntree: {name}\n")
 
 
