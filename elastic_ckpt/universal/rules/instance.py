@@ -983,11 +983,15 @@ def _num_values(values: Iterable[int | str | None]) -> int:
 
 
 def _exploded(tensor: ParsedTensor, slab: _Slab) -> list[_Slab]:
-    # A slab whose reduced dims become members, which have the same elements.
+    # A slab whose averaged or added dims become members. Of other reduced dims, the
+    # first index is read.
     names = sorted(tensor.reduced & slab.ranges.keys())
+    added = {*tensor.pattern.mean, *tensor.pattern.sum}
+    if any(slab.ranges[name][0] for name in names if name not in added):
+        return []
     kept = {name: each for name, each in slab.ranges.items() if name not in names}
     members = []
-    ranges = [range(slab.ranges[name][1]) for name in names]
+    ranges = [range(slab.ranges[n][1] if n in added else 1) for n in names]
     if math.prod(map(len, ranges)) > _MOST_INDICES:
         raise LayoutError(
             f"{tensor.place}: {', '.join(names)} repeat {math.prod(map(len, ranges))} "
@@ -995,11 +999,6 @@ def _exploded(tensor: ParsedTensor, slab: _Slab) -> list[_Slab]:
             "dims"
         )
     for numbers in itertools.product(*ranges):
-        if any(
-            slab.ranges[name][0] + number and name in tensor.pattern.unchecked
-            for name, number in zip(names, numbers, strict=True)
-        ):
-            continue
         for row, start in slab.members:
             moved = list(start)
             for name, number in zip(names, numbers, strict=True):
@@ -1014,8 +1013,7 @@ def _united(tensor: ParsedTensor, slabs: Iterable[_Slab]) -> list[_Slab]:
     # Ranks of a dim that is sharded and reduced have the same elements.
     of_elements: dict[object, list[_Slab]] = {}
     for slab in slabs:
-        if slab.members:
-            of_elements.setdefault(tuple(slab.ranges.items()), []).append(slab)
+        of_elements.setdefault(tuple(slab.ranges.items()), []).append(slab)
     united = []
     for same in of_elements.values():
         members = tuple(itertools.chain(*(slab.members for slab in same)))

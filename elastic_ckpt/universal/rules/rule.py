@@ -39,7 +39,8 @@ class TensorPattern:
     Attributes:
       name: a name pattern, see `name_pattern`.
       dims: a dims expression, see `dims`.
-      replicated: captures, rank axes and dims over which values have to be bit-equal.
+      replicated: captures and rank axes over which values have to be bit-equal, and
+        dims whose first index is read.
       unchecked: captures, rank axes and dims of which the first is taken.
       mean: captures, rank axes and dims over which values are averaged.
       sum: captures, rank axes and dims over which values are added.

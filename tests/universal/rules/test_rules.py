@@ -96,7 +96,7 @@ def test_a_tied_embedding_becomes_an_untied_head_too():
     assert_same(relayout(unchecked.inverse(), changed), {"embed.w": embedding})
 
 
-def test_keys_are_repeated_for_all_heads_and_compared_on_the_way_back():
+def test_keys_are_repeated_for_all_heads_and_the_first_is_read_on_the_way_back():
     key = numbered(2 * 3, 5)
     made_by = layout(
         rule(
@@ -110,8 +110,7 @@ def test_keys_are_repeated_for_all_heads_and_compared_on_the_way_back():
     both_ways(made_by, {"k": key}, {"k": expected})
     differing = expected.copy()
     differing[0, 3] += 1
-    with pytest.raises(AssertionError):
-        relayout(made_by.inverse(), {"k": differing})
+    assert_same(relayout(made_by.inverse(), {"k": differing}), {"k": key})
 
 
 @pytest.mark.parametrize("option", ["unchecked", "mean"])
