@@ -227,7 +227,7 @@ class _MixtureIterator(shard_steps.Elements):
                     " are used"
                 )
             made = self._mixture._make(name)
-            # Grain makes more of the end of a pipeline, in longer than all of this.
+            # It is not the end of a pipeline, to which Grain adds a step, slowly.
             made.has_child = True
             opened = iter(made)
             if name in self._saved:

@@ -218,7 +218,14 @@ class _Hosts:
         return [call.decode_answer(each["answer"]) for each in outcomes]
 
     def move(self, before: int, begin: int, method: Any, *args: Any) -> None:
-        """Has hosts go to another state, of the number `begin`, or none of them."""
+        """Has all hosts go to another state, which gets the number `begin`.
+
+        Args:
+          before: the number of the state to which they go back if one of them fails.
+          begin: a number that no host has had.
+          method: of `HostData`.
+          *args: of the method, after `begin`.
+        """
         self._number, self._is_behind = before, True
         self.all(method, begin, *args)
         self._number, self._is_behind = begin, False

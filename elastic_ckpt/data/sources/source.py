@@ -166,7 +166,7 @@ class LostBlock(Block):
     def elements(self, rows: Sequence[int]) -> list[Element]:
         """See `Block`."""
         del rows
-        raise CorruptError(self._error)
+        raise CorruptError(str(self._error))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -78,7 +78,7 @@ class Conversion:
       job: what is converted.
 
     Attributes:
-      job: the same.
+      job: what is converted.
       checkpoint: that is open.
       layout: from its tensors to the targets.
       matched: the layout, matched with the checkpoint.
