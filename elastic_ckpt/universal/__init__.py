@@ -6,8 +6,7 @@ with epy.lazy_api_imports(globals()):
     from elastic_ckpt.universal.formats.format_error import FormatError
     from elastic_ckpt.universal.loading import load
     from elastic_ckpt.universal.opening import open_checkpoint
-    from elastic_ckpt.universal.rules.layout import Layout
-    from elastic_ckpt.universal.rules.layout_error import LayoutError
+    from elastic_ckpt.universal.rules.layout import Layout, LayoutError
 
 __all__ = [
     "FormatError",

@@ -12,17 +12,23 @@ from collections.abc import Collection
 
 from elastic_ckpt.universal import described_layout, shipped_layouts
 from elastic_ckpt.universal.formats import peft_adapter
-from elastic_ckpt.universal.rules.layout import Layout
-from elastic_ckpt.universal.rules.layout_error import LayoutError
-from elastic_ckpt.universal.rules.rule import Rule, side
-from elastic_ckpt.universal.rules.state import ONLY_PARAMETERS, PARAMETER, State
+from elastic_ckpt.universal.rules.layout import (
+    ONLY_PARAMETERS,
+    PARAMETER,
+    Layout,
+    LayoutError,
+    Rule,
+    State,
+    TensorPattern,
+)
 from elastic_ckpt.universal.stored import Checkpoint
 
 _WEIGHTS = "parameter"
 # Each tensor becomes that of its name.
+_ANY = TensorPattern(name="{name:path}", dims="...")
 SAME_NAMES = Rule(
-    source=side({"{name:path}": "..."}),
-    target=side({"{name:path}": "..."}),
+    source=(_ANY,),
+    target=(_ANY,),
     place="the layout of the same names",
 )
 

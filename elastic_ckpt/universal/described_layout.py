@@ -24,9 +24,13 @@ from typing import Any, TypeVar
 from elastic_ckpt.universal.formats import deepspeed
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.rules import name_pattern
-from elastic_ckpt.universal.rules.layout import Layout
-from elastic_ckpt.universal.rules.rule import Rule, TensorPattern
-from elastic_ckpt.universal.rules.state import PARAMETER, State
+from elastic_ckpt.universal.rules.layout import (
+    PARAMETER,
+    Layout,
+    Rule,
+    State,
+    TensorPattern,
+)
 from elastic_ckpt.universal.stored import Checkpoint
 
 FORMAT = "DeepSpeed"

@@ -10,8 +10,7 @@ import os
 import pathlib
 from collections.abc import Mapping
 
-from elastic_ckpt.universal.rules.layout import Layout
-from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.layout import Layout, LayoutError
 
 _INSTALLED = pathlib.Path(__file__).parent / "layouts"
 _IN_CHECKOUT = pathlib.Path(__file__).parents[2] / "configs" / "layouts"

@@ -19,7 +19,7 @@ from etils import epath
 from elastic_ckpt.universal import opening
 from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.rules import name_pattern
-from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.layout import LayoutError
 from elastic_ckpt.universal.rules.relation import DTYPES
 from elastic_ckpt.universal.stored import StoredTensor
 

@@ -3,7 +3,7 @@
 import json
 
 from elastic_ckpt.universal import survey
-from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.layout import LayoutError
 from tests.refusals import Refusal
 
 

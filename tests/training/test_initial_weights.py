@@ -7,7 +7,7 @@ import pytest
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.persistent import leases, persistent_root
 from elastic_ckpt.universal import loading
-from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.layout import LayoutError
 from tests import jobs
 from tests.universal import safetensors_files
 

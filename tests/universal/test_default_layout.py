@@ -11,7 +11,7 @@ from elastic_ckpt.universal import default_layout, equal_leaves, shipped_layouts
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
 from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.rules import matching
-from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.layout import LayoutError
 from elastic_ckpt.universal.stored import StoredTensor
 from tests.universal.rules import relayout
 

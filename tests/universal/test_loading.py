@@ -10,9 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt import universal
 from elastic_ckpt.universal.reading import transfer
-from elastic_ckpt.universal.rules.layout import Layout
-from elastic_ckpt.universal.rules.layout_error import LayoutError
-from elastic_ckpt.universal.rules.rule import Rule, side
+from elastic_ckpt.universal.rules.layout import Layout, LayoutError, Rule, side
 from tests.universal import safetensors_files
 from tests.universal.reading.test_restored_tree import as_tree
 from tests.universal.safetensors_files import bits

@@ -10,8 +10,7 @@ from elastic_ckpt import frontend
 from elastic_ckpt.core import errors
 from elastic_ckpt.frontend import Checkpointer
 from elastic_ckpt.tiers.choices import Local, Persistent
-from elastic_ckpt.universal.rules.layout import Layout
-from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.layout import Layout, LayoutError
 from tests.checkpoint.test_component_io import Counter
 
 MESH = jax.make_mesh((4,), ("data",))

@@ -18,7 +18,7 @@ from elastic_ckpt.universal.moves import (
     Move,
     Side,
 )
-from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.layout import LayoutError
 from elastic_ckpt.universal.stored import StoredTensor
 
 _PLAIN = Arithmetic()

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import ml_dtypes
 import numpy as np
 
-from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.layout import LayoutError
 from elastic_ckpt.universal.rules.relation import ParsedTensor, Relation, Row
 
 # A cast from one to another needs to be written.

@@ -25,7 +25,7 @@ from elastic_ckpt.core.boxes import Boxes
 from elastic_ckpt.universal.moves import Arithmetic, Reduction, Side
 from elastic_ckpt.universal.rules import dims, dtypes, size_expression, sizes
 from elastic_ckpt.universal.rules.dims import Clip, Scope
-from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.layout import POWERS, SHIFTED, LayoutError
 from elastic_ckpt.universal.rules.name_pattern import NamePattern
 from elastic_ckpt.universal.rules.relation import (
     Kept,
@@ -35,7 +35,6 @@ from elastic_ckpt.universal.rules.relation import (
     Row,
     Term,
 )
-from elastic_ckpt.universal.rules.rule import POWERS, SHIFTED
 
 # An empty tensor costs nothing, but targets may be derived from a dim of any size.
 MOST_NAMES = 1 << 17

@@ -3,6 +3,9 @@
 A layout is a YAML file (see GRAMMAR.md), or the same as Python values:
 
     Layout.from_dict({"rules": [{"from": {...}, "to": {...}}]})
+
+The keys of a file are the attributes of the classes below, and `_KEYS` has those that
+are called otherwise. A rule is a relation: exchanging its sides inverts it.
 """
 
 from __future__ import annotations
@@ -12,26 +15,230 @@ import difflib
 import os
 import pathlib
 import re
-from collections.abc import Collection, Mapping
-from typing import Any
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
 
-from elastic_ckpt.universal.rules import layout_file, name_pattern, relation
-from elastic_ckpt.universal.rules.checkpoint_value import (
-    CheckpointValue,
-    Required,
-    unmet,
-)
-from elastic_ckpt.universal.rules.layout_error import LayoutError
-from elastic_ckpt.universal.rules.rule import (
-    DIRECTIONS,
-    Rule,
-    Size,
-)
-from elastic_ckpt.universal.rules.state import ONLY_PARAMETERS, State
+import msgspec
+import yaml
 
-# What the tree of a step of Orbax is called, unless a layout says otherwise.
-TREE = "state"
+from elastic_ckpt.core import codec, errors
+
+# Stands for the name of the parameter in the name of a state.
+PARAMETER = "{}"
+# The powers of a parameter's scale, by the kind of state. A gradient is divided by the
+# scale; the second moment is that of a squared gradient.
+POWERS = {
+    **{"parameter": 1, "master": 1, "first_moment": -1, "second_moment": -2},
+    # Of Muon, and of SGD.
+    "momentum_buffer": -1,
+}
+# The kinds of state that are shifted, and padded with the values of the rule.
+SHIFTED = ("parameter", "master")
+# The keys of a file that are called otherwise than the attributes.
+_KEYS = {
+    **{"source": "from", "target": "to", "excepted": "except"},
+    **{"viewed_as": "as", "paths": "value"},
+}
+# The attributes that no file gives.
+_HIDDEN = ("name", "place", "unmet", "drop_of_kind")
+# What a layout may have beside `through`.
+_BESIDE_THROUGH = ("version", "through", "sizes", "fill", "lists", "tree")
+# Below it, a float has each integer.
+_LIMIT = 2**53
 _WORD = re.compile(r"\w+")
+_DIGITS = [*"-+0123456789"]
+_Number = int | float
+# That of a directory.
+_TreeName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_-]{0,99}\Z")]
+_StateName = Annotated[str, msgspec.Meta(pattern=r"\A[^{}]*\{\}[^{}]*\Z")]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+# Sizes on each rank, by dim and rank axis.
+Widths = Mapping[str, Mapping[str, tuple[_Count, ...]]]
+# Texts, numbers or flags that are allowed, by path; None is a value that is missing.
+Required = Mapping[str, tuple[bool | int | float | str | None, ...]]
+
+
+class LayoutError(errors.ConfigError):
+    """A layout is malformed, or does not fit its checkpoint or its tree."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointValue:
+    """A number that a checkpoint holds beside its tensors.
+
+    Attributes:
+      paths: such as `args/num_query_groups`; the first counts that the checkpoint has.
+      default: the number if it has none; None if there is no default.
+      place: for messages.
+    """
+
+    paths: tuple[str, ...]
+    default: _Number | None = None
+    place: str = dataclasses.field(default="the layout", compare=False)
+
+    def number(self, values: Mapping[str, Any]) -> _Number | None:
+        """The number in the values of a checkpoint, or the default.
+
+        Args:
+          values: by path, see `Checkpoint.values`. None is no value, a flag is 0 or 1.
+
+        Raises:
+          LayoutError: if the value is no number, or too large.
+        """
+        for path in self.paths:
+            value = values.get(path)
+            above, _, at = path.rpartition("/")
+            held = values.get(above)
+            if isinstance(held, list) and at.isdecimal() and int(at) < len(held):
+                # Lists of numbers are one value: `config/block_size/0` is the first.
+                value = held[int(at)]
+            if value is None:
+                continue
+            try:
+                # The metadata of safetensors are texts.
+                number = float(value)
+            except (TypeError, ValueError, OverflowError):
+                number = float("nan")
+            if abs(number) < _LIMIT:
+                return int(number) if number.is_integer() else number
+            raise LayoutError(
+                f"{self.place}: {path} in the checkpoint is {value!r:.100}, and not a"
+                " number between -2**53 and 2**53; give a number instead"
+            )
+        return self.default
+
+    @property
+    def missing(self) -> str:
+        """The sentence about a checkpoint that has none of the paths."""
+        return f"{self.place}: the checkpoint has no value {' or '.join(self.paths)}"
+
+
+# A number, arithmetic on other sizes, or a value of the checkpoint.
+Size = int | float | str | CheckpointValue
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPattern:
+    """The tensors whose names match a pattern, and their dims.
+
+    Values are those of the other side, scaled, then shifted.
+
+    Attributes:
+      name: a name pattern.
+      dims: a dims expression. In `times` it is that of scales: `out/128 in/128`.
+      replicated: captures and rank axes over which values have to be bit-equal, and
+        dims whose first index is read.
+      unchecked: captures, rank axes and dims of which the first is taken.
+      mean: captures and rank axes over which values are averaged.
+      sum: captures and rank axes over which values are added.
+      copy: for a further tensor with the elements of another one of its side: whether
+        it is compared with its original in the other direction, or not read.
+      times: tensors by whose values these are multiplied where they are read. Dims
+        that one lacks are those along which it is the same.
+      plus: two matrices whose product is added where they are read. They have one name
+        in common that the sum lacks.
+      viewed_as: the dtype that the stored bytes are read as; None for that of the file.
+      scale: number, or arithmetic on named sizes.
+      shift: number, or arithmetic on named sizes.
+      dtype: that a target tensor has; None for that of its source.
+    """
+
+    name: str
+    dims: str
+    replicated: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
+    mean: tuple[str, ...] = ()
+    sum: tuple[str, ...] = ()
+    copy: Literal["", "checked", "unchecked"] = ""
+    times: tuple[TensorPattern, ...] = ()
+    plus: tuple[TensorPattern, ...] = ()
+    viewed_as: str | None = None
+    scale: int | float | str = 1
+    shift: int | float | str = 0
+    dtype: str | None = None
+
+    @property
+    def reduced(self) -> tuple[str, ...]:
+        """The captures, rank axes and dims that the other side lacks."""
+        return (*self.replicated, *self.unchecked, *self.mean, *self.sum)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """The names of one kind of state; `{}` stands for the name of the parameter.
+
+    Attributes:
+      source: in the checkpoint, `exp_avg/{}`; None if it has none.
+      target: in the target, `opt_state/0/mu/{}`; None if it has none: tensors of the
+        checkpoint are dropped.
+    """
+
+    source: _StateName | None
+    target: _StateName | None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether both sides have it."""
+        return None not in (self.source, self.target)
+
+
+# The states of a layout that lists none.
+ONLY_PARAMETERS = {"parameter": State(source=PARAMETER, target=PARAMETER)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """The relation of tensors of a checkpoint with tensors of a target.
+
+    Each side maps name patterns to dims expressions. A dim, a capture and a rank axis
+    are all coordinates of the same elements: `layer` may be in the names of one side
+    and a dim of the other.
+
+    Attributes:
+      source: the tensors of the checkpoint.
+      target: the tensors that are made of them.
+      pad: the values of padding, by the name of a dim that one side alone has.
+      sizes: by name; beside those of the layout, and before them.
+      widths: as `sizes`, of a dim on each rank, by dim and rank axis.
+      states: the states that it holds for; empty for all of the layout.
+      kind: if not None, it holds for tensors of this kind, and names are whole names,
+        which no state completes.
+      optional: whether the checkpoint may lack all of its tensors.
+      only: the one direction in which it holds: from the checkpoint, or to it.
+      excepted: names that its sources do not match; `*` stands for any text.
+      require: the values of the checkpoint without which it is not used, by path.
+      unmet: the one that a checkpoint has not, for people; "" if it has all.
+      place: for messages.
+    """
+
+    source: tuple[TensorPattern, ...]
+    target: tuple[TensorPattern, ...]
+    pad: Mapping[str, _Number] = dataclasses.field(default_factory=dict)
+    sizes: Mapping[str, Size] = dataclasses.field(default_factory=dict)
+    widths: Widths = dataclasses.field(default_factory=dict)
+    states: tuple[str, ...] = ()
+    kind: str | None = None
+    optional: bool = False
+    only: Literal["", "forward", "inverse"] = ""
+    excepted: tuple[str, ...] = ()
+    require: Required = dataclasses.field(default_factory=dict)
+    unmet: str = ""
+    place: str = dataclasses.field(default="", compare=False)
+
+    def inverse(self) -> Rule:
+        """The same relation in the other direction."""
+        return dataclasses.replace(
+            self,
+            source=self.target,
+            target=self.source,
+            only={"forward": "inverse", "inverse": "forward"}.get(self.only, ""),
+        )
+
+    @property
+    def text(self) -> str:
+        """Its place, or the name of its first tensor."""
+        return self.place or f"the rule of {(*self.source, *self.target)[0].name!r}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +249,7 @@ class Layout:
     page of layout rules explains the keys, of which the attributes are the parsed form.
 
     Attributes:
+      version: of the format of layouts.
       rules: the rules, each of which relates some tensors with some leaves.
       sizes: the sizes of dims by name.
       widths: the sizes of a dim on each rank, by dim and rank axis, if ranks differ.
@@ -51,13 +259,13 @@ class Layout:
       drop: names of tensors of the checkpoint that are not used; `*` stands for any
         text.
       drop_inverse: the same in the other direction.
-      drop_of_kind: the same for tensors of one kind; it cannot be given in a file.
+      drop_of_kind: the same for tensors of one kind; no file gives it.
       fill: values for leaves that no rule fills, by their names: numbers, or references
         to values of the checkpoint.
-      fill_inverse: the same in the other direction; it cannot be given in a file.
+      fill_inverse: the same in the other direction.
       require: the values of the checkpoint for which the layout is right, by path;
         None is a value that is missing.
-      require_inverse: the same in the other direction; it cannot be given in a file.
+      require_inverse: the same in the other direction.
       lists: the paths of lists, such as `opt_state`, in a tree that is written; their
         keys are numbers.
       through: layouts that are applied one after another, in place of rules.
@@ -66,45 +274,49 @@ class Layout:
       place: the file, or another name, for messages.
     """
 
-    rules: tuple[Rule, ...]
+    version: Literal[1] = 1
+    rules: tuple[Rule, ...] = ()
     sizes: Mapping[str, Size] = dataclasses.field(default_factory=dict)
-    widths: Mapping[str, Mapping[str, tuple[int, ...]]] = dataclasses.field(
-        default_factory=dict
-    )
-    ranks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    widths: Widths = dataclasses.field(default_factory=dict)
+    ranks: Mapping[str, _Count] = dataclasses.field(default_factory=dict)
     states: Mapping[str, State] = dataclasses.field(
         default_factory=lambda: ONLY_PARAMETERS
     )
     drop: tuple[str, ...] = ()
     drop_inverse: tuple[str, ...] = ()
     drop_of_kind: tuple[tuple[str | None, str], ...] = ()
-    fill: Mapping[str, float | CheckpointValue] = dataclasses.field(
+    fill: Mapping[str, _Number | CheckpointValue] = dataclasses.field(
         default_factory=dict
     )
-    fill_inverse: Mapping[str, float | CheckpointValue] = dataclasses.field(
+    fill_inverse: Mapping[str, _Number | CheckpointValue] = dataclasses.field(
         default_factory=dict
     )
     require: Required = dataclasses.field(default_factory=dict)
     require_inverse: Required = dataclasses.field(default_factory=dict)
     lists: tuple[str, ...] = ()
     through: tuple[Layout, ...] = ()
-    tree: str = TREE
-    tree_inverse: str = TREE
+    tree: _TreeName = "state"
+    tree_inverse: _TreeName = "state"
     place: str = dataclasses.field(default="the layout", compare=False)
 
     def __post_init__(self) -> None:
-        if not self.rules and not self.through:
-            raise LayoutError(f"{self.place}: there are no rules; add some to `rules`")
+        # It needs the classes of this module.
+        from elastic_ckpt.universal.rules import relation
+
+        if bool(self.rules) == bool(self.through):
+            raise LayoutError(
+                f"{self.place}: there are no rules; add some to `rules`, or layouts to"
+                " `through`, not to both"
+            )
         for rule in self.rules:
-            for state in rule.states or ():
-                if state not in self.states:
-                    raise LayoutError(
-                        f"{rule.text}: the state {state!r} is not in `states`, which "
-                        f"lists {', '.join(self.states)}"
-                    )
-            if rule.kind is not None and rule.states is not None:
+            if unknown := {*rule.states} - self.states.keys():
+                raise LayoutError(
+                    f"{rule.text}: the state {min(unknown)!r} is not in `states`, which"
+                    f" lists {', '.join(self.states)}"
+                )
+            if rule.kind is not None and rule.states:
                 raise LayoutError(f"{rule.text}: choose one of `kind` and `states`")
-            if rule.only != DIRECTIONS[1]:
+            if rule.only != "inverse":
                 relation.Relation(self.complete(rule), None)
 
     @classmethod
@@ -135,9 +347,13 @@ class Layout:
         Raises:
           LayoutError: as `load`.
         """
-        made = cls(**layout_file.read(text, file=file), place=file)
-        made._check_its_sizes()
-        return made
+        try:
+            fields = yaml.load(text, _Loader)  # A subclass of `SafeLoader`.
+        except (yaml.YAMLError, ValueError, TypeError) as error:
+            raise LayoutError(f"{file}: this file is not valid YAML: {error}") from None
+        if isinstance(fields, Mapping) and "version" not in fields:
+            raise LayoutError(f"{file}: `version: 1` is missing; begin with it")
+        return cls.from_dict(fields, name=file)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], *, name: str = "layout") -> Layout:
@@ -153,8 +369,13 @@ class Layout:
         Raises:
           LayoutError: if it is no layout; it names the place.
         """
-        made = cls(**layout_file.read_values(fields, name=name), place=name)
-        made._check_its_sizes()
+        made = _decoded(cls, fields, name)
+        if made.through and (beside := fields.keys() - {*_BESIDE_THROUGH}):
+            raise LayoutError(
+                f"{name}: beside `through` there is no {min(beside)}; write it in one of"
+                " the layouts"
+            )
+        made._check_used({name for each in (made, *made.rules) for name in each.sizes})
         return made
 
     def inverse(self) -> Layout:
@@ -163,7 +384,10 @@ class Layout:
             self,
             through=tuple(each.inverse() for each in reversed(self.through)),
             rules=tuple(rule.inverse() for rule in self.rules),
-            states={kind: state.inverse() for kind, state in self.states.items()},
+            states={
+                kind: State(source=state.target, target=state.source)
+                for kind, state in self.states.items()
+            },
             drop=self.drop_inverse,
             drop_inverse=self.drop,
             drop_of_kind=(),
@@ -178,63 +402,41 @@ class Layout:
     def with_sizes(self, sizes: Mapping[str, Size]) -> Layout:
         """The layout with other sizes of dims, which replace those of the same names.
 
-        A number or arithmetic that a rule has of its own stays.
+        Those that a rule has of its own stay.
 
         Raises:
           LayoutError: if no rule uses one.
         """
-        if not sizes:
-            return self
-        self._check_sizes(sizes)
-        rules = [
-            dataclasses.replace(
-                rule,
-                sizes={
-                    name: sizes.get(name, size)
-                    if isinstance(size, CheckpointValue)
-                    else size
-                    for name, size in rule.sizes.items()
-                },
+        self._check_used(sizes)
+        through = [
+            each.with_sizes(
+                {name: sizes[name] for name in sizes.keys() & each._words()}
             )
-            for rule in self.rules
+            for each in self.through
         ]
         return dataclasses.replace(
-            self,
-            rules=tuple(rules),
-            sizes={**self.sizes, **sizes},
-            through=tuple(each._with_its_sizes(sizes) for each in self.through),
+            self, sizes={**self.sizes, **sizes}, through=tuple(through)
         )
 
-    def _with_its_sizes(self, sizes: Mapping[str, Size]) -> Layout:
+    def _check_used(self, sizes: Iterable[str]) -> None:
         words = self._words()
-        return self.with_sizes({name: sizes[name] for name in sizes if name in words})
-
-    def _check_its_sizes(self) -> None:
-        self._check_sizes({name for each in (self, *self.rules) for name in each.sizes})
-
-    def _check_sizes(self, sizes: Collection[str]) -> None:
-        words = self._words() if sizes else set()
         for name in sizes:
             if name not in words:
-                near = difflib.get_close_matches(name, words - {*sizes}, n=1)
                 raise LayoutError(
-                    f"{self.place}: no rule uses the size {name!r}"
-                    + (f"; the nearest name is {near[0]!r}" if near else "")
+                    f"{self.place}: no rule uses the size {name!r}{_nearest(name, words)}"
                 )
 
     def _words(self) -> set[str]:
         # All words of the expressions and names of rules: those of dims are among them.
         words = {word for each in self.through for word in each._words()}
-        for each in (self, *self.rules):
-            words |= each.widths.keys()
-            texts = [size for size in each.sizes.values() if isinstance(size, str)]
-            words.update(_WORD.findall(" ".join(texts)))
-        for rule in self.rules:
-            words.update(rule.pad)
-            for tensor in (*rule.source, *rule.target):
-                for each in (tensor, *tensor.times, *tensor.plus):
-                    texts = (each.name, each.dims, str(each.scale), str(each.shift))
-                    words.update(_WORD.findall(" ".join(texts)))
+        for rule in map(self.complete, self.rules):
+            tensors = [*rule.source, *rule.target]
+            tensors += [each for one in tensors for each in (*one.times, *one.plus)]
+            texts = [
+                f"{one.name} {one.dims} {one.scale} {one.shift}" for one in tensors
+            ]
+            texts += [size for size in rule.sizes.values() if isinstance(size, str)]
+            words.update(_WORD.findall(" ".join([*texts, *rule.pad, *rule.widths])))
         return words
 
     def with_values(self, values: Mapping[str, Any]) -> Layout:
@@ -247,47 +449,25 @@ class Layout:
         Raises:
           LayoutError: if a value is not a number, or not one that is required.
         """
-        if lacking := unmet(self.require, values):
+        if lacking := _unmet(self.require, values):
             raise LayoutError(
                 f"{self.place}: {lacking}; use another layout, or change it with the"
                 " program that wrote the checkpoint"
             )
-        made = [_with_values(each, values) for each in (self.sizes, self.fill)]
         rules = [
             dataclasses.replace(
                 rule,
                 sizes=_with_values(rule.sizes, values),
-                unmet=unmet(rule.require, values),
+                unmet=_unmet(rule.require, values),
             )
             for rule in self.rules
         ]
-        through = tuple(each.with_values(values) for each in self.through)
-        before = (self.sizes, self.fill, *self.rules, *self.through)
-        if (*made, *rules, *through) == before:
-            return self
-        sizes, fill = made
         return dataclasses.replace(
-            self, sizes=sizes, fill=fill, rules=tuple(rules), through=through
-        )
-
-    def only(self, kinds: Collection[str]) -> Layout:
-        """The layout without the tensors of other kinds than `kinds`."""
-        if self.through:
-            first, *others = self.through
-            return dataclasses.replace(self, through=(first.only(kinds), *others))
-        states = {
-            kind: state if kind in kinds else State(source=state.source, target=None)
-            for kind, state in self.states.items()
-        }
-        rules = [rule for rule in self.rules if rule.kind in (None, *kinds)]
-        drop = tuple(
-            (rule.kind, name_pattern.parse(tensor.name).globbed)
-            for rule in self.rules
-            if rule.kind not in (None, *kinds)
-            for tensor in rule.source
-        )
-        return dataclasses.replace(
-            self, states=states, rules=tuple(rules), drop_of_kind=drop
+            self,
+            sizes=_with_values(self.sizes, values),
+            fill=_with_values(self.fill, values),
+            rules=tuple(rules),
+            through=tuple(each.with_values(values) for each in self.through),
         )
 
     def weights(self) -> Layout:
@@ -296,16 +476,34 @@ class Layout:
         Raises:
           LayoutError: if the tree has neither.
         """
+        # It needs the classes of this module.
+        from elastic_ckpt.universal.rules import name_pattern
+
         if self.through:
             first, *others = self.through
             return dataclasses.replace(self, through=(first.weights(), *others))
-        for kind in ("parameter", "master"):
-            state = self.states.get(kind)
-            if state is not None and None not in (state.source, state.target):
-                return self.only([kind])
-        raise LayoutError(
-            f"{self.place}: no state is `parameter` or `master`, with `from` and `to`;"
-            " add one to `states`"
+        whole = [kind for kind, state in self.states.items() if state.is_whole]
+        chosen = next((kind for kind in ("parameter", "master") if kind in whole), None)
+        if chosen is None:
+            raise LayoutError(
+                f"{self.place}: no state is `parameter` or `master`, with `from` and"
+                " `to`; add one to `states`"
+            )
+        return dataclasses.replace(
+            self,
+            states={
+                kind: state
+                if kind == chosen
+                else dataclasses.replace(state, target=None)
+                for kind, state in self.states.items()
+            },
+            rules=tuple(each for each in self.rules if each.kind in (None, chosen)),
+            drop_of_kind=tuple(
+                (rule.kind, name_pattern.parse(tensor.name).globbed)
+                for rule in self.rules
+                if rule.kind not in (None, chosen)
+                for tensor in rule.source
+            ),
         )
 
     def complete(self, rule: Rule) -> Rule:
@@ -320,7 +518,110 @@ class Layout:
 def _with_values(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     made = dict(given)
     for name, each in given.items():
-        if isinstance(each, CheckpointValue):
-            number = each.number(values)
-            made[name] = each if number is None else number
+        number = each.number(values) if isinstance(each, CheckpointValue) else each
+        made[name] = each if number is None else number
     return made
+
+
+def _unmet(required: Required, values: Mapping[str, Any]) -> str:
+    # The first value that a checkpoint has to have, and has not; "" if it has all.
+    for path, allowed in required.items():
+        inside = (each for each in values if each.startswith(f"{path}/"))
+        found = next(inside, path)
+        value = None if values.get(found) == [] else values.get(found)
+        if found != path or value not in allowed:
+            fitting = ("missing" if each is None else repr(each) for each in allowed)
+            shown = "missing" if value is None else f"{value!r:.100}"
+            return (
+                f"{found} in the checkpoint is {shown}, and {path} has to be "
+                f"{' or '.join(fitting)}"
+            )
+    return ""
+
+
+class _Loader(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key {key!r} occurs twice; remove one of them",
+                    problem_mark=node.start_mark,
+                )
+        return super().construct_mapping(node, deep)
+
+
+# YAML 1.1 reads `1e-3` as a text.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"), _DIGITS
+)
+
+
+def _decoded(kind: Any, value: Any, place: str) -> Any:
+    # The value of an annotation. A list of one may be written without brackets.
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise LayoutError(f"{place}: a key is a text, not {key!r}; quote it")
+        entries = [(key, each, f"{place}[{key!r}]") for key, each in value.items()]
+        if kind == tuple[TensorPattern, ...]:
+            return tuple(_tensor(*entry) for entry in entries)
+        if origin is Mapping:
+            return {key: _decoded(arguments[1], *entry) for key, *entry in entries}
+        for each in (kind, *arguments):
+            if dataclasses.is_dataclass(each):
+                return _made(each, value, place)
+    elif origin is tuple:
+        listed = value if isinstance(value, list | tuple) else [value]
+        return tuple(
+            _decoded(arguments[0], each, f"{place}[{number}]")
+            for number, each in enumerate(listed)
+        )
+    elif kind is Layout and isinstance(value, str):
+        return _resolved(value, place)
+    try:
+        return codec.decode(kind, value, name=place)
+    except ValueError as error:
+        raise LayoutError(f"{error}; see the page of layout rules") from None
+
+
+def _tensor(name: str, value: Any, place: str) -> TensorPattern:
+    # In YAML, the dim `1` is a number.
+    value = str(value) if type(value) is int else value
+    fields = value if isinstance(value, Mapping) else {"dims": value}
+    return _made(TensorPattern, fields, place, name=name)
+
+
+def _made(kind: Any, fields: Mapping[str, Any], place: str, **made: Any) -> Any:
+    # A dataclass, of the keys of a file.
+    hints = typing.get_type_hints(kind, include_extras=True)
+    names = {_KEYS.get(name, name): name for name in hints if name not in _HIDDEN}
+    for key, value in fields.items():
+        within = f"{place}: {key}" if kind is Layout else f"{place}.{key}"
+        if key not in names:
+            raise LayoutError(f"{within}: unknown key{_nearest(key, names)}")
+        made[names[key]] = _decoded(hints[names[key]], value, within)
+    if "place" in hints:
+        made["place"] = place
+    for field in dataclasses.fields(kind):
+        if field.default is field.default_factory and field.name not in made:
+            key = _KEYS.get(field.name, field.name)
+            raise LayoutError(f"{place}: `{key}` is missing; add it")
+    return kind(**made)
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    (near,) = difflib.get_close_matches(name, list(names), n=1, cutoff=0.0)
+    return f"; the nearest name is {near!r}"
+
+
+def _resolved(name: str, place: str) -> Layout:
+    # It needs the classes of this module.
+    from elastic_ckpt.universal import shipped_layouts
+
+    beside = pathlib.Path(place.rpartition(": ")[0]).parent / name
+    try:
+        return shipped_layouts.resolve(beside if beside.is_file() else name)
+    except RecursionError:
+        raise LayoutError(f"{place}: {name} leads through itself") from None

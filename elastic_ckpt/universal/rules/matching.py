@@ -34,10 +34,13 @@ from elastic_ckpt.universal.rules import (
     name_pattern,
     sizes,
 )
-from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue
 from elastic_ckpt.universal.rules.instance import Instance, Plan
-from elastic_ckpt.universal.rules.layout import Layout
-from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.layout import (
+    PARAMETER,
+    CheckpointValue,
+    Layout,
+    LayoutError,
+)
 from elastic_ckpt.universal.rules.name_pattern import (
     ANY_KIND,
     Entry,
@@ -46,8 +49,6 @@ from elastic_ckpt.universal.rules.name_pattern import (
     NamePattern,
 )
 from elastic_ckpt.universal.rules.relation import Kept, ParsedTensor, Relation, Row
-from elastic_ckpt.universal.rules.rule import DIRECTIONS
-from elastic_ckpt.universal.rules.state import PARAMETER
 from elastic_ckpt.universal.stored import StoredTensor
 
 # Empty tensors in a checkpoint may have dims of any size, of which targets are made.
@@ -215,7 +216,7 @@ def _axis_counts(
 
 def _owners(layout: Layout, axes: Mapping[str, int]) -> Iterator[_Owner]:
     for rule in layout.rules:
-        if rule.only == DIRECTIONS[1]:
+        if rule.only == "inverse":
             continue
         relation = Relation(layout.complete(rule), axes)
         sides = (relation.sources, relation.targets)

@@ -22,7 +22,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from elastic_ckpt.universal.rules import dims
-from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.layout import LayoutError
 
 # The kind of all tensors of formats that have no kinds; it fits any state.
 ANY_KIND = "parameter"

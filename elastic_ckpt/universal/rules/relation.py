@@ -19,9 +19,8 @@ import numpy as np
 
 from elastic_ckpt.universal.rules import dims, name_pattern, size_expression
 from elastic_ckpt.universal.rules.dims import Dims
-from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.layout import LayoutError, Rule, TensorPattern
 from elastic_ckpt.universal.rules.name_pattern import Capture, NamePattern
-from elastic_ckpt.universal.rules.rule import COPIES, Rule, TensorPattern
 
 _OPERANDS = ("times", "plus")
 # What elements can be of.
@@ -301,7 +300,7 @@ class Relation:
                     dataclasses.replace(each, coordinates=target.coordinates)
                     for each in fitting
                     if each != originals[0]
-                    and self.sources[each.tensor].pattern.copy == COPIES[0]
+                    and self.sources[each.tensor].pattern.copy == "checked"
                 ]
                 for each in compared:
                     self._check_comparable(source, each)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by its import
 import numpy as np
 
-from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.layout import LayoutError
 
 _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,

@@ -14,11 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from fractions import Fraction
 
 from elastic_ckpt.universal.rules import dims, size_expression
-from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue
 from elastic_ckpt.universal.rules.dims import Clip, Scope
-from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.layout import CheckpointValue, LayoutError, Rule
 from elastic_ckpt.universal.rules.relation import ParsedTensor, Relation, Row
-from elastic_ckpt.universal.rules.rule import Rule
 
 
 class UnknownSizeError(LayoutError):

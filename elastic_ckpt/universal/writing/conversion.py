@@ -21,8 +21,7 @@ from elastic_ckpt.universal.reading.planned_reads import PlannedReads
 from elastic_ckpt.universal.reading.reused_memory import ReusedMemory
 from elastic_ckpt.universal.reading.transfer import Transfer
 from elastic_ckpt.universal.rules import matching, name_pattern
-from elastic_ckpt.universal.rules.layout import Layout
-from elastic_ckpt.universal.rules.state import PARAMETER
+from elastic_ckpt.universal.rules.layout import PARAMETER, Layout
 from elastic_ckpt.universal.stored import Checkpoint, StoredTensor
 from elastic_ckpt.universal.writing import chunks
 

@@ -14,7 +14,7 @@ import pytest
 
 from elastic_ckpt import universal
 from elastic_ckpt.core import errors
-from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.layout import LayoutError
 from elastic_ckpt.universal.writing import convert
 from elastic_ckpt.universal.writing.conversion import Job
 from tests.environments import ROOT, Environment

@@ -15,7 +15,7 @@ from elastic_ckpt import universal
 from elastic_ckpt.universal import described_layout, opening
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
-from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.layout import LayoutError
 from tests.universal.formats import known_values as kv
 from tests.universal.formats import stored_values
 from tests.universal.rules import relayout

@@ -19,8 +19,7 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.universal import opening, shipped_layouts
-from elastic_ckpt.universal.rules.layout import Layout
-from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.layout import Layout, LayoutError
 from tests.conftest import GOLDEN
 from tests.maxtext import small_models
 from tests.universal.formats import stored_values

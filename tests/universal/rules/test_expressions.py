@@ -3,7 +3,7 @@
 import pytest
 
 from elastic_ckpt.universal.rules import dims, name_pattern, size_expression
-from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.layout import LayoutError
 
 
 def test_the_names_of_each_part_of_a_sum():

@@ -8,9 +8,13 @@ from hypothesis import strategies as st
 
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors
-from elastic_ckpt.universal.rules.layout import Layout
-from elastic_ckpt.universal.rules.layout_error import LayoutError
-from elastic_ckpt.universal.rules.rule import Rule, TensorPattern, side
+from elastic_ckpt.universal.rules.layout import (
+    Layout,
+    LayoutError,
+    Rule,
+    TensorPattern,
+    side,
+)
 from tests.universal import safetensors_files
 from tests.universal.rules.relayout import (
     assert_same,

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.universal.formats import plain_values
-from elastic_ckpt.universal.rules.layout import Layout
-from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.layout import Layout, LayoutError
 from tests.universal.rules.relayout import (
     assert_same,
     layout,

@@ -20,8 +20,7 @@ from elastic_ckpt.cli import main
 from elastic_ckpt.core import errors, process
 from elastic_ckpt.tiers.persistent import claims
 from elastic_ckpt.universal.reading import reused_memory
-from elastic_ckpt.universal.rules.layout import Layout
-from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.layout import Layout, LayoutError
 from elastic_ckpt.universal.writing import (
     chunks,
     conversion,
