@@ -15,9 +15,8 @@ import difflib
 import os
 import pathlib
 import re
-import typing
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
@@ -41,14 +40,9 @@ _KEYS = {
     **{"viewed_as": "as", "paths": "value"},
 }
 # The attributes that no file gives.
-_HIDDEN = ("name", "place", "unmet", "drop_of_kind")
+_HIDDEN = ("place", "unmet")
 # What a layout may have beside `through`.
 _BESIDE_THROUGH = ("version", "through", "sizes", "fill", "lists", "tree")
-# Below it, a float has each integer.
-_LIMIT = 2**53
-_WORD = re.compile(r"\w+")
-_DIGITS = [*"-+0123456789"]
-_Number = int | float
 # That of a directory.
 _TreeName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_-]{0,99}\Z")]
 _StateName = Annotated[str, msgspec.Meta(pattern=r"\A[^{}]*\{\}[^{}]*\Z")]
@@ -74,10 +68,10 @@ class CheckpointValue:
     """
 
     paths: tuple[str, ...]
-    default: _Number | None = None
+    default: int | float | None = None
     place: str = dataclasses.field(default="the layout", compare=False)
 
-    def number(self, values: Mapping[str, Any]) -> _Number | None:
+    def number(self, values: Mapping[str, Any]) -> int | float | None:
         """The number in the values of a checkpoint, or the default.
 
         Args:
@@ -87,25 +81,20 @@ class CheckpointValue:
           LayoutError: if the value is no number, or too large.
         """
         for path in self.paths:
-            value = values.get(path)
-            above, _, at = path.rpartition("/")
-            held = values.get(above)
-            if isinstance(held, list) and at.isdecimal() and int(at) < len(held):
-                # Lists of numbers are one value: `config/block_size/0` is the first.
+            value, (above, _, at) = values.get(path), path.rpartition("/")
+            if isinstance(held := values.get(above), list) and at in map(
+                str, range(len(held))
+            ):
                 value = held[int(at)]
-            if value is None:
-                continue
-            try:
-                # The metadata of safetensors are texts.
-                number = float(value)
-            except (TypeError, ValueError, OverflowError):
-                number = float("nan")
-            if abs(number) < _LIMIT:
+            # The metadata of safetensors are texts. Floats below 2**53 are exact.
+            is_number = isinstance(value, int | float) or str(value).isdecimal()
+            if is_number and abs(number := float(value)) < 2**53:
                 return int(number) if number.is_integer() else number
-            raise LayoutError(
-                f"{self.place}: {path} in the checkpoint is {value!r:.100}, and not a"
-                " number between -2**53 and 2**53; give a number instead"
-            )
+            if value is not None:
+                raise LayoutError(
+                    f"{self.place}: {path} in the checkpoint is {value!r:.100}, and not"
+                    " a number between -2**53 and 2**53; give a number instead"
+                )
         return self.default
 
     @property
@@ -177,11 +166,6 @@ class State:
     source: _StateName | None
     target: _StateName | None
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether both sides have it."""
-        return None not in (self.source, self.target)
-
 
 # The states of a layout that lists none.
 ONLY_PARAMETERS = {"parameter": State(source=PARAMETER, target=PARAMETER)}
@@ -214,7 +198,7 @@ class Rule:
 
     source: tuple[TensorPattern, ...]
     target: tuple[TensorPattern, ...]
-    pad: Mapping[str, _Number] = dataclasses.field(default_factory=dict)
+    pad: Mapping[str, int | float] = dataclasses.field(default_factory=dict)
     sizes: Mapping[str, Size] = dataclasses.field(default_factory=dict)
     widths: Widths = dataclasses.field(default_factory=dict)
     states: tuple[str, ...] = ()
@@ -259,7 +243,6 @@ class Layout:
       drop: names of tensors of the checkpoint that are not used; `*` stands for any
         text.
       drop_inverse: the same in the other direction.
-      drop_of_kind: the same for tensors of one kind; no file gives it.
       fill: values for leaves that no rule fills, by their names: numbers, or references
         to values of the checkpoint.
       fill_inverse: the same in the other direction.
@@ -284,11 +267,10 @@ class Layout:
     )
     drop: tuple[str, ...] = ()
     drop_inverse: tuple[str, ...] = ()
-    drop_of_kind: tuple[tuple[str | None, str], ...] = ()
-    fill: Mapping[str, _Number | CheckpointValue] = dataclasses.field(
+    fill: Mapping[str, int | float | CheckpointValue] = dataclasses.field(
         default_factory=dict
     )
-    fill_inverse: Mapping[str, _Number | CheckpointValue] = dataclasses.field(
+    fill_inverse: Mapping[str, int | float | CheckpointValue] = dataclasses.field(
         default_factory=dict
     )
     require: Required = dataclasses.field(default_factory=dict)
@@ -314,8 +296,6 @@ class Layout:
                     f"{rule.text}: the state {min(unknown)!r} is not in `states`, which"
                     f" lists {', '.join(self.states)}"
                 )
-            if rule.kind is not None and rule.states:
-                raise LayoutError(f"{rule.text}: choose one of `kind` and `states`")
             if rule.only != "inverse":
                 relation.Relation(self.complete(rule), None)
 
@@ -351,8 +331,6 @@ class Layout:
             fields = yaml.load(text, _Loader)  # A subclass of `SafeLoader`.
         except (yaml.YAMLError, ValueError, TypeError) as error:
             raise LayoutError(f"{file}: this file is not valid YAML: {error}") from None
-        if isinstance(fields, Mapping) and "version" not in fields:
-            raise LayoutError(f"{file}: `version: 1` is missing; begin with it")
         return cls.from_dict(fields, name=file)
 
     @classmethod
@@ -363,7 +341,7 @@ class Layout:
             Layout.from_dict({"rules": [rule]})
 
         Args:
-          fields: the keys of a layout file; `version` may be left out.
+          fields: the keys of a layout file.
           name: a name for messages.
 
         Raises:
@@ -372,8 +350,8 @@ class Layout:
         made = _decoded(cls, fields, name)
         if made.through and (beside := fields.keys() - {*_BESIDE_THROUGH}):
             raise LayoutError(
-                f"{name}: beside `through` there is no {min(beside)}; write it in one of"
-                " the layouts"
+                f"{name}: beside `through` there is no {min(beside)}; write it in one"
+                " of the layouts"
             )
         made._check_used({name for each in (made, *made.rules) for name in each.sizes})
         return made
@@ -390,7 +368,6 @@ class Layout:
             },
             drop=self.drop_inverse,
             drop_inverse=self.drop,
-            drop_of_kind=(),
             fill=self.fill_inverse,
             fill_inverse=self.fill,
             require=self.require_inverse,
@@ -408,36 +385,30 @@ class Layout:
           LayoutError: if no rule uses one.
         """
         self._check_used(sizes)
-        through = [
-            each.with_sizes(
-                {name: sizes[name] for name in sizes.keys() & each._words()}
-            )
-            for each in self.through
-        ]
+        words = [each._words() & sizes.keys() for each in self.through]
         return dataclasses.replace(
-            self, sizes={**self.sizes, **sizes}, through=tuple(through)
+            self,
+            sizes={**self.sizes, **sizes},
+            through=tuple(
+                each.with_sizes({name: sizes[name] for name in sizes if name in used})
+                for each, used in zip(self.through, words, strict=True)
+            ),
         )
 
     def _check_used(self, sizes: Iterable[str]) -> None:
-        words = self._words()
-        for name in sizes:
-            if name not in words:
-                raise LayoutError(
-                    f"{self.place}: no rule uses the size {name!r}{_nearest(name, words)}"
-                )
+        if unused := {*sizes} - self._words():
+            raise LayoutError(
+                f"{self.place}: no rule uses the size {min(unused)!r}; correct its"
+                " name, or remove it"
+            )
 
     def _words(self) -> set[str]:
-        # All words of the expressions and names of rules: those of dims are among them.
-        words = {word for each in self.through for word in each._words()}
+        # The words of all names, dims and arithmetic; sizes are among them.
+        texts: list[Any] = [each._words() for each in self.through]
         for rule in map(self.complete, self.rules):
-            tensors = [*rule.source, *rule.target]
-            tensors += [each for one in tensors for each in (*one.times, *one.plus)]
-            texts = [
-                f"{one.name} {one.dims} {one.scale} {one.shift}" for one in tensors
-            ]
+            texts += [rule.source, rule.target, rule.pad, rule.widths]
             texts += [size for size in rule.sizes.values() if isinstance(size, str)]
-            words.update(_WORD.findall(" ".join([*texts, *rule.pad, *rule.widths])))
-        return words
+        return {*re.findall(r"\w+", str(texts))}
 
     def with_values(self, values: Mapping[str, Any]) -> Layout:
         """The layout with numbers in place of its references to a checkpoint's values.
@@ -476,34 +447,26 @@ class Layout:
         Raises:
           LayoutError: if the tree has neither.
         """
-        # It needs the classes of this module.
-        from elastic_ckpt.universal.rules import name_pattern
-
-        if self.through:
-            first, *others = self.through
-            return dataclasses.replace(self, through=(first.weights(), *others))
-        whole = [kind for kind, state in self.states.items() if state.is_whole]
-        chosen = next((kind for kind in ("parameter", "master") if kind in whole), None)
-        if chosen is None:
+        whole = {
+            kind for kind, each in self.states.items() if each.source and each.target
+        }
+        if not self.through and not whole & {"parameter", "master"}:
             raise LayoutError(
                 f"{self.place}: no state is `parameter` or `master`, with `from` and"
                 " `to`; add one to `states`"
             )
+        chosen = "parameter" if "parameter" in whole else "master"
+        # Tensors of other kinds are dropped.
+        kinds = {each.kind for each in self.rules if each.kind is not None}
+        dropped = dict.fromkeys(kinds, State(source=PARAMETER, target=None)) | {
+            kind: dataclasses.replace(state, target=None)
+            for kind, state in self.states.items()
+        }
         return dataclasses.replace(
             self,
-            states={
-                kind: state
-                if kind == chosen
-                else dataclasses.replace(state, target=None)
-                for kind, state in self.states.items()
-            },
+            states={**dropped, chosen: self.states[chosen]},
             rules=tuple(each for each in self.rules if each.kind in (None, chosen)),
-            drop_of_kind=tuple(
-                (rule.kind, name_pattern.parse(tensor.name).globbed)
-                for rule in self.rules
-                if rule.kind not in (None, chosen)
-                for tensor in rule.source
-            ),
+            through=(*(each.weights() for each in self.through[:1]), *self.through[1:]),
         )
 
     def complete(self, rule: Rule) -> Rule:
@@ -516,22 +479,23 @@ class Layout:
 
 
 def _with_values(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    made = dict(given)
-    for name, each in given.items():
-        number = each.number(values) if isinstance(each, CheckpointValue) else each
-        made[name] = each if number is None else number
-    return made
+    made = {
+        name: each.number(values) if isinstance(each, CheckpointValue) else each
+        for name, each in given.items()
+    }
+    return {name: given[name] if each is None else each for name, each in made.items()}
 
 
 def _unmet(required: Required, values: Mapping[str, Any]) -> str:
     # The first value that a checkpoint has to have, and has not; "" if it has all.
     for path, allowed in required.items():
-        inside = (each for each in values if each.startswith(f"{path}/"))
-        found = next(inside, path)
+        found = next((each for each in values if each.startswith(f"{path}/")), path)
         value = None if values.get(found) == [] else values.get(found)
         if found != path or value not in allowed:
-            fitting = ("missing" if each is None else repr(each) for each in allowed)
-            shown = "missing" if value is None else f"{value!r:.100}"
+            shown, *fitting = (
+                "missing" if each is None else f"{each!r:.100}"
+                for each in (value, *allowed)
+            )
             return (
                 f"{found} in the checkpoint is {shown}, and {path} has to be "
                 f"{' or '.join(fitting)}"
@@ -551,27 +515,28 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# YAML 1.1 reads `1e-3` as a text.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"), _DIGITS
-)
-
-
 def _decoded(kind: Any, value: Any, place: str) -> Any:
     # The value of an annotation. A list of one may be written without brackets.
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    origin, arguments = get_origin(kind), get_args(kind)
     if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise LayoutError(f"{place}: a key is a text, not {key!r}; quote it")
-        entries = [(key, each, f"{place}[{key!r}]") for key, each in value.items()]
+        fields = {_decoded(str, key, place): each for key, each in value.items()}
+        places = {key: f"{place}[{key!r}]" for key in fields}
         if kind == tuple[TensorPattern, ...]:
-            return tuple(_tensor(*entry) for entry in entries)
+            tensors = {
+                key: each if isinstance(each, Mapping) else {"dims": each}
+                for key, each in fields.items()
+            }
+            return tuple(
+                _decoded(TensorPattern, {**each, "name": name}, places[name])
+                for name, each in tensors.items()
+            )
         if origin is Mapping:
-            return {key: _decoded(arguments[1], *entry) for key, *entry in entries}
-        for each in (kind, *arguments):
-            if dataclasses.is_dataclass(each):
-                return _made(each, value, place)
+            return {
+                key: _decoded(arguments[1], each, places[key])
+                for key, each in fields.items()
+            }
+        for each in filter(dataclasses.is_dataclass, (kind, *arguments)):
+            return _made(each, fields, place)
     elif origin is tuple:
         listed = value if isinstance(value, list | tuple) else [value]
         return tuple(
@@ -580,40 +545,34 @@ def _decoded(kind: Any, value: Any, place: str) -> Any:
         )
     elif kind is Layout and isinstance(value, str):
         return _resolved(value, place)
+    # Such as the dim `1`.
+    value = str(value) if kind is str and type(value) is int else value
+    remedy = f"choose one of {arguments}" if origin is Literal else "see the grammar"
     try:
         return codec.decode(kind, value, name=place)
     except ValueError as error:
-        raise LayoutError(f"{error}; see the page of layout rules") from None
+        raise LayoutError(f"{error}; {remedy}") from None
 
 
-def _tensor(name: str, value: Any, place: str) -> TensorPattern:
-    # In YAML, the dim `1` is a number.
-    value = str(value) if type(value) is int else value
-    fields = value if isinstance(value, Mapping) else {"dims": value}
-    return _made(TensorPattern, fields, place, name=name)
-
-
-def _made(kind: Any, fields: Mapping[str, Any], place: str, **made: Any) -> Any:
+def _made(kind: Any, fields: Mapping[str, Any], place: str) -> Any:
     # A dataclass, of the keys of a file.
-    hints = typing.get_type_hints(kind, include_extras=True)
+    hints = get_type_hints(kind, include_extras=True)
+    made: dict[str, Any] = {"place": place} if "place" in hints else {}
     names = {_KEYS.get(name, name): name for name in hints if name not in _HIDDEN}
     for key, value in fields.items():
         within = f"{place}: {key}" if kind is Layout else f"{place}.{key}"
         if key not in names:
-            raise LayoutError(f"{within}: unknown key{_nearest(key, names)}")
+            (near,) = difflib.get_close_matches(key, names, n=1, cutoff=0.0)
+            raise LayoutError(f"{within}: unknown key; the nearest key is {near!r}")
         made[names[key]] = _decoded(hints[names[key]], value, within)
-    if "place" in hints:
-        made["place"] = place
-    for field in dataclasses.fields(kind):
-        if field.default is field.default_factory and field.name not in made:
-            key = _KEYS.get(field.name, field.name)
-            raise LayoutError(f"{place}: `{key}` is missing; add it")
+    missing = [
+        _KEYS.get(each.name, each.name)
+        for each in dataclasses.fields(kind)
+        if each.default is each.default_factory and each.name not in made
+    ]
+    if missing:
+        raise LayoutError(f"{place}: `{missing[0]}` is missing; add it")
     return kind(**made)
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    (near,) = difflib.get_close_matches(name, list(names), n=1, cutoff=0.0)
-    return f"; the nearest name is {near!r}"
 
 
 def _resolved(name: str, place: str) -> Layout:
@@ -621,7 +580,4 @@ def _resolved(name: str, place: str) -> Layout:
     from elastic_ckpt.universal import shipped_layouts
 
     beside = pathlib.Path(place.rpartition(": ")[0]).parent / name
-    try:
-        return shipped_layouts.resolve(beside if beside.is_file() else name)
-    except RecursionError:
-        raise LayoutError(f"{place}: {name} leads through itself") from None
+    return shipped_layouts.resolve(beside if beside.is_file() else name)

@@ -26,7 +26,7 @@ rules:
     states: [parameter]
   - from: {c: 1}
     to: {c: (1 + pad)}
-    pad: {pad: 1e-3}
+    pad: {pad: 0.001}
     optional: true
     except: "c.*"
     require: {a/kind: gqa}
@@ -82,8 +82,7 @@ LAYOUT = Layout(
 def test_a_file_and_python_values_make_the_same_layout(tmp_path):
     path = tmp_path / "full.yml"
     path.write_text(FULL)
-    fields = yaml.safe_load(FULL.replace("1e-3", "0.001"))
-    del fields["version"]
+    fields = yaml.safe_load(FULL)
     assert Layout.load(path) == LAYOUT == Layout.from_dict(fields)
     assert Layout.load(path).rules[0].place == f"{path}: rules[0]"
     assert LAYOUT.inverse().drop == ("y",)
@@ -98,19 +97,17 @@ def test_a_file_and_python_values_make_the_same_layout(tmp_path):
         ("scale", "scales", "rules[0].from['a.{layer}'].scales", "'scale'"),
         ("tree:", "place:", "layout: place", "unknown key"),
         ("version: 1", "version: 2", "layout: version", "2"),
-        ("version: 1\n", "", "layout", "`version: 1` is missing"),
         ("{c: 1}", "{c: 1, c: 1}", "line 12", "the key 'c' occurs twice"),
-        ("{c: 1}", "{c: 1, 2: 1}", "rules[1].from", "not 2; quote it"),
+        ("{c: 1}", "{c: 1, yes: 1}", "rules[1].from", "`bool`"),
         ("{c: 1}", "{c: [1]}", "rules[1].from['c']", "`str`"),
         ("{c: 1}", "{c: yes}", "rules[1].from['c']", "`str`"),
-        ("{c: 1}", "c", "rules[1].from", "expected"),
+        ("{c: 1}", "c", "rules[1].from", "`str`"),
         ("    to: {c: (1 + pad)}\n", "", "layout: rules[1]", "`to` is missing"),
         ("dims: layer x, ", "", "rules[0].to['b']", "`dims` is missing"),
         ("dims: layer x,", "dims: layer ((x,", "rules[0].to['b']", "expected )"),
         ("[3, 5]", "[3, -5]", "widths['x']['tp'][1]", ">= 0"),
         ('"m/{}"', '"m/"', "states['parameter'].from", "{}"),
         ("[parameter]", "[master]", "rules[0]", "the state 'master'"),
-        ("[parameter]", "[parameter]\n    kind: step", "rules[0]", "choose one"),
         ("true", "2", "rules[1].optional", "`bool`"),
         ("optional: true", "only: back", "rules[1].only", "forward"),
         ("float32", "float33", "rules[0].to['b']", "no dtype"),
@@ -120,7 +117,7 @@ def test_a_file_and_python_values_make_the_same_layout(tmp_path):
         ('"a.{layer}"', '"a.{layer"', "rules[0].from['a.{layer']", "brace"),
         ("[3, 5]", "[3, 5", "layout", "not valid YAML"),
         ("default: 1", "defaults: 1", "sizes['layer'].defaults", "'default'"),
-        ("false}", "2026-01-01}", "require['a/flag']", "datetime"),
+        ("false}", "2026-01-01}", "require['a/flag']", "`date`"),
         ("d: 128", "d: 128, e: 1", "layout", "no rule uses the size 'e'"),
         ("tree: items", "tree: a/b", "layout: tree", "_-"),
         ("drop: [", "through: [untied]\ndrop: [", "layout", "not to both"),
@@ -138,11 +135,9 @@ def test_a_mistake_is_named_with_its_place(old, new, place, problem):
     ("text", "problem"),
     [
         (None, "this file cannot be read"),
-        ("", "empty"),
+        ("", "`null`"),
         ("version: 1", "there are no rules"),
-        ("version: 1\nthrough: it.yml", "it.yml leads through itself"),
         ("version: 1\nthrough: untied\ndrop: x", "beside `through` there is no drop"),
-        ("version: 1\nthrough: unknown", "no layout that ships is named 'unknown'"),
     ],
 )
 def test_a_file_that_is_no_layout_is_named(text, problem, tmp_path):

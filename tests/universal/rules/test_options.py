@@ -13,7 +13,6 @@ from elastic_ckpt.universal.rules.layout import (
     LayoutError,
     Rule,
     TensorPattern,
-    side,
 )
 from tests.universal import safetensors_files
 from tests.universal.rules.relayout import (
@@ -343,8 +342,8 @@ version: 1
 states: {{{kind}: {{from: "{{}}", to: "{{}}"}}}}
 rules: [{{from: {{w: x}}, to: {{w: x}}}}]
 """
-    target = TensorPattern(name="", dims="x", scale=scale, shift=shift)
-    rules = (Rule(source=side({"w": "x"}), target=side({"w": target})),)
+    target = TensorPattern(name="w", dims="x", scale=scale, shift=shift)
+    rules = (Rule(source=(TensorPattern(name="w", dims="x"),), target=(target,)),)
     return Layout(rules=rules, states=Layout.parse(text).states)
 
 
@@ -381,9 +380,9 @@ def test_shifted_values_return_within_one_ulp_of_the_largest_term(listed, scale,
 
 @given(scales, scales, scales, scales)
 def test_both_sides_may_be_scaled(a, b, c, d):
-    one = TensorPattern(name="", dims="x", scale=a, shift=b)
-    other = TensorPattern(name="", dims="x", scale=c, shift=d)
-    rules = (Rule(source=side({"w": one}), target=side({"w": other})),)
+    one = TensorPattern(name="w", dims="x", scale=a, shift=b)
+    other = TensorPattern(name="w", dims="x", scale=c, shift=d)
+    rules = (Rule(source=(one,), target=(other,)),)
     w = np.linspace(-2, 2, 5)
     made = relayout(Layout(rules=rules), {"w": a * w + b})["w"]
     np.testing.assert_allclose(made, c * w + d, rtol=1e-9, atol=1e-9 * abs(c * b / a))
