@@ -25,7 +25,7 @@ from elastic_ckpt.core.boxes import Boxes
 from elastic_ckpt.universal.moves import Arithmetic, Reduction, Side
 from elastic_ckpt.universal.rules import dims, dtypes, size_expression, sizes
 from elastic_ckpt.universal.rules.dims import Clip, Scope
-from elastic_ckpt.universal.rules.layout import POWERS, SHIFTED, LayoutError
+from elastic_ckpt.universal.rules.layout import LayoutError
 from elastic_ckpt.universal.rules.name_pattern import NamePattern
 from elastic_ckpt.universal.rules.relation import (
     Kept,
@@ -36,6 +36,15 @@ from elastic_ckpt.universal.rules.relation import (
     Term,
 )
 
+# The powers of a parameter's scale, by the kind of state. A gradient is divided by the
+# scale; the second moment is that of a squared gradient.
+POWERS = {
+    **{"parameter": 1, "master": 1, "first_moment": -1, "second_moment": -2},
+    # Of Muon, and of SGD.
+    "momentum_buffer": -1,
+}
+# The kinds of state that are shifted, and padded with the values of the rule.
+SHIFTED = ("parameter", "master")
 # An empty tensor costs nothing, but targets may be derived from a dim of any size.
 MOST_NAMES = 1 << 17
 _MOST_VOLUME = 1 << 62

@@ -25,15 +25,6 @@ from elastic_ckpt.core import codec, errors
 
 # Stands for the name of the parameter in the name of a state.
 PARAMETER = "{}"
-# The powers of a parameter's scale, by the kind of state. A gradient is divided by the
-# scale; the second moment is that of a squared gradient.
-POWERS = {
-    **{"parameter": 1, "master": 1, "first_moment": -1, "second_moment": -2},
-    # Of Muon, and of SGD.
-    "momentum_buffer": -1,
-}
-# The kinds of state that are shifted, and padded with the values of the rule.
-SHIFTED = ("parameter", "master")
 # The keys of a file that are called otherwise than the attributes.
 _KEYS = {
     **{"source": "from", "target": "to", "excepted": "except"},
@@ -396,10 +387,12 @@ class Layout:
         )
 
     def _check_used(self, sizes: Iterable[str]) -> None:
-        if unused := {*sizes} - self._words():
+        words = self._words()
+        for name in {*sizes} - words:
+            (near,) = difflib.get_close_matches(name, words, n=1, cutoff=0.0)
             raise LayoutError(
-                f"{self.place}: no rule uses the size {min(unused)!r}; correct its"
-                " name, or remove it"
+                f"{self.place}: no rule uses the size {name!r}; the nearest name is"
+                f" {near!r}"
             )
 
     def _words(self) -> set[str]:
@@ -490,14 +483,14 @@ def _unmet(required: Required, values: Mapping[str, Any]) -> str:
     # The first value that a checkpoint has to have, and has not; "" if it has all.
     for path, allowed in required.items():
         found = next((each for each in values if each.startswith(f"{path}/")), path)
-        value = None if values.get(found) == [] else values.get(found)
-        if found != path or value not in allowed:
+        value = values.get(found)
+        if found != path or (None if value == [] else value) not in allowed:
             shown, *fitting = (
                 "missing" if each is None else f"{each!r:.100}"
                 for each in (value, *allowed)
             )
             return (
-                f"{found} in the checkpoint is {shown}, and {path} has to be "
+                f"{found} in the checkpoint is {shown}, and has to be "
                 f"{' or '.join(fitting)}"
             )
     return ""
@@ -520,19 +513,18 @@ def _decoded(kind: Any, value: Any, place: str) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
     if isinstance(value, Mapping):
         fields = {_decoded(str, key, place): each for key, each in value.items()}
-        places = {key: f"{place}[{key!r}]" for key in fields}
         if kind == tuple[TensorPattern, ...]:
             tensors = {
                 key: each if isinstance(each, Mapping) else {"dims": each}
                 for key, each in fields.items()
             }
             return tuple(
-                _decoded(TensorPattern, {**each, "name": name}, places[name])
+                _decoded(TensorPattern, {**each, "name": name}, f"{place}[{name!r}]")
                 for name, each in tensors.items()
             )
         if origin is Mapping:
             return {
-                key: _decoded(arguments[1], each, places[key])
+                key: _decoded(arguments[1], each, f"{place}[{key!r}]")
                 for key, each in fields.items()
             }
         for each in filter(dataclasses.is_dataclass, (kind, *arguments)):
@@ -580,4 +572,7 @@ def _resolved(name: str, place: str) -> Layout:
     from elastic_ckpt.universal import shipped_layouts
 
     beside = pathlib.Path(place.rpartition(": ")[0]).parent / name
-    return shipped_layouts.resolve(beside if beside.is_file() else name)
+    try:
+        return shipped_layouts.resolve(beside if beside.is_file() else name)
+    except RecursionError:
+        raise LayoutError(f"{place}: {name} leads through itself") from None

@@ -130,7 +130,7 @@ BESIDE = """
   - from: {"bias": "n"}
     to: {"aux/bias": "n"}
     kind: parameter
-drop: {to: ["aux/*/key"]}
+drop_inverse: ["aux/*/key"]
 """
 
 
