@@ -24,7 +24,7 @@ from elastic_ckpt.core import allgather, calls, errors, events, topology
 from elastic_ckpt.data import elastic_data, iterator, prefetch
 from elastic_ckpt.tiers.choices import Chosen, Tier
 from elastic_ckpt.tiers.persistent import run_files
-from elastic_ckpt.universal.step_layouts import LAYOUTS
+from elastic_ckpt.universal import steps
 
 
 def batches(
@@ -178,7 +178,7 @@ class Checkpointer(checkpointer.HostsCheckpointer):
             chosen,
             run=run,
             found=found,
-            layouts=LAYOUTS,
+            relayout=steps.relayout,
             world=world,
             emit=emit,
             context=context,

@@ -38,7 +38,7 @@ from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.response import Response, SaveResponse
-from elastic_ckpt.checkpoint.restore import Layouts, step_number
+from elastic_ckpt.checkpoint.restore import Relayout, step_number
 from elastic_ckpt.checkpoint.run_world import RunWorld
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.schedule import BackupClock, Schedule
@@ -83,7 +83,7 @@ class HostsCheckpointer:
         *,
         run: str,
         found: str | None,
-        layouts: Layouts,
+        relayout: Relayout,
         world: RunWorld,
         emit: events.Emit,
         context: ocp.Context | None,
@@ -96,7 +96,7 @@ class HostsCheckpointer:
           run: the name of the run.
           found: the run whose steps are in the tiers (`run_files.find_run`); None if
             there are none.
-          layouts: read trees of other layouts.
+          relayout: reads trees of other layouts.
           world: the place of this checkpointer among those of the run.
           emit: called with each event, in the caller's thread.
           context: Orbax's context for all calls outside of a `with` block of another
@@ -109,7 +109,7 @@ class HostsCheckpointer:
         """
         self._hosts = hosts
         self._context = None if context is None else ocp.Context(context)
-        self._chosen, self._layouts = chosen, layouts
+        self._chosen, self._relayout = chosen, relayout
         self._world = world
         self._events = events.EventQueue(emit)
         # Loads and removals in the background.
@@ -921,7 +921,7 @@ class HostsCheckpointer:
             }
         restored = restore.Restorer(
             self._hosts,
-            self._layouts,
+            self._relayout,
             self._emit,
             abstract_checkpointables,
             partial=partial,

@@ -10,8 +10,8 @@ No value is returned, and no component is loaded, before every host has read and
 verified all of its part: if one cannot, all hosts read the step before. If a component
 of one host cannot be loaded, the restore fails on all hosts.
 
-The rules for trees of another layout lie above this room, and come as `Layouts`. A tree
-that the step has as it is requested is restored without them.
+The rules for trees of another layout lie above this room, and come as `Relayout`. A
+tree that the step has as it is requested is restored without them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import functools
 import operator
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import orbax.checkpoint as v0
@@ -228,37 +228,15 @@ def _held(contents: Contents) -> dict[str, Any]:
     return dict.fromkeys(contents.components) | described
 
 
-class Layouts(Protocol):
-    """Reads trees through layouts, as `elastic_ckpt.universal` does."""
-
-    def match(
-        self, contents: Contents, name: str, abstract: Any, *, layout: Any
-    ) -> Callable[[VerifiedReader], Any]:
-        """Matches a layout with a saved tree, before a value is read.
-
-        Args:
-          contents: of a step.
-          name: of the saved tree.
-          abstract: the requested tree.
-          layout: as users give it.
-
-        Returns:
-          A function that reads the tree into its shardings from the step's boxes.
-
-        Raises:
-          ConfigError: if the layout does not fit.
-        """
-        ...
-
-    def load(self, path: epath.Path, abstract: Any, layout: Any) -> Any:
-        """Reads a tree into the shardings of an abstract one.
-
-        Args:
-          path: of the saved tree, in persistent storage.
-          abstract: the requested tree.
-          layout: as users give it.
-        """
-        ...
+# Matches a layout, as users give it, with a saved tree of this name before a value is
+# read; `elastic_ckpt.universal.steps` does. It gets the contents of the step (None for
+# one of another program), the name, the requested tree and the layout. It returns a
+# function that reads the tree into its shardings: from the boxes of the open step, or
+# from the path of the saved tree in persistent storage. A layout that does not fit is a
+# ConfigError.
+Relayout = Callable[
+    [Contents | None, str, Any, Any], Callable[[VerifiedReader | epath.Path], Any]
+]
 
 
 class Restored(NamedTuple):
@@ -290,7 +268,7 @@ class Restorer:
 
     Args:
       hosts: of the world.
-      layouts: read the trees that differ.
+      relayout: reads the trees that differ.
       emit: called with the sources of the values, and with problems.
       wanted: by name, abstract trees and components.
       partial: whether trees may lack leaves that were saved.
@@ -301,14 +279,14 @@ class Restorer:
     def __init__(
         self,
         hosts: Hosts,
-        layouts: Layouts,
+        relayout: Relayout,
         emit: events.Emit,
         wanted: Mapping[str, Any],
         *,
         partial: bool,
         layout: Any,
     ) -> None:
-        self._hosts, self._layouts, self._emit = hosts, layouts, emit
+        self._hosts, self._relayout, self._emit = hosts, relayout, emit
         self._wanted, self._partial, self._layout = wanted, partial, layout
         self._trees, self._stateful = component_io.split(wanted)
 
@@ -352,7 +330,7 @@ class Restorer:
         contents = hosts.opened()
 
         def other(name: str, tree: Any) -> OtherTree:
-            read = self._layouts.match(contents, name, tree, layout=self._layout)
+            read = self._relayout(contents, name, tree, self._layout)
             return functools.partial(self._read_other, checkpoint, name, read)
 
         others = self._of_layout(_held(contents), other)
@@ -426,7 +404,9 @@ class Restorer:
         storage_cause.report(self._emit, "persistent", checkpoint.step, why)
         others = self._of_layout(
             foreign_steps.read_parts(path),
-            lambda name, tree: self._layouts.load(path / name, tree, self._layout),
+            lambda name, tree: self._relayout(None, name, tree, self._layout)(
+                path / name
+            ),
         )
         rest = {name: each for name, each in self._wanted.items() if name not in others}
         loaded = foreign_steps.load(path, rest, partial=self._partial)
@@ -466,7 +446,7 @@ class Restorer:
         self,
         checkpoint: CheckpointMetadata,
         name: str,
-        read: Callable[[VerifiedReader], Any],
+        read: Callable[[VerifiedReader | epath.Path], Any],
         boxes: VerifiedReader | None,
     ) -> Any:
         # See `verified_read.OtherTree`.
@@ -479,8 +459,7 @@ class Restorer:
                 " steps in persistent storage. Restore it as it was saved, and save it"
                 " with force=True"
             )
-        path = checkpoint.path / name
-        return self._layouts.load(path, self._trees[name], self._layout)
+        return read(checkpoint.path / name)
 
     def _on_all(self, name: str, work: Callable[[], T]) -> T:
         # No host waits for one that has failed. An older step is no remedy.

@@ -17,7 +17,7 @@ from typing import Any
 
 from elastic_ckpt.cli import progress_line
 from elastic_ckpt.core import boxes, errors, option_numbers
-from elastic_ckpt.universal import opening, survey
+from elastic_ckpt.universal import listing, opening
 from elastic_ckpt.universal.moves import Matched, Move
 from elastic_ckpt.universal.rules import matching
 from elastic_ckpt.universal.writing import conversion, convert
@@ -170,22 +170,15 @@ def _converted(job: conversion.Job) -> _Shown:
 
 
 def _listed(source: str) -> _Shown:
-    families = survey.families(opening.open_checkpoint(source).tensors)
+    families = listing.families(opening.open_checkpoint(source).tensors)
     rows = [
-        {
-            "names": each.text,
-            "tensors": len(each.names),
-            "shape": list(each.shape),
-            "dtype": each.dtype.name,
-            "kind": each.kind,
-            "num_bytes": each.num_bytes,
-        }
+        {**each._asdict(), "shape": list(each.shape), "dtype": each.dtype.name}
         for each in families
     ]
     return rows, [
-        f"{each.text}  {list(each.shape)} {each.dtype.name}"
+        f"{each.names}  {list(each.shape)} {each.dtype.name}"
         + f" ({each.kind})" * (each.kind != "parameter")
-        + f"  {len(each.names):,} tensors, {each.num_bytes:,} bytes"
+        + f"  {each.tensors:,} tensors, {each.num_bytes:,} bytes"
         for each in families
     ]
 
@@ -195,7 +188,7 @@ def _checked(job: conversion.Job, given: str) -> _Shown:
         raise errors.ConfigError("--check looks at a layout: give --rules")
     checkpoint = opening.open_checkpoint(job.source)
     layout = conversion.given_layout(job, checkpoint)
-    tree = survey.tree(given) if given else None
+    tree = listing.tree(given) if given else None
     matched = matching.moves(layout, checkpoint.tensors, checkpoint.axes, tree)
     uses = _rule_uses(matched)
     rows = [dataclasses.asdict(each) for each in uses]

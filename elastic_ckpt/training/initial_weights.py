@@ -16,12 +16,7 @@ import jax
 from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.core import bucket_clients, errors, events, storage
 from elastic_ckpt.tiers.persistent import leases
-from elastic_ckpt.universal import (
-    equal_leaves,
-    loading,
-    opening,
-    shipped_layouts,
-)
+from elastic_ckpt.universal import loading, opening, shipped
 from elastic_ckpt.universal.reading import restored_tree
 
 PARAMS = "params"
@@ -64,7 +59,7 @@ def load(initial: InitialWeights, wanted: Any, emit: events.Emit) -> Any:
         if not initial.layout:
             state = _of_same_leaves(path, wanted)
         else:
-            layout = shipped_layouts.resolve(initial.layout).weights()
+            layout = shipped.resolve(initial.layout).weights()
             state = loading.load(path, wanted, layout=layout)
     emit(
         "weights_loaded",
@@ -82,7 +77,7 @@ def _of_same_leaves(path: str, wanted: Any) -> Any:
     leaves = restored_tree.target_leaves(wanted)
     targets = {leaf.tensor.name: leaf.tensor for leaf in leaves}
     try:
-        layout = equal_leaves.layout_of(path, stored, targets)
+        layout = loading.layout_of_leaves(path, stored, targets)
     except errors.OtherModelError as error:
         raise errors.OtherModelError(
             f"{error}; or set init_from_layout to the layout of that checkpoint"

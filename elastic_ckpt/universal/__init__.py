@@ -1,4 +1,4 @@
-"""Checkpoints of other programs: their layouts, and values for trees of ours."""
+"""Loads checkpoints of other programs into trees of JAX arrays."""
 
 from etils import epy
 

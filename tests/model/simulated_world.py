@@ -574,17 +574,9 @@ def latest(number):
     return ocp.training.preservation_policies.LatestN(number)
 
 
-class NoLayouts:
+def no_layout(*arguments):
     """All trees have the layout of the step."""
-
-    def match(self, contents, name, abstract, *, layout):
-        raise AssertionError(name)
-
-    def load(self, path, abstract, *, layout):
-        raise AssertionError(path)
-
-    def fitting(self, tree):
-        return ()
+    raise AssertionError(arguments)
 
 
 class Simulation:
@@ -732,7 +724,7 @@ class Simulation:
             chosen,
             run=RUN,
             found=run_files.find_run(chosen),
-            layouts=NoLayouts(),
+            relayout=no_layout,
             world=RunWorld(
                 claimant=self._claimant(),
                 is_left=lambda: self.is_left,

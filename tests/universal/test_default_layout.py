@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from elastic_ckpt.universal import default_layout, equal_leaves, shipped_layouts
+from elastic_ckpt.universal import loading, shipped
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
 from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.rules import matching
@@ -26,7 +26,7 @@ def checkpoint_of(saved):
 
 
 def made(saved):
-    layout = default_layout.layout(checkpoint_of(saved))
+    layout = loading.default_layout(checkpoint_of(saved))
     return relayout.relayout(layout, saved, {})
 
 
@@ -58,19 +58,19 @@ def test_kinds_come_before_names():
 
 def test_shards_of_ranks_are_refused(monkeypatch):
     # To try those that ship takes seconds.
-    monkeypatch.setattr(shipped_layouts, "shipped", list)
+    monkeypatch.setattr(shipped, "names", list)
     saved = [relayout.saved("w", relayout.numbered(2), tp=rank) for rank in (0, 1)]
     with pytest.raises(LayoutError, match="some format has shards of ranks"):
         made(saved)
     with pytest.raises(LayoutError, match="no tensors"):
-        default_layout.layout(checkpoint_of([]))
+        loading.default_layout(checkpoint_of([]))
 
 
 def equal_leaves_of(names, targets):
     wanted = {
         name: TargetTensor(name=name, dtype=DTYPE, shape=(2,)) for name in targets
     }
-    layout = equal_leaves.layout_of("path", stored(names), wanted)
+    layout = loading.layout_of_leaves("path", stored(names), wanted)
     return matching.moves(layout, stored(names), {}, wanted)
 
 
@@ -96,6 +96,6 @@ def test_names_with_characters_of_patterns_are_taken_as_they_are(names, data):
         for kind in ("parameter", "first_moment")
     ]
     checkpoint = OpenedCheckpoint(format="test", tensors=tensors)
-    made = matching.moves(default_layout.layout(checkpoint), tensors, {}, None)
+    made = matching.moves(loading.default_layout(checkpoint), tensors, {}, None)
     kinds = ("first_moment", "parameter")
     assert sorted(made.targets) == sorted(f"{k}/{n}" for k in kinds for n in names)

@@ -79,7 +79,7 @@ class CheckpointValue:
                 value = held[int(at)]
             # The metadata of safetensors are texts. Floats below 2**53 are exact.
             is_number = isinstance(value, int | float) or str(value).isdecimal()
-            if is_number and abs(number := float(value)) < 2**53:
+            if is_number and abs(number := float(value or 0)) < 2**53:
                 return int(number) if number.is_integer() else number
             if value is not None:
                 raise LayoutError(
@@ -569,10 +569,10 @@ def _made(kind: Any, fields: Mapping[str, Any], place: str) -> Any:
 
 def _resolved(name: str, place: str) -> Layout:
     # It needs the classes of this module.
-    from elastic_ckpt.universal import shipped_layouts
+    from elastic_ckpt.universal import shipped
 
     beside = pathlib.Path(place.rpartition(": ")[0]).parent / name
     try:
-        return shipped_layouts.resolve(beside if beside.is_file() else name)
+        return shipped.resolve(beside if beside.is_file() else name)
     except RecursionError:
         raise LayoutError(f"{place}: {name} leads through itself") from None

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from elastic_ckpt.universal import opening, shipped_layouts
+from elastic_ckpt.universal import opening, shipped
 from elastic_ckpt.universal.rules.layout import Layout, LayoutError
 from tests.conftest import GOLDEN
 from tests.maxtext import small_models
@@ -31,7 +31,7 @@ from tests.universal.rules.relayout import (
 )
 
 DIGESTS = GOLDEN / "layouts.json"
-DIRECTORY = shipped_layouts._IN_CHECKOUT
+DIRECTORY = shipped._IN_CHECKOUT
 # The layout to a plain tree, by Hugging Face's type of model.
 PLAIN = {
     "llama": "hf_llama3",
@@ -88,7 +88,7 @@ def of_model(layout, name, **sizes):
         if type(value) is int
     }
     if isinstance(layout, str):
-        layout = shipped_layouts.load(layout)
+        layout = shipped.load(layout)
     return layout.with_sizes(sizes).with_values(numbers)
 
 
@@ -176,7 +176,7 @@ def from_scanned(name, **sizes):
     at = "layers/self_attention/"
     of_layers = {rngs.format(at, "count"): np.ones(6, np.uint32)}
     outer = {rngs.format("", "count"): np.uint32(1)}
-    layout = shipped_layouts.load(name).inverse().with_sizes(sizes)
+    layout = shipped.load(name).inverse().with_sizes(sizes)
     tree = {**state, **outer, **of_layers}
     # Scanned layers alone have the others.
     is_dropped = name == "maxtext_unscanned_to_scanned"
@@ -230,7 +230,7 @@ def megatron_ranks(*, tp, pp, experts=""):
             values = drawn(f"{name} {seed}", shape)
             tensors.append(saved(name, values, **ranks))
     axes = {"pp": pp, "tp": tp, "ep": expert_ranks}
-    layout = shipped_layouts.load(
+    layout = shipped.load(
         "megatron_ranks_to_hf", sizes={"kv": kv, "q": q, "vocab": tp * rows - 3}
     )
     return Case(layout, tensors, {axis: n for axis, n in axes.items() if n > 1})
@@ -248,14 +248,14 @@ def sample_of(name, layout, directory, **sizes):
         saved(each.name, stored_values.read(each), each.kind, **dict(each.ranks))
         for each in checkpoint.tensors
     ]
-    made = shipped_layouts.load(layout, sizes=sizes).with_values(checkpoint.values)
+    made = shipped.load(layout, sizes=sizes).with_values(checkpoint.values)
     return Case(made, tensors, checkpoint.axes)
 
 
 def to_megatron():
     """From Hugging Face to Megatron's tensors over all ranks, and back."""
     arrays, sizes = hf("mixtral"), {"vocab": small_models.VOCAB, "pad": 6}
-    inverse = shipped_layouts.load("megatron_to_hf", sizes=sizes).inverse()
+    inverse = shipped.load("megatron_to_hf", sizes=sizes).inverse()
     return Case(of_model(inverse, "mixtral"), arrays, back=arrays)
 
 
@@ -370,10 +370,10 @@ def test_every_shipped_layout_has_a_digest():
     tested |= {layout for _, layout, _ in SAMPLES}
     tested |= {
         os.path.basename(each.place).removesuffix(".yml")
-        for name in tested & {*shipped_layouts.shipped()}
-        for each in shipped_layouts.load(name).through
+        for name in tested & {*shipped.names()}
+        for each in shipped.load(name).through
     }
-    assert {*shipped_layouts.shipped()} - tested == ELSEWHERE
+    assert {*shipped.names()} - tested == ELSEWHERE
 
 
 def test_the_bias_of_experts_comes_back_from_where_training_saves_it():
@@ -398,7 +398,7 @@ def test_weights_in_blocks_of_fp8_are_multiplied_and_the_last_blocks_are_shorter
     values = rng.normal(size=(300, 192)).astype(ml_dtypes.float8_e4m3fn)
     scales = rng.normal(size=(3, 2)).astype(np.float32)
     tensors = {"a.weight": values, "a.weight_scale_inv": scales, "norm": scales}
-    layout = shipped_layouts.load("hf_fp8").with_values({})
+    layout = shipped.load("hf_fp8").with_values({})
     each = scales.repeat(128, 0)[:300].repeat(128, 1)[:, :192]
     product = (values.astype(np.float32) * each).astype(ml_dtypes.bfloat16)
     assert_same(relayout(layout, tensors), {"a.weight": product, "norm": scales})
@@ -408,7 +408,7 @@ def test_weights_in_blocks_of_fp8_are_multiplied_and_the_last_blocks_are_shorter
 def test_what_only_a_user_knows_of_llama_has_to_be_chosen(is_inverse):
     arrays = hf("llama3")
     targets = relayout(of_model("hf_llama_to_maxtext", "llama3", interleave=1), arrays)
-    layout = shipped_layouts.load("hf_llama_to_maxtext", sizes={"kv": 2, "d": 14})
+    layout = shipped.load("hf_llama_to_maxtext", sizes={"kv": 2, "d": 14})
     if is_inverse:
         layout, arrays, targets = layout.inverse(), targets, arrays
     match = r"hf_llama_to_maxtext\.yml.* sizes of interleave, part are not determined"
@@ -417,8 +417,8 @@ def test_what_only_a_user_knows_of_llama_has_to_be_chosen(is_inverse):
 
 
 def test_sizes_are_added_to_those_of_the_file():
-    layout = shipped_layouts.load("hf_llama_to_maxtext", sizes={"d": 64})
-    plain = shipped_layouts.load("hf_llama_to_maxtext")
+    layout = shipped.load("hf_llama_to_maxtext", sizes={"d": 64})
+    plain = shipped.load("hf_llama_to_maxtext")
     assert layout.sizes == {**plain.sizes, "d": 64}
 
 

@@ -1,0 +1,130 @@
+"""What a checkpoint has, by patterns of names; and the tree that a layout leads to.
+
+Tensors whose names differ in numbers alone, and which have one shape and dtype, are a
+*family*.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import re
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from etils import epath
+
+from elastic_ckpt.core import codec
+from elastic_ckpt.universal import opening
+from elastic_ckpt.universal.moves import TargetTensor
+from elastic_ckpt.universal.rules import name_pattern
+from elastic_ckpt.universal.rules.layout import LayoutError
+from elastic_ckpt.universal.stored import StoredTensor
+
+_NUMBER = re.compile(r"(?<![0-9A-Za-z])(?:0|[1-9][0-9]{0,17})(?![0-9A-Za-z])")
+
+
+class Family(NamedTuple):
+    """Tensors whose names differ in numbers alone.
+
+    Attributes:
+      names: all of them, `layers.{0-31}.weight`; without control characters.
+      tensors: how many names there are.
+      shape: of each.
+      dtype: of each.
+      kind: of each, see `StoredTensor`.
+      num_bytes: of all values.
+    """
+
+    names: str
+    tensors: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    kind: str
+    num_bytes: int
+
+
+def families(tensors: Sequence[StoredTensor]) -> list[Family]:
+    """The families of tensors, in the order of their first ones."""
+    # The numbers of each name, by what a family has in common.
+    groups: dict[tuple, set[tuple[int, ...]]] = {}
+    unboxed = name_pattern.unboxed(tensor.name for tensor in tensors)
+    for tensor in tensors:
+        name = unboxed.get(tensor.name, tensor.name)
+        key = (*_NUMBER.split(name),), tensor.shape, tensor.dtype, tensor.kind
+        numbers = tuple(map(int, _NUMBER.findall(name)))
+        groups.setdefault(key, set()).add(numbers)
+    return [
+        Family(
+            names=_names(parts, numbers),
+            tensors=len(numbers),
+            shape=shape,
+            dtype=dtype,
+            kind=kind,
+            num_bytes=len(numbers) * math.prod(shape) * dtype.itemsize,
+        )
+        for (parts, shape, dtype, kind), numbers in groups.items()
+    ]
+
+
+def _names(parts: Sequence[str], numbers: Collection[tuple[int, ...]]) -> str:
+    text = parts[0]
+    for column, part in zip(zip(*numbers, strict=True), parts[1:], strict=True):
+        listed = sorted(set(column))
+        text += f"{{{_ranges(listed)}}}" if len(listed) > 1 else str(listed[0])
+        text += part
+    return text if text.isprintable() else ascii(text)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    runs = []
+    for _, run in itertools.groupby(enumerate(numbers), lambda each: each[1] - each[0]):
+        listed = [number for _, number in run]
+        runs.append(f"{listed[0]}-{listed[-1]}" if len(listed) > 1 else str(listed[0]))
+    return ",".join(runs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Tensor:
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+
+def tree(path: str) -> dict[str, TargetTensor]:
+    """The tensors of a tree that a layout leads to.
+
+    Args:
+      path: of a checkpoint of any format that is read, or of a JSON file of shapes by
+        name, `{"embed/kernel": [8, 4]}`, which have float32, or `{"shape": [8, 4],
+        "dtype": "bfloat16"}`.
+
+    Raises:
+      LayoutError: if the JSON file is missing, or has something else.
+      FormatError: as `open_checkpoint`.
+    """
+    if not path.endswith(".json"):
+        return {
+            each.name: TargetTensor(name=each.name, dtype=each.dtype, shape=each.shape)
+            for each in opening.open_checkpoint(path).tensors
+        }
+    try:
+        given = json.loads(epath.Path(path).read_text())
+        listed = codec.decode(dict[str, tuple[int, ...] | _Tensor], given, name="it")
+        tensors = {
+            name: each if isinstance(each, _Tensor) else _Tensor(shape=each)
+            for name, each in listed.items()
+        }
+        return {
+            name: TargetTensor(name=name, dtype=np.dtype(each.dtype), shape=each.shape)
+            for name, each in tensors.items()
+        }
+    except OSError as error:
+        raise LayoutError(f"{path} cannot be read ({error}); check the path") from None
+    except (ValueError, TypeError) as error:
+        raise LayoutError(
+            f'{path} is no JSON of shapes by name, such as {{"embed/kernel": [8, 4],'
+            f' "head": {{"shape": [4], "dtype": "bfloat16"}}}}: {error}'
+        ) from None
