@@ -219,8 +219,8 @@ def test_a_merged_model_has_the_configuration_of_the_base(tmp_path):
         ({"peft_type": None}, "adapter/peft_type in the checkpoint is missing"),
         ({"bias": "all"}, "adapter/bias in the checkpoint is 'all'"),
         ({"fan_in_fan_out": True}, "adapter/fan_in_fan_out in the checkpoint is True"),
-        ({"alpha_pattern": {"q": 3}}, "is 3 at adapter/alpha_pattern/q"),
-        ({"layer_replication": [[0, 1]]}, "is .* at adapter/layer_replication/0"),
+        ({"alpha_pattern": {"q": 3}}, "adapter/alpha_pattern/q in the checkpoint is 3"),
+        ({"layer_replication": [[0, 1]]}, "adapter/layer_replication/0 in"),
     ],
 )
 def test_what_a_product_alone_does_not_make_is_refused(tmp_path, config, text):

@@ -230,8 +230,8 @@ def megatron_ranks(*, tp, pp, experts=""):
             values = drawn(f"{name} {seed}", shape)
             tensors.append(saved(name, values, **ranks))
     axes = {"pp": pp, "tp": tp, "ep": expert_ranks}
-    layout = shipped.load(
-        "megatron_ranks_to_hf", sizes={"kv": kv, "q": q, "vocab": tp * rows - 3}
+    layout = shipped.load("megatron_ranks_to_hf").with_sizes(
+        {"kv": kv, "q": q, "vocab": tp * rows - 3}
     )
     return Case(layout, tensors, {axis: n for axis, n in axes.items() if n > 1})
 
@@ -248,14 +248,14 @@ def sample_of(name, layout, directory, **sizes):
         saved(each.name, stored_values.read(each), each.kind, **dict(each.ranks))
         for each in checkpoint.tensors
     ]
-    made = shipped.load(layout, sizes=sizes).with_values(checkpoint.values)
+    made = shipped.load(layout).with_sizes(sizes).with_values(checkpoint.values)
     return Case(made, tensors, checkpoint.axes)
 
 
 def to_megatron():
     """From Hugging Face to Megatron's tensors over all ranks, and back."""
     arrays, sizes = hf("mixtral"), {"vocab": small_models.VOCAB, "pad": 6}
-    inverse = shipped.load("megatron_to_hf", sizes=sizes).inverse()
+    inverse = shipped.load("megatron_to_hf").with_sizes(sizes).inverse()
     return Case(of_model(inverse, "mixtral"), arrays, back=arrays)
 
 
@@ -408,7 +408,7 @@ def test_weights_in_blocks_of_fp8_are_multiplied_and_the_last_blocks_are_shorter
 def test_what_only_a_user_knows_of_llama_has_to_be_chosen(is_inverse):
     arrays = hf("llama3")
     targets = relayout(of_model("hf_llama_to_maxtext", "llama3", interleave=1), arrays)
-    layout = shipped.load("hf_llama_to_maxtext", sizes={"kv": 2, "d": 14})
+    layout = shipped.load("hf_llama_to_maxtext").with_sizes({"kv": 2, "d": 14})
     if is_inverse:
         layout, arrays, targets = layout.inverse(), targets, arrays
     match = r"hf_llama_to_maxtext\.yml.* sizes of interleave, part are not determined"
@@ -417,7 +417,7 @@ def test_what_only_a_user_knows_of_llama_has_to_be_chosen(is_inverse):
 
 
 def test_sizes_are_added_to_those_of_the_file():
-    layout = shipped.load("hf_llama_to_maxtext", sizes={"d": 64})
+    layout = shipped.load("hf_llama_to_maxtext").with_sizes({"d": 64})
     plain = shipped.load("hf_llama_to_maxtext")
     assert layout.sizes == {**plain.sizes, "d": 64}
 
