@@ -31,13 +31,15 @@ _KEYS = {
     **{"viewed_as": "as", "paths": "value"},
 }
 # The attributes that no file gives.
-_HIDDEN = ("place", "unmet")
+_HIDDEN = ("place", "unmet", "drop_of_kind")
 # What a layout may have beside `through`.
 _BESIDE_THROUGH = ("version", "through", "sizes", "fill", "lists", "tree")
 # That of a directory.
 _TreeName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_-]{0,99}\Z")]
 _StateName = Annotated[str, msgspec.Meta(pattern=r"\A[^{}]*\{\}[^{}]*\Z")]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
+# Of a name.
+_CAPTURE = re.compile(r"\{[^}]*\}")
 # Sizes on each rank, by dim and rank axis.
 Widths = Mapping[str, Mapping[str, tuple[_Count, ...]]]
 # Texts, numbers or flags that are allowed, by path; None is a value that is missing.
@@ -234,6 +236,7 @@ class Layout:
       drop: names of tensors of the checkpoint that are not used; `*` stands for any
         text.
       drop_inverse: the same in the other direction.
+      drop_of_kind: the same for tensors of one kind; no file gives it.
       fill: values for leaves that no rule fills, by their names: numbers, or references
         to values of the checkpoint.
       fill_inverse: the same in the other direction.
@@ -258,6 +261,7 @@ class Layout:
     )
     drop: tuple[str, ...] = ()
     drop_inverse: tuple[str, ...] = ()
+    drop_of_kind: tuple[tuple[str | None, str], ...] = ()
     fill: Mapping[str, int | float | CheckpointValue] = dataclasses.field(
         default_factory=dict
     )
@@ -359,6 +363,7 @@ class Layout:
             },
             drop=self.drop_inverse,
             drop_inverse=self.drop,
+            drop_of_kind=(),
             fill=self.fill_inverse,
             fill_inverse=self.fill,
             require=self.require_inverse,
@@ -449,16 +454,21 @@ class Layout:
                 " `to`; add one to `states`"
             )
         chosen = "parameter" if "parameter" in whole else "master"
-        # Tensors of other kinds are dropped.
-        kinds = {each.kind for each in self.rules if each.kind is not None}
-        dropped = dict.fromkeys(kinds, State(source=PARAMETER, target=None)) | {
-            kind: dataclasses.replace(state, target=None)
-            for kind, state in self.states.items()
-        }
         return dataclasses.replace(
             self,
-            states={**dropped, chosen: self.states[chosen]},
+            states={
+                kind: dataclasses.replace(
+                    state, target=state.target if kind == chosen else None
+                )
+                for kind, state in self.states.items()
+            },
             rules=tuple(each for each in self.rules if each.kind in (None, chosen)),
+            drop_of_kind=tuple(
+                (rule.kind, _CAPTURE.sub("*", tensor.name))
+                for rule in self.rules
+                if rule.kind not in (None, chosen)
+                for tensor in rule.source
+            ),
             through=(*(each.weights() for each in self.through[:1]), *self.through[1:]),
         )
 

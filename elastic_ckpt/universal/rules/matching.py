@@ -255,6 +255,7 @@ def _completed(state: str, name: NamePattern, relation: Relation) -> NamePattern
 
 def _dropped_names(layout: Layout) -> Iterator[Entry]:
     names: list[tuple[str | None, str]] = [(None, text) for text in layout.drop]
+    names += layout.drop_of_kind
     for kind, state in layout.states.items():
         if state.source is not None and state.target is None:
             names.append((kind, state.source.replace(PARAMETER, "*")))
