@@ -38,8 +38,6 @@ _BESIDE_THROUGH = ("version", "through", "sizes", "fill", "lists", "tree")
 _TreeName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_-]{0,99}\Z")]
 _StateName = Annotated[str, msgspec.Meta(pattern=r"\A[^{}]*\{\}[^{}]*\Z")]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
-# Of a name.
-_CAPTURE = re.compile(r"\{[^}]*\}")
 # Sizes on each rank, by dim and rank axis.
 Widths = Mapping[str, Mapping[str, tuple[_Count, ...]]]
 # Texts, numbers or flags that are allowed, by path; None is a value that is missing.
@@ -464,7 +462,7 @@ class Layout:
             },
             rules=tuple(each for each in self.rules if each.kind in (None, chosen)),
             drop_of_kind=tuple(
-                (rule.kind, _CAPTURE.sub("*", tensor.name))
+                (rule.kind, re.sub(r"\{[^}]*\}", "*", tensor.name))
                 for rule in self.rules
                 if rule.kind not in (None, chosen)
                 for tensor in rule.source
