@@ -25,7 +25,7 @@ def tensors(lines):
 
 
 def test_the_page_has_examples():
-    assert len(EXAMPLES) == PAGE.count("```yaml") == 9
+    assert len(EXAMPLES) == PAGE.count("```yaml") == 8
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
