@@ -1,33 +1,38 @@
-"""Whole loads: a checkpoint of another program, a layout of rules, a sharded tree."""
+"""Whole loads: a checkpoint of another program, a layout or none, a sharded tree."""
 
-from unittest import mock
+import dataclasses
 
+import hypothesis
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import traverse_util
+from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt import universal
-from elastic_ckpt.universal.reading import transfer
-from elastic_ckpt.universal.rules.layout import Layout, LayoutError, Rule, side
+from elastic_ckpt.core import errors
+from elastic_ckpt.universal import loading
+from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
+from elastic_ckpt.universal.moves import TargetTensor
+from elastic_ckpt.universal.rules import matching
+from elastic_ckpt.universal.rules.layout import Layout, LayoutError
+from elastic_ckpt.universal.stored import StoredTensor
 from tests.universal import safetensors_files
-from tests.universal.reading.test_restored_tree import as_tree
+from tests.universal.rules import relayout
 from tests.universal.safetensors_files import bits
 from tests.universal.writing import small_model
 
-PAIR = ({"w": "out in"}, {"w_scale_inv": "rows cols"})
 MESH = jax.make_mesh((4, 2), ("data", "model"))
-REPLICATED_ON = NamedSharding(MESH, PartitionSpec())
+DTYPE = np.dtype(np.float32)
+# Characters of patterns, and digits, which names have in common.
+NAMES = st.lists(st.text("a{}*[]:0/", min_size=1, max_size=6), min_size=1, unique=True)
 
 
-def numbers(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-def abstract(shape, *spec):
+def abstract(array, *spec):
     sharding = NamedSharding(MESH, PartitionSpec(*spec))
-    return jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
 def test_layers_are_stacked_split_transposed_and_padded(tmp_path):
@@ -42,53 +47,102 @@ def test_layers_are_stacked_split_transposed_and_padded(tmp_path):
         "value": (("data", "model"),),
     }
     expected = small_model.expected(tensors)
-    leaves = {
-        path: abstract(array.shape, *specs[path.rpartition("/")[2]])
+    tree = {
+        path: abstract(array, *specs[path.rpartition("/")[2]])
         for path, array in expected.items()
     }
     layout = tmp_path / "layout.yml"
-    state = universal.load(tmp_path / "model", as_tree(leaves), layout=layout)
-    assert jax.tree.map(lambda array: array.sharding, state) == as_tree(
-        {path: leaf.sharding for path, leaf in leaves.items()}
-    )
-    loaded = dict(zip(sorted(leaves), jax.tree.leaves(state), strict=True))
-    assert bits(loaded) == bits(expected)
+    nested = traverse_util.unflatten_dict(tree, sep="/")
+    state = universal.load(tmp_path / "model", nested, layout=layout)
+    made = traverse_util.flatten_dict(state, sep="/")
+    assert bits(made) == bits(expected)
+    assert all(array.sharding == tree[path].sharding for path, array in made.items())
 
 
-QUANTIZED = """
+def test_a_float_of_8_bits_keeps_its_dtype_without_its_scales(tmp_path):
+    weight = np.arange(24).reshape(4, 6).astype(ml_dtypes.float8_e4m3fn)
+    tensors = {"w": weight, "w_scale": np.ones((2, 3), np.float32)}
+    safetensors_files.write(tmp_path / "model.safetensors", tensors)
+    rule = {"from": {"w": "out in"}, "to": {"w": "in out"}}
+    layout = Layout.from_dict({"rules": [rule], "drop": ["*scale"]})
+    wide = {"w": abstract(weight.T.astype(ml_dtypes.bfloat16))}
+    with pytest.raises(LayoutError, match=r"is bfloat16 in the target, .* without"):
+        universal.load(tmp_path, wide, layout=layout)
+    tree = {"w": abstract(weight.T)}
+    loaded = universal.load(tmp_path, tree, layout=layout, budget_bytes=7)
+    assert bits(loaded) == bits({"w": weight.T})
+
+
+def checkpoint_of(saved):
+    return OpenedCheckpoint(format="some format", tensors=relayout.stored(saved))
+
+
+def test_without_a_layout_whole_tensors_keep_their_names_after_their_kinds():
+    names = ("a/b.0.w", "a/c.1.w", "a/c.02.w", "scale")
+    arrays = [relayout.numbered(*range(2, 2 + n)) for n in range(4)]
+    plain = dict(zip(names, arrays, strict=True))
+    for kinds in (("parameter",), ("parameter", "master", "step")):
+        saved = [
+            relayout.saved(name, values + n, kind)
+            for name, values in plain.items()
+            for n, kind in enumerate(kinds)
+        ]
+        expected = {
+            f"{kind}/{name}" if len(kinds) > 1 else name: values + n
+            for name, values in plain.items()
+            for n, kind in enumerate(kinds)
+        }
+        layout = loading.default_layout(checkpoint_of(saved))
+        relayout.assert_same(relayout.relayout(layout, saved), expected)
+
+
+def test_shards_of_ranks_need_a_layout():
+    shards = [relayout.saved("w", relayout.numbered(2), tp=rank) for rank in (0, 1)]
+    for saved, problem in ((shards, "has shards of ranks"), ([], "has no tensors")):
+        with pytest.raises(LayoutError, match=f"some format {problem}"):
+            loading.default_layout(checkpoint_of(saved))
+
+
+def stored(names):
+    return [StoredTensor(name=name, dtype=DTYPE, shape=(2,)) for name in names]
+
+
+@hypothesis.given(NAMES, st.data())
+def test_leaves_are_taken_by_name_whatever_characters_it_has(names, data):
+    leaves = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1))
+    wanted = {name: TargetTensor(name=name, dtype=DTYPE, shape=(2,)) for name in leaves}
+    tensors = stored(names)
+    layout = loading.layout_of_leaves("path", tensors, wanted)
+    moves = matching.moves(layout, tensors, {}, wanted).moves
+    assert {names[each.source]: each.target for each in moves} == {
+        name: name for name in leaves
+    }
+    with pytest.raises(errors.OtherModelError, match="path"):
+        loading.layout_of_leaves("path", tensors[:-1], {names[-1]: wanted[leaves[0]]})
+    kinds = ("first_moment", "parameter")
+    of_kinds = [dataclasses.replace(t, kind=kind) for t in tensors for kind in kinds]
+    layout = loading.default_layout(OpenedCheckpoint(format="test", tensors=of_kinds))
+    made = matching.moves(layout, of_kinds, {}, None)
+    assert sorted(made.targets) == sorted(f"{k}/{n}" for k in kinds for n in names)
+
+
+WEIGHTS = """
 version: 1
+states:
+  parameter: {from: "params/{}", to: "params/{}"}
+  first_moment: {from: "opt/0/mu/{}", to: "opt/0/mu/{}"}
 rules:
-  - from: {"w": "out in"}
-    to: {"w": {dims: "in out", dtype: bfloat16}}
-drop: ["*scale"]
+  - {from: {"{name:path}": "..."}, to: {"{name}": "..."}}
+  - {from: {"opt/{n}/count": ""}, to: {"opt/{n}/count": ""}, kind: step, optional: true}
 """
 
 
-def test_a_float_of_8_bits_is_not_widened_without_its_scales(tmp_path):
-    weight = np.ones((4, 6), ml_dtypes.float8_e4m3fn)
-    tensors = {"w": weight, "w_scale": numbers(2, 3)}
-    safetensors_files.write(tmp_path / "model.safetensors", tensors)
-    layout = Layout.parse(QUANTIZED)
-    target = {"w": jax.ShapeDtypeStruct((6, 4), "bfloat16", sharding=REPLICATED_ON)}
-    match = "'w' is bfloat16 in the target, and made of float8_e4m3fn without scales"
-    with pytest.raises(LayoutError, match=match):
-        universal.load(tmp_path, target, layout=layout)
-    # The same names, where nothing is quantized.
-    tensors["w"] = weight.astype(np.float32)
-    safetensors_files.write(tmp_path / "model.safetensors", tensors)
-    assert np.all(np.asarray(universal.load(tmp_path, target, layout=layout)["w"]) == 1)
-
-
-def test_a_quantized_weight_is_loaded_with_its_scales(tmp_path):
-    weight = np.arange(24).reshape(4, 6).astype(ml_dtypes.float8_e4m3fn)
-    tensors = {"w": weight, "w_scale_inv": numbers(2, 3)}
-    safetensors_files.write(tmp_path / "model.safetensors", tensors)
-    layout = Layout(rules=[Rule(source=s, target=s) for s in map(side, PAIR)])
-    target = {
-        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=REPLICATED_ON)
-        for name, array in tensors.items()
-    }
-    with mock.patch.object(transfer, "InFlight", wraps=transfer.InFlight) as in_flight:
-        loaded = universal.load(tmp_path, target, layout=layout, budget_bytes=7)
-    assert bits(loaded) == bits(tensors)
-    in_flight.assert_called_with(7)
+def test_weights_are_loaded_from_a_state_without_its_optimizer():
+    w, layout = relayout.numbered(2, 3), Layout.parse(WEIGHTS)
+    state = {"params/a/w": w, "opt/0/mu/a/w": -w, "opt/0/count": np.int32(3)}
+    relayout.assert_same(relayout.relayout(layout, state), state)
+    through = Layout(through=(layout, layout))
+    for each in (layout, layout.inverse(), through):
+        relayout.assert_same(
+            relayout.relayout(each.weights(), state), {"params/a/w": w}
+        )
