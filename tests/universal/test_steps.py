@@ -8,166 +8,131 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt import frontend
 from elastic_ckpt.core import errors
-from elastic_ckpt.frontend import Checkpointer
 from elastic_ckpt.tiers.choices import Local, Persistent
 from elastic_ckpt.universal.rules.layout import Layout, LayoutError
 from tests.checkpoint.test_component_io import Counter
 
 MESH = jax.make_mesh((4,), ("data",))
-UNSCANNED = {f"layer_{n}": {"w": np.arange(32.0).reshape(8, 4) + n} for n in range(3)}
-SCAN = Layout.parse(
-    """
-version: 1
-rules:
-  - from: {"layer_{layer}/w": "in out"}
-    to: {"layers/w": "out layer in"}
-""",
-    file="scan.yml",
-)
+STATE = {
+    f"layer_{n}": {"w": np.arange(32, dtype=np.float32).reshape(8, 4) + n}
+    for n in range(3)
+}
+RULE = {"from": {"layer_{layer}/w": "in out"}, "to": {"layers/w": "out layer in"}}
+SCAN = Layout.from_dict({"rules": [RULE]}, name="scan.yml")
 SHARDED = NamedSharding(MESH, PartitionSpec("data"))
 SCANNED = {
     "layers": {"w": jax.ShapeDtypeStruct((4, 3, 8), np.float32, sharding=SHARDED)}
 }
+EXPECTED = np.stack([layer["w"].T for layer in STATE.values()], axis=1)
 
 
 @pytest.fixture
 def make(tmp_path):
+    """Opens a checkpointer, with the fields of the last event of each name."""
     opened = []
 
-    def make(*, make_checkpointer=Checkpointer, every=1):
+    def make(every=1):
+        last = {}
         tiers = [Local(tmp_path / "ram"), Persistent(tmp_path / "steps", every=every)]
-        opened.append(make_checkpointer(tiers, run="run"))
-        return opened[-1]
+        emit = lambda name, **fields: last.update({name: fields})  # noqa: E731
+        opened.append(frontend.Checkpointer(tiers, run="run", emit=emit))
+        return opened[-1], last
 
     yield make
     for checkpointer in opened:
         checkpointer.close()
 
 
-def saved(checkpointer, **parts):
-    state = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), UNSCANNED)
-    assert checkpointer.save_checkpointables(3, {"state": state, **parts})
+def save(checkpointer, step=3, **parts):
+    state = jax.tree.map(jnp.asarray, STATE)
+    assert checkpointer.save_checkpointables(step, {"state": state, **parts})
     checkpointer.wait()
-    return state
+
+
+def load_scanned(checkpointer, step=3):
+    """Loads the scanned layers, and compares their bits."""
+    array = checkpointer.load(step, SCANNED, layout=SCAN)["layers"]["w"]
+    assert np.asarray(array).tobytes() == EXPECTED.tobytes()
+    assert array.sharding == SHARDED
+
+
+def flip(tmp_path, step):
+    """Flips a bit of the only chunk of a leaf in RAM."""
+    chunk, *_ = sorted(
+        (tmp_path / "ram").glob(f"hosts/0/{step}-*/state/layer_1/w/c/0/0")
+    )
+    content = bytearray(chunk.read_bytes())
+    content[0] ^= 1
+    chunk.write_bytes(content)
 
 
 def test_a_step_is_loaded_into_scanned_layers_beside_its_other_parts(make):
-    checkpointer = make()
-    state = saved(checkpointer, ema={"x": jnp.ones(2)}, counter=Counter(5))
+    checkpointer, _ = make()
+    save(checkpointer, ema={"x": jnp.ones(2)}, counter=Counter(5))
     counter = Counter(0)
     wanted = {"state": SCANNED, "ema": {"x": jnp.zeros(2)}, "counter": counter}
     loaded = checkpointer.load_checkpointables(None, wanted, layout=SCAN)
     assert list(loaded) == list(wanted)
-    expected = np.stack([np.asarray(layer["w"]).T for layer in state.values()], axis=1)
-    array = loaded["state"]["layers"]["w"]
-    assert np.asarray(array).tobytes() == expected.tobytes()
-    assert array.sharding == SHARDED
+    assert np.asarray(loaded["state"]["layers"]["w"]).tobytes() == EXPECTED.tobytes()
     assert np.asarray(loaded["ema"]["x"]).tolist() == [1, 1]
     assert counter.count == 5
     # Later steps follow the one that was loaded.
     assert checkpointer.save(4, loaded["state"])
-    again = checkpointer.load_async(3, SCANNED, layout=SCAN).result()
-    assert np.asarray(again["layers"]["w"]).tobytes() == expected.tobytes()
+    load_scanned(checkpointer)
 
 
 def test_a_layout_has_its_defaults_and_what_it_requires(make):
-    checkpointer = make()
-    state = saved(checkpointer)
-    described = {
-        "sizes": {"heads": {"value": "config/heads", "default": 2}},
-        "rules": [
-            {
-                "from": {"layer_{layer}/w": "(heads d) out"},
-                "to": {"layers/w": "out layer (d heads)"},
-            }
-        ],
+    checkpointer, _ = make()
+    save(checkpointer)
+    rule = {
+        "from": {"layer_{layer}/w": "(heads d) out"},
+        "to": {"layers/w": "out layer (d heads)"},
     }
-    tree, layout = {"state": SCANNED}, Layout.from_dict(described)
-    loaded = checkpointer.load_checkpointables(3, tree, layout=layout)
-    made = [np.asarray(layer["w"]).reshape(2, 4, 4).T for layer in state.values()]
-    expected = np.stack([each.reshape(4, 8) for each in made], axis=1)
-    assert np.array_equal(loaded["state"]["layers"]["w"], expected)
-    required = Layout.from_dict({**described, "require": {"config/kind": ["llama"]}})
+    sizes = {"heads": {"value": "config/heads", "default": 2}}
+    layout = Layout.from_dict({"sizes": sizes, "rules": [rule]})
+    loaded = checkpointer.load(3, SCANNED, layout=layout)
+    swapped = EXPECTED.reshape(4, 3, 2, 4).swapaxes(2, 3).reshape(4, 3, 8)
+    assert np.array_equal(loaded["layers"]["w"], swapped)
+    layout = Layout.from_dict({"rules": [RULE], "require": {"config/kind": "llama"}})
     with pytest.raises(LayoutError, match="config/kind in the checkpoint is missing"):
-        checkpointer.load_checkpointables(3, tree, layout=required)
+        checkpointer.load(3, SCANNED, layout=layout)
 
 
 def test_an_error_of_a_layout_loads_nothing(make):
-    checkpointer = make()
-    saved(checkpointer, counter=Counter(5))
-    counter = Counter(0)
-    other = {"stack": SCANNED["layers"]}
-    with pytest.raises(LayoutError, match=r"stack/w .*scan.yml: rules"):
-        checkpointer.load_checkpointables(
-            3, {"state": other, "counter": counter}, layout=SCAN
-        )
-    assert counter.count == 0
-
-
-def loaded_scanned(checkpointer, step=3):
-    """Loads the scanned layers, and compares their bits."""
-    state = checkpointer.load(step, SCANNED, layout=SCAN)
-    expected = np.stack(
-        [layer["w"].astype(np.float32).T for layer in UNSCANNED.values()], axis=1
-    )
-    assert np.asarray(state["layers"]["w"]).tobytes() == expected.tobytes()
-
-
-def flipped(path):
-    """Flips a bit of the first value in a file."""
-    content = bytearray(path.read_bytes())
-    content[0] ^= 1
-    path.write_bytes(content)
-
-
-def events_of(make, **options):
-    listed = []
-
-    def emit(name, **fields):
-        listed.append({"event": name, **fields})
-
-    def make_checkpointer(tiers, **more):
-        return frontend.Checkpointer(tiers, emit=emit, **more)
-
-    return make(make_checkpointer=make_checkpointer, **options), listed
-
-
-def last(listed, name):
-    return [each for each in listed if each["event"] == name][-1]
+    checkpointer, _ = make()
+    save(checkpointer, counter=Counter(5))
+    wanted = {"state": {"stack": SCANNED["layers"]}, "counter": Counter(0)}
+    with pytest.raises(LayoutError, match=r"stack/w"):
+        checkpointer.load_checkpointables(3, wanted, layout=SCAN)
+    assert wanted["counter"].count == 0
 
 
 def test_a_step_in_ram_alone_is_read_through_a_layout(make):
-    checkpointer, listed = events_of(make, every=100)
-    saved(checkpointer)
-    loaded_scanned(checkpointer)
-    restored = last(listed, "restored_from")
-    assert restored["local_bytes"] == 3 * 8 * 4 * 4
-    assert restored["persistent_bytes"] == 0
+    checkpointer, last = make(every=100)
+    save(checkpointer)
+    load_scanned(checkpointer)
+    assert last["restored_from"]["local_bytes"] == EXPECTED.nbytes
+    assert last["restored_from"]["persistent_bytes"] == 0
 
 
 def test_a_bad_box_in_ram_is_replaced_from_storage_and_repaired(make, tmp_path):
-    checkpointer, listed = events_of(make)
-    saved(checkpointer)
-    chunk, *_ = sorted((tmp_path / "ram").glob("hosts/0/3-*/state/layer_1/w/c/0/0"))
-    flipped(chunk)
-    loaded_scanned(checkpointer)
-    restored = last(listed, "restored_from")
+    checkpointer, last = make()
+    save(checkpointer)
+    flip(tmp_path, 3)
+    load_scanned(checkpointer)
+    restored = last["restored_from"]
     assert (restored["bad_copies"], restored["repaired"]) == (1, 1)
     assert restored["persistent_bytes"] == 8 * 4 * 4
-    loaded_scanned(checkpointer)
-    assert last(listed, "restored_from")["bad_copies"] == 0
+    load_scanned(checkpointer)
+    assert last["restored_from"]["bad_copies"] == 0
 
 
 def test_a_bad_box_without_a_good_copy_leads_to_the_step_before(make, tmp_path):
-    checkpointer, listed = events_of(make, every=3)
-    saved(checkpointer)
-    state = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), UNSCANNED)
-    assert checkpointer.save_checkpointables(4, {"state": state})
-    checkpointer.wait()
-    chunk, *_ = sorted((tmp_path / "ram").glob("hosts/0/4-*/state/layer_1/w/c/0/0"))
-    flipped(chunk)
+    checkpointer, last = make(every=3)
+    save(checkpointer)
+    save(checkpointer, 4)
+    flip(tmp_path, 4)
     with pytest.raises(errors.CheckpointError, match=r"no good copy of state/layer_1"):
         checkpointer.load(4, SCANNED, layout=SCAN)
-    loaded_scanned(checkpointer, None)
-    assert last(listed, "restored_from")["step"] == 3
-    assert checkpointer.latest.step == 3
+    load_scanned(checkpointer, None)
+    assert last["restored_from"]["step"] == checkpointer.latest.step == 3

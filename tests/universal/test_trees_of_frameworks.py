@@ -34,6 +34,7 @@ rules:
   - from: {"layers.{layer}.norm.weight": "embed"}
     to: {"%slayers%s{layer}/norm/scale": "embed"}
 """
+MESH = jax.sharding.Mesh(jax.devices()[:2], ("data",))
 
 
 def tensors_of(seed=0):
@@ -52,13 +53,12 @@ TENSORS = tensors_of()
 
 def weights_of(tensors):
     """By Flax's names, a dict for each layer."""
-
-    def of(name):
-        return [tensors[f"layers.{layer}.{name}.weight"] for layer in range(LAYERS)]
-
     return [
-        {"norm": {"scale": norm}, "up": {"kernel": up.T}}
-        for norm, up in zip(of("norm"), of("up"), strict=True)
+        {
+            "norm": {"scale": tensors[f"layers.{layer}.norm.weight"]},
+            "up": {"kernel": tensors[f"layers.{layer}.up.weight"].T},
+        }
+        for layer in range(LAYERS)
     ]
 
 
@@ -68,19 +68,14 @@ def source(tmp_path):
     return tmp_path / "w.safetensors"
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    return jax.sharding.Mesh(jax.devices()[:2], ("data",))
-
-
-def sharded(tree, mesh):
+def sharded(tree):
     """An abstract tree whose first dims are sharded."""
 
     def with_sharding(leaf):
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         spec = PartitionSpec(*["data"][: len(leaf.shape)])
-        return leaf.update(sharding=NamedSharding(mesh, spec))
+        return leaf.update(sharding=NamedSharding(MESH, spec))
 
     return jax.tree.map(with_sharding, tree)
 
@@ -117,30 +112,22 @@ class NnxModel(nnx.Module):
         self.layers = nnx.List([NnxLayer(rngs) for _ in range(LAYERS)])
 
 
-def test_a_state_a_module_and_a_pure_dict_of_nnx(source, tmp_path, mesh):
+def test_a_state_a_module_and_a_pure_dict_of_nnx(source, tmp_path):
     text = LAYOUT % ("", "/", "", "/")
     layout = Layout.parse(text)
-    abstract = sharded(nnx.state(nnx.eval_shape(NnxModel), nnx.Param), mesh)
-    known = {"layers": dict(enumerate(weights_of(TENSORS)))}
-    loaded = universal.load(source, abstract, layout=layout)
-    assert isinstance(loaded, nnx.State)
-    assert isinstance(loaded["layers"][1]["up"]["kernel"], nnx.Param)
-    assert_same(loaded, known, abstract)
-    module = universal.load(
-        source, sharded(nnx.eval_shape(NnxModel), mesh), layout=layout
-    )
-    assert isinstance(module, NnxModel)
-    assert (module.layers[1].up.kernel[...] == known["layers"][1]["up"]["kernel"]).all()
-    pure = nnx.to_pure_dict(abstract)
-    assert_same(universal.load(source, pure, layout=layout), known, pure)
-    assert_back(loaded, text, tmp_path, TENSORS)
+    model = nnx.eval_shape(NnxModel)
+    state, known = sharded(nnx.state(model, nnx.Param)), weights_of(TENSORS)
+    for abstract in (state, sharded(model), nnx.to_pure_dict(state)):
+        loaded = universal.load(source, abstract, layout=layout)
+        assert_same(loaded, known, abstract)
+    assert_back(universal.load(source, state, layout=layout), text, tmp_path, TENSORS)
 
 
-def test_a_step_of_nnx_is_one_of_plain_dicts_too(tmp_path, mesh, capsys):
+def test_a_step_of_nnx_is_one_of_plain_dicts_too(tmp_path, capsys):
     same = {"{name:path}": "..."}
     layout = Layout.from_dict({"rules": [{"from": same, "to": same}]})
     state = nnx.state(NnxModel(), nnx.Param)
-    abstract = sharded(nnx.state(nnx.eval_shape(NnxModel), nnx.Param), mesh)
+    abstract = sharded(nnx.state(nnx.eval_shape(NnxModel), nnx.Param))
     for name, saved, asked in (
         ("boxed", state, nnx.to_pure_dict(abstract)),
         ("plain", nnx.to_pure_dict(state), abstract),
@@ -155,83 +142,59 @@ def test_a_step_of_nnx_is_one_of_plain_dicts_too(tmp_path, mesh, capsys):
         assert "layers/{0-1}/up/kernel  [4, 6] " in capsys.readouterr().out
 
 
-def test_shardings_that_modules_are_annotated_with(source, mesh):
-    names = (None, "data")
+def test_shardings_that_modules_are_annotated_with(source):
+    rule = {"from": {"layers.0.up.weight": "o i"}, "to": {"kernel": "i o"}}
+    drop = ["*norm*", "layers.1.*"]
+    layout = Layout.from_dict({"rules": [rule], "drop": drop})
 
-    def of_nnx():
-        init = nnx.with_partitioning(nnx.initializers.ones, names)
+    def annotated():
+        init = nnx.with_partitioning(nnx.initializers.ones, (None, "data"))
         options = {"use_bias": False, "kernel_init": init}
         return nnx.Linear(EMBED, FF, **options, rngs=nnx.Rngs(0))
 
-    def load(abstract, prefix=""):
-        rule = {"from": {"layers.0.up.weight": "o i"}, "to": {f"{prefix}kernel": "i o"}}
-        drop = ["*norm*", "layers.1.*"]
-        layout = Layout.from_dict({"rules": [rule], "drop": drop})
-        return universal.load(source, abstract, layout=layout)
-
-    _, abstract = nnx.get_abstract_model(of_nnx, mesh)
-    kernels = [load(abstract)["kernel"][...]]
-    with jax.set_mesh(mesh):
-        kernels.append(load(nnx.state(nnx.eval_shape(of_nnx)))["kernel"][...])
-    init = nn.with_partitioning(nn.initializers.ones, names)
-    model = nn.Dense(FF, use_bias=False, kernel_init=init)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), np.ones(EMBED))
-    abstract = jax.tree.map(
-        lambda sharding, box: jax.tree.map(
-            lambda leaf: leaf.update(sharding=sharding), box
-        ),
-        nn.get_sharding(shapes, mesh),
-        shapes,
-    )
-    kernels.append(load(abstract, "params/")["params"]["kernel"].value)
-    wanted = NamedSharding(mesh, PartitionSpec(*names))
-    assert [kernel.sharding for kernel in kernels] == [wanted] * 3
+    _, abstract = nnx.get_abstract_model(annotated, MESH)
+    loaded = [universal.load(source, abstract, layout=layout)]
+    with jax.set_mesh(MESH):
+        state = nnx.state(nnx.eval_shape(annotated))
+        loaded.append(universal.load(source, state, layout=layout))
+    for each in loaded:
+        spec = PartitionSpec(None, "data")
+        assert each["kernel"][...].sharding == NamedSharding(MESH, spec)
 
 
-class LinenModel(nn.Module):
+class LinenLayer(nn.Module):
     @nn.compact
     def __call__(self, x):
         # In a `LogicallyPartitioned`, and in a `Partitioned`.
         scale = nn.with_logical_partitioning(nn.initializers.ones, ("embed",))
         kernel = nn.with_partitioning(nn.initializers.ones, (None, "data"))
-        for layer in range(LAYERS):
-            x = LinenLayer(scale, kernel, name=f"layers_{layer}")(x)
+        normed = nn.RMSNorm(scale_init=scale, name="norm")(x)
+        nn.Dense(FF, use_bias=False, kernel_init=kernel, name="up")(normed)
         return x
 
 
-class LinenLayer(nn.Module):
-    scale: Callable
-    kernel: Callable
-
+class LinenModel(nn.Module):
     @nn.compact
     def __call__(self, x):
-        normed = nn.RMSNorm(scale_init=self.scale, name="norm")(x)
-        nn.Dense(FF, use_bias=False, kernel_init=self.kernel, name="up")(normed)
+        for layer in range(LAYERS):
+            x = LinenLayer(name=f"layers_{layer}")(x)
         return x
 
 
 LINEN = LAYOUT % ("params/", "_", "params/", "_")
 
 
-def linen_weights(tensors):
-    named = {f"layers_{n}": each for n, each in enumerate(weights_of(tensors))}
-    return {"params": named}
-
-
 @pytest.mark.parametrize("form", ["boxes", "dicts", "frozen dicts"])
-def test_variables_of_linen(source, tmp_path, mesh, form):
+def test_variables_of_linen(source, tmp_path, form):
     model = LinenModel()
-    abstract = jax.eval_shape(model.init, jax.random.key(0), np.ones(EMBED))
-    abstract = sharded(abstract, mesh)
+    abstract = sharded(jax.eval_shape(model.init, jax.random.key(0), np.ones(EMBED)))
     if form != "boxes":
         abstract = nn.unbox(abstract)
     if form == "frozen dicts":
         abstract = flax.core.freeze(abstract)
     loaded = universal.load(source, abstract, layout=Layout.parse(LINEN))
     assert type(loaded) is (flax.core.FrozenDict if form == "frozen dicts" else dict)
-    assert_same(loaded, linen_weights(TENSORS), abstract)
-    kernel = loaded["params"]["layers_0"]["up"]["kernel"]
-    assert isinstance(kernel, nn.Partitioned) == (form == "boxes")
+    assert_same(loaded, weights_of(TENSORS), abstract)
     assert_back(loaded, LINEN, tmp_path, TENSORS)
 
 
@@ -249,30 +212,27 @@ states:
 """
 
 
-def test_a_train_state_with_an_optimizer(tmp_path, mesh):
+def test_a_train_state_with_an_optimizer(tmp_path):
     parts = {"model": TENSORS, "exp_avg": tensors_of(1), "exp_avg_sq": tensors_of(2)}
     saved = {
         f"{part}/{name}": values
         for part, each in parts.items()
         for name, values in each.items()
     }
-    saved["step"] = np.asarray(7, np.int32)
+    count = saved["step"] = np.asarray(7, np.int32)
     safetensors_files.write(tmp_path / "t.safetensors", saved)
     model = LinenModel()
 
     def new_state(key):
         params = model.init(key, np.ones(EMBED))["params"]
-        return TrainState.create(
-            apply_fn=model.apply, params=params, tx=optax.adamw(1e-2)
-        )
+        optimizer = optax.adamw(1e-2)
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
 
-    abstract = sharded(jax.eval_shape(new_state, jax.random.key(0)), mesh)
+    abstract = sharded(jax.eval_shape(new_state, jax.random.key(0)))
     text = LINEN.replace("params/", "") + STATES.lstrip("\n")
     path = tmp_path / "t.safetensors"
     loaded = universal.load(path, abstract, layout=Layout.parse(text))
-    assert isinstance(loaded, TrainState)
-    params, mu, nu = (linen_weights(each)["params"] for each in parts.values())
-    count = np.asarray(7, np.int32)
+    params, mu, nu = map(weights_of, parts.values())
     assert_same(loaded, [count, params, count, mu, nu], abstract)
     assert_back(loaded, text, tmp_path, saved)
 
@@ -288,15 +248,13 @@ class EquinoxMlp(eqx.Module):
         self.activation = jax.nn.silu
 
 
-def test_a_module_of_equinox_keeps_its_functions(source, mesh):
+def test_a_module_of_equinox_keeps_its_functions(source):
     rule = {"from": {"layers.0.up.weight": "..."}, "to": {"up/weight": "..."}}
     drop = ["*norm*", "layers.1.*"]
     layout = Layout.from_dict({"rules": [rule], "drop": drop})
-    whole = sharded(eqx.filter_eval_shape(EquinoxMlp, jax.random.key(0)), mesh)
+    whole = sharded(eqx.filter_eval_shape(EquinoxMlp, jax.random.key(0)))
     # The rate of a dropout is a number among the leaves.
-    with pytest.raises(
-        universal.LayoutError, match=r"(?s)leave those .* out.*: dropout/p"
-    ):
+    with pytest.raises(universal.LayoutError, match="dropout/p"):
         universal.load(source, whole, layout=layout)
     abstract = eqx.filter(
         whole, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct) or callable(leaf)
@@ -305,8 +263,7 @@ def test_a_module_of_equinox_keeps_its_functions(source, mesh):
     assert isinstance(loaded, EquinoxMlp)
     assert loaded.activation is whole.activation
     np.testing.assert_array_equal(loaded.up.weight, TENSORS["layers.0.up.weight"])
-    message = "axis_name cannot be restored as a str; .* or None to leave it out"
-    with pytest.raises(errors.CheckpointError, match=f"^{message}"):
+    with pytest.raises(errors.CheckpointError, match=r"^axis_name cannot be"):
         universal.load(source, {"m": abstract, "axis_name": "batch"}, layout=layout)
 
 
@@ -314,12 +271,8 @@ def test_a_module_of_equinox_keeps_its_functions(source, mesh):
     ("names", "shorter"),
     [
         (["a/kernel/value", "a/bias"], {"a/kernel/value": "a/kernel"}),
-        (["a/value", "a/key"], {}),
-        (["a/value", "a/b/c"], {}),
-        (["a/value", "a"], {}),
         (["a/value", "ab/value"], {"a/value": "a", "ab/value": "ab"}),
-        (["a/value/value"], {"a/value/value": "a/value"}),
-        (["value", "a.value"], {}),
+        *((["a/value", other], {}) for other in ("a/key", "a/b/c", "a")),
     ],
 )
 def test_a_value_is_its_box_only_if_it_is_alone(names, shorter):
