@@ -51,8 +51,6 @@ PLAIN = {
 # Some are like others for their layouts.
 ALIKE = ("llama2", "llama3.3", "qwen3")
 MODELS = [name for name in small_models.MODELS if name not in ALIKE]
-# Layouts to scanned layers that go through those to layers by themselves.
-THROUGH = ("gemma3", "olmo3", "gpt_oss", "deepseek", "llama4", "qwen3_next")
 # What is scaled on the way there returns within a rounding.
 SCALED = {
     **dict.fromkeys(("llama", "mixtral"), re.compile("q_proj")),
@@ -63,20 +61,14 @@ ELSEWHERE = {"lora", "hf_fp8"}
 
 
 class Case(NamedTuple):
-    """A layout and what it reads.
-
-    Attributes:
-      layout: with all sizes.
-      tensors: arrays by name, or `Saved` tensors.
-      axes: the number of ranks by axis.
-      back: the arrays that the inverse restores; None if there is no way back.
-      rounded: names that are restored within a rounding.
-    """
+    """A layout with all sizes, what it reads, and what comes back, if anything does."""
 
     layout: Layout
+    # Arrays by name, or `Saved` tensors.
     tensors: Any
     axes: Any = None
     back: Any = None
+    # Names that come back within a rounding.
     rounded: re.Pattern | None = None
 
 
@@ -106,7 +98,7 @@ def hf(name):
     return small_models.tensors(name)
 
 
-def to_maxtext(name, form):
+def to_maxtext(name):
     _, _, (layout, sizes) = small_models.MODELS[name]
     arrays, kind = hf(name), small_models.hf_config(name)["model_type"]
     back = dict(arrays)
@@ -115,7 +107,7 @@ def to_maxtext(name, form):
         embedding = back["model.embed_tokens.weight"].copy()
         embedding[small_models.VOCAB :] = 0
         back["model.embed_tokens.weight"] = embedding
-    layout = of_model(layout + form, name, **sizes)
+    layout = of_model(layout, name, **sizes)
     return Case(layout, arrays, back=back, rounded=SCALED.get(kind))
 
 
@@ -184,61 +176,48 @@ def from_scanned(name, **sizes):
 
 
 def megatron_ranks(*, tp, pp, experts=""):
-    """Tensors of Megatron's ranks, as plain modules and Transformer Engine name them.
-
-    The last rows of the embedding are padding.
-    """
-    embed, mlp, d, kv, q, rows, expert_ranks = 10, 12, 4, 2, 3, 8, 2 if experts else 1
-    tensors = []
-    for stage, rank, ep in np.ndindex(pp, tp, expert_ranks):
-        qkv = "self_attention.linear_qkv"
-        layer = {
-            f"{qkv}.weight": (kv * (q + 2) * d // tp, embed),
-            "self_attention.linear_proj.weight": (embed, kv * q * d // tp),
-            f"{qkv}.layer_norm_weight": (embed,),
-        }
-        if experts:
-            layer["pre_mlp_layernorm.weight"] = (embed,)
-            layer["mlp.router.weight"] = (2 * expert_ranks, embed)
-            shapes = {"linear_fc1": (2 * mlp // tp, embed)}
-            shapes["linear_fc2"] = (embed, mlp // tp)
-            for number in range(2):
-                for leaf, shape in shapes.items():
-                    layer[f"mlp.experts.{experts.format(number, leaf)}"] = shape
-        else:
-            layer["mlp.linear_fc1.layer_norm_weight"] = (embed,)
-            layer["mlp.linear_fc1.weight"] = (2 * mlp // tp, embed)
-            layer["mlp.linear_fc2.weight"] = (embed, mlp // tp)
+    """Tensors of Megatron's ranks; the last rows of the embedding are padding."""
+    embed, mlp, d, kv, q, rows, ep = 10, 12, 4, 2, 3, 8, 2 if experts else 1
+    layer = {
+        "self_attention.linear_qkv.weight": (kv * (q + 2) * d // tp, embed),
+        "self_attention.linear_proj.weight": (embed, kv * q * d // tp),
+        "self_attention.linear_qkv.layer_norm_weight": (embed,),
+    }
+    shapes = {"linear_fc1": (2 * mlp // tp, embed), "linear_fc2": (embed, mlp // tp)}
+    if experts:
+        layer["pre_mlp_layernorm.weight"] = (embed,)
+        layer["mlp.router.weight"] = (2 * ep, embed)
+    else:
+        layer["mlp.linear_fc1.layer_norm_weight"] = (embed,)
+    for leaf, shape in shapes.items():
+        for number in range(2 if experts else 1):
+            of_expert = f"experts.{experts.format(number, leaf)}"
+            layer[f"mlp.{of_expert if experts else f'{leaf}.weight'}"] = shape
+    tensors, axes = [], {"pp": pp, "tp": tp, "ep": ep}
+    axes = {axis: count for axis, count in axes.items() if count > 1}
+    for at in np.ndindex(*axes.values()):
+        ranks = dict(zip(axes, at, strict=True))
         held = {
             f"decoder.layers.{local}.{name}": shape
             for local in range(2)
             for name, shape in layer.items()
         }
+        stage = ranks.get("pp", 0)
         if stage == 0:
             held["embedding.word_embeddings.weight"] = (rows, embed)
         if stage == pp - 1:
             held["output_layer.weight"] = (rows, embed)
             held["decoder.final_layernorm.weight"] = (embed,)
-        ranks = {"pp": (stage, pp), "tp": (rank, tp), "ep": (ep, expert_ranks)}
-        ranks = {axis: number for axis, (number, count) in ranks.items() if count > 1}
         for name, shape in held.items():
             # Ranks have the same norms and routers, and different parts of the others.
             is_same = "norm" in name or "router" in name
-            seed = {"pp": stage} if is_same else dict(ranks)
-            if "experts." not in name:
-                seed.pop("ep", None)
-            values = drawn(f"{name} {seed}", shape)
+            own = {k: n for k, n in ranks.items() if k != "ep" or "experts." in name}
+            seed = f"{name} { ({'pp': stage} if is_same else own) }".encode()
+            rng = np.random.default_rng(zlib.crc32(seed))
+            values = rng.standard_normal(shape, np.float32)
             tensors.append(saved(name, values, **ranks))
-    axes = {"pp": pp, "tp": tp, "ep": expert_ranks}
-    layout = shipped.load("megatron_ranks_to_hf").with_sizes(
-        {"kv": kv, "q": q, "vocab": tp * rows - 3}
-    )
-    return Case(layout, tensors, {axis: n for axis, n in axes.items() if n > 1})
-
-
-def drawn(name, shape):
-    rng = np.random.default_rng(zlib.crc32(name.encode()))
-    return rng.standard_normal(shape, np.float32)
+    sizes = {"kv": kv, "q": q, "vocab": tp * rows - 3}
+    return Case(shipped.load("megatron_ranks_to_hf").with_sizes(sizes), tensors, axes)
 
 
 def sample_of(name, layout, directory, **sizes):
@@ -261,12 +240,10 @@ def to_megatron():
 
 CASES = {
     **{
-        f"{small_models.MODELS[name][2][0]}{form}: {name}": functools.partial(
-            to_maxtext, name, form
+        f"{small_models.MODELS[name][2][0]}: {name}": functools.partial(
+            to_maxtext, name
         )
         for name in MODELS
-        for form in ("", "_unscanned")
-        if not (form and name.startswith(THROUGH))
     },
     **{
         f"{PLAIN[small_models.hf_config(name)['model_type']]}: {name}": (
@@ -293,12 +270,10 @@ CASES = {
         "maxtext_unscanned_to_scanned"
     ),
     **{
-        name: functools.partial(from_scanned, name, stage=2)
-        for name in (
-            "maxtext_stages_to_scanned",
-            "maxtext_circular_to_scanned",
-            "maxtext_scanned_stages_to_scanned",
+        f"maxtext_{form}_to_scanned": functools.partial(
+            from_scanned, f"maxtext_{form}_to_scanned", stage=2
         )
+        for form in ("stages", "circular", "scanned_stages")
     },
     "megatron_to_hf, inverse": to_megatron,
     "megatron_ranks_to_hf": lambda: megatron_ranks(tp=2, pp=2),
@@ -377,7 +352,8 @@ def test_every_shipped_layout_has_a_digest():
 
 
 def test_the_bias_of_experts_comes_back_from_where_training_saves_it():
-    case = to_maxtext("deepseek3", "_unscanned")
+    layout = of_model("hf_deepseek3_to_maxtext_unscanned", "deepseek3")
+    case = Case(layout, hf("deepseek3"))
     tree = {
         path.replace("params/params", "nnx_aux/model")
         if path.endswith("gate/bias")
@@ -393,33 +369,22 @@ def test_the_bias_of_experts_comes_back_from_where_training_saves_it():
         assert_same(relayout(layout, {**tree, **rest}), case.tensors)
 
 
-def test_weights_in_blocks_of_fp8_are_multiplied_and_the_last_blocks_are_shorter():
+def test_blocks_of_fp8_are_multiplied_by_their_scales():
     rng = np.random.default_rng(0)
     values = rng.normal(size=(300, 192)).astype(ml_dtypes.float8_e4m3fn)
     scales = rng.normal(size=(3, 2)).astype(np.float32)
     tensors = {"a.weight": values, "a.weight_scale_inv": scales, "norm": scales}
-    layout = shipped.load("hf_fp8").with_values({})
+    made = relayout(shipped.load("hf_fp8").with_values({}), tensors)
     each = scales.repeat(128, 0)[:300].repeat(128, 1)[:, :192]
     product = (values.astype(np.float32) * each).astype(ml_dtypes.bfloat16)
-    assert_same(relayout(layout, tensors), {"a.weight": product, "norm": scales})
+    assert_same(made, {"a.weight": product, "norm": scales})
 
 
-@pytest.mark.parametrize("is_inverse", [False, True])
-def test_what_only_a_user_knows_of_llama_has_to_be_chosen(is_inverse):
-    arrays = hf("llama3")
-    targets = relayout(of_model("hf_llama_to_maxtext", "llama3", interleave=1), arrays)
+def test_what_only_a_user_knows_of_llama_has_to_be_chosen():
     layout = shipped.load("hf_llama_to_maxtext").with_sizes({"kv": 2, "d": 14})
-    if is_inverse:
-        layout, arrays, targets = layout.inverse(), targets, arrays
     match = r"llama_to_maxtext_unscanned\.yml.* sizes of interleave, part are not"
     with pytest.raises(LayoutError, match=match):
-        relayout(layout, arrays, targets=targets)
-
-
-def test_sizes_are_added_to_those_of_the_file():
-    layout = shipped.load("hf_llama_to_maxtext").with_sizes({"d": 64})
-    plain = shipped.load("hf_llama_to_maxtext")
-    assert layout.sizes == {**plain.sizes, "d": 64}
+        relayout(layout, hf("llama3"))
 
 
 @pytest.mark.slow
