@@ -321,7 +321,7 @@ class Layout:
           LayoutError: as `load`.
         """
         try:
-            fields = yaml.load(text, _Loader)  # A subclass of `SafeLoader`.
+            fields = _Loader(text).get_single_data()
         except (yaml.YAMLError, ValueError, TypeError) as error:
             raise LayoutError(f"{file}: this file is not valid YAML: {error}") from None
         return cls.from_dict(fields, name=file)
