@@ -30,7 +30,7 @@ TRANSFORMERS = Environment(
 MERGED = ("plain", "rslora", "ranks", "saved", "embeddings")
 OTHERS = {
     "dora": "adapter/use_dora in the checkpoint is True",
-    "alphas": "adapter/alpha_pattern in the checkpoint is 3 at .*/q_proj",
+    "alphas": "adapter/alpha_pattern/.*q_proj in the checkpoint is 3",
     "pissa": "adapter/init_lora_weights in the checkpoint is 'pissa'",
     "biases": "adapter/lora_bias in the checkpoint is True",
     "tokens": r"adapter/trainable_token_indices in the checkpoint is \[1, 2\]",
