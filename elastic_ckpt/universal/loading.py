@@ -1,38 +1,22 @@
-"""Loads a checkpoint of another layout into a tree, without a converted copy.
-
-If no layout is given, a DeepSpeed checkpoint describes how its ranks share parameters,
-and an adapter is merged into its base by a layout that ships. Tensors of other formats
-keep their names, if they are whole. If there are several kinds of tensors, the kind
-comes first, as in `described_layout`: `first_moment/1.mlp.weight`.
-"""
+"""Loads a checkpoint of another layout into a tree, without a converted copy."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etils import epath
 
 from elastic_ckpt.checkpoint.host import trees
-from elastic_ckpt.universal import described_layout, opening, shipped
-from elastic_ckpt.universal.formats import peft_adapter
+from elastic_ckpt.universal import opening, shipped
 from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.reading import restored_tree
 from elastic_ckpt.universal.rules import matching, name_pattern
 from elastic_ckpt.universal.rules.layout import (
-    PARAMETER,
     Layout,
-    LayoutError,
-    Rule,
-    State,
-    TensorPattern,
 )
-from elastic_ckpt.universal.stored import Checkpoint, StoredTensor
-
-_ANY = TensorPattern(name="{name:path}", dims="...")
-# Each tensor becomes that of its name.
-_SAME_NAMES = Rule(source=(_ANY,), target=(_ANY,), place="the layout of the same names")
+from elastic_ckpt.universal.stored import StoredTensor
 
 
 def load(
@@ -77,54 +61,13 @@ def load(
     checkpoint = opening.open_checkpoint(path)
     leaves = restored_tree.target_leaves(abstract_state)
     targets = {leaf.tensor.name: leaf.tensor for leaf in leaves}
-    rules = given or default_layout(checkpoint, targets)
+    rules = given or shipped.default_layout(checkpoint, targets)
     rules = rules.with_values(checkpoint.values)
     matched = matching.moves(rules, checkpoint.tensors, checkpoint.axes, targets)
     made = restored_tree.read_leaves(
         checkpoint, matched.moves, matched.fills, leaves, budget_bytes=budget_bytes
     )
     return restored_tree.rebuilt(abstract_state, made)
-
-
-def default_layout(
-    checkpoint: Checkpoint, targets: Collection[str] | None = None
-) -> Layout:
-    """The layout from the tensors of a checkpoint to whole tensors of their names.
-
-    Args:
-      checkpoint: that is open.
-      targets: the names of the target's tensors; None if they are those that the layout
-        makes.
-
-    Raises:
-      FormatError: if the description of a DeepSpeed checkpoint is missing or wrong.
-      LayoutError: if the tensors of another format are those of ranks, or there are no
-        tensors.
-    """
-    if checkpoint.format.startswith(peft_adapter.FORMAT):
-        return shipped.load("lora")
-    if checkpoint.format.startswith(described_layout.FORMAT):
-        return described_layout.layout(checkpoint, targets)
-    tensors = checkpoint.tensors
-    if not tensors or any(tensor.ranks for tensor in tensors):
-        raise LayoutError(
-            f"the checkpoint of the format {checkpoint.format} has"
-            f" {'shards of ranks' if tensors else 'no tensors'}, which only rules"
-            " relate with whole tensors; give the layout of that model"
-        )
-    kinds = sorted({tensor.kind for tensor in tensors})
-    is_plain = kinds == ["parameter"]
-    return Layout(
-        rules=(_SAME_NAMES,),
-        states={
-            kind: State(
-                source=PARAMETER,
-                target=PARAMETER if is_plain else f"{kind}/{PARAMETER}",
-            )
-            for kind in kinds
-        },
-        place="the layout of the same names",
-    )
 
 
 def layout_of_leaves(
@@ -145,4 +88,4 @@ def layout_of_leaves(
     present = {name: shapes[name] for name in wanted.keys() & shapes.keys()}
     trees.check_same_model(path, present, wanted)
     drop = [name_pattern.glob_of(name) for name in shapes.keys() - targets.keys()]
-    return Layout(rules=(_SAME_NAMES,), drop=tuple(drop), place=path)
+    return Layout(rules=(shipped.SAME_NAMES,), drop=tuple(drop), place=path)

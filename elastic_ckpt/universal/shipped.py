@@ -1,6 +1,10 @@
 """The layouts that ship with this package, by name: `hf_llama_to_maxtext`.
 
-They are the files of `configs/layouts`; its README lists them.
+They are the files of `configs/layouts`; its README lists them. If no layout is given, a
+DeepSpeed checkpoint describes how its ranks share parameters, and an adapter is merged
+into its base. Tensors of other formats keep their names, if they are whole. If there
+are several kinds of tensors, the kind comes first, as in `described_layout`:
+`first_moment/1.mlp.weight`.
 """
 
 from __future__ import annotations
@@ -8,11 +12,26 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
+from collections.abc import Collection
 
-from elastic_ckpt.universal.rules.layout import Layout, LayoutError
+from elastic_ckpt.universal import described_layout
+from elastic_ckpt.universal.formats import peft_adapter
+from elastic_ckpt.universal.rules.layout import (
+    PARAMETER,
+    Layout,
+    LayoutError,
+    Rule,
+    State,
+    TensorPattern,
+)
+from elastic_ckpt.universal.stored import Checkpoint
 
 _INSTALLED = pathlib.Path(__file__).parent / "layouts"
 _IN_CHECKOUT = pathlib.Path(__file__).parents[2] / "configs" / "layouts"
+
+_ANY = TensorPattern(name="{name:path}", dims="...")
+# Each tensor becomes that of its name.
+SAME_NAMES = Rule(source=(_ANY,), target=(_ANY,), place="the layout of the same names")
 
 
 def directory() -> pathlib.Path:
@@ -53,3 +72,44 @@ def resolve(layout: Layout | str | os.PathLike[str]) -> Layout:
     text = os.fspath(layout)
     is_path = os.path.splitext(text)[1] or os.path.dirname(text)
     return Layout.load(text) if is_path else load(text)
+
+
+def default_layout(
+    checkpoint: Checkpoint, targets: Collection[str] | None = None
+) -> Layout:
+    """The layout from the tensors of a checkpoint to whole tensors of their names.
+
+    Args:
+      checkpoint: that is open.
+      targets: the names of the target's tensors; None if they are those that the layout
+        makes.
+
+    Raises:
+      FormatError: if the description of a DeepSpeed checkpoint is missing or wrong.
+      LayoutError: if the tensors of another format are those of ranks, or there are no
+        tensors.
+    """
+    if checkpoint.format.startswith(peft_adapter.FORMAT):
+        return load("lora")
+    if checkpoint.format.startswith(described_layout.FORMAT):
+        return described_layout.layout(checkpoint, targets)
+    tensors = checkpoint.tensors
+    if not tensors or any(tensor.ranks for tensor in tensors):
+        raise LayoutError(
+            f"the checkpoint of the format {checkpoint.format} has"
+            f" {'shards of ranks' if tensors else 'no tensors'}, which only rules"
+            " relate with whole tensors; give the layout of that model"
+        )
+    kinds = sorted({tensor.kind for tensor in tensors})
+    is_plain = kinds == ["parameter"]
+    return Layout(
+        rules=(SAME_NAMES,),
+        states={
+            kind: State(
+                source=PARAMETER,
+                target=PARAMETER if is_plain else f"{kind}/{PARAMETER}",
+            )
+            for kind in kinds
+        },
+        place="the layout of the same names",
+    )

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt import universal
 from elastic_ckpt.core import errors
-from elastic_ckpt.universal import loading
+from elastic_ckpt.universal import loading, shipped
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
 from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.rules import matching
@@ -92,7 +92,7 @@ def test_without_a_layout_whole_tensors_keep_their_names_after_their_kinds():
             for name, values in plain.items()
             for n, kind in enumerate(kinds)
         }
-        layout = loading.default_layout(checkpoint_of(saved))
+        layout = shipped.default_layout(checkpoint_of(saved))
         relayout.assert_same(relayout.relayout(layout, saved), expected)
 
 
@@ -100,7 +100,7 @@ def test_shards_of_ranks_need_a_layout():
     shards = [relayout.saved("w", relayout.numbered(2), tp=rank) for rank in (0, 1)]
     for saved, problem in ((shards, "has shards of ranks"), ([], "has no tensors")):
         with pytest.raises(LayoutError, match=f"some format {problem}"):
-            loading.default_layout(checkpoint_of(saved))
+            shipped.default_layout(checkpoint_of(saved))
 
 
 def stored(names):
@@ -121,7 +121,7 @@ def test_leaves_are_taken_by_name_whatever_characters_it_has(names, data):
         loading.layout_of_leaves("path", tensors[:-1], {names[-1]: wanted[leaves[0]]})
     kinds = ("first_moment", "parameter")
     of_kinds = [dataclasses.replace(t, kind=kind) for t in tensors for kind in kinds]
-    layout = loading.default_layout(OpenedCheckpoint(format="test", tensors=of_kinds))
+    layout = shipped.default_layout(OpenedCheckpoint(format="test", tensors=of_kinds))
     made = matching.moves(layout, of_kinds, {}, None)
     assert sorted(made.targets) == sorted(f"{k}/{n}" for k in kinds for n in names)
 

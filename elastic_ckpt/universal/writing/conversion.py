@@ -14,7 +14,7 @@ from etils import epath
 from elastic_ckpt.core import boxes, errors, storage
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps import layout as step_layout
-from elastic_ckpt.universal import loading, opening, shipped
+from elastic_ckpt.universal import opening, shipped
 from elastic_ckpt.universal.formats import hugging_face, peft_adapter
 from elastic_ckpt.universal.moves import Matched, Move, TargetTensor
 from elastic_ckpt.universal.reading.planned_reads import PlannedReads
@@ -49,7 +49,7 @@ class Job:
       source: the path of a checkpoint of any format that is read.
       target: the path of the one to write.
       rules: the path of a layout, or the name of one that ships; None for that of the
-        checkpoint, see `loading.default_layout`.
+        checkpoint, see `shipped.default_layout`.
       sizes: of dims that shapes do not determine, beside those in the layout.
       is_reversed: whether the layout leads from the target to the source.
       to: the format that is written.
@@ -243,7 +243,7 @@ def given_layout(job: Job, checkpoint: Checkpoint) -> Layout:
                 "sizes, the reverse direction and the choice of weights are those of"
                 " rules; give --rules"
             )
-        return loading.default_layout(checkpoint).with_values(checkpoint.values)
+        return shipped.default_layout(checkpoint).with_values(checkpoint.values)
     layout = shipped.resolve(job.rules).with_sizes(job.sizes)
     layout = layout.inverse() if job.is_reversed else layout
     values = dict(checkpoint.values)
