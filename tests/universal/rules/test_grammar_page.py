@@ -24,8 +24,7 @@ def tensors(lines):
         yield saved(name, values, **{axis: int(number) for axis, number in pairs})
 
 
-def test_the_page_has_examples():
-    assert len(EXAMPLES) == PAGE.count("```yaml") == 8
+assert len(EXAMPLES) == PAGE.count("```yaml")
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))

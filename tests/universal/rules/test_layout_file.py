@@ -37,56 +37,31 @@ lists: [opt]
 tree: items
 require: {a/kind: [gqa, 2, null], a/flag: false}
 """
-LAYOUT = Layout(
-    rules=(
-        Rule(
-            source=(
-                TensorPattern(
-                    name="a.{layer}", dims="x@tp", replicated=("dp",), scale="d ** 0.5"
-                ),
-            ),
-            target=(
-                TensorPattern(name="b", dims="layer x", shift=-1, dtype="float32"),
-            ),
-            states=("parameter",),
-        ),
-        Rule(
-            source=(TensorPattern(name="c", dims="1"),),
-            target=(TensorPattern(name="c", dims="(1 + pad)"),),
-            pad={"pad": 0.001},
-            optional=True,
-            excepted=("c.*",),
-            require={"a/kind": ("gqa",)},
-        ),
-    ),
-    sizes={
-        "d": 128,
-        "pad": "d",
-        "layer": CheckpointValue(paths=("a/kv", "b"), default=1),
-    },
-    widths={"x": {"tp": (3, 5)}},
-    ranks={"tp": 2},
-    states={
-        "parameter": State(source="m/{}", target="p/{}"),
-        "second_moment": State(source="v/{}", target=None),
-    },
-    drop=("*.x",),
-    drop_inverse=("y",),
-    fill={"step": CheckpointValue(paths=("iteration",)), "count": 3},
-    lists=("opt",),
-    tree="items",
-    require={"a/kind": ("gqa", 2, None), "a/flag": (False,)},
-)
 
 
 def test_a_file_and_python_values_make_the_same_layout(tmp_path):
-    path = tmp_path / "full.yml"
-    path.write_text(FULL)
-    fields = yaml.safe_load(FULL)
-    assert Layout.load(path) == LAYOUT == Layout.from_dict(fields)
-    assert Layout.load(path).rules[0].place == f"{path}: rules[0]"
-    assert LAYOUT.inverse().drop == ("y",)
-    assert LAYOUT.inverse().inverse() == LAYOUT
+    (tmp_path / "full.yml").write_text(FULL)
+    layout = Layout.load(tmp_path / "full.yml")
+    assert layout == Layout.from_dict(yaml.safe_load(FULL))
+    first, second = layout.rules
+    assert first.place == f"{tmp_path}/full.yml: rules[0]"
+    scaled = {"replicated": ("dp",), "scale": "d ** 0.5"}
+    assert first == Rule(
+        source=(TensorPattern(name="a.{layer}", dims="x@tp", **scaled),),
+        target=(TensorPattern(name="b", dims="layer x", shift=-1, dtype="float32"),),
+        states=("parameter",),
+    )
+    assert second.source == (TensorPattern(name="c", dims="1"),)
+    assert (second.pad, second.optional) == ({"pad": 0.001}, True)
+    assert (second.excepted, second.require) == (("c.*",), {"a/kind": ("gqa",)})
+    value = CheckpointValue(paths=("a/kv", "b"), default=1)
+    assert layout.sizes == {"d": 128, "pad": "d", "layer": value}
+    assert (layout.widths, layout.ranks) == ({"x": {"tp": (3, 5)}}, {"tp": 2})
+    assert layout.states["second_moment"] == State(source="v/{}", target=None)
+    assert layout.require == {"a/kind": ("gqa", 2, None), "a/flag": (False,)}
+    assert (layout.tree, layout.inverse().tree_inverse) == ("items", "items")
+    assert (layout.drop, layout.inverse().drop) == (("*.x",), ("y",))
+    assert layout.inverse().inverse() == layout
 
 
 @pytest.mark.parametrize(
