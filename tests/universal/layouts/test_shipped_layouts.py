@@ -9,8 +9,6 @@ import functools
 import json
 import os
 import re
-import subprocess
-import zipfile
 import zlib
 from typing import Any, NamedTuple
 
@@ -31,7 +29,6 @@ from tests.universal.rules.relayout import (
 )
 
 DIGESTS = GOLDEN / "layouts.json"
-DIRECTORY = shipped._IN_CHECKOUT
 # The layout to a plain tree, by Hugging Face's type of model.
 PLAIN = {
     "llama": "hf_llama3",
@@ -88,11 +85,6 @@ def through(*names):
     return Layout.from_dict({"through": names})
 
 
-def plain(name):
-    kind, arrays = small_models.hf_config(name)["model_type"], hf(name)
-    return Case(of_model(PLAIN[kind], name), arrays, back=arrays)
-
-
 @functools.cache
 def hf(name):
     return small_models.tensors(name)
@@ -125,9 +117,10 @@ def phi():
     return Case(of_model("hf_phi4", "llama3"), arrays, back=arrays)
 
 
-def stacked(name, layouts, **sizes):
-    arrays = hf(name)
-    return Case(of_model(through(*layouts), name, **sizes), arrays, back=arrays)
+def plain(name, *others, **sizes):
+    layouts = (PLAIN[small_models.hf_config(name)["model_type"]], *others)
+    layout = through(*layouts) if others else layouts[0]
+    return Case(of_model(layout, name, **sizes), hf(name), back=hf(name))
 
 
 def beside_vision(name):
@@ -253,16 +246,16 @@ CASES = {
         if name not in ("llama3.1", "gemma2", "llama4_scout")
     },
     "hf_phi4": phi,
-    "hf_llama3, stacked": lambda: stacked("llama3", ["hf_llama3", "stacked"]),
+    "hf_llama3, stacked": lambda: plain("llama3", "stacked"),
     "hf_llama3, untied": lambda: Case(
         of_model(through("hf_llama3", "untied"), "llama3"),
         {key: each for key, each in hf("llama3").items() if key != "lm_head.weight"},
     ),
-    "hf_deepseek3, stacked_blocks": lambda: stacked(
-        "deepseek3", ["hf_deepseek3", "stacked_blocks"], block=1, first=2
+    "hf_deepseek3, stacked_blocks": lambda: plain(
+        "deepseek3", "stacked_blocks", block=1, first=2
     ),
-    "hf_llama4, stacked_blocks": lambda: stacked(
-        "llama4_maverick", ["hf_llama4", "stacked_blocks"], first=1, second=1
+    "hf_llama4, stacked_blocks": lambda: plain(
+        "llama4_maverick", "stacked_blocks", first=1, second=1
     ),
     "hf_language_model, hf_gemma3": lambda: beside_vision("gemma3"),
     "hf_gpt_oss, MXFP4": four_bits,
@@ -285,23 +278,15 @@ CASES = {
     ),
 }
 SIZES = {"vocab": 13, "kv": 2, "q": 2}
-LLAMA = {**SIZES, "heads": 4}
 # What Megatron-core and DeepSpeed wrote, with the layout and its sizes.
+LLAMA = ("megatron/torch_dist_tp2_pp2", "megatron_llama_to_maxtext")
+EXPERTS = "megatron/torch_dist_ep2"
 SAMPLES = [
     ("deepspeed/zero1_tp2_pp2_dp2", "deepspeed_example", {"vocab": 13}),
-    (
-        "megatron/torch_dist_tp2_pp2",
-        "megatron_llama_to_maxtext",
-        {**LLAMA, "interleave": 1},
-    ),
-    (
-        "megatron/torch_dist_tp2_pp2",
-        "megatron_llama_to_maxtext",
-        {**LLAMA, "interleave": 2},
-    ),
-    ("megatron/torch_dist_ep2", "megatron_mixtral_to_maxtext", SIZES),
-    ("megatron/torch_dist_ep2", "megatron_to_hf", SIZES),
-    ("megatron/torch_dist_tp2_pp2", "megatron_to_hf", SIZES),
+    *((*LLAMA, {**SIZES, "heads": 4, "interleave": n}) for n in (1, 2)),
+    (EXPERTS, "megatron_mixtral_to_maxtext", SIZES),
+    (EXPERTS, "megatron_to_hf", SIZES),
+    (LLAMA[0], "megatron_to_hf", SIZES),
 ]
 
 
@@ -385,20 +370,3 @@ def test_what_only_a_user_knows_of_llama_has_to_be_chosen():
     match = r"llama_to_maxtext_unscanned\.yml.* sizes of interleave, part are not"
     with pytest.raises(LayoutError, match=match):
         relayout(layout, hf("llama3"))
-
-
-@pytest.mark.slow
-def test_the_wheel_has_the_layouts(tmp_path):
-    uv = os.environ.get("UV", "uv")
-    subprocess.run(
-        [uv, "build", "--wheel", "--out-dir", tmp_path, DIRECTORY.parents[1]],
-        check=True,
-        capture_output=True,
-    )
-    (wheel,) = tmp_path.glob("*.whl")
-    files = {path.name for path in DIRECTORY.iterdir()}
-    assert {
-        name.rpartition("/")[2]
-        for name in zipfile.ZipFile(wheel).namelist()
-        if name.startswith("elastic_ckpt/universal/layouts/")
-    } == files
