@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from flax import nnx
+from flax import nnx, traverse_util
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -128,24 +128,24 @@ def test_a_step_of_nnx_is_one_of_plain_dicts_too(tmp_path, capsys):
     layout = Layout.from_dict({"rules": [{"from": same, "to": same}]})
     state = nnx.state(NnxModel(), nnx.Param)
     abstract = sharded(nnx.state(nnx.eval_shape(NnxModel), nnx.Param))
-    for name, saved, asked in (
-        ("boxed", state, nnx.to_pure_dict(abstract)),
-        ("plain", nnx.to_pure_dict(state), abstract),
-    ):
-        steps = tmp_path / name
+    pure = [nnx.to_pure_dict(each) for each in (state, abstract)]
+    for saved, asked in ((state, pure[1]), (pure[0], abstract)):
+        steps = tmp_path / type(saved).__name__
         with ec.Checkpointer([ec.Persistent(steps, every=1)]) as checkpointer:
             checkpointer.save(0, saved)
-            of_step = checkpointer.load(0, asked, layout=layout)
-        for loaded in (of_step, universal.load(steps / "0", asked)):
-            assert_same(loaded, state, asked)
+            assert_same(checkpointer.load(0, asked, layout=layout), state, asked)
+        assert_same(universal.load(steps / "0", asked), state, asked)
         assert main.main(["convert", str(steps / "0"), "--list"]) == 0
         assert "layers/{0-1}/up/kernel  [4, 6] " in capsys.readouterr().out
 
 
+def layout_of_one(dims, name):
+    rule = {"from": {"layers.0.up.weight": dims}, "to": {name: dims[::-1]}}
+    return Layout.from_dict({"rules": [rule], "drop": ["*norm*", "layers.1.*"]})
+
+
 def test_shardings_that_modules_are_annotated_with(source):
-    rule = {"from": {"layers.0.up.weight": "o i"}, "to": {"kernel": "i o"}}
-    drop = ["*norm*", "layers.1.*"]
-    layout = Layout.from_dict({"rules": [rule], "drop": drop})
+    layout = layout_of_one("o i", "kernel")
 
     def annotated():
         init = nnx.with_partitioning(nnx.initializers.ones, (None, "data"))
@@ -157,9 +157,8 @@ def test_shardings_that_modules_are_annotated_with(source):
     with jax.set_mesh(MESH):
         state = nnx.state(nnx.eval_shape(annotated))
         loaded.append(universal.load(source, state, layout=layout))
-    for each in loaded:
-        spec = PartitionSpec(None, "data")
-        assert each["kernel"][...].sharding == NamedSharding(MESH, spec)
+    sharding = NamedSharding(MESH, PartitionSpec(None, "data"))
+    assert [each["kernel"][...].sharding for each in loaded] == [sharding] * 2
 
 
 class LinenLayer(nn.Module):
@@ -201,9 +200,7 @@ def test_variables_of_linen(source, tmp_path, form):
 # One rule leads each tensor and its moments; the steps are counted twice.
 STATES = """
   - from: {"step": ""}
-    to:
-      "step": {dims: "", dtype: int32}
-      "opt_state/0/count": {dims: "", dtype: int32, copy: checked}
+    to: {"step": "", "opt_state/0/count": {dims: "", copy: checked}}
     kind: parameter
 states:
   parameter: {from: "model/{}", to: "params/{}"}
@@ -214,18 +211,13 @@ states:
 
 def test_a_train_state_with_an_optimizer(tmp_path):
     parts = {"model": TENSORS, "exp_avg": tensors_of(1), "exp_avg_sq": tensors_of(2)}
-    saved = {
-        f"{part}/{name}": values
-        for part, each in parts.items()
-        for name, values in each.items()
-    }
+    saved = traverse_util.flatten_dict(parts, sep="/")
     count = saved["step"] = np.asarray(7, np.int32)
     safetensors_files.write(tmp_path / "t.safetensors", saved)
-    model = LinenModel()
+    model, optimizer = LinenModel(), optax.adamw(1e-2)
 
     def new_state(key):
         params = model.init(key, np.ones(EMBED))["params"]
-        optimizer = optax.adamw(1e-2)
         return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
 
     abstract = sharded(jax.eval_shape(new_state, jax.random.key(0)))
@@ -249,9 +241,7 @@ class EquinoxMlp(eqx.Module):
 
 
 def test_a_module_of_equinox_keeps_its_functions(source):
-    rule = {"from": {"layers.0.up.weight": "..."}, "to": {"up/weight": "..."}}
-    drop = ["*norm*", "layers.1.*"]
-    layout = Layout.from_dict({"rules": [rule], "drop": drop})
+    layout = layout_of_one("...", "up/weight")
     whole = sharded(eqx.filter_eval_shape(EquinoxMlp, jax.random.key(0)))
     # The rate of a dropout is a number among the leaves.
     with pytest.raises(universal.LayoutError, match="dropout/p"):
