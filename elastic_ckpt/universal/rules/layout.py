@@ -33,13 +33,14 @@ _KEYS = {
 # The attributes that no file gives.
 _HIDDEN = ("place", "unmet", "drop_of_kind")
 # What a layout may have beside `through`.
-_BESIDE_THROUGH = ("version", "through", "sizes", "fill", "lists", "tree")
+_BESIDE_THROUGH = (
+    *("version", "through", "sizes", "fill", "lists", "tree", "tree_inverse"),
+)
 # That of a directory.
 _TreeName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_-]{0,99}\Z")]
 _StateName = Annotated[str, msgspec.Meta(pattern=r"\A[^{}]*\{\}[^{}]*\Z")]
-_Count = Annotated[int, msgspec.Meta(ge=0)]
 # Sizes on each rank, by dim and rank axis.
-Widths = Mapping[str, Mapping[str, tuple[_Count, ...]]]
+Widths = Mapping[str, Mapping[str, tuple[Annotated[int, msgspec.Meta(ge=0)], ...]]]
 # Texts, numbers or flags that are allowed, by path; None is a value that is missing.
 Required = Mapping[str, tuple[bool | int | float | str | None, ...]]
 
@@ -72,10 +73,11 @@ class CheckpointValue:
           LayoutError: if the value is no number, or too large.
         """
         for path in self.paths:
-            value, (above, _, at) = values.get(path), path.rpartition("/")
-            if isinstance(held := values.get(above), list) and at in map(
-                str, range(len(held))
-            ):
+            value = values.get(path)
+            above, _, at = path.rpartition("/")
+            held = values.get(above)
+            # Lists of numbers are one value: `config/block_size/0` is the first.
+            if isinstance(held, list) and at in map(str, range(len(held))):
                 value = held[int(at)]
             # The metadata of safetensors are texts. Floats below 2**53 are exact.
             is_number = isinstance(value, int | float) or str(value).isdecimal()
@@ -156,10 +158,6 @@ class State:
 
     source: _StateName | None
     target: _StateName | None
-
-
-# The states of a layout that lists none.
-ONLY_PARAMETERS = {"parameter": State(source=PARAMETER, target=PARAMETER)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,9 +251,9 @@ class Layout:
     rules: tuple[Rule, ...] = ()
     sizes: Mapping[str, Size] = dataclasses.field(default_factory=dict)
     widths: Widths = dataclasses.field(default_factory=dict)
-    ranks: Mapping[str, _Count] = dataclasses.field(default_factory=dict)
+    ranks: Mapping[str, int] = dataclasses.field(default_factory=dict)
     states: Mapping[str, State] = dataclasses.field(
-        default_factory=lambda: ONLY_PARAMETERS
+        default_factory=lambda: {"parameter": State(source=PARAMETER, target=PARAMETER)}
     )
     drop: tuple[str, ...] = ()
     drop_inverse: tuple[str, ...] = ()
@@ -379,13 +377,12 @@ class Layout:
           LayoutError: if no rule uses one.
         """
         self._check_used(sizes)
-        words = [each._words() & sizes.keys() for each in self.through]
         return dataclasses.replace(
             self,
             sizes={**self.sizes, **sizes},
             through=tuple(
-                each.with_sizes({name: sizes[name] for name in sizes if name in used})
-                for each, used in zip(self.through, words, strict=True)
+                each.with_sizes({n: sizes[n] for n in each._words() & sizes.keys()})
+                for each in self.through
             ),
         )
 
@@ -547,7 +544,11 @@ def _decoded(kind: Any, value: Any, place: str) -> Any:
         return _resolved(value, place)
     # Such as the dim `1`.
     value = str(value) if kind is str and type(value) is int else value
-    remedy = f"choose one of {arguments}" if origin is Literal else "see the grammar"
+    remedy = (
+        f"choose one of {arguments}"
+        if origin is Literal
+        else "see the page of layout rules"
+    )
     try:
         return codec.decode(kind, value, name=place)
     except ValueError as error:
@@ -568,7 +569,8 @@ def _made(kind: Any, fields: Mapping[str, Any], place: str) -> Any:
     missing = [
         _KEYS.get(each.name, each.name)
         for each in dataclasses.fields(kind)
-        if each.default is each.default_factory and each.name not in made
+        if each.default is each.default_factory is dataclasses.MISSING
+        and each.name not in made
     ]
     if missing:
         raise LayoutError(f"{place}: `{missing[0]}` is missing; add it")
