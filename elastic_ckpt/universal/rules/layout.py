@@ -33,9 +33,7 @@ _KEYS = {
 # The attributes that no file gives.
 _HIDDEN = ("place", "unmet", "drop_of_kind")
 # What a layout may have beside `through`.
-_BESIDE_THROUGH = (
-    *("version", "through", "sizes", "fill", "lists", "tree", "tree_inverse"),
-)
+_BESIDE = ("version", "through", "sizes", "fill", "lists", "tree", "tree_inverse")
 # That of a directory.
 _TreeName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_-]{0,99}\Z")]
 _StateName = Annotated[str, msgspec.Meta(pattern=r"\A[^{}]*\{\}[^{}]*\Z")]
@@ -339,7 +337,7 @@ class Layout:
           LayoutError: if it is no layout; it names the place.
         """
         made = _decoded(cls, fields, name)
-        if made.through and (beside := fields.keys() - {*_BESIDE_THROUGH}):
+        if made.through and (beside := fields.keys() - {*_BESIDE}):
             raise LayoutError(
                 f"{name}: beside `through` there is no {min(beside)}; write it in one"
                 " of the layouts"
