@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt import frontend
 from elastic_ckpt.core import errors
@@ -113,6 +114,17 @@ def test_a_step_in_ram_alone_is_read_through_a_layout(make):
     load_scanned(checkpointer)
     assert last["restored_from"]["local_bytes"] == EXPECTED.nbytes
     assert last["restored_from"]["persistent_bytes"] == 0
+
+
+def test_a_step_of_orbax_alone_is_read_through_a_layout(make, tmp_path):
+    state = jax.tree.map(jnp.asarray, STATE)
+    with ocp.training.Checkpointer(tmp_path / "steps") as orbax:
+        orbax.save_checkpointables(3, {"state": state, "ema": {"x": jnp.ones(2)}})
+    checkpointer, _ = make()
+    wanted = {"state": SCANNED, "ema": {"x": jnp.zeros(2)}}
+    loaded = checkpointer.load_checkpointables(3, wanted, layout=SCAN)
+    assert np.asarray(loaded["state"]["layers"]["w"]).tobytes() == EXPECTED.tobytes()
+    assert np.asarray(loaded["ema"]["x"]).tolist() == [1, 1]
 
 
 def test_a_bad_box_in_ram_is_replaced_from_storage_and_repaired(make, tmp_path):
