@@ -79,7 +79,7 @@ def test_a_file_and_python_values_make_the_same_layout(tmp_path):
         ("{c: 1}", "c", "rules[1].from", "`str`"),
         ("    to: {c: (1 + pad)}\n", "", "layout: rules[1]", "`to` is missing"),
         ("dims: layer x, ", "", "rules[0].to['b']", "`dims` is missing"),
-        ("dims: layer x,", "dims: layer ((x,", "rules[0].to['b']", "expected )"),
+        ("dims: layer x,", "dims: layer ((x,", "rules[0].to['b']", "expected"),
         ("[3, 5]", "[3, -5]", "widths['x']['tp'][1]", ">= 0"),
         ('"m/{}"', '"m/"', "states['parameter'].from", "{}"),
         ("[parameter]", "[master]", "rules[0]", "the state 'master'"),
