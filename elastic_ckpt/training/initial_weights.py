@@ -22,6 +22,7 @@ from elastic_ckpt.universal import (
     opening,
     shipped_layouts,
 )
+from elastic_ckpt.universal.formats import files
 from elastic_ckpt.universal.reading import restored_tree
 
 PARAMS = "params"
@@ -57,7 +58,7 @@ def load(initial: InitialWeights, wanted: Any, emit: events.Emit) -> Any:
       CheckpointError: if the checkpoint cannot be read, or is of another model.
     """
     began_secs = time.monotonic()
-    path = str(opening.resolved(initial.path))
+    path = str(files.resolved(initial.path))
     bucket_clients.prepare(path)
     # Another run may be saving there, and removes its old steps.
     with leases.leased_if_ours(path):

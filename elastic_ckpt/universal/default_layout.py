@@ -3,20 +3,20 @@
 A DeepSpeed checkpoint describes how its ranks share parameters. An adapter is merged
 into its base, by a layout that ships. Tensors of other formats keep their names if they
 are global. If there are several kinds of tensors, the kind comes first, as in
-`described_layout`: `first_moment/1.mlp.weight`.
+`deepspeed_rules`: `first_moment/1.mlp.weight`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from elastic_ckpt.universal import described_layout, shipped_layouts
-from elastic_ckpt.universal.formats import peft_adapter
+from elastic_ckpt.universal import shipped_layouts
+from elastic_ckpt.universal.formats import deepspeed, deepspeed_rules, peft
+from elastic_ckpt.universal.formats.checkpoint import Checkpoint
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.rule import Rule, side
 from elastic_ckpt.universal.rules.state import ONLY_PARAMETERS, PARAMETER, State
-from elastic_ckpt.universal.stored import Checkpoint
 
 _WEIGHTS = "parameter"
 # Each tensor becomes that of its name.
@@ -43,10 +43,10 @@ def layout(
       LayoutError: if the tensors of another format are those of ranks, or there are no
         tensors.
     """
-    if checkpoint.format.startswith(peft_adapter.FORMAT):
+    if checkpoint.format.startswith(peft.FORMAT):
         return shipped_layouts.load("lora")
-    if checkpoint.format.startswith(described_layout.FORMAT):
-        return described_layout.layout(checkpoint, targets)
+    if checkpoint.format.startswith(deepspeed.FORMAT):
+        return deepspeed_rules.layout(checkpoint, targets)
     return _same_names(checkpoint)
 
 

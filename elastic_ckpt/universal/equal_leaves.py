@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.universal.default_layout import SAME_NAMES
+from elastic_ckpt.universal.formats.checkpoint import StoredTensor
 from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.rules import name_pattern
 from elastic_ckpt.universal.rules.layout import Layout
-from elastic_ckpt.universal.stored import StoredTensor
 
 
 def layout_of(

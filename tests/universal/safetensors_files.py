@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.universal.formats import safetensors_file
+from elastic_ckpt.universal.formats import safetensors
 
 _NAMES = {
     "float64": "F64",
@@ -42,7 +42,7 @@ def read(directory):
     arrays = {}
     for path in sorted(pathlib.Path(directory).glob("*.safetensors")):
         content = bytearray(path.read_bytes())
-        for name, span in safetensors_file.read_header(path).spans.items():
+        for name, span in safetensors.read_header(path).spans.items():
             values = content[span.start : span.stop]
             arrays[name] = np.frombuffer(values, span.dtype).reshape(span.shape)
     return arrays

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import strategies as st
 
 from elastic_ckpt.universal import default_layout, equal_leaves, shipped_layouts
-from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
+from elastic_ckpt.universal.formats.checkpoint import Checkpoint, StoredTensor
 from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.rules import matching
 from elastic_ckpt.universal.rules.layout_error import LayoutError
-from elastic_ckpt.universal.stored import StoredTensor
 from tests.universal.rules import relayout
 
 KINDS = ("parameter", "master", "first_moment", "buffer")
@@ -22,7 +21,7 @@ NAMES = st.lists(st.text("a{}*[]:0/", min_size=1, max_size=6), min_size=1, uniqu
 
 
 def checkpoint_of(saved):
-    return OpenedCheckpoint(format="some format", tensors=relayout.stored(saved))
+    return Checkpoint(format="some format", tensors=relayout.stored(saved))
 
 
 def made(saved):
@@ -95,7 +94,7 @@ def test_names_with_characters_of_patterns_are_taken_as_they_are(names, data):
         for each in stored(names)
         for kind in ("parameter", "first_moment")
     ]
-    checkpoint = OpenedCheckpoint(format="test", tensors=tensors)
+    checkpoint = Checkpoint(format="test", tensors=tensors)
     made = matching.moves(default_layout.layout(checkpoint), tensors, {}, None)
     kinds = ("first_moment", "parameter")
     assert sorted(made.targets) == sorted(f"{k}/{n}" for k in kinds for n in names)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt import universal
-from elastic_ckpt.universal import described_layout, opening
+from elastic_ckpt.universal import opening
+from elastic_ckpt.universal.formats import deepspeed_rules
+from elastic_ckpt.universal.formats.checkpoint import Checkpoint
 from elastic_ckpt.universal.formats.format_error import FormatError
-from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from tests.universal.formats import known_values as kv
 from tests.universal.formats import stored_values
@@ -59,7 +60,7 @@ def whole_values(path):
         )
         for each in checkpoint.tensors
     ]
-    layout = described_layout.layout(checkpoint)
+    layout = deepspeed_rules.layout(checkpoint)
     return layout, relayout.relayout(layout, saved, checkpoint.axes)
 
 
@@ -89,7 +90,7 @@ def test_shards_of_ranks_become_the_parameters_that_they_were_cut_from(samples):
             expected[tensor.kind, tensor.name] = array
             like = jax.ShapeDtypeStruct(array.shape, np.float32)
             tree.setdefault(tensor.kind, {})[tensor.name] = like
-    layout = described_layout.layout(opened(path), {f"{kind}/" for kind in tree})
+    layout = deepspeed_rules.layout(opened(path), {f"{kind}/" for kind in tree})
     state = universal.load(path, tree, layout=layout)
     for (kind, name), array in expected.items():
         assert np.asarray(state[kind][name]).tobytes() == array.tobytes(), name
@@ -136,7 +137,7 @@ def checkpoint_of(shards, info, kinds=("master", "first_moment", "second_moment"
         for at, kind in enumerate(kinds)
     ]
     ranks = len(next(iter(shards.values())))
-    return saved, OpenedCheckpoint(
+    return saved, Checkpoint(
         format="DeepSpeed ZeRO-1",
         tensors=relayout.stored(saved),
         axes={"tp": ranks},
@@ -146,7 +147,7 @@ def checkpoint_of(shards, info, kinds=("master", "first_moment", "second_moment"
 
 def merged(shards, info, **kinds):
     saved, checkpoint = checkpoint_of(shards, info, **kinds)
-    layout = described_layout.layout(checkpoint)
+    layout = deepspeed_rules.layout(checkpoint)
     return relayout.relayout(layout, saved, checkpoint.axes)
 
 
@@ -222,7 +223,7 @@ def test_shards_are_joined_as_their_list_says(made):
 def test_the_description_that_autotp_writes_is_refused(samples):
     checkpoint = opening.open_checkpoint(samples("zero1_tp4"))
     with pytest.raises(FormatError, match=r"has affine_map, of AutoTP.* give a layout"):
-        described_layout.layout(checkpoint)
+        deepspeed_rules.layout(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +253,7 @@ def test_descriptions_that_do_not_fit_are_refused(info, match):
     shards = {"w": [relayout.numbered(2, 2)] * 2}
     _, checkpoint = checkpoint_of(shards, info)
     with pytest.raises(FormatError, match=match):
-        described_layout.layout(checkpoint)
+        deepspeed_rules.layout(checkpoint)
 
 
 def test_shards_of_different_shapes_are_refused():
@@ -281,4 +282,4 @@ def test_a_parameter_that_a_rank_lacks_is_refused():
     saved, checkpoint = checkpoint_of(shards, {AVERAGED: ["w"]}, kinds=["master"])
     checkpoint = dataclasses.replace(checkpoint, tensors=relayout.stored(saved[:1]))
     with pytest.raises(FormatError, match=r"1 of 2 .* ranks have w \(master\)"):
-        described_layout.layout(checkpoint)
+        deepspeed_rules.layout(checkpoint)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.universal import opening
-from elastic_ckpt.universal.formats import safetensors_checkpoint, safetensors_file
+from elastic_ckpt.universal.formats import safetensors, weights
 from elastic_ckpt.universal.formats.format_error import FormatError
 from tests.universal.formats.fragment_values import values_of
 
@@ -49,7 +49,7 @@ def field(dtype="F32", shape=(2, 2), offsets=(0, 16)):
 )
 def test_lying_headers_are_refused(tmp_path, fields, match):
     with pytest.raises(FormatError, match=match):
-        safetensors_file.read_header(write(tmp_path / "x.safetensors", fields))
+        safetensors.read_header(write(tmp_path / "x.safetensors", fields))
 
 
 def test_a_file_that_was_cut_short_is_refused_at_every_length(tmp_path):
@@ -58,10 +58,10 @@ def test_a_file_that_was_cut_short_is_refused_at_every_length(tmp_path):
     for length in range(len(content)):
         path.write_bytes(content[:length])
         with pytest.raises(FormatError):
-            safetensors_file.read_header(path)
+            safetensors.read_header(path)
     path.write_bytes(struct.pack("<Q", 1 << 62) + content[8:])
     with pytest.raises(FormatError, match="cut short"):
-        safetensors_file.read_header(path)
+        safetensors.read_header(path)
 
 
 def written(path, arrays, **metadata):
@@ -181,4 +181,4 @@ def test_several_indices_need_a_choice(tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.safetensors.index.json").write_text("{}")
     with pytest.raises(FormatError, match=r"several indices \(a\.safet.*give the path"):
-        safetensors_checkpoint.open_checkpoint(tmp_path)
+        weights.SAFETENSORS.open_checkpoint(tmp_path)

@@ -14,7 +14,7 @@ from etils import epath
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.universal.formats import safetensors_checkpoint, safetensors_file
+from elastic_ckpt.universal.formats import safetensors, weights
 from elastic_ckpt.universal.writing import chunks, conversion, convert
 from elastic_ckpt.universal.writing.safetensors_files import SafetensorsFiles
 from tests.universal import safetensors_files
@@ -99,7 +99,7 @@ def test_tensors_come_back_with_their_bits_however_they_are_cut(
         directory = path / "model"
         assert bits(read(directory)) == bits(arrays)
         assert set(os.listdir(parent)) == {"model", "source.safetensors"}
-        checkpoint = safetensors_checkpoint.open_checkpoint(directory)
+        checkpoint = weights.SAFETENSORS.open_checkpoint(directory)
         assert {tensor.name for tensor in checkpoint.tensors} == arrays.keys()
         names = set(os.listdir(directory))
         if names == {"model.safetensors"}:
@@ -110,7 +110,7 @@ def test_tensors_come_back_with_their_bits_however_they_are_cut(
         assert index["metadata"]["total_size"] == size
         assert names == {INDEX, *index["weight_map"].values()}
         for name in names - {INDEX}:
-            spans = safetensors_file.read_header(directory / name).spans
+            spans = safetensors.read_header(directory / name).spans
             sizes = [span.stop - span.start for span in spans.values()]
             # A larger tensor is alone.
             assert len(sizes) == 1 or sum(sizes) <= most_file_bytes
@@ -152,7 +152,7 @@ def test_a_checkpoint_in_a_bucket_exists_when_it_is_committed(
     assert storage.names(bucket) == ["model"]
     with pytest.raises(errors.CheckpointError, match="exists already"):
         convert.convert(given)
-    checkpoint = safetensors_checkpoint.open_checkpoint(url)
+    checkpoint = weights.SAFETENSORS.open_checkpoint(url)
     assert {tensor.name for tensor in checkpoint.tensors} == source.keys()
     convert.convert(
         conversion.Job(source=url, target=str(tmp_path / "back"), to="safetensors")
