@@ -274,7 +274,8 @@ def _experts(
     # those of models through all.
     dp, ranks = part
     counts = file.at(_STATE, "partition_count")
-    count = operator.index(counts[group]) if counts else ranks
+    # Stage 3 has one for all groups.
+    count = operator.index(counts[group]) if isinstance(counts, list) else ranks
     if count < 1 or ranks % count:
         raise ValueError(f"partition_count is {count} of {ranks}")
     is_outer = file.at("ds_config", "use_data_before_expert_parallelism") is True
