@@ -26,6 +26,7 @@ from elastic_ckpt.universal.formats import files, torch_file
 from elastic_ckpt.universal.formats.checkpoint import (
     Checkpoint,
     Checksum,
+    Fragment,
     StoredTensor,
     check_cover,
     checked_shape,
@@ -82,17 +83,13 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
             f"{metadata} is no metadata of a distributed checkpoint ({error!r:.200})"
         ) from None
     del content, loaded
-    held, storages = _read_items(listed, directory)
+    held, storages = _read_items(listed)
     named = _names(listed, paths)
     return Checkpoint(
         format="PyTorch distributed checkpoint",
         tensors=[_tensor(name, *named[name], listed[name], held) for name in listed],
         values=_Values(
-            directory,
-            {
-                "/".join(map(str, paths.get(n, (n,)))): item
-                for n, item in values.items()
-            },
+            {"/".join(map(str, paths.get(n, (n,)))): each for n, each in values.items()}
         ),
         checksums=lambda file: torch_file.listed_checksums(storages.get(file, ())),
     )
@@ -171,17 +168,17 @@ def _item(
             f"{metadata} lists {size!r:.60} bytes from {start!r:.60} of {file!r:.60},"
             " which is no part of a file beside it"
         )
-    return _Item(file, start, size)
+    return _Item(metadata.removesuffix(FILE) + file, start, size)
 
 
 def _read_items(
-    listed: Mapping[str, _Listed], directory: epath.Path
+    listed: Mapping[str, _Listed],
 ) -> tuple[dict[_Item, StoredTensor], dict[str, list[Checksum]]]:
     # The tensors of all items, and the storages of each file.
     names = {item: name for name, each in listed.items() for _, item in each.chunks}
     by_file: dict[str, list[_Item]] = collections.defaultdict(list)
     for item in sorted(names):
-        by_file[str(directory / item.file)].append(item)
+        by_file[item.file].append(item)
     held: dict[_Item, StoredTensor] = {}
     storages: dict[str, list[Checksum]] = collections.defaultdict(list)
     views: dict[bytes, Any] = {}
@@ -212,22 +209,18 @@ def _tensor(
     listed: _Listed,
     held: Mapping[_Item, StoredTensor],
 ) -> StoredTensor:
-    fragments, views = [], set()
+    fragments: list[Fragment] = []
+    views = {held[item].view for _, item in listed.chunks}
     for box, item in listed.chunks:
         part = held[item]
-        if (part.dtype, part.shape) != (listed.dtype, box.shape):
+        if (part.dtype, part.shape) != (listed.dtype, box.shape) or len(views) > 1:
             raise FormatError(
                 f"{item.file} has a tensor {part.dtype}{list(part.shape)} at byte"
                 f" {item.start}, and {full_name} is listed there as"
-                f" {listed.dtype}{list(box.shape)}"
+                f" {listed.dtype}{list(box.shape)}, or has parts with and without the"
+                " conj or neg bit: call resolve_conj() and resolve_neg() before saving"
             )
-        views.add(part.view)
         fragments += [dataclasses.replace(each, box=box) for each in part.fragments]
-    if len(views) > 1:
-        raise FormatError(
-            f"{full_name} has parts with and without the conj or neg bit; call"
-            " resolve_conj() and resolve_neg() before it is saved"
-        )
     return StoredTensor(
         name=name,
         kind=kind,
@@ -272,13 +265,12 @@ def _state_of(name: str, keys: _Keys | None) -> tuple[str, str] | None:
 class _Values(Mapping[str, Any]):
     """Values that are no tensors, by path; each is decoded when it is asked for."""
 
-    def __init__(self, directory: epath.Path, items: Mapping[str, _Item]) -> None:
-        self._directory = directory
+    def __init__(self, items: Mapping[str, _Item]) -> None:
         self._items = items
 
     def __getitem__(self, path: str) -> Any:
         name, start, size = self._items[path]
-        file = torch_file.read(self._directory / name, span=(start, size))
+        file = torch_file.read(name, span=(start, size))
         if any(True for _ in torch_file.tensors(file.value)):
             raise file.error(f"has tensors in the value {path}, which are not read")
         return file.value

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from elastic_ckpt.universal import opening
-from elastic_ckpt.universal.formats import hugging_face
+from elastic_ckpt.universal.formats import files
 from elastic_ckpt.universal.formats.format_error import FormatError
 
 DATA = pathlib.Path(__file__).parent / "data" / "weights"
