@@ -8,13 +8,13 @@ and values that differ although the file has checksums.
 """
 
 import binascii
+import io
 import json
 import pathlib
 import random
 import resource
 import struct
 import sys
-import io
 import zipfile
 
 from elastic_ckpt.core import errors
