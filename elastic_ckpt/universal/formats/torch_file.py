@@ -352,14 +352,10 @@ class Archive:
                 return {
                     plain(key): plain(each, (*keys, key)) for key, each in value.items()
                 }
-            if kind is list or kind is tuple:
+            if kind in (list, tuple, set, frozenset):
                 return kind(plain(each, (*keys, n)) for n, each in enumerate(value))
-            if kind is set or kind is frozenset:
-                return set(map(plain, value))
-            if isinstance(value, type):
-                name = getattr(value, "full_name", value.__name__)
-                return NAMES.get(name, name)
-            return bytes(value) if kind is bytearray else value
+            name = getattr(value, "full_name", value)
+            return NAMES.get(name, name) if isinstance(value, type) else value
 
         loaded = decoded(self.pickle(), self.place)
         try:
@@ -383,10 +379,11 @@ class Archive:
             raise FormatError(f"{place} is no tensor of torch.save")
         dtype, key, offset, shape, strides, lazy = view
         entry = self.entries.get(f"{self._prefix}data/{key}")
-        if entry is None:
-            raise FormatError(f"{place} has no entry data/{key!s:.40}")
-        if not isinstance(dtype, np.dtype):
-            raise FormatError(f"{place} has the type {dtype!s:.60}, which is not read")
+        if entry is None or not isinstance(dtype, np.dtype):
+            raise FormatError(
+                f"{place} has the type {dtype!s:.60} and the storage {key!s:.40}, of"
+                f" which one is not {'there' if entry is None else 'read'}"
+            )
         if not (
             type(shape) is type(strides) is tuple
             and len(shape) == len(strides)
@@ -541,7 +538,9 @@ def tensors(value: Any, between: str = ".", name: str = "") -> Iterator[StoredTe
     """Every tensor of a decoded value, named by the keys that lead to it."""
     if isinstance(value, StoredTensor):
         yield dataclasses.replace(value, name=name)
-    items = value.items() if isinstance(value, dict) else ()
-    items = enumerate(value) if isinstance(value, list | tuple) else items
-    for key, each in items:
-        yield from tensors(each, between, f"{name}{between}{key}" if name else str(key))
+    elif isinstance(value, dict | list | tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, each in items:
+            yield from tensors(
+                each, between, f"{name}{between}{key}" if name else str(key)
+            )

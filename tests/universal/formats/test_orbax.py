@@ -53,11 +53,9 @@ def save_zarr(path, tree):
 def assert_same(checkpoint, expected):
     tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
     assert tensors.keys() == expected.keys()
-    for name, tensor in tensors.items():
-        assert (tensor.dtype, tensor.shape) == (
-            expected[name].dtype,
-            expected[name].shape,
-        )
+    for name, array in expected.items():
+        tensor = tensors[name]
+        assert (tensor.dtype, tensor.shape) == (array.dtype, array.shape)
         assert_equal(stored_values.read(tensor), array)
 
 

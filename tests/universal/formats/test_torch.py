@@ -110,9 +110,12 @@ def test_names_are_not_imported(tmp_path, value, read):
         (torch_files.tensor(shape=(2,)), "not one stride for each dim"),
         (torch_files.tensor(shape=[2, 2]), "not one stride for each dim"),
         (torch_files.tensor(kind="DoubleStorage"), "not inside 2 elements"),
-        (torch_files.tensor(key="1"), "no entry data/1"),
-        (torch_files.tensor(kind="OrderedDict"), "has the type torch.OrderedDict"),
-        (torch_files.tensor(key=2**99), "no entry data/6338"),
+        (torch_files.tensor(key="1"), "storage 1, of which one is not there"),
+        (
+            torch_files.tensor(kind="OrderedDict"),
+            "has the type torch.OrderedDict .* not read",
+        ),
+        (torch_files.tensor(key=2**99), "the storage 6338.* not there"),
     ],
 )
 def test_lying_tensors_are_refused_by_name(tmp_path, value, match):

@@ -226,6 +226,9 @@ def test_the_description_that_autotp_writes_is_refused(samples):
         deepspeed_rules.layout(checkpoint)
 
 
+MALFORMED = "is not as DeepSpeed writes it"
+
+
 @pytest.mark.parametrize(
     ("info", "match"),
     [
@@ -233,19 +236,15 @@ def test_the_description_that_autotp_writes_is_refused(samples):
         ({"universal_checkpoint_version": 0.5}, "version 0.5"),
         ({"sub_param_shard_widths": {"w": [[1, 3]]}}, "sub_param_shard_widths"),
         ({"autotp_unsupported_parameter_patterns": {"w": "x"}}, "of AutoTP"),
-        ({REPLICATED: 1}, "is no list"),
-        ({REPLICATED: ["(w"]}, "is no regular expression"),
-        ({REPLICATED: ["w", ".*"]}, "two patterns"),
-        ({VOCABULARY: ["w"]}, "original_vocab_size is None"),
+        ([REPLICATED], MALFORMED),
+        ({REPLICATED: 1}, MALFORMED),
+        ({REPLICATED: ["(w"]}, MALFORMED),
+        ({VOCABULARY: ["w"]}, rf"{MALFORMED} \(KeyError\('original_vocab_size'"),
         ({VOCABULARY: ["w"], HALVES: ["w"]}, "both have it"),
-        ({PARTS: [{"patterns": ["w"]}]}, "is no list"),
+        ({PARTS: [{"patterns": ["w"]}]}, MALFORMED),
         (
             {PARTS: [{"patterns": ["w"], "shape": [2, 2], "partition_dim": 2}]},
-            "the dim 2 of the shape",
-        ),
-        (
-            {PARTS: [{"patterns": ["w"], "shape": [[2, 0]], "partition_dim": 0}]},
-            "sizes that are none",
+            MALFORMED,
         ),
     ],
 )
@@ -281,5 +280,5 @@ def test_a_parameter_that_a_rank_lacks_is_refused():
     shards = {"w": [relayout.numbered(2, 1)] * 2}
     saved, checkpoint = checkpoint_of(shards, {AVERAGED: ["w"]}, kinds=["master"])
     checkpoint = dataclasses.replace(checkpoint, tensors=relayout.stored(saved[:1]))
-    with pytest.raises(FormatError, match=r"1 of 2 .* ranks have w \(master\)"):
+    with pytest.raises(FormatError, match=r"1 of 2 ranks have w \(master\)"):
         deepspeed_rules.layout(checkpoint)
