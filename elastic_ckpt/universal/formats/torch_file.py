@@ -201,14 +201,22 @@ def _maker(function: Callable[..., Any]) -> type:
     return _Closed("Maker", (), fields)
 
 
+_PLAIN_TENSORS = (
+    *("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"),
+    "torch.nn.Parameter",
+)
 _MAKERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor": _view,
     "torch._utils._rebuild_tensor_v2": _view,
     "torch._utils._rebuild_tensor_v3": _typed_view,
     "torch._utils._rebuild_parameter": lambda value, *_: value,
     "torch._utils._rebuild_parameter_with_state": lambda value, *_: value,
-    # A tensor with attributes, which are dropped.
-    "torch._tensor._rebuild_from_type_v2": lambda make, _, parts, *__: make(*parts),
+    # A tensor with attributes, which are dropped; of another class it is no tensor.
+    "torch._tensor._rebuild_from_type_v2": lambda make, kind, parts, *_: (
+        make(*parts)
+        if getattr(kind, "full_name", "") in _PLAIN_TENSORS
+        else Inert(make, kind)
+    ),
     "torch.device": lambda *parts: ":".join(map(str, parts)),
     "_codecs.encode": lambda text, *_: text.encode("latin1"),
     "pathlib.PosixPath": lambda *parts: os.path.join("", *parts),
