@@ -18,7 +18,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from elastic_ckpt.core import box_cover, boxes, storage
+from elastic_ckpt.core import box_cover, boxes
 from elastic_ckpt.core.boxes import Box, Boxes
 from elastic_ckpt.universal.formats import files
 from elastic_ckpt.universal.formats.format_error import FormatError
@@ -29,8 +29,7 @@ MOST_DIMS = 64
 MOST_ELEMENTS = 1 << 48
 # Files whose checksums are compared at a time: each is read piece by piece.
 _THREADS = 4
-# Pieces of a file of this machine stay in the cache of the processor.
-_PIECE_BYTES, _LOCAL_PIECE_BYTES = 16 << 20, 1 << 20
+_PIECE_BYTES = 4 << 20
 # By the names that optimizers give to states.
 _KINDS = {"fp32": "master", "exp_avg": "first_moment", "exp_avg_sq": "second_moment"}
 _PLAIN = (str, bytes, int, float, bool, type(None))
@@ -152,11 +151,10 @@ class Checkpoint:
 
 def _compare(content: IO[bytes], file: str, checksum: Checksum) -> None:
     start, stop, expected = checksum
-    piece = _LOCAL_PIECE_BYTES if storage.is_local(file) else _PIECE_BYTES
     crc = 0
     content.seek(start)
-    for at in range(start, stop, piece):
-        crc = zlib.crc32(content.read(min(piece, stop - at)), crc)
+    for at in range(start, stop, _PIECE_BYTES):
+        crc = zlib.crc32(content.read(min(_PIECE_BYTES, stop - at)), crc)
     if crc != expected:
         raise damaged(file, start, stop, f"the CRC-32 {crc:08x}, not {expected:08x}")
 

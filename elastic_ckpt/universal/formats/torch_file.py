@@ -179,20 +179,15 @@ class _View(NamedTuple):
     lazy: str
 
 
-def _view(
-    storage: Any, offset: Any, shape: Any, strides: Any, *more: Any, dtype: Any = None
-) -> _View:
-    # The others are two arguments about gradients, and the bits of lazy views.
+def _view(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> _View:
+    # Behind two arguments about gradients are a type, if it is not that of the storage,
+    # and the bits of lazy views.
     held, key = storage
-    bits = more[2] if len(more) > 2 and isinstance(more[2], dict) else {}
+    types: Iterator[Any] = (each for each in more if isinstance(each, type))
+    dtype = next((NAMES.get(each.full_name, each) for each in types), held)
+    bits = next((each for each in more[2:] if isinstance(each, dict)), {})
     lazy = " ".join(bit for bit in ("conj", "neg") if bits.get(bit))
-    return _View(dtype or held, key, offset, shape, strides, lazy)
-
-
-def _typed_view(*arguments: Any) -> _View:
-    # The third version, which has a type before the bits.
-    name = arguments[6].full_name
-    return _view(*arguments[:6], *arguments[7:], dtype=NAMES.get(name, name))
+    return _View(dtype, key, offset, shape, strides, lazy)
 
 
 def _maker(function: Callable[..., Any]) -> type:
@@ -208,7 +203,7 @@ _PLAIN_TENSORS = (
 _MAKERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor": _view,
     "torch._utils._rebuild_tensor_v2": _view,
-    "torch._utils._rebuild_tensor_v3": _typed_view,
+    "torch._utils._rebuild_tensor_v3": _view,
     "torch._utils._rebuild_parameter": lambda value, *_: value,
     "torch._utils._rebuild_parameter_with_state": lambda value, *_: value,
     # A tensor with attributes, which are dropped; of another class it is no tensor.
