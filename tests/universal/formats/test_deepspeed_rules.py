@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt import universal
 from elastic_ckpt.universal import opening
@@ -53,29 +52,25 @@ def whole_values(path):
     checkpoint = opened(path)
     saved = [
         relayout.Saved(
-            name=each.name,
-            values=stored_values.read(each),
-            ranks=each.ranks,
-            kind=each.kind,
+            name=t.name, values=stored_values.read(t), ranks=t.ranks, kind=t.kind
         )
-        for each in checkpoint.tensors
+        for t in checkpoint.tensors
     ]
     layout = deepspeed_rules.layout(checkpoint)
-    return layout, relayout.relayout(layout, saved, checkpoint.axes)
+    return relayout.relayout(layout, saved, checkpoint.axes)
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_states_are_those_of_the_conversion_by_deepspeed(samples, sample):
-    _, arrays = whole_values(samples(sample))
-    _, converted = whole_values(samples(f"{sample}_universal"))
+    arrays = whole_values(samples(sample))
+    converted = whole_values(samples(f"{sample}_universal"))
     trained = {name for name in arrays if name.startswith("first_moment/")}
     assert trained == {name for name in converted if name.startswith("first_moment/")}
     for name in trained:
         # Files from ZeRO-3 have no steps.
         for kind in (*STATES, "step")[: 3 + ("zero3" not in sample)]:
             each = name.replace("first_moment", kind)
-            assert arrays[each].shape == converted[each].shape, each
-            assert arrays[each].tobytes() == converted[each].tobytes(), each
+            stored_values.assert_equal(arrays[each], converted[each])
 
 
 def test_shards_of_ranks_become_the_parameters_that_they_were_cut_from(samples):
@@ -95,37 +90,6 @@ def test_shards_of_ranks_become_the_parameters_that_they_were_cut_from(samples):
     for (kind, name), array in expected.items():
         assert np.asarray(state[kind][name]).tobytes() == array.tobytes(), name
     assert len(expected) == 3 * (kv.BLOCKS * len(kv.BLOCK) + len(kv.FINAL) + 1)
-
-
-@pytest.mark.parametrize(
-    ("sample", "sizes"),
-    [
-        ("zero0_bf16_dp2", (2, 2, 2)),
-        ("zero2_dp4", (8, 1, 1)),
-        ("zero1_tp2_pp2_dp2", (1, 4, 2)),
-        ("zero3_tp2_dp2_universal", (4, 1, 2)),
-    ],
-)
-def test_a_checkpoint_is_loaded_under_any_parallelism(samples, sample, sizes):
-    layout, arrays = whole_values(samples(sample))
-    devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
-    mesh = jax.sharding.Mesh(devices, ("tp", "pp", "dp"))
-    tree, names = {}, itertools.cycle(itertools.permutations(mesh.axis_names))
-    for path, array in arrays.items():
-        kind, _, parameter = path.partition("/")
-        spec = [
-            axis if size % mesh.shape[axis] == 0 else None
-            for axis, size in zip(next(names), array.shape, strict=False)
-        ]
-        sharding = NamedSharding(mesh, PartitionSpec(*spec))
-        leaf = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-        tree.setdefault(kind, {})[parameter] = leaf
-    state = universal.load(samples(sample), tree, layout=layout)
-    for path, array in arrays.items():
-        kind, _, parameter = path.partition("/")
-        loaded = state[kind][parameter]
-        assert loaded.sharding == tree[kind][parameter].sharding
-        assert np.asarray(loaded).tobytes() == array.tobytes(), path
 
 
 def checkpoint_of(shards, info, kinds=("master", "first_moment", "second_moment")):
@@ -149,27 +113,6 @@ def merged(shards, info, **kinds):
     saved, checkpoint = checkpoint_of(shards, info, **kinds)
     layout = deepspeed_rules.layout(checkpoint)
     return relayout.relayout(layout, saved, checkpoint.axes)
-
-
-def test_halves_and_rows_are_joined_and_a_vocabulary_loses_its_padding():
-    halves, rows, words = (relayout.numbered(8, 4, start=n) for n in (0, 50, 100))
-    shards = {
-        "halves": [halves[[0, 1, 4, 5]], halves[[2, 3, 6, 7]]],
-        "rows": [rows[:, :2], rows[:, 2:]],
-        "words": [words[:4], words[4:]],
-        "rest": [words[:4], words[4:]],
-    }
-    info = {
-        HALVES: ["hal"],
-        ROWS: [".*ows$"],
-        VOCABULARY: [".*words"],
-        "original_vocab_size": 4,
-    }
-    arrays = merged(shards, info)
-    assert (arrays["first_moment/halves"] == 2 * halves).all()
-    assert (arrays["master/rows"] == rows).all()
-    assert (arrays["second_moment/words"] == 3 * words[:4]).all()
-    assert (arrays["master/rest"] == words).all()
 
 
 def test_the_momentum_of_muon_is_loaded_by_the_description(samples):
@@ -242,10 +185,7 @@ MALFORMED = "is not as DeepSpeed writes it"
         ({VOCABULARY: ["w"]}, rf"{MALFORMED} \(KeyError\('original_vocab_size'"),
         ({VOCABULARY: ["w"], HALVES: ["w"]}, "both have it"),
         ({PARTS: [{"patterns": ["w"]}]}, MALFORMED),
-        (
-            {PARTS: [{"patterns": ["w"], "shape": [2, 2], "partition_dim": 2}]},
-            MALFORMED,
-        ),
+        ({PARTS: [{"patterns": "w", "shape": [2], "partition_dim": 2}]}, MALFORMED),
     ],
 )
 def test_descriptions_that_do_not_fit_are_refused(info, match):

@@ -1,8 +1,7 @@
 """Megatron's checkpoints: every value is bit-equal at the place that is reported.
 
-`write_megatron.py` wrote the samples of torch_dist, `write_megatron_ranks.py` that of
-ranks: Megatron-core itself the buffers. Its writer of one file for each rank is outside
-of that package: these tests write such files as that writer does.
+`write_megatron.py` wrote the samples, with Megatron-core. Its writer of one file for
+each rank is outside of that package: these tests write such files as that writer does.
 """
 
 import argparse

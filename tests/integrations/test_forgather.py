@@ -18,7 +18,7 @@ from tests.checkpoint.components import test_component
 from tests.checkpoint.components.test_encoding import same
 from tests.universal.formats.stored_values import read
 
-GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "forgather"
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "forgather"
 VALUES = np.load(GOLDEN / "values.npz")
 HYBRID = "pipeline-2x2"
 
