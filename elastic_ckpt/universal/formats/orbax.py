@@ -54,9 +54,9 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
         not storage.is_local(directory) and _STEP in held and COMMIT_FILE not in held
     ):
         raise FormatError(f"{path} was not committed; use another step")
-    trees = {name: each for name, each in held.items() if (each / _TREE).exists()}
-    if _TREE in held:
-        trees = {"": directory}
+    trees = {"": directory}
+    if _TREE not in held:
+        trees = {name: each for name, each in held.items() if (each / _TREE).exists()}
     if not trees:
         raise FormatError(f"{path} has no pytree: no directory in it has {_TREE}")
     values: dict[str, Any] = {}
@@ -82,7 +82,6 @@ def _tensors(directory: epath.Path, prefix: str) -> Iterator[StoredTensor]:
     fields = files.read_json(directory / _TREE)
     keys, is_zarr3 = _leaves(fields, directory), bool(fields.get("use_zarr3"))
     base: Any = ocdbt.base_spec(directory)
-    base = {"path": "", **base} if isinstance(base, dict) else base
     is_ocdbt = fields.get("use_ocdbt")
     if is_ocdbt is None:
         is_ocdbt = (directory / "manifest.ocdbt").exists()
@@ -90,7 +89,6 @@ def _tensors(directory: epath.Path, prefix: str) -> Iterator[StoredTensor]:
         base = {**ocdbt.store_spec(directory), "path": ""}
         # The reader has a context, and limits the memory of all caches together.
         del base["cache_pool"]
-
     elif not all(part.strip(".") for name in keys for part in name.split("/")):
         # Names in a store may be anything.
         raise FormatError(f"{directory} lists an array that is not in it: {list(keys)}")
