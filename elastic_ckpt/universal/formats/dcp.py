@@ -77,7 +77,7 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
     content = files.read(metadata, most_bytes=torch_file.MOST_PICKLE_BYTES)
     loaded = torch_file.decoded(content, metadata)
     try:
-        listed, values, paths = _read(_state(loaded), metadata)
+        listed, values, paths = _read(loaded.state, metadata)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise FormatError(
             f"{metadata} is no metadata of a distributed checkpoint ({error!r:.200})"
@@ -95,12 +95,6 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
     )
 
 
-def _state(value: Any) -> dict[str, Any]:
-    # The fields of a dataclass; one without any has no state.
-    state = getattr(value, "state", None)
-    return state if isinstance(state, dict) else {}
-
-
 def _read(
     fields: Mapping[str, Any], metadata: str
 ) -> tuple[dict[str, _Listed], dict[str, _Item], Mapping[str, _Keys]]:
@@ -110,7 +104,7 @@ def _read(
         stored[index.state["fqn"], index.state.get("offset")] = info.state
     listed, values = {}, {}
     for name, entry in fields["state_dict_metadata"].items():
-        place, parts = f"{metadata}: {name:.200}", _state(entry)
+        place, parts = f"{metadata}: {name:.200}", entry.state or {}
         if "chunks" not in parts:
             values[name] = _item(stored, name, None, metadata)
             continue
@@ -126,12 +120,8 @@ def _read(
             chunks.append((_box(first, sizes, len(shape)), item))
         check_cover(shape, [box for box, _ in chunks], place)
         listed[name] = _Listed(dtype, shape, chunks)
-    paths = fields.get("planner_data")
-    known = {
-        name: keys
-        for name, keys in (paths.items() if isinstance(paths, dict) else ())
-        if type(keys) is tuple and keys and set(map(type, keys)) <= {str, int}
-    }
+    paths = fields.get("planner_data") or {}
+    known = {n: keys for n, keys in paths.items() if keys and isinstance(keys, tuple)}
     return listed, values, known
 
 

@@ -14,7 +14,7 @@ files of experts number them, through all ranks. If several stages hold a parame
 which is tied, the first stage's is taken, as in DeepSpeed's own conversion.
 
 DeepSpeed's description of the layout is in `values["universal_checkpoint_info"]`: lists
-of patterns of names, sizes of parts, and affine maps, as nested dicts and lists.
+of patterns of names, sizes of parts, and affine maps, nested as DeepSpeed has them.
 
 With stage 0 and an optimizer of PyTorch, states are numbered, not named. They get the
 names of parameters where these follow, see `zero.numbered`. With experts, their files
@@ -244,7 +244,9 @@ def _ranks(folder: epath.Path) -> tuple[int, list[_Rank]]:
             f"{folder} lacks the files of {errors.first_of(missing)}; copy them from"
             " the machines that saved them"
         )
-    experts = _experts(folder, by_kind["expert"], tp)
+    experts: dict[int, list[TorchFile]] = collections.defaultdict(list)
+    for (_, _, rank), file in sorted(by_kind["expert"].items()):
+        experts[rank].append(file)
     layers: dict[int, list[tuple[int, TorchFile]]] = collections.defaultdict(list)
     for (layer, rank), file in sorted(by_kind["layer"].items()):
         layers[rank].append((layer, file))
@@ -299,25 +301,6 @@ def _degrees(
             f" and there are files of {len(models)} ranks of the model"
         )
     return tp, pp
-
-
-def _experts(
-    folder: epath.Path, named: Mapping[tuple[int, ...], TorchFile], tp: int
-) -> dict[int, list[TorchFile]]:
-    # By rank of the model.
-    experts: dict[int, list[TorchFile]] = collections.defaultdict(list)
-    for (_, _, rank), file in sorted(named.items()):
-        experts[rank].append(file)
-    held = collections.Counter((n, expert, rank // tp) for n, expert, rank in named)
-    for (layer, expert, _), count in held.items():
-        if count != tp:
-            raise FormatError(
-                f"{folder} has the expert {expert} of layer {layer} in files of"
-                f" {count} of {tp} tensor-parallel ranks: files are missing, or ranks"
-                " have different experts, which are not read; save with"
-                " enable_expert_tensor_parallelism"
-            )
-    return experts
 
 
 def _weights(rank: _Rank) -> Iterator[StoredTensor]:
