@@ -91,7 +91,7 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
         values=_Values(
             {"/".join(map(str, paths.get(n, (n,)))): each for n, each in values.items()}
         ),
-        checksums=lambda file: torch_file.listed_checksums(storages.get(file, ())),
+        checksums=lambda file: storages.get(file, ()),
     )
 
 
@@ -182,7 +182,8 @@ def _read_items(
                 if content not in views:
                     views[content] = torch_file.decoded(content, archive.place)
                 held[item], entry = archive.tensor(views[content], names[item])
-                storages[file].append(entry)
+                if archive.has_crc and entry.start < entry.stop:
+                    storages[file].append(entry)
     return held, storages
 
 

@@ -21,7 +21,7 @@ import os
 import pickle
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -149,10 +149,10 @@ class Inert(metaclass=_Closed):
 
     def content(self: Any) -> Any:
         """Its parts, its attributes, or the one value that it was made of."""
-        if self.items or self.parts or isinstance(self.state, dict):
-            return self.items or self.parts or self.state
+        if self.items or self.parts:
+            return self.items or self.parts
         if self.state is not None:
-            return {"state": self.state}
+            return self.state if isinstance(self.state, dict) else {"state": self.state}
         values = [each for each in self.arguments if not isinstance(each, type)]
         is_one = len(values) == 1 and isinstance(values[0], str | int | float | None)
         return values[0] if is_one else {}
@@ -236,13 +236,11 @@ def _inert(full_name: str) -> type:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        full_name = f"{module}.{name}"
-        return _TYPES.get(full_name) or _inert(full_name)
+        return _TYPES.get(f"{module}.{name}") or _inert(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:
         # The type and the key of a storage, then its device and size.
-        name = pid[1].full_name
-        return _STORAGES.get(name, name), pid[2]
+        return _STORAGES.get(pid[1].full_name, pid[1].full_name), pid[2]
 
 
 def decoded(content: bytes, place: str) -> Any:
@@ -255,9 +253,8 @@ def decoded(content: bytes, place: str) -> Any:
         # A buffer reads ahead; calls for each opcode would be slow.
         return _Unpickler(io.BufferedReader(io.BytesIO(content), 1 << 17)).load()
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
         raise FormatError(
-            f"{place} has a pickle that is malformed or cut short ({text!r:.300})"
+            f"{place} has a pickle that is malformed or cut short ({error!r:.300})"
         ) from None
 
 
@@ -273,6 +270,7 @@ class Archive:
     Attributes:
       place: the file and the part of it, for messages.
       entries: by name.
+      has_crc: whether it was written with CRC-32.
 
     Raises:
       FormatError: if it is no such zip, or is cut short.
@@ -294,7 +292,7 @@ class Archive:
         if len(pickles) != 1:
             raise FormatError(f"{path} has no data.pkl; it is no file of torch.save")
         self._prefix = pickles[0].removesuffix("data.pkl")
-        self._has_crc = any(each.crc for each in self.entries.values())
+        self.has_crc = any(each.crc for each in self.entries.values())
 
     def content(self, entry: Checksum) -> bytes:
         """The content of an entry.
@@ -305,7 +303,7 @@ class Archive:
         start, stop, expected = entry
         content = self._read(start, stop - start)
         crc = zlib.crc32(content)
-        if len(content) != stop - start or (self._has_crc and crc != expected):
+        if len(content) != stop - start or (self.has_crc and crc != expected):
             found = f"the CRC-32 {crc:08x}, not {expected:08x}"
             raise checkpoint.damaged(self._path, start, stop, found)
         return content
@@ -360,9 +358,8 @@ class Archive:
             name = getattr(value, "full_name", value)
             return NAMES.get(name, name) if isinstance(value, type) else value
 
-        loaded = decoded(self.pickle(), self.place)
         try:
-            return plain(loaded)
+            return plain(decoded(self.pickle(), self.place))
         except (TypeError, ValueError, RecursionError) as error:
             raise FormatError(f"{self.place} is malformed ({error!r:.200})") from None
 
@@ -398,8 +395,9 @@ class Archive:
             )
         checkpoint.checked_shape(shape, place)
         count, most = math.prod(shape), (entry.stop - entry.start) // dtype.itemsize
-        steps = zip(shape, strides, strict=True)
-        last = offset + sum((dim - 1) * stride for dim, stride in steps)
+        last = offset + sum(
+            (n - 1) * step for n, step in zip(shape, strides, strict=True)
+        )
         if count and (count > most or last >= most):
             raise FormatError(
                 f"{place} of shape {shape}, strides {strides} and offset {offset} is"
@@ -528,13 +526,9 @@ def checksums(path: str) -> Sequence[Checksum]:
       FormatError: if it is no file of torch.save.
     """
     with files.opened(path) as file:
-        return listed_checksums(_archive(file, path).entries.values())
-
-
-def listed_checksums(entries: Iterable[Checksum]) -> Sequence[Checksum]:
-    """Those of entries with content; none if all were written without."""
-    held = [each for each in entries if each.start < each.stop]
-    return held if any(each.crc for each in held) else ()
+        archive = _archive(file, path)
+    held = [each for each in archive.entries.values() if each.start < each.stop]
+    return held if archive.has_crc else ()
 
 
 def tensors(value: Any, between: str = ".", name: str = "") -> Iterator[StoredTensor]:
