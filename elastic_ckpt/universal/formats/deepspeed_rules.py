@@ -100,7 +100,11 @@ def layout(checkpoint: Checkpoint, targets: Collection[str] | None = None) -> La
         cuts: dict[str, dict[_Cut, list[str]]] = {}
         for (name, kind), held in sorted(shapes.items()):
             if len(held) < ranks:
-                raise FormatError(f"{len(held)} of {ranks} ranks have {name} ({kind})")
+                raise FormatError(
+                    f"{len(held)} of {ranks} ranks have {name} ({kind}); copy the files"
+                    " of the others, or save experts with"
+                    " enable_expert_tensor_parallelism"
+                )
             matched = {key: each for key, p, each in entries if p.match(name)}
             if kind == _BUFFER and not matched:
                 # Ranks share a buffer.
