@@ -166,9 +166,7 @@ def numbered(folder, groups, **optimizer):
 def test_numbered_states_are_named_only_if_their_order_is_certain(tmp_path):
     assert numbered(tmp_path, [[0, 1]]) == ["a", "b"]
     assert numbered(tmp_path, [[0], [1]]) == ["optimizer/0", "optimizer/1"]
-
-
-def test_groups_of_float32_parameters_that_do_not_fit_are_refused(tmp_path):
+    # Float32 parameters of no group.
     with pytest.raises(FormatError, match="whose states are none of PyTorch"):
         numbered(tmp_path, [[0, 1]], fp32_groups=[])
 

@@ -114,19 +114,6 @@ def test_lying_tensors_are_refused_by_name(tmp_path, value, match):
     refused(path, rf"x\.pt: the tensor 'model/0/w'[^\n]*{match}[^\n]*$")
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch_files.Named("torch._utils", "_rebuild_tensor_v2", 1),
-        torch_files.Id("storage"),
-        torch_files.Named("torch._utils", "_rebuild_tensor_v2", *(1,) * 6),
-        torch_files.Id("storage", "FloatStorage", "0", "cpu", 4),
-    ],
-)
-def test_what_is_no_storage_is_refused(tmp_path, value):
-    refused(torch_files.write(tmp_path / "x.pt", {"w": value}), "is malformed or cut")
-
-
 def test_zips_that_torch_does_not_write_are_refused(tmp_path):
     path = tmp_path / "x.pt"
     refused(torch_files.write(path, {}, compression=zipfile.ZIP_DEFLATED), "compressed")
@@ -193,6 +180,9 @@ class WithState:
         raise AssertionError("called")
 
 
+REBUILD = ("torch._utils", "_rebuild_tensor_v2")
+
+
 def decoded(tmp_path, content):
     path = torch_files.write(tmp_path / "x.pt", None, content=content)
     return torch_file.read(path).value
@@ -245,6 +235,11 @@ def test_plain_values_are_as_they_were(tmp_path):
         # A key that is a dict here, and one that cannot be compared.
         pickle.dumps({Plain(): 1}),
         b"\x80\x02}]Ns.",
+        # What is no storage.
+        torch_files.pickled(torch_files.Named(*REBUILD, 1)),
+        torch_files.pickled(torch_files.Named(*REBUILD, *(1,) * 6)),
+        torch_files.pickled(torch_files.Id("storage")),
+        torch_files.pickled(torch_files.Id("storage", "FloatStorage", "0", "cpu", 4)),
         # A number of 2 million bits where a tensor has its shape.
         torch_files.pickled({"w": torch_files.tensor(shape=(1 << 2_000_000, 1))}),
     ],
