@@ -61,18 +61,12 @@ def read(tensor):
         return np.asarray(array.read().result())
     array = np.zeros(tensor.shape, tensor.dtype)
     covered = np.zeros(tensor.shape, np.int8)
-    for fragment in tensor.fragments:
-        content = np.memmap(fragment.file, np.uint8, "r")
-        shape, width = fragment.box.shape, tensor.dtype.itemsize
-        last = sum((n - 1) * s for n, s in zip(shape, fragment.strides, strict=True))
-        span = content[fragment.offset : fragment.offset + last + width]
-        assert len(span) == last + width, "outside of the file"
-        view = np.lib.stride_tricks.as_strided(
-            np.frombuffer(span.tobytes(), tensor.dtype), shape, fragment.strides
-        )
-        pairs = zip(fragment.box.start, fragment.box.stop, strict=True)
-        index = tuple(slice(start, stop) for start, stop in pairs)
-        array[index] = view
+    for each in tensor.fragments:
+        # NumPy refuses what is not inside of the file.
+        content = np.memmap(each.file, np.uint8, "r")
+        place = content, each.offset, each.strides
+        index = tuple(map(slice, each.box.start, each.box.stop))
+        array[index] = np.ndarray(each.box.shape, tensor.dtype, *place)
         covered[index] += 1
     assert (covered == 1).all(), tensor.name
     return array

@@ -15,16 +15,10 @@ COMMIT, OLDER = "0123456789abcdef" * 2 + "01234567", "f" * 40
 
 @pytest.fixture
 def environ(monkeypatch):
-    """Sets the variables of the environment that lead to the cache."""
-
-    def set_variables(**variables):
-        names = ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")
-        for name in names:
-            monkeypatch.delenv(name, raising=False)
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-
-    return set_variables
+    """The environment, without the variables that lead to the cache."""
+    for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
 
 
 @pytest.fixture
@@ -42,7 +36,7 @@ def cache(tmp_path, environ):
     shutil.copy(DATA / "weights" / "no_crc.pt", folder / "snapshots" / OLDER)
     for name, commit in {"main": COMMIT, "v1": OLDER, "refs/pr/1": OLDER}.items():
         (folder / "refs" / name).write_text(commit)
-    environ(HF_HOME=str(tmp_path))
+    environ.setenv("HF_HOME", str(tmp_path))
     return tmp_path / "hub"
 
 
@@ -69,7 +63,8 @@ def test_a_model_of_the_cache_opens_by_its_id_and_revision(cache, revision, comm
     ],
 )
 def test_the_cache_is_where_the_hub_has_it(environ, variables, folder):
-    environ(**variables)
+    for name, value in variables.items():
+        environ.setenv(name, value)
     with pytest.raises(FormatError, match=rf"\({folder}/models--org--name\)"):
         files.resolved("hf://org/name")
 
