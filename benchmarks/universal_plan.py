@@ -24,13 +24,17 @@ from benchmarks import dcp_writer, report, sized, turns
 from elastic_ckpt.core import boxes
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal import flat_ranges, opening
-from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
+from elastic_ckpt.universal.formats.checkpoint import (
+    Checkpoint,
+    Checksum,
+    Fragment,
+    StoredTensor,
+)
 from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.plan import load_plan
 from elastic_ckpt.universal.reading.read_checks import ReadChecks
 from elastic_ckpt.universal.rules import matching
 from elastic_ckpt.universal.rules.layout import Layout
-from elastic_ckpt.universal.stored import Checksum, Fragment, StoredTensor
 from elastic_ckpt.universal.strides import row_major
 
 _DTYPE = np.dtype(np.float32)
@@ -167,7 +171,7 @@ def _open_dcp(path: pathlib.Path) -> float:
     return secs
 
 
-def _zero() -> tuple[OpenedCheckpoint, Layout, dict[str, TargetTensor]]:
+def _zero() -> tuple[Checkpoint, Layout, dict[str, TargetTensor]]:
     ranks = 32
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (_VOCAB, _EMBED)}
     for layer in range(_LAYERS):
@@ -192,7 +196,7 @@ def _zero() -> tuple[OpenedCheckpoint, Layout, dict[str, TargetTensor]]:
         Checksum(number * part_bytes, (number + 1) * part_bytes, 0)
         for number in range(len(_KINDS))
     ]
-    checkpoint = OpenedCheckpoint(
+    checkpoint = Checkpoint(
         format="DeepSpeed ZeRO-1", tensors=tensors, checksums=lambda _: entries
     )
     states = {kind: {"from": "{}", "to": f"{kind}/{{}}"} for kind in _KINDS}
@@ -226,7 +230,7 @@ def _of_ranks(
 
 
 def _over_needed(
-    checkpoint: OpenedCheckpoint, layout: Layout, targets: Mapping[str, TargetTensor]
+    checkpoint: Checkpoint, layout: Layout, targets: Mapping[str, TargetTensor]
 ) -> float:
     # Every host needs a 128th of each target, along its outer dim.
     matched = matching.moves(layout, checkpoint.tensors, checkpoint.axes, targets)

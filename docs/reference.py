@@ -37,7 +37,7 @@ API = {
 # What exported functions return, if it is not exported, for its methods.
 RETURNED = {
     "elastic_ckpt.universal.open_checkpoint": (
-        "elastic_ckpt.universal.stored.Checkpoint"
+        "elastic_ckpt.universal.formats.checkpoint.Checkpoint"
     ),
 }
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from etils import epath
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.universal.formats import source_files, torch_file
+from elastic_ckpt.universal.formats import files, torch_file
 from elastic_ckpt.universal.formats.format_error import FormatError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Checkpoint:
         """
         directory = epath.Path(path)
         manifest = directory / MANIFEST
-        fields = source_files.read_json(manifest)
+        fields = files.read_json(manifest)
         names = sorted(each.name for each in directory.iterdir())
         try:
             components = {

@@ -17,6 +17,7 @@ from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.core import bucket_clients, errors, events, storage
 from elastic_ckpt.tiers.persistent import leases
 from elastic_ckpt.universal import loading, opening, shipped
+from elastic_ckpt.universal.formats import files
 from elastic_ckpt.universal.reading import restored_tree
 
 PARAMS = "params"
@@ -52,7 +53,7 @@ def load(initial: InitialWeights, wanted: Any, emit: events.Emit) -> Any:
       CheckpointError: if the checkpoint cannot be read, or is of another model.
     """
     began_secs = time.monotonic()
-    path = str(opening.resolved(initial.path))
+    path = str(files.resolved(initial.path))
     bucket_clients.prepare(path)
     # Another run may be saving there, and removes its old steps.
     with leases.leased_if_ours(path):

@@ -19,10 +19,10 @@ from etils import epath
 
 from elastic_ckpt.core import codec
 from elastic_ckpt.universal import opening
+from elastic_ckpt.universal.formats.checkpoint import StoredTensor
 from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.rules import name_pattern
 from elastic_ckpt.universal.rules.layout import LayoutError
-from elastic_ckpt.universal.stored import StoredTensor
 
 _NUMBER = re.compile(r"(?<![0-9A-Za-z])(?:0|[1-9][0-9]{0,17})(?![0-9A-Za-z])")
 

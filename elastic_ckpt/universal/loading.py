@@ -10,13 +10,13 @@ from etils import epath
 
 from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.universal import opening, shipped
+from elastic_ckpt.universal.formats.checkpoint import StoredTensor
 from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.reading import restored_tree
 from elastic_ckpt.universal.rules import matching, name_pattern
 from elastic_ckpt.universal.rules.layout import (
     Layout,
 )
-from elastic_ckpt.universal.stored import StoredTensor
 
 
 def load(

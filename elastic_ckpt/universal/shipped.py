@@ -3,7 +3,7 @@
 They are the files of `configs/layouts`; its README lists them. If no layout is given, a
 DeepSpeed checkpoint describes how its ranks share parameters, and an adapter is merged
 into its base. Tensors of other formats keep their names, if they are whole. If there
-are several kinds of tensors, the kind comes first, as in `described_layout`:
+are several kinds of tensors, the kind comes first, as in `deepspeed_rules`:
 `first_moment/1.mlp.weight`.
 """
 
@@ -14,8 +14,8 @@ import os
 import pathlib
 from collections.abc import Collection
 
-from elastic_ckpt.universal import described_layout
-from elastic_ckpt.universal.formats import peft_adapter
+from elastic_ckpt.universal.formats import deepspeed, deepspeed_rules, peft
+from elastic_ckpt.universal.formats.checkpoint import Checkpoint
 from elastic_ckpt.universal.rules.layout import (
     PARAMETER,
     Layout,
@@ -24,7 +24,6 @@ from elastic_ckpt.universal.rules.layout import (
     State,
     TensorPattern,
 )
-from elastic_ckpt.universal.stored import Checkpoint
 
 _INSTALLED = pathlib.Path(__file__).parent / "layouts"
 _IN_CHECKOUT = pathlib.Path(__file__).parents[2] / "configs" / "layouts"
@@ -89,10 +88,10 @@ def default_layout(
       LayoutError: if the tensors of another format are those of ranks, or there are no
         tensors.
     """
-    if checkpoint.format.startswith(peft_adapter.FORMAT):
+    if checkpoint.format.startswith(peft.FORMAT):
         return load("lora")
-    if checkpoint.format.startswith(described_layout.FORMAT):
-        return described_layout.layout(checkpoint, targets)
+    if checkpoint.format.startswith(deepspeed.FORMAT):
+        return deepspeed_rules.layout(checkpoint, targets)
     tensors = checkpoint.tensors
     if not tensors or any(tensor.ranks for tensor in tensors):
         raise LayoutError(

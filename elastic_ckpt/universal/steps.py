@@ -11,7 +11,7 @@ from etils import epath
 from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.universal import loading, shipped
-from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
+from elastic_ckpt.universal.formats.checkpoint import Checkpoint
 from elastic_ckpt.universal.reading import restored_tree, saved_boxes
 from elastic_ckpt.universal.reading.saved_boxes import SavedBoxes
 from elastic_ckpt.universal.rules import matching
@@ -48,7 +48,7 @@ def relayout(
         assert matched is not None
         source = SavedBoxes(saved, name)
         made = restored_tree.read_leaves(
-            OpenedCheckpoint(format="elastic_ckpt", tensors=source.tensors),
+            Checkpoint(format="elastic_ckpt", tensors=source.tensors),
             matched.moves,
             matched.fills,
             leaves,

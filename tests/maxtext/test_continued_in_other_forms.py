@@ -11,7 +11,7 @@ from elastic_ckpt import universal
 from elastic_ckpt.cli import main
 from tests.maxtext import environment
 from tests.maxtext.test_real_maxtext import MODEL
-from tests.universal.formats.fragment_values import values_of
+from tests.universal.formats.stored_values import read
 from tests.universal.rules.relayout import assert_same
 
 pytestmark = pytest.mark.night
@@ -90,7 +90,7 @@ def convert(source, step, layout, *options):
 
 def arrays(path):
     opened = universal.open_checkpoint(path)
-    return {tensor.name: values_of(tensor) for tensor in opened.tensors}
+    return {tensor.name: read(tensor) for tensor in opened.tensors}
 
 
 def is_state(name):

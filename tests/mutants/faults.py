@@ -223,7 +223,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a read file may be another one than was opened",
-        "elastic_ckpt/universal/formats/opened.py",
+        "elastic_ckpt/universal/formats/checkpoint.py",
         "    if crc != expected:",
         "    if crc < 0:",
         ("tests/universal/formats/test_dcp.py",),

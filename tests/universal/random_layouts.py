@@ -14,7 +14,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import boxes
-from elastic_ckpt.universal import flat_ranges, moves, stored
+from elastic_ckpt.universal import flat_ranges, moves
+from elastic_ckpt.universal.formats import checkpoint as stored
 
 
 @dataclasses.dataclass

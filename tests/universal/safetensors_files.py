@@ -6,7 +6,8 @@ import pathlib
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.universal.formats import safetensors_file
+from elastic_ckpt.universal.formats import safetensors
+from tests.universal.formats import stored_values
 
 _NAMES = {
     "float64": "F64",
@@ -41,10 +42,8 @@ def read(directory):
     """All tensors of a directory, by name."""
     arrays = {}
     for path in sorted(pathlib.Path(directory).glob("*.safetensors")):
-        content = bytearray(path.read_bytes())
-        for name, span in safetensors_file.read_header(path).spans.items():
-            values = content[span.start : span.stop]
-            arrays[name] = np.frombuffer(values, span.dtype).reshape(span.shape)
+        for tensor in safetensors.read_header(path)[0]:
+            arrays[tensor.name] = stored_values.read(tensor)
     return arrays
 
 

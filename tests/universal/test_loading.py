@@ -14,11 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from elastic_ckpt import universal
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal import loading, shipped
-from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
+from elastic_ckpt.universal.formats.checkpoint import Checkpoint, StoredTensor
 from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.rules import matching
 from elastic_ckpt.universal.rules.layout import Layout, LayoutError
-from elastic_ckpt.universal.stored import StoredTensor
 from tests.universal import safetensors_files
 from tests.universal.rules import relayout
 from tests.universal.safetensors_files import bits
@@ -74,7 +73,7 @@ def test_a_float_of_8_bits_keeps_its_dtype_without_its_scales(tmp_path):
 
 
 def checkpoint_of(saved):
-    return OpenedCheckpoint(format="some format", tensors=relayout.stored(saved))
+    return Checkpoint(format="some format", tensors=relayout.stored(saved))
 
 
 def test_without_a_layout_whole_tensors_keep_their_names_after_their_kinds():
@@ -121,7 +120,7 @@ def test_leaves_are_taken_by_name_whatever_characters_it_has(names, data):
         loading.layout_of_leaves("path", tensors[:-1], {names[-1]: wanted[leaves[0]]})
     kinds = ("first_moment", "parameter")
     of_kinds = [dataclasses.replace(t, kind=kind) for t in tensors for kind in kinds]
-    layout = shipped.default_layout(OpenedCheckpoint(format="test", tensors=of_kinds))
+    layout = shipped.default_layout(Checkpoint(format="test", tensors=of_kinds))
     made = matching.moves(layout, of_kinds, {}, None)
     assert sorted(made.targets) == sorted(f"{k}/{n}" for k in kinds for n in names)
 

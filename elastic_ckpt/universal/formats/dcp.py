@@ -13,6 +13,7 @@ once.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -21,16 +22,18 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core.boxes import Box
-from elastic_ckpt.universal.formats import (
-    coverage,
-    source_files,
-    state_kinds,
-    torch_file,
+from elastic_ckpt.universal.formats import files, torch_file
+from elastic_ckpt.universal.formats.checkpoint import (
+    Checkpoint,
+    Checksum,
+    Fragment,
+    StoredTensor,
+    check_cover,
+    checked_shape,
+    kind_of,
 )
 from elastic_ckpt.universal.formats.format_error import FormatError
-from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
-from elastic_ckpt.universal.formats.torch_file import Archive, Entry, Tensor
-from elastic_ckpt.universal.stored import Fragment, StoredTensor
+from elastic_ckpt.universal.formats.torch_file import Archive
 
 FILE = ".metadata"
 # The directory of a zip and the header of the storage of an item lie here.
@@ -38,7 +41,7 @@ _ENDS_BYTES = 8 << 10
 # Items whose ends are in memory at a time.
 _BATCH = 1 << 11
 
-Keys = tuple[Any, ...]
+_Keys = tuple[Any, ...]
 
 
 class _Item(NamedTuple):
@@ -57,15 +60,10 @@ class _Listed(NamedTuple):
 
 def is_format(names: Collection[str]) -> bool:
     """Whether files of these names, in one directory, are such a checkpoint."""
-    return any(map(_is_metadata, names))
+    return FILE in names
 
 
-def _is_metadata(name: str) -> bool:
-    # Or that of one rank, which is refused.
-    return name == FILE or (name.startswith("__") and name.endswith(FILE))
-
-
-def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
+def open_checkpoint(path: epath.PathLike) -> Checkpoint:
     """Opens a directory, or the file of metadata in it.
 
     Raises:
@@ -73,62 +71,40 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
         or parts overlap or are missing.
     """
     directory = epath.Path(path)
-    if _is_metadata(directory.name):
+    if directory.name == FILE:
         directory = directory.parent
     metadata = str(directory / FILE)
-    if not epath.Path(metadata).exists():
-        raise FormatError(
-            f"{directory} has metadata of single ranks alone; save with collectives"
-        )
-    content = source_files.read(metadata, most_bytes=torch_file.MOST_PICKLE_BYTES)
+    content = files.read(metadata, most_bytes=torch_file.MOST_PICKLE_BYTES)
     loaded = torch_file.decoded(content, metadata)
     try:
-        listed, values, paths = _read(_state(loaded), metadata)
+        listed, values, paths = _read(loaded.state, metadata)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise FormatError(
             f"{metadata} is no metadata of a distributed checkpoint ({error!r:.200})"
         ) from None
     del content, loaded
-    found, storages = _found(listed, directory)
-    states = _StateNames(listed, paths)
-    tensors = [
-        StoredTensor(
-            name=states.parameter(name),
-            kind=states.kind(name),
-            dtype=tensor.dtype,
-            shape=tensor.shape,
-            **_placed(name, tensor, found),
-        )
-        for name, tensor in listed.items()
-    ]
-    return OpenedCheckpoint(
+    held, storages = _read_items(listed)
+    named = _names(listed, paths)
+    return Checkpoint(
         format="PyTorch distributed checkpoint",
-        tensors=tensors,
+        tensors=[_tensor(name, *named[name], listed[name], held) for name in listed],
         values=_Values(
-            directory, {_path(paths, name): item for name, item in values.items()}
+            {"/".join(map(str, paths.get(n, (n,)))): each for n, each in values.items()}
         ),
-        checksums=lambda file: torch_file.listed_checksums(storages.get(file, ())),
+        checksums=lambda file: storages.get(file, ()),
     )
-
-
-def _state(value: Any) -> dict[str, Any]:
-    # The fields of a dataclass; one without any has no state.
-    state = getattr(value, "state", None)
-    return state if isinstance(state, dict) else {}
 
 
 def _read(
     fields: Mapping[str, Any], metadata: str
-) -> tuple[dict[str, _Listed], dict[str, _Item], Mapping[str, Keys]]:
+) -> tuple[dict[str, _Listed], dict[str, _Item], Mapping[str, _Keys]]:
     # The tensors, values, and the keys that lead to their names in what was saved.
     stored = {}
     for index, info in fields["storage_data"].items():
         stored[index.state["fqn"], index.state.get("offset")] = info.state
     listed, values = {}, {}
     for name, entry in fields["state_dict_metadata"].items():
-        if type(name) is not str:
-            raise ValueError(f"{name!r:.60} is no name")
-        place, parts = f"{metadata}: {name:.200}", _state(entry)
+        place, parts = f"{metadata}: {name:.200}", entry.state or {}
         if "chunks" not in parts:
             values[name] = _item(stored, name, None, metadata)
             continue
@@ -136,20 +112,16 @@ def _read(
         dtype = torch_file.NAMES.get(dtype.full_name)
         if dtype is None or layout.arguments != ("torch.strided",):
             raise FormatError(f"{place} is of an unsupported type or layout")
-        shape = coverage.checked_shape(parts["size"], place)
+        shape = checked_shape(parts["size"], place)
         chunks = []
         for chunk in parts["chunks"]:
             first, sizes = chunk.state["offsets"], chunk.state["sizes"]
             item = _item(stored, name, first, metadata)
             chunks.append((_box(first, sizes, len(shape)), item))
-        coverage.check(shape, [box for box, _ in chunks], place)
+        check_cover(shape, [box for box, _ in chunks], place)
         listed[name] = _Listed(dtype, shape, chunks)
-    paths = fields.get("planner_data")
-    known = {
-        name: keys
-        for name, keys in (paths.items() if isinstance(paths, dict) else ())
-        if type(keys) is tuple and keys and set(map(type, keys)) <= {str, int}
-    }
+    paths = fields.get("planner_data") or {}
+    known = {n: keys for n, keys in paths.items() if keys and isinstance(keys, tuple)}
     return listed, values, known
 
 
@@ -180,55 +152,39 @@ def _item(
             f" compression ({info['transform_descriptors']!r:.60}); save without"
             " extensions"
         )
-    if not source_files.is_plain_name(file):
+    numbers = [n for n in (start, size) if type(n) is int and 0 <= n < 1 << 62]
+    if len(numbers) < 2 or not files.is_plain_name(file):
         raise FormatError(
-            f"{metadata} lists the file {file!r:.60}, which is not beside it"
+            f"{metadata} lists {size!r:.60} bytes from {start!r:.60} of {file!r:.60},"
+            " which is no part of a file beside it"
         )
-    if type(start) is not int or type(size) is not int or min(start, size) < 0:
-        raise FormatError(
-            f"{metadata} lists {size!r:.60} bytes from {start!r:.60} of {file}"
-        )
-    return _Item(file, start, size)
+    return _Item(metadata.removesuffix(FILE) + file, start, size)
 
 
-def _found(
-    listed: Mapping[str, _Listed], directory: epath.Path
-) -> tuple[dict[_Item, Tensor], dict[str, list[Entry]]]:
+def _read_items(
+    listed: Mapping[str, _Listed],
+) -> tuple[dict[_Item, StoredTensor], dict[str, list[Checksum]]]:
     # The tensors of all items, and the storages of each file.
     names = {item: name for name, each in listed.items() for _, item in each.chunks}
     by_file: dict[str, list[_Item]] = collections.defaultdict(list)
     for item in sorted(names):
         by_file[item.file].append(item)
-    found: dict[_Item, Tensor] = {}
-    storages: dict[str, list[Entry]] = {}
+    held: dict[_Item, StoredTensor] = {}
+    storages: dict[str, list[Checksum]] = collections.defaultdict(list)
     views: dict[bytes, Any] = {}
-    for name, items in by_file.items():
-        file = str(directory / name)
-        with source_files.opened(file) as opened:
-            header, end = opened.read(10), opened.seek(0, 2)
-        if header[8:] == b'{"':
-            raise FormatError(
-                f"{file} has tensors as safetensors, which are read from separate"
-                " files; save with the default serialization_format"
-            )
-        for item in items:
-            if item.start + item.size > end:
-                raise FormatError(
-                    f"{file} is cut short: it has {end} bytes, and an item of"
-                    f" {item.size} from {item.start}"
-                )
+    for file, items in by_file.items():
         for at in range(0, len(items), _BATCH):
             batch = items[at : at + _BATCH]
-            spans = [span for item in batch for span in _ends(item)]
-            windows = source_files.ByteWindows(file, spans)
+            read = files.windows(file, (span for item in batch for span in _ends(item)))
             for item in batch:
-                archive = Archive(windows.read, item.start, item.size, file)
+                archive = Archive(read, item.start, item.size, file)
                 content = archive.pickle()
                 if content not in views:
                     views[content] = torch_file.decoded(content, archive.place)
-                found[item] = archive.tensor(views[content], names[item])
-        storages[file] = [found[item].entry for item in items]
-    return found, storages
+                held[item], entry = archive.tensor(views[content], names[item])
+                if archive.has_crc and entry.start < entry.stop:
+                    storages[file].append(entry)
+    return held, storages
 
 
 def _ends(item: _Item) -> list[tuple[int, int]]:
@@ -237,73 +193,54 @@ def _ends(item: _Item) -> list[tuple[int, int]]:
     return [(item.start, item.start + size), (stop - size, stop)]
 
 
-def _placed(
-    name: str, listed: _Listed, found: Mapping[_Item, Tensor]
-) -> dict[str, Any]:
-    # The fragments of a tensor, and its view.
-    tensors = [(box, found[item]) for box, item in listed.chunks]
-    for box, each in tensors:
-        if (each.dtype, each.shape) != (listed.dtype, box.shape):
+def _tensor(
+    full_name: str,
+    name: str,
+    kind: str,
+    listed: _Listed,
+    held: Mapping[_Item, StoredTensor],
+) -> StoredTensor:
+    fragments: list[Fragment] = []
+    views = {held[item].view for _, item in listed.chunks}
+    for box, item in listed.chunks:
+        part = held[item]
+        if (part.dtype, part.shape) != (listed.dtype, box.shape) or len(views) > 1:
             raise FormatError(
-                f"{each.path} has a tensor {each.dtype}{list(each.shape)} at byte"
-                f" {each.entry.start}, and {name} is listed there as"
-                f" {listed.dtype}{list(box.shape)}"
+                f"{item.file} has a tensor {part.dtype}{list(part.shape)} at byte"
+                f" {item.start}, and {full_name} is listed there as"
+                f" {listed.dtype}{list(box.shape)}, or has parts with and without the"
+                " conj or neg bit: call resolve_conj() and resolve_neg() before saving"
             )
-        if each.view != tensors[0][1].view:
-            raise FormatError(
-                f"{each.path}: {name} has parts with and without the conj or neg bit;"
-                " call resolve_conj() and resolve_neg() before it is saved"
-            )
-    fragments = [
-        Fragment(
-            box=box, file=each.path, offset=each.file_offset, strides=each.byte_strides
-        )
-        for box, each in tensors
-        if box.volume
-    ]
-    view = tensors[0][1].view if tensors else ""
-    return {"fragments": tuple(fragments), "view": view}
+        fragments += [dataclasses.replace(each, box=box) for each in part.fragments]
+    return StoredTensor(
+        name=name,
+        kind=kind,
+        dtype=listed.dtype,
+        shape=listed.shape,
+        fragments=tuple(fragments),
+        view="".join(views),
+    )
 
 
-def _path(paths: Mapping[str, Keys], name: str) -> str:
-    return "/".join(map(str, paths.get(name, (name,))))
-
-
-class _StateNames:
-    """Finds the parameters of the states of an optimizer.
-
-    Args:
-      names: of all tensors.
-      paths: the keys that lead to a name in the state that was saved.
-    """
-
-    def __init__(self, names: Collection[str], paths: Mapping[str, Keys]) -> None:
-        self._states = {
-            name: state
-            for name in names
-            if (state := _state_of(name, paths.get(name))) is not None
-        }
-        self._named: dict[str, list[str]] = collections.defaultdict(list)
-        for name in names if self._states else ():
-            if name not in self._states:
-                self._named[str(paths.get(name, (name,))[-1])].append(name)
-
-    def parameter(self, name: str) -> str:
-        """The name of the parameter that a tensor is a state of; else its own."""
-        if name not in self._states:
-            return name
-        named = self._named.get(self._states[name][0], [])
+def _names(
+    listed: Collection[str], paths: Mapping[str, _Keys]
+) -> dict[str, tuple[str, str]]:
+    # The name of the parameter, and the kind, of each tensor.
+    states = {name: _state_of(name, paths.get(name)) for name in listed}
+    named: dict[str, list[str]] = collections.defaultdict(list)
+    for name, state in states.items():
+        if state is None:
+            named[str(paths.get(name, (name,))[-1])].append(name)
+    found = {}
+    for name, state in states.items():
         # Two models may have parameters of equal names.
-        return named[0] if len(named) == 1 else name
-
-    def kind(self, name: str) -> str:
-        """See `StoredTensor.kind`."""
-        if name not in self._states:
-            return "parameter"
-        return state_kinds.kind_of(self._states[name][1])
+        held = named.get(state[0], []) if state else []
+        kind = kind_of(state[1]) if state else "parameter"
+        found[name] = held[0] if len(held) == 1 else name, kind
+    return found
 
 
-def _state_of(name: str, keys: Keys | None) -> tuple[str, str] | None:
+def _state_of(name: str, keys: _Keys | None) -> tuple[str, str] | None:
     # The name of the parameter in its model, and that of the state.
     if keys is not None:
         is_state = len(keys) > 2 and keys[-3] == "state"
@@ -319,14 +256,13 @@ def _state_of(name: str, keys: Keys | None) -> tuple[str, str] | None:
 class _Values(Mapping[str, Any]):
     """Values that are no tensors, by path; each is decoded when it is asked for."""
 
-    def __init__(self, directory: epath.Path, items: Mapping[str, _Item]) -> None:
-        self._directory = directory
+    def __init__(self, items: Mapping[str, _Item]) -> None:
         self._items = items
 
     def __getitem__(self, path: str) -> Any:
         name, start, size = self._items[path]
-        file = torch_file.read(self._directory / name, span=(start, size))
-        for _, _ in torch_file.tensors(file.value):
+        file = torch_file.read(name, span=(start, size))
+        if any(True for _ in torch_file.tensors(file.value)):
             raise file.error(f"has tensors in the value {path}, which are not read")
         return file.value
 

@@ -14,11 +14,16 @@ files of experts number them, through all ranks. If several stages hold a parame
 which is tied, the first stage's is taken, as in DeepSpeed's own conversion.
 
 DeepSpeed's description of the layout is in `values["universal_checkpoint_info"]`: lists
-of patterns of names, sizes of parts, and affine maps, as nested dicts and lists.
+of patterns of names, sizes of parts, and affine maps, nested as DeepSpeed has them.
 
 With stage 0 and an optimizer of PyTorch, states are numbered, not named. They get the
-names of parameters where these follow, see `optimizer_states`. With experts, their
-files of states (`expp_rank_*`) are not read.
+names of parameters where these follow, see `zero.numbered`. With experts, their files
+of states (`expp_rank_*`) are not read.
+
+A universal checkpoint has files of whole parameters, for any number of ranks:
+`zero/<parameter>/fp32.pt`, `exp_avg.pt`, `exp_avg_sq.pt` and `step.pt`. The weights of
+the model in other types are left out. Files of the model beside them have the shapes of
+parameters, which files from ZeRO-3 lack.
 """
 
 from __future__ import annotations
@@ -34,22 +39,25 @@ from typing import Any
 from etils import epath
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.universal.formats import (
-    optimizer_states,
-    plain_values,
-    source_files,
-    torch_file,
-    zero,
+from elastic_ckpt.universal.formats import files, torch_file, zero
+from elastic_ckpt.universal.formats.checkpoint import (
+    Checkpoint,
+    StoredTensor,
+    flatten,
+    kind_of,
 )
 from elastic_ckpt.universal.formats.format_error import FormatError
-from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
-from elastic_ckpt.universal.formats.optimizer_states import Shape
-from elastic_ckpt.universal.formats.torch_file import Tensor, TorchFile
-from elastic_ckpt.universal.stored import StoredTensor
+from elastic_ckpt.universal.formats.torch_file import TorchFile
+from elastic_ckpt.universal.formats.zero import Shape
 
-LATEST = "latest"
+FORMAT, UNIVERSAL = "DeepSpeed", "DeepSpeed universal"
 INFO = "universal_checkpoint_info"
+# Files that name the directory of a step.
+_LATEST = ("latest", "latest_universal")
+# The directory of a universal checkpoint.
+_PARAMETERS = "zero"
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_SUFFIX = ".pt"
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 # By what they hold.
 _FILES = {
@@ -96,62 +104,99 @@ class _Rank:
 
 def is_format(names: Collection[str]) -> bool:
     """Whether a directory of these names holds such files, or leads to them."""
-    return LATEST in names or any(
-        pattern.fullmatch(name) for pattern in (_MODEL, _LAYER) for name in names
-    )
+    patterns = (_MODEL, _LAYER)
+    return any(n in _LATEST or any(p.fullmatch(n) for p in patterns) for n in names)
 
 
-def folder_of(path: epath.PathLike, latest: str = LATEST) -> epath.Path:
-    """The directory of files: `path`, or that which its file `latest` names.
-
-    Raises:
-      FormatError: if it names none.
-    """
-    folder = epath.Path(path)
-    pointer = folder / latest
-    if not pointer.exists():
-        return folder
-    content = source_files.read(pointer, most_bytes=source_files.MOST_NAME_BYTES)
-    tag = content.decode("utf-8", "replace").strip()
-    if not source_files.is_plain_name(tag):
-        raise FormatError(f"{pointer} names {tag!r}, which is no directory beside it")
-    if not (folder / tag).exists():
-        raise FormatError(f"{pointer} names {tag}, which {folder} does not have")
-    return folder / tag
-
-
-def model_values(model: TorchFile) -> dict[str, Any]:
-    """The numbers and texts in the file of a model, see `Checkpoint.values`."""
-    values = model.values(without=_STRUCTURE)
-    info = model.at(INFO)
-    if isinstance(info, dict):
-        values[INFO] = plain_values.plain(info)
-    return values
-
-
-def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
+def open_checkpoint(path: epath.PathLike) -> Checkpoint:
     """Opens the directory of a step, or one whose file `latest` names it.
 
     Raises:
       FormatError: if a file is missing or damaged, or contradicts another.
     """
-    tp, ranks = _ranks(folder_of(path))
-    values, stage = model_values(ranks[0].model), 0
+    folder = _folder(epath.Path(path))
+    if (folder / _PARAMETERS).exists():
+        return _open_universal(folder)
+    tp, ranks = _ranks(folder)
+    values, stage = _model_values(ranks[0].model), 0
     for file in ranks[0].optimizers[:1]:
         # Optimizers of bfloat16 parameters do not state it.
         stated = file.at("optimizer_state_dict", "zero_stage")
         stage = stated if type(stated) is int else 1
-        flat = plain_values.flatten(
-            file.at("optimizer_state_dict"), without=("param_slice_mappings",)
-        )
+        held = file.at("optimizer_state_dict")
+        flat = flatten(held, without=("param_slice_mappings",))
         values |= {f"optimizer/{key}": value for key, value in flat.items()}
-    return OpenedCheckpoint(
-        format=f"DeepSpeed ZeRO-{stage}",
+    return Checkpoint(
+        format=f"{FORMAT} ZeRO-{stage}",
         tensors=_tensors(ranks, {"tp": tp} if tp > 1 else {}),
         axes={"tp": tp} if tp > 1 else {},
         values=values,
         checksums=torch_file.checksums,
     )
+
+
+def _folder(path: epath.Path) -> epath.Path:
+    for pointer in (path / name for name in _LATEST):
+        if pointer.exists():
+            tag = files.read_name(pointer)
+            if not files.is_plain_name(tag) or not (path / tag).exists():
+                raise FormatError(
+                    f"{pointer} names {tag!r}, which is no directory beside it"
+                )
+            return path / tag
+    return path
+
+
+def _model_values(model: TorchFile) -> dict[str, Any]:
+    values = flatten(model.value, without=_STRUCTURE)
+    info = model.at(INFO)
+    return values if info is None else {**values, INFO: info}
+
+
+def _open_universal(folder: epath.Path) -> Checkpoint:
+    found = {each: each for each in sorted(folder.iterdir()) if _is_first(each.name)}
+    models = list(torch_file.read_all(found).values())
+    shapes = _shapes(models)
+    # By parameter and state.
+    paths = {
+        (parameter.name, file.name.removesuffix(_SUFFIX)): file
+        for parameter in (folder / _PARAMETERS).iterdir()
+        if not parameter.name.endswith(_SUFFIX)
+        for file in parameter.iterdir()
+        if file.name.endswith(_SUFFIX)
+    }
+    tensors = []
+    for (name, key), file in sorted(torch_file.read_all(paths).items()):
+        held = file.value.get("param") if isinstance(file.value, dict) else file.value
+        if isinstance(held, StoredTensor):
+            numel, kind = math.prod(held.shape), kind_of(key)
+            tensor = dataclasses.replace(held, name=name, kind=kind)
+            if held.shape == (numel,) == (math.prod(shapes.get(name, (-1,))),):
+                part = zero.Range(file, held, 0, numel)
+                tensor = zero.of_ranges(name, kind, shapes[name], [part])
+            tensors.append(tensor)
+        elif not isinstance(held, int | float):
+            raise file.error("holds neither a tensor nor a number")
+    if not tensors:
+        raise FormatError(f"{folder / _PARAMETERS} has no directories of parameters")
+    return Checkpoint(
+        format=UNIVERSAL,
+        tensors=tensors,
+        values=_model_values(models[0]) if models else {},
+        checksums=torch_file.checksums,
+    )
+
+
+def _is_first(name: str) -> bool:
+    # Whether it is the file of a model, of the first data-parallel rank.
+    match = _MODEL.fullmatch(name)
+    return match is not None and int(match[1] or 0) == 0
+
+
+def _shapes(models: Sequence[TorchFile]) -> dict[str, Shape]:
+    held = [model for model in models if model.at("param_shapes") is not None]
+    groups = (group for model in held for group in zero.shapes_of(model))
+    return {name: shape for group in groups for name, shape in group.items()}
 
 
 def _tensors(ranks: Sequence[_Rank], axes: Mapping[str, int]) -> list[StoredTensor]:
@@ -199,7 +244,9 @@ def _ranks(folder: epath.Path) -> tuple[int, list[_Rank]]:
             f"{folder} lacks the files of {errors.first_of(missing)}; copy them from"
             " the machines that saved them"
         )
-    experts = _experts(folder, by_kind["expert"], tp)
+    experts: dict[int, list[TorchFile]] = collections.defaultdict(list)
+    for (_, _, rank), file in sorted(by_kind["expert"].items()):
+        experts[rank].append(file)
     layers: dict[int, list[tuple[int, TorchFile]]] = collections.defaultdict(list)
     for (layer, rank), file in sorted(by_kind["layer"].items()):
         layers[rank].append((layer, file))
@@ -210,7 +257,7 @@ def _ranks(folder: epath.Path) -> tuple[int, list[_Rank]]:
             shards=[shards[rank, each] for each in range(dp)] if shards else [],
             optimizers=[optimizers[rank, n] for n in range(dp)] if optimizers else [],
             layers=layers[rank] if rank < tp else [],
-            peers=[models[each] for each in range(rank % tp, tp * pp, tp)],
+            peers=[models[n] for n in range(rank % tp, tp * pp, tp)] if layers else [],
             experts=experts[rank],
         )
         for rank in range(tp * pp)
@@ -231,9 +278,9 @@ def _read(folder: epath.Path) -> dict[str, dict[tuple[int, ...], TorchFile]]:
                         f"{path} and {first.name} are of the same rank; remove that of"
                         " another save"
                     )
-    files = torch_file.read_all(paths)
+    read = torch_file.read_all(paths)
     return {
-        kind: {key: file for (each, key), file in files.items() if each == kind}
+        kind: {key: file for (each, key), file in read.items() if each == kind}
         for kind in _FILES
     }
 
@@ -256,92 +303,60 @@ def _degrees(
     return tp, pp
 
 
-def _experts(
-    folder: epath.Path, files: Mapping[tuple[int, ...], TorchFile], tp: int
-) -> dict[int, list[TorchFile]]:
-    # By rank of the model.
-    experts: dict[int, list[TorchFile]] = collections.defaultdict(list)
-    for (_, _, rank), file in sorted(files.items()):
-        experts[rank].append(file)
-    held = collections.Counter((n, expert, rank // tp) for n, expert, rank in files)
-    for (layer, expert, _), count in held.items():
-        if count != tp:
-            raise FormatError(
-                f"{folder} has the expert {expert} of layer {layer} in files of"
-                f" {count} of {tp} tensor-parallel ranks: files are missing, or ranks"
-                " have different experts, which are not read; save with"
-                " enable_expert_tensor_parallelism"
-            )
-    return experts
-
-
 def _weights(rank: _Rank) -> Iterator[StoredTensor]:
     # Layers count as of the first stage.
-    file, buffers = rank.model, _buffers(rank.model)
-    for name, tensor in torch_file.tensors_of(file.at("module")):
+    buffers = _buffers([rank.model])
+    for tensor in torch_file.tensors(rank.model.at("module")):
         # ZeRO-3 leaves empty tensors in place of those that it divides.
-        if not (rank.shards and tensor.shape == (0,) and name not in buffers):
-            yield _weight(name, tensor, buffers)
-    if rank.shards:
-        yield from _frozen(rank.shards)
+        if tensor.name in buffers:
+            yield dataclasses.replace(tensor, kind="buffer")
+        elif not rank.shards or tensor.shape != (0,):
+            yield tensor
+    yield from _frozen(rank.shards)
     yield from _of_layers(rank)
     for expert in rank.experts:
-        for name, tensor in torch_file.tensors_of(expert.value):
-            yield _weight(name, tensor)
+        yield from torch_file.tensors(expert.value)
 
 
-def _buffers(file: TorchFile) -> set[str]:
-    names = file.at("buffer_names")
-    listed = names if isinstance(names, list) else []
-    return {name for name in listed if isinstance(name, str)}
-
-
-def _weight(name: str, tensor: Tensor, buffers: Collection[str] = ()) -> StoredTensor:
-    kind = "buffer" if name in buffers else "parameter"
-    return optimizer_states.stored(name, kind, tensor)
+def _buffers(models: Sequence[TorchFile]) -> set[str]:
+    listed = (model.at("buffer_names") for model in models)
+    return {str(name) for names in listed if isinstance(names, list) for name in names}
 
 
 def _frozen(shards: Sequence[TorchFile]) -> Iterator[StoredTensor]:
     # Parameters that are not trained: no optimizer has them.
-    shapes = shards[0].at("frozen_param_shapes")
-    named = zero.named_shapes(shards[0], shapes) if isinstance(shapes, dict) else {}
+    shapes = shards[0].at("frozen_param_shapes") if shards else None
+    named = zero.named_shapes(shards[0], shapes) if shapes else {}
     for name, shape in named.items():
         ranges, numel = [], math.prod(shape)
         for dp, file in enumerate(shards):
-            flat = file.dict_at("frozen_param_fragments").get(name)
-            if not isinstance(flat, Tensor):
-                raise file.error(f"lacks its part of {name}")
+            flat = file.typed(StoredTensor, "frozen_param_fragments", name)
             part = dp, len(shards)
             ranges.append(zero.equal_part(file, flat, start=0, numel=numel, part=part))
-        yield optimizer_states.of_ranges(name, "parameter", shape, ranges)
+        yield zero.of_ranges(name, "parameter", shape, ranges)
 
 
 def _of_layers(rank: _Rank) -> Iterator[StoredTensor]:
-    shapes: dict[str, Shape] = {}
-    buffers: set[str] = set()
-    for model in rank.peers if rank.layers else ():
-        buffers |= _buffers(model)
-        if model.at("param_shapes") is not None:
-            for group in zero.shapes_of(model):
-                shapes |= group
+    shapes, buffers = _shapes(rank.peers), _buffers(rank.peers)
     tied = {name: each for name, each in shapes.items() if name.startswith(_TIED)}
     seen: set[str] = set()
     for layer, file in rank.layers:
-        for key, tensor in torch_file.tensors_of(file.value):
-            name = f"{layer}.{key}"
+        for tensor in torch_file.tensors(file.value):
+            name, end = f"{layer}.{tensor.name}", f".{tensor.name}"
             if name not in shapes and name not in buffers:
                 shape = tensor.shape
-                fit = [t for t in tied if t.endswith(f".{key}") and tied[t] == shape]
+                fit = [t for t in tied if t.endswith(end) and tied[t] == shape]
                 name = fit[0] if len(fit) == 1 else name
             # Each of the layers that share a parameter has it.
             if name not in seen:
                 seen.add(name)
-                yield _weight(name, tensor, buffers)
+                kind = "buffer" if name in buffers else "parameter"
+                yield dataclasses.replace(tensor, name=name, kind=kind)
 
 
 def _states(rank: _Rank, weights: Sequence[StoredTensor]) -> Iterator[StoredTensor]:
-    parameters = [each for each in weights if each.kind == "parameter"]
     if rank.optimizers:
         yield from zero.states(rank.model, rank.optimizers)
     elif rank.model.at("optimizer") is not None:
-        yield from optimizer_states.numbered(rank.model, parameters)
+        parameters = [each for each in weights if each.kind == "parameter"]
+        yield from zero.numbered(rank.model, parameters)

@@ -10,7 +10,7 @@ states of random number generators are left out.
 TT, stage PPP and expert-parallel rank EEE; the last two are left out where there is
 one. Names of tensors count layers within a stage, so stages are the axis `pp`, and
 chunks of interleaved stages the axis `vp`. Optimizer states are numbered, see
-`optimizer_states`. `distrib_optim.pt` is not read: it lists no parameters.
+`zero.numbered`. `distrib_optim.pt` is not read: it lists no parameters.
 """
 
 from __future__ import annotations
@@ -18,29 +18,27 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from etils import epath
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.universal.formats import (
-    dcp,
-    optimizer_states,
-    source_files,
-    state_kinds,
-    torch_file,
+from elastic_ckpt.universal.formats import dcp, files, torch_file, zero
+from elastic_ckpt.universal.formats.checkpoint import (
+    Checkpoint,
+    Checksum,
+    StoredTensor,
+    flatten,
+    kind_of,
 )
 from elastic_ckpt.universal.formats.format_error import FormatError
-from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
-from elastic_ckpt.universal.formats.optimizer_states import Ranks
-from elastic_ckpt.universal.formats.torch_file import Tensor, TorchFile
-from elastic_ckpt.universal.stored import Checksum, StoredTensor
+from elastic_ckpt.universal.formats.torch_file import TorchFile
 
 LATEST = "latest_checkpointed_iteration.txt"
 _COMMON = "common.pt"
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)", re.DOTALL)
-_KINDS = {**state_kinds.KINDS, "fp32_param": "master", "param": "master"}
+_MASTERS = ("fp32_param", "param")
 _STEP = "common_step"
 
 _FOLDER = re.compile(r"mp_rank_(\d{2,9})(?:_(\d{3,9}))?(?:_(\d{3,9}))?")
@@ -59,7 +57,7 @@ def is_format(names: Collection[str]) -> bool:
     )
 
 
-def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
+def open_checkpoint(path: epath.PathLike) -> Checkpoint:
     """Opens the directory of an iteration, or one whose file names the latest.
 
     Raises:
@@ -81,7 +79,7 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
         opened,
         format="Megatron torch_dist",
         tensors=[*tensors, *_of_common(common)],
-        values=common.values(),
+        values=flatten(common.value),
         checksums=checksums,
     )
 
@@ -94,8 +92,7 @@ def _folder(path: epath.Path) -> epath.Path:
     pointer = path / LATEST
     if not pointer.exists():
         return path
-    content = source_files.read(pointer, most_bytes=source_files.MOST_NAME_BYTES)
-    text = content.decode("utf-8", "replace").strip()
+    text = files.read_name(pointer)
     is_number = text.isascii() and text.isdecimal()
     folder = path / (f"iter_{int(text):07d}" if is_number else text)
     if not (is_number or text == "release") or not folder.exists():
@@ -105,7 +102,7 @@ def _folder(path: epath.Path) -> epath.Path:
 
 def _named(tensor: StoredTensor) -> StoredTensor:
     if match := _STATE.fullmatch(tensor.name):
-        kind = _KINDS.get(match[1], match[1])
+        kind = "master" if match[1] in _MASTERS else kind_of(match[1])
         return dataclasses.replace(tensor, name=match[2], kind=kind)
     # Flat buckets of the distributed optimizer are states of no single parameter.
     is_state = tensor.name.startswith(("optimizer.", "chained_"))
@@ -113,31 +110,34 @@ def _named(tensor: StoredTensor) -> StoredTensor:
 
 
 def _of_common(file: TorchFile) -> Iterator[StoredTensor]:
-    for keys, tensor in torch_file.tensors(file.value):
-        kind = "step" if keys and keys[-1] == _STEP else "common"
-        yield optimizer_states.stored("/".join(map(str, keys)), kind, tensor)
+    for tensor in torch_file.tensors(file.value, "/"):
+        kind = "step" if tensor.name.endswith(_STEP) else "common"
+        yield dataclasses.replace(tensor, kind=kind)
 
 
-def _of_ranks(folder: epath.Path) -> OpenedCheckpoint:
+def _of_ranks(folder: epath.Path) -> Checkpoint:
     paths: dict[tuple[int, ...], epath.Path] = {}
     for each in sorted(folder.iterdir()):
         if match := _FOLDER.fullmatch(each.name):
-            paths[tuple(int(part or 0) for part in match.groups())] = each
-    files = torch_file.read_all({rank: _file(each) for rank, each in paths.items()})
-    first = files[min(files)]
+            held = [each / name for name in _FILES if (each / name).exists()]
+            # A file that is missing is named when it is read.
+            path = held[0] if held else each / _FILES[0]
+            paths[tuple(int(part or 0) for part in match.groups())] = path
+    read = torch_file.read_all(paths)
+    first = read[min(read)]
     if first.at("args", "pipeline_model_parallel_size") == 1:
         # Then the second number is that of experts.
-        files = {(tp, 0, pp or ep): each for (tp, pp, ep), each in files.items()}
-    sizes = [1 + max(numbers) for numbers in zip(*files, strict=True)]
-    if len(files) != math.prod(sizes):
+        read = {(tp, 0, pp or ep): each for (tp, pp, ep), each in read.items()}
+    sizes = [1 + max(numbers) for numbers in zip(*read, strict=True)]
+    if len(read) != math.prod(sizes):
         raise FormatError(
-            f"{folder} has files of {len(files)} ranks, and their numbers reach"
+            f"{folder} has files of {len(read)} ranks, and their numbers reach"
             f" {sizes[0]} tensor-parallel ranks, {sizes[1]} stages and {sizes[2]}"
-            f" expert-parallel ranks: {errors.first_of(map(str, sorted(files)))}"
+            f" expert-parallel ranks: {errors.first_of(map(str, sorted(read)))}"
         )
     axes = {axis: size for axis, size in zip(_AXES, sizes, strict=True) if size > 1}
-    tensors: dict[tuple[str, str, Ranks], StoredTensor] = {}
-    for rank, file in sorted(files.items()):
+    tensors: dict[tuple[str, str, Any], StoredTensor] = {}
+    for rank, file in sorted(read.items()):
         ranks = [each for each in zip(_AXES, rank, strict=True) if each[0] in axes]
         for tensor in _of_rank(file):
             stored = dataclasses.replace(tensor, ranks=(*ranks, *tensor.ranks))
@@ -145,52 +145,34 @@ def _of_ranks(folder: epath.Path) -> OpenedCheckpoint:
             if tensors.setdefault(key, stored) is not stored:
                 raise file.error(f"has {stored.name} twice")
     chunks = {each for _, _, ranks in tensors for each in ranks if each[0] == "vp"}
-    weights = [key for key in first.dict_at() if _CHUNK.fullmatch(str(key))]
-    return OpenedCheckpoint(
+    weights = [key for key in first.typed(dict) if _CHUNK.fullmatch(str(key))]
+    return Checkpoint(
         format="Megatron mp_rank",
         tensors=list(tensors.values()),
         axes=axes | ({"vp": len(chunks)} if chunks else {}),
-        values=first.values(without=weights),
+        values=flatten(first.value, without=weights),
         checksums=torch_file.checksums,
     )
 
 
-def _file(folder: epath.Path) -> epath.Path:
-    for name in _FILES:
-        if (folder / name).exists():
-            return folder / name
-    raise FormatError(
-        f"{folder} lacks {_FILES[0]}; copy it from the rank that saved it"
-    )
-
-
 def _of_rank(file: TorchFile) -> Iterator[StoredTensor]:
-    content = file.dict_at()
     weights: list[StoredTensor] = []
-    for key, model in content.items():
-        match = _CHUNK.fullmatch(key) if isinstance(key, str) else None
-        if match and isinstance(model, dict):
+    for key, model in file.typed(dict).items():
+        if match := _CHUNK.fullmatch(str(key)):
             ranks = (("vp", int(match[1])),) if match[1] else ()
-            weights += _weights(model, "", ranks)
+            for tensor in torch_file.tensors(model):
+                is_extra = tensor.name.endswith(_EXTRA)
+                kind = "extra_state" if is_extra else "parameter"
+                weights.append(dataclasses.replace(tensor, kind=kind, ranks=ranks))
     yield from weights
-    parameters = [each for each in weights if each.kind == "parameter"]
-    optimizers = content.get("optimizer")
+    optimizers = file.at("optimizer")
     if isinstance(optimizers, dict) and optimizers:
         if all(type(key) is int for key in optimizers):
             raise file.error(
                 "has several optimizers, whose states are not named; save as torch_dist"
             )
+        # The distributed optimizer keeps its states in other files.
         if isinstance(optimizers.get("optimizer", optimizers).get("state"), dict):
-            yield from optimizer_states.numbered(file, parameters)
-
-
-def _weights(
-    content: Mapping[Any, Any], prefix: str, ranks: Ranks
-) -> Iterator[StoredTensor]:
-    # Earlier versions nest modules.
-    for key, value in content.items():
-        if isinstance(value, dict):
-            yield from _weights(value, f"{prefix}{key}.", ranks)
-        elif isinstance(value, Tensor):
-            kind = "extra_state" if str(key).endswith(_EXTRA) else "parameter"
-            yield optimizer_states.stored(f"{prefix}{key}", kind, value, ranks)
+            yield from zero.numbered(
+                file, [w for w in weights if w.kind == "parameter"]
+            )

@@ -21,17 +21,17 @@ import os
 import pickle
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.universal.formats import coverage, opened, plain_values, source_files
+from elastic_ckpt.universal.formats import checkpoint, files
+from elastic_ckpt.universal.formats.checkpoint import Checksum, Fragment, StoredTensor
 from elastic_ckpt.universal.formats.format_error import FormatError
-from elastic_ckpt.universal.stored import Checksum, Fragment
 
 # By the names that PyTorch has for them.
 NAMES = {
@@ -55,31 +55,24 @@ _STORAGES = {
 }
 
 MOST_PICKLE_BYTES = 256 << 20
-# torch.save writes version 3; later numbers are TorchScript's.
-_READ = {"byteorder": [b"little"], "version": [b"%d" % n for n in range(1, 11)]}
 # Files of a bucket take long to answer.
 _THREADS = 8
 
 # Bytes `start` to `start + size` of a file; fewer if it ends before.
 Read = Callable[[int, int], bytes]
+_Value = TypeVar("_Value")
 
 _END = struct.Struct("<4s6xHII2x")
 _END64 = struct.Struct("<4s28xQQQ")
 _LISTED = struct.Struct("<4s4xHH4xIIIHHH8xI")
-_LOCAL_BYTES = 30
+_LOCAL = struct.Struct("<4s22xHH")
 # The ends of the directory lie here.
 _TAIL_BYTES = 256
 
 
-class Entry(NamedTuple):
-    """An entry of a zip: the first byte of its content in the file, size and CRC-32."""
-
-    start: int
-    size: int
-    crc: int
-
-
-def _entries(read: Read, begin: int, size: int) -> dict[str, Entry]:
+def _entries(read: Read, begin: int, size: int) -> dict[str, Checksum]:
+    # The bytes of the file that hold each entry of a zip, with their CRC-32.
+    #
     # Python's zipfile takes ten times as long, and a distributed checkpoint has a zip
     # for each part of a tensor. Raises ValueError or struct.error.
     tail_start = begin + max(0, size - _TAIL_BYTES)
@@ -93,38 +86,31 @@ def _entries(read: Read, begin: int, size: int) -> dict[str, Entry]:
         _, count, num_bytes, start = _END64.unpack_from(tail, at64)
     if start + num_bytes > size:
         raise ValueError("its directory is not inside of it")
-    directory = read(begin + start, num_bytes)
-    held: dict[str, Entry] = {}
-    at = 0
+    directory, at = read(begin + start, num_bytes), 0
+    held: dict[str, Checksum] = {}
     for _ in range(count):
         magic, flags, method, crc, packed, length, *sizes, header = _LISTED.unpack_from(
             directory, at
         )
-        at += _LISTED.size
-        name_bytes, extra_bytes, comment_bytes = sizes
-        encoded = directory[at : at + name_bytes]
-        extra = directory[at + name_bytes : at + name_bytes + extra_bytes]
-        at += name_bytes + extra_bytes + comment_bytes
+        name_end = at + _LISTED.size + sizes[0]
+        name = directory[at + _LISTED.size : name_end].decode()
         if 0xFFFFFFFF in (length, packed, header):
+            extra = directory[name_end : name_end + sizes[1]]
             wide = iter(struct.unpack_from(f"<{(len(extra) - 4) // 8}Q", extra, 4))
             length, packed, header = (
                 next(wide, size) if each == 0xFFFFFFFF else each
                 for each in (length, packed, header)
             )
-        name = encoded.decode()
         if magic != b"PK\1\2" or method or flags & 1 or packed != length:
             raise ValueError(f"its entry {name[:200]!r} is compressed or encrypted")
-        if name in held:
-            raise ValueError(f"it has the entry {name[:200]!r} twice")
-        is_before = header < start
-        local = read(begin + header, _LOCAL_BYTES + name_bytes) if is_before else b""
-        if local[:4] != b"PK\3\4" or local[_LOCAL_BYTES:] != encoded:
-            raise ValueError(f"it has no entry where {name[:200]!r} should be")
-        # Behind the name are as many bytes as its header says.
-        content = header + len(local) + int.from_bytes(local[28:30], "little")
-        if content + length > start:
-            raise ValueError(f"its entry {name[:200]!r} is not inside of it")
-        held[name] = Entry(begin + content, length, crc)
+        local = read(begin + header, _LOCAL.size) if header < start else b""
+        local_magic, *lengths = _LOCAL.unpack(local)
+        content = header + _LOCAL.size + sum(lengths)
+        if local_magic != b"PK\3\4" or content + length > start or name in held:
+            raise ValueError(f"its entry {name[:200]!r} is twice or not inside of it")
+        content += begin
+        held[name] = Checksum(content, content + length, crc)
+        at += _LISTED.size + sum(sizes)
     return held
 
 
@@ -137,48 +123,36 @@ class _Closed(type):
 class Inert(metaclass=_Closed):
     """An object of another program: what its pickle has of it."""
 
-    __slots__ = ("arguments", "parts", "state")
+    __slots__ = ("arguments", "items", "parts", "state")
     full_name: ClassVar[str] = ""
-    arguments: tuple[Any, ...]
-    parts: Any
-    state: Any
 
     def __new__(cls, *arguments: Any, **_: Any) -> Any:
         """Keeps the arguments."""
-        made = object.__new__(cls)
-        made.arguments, made.parts, made.state = arguments, None, None
+        made: Any = object.__new__(cls)
+        made.arguments, made.state, made.parts, made.items = arguments, None, [], {}
         return made
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self: Any, state: Any) -> None:
         """Keeps the state."""
         self.state = state
 
-    def extend(self, parts: Any) -> None:
+    def extend(self: Any, parts: Any) -> None:
         """Adds parts of an object that is a list."""
-        if not isinstance(self.parts, list):
-            self.parts = []
         self.parts += parts
 
-    def append(self, part: Any) -> None:
+    def append(self: Any, part: Any) -> None:
         """Adds a part of an object that is a list."""
-        self.extend([part])
+        self.parts.append(part)
 
-    add = append
+    def __setitem__(self: Any, key: Any, value: Any) -> None:
+        self.items[key] = value
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.parts = self.parts if isinstance(self.parts, dict) else {}
-        self.parts[key] = value
-
-    def content(self) -> Any:
+    def content(self: Any) -> Any:
         """Its parts, its attributes, or the one value that it was made of."""
-        state = self.state
-        if self.parts is not None:
-            return self.parts
-        if type(state) is tuple and set(map(type, state)) <= {dict, type(None)}:
-            # Of a class with slots.
-            return {key: each for part in state for key, each in (part or {}).items()}
-        if state is not None:
-            return state if isinstance(state, dict) else {"state": state}
+        if self.items or self.parts:
+            return self.items or self.parts
+        if self.state is not None:
+            return self.state if isinstance(self.state, dict) else {"state": self.state}
         values = [each for each in self.arguments if not isinstance(each, type)]
         is_one = len(values) == 1 and isinstance(values[0], str | int | float | None)
         return values[0] if is_one else {}
@@ -195,41 +169,25 @@ class _Dict(dict[Any, Any], metaclass=_Closed):
         pass
 
 
-class _Storage(NamedTuple):
-    kind: str
-    key: Any
-    num_elements: Any
-
-
 class _View(NamedTuple):
-    # A tensor as its pickle has it; the type is "" if it is that of the storage.
-    storage: Any
+    # A tensor as its pickle has it: of the storage `key`; nothing is checked.
+    dtype: Any
+    key: Any
     offset: Any
     shape: Any
     strides: Any
-    dtype: str
     lazy: str
 
 
-def _view(*arguments: Any, dtype: str = "") -> _View:
-    # Behind the strides are two arguments about gradients, and the bits of lazy views.
-    storage, offset, shape, strides = arguments[:4]
-    bits = arguments[6] if len(arguments) > 6 else None
-    bits = bits if isinstance(bits, dict) else {}
+def _view(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> _View:
+    # Behind two arguments about gradients are a type, if it is not that of the storage,
+    # and the bits of lazy views.
+    held, key = storage
+    types: Iterator[Any] = (each for each in more if isinstance(each, type))
+    dtype = next((NAMES.get(each.full_name, each) for each in types), held)
+    bits = next((each for each in more[2:] if isinstance(each, dict)), {})
     lazy = " ".join(bit for bit in ("conj", "neg") if bits.get(bit))
-    return _View(storage, offset, shape, strides, dtype, lazy)
-
-
-def _typed_view(*arguments: Any) -> _View:
-    # The third version, which has a type before the bits.
-    dtype = arguments[6].full_name
-    return _view(*arguments[:6], *arguments[7:], dtype=dtype)
-
-
-def _of_type(function: Any, kind: Any, arguments: Any, *_: Any) -> Any:
-    # A tensor with attributes, which are dropped; of another class it is no tensor.
-    is_plain = getattr(kind, "full_name", "") in _PLAIN_TENSORS
-    return function(*arguments) if is_plain else Inert(function, kind)
+    return _View(dtype, key, offset, shape, strides, lazy)
 
 
 def _maker(function: Callable[..., Any]) -> type:
@@ -245,10 +203,15 @@ _PLAIN_TENSORS = (
 _MAKERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor": _view,
     "torch._utils._rebuild_tensor_v2": _view,
-    "torch._utils._rebuild_tensor_v3": _typed_view,
+    "torch._utils._rebuild_tensor_v3": _view,
     "torch._utils._rebuild_parameter": lambda value, *_: value,
     "torch._utils._rebuild_parameter_with_state": lambda value, *_: value,
-    "torch._tensor._rebuild_from_type_v2": _of_type,
+    # A tensor with attributes, which are dropped; of another class it is no tensor.
+    "torch._tensor._rebuild_from_type_v2": lambda make, kind, parts, *_: (
+        make(*parts)
+        if getattr(kind, "full_name", "") in _PLAIN_TENSORS
+        else Inert(make, kind)
+    ),
     "torch.device": lambda *parts: ":".join(map(str, parts)),
     "_codecs.encode": lambda text, *_: text.encode("latin1"),
     "pathlib.PosixPath": lambda *parts: os.path.join("", *parts),
@@ -266,23 +229,18 @@ _TYPES: dict[str, type] = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, reader: Any) -> None:
-        super().__init__(reader)
-        self._names: dict[str, type] = {}
+@functools.lru_cache(maxsize=2**12)
+def _inert(full_name: str) -> type:
+    return _Closed("Inert", (Inert,), {"__slots__": (), "full_name": full_name})
 
+
+class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        full_name = f"{module}.{name}"
-        found = _TYPES.get(full_name) or self._names.get(full_name)
-        if found is None:
-            fields = {"__slots__": (), "full_name": full_name}
-            found = self._names[full_name] = _Closed("Inert", (Inert,), fields)
-        return found
+        return _TYPES.get(f"{module}.{name}") or _inert(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:
-        # Later versions add what describes a view.
-        _, kind, key, _, num_elements = pid[:5]
-        return _Storage(kind.full_name, key, num_elements)
+        # The type and the key of a storage, then its device and size.
+        return _STORAGES.get(pid[1].full_name, pid[1].full_name), pid[2]
 
 
 def decoded(content: bytes, place: str) -> Any:
@@ -291,55 +249,13 @@ def decoded(content: bytes, place: str) -> Any:
     Raises:
       FormatError: if it is malformed or cut short.
     """
-    # A buffer reads ahead; calls for each opcode would be slow.
-    reader = io.BufferedReader(io.BytesIO(content), 1 << 17)
     try:
-        value = _Unpickler(reader).load()
-        if reader.tell() != len(content):
-            raise ValueError("it goes on after its end")
+        # A buffer reads ahead; calls for each opcode would be slow.
+        return _Unpickler(io.BufferedReader(io.BytesIO(content), 1 << 17)).load()
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
         raise FormatError(
-            f"{place} has a pickle that is malformed or cut short ({text!r:.300})"
+            f"{place} has a pickle that is malformed or cut short ({error!r:.300})"
         ) from None
-    return value
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Tensor:
-    """A tensor in a file.
-
-    Attributes:
-      dtype: as NumPy has it.
-      shape: in elements.
-      view: see `StoredTensor.view`.
-      path: of the file.
-      entry: of the zip, which holds its storage.
-      file_offset: the byte of the file at which its first element is.
-      byte_strides: the bytes from an element to the next, by dim.
-    """
-
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    view: str
-    path: str
-    entry: Entry
-    file_offset: int
-    byte_strides: tuple[int, ...]
-
-    @property
-    def fragments(self) -> tuple[Fragment, ...]:
-        """Its place: one fragment, or none if it is empty."""
-        if 0 in self.shape:
-            return ()
-        return (
-            Fragment(
-                box=coverage.whole(self.shape),
-                file=self.path,
-                offset=self.file_offset,
-                strides=self.byte_strides,
-            ),
-        )
 
 
 class Archive:
@@ -354,6 +270,7 @@ class Archive:
     Attributes:
       place: the file and the part of it, for messages.
       entries: by name.
+      has_crc: whether it was written with CRC-32.
 
     Raises:
       FormatError: if it is no such zip, or is cut short.
@@ -375,51 +292,52 @@ class Archive:
         if len(pickles) != 1:
             raise FormatError(f"{path} has no data.pkl; it is no file of torch.save")
         self._prefix = pickles[0].removesuffix("data.pkl")
-        self._has_crc = any(each.crc for each in self.entries.values())
+        self.has_crc = any(each.crc for each in self.entries.values())
 
-    def content(self, entry: Entry) -> bytes:
+    def content(self, entry: Checksum) -> bytes:
         """The content of an entry.
 
         Raises:
           FormatError: if it has another CRC-32.
         """
-        content = self._read(entry.start, entry.size)
-        crc, stop = zlib.crc32(content), entry.start + entry.size
-        if len(content) != entry.size or (self._has_crc and crc != entry.crc):
-            found = f"the CRC-32 {crc:08x}, not {entry.crc:08x}"
-            raise opened.damaged(self._path, entry.start, stop, found)
+        start, stop, expected = entry
+        content = self._read(start, stop - start)
+        crc = zlib.crc32(content)
+        if len(content) != stop - start or (self.has_crc and crc != expected):
+            found = f"the CRC-32 {crc:08x}, not {expected:08x}"
+            raise checkpoint.damaged(self._path, start, stop, found)
         return content
 
     def pickle(self) -> bytes:
-        """The pickle, of a version and a byte order that are read.
+        """The pickle.
 
         Raises:
-          FormatError: if they are others, or the pickle is too large or damaged.
+          FormatError: if it is too large or damaged, or numbers are big-endian.
         """
-        for name, known in _READ.items():
-            entry = self.entries.get(self._prefix + name)
-            text = known[0] if entry is None else self.content(entry).strip()
-            if text not in known:
-                raise FormatError(
-                    f"{self.place} has the {name} {text[:20]!r}, which is not read"
-                    " here; save it anew, with an older torch or on another machine"
-                )
-        entry = self.entries[f"{self._prefix}data.pkl"]
-        if entry.size > MOST_PICKLE_BYTES:
+        order = self.entries.get(f"{self._prefix}byteorder")
+        if order is not None and self.content(order) != b"little":
             raise FormatError(
-                f"{self.place} has a pickle of {entry.size} bytes, and at most"
-                f" {MOST_PICKLE_BYTES} are read"
+                f"{self.place} is not little-endian; save it anew on such a machine"
+            )
+        entry = self.entries[f"{self._prefix}data.pkl"]
+        if entry.stop - entry.start > MOST_PICKLE_BYTES:
+            raise FormatError(
+                f"{self.place} has a pickle of {entry.stop - entry.start} bytes, and at"
+                f" most {MOST_PICKLE_BYTES} are read"
             )
         return self.content(entry)
 
-    def value(self, of_tensor: Callable[[Tensor], Any] = lambda tensor: tensor) -> Any:
+    def value(
+        self,
+        of_tensor: Callable[[StoredTensor, Checksum], Any] = lambda tensor, _: tensor,
+    ) -> Any:
         """The value of the pickle: dicts, lists, numbers and texts.
 
         Objects become dicts of their attributes, members of enumerations their values,
         classes and functions their names.
 
         Args:
-          of_tensor: what is put in place of a tensor.
+          of_tensor: what is put in place of a tensor, which the entry holds.
 
         Raises:
           FormatError: if the pickle is damaged, or a tensor invalid.
@@ -428,30 +346,25 @@ class Archive:
         def plain(value: Any, keys: tuple[Any, ...] = ()) -> Any:
             kind = type(value)
             if kind is _View:
-                return of_tensor(self.tensor(value, "/".join(map(str, keys))))
+                return of_tensor(*self.tensor(value, "/".join(map(str, keys))))
             if isinstance(value, Inert):
                 return plain(value.content(), keys)
             if kind is dict or kind is _Dict:
                 return {
                     plain(key): plain(each, (*keys, key)) for key, each in value.items()
                 }
-            if kind is list or kind is tuple:
+            if kind in (list, tuple, set, frozenset):
                 return kind(plain(each, (*keys, n)) for n, each in enumerate(value))
-            if kind is set or kind is frozenset:
-                return set(map(plain, value))
-            if isinstance(value, type):
-                name = getattr(value, "full_name", value.__name__)
-                return NAMES.get(name, name)
-            return bytes(value) if kind is bytearray else value
+            name = getattr(value, "full_name", value)
+            return NAMES.get(name, name) if isinstance(value, type) else value
 
-        loaded = decoded(self.pickle(), self.place)
         try:
-            return plain(loaded)
+            return plain(decoded(self.pickle(), self.place))
         except (TypeError, ValueError, RecursionError) as error:
             raise FormatError(f"{self.place} is malformed ({error!r:.200})") from None
 
-    def tensor(self, view: Any, name: str) -> Tensor:
-        """The tensor that a value of the pickle is.
+    def tensor(self, view: Any, name: str) -> tuple[StoredTensor, Checksum]:
+        """The tensor that a value of the pickle is, without a name, and its storage.
 
         Args:
           view: as `decoded` returned it.
@@ -462,23 +375,14 @@ class Archive:
             than it.
         """
         place = f"{self.place}: the tensor {name!r:.200}"
-        if type(view) is not _View or type(view.storage) is not _Storage:
+        if type(view) is not _View:
             raise FormatError(f"{place} is no tensor of torch.save")
-        storage, offset, shape, strides, dtype_name, lazy = view
-        entry = self.entries.get(f"{self._prefix}data/{storage.key}")
-        if entry is None:
-            raise FormatError(f"{place} has no entry data/{storage.key!s:.40}")
-        held = _STORAGES.get(storage.kind)
-        dtype = NAMES.get(dtype_name) if dtype_name else held
-        if dtype is None:
-            kind = dtype_name or storage.kind
-            raise FormatError(f"{place} has the type {kind:.60}, which is not read")
-        # Storages without a type count bytes.
-        num_bytes = storage.num_elements * (held.itemsize if held else 1)
-        if num_bytes != entry.size or type(num_bytes) is not int:
+        dtype, key, offset, shape, strides, lazy = view
+        entry = self.entries.get(f"{self._prefix}data/{key}")
+        if entry is None or not isinstance(dtype, np.dtype):
             raise FormatError(
-                f"{place}: data/{storage.key} has {entry.size} bytes, and"
-                f" {storage.num_elements!r:.40} elements take {num_bytes!r:.40}"
+                f"{place} has the type {dtype!s:.60} and the storage {key!s:.40}, of"
+                f" which one is not {'there' if entry is None else 'read'}"
             )
         if not (
             type(shape) is type(strides) is tuple
@@ -489,25 +393,30 @@ class Archive:
                 f"{place} has an offset or strides that are no numbers from 0 up, or"
                 " not one stride for each dim"
             )
-        coverage.checked_shape(shape, place)
-        count, most = math.prod(shape), entry.size // dtype.itemsize
-        steps = zip(shape, strides, strict=True)
-        last = offset + sum((dim - 1) * stride for dim, stride in steps)
+        checkpoint.checked_shape(shape, place)
+        count, most = math.prod(shape), (entry.stop - entry.start) // dtype.itemsize
+        last = offset + sum(
+            (n - 1) * step for n, step in zip(shape, strides, strict=True)
+        )
         if count and (count > most or last >= most):
             raise FormatError(
                 f"{place} of shape {shape}, strides {strides} and offset {offset} is"
                 f" not inside {most} elements; a tensor that was expanded has to be"
                 " cloned before it is saved"
             )
-        return Tensor(
+        fragment = Fragment(
+            box=checkpoint.whole(shape),
+            file=self._path,
+            offset=entry.start + offset * dtype.itemsize,
+            strides=tuple(stride * dtype.itemsize for stride in strides),
+        )
+        return StoredTensor(
+            name="",
             dtype=dtype,
             shape=shape,
+            fragments=(fragment,) if count else (),
             view=lazy,
-            path=self._path,
-            entry=entry,
-            file_offset=entry.start + (offset * dtype.itemsize if count else 0),
-            byte_strides=tuple(stride * dtype.itemsize for stride in strides),
-        )
+        ), entry
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -516,7 +425,7 @@ class TorchFile:
 
     Attributes:
       path: its path or URL.
-      value: dicts, lists, numbers and texts, and `Tensor`s.
+      value: dicts, lists, numbers and texts, and tensors without names.
     """
 
     path: str
@@ -526,28 +435,15 @@ class TorchFile:
         """The value under nested dicts; None if one of them lacks the key."""
         value = self.value
         for key in keys:
-            if not isinstance(value, dict):
-                return None
-            value = value.get(key)
+            value = value.get(key) if isinstance(value, dict) else None
         return value
 
-    def dict_at(self, *keys: str) -> dict[Any, Any]:
-        """The dict under nested dicts.
+    def typed(self, kind: type[_Value], *keys: str) -> _Value:
+        """The value under nested dicts.
 
         Raises:
-          FormatError: if there is none.
+          FormatError: if it is of another kind, or none.
         """
-        return self._of_type(dict, keys)
-
-    def list_at(self, *keys: str) -> list[Any]:
-        """The list under nested dicts.
-
-        Raises:
-          FormatError: if there is none.
-        """
-        return self._of_type(list, keys)
-
-    def _of_type(self, kind: type, keys: tuple[str, ...]) -> Any:
         value = self.at(*keys)
         if not isinstance(value, kind):
             raise self.error(f"has no {kind.__name__} {'/'.join(keys) or 'at its top'}")
@@ -556,10 +452,6 @@ class TorchFile:
     def error(self, what: str) -> FormatError:
         """An error that names the file; `what` continues its sentence."""
         return FormatError(f"{self.path} {what}")
-
-    def values(self, *, without: Collection[str] = ()) -> dict[str, Any]:
-        """Its numbers and texts by path, see `plain_values.flatten`."""
-        return plain_values.flatten(self.value, without=without)
 
 
 def read(path: epath.PathLike, *, span: tuple[int, int] | None = None) -> TorchFile:
@@ -572,7 +464,7 @@ def read(path: epath.PathLike, *, span: tuple[int, int] | None = None) -> TorchF
     Raises:
       FormatError: if it is no such file, or damaged.
     """
-    with source_files.opened(path) as file:
+    with files.opened(path) as file:
         value = _archive(file, str(path), span).value()
     return TorchFile(path=str(path), value=value)
 
@@ -604,25 +496,27 @@ def read_arrays(path: epath.PathLike) -> Any:
     Raises:
       FormatError: as `read`, or if a part of the file has another CRC-32.
     """
-    with source_files.opened(path) as file:
+    with files.opened(path) as file:
         archive = _archive(file, str(path))
         # Views of a storage are seldom far from one another.
         content = functools.lru_cache(maxsize=4)(archive.content)
-        return archive.value(
-            functools.cache(lambda tensor: _array(content(tensor.entry), tensor))
-        )
+
+        @functools.cache
+        def array(tensor: StoredTensor, entry: Checksum) -> np.ndarray:
+            return _array(content(entry), entry.start, tensor)
+
+        return archive.value(array)
 
 
-def _array(content: bytes, tensor: Tensor) -> np.ndarray:
-    if 0 in tensor.shape:
+def _array(content: bytes, start: int, tensor: StoredTensor) -> np.ndarray:
+    if not tensor.fragments:
         return np.empty(tensor.shape, tensor.dtype)
-    offset = tensor.file_offset - tensor.entry.start
+    (place,) = tensor.fragments
     strided = np.ndarray(
-        tensor.shape, tensor.dtype, content, offset, tensor.byte_strides
+        tensor.shape, tensor.dtype, content, place.offset - start, place.strides
     )
-    array = np.array(strided, order="C")
-    array = array.conj() if "conj" in tensor.view else array
-    return -array if "neg" in tensor.view else array
+    array = strided.conj() if "conj" in tensor.view else strided
+    return -array if "neg" in tensor.view else np.array(array, order="C")
 
 
 def checksums(path: str) -> Sequence[Checksum]:
@@ -631,33 +525,19 @@ def checksums(path: str) -> Sequence[Checksum]:
     Raises:
       FormatError: if it is no file of torch.save.
     """
-    with source_files.opened(path) as file:
-        return listed_checksums(_archive(file, path).entries.values())
+    with files.opened(path) as file:
+        archive = _archive(file, path)
+    held = [each for each in archive.entries.values() if each.start < each.stop]
+    return held if archive.has_crc else ()
 
 
-def listed_checksums(entries: Iterable[Entry]) -> Sequence[Checksum]:
-    """The checksums of entries; none if all were written without."""
-    held = [each for each in entries if each.size]
-    if not any(each.crc for each in held):
-        return ()
-    return [Checksum(each.start, each.start + each.size, each.crc) for each in held]
-
-
-def tensors(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Tensor]]:
-    """Every tensor of a decoded value, with the keys that lead to it."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, dict):
-        for key, each in value.items():
-            yield from tensors(each, (*path, key))
-    elif isinstance(value, list | tuple):
-        for number, each in enumerate(value):
-            yield from tensors(each, (*path, number))
-
-
-def tensors_of(value: Any) -> Iterable[tuple[str, Tensor]]:
-    """The tensors of a flat state dict, by name."""
-    if isinstance(value, dict):
-        for name, each in value.items():
-            if isinstance(each, Tensor) and isinstance(name, str):
-                yield name, each
+def tensors(value: Any, between: str = ".", name: str = "") -> Iterator[StoredTensor]:
+    """Every tensor of a decoded value, named by the keys that lead to it."""
+    if isinstance(value, StoredTensor):
+        yield dataclasses.replace(value, name=name)
+    elif isinstance(value, dict | list | tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, each in items:
+            yield from tensors(
+                each, between, f"{name}{between}{key}" if name else str(key)
+            )

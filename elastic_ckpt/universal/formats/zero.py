@@ -1,34 +1,145 @@
-"""The flat tensors of ZeRO: which ranges of them a parameter has, on which ranks.
+"""The states of optimizers as ranks save them: flat ranges, or without names.
 
-Stages 1 and 2 list, in each file, the parameters of which it has a range, and where;
-ranges follow one another by data-parallel rank. Stage 3 lists nothing: each rank has an
-equal part of every parameter, rounded up, in the order of `param_shapes`. Parameters of
-experts are spread over fewer ranks: those of the same expert-parallel rank.
+Stages 1 and 2 of ZeRO list, in each file, the parameters of which it has a range of a
+flat tensor, and where; ranges follow one another by data-parallel rank. Stage 3 lists
+nothing: each rank has an equal part of every parameter, rounded up, in the order of
+`param_shapes`. Parameters of experts are spread over fewer ranks: those of the same
+expert-parallel rank. In stages 1 and 2 the momentum of Muon has a layout of its own,
+which is refused.
 
-In stages 1 and 2 the momentum of Muon has a layout of its own, which is refused.
+PyTorch's optimizers number parameters, see `numbered`. Both become tensors of
+parameters here.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
+import functools
 import math
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.universal.formats import coverage, optimizer_states, state_kinds
-from elastic_ckpt.universal.formats.optimizer_states import Range, Shape
-from elastic_ckpt.universal.formats.torch_file import Tensor, TorchFile
-from elastic_ckpt.universal.stored import StoredTensor
+from elastic_ckpt.universal import flat_ranges
+from elastic_ckpt.universal.formats.checkpoint import (
+    Fragment,
+    StoredTensor,
+    checked_shape,
+    kind_of,
+)
+from elastic_ckpt.universal.formats.torch_file import TorchFile
+from elastic_ckpt.universal.strides import row_major
 
 # The name of a parameter of an expert, whose number it has.
 EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d{1,9})(\..*)", re.DOTALL)
 _STATE = "optimizer_state_dict"
+# Begins the name of a state whose parameter is not known; its number follows.
+UNNAMED = "optimizer/"
+# The state dict of PyTorch's optimizer in that of the one around it, and the float32
+# parameters: DeepSpeed's, then Megatron's.
+_NESTED = ("optimizer_state_dict", "optimizer")
+_MASTERS = ("fp32_groups", "fp32_groups_flat", "fp32_from_fp16_params")
+# States that have the shape of their parameter.
+_SHAPED = ("fp32", "exp_avg", "momentum_buffer")
+_MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+# The states of a parameter have equal ranges, whose boxes they share.
+_boxes_of_range = functools.lru_cache(maxsize=2**14)(flat_ranges.boxes_of_range)
+
+Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
-# The name of a parameter, its shape, the optimizer's name of a state, a range of it,
-# and whether every rank has the same.
-_Place = tuple[str, Shape, str, Range, bool]
+# The number of a data-parallel rank, and how many there are.
+_Rank = tuple[int, int]
+
+
+class Range(NamedTuple):
+    """Elements of a flat tensor.
+
+    Attributes:
+      file: that holds the flat tensor.
+      flat: the tensor; of a number, such as steps, it has no dims.
+      start: the first element in it.
+      numel: the number of elements.
+    """
+
+    file: TorchFile
+    flat: StoredTensor
+    start: int
+    numel: int
+
+
+def of_ranges(
+    name: str, kind: str, shape: Shape, ranges: Sequence[Range]
+) -> StoredTensor:
+    """A state of a parameter, which ranges hold.
+
+    Args:
+      name: of the parameter.
+      kind: see `StoredTensor`.
+      shape: of the parameter.
+      ranges: in the order of its elements; of one dtype.
+
+    Raises:
+      FormatError: if a range lies outside of its flat tensor, or they are more or fewer
+        elements than the parameter has.
+    """
+    first, held = ranges[0], sum(each.numel for each in ranges)
+    if not first.flat.shape:
+        return dataclasses.replace(first.flat, name=name, kind=kind)
+    if held != math.prod(shape):
+        raise first.file.error(
+            f"and its neighbors hold {held} elements of {name}, which has"
+            f" {math.prod(shape)}; files of ranks are missing, or of another save"
+        )
+    pieces: list[Fragment] = []
+    width, at = first.flat.dtype.itemsize, 0
+    for file, flat, start, numel in ranges:
+        is_like = len(flat.shape) == 1 and flat.dtype == first.flat.dtype
+        strides = [each.strides for each in flat.fragments if flat.shape != (1,)]
+        if not is_like or flat.view or strides not in ([], [(width,)]):
+            raise file.error(
+                f"holds {name} in a tensor {flat.dtype}{list(flat.shape)} {flat.view}"
+                f" that is not flat, or unlike that of {first.file.path}"
+            )
+        if not 0 <= start <= start + numel <= flat.shape[0]:
+            raise file.error(
+                f"holds {name} in elements {start} to {start + numel} of a tensor of"
+                f" {flat.shape[0]}"
+            )
+        for box in _boxes_of_range(shape, at, at + numel):
+            offset = flat.fragments[0].offset + start * width
+            strides_of_box = row_major(shape, width)
+            pieces.append(
+                Fragment(box=box, file=file.path, offset=offset, strides=strides_of_box)
+            )
+            start += box.volume
+        at += numel
+    return StoredTensor(
+        name=name,
+        kind=kind,
+        dtype=first.flat.dtype,
+        shape=shape,
+        fragments=tuple(pieces),
+    )
+
+
+def equal_part(
+    file: TorchFile, flat: StoredTensor, *, start: int, numel: int, part: _Rank
+) -> Range:
+    """The range of a parameter of which each rank has an equal part, rounded up.
+
+    Args:
+      file: that holds `flat`.
+      flat: the tensor of a rank.
+      start: the first element of the part in it.
+      numel: the elements of the whole parameter.
+      part: its number, and how many there are.
+    """
+    number, count = part
+    size = -(-numel // count)
+    return Range(file, flat, start, max(0, min(size, numel - number * size)))
 
 
 def shapes_of(model: TorchFile) -> list[dict[str, Shape]]:
@@ -37,20 +148,20 @@ def shapes_of(model: TorchFile) -> list[dict[str, Shape]]:
     Raises:
       FormatError: if it has none, or they are no shapes.
     """
-    groups = model.list_at("param_shapes")
-    if not all(isinstance(group, dict) for group in groups):
-        raise model.error("has a group of param_shapes that is no dict")
+    groups = model.typed(list, "param_shapes")
     return [named_shapes(model, group) for group in groups]
 
 
-def named_shapes(file: TorchFile, shapes: Mapping[Any, Any]) -> dict[str, Shape]:
+def named_shapes(file: TorchFile, shapes: Any) -> dict[str, Shape]:
     """Shapes by name, checked.
 
     Raises:
       FormatError: if one is none.
     """
+    if not isinstance(shapes, dict):
+        raise file.error("has a group of shapes that is no dict")
     return {
-        str(name): coverage.checked_shape(
+        str(name): checked_shape(
             shape if isinstance(shape, tuple) else (shape,), f"{file.path}: {name}"
         )
         for name, shape in shapes.items()
@@ -67,156 +178,178 @@ def states(model: TorchFile, held: Sequence[TorchFile]) -> Iterator[StoredTensor
     Raises:
       FormatError: if a file contradicts another, or itself.
     """
-    places = _equal_places if _is_stage_3(held[0]) else _listed_places
+    is_equal = held[0].at(_STATE, "fp32_flat_groups") is not None
     for group, shapes in enumerate(shapes_of(model)):
+        lacking = {name: None for name, shape in shapes.items() if math.prod(shape)}
         made: dict[tuple[str, str], tuple[Shape, list[Range]]] = {}
-        for name, shape, key, part, is_copy in places(held, group, shapes):
-            state = name, state_kinds.kind_of(key)
-            if state not in made:
-                made[state] = shape, [part]
-            elif not is_copy:
-                made[state][1].append(part)
-        for (name, kind), (shape, ranges) in made.items():
-            yield optimizer_states.of_ranges(name, kind, shape, ranges)
-
-
-def equal_part(
-    file: TorchFile, flat: Tensor, *, start: int, numel: int, part: tuple[int, int]
-) -> Range:
-    """The range of a parameter of which each rank has an equal part, rounded up.
-
-    Args:
-      file: that holds `flat`.
-      flat: the tensor of a rank.
-      start: the first element of the part in it.
-      numel: the elements of the whole parameter.
-      part: its number, and how many there are.
-    """
-    number, count = part
-    size = -(-numel // count)
-    kept = max(0, min(size, numel - number * size))
-    return Range(file=file, flat=flat, start=start, numel=kept)
-
-
-def _is_stage_3(file: TorchFile) -> bool:
-    return file.at(_STATE, "fp32_flat_groups") is not None
-
-
-def _equal_places(
-    held: Sequence[TorchFile], group: int, shapes: Shapes
-) -> Iterator[_Place]:
-    # Stage 3.
-    for dp, file in enumerate(held):
-        if file.at(_STATE, "ds_zero_partition_groups") is not None:
-            raise file.error(
-                "has experts that AutoEP spread; convert it with DeepSpeed's"
-                " ds_to_universal before"
+        for dp, file in enumerate(held):
+            rank = dp, len(held)
+            try:
+                parts = list(
+                    _equal_parts(file, group, shapes, rank)
+                    if is_equal
+                    else _listed_parts(file, group)
+                )
+                experts = _experts(file, group, shapes, rank)
+            except _MALFORMED as error:
+                raise file.error(
+                    f"has states of group {group} that are none of ZeRO"
+                    f" ({error!r:.200})"
+                ) from None
+            for name, key, part in parts:
+                if name not in shapes:
+                    raise file.error(f"has {name}, which param_shapes do not have")
+                lacking.pop(name, None)
+                state = experts.get(name, name), kind_of(key)
+                _, ranges = made.setdefault(state, (shapes[name], []))
+                # Every rank has the same number.
+                if part.flat.shape or not ranges:
+                    ranges.append(part)
+        if lacking:
+            raise held[0].error(
+                f"and its neighbors lack states of {errors.first_of(lacking)}; files of"
+                " ranks are missing, or of another save"
             )
-        master = _of_group(file, group, "fp32_flat_groups")
-        flats = _flat_tensors(file, group, master, file.dict_at(_STATE, _STATE))
-        start = 0
-        for name, shape in shapes.items():
-            numel, part = math.prod(shape), (dp, len(held))
-            for key, flat in flats.items():
-                place = equal_part(file, flat, start=start, numel=numel, part=part)
-                yield name, shape, key, place, not flat.shape
-            start += -(-numel // len(held))
+        for (name, kind), (shape, ranges) in made.items():
+            yield of_ranges(name, kind, shape, ranges)
 
 
-def _listed_places(
-    held: Sequence[TorchFile], group: int, shapes: Shapes
-) -> Iterator[_Place]:
-    # Stages 1 and 2.
-    lacking = {name for name, shape in shapes.items() if math.prod(shape)}
-    for dp, file in enumerate(held):
-        master = _of_group(file, group, "single_partition_of_fp32_groups")
-        base = file.at(_STATE, "base_optimizer_state")
-        flats = _flat_tensors(file, group, master, base)
-        _check_not_muon(file, group, flats)
-        names = _names(file, group, shapes, (dp, len(held)))
-        mapping = _of_group(file, group, "param_slice_mappings")
-        if not isinstance(mapping, dict):
-            raise file.error(f"has no mapping of the parameters of group {group}")
-        places = {name: _place(file, name, each) for name, each in mapping.items()}
-        for name in places:
-            if name not in shapes:
-                raise file.error(f"has {name}, which param_shapes do not have")
-        lacking -= places.keys()
-        for name, (start, numel) in places.items():
-            for key, flat in flats.items():
-                part = Range(file=file, flat=flat, start=start, numel=numel)
-                state = names.get(name, name), shapes[name], key
-                yield *state, part, not flat.shape
-    if lacking:
-        named = [name for name in shapes if name in lacking]
-        raise held[0].error(
-            f"and its neighbors lack states of {errors.first_of(named)}; files of"
-            " ranks are missing, or of another save"
+def _equal_parts(
+    file: TorchFile, group: int, shapes: Shapes, part: _Rank
+) -> Iterator[tuple[str, str, Range]]:
+    # Stage 3: the parameter, the optimizer's name of a state, and the range of it.
+    if file.at(_STATE, "ds_zero_partition_groups") is not None:
+        raise file.error(
+            "has experts that AutoEP spread; convert it with DeepSpeed's"
+            " ds_to_universal before"
         )
+    masters = file.typed(list, _STATE, "fp32_flat_groups")
+    flats = _flats(masters, file.at(_STATE, _STATE), group)
+    start = 0
+    for name, shape in shapes.items():
+        numel = math.prod(shape)
+        for key, flat in flats.items():
+            yield name, key, equal_part(file, flat, start=start, numel=numel, part=part)
+        start += -(-numel // part[1])
 
 
-def _flat_tensors(
-    file: TorchFile, group: int, master: Any, base: Any
-) -> dict[str, Tensor]:
-    # The tensors of a group in one file, by the optimizer's names of them. With the
-    # option `elastic_checkpoint`, `base` is a list of the groups.
-    held = base.get("state") if isinstance(base, dict) else base
-    held = dict(enumerate(held)) if isinstance(held, list) else held
-    state = held.get(group, {}) if isinstance(held, dict) else {}
-    if not isinstance(master, Tensor) or not isinstance(state, dict):
-        raise file.error(f"has no states of group {group}")
-    named = {"fp32": master, **state}
-    return {key: each for key, each in named.items() if isinstance(each, Tensor)}
-
-
-def _check_not_muon(file: TorchFile, group: int, flats: Mapping[str, Tensor]) -> None:
-    of_group = _of_group(file, group, "base_optimizer_state", "param_groups")
-    # With the option `elastic_checkpoint` there are no groups.
-    kind = file.at("ds_config", "optimizer", "type")
-    is_muon = (
-        of_group.get("use_muon") is True
-        if isinstance(of_group, dict)
-        else isinstance(kind, str) and "muon" in kind.lower()
-    )
-    # DeepSpeed up to 0.19.8 does not record it.
-    is_whole = _of_group(file, group, "whole_param_optimizer_states")
-    if (is_muon and "momentum_buffer" in flats) or is_whole:
+def _listed_parts(file: TorchFile, group: int) -> Iterator[tuple[str, str, Range]]:
+    # Stages 1 and 2.
+    base = file.at(_STATE, "base_optimizer_state")
+    masters = file.typed(list, _STATE, "single_partition_of_fp32_groups")
+    flats = _flats(masters, base, group)
+    # Without groups, the configuration tells; DeepSpeed up to 0.19.8 records neither.
+    groups = base.get("param_groups") if isinstance(base, dict) else None
+    is_muon = groups[group].get("use_muon") if groups else False
+    kind = str(file.at("ds_config", "optimizer", "type")).lower()
+    is_muon = (is_muon or "muon" in kind) and "momentum_buffer" in flats
+    if is_muon or file.at(_STATE, "whole_param_optimizer_states"):
         raise file.error(
             "has the momentum of Muon, which is read of ZeRO stage 3 alone; save with"
             " it, or load the weights alone, from a copy without *_optim_states.pt"
         )
+    mapping = file.typed(list, _STATE, "param_slice_mappings")[group]
+    for name, place in mapping.items():
+        start, numel = operator.index(place["start"]), operator.index(place["numel"])
+        for key, flat in flats.items():
+            yield name, key, Range(file, flat, start, numel)
 
 
-def _place(file: TorchFile, name: str, address: Any) -> tuple[int, int]:
-    fields = address if isinstance(address, dict) else {}
-    start, numel = fields.get("start"), fields.get("numel")
-    if type(start) is not int or type(numel) is not int or start < 0 or numel < 0:
-        raise file.error(f"has no place of {name} in its flat tensor")
-    return start, numel
+def _flats(masters: list[Any], base: Any, group: int) -> dict[str, StoredTensor]:
+    # The tensors of a group in one file, by the optimizer's names of them. With the
+    # option `elastic_checkpoint`, `base` is a list of the groups.
+    held = base["state"] if isinstance(base, dict) else base
+    held = dict(enumerate(held)) if isinstance(held, list) else held
+    named = {"fp32": masters[group], **held.get(group, {})}
+    flats = {key: each for key, each in named.items() if isinstance(each, StoredTensor)}
+    if "fp32" not in flats:
+        raise ValueError("there are no float32 parameters")
+    return flats
 
 
-def _of_group(file: TorchFile, group: int, *keys: str) -> Any:
-    listed = file.at(_STATE, *keys)
-    return listed[group] if isinstance(listed, list) and group < len(listed) else None
-
-
-def _names(
-    file: TorchFile, group: int, shapes: Shapes, part: tuple[int, int]
+def _experts(
+    file: TorchFile, group: int, shapes: Shapes, part: _Rank
 ) -> dict[str, str]:
-    # The names of experts. Files of optimizers number them within a rank, those of
-    # models through all.
+    # By their names in the file: files of optimizers number experts within a rank, and
+    # those of models through all.
     dp, ranks = part
-    count = _of_group(file, group, "partition_count")
-    count = ranks if count is None else count
-    if type(count) is not int or count < 1 or ranks % count:
-        raise file.error(f"has a partition_count of group {group} that is none")
+    counts = file.at(_STATE, "partition_count")
+    # Stage 3 has one for all groups.
+    count = operator.index(counts[group]) if isinstance(counts, list) else ranks
+    if count < 1 or ranks % count:
+        raise ValueError(f"partition_count is {count} of {ranks}")
     is_outer = file.at("ds_config", "use_data_before_expert_parallelism") is True
     # It is 0 if all ranks share the parameters of the group.
     expert_rank = dp // count if is_outer else dp % (ranks // count)
-    matches = [EXPERT.fullmatch(name) for name in shapes] if expert_rank else []
-    experts = [match for match in matches if match]
-    counts = collections.Counter((match[1], match[3]) for match in experts)
+    found = [match for name in shapes if (match := EXPERT.fullmatch(name))]
+    held = collections.Counter((match[1], match[3]) for match in found)
     return {
-        m[0]: f"{m[1]}{int(m[2]) + expert_rank * counts[m[1], m[3]]}{m[3]}"
-        for m in experts
+        m[0]: f"{m[1]}{int(m[2]) + expert_rank * held[m[1], m[3]]}{m[3]}" for m in found
     }
+
+
+def numbered(
+    file: TorchFile, weights: Sequence[StoredTensor]
+) -> Iterator[StoredTensor]:
+    """The states of an optimizer, named as the weights of the same rank where possible.
+
+    PyTorch's optimizers number parameters: through groups, and in each of them in the
+    order of the model. So if all parameters of a shape are in one group, their names
+    follow from the order; otherwise they are not known.
+
+    Args:
+      file: that has the optimizer's state dict as `optimizer`.
+      weights: of kind `parameter`, in the order of the model.
+
+    Raises:
+      FormatError: if it is no state dict.
+    """
+    try:
+        groups, held = _numbered(file.typed(dict, "optimizer"))
+    except _MALFORMED as error:
+        raise file.error(
+            f"has an optimizer whose states are none of PyTorch ({error!r:.200})"
+        ) from None
+    by_shape: dict[Shape, dict[Any, StoredTensor]] = collections.defaultdict(dict)
+    for each in weights:
+        # Tied parameters lie at one place.
+        by_shape[each.shape].setdefault(each.fragments, each)
+    of_shape: dict[Shape, list[tuple[int, int]]] = collections.defaultdict(list)
+    for group, numbers in enumerate(groups):
+        for number in numbers:
+            shaped = [held[number][key] for key in _SHAPED if key in held[number]]
+            for tensor in shaped[:1]:
+                of_shape[tensor.shape].append((group, number))
+    names: dict[int, StoredTensor] = {}
+    for shape, found in of_shape.items():
+        fitting = by_shape[shape].values()
+        if len({group for group, _ in found}) == 1 and len(found) == len(fitting):
+            names |= zip((number for _, number in found), fitting, strict=True)
+    for number, state in sorted(held.items()):
+        weight = names.get(number)
+        name, ranks = (
+            (weight.name, weight.ranks) if weight else (f"{UNNAMED}{number}", ())
+        )
+        for key, tensor in state.items():
+            yield dataclasses.replace(tensor, name=name, kind=kind_of(key), ranks=ranks)
+
+
+def _numbered(
+    optimizer: Mapping[str, Any],
+) -> tuple[list[list[int]], dict[int, dict[str, StoredTensor]]]:
+    # The numbers of each group, and the states by number.
+    nested = [optimizer[key] for key in _NESTED if isinstance(optimizer.get(key), dict)]
+    inner = nested[0] if nested else optimizer
+    groups = [list(map(operator.index, g["params"])) for g in inner["param_groups"]]
+    held: dict[int, dict[str, StoredTensor]] = collections.defaultdict(dict)
+    for number, state in inner["state"].items():
+        for key, tensor in state.items() if type(number) is int else ():
+            if isinstance(tensor, StoredTensor):
+                held[number][str(key)] = tensor
+    found = [optimizer[key] for key in _MASTERS if isinstance(optimizer.get(key), list)]
+    for numbers, group in zip(groups, found[0], strict=True) if found else ():
+        tensors = group if isinstance(group, list) else [group]
+        for number, tensor in zip(numbers, tensors, strict=True):
+            if isinstance(tensor, StoredTensor):
+                held[number]["fp32"] = tensor
+    return groups, held

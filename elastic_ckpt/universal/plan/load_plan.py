@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.universal.formats.checkpoint import StoredTensor
 from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
 from elastic_ckpt.universal.plan.pieces import Buffer, FilledPart, Region, cut
 from elastic_ckpt.universal.plan.spans import Limits, Spans, spans
-from elastic_ckpt.universal.stored import StoredTensor
 
 # A request to a local file costs as much as a few pages; one to a bucket takes tens of
 # milliseconds.

@@ -25,6 +25,7 @@ import numpy as np
 
 from elastic_ckpt.core import box_join, boxes, errors
 from elastic_ckpt.core.boxes import Box, Boxes, whole
+from elastic_ckpt.universal.formats.checkpoint import StoredTensor
 from elastic_ckpt.universal.moves import (
     Arithmetic,
     Fill,
@@ -37,7 +38,6 @@ from elastic_ckpt.universal.moves import (
 )
 from elastic_ckpt.universal.plan import factored_dims, spans
 from elastic_ckpt.universal.plan.spans import Form, Limits
-from elastic_ckpt.universal.stored import StoredTensor
 from elastic_ckpt.universal.strides import row_major
 
 # The most bytes of a layer of a region; a budget has room for hundreds.

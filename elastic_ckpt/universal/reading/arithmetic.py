@@ -8,11 +8,11 @@ import ml_dtypes
 import numpy as np
 
 from elastic_ckpt.core import errors
+from elastic_ckpt.universal.formats.checkpoint import StoredTensor
 from elastic_ckpt.universal.moves import Arithmetic, Reduction
 from elastic_ckpt.universal.plan import factored_dims
 from elastic_ckpt.universal.plan.pieces import Region
 from elastic_ckpt.universal.rules import dtypes
-from elastic_ckpt.universal.stored import StoredTensor
 
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 

@@ -21,9 +21,9 @@ import numpy as np
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.universal.formats.checkpoint import Fragment, StoredTensor
 from elastic_ckpt.universal.plan.spans import Limits
 from elastic_ckpt.universal.reading import byte_source
-from elastic_ckpt.universal.stored import Fragment, StoredTensor
 from elastic_ckpt.universal.strides import row_major
 
 if TYPE_CHECKING:

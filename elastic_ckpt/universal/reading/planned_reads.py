@@ -9,7 +9,7 @@ from absl import logging
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.core.boxes import Box
-from elastic_ckpt.universal.formats import opened
+from elastic_ckpt.universal.formats.checkpoint import Checkpoint, no_checksums
 from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
 from elastic_ckpt.universal.plan import load_plan
 from elastic_ckpt.universal.plan.load_plan import LoadPlan
@@ -21,7 +21,6 @@ from elastic_ckpt.universal.reading.byte_source import (
 )
 from elastic_ckpt.universal.reading.encoded_arrays import LIMITS, EncodedArrays
 from elastic_ckpt.universal.reading.read_checks import ReadChecks
-from elastic_ckpt.universal.stored import Checkpoint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,7 +100,7 @@ class PlannedReads:
         Raises:
           FormatError: if checksums cannot be read.
         """
-        if self.source is not None or checkpoint.checksums is opened.no_checksums:
+        if self.source is not None or checkpoint.checksums is no_checksums:
             return None
         checks = ReadChecks(checkpoint, self.plan, self.files)
         if checks.unverified:

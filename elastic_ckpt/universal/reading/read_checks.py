@@ -20,9 +20,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from elastic_ckpt.universal.formats import opened, source_files
+from elastic_ckpt.universal.formats import files
+from elastic_ckpt.universal.formats.checkpoint import Checkpoint, Checksum, damaged
 from elastic_ckpt.universal.plan.load_plan import LoadPlan
-from elastic_ckpt.universal.stored import Checkpoint, Checksum
 
 _PIECE_BYTES = 1 << 24
 _POLYNOMIAL = 0xEDB88320
@@ -92,7 +92,7 @@ class ReadChecks:
           FormatError: if an entry has another one.
         """
         for file, gaps in self._gaps.items():
-            with source_files.opened(file) as content:
+            with files.opened(file) as content:
                 for start, stop in gaps:
                     content.seek(start)
                     crc = 0
@@ -121,7 +121,7 @@ class ReadChecks:
         listed = sorted(checkpoint.checksums(file))
         if not listed:
             self.unverified.append(file)
-        merged = source_files.merged_spans(spans)
+        merged = files.merged_spans(spans)
         starts = [start for start, _ in merged]
         needed: list[_Range] = []
         entries: list[Checksum] = []
@@ -145,7 +145,7 @@ class ReadChecks:
     def _divide(self, file: str, needed: Sequence[_Range]) -> None:
         bounds = sorted({end for span in needed for end in span})
         segments = self._segments[file] = {}
-        held = source_files.merged_spans(needed)
+        held = files.merged_spans(needed)
         for entry in self._entries[file]:
             ends = [entry.start, *_between(bounds, entry.start, entry.stop), entry.stop]
             for start, stop in itertools.pairwise(ends):
@@ -164,7 +164,7 @@ class ReadChecks:
             at = stop
         if crc != entry.crc:
             found = f"the CRC-32 {crc:08x}, not {entry.crc:08x}"
-            raise opened.damaged(file, entry.start, entry.stop, found)
+            raise damaged(file, entry.start, entry.stop, found)
 
 
 def _overlap(merged: Sequence[_Range], start: int, stop: int) -> bool:

@@ -16,12 +16,12 @@ import numpy as np
 
 from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.universal.formats.checkpoint import Checkpoint
 from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
 from elastic_ckpt.universal.plan.load_plan import LoadPlan
 from elastic_ckpt.universal.reading.byte_source import ByteSource
 from elastic_ckpt.universal.reading.planned_reads import PlannedReads
 from elastic_ckpt.universal.reading.transfer import Transfer
-from elastic_ckpt.universal.stored import Checkpoint
 
 BUDGET_BYTES = 2**28
 

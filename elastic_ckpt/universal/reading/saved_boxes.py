@@ -14,9 +14,13 @@ from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
 from elastic_ckpt.core import box_cover
 from elastic_ckpt.core.boxes import Box, Boxes
 from elastic_ckpt.steps.manifest import Contents, Leaf
-from elastic_ckpt.universal.formats import coverage
+from elastic_ckpt.universal.formats.checkpoint import (
+    Fragment,
+    StoredTensor,
+    check_cover,
+    checked_shape,
+)
 from elastic_ckpt.universal.reading import byte_source
-from elastic_ckpt.universal.stored import Fragment, StoredTensor
 from elastic_ckpt.universal.strides import row_major
 
 
@@ -96,7 +100,7 @@ def _tensor(
 ) -> StoredTensor:
     # `saved` has the boxes of the leaf and their files. Elements that several boxes
     # share are read from the first.
-    shape = coverage.checked_shape(leaf.shape, leaf.path)
+    shape = checked_shape(leaf.shape, leaf.path)
     dtype = np.dtype(leaf.dtype)
     covered: list[Box] = []
     fragments: list[Fragment] = []
@@ -114,7 +118,7 @@ def _tensor(
             fragments.append(
                 Fragment(box=part, file=file, offset=offset, strides=strides)
             )
-    coverage.check(shape, [each.box for each in fragments], leaf.path)
+    check_cover(shape, [each.box for each in fragments], leaf.path)
     return StoredTensor(name=name, dtype=dtype, shape=shape, fragments=tuple(fragments))
 
 

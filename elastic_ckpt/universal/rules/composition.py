@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
+from elastic_ckpt.universal.formats.checkpoint import StoredTensor
 from elastic_ckpt.universal.moves import (
     Arithmetic,
     Fill,
@@ -19,7 +20,6 @@ from elastic_ckpt.universal.moves import (
     Side,
 )
 from elastic_ckpt.universal.rules.layout import LayoutError
-from elastic_ckpt.universal.stored import StoredTensor
 
 _PLAIN = Arithmetic()
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal import garbage_collection
+from elastic_ckpt.universal.formats.checkpoint import StoredTensor
 from elastic_ckpt.universal.moves import (
     Fill,
     Matched,
@@ -49,7 +50,6 @@ from elastic_ckpt.universal.rules.name_pattern import (
     NamePattern,
 )
 from elastic_ckpt.universal.rules.relation import Kept, ParsedTensor, Relation, Row
-from elastic_ckpt.universal.stored import StoredTensor
 
 # Empty tensors in a checkpoint may have dims of any size, of which targets are made.
 MOST_DERIVED = 1 << 20

@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 
 from elastic_ckpt.steps import layout
+from elastic_ckpt.universal.formats.checkpoint import StoredTensor
 from elastic_ckpt.universal.moves import Move, TargetTensor
-from elastic_ckpt.universal.stored import StoredTensor
 from elastic_ckpt.universal.strides import row_major
 
 CHUNK_BYTES = 2**24

@@ -15,14 +15,14 @@ from elastic_ckpt.core import boxes, errors, storage
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps import layout as step_layout
 from elastic_ckpt.universal import opening, shipped
-from elastic_ckpt.universal.formats import hugging_face, peft_adapter
+from elastic_ckpt.universal.formats import files, peft, weights
+from elastic_ckpt.universal.formats.checkpoint import Checkpoint, StoredTensor
 from elastic_ckpt.universal.moves import Matched, Move, TargetTensor
 from elastic_ckpt.universal.reading.planned_reads import PlannedReads
 from elastic_ckpt.universal.reading.reused_memory import ReusedMemory
 from elastic_ckpt.universal.reading.transfer import Transfer
 from elastic_ckpt.universal.rules import matching, name_pattern
 from elastic_ckpt.universal.rules.layout import PARAMETER, Layout
-from elastic_ckpt.universal.stored import Checkpoint, StoredTensor
 from elastic_ckpt.universal.writing import chunks
 
 # The boxes to read, by target.
@@ -218,12 +218,12 @@ def config_directory(model: str) -> epath.Path:
       ConfigError: if it has none.
       FormatError: if the cache lacks the model.
     """
-    path = storage.absolute(opening.resolved(model))
-    if (path / peft_adapter.CONFIG).exists():
-        path = peft_adapter.base(path)
-    if not (path / hugging_face.CONFIG).exists():
+    path = storage.absolute(files.resolved(model))
+    if (path / peft.CONFIG).exists():
+        path = peft.base(path)
+    if not (path / weights.CONFIG).exists():
         raise errors.ConfigError(
-            f"{model} has no {hugging_face.CONFIG}; give the directory of a model, or"
+            f"{model} has no {weights.CONFIG}; give the directory of a model, or"
             " the id of one that was downloaded, hf://org/name, by --config"
         )
     return path
@@ -248,8 +248,8 @@ def given_layout(job: Job, checkpoint: Checkpoint) -> Layout:
     layout = layout.inverse() if job.is_reversed else layout
     values = dict(checkpoint.values)
     if job.config is not None:
-        path = config_directory(job.config) / hugging_face.CONFIG
-        values |= hugging_face.config_values(path)
+        path = config_directory(job.config) / weights.CONFIG
+        values |= weights.config_values(path)
     layout = layout.with_values(values)
     return _of_weights(layout, checkpoint.tensors) if job.only_weights else layout
 

@@ -37,8 +37,8 @@ from etils import epath
 
 from elastic_ckpt.core import digest, errors, storage
 from elastic_ckpt.core.boxes import Box
-from elastic_ckpt.universal.formats import safetensors_file, source_files
-from elastic_ckpt.universal.formats.hugging_face import CONFIG
+from elastic_ckpt.universal.formats import files, safetensors
+from elastic_ckpt.universal.formats.weights import CONFIG
 from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.strides import row_major
 from elastic_ckpt.universal.writing.conversion import Conversion, config_directory
@@ -155,7 +155,7 @@ class HuggingFaceModel(SafetensorsFiles):
     def __init__(self, conversion: Conversion) -> None:
         job = conversion.job
         self._model = config_directory(job.config or job.source)
-        self._config = source_files.read_json(self._model / CONFIG)
+        self._config = files.read_json(self._model / CONFIG)
         is_tied = self._config.get(_TIED)
         self._tied: tuple[TargetTensor, TargetTensor] | None = None
         named = {target.name: target for target in conversion.targets}
@@ -226,7 +226,7 @@ def _header(group: Iterable[TargetTensor]) -> tuple[bytes, dict[TargetTensor, in
             )
         offsets[target], end = end, end + target.num_bytes
         fields[target.name] = {
-            "dtype": safetensors_file.dtype_name(target.dtype),
+            "dtype": safetensors.dtype_name(target.dtype),
             "shape": list(target.shape),
             "data_offsets": [offsets[target], end],
         }

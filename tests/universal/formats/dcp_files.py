@@ -12,47 +12,38 @@ MODULE = "torch.distributed.checkpoint.metadata"
 FILE = "__0_0.distcp"
 
 
-def size(*dims):
+def size(dims):
     return Named("torch", "Size", tuple(dims))
 
 
-def item(shape, **parts):
+def item(shape, *, content=None, entries=None, **parts):
     """The bytes of an item: a file of torch.save with one tensor of floats."""
     count = math.prod(shape)
-    steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    fields = {"shape": shape, "strides": tuple(steps), "elements": count}
-    options = {key: parts.pop(key) for key in list(parts) if key in OPTIONS}
+    steps = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    fields = {"shape": shape, "strides": steps, "elements": count, **parts}
     file = io.BytesIO()
-    entries = {"data/0": struct.pack(f"<{count}f", *range(count))}
-    value = torch_files.tensor(**{**fields, **parts})
-    torch_files.write(file, value, **{"entries": entries, **options})
+    entries = entries or {"data/0": struct.pack(f"<{count}f", *range(count))}
+    value = torch_files.tensor(**fields)
+    torch_files.write(file, value, entries=entries, content=content)
     return file.getvalue()
 
 
-OPTIONS = ("entries", "compression", "content")
-
-
-def entry(shape, chunks, *, dtype="float32", layout="torch.strided"):
+def entry(shape, chunks):
     """The metadata of a tensor; `chunks` are pairs of offsets and sizes."""
     properties = (
-        Global("torch", dtype),
-        Named("torch.serialization", "_get_layout", layout),
+        Global("torch", "float32"),
+        Named("torch.serialization", "_get_layout", "torch.strided"),
         False,
         Named(MODULE, "_MEM_FORMAT_ENCODING", 0),
         False,
     )
     parts = [
-        Object(
-            MODULE,
-            "ChunkStorageMetadata",
-            {"offsets": size(*offsets), "sizes": size(*sizes)},
-        )
-        for offsets, sizes in chunks
+        {"offsets": size(offsets), "sizes": size(sizes)} for offsets, sizes in chunks
     ]
     state = {
         "properties": Object(MODULE, "TensorProperties", properties),
-        "size": size(*shape),
-        "chunks": parts,
+        "size": size(shape),
+        "chunks": [Object(MODULE, "ChunkStorageMetadata", part) for part in parts],
     }
     return Object(MODULE, "TensorStorageMetadata", state)
 
@@ -60,12 +51,12 @@ def entry(shape, chunks, *, dtype="float32", layout="torch.strided"):
 def index(name, offset):
     state = {"fqn": name, "index": 0}
     if offset is not None:
-        state["offset"] = size(*offset)
+        state["offset"] = size(offset)
     return Object(MODULE, "MetadataIndex", state)
 
 
-def info(file, offset, length, **more):
-    state = {"relative_path": file, "offset": offset, "length": length, **more}
+def info(file, offset, length):
+    state = {"relative_path": file, "offset": offset, "length": length}
     return Object("torch.distributed.checkpoint.filesystem", "_StorageInfo", state)
 
 
@@ -92,15 +83,12 @@ class Parts:
         return directory
 
 
-def parts(first=None, second=None):
-    """Good parts, but for the given items."""
-    items = [first or item((2, 2)), second or item((2, 2))]
+def parts(second=None):
+    """Good parts, but for the second item."""
+    items = [item((2, 2)), second or item((2, 2))]
     sizes = [len(each) for each in items]
+    first, last = (("w", (0, 0)), (FILE, 0, sizes[0])), (("w", (2, 0)), (FILE, *sizes))
+    chunks = [((0, 0), (2, 2)), ((2, 0), (2, 2))]
     return Parts(
-        entries={"w": entry((4, 2), [((0, 0), (2, 2)), ((2, 0), (2, 2))])},
-        stored=[
-            (("w", (0, 0)), (FILE, 0, sizes[0])),
-            (("w", (2, 0)), (FILE, *sizes)),
-        ],
-        items=items,
+        entries={"w": entry((4, 2), chunks)}, stored=[first, last], items=items
     )

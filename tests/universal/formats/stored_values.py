@@ -1,10 +1,19 @@
-"""Reads tensors at the places that an opener reports, with NumPy alone."""
+"""Samples of all formats, and the values at the places that an opener reports."""
 
+import json
 import pathlib
+import shutil
 import tarfile
 
+import jax.numpy as jnp
 import numpy as np
+import tensorstore as ts
+from orbax.checkpoint import v1
 
+from elastic_ckpt.universal import opening
+from elastic_ckpt.universal.formats import torch_file
+
+DATA = pathlib.Path(__file__).parent / "data"
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
 
 
@@ -15,22 +24,49 @@ def unpacked(archive, folder):
     return folder / pathlib.Path(archive).name.removesuffix(".tar.xz")
 
 
+def sample(name, directory):
+    """A good checkpoint of a format, in a new directory of its own."""
+    path = directory / name
+    if name == "orbax":
+        v1.save(path, {"w": jnp.arange(12.0), "v": jnp.ones((2, 2))})
+        return path
+    if name == "safetensors":
+        path.mkdir()
+        write_safetensors(path / "model.safetensors", {"w": np.arange(12.0)}, a="b")
+        return path
+    for folder in (DATA, GOLDEN):
+        if (folder / name).exists():
+            return pathlib.Path(shutil.copytree(folder / name, path))
+    return unpacked(f"{name}.tar.xz", directory)
+
+
+def write_safetensors(path, arrays, **metadata):
+    """A file of float32, float64 and int64 arrays, as safetensors writes it."""
+    fields, at = {"__metadata__": metadata} if metadata else {}, 0
+    for name, array in arrays.items():
+        dtype = {"float32": "F32", "float64": "F64", "int64": "I64"}[array.dtype.name]
+        offsets = [at, at + array.nbytes]
+        shape = list(array.shape)
+        fields[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        at += array.nbytes
+    header = json.dumps(fields).encode()
+    values = b"".join(each.tobytes() for each in arrays.values())
+    path.write_bytes(len(header).to_bytes(8, "little") + header + values)
+
+
 def read(tensor):
     """The values of a stored tensor; each element is in one fragment."""
+    if tensor.spec is not None:
+        array = ts.open(dict(tensor.spec), open=True, read=True).result()
+        return np.asarray(array.read().result())
     array = np.zeros(tensor.shape, tensor.dtype)
     covered = np.zeros(tensor.shape, np.int8)
-    for fragment in tensor.fragments:
-        content = np.memmap(fragment.file, np.uint8, "r")
-        shape, width = fragment.box.shape, tensor.dtype.itemsize
-        last = sum((n - 1) * s for n, s in zip(shape, fragment.strides, strict=True))
-        span = content[fragment.offset : fragment.offset + last + width]
-        assert len(span) == last + width, "outside of the file"
-        view = np.lib.stride_tricks.as_strided(
-            np.frombuffer(span.tobytes(), tensor.dtype), shape, fragment.strides
-        )
-        pairs = zip(fragment.box.start, fragment.box.stop, strict=True)
-        index = tuple(slice(start, stop) for start, stop in pairs)
-        array[index] = view
+    for each in tensor.fragments:
+        # NumPy refuses what is not inside of the file.
+        content = np.memmap(each.file, np.uint8, "r")
+        place = content, each.offset, each.strides
+        index = tuple(map(slice, each.box.start, each.box.stop))
+        array[index] = np.ndarray(each.box.shape, tensor.dtype, *place)
         covered[index] += 1
     assert (covered == 1).all(), tensor.name
     return array
@@ -41,3 +77,24 @@ def by_key(checkpoint):
     keyed = {(t.name, t.kind, t.ranks): t for t in checkpoint.tensors}
     assert len(keyed) == len(checkpoint.tensors)
     return keyed
+
+
+def assert_equal(values, array):
+    """Fails unless two arrays have the same type, shape and bits."""
+    assert (values.dtype, values.shape) == (array.dtype, array.shape)
+    assert values.tobytes() == np.ascontiguousarray(array).tobytes()
+
+
+def contents(path):
+    """All that is read of a checkpoint, after its checksums have been compared."""
+    checkpoint = opening.open_checkpoint(path)
+    files = {each.file for t in checkpoint.tensors for each in t.fragments}
+    checkpoint.check(sorted(files))
+    held = {key: repr(checkpoint.values[key]) for key in checkpoint.values}
+    for key, tensor in by_key(checkpoint).items():
+        values = read(tensor)
+        held[key] = tensor.dtype.name, tensor.shape, tensor.view, values.tobytes()
+    if "forgather" in path.parts:
+        paths = sorted(path.glob("*.pt"))
+        held |= {each.name: repr(torch_file.read_arrays(each)) for each in paths}
+    return held

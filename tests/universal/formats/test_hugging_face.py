@@ -6,91 +6,89 @@ import shutil
 import pytest
 
 from elastic_ckpt.universal import opening
-from elastic_ckpt.universal.formats import hugging_face
+from elastic_ckpt.universal.formats import files
 from elastic_ckpt.universal.formats.format_error import FormatError
+from tests.universal.formats.stored_values import DATA
 
-DATA = pathlib.Path(__file__).parent / "data" / "weights"
 COMMIT, OLDER = "0123456789abcdef" * 2 + "01234567", "f" * 40
 
 
 @pytest.fixture
-def cache(tmp_path):
+def environ(monkeypatch):
+    """The environment, without the variables that lead to the cache."""
+    for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.fixture
+def cache(tmp_path, environ):
     """A cache as `huggingface_hub` fills it: snapshots are links to blobs."""
     folder = tmp_path / "hub" / "models--org--tiny-1.0"
     (folder / "blobs").mkdir(parents=True)
     (folder / "refs" / "refs" / "pr").mkdir(parents=True)
     for commit in (COMMIT, OLDER):
         (folder / "snapshots" / commit).mkdir(parents=True)
-    for file in (DATA / "single").iterdir():
+    for file in (DATA / "weights" / "single").iterdir():
         shutil.copy(file, folder / "blobs")
-        (folder / "snapshots" / COMMIT / file.name).symlink_to(
-            f"../../blobs/{file.name}"
-        )
-    shutil.copy(DATA / "no_crc.pt", folder / "snapshots" / OLDER)
-    (folder / "refs" / "main").write_text(COMMIT)
-    (folder / "refs" / "v1").write_text(OLDER)
-    (folder / "refs" / "refs" / "pr" / "1").write_text(OLDER)
+        link = folder / "snapshots" / COMMIT / file.name
+        link.symlink_to(f"../../blobs/{file.name}")
+    shutil.copy(DATA / "weights" / "no_crc.pt", folder / "snapshots" / OLDER)
+    for name, commit in {"main": COMMIT, "v1": OLDER, "refs/pr/1": OLDER}.items():
+        (folder / "refs" / name).write_text(commit)
+    environ.setenv("HF_HOME", str(tmp_path))
     return tmp_path / "hub"
 
 
 @pytest.mark.parametrize(
-    ("path", "commit"),
+    ("revision", "commit"),
+    [("", COMMIT), ("@v1", OLDER), ("@refs/pr/1", OLDER), (f"@{OLDER}", OLDER)],
+)
+def test_a_model_of_the_cache_opens_by_its_id_and_revision(cache, revision, commit):
+    path = f"hf://org/tiny-1.0{revision}"
+    found = cache / "models--org--tiny-1.0" / "snapshots" / commit
+    assert files.resolved(path) == found
+    checkpoint = opening.open_checkpoint(path)
+    assert (checkpoint.format, len(checkpoint.tensors)) == ("PyTorch", 4)
+    assert checkpoint.values.get("config/hidden_size") == (4 if not revision else None)
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder"),
     [
-        ("hf://org/tiny-1.0", COMMIT),
-        ("hf://org/tiny-1.0@v1", OLDER),
-        ("hf://org/tiny-1.0@refs/pr/1", OLDER),
-        (f"hf://org/tiny-1.0@{OLDER}", OLDER),
+        ({"HF_HUB_CACHE": "/c", "HF_HOME": "/h"}, "/c"),
+        ({"HF_HOME": "/h"}, "/h/hub"),
+        ({"XDG_CACHE_HOME": "/x"}, "/x/huggingface/hub"),
+        ({}, f"{pathlib.Path.home()}/.cache/huggingface/hub"),
     ],
 )
-def test_a_revision_leads_to_its_snapshot(cache, path, commit):
-    found = hugging_face.snapshot(path, {"HF_HUB_CACHE": str(cache)})
-    assert found == cache / "models--org--tiny-1.0" / "snapshots" / commit
+def test_the_cache_is_where_the_hub_has_it(environ, variables, folder):
+    for name, value in variables.items():
+        environ.setenv(name, value)
+    with pytest.raises(FormatError, match=rf"\({folder}/models--org--name\)"):
+        files.resolved("hf://org/name")
 
 
-def test_a_model_of_the_cache_opens_by_its_id(cache, monkeypatch):
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    monkeypatch.setenv("HF_HOME", str(cache.parent))
-    checkpoint = opening.open_checkpoint("hf://org/tiny-1.0")
-    assert checkpoint.format == "PyTorch"
-    assert checkpoint.values["config/hidden_size"] == 4
-    assert len(opening.open_checkpoint("hf://org/tiny-1.0@v1").tensors) == 4
-
-
-def test_the_cache_is_where_the_hub_has_it():
-    def lookup(**environ):
-        with pytest.raises(FormatError) as error:
-            hugging_face.snapshot("hf://org/name", environ)
-        return str(error.value)
-
-    assert "(/c/models--org--name)" in lookup(HF_HUB_CACHE="/c", HF_HOME="/h")
-    assert "(/h/hub/models--org--name)" in lookup(HF_HOME="/h")
-    assert "(/x/huggingface/hub/models--" in lookup(XDG_CACHE_HOME="/x")
-    assert f"({pathlib.Path.home()}/.cache/huggingface/hub/models--" in lookup()
-
-
+@pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize(
     ("path", "match"),
     [
         ("hf://org/other", "run `hf download org/other`, or set HF_HOME"),
-        ("hf://gpt2", "run `hf download gpt2`"),
         ("hf://org/tiny-1.0@v2", "run `hf download org/tiny-1.0 --revision v2`"),
         (f"hf://org/tiny-1.0@{'0' * 40}", "is not in the cache"),
+        *(
+            (path, "is no id of a model")
+            for path in (
+                "hf://",
+                "hf://../x",
+                "hf://a/b/c",
+                "hf://org/name@",
+                "hf://o/..",
+            )
+        ),
+        ("hf://org/name@x/../../y", "is no id of a model"),
     ],
 )
-def test_what_is_not_in_the_cache_is_an_error_that_says_how_to_get_it(
-    cache, path, match
-):
+def test_what_the_cache_does_not_have_is_one_error(path, match):
     with pytest.raises(FormatError, match=match):
-        hugging_face.snapshot(path, {"HF_HUB_CACHE": str(cache)})
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        *("hf://", "hf://../x", "hf://a/b/c", "hf://org/name@", "hf://org/.."),
-        "hf://org/name@x/../../y",
-    ],
-)
-def test_what_is_no_id_is_refused(cache, path):
-    with pytest.raises(FormatError, match="is no id of a model"):
-        hugging_face.snapshot(path, {"HF_HUB_CACHE": str(cache)})
+        opening.open_checkpoint(path)

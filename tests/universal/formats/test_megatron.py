@@ -1,11 +1,11 @@
 """Megatron's checkpoints: every value is bit-equal at the place that is reported.
 
-`write_megatron.py` wrote the samples of torch_dist, `write_megatron_ranks.py` that of
-ranks: Megatron-core itself the buffers. Its writer of one file for each rank is outside
-of that package: these tests write such files as that writer does.
+`write_megatron.py` wrote the samples, with Megatron-core. Its writer of one file for
+each rank is outside of that package: these tests write such files as that writer does.
 """
 
 import argparse
+import itertools
 import shutil
 import sys
 
@@ -18,6 +18,7 @@ from elastic_ckpt.universal.formats import megatron
 from elastic_ckpt.universal.formats.format_error import FormatError
 from tests.universal.formats import known_values as kv
 from tests.universal.formats import stored_values, torch_files
+from tests.universal.formats.stored_values import assert_equal
 
 SAMPLES = ("torch_dist_tp2_pp2", "torch_dist_ep2")
 STATE_OF = {"master": "fp32", "first_moment": "exp_avg", "second_moment": "exp_avg_sq"}
@@ -38,7 +39,7 @@ def test_every_tensor_of_torch_dist_is_read_bit_equal(megatron_samples, sample):
         array = kv.known(STATE_OF.get(kind, "fp32"), name, tensor.shape)
         if kind == "parameter":
             array = array.astype(ml_dtypes.bfloat16)
-        assert stored_values.read(tensor).tobytes() == array.tobytes(), (name, kind)
+        assert_equal(stored_values.read(tensor), array)
     assert "torch" not in sys.modules
 
 
@@ -56,122 +57,108 @@ def test_the_latest_iteration_must_be_beside_its_file(tmp_path, text):
 
 
 def write_rank(folder, rank, arrays, *, optimizer=True, **arguments):
-    """The file of a rank, as Megatron's training loop writes it."""
+    """The file of a rank, as Megatron's training loop writes it.
+
+    Names of chunks of interleaved stages begin with them, `model1/norm`.
+    """
     entries = {}
 
     def tensor(array):
         kind = {2: "BFloat16Storage", 4: "FloatStorage"}[array.dtype.itemsize]
         key = str(len(entries))
         entries[f"data/{key}"] = array.tobytes()
-        strides = [stride // array.itemsize for stride in array.strides]
+        strides = tuple(stride // array.itemsize for stride in array.strides)
         place = {"kind": kind, "key": key, "elements": array.size}
-        return torch_files.tensor(array.shape, tuple(strides), **place)
+        return torch_files.tensor(array.shape, strides, **place)
 
-    content = {
-        "args": argparse.Namespace(**arguments),
-        "checkpoint_version": 3.0,
-        "iteration": 2,
-        "model": {},
-    }
+    content = {"args": argparse.Namespace(**arguments), "checkpoint_version": 3.0}
     for name, array in arrays.items():
-        # Names of chunks of interleaved stages begin with them.
         chunk, _, rest = name.rpartition("/")
         weight = tensor(array["fp32"].astype(ml_dtypes.bfloat16))
         content.setdefault(chunk or "model", {})[rest] = weight
     if optimizer:
-        matrices = [name for name in arrays if arrays[name]["fp32"].ndim > 1]
-        groups = [matrices, [name for name in arrays if name not in matrices]]
+        groups = [[n for n in arrays if arrays[n]["fp32"].ndim == d] for d in (2, 1)]
         numbers = {name: n for n, name in enumerate([*groups[0], *groups[1]])}
         state = {
-            numbers[name]: {
-                key: tensor(arrays[name][key]) for key in ("exp_avg", "exp_avg_sq")
-            }
-            for name in numbers
+            n: {key: tensor(arrays[name][key]) for key in ("exp_avg", "exp_avg_sq")}
+            for name, n in numbers.items()
         }
+        masters = [[tensor(arrays[n]["fp32"]) for n in group] for group in groups]
         param_groups = [{"params": [numbers[n] for n in group]} for group in groups]
         content["optimizer"] = {
             "optimizer": {"state": state, "param_groups": param_groups},
-            "fp32_from_fp16_params": [
-                [tensor(arrays[name]["fp32"]) for name in group] for group in groups
-            ],
+            "fp32_from_fp16_params": masters,
         }
     path = folder / "iter_0000002" / rank / "model_optim_rng.pt"
     path.parent.mkdir(parents=True)
     torch_files.write(path, content, entries=entries)
 
 
-def values_of_rank(tp, pp):
-    names = {"decoder.layers.0.mlp.linear_fc2.weight": (8, 6)}
-    names |= {"decoder.layers.0.input_layernorm.weight": (8,)}
-    if pp == 0:
-        names |= {"embedding.word_embeddings.weight": (8, 8)}
+def known(names, place):
+    """The states of parameters, which differ from place to place."""
     return {
-        name: {
-            key: kv.known(key, f"{name} {tp} {pp}", names[name]) for key in kv.STATES
-        }
-        for name in names
+        name: {key: kv.known(key, f"{name} {place}", shape) for key in kv.STATES}
+        for name, shape in names.items()
     }
+
+
+def check(checkpoint, held):
+    """All states of each rank, by its coordinates, and no others."""
+    by_key, expected = stored_values.by_key(checkpoint), {}
+    for ranks, arrays in held.items():
+        for name, states in arrays.items():
+            weights = states["fp32"].astype(ml_dtypes.bfloat16)
+            expected[name, "parameter", ranks] = weights
+            for kind, key in STATE_OF.items():
+                expected[name, kind, ranks] = states[key]
+    assert by_key.keys() == expected.keys()
+    for key, array in expected.items():
+        assert_equal(stored_values.read(by_key[key]), array)
 
 
 @pytest.fixture
 def ranks(tmp_path):
-    for tp in range(2):
-        for pp in range(2):
-            arrays = values_of_rank(tp, pp)
-            write_rank(tmp_path, f"mp_rank_{tp:02d}_{pp:03d}", arrays)
+    """The states of two tensor-parallel ranks of two stages, and their files."""
+    held = {}
+    for tp, pp in itertools.product(range(2), repeat=2):
+        names = {"layers.0.fc2.weight": (8, 6), "layers.0.norm.weight": (8,)}
+        names |= {"embedding.weight": (8, 8)} if pp == 0 else {}
+        arrays = held[("tp", tp), ("pp", pp)] = known(names, (tp, pp))
+        write_rank(tmp_path, f"mp_rank_{tp:02d}_{pp:03d}", arrays)
     (tmp_path / megatron.LATEST).write_text("2")
-    return tmp_path
+    return held
 
 
-def test_files_of_ranks_are_read_bit_equal(ranks):
-    checkpoint = opening.open_checkpoint(ranks)
+def test_files_of_ranks_are_read_bit_equal(ranks, tmp_path):
+    checkpoint = opening.open_checkpoint(tmp_path)
     assert checkpoint.format == "Megatron mp_rank"
     assert checkpoint.axes == {"tp": 2, "pp": 2}
-    by_key = stored_values.by_key(checkpoint)
-    expected = {}
-    for tp in range(2):
-        for pp in range(2):
-            for name, arrays in values_of_rank(tp, pp).items():
-                place = (("tp", tp), ("pp", pp))
-                weights = arrays["fp32"].astype(ml_dtypes.bfloat16)
-                expected[name, "parameter", place] = weights
-                for kind, key in STATE_OF.items():
-                    expected[name, kind, place] = arrays[key]
-    assert set(by_key) == set(expected)
-    for key, array in expected.items():
-        assert stored_values.read(by_key[key]).tobytes() == array.tobytes(), key
+    check(checkpoint, ranks)
     assert checkpoint.values["checkpoint_version"] == 3.0
 
 
 def test_chunks_of_interleaved_stages_have_states_of_their_own(tmp_path):
     names = {"norm": (8,), "fc": (8, 4)}
+    held = {(("vp", chunk),): known(names, chunk) for chunk in (0, 1)}
     arrays = {
-        f"model{chunk}/{name}": {
-            key: kv.known(key, f"{chunk} {name}", shape) for key in kv.STATES
-        }
-        for chunk in (0, 1)
-        for name, shape in names.items()
+        f"model{chunk}/{name}": states
+        for ((_, chunk),), of_chunk in held.items()
+        for name, states in of_chunk.items()
     }
     write_rank(tmp_path, "mp_rank_00", arrays)
     checkpoint = megatron.open_checkpoint(tmp_path / "iter_0000002")
     assert checkpoint.axes == {"vp": 2}
-    by_key = stored_values.by_key(checkpoint)
-    for chunk in (0, 1):
-        for name in names:
-            for kind, key in STATE_OF.items():
-                array = arrays[f"model{chunk}/{name}"][key]
-                tensor = by_key.pop((name, kind, (("vp", chunk),)))
-                assert stored_values.read(tensor).tobytes() == array.tobytes()
-    assert {kind for _, kind, _ in by_key} == {"parameter"}
+    check(checkpoint, held)
 
 
-def test_a_missing_rank_is_named(ranks):
-    shutil.rmtree(ranks / "iter_0000002" / "mp_rank_01_000")
+@pytest.mark.usefixtures("ranks")
+def test_a_missing_rank_is_named(tmp_path):
+    shutil.rmtree(tmp_path / "iter_0000002" / "mp_rank_01_000")
     with pytest.raises(FormatError, match="files of 3 ranks"):
-        megatron.open_checkpoint(ranks)
-    (ranks / "iter_0000002" / "mp_rank_01_001" / "model_optim_rng.pt").unlink()
-    with pytest.raises(FormatError, match=r"mp_rank_01_001 lacks model_optim_rng\.pt"):
-        megatron.open_checkpoint(ranks)
+        megatron.open_checkpoint(tmp_path)
+    (tmp_path / "iter_0000002" / "mp_rank_01_001" / "model_optim_rng.pt").unlink()
+    with pytest.raises(FormatError, match=r"01_001/model_optim_rng\.pt is missing"):
+        megatron.open_checkpoint(tmp_path)
 
 
 def test_without_stages_the_second_number_is_that_of_experts(tmp_path):
@@ -196,6 +183,5 @@ def test_files_of_the_distributed_optimizer_have_weights_alone(megatron_samples)
         pp, vp = (number for _, number in ranks)
         array = kv.known("fp32", f"{pp} {vp} {name}", tensor.shape)
         assert kind == "parameter"
-        read = stored_values.read(tensor)
-        assert read.tobytes() == array.astype(ml_dtypes.bfloat16).tobytes(), name
+        assert_equal(stored_values.read(tensor), array.astype(ml_dtypes.bfloat16))
     assert checkpoint.values["optimizer/optimizer/param_groups/0/step"] == 2

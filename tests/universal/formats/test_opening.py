@@ -1,7 +1,6 @@
 """Checkpoints in buckets open as those on this machine do; what is none is refused."""
 
 import dataclasses
-import pathlib
 
 import jax.numpy as jnp
 import pytest
@@ -10,9 +9,8 @@ from orbax.checkpoint import v1
 
 from elastic_ckpt.universal import opening
 from elastic_ckpt.universal.formats.format_error import FormatError
-from tests.universal.formats.fragment_values import values_of
+from tests.universal.formats.stored_values import DATA, read
 
-DATA = pathlib.Path(__file__).parent / "data"
 # s3 is for CI.
 BUCKETS = pytest.mark.parametrize(
     "bucket", ["gs", pytest.param("s3", marks=pytest.mark.slow)], indirect=True
@@ -49,7 +47,7 @@ def test_an_orbax_checkpoint_opens_in_a_bucket(bucket, tmp_path):
             copy = epath.Path(f"{bucket}/{file.relative_to(tmp_path)}")
             copy.write_bytes(file.read_bytes())
     (tensor,) = opening.open_checkpoint(f"{bucket}/x").tensors
-    assert values_of(tensor).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert read(tensor).tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_a_path_of_no_format_is_refused_with_the_formats_that_are_read(tmp_path):

@@ -1,15 +1,7 @@
-"""Files of PyTorch are read bit-equal, without torch, and run nothing.
-
-`write_weights.py` wrote the weights.
-"""
+"""Files of PyTorch are read bit-equal, without torch, and run nothing."""
 
 import collections
-import enum
-import io
-import json
-import pathlib
 import pickle
-import shutil
 import struct
 import sys
 import zipfile
@@ -18,15 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from elastic_ckpt.universal import opening
 from elastic_ckpt.universal.formats import torch_file
 from elastic_ckpt.universal.formats.format_error import FormatError
-from tests.universal.formats import source_contents, torch_files
-from tests.universal.formats.fragment_values import values_of
+from tests.universal.formats import stored_values, torch_files
+from tests.universal.formats.stored_values import assert_equal
 
-GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "forgather"
-# Of torch 2.13.0: torch.save({"w": x.conj()}, ...), and of x.conj().imag.
-LAZY = pathlib.Path(__file__).parent / "data" / "lazy_bits"
+GOLDEN = stored_values.GOLDEN / "forgather"
 VALUES = np.load(GOLDEN / "values.npz")
 
 
@@ -36,11 +25,9 @@ def test_tensors_of_every_type_are_read_bit_equal():
     names = [name for name in VALUES if name.startswith("types/")]
     assert {f"types/{name}" for name in tensors} == set(names)
     for name in names:
-        array, expected = tensors[name.removeprefix("types/")], VALUES[name]
-        if array.dtype == ml_dtypes.bfloat16:
-            array = array.view(np.int16)
-        assert (array.dtype, array.shape) == (expected.dtype, expected.shape), name
-        assert array.tobytes() == np.ascontiguousarray(expected).tobytes(), name
+        array = tensors[name.removeprefix("types/")]
+        is_bfloat16 = array.dtype == ml_dtypes.bfloat16
+        assert_equal(array.view(np.int16) if is_bfloat16 else array, VALUES[name])
     assert "torch" not in sys.modules
 
 
@@ -116,16 +103,10 @@ def test_names_are_not_imported(tmp_path, value, read):
         (torch_files.tensor(offset=2**70), "no numbers from 0 up"),
         (torch_files.tensor(shape=(2,)), "not one stride for each dim"),
         (torch_files.tensor(shape=[2, 2]), "not one stride for each dim"),
-        (torch_files.tensor(elements=5), "16 bytes, and 5 elements take 20"),
-        (torch_files.tensor(kind="DoubleStorage"), "4 elements take 32"),
-        (torch_files.tensor(key="1"), "no entry data/1"),
-        (torch_files.tensor(kind="OrderedDict"), "has the type torch.OrderedDict"),
-        (torch_files.tensor(elements="xxxx"), "16 bytes, and 'xxxx' elements"),
-        (torch_files.tensor(key=2**99), "no entry data/6338"),
-        (
-            torch_files.Named("torch._utils", "_rebuild_tensor_v2", *(1,) * 6),
-            "is no tensor of torch.save",
-        ),
+        (torch_files.tensor(kind="DoubleStorage"), "not inside 2 elements"),
+        (torch_files.tensor(key="1"), "storage 1, of which one is not there"),
+        (torch_files.tensor(kind="OrderedDict"), "torch.OrderedDict .* not read"),
+        (torch_files.tensor(key=2**99), "the storage 6338.* not there"),
     ],
 )
 def test_lying_tensors_are_refused_by_name(tmp_path, value, match):
@@ -133,42 +114,18 @@ def test_lying_tensors_are_refused_by_name(tmp_path, value, match):
     refused(path, rf"x\.pt: the tensor 'model/0/w'[^\n]*{match}[^\n]*$")
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch_files.Named("torch._utils", "_rebuild_tensor_v2", 1),
-        torch_files.Id("storage"),
-        torch_files.Id("storage", "FloatStorage", "0", "cpu", 4),
-    ],
-)
-def test_what_is_no_storage_is_refused(tmp_path, value):
-    refused(torch_files.write(tmp_path / "x.pt", {"w": value}), "is malformed or cut")
-
-
-def test_lazy_bits_of_files_of_torch_are_applied():
-    conj = torch_file.read_arrays(LAZY / "conj.pt")["w"]
-    assert conj.tolist() == [1 - 2j, 3 + 4j]
-    assert torch_file.read_arrays(LAZY / "neg.pt")["w"].tolist() == [-2, 4]
-
-
-def test_entries_that_are_compressed_or_missing_are_refused(tmp_path):
-    packed = torch_files.write(
-        tmp_path / "packed.pt", {}, compression=zipfile.ZIP_DEFLATED
-    )
-    refused(packed, "compressed")
-    with zipfile.ZipFile(tmp_path / "other.pt", "w") as archive:
+def test_zips_that_torch_does_not_write_are_refused(tmp_path):
+    path = tmp_path / "x.pt"
+    refused(torch_files.write(path, {}, compression=zipfile.ZIP_DEFLATED), "compressed")
+    with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("something", "else")
-    refused(tmp_path / "other.pt", "has no data.pkl")
-    (tmp_path / "old.pt").write_bytes(pickle.dumps({"w": 1}))
-    refused(tmp_path / "old.pt", "before PyTorch 1.6")
-
-
-@pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_an_entry_that_is_there_twice_is_refused(tmp_path):
-    path = torch_files.write(tmp_path / "x.pt", {"w": torch_files.tensor()})
-    with zipfile.ZipFile(path, "a") as archive:
-        archive.writestr("archive/data/0", bytes(16))
-    refused(path, "data/0' twice")
+    refused(path, "has no data.pkl")
+    path.write_bytes(pickle.dumps({"w": 1}))
+    refused(path, "before PyTorch 1.6")
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", torch_files.pickled({}))
+        archive.writestr("archive/byteorder", "big")
+    refused(path, "is not little-endian")
 
 
 def test_a_zip_of_many_or_large_entries_is_read(tmp_path, monkeypatch):
@@ -179,176 +136,31 @@ def test_a_zip_of_many_or_large_entries_is_read(tmp_path, monkeypatch):
     content = path.read_bytes()[:-12] + b"\xff" * 10 + bytes(2)
     path.write_bytes(content)
     assert torch_file.read_arrays(path)["w"].tolist() == [[1, 2], [3, 4]]
-    # The offset of the directory, in the record of the end.
-    at = content.index(b"PK\6\6") + 48
-    for offset in (1 << 62, (1 << 64) - 1, len(content)):
-        path.write_bytes(content[:at] + struct.pack("<Q", offset) + content[at + 8 :])
-        refused(path, "its directory is not inside of it")
-    # That of an entry, in the directory.
-    at = content.rindex(b"data/0") + 6 + 4 + 16
-    for offset in (1 << 62, (1 << 64) - 1, len(content)):
-        path.write_bytes(content[:at] + struct.pack("<Q", offset) + content[at + 8 :])
-        refused(path, "has no entry where 'archive/data/0' should be")
-
-
-def test_offsets_outside_of_the_file_and_overlaps_are_refused(tmp_path):
-    path = torch_files.write(tmp_path / "x.pt", {"w": torch_files.tensor()})
-    content = path.read_bytes()
-    # The central directory's record of the storage: its sizes, and its header's offset.
-    at = content.rindex(b"archive/data/0") - 46
-
-    def written(*, size=None, offset=None):
-        changed = bytearray(content)
-        if size is not None:
-            struct.pack_into("<II", changed, at + 20, size, size)
-        if offset is not None:
-            struct.pack_into("<I", changed, at + 42, offset)
-        path.write_bytes(changed)
-
-    written(size=1 << 30)
-    refused(path, "not inside of it")
-    written(size=62)
-    refused(path, "has 62 bytes, and 4 elements take 16")
-    written(offset=0)
-    refused(path, "has no entry where")
-    written(offset=1)
-    refused(path, "has no entry where")
-    written()
-    assert torch_file.read_arrays(path)["w"].tolist() == [[1, 2], [3, 4]]
-
-
-def test_each_flipped_byte_is_an_error_or_changes_nothing_that_was_read(tmp_path):
-    path = torch_files.write(tmp_path / "x.pt", {"w": torch_files.tensor()})
-    content = path.read_bytes()
-    expected = torch_file.read_arrays(path)["w"].tobytes()
-    for place in range(0, len(content), 5):
-        changed = bytearray(content)
-        changed[place] ^= 0x41
-        path.write_bytes(changed)
-        try:
-            read = torch_file.read_arrays(path)
-        except FormatError:
-            continue
-        assert [array.tobytes() for array in read.values()] == [expected], place
-
-
-DATA = pathlib.Path(__file__).parent / "data" / "weights"
-EXPECTED = np.load(DATA / "expected.npz")
-MODEL = ("0.weight", "1.weight", "2.weight", "2.bias")
-CONFIG = {"config/hidden_size": 4, "config/architectures": ["X"]}
-
-
-def expected(name):
-    array = EXPECTED[name]
-    return array.view(ml_dtypes.bfloat16) if array.dtype == np.int16 else array
-
-
-def assert_equal(values, array):
-    assert (values.dtype, values.shape) == (array.dtype, array.shape)
-    assert values.tobytes() == np.ascontiguousarray(array).tobytes()
+    # The offset of the directory in the record of the end, then that of an entry.
+    for at in (content.index(b"PK\6\6") + 48, content.rindex(b"data/0") + 26):
+        for offset in (1 << 62, (1 << 64) - 1, len(content)):
+            number = struct.pack("<Q", offset)
+            path.write_bytes(content[:at] + number + content[at + 8 :])
+            refused(path, "no file of torch.save, or is cut short")
 
 
 @pytest.mark.parametrize(
-    "path",
+    ("place", "number", "match"),
     [
-        *("single", "single/pytorch_model.bin", "no_crc.pt"),
-        *("sharded", "sharded/pytorch_model.bin.index.json"),
+        # The sizes of a storage in the directory, then the offset of its header.
+        (20, (1 << 30, 1 << 30), "is twice or not inside of it"),
+        (20, (62, 62), "is damaged: its bytes"),
+        (42, (0,), "is damaged: its bytes"),
+        (42, (1,), "is twice or not inside of it"),
     ],
 )
-def test_a_model_is_read_bit_equal(path):
-    checkpoint = opening.open_checkpoint(DATA / path)
-    assert checkpoint.format == "PyTorch"
-    tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
-    assert tuple(tensors) == MODEL
-    for name, tensor in tensors.items():
-        assert_equal(values_of(tensor), expected(name))
-    config = {} if path == "no_crc.pt" else CONFIG
-    assert config.items() <= checkpoint.values.items()
-    files = sorted({each.file for t in checkpoint.tensors for each in t.fragments})
-    # A file without checksums is not damaged, but cannot be verified.
-    assert checkpoint.check(files) == (files if path == "no_crc.pt" else [])
-
-
-def test_a_training_checkpoint_has_all_of_its_tensors_and_values():
-    checkpoint = opening.open_checkpoint(DATA / "training.pt")
-    names = {tensor.name for tensor in checkpoint.tensors}
-    assert {f"model.{name}" for name in MODEL} <= names
-    assert {"optimizer.state.0.exp_avg", "optimizer.state.1.step", "rng"} <= names
-    values = checkpoint.values
-    # Names of classes that are not known are plain values, and reject nothing.
-    wanted = {
-        "epoch": 3,
-        "args/lr": 0.1,
-        "args/dtype": "bfloat16",
-        "scope": 2,
-        "settings/rate": 0.5,
-        "settings/names": ["a"],
-        "counts/seen": [1, 2],
-        "device": "cuda:1",
-        "version": "2.13.0+cpu",
-        "path": "/data/x",
-        "optimizer/param_groups/0/lr": 0.1,
-        "model/1._extra_state/state": [b"state of another program", 0, None],
-    }
-    assert {key: values.get(key) for key in wanted} == wanted
-
-
-def test_lazy_bits_are_applied_where_values_are_moved():
-    checkpoint = opening.open_checkpoint(DATA / "lazy.pt")
-    views = {tensor.name: tensor.view for tensor in checkpoint.tensors}
-    assert views == {"conj": "conj", "neg": "neg", "both": "conj neg", "plain": ""}
-    for name, array in torch_file.read_arrays(DATA / "lazy.pt").items():
-        assert_equal(array, expected(name))
-    read = dict(source_contents.contents(DATA / "lazy.pt"))
-    for tensor in checkpoint.tensors:
-        values = read[source_contents.key_of(tensor)]
-        assert values == expected(tensor.name).tobytes()
-
-
-@pytest.mark.parametrize(
-    ("weight_map", "match"),
-    [
-        ({"0.weight": "../x.bin"}, "lists 0.weight in '../x.bin', which is no file"),
-        ({"0.weight": "other.bin"}, r"other\.bin is missing"),
-        ({"absent": "pytorch_model-00001-of-00002.bin"}, "lacks absent, which"),
-    ],
-)
-def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path, weight_map, match):
-    shutil.copytree(DATA / "sharded", tmp_path / "x")
-    index = tmp_path / "x" / "pytorch_model.bin.index.json"
-    index.write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(FormatError, match=match):
-        opening.open_checkpoint(tmp_path / "x")
-
-
-def test_several_files_without_an_index_need_a_choice(tmp_path):
-    for name in ("a.pt", "b.pt", "training_args.bin"):
-        torch_files.write(tmp_path / name, {"w": torch_files.tensor()})
-    with pytest.raises(FormatError, match=r"2 files of PyTorch \(a\.pt, b\.pt\)"):
-        opening.open_checkpoint(tmp_path)
-    (tmp_path / "b.pt").unlink()
-    assert [each.name for each in opening.open_checkpoint(tmp_path).tensors] == ["w"]
-
-
-def test_one_of_several_numbered_files_without_an_index_is_refused(tmp_path):
-    name = "pytorch_model-00001-of-00002.bin"
-    shutil.copy(DATA / "sharded" / name, tmp_path)
-    with pytest.raises(FormatError, match=r"1 of the 2 files pytorch_model-\*-of-0000"):
-        opening.open_checkpoint(tmp_path)
-    assert opening.open_checkpoint(tmp_path / name).tensors
-
-
-def test_a_name_that_two_dicts_make_is_refused(tmp_path):
-    tensor = torch_files.tensor()
-    path = torch_files.write(tmp_path / "x.pt", {"a": {"b": tensor}, "a.b": tensor})
-    with pytest.raises(FormatError, match=r"has a\.b, and so has another"):
-        opening.open_checkpoint(path)
-
-
-def test_a_file_without_tensors_is_no_state_dict(tmp_path):
-    path = torch_files.write(tmp_path / "x.pt", {"a": 1})
-    with pytest.raises(FormatError, match="has no tensors; it is no state dict"):
-        opening.open_checkpoint(path)
+def test_entries_outside_of_the_file_are_refused(tmp_path, place, number, match):
+    path = torch_files.write(tmp_path / "x.pt", {"w": torch_files.tensor()})
+    content = bytearray(path.read_bytes())
+    at = content.rindex(b"archive/data/0") - 46 + place
+    struct.pack_into(f"<{len(number)}I", content, at, *number)
+    path.write_bytes(content)
+    refused(path, match)
 
 
 class Plain:
@@ -368,20 +180,7 @@ class WithState:
         raise AssertionError("called")
 
 
-class Slots:
-    """A class without a dict of attributes."""
-
-    __slots__ = ("a",)
-
-
-class Kind(enum.Enum):
-    """An enumeration."""
-
-    FIRST = 7
-
-
-class Version(str):
-    """A text."""
+REBUILD = ("torch._utils", "_rebuild_tensor_v2")
 
 
 def decoded(tmp_path, content):
@@ -391,38 +190,21 @@ def decoded(tmp_path, content):
 
 @pytest.mark.parametrize("protocol", [2, 5])
 def test_objects_become_dicts_of_their_attributes(tmp_path, protocol):
-    slots = Slots()
-    slots.a = 1
-    listed = collections.deque([1, 2])
-    defaults = collections.defaultdict(list, {"x": [1]})
+    # The sample `training.pt` has others.
     value = {
         "a": Plain(b=[1], c=Plain()),
         "d": WithState(),
-        "slots": slots,
-        "kind": Kind.FIRST,
-        "path": pathlib.PosixPath("/x/y"),
-        "listed": listed,
-        "defaults": defaults,
-        "version": Version("2.13"),
+        "listed": collections.deque([1, 2]),
         "class": Plain,
-        "buffer": io.BytesIO(b"xyz"),
         "complex": 1 + 2j,
     }
-    read = decoded(tmp_path, pickle.dumps(value, protocol=protocol))
-    assert read == {
+    assert decoded(tmp_path, pickle.dumps(value, protocol=protocol)) == {
         "a": {"b": [1], "c": {}},
         "d": {"state": (1, 2)},
-        "slots": {"a": 1},
-        "kind": 7 if sys.version_info >= (3, 12) else read["kind"],
-        "path": "/x/y",
         "listed": [1, 2],
-        "defaults": {"x": [1]},
-        "version": "2.13",
         "class": f"{__name__}.Plain",
-        "buffer": {"state": (b"xyz", 0, None)},
         "complex": {},
     }
-    assert read["kind"] in (7, "FIRST")
 
 
 def test_plain_values_are_as_they_were(tmp_path):
@@ -447,13 +229,17 @@ def test_plain_values_are_as_they_were(tmp_path):
         b"\x80\x02X\x01\x00\x00\x00a)\x81.",
         b"\x80\x02\x82\x01.",
         b"\x80\x02NQ.",
-        b"\x80\x02N.N.",
         # Values that are nested too deep, and a list that contains itself.
         b"\x80\x02" + b"N" + b"\x85" * 100_000 + b".",
         b"\x80\x02]q\x00h\x00a.",
         # A key that is a dict here, and one that cannot be compared.
         pickle.dumps({Plain(): 1}),
         b"\x80\x02}]Ns.",
+        # What is no storage.
+        torch_files.pickled(torch_files.Named(*REBUILD, 1)),
+        torch_files.pickled(torch_files.Named(*REBUILD, *(1,) * 6)),
+        torch_files.pickled(torch_files.Id("storage")),
+        torch_files.pickled(torch_files.Id("storage", "FloatStorage", "0", "cpu", 4)),
         # A number of 2 million bits where a tensor has its shape.
         torch_files.pickled({"w": torch_files.tensor(shape=(1 << 2_000_000, 1))}),
     ],
@@ -463,15 +249,6 @@ def test_what_the_decoder_does_not_do_is_one_error(tmp_path, content):
         decoded(tmp_path, content)
     path = torch_files.write(tmp_path / "x.pt", {"w": torch_files.tensor()})
     assert torch_file.read_arrays(path)["w"].tolist() == [[1, 2], [3, 4]]
-
-
-def test_a_later_version_is_one_clear_error(tmp_path):
-    path = torch_files.write(tmp_path / "x.pt", {}, entries={})
-    assert torch_file.read_arrays(path) == {}
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("archive/data.pkl", torch_files.pickled({}))
-        archive.writestr("archive/version", "11\n")
-    refused(path, "version b'11', which is not read")
 
 
 def test_a_pickle_of_over_256_mib_is_refused(tmp_path):

@@ -8,32 +8,25 @@ import zipfile
 from typing import ClassVar
 
 
-class Named:
-    """Pickles as a call of a name with arguments, whatever the name is."""
-
-    def __init__(self, module, name, *arguments):
-        self.parts = module, name, arguments
-
-
-class Id:
-    """Pickles as a persistent id."""
-
+class _Parts:
     def __init__(self, *parts):
         self.parts = parts
 
 
-class Global:
-    """Pickles as a name."""
-
-    def __init__(self, module, name):
-        self.parts = module, name
+class Named(_Parts):
+    """Pickles as a call of a name (module, name) with arguments, whatever it is."""
 
 
-class Object:
-    """Pickles as an object of a class, with a state."""
+class Id(_Parts):
+    """Pickles as a persistent id."""
 
-    def __init__(self, module, name, state):
-        self.parts = module, name, state
+
+class Global(_Parts):
+    """Pickles as a name: its module and itself."""
+
+
+class Object(_Parts):
+    """Pickles as an object of a class (module, name) with a state."""
 
 
 class Attack:
@@ -51,9 +44,9 @@ class _Pickler(pickle._Pickler):
     dispatch: ClassVar = dict(pickle._Pickler.dispatch)
 
     def save_named(self, value):
-        module, name, arguments = value.parts
+        module, name, *arguments = value.parts
         self.save(Global(module, name))
-        self.save(arguments)
+        self.save(tuple(arguments))
         self.write(pickle.REDUCE)
 
     def save_global_name(self, value):
@@ -98,17 +91,14 @@ def tensor(shape=(2, 2), strides=(2, 1), offset=0, **parts):
 
 def lazy(value, *bits):
     """A tensor with these bits, `conj` or `neg`."""
-    maker, name, arguments = value.parts
-    return Named(maker, name, *arguments, dict.fromkeys(bits, True))
+    return Named(*value.parts, dict.fromkeys(bits, True))
 
 
 def with_attributes(value):
     """A tensor with attributes, made by what `value` is made by."""
-    maker, name, arguments = value.parts
-    return Named(
-        *("torch._tensor", "_rebuild_from_type_v2"),
-        *(Global(maker, name), Global("torch", "Tensor"), arguments, {"ds_id": 1}),
-    )
+    maker, name, *arguments = value.parts
+    parts = Global(maker, name), Global("torch", "Tensor"), tuple(arguments)
+    return Named("torch._tensor", "_rebuild_from_type_v2", *parts, {"ds_id": 1})
 
 
 def write(path, value, *, entries=None, compression=zipfile.ZIP_STORED, content=None):

@@ -1,6 +1,6 @@
 r"""Writes the samples of PyTorch's distributed checkpoints in `data`; needs torch.
 
-pip install torch==2.13.0 safetensors numpy
+pip install torch==2.13.0 safetensors numpy zstandard
 OMP_NUM_THREADS=1 PYTHONPATH=. torchrun --nproc-per-node 4 \
     tests/universal/formats/write_dcp.py DIRECTORY
 
@@ -8,6 +8,13 @@ dcp/         FSDP2 over 2 x 2 (data, tensor) processes: model, Adam, numbers
 dcp.npz      all tensors, whole
 llama_dcp/   FSDP2 over 4 processes: the model of `llama_values`, packed as the samples
              of `write_deepspeed`
+
+and with 2 processes, in dcp_saves/, the ways in which PyTorch saves:
+
+async/       by async_save
+no_dist/     one process, and a file for each tensor
+zstd/        with the extension ZStandard
+safetensors/ tensors as safetensors in the files
 """
 
 import pathlib
@@ -17,10 +24,13 @@ import numpy as np
 import torch
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -77,10 +87,36 @@ def write_llama(directory):
     dcp.save(content, checkpoint_id=f"{directory}/llama_dcp")
 
 
-def main(directory):
+def write_saves(directory):
+    """Saves the same tensors in each way."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(20.0).reshape(5, 4)
+    both = torch.arange(6.0)
+    content = {
+        "model": {
+            "cut": distribute_tensor(whole, mesh, [Shard(0)]),
+            "both": distribute_tensor(both, mesh, [Replicate()]),
+        },
+        "step": 3,
+    }
+    dcp.async_save(content, checkpoint_id=f"{directory}/async").result()
+    if dist.get_rank() == 0:
+        plain = {"model": {"cut": whole, "both": both}, "step": 3}
+        options = {
+            "no_dist": {"single_file_per_rank": False},
+            "zstd": {"_extensions": [ZStandard()]},
+            "safetensors": {"serialization_format": SerializationFormat.SAFETENSORS},
+        }
+        for name, chosen in options.items():
+            writer = FileSystemWriter(f"{directory}/{name}", **chosen)
+            if name == "safetensors":
+                del plain["step"]
+            dcp.save(plain, storage_writer=writer, no_dist=True)
+    dist.barrier()
+
+
+def write(directory):
     """Trains two steps and saves them."""
-    dist.init_process_group("gloo")
-    write_llama(directory)
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = Model()
@@ -114,8 +150,14 @@ def main(directory):
             whole[name] = bits.detach().numpy()
     if dist.get_rank() == 0:
         np.savez_compressed(f"{directory}/dcp.npz", **whole)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))
+    folder = pathlib.Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    if dist.get_world_size() == 2:
+        write_saves(folder / "dcp_saves")
+    else:
+        write_llama(folder)
+        write(folder)
+    dist.destroy_process_group()

@@ -171,12 +171,6 @@ def loss(output, target):
     return output.float().square().mean()
 
 
-def topology_of(tp, pp, processes):
-    return PipeModelDataParallelTopology(
-        num_pp=pp, num_mp=tp, num_dp=processes // (tp * pp)
-    )
-
-
 def pipeline(topology, tp):
     layers = [
         TiedLayerSpec("embed", Words, tp, tied_weight_attr=["words.weight"]),
@@ -296,10 +290,6 @@ def own_part(value, group):
     return flat.chunk(ranks)[torch.distributed.get_rank(group)]
 
 
-def matches(pattern, names):
-    return any(re.match(pattern, name) for name in names)
-
-
 def universal_info(tp, model):
     """The patterns of DeepSpeed's universal checkpoints: each has to match."""
     rows, columns = kv.BLOCK["qkv.weight"]
@@ -309,7 +299,8 @@ def universal_info(tp, model):
     shared.append(r".*\.gate\.wg\.weight")
     tied = [r"tied_modules\.embed\.words.*"]
     if not isinstance(model, PipelineModule):
-        tied, shared = [], [each for each in shared if matches(each, names)]
+        held = [each for each in shared if any(re.match(each, n) for n in names)]
+        tied, shared = [], held
     else:
         shared = shared[:2]
     return {
@@ -348,7 +339,8 @@ def write(folder, sample):
     assert torch.distributed.get_world_size() == processes
     torch.manual_seed(0)
     piped = pp > 1
-    topology = topology_of(tp, pp, processes)
+    ranks = {"num_pp": pp, "num_mp": tp, "num_dp": processes // (tp * pp)}
+    topology = PipeModelDataParallelTopology(**ranks)
     mpu = PipelineParallelGrid(topology) if tp > 1 and not piped else None
     if sample.startswith("llama"):
         model = llama_module.Llama()

@@ -5,8 +5,11 @@ In an environment with torch 2.13.0, megatron-core 0.16.1 and psutil, for each s
     OMP_NUM_THREADS=1 PYTHONPATH=. torchrun --nproc-per-node 4 \
         tests/universal/formats/write_megatron.py /tmp/samples torch_dist_tp2_pp2
 
-The optimizer of Megatron needs a GPU: its states are made here, and described by its
-functions. Samples are packed as those of `write_deepspeed`.
+The optimizer of Megatron needs a GPU: states of torch_dist are made here, and described
+by its functions. A sample of ranks has Megatron's distributed optimizer, which writes
+`distrib_optim.pt`; the file of the model is written here as Megatron's training loop
+does it, which is outside of that package. Samples are packed as those of
+`write_deepspeed`.
 """
 
 import argparse
@@ -21,22 +24,29 @@ from megatron.core.dist_checkpointing.optimizer import (
     make_sharded_optimizer_tensor,
     optim_state_to_sharding_state,
 )
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tests.universal.formats import known_values as kv
 from tests.universal.formats import llama_values
 
-# By name: tensor, pipeline and expert parallelism, experts, layers.
+# By name: tensor, pipeline and expert parallelism, experts, layers, and the chunks of
+# each stage in a sample of ranks.
 SAMPLES = {
-    "torch_dist_tp2_pp2": (2, 2, 1, None, 4),
-    "torch_dist_ep2": (1, 1, 2, 4, 2),
+    "torch_dist_tp2_pp2": (2, 2, 1, None, 4, 0),
+    "torch_dist_ep2": (1, 1, 2, 4, 2, 0),
     # The model of `llama_values`.
-    "llama_tp2_pp2": (2, 2, 1, None, 2),
+    "llama_tp2_pp2": (2, 2, 1, None, 2, 0),
+    "mp_rank_pp2_vp2": (1, 2, 1, None, 4, 2),
 }
 SIZES = {
-    "vocab_size": 16,
     "hidden_size": 8,
     "ffn_hidden_size": 12,
     "num_attention_heads": 4,
@@ -44,7 +54,6 @@ SIZES = {
     "kv_channels": 4,
 }
 LLAMA_SIZES = {
-    "vocab_size": llama_values.PADDED,
     "hidden_size": llama_values.EMBED,
     "ffn_hidden_size": llama_values.FF,
     "num_attention_heads": llama_values.HEADS,
@@ -54,15 +63,37 @@ LLAMA_SIZES = {
 STEPS = 2
 
 
-def model_of(tp, pp, ep, experts, layers, *, is_llama):
-    sizes = dict(LLAMA_SIZES if is_llama else SIZES)
-    vocab_size = sizes.pop("vocab_size")
+def without_gpu(*, is_optimizer):
+    """Replaces the functions that are called on machines without a GPU, too."""
+    torch.cuda.current_device = lambda: "cpu"
+    torch.cuda.synchronize = lambda *_: None
+    torch.Tensor.cuda = lambda tensor: tensor
+    if not is_optimizer:
+        return
+    name_of, tensor_of = torch.Tensor.type, torch.tensor
+
+    def type_of(tensor, *args, **kwargs):
+        name = name_of(tensor, *args, **kwargs)
+        return name.replace("torch.", "torch.cuda.") if isinstance(name, str) else name
+
+    def tensor(*args, device=None, **kwargs):
+        del device
+        return tensor_of(*args, **kwargs)
+
+    torch.Tensor.type, torch.tensor = type_of, tensor
+
+
+def model_of(sample, chunk=None):
+    """The part of the model that a rank has; of its stage, one of the chunks."""
+    tp, pp, ep, experts, layers, chunks = SAMPLES[sample]
+    is_llama = sample.startswith("llama")
     config = TransformerConfig(
         num_layers=layers,
-        **sizes,
+        **(LLAMA_SIZES if is_llama else SIZES),
         use_cpu_initialization=True,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=chunks or None,
         expert_model_parallel_size=ep,
         num_moe_experts=experts,
         gated_linear_unit=True,
@@ -72,26 +103,34 @@ def model_of(tp, pp, ep, experts, layers, *, is_llama):
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
     )
+    place = {"ignore_virtual": False, "vp_stage": chunk} if chunks else {}
     model = GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_layer_local_spec(
             num_experts=experts, normalization="RMSNorm"
         ),
-        vocab_size=vocab_size,
+        # In a flat buffer, 13 rows end at no multiple of 64, as norms do.
+        vocab_size=13 if chunks else llama_values.PADDED if is_llama else 16,
         max_sequence_length=4,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(**place),
+        post_process=parallel_state.is_pipeline_last_stage(**place),
         share_embeddings_and_output_weights=is_llama,
         position_embedding_type="rope",
+        vp_stage=chunk,
     )
-    return model.bfloat16()
+    if not chunks:
+        return model.bfloat16()
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True
+    )
+    return DistributedDataParallel(config, ddp, Float16Module(config, model))
 
 
-def set_values(sharded, state):
+def set_sharded(sharded, state):
     """Fills what a rank has of a parameter with its part of the known values."""
     if isinstance(sharded, ShardedTensorFactory):
         for each in nested_values(sharded.build()):
-            set_values(each, state)
+            set_sharded(each, state)
         return
     name = sharded.key.removeprefix(f"optimizer.state.{state}.").removeprefix(
         "optimizer.state.fp32_param."
@@ -117,11 +156,90 @@ def optimizer_states(model, sharded):
     optimizer = {"state": state, "param_groups": [group]}
     optim_state_to_sharding_state(optimizer, ids)
     for number, master in enumerate(masters):
-        set_values(master, "fp32")
+        set_sharded(master, "fp32")
         for key in ("exp_avg", "exp_avg_sq"):
-            set_values(optimizer["state"][number][key], key)
+            set_sharded(optimizer["state"][number][key], key)
     optimizer["state"]["common_step"] = torch.tensor(float(STEPS))
     return {"optimizer": optimizer, "fp32_from_fp16_params": [masters]}
+
+
+def write_torch_dist(folder, sample):
+    model = model_of(sample)
+    sharded = model.sharded_state_dict()
+    with torch.no_grad():
+        for each in sharded.values():
+            if not isinstance(each, ShardedObject):
+                set_sharded(each, "fp32")
+    states = optimizer_states(model, sharded)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    content = {
+        "model": sharded,
+        "optimizer": states,
+        "iteration": STEPS,
+        "args": argparse.Namespace(lr=0.01, num_layers=SAMPLES[sample][4]),
+    }
+    dist_checkpointing.save(content, str(folder))
+
+
+def set_values(optimizer, chunks, stage):
+    """Fills the weights, masters and moments of a rank."""
+    for chunk, model in enumerate(chunks):
+        for name, parameter in model.module.module.named_parameters():
+            shape = tuple(parameter.shape)
+            known = {
+                key: torch.from_numpy(kv.known(key, f"{stage} {chunk} {name}", shape))
+                for key in kv.STATES
+            }
+            parameter.data.copy_(known["fp32"])
+            if (
+                parameter not in optimizer.model_param_gbuf_map
+                or parameter not in optimizer.model_param_group_index_map
+            ):
+                # This data-parallel rank has no range of it.
+                continue
+            part = optimizer._get_model_param_range_map(parameter)["param"]
+            states = optimizer._get_main_param_and_optimizer_states(parameter)
+            for key, state in (("fp32", "param"), *((k, k) for k in kv.STATES[1:])):
+                states[state].data.copy_(known[key].flatten()[part.start : part.end])
+
+
+def write_ranks(folder, sample):
+    _, pp, _, _, _, num_chunks = SAMPLES[sample]
+    chunks = [model_of(sample, chunk) for chunk in range(num_chunks)]
+    config = OptimizerConfig(
+        lr=0.01,
+        weight_decay=0.1,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+    )
+    (optimizer,) = get_megatron_optimizer(config, chunks).chained_optimizers
+    for _ in range(STEPS):
+        optimizer._init_optimizer_states_with_dummy_values()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    with torch.no_grad():
+        set_values(optimizer, chunks, stage)
+    folder = folder / f"mp_rank_00_{stage:03d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    optimizer.save_parameter_state(folder / "distrib_optim.pt")
+    if parallel_state.get_data_parallel_rank() == 0:
+        sizes = {
+            "pipeline_model_parallel_size": pp,
+            "virtual_pipeline_model_parallel_size": num_chunks,
+        }
+        content = {
+            "args": argparse.Namespace(**sizes),
+            "checkpoint_version": 3.0,
+            "iteration": STEPS,
+            **{
+                f"model{chunk}": model.state_dict_for_save_checkpoint()
+                for chunk, model in enumerate(chunks)
+            },
+            "optimizer": optimizer.state_dict(),
+        }
+        torch.save(content, folder / "model_optim_rng.pt")
+    torch.distributed.barrier()
 
 
 def main():
@@ -129,33 +247,19 @@ def main():
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("sample")
     arguments = parser.parse_args()
-    tp, pp, ep, experts, layers = SAMPLES[arguments.sample]
+    tp, pp, ep, _, _, chunks = SAMPLES[arguments.sample]
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(
-        tp, pp, expert_model_parallel_size=ep, create_gloo_process_groups=True
+        tp,
+        pp,
+        virtual_pipeline_model_parallel_size=chunks or None,
+        expert_model_parallel_size=ep,
+        create_gloo_process_groups=True,
     )
-    # They are called on machines without a GPU, too.
-    torch.cuda.current_device = lambda: "cpu"
-    torch.cuda.synchronize = lambda: None
-    torch.Tensor.cuda = lambda tensor: tensor
-    is_llama = arguments.sample.startswith("llama")
-    model = model_of(tp, pp, ep, experts, layers, is_llama=is_llama)
-    sharded = model.sharded_state_dict()
-    with torch.no_grad():
-        for each in sharded.values():
-            if not isinstance(each, ShardedObject):
-                set_values(each, "fp32")
-    states = optimizer_states(model, sharded)
+    without_gpu(is_optimizer=bool(chunks))
     folder = arguments.folder / arguments.sample / f"iter_{STEPS:07d}"
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.distributed.barrier()
-    content = {
-        "model": sharded,
-        "optimizer": states,
-        "iteration": STEPS,
-        "args": argparse.Namespace(lr=0.01, num_layers=layers),
-    }
-    dist_checkpointing.save(content, str(folder))
+    write = write_ranks if chunks else write_torch_dist
+    write(folder, arguments.sample)
     # Megatron's training loop writes it.
     latest = folder.parent / "latest_checkpointed_iteration.txt"
     latest.write_text(str(STEPS))

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import boxes, errors
-from elastic_ckpt.universal import moves, stored
+from elastic_ckpt.universal import moves
 from elastic_ckpt.universal.flat_ranges import boxes_of_range
-from elastic_ckpt.universal.formats import opened
+from elastic_ckpt.universal.formats import checkpoint as stored
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.plan import load_plan, spans
 from elastic_ckpt.universal.reading import read_checks
@@ -331,7 +331,7 @@ def read_checked(path, checksums, needed):
     tensor = stored.StoredTensor(
         name="w", dtype=np.dtype(np.uint8), shape=(size,), fragments=(fragment,)
     )
-    checkpoint = opened.OpenedCheckpoint(
+    checkpoint = stored.Checkpoint(
         format="test", tensors=[tensor], checksums=lambda _: checksums
     )
     parts = [boxes.Box(start=(a,), stop=(b,)) for a, b in needed]

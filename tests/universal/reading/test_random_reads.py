@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import boxes
-from elastic_ckpt.universal import stored
+from elastic_ckpt.universal.formats import checkpoint as stored
 from elastic_ckpt.universal.plan import load_plan
 from elastic_ckpt.universal.reading.transfer import Transfer
 from elastic_ckpt.universal.rules import matching

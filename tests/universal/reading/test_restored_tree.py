@@ -18,8 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.core import boxes, errors
-from elastic_ckpt.universal import moves, stored
-from elastic_ckpt.universal.formats import format_error, opened
+from elastic_ckpt.universal import moves
+from elastic_ckpt.universal.formats import checkpoint as stored
+from elastic_ckpt.universal.formats import format_error
 from elastic_ckpt.universal.plan import spans
 from elastic_ckpt.universal.reading import (
     byte_source,
@@ -35,7 +36,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def checkpoint_of(tensors):
-    return opened.OpenedCheckpoint(format="test", tensors=tensors)
+    return stored.Checkpoint(format="test", tensors=tensors)
 
 
 def read_tree(checkpoint, moves, fills, abstract, *, is_staged=False, **options):

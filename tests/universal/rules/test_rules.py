@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from elastic_ckpt.universal.formats import plain_values
+from elastic_ckpt.universal.formats import checkpoint
 from elastic_ckpt.universal.rules.layout import Layout, LayoutError
 from tests.universal.rules.relayout import (
     assert_same,
@@ -188,9 +188,9 @@ def test_a_block_scaled_weight_is_multiplied_by_its_scales():
 def test_a_layout_requires_values(required, fitting, others):
     made_by = layout(rule({"x": "n"}, {"k": "n"}), require={"config/act": required})
     for value in fitting:
-        made_by.with_values(plain_values.flatten({"config": {"act": value}}))
+        made_by.with_values(checkpoint.flatten({"config": {"act": value}}))
     for value in others:
-        values = plain_values.flatten({"config": {"act": value}})
+        values = checkpoint.flatten({"config": {"act": value}})
         with pytest.raises(LayoutError, match="layout: config/act"):
             made_by.with_values(values)
         with pytest.raises(LayoutError, match=", and has to be "):

@@ -13,19 +13,18 @@ from collections.abc import Collection, Sequence
 from etils import epath
 
 from elastic_ckpt.core import storage
-from elastic_ckpt.universal.formats import (
-    hugging_face,
-    plain_values,
-    source_files,
-)
+from elastic_ckpt.universal.formats import files
+from elastic_ckpt.universal.formats.checkpoint import Checkpoint, Checksum, flatten
 from elastic_ckpt.universal.formats.format_error import FormatError
-from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
-from elastic_ckpt.universal.stored import Checkpoint, Checksum
 
 FORMAT = "PEFT adapter"
 CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _BASE = "base_model_name_or_path"
+_REMEDY = (
+    f"set {_BASE} there to the path of the model, absolute or from that directory on;"
+    f" for the adapter alone, give the path of {_WEIGHTS[0]}"
+)
 
 
 def is_format(names: Collection[str]) -> bool:
@@ -40,8 +39,7 @@ def weights(path: epath.PathLike) -> epath.Path:
       FormatError: if there is none.
     """
     for name in _WEIGHTS:
-        file = epath.Path(path) / name
-        if file.exists():
+        if (file := epath.Path(path) / name).exists():
             return file
     raise FormatError(f"{path} has {CONFIG}, and neither {' nor '.join(_WEIGHTS)}")
 
@@ -54,17 +52,23 @@ def base(path: epath.PathLike) -> epath.Path:
     """
     found = storage.absolute(path)
     config = found / CONFIG
-    fields = source_files.read_json(config)
+    fields = files.read_json(config)
     named, revision = fields.get(_BASE), fields.get("revision")
-    if not isinstance(named, str) or not named:
+    if not isinstance(named, str) or not named or not named.isprintable():
         raise FormatError(f"{config} has no {_BASE}; {_REMEDY}")
-    for each in (named, revision):
-        if isinstance(each, str) and not _is_printable(each):
-            raise FormatError(f"{config} names {each[:60]!a}, which is no {_BASE}")
-    for part in pathlib.PurePosixPath(named).parts:
+    for part in pathlib.PurePosixPath(named[: files.MOST_NAME_BYTES]).parts:
         found = found.parent if part == ".." else found / part
-    if hugging_face.is_id(named) or not found.exists():
-        found = _cached(config, named, revision)
+    if named.startswith(files.SCHEME) or not found.exists():
+        name = named.removeprefix(files.SCHEME)
+        if isinstance(revision, str) and "@" not in name:
+            name = f"{name}@{revision}"
+        try:
+            found = epath.Path(files.resolved(files.SCHEME + name))
+        except FormatError as error:
+            raise FormatError(
+                f"{config} has the {_BASE} {named!r}, which is no directory here:"
+                f" {error}; or {_REMEDY}"
+            ) from None
     if (found / CONFIG).exists():
         raise FormatError(
             f"{config} has the {_BASE} {named!r}, which is an adapter, too; convert it"
@@ -73,32 +77,7 @@ def base(path: epath.PathLike) -> epath.Path:
     return found
 
 
-_REMEDY = (
-    f"set {_BASE} there to the path of the model, absolute or from that directory on;"
-    f" for the adapter alone, give the path of {_WEIGHTS[0]}"
-)
-
-
-def _is_printable(name: str) -> bool:
-    return len(name) <= source_files.MOST_NAME_BYTES and name.isprintable()
-
-
-def _cached(config: epath.Path, named: str, revision: object) -> epath.Path:
-    name = named.removeprefix(hugging_face.SCHEME)
-    if isinstance(revision, str) and "@" not in name:
-        name = f"{name}@{revision}"
-    try:
-        return epath.Path(hugging_face.snapshot(hugging_face.SCHEME + name))
-    except FormatError as error:
-        raise FormatError(
-            f"{config} has the {_BASE} {named!r}, which is no directory here: {error};"
-            f" or {_REMEDY}"
-        ) from None
-
-
-def joined(
-    path: epath.PathLike, adapter: Checkpoint, base: Checkpoint
-) -> OpenedCheckpoint:
+def joined(path: epath.PathLike, adapter: Checkpoint, base: Checkpoint) -> Checkpoint:
     """The checkpoint of an adapter and its base.
 
     Args:
@@ -109,18 +88,17 @@ def joined(
     Raises:
       FormatError: if both have a tensor of the same name.
     """
-    config = epath.Path(path) / CONFIG
-    values = plain_values.flatten({"adapter": source_files.read_json(config)})
+    values = flatten({"adapter": files.read_json(epath.Path(path) / CONFIG)})
     of_base = {tensor.name for tensor in base.tensors}
     for tensor in adapter.tensors:
         if tensor.name in of_base:
             raise FormatError(f"{path} has {tensor.name}, and so has its base")
-    files = {each.file for tensor in adapter.tensors for each in tensor.fragments}
+    held = {each.file for tensor in adapter.tensors for each in tensor.fragments}
 
     def checksums(file: str) -> Sequence[Checksum]:
-        return (adapter if file in files else base).checksums(file)
+        return (adapter if file in held else base).checksums(file)
 
-    return OpenedCheckpoint(
+    return Checkpoint(
         format=f"{FORMAT} of {base.format}",
         tensors=(*base.tensors, *adapter.tensors),
         axes=base.axes,

@@ -1,6 +1,11 @@
 """Files of checkpoints of other programs: opened, and read whole or in parts.
 
 A file is a regular one, since reading a pipe would not end. JSON has no name twice.
+
+`hf://org/name` is a model in the cache of the Hugging Face hub on this machine. The
+network is never used: `hf download org/name` fills the cache. A folder
+`models--org--name` has `refs/<revision>`, the commit of a branch or tag, and
+`snapshots/<commit>/`, the files.
 """
 
 from __future__ import annotations
@@ -8,9 +13,10 @@ from __future__ import annotations
 import bisect
 import json
 import os
+import pathlib
 import re
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import IO, Any, TypeGuard
 
 from etils import epath
@@ -18,11 +24,13 @@ from etils import epath
 from elastic_ckpt.core import bucket_clients, storage
 from elastic_ckpt.universal.formats.format_error import FormatError
 
+SCHEME = "hf://"
 # The most of a file that has the name of another.
 MOST_NAME_BYTES = 1000
 # Reading so many bytes costs less than another request.
 GAP_BYTES = 64 << 10
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_ID = re.compile(r"((?:[\w-][\w.-]*/)?[\w-][\w.-]*)(?:@([\w-][\w.-]*(?:/[\w.-]+)*))?")
 
 
 def opened(path: epath.PathLike) -> IO[bytes]:
@@ -45,12 +53,8 @@ def opened(path: epath.PathLike) -> IO[bytes]:
 def read(path: epath.PathLike, *, most_bytes: int | None = None) -> bytes:
     """The content of a file.
 
-    Args:
-      path: local, or in a bucket.
-      most_bytes: the limit; None if there is none.
-
     Raises:
-      FormatError: if the file is missing, or larger.
+      FormatError: if the file is missing, or has more than `most_bytes`.
     """
     with opened(path) as file:
         num_bytes = file.seek(0, 2)
@@ -62,6 +66,15 @@ def read(path: epath.PathLike, *, most_bytes: int | None = None) -> bytes:
         return file.read(num_bytes)
 
 
+def read_name(path: epath.PathLike) -> str:
+    """The name of another file or directory, which is all that a file has.
+
+    Raises:
+      FormatError: if the file is missing, or longer than a name.
+    """
+    return read(path, most_bytes=MOST_NAME_BYTES).decode("utf-8", "replace").strip()
+
+
 def is_plain_name(name: object) -> TypeGuard[str]:
     """Whether a value is the name of a file that leads to no other directory."""
     return isinstance(name, str) and _PLAIN_NAME.fullmatch(name) is not None
@@ -69,9 +82,6 @@ def is_plain_name(name: object) -> TypeGuard[str]:
 
 def read_json(path: epath.PathLike) -> dict[str, Any]:
     """The JSON object that a file holds.
-
-    Args:
-      path: local, or in a bucket.
 
     Raises:
       FormatError: if the file is missing, or as `parse_json`.
@@ -105,8 +115,8 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-class ByteWindows:
-    """Many small parts of a file, in memory.
+def windows(path: str, spans: Iterable[tuple[int, int]]) -> Callable[[int, int], bytes]:
+    """Reads many small parts of a file, and returns a function that has them.
 
     Checkpoints with a header for each tensor need a few hundred bytes at many places.
     Near parts are read together, and those of a file in a bucket by parallel requests.
@@ -114,20 +124,21 @@ class ByteWindows:
     Args:
       path: local, or in a bucket.
       spans: the first byte and the byte after the last of each part.
+
+    Returns:
+      A function of the first byte, which lies in one of the parts, and a number of
+      bytes; it has fewer if the part ends before.
     """
+    merged = merged_spans(spans, gap_bytes=GAP_BYTES)
+    starts, stops = [start for start, _ in merged], [stop for _, stop in merged]
+    parts = _read_parts(path, starts, stops)
 
-    def __init__(self, path: epath.PathLike, spans: Sequence[tuple[int, int]]) -> None:
-        merged = merged_spans(spans, gap_bytes=GAP_BYTES)
-        self._starts = [start for start, _ in merged]
-        self._parts = _read_spans(os.fspath(path), merged)
+    def read_at(start: int, size: int) -> bytes:
+        number = bisect.bisect_right(starts, start) - 1
+        at = start - starts[number]
+        return parts[number][at : at + size]
 
-    def read(self, start: int, size: int) -> bytes:
-        """Bytes from `start` on; fewer if the part that has the first ends before."""
-        number = bisect.bisect_right(self._starts, start) - 1
-        if number < 0 or size < 0:
-            return b""
-        at = start - self._starts[number]
-        return self._parts[number][at : at + size]
+    return read_at
 
 
 def merged_spans(
@@ -143,10 +154,56 @@ def merged_spans(
     return merged
 
 
-def _read_spans(path: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+def _read_parts(path: str, starts: Sequence[int], stops: Sequence[int]) -> list[bytes]:
     if storage.is_local(path):
-        with open(path, "rb") as file:
-            return [os.pread(file.fileno(), b - a, a) for a, b in spans]
+        with opened(path) as file:
+            spans = zip(starts, stops, strict=True)
+            return [
+                os.pread(file.fileno(), stop - start, start) for start, stop in spans
+            ]
     system, name = bucket_clients.opened(path)
-    starts, stops = [a for a, _ in spans], [b for _, b in spans]
-    return list(system.cat_ranges([name] * len(spans), starts, stops, on_error="raise"))
+    return list(
+        system.cat_ranges([name] * len(starts), starts, stops, on_error="raise")
+    )
+
+
+def resolved(path: epath.PathLike) -> epath.PathLike:
+    """The path; that of the files in the hub's cache, if it is the id of a model.
+
+    Args:
+      path: a path, or `hf://org/name`, or `hf://org/name@revision` with a branch, a tag
+        or a commit; without it the branch `main`. `HF_HUB_CACHE` or `HF_HOME` lead to
+        the cache.
+
+    Raises:
+      FormatError: if it is no such id, or the cache does not have the model.
+    """
+    text = str(path)
+    if not text.startswith(SCHEME):
+        return path
+    match = _ID.fullmatch(text.removeprefix(SCHEME))
+    if match is None or ".." in text:
+        raise FormatError(
+            f"{text} is no id of a model; it is hf://org/name or hf://org/name@revision"
+        )
+    name, revision = match[1], match[2] or "main"
+    folder = _cache() / f"models--{name.replace('/', '--')}"
+    reference = folder / "refs" / revision
+    commit = read_name(reference) if reference.is_file() else revision
+    found = folder / "snapshots" / commit
+    if not is_plain_name(commit) or not found.is_dir():
+        of_revision = f" --revision {revision}" if match[2] else ""
+        raise FormatError(
+            f"{text} is not in the cache of the hub ({folder}), and it is never"
+            f" downloaded here: run `hf download {name}{of_revision}`, or set HF_HOME"
+            " or HF_HUB_CACHE to the cache that has it"
+        )
+    return found
+
+
+def _cache() -> pathlib.Path:
+    # As huggingface_hub finds it.
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
+    hub = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
+    return pathlib.Path(hub).expanduser()

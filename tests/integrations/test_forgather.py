@@ -16,9 +16,9 @@ from elastic_ckpt.integrations import forgather
 from elastic_ckpt.universal.formats.format_error import FormatError
 from tests.checkpoint.components import test_component
 from tests.checkpoint.components.test_encoding import same
-from tests.universal.formats.fragment_values import values_of
+from tests.universal.formats.stored_values import read
 
-GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "forgather"
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "forgather"
 VALUES = np.load(GOLDEN / "values.npz")
 HYBRID = "pipeline-2x2"
 
@@ -77,7 +77,7 @@ def test_weights_of_all_stages_are_read_by_universal(trainer, prefix):
     assert len(tensors) == 2
     for tensor in tensors:
         expected = VALUES[f"{prefix}{tensor.name}"]
-        assert values_of(tensor).tobytes() == expected.tobytes()
+        assert read(tensor).tobytes() == expected.tobytes()
 
 
 class Scheduler:

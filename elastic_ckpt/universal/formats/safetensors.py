@@ -1,0 +1,122 @@
+"""Safetensors files: a JSON header, and the values of its tensors behind it.
+
+The header is checked before a value is read: every tensor has exactly the bytes of its
+shape, and together they are the rest of the file, without gaps or overlaps. There are
+no checksums.
+"""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+from etils import epath
+
+from elastic_ckpt.universal.formats import files
+from elastic_ckpt.universal.formats.checkpoint import (
+    StoredTensor,
+    checked_shape,
+    contiguous,
+)
+from elastic_ckpt.universal.formats.format_error import FormatError
+
+MOST_HEADER_BYTES = 100 << 20
+
+_DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+    "C64": np.dtype(np.complex64),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+# In the header of parts of tensors, which PyTorch's distributed checkpoints may write.
+_SHARDING = "DCP_SHARDING_INFO"
+
+
+def dtype_name(dtype: np.dtype) -> str:
+    """The name of a dtype in headers.
+
+    Raises:
+      FormatError: if the format has no such dtype.
+    """
+    if dtype not in _NAMES:
+        raise FormatError(
+            f"safetensors has no dtype {dtype}; cast such tensors, to one of"
+            f" {sorted(map(str, _NAMES))}"
+        )
+    return _NAMES[dtype]
+
+
+def read_header(path: epath.PathLike) -> tuple[list[StoredTensor], dict[str, str]]:
+    """The tensors of a file, in its order, and texts by name; no values are read.
+
+    Raises:
+      FormatError: if it is no such file, is cut short, or has parts of tensors.
+    """
+    with files.opened(path) as file:
+        total = file.seek(0, 2)
+        file.seek(0)
+        size = int.from_bytes(file.read(8), "little")
+        if not 2 <= size <= min(MOST_HEADER_BYTES, total - 8):
+            raise FormatError(
+                f"{path} is no safetensors file, or is cut short: its header would"
+                f" have {size} bytes, and the file has {total}"
+            )
+        fields = files.parse_json(file.read(size), f"the header of {path}")
+    texts = fields.pop("__metadata__", None) or {}
+    if _SHARDING in texts:
+        raise FormatError(
+            f"{path} has parts of tensors of a distributed checkpoint; join them"
+            " with torch.distributed.checkpoint's consolidate_safetensors_files,"
+            " or save with enable_consolidation=True"
+        )
+    tensors, at = [], 0
+    try:
+        texts = {key: str(text) for key, text in texts.items()}
+        ordered = sorted(fields.items(), key=lambda item: item[1]["data_offsets"])
+        for name, field in ordered:
+            place, dtype = f"{path}: {name:.1000}", _DTYPES.get(field["dtype"])
+            if dtype is None:
+                raise FormatError(
+                    f"{place} has the dtype {field['dtype']!r:.60}, which is not read;"
+                    f" those that are: {', '.join(_DTYPES)}"
+                )
+            shape = checked_shape(field["shape"], place)
+            stop = at + math.prod(shape) * dtype.itemsize
+            if field["data_offsets"] != [at, stop]:
+                raise FormatError(
+                    f"{place} has the data_offsets {field['data_offsets']!r:.60}, and"
+                    f" its values of the shape {shape} would be at {[at, stop]}: the"
+                    " header is damaged"
+                )
+            fragments = contiguous(
+                shape, dtype.itemsize, file=str(path), offset=8 + size + at
+            )
+            tensors.append(
+                StoredTensor(name=name, dtype=dtype, shape=shape, fragments=fragments)
+            )
+            at = stop
+    except (AttributeError, ValueError, TypeError, KeyError) as error:
+        raise FormatError(
+            f"{path} has a header that is no safetensors header: {error!r:.200}"
+        ) from None
+    if 8 + size + at != total:
+        raise FormatError(
+            f"{path} has {total - 8 - size} bytes of values, and its header describes"
+            f" {at}"
+        )
+    return tensors, texts

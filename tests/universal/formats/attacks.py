@@ -1,0 +1,118 @@
+"""Damages files of samples and opens them, in a process with limited memory.
+
+    python -m tests.universal.formats.attacks DIRECTORY FIRST_SEED LAST_SEED
+
+prints what happened, as JSON: by sample the number of damaged checkpoints that were
+refused, and what was wrong: errors that are not one line with the path, other errors,
+and values that differ although the file has checksums.
+"""
+
+import binascii
+import io
+import json
+import pathlib
+import random
+import resource
+import struct
+import sys
+import zipfile
+
+from elastic_ckpt.core import errors
+from tests.universal.formats import stored_values
+
+SAMPLES = [
+    *("dcp", "weights/single", "weights/sharded", "orbax", "safetensors"),
+    *("deepspeed/zero1_dp2", "deepspeed/zero3_tp2_dp2", "deepspeed/zero3_muon_dp2"),
+    *("deepspeed/zero1_dp2_universal", "megatron/torch_dist_ep2"),
+    *("megatron/mp_rank_pp2_vp2", "forgather/pipeline-2x2"),
+]
+# Files whose parts have checksums.
+_ZIPS = (".pt", ".bin", ".distcp")
+_OPCODES = b"()]}.0acehjqrstuRQbBCGJKMNX\x81\x85\x86\x87\x8a\x8c\x8f\x90\x91\x93\x94"
+
+
+def cut(content, other, rng):
+    """The content, cut short."""
+    del other
+    return content[: rng.choice((0, len(content) // 2, max(0, len(content) - 1)))]
+
+
+def flipped(content, other, rng):
+    """The content with up to four changed bytes."""
+    del other
+    changed = bytearray(content or b"x")
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        at = rng.randrange(len(changed))
+        new = rng.choice((*_OPCODES, 0, 0x7F, 0x80, 0xFF, changed[at] ^ 1))
+        changed[at] = new
+    return bytes(changed)
+
+
+def swapped(content, other, rng):
+    """Another file of the checkpoint."""
+    del content, rng
+    return other
+
+
+def with_changed_pickle(content, other, rng):
+    """The content with changes in its pickle, whose CRC-32 is made to fit."""
+    del other
+    path = stored_values.DATA / "weights" / "single" / "pytorch_model.bin"
+    if content[:2] != b"PK" or b"PK\5\6" not in content[-100:]:
+        content = path.read_bytes()
+    changed = bytearray(content)
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith("data.pkl"))
+        entry = archive.getinfo(name)
+    lengths = struct.unpack_from("<HH", content, entry.header_offset + 26)
+    start = entry.header_offset + 30 + sum(lengths)
+    pickled = flipped(content[start : start + entry.file_size], b"", rng)
+    changed[start : start + entry.file_size] = pickled
+    # The directory, behind all entries, has the number that counts.
+    at = content.rindex(entry.CRC.to_bytes(4, "little"))
+    changed[at : at + 4] = binascii.crc32(pickled).to_bytes(4, "little")
+    return bytes(changed)
+
+
+def attack(name, directory, seeds):
+    """The number of refused checkpoints, and what was wrong."""
+    path = stored_values.sample(name, directory)
+    before = stored_values.contents(path)
+    assert any(isinstance(key, tuple) for key in before), "there are no tensors"
+    files = sorted(each for each in path.rglob("*") if each.is_file())
+    num_refused, wrong = 0, []
+    for seed in seeds:
+        for damage in (cut, flipped, swapped, with_changed_pickle):
+            rng = random.Random(f"{name} {seed} {damage.__name__}")
+            file, other = rng.choice(files), rng.choice(files)
+            content = file.read_bytes()
+            file.write_bytes(damage(content, other.read_bytes(), rng))
+            place = f"{damage.__name__} {seed}: {file.relative_to(path)}"
+            try:
+                after = stored_values.contents(path)
+                if damage in (cut, flipped) and file.suffix in _ZIPS:
+                    wrong += [f"{place}: differs"] if after != before else []
+            except errors.CheckpointError as error:
+                num_refused += 1
+                is_clear = str(directory) in str(error) and "\n" not in str(error)
+                wrong += [] if is_clear else [f"{place}: {error}"]
+            except Exception as error:
+                wrong.append(f"{place}: {error!r}")
+            file.write_bytes(content)
+    if stored_values.contents(path) != before:
+        wrong.append("the files were changed")
+    return num_refused, wrong
+
+
+def main(directory, first, last):
+    """Attacks all samples; what memory they cannot get is an error."""
+    with open("/proc/self/statm") as file:
+        held = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + (4 << 30), resource.RLIM_INFINITY))
+    seeds = range(int(first), int(last))
+    folder = pathlib.Path(directory)
+    print(json.dumps({name: attack(name, folder, seeds) for name in SAMPLES}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
