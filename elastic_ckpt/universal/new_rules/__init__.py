@@ -1,0 +1,1 @@
+"""The algebra of layouts: rules, matched with a checkpoint, become moves."""

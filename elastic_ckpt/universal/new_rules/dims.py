@@ -1,0 +1,291 @@
+"""Dims expressions: `(kv@tp (q + k + v) d) embed` names what the dims consist of.
+
+An expression has a node for each dim. Named sizes and the numbers of ranks give its
+length, and `cut` finds which indices of the names lie where along it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+
+from elastic_ckpt.universal.rules.layout_error import LayoutError
+
+# Dims of a tensor that are not named, the same on both sides.
+REST = "..."
+
+# By name: the first index, their number, and by how much one advances along the dim.
+Ranges = dict[str, tuple[int, int, int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Name:
+    """A named dim."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """`(a b)`, in row-major order; `1` has no parts."""
+
+    parts: tuple[Node, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """`(a + b)`: one after the other."""
+
+    parts: tuple[Node, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """`a@tp`: the part of a node on a rank; over several axes in row-major order."""
+
+    node: Node
+    axes: tuple[str, ...]
+
+    @property
+    def parts(self) -> tuple[Node, ...]:
+        """The node, as the parts of the others."""
+        return (self.node,)
+
+
+Node = Name | Product | Sum | Shard
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """What names stand for.
+
+    Attributes:
+      sizes: by name.
+      ranks: by axis, the number of the rank, and how many there are.
+      widths: by name and axis, the size on each rank, where they differ.
+    """
+
+    sizes: Mapping[str, int | Fraction]
+    ranks: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    widths: Mapping[str, Mapping[str, Sequence[int]]] = dataclasses.field(
+        default_factory=dict
+    )
+
+
+def parse(
+    text: str, *, has_blocks: bool = False
+) -> tuple[tuple[Node, ...], tuple[str, ...]]:
+    """The node and the block of each dim: of `out/128 in`, 128 and 1.
+
+    `...` is a name here.
+
+    Raises:
+      LayoutError: if the expression is malformed, or has blocks where it cannot.
+    """
+    parser = _Parser(text)
+    nodes, blocks = [], []
+    while parser.tokens:
+        is_rest = parser.at([REST])
+        nodes.append(Name(parser.take()) if is_rest else parser.factor())
+        blocks.append("1")
+        if has_blocks and parser.at("/"):
+            parser.take()
+            blocks[-1] = parser.take()
+            if not re.fullmatch(r"[1-9]\d*|[^\W\d]\w*", blocks[-1]):
+                raise parser.unexpected("the number of indices of a block", blocks[-1])
+    return tuple(nodes), tuple(blocks)
+
+
+class _Parser:
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self.tokens = re.findall(r"\w+|\.\.\.|\S", text)[::-1]
+
+    def at(self, tokens: Sequence[str]) -> bool:
+        return bool(self.tokens) and self.tokens[-1] in tokens
+
+    def take(self, expected: str = "") -> str:
+        token = self.tokens.pop() if self.tokens else "the end"
+        if expected and token != expected:
+            raise self.unexpected(expected, token)
+        return token
+
+    def factor(self) -> Node:
+        token = self.take()
+        node: Node = Name(token)
+        if token == "(":
+            node = self._sum()
+            self.take(")")
+        elif token == "1":
+            node = Product(())
+        elif not token.isidentifier():
+            raise self.unexpected("a name, 1 or (", token)
+        while self.at("@"):
+            self.take()
+            node = Shard(node, self._axes())
+        return node
+
+    def _axes(self) -> tuple[str, ...]:
+        axes = [self.take()]
+        if axes == ["("]:
+            axes = [self.take()]
+            while not self.at(")") and axes[-1].isidentifier():
+                axes.append(self.take())
+            self.take(")")
+        for axis in axes:
+            if not axis.isidentifier():
+                raise self.unexpected("a rank axis", axis)
+        return tuple(axes)
+
+    def _sum(self) -> Node:
+        addends = [self._product()]
+        while self.at("+"):
+            self.take()
+            addends.append(self._product())
+        return addends[0] if len(addends) == 1 else Sum(tuple(addends))
+
+    def _product(self) -> Node:
+        factors = [self.factor()]
+        while self.tokens and not self.at("+)"):
+            factors.append(self.factor())
+        return factors[0] if len(factors) == 1 else Product(tuple(factors))
+
+    def unexpected(self, expected: str, token: str) -> LayoutError:
+        return LayoutError(f"{self._text!r}: expected {expected}, not {token}")
+
+
+def parts(nodes: Sequence[Node]) -> list[frozenset[str]]:
+    """The names of each part: of one addend of every sum.
+
+    Raises:
+      LayoutError: if a name occurs twice in a part, or two parts have the same names.
+    """
+    found: list[frozenset[str]] = [frozenset()]
+    for node in nodes:
+        if isinstance(node, Name):
+            own = [frozenset({node.name})]
+        elif isinstance(node, Sum):
+            own = [part for each in node.parts for part in parts([each])]
+        else:
+            own = parts(node.parts)
+        for one, other in itertools.product(found, own):
+            if one & other:
+                raise LayoutError(f"{min(one & other)!r} occurs twice")
+        found = [one | other for one, other in itertools.product(found, own)]
+    if len(set(found)) < len(found):
+        raise LayoutError("two parts have the same names; name them differently")
+    return found
+
+
+def walk(nodes: Sequence[Node]) -> Iterator[Node]:
+    """All nodes, and those in them."""
+    for node in nodes:
+        yield node
+        if not isinstance(node, Name):
+            yield from walk(node.parts)
+
+
+@functools.lru_cache(maxsize=2**14)
+def names(nodes: tuple[Node, ...]) -> frozenset[str]:
+    """The names of dims."""
+    return frozenset(each.name for each in walk(nodes) if isinstance(each, Name))
+
+
+@functools.lru_cache(maxsize=2**14)
+def axes(nodes: tuple[Node, ...]) -> frozenset[str]:
+    """The rank axes."""
+    shards = (each.axes for each in walk(nodes) if isinstance(each, Shard))
+    return frozenset(axis for each in shards for axis in each)
+
+
+def length(node: Node, scope: Scope) -> int | Fraction:
+    """The length of a dim on one rank.
+
+    Raises:
+      KeyError: if `scope` lacks a size.
+    """
+    if isinstance(node, Name):
+        return scope.sizes[node.name]
+    if isinstance(node, Shard):
+        start, stop = _shard(node, scope)
+        return stop - start
+    lengths = [length(each, scope) for each in node.parts]
+    return sum(lengths) if isinstance(node, Sum) else math.prod(lengths)
+
+
+def _shard(shard: Shard, scope: Scope) -> tuple[int | Fraction, int | Fraction]:
+    number, count = 0, 1
+    for axis in shard.axes:
+        at, ranks = scope.ranks.get(axis, (0, 1))
+        number, count = number * ranks + at, count * ranks
+    if isinstance(shard.node, Name) and count > 1:
+        widths = scope.widths.get(shard.node.name, {}).get(shard.axes[0])
+        if widths is not None:
+            return sum(widths[:number]), sum(widths[: number + 1])
+    width = Fraction(length(shard.node, scope)) / count
+    return width * number, width * (number + 1)
+
+
+def cut(node: Node, first: int, last: int, scope: Scope) -> list[tuple[int, Ranges]]:
+    """Cuts the indices from `first` to before `last` into strips.
+
+    Returns:
+      Of each strip, where it begins after `first`, and the ranges of its names.
+    """
+    if first >= last:
+        return []
+    if isinstance(node, Name):
+        return [(0, {node.name: (first, last - first, 1)})]
+    if isinstance(node, Shard):
+        start = whole(_shard(node, scope)[0])
+        return cut(node.node, start + first, start + last, scope)
+    if isinstance(node, Product):
+        return _cut_product(node.parts, first, last, scope)
+    found, before = [], 0
+    for addend in node.parts:
+        after = before + whole(length(addend, scope))
+        start = max(first, before)
+        strips = cut(addend, start - before, min(last, after) - before, scope)
+        found += [(at + start - first, ranges) for at, ranges in strips]
+        before = after
+    return found
+
+
+def _cut_product(
+    factors: Sequence[Node], first: int, last: int, scope: Scope
+) -> list[tuple[int, Ranges]]:
+    if not factors:
+        return [(0, {})]
+    row = math.prod(whole(length(factor, scope)) for factor in factors[1:])
+    found, at = [], first
+    while at < last:
+        # A partial row, all whole rows, a partial row.
+        head, start = divmod(at, row)
+        rows = 0 if start else (last - at) // row
+        end, stop = head + max(1, rows), row if rows else min(row, last - head * row)
+        for outer_at, ranges in cut(factors[0], head, end, scope):
+            outer = {each: (n, num, by * row) for each, (n, num, by) in ranges.items()}
+            for inner_at, inner in _cut_product(factors[1:], start, stop, scope):
+                place = (head + outer_at) * row + start - first + inner_at
+                found.append((place, outer | inner))
+        at = end * row if rows else head * row + stop
+    return found
+
+
+def whole(size: int | Fraction) -> int:
+    """A length as an integer.
+
+    Raises:
+      LayoutError: if ranks cannot have equal parts of it.
+    """
+    if size.denominator != 1:
+        raise LayoutError(
+            f"{size.numerator} elements are not {size.denominator} equal parts; give "
+            "`widths`"
+        )
+    return int(size)

@@ -1,0 +1,234 @@
+"""Solves the sizes of named dims from the shapes of tensors, and computes with them.
+
+Shapes give equations, which are solved one unknown size at a time. Sizes and scales are
+also arithmetic on others: `d ** 0.5`, `heads / kv`; `bfloat16(x)` is x as that dtype
+has it.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from types import CodeType
+from typing import Any
+
+import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by its import
+import numpy as np
+
+from elastic_ckpt.universal.new_rules import dims
+from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.rule import Rule
+
+_ALLOWED = (
+    *(ast.Name, ast.Load, ast.Constant, ast.UnaryOp, ast.USub, ast.BinOp, ast.Call),
+    *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Pow),
+)
+_ROUNDED = ("bfloat16", "float16", "float32")
+_MOST_CHARACTERS = 200
+
+
+def _rounding(dtype: str) -> Any:
+    return lambda number: float(np.dtype(dtype).type(number))
+
+
+_FUNCTIONS = {"__builtins__": {}, **{dtype: _rounding(dtype) for dtype in _ROUNDED}}
+
+
+@functools.lru_cache(maxsize=2**10)
+def _compiled(expression: str) -> tuple[CodeType, frozenset[str]]:
+    # The code, and the sizes that it uses.
+    problem = f"{expression[:_MOST_CHARACTERS]!r} is no arithmetic on numbers and sizes"
+    try:
+        if len(expression) > _MOST_CHARACTERS:
+            raise SyntaxError("too long")
+        tree = ast.parse(expression.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise LayoutError(f"{problem}: {error}") from None
+    used = set()
+    for node in ast.walk(tree.body):
+        if not isinstance(node, _ALLOWED):
+            raise LayoutError(f"{problem}: {type(node).__name__} is not allowed")
+        if isinstance(node, ast.Name):
+            used.add(node.id)
+        if isinstance(node, ast.Constant):
+            if type(node.value) not in (int, float):
+                raise LayoutError(f"{problem}: {node.value!r} is no number")
+            # Powers of integers could take forever.
+            node.value = float(node.value)  # type: ignore[arg-type]
+        if isinstance(node, ast.Call) and not _is_rounding(node):
+            raise LayoutError(f"{problem}: only {', '.join(_ROUNDED)} are called")
+    return compile(tree, "size", "eval"), frozenset(used - _FUNCTIONS.keys())
+
+
+def _is_rounding(call: ast.Call) -> bool:
+    is_named = isinstance(call.func, ast.Name) and call.func.id in _ROUNDED
+    return is_named and len(call.args) == 1 and not call.keywords
+
+
+def names(expression: object) -> frozenset[str]:
+    """The sizes that arithmetic uses; none if it is a number.
+
+    Raises:
+      LayoutError: if it is a text that is no arithmetic on numbers and names.
+    """
+    return _compiled(expression)[1] if isinstance(expression, str) else frozenset()
+
+
+def value(expression: float | str, sizes: Mapping[str, Any]) -> float:
+    """The value of arithmetic, of which `sizes` has all names.
+
+    Raises:
+      LayoutError: if it has no finite value.
+    """
+    if not isinstance(expression, str):
+        return expression
+    code, used = _compiled(expression)
+    try:
+        number = eval(code, _FUNCTIONS, {name: float(sizes[name]) for name in used})
+        if isinstance(number, float) and math.isfinite(number):
+            return number
+    except (ArithmeticError, TypeError) as error:
+        raise LayoutError(f"{expression!r} has no value: {error}") from None
+    raise LayoutError(f"{expression!r} has no value: it is {number}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Equation:
+    """The length of a dim.
+
+    Attributes:
+      node: the dim.
+      length: of it on one rank.
+      ranks: the rank, as `dims.Scope`.
+      origin: the dim for people.
+      is_least: whether its length may be more: some values of a capture occur.
+    """
+
+    node: dims.Node
+    length: int
+    ranks: Mapping[str, tuple[int, int]]
+    origin: str
+    is_least: bool = False
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of the dim."""
+        return dims.names((self.node,))
+
+
+def solve(
+    rule: Rule, equations: Sequence[Equation], shared: Mapping[str, int]
+) -> dict[str, Fraction]:
+    """The sizes of a rule that equations and given sizes determine.
+
+    Args:
+      rule: with its given sizes and widths.
+      equations: of the shapes.
+      shared: sizes that other rules know, for those that are not determined.
+
+    Raises:
+      LayoutError: if no sizes fulfil the equations.
+    """
+    known = {
+        name: Fraction(size)
+        for name, size in rule.sizes.items()
+        if isinstance(size, int | float)
+    }
+    for name, by_axis in rule.widths.items():
+        known |= {name: Fraction(sum(widths)) for widths in by_axis.values()}
+    solved: tuple[str, Fraction] | None = ("", Fraction())
+    while solved is not None:
+        known = _computed(rule, known)
+        found = (_solved(each, rule, known) for each in equations)
+        solved = next(filter(None, found), None)
+        if solved is None:
+            unknown = {n for each in equations for n in each.names} - known.keys()
+            unknown |= {base for n in unknown for base in names(rule.sizes.get(n))}
+            lent = sorted(unknown & shared.keys() - known.keys())
+            solved = next(((name, Fraction(shared[name])) for name in lent), None)
+        if solved is not None:
+            known[solved[0]] = solved[1]
+    for each in equations:
+        if each.names <= known.keys():
+            _check(each, rule, known)
+    for name, size in rule.sizes.items():
+        if isinstance(size, str) and names(size) <= known.keys():
+            if known[name] != Fraction(value(size, known)):
+                raise LayoutError(
+                    f"{rule.text}: `sizes` has {name}: {size}, but the shapes make it"
+                    f" {known[name]}"
+                )
+    return known
+
+
+def _computed(rule: Rule, known: dict[str, Fraction]) -> dict[str, Fraction]:
+    # With the sizes that the rule computes from known ones.
+    more: dict[str, Fraction] | None = None
+    while more is None or more:
+        more = {
+            name: Fraction(value(size, known))
+            for name, size in rule.sizes.items()
+            if isinstance(size, str)
+            and name not in known
+            and names(size) <= known.keys()
+        }
+        known = {**known, **more}
+    return known
+
+
+def _solved(
+    equation: Equation, rule: Rule, known: dict[str, Fraction]
+) -> tuple[str, Fraction] | None:
+    # The one unknown size of an equation, or that the others are computed from.
+    unknown = equation.names - known.keys()
+    for _ in rule.sizes:
+        unknown = frozenset(
+            base
+            for name in unknown
+            for base in names(rule.sizes.get(name)) - known.keys() or {name}
+        )
+    if len(unknown) != 1:
+        return None
+    (name,) = unknown
+    lengths = []
+    for number in (1, 2, 3):
+        try:
+            sizes = _computed(rule, {**known, name: Fraction(number)})
+            lengths.append(_length(equation, rule, sizes))
+        except (LayoutError, KeyError):
+            return None
+    step = lengths[1] - lengths[0]
+    if not step or lengths[2] - lengths[1] != step:
+        return None
+    size = 1 + Fraction(equation.length - lengths[0]) / step
+    size = Fraction(math.ceil(size)) if equation.is_least else size
+    if size.denominator != 1 or size < 0:
+        raise _misfit(equation, rule, known, f"which no size of {name} makes")
+    return name, size
+
+
+def _check(equation: Equation, rule: Rule, known: dict[str, Fraction]) -> None:
+    made = _length(equation, rule, known)
+    if made < equation.length or (made > equation.length and not equation.is_least):
+        raise _misfit(equation, rule, known, f"not {made}")
+
+
+def _length(
+    equation: Equation, rule: Rule, known: Mapping[str, Fraction]
+) -> int | Fraction:
+    scope = dims.Scope(known, equation.ranks, rule.widths)
+    return dims.length(equation.node, scope)
+
+
+def _misfit(
+    equation: Equation, rule: Rule, known: Mapping[str, Fraction], expected: str
+) -> LayoutError:
+    made = (f"{name}={known[name]}" for name in sorted(equation.names & known.keys()))
+    return LayoutError(
+        f"{rule.text}: {equation.origin} is {equation.length}, {expected}: "
+        f"{', '.join(made) or 'nothing else is known'}"
+    )
