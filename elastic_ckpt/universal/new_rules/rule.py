@@ -406,7 +406,7 @@ class Planner:
         self._counts = dict(counts)
         for axis, count in self._numbered_ranks():
             self._counts[axis] = max(self._counts.get(axis, 1), count)
-        of_targets = frozenset().union(*(each.names for each in self._targets))
+        of_targets = frozenset().union(*(e.names - e.axes for e in self._targets))
         of_sources = frozenset().union(*(each.names for each in self._sources))
         # Rank axes that are coordinates of targets.
         self._coordinates = (of_targets - of_sources) & counts.keys()
@@ -445,7 +445,7 @@ class Planner:
                 slabs = self._slabs(tensor, len(made), items, shape, ())
                 keys = [frozenset(each.ranges) - tensor.reduced for each in slabs]
                 # An instance may lack what only one addend of a name has.
-                if has_sum and slabs and not held.intersection(keys):
+                if has_sum and not held.intersection(keys):
                     continue
                 made.append((number, captured, shape))
                 for key, slab in zip(keys, slabs, strict=True):

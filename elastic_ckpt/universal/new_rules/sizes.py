@@ -139,16 +139,14 @@ def solve(
         if isinstance(size, int | float)
     }
     for name, by_axis in rule.widths.items():
-        known |= {name: Fraction(sum(widths)) for widths in by_axis.values()}
+        known[name] = Fraction(sum(next(iter(by_axis.values()))))
     solved: tuple[str, Fraction] | None = ("", Fraction())
     while solved is not None:
         known = _computed(rule, known)
         found = (_solved(each, rule, known) for each in equations)
         solved = next(filter(None, found), None)
         if solved is None:
-            unknown = {n for each in equations for n in each.names} - known.keys()
-            unknown |= {base for n in unknown for base in names(rule.sizes.get(n))}
-            lent = sorted(unknown & shared.keys() - known.keys())
+            lent = sorted(shared.keys() - known.keys())
             solved = next(((name, Fraction(shared[name])) for name in lent), None)
         if solved is not None:
             known[solved[0]] = solved[1]

@@ -15,7 +15,9 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from elastic_ckpt.universal.rules import layout_file, name_pattern, relation
+from elastic_ckpt.universal.new_rules import names
+from elastic_ckpt.universal.new_rules.rule import ParsedRule
+from elastic_ckpt.universal.rules import layout_file
 from elastic_ckpt.universal.rules.checkpoint_value import (
     CheckpointValue,
     Required,
@@ -105,7 +107,7 @@ class Layout:
             if rule.kind is not None and rule.states is not None:
                 raise LayoutError(f"{rule.text}: choose one of `kind` and `states`")
             if rule.only != DIRECTIONS[1]:
-                relation.Relation(self.complete(rule), None)
+                ParsedRule(self.complete(rule))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Layout:
@@ -281,7 +283,7 @@ class Layout:
         }
         rules = [rule for rule in self.rules if rule.kind in (None, *kinds)]
         drop = tuple(
-            (rule.kind, name_pattern.parse(tensor.name).globbed)
+            (rule.kind, names.parse(tensor.name).globbed)
             for rule in self.rules
             if rule.kind not in (None, *kinds)
             for tensor in rule.source
