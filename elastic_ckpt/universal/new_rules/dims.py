@@ -90,73 +90,52 @@ def parse(
     parser = _Parser(text)
     nodes, blocks = [], []
     while parser.tokens:
-        is_rest = parser.at([REST])
+        is_rest = parser.tokens[-1] == REST
         nodes.append(Name(parser.take()) if is_rest else parser.factor())
-        blocks.append("1")
-        if has_blocks and parser.at("/"):
-            parser.take()
-            blocks[-1] = parser.take()
-            if not re.fullmatch(r"[1-9]\d*|[^\W\d]\w*", blocks[-1]):
-                raise parser.unexpected("the number of indices of a block", blocks[-1])
+        has_block = has_blocks and parser.at("/")
+        blocks.append(parser.take().strip("/ ") if has_block else "1")
     return tuple(nodes), tuple(blocks)
 
 
 class _Parser:
     def __init__(self, text: str) -> None:
         self._text = text
-        self.tokens = re.findall(r"\w+|\.\.\.|\S", text)[::-1]
+        axes = r"@\s*(?:\w+|\(\s*\w[\w\s]*\))"
+        blocks = r"/\s*(?:[1-9]\d*|[^\W\d]\w*)"
+        self.tokens = re.findall(rf"{axes}|{blocks}|\w+|\.\.\.|\S", text)[::-1]
 
-    def at(self, tokens: Sequence[str]) -> bool:
-        return bool(self.tokens) and self.tokens[-1] in tokens
+    def at(self, start: str) -> bool:
+        return bool(self.tokens) and self.tokens[-1].startswith(start)
 
-    def take(self, expected: str = "") -> str:
-        token = self.tokens.pop() if self.tokens else "the end"
-        if expected and token != expected:
-            raise self.unexpected(expected, token)
-        return token
+    def take(self) -> str:
+        return self.tokens.pop() if self.tokens else "the end"
 
     def factor(self) -> Node:
         token = self.take()
         node: Node = Name(token)
         if token == "(":
-            node = self._sum()
-            self.take(")")
+            node = self._addends()
         elif token == "1":
             node = Product(())
         elif not token.isidentifier():
-            raise self.unexpected("a name, 1 or (", token)
+            raise LayoutError(f"{self._text!r}: expected a name, 1 or (, not {token}")
         while self.at("@"):
-            self.take()
-            node = Shard(node, self._axes())
+            node = Shard(node, tuple(re.findall(r"\w+", self.take())))
         return node
 
-    def _axes(self) -> tuple[str, ...]:
-        axes = [self.take()]
-        if axes == ["("]:
-            axes = [self.take()]
-            while not self.at(")") and axes[-1].isidentifier():
-                axes.append(self.take())
-            self.take(")")
-        for axis in axes:
-            if not axis.isidentifier():
-                raise self.unexpected("a rank axis", axis)
-        return tuple(axes)
-
-    def _sum(self) -> Node:
-        addends = [self._product()]
-        while self.at("+"):
-            self.take()
-            addends.append(self._product())
-        return addends[0] if len(addends) == 1 else Sum(tuple(addends))
-
-    def _product(self) -> Node:
-        factors = [self.factor()]
-        while self.tokens and not self.at("+)"):
-            factors.append(self.factor())
-        return factors[0] if len(factors) == 1 else Product(tuple(factors))
-
-    def unexpected(self, expected: str, token: str) -> LayoutError:
-        return LayoutError(f"{self._text!r}: expected {expected}, not {token}")
+    def _addends(self) -> Node:
+        # What is in parentheses: addends, which have factors.
+        addends: list[list[Node]] = [[self.factor()]]
+        while not self.at(")"):
+            if self.at("+"):
+                self.take()
+                addends.append([])
+            addends[-1].append(self.factor())
+        self.take()
+        nodes = [
+            each[0] if len(each) == 1 else Product(tuple(each)) for each in addends
+        ]
+        return nodes[0] if len(nodes) == 1 else Sum(tuple(nodes))
 
 
 def parts(nodes: Sequence[Node]) -> list[frozenset[str]]:

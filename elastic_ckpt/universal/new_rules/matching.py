@@ -212,6 +212,8 @@ class _Matching:
           LayoutError: if the layout does not fit.
         """
         plans = self._plans()
+        if "rules do not fit" in self._problems:
+            self._raise()
         made: list[Move] = []
         fills: list[Fill] = []
         derived: list[Derived] = []
@@ -228,16 +230,10 @@ class _Matching:
                 derived += [_numbered(each, numbers) for each in plan.derived]
                 numbers += range(first, len(self._stored) + len(derived))
                 made += [
-                    Move(
-                        target=held[each.target].name,
-                        sizes=each.sizes,
-                        target_side=each.target_side,
-                        source=numbers[each.source],
-                        source_side=each.source_side,
-                        scale=each.scale,
-                        shift=each.shift,
+                    dataclasses.replace(
+                        each, target=held[target].name, source=numbers[each.source]
                     )
-                    for each in plan.copies
+                    for target, each in plan.moves
                 ]
                 for number, start, stop, value in plan.fills:
                     self._check_value(
@@ -320,7 +316,7 @@ class _Matching:
                 )
             shape, dtype = _viewed(tensor, owner.rule.sources[number])
             ranks = tuple(dict.fromkeys((*tensor.ranks, *alone)))
-            row = Row(number, captured, ranks, shape, dtype)
+            row = Row(number, (*ranks, *captured), shape, dtype)
             owner.groups.setdefault(kept, []).append((row, at))
         self._check_patterns(taken)
 
@@ -390,7 +386,7 @@ class _Matching:
             classes: dict[object, tuple[Kept, list[Kept]]] = {}
             found.append({})
             for kept, group in owner.groups.items():
-                group.sort(key=lambda each: each[0][:3])
+                group.sort(key=lambda each: each[0][:2])
                 given = self._first_targets(owner, kept) if self._given else []
                 shapes = tuple(each and each.shape for each in given)
                 key = (tuple([row for row, _ in group]), shapes)

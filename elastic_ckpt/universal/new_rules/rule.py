@@ -20,9 +20,15 @@ from typing import Any, Literal, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from elastic_ckpt.core import box_join, errors
+from elastic_ckpt.core import box_cover, box_join
 from elastic_ckpt.core.boxes import Boxes
-from elastic_ckpt.universal.new_moves import Derived, Operand, Side, TargetTensor
+from elastic_ckpt.universal.new_moves import (
+    Derived,
+    Move,
+    Operand,
+    Side,
+    TargetTensor,
+)
 from elastic_ckpt.universal.new_rules import dims, names, sizes
 from elastic_ckpt.universal.new_rules.names import Value
 from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue
@@ -52,10 +58,14 @@ _LIST_IT = "list it in `replicated`, `unchecked`, `mean` or `sum`"
 
 # Values of captures, or numbers of ranks, by their keys.
 Items = tuple[tuple[str, Any], ...]
-# What identifies a tensor of an instance: its pattern, captures, and ranks.
-Key = tuple[int, Items, Items]
-# Boxes of a tensor: where each begins, and the ranges of its names, as of `Slab`.
-Strips = list[tuple[tuple[int, ...], dict[str, tuple[int, int, int, int]]]]
+# By axis: the number of a rank, and of all.
+Ranks = tuple[tuple[str, tuple[int, int]], ...]
+# What identifies a tensor of an instance: its pattern, and values.
+Key = tuple[int, Items]
+# The first coordinate, their number, the dim that it advances along, and by how much.
+Range = tuple[int, int, int, int]
+# Of a coordinate that dims do not give.
+_POINT = (0, 1, -1, 0)
 How = Literal["equal", "mean", "sum", "times", "plus"]
 
 
@@ -111,9 +121,9 @@ class Tensor:
         return dims.axes(self.nodes)
 
     @functools.cached_property
-    def numbered(self) -> frozenset[str]:
-        """The rank axes whose number is in its name."""
-        return self.axes & {each.key for each in self.name.captures}
+    def keys(self) -> frozenset[str]:
+        """The keys of its captures."""
+        return frozenset(each.key for each in self.name.captures)
 
     @functools.cached_property
     def has_sum(self) -> bool:
@@ -275,34 +285,16 @@ class Row(NamedTuple):
 
     Attributes:
       pattern: the number of its pattern among the sources.
-      captured: the values of captures that are not kept.
-      ranks: of the rank that saved it, by axis.
+      values: the numbers of its rank by axis, and the values of captures that are not
+        kept.
       shape: in elements.
       dtype: of its elements.
     """
 
     pattern: int
-    captured: Items
-    ranks: Items
+    values: Items
     shape: tuple[int, ...]
     dtype: np.dtype
-
-
-class Slab(NamedTuple):
-    """A box of coordinates in a tensor.
-
-    Attributes:
-      pattern: of the tensor.
-      tensor: its number: of the target, or of the row or derived tensor.
-      start: the index of its first element.
-      ranges: by name, the first coordinate, their number, the dim that it advances
-        along (-1 if it is in the name), and by how much.
-    """
-
-    pattern: Tensor
-    tensor: int
-    start: tuple[int, ...]
-    ranges: dict[str, tuple[int, int, int, int]]
 
 
 class Made(NamedTuple):
@@ -312,42 +304,29 @@ class Made(NamedTuple):
       pattern: the number of its pattern.
       captured: the values of captures that are not kept.
       shape: in elements.
-      sources: the dtypes of its sources, and whether scales are missing.
+      sources: the dtypes of its sources, and whether they lack scales.
     """
 
     pattern: int
-    captured: dict[str, Value]
+    captured: Mapping[str, Value]
     shape: tuple[int, ...]
     sources: frozenset[tuple[np.dtype, bool]]
 
 
-class Copy(NamedTuple):
-    """A move between numbers: of the target, and of the row or derived tensor."""
-
-    target: int
-    sizes: tuple[int, ...]
-    target_side: Side
-    source: int
-    source_side: Side
-    scale: float
-    shift: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What an instance makes; those that differ in kept captures share one.
 
     Attributes:
       targets: the tensors that it makes.
       derived: the tensors that it derives, of rows; their numbers follow those.
-      copies: into the targets.
+      moves: the number of the target of each, and a move that has none, of rows.
       fills: by target, a box of padding, and its value.
       sizes: of the names.
     """
 
     targets: list[Made]
     derived: list[Derived]
-    copies: list[Copy]
+    moves: list[tuple[int, Move]]
     fills: list[tuple[int, tuple[int, ...], tuple[int, ...], float]]
     sizes: Mapping[str, int]
 
@@ -365,12 +344,37 @@ class Tree(NamedTuple):
     search: Callable[[int], Sequence[Mapping[str, Value]]]
 
 
-class Planner:
-    """Plans an instance of a rule.
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Strip:
+    """A box of the coordinates that dims give.
 
     Attributes:
-      sizes: of the names.
+      start: the index of its first element.
+      ranges: by name.
     """
+
+    start: tuple[int, ...]
+    ranges: Mapping[str, Range]
+
+
+class Slab(NamedTuple):
+    """A box of coordinates in a tensor.
+
+    Attributes:
+      pattern: of the tensor.
+      tensor: its number: of the target, or of the row or derived tensor.
+      strip: what dims give.
+      ranges: all ranges; those that are in the name advance along dim -1.
+    """
+
+    pattern: Tensor
+    tensor: int
+    strip: Strip
+    ranges: Mapping[str, Range]
+
+
+class Planner:
+    """Plans an instance of a rule."""
 
     def __init__(
         self,
@@ -398,35 +402,38 @@ class Planner:
         rest = len(rows[0].shape) - len(rule.sources[rows[0].pattern].dims) + 1
         self._sources = [each.with_rest(rest) for each in rule.sources]
         self._targets = [each.with_rest(rest) for each in rule.targets]
+        # The captures of targets that only those which exist tell.
         self._listed = {
             number: tree.search(number)
             for number, each in enumerate(self._targets)
-            if tree and any(self._is_unknown(each, c) for c in each.name.captures)
+            if tree and each.keys & (each.axes | each.reduced - rule.rule.sizes.keys())
         }
         self._counts = dict(counts)
-        for axis, count in self._numbered_ranks():
-            self._counts[axis] = max(self._counts.get(axis, 1), count)
-        of_targets = frozenset().union(*(e.names - e.axes for e in self._targets))
+        values = [(self._sources[each.pattern].axes, each.values) for each in rows]
+        for number, found in self._listed.items():
+            values += [(self._targets[number].axes, tuple(e.items())) for e in found]
+        for axes, items in values:
+            for axis, number in items if axes else ():
+                if axis in axes:
+                    self._counts[axis] = max(self._counts.get(axis, 1), number + 1)
         of_sources = frozenset().union(*(each.names for each in self._sources))
+        of_targets = frozenset().union(*(e.names - e.axes for e in self._targets))
         # Rank axes that are coordinates of targets.
         self._coordinates = (of_targets - of_sources) & counts.keys()
-        self._ranks = functools.cache(self._ranks_of)
         self._strips = functools.cache(self._strips_of)
         self._points = functools.cache(self._points_of)
-        self._shape = functools.cache(self._shape_of)
-        self._arithmetic = functools.cache(self._arithmetic_of)
         self._along = functools.cache(self._along_of)
-        self._used_ranks = functools.cache(self._used_ranks_of)
-        self._expected = functools.cache(self._expected_of)
+        self._places = functools.cache(self._places_of)
+        self._arithmetic = functools.cache(self._arithmetic_of)
         solved = sizes.solve(rule.rule, list(self._equations()), shared)
-        self.sizes = {n: int(s) for n, s in solved.items() if s.denominator == 1}
+        self._sizes = {n: int(s) for n, s in solved.items() if s.denominator == 1}
         self._numbers = {n: float(s) for n, s in solved.items()}
         self._derived: list[Derived] = []
-        # Of rows and derived tensors: the dtype of targets, and whether scales miss.
+        # Of rows and derived tensors: the dtype of targets, and whether scales lack.
         self._dtypes: dict[int, tuple[np.dtype, bool]] = {}
 
     def plan(self) -> Plan:
-        """The copies of the instance, and what it makes.
+        """What the instance makes, and of what.
 
         Raises:
           LayoutError: if the sides do not fit: an element is filled twice or never.
@@ -437,12 +444,13 @@ class Planner:
             by_names[frozenset(slab.ranges)][0].append(slab)
         held = set(by_names)
         has_sum = any(each.has_sum for each in (*self._sources, *self._targets))
-        made: list[tuple[int, dict[str, Value], tuple[int, ...]]] = []
+        made: list[tuple[int, Mapping[str, Value], tuple[int, ...]]] = []
         for number, tensor in enumerate(self._targets):
             for captured in self._captured(number):
                 items = tuple(captured.items())
-                shape = self._shape(tensor, self._ranks(tensor, (), items))
-                slabs = self._slabs(tensor, len(made), items, shape, ())
+                scope = self._scope(tensor, tensor.dims, self._ranks(tensor, items))
+                shape = tuple(dims.whole(dims.length(n, scope)) for n in tensor.dims)
+                slabs = list(self._slabs(tensor, len(made), items, shape))
                 keys = [frozenset(each.ranges) - tensor.reduced for each in slabs]
                 # An instance may lack what only one addend of a name has.
                 if has_sum and not held.intersection(keys):
@@ -450,7 +458,7 @@ class Planner:
                 made.append((number, captured, shape))
                 for key, slab in zip(keys, slabs, strict=True):
                     by_names[key][1].append(slab)
-        copies: list[Copy] = []
+        moves: list[tuple[int, Move]] = []
         fills = []
         pad = self._rule.rule.pad
         for key, (froms, tos) in by_names.items():
@@ -459,43 +467,28 @@ class Planner:
                 value = pad[padding] if self._state in SHIFTED else 0.0
                 for slab in tos:
                     factors = ((dim, by, n) for _, n, dim, by in slab.ranges.values())
-                    boxes = boxes_of(slab.start, factors)
+                    boxes = boxes_of(slab.strip.start, factors)
                     fills += [(slab.tensor, *box, value) for box in boxes]
             elif padding is None and froms and tos:
-                copies += self._copies(sorted(key), froms, tos)
+                moves += self._moves(sorted(key), froms, tos)
             else:
-                self._check_empty(froms or tos, padding, by_names)
+                raise self._misfit((froms or tos)[0], padding, by_names)
         found: dict[int, set[tuple[np.dtype, bool]]] = collections.defaultdict(set)
-        for each in copies:
-            found[each.target].add(self._dtypes[each.source])
-        targets = [Made(*each, frozenset(found[n])) for n, each in enumerate(made)]
-        return Plan(targets, self._derived, copies, fills, self.sizes)
-
-    def _is_unknown(self, tensor: Tensor, capture: names.Capture) -> bool:
-        # Whether only targets that exist tell the values of a capture.
-        is_sized = capture.key in self._rule.rule.sizes or bool(capture.choices)
-        is_repeated = capture.key in tensor.reduced and not is_sized
-        return capture.key in tensor.axes or is_repeated
-
-    def _numbered_ranks(self) -> Iterator[tuple[str, int]]:
-        # Rank axes that are numbers in names, and how many there are at least.
-        for row in self._rows:
-            numbered = self._sources[row.pattern].numbered
-            yield from ((k, v + 1) for k, v in row.captured if k in numbered)
-        for number, found in self._listed.items():
-            numbered = self._targets[number].numbered
-            for captured in found:
-                yield from ((k, v + 1) for k, v in captured.items() if k in numbered)
+        for target, move in moves:
+            found[target].add(self._dtypes[move.source])
+        every = frozenset(self._dtypes.values())
+        targets = [Made(*e, frozenset(found[n]) or every) for n, e in enumerate(made)]
+        return Plan(targets, self._derived, moves, fills, self._sizes)
 
     def _equations(self) -> Iterator[sizes.Equation]:
-        shapes: set[tuple[int, tuple[int, ...], Items]] = set()
-        most: dict[tuple[int, str, Items], int] = {}
+        shapes: set[tuple[int, tuple[int, ...], Ranks]] = set()
+        most: dict[tuple[int, str, Ranks], int] = {}
         for row in self._rows:
             tensor = self._sources[row.pattern]
-            ranks = self._row_ranks(tensor, row)
+            ranks = self._ranks(tensor, row.values)
             shapes.add((row.pattern, row.shape, ranks))
-            for key, value in row.captured:
-                if key not in tensor.reduced:
+            for key, value in row.values:
+                if key in tensor.keys - tensor.reduced:
                     at = (row.pattern, key, ranks if "@" in key else ())
                     most[at] = max(most.get(at, 0), value + 1)
         for number, shape, ranks in sorted(shapes):
@@ -510,116 +503,82 @@ class Planner:
             yield sizes.Equation(capture.node, count, dict(ranks), origin, has_sum)
         for number, given in enumerate(self._tree.first if self._tree else ()):
             tensor = self._targets[number]
-            ranks = self._ranks(
-                tensor, (), tuple((axis, 0) for axis in tensor.numbered)
-            )
+            ranks = self._ranks(tensor, tuple((key, 0) for key in tensor.keys))
             if given is not None:
                 yield from _of_shape(tensor, given.shape, dict(ranks))
         for axis in self._coordinates:
-            count, origin = self._counts[axis], f"the number of ranks of {axis}"
-            yield sizes.Equation(dims.Name(axis), count, {}, origin)
+            origin = f"{self._rule.text}: the number of ranks of {axis}"
+            yield sizes.Equation(dims.Name(axis), self._counts[axis], {}, origin)
 
-    def _ranks_of(self, tensor: Tensor, ranks: Items, captured: Items) -> Items:
+    def _ranks(self, tensor: Tensor, values: Items) -> Ranks:
         # By axis that shards a tensor: the number of its rank, and of all.
-        values = {**dict(ranks), **dict(captured)}
-        return tuple(
-            (axis, (values[axis], self._counts.get(axis, 1)))
-            for axis in sorted(tensor.axes & values.keys())
-        )
-
-    def _row_ranks(self, tensor: Tensor, row: Row) -> Items:
-        return self._ranks(tensor, row.ranks, row.captured if tensor.numbered else ())
+        if not tensor.axes:
+            return ()
+        counts, axes = self._counts, tensor.axes
+        return tuple([(a, (n, counts.get(a, 1))) for a, n in values if a in axes])
 
     def _scope(
-        self, tensor: Tensor, nodes: Sequence[dims.Node], ranks: Items
+        self, tensor: Tensor, nodes: Sequence[dims.Node], ranks: Ranks
     ) -> dims.Scope:
-        self._need(tensor, dims.names(tuple(nodes)), self.sizes)
-        return dims.Scope(self.sizes, dict(ranks), self._rule.rule.widths)
+        self._need(tensor, dims.names(tuple(nodes)), self._sizes)
+        return dims.Scope(self._sizes, dict(ranks), self._rule.rule.widths)
 
     def _need(
         self, tensor: Tensor, used: frozenset[str], known: Mapping[str, float]
     ) -> None:
         if missing := sorted(used - known.keys()):
             given = [self._rule.rule.sizes.get(name) for name in missing]
-            absent = [
-                each.missing for each in given if isinstance(each, CheckpointValue)
-            ]
+            absent = [e.missing for e in given if isinstance(e, CheckpointValue)]
             raise UnknownSizeError(
-                f"{tensor.place}: the sizes of {', '.join(missing)} are not determined; "
-                f"give them in `sizes`, or by `--size {missing[0]}=...`"
+                f"{tensor.place}: the sizes of {', '.join(missing)} are not determined;"
+                f" give them in `sizes`, or by `--size {missing[0]}=...`"
                 + "".join(f"; {each}" for each in absent)
             )
 
-    def _captured(self, number: int) -> list[dict[str, Value]]:
+    def _captured(self, number: int) -> Sequence[Mapping[str, Value]]:
         # The captures of each target of a pattern.
+        if number in self._listed:
+            return self._listed[number]
         tensor = self._targets[number]
+        counts = {
+            axis: self._counts[axis] for axis in tensor.axes & self._counts.keys()
+        }
         found: list[dict[str, Value]] = [{}]
         # The number of layers may depend on the stage.
         for capture in sorted(tensor.name.captures, key=lambda each: "@" in each.key):
-            if capture.key not in self._rule.kept:
-                found = [
-                    {**each, capture.key: value}
-                    for each in found
-                    for value in self._values(number, capture, each)
-                ]
+            if capture.key in self._rule.kept:
+                continue
+            known = {**counts, **self._sizes}
+            self._need(tensor, dims.names((capture.node,)), known)
+            made = []
+            for each in found:
+                ranks = dict(self._ranks(tensor, tuple(each.items())))
+                scope = dims.Scope(known, ranks, self._rule.rule.widths)
+                count = dims.whole(dims.length(capture.node, scope))
+                made += [{**each, capture.key: value} for value in range(count)]
+            found = made
             if len(found) > MOST_TARGETS:
-                raise LayoutError(
-                    f"{tensor.place}: it makes over {MOST_TARGETS} tensors"
-                )
+                raise LayoutError(f"{tensor.place}: it makes {len(found)} tensors")
         return found
 
-    def _values(
-        self, number: int, capture: names.Capture, captured: dict[str, Value]
-    ) -> Iterable[Value]:
-        # The values of a capture; `captured` are those of captures before it.
-        tensor, key = self._targets[number], capture.key
-        if key in tensor.axes and key in self._counts:
-            return range(self._counts[key])
-        if self._is_unknown(tensor, capture):
-            if not self._listed.get(number):
-                raise LayoutError(
-                    f"{tensor.place}: nothing tells the values of {{{key}}}; give "
-                    "`sizes` or `ranks`, or write `only: forward`"
-                )
-            return dict.fromkeys(each[key] for each in self._listed[number])
-        if capture.choices:
-            return range(len(capture.choices))
-        ranks = self._ranks(tensor, (), tuple(captured.items()))
-        scope = self._scope(tensor, [capture.node], ranks)
-        return range(dims.whole(dims.length(capture.node, scope)))
-
-    def _shape_of(self, tensor: Tensor, ranks: Items) -> tuple[int, ...]:
-        scope = self._scope(tensor, tensor.dims, ranks)
-        return tuple(dims.whole(dims.length(node, scope)) for node in tensor.dims)
-
     def _slabs(
-        self,
-        tensor: Tensor,
-        number: int,
-        captured: Items,
-        shape: tuple[int, ...],
-        ranks: Items,
-    ) -> list[Slab]:
-        held = self._ranks(tensor, ranks, captured if tensor.numbered else ())
-        points: dict[str, tuple[int, int, int, int]] = {}
-        for key, value in captured:
-            points |= self._points(tensor, key, value, held)
-        for axis, rank in ranks if self._coordinates else ():
-            if axis in self._coordinates:
-                points[axis] = (rank, 1, -1, 0)
-        return [
-            Slab(tensor, number, start, {**points, **ranges})
-            for start, ranges in self._strips(tensor, shape, held)
-        ]
+        self, tensor: Tensor, number: int, values: Items, shape: tuple[int, ...]
+    ) -> Iterator[Slab]:
+        ranks = self._ranks(tensor, values)
+        points: dict[str, Range] = {}
+        for key, value in values:
+            points |= self._points(tensor, key, value, ranks)
+        for strip in self._strips(tensor, shape, ranks):
+            yield Slab(tensor, number, strip, {**points, **strip.ranges})
 
     def _points_of(
-        self, tensor: Tensor, key: str, value: Value, ranks: Items
-    ) -> dict[str, tuple[int, int, int, int]]:
-        # The coordinates that a captured value has.
-        if key in tensor.axes | tensor.reduced:
+        self, tensor: Tensor, key: str, value: Value, ranks: Ranks
+    ) -> dict[str, Range]:
+        # The coordinates that a captured value or a rank has.
+        if key in tensor.axes | tensor.reduced or isinstance(value, str):
             return {}
-        assert isinstance(value, int)
-        (node,) = (each.node for each in tensor.name.captures if each.key == key)
+        nodes = [each.node for each in tensor.name.captures if each.key == key]
+        (node,) = nodes or [dims.Name(key)]
         strips = dims.cut(node, value, value + 1, self._scope(tensor, [node], ranks))
         return {
             name: (first, count, -1, 0)
@@ -628,88 +587,80 @@ class Planner:
         }
 
     def _strips_of(
-        self, tensor: Tensor, shape: tuple[int, ...], ranks: Items
-    ) -> Strips:
+        self, tensor: Tensor, shape: tuple[int, ...], ranks: Ranks
+    ) -> list[Strip]:
         scope = self._scope(tensor, tensor.dims, ranks)
         by_dim = [
             dims.cut(node, 0, length, scope)
             for node, length in zip(tensor.dims, shape, strict=True)
         ]
-        return [
-            (
-                tuple(at for at, _ in strips),
-                {
-                    name: (first, count, dim, step)
-                    for dim, (_, ranges) in enumerate(strips)
-                    for name, (first, count, step) in ranges.items()
-                },
-            )
-            for strips in itertools.product(*by_dim)
-        ]
+        found = []
+        for chosen in itertools.product(*by_dim):
+            ranges = {
+                name: (first, count, dim, step)
+                for dim, (_, of_dim) in enumerate(chosen)
+                for name, (first, count, step) in of_dim.items()
+            }
+            if tensor in self._sources:
+                # Of a dim that the other side lacks, the first index is read.
+                left_out = tensor.reduced & ranges.keys()
+                if any(ranges[name][0] for name in left_out):
+                    continue
+                ranges = {n: each for n, each in ranges.items() if n not in left_out}
+            found.append(Strip(tuple(at for at, _ in chosen), ranges))
+        return found
 
     def _source_slabs(self) -> Iterator[Slab]:
         groups: dict[Key, list[int]] = {}
+        used = [
+            (each.axes | each.keys | self._coordinates) - each.reduced
+            for each in self._sources
+        ]
         for number, row in enumerate(self._rows):
-            groups.setdefault(self._key(row.pattern, row), []).append(number)
+            key = (row.pattern, _only(used[row.pattern], row.values))
+            groups.setdefault(key, []).append(number)
         others = self._others()
-        used: set[Key] = set()
-        for key, members in groups.items():
-            tensor = self._sources[key[0]]
+        unused = set(groups)
+        for (number, values), members in groups.items():
+            tensor = self._sources[number]
             if tensor.main is not None or tensor.pattern.copy:
                 continue
             chosen = self._chosen(tensor, members)
             row = self._rows[chosen[0]]
-            partners = {n: self._key(n, row) for n in others[key[0]]}
-            used.update(partners.values())
-            rows = {n: self._chosen(self._sources[n], groups[each])
-                    for n, each in partners.items() if each in groups}  # fmt: skip
-            made = self._made_of(key[0], chosen, rows)
-            for slab in self._slabs(tensor, made, row.captured, row.shape, row.ranks):
-                # Of a dim that the other side lacks, the first index is read.
-                left_out = tensor.reduced & slab.ranges.keys()
-                if all(slab.ranges[name][0] == 0 for name in left_out):
-                    ranges = {n: r for n, r in slab.ranges.items() if n not in left_out}
-                    yield slab._replace(ranges=ranges)
-        for key in groups.keys() - used:
-            tensor = self._sources[key[0]]
+            beside = {}
+            for other in others[number]:
+                key = other, _only(used[other], row.values)
+                if key in groups:
+                    beside[other] = self._chosen(self._sources[other], groups[key])
+                    unused.discard(key)
+            made = self._made_of(number, chosen, beside)
+            yield from self._slabs(tensor, made, values, row.shape)
+        for number, _ in unused:
+            tensor = self._sources[number]
             if tensor.main is not None or tensor.pattern.copy == COPIES[0]:
                 raise LayoutError(
-                    f"{tensor.place}: a tensor matches it, but none matches what it "
-                    "belongs to; use the whole checkpoint"
+                    f"{tensor.place}: a tensor matches it, but what it belongs to is not"
+                    " there; use the whole checkpoint"
                 )
 
-    def _key(self, number: int, row: Row) -> Key:
-        # What identifies the tensor of a pattern with the coordinates of a row.
-        tensor, values = self._sources[number], dict(row.captured)
-        left_out = {*tensor.reduced, *self._rule.kept}
-        captured = tuple(
-            (each.key, values.get(each.key))
-            for each in tensor.name.captures
-            if each.key not in left_out
-        )
-        return number, captured, self._used_ranks(tensor, row.ranks)
-
-    def _used_ranks_of(self, tensor: Tensor, ranks: Items) -> Items:
-        used = (tensor.axes | self._coordinates) - tensor.reduced
-        return tuple(sorted(each for each in ranks if each[0] in used))
-
     def _chosen(self, tensor: Tensor, members: Sequence[int]) -> Sequence[int]:
-        # Those of a group of rows that are read.
+        # Those rows of one tensor that are read.
         if len(members) == 1:
             return members
-        rows = [self._rows[number] for number in members]
-        values = [{**dict(row.ranks), **dict(row.captured)} for row in rows]
+        values = [dict(self._rows[number].values) for number in members]
         first = values[0]
         differing = {k for each in values for k in each if each[k] != first.get(k)}
-        if unused := sorted(differing - tensor.reduced) or ([] if differing else ["?"]):
+        unused = sorted(differing - tensor.reduced)
+        if unused or not differing:
             raise LayoutError(
                 f"{tensor.place}: it is there for several {', '.join(unused)}, which the"
-                f" rule does not use; {_LIST_IT}, or shard a dim with @{unused[0]}"
+                f" rule does not use; {_LIST_IT}, or shard a dim over it with @"
             )
+        unchecked = tensor.pattern.unchecked
         return [
             number
             for number, each in zip(members, values, strict=True)
-            if all(each.get(k) == first.get(k) for k in tensor.pattern.unchecked)
+            if all(each.get(key) == first.get(key) for key in unchecked)
         ]
 
     def _others(self) -> dict[int, list[int]]:
@@ -732,37 +683,36 @@ class Planner:
         return found
 
     def _made_of(
-        self, number: int, chosen: Sequence[int], others: Mapping[int, Sequence[int]]
+        self, number: int, chosen: Sequence[int], beside: Mapping[int, Sequence[int]]
     ) -> int:
         # The number of a row, or of what is derived of several.
         tensor, row = self._sources[number], self._rows[chosen[0]]
         pattern, made, dtype = tensor.pattern, chosen[0], row.dtype
-        needs_scales = is_quantized if pattern.times else _is_small_float
-        lacks_scales = needs_scales(dtype)
+        lacks_scales = _is_quantized(dtype) and (
+            bool(pattern.times) or not is_integer(dtype)
+        )
         how: How = "mean" if pattern.mean else "sum" if pattern.sum else "equal"
-        if how != "equal" and len(chosen) != self._expected(number):
-            raise LayoutError(
-                f"{tensor.place}: it is there {len(chosen)} times of "
-                f"{self._expected(number)} over {', '.join(sorted(tensor.reduced))}; a "
-                "mean or sum needs all"
-            )
-        along = tuple(range(len(row.shape))), (1,) * len(row.shape)
-        operands = [Operand(each, *along, tensor.view) for each in chosen]
+        if how != "equal":
+            self._check_all(number, len(chosen))
+        rank = len(row.shape)
+        operands = [
+            Operand(n, (*range(rank),), (1,) * rank, tensor.view) for n in chosen
+        ]
         factor = 1.0
-        changing = [n for n in others if self._sources[n].main is not None]
-        for other, rows in others.items():
-            each = self._sources[other]
-            place = self._along(number, other, row.shape, self._rows[rows[0]].shape)
-            operands += [Operand(n, *place, each.view) for n in rows]
+        changing = [n for n in beside if self._sources[n].main is not None]
+        for other, rows in beside.items():
+            each, shape = self._sources[other], self._rows[rows[0]].shape
+            places = self._along(number, other, row.shape, shape)
+            operands += [Operand(n, *places, each.view) for n in rows]
             if other in changing:
                 factor *= self._number(each, each.pattern.scale)
                 _check_factor(each, self._rows[rows[0]].dtype)
         if changing:
             how = "plus" if pattern.plus else "times"
             self._check_changed(number, changing, len(operands))
-            if is_quantized(dtype):
+            if _is_quantized(dtype):
                 dtype, lacks_scales = _DEQUANTIZED, how == "plus"
-        if len(operands) > 1 or pattern.viewed_as:
+        if len(operands) > 1 or tensor.view is not None:
             wide = row.dtype
             if how != "equal":
                 wide = _wide(how, [self._rows[each.tensor].dtype for each in operands])
@@ -779,19 +729,20 @@ class Planner:
         self._dtypes[made] = dtype, lacks_scales
         return made
 
-    def _expected_of(self, number: int) -> int:
-        # How many tensors a mean or sum has.
-        rows = [row for row in self._rows if row.pattern == number]
-        count = 1
-        for name in {
-            *self._sources[number].pattern.mean,
-            *self._sources[number].pattern.sum,
-        }:
-            values = {
-                {**dict(row.ranks), **dict(row.captured)}.get(name) for row in rows
-            }
-            count *= max(len(values), self._counts.get(name, 1))
-        return count
+    def _check_all(self, number: int, count: int) -> None:
+        # That a mean or sum has all of its tensors.
+        tensor = self._sources[number]
+        values = [dict(row.values) for row in self._rows if row.pattern == number]
+        over = {*tensor.pattern.mean, *tensor.pattern.sum}
+        expected = math.prod(
+            max(len({each.get(name) for each in values}), self._counts.get(name, 1))
+            for name in over
+        )
+        if count != expected:
+            raise LayoutError(
+                f"{tensor.place}: it is there {count} times of {expected} over "
+                f"{', '.join(sorted(over))}; a mean or sum needs all"
+            )
 
     def _check_changed(self, number: int, changing: Sequence[int], count: int) -> None:
         # That no operand is missing, or there several times.
@@ -808,8 +759,6 @@ class Planner:
                 "where `times` or `plus` changes them; list what they differ in under "
                 "`unchecked`, or write `copy: unchecked`"
             )
-        if tensor.pattern.plus and len(changing) != 2:
-            raise LayoutError(f"{tensor.place}: `plus` has two matrices")
 
     def _along_of(
         self,
@@ -830,107 +779,128 @@ class Planner:
                 continue
             rests = {at: _rest(each, node) for at, each in free.items()}
             fitting = {at: rest for at, rest in rests.items() if rest is not None}
-            if tensor.main is None:
-                fitting = {at: rest for at, rest in fitting.items() if not rest}
             if not fitting:
-                remedy = "write `copy: unchecked`"
-                if tensor.main is not None:
-                    remedy = "multiply in a layout of its own, and lead `through` both"
-                raise LayoutError(
-                    f"{tensor.place}: dim {dim} is no dim of {main.name.text!r}, and no "
-                    f"block of one, such as `out/128`; {remedy}"
-                )
+                break
             at = min(fitting, key=lambda each: len(fitting[each]))
             del free[at]
-            rest, block = dims.Product(fitting[at]), tensor.blocks[dim]
-            self._need(
-                tensor, frozenset({block} - {*filter(str.isdigit, [block])}), self.sizes
+            block, rest = tensor.blocks[dim], dims.Product(fitting[at])
+            size = self._number(tensor, block)
+            size *= dims.length(rest, self._scope(tensor, [rest], ()))
+            found[dim] = at, max(1, int(size))
+        places = [found[dim] for dim in sorted(found)]
+        expected = [-(-shape[at] // size) for at, size in places if at >= 0]
+        lengths = [
+            n for n, (at, _) in zip(other_shape, places, strict=False) if at >= 0
+        ]
+        is_copy = tensor.main is None
+        if len(found) < len(other_shape) or expected != lengths or (is_copy and free):
+            remedy = "multiply in a layout of its own, and lead `through` both"
+            raise LayoutError(
+                f"{tensor.place}: its dims {list(other_shape)} are none of "
+                f"{main.name.text!r}, {list(shape)}, nor blocks of them, such as "
+                f"`out/128`; {'write `copy: unchecked`' if is_copy else remedy}"
             )
-            size = int(block) if block.isdigit() else self.sizes[block]
-            size *= dims.whole(dims.length(rest, self._scope(tensor, [rest], ())))
-            if other_shape[dim] != -(-shape[at] // max(1, size)):
-                raise LayoutError(
-                    f"{tensor.place}: dim {dim} is {other_shape[dim]}, and blocks of "
-                    f"{size} make {-(-shape[at] // max(1, size))} of {shape[at]}"
-                )
-            found[dim] = at, max(1, size)
-        places = [found[dim] for dim in range(len(tensor.dims))]
         return tuple(at for at, _ in places), tuple(size for _, size in places)
 
-    def _copies(
+    def _moves(
         self, held: Sequence[str], froms: Sequence[Slab], tos: Sequence[Slab]
-    ) -> Iterator[Copy]:
-        # The copies of parts that have the same coordinates.
+    ) -> Iterator[tuple[int, Move]]:
+        # The moves between parts that have the same coordinates.
         sources, targets = _as_boxes(held, froms), _as_boxes(held, tos)
         into, of = box_join.overlaps(targets, sources)
         start = np.maximum(targets.start[into], sources.start[of])
         stop = np.minimum(targets.stop[into], sources.stop[of])
-        volumes = (stop - start).prod(axis=1)
-        filled, read = (np.zeros(len(each), np.int64) for each in (targets, sources))
-        np.add.at(filled, into, volumes)
-        np.add.at(read, of, volumes)
-        missing = [
-            *(("filled", tos[n]) for n in np.flatnonzero(filled < targets.volumes)),
-            *(("used", froms[n]) for n in np.flatnonzero(read < sources.volumes)),
-        ]
-        for what, slab in missing:
+        self._check_cover("no tensor fills", tos, targets, start, stop, into)
+        self._check_cover("no target has", froms, sources, start, stop, of)
+        originals = {e.pattern for e in tos if not e.pattern.pattern.copy}
+        is_doubled = len(box_join.overlaps(sources, sources)[0]) > len(sources)
+        if is_doubled or len(originals) > 1:
             raise LayoutError(
-                f"{slab.pattern.place}: not all elements are {what}: some of "
-                + ", ".join(
-                    f"{n} {a}:{a + c}" for n, (a, c, _, _) in slab.ranges.items()
-                )
+                f"{(froms if is_doubled else tos)[0].pattern.place}: elements with the "
+                f"coordinates {' '.join(held) or '(none)'} are there twice; name them "
+                "differently, or write `copy: checked` for one of them"
             )
-        is_doubled = (
-            len(box_join.overlaps(sources, sources)[0]) > (sources.volumes > 0).sum()
-        )
-        originals = [each for each in tos if not each.pattern.pattern.copy]
-        if (
-            is_doubled
-            or len({e.pattern for e in originals if not e.pattern.reduced}) > 1
-        ):
-            raise LayoutError(
-                f"{(froms if is_doubled else originals)[0].pattern.place}: elements with"
-                f" the coordinates {' '.join(held) or '(none)'} are there twice; name "
-                "them differently, or write `copy: checked` for one of them"
+        lengths, low = map(tuple, (stop - start).tolist()), start.tolist()
+        pairs = zip(into.tolist(), of.tolist(), low, lengths, strict=True)
+        for t, s, first, counts in pairs:
+            target, source = tos[t], froms[s]
+            places = self._places(
+                target.pattern, target.strip, source.strip, tuple(held), counts
             )
-        for t, s, low, high in zip(
-            into.tolist(), of.tolist(), start.tolist(), stop.tolist(), strict=True
-        ):
-            yield self._copy(held, tos[t], froms[s], low, high)
+            factors, target_dims, target_steps, source_dims, source_steps = places
+            scale, shift = self._arithmetic(source.pattern, target.pattern)
+            yield (
+                target.tensor,
+                Move(
+                    target="",
+                    sizes=factors,
+                    target_side=Side(
+                        start=_start(target, held, first),
+                        dims=target_dims,
+                        steps=target_steps,
+                    ),
+                    source=source.tensor,
+                    source_side=Side(
+                        start=_start(source, held, first),
+                        dims=source_dims,
+                        steps=source_steps,
+                    ),
+                    scale=scale,
+                    shift=shift,
+                ),
+            )
 
-    def _copy(
+    def _check_cover(
         self,
+        problem: str,
+        slabs: Sequence[Slab],
+        boxes: Boxes,
+        start: np.ndarray,
+        stop: np.ndarray,
+        number: np.ndarray,
+    ) -> None:
+        # That boxes have all elements of each slab, by its number.
+        covered = np.zeros(len(slabs), np.int64)
+        np.add.at(covered, number, (stop - start).prod(axis=1))
+        for at in np.flatnonzero(covered < boxes.volumes)[:1]:
+            held = Boxes(start=start[number == at], stop=stop[number == at])
+            names = [name for name in sorted(slabs[at].ranges) if name in self._sizes]
+            gap = box_cover.gaps(boxes[at], held)[0]
+            parts = zip(names, gap.start, gap.stop, strict=False)
+            shown = ", ".join(f"{name} {a}:{b}" for name, a, b in parts)
+            raise LayoutError(
+                f"{slabs[at].pattern.place}: elements that {problem}: {shown}"
+            )
+
+    def _places_of(
+        self,
+        tensor: Tensor,
+        into: Strip,
+        of: Strip,
         held: Sequence[str],
-        target: Slab,
-        source: Slab,
-        low: Sequence[int],
-        high: Sequence[int],
-    ) -> Copy:
-        bounds = [*zip(held, low, high, strict=True)]
-        # Of a dim that the source lacks, all indices are filled.
-        for name in target.pattern.reduced & target.ranges.keys():
-            first, count, _, _ = target.ranges[name]
-            bounds.append((name, first, first + count))
-        factors, starts = [], (list(target.start), list(source.start))
-        for name, first, last in bounds:
-            places = []
-            for slab, begin in zip((target, source), starts, strict=True):
-                origin, _, dim, step = slab.ranges.get(name, (first, 0, -1, 0))
-                if dim >= 0:
-                    begin[dim] += (first - origin) * step
-                places.append((dim, step))
-            if last - first > 1:
-                factors.append((last - first, *places))
-        lengths, target_dims, target_steps, source_dims, source_steps = _merged(factors)
-        into, of = map(tuple, starts)
-        return Copy(
-            target.tensor,
-            lengths,
-            Side(start=into, dims=target_dims, steps=target_steps),
-            source.tensor,
-            Side(start=of, dims=source_dims, steps=source_steps),
-            *self._arithmetic(source.pattern, target.pattern),
-        )
+        lengths: Sequence[int],
+    ) -> tuple[tuple[int, ...], ...]:
+        # Sizes of the factors of a move, dims and steps of both sides. Those that are
+        # adjacent in both tensors are one; of a dim that the source lacks, all indices
+        # are filled.
+        counts = dict(zip(held, lengths, strict=True))
+        repeated = tensor.reduced & into.ranges.keys()
+        counts |= {name: into.ranges[name][1] for name in repeated}
+        factors = [
+            (count, into.ranges.get(name, _POINT)[2:], of.ranges.get(name, _POINT)[2:])
+            for name, count in counts.items()
+            if count > 1
+        ]
+        joined: list[tuple[int, Sequence[int], Sequence[int]]] = []
+        for size, *sides in sorted(factors, key=lambda each: (each[2][0], -each[2][1])):
+            if joined:
+                before, *outer = joined[-1]
+                if outer == [(dim, step * size) for dim, step in sides]:
+                    size *= before
+                    joined.pop()
+            joined.append((size, sides[0], sides[1]))
+        columns = zip(*((size, *a, *b) for size, a, b in joined), strict=True)
+        return tuple(columns) or ((),) * 5
 
     def _number(self, tensor: Tensor, expression: float | str) -> float:
         given = self._rule.rule.sizes.items()
@@ -940,43 +910,38 @@ class Planner:
         return sizes.value(expression, known)
 
     def _arithmetic_of(self, source: Tensor, target: Tensor) -> tuple[float, float]:
-        # The scale and the shift of a copy.
-        (of_source, minus), (of_target, plus) = (
-            [self._number(each, e) for e in (each.pattern.scale, each.pattern.shift)]
+        # The scale and the shift of a move.
+        numbers = [
+            self._number(each, expression)
             for each in (source, target)
-        )
-        if not of_source or not of_target:
+            for expression in (each.pattern.scale, each.pattern.shift)
+        ]
+        if not (numbers[0] and numbers[2]):
             raise LayoutError(f"{target.place}: a scale cannot be 0")
-        scale = of_target / of_source
-        shift = plus - minus * scale
+        scale = numbers[2] / numbers[0]
+        shift = numbers[3] - numbers[1] * scale
         if self._state not in POWERS and (scale, shift) != (1, 0):
             raise LayoutError(
                 f"{target.place}: it is not known how {self._state!r} follows a "
                 "parameter that is scaled; list the other `states` in this rule"
             )
-        return scale ** POWERS.get(
-            self._state, 1
-        ), shift if self._state in SHIFTED else 0.0
+        scale **= POWERS.get(self._state, 1)
+        return scale, shift if self._state in SHIFTED else 0.0
 
-    def _check_empty(
-        self,
-        slabs: Sequence[Slab],
-        padding: str | None,
-        by_names: Mapping[frozenset[str], tuple[list[Slab], list[Slab]]],
-    ) -> None:
-        # That parts which only one side has, or both sides list as padding, are empty.
-        tensor, of_part = slabs[0].pattern, frozenset(slabs[0].ranges)
+    def _misfit(
+        self, slab: Slab, padding: str | None, by_names: Iterable[frozenset[str]]
+    ) -> LayoutError:
+        # A part that only one side has, or that both have as padding.
         if padding is not None:
-            raise LayoutError(
-                f"{tensor.place}: both sides have {padding}; remove it from `pad`"
+            remedy = f"both sides have {padding}; remove it from `pad`"
+        else:
+            parts = [" ".join(sorted(each)) or "(none)" for each in by_names]
+            remedy = (
+                "the other side has no part with the coordinates "
+                f"{' '.join(sorted(slab.ranges)) or '(none)'}, of {'; '.join(parts)}; "
+                f"what one side lacks, {_LIST_IT}, or in `pad` if it is padding"
             )
-        if any(math.prod(c for _, c, _, _ in each.ranges.values()) for each in slabs):
-            others = [" ".join(sorted(each)) or "(none)" for each in by_names]
-            raise LayoutError(
-                f"{tensor.place}: the other side has no part with the coordinates "
-                f"{' '.join(sorted(of_part)) or '(none)'}, of {'; '.join(others)}; if it"
-                f" lacks {{..}}, {_LIST_IT}, or if it is padding, in `pad`"
-            )
+        return LayoutError(f"{slab.pattern.place}: {remedy}")
 
 
 def _of_shape(
@@ -991,6 +956,21 @@ def _of_shape(
         if tensor.blocks[dim] == "1":
             origin = f"dim {dim} of {tensor.place}"
             yield sizes.Equation(node, length, ranks, origin)
+
+
+def _only(keys: frozenset[str], values: Items) -> Items:
+    return tuple(sorted([each for each in values if each[0] in keys]))
+
+
+def _start(slab: Slab, held: Sequence[str], first: Sequence[int]) -> tuple[int, ...]:
+    # The index of the element whose held coordinates are `first`.
+    start, moved = slab.strip.start, None
+    for name, at in zip(held, first, strict=True):
+        origin, _, dim, step = slab.ranges[name]
+        if at != origin:
+            moved = list(start) if moved is None else moved
+            moved[dim] += (at - origin) * step
+    return start if moved is None else tuple(moved)
 
 
 def _are_alike(copy: Tensor, original: Tensor) -> bool:
@@ -1020,22 +1000,6 @@ def _as_boxes(held: Sequence[str], slabs: Sequence[Slab]) -> Boxes:
     ranges = [[each.ranges[name][:2] for name in held] for each in slabs]
     table = np.array(ranges, np.int64).reshape(len(slabs), len(held), 2)
     return Boxes(start=table[..., 0], stop=table.sum(axis=-1))
-
-
-def _merged(
-    factors: Sequence[tuple[int, tuple[int, int], tuple[int, int]]],
-) -> tuple[tuple[int, ...], ...]:
-    """Sizes, dims and steps of factors; those adjacent in both tensors become one."""
-    joined: list[tuple[int, tuple[int, int], tuple[int, int]]] = []
-    for size, into, of in sorted(factors, key=lambda each: (each[2][0], -each[2][1])):
-        if joined:
-            before, *places = joined[-1]
-            if places == [(dim, step * size) for dim, step in (into, of)]:
-                joined[-1] = before * size, into, of
-                continue
-        joined.append((size, into, of))
-    columns = zip(*((n, *into, *of) for n, into, of in joined), strict=True)
-    return tuple(columns) or ((),) * 5
 
 
 def boxes_of(
@@ -1132,16 +1096,11 @@ def target_dtype(
     return made
 
 
-def is_quantized(dtype: np.dtype) -> bool:
-    """Whether weights of this dtype may need scales: one byte each, or packed."""
-    return (dtype.itemsize == 1 and dtype != np.bool_) or dtype.name in (
-        "int32",
-        "uint32",
+def _is_quantized(dtype: np.dtype) -> bool:
+    # Whether weights of this dtype may need scales: one byte each, or packed.
+    return (
+        dtype.itemsize == 1 and dtype != np.bool_ or dtype.name in ("int32", "uint32")
     )
-
-
-def _is_small_float(dtype: np.dtype) -> bool:
-    return dtype.itemsize == 1 and _category(dtype) is np.floating
 
 
 def is_integer(dtype: np.dtype) -> bool:
@@ -1151,13 +1110,9 @@ def is_integer(dtype: np.dtype) -> bool:
 
 def can_be(number: float, dtype: np.dtype) -> bool:
     """Whether an element of a dtype can have the value of a number, rounded at most."""
-    if dtype.kind == "b":
-        return number in (0, 1)
-    if not is_integer(dtype):
-        return True
-    limits = ml_dtypes.iinfo(dtype)
-    is_whole = math.isfinite(number) and float(number).is_integer()
-    return is_whole and int(limits.min) <= number <= int(limits.max)
+    with np.errstate(invalid="ignore"):
+        cast = np.asarray(number, np.float64).astype(dtype)
+    return _category(dtype) in (np.floating, np.complexfloating) or cast == number
 
 
 def _category(dtype: np.dtype) -> type:
