@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -120,7 +119,10 @@ class _Parser:
         elif not token.isidentifier():
             raise LayoutError(f"{self._text!r}: expected a name, 1 or (, not {token}")
         while self.at("@"):
-            node = Shard(node, tuple(re.findall(r"\w+", self.take())))
+            axes = re.findall(r"\w+", self.take())
+            if not axes:
+                raise LayoutError(f"{self._text!r}: expected a rank axis after @")
+            node = Shard(node, tuple(axes))
         return node
 
     def _addends(self) -> Node:
@@ -138,27 +140,18 @@ class _Parser:
         return nodes[0] if len(nodes) == 1 else Sum(tuple(nodes))
 
 
-def parts(nodes: Sequence[Node]) -> list[frozenset[str]]:
-    """The names of each part: of one addend of every sum.
+def check_names(nodes: Sequence[Node]) -> None:
+    """Checks that names are those of different dims.
 
     Raises:
-      LayoutError: if a name occurs twice in a part, or two parts have the same names.
+      LayoutError: if a name occurs twice in a product.
     """
-    found: list[frozenset[str]] = [frozenset()]
-    for node in nodes:
-        if isinstance(node, Name):
-            own = [frozenset({node.name})]
-        elif isinstance(node, Sum):
-            own = [part for each in node.parts for part in parts([each])]
-        else:
-            own = parts(node.parts)
-        for one, other in itertools.product(found, own):
-            if one & other:
-                raise LayoutError(f"{min(one & other)!r} occurs twice")
-        found = [one | other for one, other in itertools.product(found, own)]
-    if len(set(found)) < len(found):
-        raise LayoutError("two parts have the same names; name them differently")
-    return found
+    for node in walk([Product(tuple(nodes))]):
+        if isinstance(node, Product):
+            listed = [name for each in node.parts for name in sorted(names((each,)))]
+            for name in listed:
+                if listed.count(name) > 1:
+                    raise LayoutError(f"{name!r} occurs twice; give the dims two names")
 
 
 def walk(nodes: Sequence[Node]) -> Iterator[Node]:

@@ -38,7 +38,6 @@ from elastic_ckpt.universal.new_rules.rule import (
     Planner,
     Row,
     Tensor,
-    Tree,
     UnknownSizeError,
     boxes_of,
     can_be,
@@ -47,7 +46,6 @@ from elastic_ckpt.universal.new_rules.rule import (
 from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
-from elastic_ckpt.universal.rules.rule import DIRECTIONS
 from elastic_ckpt.universal.rules.state import PARAMETER, State
 from elastic_ckpt.universal.stored import StoredTensor
 
@@ -61,6 +59,7 @@ _MOST_COMPARED = 2000
 # The values of the captures that all names of a rule have.
 Kept = tuple[Value, ...]
 _Captured = tuple[Kept, Items]
+_Search = dict[Kept, list[dict[str, Value]]]
 
 
 def moves(
@@ -150,7 +149,7 @@ _Match = tuple[_Owner, int, Kept, Items]
 
 def _owners(layout: Layout) -> Iterator[_Owner]:
     for rule in layout.rules:
-        if rule.only == DIRECTIONS[1]:
+        if rule.only == "inverse":
             continue
         parsed = ParsedRule(layout.complete(rule))
         states = {kind: layout.states[kind] for kind in rule.states or layout.states}
@@ -200,7 +199,7 @@ class _Matching:
         self._by_name = dict(targets or {})
         for name, shorter in self._shorter_targets.items():
             self._by_name[shorter] = self._by_name[name]
-        self._search = functools.cache(self._searched)
+        self._searched: dict[tuple[_Owner, int], _Search] = {}
         self._problems: dict[str, dict[str, None]] = collections.defaultdict(dict)
         self._owners = list(_owners(layout))
         self._assign()
@@ -297,7 +296,7 @@ class _Matching:
                 continue
             for owner, number, kept, _ in matches:
                 owner.present.setdefault(kept, set()).add(number)
-                if owner.rule.has_operands:
+                if owner.rule.needed != owner.rule.wanted:
                     taken.add((owner.rule, number))
             found.append((at, matches))
         alone = [(axis, 0) for axis, count in self._counts.items() if count == 1]
@@ -339,7 +338,7 @@ class _Matching:
 
     def _has_targets(self, owner: _Owner, kept: Kept) -> bool:
         return self._given is None or all(
-            each is not None or kept in self._search(owner, number)
+            each is not None or self._search(owner, kept, number)
             for number, each in enumerate(self._first_targets(owner, kept))
         )
 
@@ -362,20 +361,18 @@ class _Matching:
         # A capture may be the name of a source in a box.
         return self._by_name.get(name.removesuffix(names.BOX))
 
-    def _searched(
-        self, owner: _Owner, number: int
-    ) -> Mapping[Kept, list[dict[str, Value]]]:
-        # The captures of targets that match a pattern, by those that are kept.
-        found: dict[Kept, list[dict[str, Value]]] = {}
-        pattern = owner.targets[number]
-        regex = pattern.regex(owner.rule.numbers)
-        for name in self._given or ():
-            shorter = self._shorter_targets.get(name, name)
-            match = regex.fullmatch(name) or regex.fullmatch(shorter)
-            captured = owner.captured(pattern, match.groups()) if match else None
-            if captured is not None:
-                found.setdefault(captured[0], []).append(dict(captured[1]))
-        return found
+    def _search(self, owner: _Owner, kept: Kept, number: int) -> list[dict[str, Value]]:
+        # The captures of the targets that match a pattern, without those kept.
+        if (owner, number) not in self._searched:
+            found = self._searched[owner, number] = collections.defaultdict(list)
+            pattern = owner.targets[number]
+            regex = pattern.regex(owner.rule.numbers)
+            for name in self._given or ():
+                match = regex.fullmatch(self._shorter_targets.get(name, name))
+                captured = owner.captured(pattern, match.groups()) if match else None
+                if captured is not None:
+                    found[captured[0]].append(dict(captured[1]))
+        return self._searched[owner, number][kept]
 
     def _plans(self) -> list[dict[Kept, Plan | None]]:
         # By owner and instance. Instances that are alike but for kept captures share
@@ -401,15 +398,12 @@ class _Matching:
             for each in pending:
                 owner, kept, given, alike, plans = each
                 rows = [row for row, _ in owner.groups[kept]]
-                tree = None
+                search, plan = None, None
                 if self._given is not None:
-                    tree = Tree(
-                        given, lambda n, o=owner, k=kept: self._search(o, n).get(k, [])
-                    )
-                plan = None
+                    search = functools.partial(self._search, owner, kept)
                 try:
                     planner = Planner(
-                        owner.rule, owner.state, rows, self._counts, tree, lent
+                        owner.rule, owner.state, rows, self._counts, given, search, lent
                     )
                     plan = planner.plan()
                 except UnknownSizeError as error:

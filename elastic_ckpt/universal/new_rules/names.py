@@ -102,16 +102,6 @@ class NamePattern:
         """The captures, in their order."""
         return [part for part in self.parts if isinstance(part, Capture)]
 
-    @functools.cached_property
-    def names(self) -> frozenset[str]:
-        """The names in its captures."""
-        return dims.names(tuple(each.node for each in self.captures))
-
-    @property
-    def globbed(self) -> str:
-        """A text for `glob` with `*` in place of each capture."""
-        return "".join(glob_of(p) if isinstance(p, str) else "*" for p in self.parts)
-
     def regex(self, numbers: Collection[str]) -> re.Pattern[str]:
         """A regular expression with a group for each capture."""
         return _joined(

@@ -33,13 +33,7 @@ from elastic_ckpt.universal.new_rules import dims, names, sizes
 from elastic_ckpt.universal.new_rules.names import Value
 from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue
 from elastic_ckpt.universal.rules.layout_error import LayoutError
-from elastic_ckpt.universal.rules.rule import (
-    COPIES,
-    POWERS,
-    SHIFTED,
-    Rule,
-    TensorPattern,
-)
+from elastic_ckpt.universal.rules.rule import Rule, TensorPattern
 
 # Empty tensors may have dims of any size, of which targets are made.
 MOST_TARGETS = 1 << 20
@@ -52,6 +46,15 @@ DTYPES = (
     *("float8_e4m3", "float8_e3m4", "float8_e4m3b11fnuz", "float8_e8m0fnu"),
     "float4_e2m1fn",
 )
+# The powers of a parameter's scale, by the kind of state. A gradient is divided by the
+# scale; the second moment is that of a squared gradient.
+_POWERS = {
+    **{"parameter": 1, "master": 1, "first_moment": -1, "second_moment": -2},
+    # Of Muon, and of SGD.
+    "momentum_buffer": -1,
+}
+# The kinds of state that are shifted, and padded with the values of the rule.
+_SHIFTED = ("parameter", "master")
 # Of a quantized weight that is multiplied by its scales.
 _DEQUANTIZED = np.dtype(ml_dtypes.bfloat16)
 _LIST_IT = "list it in `replicated`, `unchecked`, `mean` or `sum`"
@@ -125,6 +128,11 @@ class Tensor:
         """The keys of its captures."""
         return frozenset(each.key for each in self.name.captures)
 
+    @property
+    def is_original(self) -> bool:
+        """Whether it is read for its own sake."""
+        return self.main is None and not self.pattern.copy
+
     @functools.cached_property
     def has_sum(self) -> bool:
         """Whether a capture is the index of a sum."""
@@ -157,7 +165,6 @@ class ParsedRule:
       forms: of captures that are texts, which hold in all names.
       wanted: the sources that an instance has.
       needed: those of them without which it makes nothing.
-      has_operands: whether some sources change others.
     """
 
     def __init__(self, rule: Rule) -> None:
@@ -183,14 +190,12 @@ class ParsedRule:
         every = [_parsed(rule, *each, forms) for each in written]
         count = sum(key == "from" for key, _, _ in written)
         self.sources, self.targets = every[:count], every[count:]
-        self.has_operands = any(each.main is not None for each in every)
         coordinates = frozenset().union(
             *(dims.names(each.dims) | each.axes for each in every),
             *(each.reduced for each in self.targets),
             *(dims.names((each.node,)) for each in captures if each.is_index),
         )
-        always = {each.key for each in captures if each.is_number(())}
-        self.numbers = coordinates | always
+        self.numbers = coordinates | {c.key for c in captures if c.is_number(())}
         self.kept = tuple(
             dict.fromkeys(
                 capture.key
@@ -200,20 +205,18 @@ class ParsedRule:
             )
         )
         for key, each in itertools.product(self.kept, every):
-            if key not in each.name.names or key in each.reduced:
+            if key not in each.keys - each.reduced:
                 raise LayoutError(
                     f"{self.text}: {{{key}}} is in some names, and not in "
                     f"{each.name.text!r}; capture it in all, make it a dim, or "
                     f"{_LIST_IT}"
                 )
-        has_sum = any(each.has_sum for each in self.targets)
-        self.wanted = set() if has_sum else set(range(len(self.sources)))
-        self.needed = {
+        self.wanted = {
             number
-            for number in self.wanted
-            if self.sources[number].main is None
-            if not self.sources[number].pattern.copy
+            for number in range(len(self.sources))
+            if not any(target.has_sum for target in self.targets)
         }
+        self.needed = {n for n in self.wanted if self.sources[n].is_original}
 
 
 def _parsed(
@@ -228,7 +231,7 @@ def _parsed(
         nodes, blocks = dims.parse(pattern.dims, has_blocks=main is not None)
         name = names.parse(pattern.name, forms)
         made = Tensor(pattern, name, nodes, blocks, place, main)
-        for each in (pattern.scale, pattern.shift):
+        for each in (pattern.scale, pattern.shift, *blocks):
             sizes.names(each)
         _check_options(made, is_target=key == "to")
     except LayoutError as error:
@@ -271,7 +274,7 @@ def _check_options(tensor: Tensor, *, is_target: bool) -> None:
     ):
         if is_wrong:
             raise LayoutError(problem)
-    dims.parts(tensor.nodes)
+    dims.check_names(tensor.nodes)
     for dtype in (pattern.dtype, pattern.viewed_as):
         if dtype not in (None, *DTYPES):
             near = difflib.get_close_matches(dtype, DTYPES, n=1, cutoff=0.0)[0]
@@ -331,19 +334,6 @@ class Plan(NamedTuple):
     sizes: Mapping[str, int]
 
 
-class Tree(NamedTuple):
-    """The targets that exist, for one instance.
-
-    Attributes:
-      first: of each target pattern, the tensor whose captures are 0; None if it is not
-        there.
-      search: the captures of the tensors that match a target pattern, by its number.
-    """
-
-    first: Sequence[TargetTensor | None]
-    search: Callable[[int], Sequence[Mapping[str, Value]]]
-
-
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Strip:
     """A box of the coordinates that dims give.
@@ -382,7 +372,8 @@ class Planner:
         state: str,
         rows: Sequence[Row],
         counts: Mapping[str, int],
-        tree: Tree | None,
+        given: Sequence[TargetTensor | None],
+        search: Callable[[int], Sequence[dict[str, Value]]] | None,
         shared: Mapping[str, int],
     ) -> None:
         """Solves the sizes of an instance.
@@ -392,21 +383,24 @@ class Planner:
           state: the kind of its tensors.
           rows: its tensors, at least one.
           counts: the number of ranks by axis.
-          tree: the targets that exist; None if they are those that the rule makes.
+          given: the target that exists of each pattern, whose captures are 0.
+          search: finds the captures of the targets that exist of a pattern; None if all
+            targets that the rule makes are wanted.
           shared: sizes that other rules know.
 
         Raises:
           LayoutError: if shapes do not fit.
         """
-        self._rule, self._state, self._rows, self._tree = rule, state, rows, tree
+        self._rule, self._state, self._rows, self._given = rule, state, rows, given
         rest = len(rows[0].shape) - len(rule.sources[rows[0].pattern].dims) + 1
         self._sources = [each.with_rest(rest) for each in rule.sources]
         self._targets = [each.with_rest(rest) for each in rule.targets]
+        sized = rule.rule.sizes.keys()
         # The captures of targets that only those which exist tell.
         self._listed = {
-            number: tree.search(number)
+            number: search(number)
             for number, each in enumerate(self._targets)
-            if tree and each.keys & (each.axes | each.reduced - rule.rule.sizes.keys())
+            if search and each.keys & (each.axes | (each.reduced - sized))
         }
         self._counts = dict(counts)
         values = [(self._sources[each.pattern].axes, each.values) for each in rows]
@@ -464,7 +458,7 @@ class Planner:
         for key, (froms, tos) in by_names.items():
             padding = min(key & pad.keys(), default=None)
             if padding is not None and not (froms and tos):
-                value = pad[padding] if self._state in SHIFTED else 0.0
+                value = pad[padding] if self._state in _SHIFTED else 0.0
                 for slab in tos:
                     factors = ((dim, by, n) for _, n, dim, by in slab.ranges.values())
                     boxes = boxes_of(slab.strip.start, factors)
@@ -472,7 +466,13 @@ class Planner:
             elif padding is None and froms and tos:
                 moves += self._moves(sorted(key), froms, tos)
             else:
-                raise self._misfit((froms or tos)[0], padding, by_names)
+                parts = [" ".join(sorted(each)) or "(none)" for each in by_names]
+                raise LayoutError(
+                    f"{(froms or tos)[0].pattern.place}: the other side has no part with"
+                    f" the coordinates {' '.join(sorted(key)) or '(none)'}, of "
+                    f"{'; '.join(parts)}, or both sides have what `pad` lists; what one "
+                    f"side lacks, {_LIST_IT}, or in `pad` if it is padding"
+                )
         found: dict[int, set[tuple[np.dtype, bool]]] = collections.defaultdict(set)
         for target, move in moves:
             found[target].add(self._dtypes[move.source])
@@ -501,8 +501,7 @@ class Planner:
             # An addend may have no tensors.
             has_sum = any(isinstance(n, dims.Sum) for n in dims.walk([capture.node]))
             yield sizes.Equation(capture.node, count, dict(ranks), origin, has_sum)
-        for number, given in enumerate(self._tree.first if self._tree else ()):
-            tensor = self._targets[number]
+        for tensor, given in zip(self._targets, self._given, strict=False):
             ranks = self._ranks(tensor, tuple((key, 0) for key in tensor.keys))
             if given is not None:
                 yield from _of_shape(tensor, given.shape, dict(ranks))
@@ -535,31 +534,26 @@ class Planner:
                 + "".join(f"; {each}" for each in absent)
             )
 
-    def _captured(self, number: int) -> Sequence[Mapping[str, Value]]:
+    def _captured(self, number: int) -> Iterable[dict[str, Value]]:
         # The captures of each target of a pattern.
         if number in self._listed:
             return self._listed[number]
         tensor = self._targets[number]
-        counts = {
-            axis: self._counts[axis] for axis in tensor.axes & self._counts.keys()
-        }
-        found: list[dict[str, Value]] = [{}]
-        # The number of layers may depend on the stage.
-        for capture in sorted(tensor.name.captures, key=lambda each: "@" in each.key):
-            if capture.key in self._rule.kept:
-                continue
-            known = {**counts, **self._sizes}
-            self._need(tensor, dims.names((capture.node,)), known)
-            made = []
-            for each in found:
-                ranks = dict(self._ranks(tensor, tuple(each.items())))
-                scope = dims.Scope(known, ranks, self._rule.rule.widths)
-                count = dims.whole(dims.length(capture.node, scope))
-                made += [{**each, capture.key: value} for value in range(count)]
-            found = made
-            if len(found) > MOST_TARGETS:
-                raise LayoutError(f"{tensor.place}: it makes {len(found)} tensors")
-        return found
+        counts = {axis: n for axis, n in self._counts.items() if axis in tensor.axes}
+        scope = dims.Scope({**counts, **self._sizes})
+        captures = [
+            each for each in tensor.name.captures if each.key not in self._rule.kept
+        ]
+        nodes = tuple(each.node for each in captures)
+        self._need(tensor, dims.names(nodes), scope.sizes)
+        lengths = [int(dims.length(each, scope)) for each in nodes]
+        if math.prod(lengths) > MOST_TARGETS:
+            raise LayoutError(f"{tensor.place}: it makes {math.prod(lengths)} tensors")
+        keys, values = (
+            [e.key for e in captures],
+            itertools.product(*map(range, lengths)),
+        )
+        return (dict(zip(keys, each, strict=True)) for each in values)
 
     def _slabs(
         self, tensor: Tensor, number: int, values: Items, shape: tuple[int, ...]
@@ -623,7 +617,7 @@ class Planner:
         unused = set(groups)
         for (number, values), members in groups.items():
             tensor = self._sources[number]
-            if tensor.main is not None or tensor.pattern.copy:
+            if not tensor.is_original:
                 continue
             chosen = self._chosen(tensor, members)
             row = self._rows[chosen[0]]
@@ -637,7 +631,7 @@ class Planner:
             yield from self._slabs(tensor, made, values, row.shape)
         for number, _ in unused:
             tensor = self._sources[number]
-            if tensor.main is not None or tensor.pattern.copy == COPIES[0]:
+            if tensor.main is not None or tensor.pattern.copy == "checked":
                 raise LayoutError(
                     f"{tensor.place}: a tensor matches it, but what it belongs to is not"
                     " there; use the whole checkpoint"
@@ -670,7 +664,7 @@ class Planner:
         for number, tensor in enumerate(self._sources):
             if tensor.main is not None:
                 found[tensor.main].append(number)
-            elif tensor.pattern.copy == COPIES[0] and number in present:
+            elif tensor.pattern.copy == "checked" and number in present:
                 alike = (n for n in present if _are_alike(tensor, self._sources[n]))
                 original = min(alike, default=None)
                 if original is None:
@@ -920,28 +914,13 @@ class Planner:
             raise LayoutError(f"{target.place}: a scale cannot be 0")
         scale = numbers[2] / numbers[0]
         shift = numbers[3] - numbers[1] * scale
-        if self._state not in POWERS and (scale, shift) != (1, 0):
+        if self._state not in _POWERS and (scale, shift) != (1, 0):
             raise LayoutError(
                 f"{target.place}: it is not known how {self._state!r} follows a "
                 "parameter that is scaled; list the other `states` in this rule"
             )
-        scale **= POWERS.get(self._state, 1)
-        return scale, shift if self._state in SHIFTED else 0.0
-
-    def _misfit(
-        self, slab: Slab, padding: str | None, by_names: Iterable[frozenset[str]]
-    ) -> LayoutError:
-        # A part that only one side has, or that both have as padding.
-        if padding is not None:
-            remedy = f"both sides have {padding}; remove it from `pad`"
-        else:
-            parts = [" ".join(sorted(each)) or "(none)" for each in by_names]
-            remedy = (
-                "the other side has no part with the coordinates "
-                f"{' '.join(sorted(slab.ranges)) or '(none)'}, of {'; '.join(parts)}; "
-                f"what one side lacks, {_LIST_IT}, or in `pad` if it is padding"
-            )
-        return LayoutError(f"{slab.pattern.place}: {remedy}")
+        scale **= _POWERS.get(self._state, 1)
+        return scale, shift if self._state in _SHIFTED else 0.0
 
 
 def _of_shape(
@@ -983,7 +962,7 @@ def _are_alike(copy: Tensor, original: Tensor) -> bool:
         )
         for each in (copy, original)
     ]
-    return original.main is None and not original.pattern.copy and keys[0] == keys[1]
+    return original.is_original and keys[0] == keys[1]
 
 
 def _factors(node: dims.Node) -> tuple[dims.Node, ...]:
@@ -1029,14 +1008,12 @@ def boxes_of(
     ]
 
 
-def _wide(how: str, dtypes: Iterable[np.dtype]) -> np.dtype:
+def _wide(how: str, dtypes: Sequence[np.dtype]) -> np.dtype:
     # What values are computed in: float32 or wider; sums of integers are exact.
-    wide = np.dtype(np.float32)
-    for dtype in dtypes:
-        if how == "sum" and is_integer(dtype):
-            return np.dtype(np.int64)
-        wide = np.promote_types(wide, np.result_type(dtype, np.float32))
-    return wide
+    if how == "sum" and is_integer(dtypes[0]):
+        return np.dtype(np.int64)
+    wide = (np.result_type(dtype, np.float32) for dtype in dtypes)
+    return functools.reduce(np.promote_types, wide)
 
 
 def _check_factor(tensor: Tensor, dtype: np.dtype) -> None:
@@ -1064,42 +1041,32 @@ def target_dtype(
     """
     written = tensor.pattern.dtype
     held = sorted({dtype for dtype, _ in sources}, key=str)
-    made = given
+    made = given or (held[0] if len(held) == 1 else None)
+    problem = ""
     if written is not None:
         made = np.dtype(written)
         if given not in (None, made):
-            raise LayoutError(
-                f"{tensor.place}: the target is of {given}, the rule makes it {written};"
-                " change one of them"
-            )
-    elif given is not None:
-        for dtype in held:
-            if dtype != given and _category(dtype) is not _category(given):
-                raise LayoutError(
-                    f"{tensor.place}: the target is of {given}, its source of {dtype}; "
-                    f"write `dtype: {given}` to cast it"
-                )
-    elif len(held) == 1:
-        (made,) = held
-    if made is None:
-        raise LayoutError(
-            f"{tensor.place}: it has sources of {', '.join(map(str, held)) or 'no dtype'}"
-            "; write `dtype:`"
-        )
+            problem = f"the target is of {given}, and the rule makes it {written}"
+    elif made is None:
+        problem = f"it has sources of {', '.join(map(str, held))}; write `dtype:`"
+    elif any(_category(each) is not _category(made) for each in held):
+        problem = f"it is {made}, its source {held[0]}; write `dtype: {made}` to cast"
     for dtype, lacks_scales in sources:
         if lacks_scales and dtype != made:
-            raise LayoutError(
-                f"{tensor.place}: it is {made} in the target, and made of {dtype} "
-                "without scales; multiply by them with `times`, and use the whole "
-                "checkpoint"
+            problem = problem or (
+                f"it is {made} in the target, and made of {dtype} without scales; "
+                "multiply by them with `times`, and use the whole checkpoint"
             )
+    if problem or made is None:
+        raise LayoutError(f"{tensor.place}: {problem}")
     return made
 
 
 def _is_quantized(dtype: np.dtype) -> bool:
     # Whether weights of this dtype may need scales: one byte each, or packed.
-    return (
-        dtype.itemsize == 1 and dtype != np.bool_ or dtype.name in ("int32", "uint32")
+    return (dtype.itemsize == 1 and dtype != np.bool_) or dtype.name in (
+        "int32",
+        "uint32",
     )
 
 

@@ -24,18 +24,17 @@ from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.rule import Rule
 
 _ALLOWED = (
-    *(ast.Name, ast.Load, ast.Constant, ast.UnaryOp, ast.USub, ast.BinOp, ast.Call),
+    *(ast.Name, ast.Load, ast.UnaryOp, ast.USub, ast.BinOp),
     *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Pow),
 )
-_ROUNDED = ("bfloat16", "float16", "float32")
+_FUNCTIONS: dict[str, Any] = {
+    "__builtins__": {},
+    **{
+        dtype: lambda number, dtype=dtype: float(np.dtype(dtype).type(number))
+        for dtype in ("bfloat16", "float16", "float32")
+    },
+}
 _MOST_CHARACTERS = 200
-
-
-def _rounding(dtype: str) -> Any:
-    return lambda number: float(np.dtype(dtype).type(number))
-
-
-_FUNCTIONS = {"__builtins__": {}, **{dtype: _rounding(dtype) for dtype in _ROUNDED}}
 
 
 @functools.lru_cache(maxsize=2**10)
@@ -48,25 +47,17 @@ def _compiled(expression: str) -> tuple[CodeType, frozenset[str]]:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise LayoutError(f"{problem}: {error}") from None
-    used = set()
     for node in ast.walk(tree.body):
-        if not isinstance(node, _ALLOWED):
-            raise LayoutError(f"{problem}: {type(node).__name__} is not allowed")
-        if isinstance(node, ast.Name):
-            used.add(node.id)
-        if isinstance(node, ast.Constant):
-            if type(node.value) not in (int, float):
-                raise LayoutError(f"{problem}: {node.value!r} is no number")
+        is_allowed = isinstance(node, _ALLOWED)
+        if isinstance(node, ast.Call):
+            is_allowed = getattr(node.func, "id", "") in _FUNCTIONS
+        if isinstance(node, ast.Constant) and type(node.value) in (int, float):
             # Powers of integers could take forever.
-            node.value = float(node.value)  # type: ignore[arg-type]
-        if isinstance(node, ast.Call) and not _is_rounding(node):
-            raise LayoutError(f"{problem}: only {', '.join(_ROUNDED)} are called")
+            node.value, is_allowed = float(node.value), True
+        if not is_allowed:
+            raise LayoutError(f"{problem}: {type(node).__name__} is not allowed")
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return compile(tree, "size", "eval"), frozenset(used - _FUNCTIONS.keys())
-
-
-def _is_rounding(call: ast.Call) -> bool:
-    is_named = isinstance(call.func, ast.Name) and call.func.id in _ROUNDED
-    return is_named and len(call.args) == 1 and not call.keywords
 
 
 def names(expression: object) -> frozenset[str]:
@@ -140,26 +131,28 @@ def solve(
     }
     for name, by_axis in rule.widths.items():
         known[name] = Fraction(sum(next(iter(by_axis.values()))))
-    solved: tuple[str, Fraction] | None = ("", Fraction())
-    while solved is not None:
+    while True:
         known = _computed(rule, known)
-        found = (_solved(each, rule, known) for each in equations)
-        solved = next(filter(None, found), None)
-        if solved is None:
+        solved = (_solved(each, rule, known) for each in equations)
+        name, size = next(filter(None, solved), (None, Fraction()))
+        if name is None:
             lent = sorted(shared.keys() - known.keys())
-            solved = next(((name, Fraction(shared[name])) for name in lent), None)
-        if solved is not None:
-            known[solved[0]] = solved[1]
+            if not lent:
+                break
+            name, size = lent[0], Fraction(shared[lent[0]])
+        known[name] = size
     for each in equations:
         if each.names <= known.keys():
-            _check(each, rule, known)
+            made = _length(each, rule, known)
+            if made < each.length or (made > each.length and not each.is_least):
+                raise _misfit(each, known, f"not {made}")
     for name, size in rule.sizes.items():
-        if isinstance(size, str) and names(size) <= known.keys():
-            if known[name] != Fraction(value(size, known)):
-                raise LayoutError(
-                    f"{rule.text}: `sizes` has {name}: {size}, but the shapes make it"
-                    f" {known[name]}"
-                )
+        is_known = isinstance(size, str) and names(size) <= known.keys()
+        if is_known and known[name] != Fraction(value(size, known)):
+            raise LayoutError(
+                f"{rule.text}: `sizes` has {name}: {size}, but the shapes make it"
+                f" {known[name]}"
+            )
     return known
 
 
@@ -205,14 +198,8 @@ def _solved(
     size = 1 + Fraction(equation.length - lengths[0]) / step
     size = Fraction(math.ceil(size)) if equation.is_least else size
     if size.denominator != 1 or size < 0:
-        raise _misfit(equation, rule, known, f"which no size of {name} makes")
+        raise _misfit(equation, known, f"which no size of {name} makes")
     return name, size
-
-
-def _check(equation: Equation, rule: Rule, known: dict[str, Fraction]) -> None:
-    made = _length(equation, rule, known)
-    if made < equation.length or (made > equation.length and not equation.is_least):
-        raise _misfit(equation, rule, known, f"not {made}")
 
 
 def _length(
@@ -223,10 +210,9 @@ def _length(
 
 
 def _misfit(
-    equation: Equation, rule: Rule, known: Mapping[str, Fraction], expected: str
+    equation: Equation, known: Mapping[str, Fraction], expected: str
 ) -> LayoutError:
     made = (f"{name}={known[name]}" for name in sorted(equation.names & known.keys()))
     return LayoutError(
-        f"{rule.text}: {equation.origin} is {equation.length}, {expected}: "
-        f"{', '.join(made) or 'nothing else is known'}"
+        f"{equation.origin} is {equation.length}, {expected}, by {', '.join(made) or 1}"
     )
