@@ -129,18 +129,21 @@ class _Owner:
     present: dict[Kept, set[int]] = dataclasses.field(default_factory=dict)
     groups: dict[Kept, list[tuple[Row, int]]] = dataclasses.field(default_factory=dict)
 
-    def captured(self, name: NamePattern, texts: Sequence[str]) -> _Captured | None:
-        """The values that texts give to kept captures, and to the others."""
-        numbers = self.rule.numbers
-        values = {
-            each.key: each.value(text, numbers)
-            for each, text in zip(name.captures, texts, strict=True)
-        }
-        # Names that count from 1 have no 0.
-        if any(isinstance(each, int) and each < 0 for each in values.values()):
-            return None
+    def captured(self, name: NamePattern, match: re.Match[str]) -> _Captured | None:
+        """The values that a name gives to kept captures, and to the others."""
+        values: dict[str, Value] = {}
+        for capture, text in zip(name.captures, match.groups(), strict=True):
+            value = capture.value(text, self.rule.numbers)
+            if isinstance(value, int) and value < 0:
+                # Names that count from 1 have no 0.
+                return None
+            values[capture.key] = value
         kept = tuple([values.pop(key) for key in self.rule.kept])
         return kept, tuple(values.items())
+
+    def named(self, kept: Kept) -> dict[str, Value]:
+        """The values of kept captures, by their keys."""
+        return dict(zip(self.rule.kept, kept, strict=True))
 
 
 # A pattern of an owner that matches a name.
@@ -156,32 +159,32 @@ def _owners(layout: Layout) -> Iterator[_Owner]:
         if rule.kind is not None:
             states = {rule.kind: State(source=PARAMETER, target=PARAMETER)}
         for kind, state in states.items():
-            if state.source is None or state.target is None:
-                continue
-            sources, targets = (
-                [
-                    names.parse(text.replace(PARAMETER, each.name.text), parsed.forms)
-                    for each in side
-                ]
-                for text, side in (
-                    (state.source, parsed.sources),
-                    (state.target, parsed.targets),
+            if state.source is not None and state.target is not None:
+                sides = (state.source, parsed.sources), (state.target, parsed.targets)
+                sources, targets = (
+                    [
+                        names.parse(text.replace(PARAMETER, e.name.text), parsed.forms)
+                        for e in side
+                    ]
+                    for text, side in sides
                 )
-            )
-            yield _Owner(parsed, kind, sources, targets, names.glob(rule.excepted))
+                yield _Owner(parsed, kind, sources, targets, names.glob(rule.excepted))
 
 
-def _dropped(layout: Layout) -> Iterator[tuple[str | None, bool, re.Pattern[str]]]:
+def _dropped(layout: Layout) -> list[tuple[str | None, bool, re.Pattern[str]]]:
     # The kind of tensors, whether those of formats without kinds are dropped too, and
     # their names.
-    yield None, True, names.glob(layout.drop)
-    listed = list(layout.drop_of_kind)
-    for kind, state in layout.states.items():
-        if state.source is not None and state.target is None:
-            listed.append((kind, state.source.replace(PARAMETER, "*")))
-    for of_kind, text in listed:
-        # Such a state has the name of its parameter.
-        yield of_kind, text != "*", names.glob([text])
+    listed = [
+        *((None, text) for text in layout.drop),
+        *layout.drop_of_kind,
+        *(
+            (kind, state.source.replace(PARAMETER, "*"))
+            for kind, state in layout.states.items()
+            if state.source is not None and state.target is None
+        ),
+    ]
+    # A state that is called like its parameter is one in formats with kinds alone.
+    return [(k, k is None or text != "*", names.glob([text])) for k, text in listed]
 
 
 class _Matching:
@@ -218,15 +221,16 @@ class _Matching:
         derived: list[Derived] = []
         targets: dict[str, TargetTensor] = {}
         rules = []
-        for owner, of_owner in zip(self._owners, plans, strict=True):
+        for owner in self._owners:
             for kept, group in owner.groups.items():
-                plan = of_owner[kept]
-                if plan is None:
-                    continue
+                plan = plans[owner, kept]
                 held = self._targets(owner, kept, plan, targets)
                 first = len(self._stored) + len(derived)
                 numbers = [at for _, at in group]
-                derived += [_numbered(each, numbers) for each in plan.derived]
+                for each in plan.derived:
+                    rows = each.operands
+                    rows = tuple(e._replace(tensor=numbers[e.tensor]) for e in rows)
+                    derived.append(dataclasses.replace(each, operands=rows))
                 numbers += range(first, len(self._stored) + len(derived))
                 made += [
                     dataclasses.replace(
@@ -242,63 +246,60 @@ class _Matching:
                     fills.append(Fill(target=name, start=start, stop=stop, value=value))
             rules.append((owner.rule.text, len(made)))
         self._fill(targets, fills)
-        self._note_targets(targets)
+        for name in self._given or ():
+            if name not in targets:
+                shorter = self._shorter_targets.get(name, name)
+                self._note_left("tensors of the target are in no rule", shorter, 1)
         self._raise()
-        if self._given is not None:
-            targets = {name: targets[name] for name in self._given}
         return Matched(
             moves=made, derived=derived, fills=fills, targets=targets, rules=rules
         )
 
     def _assign(self) -> None:
         # Each tensor to the first rule that matches it and has all of its tensors.
-        readers = [
-            (owner, number, name.skeleton(numbers), name.regex(numbers))
-            for owner in self._owners
-            for numbers in [owner.rule.numbers]
-            for number, name in enumerate(owner.sources)
-        ]
-        candidates: dict[str, list[tuple[_Owner, int, re.Pattern[str]]]] = {}
-        dropped = list(_dropped(self._layout))
+        dropped = _dropped(self._layout)
+        readers: list[tuple[_Owner, int, re.Pattern[str], re.Pattern[str]]] = []
+        for owner in self._owners:
+            numbers = owner.rule.numbers
+            for number, name in enumerate(owner.sources):
+                reader = name.skeleton(numbers), name.regex(numbers)
+                readers.append((owner, number, *reader))
+        by_skeleton: dict[str, list[tuple[_Owner, int, re.Pattern[str]]]] = {}
         found: list[tuple[int, list[_Match]]] = []
         taken: set[tuple[ParsedRule, int]] = set()
         for at, tensor in enumerate(self._stored):
-            spellings = [tensor.name]
-            if tensor.name in self._shorter:
-                spellings.append(self._shorter[tensor.name])
+            shorter = self._shorter.get(tensor.name, tensor.name)
             matches: list[_Match] = []
-            for name in spellings:
+            for name in (tensor.name, shorter):
                 skeleton = names.skeleton(name)
-                if skeleton not in candidates:
-                    candidates[skeleton] = [
+                if skeleton not in by_skeleton:
+                    by_skeleton[skeleton] = [
                         (owner, number, regex)
                         for owner, number, of_skeleton, regex in readers
                         if of_skeleton.fullmatch(skeleton)
                     ]
-                for owner, number, regex in () if matches else candidates[skeleton]:
+                for owner, number, regex in () if matches else by_skeleton[skeleton]:
                     match = regex.fullmatch(name)
-                    if match and not any(map(owner.excepted.fullmatch, spellings)):
-                        pattern = owner.sources[number]
-                        captured = owner.captured(pattern, match.groups())
+                    if match and not _fits(owner.excepted, tensor.name, shorter):
+                        captured = owner.captured(owner.sources[number], match)
                         if captured is not None:
                             matches.append((owner, number, *captured))
             exact = [each for each in matches if each[0].state == tensor.kind]
             if exact or tensor.kind != ANY_KIND:
                 matches = exact
             is_dropped = any(
-                any(map(name.fullmatch, spellings))
+                _fits(name, tensor.name, shorter)
                 for kind, is_of_any, name in dropped
                 if kind in (None, tensor.kind)
                 or (tensor.kind == ANY_KIND and is_of_any and not exact)
             )
-            if is_dropped:
-                taken |= {(owner.rule, number) for owner, number, _, _ in matches}
-                continue
             for owner, number, kept, _ in matches:
-                owner.present.setdefault(kept, set()).add(number)
-                if owner.rule.needed != owner.rule.wanted:
+                if not is_dropped:
+                    owner.present.setdefault(kept, set()).add(number)
+                if is_dropped or owner.rule.needed != owner.rule.wanted:
                     taken.add((owner.rule, number))
-            found.append((at, matches))
+            if not is_dropped:
+                found.append((at, matches))
         alone = [(axis, 0) for axis, count in self._counts.items() if count == 1]
         for at, matches in found:
             tensor = self._stored[at]
@@ -309,32 +310,30 @@ class _Matching:
             owner, number, kept, captured = first
             taken.add((owner.rule, number))
             if unmet := owner.rule.rule.unmet:
-                self._note(
-                    "tensors are in rules that require other values",
-                    f"{tensor.name} ({owner.rule.text}: {unmet})",
-                )
+                text = f"{tensor.name} ({owner.rule.text}: {unmet})"
+                self._note("tensors are in rules that require other values", text)
             shape, dtype = _viewed(tensor, owner.rule.sources[number])
-            ranks = tuple(dict.fromkeys((*tensor.ranks, *alone)))
+            ranks = dict.fromkeys((*tensor.ranks, *alone))
             row = Row(number, (*ranks, *captured), shape, dtype)
             owner.groups.setdefault(kept, []).append((row, at))
         self._check_patterns(taken)
 
     def _first(self, matches: Sequence[_Match]) -> _Match | None:
-        # Of the rules that match a tensor, the one that counts.
+        # Of the rules that match a tensor, the one that counts: the first that has all
+        # of its tensors, or else what it needs.
+        found = []
         for each in matches:
             owner, _, kept, _ = each
             if owner.present[kept] >= owner.rule.wanted and (
                 not owner.rule.rule.optional or self._has_targets(owner, kept)
             ):
                 return each
-        for each in matches:
-            owner, _, kept, _ = each
             if (
                 owner.present[kept] >= owner.rule.needed
                 and not owner.rule.rule.optional
             ):
-                return each
-        return None
+                found.append(each)
+        return found[0] if found else None
 
     def _has_targets(self, owner: _Owner, kept: Kept) -> bool:
         return self._given is None or all(
@@ -344,12 +343,10 @@ class _Matching:
 
     def _first_targets(self, owner: _Owner, kept: Kept) -> list[TargetTensor | None]:
         # Of each pattern, the target whose other captures are 0.
-        named = dict(zip(owner.rule.kept, kept, strict=True))
+        named = owner.named(kept)
         return [
-            self._find(
-                each, {**dict.fromkeys((c.key for c in each.captures), 0), **named}
-            )
-            for each in owner.targets
+            self._find(name, {c.key: named.get(c.key, 0) for c in name.captures})
+            for name in owner.targets
         ]
 
     def _find(
@@ -369,65 +366,55 @@ class _Matching:
             regex = pattern.regex(owner.rule.numbers)
             for name in self._given or ():
                 match = regex.fullmatch(self._shorter_targets.get(name, name))
-                captured = owner.captured(pattern, match.groups()) if match else None
+                captured = owner.captured(pattern, match) if match else None
                 if captured is not None:
                     found[captured[0]].append(dict(captured[1]))
         return self._searched[owner, number][kept]
 
-    def _plans(self) -> list[dict[Kept, Plan | None]]:
-        # By owner and instance. Instances that are alike but for kept captures share
-        # one; sizes that shapes do not tell may be known from other rules.
-        found: list[dict[Kept, Plan | None]] = []
-        pending = []
+    def _plans(self) -> dict[tuple[_Owner, Kept], Plan]:
+        # By instance. Those that are alike but for kept captures share one; sizes that
+        # shapes do not tell may be known from other rules.
+        keys: dict[tuple[_Owner, Kept], object] = {}
+        pending: dict[object, tuple[_Owner, Kept, list[TargetTensor | None]]] = {}
         for owner in self._owners:
-            classes: dict[object, tuple[Kept, list[Kept]]] = {}
-            found.append({})
             for kept, group in owner.groups.items():
                 group.sort(key=lambda each: each[0][:2])
                 given = self._first_targets(owner, kept) if self._given else []
-                shapes = tuple(each and each.shape for each in given)
-                key = (tuple([row for row, _ in group]), shapes)
-                if key not in classes:
-                    classes[key] = kept, []
-                    pending.append((owner, kept, given, classes[key][1], found[-1]))
-                classes[key][1].append(kept)
+                shapes = tuple([each and each.shape for each in given])
+                key = owner, tuple([row for row, _ in group]), shapes
+                pending.setdefault(key, (owner, kept, given))
+                keys[owner, kept] = key
+        plans: dict[object, Plan] = {}
         lent: dict[str, int] = {}
-        sizes: dict[str, set[int]] = collections.defaultdict(set)
         for is_last in (False, True):
-            unknown = []
-            for each in pending:
-                owner, kept, given, alike, plans = each
+            for key, (owner, kept, given) in pending.items():
                 rows = [row for row, _ in owner.groups[kept]]
-                search, plan = None, None
+                search = None
                 if self._given is not None:
                     search = functools.partial(self._search, owner, kept)
                 try:
-                    planner = Planner(
-                        owner.rule, owner.state, rows, self._counts, given, search, lent
-                    )
-                    plan = planner.plan()
-                except UnknownSizeError as error:
-                    if is_last:
-                        self._note("rules do not fit", str(error))
-                    unknown.append(each)
+                    if key not in plans:
+                        planner = Planner(
+                            *(owner.rule, owner.state, rows, self._counts),
+                            *(given, search, lent),
+                        )
+                        plans[key] = planner.plan()
                 except LayoutError as error:
-                    self._note("rules do not fit", str(error))
-                plans |= dict.fromkeys(alike, plan)
-                for name, size in plan.sizes.items() if plan else ():
+                    if is_last or not isinstance(error, UnknownSizeError):
+                        text = str(error).removeprefix(f"{owner.rule.text}: ")
+                        self._note("rules do not fit", f"{owner.rule.text}: {text}")
+            sizes: dict[str, set[int]] = collections.defaultdict(set)
+            for plan in plans.values():
+                for name, size in plan.sizes.items():
                     sizes[name].add(size)
             lent = {name: min(held) for name, held in sizes.items() if len(held) == 1}
-            pending = unknown
-        return found
+        return {each: plans[key] for each, key in keys.items() if key in plans}
 
     def _targets(
-        self,
-        owner: _Owner,
-        kept: Kept,
-        plan: Plan,
-        targets: dict[str, TargetTensor],
+        self, owner: _Owner, kept: Kept, plan: Plan, targets: dict[str, TargetTensor]
     ) -> list[TargetTensor]:
         # The targets of an instance, which are added to the others.
-        named = dict(zip(owner.rule.kept, kept, strict=True))
+        named = owner.named(kept)
         held = []
         for each in plan.targets:
             tensor, pattern = (
@@ -436,20 +423,19 @@ class _Matching:
             )
             values = {**named, **each.captured}
             name = pattern.format(values)
-            given = self._find(pattern, values) if self._given is not None else None
+            text = f"{name} ({owner.rule.text})"
+            given = self._find(pattern, values)
+            dtype = np.dtype(np.float32)
             try:
                 dtype = target_dtype(tensor, each.sources, given and given.dtype)
             except LayoutError as error:
-                self._note("rules do not fit", str(error))
-                dtype = np.dtype(np.float32)
-            made = TargetTensor(name=name, dtype=dtype, shape=each.shape)
-            text = f"{name} ({owner.rule.text})"
+                self._note("dtypes do not fit", f"{name}: {error}")
             if given is None and self._given is not None:
                 self._note("tensors are made by rules, and missing in the target", text)
             elif given is not None and given.shape != each.shape:
-                shapes = f"{list(each.shape)} by rule, and {list(given.shape)}"
-                self._note("targets have other shapes", f"{shapes}: {text}")
-            made = given or made
+                text = f"{list(each.shape)} by rule, and {list(given.shape)}: {text}"
+                self._note("targets have other shapes", text)
+            made = given or TargetTensor(name=name, dtype=dtype, shape=each.shape)
             if made.name in targets:
                 self._note("tensors are made by several rules, or twice", text)
             targets[made.name] = made
@@ -458,7 +444,7 @@ class _Matching:
 
     def _check_value(self, target: TargetTensor, value: float, of: str) -> None:
         if not can_be(value, target.dtype):
-            text = f"{target.name} of {target.dtype}: {value:g} in {of}"
+            text = f"{target.name} is of {target.dtype}, and {value:g} in {of}"
             self._note("targets cannot have a value", text)
 
     def _fill(self, targets: dict[str, TargetTensor], fills: list[Fill]) -> None:
@@ -474,9 +460,8 @@ class _Matching:
                 raise LayoutError(f"{value.missing}; give a number, or a `default`")
             self._check_value(target, value, "`fill`")
             targets[target.name] = target
-            start = (0,) * len(target.shape)
-            fill = Fill(target=target.name, start=start, stop=target.shape, value=value)
-            fills.append(fill)
+            start, stop = (0,) * len(target.shape), target.shape
+            fills.append(Fill(target=target.name, start=start, stop=stop, value=value))
 
     def _note(self, problem: str, text: str) -> None:
         self._problems[problem][text] = None
@@ -485,52 +470,43 @@ class _Matching:
         name = self._shorter.get(tensor.name, tensor.name)
         if {name, tensor.name} & self._layout.fill_inverse.keys():
             return
-        text = name if tensor.kind == ANY_KIND else f"{name} ({tensor.kind})"
         problem = "tensors of the checkpoint are in no rule"
-        for owner, _, kept, _ in matches[:1]:
-            named = dict(zip(owner.rule.kept, kept, strict=True))
-            lacking = sorted(owner.rule.wanted - owner.present[kept])
-            beside = [owner.sources[number].format(named) for number in lacking]
-            needed = ", ".join(beside) or "targets that are missing"
-            text += f" ({owner.rule.text} needs {needed} beside it)"
         if not matches:
-            text += self._nearest(problem, name, [o.sources for o in self._owners])
-        self._note(problem, text)
+            of_kind = "" if tensor.kind == ANY_KIND else f" ({tensor.kind})"
+            self._note_left(problem, name, 0, of_kind)
+            return
+        owner, _, kept, _ = matches[0]
+        lacking = [
+            owner.sources[number].format(owner.named(kept))
+            for number in sorted(owner.rule.wanted - owner.present[kept])
+        ]
+        needed = ", ".join(lacking) or "targets that are missing"
+        self._note(problem, f"{name} ({owner.rule.text} needs {needed} beside it)")
 
-    def _note_targets(self, targets: Mapping[str, TargetTensor]) -> None:
-        problem = "tensors of the target are in no rule"
-        for name in self._given or ():
-            if name not in targets:
-                shown = self._shorter_targets.get(name, name)
-                near = self._nearest(problem, shown, [o.targets for o in self._owners])
-                self._note(problem, shown + near)
-
-    def _nearest(
-        self, problem: str, name: str, patterns: Sequence[Sequence[NamePattern]]
-    ) -> str:
-        # The nearest pattern and its rule; for names that an error lists.
-        if len(self._problems[problem]) > errors.MOST_NAMED:
-            return ""
-        texts = {
-            each.text: owner.rule.text
-            for owner, of_owner in zip(self._owners, patterns, strict=True)
-            for each in of_owner
-        }
-        near = difflib.get_close_matches(name, texts, n=1, cutoff=0.0)
-        return "".join(f" (nearest: {each!r}, {texts[each]})" for each in near)
+    def _note_left(self, problem: str, name: str, side: int, kind: str = "") -> None:
+        # With the nearest pattern of a side and its rule, if an error lists the name.
+        near = ""
+        if len(self._problems[problem]) <= errors.MOST_NAMED:
+            texts = {
+                each.text: owner.rule.text
+                for owner in self._owners
+                for each in (owner.sources, owner.targets)[side]
+            }
+            found = difflib.get_close_matches(name, texts, n=1, cutoff=0.0)
+            near = "".join(f" (nearest: {each!r}, {texts[each]})" for each in found)
+        self._note(problem, f"{name}{kind}{near}")
 
     def _check_patterns(self, taken: set[tuple[ParsedRule, int]]) -> None:
         # That rules that have to match tensors do so.
-        by_rule: dict[ParsedRule, list[_Owner]] = {}
+        used = {owner.rule for owner in self._owners if owner.groups}
         for owner in self._owners:
-            by_rule.setdefault(owner.rule, []).append(owner)
-        for rule, owners in by_rule.items():
-            is_used = any(owner.groups for owner in owners)
-            may_lack = rule.rule.optional if not is_used else not rule.wanted
-            for number, tensor in enumerate(rule.sources):
-                if tensor.main is None and not may_lack and (rule, number) not in taken:
+            rule = owner.rule
+            may_lack = not rule.wanted if rule in used else rule.rule.optional
+            for number, tensor in enumerate(() if may_lack else rule.sources):
+                if tensor.main is None and (rule, number) not in taken:
+                    taken.add((rule, number))
                     held = [each.name for each in self._stored[:_MOST_COMPARED]]
-                    text = owners[0].sources[number].text
+                    text = owner.sources[number].text
                     near = difflib.get_close_matches(text, held, n=1)
                     shown = "".join(f", the nearest is {each!r}" for each in near)
                     problem = "patterns match no tensor that earlier rules leave"
@@ -550,6 +526,10 @@ class _Matching:
             )
 
 
+def _fits(pattern: re.Pattern[str], name: str, shorter: str) -> bool:
+    return bool(pattern.fullmatch(name) or pattern.fullmatch(shorter))
+
+
 def _viewed(tensor: StoredTensor, pattern: Tensor) -> tuple[tuple[int, ...], np.dtype]:
     # The shape and dtype that a rule gives to the bytes of a tensor.
     if pattern.view is None:
@@ -561,12 +541,6 @@ def _viewed(tensor: StoredTensor, pattern: Tensor) -> tuple[tuple[int, ...], np.
         )
     *outer, last = tensor.shape
     return (*outer, last * (2 if is_half_a_byte(pattern.view) else 1)), pattern.view
-
-
-def _numbered(derived: Derived, numbers: Sequence[int]) -> Derived:
-    # Of tensors, in place of rows.
-    operands = (each._replace(tensor=numbers[each.tensor]) for each in derived.operands)
-    return dataclasses.replace(derived, operands=tuple(operands))
 
 
 def _through(
@@ -584,7 +558,7 @@ def _through(
     for each in (*firsts, last):
         wanted = targets if each is last else None
         after = moves(each, between, axes if made is None else {}, wanted)
-        made = after if made is None else _composed(made, after, between, layout.place)
+        made = after if made is None else _composed(made, after, layout.place)
         between = [
             StoredTensor(name=name, dtype=target.dtype, shape=target.shape)
             for name, target in after.targets.items()
@@ -593,16 +567,12 @@ def _through(
     return made
 
 
-def _composed(
-    first: Matched, second: Matched, between: Sequence[StoredTensor], place: str
-) -> Matched:
-    # Two layouts as one: the tensors between them are the targets of the first.
+def _composed(first: Matched, second: Matched, place: str) -> Matched:
+    # Two layouts as one: the targets of the first are the tensors of the second.
+    between = list(first.targets.values())
     into: dict[str, list[Move]] = collections.defaultdict(list)
-    for move in first.moves:
+    for move in (*first.moves, *_of_fills(first.fills)):
         into[move.target].append(move)
-    padding: dict[str, list[Fill]] = collections.defaultdict(list)
-    for fill in first.fills:
-        padding[fill.target].append(fill)
     made: list[Move] = []
     fills, rules, begin = list(second.fills), [], 0
     for rule, end in second.rules:
@@ -612,43 +582,52 @@ def _composed(
                     f"{place}: {rule} makes {after.target} of several tensors, or by "
                     "`times`, `plus` or `as`; only the first layout of `through` can"
                 )
-            tensor = between[after.source]
-            made += [_chained(e, after, tensor.shape, place) for e in into[tensor.name]]
-            for fill in padding[tensor.name]:
-                fills += _filled(fill, after, tensor.shape, place)
+            for before in into[between[after.source].name]:
+                move = _chained(before, after, between[after.source].shape, place)
+                if before.source >= 0:
+                    made.append(move)
+                    continue
+                side = move.target_side
+                factors = zip(side.dims, side.steps, move.sizes, strict=True)
+                fills += [
+                    Fill(target=after.target, start=start, stop=stop, value=move.shift)
+                    for start, stop in boxes_of(side.start, factors)
+                ]
         begin = end
         rules.append((rule, len(made)))
+    made_of = first.derived
     return dataclasses.replace(
-        second, moves=made, derived=first.derived, fills=fills, rules=rules
+        second, moves=made, derived=made_of, fills=fills, rules=rules
     )
 
 
+def _of_fills(fills: Sequence[Fill]) -> Iterator[Move]:
+    # Moves of no tensor, which make a number by their shift.
+    for fill in fills:
+        sizes = tuple(b - a for a, b in zip(fill.start, fill.stop, strict=True))
+        dims, steps = tuple(range(len(sizes))), (1,) * len(sizes)
+        side = Side(start=fill.start, dims=dims, steps=steps)
+        yield Move(
+            target=fill.target,
+            sizes=sizes,
+            target_side=side,
+            source=-1,
+            source_side=side,
+            shift=fill.value,
+        )
+
+
 def _chained(before: Move, after: Move, shape: Sequence[int], place: str) -> Move:
-    """The move of what one writes into a tensor and the other reads from it."""
+    # The move of what one writes into a tensor and the other reads from it.
     into, of = before.target_side, after.source_side
     if _is_whole(of, after.sizes, shape):
-        sizes, source = before.sizes, before.source_side
-        target = _beyond(into, of, after.target_side)
-        # What the tensor between is repeated along.
-        for size, dim, at, step in zip(
-            after.sizes,
-            of.dims,
-            after.target_side.dims,
-            after.target_side.steps,
-            strict=True,
-        ):
-            if dim < 0:
-                sizes = (*sizes, size)
-                source = Side(
-                    start=source.start,
-                    dims=(*source.dims, -1),
-                    steps=(*source.steps, 0),
-                )
-                target = Side(
-                    start=target.start,
-                    dims=(*target.dims, at),
-                    steps=(*target.steps, step),
-                )
+        # Factors along which the tensor between is repeated.
+        repeated = [n for n, dim in enumerate(of.dims) if dim < 0]
+        sizes = (*before.sizes, *(after.sizes[n] for n in repeated))
+        source = _with_factors(before.source_side, [(-1, 0)] * len(repeated))
+        side = after.target_side
+        outer = [(side.dims[n], side.steps[n]) for n in repeated]
+        target = _with_factors(_beyond(into, of, side), outer)
     elif _is_whole(into, before.sizes, shape):
         sizes, target = after.sizes, after.target_side
         source = _beyond(of, into, before.source_side)
@@ -668,23 +647,11 @@ def _chained(before: Move, after: Move, shape: Sequence[int], place: str) -> Mov
     )
 
 
-def _filled(
-    fill: Fill, after: Move, shape: Sequence[int], place: str
-) -> Iterator[Fill]:
-    # The padding of a tensor that a move reads.
-    sizes = tuple(b - a for a, b in zip(fill.start, fill.stop, strict=True))
-    rank = len(sizes)
-    side = Side(start=fill.start, dims=tuple(range(rank)), steps=(1,) * rank)
-    before = Move(
-        target=fill.target, sizes=sizes, target_side=side, source=0, source_side=side
+def _with_factors(side: Side, factors: Sequence[tuple[int, int]]) -> Side:
+    dims = (*side.dims, *(dim for dim, _ in factors))
+    return Side(
+        start=side.start, dims=dims, steps=(*side.steps, *(step for _, step in factors))
     )
-    move = _chained(before, after, shape, place)
-    into = move.target_side
-    for start, stop in boxes_of(
-        into.start, zip(into.dims, into.steps, move.sizes, strict=True)
-    ):
-        value = fill.value * after.scale + after.shift
-        yield Fill(target=after.target, start=start, stop=stop, value=value)
 
 
 def _is_whole(side: Side, sizes: Sequence[int], shape: Sequence[int]) -> bool:
