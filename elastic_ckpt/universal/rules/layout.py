@@ -15,9 +15,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from elastic_ckpt.universal.new_rules import names
 from elastic_ckpt.universal.new_rules.rule import ParsedRule
-from elastic_ckpt.universal.rules import layout_file
+from elastic_ckpt.universal.rules import layout_file, name_pattern
 from elastic_ckpt.universal.rules.checkpoint_value import (
     CheckpointValue,
     Required,
@@ -283,7 +282,7 @@ class Layout:
         }
         rules = [rule for rule in self.rules if rule.kind in (None, *kinds)]
         drop = tuple(
-            (rule.kind, names.parse(tensor.name).globbed)
+            (rule.kind, name_pattern.parse(tensor.name).globbed)
             for rule in self.rules
             if rule.kind not in (None, *kinds)
             for tensor in rule.source
