@@ -99,7 +99,7 @@ def parse(
 class _Parser:
     def __init__(self, text: str) -> None:
         self._text = text
-        axes = r"@\s*(?:\w+|\(\s*\w[\w\s]*\))"
+        axes = r"@(?:\w+|\(\s*\w[\w\s]*\))"
         blocks = r"/\s*(?:[1-9]\d*|[^\W\d]\w*)"
         self.tokens = re.findall(rf"{axes}|{blocks}|\w+|\.\.\.|\S", text)[::-1]
 

@@ -401,8 +401,8 @@ class _Matching:
                         plans[key] = planner.plan()
                 except LayoutError as error:
                     if is_last or not isinstance(error, UnknownSizeError):
-                        text = str(error).removeprefix(f"{owner.rule.text}: ")
-                        self._note("rules do not fit", f"{owner.rule.text}: {text}")
+                        rule = "" if owner.rule.text in str(error) else owner.rule.text
+                        self._note("rules do not fit", f"{rule} {error}".strip())
             sizes: dict[str, set[int]] = collections.defaultdict(set)
             for plan in plans.values():
                 for name, size in plan.sizes.items():

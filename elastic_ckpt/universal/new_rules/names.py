@@ -104,19 +104,22 @@ class NamePattern:
 
     def regex(self, numbers: Collection[str]) -> re.Pattern[str]:
         """A regular expression with a group for each capture."""
-        return _joined(
+        parts = (
             re.escape(part) if isinstance(part, str) else part.group(numbers)
             for part in self.parts
         )
+        return re.compile("".join(parts), re.DOTALL)
 
     def skeleton(self, numbers: Collection[str]) -> re.Pattern[str]:
         """A regular expression that matches the skeletons of names that match."""
-        return _joined(
-            re.escape(skeleton(part)) if isinstance(part, str)
+        joined = "".join(
+            part if isinstance(part, str)
             else "0" if part.is_number(numbers) and not part.choices
-            else ".*"
+            else "\0"
             for part in self.parts
         )  # fmt: skip
+        text = re.escape(skeleton(joined)).replace(re.escape("\0"), ".*")
+        return re.compile(text, re.DOTALL)
 
     def format(self, values: Mapping[str, Value]) -> str:
         """The name with these values; captures that have none remain."""
@@ -126,10 +129,6 @@ class NamePattern:
             else f"{{{part.key}}}"
             for part in self.parts
         )  # fmt: skip
-
-
-def _joined(parts: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("".join(parts), re.DOTALL)
 
 
 def skeleton(name: str) -> str:

@@ -124,7 +124,7 @@ def derived(spec, stored):
 
 
 def aligned(operand, array, spec):
-    """The elements of an operand by the dims of a derived tensor, and that of `plus`."""
+    """The elements of an operand, by the derived dims, and that of `plus`."""
     array = view(array, operand.viewed_as)
     indices = np.indices((*spec.shape, 1), sparse=True)
     if -1 in operand.dims:
