@@ -13,13 +13,13 @@ import collections
 import dataclasses
 import difflib
 import functools
-import gc
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from elastic_ckpt.core import errors
+from elastic_ckpt.universal import garbage_collection
 from elastic_ckpt.universal.new_moves import (
     Derived,
     Fill,
@@ -79,16 +79,10 @@ def moves(
     Raises:
       LayoutError: if the layout does not fit; one error lists all that is left over.
     """
-    # The collector would scan millions of tensors again and again.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with garbage_collection.paused():
         if layout.through:
             return _through(layout, stored, axes, targets)
         return _Matching(layout, stored, axes, targets).matched()
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _axis_counts(
@@ -258,19 +252,18 @@ class _Matching:
     def _assign(self) -> None:
         # Each tensor to the first rule that matches it and has all of its tensors.
         dropped = _dropped(self._layout)
-        readers: list[tuple[_Owner, int, re.Pattern[str], re.Pattern[str]]] = []
-        for owner in self._owners:
-            numbers = owner.rule.numbers
-            for number, name in enumerate(owner.sources):
-                reader = name.skeleton(numbers), name.regex(numbers)
-                readers.append((owner, number, *reader))
+        readers = [
+            (owner, number, name.skeleton(numbers), name.regex(numbers))
+            for owner, numbers in [(each, each.rule.numbers) for each in self._owners]
+            for number, name in enumerate(owner.sources)
+        ]
         by_skeleton: dict[str, list[tuple[_Owner, int, re.Pattern[str]]]] = {}
         found: list[tuple[int, list[_Match]]] = []
         taken: set[tuple[ParsedRule, int]] = set()
         for at, tensor in enumerate(self._stored):
             shorter = self._shorter.get(tensor.name, tensor.name)
             matches: list[_Match] = []
-            for name in (tensor.name, shorter):
+            for name in dict.fromkeys((tensor.name, shorter)):
                 skeleton = names.skeleton(name)
                 if skeleton not in by_skeleton:
                     by_skeleton[skeleton] = [
@@ -474,14 +467,11 @@ class _Matching:
         if not matches:
             of_kind = "" if tensor.kind == ANY_KIND else f" ({tensor.kind})"
             self._note_left(problem, name, 0, of_kind)
-            return
-        owner, _, kept, _ = matches[0]
-        lacking = [
-            owner.sources[number].format(owner.named(kept))
-            for number in sorted(owner.rule.wanted - owner.present[kept])
-        ]
-        needed = ", ".join(lacking) or "targets that are missing"
-        self._note(problem, f"{name} ({owner.rule.text} needs {needed} beside it)")
+        for owner, _, kept, _ in matches[:1]:
+            lacking = sorted(owner.rule.wanted - owner.present[kept])
+            beside = [owner.sources[n].format(owner.named(kept)) for n in lacking]
+            needed = ", ".join(beside) or "targets that are missing"
+            self._note(problem, f"{name} ({owner.rule.text} needs {needed} beside it)")
 
     def _note_left(self, problem: str, name: str, side: int, kind: str = "") -> None:
         # With the nearest pattern of a side and its rule, if an error lists the name.
@@ -499,18 +489,20 @@ class _Matching:
     def _check_patterns(self, taken: set[tuple[ParsedRule, int]]) -> None:
         # That rules that have to match tensors do so.
         used = {owner.rule for owner in self._owners if owner.groups}
-        for owner in self._owners:
-            rule = owner.rule
-            may_lack = not rule.wanted if rule in used else rule.rule.optional
-            for number, tensor in enumerate(() if may_lack else rule.sources):
-                if tensor.main is None and (rule, number) not in taken:
-                    taken.add((rule, number))
-                    held = [each.name for each in self._stored[:_MOST_COMPARED]]
-                    text = owner.sources[number].text
-                    near = difflib.get_close_matches(text, held, n=1)
-                    shown = "".join(f", the nearest is {each!r}" for each in near)
-                    problem = "patterns match no tensor that earlier rules leave"
-                    self._note(problem, tensor.place + shown)
+        unmatched = {
+            tensor.place: owner.sources[number].text
+            for owner in reversed(self._owners)
+            for rule in [owner.rule]
+            if (rule.wanted if rule in used else not rule.rule.optional)
+            for number, tensor in enumerate(rule.sources)
+            if tensor.main is None and (rule, number) not in taken
+        }
+        held = [each.name for each in self._stored[:_MOST_COMPARED]]
+        for place, text in reversed(unmatched.items()):
+            near = difflib.get_close_matches(text, held, n=1)
+            shown = "".join(f", the nearest is {each!r}" for each in near)
+            problem = "patterns match no tensor that earlier rules leave"
+            self._note(problem, place + shown)
 
     def _raise(self) -> None:
         lines = [

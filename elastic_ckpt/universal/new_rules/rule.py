@@ -549,10 +549,8 @@ class Planner:
         lengths = [int(dims.length(each, scope)) for each in nodes]
         if math.prod(lengths) > MOST_TARGETS:
             raise LayoutError(f"{tensor.place}: it makes {math.prod(lengths)} tensors")
-        keys, values = (
-            [e.key for e in captures],
-            itertools.product(*map(range, lengths)),
-        )
+        keys = [each.key for each in captures]
+        values = itertools.product(*map(range, lengths))
         return (dict(zip(keys, each, strict=True)) for each in values)
 
     def _slabs(
@@ -633,8 +631,9 @@ class Planner:
             tensor = self._sources[number]
             if tensor.main is not None or tensor.pattern.copy == "checked":
                 raise LayoutError(
-                    f"{tensor.place}: a tensor matches it, but what it belongs to is not"
-                    " there; use the whole checkpoint"
+                    f"{tensor.place}: a tensor matches it, and none of the same dims, "
+                    "captures and options is there beside it; use the whole checkpoint, "
+                    "or write `copy: unchecked` if it is a copy"
                 )
 
     def _chosen(self, tensor: Tensor, members: Sequence[int]) -> Sequence[int]:
@@ -660,20 +659,13 @@ class Planner:
     def _others(self) -> dict[int, list[int]]:
         # By source, those that change it, or that it is compared with.
         found: dict[int, list[int]] = collections.defaultdict(list)
-        present = {row.pattern for row in self._rows}
+        present = sorted({row.pattern for row in self._rows})
         for number, tensor in enumerate(self._sources):
             if tensor.main is not None:
                 found[tensor.main].append(number)
-            elif tensor.pattern.copy == "checked" and number in present:
+            elif tensor.pattern.copy == "checked":
                 alike = (n for n in present if _are_alike(tensor, self._sources[n]))
-                original = min(alike, default=None)
-                if original is None:
-                    raise LayoutError(
-                        f"{tensor.place}: no other tensor has the same dims, captures "
-                        "and options, so that it could be compared; write `copy: "
-                        "unchecked`"
-                    )
-                found[original].append(number)
+                found[next(alike, -1)].append(number)
         return found
 
     def _made_of(
@@ -682,8 +674,8 @@ class Planner:
         # The number of a row, or of what is derived of several.
         tensor, row = self._sources[number], self._rows[chosen[0]]
         pattern, made, dtype = tensor.pattern, chosen[0], row.dtype
-        lacks_scales = _is_quantized(dtype) and (
-            bool(pattern.times) or not is_integer(dtype)
+        lacks_scales = _is_quantized(dtype) and bool(
+            pattern.times or not is_integer(dtype)
         )
         how: How = "mean" if pattern.mean else "sum" if pattern.sum else "equal"
         if how != "equal":
@@ -707,15 +699,12 @@ class Planner:
             if _is_quantized(dtype):
                 dtype, lacks_scales = _DEQUANTIZED, how == "plus"
         if len(operands) > 1 or tensor.view is not None:
-            wide = row.dtype
-            if how != "equal":
-                wide = _wide(how, [self._rows[each.tensor].dtype for each in operands])
             self._derived.append(
                 Derived(
                     how=how,
                     operands=tuple(operands),
                     shape=row.shape,
-                    dtype=wide,
+                    dtype=_wide(how, [self._rows[e.tensor].dtype for e in operands]),
                     factor=factor,
                 )
             )
@@ -783,9 +772,8 @@ class Planner:
             found[dim] = at, max(1, int(size))
         places = [found[dim] for dim in sorted(found)]
         expected = [-(-shape[at] // size) for at, size in places if at >= 0]
-        lengths = [
-            n for n, (at, _) in zip(other_shape, places, strict=False) if at >= 0
-        ]
+        pairs = zip(other_shape, places, strict=False)
+        lengths = [length for length, (at, _) in pairs if at >= 0]
         is_copy = tensor.main is None
         if len(found) < len(other_shape) or expected != lengths or (is_copy and free):
             remedy = "multiply in a layout of its own, and lead `through` both"
@@ -804,8 +792,19 @@ class Planner:
         into, of = box_join.overlaps(targets, sources)
         start = np.maximum(targets.start[into], sources.start[of])
         stop = np.minimum(targets.stop[into], sources.stop[of])
-        self._check_cover("no tensor fills", tos, targets, start, stop, into)
-        self._check_cover("no target has", froms, sources, start, stop, of)
+        for problem, slabs, whole, number in (
+            ("no tensor fills", tos, targets, into),
+            ("no target has", froms, sources, of),
+        ):
+            covered = np.zeros(len(slabs), np.int64)
+            np.add.at(covered, number, (stop - start).prod(axis=1))
+            for at in np.flatnonzero(covered < whole.volumes)[:1]:
+                parts = Boxes(start=start[number == at], stop=stop[number == at])
+                gap = box_cover.gaps(whole[at], parts)[0]
+                ranges = zip(held, gap.start, gap.stop, strict=True)
+                shown = ", ".join(f"{name} {a}:{b}" for name, a, b in ranges)
+                place = slabs[at].pattern.place
+                raise LayoutError(f"{place}: elements that {problem}: {shown}")
         originals = {e.pattern for e in tos if not e.pattern.pattern.copy}
         is_doubled = len(box_join.overlaps(sources, sources)[0]) > len(sources)
         if is_doubled or len(originals) > 1:
@@ -842,28 +841,6 @@ class Planner:
                     scale=scale,
                     shift=shift,
                 ),
-            )
-
-    def _check_cover(
-        self,
-        problem: str,
-        slabs: Sequence[Slab],
-        boxes: Boxes,
-        start: np.ndarray,
-        stop: np.ndarray,
-        number: np.ndarray,
-    ) -> None:
-        # That boxes have all elements of each slab, by its number.
-        covered = np.zeros(len(slabs), np.int64)
-        np.add.at(covered, number, (stop - start).prod(axis=1))
-        for at in np.flatnonzero(covered < boxes.volumes)[:1]:
-            held = Boxes(start=start[number == at], stop=stop[number == at])
-            names = [name for name in sorted(slabs[at].ranges) if name in self._sizes]
-            gap = box_cover.gaps(boxes[at], held)[0]
-            parts = zip(names, gap.start, gap.stop, strict=False)
-            shown = ", ".join(f"{name} {a}:{b}" for name, a, b in parts)
-            raise LayoutError(
-                f"{slabs[at].pattern.place}: elements that {problem}: {shown}"
             )
 
     def _places_of(
@@ -1010,6 +987,8 @@ def boxes_of(
 
 def _wide(how: str, dtypes: Sequence[np.dtype]) -> np.dtype:
     # What values are computed in: float32 or wider; sums of integers are exact.
+    if how == "equal":
+        return dtypes[0]
     if how == "sum" and is_integer(dtypes[0]):
         return np.dtype(np.int64)
     wide = (np.result_type(dtype, np.float32) for dtype in dtypes)
@@ -1062,6 +1041,7 @@ def target_dtype(
     return made
 
 
+@functools.cache
 def _is_quantized(dtype: np.dtype) -> bool:
     # Whether weights of this dtype may need scales: one byte each, or packed.
     return (dtype.itemsize == 1 and dtype != np.bool_) or dtype.name in (
@@ -1082,6 +1062,7 @@ def can_be(number: float, dtype: np.dtype) -> bool:
     return _category(dtype) in (np.floating, np.complexfloating) or cast == number
 
 
+@functools.cache
 def _category(dtype: np.dtype) -> type:
     # A cast from one to another needs to be written.
     for category in (np.bool_, np.integer, np.complexfloating):
