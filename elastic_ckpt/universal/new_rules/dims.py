@@ -47,13 +47,8 @@ class Sum:
 class Shard:
     """`a@tp`: the part of a node on a rank; over several axes in row-major order."""
 
-    node: Node
+    parts: tuple[Node]
     axes: tuple[str, ...]
-
-    @property
-    def parts(self) -> tuple[Node, ...]:
-        """The node, as the parts of the others."""
-        return (self.node,)
 
 
 Node = Name | Product | Sum | Shard
@@ -122,7 +117,7 @@ class _Parser:
             axes = re.findall(r"\w+", self.take())
             if not axes:
                 raise LayoutError(f"{self._text!r}: expected a rank axis after @")
-            node = Shard(node, tuple(axes))
+            node = Shard((node,), tuple(axes))
         return node
 
     def _addends(self) -> Node:
@@ -195,11 +190,12 @@ def _shard(shard: Shard, scope: Scope) -> tuple[int | Fraction, int | Fraction]:
     for axis in shard.axes:
         at, ranks = scope.ranks.get(axis, (0, 1))
         number, count = number * ranks + at, count * ranks
-    if isinstance(shard.node, Name) and count > 1:
-        widths = scope.widths.get(shard.node.name, {}).get(shard.axes[0])
+    (node,) = shard.parts
+    if isinstance(node, Name) and count > 1:
+        widths = scope.widths.get(node.name, {}).get(shard.axes[0])
         if widths is not None:
             return sum(widths[:number]), sum(widths[: number + 1])
-    width = Fraction(length(shard.node, scope)) / count
+    width = Fraction(length(node, scope)) / count
     return width * number, width * (number + 1)
 
 
@@ -215,7 +211,7 @@ def cut(node: Node, first: int, last: int, scope: Scope) -> list[tuple[int, Rang
         return [(0, {node.name: (first, last - first, 1)})]
     if isinstance(node, Shard):
         start = whole(_shard(node, scope)[0])
-        return cut(node.node, start + first, start + last, scope)
+        return cut(node.parts[0], start + first, start + last, scope)
     if isinstance(node, Product):
         return _cut_product(node.parts, first, last, scope)
     found, before = [], 0

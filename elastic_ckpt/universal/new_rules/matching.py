@@ -125,13 +125,13 @@ class _Owner:
 
     def captured(self, name: NamePattern, match: re.Match[str]) -> _Captured | None:
         """The values that a name gives to kept captures, and to the others."""
-        values: dict[str, Value] = {}
-        for capture, text in zip(name.captures, match.groups(), strict=True):
-            value = capture.value(text, self.rule.numbers)
-            if isinstance(value, int) and value < 0:
-                # Names that count from 1 have no 0.
-                return None
-            values[capture.key] = value
+        values = {
+            each.key: each.value(text, self.rule.numbers)
+            for each, text in zip(name.captures, match.groups(), strict=True)
+        }
+        # Names that count from 1 have no 0.
+        if any(isinstance(each, int) and each < 0 for each in values.values()):
+            return None
         kept = tuple([values.pop(key) for key in self.rule.kept])
         return kept, tuple(values.items())
 
@@ -396,11 +396,9 @@ class _Matching:
                     if is_last or not isinstance(error, UnknownSizeError):
                         rule = "" if owner.rule.text in str(error) else owner.rule.text
                         self._note("rules do not fit", f"{rule} {error}".strip())
-            sizes: dict[str, set[int]] = collections.defaultdict(set)
-            for plan in plans.values():
-                for name, size in plan.sizes.items():
-                    sizes[name].add(size)
-            lent = {name: min(held) for name, held in sizes.items() if len(held) == 1}
+            sizes = {each for plan in plans.values() for each in plan.sizes.items()}
+            times = collections.Counter(name for name, _ in sizes)
+            lent = {name: size for name, size in sizes if times[name] == 1}
         return {each: plans[key] for each, key in keys.items() if key in plans}
 
     def _targets(
@@ -541,21 +539,18 @@ def _through(
     axes: Mapping[str, int],
     targets: Mapping[str, TargetTensor] | None,
 ) -> Matched:
-    first, *others = layout.with_sizes(layout.sizes).through
-    filled = {**first.fill_inverse, **layout.fill_inverse}
-    *firsts, last = dataclasses.replace(first, fill_inverse=filled), *others
-    last = dataclasses.replace(last, fill={**last.fill, **layout.fill})
-    made: Matched | None = None
-    between = stored
-    for each in (*firsts, last):
-        wanted = targets if each is last else None
-        after = moves(each, between, axes if made is None else {}, wanted)
-        made = after if made is None else _composed(made, after, layout.place)
+    chain = list(layout.with_sizes(layout.sizes).through)
+    fills = {**chain[0].fill_inverse, **layout.fill_inverse}
+    chain[0] = dataclasses.replace(chain[0], fill_inverse=fills)
+    chain[-1] = dataclasses.replace(chain[-1], fill={**chain[-1].fill, **layout.fill})
+    made = moves(chain[0], stored, axes, None if chain[1:] else targets)
+    for number, each in enumerate(chain[1:], start=2):
         between = [
             StoredTensor(name=name, dtype=target.dtype, shape=target.shape)
-            for name, target in after.targets.items()
+            for name, target in made.targets.items()
         ]
-    assert made is not None
+        after = moves(each, between, {}, targets if number == len(chain) else None)
+        made = _composed(made, after, layout.place)
     return made
 
 

@@ -403,12 +403,12 @@ class Planner:
             if search and each.keys & (each.axes | (each.reduced - sized))
         }
         self._counts = dict(counts)
-        values = [(self._sources[each.pattern].axes, each.values) for each in rows]
+        every = [(self._sources[each.pattern], each.values) for each in rows]
         for number, found in self._listed.items():
-            values += [(self._targets[number].axes, tuple(e.items())) for e in found]
-        for axes, items in values:
-            for axis, number in items if axes else ():
-                if axis in axes:
+            every += [(self._targets[number], tuple(each.items())) for each in found]
+        for tensor, values in every:
+            for axis, number in values if tensor.axes else ():
+                if axis in tensor.axes:
                     self._counts[axis] = max(self._counts.get(axis, 1), number + 1)
         of_sources = frozenset().union(*(each.names for each in self._sources))
         of_targets = frozenset().union(*(e.names - e.axes for e in self._targets))
@@ -874,11 +874,8 @@ class Planner:
         return tuple(columns) or ((),) * 5
 
     def _number(self, tensor: Tensor, expression: float | str) -> float:
-        given = self._rule.rule.sizes.items()
-        known = {name: n for name, n in given if isinstance(n, int | float)}
-        known |= self._numbers
-        self._need(tensor, sizes.names(expression), known)
-        return sizes.value(expression, known)
+        self._need(tensor, sizes.names(expression), self._numbers)
+        return sizes.value(expression, self._numbers)
 
     def _arithmetic_of(self, source: Tensor, target: Tensor) -> tuple[float, float]:
         # The scale and the shift of a move.
@@ -1020,24 +1017,28 @@ def target_dtype(
     """
     written = tensor.pattern.dtype
     held = sorted({dtype for dtype, _ in sources}, key=str)
-    made = given or (held[0] if len(held) == 1 else None)
-    problem = ""
-    if written is not None:
-        made = np.dtype(written)
-        if given not in (None, made):
-            problem = f"the target is of {given}, and the rule makes it {written}"
-    elif made is None:
-        problem = f"it has sources of {', '.join(map(str, held))}; write `dtype:`"
-    elif any(_category(each) is not _category(made) for each in held):
-        problem = f"it is {made}, its source {held[0]}; write `dtype: {made}` to cast"
-    for dtype, lacks_scales in sources:
-        if lacks_scales and dtype != made:
-            problem = problem or (
-                f"it is {made} in the target, and made of {dtype} without scales; "
-                "multiply by them with `times`, and use the whole checkpoint"
-            )
-    if problem or made is None:
-        raise LayoutError(f"{tensor.place}: {problem}")
+    made = np.dtype(written) if written else given or (held[0] if held else None)
+    listed = ", ".join(map(str, held)) or "no dtype"
+    is_unlike = any(made is None or _category(e) is not _category(made) for e in held)
+    for is_wrong, problem in (
+        (given not in (None, made), f"it is {given} in the target, by rule {written}"),
+        (
+            not (written or given) and len(held) != 1,
+            f"it has sources of {listed}; write `dtype:`",
+        ),
+        (
+            not written and is_unlike,
+            f"it is {made} in the target, its source {listed}; write `dtype: {made}`",
+        ),
+        (
+            any(lacks_scales and dtype != made for dtype, lacks_scales in sources),
+            f"it is {made} in the target, and made of {listed} without scales; multiply"
+            " by them with `times`, and use the whole checkpoint",
+        ),
+    ):
+        if is_wrong:
+            raise LayoutError(f"{tensor.place}: {problem}")
+    assert made is not None
     return made
 
 
