@@ -56,6 +56,8 @@ _AXES = ("dp", "ep", "pp", "tp", "vp")
 # The most names among which the nearest one is searched.
 _MOST_COMPARED = 2000
 
+_MISFIT = "rules do not fit the shapes of the checkpoint and the target"
+
 # The values of the captures that all names of a rule have.
 Kept = tuple[Value, ...]
 _Captured = tuple[Kept, Items]
@@ -208,7 +210,7 @@ class _Matching:
           LayoutError: if the layout does not fit.
         """
         plans = self._plans()
-        if "rules do not fit" in self._problems:
+        if _MISFIT in self._problems:
             self._raise()
         made: list[Move] = []
         fills: list[Fill] = []
@@ -395,7 +397,7 @@ class _Matching:
                 except LayoutError as error:
                     if is_last or not isinstance(error, UnknownSizeError):
                         rule = "" if owner.rule.text in str(error) else owner.rule.text
-                        self._note("rules do not fit", f"{rule} {error}".strip())
+                        self._note(_MISFIT, f"{rule} {error}".strip())
             sizes = {each for plan in plans.values() for each in plan.sizes.items()}
             times = collections.Counter(name for name, _ in sizes)
             lent = {name: size for name, size in sizes if times[name] == 1}
@@ -418,9 +420,10 @@ class _Matching:
             given = self._find(pattern, values)
             dtype = np.dtype(np.float32)
             try:
-                dtype = target_dtype(tensor, each.sources, given and given.dtype)
+                of_tree = given.dtype if given else None
+                dtype = target_dtype(tensor, name, each.sources, of_tree)
             except LayoutError as error:
-                self._note("dtypes do not fit", f"{name}: {error}")
+                self._note("dtypes do not fit", str(error))
             if given is None and self._given is not None:
                 self._note("tensors are made by rules, and missing in the target", text)
             elif given is not None and given.shape != each.shape:
@@ -461,15 +464,23 @@ class _Matching:
         name = self._shorter.get(tensor.name, tensor.name)
         if {name, tensor.name} & self._layout.fill_inverse.keys():
             return
-        problem = "tensors of the checkpoint are in no rule"
         if not matches:
             of_kind = "" if tensor.kind == ANY_KIND else f" ({tensor.kind})"
+            problem = "tensors of the checkpoint are in no rule"
             self._note_left(problem, name, 0, of_kind)
-        for owner, _, kept, _ in matches[:1]:
-            lacking = sorted(owner.rule.wanted - owner.present[kept])
-            beside = [owner.sources[n].format(owner.named(kept)) for n in lacking]
-            needed = ", ".join(beside) or "targets that are missing"
-            self._note(problem, f"{name} ({owner.rule.text} needs {needed} beside it)")
+            return
+        lacking = [
+            owner.rule.wanted - owner.present[kept] for owner, _, kept, _ in matches
+        ]
+        # Of the rule that lacks least.
+        at = min(range(len(matches)), key=lambda n: len(lacking[n]))
+        owner, _, kept, _ = matches[at]
+        texts = [
+            owner.sources[n].format(owner.named(kept)) for n in sorted(lacking[at])
+        ]
+        lacks = ", ".join(texts) or "targets in the tree"
+        problem = "tensors are in rules, none of which has all that it needs"
+        self._note(problem, f"{name} ({owner.rule.text} lacks {lacks})")
 
     def _note_left(self, problem: str, name: str, side: int, kind: str = "") -> None:
         # With the nearest pattern of a side and its rule, if an error lists the name.

@@ -276,7 +276,7 @@ def _check_options(tensor: Tensor, *, is_target: bool) -> None:
             raise LayoutError(problem)
     dims.check_names(tensor.nodes)
     for dtype in (pattern.dtype, pattern.viewed_as):
-        if dtype not in (None, *DTYPES):
+        if dtype is not None and dtype not in DTYPES:
             near = difflib.get_close_matches(dtype, DTYPES, n=1, cutoff=0.0)[0]
             raise LayoutError(
                 f"{dtype!r} is no dtype of elements; the nearest is {near!r}"
@@ -468,10 +468,10 @@ class Planner:
             else:
                 parts = [" ".join(sorted(each)) or "(none)" for each in by_names]
                 raise LayoutError(
-                    f"{(froms or tos)[0].pattern.place}: the other side has no part with"
-                    f" the coordinates {' '.join(sorted(key)) or '(none)'}, of "
-                    f"{'; '.join(parts)}, or both sides have what `pad` lists; what one "
-                    f"side lacks, {_LIST_IT}, or in `pad` if it is padding"
+                    f"{(froms or tos)[0].pattern.place}: the other side has no part "
+                    f"with the coordinates {' '.join(sorted(key)) or '(none)'}, of "
+                    f"{'; '.join(parts)}, or both have what `pad` lists; what one lacks, "
+                    f"{_LIST_IT}, or in `pad` if it is padding"
                 )
         found: dict[int, set[tuple[np.dtype, bool]]] = collections.defaultdict(set)
         for target, move in moves:
@@ -523,7 +523,7 @@ class Planner:
         return dims.Scope(self._sizes, dict(ranks), self._rule.rule.widths)
 
     def _need(
-        self, tensor: Tensor, used: frozenset[str], known: Mapping[str, float]
+        self, tensor: Tensor, used: frozenset[str], known: Mapping[str, object]
     ) -> None:
         if missing := sorted(used - known.keys()):
             given = [self._rule.rule.sizes.get(name) for name in missing]
@@ -632,8 +632,8 @@ class Planner:
             if tensor.main is not None or tensor.pattern.copy == "checked":
                 raise LayoutError(
                     f"{tensor.place}: a tensor matches it, and none of the same dims, "
-                    "captures and options is there beside it; use the whole checkpoint, "
-                    "or write `copy: unchecked` if it is a copy"
+                    "captures and options is there beside it; use the whole checkpoint,"
+                    " or write `copy: unchecked` if it is a copy"
                 )
 
     def _chosen(self, tensor: Tensor, members: Sequence[int]) -> Sequence[int]:
@@ -1003,12 +1003,16 @@ def _check_factor(tensor: Tensor, dtype: np.dtype) -> None:
 
 
 def target_dtype(
-    tensor: Tensor, sources: frozenset[tuple[np.dtype, bool]], given: np.dtype | None
+    tensor: Tensor,
+    name: str,
+    sources: frozenset[tuple[np.dtype, bool]],
+    given: np.dtype | None,
 ) -> np.dtype:
     """The dtype of a target.
 
     Args:
       tensor: its pattern.
+      name: of the target.
       sources: the dtypes of its sources, and whether they mean nothing without scales.
       given: of the target that exists; None if it is made.
 
@@ -1021,23 +1025,23 @@ def target_dtype(
     listed = ", ".join(map(str, held)) or "no dtype"
     is_unlike = any(made is None or _category(e) is not _category(made) for e in held)
     for is_wrong, problem in (
-        (given not in (None, made), f"it is {given} in the target, by rule {written}"),
+        (given not in (None, made), f"is {given} in the target, by rule {written}"),
         (
             not (written or given) and len(held) != 1,
-            f"it has sources of {listed}; write `dtype:`",
+            f"has sources of {listed}; write `dtype:`",
         ),
         (
             not written and is_unlike,
-            f"it is {made} in the target, its source {listed}; write `dtype: {made}`",
+            f"is {made} in the target, its source {listed}; write `dtype: {made}`",
         ),
         (
             any(lacks_scales and dtype != made for dtype, lacks_scales in sources),
-            f"it is {made} in the target, and made of {listed} without scales; multiply"
+            f"is {made} in the target, and made of {listed} without scales; multiply"
             " by them with `times`, and use the whole checkpoint",
         ),
     ):
         if is_wrong:
-            raise LayoutError(f"{tensor.place}: {problem}")
+            raise LayoutError(f"{tensor.place}: {name!r} {problem}")
     assert made is not None
     return made
 

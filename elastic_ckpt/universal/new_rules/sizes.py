@@ -53,7 +53,7 @@ def _compiled(expression: str) -> tuple[CodeType, frozenset[str]]:
             is_allowed = getattr(node.func, "id", "") in _FUNCTIONS
         if isinstance(node, ast.Constant) and type(node.value) in (int, float):
             # Powers of integers could take forever.
-            node.value, is_allowed = float(node.value), True
+            node.value, is_allowed = float(str(node.value)), True
         if not is_allowed:
             raise LayoutError(f"{problem}: {type(node).__name__} is not allowed")
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
