@@ -470,8 +470,8 @@ class Planner:
                 raise LayoutError(
                     f"{(froms or tos)[0].pattern.place}: the other side has no part "
                     f"with the coordinates {' '.join(sorted(key)) or '(none)'}, of "
-                    f"{'; '.join(parts)}, or both have what `pad` lists; what one lacks, "
-                    f"{_LIST_IT}, or in `pad` if it is padding"
+                    f"{'; '.join(parts)}, or both have what `pad` lists; what one "
+                    f"lacks, {_LIST_IT}, or in `pad` if it is padding"
                 )
         found: dict[int, set[tuple[np.dtype, bool]]] = collections.defaultdict(set)
         for target, move in moves:
@@ -646,8 +646,8 @@ class Planner:
         unused = sorted(differing - tensor.reduced)
         if unused or not differing:
             raise LayoutError(
-                f"{tensor.place}: it is there for several {', '.join(unused)}, which the"
-                f" rule does not use; {_LIST_IT}, or shard a dim over it with @"
+                f"{tensor.place}: it is there for several {', '.join(unused)}, which "
+                f"the rule does not use; {_LIST_IT}, or shard a dim over it with @"
             )
         unchecked = tensor.pattern.unchecked
         return [
@@ -674,9 +674,9 @@ class Planner:
         # The number of a row, or of what is derived of several.
         tensor, row = self._sources[number], self._rows[chosen[0]]
         pattern, made, dtype = tensor.pattern, chosen[0], row.dtype
-        lacks_scales = _is_quantized(dtype) and bool(
-            pattern.times or not is_integer(dtype)
-        )
+        # Floats of 8 bits always need scales, integers where a rule has some.
+        needs_scales = bool(pattern.times) or _category(dtype) is np.floating
+        lacks_scales = needs_scales and _is_quantized(dtype)
         how: How = "mean" if pattern.mean else "sum" if pattern.sum else "equal"
         if how != "equal":
             self._check_all(number, len(chosen))
@@ -692,7 +692,13 @@ class Planner:
             operands += [Operand(n, *places, each.view) for n in rows]
             if other in changing:
                 factor *= self._number(each, each.pattern.scale)
-                _check_factor(each, self._rows[rows[0]].dtype)
+                is_real = _category(self._rows[rows[0]].dtype) is np.floating
+                if not is_real and each.pattern.dtype is None:
+                    raise LayoutError(
+                        f"{each.place}: it is no float; write `as: float8_e8m0fnu` if "
+                        "its bytes are exponents, as those of MXFP4 are, or `dtype: "
+                        "float32` if its integers are factors"
+                    )
         if changing:
             how = "plus" if pattern.plus else "times"
             self._check_changed(number, changing, len(operands))
@@ -986,20 +992,10 @@ def _wide(how: str, dtypes: Sequence[np.dtype]) -> np.dtype:
     # What values are computed in: float32 or wider; sums of integers are exact.
     if how == "equal":
         return dtypes[0]
-    if how == "sum" and is_integer(dtypes[0]):
+    if how == "sum" and _category(dtypes[0]) is np.integer:
         return np.dtype(np.int64)
     wide = (np.result_type(dtype, np.float32) for dtype in dtypes)
     return functools.reduce(np.promote_types, wide)
-
-
-def _check_factor(tensor: Tensor, dtype: np.dtype) -> None:
-    # Scales of integers are mostly exponents.
-    if _category(dtype) is not np.floating and tensor.pattern.dtype is None:
-        raise LayoutError(
-            f"{tensor.place}: it is of {dtype}; write `as: float8_e8m0fnu` if its bytes "
-            "are exponents, as those of MXFP4 are, or `dtype: float32` if its integers "
-            "are factors"
-        )
 
 
 def target_dtype(
@@ -1053,11 +1049,6 @@ def _is_quantized(dtype: np.dtype) -> bool:
         "int32",
         "uint32",
     )
-
-
-def is_integer(dtype: np.dtype) -> bool:
-    """Whether the elements of a dtype are integers, of any number of bits."""
-    return _category(dtype) is np.integer
 
 
 def can_be(number: float, dtype: np.dtype) -> bool:

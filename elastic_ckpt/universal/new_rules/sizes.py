@@ -20,6 +20,7 @@ import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by its import
 import numpy as np
 
 from elastic_ckpt.universal.new_rules import dims
+from elastic_ckpt.universal.new_rules.dims import Scope
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.rule import Rule
 
@@ -143,7 +144,7 @@ def solve(
         known[name] = size
     for each in equations:
         if each.names <= known.keys():
-            made = _length(each, rule, known)
+            made = dims.length(each.node, Scope(known, each.ranks, rule.widths))
             if made < each.length or (made > each.length and not each.is_least):
                 raise _misfit(each, known, f"not {made}")
     for name, size in rule.sizes.items():
@@ -189,7 +190,8 @@ def _solved(
     for number in (1, 2, 3):
         try:
             sizes = _computed(rule, {**known, name: Fraction(number)})
-            lengths.append(_length(equation, rule, sizes))
+            scope = Scope(sizes, equation.ranks, rule.widths)
+            lengths.append(dims.length(equation.node, scope))
         except (LayoutError, KeyError):
             return None
     step = lengths[1] - lengths[0]
@@ -200,13 +202,6 @@ def _solved(
     if size.denominator != 1 or size < 0:
         raise _misfit(equation, known, f"which no size of {name} makes")
     return name, size
-
-
-def _length(
-    equation: Equation, rule: Rule, known: Mapping[str, Fraction]
-) -> int | Fraction:
-    scope = dims.Scope(known, equation.ranks, rule.widths)
-    return dims.length(equation.node, scope)
 
 
 def _misfit(
