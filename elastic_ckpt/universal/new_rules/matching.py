@@ -53,8 +53,6 @@ from elastic_ckpt.universal.stored import StoredTensor
 ANY_KIND = "parameter"
 # The rank axes of formats. A checkpoint that lacks one has one rank of it.
 _AXES = ("dp", "ep", "pp", "tp", "vp")
-# The most names among which the nearest one is searched.
-_MOST_COMPARED = 2000
 
 _MISFIT = "rules do not fit the shapes of the checkpoint and the target"
 
@@ -444,10 +442,10 @@ class _Matching:
     def _fill(self, targets: dict[str, TargetTensor], fills: list[Fill]) -> None:
         # Fills targets with the numbers of the layout; those that are made are scalars.
         for name, value in self._layout.fill.items():
-            dtype = np.dtype(np.float32 if isinstance(value, float) else np.int32)
-            target: TargetTensor | None = TargetTensor(name=name, dtype=dtype, shape=())
-            if self._given is not None:
-                target = self._by_name.get(name)
+            target = self._by_name.get(name)
+            if self._given is None:
+                dtype = np.dtype(np.float32 if isinstance(value, float) else np.int32)
+                target = TargetTensor(name=name, dtype=dtype, shape=())
             if target is None or target.name in targets:
                 continue
             if isinstance(value, CheckpointValue):
@@ -498,20 +496,15 @@ class _Matching:
     def _check_patterns(self, taken: set[tuple[ParsedRule, int]]) -> None:
         # That rules that have to match tensors do so.
         used = {owner.rule for owner in self._owners if owner.groups}
-        unmatched = {
-            tensor.place: owner.sources[number].text
-            for owner in reversed(self._owners)
-            for rule in [owner.rule]
+        unmatched = [
+            tensor.place
+            for rule in dict.fromkeys(owner.rule for owner in self._owners)
             if (rule.wanted if rule in used else not rule.rule.optional)
             for number, tensor in enumerate(rule.sources)
             if tensor.main is None and (rule, number) not in taken
-        }
-        held = [each.name for each in self._stored[:_MOST_COMPARED]]
-        for place, text in reversed(unmatched.items()):
-            near = difflib.get_close_matches(text, held, n=1)
-            shown = "".join(f", the nearest is {each!r}" for each in near)
-            problem = "patterns match no tensor that earlier rules leave"
-            self._note(problem, place + shown)
+        ]
+        for place in unmatched:
+            self._note("patterns match no tensor that earlier rules leave", place)
 
     def _raise(self) -> None:
         lines = [
