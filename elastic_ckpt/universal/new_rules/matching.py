@@ -14,7 +14,7 @@ import dataclasses
 import difflib
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -60,6 +60,7 @@ _MISFIT = "rules do not fit the shapes of the checkpoint and the target"
 Kept = tuple[Value, ...]
 _Captured = tuple[Kept, Items]
 _Search = dict[Kept, list[dict[str, Value]]]
+_Reader = Callable[[str], _Captured | None]
 
 
 def moves(
@@ -123,17 +124,22 @@ class _Owner:
     present: dict[Kept, set[int]] = dataclasses.field(default_factory=dict)
     groups: dict[Kept, list[tuple[Row, int]]] = dataclasses.field(default_factory=dict)
 
-    def captured(self, name: NamePattern, match: re.Match[str]) -> _Captured | None:
-        """The values that a name gives to kept captures, and to the others."""
-        values = {
-            each.key: each.value(text, self.rule.numbers)
-            for each, text in zip(name.captures, match.groups(), strict=True)
-        }
-        # Names that count from 1 have no 0.
-        if any(isinstance(each, int) and each < 0 for each in values.values()):
-            return None
-        kept = tuple([values.pop(key) for key in self.rule.kept])
-        return kept, tuple(values.items())
+    def reader(self, name: NamePattern) -> _Reader:
+        """What finds the values of kept captures in a name, and of the others."""
+        fullmatch = name.regex(self.rule.numbers).fullmatch
+        readers = [(c.key, c.reader(self.rule.numbers)) for c in name.captures]
+
+        def read(text: str) -> _Captured | None:
+            match = fullmatch(text)
+            if match is None:
+                return None
+            texts = match.groups()
+            values = {key: of(t) for (key, of), t in zip(readers, texts, strict=True)}
+            if -1 in values.values():
+                return None
+            return tuple([values.pop(k) for k in self.rule.kept]), tuple(values.items())
+
+        return read
 
     def named(self, kept: Kept) -> dict[str, Value]:
         """The values of kept captures, by their keys."""
@@ -227,10 +233,16 @@ class _Matching:
                     derived.append(dataclasses.replace(each, operands=rows))
                 numbers += range(first, len(self._stored) + len(derived))
                 made += [
-                    dataclasses.replace(
-                        each, target=held[target].name, source=numbers[each.source]
+                    Move(
+                        target=held[target].name,
+                        sizes=sizes,
+                        target_side=into,
+                        source=numbers[source],
+                        source_side=of,
+                        scale=scale,
+                        shift=shift,
                     )
-                    for target, each in plan.moves
+                    for target, sizes, into, source, of, scale, shift in plan.moves
                 ]
                 for number, start, stop, value in plan.fills:
                     self._check_value(
@@ -253,11 +265,11 @@ class _Matching:
         # Each tensor to the first rule that matches it and has all of its tensors.
         dropped = _dropped(self._layout)
         readers = [
-            (owner, number, name.skeleton(numbers), name.regex(numbers))
-            for owner, numbers in [(each, each.rule.numbers) for each in self._owners]
+            (owner, number, name.skeleton(owner.rule.numbers), owner.reader(name))
+            for owner in self._owners
             for number, name in enumerate(owner.sources)
         ]
-        by_skeleton: dict[str, list[tuple[_Owner, int, re.Pattern[str]]]] = {}
+        by_skeleton: dict[str, list[tuple[_Owner, int, _Reader]]] = {}
         found: list[tuple[int, list[_Match]]] = []
         taken: set[tuple[ParsedRule, int]] = set()
         for at, tensor in enumerate(self._stored):
@@ -267,16 +279,14 @@ class _Matching:
                 skeleton = names.skeleton(name)
                 if skeleton not in by_skeleton:
                     by_skeleton[skeleton] = [
-                        (owner, number, regex)
-                        for owner, number, of_skeleton, regex in readers
+                        (owner, number, read)
+                        for owner, number, of_skeleton, read in readers
                         if of_skeleton.fullmatch(skeleton)
                     ]
-                for owner, number, regex in () if matches else by_skeleton[skeleton]:
-                    match = regex.fullmatch(name)
-                    if match and not _fits(owner.excepted, tensor.name, shorter):
-                        captured = owner.captured(owner.sources[number], match)
-                        if captured is not None:
-                            matches.append((owner, number, *captured))
+                for owner, number, read in () if matches else by_skeleton[skeleton]:
+                    captured = read(name)
+                    if captured and not _fits(owner.excepted, tensor.name, shorter):
+                        matches.append((owner, number, *captured))
             exact = [each for each in matches if each[0].state == tensor.kind]
             if exact or tensor.kind != ANY_KIND:
                 matches = exact
@@ -355,11 +365,9 @@ class _Matching:
         # The captures of the targets that match a pattern, without those kept.
         if (owner, number) not in self._searched:
             found = self._searched[owner, number] = collections.defaultdict(list)
-            pattern = owner.targets[number]
-            regex = pattern.regex(owner.rule.numbers)
+            read = owner.reader(owner.targets[number])
             for name in self._given or ():
-                match = regex.fullmatch(self._shorter_targets.get(name, name))
-                captured = owner.captured(pattern, match) if match else None
+                captured = read(self._shorter_targets.get(name, name))
                 if captured is not None:
                     found[captured[0]].append(dict(captured[1]))
         return self._searched[owner, number][kept]

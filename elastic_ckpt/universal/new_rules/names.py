@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from elastic_ckpt.universal.new_rules import dims
 from elastic_ckpt.universal.rules.layout_error import LayoutError
@@ -74,11 +74,14 @@ class Capture:
             return rf"([0-9]{{{width}}}|[1-9][0-9]{{{width},17}})"
         return "(.+)" if self.form == "path" else "([^./]+)"
 
-    def value(self, text: str, numbers: Collection[str]) -> Value:
-        """The value of a text in a name."""
+    def reader(self, numbers: Collection[str]) -> Callable[[str], Value]:
+        """What makes a value of a text in a name; -1 if it would be negative."""
         if not self.is_number(numbers):
-            return text
-        return self.choices.index(text) if self.choices else int(text) - self.offset
+            return str
+        if self.choices:
+            return self.choices.index
+        # Names that count from 1 have no 0.
+        return lambda text: max(int(text) - self.offset, -1)
 
     def text(self, value: Value) -> str:
         """The text of a value in a name."""

@@ -24,7 +24,6 @@ from elastic_ckpt.core import box_cover, box_join
 from elastic_ckpt.core.boxes import Boxes
 from elastic_ckpt.universal.new_moves import (
     Derived,
-    Move,
     Operand,
     Side,
     TargetTensor,
@@ -67,6 +66,9 @@ Ranks = tuple[tuple[str, tuple[int, int]], ...]
 Key = tuple[int, Items]
 # The first coordinate, their number, the dim that it advances along, and by how much.
 Range = tuple[int, int, int, int]
+# A move of an instance: the number of its target, sizes and place in it, the number of
+# its source and the place in that, a scale and a shift.
+Copy = tuple[int, tuple[int, ...], Side, int, Side, float, float]
 # Of a coordinate that dims do not give.
 _POINT = (0, 1, -1, 0)
 How = Literal["equal", "mean", "sum", "times", "plus"]
@@ -322,14 +324,14 @@ class Plan(NamedTuple):
     Attributes:
       targets: the tensors that it makes.
       derived: the tensors that it derives, of rows; their numbers follow those.
-      moves: the number of the target of each, and a move that has none, of rows.
+      moves: from rows and derived tensors to targets.
       fills: by target, a box of padding, and its value.
       sizes: of the names.
     """
 
     targets: list[Made]
     derived: list[Derived]
-    moves: list[tuple[int, Move]]
+    moves: list[Copy]
     fills: list[tuple[int, tuple[int, ...], tuple[int, ...], float]]
     sizes: Mapping[str, int]
 
@@ -452,7 +454,7 @@ class Planner:
                 made.append((number, captured, shape))
                 for key, slab in zip(keys, slabs, strict=True):
                     by_names[key][1].append(slab)
-        moves: list[tuple[int, Move]] = []
+        moves: list[Copy] = []
         fills = []
         pad = self._rule.rule.pad
         for key, (froms, tos) in by_names.items():
@@ -474,8 +476,8 @@ class Planner:
                     f"lacks, {_LIST_IT}, or in `pad` if it is padding"
                 )
         found: dict[int, set[tuple[np.dtype, bool]]] = collections.defaultdict(set)
-        for target, move in moves:
-            found[target].add(self._dtypes[move.source])
+        for target, _, _, source, _, _, _ in moves:
+            found[target].add(self._dtypes[source])
         every = frozenset(self._dtypes.values())
         targets = [Made(*e, frozenset(found[n]) or every) for n, e in enumerate(made)]
         return Plan(targets, self._derived, moves, fills, self._sizes)
@@ -677,6 +679,10 @@ class Planner:
         # Floats of 8 bits always need scales, integers where a rule has some.
         needs_scales = bool(pattern.times) or _category(dtype) is np.floating
         lacks_scales = needs_scales and _is_quantized(dtype)
+        is_alone = len(chosen) == 1 and not beside and not pattern.viewed_as
+        if is_alone and not pattern.mean and not pattern.sum:
+            self._dtypes[made] = dtype, lacks_scales
+            return made
         how: How = "mean" if pattern.mean else "sum" if pattern.sum else "equal"
         if how != "equal":
             self._check_all(number, len(chosen))
@@ -792,7 +798,7 @@ class Planner:
 
     def _moves(
         self, held: Sequence[str], froms: Sequence[Slab], tos: Sequence[Slab]
-    ) -> Iterator[tuple[int, Move]]:
+    ) -> Iterator[Copy]:
         # The moves between parts that have the same coordinates.
         sources, targets = _as_boxes(held, froms), _as_boxes(held, tos)
         into, of = box_join.overlaps(targets, sources)
@@ -827,26 +833,21 @@ class Planner:
                 target.pattern, target.strip, source.strip, tuple(held), counts
             )
             factors, target_dims, target_steps, source_dims, source_steps = places
-            scale, shift = self._arithmetic(source.pattern, target.pattern)
             yield (
                 target.tensor,
-                Move(
-                    target="",
-                    sizes=factors,
-                    target_side=Side(
-                        start=_start(target, held, first),
-                        dims=target_dims,
-                        steps=target_steps,
-                    ),
-                    source=source.tensor,
-                    source_side=Side(
-                        start=_start(source, held, first),
-                        dims=source_dims,
-                        steps=source_steps,
-                    ),
-                    scale=scale,
-                    shift=shift,
+                factors,
+                Side(
+                    start=_start(target, held, first),
+                    dims=target_dims,
+                    steps=target_steps,
                 ),
+                source.tensor,
+                Side(
+                    start=_start(source, held, first),
+                    dims=source_dims,
+                    steps=source_steps,
+                ),
+                *self._arithmetic(source.pattern, target.pattern),
             )
 
     def _places_of(
