@@ -427,9 +427,9 @@ class _Matching:
             dtype = np.dtype(np.float32)
             try:
                 of_tree = given.dtype if given else None
-                dtype = target_dtype(tensor, name, each.sources, of_tree)
+                dtype = target_dtype(tensor, each.sources, of_tree)
             except LayoutError as error:
-                self._note("dtypes do not fit", str(error))
+                self._note("dtypes do not fit", f"{tensor.place}: {name!r} {error}")
             if given is None and self._given is not None:
                 self._note("tensors are made by rules, and missing in the target", text)
             elif given is not None and given.shape != each.shape:

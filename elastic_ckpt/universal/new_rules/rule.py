@@ -999,22 +999,20 @@ def _wide(how: str, dtypes: Sequence[np.dtype]) -> np.dtype:
     return functools.reduce(np.promote_types, wide)
 
 
+@functools.lru_cache(maxsize=2**12)
 def target_dtype(
-    tensor: Tensor,
-    name: str,
-    sources: frozenset[tuple[np.dtype, bool]],
-    given: np.dtype | None,
+    tensor: Tensor, sources: frozenset[tuple[np.dtype, bool]], given: np.dtype | None
 ) -> np.dtype:
     """The dtype of a target.
 
     Args:
       tensor: its pattern.
-      name: of the target.
       sources: the dtypes of its sources, and whether they mean nothing without scales.
       given: of the target that exists; None if it is made.
 
     Raises:
-      LayoutError: if the rule makes another one, or needs a cast that it does not have.
+      LayoutError: without a name, if the rule makes another one, or needs a cast that
+        it does not have.
     """
     written = tensor.pattern.dtype
     held = sorted({dtype for dtype, _ in sources}, key=str)
@@ -1038,7 +1036,7 @@ def target_dtype(
         ),
     ):
         if is_wrong:
-            raise LayoutError(f"{tensor.place}: {name!r} {problem}")
+            raise LayoutError(problem)
     assert made is not None
     return made
 
