@@ -303,7 +303,14 @@ class _Matching:
                     taken.add((owner.rule, number))
             if not is_dropped:
                 found.append((at, matches))
-        alone = [(axis, 0) for axis, count in self._counts.items() if count == 1]
+        alone = {
+            owner.rule: [
+                (axis, 0)
+                for axis, count in self._counts.items()
+                if count == 1 and axis in owner.rule.names
+            ]
+            for owner in self._owners
+        }
         for at, matches in found:
             tensor = self._stored[at]
             first = self._first(matches)
@@ -316,7 +323,7 @@ class _Matching:
                 text = f"{tensor.name} ({owner.rule.text}: {unmet})"
                 self._note("tensors are in rules that require other values", text)
             shape, dtype = _viewed(tensor, owner.rule.sources[number])
-            ranks = dict.fromkeys((*tensor.ranks, *alone))
+            ranks = dict.fromkeys((*tensor.ranks, *alone[owner.rule]))
             row = Row(number, (*ranks, *captured), shape, dtype)
             owner.groups.setdefault(kept, []).append((row, at))
         self._check_patterns(taken)
@@ -375,31 +382,33 @@ class _Matching:
     def _plans(self) -> dict[tuple[_Owner, Kept], Plan]:
         # By instance. Those that are alike but for kept captures share one; sizes that
         # shapes do not tell may be known from other rules.
-        keys: dict[tuple[_Owner, Kept], object] = {}
-        pending: dict[object, tuple[_Owner, Kept, list[TargetTensor | None]]] = {}
+        classes: dict[object, int] = {}
+        class_of: dict[tuple[_Owner, Kept], int] = {}
+        pending: dict[int, tuple[_Owner, Kept, list[TargetTensor | None]]] = {}
         for owner in self._owners:
             for kept, group in owner.groups.items():
                 group.sort(key=lambda each: each[0][:2])
                 given = self._first_targets(owner, kept) if self._given else []
                 shapes = tuple([each and each.shape for each in given])
-                key = owner, tuple([row for row, _ in group]), shapes
-                pending.setdefault(key, (owner, kept, given))
-                keys[owner, kept] = key
-        plans: dict[object, Plan] = {}
+                rows = tuple([row for row, _ in group])
+                number = classes.setdefault((owner, rows, shapes), len(classes))
+                pending.setdefault(number, (owner, kept, given))
+                class_of[owner, kept] = number
+        plans: dict[int, Plan] = {}
         lent: dict[str, int] = {}
         for is_last in (False, True):
-            for key, (owner, kept, given) in pending.items():
+            for number, (owner, kept, given) in pending.items():
                 rows = [row for row, _ in owner.groups[kept]]
                 search = None
                 if self._given is not None:
                     search = functools.partial(self._search, owner, kept)
                 try:
-                    if key not in plans:
+                    if number not in plans:
                         planner = Planner(
                             *(owner.rule, owner.state, rows, self._counts),
                             *(given, search, lent),
                         )
-                        plans[key] = planner.plan()
+                        plans[number] = planner.plan()
                 except LayoutError as error:
                     if is_last or not isinstance(error, UnknownSizeError):
                         rule = "" if owner.rule.text in str(error) else owner.rule.text
@@ -407,7 +416,7 @@ class _Matching:
             sizes = {each for plan in plans.values() for each in plan.sizes.items()}
             times = collections.Counter(name for name, _ in sizes)
             lent = {name: size for name, size in sizes if times[name] == 1}
-        return {each: plans[key] for each, key in keys.items() if key in plans}
+        return {each: plans[n] for each, n in class_of.items() if n in plans}
 
     def _targets(
         self, owner: _Owner, kept: Kept, plan: Plan, targets: dict[str, TargetTensor]

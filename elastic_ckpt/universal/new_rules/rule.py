@@ -165,6 +165,7 @@ class ParsedRule:
       numbers: the captures whose values are numbers.
       kept: the captures that all names have; the rule holds for each of their values.
       forms: of captures that are texts, which hold in all names.
+      names: of captures, dims and rank axes.
       wanted: the sources that an instance has.
       needed: those of them without which it makes nothing.
     """
@@ -213,6 +214,7 @@ class ParsedRule:
                     f"{each.name.text!r}; capture it in all, make it a dim, or "
                     f"{_LIST_IT}"
                 )
+        self.names = frozenset().union(*(each.names | each.axes for each in every))
         self.wanted = {
             number
             for number in range(len(self.sources))
