@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import difflib
-import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -399,14 +398,16 @@ class _Matching:
         for is_last in (False, True):
             for number, (owner, kept, given) in pending.items():
                 rows = [row for row, _ in owner.groups[kept]]
-                search = None
-                if self._given is not None:
-                    search = functools.partial(self._search, owner, kept)
+                listed = {
+                    at: self._search(owner, kept, at)
+                    for at in owner.rule.listed
+                    if self._given is not None
+                }
                 try:
                     if number not in plans:
                         planner = Planner(
                             *(owner.rule, owner.state, rows, self._counts),
-                            *(given, search, lent),
+                            *(given, listed, lent),
                         )
                         plans[number] = planner.plan()
                 except LayoutError as error:

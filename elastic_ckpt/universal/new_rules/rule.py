@@ -14,7 +14,7 @@ import difflib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
@@ -165,6 +165,7 @@ class ParsedRule:
       numbers: the captures whose values are numbers.
       kept: the captures that all names have; the rule holds for each of their values.
       forms: of captures that are texts, which hold in all names.
+      listed: the targets of which only those that exist tell some captures.
       names: of captures, dims and rank axes.
       wanted: the sources that an instance has.
       needed: those of them without which it makes nothing.
@@ -214,6 +215,11 @@ class ParsedRule:
                     f"{each.name.text!r}; capture it in all, make it a dim, or "
                     f"{_LIST_IT}"
                 )
+        self.listed = [
+            number
+            for number, each in enumerate(self.targets)
+            if each.keys & (each.axes | (each.reduced - rule.sizes.keys()))
+        ]
         self.names = frozenset().union(*(each.names | each.axes for each in every))
         self.wanted = {
             number
@@ -377,7 +383,7 @@ class Planner:
         rows: Sequence[Row],
         counts: Mapping[str, int],
         given: Sequence[TargetTensor | None],
-        search: Callable[[int], Sequence[dict[str, Value]]] | None,
+        listed: Mapping[int, Sequence[dict[str, Value]]],
         shared: Mapping[str, int],
     ) -> None:
         """Solves the sizes of an instance.
@@ -388,24 +394,18 @@ class Planner:
           rows: its tensors, at least one.
           counts: the number of ranks by axis.
           given: the target that exists of each pattern, whose captures are 0.
-          search: finds the captures of the targets that exist of a pattern; None if all
-            targets that the rule makes are wanted.
+          listed: the captures of the targets that exist, by number of the patterns of
+            which they are needed.
           shared: sizes that other rules know.
 
         Raises:
           LayoutError: if shapes do not fit.
         """
-        self._rule, self._state, self._rows, self._given = rule, state, rows, given
+        self._rule, self._state, self._rows = rule, state, rows
+        self._given, self._listed = given, listed
         rest = len(rows[0].shape) - len(rule.sources[rows[0].pattern].dims) + 1
         self._sources = [each.with_rest(rest) for each in rule.sources]
         self._targets = [each.with_rest(rest) for each in rule.targets]
-        sized = rule.rule.sizes.keys()
-        # The captures of targets that only those which exist tell.
-        self._listed = {
-            number: search(number)
-            for number, each in enumerate(self._targets)
-            if search and each.keys & (each.axes | (each.reduced - sized))
-        }
         self._counts = dict(counts)
         every = [(self._sources[each.pattern], each.values) for each in rows]
         for number, found in self._listed.items():
