@@ -515,8 +515,6 @@ class Planner:
 
     def _ranks(self, tensor: Tensor, values: Items) -> Ranks:
         # By axis that shards a tensor: the number of its rank, and of all.
-        if not tensor.axes:
-            return ()
         counts, axes = self._counts, tensor.axes
         return tuple([(a, (n, counts.get(a, 1))) for a, n in values if a in axes])
 
@@ -530,7 +528,7 @@ class Planner:
         self, tensor: Tensor, used: frozenset[str], known: Mapping[str, object]
     ) -> None:
         if missing := sorted(used - known.keys()):
-            given = [self._rule.rule.sizes.get(name) for name in missing]
+            given = map(self._rule.rule.sizes.get, missing)
             absent = [e.missing for e in given if isinstance(e, CheckpointValue)]
             raise UnknownSizeError(
                 f"{tensor.place}: the sizes of {', '.join(missing)} are not determined;"
@@ -926,13 +924,12 @@ def _only(keys: frozenset[str], values: Items) -> Items:
 
 def _start(slab: Slab, held: Sequence[str], first: Sequence[int]) -> tuple[int, ...]:
     # The index of the element whose held coordinates are `first`.
-    start, moved = slab.strip.start, None
+    start = list(slab.strip.start)
     for name, at in zip(held, first, strict=True):
         origin, _, dim, step = slab.ranges[name]
         if at != origin:
-            moved = list(start) if moved is None else moved
-            moved[dim] += (at - origin) * step
-    return start if moved is None else tuple(moved)
+            start[dim] += (at - origin) * step
+    return tuple(start)
 
 
 def _are_alike(copy: Tensor, original: Tensor) -> bool:

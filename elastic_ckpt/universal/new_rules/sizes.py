@@ -8,12 +8,13 @@ has it.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from types import CodeType
 from typing import Any
 
 import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by its import
@@ -24,41 +25,51 @@ from elastic_ckpt.universal.new_rules.dims import Scope
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.rule import Rule
 
-_ALLOWED = (
-    *(ast.Name, ast.Load, ast.UnaryOp, ast.USub, ast.BinOp),
-    *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Pow),
-)
-_FUNCTIONS: dict[str, Any] = {
-    "__builtins__": {},
-    **{
-        dtype: lambda number, dtype=dtype: float(np.dtype(dtype).type(number))
-        for dtype in ("bfloat16", "float16", "float32")
-    },
+_OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Pow: math.pow,
 }
+_ROUNDED = ("bfloat16", "float16", "float32")
 _MOST_CHARACTERS = 200
 
 
 @functools.lru_cache(maxsize=2**10)
-def _compiled(expression: str) -> tuple[CodeType, frozenset[str]]:
-    # The code, and the sizes that it uses.
-    problem = f"{expression[:_MOST_CHARACTERS]!r} is no arithmetic on numbers and sizes"
+def _parsed(expression: str) -> tuple[ast.expr, frozenset[str]]:
+    # The tree, and the sizes in it.
     try:
         if len(expression) > _MOST_CHARACTERS:
-            raise SyntaxError("too long")
-        tree = ast.parse(expression.strip(), mode="eval")
+            raise SyntaxError("it is too long")
+        tree = ast.parse(expression.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise LayoutError(f"{problem}: {error}") from None
-    for node in ast.walk(tree.body):
-        is_allowed = isinstance(node, _ALLOWED)
-        if isinstance(node, ast.Call):
-            is_allowed = getattr(node.func, "id", "") in _FUNCTIONS
-        if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-            # Powers of integers could take forever.
-            node.value, is_allowed = float(str(node.value)), True
-        if not is_allowed:
-            raise LayoutError(f"{problem}: {type(node).__name__} is not allowed")
+        shown = expression[:_MOST_CHARACTERS]
+        raise LayoutError(f"{shown!r} is no arithmetic on sizes: {error}") from None
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return compile(tree, "size", "eval"), frozenset(used - _FUNCTIONS.keys())
+    used -= {*_ROUNDED}
+    with contextlib.suppress(ArithmeticError, ValueError):
+        _value(tree, dict.fromkeys(used, 1))
+    return tree, frozenset(used)
+
+
+def _value(node: ast.expr, sizes: Mapping[str, Any]) -> float:
+    match node:
+        case ast.Constant(value=int() | float() as number) if number is not True:
+            return float(number)
+        case ast.Name(id=name) if name in sizes:
+            return float(sizes[name])
+        case ast.Call(func=ast.Name(id=dtype), args=[number]) if dtype in _ROUNDED:
+            return float(np.dtype(dtype).type(_value(number, sizes)))
+        case ast.UnaryOp(op=ast.USub(), operand=number):
+            return -_value(number, sizes)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_value(left, sizes), _value(right, sizes))
+    raise LayoutError(
+        f"{ast.unparse(node)!r} is not allowed in a size or scale; write numbers and "
+        "sizes, + - * / // ** and bfloat16(...)"
+    )
 
 
 def names(expression: object) -> frozenset[str]:
@@ -67,7 +78,7 @@ def names(expression: object) -> frozenset[str]:
     Raises:
       LayoutError: if it is a text that is no arithmetic on numbers and names.
     """
-    return _compiled(expression)[1] if isinstance(expression, str) else frozenset()
+    return _parsed(expression)[1] if isinstance(expression, str) else frozenset()
 
 
 def value(expression: float | str, sizes: Mapping[str, Any]) -> float:
@@ -78,14 +89,13 @@ def value(expression: float | str, sizes: Mapping[str, Any]) -> float:
     """
     if not isinstance(expression, str):
         return expression
-    code, used = _compiled(expression)
     try:
-        number = eval(code, _FUNCTIONS, {name: float(sizes[name]) for name in used})
-        if isinstance(number, float) and math.isfinite(number):
-            return number
-    except (ArithmeticError, TypeError) as error:
+        number = _value(_parsed(expression)[0], sizes)
+    except (ArithmeticError, ValueError) as error:
         raise LayoutError(f"{expression!r} has no value: {error}") from None
-    raise LayoutError(f"{expression!r} has no value: it is {number}")
+    if not math.isfinite(number):
+        raise LayoutError(f"{expression!r} has no value: it is {number}")
+    return number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,101 +22,85 @@ F8 = np.dtype(ml_dtypes.float8_e4m3fn)
 W = numbered(6, 4)
 
 
-def of(sources, targets, **options):
-    """A layout of one rule with these sizes."""
-    pad = options.pop("pad", {})
-    return layout(rule(sources, targets, pad=pad), sizes=options)
+def of(text, pad=(), **sizes):
+    """A layout of one rule: `w = a b -> k = b a`."""
+    sides = (side.split(", ") for side in text.split(" -> "))
+    both = (dict(each.split(" = ") for each in side) for side in sides)
+    return layout(rule(*both, pad=dict(pad)), sizes=sizes)
 
 
 def stacked(arrays):
     return np.stack([*arrays.values()])
 
 
-LAYERS = {f"{n}.w": numbered(2, start=10 * n) for n in range(11)}
-FROM_1 = {f"{n + 1}.w": each for n, each in enumerate(LAYERS.values())}
+FROM_1 = {f"{n + 1}.w": numbered(2, start=10 * n) for n in range(11)}
 PARTS = {f"a.{x}.w": numbered(2, 3, start=n) for n, x in enumerate("qkv")}
 STAGED = {f"{n // 4}.{n % 4}.w": numbered(2, start=n) for n in range(8)}
-KINDS = {f"mlp.{n}": numbered(3, start=n) for n in range(4)}
+KINDS = [numbered(3, start=n) for n in range(4)]
 KEY = numbered(6, 5)
 REPEATED = np.repeat(KEY.reshape(2, 1, 3, 5), 4, axis=1).transpose(3, 0, 1, 2)
 PADDED = np.full((3, 3, 3), -2, np.float32)
 PADDED[:, 2, :2] = -1
 PADDED[:, :2, :2] = numbered(3, 2, 2)
+HEAD = {"e": "v d", "head": {"dims": "d v", "copy": "checked"}}
 CASES = {
-    "a scalar": (of({"step": ""}, {"count": ""}), {"step": 7}, {"count": 7}),
+    "a scalar": (layout_of_one({"step": ""}, {"count": ""}), {"step": 7}, {"count": 7}),
     "an empty tensor": (
-        of({"w": "x y"}, {"w": "y x"}),
+        of("w = x y -> w = y x"),
         {"w": np.ones((0, 3))},
         {"w": np.ones((3, 0))},
     ),
-    "transposed": (of({"w": "a b"}, {"k": "b a"}), {"w": W}, {"k": W.T}),
     "dims that are not named": (
-        of({"{n:path}.w": "x ..."}, {"{n}": "x ..."}),
+        of("{n:path}.w = x ... -> {n} = x ..."),
         {"a.b.w": W, "c.w": numbered(3)},
         {"a.b": W, "c": numbered(3)},
     ),
     "halves alternate": (
-        of({"w": "(two half) x"}, {"w": "(half two) x"}, two=2),
+        of("w = (two half) x -> w = (half two) x", two=2),
         {"w": W},
         {"w": W.reshape(2, 3, 4).transpose(1, 0, 2).reshape(6, 4)},
     ),
     "numbers with leading zeros": (
-        of({"layer_{n:02}.w": "x"}, {"{n}/w": "x"}),
+        of("layer_{n:02}.w = x -> {n}/w = x"),
         {f"layer_{n:02}.w": numbered(3, start=n) for n in (0, 7, 10, 100)},
         {f"{n}/w": numbered(3, start=n) for n in (0, 7, 10, 100)},
     ),
     "names that count from 1": (
-        of({"{l+1}.w": "x"}, {"w": "l x"}),
+        of("{l+1}.w = x -> w = l x"),
         FROM_1,
         {"w": stacked(FROM_1)},
     ),
     "texts as positions": (
-        of({"a.{x:q|k|v}.w": "i o"}, {"qkv": "i x o"}),
+        of("a.{x:q|k|v}.w = i o -> qkv = i x o"),
         PARTS,
         {"qkv": np.stack([*PARTS.values()], axis=1)},
     ),
     "an index of two dims": (
-        of(
-            {"{stage}.{local}.w": "x"},
-            {"layers/{(stage local)}": "x"},
-            stage=2,
-            local=4,
-        ),
+        of("{a}.{b}.w = x -> layers/{(a b)} = x", a=2, b=4),
         STAGED,
         {f"layers/{n}": each for n, each in enumerate(STAGED.values())},
     ),
     "a sum in a name": (
-        of(
-            {"mlp.{(dense + moe)}": "x"},
-            {"dense/w": "dense x", "experts/{moe}/w": "x"},
-            dense=2,
-        ),
-        KINDS,
-        {
-            "dense/w": stacked({n: KINDS[n] for n in ("mlp.0", "mlp.1")}),
-            "experts/0/w": KINDS["mlp.2"],
-            "experts/1/w": KINDS["mlp.3"],
-        },
+        of("{(a + b)} = x -> a/w = a x, b/{b}/w = x", a=2),
+        {f"{n}": KINDS[n] for n in range(4)},
+        {"a/w": np.stack(KINDS[:2]), "b/0/w": KINDS[2], "b/1/w": KINDS[3]},
     ),
     "braces of a name": (
-        of({"a.{{x}}.{n}": "x"}, {"{n}/{{}}": "x"}),
+        of("a.{{x}}.{n} = x -> {n}/{{}} = x"),
         {"a.{x}.b": numbered(2)},
         {"b/{}": numbered(2)},
     ),
     "repeated heads": (
-        of(
+        layout_of_one(
             {"k": "(kv d) e"},
             {"k": {"dims": "e (kv rep d)", "replicated": ["rep"]}},
-            rep=4,
-            kv=2,
-        ),
+        ).with_sizes({"rep": 4, "kv": 2}),
         {"k": KEY},
         {"k": REPEATED.reshape(5, -1)},
     ),
     "padding inside of a product": (
         of(
-            {"w": "h d x"},
-            {"w": "(h (d + more)) (x + last)"},
+            "w = h d x -> w = (h (d + more)) (x + last)",
             pad={"more": -1, "last": -2},
             more=1,
             last=1,
@@ -124,18 +108,18 @@ CASES = {
         {"w": numbered(3, 2, 2)},
         {"w": PADDED.reshape(9, 3)},
     ),
-    "a tied head": (
-        of({"e": "v d"}, {"e": "v d", "head": {"dims": "d v", "copy": "checked"}}),
-        {"e": W},
-        {"e": W, "head": W.T},
-    ),
+    "a tied head": (layout_of_one({"e": "v d"}, HEAD), {"e": W}, {"e": W, "head": W.T}),
     "scaled and shifted": (
-        of({"w": "a b"}, {"w": {"dims": "a b", "scale": "b ** 0.5", "shift": -1}}),
+        layout_of_one(
+            {"w": "a b"}, {"w": {"dims": "a b", "scale": "b ** 0.5", "shift": -1}}
+        ),
         {"w": W},
         {"w": 2 * W - 1},
     ),
     "a number that several names share": (
-        of({"zero/{n:path}/step": {"dims": "", "replicated": ["n"]}}, {"step": ""}),
+        layout_of_one(
+            {"zero/{n:path}/step": {"dims": "", "replicated": ["n"]}}, {"step": ""}
+        ),
         {"zero/a.w/step": 5, "zero/b.w/step": 5},
         {"step": 5},
     ),
@@ -156,12 +140,12 @@ CASES = {
         {"a.b": W, "add.a.added": numbered(3)},
     ),
     "an object that holds an array alone": (
-        of({"{n:path}": "x y"}, {"p/{n}": "y x"}),
+        of("{n:path} = x y -> p/{n} = y x"),
         {"dense/kernel": W},
         {"p/dense/kernel/value": W.T},
     ),
-    "a rule that is computed": (
-        layout(rule({"a": "a", "b": "b"}, {"t": "(a + b)"}), sizes={"b": "2 * a"}),
+    "a size that is computed": (
+        of("a = a, b = b -> t = (a + b)", b="2 * a"),
         {"a": numbered(3), "b": numbered(6)},
         {"t": np.concatenate([numbered(3), numbered(6)])},
     ),
@@ -234,7 +218,8 @@ def test_heads_that_are_repeated_over_ranks_are_read_once(tp, option):
     source = {"k": {"dims": "(kv rep)@tp d", option: ["rep"]}}
     heads = np.split(np.repeat(numbered(2, 3), 4, axis=0), tp)
     tensors = [saved("k", part, tp=rank) for rank, part in enumerate(heads)]
-    made = relayout(of(source, {"k": "kv d"}, rep=4), tensors, {"tp": tp})
+    made_by = layout(rule(source, {"k": "kv d"}), sizes={"rep": 4})
+    made = relayout(made_by, tensors, {"tp": tp})
     assert_same(made, {"k": numbered(2, 3)})
 
 
@@ -294,9 +279,8 @@ def test_a_weight_is_multiplied_by_scales_of_blocks(dims, scales, sizes):
     counts = {"out/3": 2, "out/o": 2, "g": 2, "out": 6, "1": 1}
     shape = [counts.get(each, 2) for each in scales.split()]
     values = numbered(*shape, start=2)
-    made_by = of(
-        {"{n}.w": {"dims": dims, "times": {"{n}.s": scales}}}, {"{n}": dims}, **sizes
-    )
+    source = {"{n}.w": {"dims": dims, "times": {"{n}.s": scales}}}
+    made_by = layout(rule(source, {"{n}": dims}), sizes=sizes)
     rows = np.arange(6)[:, None] * (shape[0] if shape else 1) // 6
     columns = np.arange(columns)[None] // 4
     index = (rows, columns if shape[1:] != [1] else 0 * columns)[: len(shape)]
@@ -308,7 +292,7 @@ def test_a_weight_is_multiplied_by_scales_of_blocks(dims, scales, sizes):
 def test_a_weight_has_several_factors_and_packed_elements():
     source = {"dims": "a (b two)", "as": "uint4", "times": {"s": "a", "g": ""}}
     target = {"k": {"dims": "(b two) a", "dtype": "float32"}}
-    made_by = of({"w": source}, target, two=2)
+    made_by = layout(rule({"w": source}, target), sizes={"two": 2})
     packed = np.arange(6, dtype=np.uint8).reshape(2, 3) * 17
     tensors = {"w": packed, "s": np.float32([1, 2]), "g": np.float32(100)}
     whole = np.repeat(np.arange(6).reshape(2, 3), 2, axis=1)
@@ -421,8 +405,8 @@ def test_states_follow_a_parameter_by_kind_or_by_name():
 
 def test_layers_of_two_kinds_alternate_and_one_may_be_absent():
     made_by = of(
-        {"layers.{(block (local + global))}.{n}": "x"},
-        {"local/{n}": "block local x", "global/{n}": "block global x"},
+        "layers.{(block (local + global))}.{n} = x"
+        " -> local/{n} = block local x, global/{n} = block global x",
         local=2,
     )
     layers = {f"layers.{n}.w": numbered(2, start=10 * n) for n in range(6)}
