@@ -53,6 +53,8 @@ ANY_KIND = "parameter"
 # The rank axes of formats. A checkpoint that lacks one has one rank of it.
 _AXES = ("dp", "ep", "pp", "tp", "vp")
 
+# The most names among which the nearest one is searched.
+_MOST_COMPARED = 2000
 _MISFIT = "rules do not fit the shapes of the checkpoint and the target"
 
 # The values of the captures that all names of a rule have.
@@ -515,14 +517,18 @@ class _Matching:
         # That rules that have to match tensors do so.
         used = {owner.rule for owner in self._owners if owner.groups}
         unmatched = [
-            tensor.place
+            tensor
             for rule in dict.fromkeys(owner.rule for owner in self._owners)
             if (rule.wanted if rule in used else not rule.rule.optional)
             for number, tensor in enumerate(rule.sources)
             if tensor.main is None and (rule, number) not in taken
         ]
-        for place in unmatched:
-            self._note("patterns match no tensor that earlier rules leave", place)
+        stored = [each.name for each in self._stored[:_MOST_COMPARED]]
+        for tensor in unmatched:
+            near = difflib.get_close_matches(tensor.name.text, stored, n=1)
+            shown = "".join(f", the nearest is {each!r}" for each in near)
+            problem = "patterns match no tensor that earlier rules leave"
+            self._note(problem, tensor.place + shown)
 
     def _raise(self) -> None:
         lines = [

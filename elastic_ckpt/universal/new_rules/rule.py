@@ -421,6 +421,7 @@ class Planner:
         self._strips = functools.cache(self._strips_of)
         self._points = functools.cache(self._points_of)
         self._along = functools.cache(self._along_of)
+        self._expected = functools.cache(self._expected_of)
         self._places = functools.cache(self._places_of)
         self._arithmetic = functools.cache(self._arithmetic_of)
         solved = sizes.solve(rule.rule, list(self._equations()), shared)
@@ -684,8 +685,12 @@ class Planner:
             self._dtypes[made] = dtype, lacks_scales
             return made
         how: How = "mean" if pattern.mean else "sum" if pattern.sum else "equal"
-        if how != "equal":
-            self._check_all(number, len(chosen))
+        if how != "equal" and len(chosen) != self._expected(number):
+            raise LayoutError(
+                f"{tensor.place}: it is there {len(chosen)} times of "
+                f"{self._expected(number)} over {', '.join(sorted(tensor.reduced))}; a "
+                "mean or sum needs all"
+            )
         rank = len(row.shape)
         operands = [
             Operand(n, (*range(rank),), (1,) * rank, tensor.view) for n in chosen
@@ -724,20 +729,14 @@ class Planner:
         self._dtypes[made] = dtype, lacks_scales
         return made
 
-    def _check_all(self, number: int, count: int) -> None:
-        # That a mean or sum has all of its tensors.
-        tensor = self._sources[number]
+    def _expected_of(self, number: int) -> int:
+        # How many tensors a mean or sum has.
+        pattern = self._sources[number].pattern
         values = [dict(row.values) for row in self._rows if row.pattern == number]
-        over = {*tensor.pattern.mean, *tensor.pattern.sum}
-        expected = math.prod(
+        return math.prod(
             max(len({each.get(name) for each in values}), self._counts.get(name, 1))
-            for name in over
+            for name in {*pattern.mean, *pattern.sum}
         )
-        if count != expected:
-            raise LayoutError(
-                f"{tensor.place}: it is there {count} times of {expected} over "
-                f"{', '.join(sorted(over))}; a mean or sum needs all"
-            )
 
     def _check_changed(self, number: int, changing: Sequence[int], count: int) -> None:
         # That no operand is missing, or there several times.

@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_refused(case):
         ({"dims": "a b", "unchecked": ["dp", "dp"]}, "listed twice"),
         ({"dims": "a@tp b", "unchecked": ["tp"]}, "cannot be reduced"),
         ({"dims": "a b", "as": "float33"}, "the nearest is 'float32'"),
-        ({"dims": "a b", "scale": "f(a)"}, "no arithmetic"),
+        ({"dims": "a b", "scale": "f(a)"}, "not allowed"),
         ("a (b a)", "'a' occurs twice"),
         ("a/2 b", "not /2"),
         ("a@ b", "axis after @"),
