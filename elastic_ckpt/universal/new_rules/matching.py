@@ -438,8 +438,9 @@ class _Matching:
             given = self._find(pattern, values)
             dtype = np.dtype(np.float32)
             try:
-                of_tree = given.dtype if given else None
-                dtype = target_dtype(tensor, each.sources, of_tree)
+                dtype = target_dtype(
+                    tensor, each.sources, given.dtype if given else None
+                )
             except LayoutError as error:
                 self._note("dtypes do not fit", f"{tensor.place}: {name!r} {error}")
             if given is None and self._given is not None:

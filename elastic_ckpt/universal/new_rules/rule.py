@@ -713,8 +713,13 @@ class Planner:
         if changing:
             how = "plus" if pattern.plus else "times"
             self._check_changed(number, changing, len(operands))
-            if _is_quantized(dtype):
-                dtype, lacks_scales = _DEQUANTIZED, how == "plus"
+            if _is_quantized(dtype) and how == "plus":
+                raise LayoutError(
+                    f"{tensor.place}: weights of {dtype} mean nothing without scales, "
+                    "by which `plus` does not multiply; convert them to bfloat16 first"
+                )
+            dtype = _DEQUANTIZED if _is_quantized(dtype) else dtype
+            lacks_scales = False
         if len(operands) > 1 or tensor.view is not None:
             self._derived.append(
                 Derived(

@@ -139,6 +139,12 @@ REFUSED = {
         {"w": W, "B": numbered(2, 1)},
         "the whole checkpoint",
     ),
+    "quantized weights that are added to": (
+        {"w": {"dims": "a b", "plus": {"B": "a r", "A": "r b"}}},
+        {"k": "a b"},
+        {"w": W.astype(np.int8), "B": numbered(2, 1), "A": numbered(1, 3)},
+        "mean nothing without scales",
+    ),
     "bytes of another size": (
         {"w": {"dims": "a b", "as": "uint4"}},
         {"k": "a b"},
