@@ -128,7 +128,7 @@ class _Owner:
     def reader(self, name: NamePattern) -> _Reader:
         """What finds the values of kept captures in a name, and of the others."""
         fullmatch = name.regex(self.rule.numbers).fullmatch
-        readers = [(c.key, c.reader(self.rule.numbers)) for c in name.captures]
+        readers = [(c.key, c.reader(self.rule.numbers)[1]) for c in name.captures]
 
         def read(text: str) -> _Captured | None:
             match = fullmatch(text)
@@ -246,11 +246,10 @@ class _Matching:
                     for target, sizes, into, source, of, scale, shift in plan.moves
                 ]
                 for number, start, stop, value in plan.fills:
-                    self._check_value(
-                        held[number], value, f"`pad` of {owner.rule.text}"
+                    box = held[number], start, stop
+                    fills.append(
+                        self._filled(*box, value, f"`pad` ({owner.rule.text})")
                     )
-                    name = held[number].name
-                    fills.append(Fill(target=name, start=start, stop=stop, value=value))
             rules.append((owner.rule.text, len(made)))
         self._fill(targets, fills)
         for name in self._given or ():
@@ -455,10 +454,18 @@ class _Matching:
             held.append(made)
         return held
 
-    def _check_value(self, target: TargetTensor, value: float, of: str) -> None:
+    def _filled(
+        self,
+        target: TargetTensor,
+        start: tuple[int, ...],
+        stop: tuple[int, ...],
+        value: float,
+        option: str,
+    ) -> Fill:
         if not can_be(value, target.dtype):
-            text = f"{target.name} is of {target.dtype}, and {value:g} in {of}"
+            text = f"{target.name} is of {target.dtype}, and {option} has {value}"
             self._note("targets cannot have a value", text)
+        return Fill(target=target.name, start=start, stop=stop, value=value)
 
     def _fill(self, targets: dict[str, TargetTensor], fills: list[Fill]) -> None:
         # Fills targets with the numbers of the layout; those that are made are scalars.
@@ -471,10 +478,9 @@ class _Matching:
                 continue
             if isinstance(value, CheckpointValue):
                 raise LayoutError(f"{value.missing}; give a number, or a `default`")
-            self._check_value(target, value, "`fill`")
             targets[target.name] = target
-            start, stop = (0,) * len(target.shape), target.shape
-            fills.append(Fill(target=target.name, start=start, stop=stop, value=value))
+            box = target, (0,) * len(target.shape), target.shape
+            fills.append(self._filled(*box, value, "`fill`"))
 
     def _note(self, problem: str, text: str) -> None:
         self._problems[problem][text] = None

@@ -64,24 +64,21 @@ class Capture:
         is_always = self.is_index or self.form.isdigit() or self.offset > 0
         return is_always or (self.key in numbers and self.form != "path")
 
-    def group(self, numbers: Collection[str]) -> str:
-        """The group of a regular expression that matches it."""
+    def reader(self, numbers: Collection[str]) -> tuple[str, Callable[[str], Value]]:
+        """The group of a regular expression that matches it, and what makes its value.
+
+        A value is -1 if it would be negative: names that count from 1 have no 0.
+        """
+        is_number = self.is_number(numbers)
         if self.choices:
-            return f"({'|'.join(map(re.escape, self.choices))})"
-        if self.is_number(numbers):
+            group = "|".join(map(re.escape, self.choices))
+            return f"({group})", self.choices.index if is_number else str
+        if is_number:
             # Leading zeros up to the width alone.
             width = int(self.form or 1)
-            return rf"([0-9]{{{width}}}|[1-9][0-9]{{{width},17}})"
-        return "(.+)" if self.form == "path" else "([^./]+)"
-
-    def reader(self, numbers: Collection[str]) -> Callable[[str], Value]:
-        """What makes a value of a text in a name; -1 if it would be negative."""
-        if not self.is_number(numbers):
-            return str
-        if self.choices:
-            return self.choices.index
-        # Names that count from 1 have no 0.
-        return lambda text: max(int(text) - self.offset, -1)
+            group = rf"([0-9]{{{width}}}|[1-9][0-9]{{{width},17}})"
+            return group, lambda text: max(int(text) - self.offset, -1)
+        return "(.+)" if self.form == "path" else "([^./]+)", str
 
     def text(self, value: Value) -> str:
         """The text of a value in a name."""
@@ -108,7 +105,7 @@ class NamePattern:
     def regex(self, numbers: Collection[str]) -> re.Pattern[str]:
         """A regular expression with a group for each capture."""
         parts = (
-            re.escape(part) if isinstance(part, str) else part.group(numbers)
+            re.escape(part) if isinstance(part, str) else part.reader(numbers)[0]
             for part in self.parts
         )
         return re.compile("".join(parts), re.DOTALL)
