@@ -107,8 +107,7 @@ class Tensor:
     @functools.cached_property
     def view(self) -> np.dtype | None:
         """The dtype that its bytes are read as; None for its own."""
-        dtype = self.pattern.viewed_as
-        return None if dtype is None else np.dtype(dtype)
+        return np.dtype(self.pattern.viewed_as) if self.pattern.viewed_as else None
 
     @functools.cached_property
     def nodes(self) -> tuple[dims.Node, ...]:
@@ -138,8 +137,8 @@ class Tensor:
     @functools.cached_property
     def has_sum(self) -> bool:
         """Whether a capture is the index of a sum."""
-        nodes = [each.node for each in self.name.captures]
-        return any(isinstance(node, dims.Sum) for node in dims.walk(nodes))
+        nodes = dims.walk([each.node for each in self.name.captures])
+        return any(isinstance(node, dims.Sum) for node in nodes)
 
     def with_rest(self, count: int) -> Tensor:
         """It with as many named dims in place of `...`."""
@@ -712,7 +711,13 @@ class Planner:
                     )
         if changing:
             how = "plus" if pattern.plus else "times"
-            self._check_changed(number, changing, len(operands))
+            needed = [n for n, each in enumerate(self._sources) if each.main == number]
+            if changing != needed or len(operands) != 1 + len(needed):
+                raise LayoutError(
+                    f"{tensor.place}: it and all tensors of `times` or `plus` have to "
+                    "be there once, as they are not compared; use the whole checkpoint, "
+                    "and list what they differ in under `unchecked`"
+                )
             if _is_quantized(dtype) and how == "plus":
                 raise LayoutError(
                     f"{tensor.place}: weights of {dtype} mean nothing without scales, "
@@ -742,22 +747,6 @@ class Planner:
             max(len({each.get(name) for each in values}), self._counts.get(name, 1))
             for name in {*pattern.mean, *pattern.sum}
         )
-
-    def _check_changed(self, number: int, changing: Sequence[int], count: int) -> None:
-        # That no operand is missing, or there several times.
-        tensor = self._sources[number]
-        for other, each in enumerate(self._sources):
-            if each.main == number and other not in changing:
-                raise LayoutError(
-                    f"{each.place}: no tensor matches it, but {tensor.name.text!r} has "
-                    "other operands; use the whole checkpoint"
-                )
-        if count != 1 + len(changing):
-            raise LayoutError(
-                f"{tensor.place}: several tensors are there, which are not compared "
-                "where `times` or `plus` changes them; list what they differ in under "
-                "`unchecked`, or write `copy: unchecked`"
-            )
 
     def _along_of(
         self,
@@ -975,17 +964,14 @@ def boxes_of(
       factors: of each, the dim that it advances along, its step, and its length.
     """
     by_dim: list[list[tuple[int, int]]] = [[(at, at + 1)] for at in start]
-    for dim, step, count in sorted(factors, key=lambda each: each[1]):
-        if dim >= 0:
-            first, last = by_dim[dim][0]
-            if len(by_dim[dim]) == 1 and step == last - first:
-                by_dim[dim] = [(first, first + step * count)]
-            else:
-                by_dim[dim] = [
-                    (a + step * n, b + step * n)
-                    for n in range(count)
-                    for a, b in by_dim[dim]
-                ]
+    held = (each for each in factors if each[0] >= 0)
+    for dim, step, count in sorted(held, key=lambda each: each[1]):
+        (first, last), *others = by_dim[dim]
+        if not others and step == last - first:
+            by_dim[dim] = [(first, first + step * count)]
+        else:
+            starts = itertools.product(range(count), by_dim[dim])
+            by_dim[dim] = [(a + step * n, b + step * n) for n, (a, b) in starts]
     return [
         (tuple(a for a, _ in chosen), tuple(b for _, b in chosen))
         for chosen in itertools.product(*by_dim)
