@@ -715,8 +715,8 @@ class Planner:
             if changing != needed or len(operands) != 1 + len(needed):
                 raise LayoutError(
                     f"{tensor.place}: it and all tensors of `times` or `plus` have to "
-                    "be there once, as they are not compared; use the whole checkpoint, "
-                    "and list what they differ in under `unchecked`"
+                    "be there once, as they are not compared; use the whole checkpoint,"
+                    " and list what they differ in under `unchecked`"
                 )
             if _is_quantized(dtype) and how == "plus":
                 raise LayoutError(
