@@ -21,7 +21,7 @@ from elastic_ckpt.core import codec
 from elastic_ckpt.universal import opening
 from elastic_ckpt.universal.formats.checkpoint import StoredTensor
 from elastic_ckpt.universal.moves import TargetTensor
-from elastic_ckpt.universal.rules import name_pattern
+from elastic_ckpt.universal.rules import names
 from elastic_ckpt.universal.rules.layout import LayoutError
 
 _NUMBER = re.compile(r"(?<![0-9A-Za-z])(?:0|[1-9][0-9]{0,17})(?![0-9A-Za-z])")
@@ -51,7 +51,7 @@ def families(tensors: Sequence[StoredTensor]) -> list[Family]:
     """The families of tensors, in the order of their first ones."""
     # The numbers of each name, by what a family has in common.
     groups: dict[tuple, set[tuple[int, ...]]] = {}
-    unboxed = name_pattern.unboxed(tensor.name for tensor in tensors)
+    unboxed = names.unboxed(tensor.name for tensor in tensors)
     for tensor in tensors:
         name = unboxed.get(tensor.name, tensor.name)
         key = (*_NUMBER.split(name),), tensor.shape, tensor.dtype, tensor.kind

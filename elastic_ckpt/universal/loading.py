@@ -13,7 +13,7 @@ from elastic_ckpt.universal import opening, shipped
 from elastic_ckpt.universal.formats.checkpoint import StoredTensor
 from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.reading import restored_tree
-from elastic_ckpt.universal.rules import matching, name_pattern
+from elastic_ckpt.universal.rules import matching, names
 from elastic_ckpt.universal.rules.layout import (
     Layout,
 )
@@ -87,5 +87,5 @@ def layout_of_leaves(
     wanted = {name: str(list(each.shape)) for name, each in targets.items()}
     present = {name: shapes[name] for name in wanted.keys() & shapes.keys()}
     trees.check_same_model(path, present, wanted)
-    drop = [name_pattern.glob_of(name) for name in shapes.keys() - targets.keys()]
+    drop = [names.glob_of(name) for name in shapes.keys() - targets.keys()]
     return Layout(rules=(shipped.SAME_NAMES,), drop=tuple(drop), place=path)

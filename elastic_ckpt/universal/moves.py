@@ -1,19 +1,21 @@
-"""A move: elements of stored tensors, and the elements of a target that they become.
+"""What a layout makes of a checkpoint: moves, and the tensors derived for them.
 
-A layout matched with a checkpoint is a list of moves. Each is a strided copy whose dims
-are factored: a dim of a tensor is a product of one or several of them. In
-`(kv q d) embed -> embed kv (q d)` the factored dims are kv, q, d and embed; kv advances
-by q * d along dim 0 of the source, and by 1 along dim 1 of the target. A move of
-several sources reduces them: replicas that are compared, ranks that are averaged, a
-quantized weight and its scales.
+A move is a strided copy from one tensor to one target. Its dims are factored: a dim of
+a tensor is a product of one or several of them. In `(kv q d) embed -> embed kv (q d)`
+the factored dims are kv, q, d and embed; kv advances by q * d along dim 0 of the
+source, and by 1 along dim 1 of the target.
+
+What is no copy is a derived tensor: replicas that are compared, ranks that are
+averaged, a quantized weight and its scales. Moves copy it like a stored one. Numbers of
+tensors count the stored ones first, then the derived ones.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -25,28 +27,14 @@ def is_half_a_byte(dtype: np.dtype | None) -> bool:
     return dtype is not None and dtype.name in _FOUR_BITS
 
 
-class Reduction(enum.Enum):
-    """The treatment of several sources of the same target elements."""
-
-    NONE = "none"
-    # All are read, and have to be bit-equal.
-    EQUAL = "equal"
-    MEAN = "mean"
-    SUM = "sum"
-    # The first times the others, which may be the same along some dims.
-    PRODUCT = "product"
-    # The first plus the product of the second and the third, which are matrices.
-    LOW_RANK = "low_rank"
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
     """The place of the factored dims of a move in one of its tensors.
 
     Attributes:
       start: the index of the first element, by dim of the tensor.
-      dims: the dim of the tensor that each factored dim advances along; -1 if it does
-        not occur there: the tensor is the same along it.
+      dims: the dim of the tensor that each factored dim advances along; -1 if the
+        tensor does not vary along it.
       steps: by how many elements it advances along that dim.
     """
 
@@ -56,66 +44,68 @@ class Side:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Arithmetic:
-    """The arithmetic on values, in this order; in float32 at least.
-
-    Attributes:
-      reduction: of the sources.
-      factor: of a product, or of the product of matrices.
-      scale: factor of what the sources are reduced to.
-      shift: added after scaling.
-    """
-
-    reduction: Reduction = Reduction.NONE
-    factor: float = 1.0
-    scale: float = 1.0
-    shift: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """A tensor that a move reads.
-
-    Attributes:
-      tensor: its number in the checkpoint's `tensors`.
-      side: where the factored dims lie in it.
-      viewed_as: the dtype that its bytes are read as; None for its own. Where it has
-        half the bits, the last dim of the tensor has twice the elements.
-    """
-
-    tensor: int
-    side: Side
-    viewed_as: np.dtype | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """Elements of stored tensors, and the elements of a target that they become.
+    """Elements of a tensor, and the elements of a target that they become.
 
     Attributes:
       target: the name of the target tensor, `params/decoder/norm/scale`.
       sizes: lengths of the factored dims.
-      target_side: where they lie in the target tensor; the dims over which matrices are
-        multiplied do not occur there.
-      sources: one, or several that `arithmetic` reduces.
-      arithmetic: None if values are copied, cast at most.
+      target_side: where they lie in the target tensor.
+      source: the number of the tensor that is read.
+      source_side: where they lie in it.
+      scale: factor of the values, in float32 at least.
+      shift: added after scaling.
     """
 
     target: str
     sizes: tuple[int, ...]
     target_side: Side
-    sources: tuple[Source, ...]
-    arithmetic: Arithmetic | None = None
+    source: int
+    source_side: Side
+    scale: float = 1.0
+    shift: float = 0.0
 
-    @property
-    def source(self) -> int:
-        """The number of its first stored tensor."""
-        return self.sources[0].tensor
 
-    @property
-    def source_side(self) -> Side:
-        """Where the factored dims lie in its first stored tensor."""
-        return self.sources[0].side
+class Operand(NamedTuple):
+    """A tensor that a derived one is computed from.
+
+    Attributes:
+      tensor: its number; that of a stored tensor.
+      dims: for each of its dims, the dim of the derived tensor that it runs along; -1
+        for the dim over which the two factors of `plus` are multiplied. It is constant
+        along dims that do not occur.
+      blocks: for each of its dims, how many indices of the derived tensor share one of
+        its own: index = index of the derived tensor // block.
+      viewed_as: the dtype that its bytes are read as; None for its own. Where that has
+        half the bits, the last dim has twice the elements.
+    """
+
+    tensor: int
+    dims: tuple[int, ...]
+    blocks: tuple[int, ...]
+    viewed_as: np.dtype | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Derived:
+    """A tensor computed from stored ones, element by element.
+
+    Attributes:
+      how: `equal`: the first operand, compared with the others bit by bit; `mean` and
+        `sum` of all; `times`: the product of all; `plus`: the first, plus `factor`
+        times the matrix product of the second and the third.
+      operands: the first has the dims of the derived tensor, in its order.
+      shape: in elements.
+      dtype: of the result: that of the first operand for `equal`, else float32 or a
+        wider one, so that values are rounded once, by the move.
+      factor: of the product, of `times` and `plus`.
+    """
+
+    how: Literal["equal", "mean", "sum", "times", "plus"]
+    operands: tuple[Operand, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    factor: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,14 +150,16 @@ class Matched:
     """A layout, matched with a checkpoint.
 
     Attributes:
-      moves: from stored tensors to target tensors.
+      moves: from stored and derived tensors to target tensors.
+      derived: the derived tensors; their numbers follow those of the stored ones.
       fills: the elements of targets that are padding.
       targets: the target tensors, as given or derived.
       rules: each rule, for people, and the number of the first move after its moves; a
         rule occurs once for each of its states.
     """
 
-    moves: list[Move]
-    fills: list[Fill]
+    moves: Sequence[Move]
+    derived: Sequence[Derived]
+    fills: Sequence[Fill]
     targets: Mapping[str, TargetTensor]
     rules: Sequence[tuple[str, int]]

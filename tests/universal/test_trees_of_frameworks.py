@@ -20,7 +20,7 @@ import elastic_ckpt as ec
 from elastic_ckpt import universal
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import errors
-from elastic_ckpt.universal.rules import name_pattern
+from elastic_ckpt.universal.rules import names
 from elastic_ckpt.universal.rules.layout import Layout
 from tests.universal import safetensors_files
 from tests.universal.safetensors_files import bits
@@ -266,4 +266,4 @@ def test_a_module_of_equinox_keeps_its_functions(source):
     ],
 )
 def test_a_value_is_its_box_only_if_it_is_alone(names, shorter):
-    assert name_pattern.unboxed(names) == shorter
+    assert names.unboxed(names) == shorter

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from elastic_ckpt.universal.formats import deepspeed
 from elastic_ckpt.universal.formats.checkpoint import Checkpoint
 from elastic_ckpt.universal.formats.format_error import FormatError
-from elastic_ckpt.universal.rules import name_pattern
+from elastic_ckpt.universal.rules import names
 from elastic_ckpt.universal.rules.layout import (
     PARAMETER,
     Layout,
@@ -134,7 +134,7 @@ def layout(checkpoint: Checkpoint, targets: Collection[str] | None = None) -> La
     for pattern, names in by_template.items():
         alike = all(cuts[name] == cuts[names[0]] for name in names)
         for name in names[:1] if alike else names:
-            one = pattern if alike else name_pattern.pattern_of(name)
+            one = pattern if alike else names.pattern_of(name)
             rules += [
                 _rule(one, cut, tuple(kinds)) for cut, kinds in cuts[name].items()
             ]
@@ -144,7 +144,7 @@ def layout(checkpoint: Checkpoint, targets: Collection[str] | None = None) -> La
 
 def template(name: str) -> str:
     """The name pattern of `name` and all names that differ from it in numbers alone."""
-    first, *following = _NUMBER.split(name_pattern.pattern_of(name))
+    first, *following = _NUMBER.split(names.pattern_of(name))
     return first + "".join(f"{{n{n}:01}}{part}" for n, part in enumerate(following))
 
 

@@ -1,20 +1,13 @@
-"""Dims expressions: `(kv@tp (q + k + v) d) embed` describes the dims of a tensor.
+"""Dims expressions: `(kv@tp (q + k + v) d) embed` names what the dims consist of.
 
-A name is a factor of a dim, `(a b)` the product of factors in row-major order,
-`(a + b)` a concatenation, and `1` a dim of length 1. `x@tp` is sharded over the ranks
-of an axis, `x@(dp tp)` over those of several axes in row-major order. `(a b)~` is the
-beginning of a product, whose last row may be cut short, and `...` any number of dims.
-
-With sizes and the coordinates of a rank, an expression is cut into *strips*: boxes of
-factors, each of which advances along the dim by a step. Captures of names are written
-in the same grammar: a tensor is the strip of one index of its capture.
+An expression has a node for each dim. Named sizes and the numbers of ranks give its
+length, and `cut` finds which indices of the names lie where along it.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import itertools
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,308 +15,53 @@ from fractions import Fraction
 
 from elastic_ckpt.universal.rules.layout import LayoutError
 
-_TOKEN = re.compile(
-    r"\s*(?:(?P<name>[A-Za-z_]\w*)|(?P<one>1\b)|(?P<rest>\.\.\.)|(?P<sign>[()+@~]))"
-)
-# Deeper nesting is a mistake, and would exhaust Python's stack.
-_MAX_DEPTH = 32
-# Of the choices of an addend of each sum.
-_MOST_PARTS = 256
+# Dims of a tensor that are not named, the same on both sides.
+REST = "..."
+
+# By name: the first index, their number, and by how much one advances along the dim.
+Ranges = dict[str, tuple[int, int, int]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Name:
-    """A factor with a size."""
+    """A named dim."""
 
     name: str
 
-    def __str__(self) -> str:
-        return self.name
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Product:
-    """Factors in row-major order; of length 1 without factors."""
+    """`(a b)`, in row-major order; `1` has no parts."""
 
-    factors: tuple[Node, ...]
-
-    def __str__(self) -> str:
-        return f"({' '.join(map(str, self.factors))})" if self.factors else "1"
+    parts: tuple[Node, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Sum:
-    """A concatenation of addends."""
+    """`(a + b)`: one after the other."""
 
-    addends: tuple[Node, ...]
-
-    def __str__(self) -> str:
-        texts = (
-            str(each)[1:-1] if isinstance(each, Product) and each.factors else str(each)
-            for each in self.addends
-        )
-        return f"({' + '.join(texts)})"
+    parts: tuple[Node, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Shard:
-    """The part of a node on one rank; the ranks of `axes` count in row-major order."""
+    """`a@tp`: the part of a node on a rank; over several axes in row-major order."""
 
-    node: Node
+    parts: tuple[Node]
     axes: tuple[str, ...]
 
-    def __str__(self) -> str:
-        axes = f"({' '.join(self.axes)})" if len(self.axes) > 1 else self.axes[0]
-        return f"{self.node}@{axes}"
+
+Node = Name | Product | Sum | Shard
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Clip:
-    """The beginning of a node; its length is the size of its text, `(a b)~`."""
-
-    node: Node
-
-    def __str__(self) -> str:
-        return f"{self.node}~"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Rest:
-    """Any number of dims."""
-
-    def __str__(self) -> str:
-        return "..."
-
-
-Node = Name | Product | Sum | Shard | Clip | Rest
-
-
-class Dims:
-    """A parsed expression.
-
-    Attributes:
-      text: as it was written.
-      nodes: one for each dim of the tensor, or for a capture.
-      name_sets: the names of each part: one addend of every sum is chosen.
-      names: the names of all factors.
-      axes: the rank axes after `@`.
-    """
-
-    def __init__(self, text: str, nodes: Sequence[Node]) -> None:
-        self.text = text
-        self.nodes = tuple(nodes)
-        lists = _chosen(self.nodes)
-        for names in lists:
-            for name in names:
-                if names.count(name) > 1:
-                    raise LayoutError(
-                        f"{name!r} occurs twice in the product {text!r}; use another"
-                        " name"
-                    )
-        self.name_sets = list(map(frozenset, lists))
-        for names, count in collections.Counter(self.name_sets).items():
-            if count > 1:
-                raise LayoutError(
-                    f"the parts of a sum in {text!r} have the same names, "
-                    f"{' '.join(sorted(names)) or '1'}; name them differently, or put "
-                    "a name of size 1 before each, as in (k kv + v kv) with "
-                    "`sizes: {k: 1, v: 1}`, and in the dims of the other side, (k kv)"
-                )
-        self.names = frozenset(itertools.chain(*lists))
-        self.axes = frozenset(axis for node in self.nodes for axis in _axes(node))
-
-    @property
-    def has_rest(self) -> bool:
-        """Whether it has `...`."""
-        return Rest() in self.nodes
-
-    def with_rest(self, num_dims: int) -> Dims:
-        """The expression with names for the dims of `...`, so many in all."""
-        if not self.has_rest:
-            return self
-        at = self.nodes.index(Rest())
-        # No name that can be written.
-        rest = [Name(f"...{n}") for n in range(num_dims - len(self.nodes) + 1)]
-        return Dims(self.text, [*self.nodes[:at], *rest, *self.nodes[at + 1 :]])
-
-
-def parse(text: str) -> Dims:
-    """The expression in `text`; an empty one is that of a scalar.
-
-    Raises:
-      LayoutError: names the column of the first invalid character, or a name that
-        occurs twice in a product.
-    """
-    parser = _Parser(text)
-    nodes = []
-    while parser.peek() is not None:
-        nodes.append(parser.factor(depth=0))
-    if nodes.count(Rest()) > 1:
-        raise LayoutError(f"{text!r} has `...` twice; name the other dims")
-    return Dims(text, nodes)
-
-
-class _Parser:
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._tokens = list(_tokens(text))
-        self._at = 0
-
-    def peek(self) -> str | None:
-        return self._tokens[self._at][0] if self._at < len(self._tokens) else None
-
-    def factor(self, depth: int) -> Node:
-        token, column = self._next("a name, 1 or (")
-        if depth > _MAX_DEPTH:
-            raise self._error(column, "parentheses are nested too deeply")
-        node: Node
-        if token == "(":
-            node = self._sum(depth + 1)
-            self._expect(")")
-        elif token == "1":
-            node = Product(())
-        elif token == "...":
-            if depth:
-                raise self._error(column, "`...` stands for whole dims")
-            return Rest()
-        elif token in ")+@~":
-            raise self._error(column, f"expected a name, 1 or (, not {token}")
-        else:
-            node = Name(token)
-        while self.peek() in ("@", "~"):
-            sign, column = self._next("")
-            depth += 1
-            if depth > _MAX_DEPTH:
-                raise self._error(column, "signs are nested too deeply")
-            if sign == "@":
-                node = Shard(node, self._axes())
-            elif isinstance(node, Product) and node.factors:
-                node = Clip(node)
-            else:
-                raise self._error(column, "`~` follows a product, such as (a b)~")
-        return node
-
-    def _sum(self, depth: int) -> Node:
-        addends = [self._product(depth)]
-        while self.peek() == "+":
-            self._expect("+")
-            addends.append(self._product(depth))
-        return addends[0] if len(addends) == 1 else Sum(tuple(addends))
-
-    def _product(self, depth: int) -> Node:
-        factors = [self.factor(depth)]
-        while self.peek() not in (")", "+", None):
-            factors.append(self.factor(depth))
-        return factors[0] if len(factors) == 1 else Product(tuple(factors))
-
-    def _axes(self) -> tuple[str, ...]:
-        several = self.peek() == "("
-        if several:
-            self._expect("(")
-        axes: list[str] = []
-        while not axes or several:
-            token, column = self._next("a rank axis")
-            if token == ")" and axes:
-                break
-            if not token.isidentifier():
-                raise self._error(column, f"expected a rank axis, not {token}")
-            axes.append(token)
-        return tuple(axes)
-
-    def _expect(self, sign: str) -> None:
-        token, column = self._next(sign)
-        if token != sign:
-            raise self._error(column, f"expected {sign}, not {token}")
-
-    def _next(self, expected: str) -> tuple[str, int]:
-        if self._at == len(self._tokens):
-            raise self._error(len(self._text), f"expected {expected}")
-        self._at += 1
-        return self._tokens[self._at - 1]
-
-    def _error(self, column: int, problem: str) -> LayoutError:
-        return LayoutError(f"column {column + 1} of {self._text!r}: {problem}")
-
-
-def _tokens(text: str) -> Iterator[tuple[str, int]]:
-    at, end = 0, len(text.rstrip())
-    while at < end:
-        match = _TOKEN.match(text, at)
-        if match is None:
-            at += len(text[at:]) - len(text[at:].lstrip())
-            raise LayoutError(
-                f"column {at + 1} of {text!r}: unexpected {text[at]!r}; dims are made "
-                f"of names, 1, ( ), +, @, ~ and ..."
-            )
-        token = match.group(match.lastgroup or 0)
-        yield token, match.end() - len(token)
-        at = match.end()
-
-
-def children(node: Node) -> tuple[Node, ...]:
-    """The nodes directly inside of one."""
-    if isinstance(node, Product):
-        return node.factors
-    if isinstance(node, Sum):
-        return node.addends
-    return (node.node,) if isinstance(node, Shard | Clip) else ()
-
-
-def walk(node: Node) -> Iterator[Node]:
-    """A node and all nodes inside of it."""
-    yield node
-    for each in children(node):
-        yield from walk(each)
-
-
-def names_of(node: Node) -> frozenset[str]:
-    """The names of all factors in `node`."""
-    return frozenset(each.name for each in walk(node) if isinstance(each, Name))
-
-
-def last_row(node: Node) -> Node:
-    """What a clipped product can lack the most elements of: an index of its first."""
-    return Product(node.factors[1:]) if isinstance(node, Product) else node
-
-
-def name_sets(node: Node) -> list[frozenset[str]]:
-    """The names of each choice of addends in `node`."""
-    return list(map(frozenset, _name_lists(node)))
-
-
-def _name_lists(node: Node) -> Sequence[tuple[str, ...]]:
-    # The names of each choice of addends, as often as they occur.
-    if isinstance(node, Name):
-        return [(node.name,)]
-    if isinstance(node, Sum):
-        return [names for addend in node.addends for names in _name_lists(addend)]
-    return _chosen(children(node))
-
-
-def _chosen(nodes: Sequence[Node]) -> list[tuple[str, ...]]:
-    # The names of each choice of addends in all of these.
-    lists = list(map(_name_lists, nodes))
-    if math.prod(map(len, lists)) > _MOST_PARTS:
-        text = " ".join(map(str, nodes))
-        raise LayoutError(f"{text!r} has sums of over {_MOST_PARTS} parts in all")
-    return [tuple(itertools.chain(*names)) for names in itertools.product(*lists)]
-
-
-def _axes(node: Node) -> Iterator[str]:
-    for each in walk(node):
-        if isinstance(each, Shard):
-            yield from each.axes
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Scope:
-    """The numbers that an expression refers to.
+    """What names stand for.
 
     Attributes:
-      sizes: by name, and by the text of a clipped product.
-      ranks: the number of the rank and of all ranks, by axis. A tensor is whole over
-        an axis that is absent.
-      widths: the sizes on each rank, by name and axis.
+      sizes: by name.
+      ranks: by axis, the number of the rank, and how many there are.
+      widths: by name and axis, the size on each rank, where they differ.
     """
 
     sizes: Mapping[str, int | Fraction]
@@ -333,159 +71,189 @@ class Scope:
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Strip:
-    """A box of factors along one dim.
+def parse(
+    text: str, *, has_blocks: bool = False
+) -> tuple[tuple[Node, ...], tuple[str, ...]]:
+    """The node and the block of each dim: of `out/128 in`, 128 and 1.
 
-    Attributes:
-      at: the index of its first element.
-      ranges: by factor, its first index, their number, and the step of an index.
+    `...` is a name here.
+
+    Raises:
+      LayoutError: if the expression is malformed, or has blocks where it cannot.
     """
+    parser = _Parser(text)
+    nodes, blocks = [], []
+    while parser.tokens:
+        is_rest = parser.tokens[-1] == REST
+        nodes.append(Name(parser.take()) if is_rest else parser.factor())
+        has_block = has_blocks and parser.at("/")
+        blocks.append(parser.take().strip("/ ") if has_block else "1")
+    return tuple(nodes), tuple(blocks)
 
-    at: int
-    ranges: dict[str, tuple[int, int, int]]
+
+class _Parser:
+    def __init__(self, text: str) -> None:
+        self._text = text
+        axes = r"@(?:\w+|\(\s*\w[\w\s]*\))"
+        blocks = r"/\s*(?:[1-9]\d*|[^\W\d]\w*)"
+        self.tokens = re.findall(rf"{axes}|{blocks}|\w+|\.\.\.|\S", text)[::-1]
+
+    def at(self, start: str) -> bool:
+        return bool(self.tokens) and self.tokens[-1].startswith(start)
+
+    def take(self) -> str:
+        return self.tokens.pop() if self.tokens else "the end"
+
+    def factor(self) -> Node:
+        token = self.take()
+        node: Node = Name(token)
+        if token == "(":
+            node = self._addends()
+        elif token == "1":
+            node = Product(())
+        elif not token.isidentifier():
+            raise LayoutError(f"{self._text!r}: expected a name, 1 or (, not {token}")
+        while self.at("@"):
+            axes = re.findall(r"\w+", self.take())
+            if not axes:
+                raise LayoutError(f"{self._text!r}: expected a rank axis after @")
+            node = Shard((node,), tuple(axes))
+        return node
+
+    def _addends(self) -> Node:
+        # What is in parentheses: addends, which have factors.
+        addends: list[list[Node]] = [[self.factor()]]
+        while not self.at(")"):
+            if self.at("+"):
+                self.take()
+                addends.append([])
+            addends[-1].append(self.factor())
+        self.take()
+        nodes = [
+            each[0] if len(each) == 1 else Product(tuple(each)) for each in addends
+        ]
+        return nodes[0] if len(nodes) == 1 else Sum(tuple(nodes))
 
 
-def length(node: Node, scope: Scope) -> Fraction:
-    """The length of a dim, on one rank.
+def check_names(nodes: Sequence[Node]) -> None:
+    """Checks that names are those of different dims.
+
+    Raises:
+      LayoutError: if a name occurs twice in a product.
+    """
+    for node in walk([Product(tuple(nodes))]):
+        if isinstance(node, Product):
+            listed = [name for each in node.parts for name in sorted(names((each,)))]
+            for name in listed:
+                if listed.count(name) > 1:
+                    raise LayoutError(f"{name!r} occurs twice; give the dims two names")
+
+
+def walk(nodes: Sequence[Node]) -> Iterator[Node]:
+    """All nodes, and those in them."""
+    for node in nodes:
+        yield node
+        if not isinstance(node, Name):
+            yield from walk(node.parts)
+
+
+@functools.lru_cache(maxsize=2**14)
+def names(nodes: tuple[Node, ...]) -> frozenset[str]:
+    """The names of dims."""
+    return frozenset(each.name for each in walk(nodes) if isinstance(each, Name))
+
+
+@functools.lru_cache(maxsize=2**14)
+def axes(nodes: tuple[Node, ...]) -> frozenset[str]:
+    """The rank axes."""
+    shards = (each.axes for each in walk(nodes) if isinstance(each, Shard))
+    return frozenset(axis for each in shards for axis in each)
+
+
+def length(node: Node, scope: Scope) -> int | Fraction:
+    """The length of a dim on one rank.
+
+    Raises:
+      KeyError: if `scope` lacks a size.
+    """
+    if isinstance(node, Name):
+        return scope.sizes[node.name]
+    if isinstance(node, Shard):
+        start, stop = _shard(node, scope)
+        return stop - start
+    lengths = [length(each, scope) for each in node.parts]
+    return sum(lengths) if isinstance(node, Sum) else math.prod(lengths)
+
+
+def _shard(shard: Shard, scope: Scope) -> tuple[int | Fraction, int | Fraction]:
+    number, count = 0, 1
+    for axis in shard.axes:
+        at, ranks = scope.ranks.get(axis, (0, 1))
+        number, count = number * ranks + at, count * ranks
+    (node,) = shard.parts
+    if isinstance(node, Name) and count > 1:
+        widths = scope.widths.get(node.name, {}).get(shard.axes[0])
+        if widths is not None:
+            return sum(widths[:number]), sum(widths[: number + 1])
+    width = Fraction(length(node, scope)) / count
+    return width * number, width * (number + 1)
+
+
+def cut(node: Node, first: int, last: int, scope: Scope) -> list[tuple[int, Ranges]]:
+    """Cuts the indices from `first` to before `last` into strips.
 
     Returns:
-      A fraction if a sharded size is not a multiple of the number of ranks.
-
-    Raises:
-      KeyError: if a size is missing.
-      LayoutError: if widths do not fit the ranks.
+      Of each strip, where it begins after `first`, and the ranges of its names.
     """
-    if isinstance(node, Name):
-        return Fraction(scope.sizes[node.name])
-    if isinstance(node, Clip):
-        return Fraction(scope.sizes[str(node)])
-    if isinstance(node, Shard):
-        widths = _widths(node, scope)
-        number, count = _rank(node.axes, scope)
-        if widths is not None:
-            return Fraction(widths[number])
-        return length(node.node, scope) / count
-    lengths = [length(each, scope) for each in children(node)]
-    return Fraction(sum(lengths) if isinstance(node, Sum) else math.prod(lengths))
-
-
-def strips(node: Node, scope: Scope) -> list[Strip]:
-    """The strips of a dim; together they have each of its indices once.
-
-    Raises:
-      LayoutError: if a size is not a multiple of the number of its ranks.
-    """
-    return cut(node, 0, _whole(node, scope), scope)
-
-
-def cut(node: Node, first: int, last: int, scope: Scope) -> list[Strip]:
-    """The strips of the indices `first` to `last`; `at` counts from `first`.
-
-    Raises:
-      LayoutError: if a size is not a multiple of the number of its ranks.
-    """
-    if first == last:
+    if first >= last:
         return []
     if isinstance(node, Name):
-        return [Strip(0, {node.name: (first, last - first, 1)})]
-    if isinstance(node, Product):
-        return _cut_product(node.factors, first, last, scope)
-    if isinstance(node, Clip):
-        return cut(node.node, first, last, scope)
+        return [(0, {node.name: (first, last - first, 1)})]
     if isinstance(node, Shard):
-        before = _shard_start(node, scope)
-        return cut(node.node, before + first, before + last, scope)
-    assert isinstance(node, Sum)
-    found: list[Strip] = []
-    before = 0
-    for addend in node.addends:
-        after = before + _whole(addend, scope)
-        start, stop = max(first, before), min(last, after)
-        if start < stop:
-            found += [
-                Strip(strip.at + start - first, strip.ranges)
-                for strip in cut(addend, start - before, stop - before, scope)
-            ]
+        start = whole(_shard(node, scope)[0])
+        return cut(node.parts[0], start + first, start + last, scope)
+    if isinstance(node, Product):
+        return _cut_product(node.parts, first, last, scope)
+    found, before = [], 0
+    for addend in node.parts:
+        after = before + whole(length(addend, scope))
+        start = max(first, before)
+        strips = cut(addend, start - before, min(last, after) - before, scope)
+        found += [(at + start - first, ranges) for at, ranges in strips]
         before = after
     return found
 
 
 def _cut_product(
     factors: Sequence[Node], first: int, last: int, scope: Scope
-) -> list[Strip]:
+) -> list[tuple[int, Ranges]]:
     if not factors:
-        return [Strip(0, {})]
-    row = math.prod(_whole(factor, scope) for factor in factors[1:])
-    found = []
-    # As in `flat_ranges.boxes_of_range`: a partial row, whole rows, a partial row.
-    head, start = divmod(first, row)
-    end, stop = divmod(last, row)
-    parts = [(head, head + 1, start, stop)]
-    if head != end:
-        parts = [(head, head + 1, start, row)] if start else []
-        parts.append((head + bool(start), end, 0, row))
-        parts.append((end, end + 1, 0, stop))
-    for head, end, start, stop in parts:
-        if start == stop or head == end:
-            continue
-        rest = _cut_product(factors[1:], start, stop, scope)
-        for outer in cut(factors[0], head, end, scope):
-            at = (head + outer.at) * row + start - first
-            ranges = {
-                name: (index, count, step * row)
-                for name, (index, count, step) in outer.ranges.items()
-            }
-            found += [Strip(at + inner.at, ranges | inner.ranges) for inner in rest]
+        return [(0, {})]
+    row = math.prod(whole(length(factor, scope)) for factor in factors[1:])
+    found, at = [], first
+    while at < last:
+        # A partial row, all whole rows, a partial row.
+        head, start = divmod(at, row)
+        rows = 0 if start else (last - at) // row
+        end, stop = head + max(1, rows), row if rows else min(row, last - head * row)
+        for outer_at, ranges in cut(factors[0], head, end, scope):
+            outer = {each: (n, num, by * row) for each, (n, num, by) in ranges.items()}
+            for inner_at, inner in _cut_product(factors[1:], start, stop, scope):
+                place = (head + outer_at) * row + start - first + inner_at
+                found.append((place, outer | inner))
+        at = end * row if rows else head * row + stop
     return found
 
 
-def _whole(node: Node, scope: Scope) -> int:
-    size = length(node, scope)
+def whole(size: int | Fraction) -> int:
+    """A length as an integer.
+
+    Raises:
+      LayoutError: if ranks cannot have equal parts of it.
+    """
     if size.denominator != 1:
-        raise _uneven(size.numerator, size.denominator)
-    return int(size)
-
-
-def _uneven(size: int, parts: int) -> LayoutError:
-    return LayoutError(
-        f"a dim of {size} elements cannot be cut into {parts} equal parts; give"
-        " `widths`"
-    )
-
-
-def _widths(shard: Shard, scope: Scope) -> Sequence[int] | None:
-    # The given sizes on each rank; None if the dim is sharded evenly.
-    if not isinstance(shard.node, Name) or len(shard.axes) > 1:
-        return None
-    (axis,) = shard.axes
-    widths = scope.widths.get(shard.node.name, {}).get(axis)
-    count = scope.ranks.get(axis, (0, 1))[1]
-    if widths is None or count == 1:
-        return None
-    if len(widths) != count:
         raise LayoutError(
-            f"`widths` has {len(widths)} sizes of {shard.node.name} for {axis}, which "
-            f"has {count} ranks"
+            f"{size.numerator} elements are not {size.denominator} equal parts; give "
+            "`widths`"
         )
-    return widths
-
-
-def _rank(axes: Sequence[str], scope: Scope) -> tuple[int, int]:
-    # The number of a rank over several axes in row-major order, and of all ranks.
-    number, count = 0, 1
-    for axis in axes:
-        at, ranks = scope.ranks.get(axis, (0, 1))
-        number, count = number * ranks + at, count * ranks
-    return number, count
-
-
-def _shard_start(shard: Shard, scope: Scope) -> int:
-    number, count = _rank(shard.axes, scope)
-    widths = _widths(shard, scope)
-    if widths is not None:
-        return sum(widths[:number])
-    whole = _whole(shard.node, scope)
-    if whole % count:
-        raise _uneven(whole, count)
-    return whole // count * number
+    return int(size)

@@ -272,7 +272,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         # It needs the classes of this module.
-        from elastic_ckpt.universal.rules import relation
+        from elastic_ckpt.universal.rules.rule import ParsedRule
 
         if bool(self.rules) == bool(self.through):
             raise LayoutError(
@@ -286,7 +286,7 @@ class Layout:
                     f" lists {', '.join(self.states)}"
                 )
             if rule.only != "inverse":
-                relation.Relation(self.complete(rule), None)
+                ParsedRule(self.complete(rule))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Layout:

@@ -1,10 +1,10 @@
 """Matches a layout with a checkpoint and a target: the moves between them.
 
-The names of the checkpoint's tensors choose their rules. A rule holds for each value of
-the captures that all of its names have, and the names of its targets follow from these:
-a target is never matched by its looks alone. Every tensor of the checkpoint is used
-once or dropped, every element of the target is filled once; otherwise one error lists
-those that are left over.
+Each tensor of the checkpoint belongs to the first rule of the layout whose pattern
+matches its name, and that has all of its tensors. A rule holds for each value of the
+captures that all of its names have, and the names of its targets follow from these.
+Every tensor is used or dropped, every element of the target is filled once; otherwise
+one error lists what is left over.
 """
 
 from __future__ import annotations
@@ -13,61 +13,55 @@ import collections
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal import garbage_collection
-from elastic_ckpt.universal.formats.checkpoint import StoredTensor
 from elastic_ckpt.universal.moves import (
+    Derived,
     Fill,
     Matched,
     Move,
-    Source,
+    Side,
     TargetTensor,
     is_half_a_byte,
 )
-from elastic_ckpt.universal.rules import (
-    composition,
-    dtypes,
-    instance,
-    name_pattern,
-    sizes,
+from elastic_ckpt.universal.rules import names
+from elastic_ckpt.universal.rules.names import NamePattern, Value
+from elastic_ckpt.universal.rules.rule import (
+    Items,
+    ParsedRule,
+    Plan,
+    Planner,
+    Row,
+    Tensor,
+    UnknownSizeError,
+    boxes_of,
+    can_be,
+    target_dtype,
 )
-from elastic_ckpt.universal.rules.instance import Instance, Plan
-from elastic_ckpt.universal.rules.layout import (
-    PARAMETER,
-    CheckpointValue,
-    Layout,
-    LayoutError,
-)
-from elastic_ckpt.universal.rules.name_pattern import (
-    ANY_KIND,
-    Entry,
-    Match,
-    NameIndex,
-    NamePattern,
-)
-from elastic_ckpt.universal.rules.relation import Kept, ParsedTensor, Relation, Row
+from elastic_ckpt.universal.rules.layout import CheckpointValue
+from elastic_ckpt.universal.rules.layout import Layout
+from elastic_ckpt.universal.rules.layout import LayoutError
+from elastic_ckpt.universal.rules.layout import PARAMETER, State
+from elastic_ckpt.universal.formats.checkpoint import StoredTensor
 
-# Empty tensors in a checkpoint may have dims of any size, of which targets are made.
-MOST_DERIVED = 1 << 20
+# The kind of all tensors of formats that have no kinds; it fits any state.
+ANY_KIND = "parameter"
 # The rank axes of formats. A checkpoint that lacks one has one rank of it.
 _AXES = ("dp", "ep", "pp", "tp", "vp")
+
 # The most names among which the nearest one is searched.
 _MOST_COMPARED = 2000
-# Of a name: some patterns take the square of their number.
-_MOST_CHARACTERS = 2**12
+_MISFIT = "rules do not fit the shapes of the checkpoint and the target"
 
-# A tensor without its name: the number of its pattern, captures, ranks, shape, dtype.
-_Sketch = tuple[
-    int,
-    tuple[tuple[str, int | str], ...],
-    tuple[tuple[str, int], ...],
-    tuple[int, ...],
-    np.dtype | None,
-]
+# The values of the captures that all names of a rule have.
+Kept = tuple[Value, ...]
+_Captured = tuple[Kept, Items]
+_Search = dict[Kept, list[dict[str, Value]]]
+_Reader = Callable[[str], _Captured | None]
 
 
 def moves(
@@ -90,17 +84,488 @@ def moves(
     with garbage_collection.paused():
         if layout.through:
             return _through(layout, stored, axes, targets)
-        matching = _Matching(layout, stored, axes, targets)
-        made = _Planning(matching).matched()
-        _check_halves(made.moves, stored)
-        return made
+        return _Matching(layout, stored, axes, targets).matched()
 
 
-def _as_stored(matched: Matched) -> list[StoredTensor]:
-    return [
-        StoredTensor(name=name, dtype=target.dtype, shape=target.shape)
-        for name, target in matched.targets.items()
+def _axis_counts(
+    layout: Layout, stored: Sequence[StoredTensor], axes: Mapping[str, int]
+) -> dict[str, int]:
+    # The number of ranks by axis: of the checkpoint, the layout, or as they occur.
+    found = dict.fromkeys(_AXES, 1)
+    for axis, number in {each for tensor in stored for each in tensor.ranks}:
+        found[axis] = max(found.get(axis, 1), number + 1)
+    for axis, count in layout.ranks.items():
+        if not found.get(axis, 1) <= count == axes.get(axis, count):
+            raise LayoutError(
+                f"{layout.place}: `ranks` has {count} of {axis}, and the checkpoint "
+                f"{axes.get(axis, found.get(axis))}; remove {axis} from `ranks`"
+            )
+    return {**found, **layout.ranks, **axes}
+
+
+@dataclasses.dataclass(eq=False)
+class _Owner:
+    """A rule with one of its states.
+
+    Attributes:
+      rule: the rule.
+      state: the kind of state.
+      sources: the whole name patterns of its sources.
+      targets: the whole name patterns of its targets.
+      excepted: matches the names that its sources do not match.
+      present: the sources that each instance has, by kept captures.
+      groups: the tensors of each instance, with their numbers.
+    """
+
+    rule: ParsedRule
+    state: str
+    sources: list[NamePattern]
+    targets: list[NamePattern]
+    excepted: re.Pattern[str]
+    present: dict[Kept, set[int]] = dataclasses.field(default_factory=dict)
+    groups: dict[Kept, list[tuple[Row, int]]] = dataclasses.field(default_factory=dict)
+
+    def reader(self, name: NamePattern) -> _Reader:
+        """What finds the values of kept captures in a name, and of the others."""
+        fullmatch = name.regex(self.rule.numbers).fullmatch
+        readers = [(c.key, c.reader(self.rule.numbers)[1]) for c in name.captures]
+
+        def read(text: str) -> _Captured | None:
+            match = fullmatch(text)
+            if match is None:
+                return None
+            texts = match.groups()
+            values = {key: of(t) for (key, of), t in zip(readers, texts, strict=True)}
+            if -1 in values.values():
+                return None
+            return tuple([values.pop(k) for k in self.rule.kept]), tuple(values.items())
+
+        return read
+
+    def named(self, kept: Kept) -> dict[str, Value]:
+        """The values of kept captures, by their keys."""
+        return dict(zip(self.rule.kept, kept, strict=True))
+
+
+# A pattern of an owner that matches a name.
+_Match = tuple[_Owner, int, Kept, Items]
+
+
+def _owners(layout: Layout) -> Iterator[_Owner]:
+    for rule in layout.rules:
+        if rule.only == "inverse":
+            continue
+        parsed = ParsedRule(layout.complete(rule))
+        states = {kind: layout.states[kind] for kind in rule.states or layout.states}
+        if rule.kind is not None:
+            states = {rule.kind: State(source=PARAMETER, target=PARAMETER)}
+        for kind, state in states.items():
+            if state.source is not None and state.target is not None:
+                sides = (state.source, parsed.sources), (state.target, parsed.targets)
+                sources, targets = (
+                    [
+                        names.parse(text.replace(PARAMETER, e.name.text), parsed.forms)
+                        for e in side
+                    ]
+                    for text, side in sides
+                )
+                yield _Owner(parsed, kind, sources, targets, names.glob(rule.excepted))
+
+
+def _dropped(layout: Layout) -> list[tuple[str | None, bool, re.Pattern[str]]]:
+    # The kind of tensors, whether those of formats without kinds are dropped too, and
+    # their names.
+    listed = [
+        *((None, text) for text in layout.drop),
+        *layout.drop_of_kind,
+        *(
+            (kind, state.source.replace(PARAMETER, "*"))
+            for kind, state in layout.states.items()
+            if state.source is not None and state.target is None
+        ),
     ]
+    # A state that is called like its parameter is one in formats with kinds alone.
+    return [(k, k is None or text != "*", names.glob([text])) for k, text in listed]
+
+
+class _Matching:
+    def __init__(
+        self,
+        layout: Layout,
+        stored: Sequence[StoredTensor],
+        axes: Mapping[str, int],
+        targets: Mapping[str, TargetTensor] | None,
+    ) -> None:
+        self._layout, self._stored, self._given = layout, stored, targets
+        self._counts = _axis_counts(layout, stored, axes)
+        self._shorter = names.unboxed({each.name for each in stored})
+        self._shorter_targets = names.unboxed((targets or {}).keys())
+        self._by_name = dict(targets or {})
+        for name, shorter in self._shorter_targets.items():
+            self._by_name[shorter] = self._by_name[name]
+        self._searched: dict[tuple[_Owner, int], _Search] = {}
+        self._problems: dict[str, dict[str, None]] = collections.defaultdict(dict)
+        self._owners = list(_owners(layout))
+        self._assign()
+
+    def matched(self) -> Matched:
+        """The moves of all instances.
+
+        Raises:
+          LayoutError: if the layout does not fit.
+        """
+        plans = self._plans()
+        if _MISFIT in self._problems:
+            self._raise()
+        made: list[Move] = []
+        fills: list[Fill] = []
+        derived: list[Derived] = []
+        targets: dict[str, TargetTensor] = {}
+        rules = []
+        for owner in self._owners:
+            for kept, group in owner.groups.items():
+                plan = plans[owner, kept]
+                held = self._targets(owner, kept, plan, targets)
+                first = len(self._stored) + len(derived)
+                numbers = [at for _, at in group]
+                for each in plan.derived:
+                    rows = each.operands
+                    rows = tuple(e._replace(tensor=numbers[e.tensor]) for e in rows)
+                    derived.append(dataclasses.replace(each, operands=rows))
+                numbers += range(first, len(self._stored) + len(derived))
+                made += [
+                    Move(
+                        target=held[target].name,
+                        sizes=sizes,
+                        target_side=into,
+                        source=numbers[source],
+                        source_side=of,
+                        scale=scale,
+                        shift=shift,
+                    )
+                    for target, sizes, into, source, of, scale, shift in plan.moves
+                ]
+                for number, start, stop, value in plan.fills:
+                    box = held[number], start, stop
+                    fills.append(
+                        self._filled(*box, value, f"`pad` ({owner.rule.text})")
+                    )
+            rules.append((owner.rule.text, len(made)))
+        self._fill(targets, fills)
+        for name in self._given or ():
+            if name not in targets:
+                shorter = self._shorter_targets.get(name, name)
+                self._note_left("tensors of the target are in no rule", shorter, 1)
+        self._raise()
+        return Matched(
+            moves=made, derived=derived, fills=fills, targets=targets, rules=rules
+        )
+
+    def _assign(self) -> None:
+        # Each tensor to the first rule that matches it and has all of its tensors.
+        dropped = _dropped(self._layout)
+        readers = [
+            (owner, number, name.skeleton(owner.rule.numbers), owner.reader(name))
+            for owner in self._owners
+            for number, name in enumerate(owner.sources)
+        ]
+        by_skeleton: dict[str, list[tuple[_Owner, int, _Reader]]] = {}
+        found: list[tuple[int, list[_Match]]] = []
+        taken: set[tuple[ParsedRule, int]] = set()
+        for at, tensor in enumerate(self._stored):
+            shorter = self._shorter.get(tensor.name, tensor.name)
+            matches: list[_Match] = []
+            for name in dict.fromkeys((tensor.name, shorter)):
+                skeleton = names.skeleton(name)
+                if skeleton not in by_skeleton:
+                    by_skeleton[skeleton] = [
+                        (owner, number, read)
+                        for owner, number, of_skeleton, read in readers
+                        if of_skeleton.fullmatch(skeleton)
+                    ]
+                for owner, number, read in () if matches else by_skeleton[skeleton]:
+                    captured = read(name)
+                    if captured and not _fits(owner.excepted, tensor.name, shorter):
+                        matches.append((owner, number, *captured))
+            exact = [each for each in matches if each[0].state == tensor.kind]
+            if exact or tensor.kind != ANY_KIND:
+                matches = exact
+            is_dropped = any(
+                _fits(name, tensor.name, shorter)
+                for kind, is_of_any, name in dropped
+                if kind in (None, tensor.kind)
+                or (tensor.kind == ANY_KIND and is_of_any and not exact)
+            )
+            for owner, number, kept, _ in matches:
+                if not is_dropped:
+                    owner.present.setdefault(kept, set()).add(number)
+                if is_dropped or owner.rule.needed != owner.rule.wanted:
+                    taken.add((owner.rule, number))
+            if not is_dropped:
+                found.append((at, matches))
+        alone = {
+            owner.rule: [
+                (axis, 0)
+                for axis, count in self._counts.items()
+                if count == 1 and axis in owner.rule.names
+            ]
+            for owner in self._owners
+        }
+        for at, matches in found:
+            tensor = self._stored[at]
+            first = self._first(matches)
+            if first is None:
+                self._note_source(tensor, matches)
+                continue
+            owner, number, kept, captured = first
+            taken.add((owner.rule, number))
+            if unmet := owner.rule.rule.unmet:
+                text = f"{tensor.name} ({owner.rule.text}: {unmet})"
+                self._note("tensors are in rules that require other values", text)
+            shape, dtype = _viewed(tensor, owner.rule.sources[number])
+            ranks = dict.fromkeys((*tensor.ranks, *alone[owner.rule]))
+            row = Row(number, (*ranks, *captured), shape, dtype)
+            owner.groups.setdefault(kept, []).append((row, at))
+        self._check_patterns(taken)
+
+    def _first(self, matches: Sequence[_Match]) -> _Match | None:
+        # Of the rules that match a tensor, the one that counts: the first that has all
+        # of its tensors, or else what it needs.
+        found = []
+        for each in matches:
+            owner, _, kept, _ = each
+            if owner.present[kept] >= owner.rule.wanted and (
+                not owner.rule.rule.optional or self._has_targets(owner, kept)
+            ):
+                return each
+            if (
+                owner.present[kept] >= owner.rule.needed
+                and not owner.rule.rule.optional
+            ):
+                found.append(each)
+        return found[0] if found else None
+
+    def _has_targets(self, owner: _Owner, kept: Kept) -> bool:
+        return self._given is None or all(
+            each is not None or self._search(owner, kept, number)
+            for number, each in enumerate(self._first_targets(owner, kept))
+        )
+
+    def _first_targets(self, owner: _Owner, kept: Kept) -> list[TargetTensor | None]:
+        # Of each pattern, the target whose other captures are 0.
+        named = owner.named(kept)
+        return [
+            self._find(name, {c.key: named.get(c.key, 0) for c in name.captures})
+            for name in owner.targets
+        ]
+
+    def _find(
+        self, pattern: NamePattern, values: Mapping[str, Value]
+    ) -> TargetTensor | None:
+        name = pattern.format(values)
+        if name in self._by_name or pattern.text.endswith(names.BOX):
+            return self._by_name.get(name)
+        # A capture may be the name of a source in a box.
+        return self._by_name.get(name.removesuffix(names.BOX))
+
+    def _search(self, owner: _Owner, kept: Kept, number: int) -> list[dict[str, Value]]:
+        # The captures of the targets that match a pattern, without those kept.
+        if (owner, number) not in self._searched:
+            found = self._searched[owner, number] = collections.defaultdict(list)
+            read = owner.reader(owner.targets[number])
+            for name in self._given or ():
+                captured = read(self._shorter_targets.get(name, name))
+                if captured is not None:
+                    found[captured[0]].append(dict(captured[1]))
+        return self._searched[owner, number][kept]
+
+    def _plans(self) -> dict[tuple[_Owner, Kept], Plan]:
+        # By instance. Those that are alike but for kept captures share one; sizes that
+        # shapes do not tell may be known from other rules.
+        classes: dict[object, int] = {}
+        class_of: dict[tuple[_Owner, Kept], int] = {}
+        pending: dict[int, tuple[_Owner, Kept, list[TargetTensor | None]]] = {}
+        for owner in self._owners:
+            for kept, group in owner.groups.items():
+                group.sort(key=lambda each: each[0][:2])
+                given = self._first_targets(owner, kept) if self._given else []
+                shapes = tuple([each and each.shape for each in given])
+                rows = tuple([row for row, _ in group])
+                number = classes.setdefault((owner, rows, shapes), len(classes))
+                pending.setdefault(number, (owner, kept, given))
+                class_of[owner, kept] = number
+        plans: dict[int, Plan] = {}
+        lent: dict[str, int] = {}
+        for is_last in (False, True):
+            for number, (owner, kept, given) in pending.items():
+                rows = [row for row, _ in owner.groups[kept]]
+                listed = {
+                    at: self._search(owner, kept, at)
+                    for at in owner.rule.listed
+                    if self._given is not None
+                }
+                try:
+                    if number not in plans:
+                        planner = Planner(
+                            *(owner.rule, owner.state, rows, self._counts),
+                            *(given, listed, lent),
+                        )
+                        plans[number] = planner.plan()
+                except LayoutError as error:
+                    if is_last or not isinstance(error, UnknownSizeError):
+                        rule = "" if owner.rule.text in str(error) else owner.rule.text
+                        self._note(_MISFIT, f"{rule} {error}".strip())
+            sizes = {each for plan in plans.values() for each in plan.sizes.items()}
+            times = collections.Counter(name for name, _ in sizes)
+            lent = {name: size for name, size in sizes if times[name] == 1}
+        return {each: plans[n] for each, n in class_of.items() if n in plans}
+
+    def _targets(
+        self, owner: _Owner, kept: Kept, plan: Plan, targets: dict[str, TargetTensor]
+    ) -> list[TargetTensor]:
+        # The targets of an instance, which are added to the others.
+        named = owner.named(kept)
+        held = []
+        for each in plan.targets:
+            tensor, pattern = (
+                owner.rule.targets[each.pattern],
+                owner.targets[each.pattern],
+            )
+            values = {**named, **each.captured}
+            name = pattern.format(values)
+            text = f"{name} ({owner.rule.text})"
+            given = self._find(pattern, values)
+            dtype = np.dtype(np.float32)
+            try:
+                dtype = target_dtype(
+                    tensor, each.sources, given.dtype if given else None
+                )
+            except LayoutError as error:
+                self._note("dtypes do not fit", f"{tensor.place}: {name!r} {error}")
+            if given is None and self._given is not None:
+                self._note("tensors are made by rules, and missing in the target", text)
+            elif given is not None and given.shape != each.shape:
+                text = f"{list(each.shape)} by rule, and {list(given.shape)}: {text}"
+                self._note("targets have other shapes", text)
+            made = given or TargetTensor(name=name, dtype=dtype, shape=each.shape)
+            if made.name in targets:
+                self._note("tensors are made by several rules, or twice", text)
+            targets[made.name] = made
+            held.append(made)
+        return held
+
+    def _filled(
+        self,
+        target: TargetTensor,
+        start: tuple[int, ...],
+        stop: tuple[int, ...],
+        value: float,
+        option: str,
+    ) -> Fill:
+        if not can_be(value, target.dtype):
+            text = f"{target.name} is of {target.dtype}, and {option} has {value}"
+            self._note("targets cannot have a value", text)
+        return Fill(target=target.name, start=start, stop=stop, value=value)
+
+    def _fill(self, targets: dict[str, TargetTensor], fills: list[Fill]) -> None:
+        # Fills targets with the numbers of the layout; those that are made are scalars.
+        for name, value in self._layout.fill.items():
+            target = self._by_name.get(name)
+            if self._given is None:
+                dtype = np.dtype(np.float32 if isinstance(value, float) else np.int32)
+                target = TargetTensor(name=name, dtype=dtype, shape=())
+            if target is None or target.name in targets:
+                continue
+            if isinstance(value, CheckpointValue):
+                raise LayoutError(f"{value.missing}; give a number, or a `default`")
+            targets[target.name] = target
+            box = target, (0,) * len(target.shape), target.shape
+            fills.append(self._filled(*box, value, "`fill`"))
+
+    def _note(self, problem: str, text: str) -> None:
+        self._problems[problem][text] = None
+
+    def _note_source(self, tensor: StoredTensor, matches: Sequence[_Match]) -> None:
+        name = self._shorter.get(tensor.name, tensor.name)
+        if {name, tensor.name} & self._layout.fill_inverse.keys():
+            return
+        if not matches:
+            of_kind = "" if tensor.kind == ANY_KIND else f" ({tensor.kind})"
+            problem = "tensors of the checkpoint are in no rule"
+            self._note_left(problem, name, 0, of_kind)
+            return
+        lacking = [
+            owner.rule.wanted - owner.present[kept] for owner, _, kept, _ in matches
+        ]
+        # Of the rule that lacks least.
+        at = min(range(len(matches)), key=lambda n: len(lacking[n]))
+        owner, _, kept, _ = matches[at]
+        texts = [
+            owner.sources[n].format(owner.named(kept)) for n in sorted(lacking[at])
+        ]
+        lacks = ", ".join(texts) or "targets in the tree"
+        problem = "tensors are in rules, none of which has all that it needs"
+        self._note(problem, f"{name} ({owner.rule.text} lacks {lacks})")
+
+    def _note_left(self, problem: str, name: str, side: int, kind: str = "") -> None:
+        # With the nearest pattern of a side and its rule, if an error lists the name.
+        near = ""
+        if len(self._problems[problem]) <= errors.MOST_NAMED:
+            texts = {
+                each.text: owner.rule.text
+                for owner in self._owners
+                for each in (owner.sources, owner.targets)[side]
+            }
+            found = difflib.get_close_matches(name, texts, n=1, cutoff=0.0)
+            near = "".join(f" (nearest: {each!r}, {texts[each]})" for each in found)
+        self._note(problem, f"{name}{kind}{near}")
+
+    def _check_patterns(self, taken: set[tuple[ParsedRule, int]]) -> None:
+        # That rules that have to match tensors do so.
+        used = {owner.rule for owner in self._owners if owner.groups}
+        unmatched = [
+            tensor
+            for rule in dict.fromkeys(owner.rule for owner in self._owners)
+            if (rule.wanted if rule in used else not rule.rule.optional)
+            for number, tensor in enumerate(rule.sources)
+            if tensor.main is None and (rule, number) not in taken
+        ]
+        stored = [each.name for each in self._stored[:_MOST_COMPARED]]
+        for tensor in unmatched:
+            near = difflib.get_close_matches(tensor.name.text, stored, n=1)
+            shown = "".join(f", the nearest is {each!r}" for each in near)
+            problem = "patterns match no tensor that earlier rules leave"
+            self._note(problem, tensor.place + shown)
+
+    def _raise(self) -> None:
+        lines = [
+            f"\n  {len(held)} {problem}: {errors.first_of(held)}"
+            for problem, held in self._problems.items()
+            if held
+        ]
+        if lines:
+            raise LayoutError(
+                f"{self._layout.place} does not fit the checkpoint and the target; add "
+                "or change rules, list tensors of the checkpoint in `drop`, or leave "
+                f"those of the target out of its tree:{''.join(lines)}"
+            )
+
+
+def _fits(pattern: re.Pattern[str], name: str, shorter: str) -> bool:
+    return bool(pattern.fullmatch(name) or pattern.fullmatch(shorter))
+
+
+def _viewed(tensor: StoredTensor, pattern: Tensor) -> tuple[tuple[int, ...], np.dtype]:
+    # The shape and dtype that a rule gives to the bytes of a tensor.
+    if pattern.view is None:
+        return tensor.shape, tensor.dtype
+    if tensor.dtype.itemsize != pattern.view.itemsize or not tensor.shape:
+        raise LayoutError(
+            f"{pattern.place}: {tensor.name!r} of {tensor.dtype}{list(tensor.shape)} "
+            f"cannot be read as {pattern.view}; its elements have other bits"
+        )
+    *outer, last = tensor.shape
+    return (*outer, last * (2 if is_half_a_byte(pattern.view) else 1)), pattern.view
 
 
 def _through(
@@ -109,859 +574,135 @@ def _through(
     axes: Mapping[str, int],
     targets: Mapping[str, TargetTensor] | None,
 ) -> Matched:
-    first, *others = layout.with_sizes(layout.sizes).through
-    first = dataclasses.replace(
-        first, fill_inverse={**first.fill_inverse, **layout.fill_inverse}
-    )
-    *firsts, last = first, *others
-    last = dataclasses.replace(last, fill={**last.fill, **layout.fill})
-    made: Matched | None = None
-    between = stored
-    for each in (*firsts, last):
-        wanted = targets if each is last else None
-        following = moves(each, between, axes if made is None else {}, wanted)
-        try:
-            made = (
-                following
-                if made is None
-                else composition.composed(made, following, between)
-            )
-        except LayoutError as error:
-            raise LayoutError(f"{layout.place}: {error}") from None
-        between = _as_stored(following)
-    assert made is not None
-    _check_halves(made.moves, stored)
+    chain = list(layout.with_sizes(layout.sizes).through)
+    fills = {**chain[0].fill_inverse, **layout.fill_inverse}
+    chain[0] = dataclasses.replace(chain[0], fill_inverse=fills)
+    chain[-1] = dataclasses.replace(chain[-1], fill={**chain[-1].fill, **layout.fill})
+    made = moves(chain[0], stored, axes, None if chain[1:] else targets)
+    for number, each in enumerate(chain[1:], start=2):
+        between = [
+            StoredTensor(name=name, dtype=target.dtype, shape=target.shape)
+            for name, target in made.targets.items()
+        ]
+        after = moves(each, between, {}, targets if number == len(chain) else None)
+        made = _composed(made, after, layout.place)
     return made
 
 
-def _check_halves(moves: Iterable[Move], stored: Sequence[StoredTensor]) -> None:
-    # Elements of half a byte are read as whole bytes along the last dim.
-    for move in moves:
-        for source in move.sources:
-            if not is_half_a_byte(source.viewed_as):
-                continue
-            tensor, side = stored[source.tensor], source.side
-            last = len(tensor.shape) - 1
-            steps = [
-                step for dim, step in zip(side.dims, side.steps, strict=True)
-                if dim == last
-            ]  # fmt: skip
-            odd = [step for step in steps if step % 2]
-            if odd != [1] or side.start[last] % 2:
+def _composed(first: Matched, second: Matched, place: str) -> Matched:
+    # Two layouts as one: the targets of the first are the tensors of the second.
+    between = list(first.targets.values())
+    into: dict[str, list[Move]] = collections.defaultdict(list)
+    for move in (*first.moves, *_of_fills(first.fills)):
+        into[move.target].append(move)
+    made: list[Move] = []
+    fills, rules, begin = list(second.fills), [], 0
+    for rule, end in second.rules:
+        for after in second.moves[begin:end]:
+            if after.source >= len(between):
                 raise LayoutError(
-                    f"{tensor.name}, which becomes {move.target}: elements of half a "
-                    "byte are read two at a time, and the dims of the rule separate "
-                    "them; convert the checkpoint to another dtype with dims as they "
-                    "are stored, and apply this layout to the result"
+                    f"{place}: {rule} makes {after.target} of several tensors, or by "
+                    "`times`, `plus` or `as`; only the first layout of `through` can"
                 )
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Owner:
-    """A rule with one of its states.
-
-    Attributes:
-      relation: the rule.
-      state: the kind of state.
-      sources: the whole name patterns of its sources.
-      targets: the whole name patterns of its targets.
-      excepted: the names that its sources do not match.
-      groups: the tensors of each instance, by kept captures.
-    """
-
-    relation: Relation
-    state: str
-    sources: Sequence[NamePattern]
-    targets: Sequence[NamePattern]
-    excepted: Sequence[re.Pattern[str]]
-    groups: dict[Kept, _Group] = dataclasses.field(default_factory=dict)
-
-    @property
-    def text(self) -> str:
-        """The rule, for people."""
-        return self.relation.rule.text
-
-    @property
-    def is_optional(self) -> bool:
-        """Whether the checkpoint may lack its tensors."""
-        return self.relation.rule.optional
-
-
-@dataclasses.dataclass(slots=True)
-class _Group:
-    """The tensors of an instance, by their numbers; and targets that are not there."""
-
-    sources: list[tuple[_Sketch, int]]
-    targets: list[tuple[_Sketch, int]]
-    absent: dict[int, str] = dataclasses.field(default_factory=dict)
-
-
-def _axis_counts(
-    layout: Layout, stored: Sequence[StoredTensor], axes: Mapping[str, int]
-) -> dict[str, int]:
-    # The number of ranks by axis: of the checkpoint, the layout, or as they occur; 1
-    # for axes that occur nowhere.
-    for axis, count in layout.ranks.items():
-        if axes.get(axis, count) != count:
-            raise LayoutError(
-                f"{layout.place}: `ranks` has {count} of {axis}, the checkpoint "
-                f"{axes[axis]}; remove {axis} from `ranks`"
-            )
-    counts: dict[str, int] = {}
-    for ranks in {tensor.ranks for tensor in stored}:
-        for axis, number in ranks:
-            counts[axis] = max(counts.get(axis, 0), number + 1)
-    return {**dict.fromkeys(_AXES, 1), **counts, **layout.ranks, **axes}
-
-
-def _owners(layout: Layout, axes: Mapping[str, int]) -> Iterator[_Owner]:
-    for rule in layout.rules:
-        if rule.only == "inverse":
-            continue
-        relation = Relation(layout.complete(rule), axes)
-        sides = (relation.sources, relation.targets)
-        excepted = [name_pattern.glob(text).expression(()) for text in rule.excepted]
-        if rule.kind is not None:
-            names = [[tensor.name for tensor in side] for side in sides]
-            yield _Owner(
-                relation=relation,
-                state=rule.kind,
-                sources=names[0],
-                targets=names[1],
-                excepted=excepted,
-            )
-            continue
-        for kind in rule.states or layout.states:
-            state = layout.states[kind]
-            if state.source is None or state.target is None:
-                continue
-            sources, targets = (
-                [_completed(text, tensor.name, relation) for tensor in side]
-                for text, side in zip((state.source, state.target), sides, strict=True)
-            )
-            yield _Owner(
-                relation=relation,
-                state=kind,
-                sources=sources,
-                targets=targets,
-                excepted=excepted,
-            )
-
-
-def _completed(state: str, name: NamePattern, relation: Relation) -> NamePattern:
-    text = state.replace(PARAMETER, name.text)
-    return name_pattern.parse(text).with_forms(relation.forms)
-
-
-def _dropped_names(layout: Layout) -> Iterator[Entry]:
-    names: list[tuple[str | None, str]] = [(None, text) for text in layout.drop]
-    names += layout.drop_of_kind
-    for kind, state in layout.states.items():
-        if state.source is not None and state.target is None:
-            names.append((kind, state.source.replace(PARAMETER, "*")))
-    for kind, text in names:
-        yield Entry(
-            kind=kind,
-            name=name_pattern.glob(text),
-            # Such a state has the name of its parameter.
-            is_of_any_kind=text != "*",
-        )
-
-
-class _Matching:
-    """The tensors of each rule and instance.
-
-    Attributes:
-      owners: the rules, each with all of its states.
-      index: the patterns of sources.
-      filled: the targets that `fill` of the layout fills, with their values.
-
-    Raises:
-      LayoutError: lists the tensors and patterns that have no partner.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        stored: Sequence[StoredTensor],
-        axes: Mapping[str, int],
-        targets: Mapping[str, TargetTensor] | None,
-    ) -> None:
-        self.layout = layout
-        self.stored = stored
-        self.counts = _axis_counts(layout, stored, axes)
-        self.given = None if targets is None else list(targets.values())
-        self.owners = list(_owners(layout, self.counts))
-        self.filled: list[tuple[TargetTensor, float | CheckpointValue]] = []
-        self._unboxed_sources = name_pattern.unboxed(each.name for each in stored)
-        self._unboxed_targets = name_pattern.unboxed(targets or ())
-        # Of the tensors of the checkpoint, for people.
-        self._names = [
-            self._unboxed_sources.get(each.name, each.name) for each in stored
-        ]
-        self._numbers = {
-            each.name: number for number, each in enumerate(self.given or ())
-        }
-        self._numbers |= {
-            shorter: self._numbers[name]
-            for name, shorter in self._unboxed_targets.items()
-        }
-        self._alone = tuple((axis, 0) for axis, n in self.counts.items() if n == 1)
-        self._with_alone: dict[
-            tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]
-        ] = {}
-        self.index = NameIndex(self.entries(range(len(self.owners))))
-        self._problems: dict[str, list[str]] = collections.defaultdict(list)
-        self._unused: set[tuple[int, int]] = set()
-        self._add_sources()
-        if self.given is not None:
-            self._add_targets()
-        self._check_patterns()
-        self._check()
-
-    def entries(
-        self, numbers: Iterable[int], *, of_targets: bool = False
-    ) -> Iterator[Entry]:
-        """The patterns of rules, by their numbers."""
-        for number in numbers:
-            owner = self.owners[number]
-            names = owner.targets if of_targets else owner.sources
-            for at, name in enumerate(names):
-                yield Entry(
-                    owner=number,
-                    tensor=at,
-                    kind=owner.state,
-                    name=name,
-                    numbers=owner.relation.numbers,
-                    kept=owner.relation.kept,
-                )
-
-    def of_source(self, index: NameIndex, tensor: StoredTensor) -> Sequence[Match]:
-        """The patterns that match a tensor: its name, or if none does, the shorter."""
-        name, kind = tensor.name, tensor.kind
-        found = index.matches(name, kind)
-        if found or name not in self._unboxed_sources:
-            return found
-        return index.matches(self._unboxed_sources[name], kind)
-
-    def of_target(self, index: NameIndex, tensor: TargetTensor) -> Sequence[Match]:
-        """As `of_source`, of a target."""
-        name = tensor.name
-        found = index.matches(name)
-        if found or name not in self._unboxed_targets:
-            return found
-        return index.matches(self._unboxed_targets[name])
-
-    def matches(self, tensor: StoredTensor) -> Sequence[Match]:
-        """The patterns that match a source, but for names that their rules except."""
-        found = self.of_source(self.index, tensor)
-        excepted = [self.owners[each.entry.owner].excepted for each in found]
-        if not any(excepted):
-            return found
-        names = (tensor.name, self._unboxed_sources.get(tensor.name, tensor.name))
-        return [
-            match
-            for match, patterns in zip(found, excepted, strict=True)
-            if not any(any(map(each.fullmatch, names)) for each in patterns)
-        ]
-
-    def _add_sources(self) -> None:
-        drops = list(_dropped_names(self.layout))
-        drop_index = NameIndex(drops)
-        leftovers: list[str] = []
-        complete: _Complete | None = None
-        for number, tensor in enumerate(self.stored):
-            if len(tensor.name) > _MOST_CHARACTERS:
-                raise LayoutError(
-                    f"the checkpoint has a tensor whose name has {len(tensor.name)} "
-                    f"characters, {tensor.name[:60]!r}..., and names of up to "
-                    f"{_MOST_CHARACTERS} are matched"
-                )
-            shorter = self._names[number]
-            matches = self.matches(tensor)
-            if drops and self._is_dropped(drop_index, tensor, matches):
-                self._unused.update(
-                    (each.entry.owner, each.entry.tensor) for each in matches
-                )
-                continue
-            if len(matches) > 1:
-                complete = complete or _Complete(self)
-                matches = complete.chosen(matches)
-            if len(matches) > 1:
-                owners = [self.owners[each.entry.owner] for each in matches]
-                is_lacking = all(owner.is_optional for owner in owners)
-                problem = "lacking" if is_lacking else "several"
-                self._note_rules(problem, shorter, owners)
-            elif matches:
-                (match,) = matches
-                owner = self.owners[match.entry.owner]
-                if lacking := owner.relation.rule.unmet:
-                    self._note("unmet", f"{tensor.name} ({owner.text}: {lacking})")
-                sketch = (
-                    match.entry.tensor,
-                    match.captured,
-                    self._ranks(tensor.ranks),
-                    *_viewed(tensor, owner.relation.sources[match.entry.tensor]),
-                )
-                self._group(match).sources.append((sketch, number))
-            elif not self.layout.fill_inverse.keys() & {tensor.name, shorter}:
-                text = "" if tensor.kind == ANY_KIND else f" ({tensor.kind})"
-                leftovers.append(shorter + text)
-        self._note_leftovers("sources", leftovers)
-
-    def _ranks(self, ranks: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
-        # With those of axes of one rank.
-        found = self._with_alone.get(ranks)
-        if found is None:
-            found = tuple(dict.fromkeys((*ranks, *self._alone)))
-            self._with_alone[ranks] = found
-        return found
-
-    def _is_dropped(
-        self, drops: NameIndex, tensor: StoredTensor, matches: Sequence[Match]
-    ) -> bool:
-        kinds = {each.entry.kind for each in self.of_source(drops, tensor)}
-        if not kinds or kinds & {None, tensor.kind}:
-            return bool(kinds)
-        # A format without kinds has the names of states alone.
-        return all(each.entry.kind != tensor.kind for each in matches)
-
-    def _number(self, name: str, pattern: NamePattern) -> int | None:
-        # Of the target that a rule calls so. What a capture took over from a source in
-        # a box may be the name of a target without one.
-        number = self._numbers.get(name)
-        if number is None and not pattern.text.endswith(name_pattern.BOX):
-            number = self._numbers.get(name.removesuffix(name_pattern.BOX))
-        return number
-
-    def _add_targets(self) -> None:
-        assert self.given is not None
-        claims: dict[str, list[tuple[_Owner, Kept, _Sketch]]] = {}
-        absent: list[tuple[str, str]] = []
-        open_patterns: list[tuple[int, int]] = []
-        for number, owner in enumerate(self.owners):
-            for at, pattern in enumerate(owner.targets):
-                if _open_captures(pattern, owner.relation):
-                    open_patterns.append((number, at))
+            for before in into[between[after.source].name]:
+                move = _chained(before, after, between[after.source].shape, place)
+                if before.source >= 0:
+                    made.append(move)
                     continue
-                for kept in owner.groups:
-                    name = pattern.format(owner.relation.named(kept))
-                    target = self._number(name, pattern)
-                    if target is None:
-                        if any(each.has_sum for each in owner.relation.sources):
-                            owner.groups[kept].absent[at] = name
-                        else:
-                            absent.append((name, owner.text))
-                        continue
-                    tensor = self.given[target]
-                    sketch = (at, (), (), tensor.shape, tensor.dtype)
-                    claims.setdefault(tensor.name, []).append((owner, kept, sketch))
-        self._add_open(open_patterns, claims)
-        leftovers, fill = [], self.layout.fill
-        for number, tensor in enumerate(self.given):
-            shorter = self._unboxed_targets.get(tensor.name, tensor.name)
-            of_tensor = claims.get(tensor.name, ())
-            if len(of_tensor) > 1:
-                owners = [owner for owner, _, _ in of_tensor]
-                self._note_rules("several", shorter, owners)
-            elif of_tensor:
-                ((owner, kept, sketch),) = of_tensor
-                owner.groups[kept].targets.append((sketch, number))
-            elif tensor.name in fill or shorter in fill:
-                name = tensor.name if tensor.name in fill else shorter
-                self.filled.append((tensor, fill[name]))
-            else:
-                leftovers.append(shorter)
-        for name, rule in absent:
-            near = self._nearest("absent", name, leftovers)
-            self._note("absent", f"{name} ({rule}{near})")
-        self._note_leftovers("targets", leftovers)
-
-    def _add_open(
-        self,
-        patterns: Sequence[tuple[int, int]],
-        claims: dict[str, list[tuple[_Owner, Kept, _Sketch]]],
-    ) -> None:
-        # Patterns whose targets have numbers of their own, for each group.
-        if not patterns:
-            return
-        assert self.given is not None
-        index = NameIndex(
-            Entry(
-                owner=number,
-                tensor=at,
-                name=self.owners[number].targets[at],
-                numbers=self.owners[number].relation.numbers,
-                kept=self.owners[number].relation.kept,
-            )
-            for number, at in patterns
-        )
-        for tensor in self.given:
-            if tensor.name in claims:
-                continue
-            found = [
-                each
-                for each in self.of_target(index, tensor)
-                if each.kept in self.owners[each.entry.owner].groups
-            ]
-            for match in name_pattern.most_specific(found) if found else ():
-                owner = self.owners[match.entry.owner]
-                at = match.entry.tensor
-                sketch = (at, match.captured, (), tensor.shape, tensor.dtype)
-                claims.setdefault(tensor.name, []).append((owner, match.kept, sketch))
-
-    def _check_patterns(self) -> None:
-        # That every pattern and every instance has tensors on both sides.
-        by_relation: dict[int, list[_Owner]] = {}
-        for owner in self.owners:
-            by_relation.setdefault(id(owner.relation), []).append(owner)
-        names = self._names
-        for owners in by_relation.values():
-            relation = owners[0].relation
-            if not any(owner.groups for owner in owners) and relation.rule.optional:
-                continue
-            matched = self._matched(owners)
-            numbers = [self.owners.index(owner) for owner in owners]
-            for at, tensor in enumerate(relation.sources):
-                is_used = any((number, at) in self._unused for number in numbers)
-                may_lack = any(owner.groups for owner in owners) and any(
-                    each.has_sum for each in relation.targets
-                )
-                is_used = is_used or may_lack
-                if (0, at) not in matched and not tensor.role and not is_used:
-                    near = (
-                        self._taken(owners[0], at, names)
-                        or self._with_path(owners[0], at, names)
-                        or self._nearest("unmatched", owners[0].sources[at].text, names)
-                    )
-                    self._note("unmatched", tensor.place + near)
-            for at, tensor in enumerate(relation.targets):
-                held = (1, at) in matched or not any(owner.groups for owner in owners)
-                is_open = _open_captures(tensor.name, relation)
-                # A sum may have no elements of a part; one that does is an error later.
-                may_lack = any(each.has_sum for each in relation.sources)
-                if self.given is not None and not held and is_open and not may_lack:
-                    text = owners[0].targets[at].text
-                    near = self._nearest("unmatched", text, self._numbers)
-                    self._note("unmatched", tensor.place + near)
-            for owner in owners:
-                self._check_groups(owner, matched)
-
-    def _matched(self, owners: Sequence[_Owner]) -> set[tuple[int, int]]:
-        return {
-            (side, sketch[0])
-            for owner in owners
-            for group in owner.groups.values()
-            for side, rows in enumerate((group.sources, group.targets))
-            for sketch, _ in rows
-        }
-
-    def _check_groups(self, owner: _Owner, matched: set[tuple[int, int]]) -> None:
-        tensors = owner.relation.sources
-        if any(each.has_sum for each in owner.relation.targets):
-            # An instance may lack an addend, on both sides.
-            return
-        number = self.owners.index(owner)
-        needed = {
-            at
-            for at, each in enumerate(tensors)
-            # What is dropped is not compared.
-            if not each.role
-            and not (each.pattern.copy and (number, at) in self._unused)
-        }
-        for kept, group in owner.groups.items():
-            for at in needed - {sketch[0] for sketch, _ in group.sources}:
-                is_dropped = (number, at) in self._unused
-                if (0, at) in matched or is_dropped:
-                    name = owner.sources[at].format(owner.relation.named(kept))
-                    dropped = ", `drop` lists it" * is_dropped
-                    self._note("incomplete", f"{name} ({owner.text}{dropped})")
-
-    def _group(self, match: Match) -> _Group:
-        groups = self.owners[match.entry.owner].groups
-        group = groups.get(match.kept)
-        if group is None:
-            group = groups[match.kept] = _Group([], [])
-        return group
-
-    def _note(self, problem: str, text: str) -> None:
-        self._problems[problem].append(text)
-
-    def _note_rules(self, problem: str, name: str, owners: Sequence[_Owner]) -> None:
-        rules = " and ".join(dict.fromkeys(owner.text for owner in owners))
-        self._note(problem, f"{name} ({rules})")
-
-    def _note_leftovers(self, side: str, names: Sequence[str]) -> None:
-        # A name may be that of tensors of several ranks.
-        is_target = side == "targets"
-        patterns = {
-            pattern.text: owner.text + self._without_sources(number) * is_target
-            for number, owner in enumerate(self.owners)
-            for pattern in (owner.targets if is_target else owner.sources)
-        }
-        for name in dict.fromkeys(names):
-            near: list[str] = []
-            if self._is_listed(side):
-                near = difflib.get_close_matches(name, patterns, n=1, cutoff=0.0)
-            shown = f" (nearest: {near[0]!r}, {patterns[near[0]]})" if near else ""
-            self._note(side, name + shown)
-
-    def _without_sources(self, owner: int) -> str:
-        is_dropped = any(number == owner for number, _ in self._unused)
-        is_empty = is_dropped and not self.owners[owner].groups
-        return ", whose tensors `drop` lists" if is_empty else ""
-
-    def _taken(self, owner: _Owner, at: int, names: Sequence[str]) -> str:
-        # The rule that has what a pattern matches.
-        matches = owner.sources[at].expression(owner.relation.numbers).fullmatch
-        found = next(filter(matches, names), None)
-        for other in self.owners if found else ():
-            if any(
-                self._names[number] == found
-                for group in other.groups.values()
-                for _, number in group.sources
-            ):
-                return f", {found!r} is in {other.text}"
-        return ""
-
-    def _with_path(self, owner: _Owner, at: int, names: Iterable[str]) -> str:
-        # A remedy if captures that take any text would match.
-        if not self._is_listed("unmatched"):
-            return ""
-        pattern, numbers = owner.sources[at], owner.relation.numbers
-        texts = {
-            each.key
-            for each in pattern.captures
-            if not each.is_number(numbers) and not each.form
-        }
-        wide = pattern.with_forms(dict.fromkeys(texts, "path")).expression(numbers)
-        found = next(filter(wide.fullmatch, names), None) if texts else None
-        if found is not None:
-            return f", {found!r} has dots: write {{{min(texts)}:path}}"
-        dims_of = {c.key for c in pattern.captures if not c.is_always_number} - texts
-        found = next(filter(pattern.expression(()).fullmatch, names), None)
-        if found is None or not dims_of:
-            return ""
-        return (
-            f", {found!r} has a text for {min(dims_of)}, which is a dim: list its "
-            f"texts in their order, {{{min(dims_of)}:one|other}}"
-        )
-
-    def _is_listed(self, problem: str) -> bool:
-        # Whether the error lists the next tensor with the problem.
-        return len(self._problems[problem]) <= errors.MOST_NAMED
-
-    def _nearest(self, problem: str, name: str, names: Iterable[str]) -> str:
-        if not self._is_listed(problem):
-            return ""
-        few = list(dict.fromkeys(names))
-        if len(few) > _MOST_COMPARED:
-            few = list({name_pattern.skeleton(each): each for each in few}.values())
-            few = few[:_MOST_COMPARED]
-        near = difflib.get_close_matches(name, few, n=1, cutoff=0.5)
-        return f", the nearest is {near[0]!r}" if near else ""
-
-    def _check(self) -> None:
-        texts = {
-            "sources": "tensors of the checkpoint are in no rule",
-            "targets": "tensors of the target are in no rule",
-            "several": "tensors are in several rules",
-            "unmet": "tensors are in rules that require other values",
-            "lacking": "tensors are in optional rules, none of which has all that it "
-            "needs",
-            "unmatched": "patterns match no tensor",
-            "incomplete": "tensors are missing beside others of their rules",
-            "absent": "tensors are made by rules, and missing in the target",
-        }
-        lines = [
-            f"\n  {len(names)} {text}: {errors.first_of(names)}"
-            for problem, text in texts.items()
-            if (names := list(dict.fromkeys(self._problems[problem])))
-        ]
-        if lines:
-            raise LayoutError(
-                f"{self.layout.place} does not fit the checkpoint and the target; add "
-                f"or change rules, list tensors of the checkpoint in `drop`, or leave "
-                f"those of the target out of its tree:{''.join(lines)}"
-            )
+                side = move.target_side
+                factors = zip(side.dims, side.steps, move.sizes, strict=True)
+                fills += [
+                    Fill(target=after.target, start=start, stop=stop, value=move.shift)
+                    for start, stop in boxes_of(side.start, factors)
+                ]
+        begin = end
+        rules.append((rule, len(made)))
+    made_of = first.derived
+    return dataclasses.replace(
+        second, moves=made, derived=made_of, fills=fills, rules=rules
+    )
 
 
-class _Complete:
-    """Which of several rules that match a tensor has all of its tensors."""
-
-    def __init__(self, matching: _Matching) -> None:
-        self._owners = matching.owners
-        # The kept captures for which each pattern has a tensor.
-        self._sources: dict[tuple[int, int], set[Kept]] = collections.defaultdict(set)
-        for tensor in matching.stored:
-            for match in matching.matches(tensor):
-                place = (match.entry.owner, match.entry.tensor)
-                self._sources[place].add(match.kept)
-        self._targets: set[tuple[int, int]] | None = None
-        if matching.given is not None:
-            index = NameIndex(
-                matching.entries(range(len(self._owners)), of_targets=True)
-            )
-            self._targets = {
-                (match.entry.owner, match.entry.tensor)
-                for tensor in matching.given
-                for match in matching.of_target(index, tensor)
-            }
-
-    def chosen(self, matches: Sequence[Match]) -> Sequence[Match]:
-        """The matches with the rule that counts; several if they are ambiguous.
-
-        A rule gives way to others for the kept captures for which it lacks a factor of
-        `times` or `plus`, or any tensor if it is optional. Of optional rules alone, the
-        first one counts; otherwise the one that matches fewer names.
-        """
-        held = [each for each in matches if self._is_complete(each)]
-        if all(self._owners[each.entry.owner].is_optional for each in matches):
-            return held[:1] or matches
-        return name_pattern.most_specific(held or matches)
-
-    def _is_complete(self, match: Match) -> bool:
-        number = match.entry.owner
-        owner = self._owners[number]
-        tensors = owner.relation.sources
-        if any(
-            match.kept not in self._sources[number, at]
-            for at, tensor in enumerate(tensors)
-            if tensor.role or owner.is_optional
-        ):
-            return False
-        return (
-            not owner.is_optional
-            or self._targets is None
-            or all((number, at) in self._targets for at in range(len(owner.targets)))
+def _of_fills(fills: Sequence[Fill]) -> Iterator[Move]:
+    # Moves of no tensor, which make a number by their shift.
+    for fill in fills:
+        sizes = tuple(b - a for a, b in zip(fill.start, fill.stop, strict=True))
+        dims, steps = tuple(range(len(sizes))), (1,) * len(sizes)
+        side = Side(start=fill.start, dims=dims, steps=steps)
+        yield Move(
+            target=fill.target,
+            sizes=sizes,
+            target_side=side,
+            source=-1,
+            source_side=side,
+            shift=fill.value,
         )
 
 
-class _Planning:
-    """The moves of the instances of a matching.
-
-    Instances that are alike except for kept captures have the same plan.
-    """
-
-    def __init__(self, matching: _Matching) -> None:
-        self._matching = matching
-        self._problems: dict[str, None] = {}
-        self._moves: list[Move] = []
-        self._fills: list[Fill] = []
-        self._derived: dict[str, TargetTensor] = {}
-
-    def matched(self) -> Matched:
-        """The moves of all instances.
-
-        Raises:
-          LayoutError: if shapes do not fit; it lists the rules.
-        """
-        matching = self._matching
-        rules = []
-        for owner, plans in zip(matching.owners, self._plans(), strict=True):
-            for kept, group in owner.groups.items():
-                plan = plans.get(_class_of(group))
-                if plan is not None:
-                    self._add(owner, kept, group, plan)
-            rules.append((owner.text, len(self._moves)))
-        if self._problems:
-            problems = list(self._problems)
-            listed = "\n  ".join(problems[: errors.MOST_NAMED])
-            more = "\n  ..." if problems[errors.MOST_NAMED :] else ""
-            raise LayoutError(
-                f"{matching.layout.place} does not fit the shapes of the checkpoint "
-                f"and the target:\n  {listed}{more}"
-            )
-        self._fill()
-        targets: Mapping[str, TargetTensor] = self._derived
-        if matching.given is not None:
-            targets = {each.name: each for each in matching.given}
-        return Matched(
-            moves=self._moves, fills=self._fills, targets=targets, rules=rules
-        )
-
-    def _plans(self) -> list[dict[object, Plan]]:
-        # By owner and class. Sizes that shapes do not tell may be known from others.
-        plans: list[dict[object, Plan]] = []
-        unknown: list[tuple[dict[object, Plan], object, Instance]] = []
-        values: dict[str, set[int]] = {}
-        for owner in self._matching.owners:
-            of_owner: dict[object, Plan] = {}
-            seen = set()
-            plans.append(of_owner)
-            for kept, group in owner.groups.items():
-                group.sources.sort(key=lambda each: each[0][:3])
-                group.targets.sort(key=lambda each: each[0][:3])
-                key = _class_of(group)
-                if key in seen:
-                    continue
-                seen.add(key)
-                try:
-                    made = self._instance(owner, kept, group)
-                    try:
-                        of_owner[key] = instance.plan(made)
-                    except sizes.UnknownSizeError:
-                        unknown.append((of_owner, key, made))
-                        continue
-                except LayoutError as error:
-                    # States of a parameter have the same problems.
-                    self._problems[str(error)] = None
-                    continue
-                for name, size in of_owner[key].sizes.items():
-                    values.setdefault(name, set()).add(size)
-        shared = {name: min(held) for name, held in values.items() if len(held) == 1}
-        for of_owner, key, made in unknown:
-            try:
-                of_owner[key] = instance.plan(made, shared)
-            except LayoutError as error:
-                self._problems[str(error)] = None
-        return plans
-
-    def _instance(self, owner: _Owner, kept: Kept, group: _Group) -> Instance:
-        stored, given = self._matching.stored, self._matching.given
-        sources = [
-            _row(sketch, stored[number].name) for sketch, number in group.sources
-        ]
-        targets = None
-        if given is not None:
-            targets = [
-                _row(sketch, given[number].name) for sketch, number in group.targets
-            ]
-        first = sources[0]
-        return Instance(
-            relation=owner.relation.with_rest(len(first.shape), first.tensor),
-            state=owner.state,
-            sources=sources,
-            targets=targets,
-            counts=self._matching.counts,
-            names=owner.targets,
-            kept=kept,
-            absent={
-                at: f"the target lacks {name}, which its tensors make"
-                for at, name in group.absent.items()
-            },
-        )
-
-    def _add(self, owner: _Owner, kept: Kept, group: _Group, plan: Plan) -> None:
-        names = self._names(owner, kept, group, plan)
-        views = [each.pattern.viewed_as for each in owner.relation.sources]
-        for target, factor_sizes, side, read, arithmetic in plan.copies:
-            sources = []
-            for number, source_side in read:
-                (at, *_), tensor = group.sources[number]
-                view = views[at]
-                sources.append(
-                    Source(
-                        tensor=tensor,
-                        side=source_side,
-                        viewed_as=None if view is None else np.dtype(view),
-                    )
-                )
-            self._moves.append(
-                Move(
-                    target=names[target],
-                    sizes=factor_sizes,
-                    target_side=side,
-                    sources=tuple(sources),
-                    arithmetic=arithmetic,
-                )
-            )
-        for target, start, stop, value in plan.fills:
-            dtype = plan.targets[target].dtype
-            if dtype is not None and not dtypes.can_be(value, dtype):
-                problem = f"{owner.text}: {names[target]} is of {dtype}, which cannot "
-                self._problems[f"{problem}have {value:g} of `pad`"] = None
-            fill = Fill(target=names[target], start=start, stop=stop, value=value)
-            self._fills.append(fill)
-
-    def _names(self, owner: _Owner, kept: Kept, group: _Group, plan: Plan) -> list[str]:
-        given = self._matching.given
-        if given is not None:
-            return [given[number].name for _, number in group.targets]
-        names = []
-        named = owner.relation.named(kept)
-        for row in plan.targets:
-            name = owner.targets[row.tensor].format({**named, **dict(row.captured)})
-            names.append(name)
-            assert row.dtype is not None
-            if name in self._derived:
-                self._problems[f"{owner.text}: {name} is made by another rule too"] = (
-                    None
-                )
-            self._derived[name] = TargetTensor(
-                name=name, dtype=row.dtype, shape=row.shape
-            )
-        if len(self._derived) > MOST_DERIVED:
-            raise LayoutError(
-                f"{owner.text}: over {MOST_DERIVED} tensors would be made; use the "
-                "right checkpoint, or another layout"
-            )
-        return names
-
-    def _fill(self) -> None:
-        # Fills targets with the numbers of the layout. Those that are derived are the
-        # names of `fill` that no rule makes, scalars of 32 bits.
-        layout = self._matching.layout
-        filled = self._matching.filled
-        if self._matching.given is None:
-            filled = [
-                (_scalar(name, value), value)
-                for name, value in layout.fill.items()
-                if name not in self._derived
-            ]
-            self._derived |= {target.name: target for target, _ in filled}
-        for target, number in filled:
-            if isinstance(number, CheckpointValue):
-                raise LayoutError(f"{number.missing}; give a number, or a `default`")
-            if not dtypes.can_be(number, target.dtype):
-                raise LayoutError(
-                    f"{layout.place}: {target.name} is of {target.dtype}, which cannot "
-                    f"have {number} of `fill`"
-                )
-            start = (0,) * len(target.shape)
-            self._fills.append(
-                Fill(target=target.name, start=start, stop=target.shape, value=number)
-            )
-
-
-def _open_captures(name: NamePattern, relation: Relation) -> set[str]:
-    # Captures whose values a group does not have.
-    return {each.key for each in name.captures} - set(relation.kept)
-
-
-def _viewed(
-    tensor: StoredTensor, parsed: ParsedTensor
-) -> tuple[tuple[int, ...], np.dtype]:
-    # The shape and dtype that a rule gives to the bytes of a tensor.
-    if parsed.pattern.viewed_as is None:
-        return tensor.shape, tensor.dtype
-    dtype = np.dtype(parsed.pattern.viewed_as)
-    if tensor.dtype.itemsize != dtype.itemsize or not tensor.shape:
+def _chained(before: Move, after: Move, shape: Sequence[int], place: str) -> Move:
+    # The move of what one writes into a tensor and the other reads from it.
+    into, of = before.target_side, after.source_side
+    if _is_whole(of, after.sizes, shape):
+        # Factors along which the tensor between is repeated.
+        repeated = [n for n, dim in enumerate(of.dims) if dim < 0]
+        sizes = (*before.sizes, *(after.sizes[n] for n in repeated))
+        source = _with_factors(before.source_side, [(-1, 0)] * len(repeated))
+        side = after.target_side
+        outer = [(side.dims[n], side.steps[n]) for n in repeated]
+        target = _with_factors(_beyond(into, of, side), outer)
+    elif _is_whole(into, before.sizes, shape):
+        sizes, target = after.sizes, after.target_side
+        source = _beyond(of, into, before.source_side)
+    else:
         raise LayoutError(
-            f"{parsed.place}: {tensor.name!r} of {tensor.dtype}{list(tensor.shape)} "
-            f"cannot be read as {dtype}; its elements have other bits"
+            f"{place}: both layouts regroup a dim of {before.target}, of which "
+            f"{after.target} is made; write them as one"
         )
-    *outer, last = tensor.shape
-    return (*outer, last * (2 if is_half_a_byte(dtype) else 1)), dtype
+    return Move(
+        target=after.target,
+        sizes=sizes,
+        target_side=target,
+        source=before.source,
+        source_side=source,
+        scale=before.scale * after.scale,
+        shift=before.shift * after.scale + after.shift,
+    )
 
 
-def _class_of(group: _Group) -> object:
-    sides = (group.sources, group.targets)
-    return *(tuple(sketch for sketch, _ in side) for side in sides), *group.absent
+def _with_factors(side: Side, factors: Sequence[tuple[int, int]]) -> Side:
+    dims = (*side.dims, *(dim for dim, _ in factors))
+    return Side(
+        start=side.start, dims=dims, steps=(*side.steps, *(step for _, step in factors))
+    )
 
 
-def _scalar(name: str, number: object) -> TargetTensor:
-    dtype = np.float32 if isinstance(number, float) else np.int32
-    return TargetTensor(name=name, dtype=np.dtype(dtype), shape=())
+def _is_whole(side: Side, sizes: Sequence[int], shape: Sequence[int]) -> bool:
+    # Whether the factors of a move are the dims of a tensor.
+    lengths = {
+        dim: size
+        for dim, step, size in zip(side.dims, side.steps, sizes, strict=True)
+        if step == 1 and dim >= 0
+    }
+    is_factor_each = len(lengths) == sum(dim >= 0 for dim in side.dims)
+    return is_factor_each and all(lengths.get(d, 1) == n for d, n in enumerate(shape))
 
 
-def _row(sketch: _Sketch, name: str) -> Row:
-    tensor, captured, ranks, shape, dtype = sketch
-    return Row(
-        tensor=tensor,
-        name=name,
-        captured=captured,
-        ranks=ranks,
-        shape=shape,
-        dtype=dtype,
+def _beyond(inner: Side, whole: Side, outer: Side) -> Side:
+    # Where elements that are `inner` in a tensor lie on the other side of a move, which
+    # has the whole tensor.
+    factors = {dim: n for n, dim in enumerate(whole.dims) if dim >= 0}
+    start = list(outer.start)
+    for dim, at in enumerate(inner.start):
+        if at and outer.dims[factors[dim]] >= 0:
+            start[outer.dims[factors[dim]]] += at * outer.steps[factors[dim]]
+    places = [
+        (outer.dims[factors[dim]], step * outer.steps[factors[dim]])
+        if dim >= 0
+        else (-1, 0)
+        for dim, step in zip(inner.dims, inner.steps, strict=True)
+    ]
+    return Side(
+        start=tuple(start),
+        dims=tuple(dim for dim, _ in places),
+        steps=tuple(step for _, step in places),
     )

@@ -21,7 +21,7 @@ from elastic_ckpt.universal.moves import Matched, Move, TargetTensor
 from elastic_ckpt.universal.reading.planned_reads import PlannedReads
 from elastic_ckpt.universal.reading.reused_memory import ReusedMemory
 from elastic_ckpt.universal.reading.transfer import Transfer
-from elastic_ckpt.universal.rules import matching, name_pattern
+from elastic_ckpt.universal.rules import matching, names
 from elastic_ckpt.universal.rules.layout import PARAMETER, Layout
 from elastic_ckpt.universal.writing import chunks
 
@@ -272,7 +272,7 @@ def _of_weights(layout: Layout, stored: Sequence[StoredTensor]) -> Layout:
     if any("{" in tree for tree in trees) or not trees:
         return weights
     others = {each.name for each in stored if each.name.partition("/")[0] not in trees}
-    drop = tuple(map(name_pattern.glob_of, sorted(others)))
+    drop = tuple(map(names.glob_of, sorted(others)))
     first = dataclasses.replace(first, drop=(*first.drop, *drop))
     if not weights.through:
         return first

@@ -9,10 +9,10 @@ import operator
 
 import numpy as np
 
-from elastic_ckpt.universal.formats.checkpoint import StoredTensor
-from elastic_ckpt.universal.moves import Reduction, TargetTensor
-from elastic_ckpt.universal.rules.layout import Layout
+from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.rules.matching import moves
+from elastic_ckpt.universal.rules.layout import Layout
+from elastic_ckpt.universal.formats.checkpoint import StoredTensor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,29 +71,22 @@ def relayout(made_by, tensors, axes=None, *, targets=None):
         tensors = [saved(name, values) for name, values in tensors.items()]
     like = None if targets is None else targets_like(targets)
     matched = moves(made_by, stored(tensors), axes or {}, like)
+    values = [each.values for each in tensors]
+    values += [derived(each, values) for each in matched.derived]
     arrays = {
         name: np.zeros(each.shape, each.dtype) for name, each in matched.targets.items()
     }
     times = {name: np.zeros(array.shape, np.int8) for name, array in arrays.items()}
     filled = dict.fromkeys(arrays, 0)
     for move in matched.moves:
-        contracted = tuple(f for f, dim in enumerate(move.target_side.dims) if dim < 0)
-        values = [
-            elements(
-                view(tensors[source.tensor].values, source.viewed_as),
-                source.side,
-                move.sizes,
-            )
-            for source in move.sources
-        ]
-        first = tuple(
-            0 if f in contracted else slice(None) for f in range(len(move.sizes))
-        )
+        of = elements(values[move.source], move.source_side, move.sizes)
         into, counts = (
-            elements(each[move.target], move.target_side, move.sizes)[(*first, ...)]
+            elements(each[move.target], move.target_side, move.sizes)
             for each in (arrays, times)
         )
-        put(into, reduced(move.arithmetic, values, contracted), move.arithmetic)
+        if (move.scale, move.shift) != (1, 0):
+            of = np.asarray(of, np.float64) * move.scale + move.shift
+        into[...] = np.asarray(of).astype(into.dtype)
         counts += 1
         filled[move.target] += counts.size
     for fill in matched.fills:
@@ -107,43 +100,53 @@ def relayout(made_by, tensors, axes=None, *, targets=None):
     return arrays
 
 
+def derived(spec, stored):
+    """The values of a derived tensor."""
+    first, *others = (
+        aligned(each, stored[each.tensor], spec) for each in spec.operands
+    )
+    assert first.shape[:-1] == spec.shape
+    if spec.how == "equal":
+        assert spec.dtype == first.dtype
+        assert all((each == first).all() for each in others)
+        return first[..., 0]
+    # As DeepSpeed does it: one after another, in float32.
+    first, *others = (each.astype(spec.dtype) for each in (first, *others))
+    if spec.how == "plus":
+        return (first + spec.factor * (others[0] * others[1]).sum(-1, keepdims=True))[
+            ..., 0
+        ]
+    combine = operator.mul if spec.how == "times" else operator.add
+    values = functools.reduce(combine, others, first)[..., 0]
+    if spec.how == "mean":
+        return values / len(spec.operands)
+    return values * values.dtype.type(spec.factor)
+
+
+def aligned(operand, array, spec):
+    """The elements of an operand, by the derived dims, and that of `plus`."""
+    array = view(array, operand.viewed_as)
+    indices = np.indices((*spec.shape, 1), sparse=True)
+    if -1 in operand.dims:
+        count = array.shape[operand.dims.index(-1)]
+        indices = np.indices((*spec.shape, count), sparse=True)
+    index = tuple(
+        indices[dim] // block
+        for dim, block in zip(operand.dims, operand.blocks, strict=True)
+    )
+    shape = np.broadcast_shapes(*(each.shape for each in indices))
+    return np.broadcast_to(array[index], shape if index else (*spec.shape, 1))
+
+
 def view(values, dtype):
+    """Bytes as another dtype has them."""
     if dtype is None or dtype == values.dtype:
         return values
-    if dtype.name == "float4_e2m1fn":
-        halves = np.stack([values & 15, values >> 4], axis=-1).reshape(
-            *values.shape[:-1], -1
-        )
-        return halves.astype(np.uint8).view(dtype)
+    if dtype.name in ("float4_e2m1fn", "uint4", "int4"):
+        halves = np.stack([values & 15, values >> 4], axis=-1)
+        halves = halves.reshape(*values.shape[:-1], -1).astype(np.uint8)
+        return halves.astype(dtype) if dtype.name == "uint4" else halves.view(dtype)
     return values.view(dtype)
-
-
-def reduced(arithmetic, copies, contracted):
-    reduction = Reduction.NONE if arithmetic is None else arithmetic.reduction
-    values = copies[0]
-    if reduction is Reduction.NONE:
-        assert len(copies) == 1
-        return values
-    assert len(copies) > 1
-    if reduction is Reduction.EQUAL:
-        assert all((copy == values).all() for copy in copies)
-        return values
-    # As DeepSpeed does it: one after another, in float32.
-    wide = np.result_type(values.dtype, np.float32)
-    wides = [copy.astype(wide) for copy in copies]
-    if reduction is Reduction.PRODUCT:
-        return functools.reduce(operator.mul, wides) * arithmetic.factor
-    if reduction is Reduction.LOW_RANK:
-        first = wides[0].take(0, contracted[0])
-        return first + arithmetic.factor * (wides[1] * wides[2]).sum(contracted[0])
-    values = sum(wides)
-    return values / len(copies) if reduction is Reduction.MEAN else values
-
-
-def put(array, values, arithmetic):
-    if arithmetic is not None and (arithmetic.scale, arithmetic.shift) != (1, 0):
-        values = np.asarray(values, np.float64) * arithmetic.scale + arithmetic.shift
-    array[...] = np.asarray(values).astype(array.dtype)
 
 
 def elements(array, side, sizes):

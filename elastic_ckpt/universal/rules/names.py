@@ -1,0 +1,209 @@
+"""Name patterns: `layers.{layer}.{part:q|k|v}.weight` matches names of tensors.
+
+A capture is `{layer}`: a number if the rule uses it as one (as a dim or in an index),
+otherwise a text without `.` and `/`. `{name:path}` is any text, `{part:q|k|v}` one of
+these texts (their position, where it is used as a number), `{layer:03}` a number of at
+least three digits, `{layer+1}` a number that is more by 1, `{(stage local)}` the index
+of a dims expression. `{{` and `}}` are braces of the name.
+
+Names that differ in numbers alone have one skeleton, which tells the patterns that may
+match.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from elastic_ckpt.universal.rules import dims
+from elastic_ckpt.universal.rules.layout import LayoutError
+
+Value = int | str
+
+_CAPTURE = re.compile(r"(\{\{|\}\}|\{[^{}]*\})")
+_INSIDE = re.compile(
+    r"\{(?P<node>[A-Za-z_]\w*(?:@\w+)?|\(.*\)(?:@\w+)?)"
+    r"(?:\s*\+\s*(?P<offset>[1-9][0-9]{0,8}))?"
+    r"(?::(?P<form>path|0[1-9]|[^:|]+(?:\|[^:|]+)+))?\}"
+)
+_STAR = re.compile(r"(\[\*\]|\*)")
+# The only key of the objects in which Flax wraps an array.
+BOX = "/value"
+
+
+@dataclasses.dataclass(frozen=True)
+class Capture:
+    """A variable part of a name.
+
+    Attributes:
+      key: what its values are listed under: the text of its node.
+      node: a name, or the expression that the number is an index of.
+      form: "", "path", its texts, as in "q|k|v", or its digits, as in "03".
+      offset: by which the number in the name is more than the value.
+    """
+
+    key: str
+    node: dims.Node
+    form: str = ""
+    offset: int = 0
+
+    @functools.cached_property
+    def choices(self) -> list[str]:
+        """The texts that it can be; none if others are possible."""
+        return self.form.split("|") if "|" in self.form else []
+
+    @property
+    def is_index(self) -> bool:
+        """Whether it is the index of an expression."""
+        return not isinstance(self.node, dims.Name)
+
+    def is_number(self, numbers: Collection[str]) -> bool:
+        """Whether its value is a number, where the captures `numbers` are."""
+        is_always = self.is_index or self.form.isdigit() or self.offset > 0
+        return is_always or (self.key in numbers and self.form != "path")
+
+    def reader(self, numbers: Collection[str]) -> tuple[str, Callable[[str], Value]]:
+        """The group of a regular expression that matches it, and what makes its value.
+
+        A value is -1 if it would be negative: names that count from 1 have no 0.
+        """
+        is_number = self.is_number(numbers)
+        if self.choices:
+            group = "|".join(map(re.escape, self.choices))
+            return f"({group})", self.choices.index if is_number else str
+        if is_number:
+            # Leading zeros up to the width alone.
+            width = int(self.form or 1)
+            group = rf"([0-9]{{{width}}}|[1-9][0-9]{{{width},17}})"
+            return group, lambda text: max(int(text) - self.offset, -1)
+        return "(.+)" if self.form == "path" else "([^./]+)", str
+
+    def text(self, value: Value) -> str:
+        """The text of a value in a name."""
+        if isinstance(value, str):
+            return value
+        if self.choices:
+            return self.choices[value]
+        width = int(self.form) if self.form.isdigit() else 0
+        return str(value + self.offset).zfill(width)
+
+
+@dataclasses.dataclass(frozen=True)
+class NamePattern:
+    """A parsed pattern: its text, and literal texts and captures in their order."""
+
+    text: str
+    parts: tuple[str | Capture, ...]
+
+    @functools.cached_property
+    def captures(self) -> list[Capture]:
+        """The captures, in their order."""
+        return [part for part in self.parts if isinstance(part, Capture)]
+
+    def regex(self, numbers: Collection[str]) -> re.Pattern[str]:
+        """A regular expression with a group for each capture."""
+        parts = (
+            re.escape(part) if isinstance(part, str) else part.reader(numbers)[0]
+            for part in self.parts
+        )
+        return re.compile("".join(parts), re.DOTALL)
+
+    def skeleton(self, numbers: Collection[str]) -> re.Pattern[str]:
+        """A regular expression that matches the skeletons of names that match."""
+        joined = "".join(
+            part if isinstance(part, str)
+            else "0" if part.is_number(numbers) and not part.choices
+            else "\0"
+            for part in self.parts
+        )  # fmt: skip
+        text = re.escape(skeleton(joined)).replace(re.escape("\0"), ".*")
+        return re.compile(text, re.DOTALL)
+
+    def format(self, values: Mapping[str, Value]) -> str:
+        """The name with these values; captures that have none remain."""
+        return "".join(
+            part if isinstance(part, str)
+            else part.text(values[part.key]) if part.key in values
+            else f"{{{part.key}}}"
+            for part in self.parts
+        )  # fmt: skip
+
+
+def skeleton(name: str) -> str:
+    """`name` with 0 in place of each number."""
+    return re.sub(r"[0-9]+", "0", name)
+
+
+def parse(text: str, forms: Mapping[str, str] | None = None) -> NamePattern:
+    """The pattern in `text`; `forms` are those of captures that are without one there.
+
+    Raises:
+      LayoutError: if a brace is not closed, a capture is malformed or occurs twice.
+    """
+    parts: list[str | Capture] = []
+    for part in _CAPTURE.split(text):
+        inside = _INSIDE.fullmatch(part)
+        if inside is not None:
+            ((node,), _) = dims.parse(inside["node"])
+            form = inside["form"] or (forms or {}).get(inside["node"], "")
+            offset = int(inside["offset"] or 0)
+            made = Capture(inside["node"], node, form, offset)
+            if form and not form.isdigit() and (made.is_index or offset):
+                raise LayoutError(f"{text!r}: {part} is a number, and not one of texts")
+            if parts and isinstance(parts[-1], Capture):
+                raise LayoutError(f"{text!r}: put a text between two captures")
+            parts.append(made)
+        elif part in ("{{", "}}"):
+            parts.append(part[0])
+        elif {"{", "}"} & {*part}:
+            raise LayoutError(
+                f"{text!r}: {part!r} is no capture; write {{layer}}, {{name:path}}, "
+                "{part:q|k|v}, {layer:03}, {layer+1} or {(stage local)}, and {{ and }} "
+                "for braces of a name"
+            )
+        elif part:
+            parts.append(part)
+    return NamePattern(text, tuple(parts))
+
+
+def pattern_of(name: str) -> str:
+    """The text of the pattern that matches `name` alone."""
+    return name.replace("{", "{{").replace("}", "}}")
+
+
+def glob(texts: Iterable[str]) -> re.Pattern[str]:
+    """Matches names that one of these matches: `*` is any text, and `[*]` a star."""
+    globs = (
+        "".join(
+            ".*" if part == "*" else re.escape(part.replace("[*]", "*"))
+            for part in _STAR.split(text)
+        )
+        for text in texts
+    )
+    # Without any, nothing matches.
+    return re.compile("|".join(globs) or r"(?!)", re.DOTALL)
+
+
+def glob_of(name: str) -> str:
+    """The text for `glob` that matches `name` alone."""
+    return name.replace("*", "[*]")
+
+
+def unboxed(names: Collection[str]) -> dict[str, str]:
+    """The shorter names of the leaves that their users know by these.
+
+    Flax wraps arrays: `Param` of NNX and `Partitioned` of Linen are nodes with the one
+    key `value`. So the leaf `kernel/value` is also `kernel`, if nothing else lies below
+    `kernel`.
+
+    Returns:
+      The shorter names by the whole ones; others are not listed.
+    """
+    boxes = {name.removesuffix(BOX) for name in names if name.endswith(BOX)}
+    for name in names if boxes else ():
+        for slash in re.finditer("/", name):
+            if name[slash.start() :] != BOX:
+                boxes.discard(name[: slash.start()])
+    return {box + BOX: box for box in boxes.difference(names)}

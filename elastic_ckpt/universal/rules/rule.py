@@ -1,0 +1,1056 @@
+"""A rule, parsed, and the plan of its instances.
+
+All tensors of a rule are cut into slabs: boxes of named coordinates, which captures,
+rank axes and the factors of dims give. Slabs of both sides with the same names are
+joined: where two of them meet, there is a copy. What is no copy is a derived tensor:
+replicas that are compared, means, sums, weights and their scales.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import difflib
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from elastic_ckpt.core import box_cover, box_join
+from elastic_ckpt.core.boxes import Boxes
+from elastic_ckpt.universal.moves import (
+    Derived,
+    Operand,
+    Side,
+    TargetTensor,
+)
+from elastic_ckpt.universal.rules import dims, names, sizes
+from elastic_ckpt.universal.rules.names import Value
+from elastic_ckpt.universal.rules.layout import CheckpointValue
+from elastic_ckpt.universal.rules.layout import LayoutError
+from elastic_ckpt.universal.rules.layout import Rule, TensorPattern
+
+# Empty tensors may have dims of any size, of which targets are made.
+MOST_TARGETS = 1 << 20
+# What elements can be of.
+DTYPES = (
+    "bool",
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (4, 8, 16, 32, 64)),
+    *("bfloat16", "float16", "float32", "float64", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+    *("float8_e4m3", "float8_e3m4", "float8_e4m3b11fnuz", "float8_e8m0fnu"),
+    "float4_e2m1fn",
+)
+# The powers of a parameter's scale, by the kind of state. A gradient is divided by the
+# scale; the second moment is that of a squared gradient.
+_POWERS = {
+    **{"parameter": 1, "master": 1, "first_moment": -1, "second_moment": -2},
+    # Of Muon, and of SGD.
+    "momentum_buffer": -1,
+}
+# The kinds of state that are shifted, and padded with the values of the rule.
+_SHIFTED = ("parameter", "master")
+# Of a quantized weight that is multiplied by its scales.
+_DEQUANTIZED = np.dtype(ml_dtypes.bfloat16)
+_LIST_IT = "list it in `replicated`, `unchecked`, `mean` or `sum`"
+
+# Values of captures, or numbers of ranks, by their keys.
+Items = tuple[tuple[str, Any], ...]
+# By axis: the number of a rank, and of all.
+Ranks = tuple[tuple[str, tuple[int, int]], ...]
+# What identifies a tensor of an instance: its pattern, and values.
+Key = tuple[int, Items]
+# The first coordinate, their number, the dim that it advances along, and by how much.
+Range = tuple[int, int, int, int]
+# A move of an instance: the number of its target, sizes and place in it, the number of
+# its source and the place in that, a scale and a shift.
+Copy = tuple[int, tuple[int, ...], Side, int, Side, float, float]
+# Of a coordinate that dims do not give.
+_POINT = (0, 1, -1, 0)
+How = Literal["equal", "mean", "sum", "times", "plus"]
+
+
+class UnknownSizeError(LayoutError):
+    """Shapes do not determine a size; those of another rule may."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tensor:
+    """A tensor pattern, parsed.
+
+    Attributes:
+      pattern: as it was written.
+      name: its name pattern.
+      dims: the node of each dim.
+      blocks: of each dim, how many indices of the tensor that it multiplies share one.
+      place: for messages.
+      main: the number of the source that it multiplies, or is added to; None if it is
+        no such operand.
+    """
+
+    pattern: TensorPattern
+    name: names.NamePattern
+    dims: tuple[dims.Node, ...]
+    blocks: tuple[str, ...]
+    place: str
+    main: int | None = None
+
+    @functools.cached_property
+    def reduced(self) -> frozenset[str]:
+        """The names that the other side lacks."""
+        return frozenset(self.pattern.reduced)
+
+    @functools.cached_property
+    def view(self) -> np.dtype | None:
+        """The dtype that its bytes are read as; None for its own."""
+        return np.dtype(self.pattern.viewed_as) if self.pattern.viewed_as else None
+
+    @functools.cached_property
+    def nodes(self) -> tuple[dims.Node, ...]:
+        """Those of its captures, then those of its dims."""
+        return (*(each.node for each in self.name.captures), *self.dims)
+
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """The names of its captures and dims."""
+        return dims.names(self.nodes)
+
+    @functools.cached_property
+    def axes(self) -> frozenset[str]:
+        """The rank axes that shard it."""
+        return dims.axes(self.nodes)
+
+    @functools.cached_property
+    def keys(self) -> frozenset[str]:
+        """The keys of its captures."""
+        return frozenset(each.key for each in self.name.captures)
+
+    @property
+    def is_original(self) -> bool:
+        """Whether it is read for its own sake."""
+        return self.main is None and not self.pattern.copy
+
+    @functools.cached_property
+    def has_sum(self) -> bool:
+        """Whether a capture is the index of a sum."""
+        nodes = dims.walk([each.node for each in self.name.captures])
+        return any(isinstance(node, dims.Sum) for node in nodes)
+
+    def with_rest(self, count: int) -> Tensor:
+        """It with as many named dims in place of `...`."""
+        if dims.Name(dims.REST) not in self.dims:
+            return self
+        at = self.dims.index(dims.Name(dims.REST))
+        rest = tuple(dims.Name(f"{dims.REST}{n}") for n in range(count))
+        return dataclasses.replace(
+            self,
+            dims=(*self.dims[:at], *rest, *self.dims[at + 1 :]),
+            blocks=(*self.blocks[:at], *["1"] * count, *self.blocks[at + 1 :]),
+        )
+
+
+class ParsedRule:
+    """A rule, parsed and checked.
+
+    Attributes:
+      rule: as it was written, with the sizes and widths of its layout.
+      text: its place, for people.
+      sources: the tensors of the checkpoint; operands of others are last.
+      targets: the tensors that are made.
+      numbers: the captures whose values are numbers.
+      kept: the captures that all names have; the rule holds for each of their values.
+      forms: of captures that are texts, which hold in all names.
+      listed: the targets of which only those that exist tell some captures.
+      names: of captures, dims and rank axes.
+      wanted: the sources that an instance has.
+      needed: those of them without which it makes nothing.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        """Parses a rule.
+
+        Raises:
+          LayoutError: if it cannot fit any checkpoint.
+        """
+        self.rule, self.text = rule, rule.text
+        written: list[tuple[str, TensorPattern, int | None]] = [
+            *(("from", each, None) for each in rule.source),
+            *(
+                ("from", operand, number)
+                for number, each in enumerate(rule.source)
+                for operand in (*each.times, *each.plus)
+            ),
+            *(("to", each, None) for each in rule.target),
+        ]
+        forms = self.forms = dict[str, str]()
+        parsed = [_parsed(rule, *each, forms) for each in written]
+        captures = [each for tensor in parsed for each in tensor.name.captures]
+        forms |= {c.key: c.form for c in captures if c.form and not c.form.isdigit()}
+        every = [_parsed(rule, *each, forms) for each in written]
+        count = sum(key == "from" for key, _, _ in written)
+        self.sources, self.targets = every[:count], every[count:]
+        coordinates = frozenset().union(
+            *(dims.names(each.dims) | each.axes for each in every),
+            *(each.reduced for each in self.targets),
+            *(dims.names((each.node,)) for each in captures if each.is_index),
+        )
+        self.numbers = coordinates | {c.key for c in captures if c.is_number(())}
+        self.kept = tuple(
+            dict.fromkeys(
+                capture.key
+                for each in every
+                for capture in each.name.captures
+                if not dims.names((capture.node,)) & (coordinates | each.reduced)
+            )
+        )
+        for key, each in itertools.product(self.kept, every):
+            if key not in each.keys - each.reduced:
+                raise LayoutError(
+                    f"{self.text}: {{{key}}} is in some names, and not in "
+                    f"{each.name.text!r}; capture it in all, make it a dim, or "
+                    f"{_LIST_IT}"
+                )
+        self.listed = [
+            number
+            for number, each in enumerate(self.targets)
+            if each.keys & (each.axes | (each.reduced - rule.sizes.keys()))
+        ]
+        self.names = frozenset().union(*(each.names | each.axes for each in every))
+        self.wanted = {
+            number
+            for number in range(len(self.sources))
+            if not any(target.has_sum for target in self.targets)
+        }
+        self.needed = {n for n in self.wanted if self.sources[n].is_original}
+
+
+def _parsed(
+    rule: Rule,
+    key: str,
+    pattern: TensorPattern,
+    main: int | None,
+    forms: Mapping[str, str],
+) -> Tensor:
+    place = f"{rule.text}.{key}[{pattern.name!r}]"
+    try:
+        nodes, blocks = dims.parse(pattern.dims, has_blocks=main is not None)
+        name = names.parse(pattern.name, forms)
+        made = Tensor(pattern, name, nodes, blocks, place, main)
+        for each in (pattern.scale, pattern.shift, *blocks):
+            sizes.names(each)
+        _check_options(made, is_target=key == "to")
+    except LayoutError as error:
+        raise LayoutError(f"{place}: {error}") from None
+    return made
+
+
+def _check_options(tensor: Tensor, *, is_target: bool) -> None:
+    pattern, reduced = tensor.pattern, tensor.pattern.reduced
+    inexact = {*pattern.mean, *pattern.sum}
+    indices = [each.node for each in tensor.name.captures if each.is_index]
+    ways = [each for each in (pattern.replicated, pattern.mean, pattern.sum) if each]
+    operands = (*pattern.times, *pattern.plus)
+    others = (pattern.shift, pattern.copy, inexact, operands)
+    for is_wrong, problem in (
+        (len(ways) > 1, "choose one of `replicated`, `mean` and `sum`"),
+        (
+            inexact and (pattern.copy or operands),
+            "`mean` and `sum` cannot be combined with `times`, `plus` and `copy`; "
+            "convert twice, with a layout for each",
+        ),
+        (
+            inexact & dims.names(tensor.dims),
+            "`mean` and `sum` are over captures and rank axes, and not over dims",
+        ),
+        (
+            is_target and {*pattern.sum} & tensor.names,
+            "a sum cannot be undone; write `only: forward`",
+        ),
+        (
+            tensor.main is not None and any(others),
+            "a tensor of `times` or `plus` has none of the options `shift`, `copy`, "
+            "`mean`, `sum`, `times` and `plus`",
+        ),
+        (len({*reduced}) < len(reduced), "a name is listed twice"),
+        (
+            tensor.reduced & (tensor.axes | dims.names(tuple(indices))),
+            "what shards a dim, or is in an index, cannot be reduced too",
+        ),
+    ):
+        if is_wrong:
+            raise LayoutError(problem)
+    dims.check_names(tensor.nodes)
+    for dtype in (pattern.dtype, pattern.viewed_as):
+        if dtype is not None and dtype not in DTYPES:
+            near = difflib.get_close_matches(dtype, DTYPES, n=1, cutoff=0.0)[0]
+            raise LayoutError(
+                f"{dtype!r} is no dtype of elements; the nearest is {near!r}"
+            )
+
+
+class Row(NamedTuple):
+    """A tensor of an instance, without its name.
+
+    Attributes:
+      pattern: the number of its pattern among the sources.
+      values: the numbers of its rank by axis, and the values of captures that are not
+        kept.
+      shape: in elements.
+      dtype: of its elements.
+    """
+
+    pattern: int
+    values: Items
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+class Made(NamedTuple):
+    """A target that an instance makes.
+
+    Attributes:
+      pattern: the number of its pattern.
+      captured: the values of captures that are not kept.
+      shape: in elements.
+      sources: the dtypes of its sources, and whether they lack scales.
+    """
+
+    pattern: int
+    captured: Mapping[str, Value]
+    shape: tuple[int, ...]
+    sources: frozenset[tuple[np.dtype, bool]]
+
+
+class Plan(NamedTuple):
+    """What an instance makes; those that differ in kept captures share one.
+
+    Attributes:
+      targets: the tensors that it makes.
+      derived: the tensors that it derives, of rows; their numbers follow those.
+      moves: from rows and derived tensors to targets.
+      fills: by target, a box of padding, and its value.
+      sizes: of the names.
+    """
+
+    targets: list[Made]
+    derived: list[Derived]
+    moves: list[Copy]
+    fills: list[tuple[int, tuple[int, ...], tuple[int, ...], float]]
+    sizes: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Strip:
+    """A box of the coordinates that dims give.
+
+    Attributes:
+      start: the index of its first element.
+      ranges: by name.
+    """
+
+    start: tuple[int, ...]
+    ranges: Mapping[str, Range]
+
+
+class Slab(NamedTuple):
+    """A box of coordinates in a tensor.
+
+    Attributes:
+      pattern: of the tensor.
+      tensor: its number: of the target, or of the row or derived tensor.
+      strip: what dims give.
+      ranges: all ranges; those that are in the name advance along dim -1.
+    """
+
+    pattern: Tensor
+    tensor: int
+    strip: Strip
+    ranges: Mapping[str, Range]
+
+
+class Planner:
+    """Plans an instance of a rule."""
+
+    def __init__(
+        self,
+        rule: ParsedRule,
+        state: str,
+        rows: Sequence[Row],
+        counts: Mapping[str, int],
+        given: Sequence[TargetTensor | None],
+        listed: Mapping[int, Sequence[dict[str, Value]]],
+        shared: Mapping[str, int],
+    ) -> None:
+        """Solves the sizes of an instance.
+
+        Args:
+          rule: the rule.
+          state: the kind of its tensors.
+          rows: its tensors, at least one.
+          counts: the number of ranks by axis.
+          given: the target that exists of each pattern, whose captures are 0.
+          listed: the captures of the targets that exist, by number of the patterns of
+            which they are needed.
+          shared: sizes that other rules know.
+
+        Raises:
+          LayoutError: if shapes do not fit.
+        """
+        self._rule, self._state, self._rows = rule, state, rows
+        self._given, self._listed = given, listed
+        rest = len(rows[0].shape) - len(rule.sources[rows[0].pattern].dims) + 1
+        self._sources = [each.with_rest(rest) for each in rule.sources]
+        self._targets = [each.with_rest(rest) for each in rule.targets]
+        self._counts = dict(counts)
+        every = [(self._sources[each.pattern], each.values) for each in rows]
+        for number, found in self._listed.items():
+            every += [(self._targets[number], tuple(each.items())) for each in found]
+        for tensor, values in every:
+            for axis, number in values if tensor.axes else ():
+                if axis in tensor.axes:
+                    self._counts[axis] = max(self._counts.get(axis, 1), number + 1)
+        of_sources = frozenset().union(*(each.names for each in self._sources))
+        of_targets = frozenset().union(*(e.names - e.axes for e in self._targets))
+        # Rank axes that are coordinates of targets.
+        self._coordinates = (of_targets - of_sources) & counts.keys()
+        self._strips = functools.cache(self._strips_of)
+        self._points = functools.cache(self._points_of)
+        self._along = functools.cache(self._along_of)
+        self._expected = functools.cache(self._expected_of)
+        self._places = functools.cache(self._places_of)
+        self._arithmetic = functools.cache(self._arithmetic_of)
+        solved = sizes.solve(rule.rule, list(self._equations()), shared)
+        self._sizes = {n: int(s) for n, s in solved.items() if s.denominator == 1}
+        self._numbers = {n: float(s) for n, s in solved.items()}
+        self._derived: list[Derived] = []
+        # Of rows and derived tensors: the dtype of targets, and whether scales lack.
+        self._dtypes: dict[int, tuple[np.dtype, bool]] = {}
+
+    def plan(self) -> Plan:
+        """What the instance makes, and of what.
+
+        Raises:
+          LayoutError: if the sides do not fit: an element is filled twice or never.
+        """
+        by_names: dict[frozenset[str], tuple[list[Slab], list[Slab]]]
+        by_names = collections.defaultdict(lambda: ([], []))
+        for slab in self._source_slabs():
+            by_names[frozenset(slab.ranges)][0].append(slab)
+        held = set(by_names)
+        has_sum = any(each.has_sum for each in (*self._sources, *self._targets))
+        made: list[tuple[int, Mapping[str, Value], tuple[int, ...]]] = []
+        for number, tensor in enumerate(self._targets):
+            for captured in self._captured(number):
+                items = tuple(captured.items())
+                scope = self._scope(tensor, tensor.dims, self._ranks(tensor, items))
+                shape = tuple(dims.whole(dims.length(n, scope)) for n in tensor.dims)
+                slabs = list(self._slabs(tensor, len(made), items, shape))
+                keys = [frozenset(each.ranges) - tensor.reduced for each in slabs]
+                # An instance may lack what only one addend of a name has.
+                if has_sum and not held.intersection(keys):
+                    continue
+                made.append((number, captured, shape))
+                for key, slab in zip(keys, slabs, strict=True):
+                    by_names[key][1].append(slab)
+        moves: list[Copy] = []
+        fills = []
+        pad = self._rule.rule.pad
+        for key, (froms, tos) in by_names.items():
+            padding = min(key & pad.keys(), default=None)
+            if padding is not None and not (froms and tos):
+                value = pad[padding] if self._state in _SHIFTED else 0.0
+                for slab in tos:
+                    factors = ((dim, by, n) for _, n, dim, by in slab.ranges.values())
+                    boxes = boxes_of(slab.strip.start, factors)
+                    fills += [(slab.tensor, *box, value) for box in boxes]
+            elif padding is None and froms and tos:
+                moves += self._moves(sorted(key), froms, tos)
+            else:
+                parts = [" ".join(sorted(each)) or "(none)" for each in by_names]
+                raise LayoutError(
+                    f"{(froms or tos)[0].pattern.place}: the other side has no part "
+                    f"with the coordinates {' '.join(sorted(key)) or '(none)'}, of "
+                    f"{'; '.join(parts)}, or both have what `pad` lists; what one "
+                    f"lacks, {_LIST_IT}, or in `pad` if it is padding"
+                )
+        found: dict[int, set[tuple[np.dtype, bool]]] = collections.defaultdict(set)
+        for target, _, _, source, _, _, _ in moves:
+            found[target].add(self._dtypes[source])
+        every = frozenset(self._dtypes.values())
+        targets = [Made(*e, frozenset(found[n]) or every) for n, e in enumerate(made)]
+        return Plan(targets, self._derived, moves, fills, self._sizes)
+
+    def _equations(self) -> Iterator[sizes.Equation]:
+        shapes: set[tuple[int, tuple[int, ...], Ranks]] = set()
+        most: dict[tuple[int, str, Ranks], int] = {}
+        for row in self._rows:
+            tensor = self._sources[row.pattern]
+            ranks = self._ranks(tensor, row.values)
+            shapes.add((row.pattern, row.shape, ranks))
+            for key, value in row.values:
+                if key in tensor.keys - tensor.reduced:
+                    at = (row.pattern, key, ranks if "@" in key else ())
+                    most[at] = max(most.get(at, 0), value + 1)
+        for number, shape, ranks in sorted(shapes):
+            yield from _of_shape(self._sources[number], shape, dict(ranks))
+        for (number, key, ranks), count in most.items():
+            tensor = self._sources[number]
+            (capture,) = (each for each in tensor.name.captures if each.key == key)
+            count = len(capture.choices) or count
+            origin = f"the number of values of {{{key}}} in {tensor.place}"
+            # An addend may have no tensors.
+            has_sum = any(isinstance(n, dims.Sum) for n in dims.walk([capture.node]))
+            yield sizes.Equation(capture.node, count, dict(ranks), origin, has_sum)
+        for tensor, given in zip(self._targets, self._given, strict=False):
+            ranks = self._ranks(tensor, tuple((key, 0) for key in tensor.keys))
+            if given is not None:
+                yield from _of_shape(tensor, given.shape, dict(ranks))
+        for axis in self._coordinates:
+            origin = f"{self._rule.text}: the number of ranks of {axis}"
+            yield sizes.Equation(dims.Name(axis), self._counts[axis], {}, origin)
+
+    def _ranks(self, tensor: Tensor, values: Items) -> Ranks:
+        # By axis that shards a tensor: the number of its rank, and of all.
+        counts, axes = self._counts, tensor.axes
+        return tuple([(a, (n, counts.get(a, 1))) for a, n in values if a in axes])
+
+    def _scope(
+        self, tensor: Tensor, nodes: Sequence[dims.Node], ranks: Ranks
+    ) -> dims.Scope:
+        self._need(tensor, dims.names(tuple(nodes)), self._sizes)
+        return dims.Scope(self._sizes, dict(ranks), self._rule.rule.widths)
+
+    def _need(
+        self, tensor: Tensor, used: frozenset[str], known: Mapping[str, object]
+    ) -> None:
+        if missing := sorted(used - known.keys()):
+            given = map(self._rule.rule.sizes.get, missing)
+            absent = [e.missing for e in given if isinstance(e, CheckpointValue)]
+            raise UnknownSizeError(
+                f"{tensor.place}: the sizes of {', '.join(missing)} are not determined;"
+                f" give them in `sizes`, or by `--size {missing[0]}=...`"
+                + "".join(f"; {each}" for each in absent)
+            )
+
+    def _captured(self, number: int) -> Iterable[dict[str, Value]]:
+        # The captures of each target of a pattern.
+        if number in self._listed:
+            return self._listed[number]
+        tensor = self._targets[number]
+        counts = {axis: n for axis, n in self._counts.items() if axis in tensor.axes}
+        scope = dims.Scope({**counts, **self._sizes})
+        captures = [
+            each for each in tensor.name.captures if each.key not in self._rule.kept
+        ]
+        nodes = tuple(each.node for each in captures)
+        self._need(tensor, dims.names(nodes), scope.sizes)
+        lengths = [int(dims.length(each, scope)) for each in nodes]
+        if math.prod(lengths) > MOST_TARGETS:
+            raise LayoutError(f"{tensor.place}: it makes {math.prod(lengths)} tensors")
+        keys = [each.key for each in captures]
+        values = itertools.product(*map(range, lengths))
+        return (dict(zip(keys, each, strict=True)) for each in values)
+
+    def _slabs(
+        self, tensor: Tensor, number: int, values: Items, shape: tuple[int, ...]
+    ) -> Iterator[Slab]:
+        ranks = self._ranks(tensor, values)
+        points: dict[str, Range] = {}
+        for key, value in values:
+            points |= self._points(tensor, key, value, ranks)
+        for strip in self._strips(tensor, shape, ranks):
+            yield Slab(tensor, number, strip, {**points, **strip.ranges})
+
+    def _points_of(
+        self, tensor: Tensor, key: str, value: Value, ranks: Ranks
+    ) -> dict[str, Range]:
+        # The coordinates that a captured value or a rank has.
+        if key in tensor.axes | tensor.reduced or isinstance(value, str):
+            return {}
+        nodes = [each.node for each in tensor.name.captures if each.key == key]
+        (node,) = nodes or [dims.Name(key)]
+        strips = dims.cut(node, value, value + 1, self._scope(tensor, [node], ranks))
+        return {
+            name: (first, count, -1, 0)
+            for _, ranges in strips
+            for name, (first, count, _) in ranges.items()
+        }
+
+    def _strips_of(
+        self, tensor: Tensor, shape: tuple[int, ...], ranks: Ranks
+    ) -> list[Strip]:
+        scope = self._scope(tensor, tensor.dims, ranks)
+        by_dim = [
+            dims.cut(node, 0, length, scope)
+            for node, length in zip(tensor.dims, shape, strict=True)
+        ]
+        found = []
+        for chosen in itertools.product(*by_dim):
+            ranges = {
+                name: (first, count, dim, step)
+                for dim, (_, of_dim) in enumerate(chosen)
+                for name, (first, count, step) in of_dim.items()
+            }
+            if tensor in self._sources:
+                # Of a dim that the other side lacks, the first index is read.
+                left_out = tensor.reduced & ranges.keys()
+                if any(ranges[name][0] for name in left_out):
+                    continue
+                ranges = {n: each for n, each in ranges.items() if n not in left_out}
+            found.append(Strip(tuple(at for at, _ in chosen), ranges))
+        return found
+
+    def _source_slabs(self) -> Iterator[Slab]:
+        groups: dict[Key, list[int]] = {}
+        used = [
+            (each.axes | each.keys | self._coordinates) - each.reduced
+            for each in self._sources
+        ]
+        for number, row in enumerate(self._rows):
+            key = (row.pattern, _only(used[row.pattern], row.values))
+            groups.setdefault(key, []).append(number)
+        others = self._others()
+        unused = set(groups)
+        for (number, values), members in groups.items():
+            tensor = self._sources[number]
+            if not tensor.is_original:
+                continue
+            chosen = self._chosen(tensor, members)
+            row = self._rows[chosen[0]]
+            beside = {}
+            for other in others[number]:
+                key = other, _only(used[other], row.values)
+                if key in groups:
+                    beside[other] = self._chosen(self._sources[other], groups[key])
+                    unused.discard(key)
+            made = self._made_of(number, chosen, beside)
+            yield from self._slabs(tensor, made, values, row.shape)
+        for number, _ in unused:
+            tensor = self._sources[number]
+            if tensor.main is not None or tensor.pattern.copy == "checked":
+                raise LayoutError(
+                    f"{tensor.place}: a tensor matches it, and none of the same dims, "
+                    "captures and options is there beside it; use the whole checkpoint,"
+                    " or write `copy: unchecked` if it is a copy"
+                )
+
+    def _chosen(self, tensor: Tensor, members: Sequence[int]) -> Sequence[int]:
+        # Those rows of one tensor that are read.
+        if len(members) == 1:
+            return members
+        values = [dict(self._rows[number].values) for number in members]
+        first = values[0]
+        differing = {k for each in values for k in each if each[k] != first.get(k)}
+        unused = sorted(differing - tensor.reduced)
+        if unused or not differing:
+            raise LayoutError(
+                f"{tensor.place}: it is there for several {', '.join(unused)}, which "
+                f"the rule does not use; {_LIST_IT}, or shard a dim over it with @"
+            )
+        unchecked = tensor.pattern.unchecked
+        return [
+            number
+            for number, each in zip(members, values, strict=True)
+            if all(each.get(key) == first.get(key) for key in unchecked)
+        ]
+
+    def _others(self) -> dict[int, list[int]]:
+        # By source, those that change it, or that it is compared with.
+        found: dict[int, list[int]] = collections.defaultdict(list)
+        present = sorted({row.pattern for row in self._rows})
+        for number, tensor in enumerate(self._sources):
+            if tensor.main is not None:
+                found[tensor.main].append(number)
+            elif tensor.pattern.copy == "checked":
+                alike = (n for n in present if _are_alike(tensor, self._sources[n]))
+                found[next(alike, -1)].append(number)
+        return found
+
+    def _made_of(
+        self, number: int, chosen: Sequence[int], beside: Mapping[int, Sequence[int]]
+    ) -> int:
+        # The number of a row, or of what is derived of several.
+        tensor, row = self._sources[number], self._rows[chosen[0]]
+        pattern, made, dtype = tensor.pattern, chosen[0], row.dtype
+        # Floats of 8 bits always need scales, integers where a rule has some.
+        needs_scales = bool(pattern.times) or _category(dtype) is np.floating
+        lacks_scales = needs_scales and _is_quantized(dtype)
+        is_alone = len(chosen) == 1 and not beside and not pattern.viewed_as
+        if is_alone and not pattern.mean and not pattern.sum:
+            self._dtypes[made] = dtype, lacks_scales
+            return made
+        how: How = "mean" if pattern.mean else "sum" if pattern.sum else "equal"
+        if how != "equal" and len(chosen) != self._expected(number):
+            raise LayoutError(
+                f"{tensor.place}: it is there {len(chosen)} times of "
+                f"{self._expected(number)} over {', '.join(sorted(tensor.reduced))}; a "
+                "mean or sum needs all"
+            )
+        rank = len(row.shape)
+        operands = [
+            Operand(n, (*range(rank),), (1,) * rank, tensor.view) for n in chosen
+        ]
+        factor = 1.0
+        changing = [n for n in beside if self._sources[n].main is not None]
+        for other, rows in beside.items():
+            each, shape = self._sources[other], self._rows[rows[0]].shape
+            places = self._along(number, other, row.shape, shape)
+            operands += [Operand(n, *places, each.view) for n in rows]
+            if other in changing:
+                factor *= self._number(each, each.pattern.scale)
+                is_real = _category(self._rows[rows[0]].dtype) is np.floating
+                if not is_real and each.pattern.dtype is None:
+                    raise LayoutError(
+                        f"{each.place}: it is no float; write `as: float8_e8m0fnu` if "
+                        "its bytes are exponents, as those of MXFP4 are, or `dtype: "
+                        "float32` if its integers are factors"
+                    )
+        if changing:
+            how = "plus" if pattern.plus else "times"
+            needed = [n for n, each in enumerate(self._sources) if each.main == number]
+            if changing != needed or len(operands) != 1 + len(needed):
+                raise LayoutError(
+                    f"{tensor.place}: it and all tensors of `times` or `plus` have to "
+                    "be there once, as they are not compared; use the whole checkpoint,"
+                    " and list what they differ in under `unchecked`"
+                )
+            if _is_quantized(dtype) and how == "plus":
+                raise LayoutError(
+                    f"{tensor.place}: weights of {dtype} mean nothing without scales, "
+                    "by which `plus` does not multiply; convert them to bfloat16 first"
+                )
+            dtype = _DEQUANTIZED if _is_quantized(dtype) else dtype
+            lacks_scales = False
+        if len(operands) > 1 or tensor.view is not None:
+            self._derived.append(
+                Derived(
+                    how=how,
+                    operands=tuple(operands),
+                    shape=row.shape,
+                    dtype=_wide(how, [self._rows[e.tensor].dtype for e in operands]),
+                    factor=factor,
+                )
+            )
+            made = len(self._rows) + len(self._derived) - 1
+        self._dtypes[made] = dtype, lacks_scales
+        return made
+
+    def _expected_of(self, number: int) -> int:
+        # How many tensors a mean or sum has.
+        pattern = self._sources[number].pattern
+        values = [dict(row.values) for row in self._rows if row.pattern == number]
+        return math.prod(
+            max(len({each.get(name) for each in values}), self._counts.get(name, 1))
+            for name in {*pattern.mean, *pattern.sum}
+        )
+
+    def _along_of(
+        self,
+        number: int,
+        other: int,
+        shape: tuple[int, ...],
+        other_shape: tuple[int, ...],
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        # Which dims of a tensor those of another one run along, and in which blocks.
+        main, tensor = self._sources[number], self._sources[other]
+        found: dict[int, tuple[int, int]] = {}
+        free = dict(enumerate(main.dims))
+        # `1` runs along what the others leave.
+        order = sorted(enumerate(tensor.dims), key=lambda e: -len(_factors(e[1])))
+        for dim, node in order:
+            if main.pattern.plus and not dims.names((node,)) & main.names:
+                found[dim] = -1, 1
+                continue
+            rests = {at: _rest(each, node) for at, each in free.items()}
+            fitting = {at: rest for at, rest in rests.items() if rest is not None}
+            if not fitting:
+                break
+            at = min(fitting, key=lambda each: len(fitting[each]))
+            del free[at]
+            block, rest = tensor.blocks[dim], dims.Product(fitting[at])
+            size = self._number(tensor, block)
+            size *= dims.length(rest, self._scope(tensor, [rest], ()))
+            found[dim] = at, max(1, int(size))
+        places = [found[dim] for dim in sorted(found)]
+        expected = [-(-shape[at] // size) for at, size in places if at >= 0]
+        pairs = zip(other_shape, places, strict=False)
+        lengths = [length for length, (at, _) in pairs if at >= 0]
+        is_copy = tensor.main is None
+        if len(found) < len(other_shape) or expected != lengths or (is_copy and free):
+            remedy = "multiply in a layout of its own, and lead `through` both"
+            raise LayoutError(
+                f"{tensor.place}: its dims {list(other_shape)} are none of "
+                f"{main.name.text!r}, {list(shape)}, nor blocks of them, such as "
+                f"`out/128`; {'write `copy: unchecked`' if is_copy else remedy}"
+            )
+        return tuple(at for at, _ in places), tuple(size for _, size in places)
+
+    def _moves(
+        self, held: Sequence[str], froms: Sequence[Slab], tos: Sequence[Slab]
+    ) -> Iterator[Copy]:
+        # The moves between parts that have the same coordinates.
+        sources, targets = _as_boxes(held, froms), _as_boxes(held, tos)
+        into, of = box_join.overlaps(targets, sources)
+        start = np.maximum(targets.start[into], sources.start[of])
+        stop = np.minimum(targets.stop[into], sources.stop[of])
+        for problem, slabs, whole, number in (
+            ("no tensor fills", tos, targets, into),
+            ("no target has", froms, sources, of),
+        ):
+            covered = np.zeros(len(slabs), np.int64)
+            np.add.at(covered, number, (stop - start).prod(axis=1))
+            for at in np.flatnonzero(covered < whole.volumes)[:1]:
+                parts = Boxes(start=start[number == at], stop=stop[number == at])
+                gap = box_cover.gaps(whole[at], parts)[0]
+                ranges = zip(held, gap.start, gap.stop, strict=True)
+                shown = ", ".join(f"{name} {a}:{b}" for name, a, b in ranges)
+                place = slabs[at].pattern.place
+                raise LayoutError(f"{place}: elements that {problem}: {shown}")
+        originals = {e.pattern for e in tos if not e.pattern.pattern.copy}
+        is_doubled = len(box_join.overlaps(sources, sources)[0]) > len(sources)
+        if is_doubled or len(originals) > 1:
+            raise LayoutError(
+                f"{(froms if is_doubled else tos)[0].pattern.place}: elements with the "
+                f"coordinates {' '.join(held) or '(none)'} are there twice; name them "
+                "differently, or write `copy: checked` for one of them"
+            )
+        lengths, low = map(tuple, (stop - start).tolist()), start.tolist()
+        pairs = zip(into.tolist(), of.tolist(), low, lengths, strict=True)
+        for t, s, first, counts in pairs:
+            target, source = tos[t], froms[s]
+            places = self._places(
+                target.pattern, target.strip, source.strip, tuple(held), counts
+            )
+            factors, target_dims, target_steps, source_dims, source_steps = places
+            yield (
+                target.tensor,
+                factors,
+                Side(
+                    start=_start(target, held, first),
+                    dims=target_dims,
+                    steps=target_steps,
+                ),
+                source.tensor,
+                Side(
+                    start=_start(source, held, first),
+                    dims=source_dims,
+                    steps=source_steps,
+                ),
+                *self._arithmetic(source.pattern, target.pattern),
+            )
+
+    def _places_of(
+        self,
+        tensor: Tensor,
+        into: Strip,
+        of: Strip,
+        held: Sequence[str],
+        lengths: Sequence[int],
+    ) -> tuple[tuple[int, ...], ...]:
+        # Sizes of the factors of a move, dims and steps of both sides. Those that are
+        # adjacent in both tensors are one; of a dim that the source lacks, all indices
+        # are filled.
+        counts = dict(zip(held, lengths, strict=True))
+        repeated = tensor.reduced & into.ranges.keys()
+        counts |= {name: into.ranges[name][1] for name in repeated}
+        factors = [
+            (count, into.ranges.get(name, _POINT)[2:], of.ranges.get(name, _POINT)[2:])
+            for name, count in counts.items()
+            if count > 1
+        ]
+        joined: list[tuple[int, Sequence[int], Sequence[int]]] = []
+        for size, *sides in sorted(factors, key=lambda each: (each[2][0], -each[2][1])):
+            if joined:
+                before, *outer = joined[-1]
+                if outer == [(dim, step * size) for dim, step in sides]:
+                    size *= before
+                    joined.pop()
+            joined.append((size, sides[0], sides[1]))
+        columns = zip(*((size, *a, *b) for size, a, b in joined), strict=True)
+        return tuple(columns) or ((),) * 5
+
+    def _number(self, tensor: Tensor, expression: float | str) -> float:
+        self._need(tensor, sizes.names(expression), self._numbers)
+        return sizes.value(expression, self._numbers)
+
+    def _arithmetic_of(self, source: Tensor, target: Tensor) -> tuple[float, float]:
+        # The scale and the shift of a move.
+        numbers = [
+            self._number(each, expression)
+            for each in (source, target)
+            for expression in (each.pattern.scale, each.pattern.shift)
+        ]
+        if not (numbers[0] and numbers[2]):
+            raise LayoutError(f"{target.place}: a scale cannot be 0")
+        scale = numbers[2] / numbers[0]
+        shift = numbers[3] - numbers[1] * scale
+        if self._state not in _POWERS and (scale, shift) != (1, 0):
+            raise LayoutError(
+                f"{target.place}: it is not known how {self._state!r} follows a "
+                "parameter that is scaled; list the other `states` in this rule"
+            )
+        scale **= _POWERS.get(self._state, 1)
+        return scale, shift if self._state in _SHIFTED else 0.0
+
+
+def _of_shape(
+    tensor: Tensor, shape: Sequence[int], ranks: Mapping[str, tuple[int, int]]
+) -> Iterator[sizes.Equation]:
+    if len(shape) != len(tensor.dims):
+        raise LayoutError(
+            f"{tensor.place}: a tensor has shape {list(shape)}, and the rule "
+            f"{len(tensor.dims)} dims, {tensor.pattern.dims!r}"
+        )
+    for dim, (node, length) in enumerate(zip(tensor.dims, shape, strict=True)):
+        if tensor.blocks[dim] == "1":
+            origin = f"dim {dim} of {tensor.place}"
+            yield sizes.Equation(node, length, ranks, origin)
+
+
+def _only(keys: frozenset[str], values: Items) -> Items:
+    return tuple(sorted([each for each in values if each[0] in keys]))
+
+
+def _start(slab: Slab, held: Sequence[str], first: Sequence[int]) -> tuple[int, ...]:
+    # The index of the element whose held coordinates are `first`.
+    start = list(slab.strip.start)
+    for name, at in zip(held, first, strict=True):
+        origin, _, dim, step = slab.ranges[name]
+        if at != origin:
+            start[dim] += (at - origin) * step
+    return tuple(start)
+
+
+def _are_alike(copy: Tensor, original: Tensor) -> bool:
+    # Whether a copy has the coordinates and options of another tensor.
+    keys = [
+        (
+            each.names - each.reduced,
+            {c.key for c in each.name.captures} - each.reduced,
+            (each.pattern.scale, each.pattern.shift, each.pattern.viewed_as),
+        )
+        for each in (copy, original)
+    ]
+    return original.is_original and keys[0] == keys[1]
+
+
+def _factors(node: dims.Node) -> tuple[dims.Node, ...]:
+    return node.parts if isinstance(node, dims.Product) else (node,)
+
+
+def _rest(node: dims.Node, leading: dims.Node) -> tuple[dims.Node, ...] | None:
+    # The factors of a node after those of another one; None if it does not begin so.
+    factors, first = _factors(node), _factors(leading)
+    return factors[len(first) :] if factors[: len(first)] == first else None
+
+
+def _as_boxes(held: Sequence[str], slabs: Sequence[Slab]) -> Boxes:
+    ranges = [[each.ranges[name][:2] for name in held] for each in slabs]
+    table = np.array(ranges, np.int64).reshape(len(slabs), len(held), 2)
+    return Boxes(start=table[..., 0], stop=table.sum(axis=-1))
+
+
+def boxes_of(
+    start: Sequence[int], factors: Iterable[tuple[int, int, int]]
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The start and stop of the boxes that factored dims fill.
+
+    Args:
+      start: of the first element.
+      factors: of each, the dim that it advances along, its step, and its length.
+    """
+    by_dim: list[list[tuple[int, int]]] = [[(at, at + 1)] for at in start]
+    held = (each for each in factors if each[0] >= 0)
+    for dim, step, count in sorted(held, key=lambda each: each[1]):
+        (first, last), *others = by_dim[dim]
+        if not others and step == last - first:
+            by_dim[dim] = [(first, first + step * count)]
+        else:
+            starts = itertools.product(range(count), by_dim[dim])
+            by_dim[dim] = [(a + step * n, b + step * n) for n, (a, b) in starts]
+    return [
+        (tuple(a for a, _ in chosen), tuple(b for _, b in chosen))
+        for chosen in itertools.product(*by_dim)
+    ]
+
+
+def _wide(how: str, dtypes: Sequence[np.dtype]) -> np.dtype:
+    # What values are computed in: float32 or wider; sums of integers are exact.
+    if how == "equal":
+        return dtypes[0]
+    if how == "sum" and _category(dtypes[0]) is np.integer:
+        return np.dtype(np.int64)
+    wide = (np.result_type(dtype, np.float32) for dtype in dtypes)
+    return functools.reduce(np.promote_types, wide)
+
+
+@functools.lru_cache(maxsize=2**12)
+def target_dtype(
+    tensor: Tensor, sources: frozenset[tuple[np.dtype, bool]], given: np.dtype | None
+) -> np.dtype:
+    """The dtype of a target.
+
+    Args:
+      tensor: its pattern.
+      sources: the dtypes of its sources, and whether they mean nothing without scales.
+      given: of the target that exists; None if it is made.
+
+    Raises:
+      LayoutError: without a name, if the rule makes another one, or needs a cast that
+        it does not have.
+    """
+    written = tensor.pattern.dtype
+    held = sorted({dtype for dtype, _ in sources}, key=str)
+    made = np.dtype(written) if written else given or (held[0] if held else None)
+    listed = ", ".join(map(str, held)) or "no dtype"
+    is_unlike = any(made is None or _category(e) is not _category(made) for e in held)
+    for is_wrong, problem in (
+        (given not in (None, made), f"is {given} in the target, by rule {written}"),
+        (
+            not (written or given) and len(held) != 1,
+            f"has sources of {listed}; write `dtype:`",
+        ),
+        (
+            not written and is_unlike,
+            f"is {made} in the target, its source {listed}; write `dtype: {made}`",
+        ),
+        (
+            any(lacks_scales and dtype != made for dtype, lacks_scales in sources),
+            f"is {made} in the target, and made of {listed} without scales; multiply"
+            " by them with `times`, and use the whole checkpoint",
+        ),
+    ):
+        if is_wrong:
+            raise LayoutError(problem)
+    assert made is not None
+    return made
+
+
+@functools.cache
+def _is_quantized(dtype: np.dtype) -> bool:
+    # Whether weights of this dtype may need scales: one byte each, or packed.
+    return (dtype.itemsize == 1 and dtype != np.bool_) or dtype.name in (
+        "int32",
+        "uint32",
+    )
+
+
+def can_be(number: float, dtype: np.dtype) -> bool:
+    """Whether an element of a dtype can have the value of a number, rounded at most."""
+    with np.errstate(invalid="ignore"):
+        cast = np.asarray(number, np.float64).astype(dtype)
+    return _category(dtype) in (np.floating, np.complexfloating) or cast == number
+
+
+@functools.cache
+def _category(dtype: np.dtype) -> type:
+    # A cast from one to another needs to be written.
+    for category in (np.bool_, np.integer, np.complexfloating):
+        if np.issubdtype(dtype, category):
+            return category
+    # NumPy has no category for int4, bfloat16 and others.
+    return np.integer if "int" in dtype.name else np.floating

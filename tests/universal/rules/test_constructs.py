@@ -1,0 +1,455 @@
+"""Constructs of the language against NumPy: what each makes, and back."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ckpt.universal.rules.layout import Layout
+from elastic_ckpt.universal.rules.layout import LayoutError
+from tests.universal.rules.relayout import (
+    assert_same,
+    layout,
+    layout_of_one,
+    numbered,
+    relayout,
+    rule,
+    saved,
+)
+
+F8 = np.dtype(ml_dtypes.float8_e4m3fn)
+W = numbered(6, 4)
+
+
+def of(text, pad=(), **sizes):
+    """A layout of one rule: `w = a b -> k = b a`."""
+    sides = (side.split(", ") for side in text.split(" -> "))
+    both = (dict(each.split(" = ") for each in side) for side in sides)
+    return layout(rule(*both, pad=dict(pad)), sizes=sizes)
+
+
+def stacked(arrays):
+    return np.stack([*arrays.values()])
+
+
+FROM_1 = {f"{n + 1}.w": numbered(2, start=10 * n) for n in range(11)}
+PARTS = {f"a.{x}.w": numbered(2, 3, start=n) for n, x in enumerate("qkv")}
+STAGED = {f"{n // 4}.{n % 4}.w": numbered(2, start=n) for n in range(8)}
+KINDS = [numbered(3, start=n) for n in range(4)]
+KEY = numbered(6, 5)
+REPEATED = np.repeat(KEY.reshape(2, 1, 3, 5), 4, axis=1).transpose(3, 0, 1, 2)
+PADDED = np.full((3, 3, 3), -2, np.float32)
+PADDED[:, 2, :2] = -1
+PADDED[:, :2, :2] = numbered(3, 2, 2)
+HEAD = {"e": "v d", "head": {"dims": "d v", "copy": "checked"}}
+CASES = {
+    "a scalar": (layout_of_one({"step": ""}, {"count": ""}), {"step": 7}, {"count": 7}),
+    "an empty tensor": (
+        of("w = x y -> w = y x"),
+        {"w": np.ones((0, 3))},
+        {"w": np.ones((3, 0))},
+    ),
+    "dims that are not named": (
+        of("{n:path}.w = x ... -> {n} = x ..."),
+        {"a.b.w": W, "c.w": numbered(3)},
+        {"a.b": W, "c": numbered(3)},
+    ),
+    "halves alternate": (
+        of("w = (two half) x -> w = (half two) x", two=2),
+        {"w": W},
+        {"w": W.reshape(2, 3, 4).transpose(1, 0, 2).reshape(6, 4)},
+    ),
+    "numbers with leading zeros": (
+        of("layer_{n:02}.w = x -> {n}/w = x"),
+        {f"layer_{n:02}.w": numbered(3, start=n) for n in (0, 7, 10, 100)},
+        {f"{n}/w": numbered(3, start=n) for n in (0, 7, 10, 100)},
+    ),
+    "names that count from 1": (
+        of("{l+1}.w = x -> w = l x"),
+        FROM_1,
+        {"w": stacked(FROM_1)},
+    ),
+    "texts as positions": (
+        of("a.{x:q|k|v}.w = i o -> qkv = i x o"),
+        PARTS,
+        {"qkv": np.stack([*PARTS.values()], axis=1)},
+    ),
+    "an index of two dims": (
+        of("{a}.{b}.w = x -> layers/{(a b)} = x", a=2, b=4),
+        STAGED,
+        {f"layers/{n}": each for n, each in enumerate(STAGED.values())},
+    ),
+    "a sum in a name": (
+        of("{(a + b)} = x -> a/w = a x, b/{b}/w = x", a=2),
+        {f"{n}": KINDS[n] for n in range(4)},
+        {"a/w": np.stack(KINDS[:2]), "b/0/w": KINDS[2], "b/1/w": KINDS[3]},
+    ),
+    "braces of a name": (
+        of("a.{{x}}.{n} = x -> {n}/{{}} = x"),
+        {"a.{x}.b": numbered(2)},
+        {"b/{}": numbered(2)},
+    ),
+    "repeated heads": (
+        layout_of_one(
+            {"k": "(kv d) e"},
+            {"k": {"dims": "e (kv rep d)", "replicated": ["rep"]}},
+        ).with_sizes({"rep": 4, "kv": 2}),
+        {"k": KEY},
+        {"k": REPEATED.reshape(5, -1)},
+    ),
+    "padding inside of a product": (
+        of(
+            "w = h d x -> w = (h (d + more)) (x + last)",
+            pad={"more": -1, "last": -2},
+            more=1,
+            last=1,
+        ),
+        {"w": numbered(3, 2, 2)},
+        {"w": PADDED.reshape(9, 3)},
+    ),
+    "a tied head": (layout_of_one({"e": "v d"}, HEAD), {"e": W}, {"e": W, "head": W.T}),
+    "scaled and shifted": (
+        layout_of_one(
+            {"w": "a b"}, {"w": {"dims": "a b", "scale": "b ** 0.5", "shift": -1}}
+        ),
+        {"w": W},
+        {"w": 2 * W - 1},
+    ),
+    "a number that several names share": (
+        layout_of_one(
+            {"zero/{n:path}/step": {"dims": "", "replicated": ["n"]}}, {"step": ""}
+        ),
+        {"zero/a.w/step": 5, "zero/b.w/step": 5},
+        {"step": 5},
+    ),
+    "the first rule counts": (
+        layout(
+            rule({"norm.w": "n"}, {"norm/scale": "n"}),
+            rule({"{n:path}.w": "i o"}, {"{n}/kernel": "o i"}),
+        ),
+        {"a.w": W, "norm.w": numbered(5)},
+        {"a/kernel": W.T, "norm/scale": numbered(5)},
+    ),
+    "excepted names": (
+        layout(
+            rule({"add.{n:path}": "x"}, {"add.{n}.added": "x"}),
+            rule({"{n:path}": "..."}, {"{n}": "..."}, **{"except": ["add.*"]}),
+        ),
+        {"a.b": W, "add.a": numbered(3)},
+        {"a.b": W, "add.a.added": numbered(3)},
+    ),
+    "an object that holds an array alone": (
+        of("{n:path} = x y -> p/{n} = y x"),
+        {"dense/kernel": W},
+        {"p/dense/kernel/value": W.T},
+    ),
+    "a size that is computed": (
+        of("a = a, b = b -> t = (a + b)", b="2 * a"),
+        {"a": numbered(3), "b": numbered(6)},
+        {"t": np.concatenate([numbered(3), numbered(6)])},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_construct_makes_what_numpy_makes_and_comes_back(case):
+    made_by, tensors, expected = CASES[case]
+    tensors, expected = (
+        {name: np.array(each, order="C") for name, each in arrays.items()}
+        for arrays in (tensors, expected)
+    )
+    assert_same(relayout(made_by, tensors, targets=expected), expected)
+    assert_same(relayout(made_by.inverse(), expected, targets=tensors), tensors)
+    if case != "an object that holds an array alone":
+        assert_same(relayout(made_by, tensors), expected)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_stages_and_shards_become_whole_and_an_absent_axis_has_one_rank(tp, pp):
+    made_by = layout(
+        rule({"{local}.w": "x@tp y"}, {"w/{(pp local)}": "y x"}),
+        rule({"norm": {"dims": "y", "replicated": ["pp", "tp"]}}, {"norm": "y"}),
+        rule({"{local}.b": {"dims": "y", "unchecked": ["tp"]}}, {"b": "(pp local) y"}),
+    )
+    layers = [numbered(4, 3, start=12 * n) for n in range(2)]
+    biases = np.stack([each[0] for each in layers])
+    axes = {axis: n for axis, n in {"tp": tp, "pp": pp}.items() if n > 1}
+    tensors = []
+    for stage, rank in np.ndindex(pp, tp):
+        ranks = {k: v for k, v in {"tp": rank, "pp": stage}.items() if k in axes}
+        tensors.append(saved("norm", biases[0], **ranks))
+        for local, layer in enumerate(np.split(np.stack(layers), pp)[stage]):
+            shard = np.split(layer, tp)[rank]
+            # Of the others, nothing is read.
+            bias = layer[0] + 100 * rank
+            tensors.append(saved(f"{local}.w", shard, **ranks))
+            tensors.append(saved(f"{local}.b", bias, **ranks))
+    expected = {f"w/{n}": np.ascontiguousarray(e.T) for n, e in enumerate(layers)}
+    expected |= {"norm": biases[0], "b": biases}
+    assert_same(relayout(made_by, tensors, axes), expected)
+
+
+@pytest.mark.parametrize("name", ["w", "layers/{layer}"])
+def test_stages_of_different_lengths_have_widths(name):
+    layers = [numbered(3, start=10 * n) for n in range(5)]
+    tensors = [
+        saved(f"decoder.{n if n < 3 else n - 3}.w", each, pp=int(n > 2))
+        for n, each in enumerate(layers)
+    ]
+    target = {name: "x" if "{" in name else "layer x"}
+    source = {"decoder.{layer@pp}.w": "x"}
+    made_by = layout(rule(source, target), widths={"layer": {"pp": [3, 2]}})
+    expected = {f"layers/{n}": each for n, each in enumerate(layers)}
+    if name == "w":
+        expected = {"w": np.stack(layers)}
+    made = relayout(made_by, tensors, {"pp": 2})
+    assert_same(made, expected)
+    whole = {f"decoder.{n}.w": each for n, each in enumerate(layers)}
+    assert_same(relayout(made_by.inverse(), made), whole)
+    with pytest.raises(LayoutError, match=r"number of values of \{layer@pp\} in .* is"):
+        relayout(layout(rule(source, target)), tensors, {"pp": 2})
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("option", ["replicated", "unchecked"])
+def test_heads_that_are_repeated_over_ranks_are_read_once(tp, option):
+    source = {"k": {"dims": "(kv rep)@tp d", option: ["rep"]}}
+    heads = np.split(np.repeat(numbered(2, 3), 4, axis=0), tp)
+    tensors = [saved("k", part, tp=rank) for rank, part in enumerate(heads)]
+    made_by = layout(rule(source, {"k": "kv d"}), sizes={"rep": 4})
+    made = relayout(made_by, tensors, {"tp": tp})
+    assert_same(made, {"k": numbered(2, 3)})
+
+
+def test_shards_are_named_by_their_rank_in_both_directions():
+    made_by = layout_of_one({"{tp}.w": "x@tp y"}, {"{rank}/w": "x y@rank"})
+    tensors = {f"{n}.w": part for n, part in enumerate(np.split(W, 3))}
+    wanted = {f"{n}/w": part for n, part in enumerate(np.split(W, 2, axis=1))}
+    made = relayout(made_by, tensors, targets=wanted)
+    assert_same(made, wanted)
+    assert_same(relayout(made_by.inverse(), made, targets=tensors), tensors)
+
+
+@pytest.mark.parametrize(
+    ("option", "dtype", "expected"),
+    [
+        ("mean", "float32", np.float32([3, 4])),
+        ("sum", "float32", np.float32([9, 12])),
+        ("sum", "int64", np.int64([3 * 2**53 + 9, 3 * 2**53 + 12])),
+        ("replicated", "float32", None),
+        ("unchecked", "float32", np.float32([1, 2])),
+    ],
+)
+def test_ranks_are_reduced(option, dtype, expected):
+    made_by = layout_of_one({"w": {"dims": "x", option: ["dp"]}}, {"w": "x"})
+    first = np.array([1, 2], dtype) + (2**53 if dtype == "int64" else 0)
+    tensors = [saved("w", first + dtype_of(dtype, 2 * n), dp=n) for n in range(3)]
+    if expected is None:
+        with pytest.raises(AssertionError):
+            relayout(made_by, tensors, {"dp": 3})
+        tensors, expected = [saved("w", first, dp=n) for n in range(3)], first
+    assert_same(relayout(made_by, tensors, {"dp": 3}), {"w": expected})
+    if option in ("mean", "sum"):
+        with pytest.raises(LayoutError, match="2 times of 3 over dp"):
+            relayout(made_by, tensors[:2], {"dp": 3})
+
+
+def dtype_of(dtype, number):
+    return np.dtype(dtype).type(number)
+
+
+@pytest.mark.parametrize(
+    ("dims", "scales", "sizes"),
+    [
+        ("out in", "out/3 in/4", {}),
+        ("out in", "out/o in/i", {"o": 3, "i": 4}),
+        ("out (b i)", "out/3 b", {"i": 4}),
+        ("(g three) in", "g in/4", {"three": 3}),
+        ("out in", "out/3 1", {}),
+        ("out in", "out", {}),
+        ("out in", "", {}),
+    ],
+)
+def test_a_weight_is_multiplied_by_scales_of_blocks(dims, scales, sizes):
+    # The last block of `in` is cut short where nothing else says that it is whole.
+    columns = 8 if "b" in dims else 7
+    weight = (numbered(6, columns) % 13).astype(F8)
+    counts = {"out/3": 2, "out/o": 2, "g": 2, "out": 6, "1": 1}
+    shape = [counts.get(each, 2) for each in scales.split()]
+    values = numbered(*shape, start=2)
+    source = {"{n}.w": {"dims": dims, "times": {"{n}.s": scales}}}
+    made_by = layout(rule(source, {"{n}": dims}), sizes=sizes)
+    rows = np.arange(6)[:, None] * (shape[0] if shape else 1) // 6
+    columns = np.arange(columns)[None] // 4
+    index = (rows, columns if shape[1:] != [1] else 0 * columns)[: len(shape)]
+    expected = weight.astype(np.float32) * values[index]
+    made = relayout(made_by, {"a.w": weight, "a.s": values})
+    assert_same(made, {"a": expected.astype(ml_dtypes.bfloat16)})
+
+
+def test_a_weight_has_several_factors_and_packed_elements():
+    source = {"dims": "a (b two)", "as": "uint4", "times": {"s": "a", "g": ""}}
+    target = {"k": {"dims": "(b two) a", "dtype": "float32"}}
+    made_by = layout(rule({"w": source}, target), sizes={"two": 2})
+    packed = np.arange(6, dtype=np.uint8).reshape(2, 3) * 17
+    tensors = {"w": packed, "s": np.float32([1, 2]), "g": np.float32(100)}
+    whole = np.repeat(np.arange(6).reshape(2, 3), 2, axis=1)
+    expected = np.ascontiguousarray((whole * [[100], [200]]).T.astype(np.float32))
+    assert_same(relayout(made_by, tensors), {"k": expected})
+
+
+def test_a_weight_without_its_scales_is_read_as_it_is_or_refused():
+    source = {"{n}.w": {"dims": "x", "times": {"{n}.s": "x/2"}}}
+    made_by = layout_of_one(source, {"{n}": {"dims": "x", "dtype": "float32"}})
+    assert_same(relayout(made_by, {"a.w": numbered(4)}), {"a": numbered(4)})
+    for dtype in (F8, np.int8):
+        with pytest.raises(LayoutError, match="without scales"):
+            relayout(made_by, {"a.w": numbered(4).astype(dtype)})
+
+
+def test_matrices_of_low_rank_are_added_and_the_first_complete_rule_counts():
+    merged = {"dims": "out in", "plus": {"add.{n}.B": low_rank(), "add.{n}.A": "r in"}}
+    copied = {"add.{n:path}": "...", "{n}": {"dims": "...", "copy": "unchecked"}}
+    every = {"{n:path}": "..."}
+    made_by = layout(
+        rule({"{n}.w": merged}, {"{n}.w": "out in"}, optional=True),
+        rule(copied, {"{n}": "..."}, optional=True),
+        rule(every, {"{n}": "..."}, optional=True, **{"except": ["add.*"]}),
+        sizes={"alpha": 8},
+    )
+    b, a = numbered(6, 2), numbered(2, 4)
+    tensors = {"x.w": W, "y.w": W, "add.x.B": b, "add.x.A": a, "add.y.w": -W}
+    assert_same(relayout(made_by, tensors), {"x.w": W + 4 * b @ a, "y.w": -W})
+    for lacking, left_over in (("add.x.B", "add.x.A"), ("y.w", "add.y.w")):
+        held = {name: each for name, each in tensors.items() if name != lacking}
+        with pytest.raises(
+            LayoutError, match=rf"all that it needs: {left_over} .* lacks {lacking}"
+        ):
+            relayout(made_by, held)
+
+
+def low_rank():
+    return {"dims": "out r", "scale": "alpha / r"}
+
+
+def test_an_optional_rule_is_passed_over_without_its_targets():
+    made_by = layout(
+        *(
+            rule(
+                {"norm": "x", mlp: "x y"}, {norm: "x", f"a/{mlp}": "x y"}, optional=True
+            )
+            for mlp, norm in (("dense", "n"), ("sparse", "n"), ("sparse", "other"))
+        )
+    )
+    for mlp, norm in (("dense", "n"), ("sparse", "n"), ("sparse", "other")):
+        tensors = {"norm": numbered(6), mlp: W}
+        expected = {norm: numbered(6), f"a/{mlp}": W}
+        assert_same(relayout(made_by, tensors, targets=expected), expected)
+        assert_same(relayout(made_by.inverse(), expected), tensors)
+
+
+def test_a_rule_holds_in_one_direction():
+    made_by = layout(
+        rule({"w": "x"}, {"w": {"dims": "x", "scale": 2}}, only="forward"),
+        rule({"w": "x"}, {"w": "x"}, only="inverse"),
+    )
+    assert_same(relayout(made_by, {"w": numbered(3)}), {"w": 2 * numbered(3)})
+    assert_same(relayout(made_by.inverse(), {"w": numbered(3)}), {"w": numbered(3)})
+
+
+def test_a_rule_requires_values_where_it_is_used():
+    made_by = layout(
+        rule({"x": "n"}, {"k": "n"}, optional=True, require={"config/act": "silu"}),
+        rule({"y": "n"}, {"l": "n"}),
+    )
+    both = {"x": numbered(3), "y": numbered(2)}
+    fitting, other = (made_by.with_values({"config/act": x}) for x in ("silu", "gelu"))
+    assert_same(relayout(fitting, both), {"k": numbered(3), "l": numbered(2)})
+    assert_same(relayout(other, {"y": numbered(2)}), {"l": numbered(2)})
+    with pytest.raises(LayoutError, match=r"x \(.*rules\[0\]: config/act in the"):
+        relayout(other, both)
+
+
+def test_states_follow_a_parameter_by_kind_or_by_name():
+    kinds = {"parameter": "p", "master": "w", "first_moment": "m", "second_moment": "v"}
+    made_by = layout(
+        rule({"w": "d x"}, {"k": {"dims": "x d", "scale": 2, "shift": -1}}),
+        states={kind: {"from": "{}", "to": f"{at}/{{}}"} for kind, at in kinds.items()},
+    )
+    tensors = [saved("w", W, kind) for kind in kinds]
+    flat = np.ascontiguousarray(W.T)
+    expected = {
+        "p/k": 2 * flat - 1,
+        "w/k": 2 * flat - 1,
+        "m/k": flat / 2,
+        "v/k": flat / 4,
+    }
+    made = relayout(made_by, tensors)
+    assert_same(made, expected)
+    weights = made_by.weights()
+    assert relayout(weights, tensors).keys() == {"p/k"}
+    assert_same(relayout(weights.inverse(), {"p/k": made["p/k"]}), {"w": W})
+    dropped = layout(
+        rule({"w": "d x"}, {"k": "x d"}),
+        states={
+            "parameter": {"from": "m/{}", "to": "{}"},
+            "first_moment": {"from": "v/{}", "to": None},
+        },
+        drop=["*.inv_freq"],
+    )
+    arrays = {"m/w": W, "v/w": W, "rope.inv_freq": numbered(2)}
+    assert_same(relayout(dropped, arrays), {"k": flat})
+
+
+def test_layers_of_two_kinds_alternate_and_one_may_be_absent():
+    made_by = of(
+        "layers.{(block (local + global))}.{n} = x"
+        " -> local/{n} = block local x, global/{n} = block global x",
+        local=2,
+    )
+    layers = {f"layers.{n}.w": numbered(2, start=10 * n) for n in range(6)}
+    layers |= {f"layers.{n}.b": numbered(2, start=n) for n in (2, 5)}
+    expected = {
+        "local/w": stacked({n: layers[f"layers.{n}.w"] for n in (0, 1, 3, 4)}),
+        "global/w": stacked({n: layers[f"layers.{n}.w"] for n in (2, 5)}),
+        "global/b": stacked({n: layers[f"layers.{n}.b"] for n in (2, 5)}),
+    }
+    expected = {name: each.reshape(2, -1, 2) for name, each in expected.items()}
+    sized = made_by.with_sizes({"global": 1})
+    assert_same(relayout(sized, layers), expected)
+    assert_same(relayout(sized.inverse(), expected), layers)
+
+
+def test_a_dtype_is_that_of_the_rule_or_of_the_source():
+    made_by = layout_of_one({"w": "a b"}, {"w": {"dims": "a b", "dtype": "int32"}})
+    wanted = {"w": W.astype(np.int32)}
+    assert_same(relayout(made_by, {"w": W}), wanted)
+    assert_same(relayout(made_by, {"w": W}, targets=wanted), wanted)
+    plain = layout_of_one({"w": "a b"}, {"w": "a b"})
+    half = {"w": W.astype(ml_dtypes.bfloat16)}
+    assert_same(relayout(plain, {"w": W}, targets=half), half)
+    with pytest.raises(LayoutError, match="write `dtype: int32`"):
+        relayout(plain, {"w": W}, targets=wanted)
+
+
+numbers = st.floats(0.01, 100) | st.floats(-100, -0.01)
+
+
+@given(numbers, numbers, numbers, numbers)
+def test_both_sides_may_be_scaled(a, b, c, d):
+    sides = (
+        {"w": {"dims": "x", "scale": scale, "shift": shift}}
+        for scale, shift in ((a, b), (c, d))
+    )
+    w = np.linspace(-2, 2, 5)
+    made = relayout(layout_of_one(*sides), {"w": a * w + b})["w"]
+    np.testing.assert_allclose(made, c * w + d, rtol=1e-9, atol=1e-9 * abs(c * b / a))
+
+
+def test_a_layout_of_python_values_rounds_a_scale_as_a_dtype_does():
+    target = {"dims": "v d", "scale": "bfloat16(d ** 0.5)"}
+    made_by = Layout.from_dict({"rules": [rule({"w": "v d"}, {"w": target})]})
+    scale = np.float32(ml_dtypes.bfloat16(3**0.5))
+    assert_same(relayout(made_by, {"w": numbered(2, 3)}), {"w": numbered(2, 3) * scale})
