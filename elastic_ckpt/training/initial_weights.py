@@ -22,7 +22,8 @@ from elastic_ckpt.universal import (
     opening,
     shipped_layouts,
 )
-from elastic_ckpt.universal.reading import restored_tree
+from elastic_ckpt.universal.adapter import to_old
+from elastic_ckpt.universal.reading import tree as target_tree
 
 PARAMS = "params"
 
@@ -79,8 +80,7 @@ def _of_same_leaves(path: str, wanted: Any) -> Any:
     tree = storage.absolute(path) / run_saver.STATE
     source = str(tree) if tree.exists() else path
     stored = opening.open_checkpoint(source).tensors
-    leaves = restored_tree.target_leaves(wanted)
-    targets = {leaf.tensor.name: leaf.tensor for leaf in leaves}
+    targets = to_old(target_tree.targets(wanted))
     try:
         layout = equal_leaves.layout_of(path, stored, targets)
     except errors.OtherModelError as error:

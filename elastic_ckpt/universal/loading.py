@@ -8,7 +8,8 @@ from typing import Any
 from etils import epath
 
 from elastic_ckpt.universal import default_layout, opening, shipped_layouts
-from elastic_ckpt.universal.reading import restored_tree
+from elastic_ckpt.universal.adapter import adapted, to_old
+from elastic_ckpt.universal.reading import engine, tree
 from elastic_ckpt.universal.rules import matching
 from elastic_ckpt.universal.rules.layout import Layout
 
@@ -18,7 +19,7 @@ def load(
     abstract_state: Any,
     *,
     layout: Layout | str | os.PathLike[str] | None = None,
-    budget_bytes: int = restored_tree.BUDGET_BYTES,
+    budget_bytes: int = engine.BUDGET_BYTES,
 ) -> Any:
     """Loads a checkpoint of another program into the arrays of a tree.
 
@@ -53,12 +54,9 @@ def load(
     """
     given = None if layout is None else shipped_layouts.resolve(layout)
     checkpoint = opening.open_checkpoint(path)
-    leaves = restored_tree.target_leaves(abstract_state)
-    targets = {leaf.tensor.name: leaf.tensor for leaf in leaves}
+    targets = to_old(tree.targets(abstract_state))
     rules = given or default_layout.layout(checkpoint, targets)
     rules = rules.with_values(checkpoint.values)
     matched = matching.moves(rules, checkpoint.tensors, checkpoint.axes, targets)
-    made = restored_tree.read_leaves(
-        checkpoint, matched.moves, matched.fills, leaves, budget_bytes=budget_bytes
-    )
-    return restored_tree.rebuilt(abstract_state, made)
+    matched = adapted(matched, checkpoint.tensors)
+    return tree.load(checkpoint, matched, abstract_state, budget_bytes=budget_bytes)

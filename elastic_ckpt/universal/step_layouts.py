@@ -12,8 +12,8 @@ from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.universal import loading, shipped_layouts
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
-from elastic_ckpt.universal.reading import restored_tree, saved_boxes
-from elastic_ckpt.universal.reading.saved_boxes import SavedBoxes
+from elastic_ckpt.universal.adapter import adapted, to_old
+from elastic_ckpt.universal.reading import sources, tree
 from elastic_ckpt.universal.rules import matching
 from elastic_ckpt.universal.rules.layout import Layout
 
@@ -34,25 +34,20 @@ class StepLayouts:
         Raises:
           LayoutError: if the layout does not fit.
         """
-        leaves = restored_tree.target_leaves(abstract)
+        tensors = sources.tensors_of(contents, name)
         matched = matching.moves(
             # A step has no values.
             shipped_layouts.resolve(layout).with_values({}),
-            saved_boxes.tensors_of(contents, name),
+            tensors,
             {},
-            {leaf.tensor.name: leaf.tensor for leaf in leaves},
+            to_old(tree.targets(abstract)),
         )
+        made_of = adapted(matched, tensors)
 
         def read(saved: VerifiedReader) -> Any:
-            source = SavedBoxes(saved, name)
-            made = restored_tree.read_leaves(
-                OpenedCheckpoint(format="elastic_ckpt", tensors=source.tensors),
-                matched.moves,
-                matched.fills,
-                leaves,
-                source=source,
-            )
-            return restored_tree.rebuilt(abstract, made)
+            boxes = sources.SavedBoxes(saved, name)
+            checkpoint = OpenedCheckpoint(format="elastic_ckpt", tensors=boxes.tensors)
+            return tree.load(checkpoint, made_of, abstract, files=boxes.files)
 
         return read
 

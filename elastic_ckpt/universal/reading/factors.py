@@ -1,0 +1,141 @@
+"""Cuts boxes of a move's factored dims at the bounds of boxes of its tensors.
+
+A dim of a tensor may be a product of several factored dims. Its indices then ascend
+with the elements of these dims in row-major order, so an interval of indices is a range
+of elements, and a range is a few boxes (`elastic_ckpt.universal.flat_ranges`).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+
+from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.universal.flat_ranges import boxes_of_range
+from elastic_ckpt.universal.new_moves import Side
+
+
+def inside(part: Box, side: Side, box: Box) -> list[Box]:
+    """The elements of a part of a move that lie in a box of one of its tensors.
+
+    Args:
+      part: a box of the factored dims, not empty.
+      side: that of the tensor.
+      box: of the tensor.
+
+    Returns:
+      Disjoint boxes of the factored dims: `part` itself if all of it is in `box`.
+
+    Raises:
+      ValueError: if the indices along a dim do not ascend in row-major order.
+    """
+    held = bounds(part, side)
+    cuts = []
+    ends = zip(held.start, held.stop, box.start, box.stop, strict=True)
+    for dim, (low, high, start, stop) in enumerate(ends):
+        if low >= stop or high <= start:
+            return []
+        if low < start or high > stop:
+            cuts.append((dim, start - low, stop - low))
+    return _inside(part, side.dims, side.steps, tuple(cuts)) if cuts else [part]
+
+
+def bounds(part: Box, side: Side) -> Box:
+    """The smallest box of a tensor that has all elements of a part of a move."""
+    lowest, highest = list(side.start), list(side.start)
+    factors = zip(side.dims, side.steps, part.start, part.stop, strict=True)
+    for dim, step, start, stop in factors:
+        if dim >= 0:
+            lowest[dim] += step * start
+            highest[dim] += step * (stop - 1)
+    return Box(start=tuple(lowest), stop=tuple(at + 1 for at in highest))
+
+
+def place(
+    element: Sequence[int], side: Side, box: Box, strides: Sequence[int]
+) -> int:
+    """The offset of an element of the factored dims in a box of a tensor.
+
+    Args:
+      element: its indices in the factored dims.
+      side: that of the tensor.
+      box: of the tensor.
+      strides: of the box, by dim; the offset is in their units.
+    """
+    at = sum(
+        (index - first) * stride
+        for index, first, stride in zip(side.start, box.start, strides, strict=True)
+    )
+    return at + sum(map(int.__mul__, element, advances(side, strides)))
+
+
+def advances(side: Side, strides: Sequence[int]) -> tuple[int, ...]:
+    """The strides of the factored dims, of those of a tensor."""
+    factors = zip(side.dims, side.steps, strict=True)
+    return tuple(step * strides[dim] if dim >= 0 else 0 for dim, step in factors)
+
+
+# The moves of a stack differ only in their place: their cuts are the same.
+@functools.lru_cache(maxsize=2**12)
+def _inside(
+    part: Box,
+    dims: tuple[int, ...],
+    steps: tuple[int, ...],
+    cuts: tuple[tuple[int, int, int], ...],
+) -> list[Box]:
+    # Each cut is a dim of the tensor and an interval of its indices, relative to the
+    # lowest of the part.
+    choices = []
+    for dim, first, after in cuts:
+        factors = [
+            factor
+            for factor, of_dim in enumerate(dims)
+            if of_dim == dim and part.stop[factor] - part.start[factor] > 1
+        ]
+        factors.sort(key=lambda factor: -steps[factor])
+        sizes = [part.stop[factor] - part.start[factor] for factor in factors]
+        of_factors = [steps[factor] for factor in factors]
+        ranges = _in_interval(sizes, of_factors, first, after)
+        choices.append([(factors, each) for each in ranges])
+    return [_cut(part, chosen) for chosen in itertools.product(*choices)]
+
+
+def _in_interval(
+    sizes: Sequence[int], steps: Sequence[int], start: int, stop: int
+) -> list[Box]:
+    below = 0
+    for size, step in zip(reversed(sizes), reversed(steps), strict=True):
+        if step <= below:
+            raise ValueError(
+                f"factored dims of sizes {sizes} and steps {steps} do not ascend in"
+                " row-major order"
+            )
+        below += step * (size - 1)
+    first, after = _num_below(start, sizes, steps), _num_below(stop, sizes, steps)
+    return boxes_of_range(sizes, first, after)
+
+
+def _num_below(index: int, sizes: Sequence[int], steps: Sequence[int]) -> int:
+    # The number of elements whose index is less than `index`.
+    number, inner = 0, math.prod(sizes)
+    for size, step in zip(sizes, steps, strict=True):
+        if index <= 0:
+            return number
+        inner //= size
+        rows = (index - 1) // step
+        if rows >= size:
+            return number + size * inner
+        number += rows * inner
+        index -= rows * step
+    return number + (index > 0)
+
+
+def _cut(part: Box, chosen: Sequence[tuple[list[int], Box]]) -> Box:
+    start, stop = list(part.start), list(part.stop)
+    for factors, cut in chosen:
+        for factor, first, after in zip(factors, cut.start, cut.stop, strict=True):
+            start[factor] = part.start[factor] + first
+            stop[factor] = part.start[factor] + after
+    return Box(start=tuple(start), stop=tuple(stop))

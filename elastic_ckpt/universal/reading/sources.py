@@ -1,0 +1,372 @@
+"""Where the bytes of tensors are read from: files, objects in a bucket, virtual files.
+
+A virtual file is a box of a tensor that is made when it is read: chunks that TensorStore
+decodes, a box of a step that is verified, a part of a derived tensor. Its bytes are
+those of the elements in row-major order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
+from elastic_ckpt.core import box_cover, bucket_clients, errors
+from elastic_ckpt.core.boxes import Box, Boxes
+from elastic_ckpt.steps.manifest import Contents
+from elastic_ckpt.universal.formats import coverage
+from elastic_ckpt.universal.stored import Fragment, StoredTensor
+from elastic_ckpt.universal.strides import row_major
+
+if TYPE_CHECKING:
+    import tensorstore as ts
+
+# Small chunks are read together up to this size, which is that of a part of a derived
+# tensor, too.
+_PART_BYTES = 2**24
+# Nodes of the indices of OCDBT.
+_INDEX_BYTES = 2**25
+_CHUNKS = "cache_pool#chunks"
+# Arrays are opened at a time, since each waits for storage.
+_OPENED_AT_ONCE = 256
+_OPEN_FILES = 64
+
+
+class Limits(NamedTuple):
+    """The limits of a request, by the kind of storage.
+
+    Attributes:
+      gap_bytes: fewer bytes that are not needed are read along, since another request
+        costs more.
+      span_bytes: the most bytes of a request, unless a single row has more.
+    """
+
+    gap_bytes: int
+    span_bytes: int
+
+
+# A request to a local file costs as much as a few pages; one to a bucket takes tens of
+# milliseconds. A virtual file is made once, whatever is needed of it.
+_LOCAL, _REMOTE, _VIRTUAL = (
+    Limits(2**14, 2**23),
+    Limits(2**20, 2**24),
+    Limits(2**62, 2**62),
+)
+
+
+class VirtualFile(NamedTuple):
+    """A box of a tensor that is made when it is read.
+
+    Attributes:
+      box: in the coordinates of the tensor.
+      itemsize: of its elements.
+      make: writes the elements of a box into memory, uint8.
+      memory: the bytes that it takes for each byte that it makes.
+      is_whole: whether all of the box is made, whatever is needed of it.
+    """
+
+    box: Box
+    itemsize: int
+    make: Callable[[Box, np.ndarray], None]
+    memory: int
+    is_whole: bool = False
+
+
+class Sources:
+    """The bytes of the tensors of a checkpoint; any number of threads may read them.
+
+    Args:
+      tensors: of the checkpoint, each with fragments.
+      virtual: files, by their names in fragments.
+    """
+
+    def __init__(
+        self, tensors: Sequence[StoredTensor], virtual: Mapping[str, VirtualFile]
+    ) -> None:
+        self.tensors, self.virtual = tensors, virtual
+        self._opened = functools.lru_cache(_OPEN_FILES)(_File)
+
+    def limits(self, file: str) -> Limits:
+        """The limits of requests to a file."""
+        if file in self.virtual:
+            return _VIRTUAL
+        return _REMOTE if "://" in file else _LOCAL
+
+    def range_of(self, file: str, start: int, stop: int) -> tuple[int, int]:
+        """The range that is read if the bytes from `start` to `stop` are needed."""
+        virtual = self.virtual.get(file)
+        if virtual is None:
+            return start, stop
+        _, start, stop = _rows(virtual, start, stop)
+        return start, stop
+
+    def request_bytes(self, file: str, num_bytes: int) -> int:
+        """The most memory that a request takes beside that which it fills."""
+        if file in self.virtual:
+            return num_bytes * self.virtual[file].memory
+        # A client returns bytes of its memory.
+        return num_bytes if "://" in file else 0
+
+    def read_into(self, file: str, start: int, memory: np.ndarray) -> int:
+        """Fills memory, uint8, with a range of a file, as `range_of` has it.
+
+        Returns:
+          The number of bytes; less than those of the memory if the file ends before.
+
+        Raises:
+          OSError: if the file cannot be read; or one of `bucket_clients.failures`, or a
+            ValueError of TensorStore.
+        """
+        virtual = self.virtual.get(file)
+        if virtual is not None:
+            box, _, _ = _rows(virtual, start, start + memory.nbytes)
+            virtual.make(box, memory)
+            return memory.nbytes
+        if "://" in file:
+            system, path = bucket_clients.opened(file)
+            content = system.cat_file(path, start=start, end=start + memory.nbytes)
+            memory[: len(content)] = np.frombuffer(content, np.uint8)
+            return len(content)
+        opened = self._opened(file)
+        done = 0
+        while done < memory.nbytes:
+            count = os.preadv(opened.descriptor, [memory[done:].data], start + done)
+            if not count:
+                break
+            done += count
+        return done
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._opened.cache_clear()
+
+
+class _File:
+    # A file that is open while something refers to it.
+    def __init__(self, path: str) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
+
+
+def encoded(
+    tensors: Sequence[StoredTensor], used: Iterable[int], virtual: dict[str, VirtualFile]
+) -> list[StoredTensor]:
+    """Gives fragments to stored tensors whose bytes are encoded, through TensorStore.
+
+    TensorStore holds a chunk twice while it decodes it, as it was stored and decoded,
+    and caches none.
+
+    Args:
+      tensors: of a checkpoint.
+      used: the numbers of those that are read; the others are not opened.
+      virtual: to which their files are added.
+
+    Raises:
+      CheckpointError: if an array cannot be opened, or is not as its tensor is.
+    """
+    tensors = list(tensors)
+    numbers = [number for number in used if tensors[number].spec is not None]
+    for number, array in zip(numbers, _arrays(tensors, numbers), strict=True):
+        tensor, dtype = tensors[number], array.dtype.numpy_dtype
+        if tuple(array.shape) != tensor.shape or dtype != tensor.dtype:
+            raise errors.CheckpointError(
+                f"{tensor.name} is {dtype.name} {list(array.shape)} in its array, and"
+                f" {tensor.dtype.name} {list(tensor.shape)} in the checkpoint's"
+                " metadata; the checkpoint is damaged, use another step"
+            )
+        chunk = array.chunk_layout.read_chunk.shape or array.shape
+        chunk = [min(n or size, max(1, size)) for n, size in zip(chunk, tensor.shape)]
+        make = functools.partial(_decode, array)
+        tensors[number] = in_parts(number, tensor, chunk, make, virtual, memory=4)
+    return tensors
+
+
+def in_parts(
+    number: int,
+    tensor: StoredTensor,
+    chunk: Sequence[int],
+    make: Callable[[Box, np.ndarray], None],
+    virtual: dict[str, VirtualFile],
+    *,
+    memory: int,
+) -> StoredTensor:
+    """A tensor with fragments in virtual files, of one or several chunks each.
+
+    Args:
+      number: of the tensor.
+      tensor: without fragments.
+      chunk: the shape of its chunks.
+      make: writes the elements of a box into memory, uint8.
+      virtual: to which the files are added.
+      memory: see `VirtualFile`.
+    """
+    itemsize = tensor.dtype.itemsize
+    lengths = list(chunk)
+    for dim in reversed(range(len(lengths))):
+        most = _PART_BYTES // (int(np.prod(lengths, dtype=object)) * itemsize)
+        lengths[dim] = min(tensor.shape[dim], lengths[dim] * max(1, most))
+        if lengths[dim] < tensor.shape[dim]:
+            break
+    ranges = [
+        range(0, size, max(1, length))
+        for size, length in zip(tensor.shape, lengths, strict=True)
+    ]
+    fragments: list[Fragment] = []
+    for start in itertools.product(*ranges):
+        ends = zip(start, lengths, tensor.shape, strict=True)
+        box = Box(start=start, stop=tuple(min(a + n, size) for a, n, size in ends))
+        file = f"{number}: {tensor.name}{box}"
+        virtual[file] = VirtualFile(box, itemsize, make, memory)
+        fragments += coverage.contiguous(box, itemsize, file=file, offset=0)
+    return dataclasses.replace(tensor, fragments=tuple(fragments), spec=None)
+
+
+def _arrays(
+    tensors: Sequence[StoredTensor], numbers: Sequence[int]
+) -> Iterator[ts.TensorStore]:
+    if not numbers:
+        return
+    import tensorstore as ts
+
+    # Each thread that decodes keeps some memory that it has freed: half of the
+    # processors decode, while the others copy.
+    limits = {
+        "cache_pool": {"total_bytes_limit": _INDEX_BYTES},
+        _CHUNKS: {"total_bytes_limit": 0},
+        "data_copy_concurrency": {"limit": max(1, (os.cpu_count() or 1) // 2)},
+    }
+    context = ts.Context(limits)
+    for first in range(0, len(numbers), _OPENED_AT_ONCE):
+        batch = [tensors[n] for n in numbers[first : first + _OPENED_AT_ONCE]]
+        opening = [_open({**(each.spec or {})}, context) for each in batch]
+        for tensor, future in zip(batch, opening, strict=True):
+            try:
+                yield future.result()
+            # Raised by TensorStore and by the file system.
+            except (OSError, ValueError) as error:
+                raise errors.CheckpointError(
+                    f"{tensor.name} cannot be opened ({str(error).splitlines()[0]});"
+                    " use another step, or restore the checkpoint from a copy"
+                ) from error
+
+
+def _open(spec: dict[str, Any], context: ts.Context) -> ts.Future:
+    import tensorstore as ts
+
+    fixed = {**spec, "cache_pool": _CHUNKS}
+    return ts.open(fixed, open=True, read=True, context=context)
+
+
+def _decode(array: ts.TensorStore, box: Box, memory: np.ndarray) -> None:
+    import tensorstore as ts
+
+    values = memory.view(array.dtype.numpy_dtype).reshape(box.shape)
+    place = tuple(map(slice, box.start, box.stop))
+    ts.array(values).write(array[place]).result()
+
+
+def _rows(virtual: VirtualFile, start: int, stop: int) -> tuple[Box, int, int]:
+    # The smallest box of whole rows that holds a range of the bytes of a box, and the
+    # range of its bytes.
+    box, first, base = virtual.box, [], 0
+    strides = row_major(box.shape, virtual.itemsize)
+    if virtual.is_whole or not strides:
+        return box, 0, box.volume * virtual.itemsize
+    for dim, stride in enumerate(strides):
+        row, after = (start - base) // stride, -(-(stop - base) // stride)
+        rest = dim + 1
+        if after - row > 1 or rest == len(strides):
+            break
+        first.append(row)
+        base += row * stride
+    lead = tuple(at + n for at, n in zip(box.start, first, strict=False))
+    at = box.start[dim]
+    rows = Box(
+        start=(*lead, at + row, *box.start[rest:]),
+        stop=(*(n + 1 for n in lead), at + after, *box.stop[rest:]),
+    )
+    return rows, base + row * stride, base + after * stride
+
+
+class SavedBoxes:
+    """The boxes of the leaves of a tree of a step, in any tier of its run.
+
+    A box is read whole, since its digest is that of the whole: from the nearest holder
+    with a good copy.
+
+    Args:
+      saved: of the step.
+      tree: its name.
+
+    Attributes:
+      tensors: the leaves, as `tensors_of` has them, with a file for each box.
+      files: the virtual files of their boxes.
+    """
+
+    def __init__(self, saved: VerifiedReader, tree: str) -> None:
+        self.files: dict[str, VirtualFile] = {}
+        numbers = _numbers(saved.table.contents, tree)
+        plain = tensors_of(saved.table.contents, tree)
+        self.tensors = [
+            self._tensor(saved, number, tensor)
+            for number, tensor in zip(numbers, plain, strict=True)
+        ]
+
+    def _tensor(
+        self, saved: VerifiedReader, number: int, tensor: StoredTensor
+    ) -> StoredTensor:
+        # Elements that several boxes share are read from the first.
+        itemsize = tensor.dtype.itemsize
+        covered: list[Box] = []
+        fragments: list[Fragment] = []
+        for item in saved.of_leaf(number):
+            box, file = saved.table.box(item), saved.place(item)
+            make = functools.partial(_verified, saved, item)
+            self.files[file] = VirtualFile(box, itemsize, make, 1, is_whole=True)
+            parts: Iterable[Box] = [box]
+            if number in saved.table.overlapping:
+                before = Boxes.from_boxes(covered, rank=len(tensor.shape))
+                parts = box_cover.gaps(box, before)
+                covered.append(box)
+            strides = row_major(box.shape, itemsize)
+            for part in parts:
+                skips = zip(part.start, box.start, strides, strict=True)
+                offset = sum((a - b) * stride for a, b, stride in skips)
+                fragments.append(
+                    Fragment(box=part, file=file, offset=offset, strides=strides)
+                )
+        coverage.check(tensor.shape, [each.box for each in fragments], tensor.name)
+        return dataclasses.replace(tensor, fragments=tuple(fragments))
+
+
+def tensors_of(contents: Contents, tree: str) -> list[StoredTensor]:
+    """The leaves of a tree of a step, without places of their values."""
+    leaves = [contents.leaves[number] for number in _numbers(contents, tree)]
+    return [
+        StoredTensor(
+            name=leaf.path.partition("/")[2],
+            dtype=np.dtype(leaf.dtype),
+            shape=coverage.checked_shape(leaf.shape, leaf.path),
+        )
+        for leaf in leaves
+    ]
+
+
+def _numbers(contents: Contents, tree: str) -> list[int]:
+    # The numbers of the leaves of a tree.
+    paths = enumerate(leaf.path for leaf in contents.leaves)
+    return [number for number, path in paths if path.partition("/")[0] == tree]
+
+
+def _verified(
+    saved: VerifiedReader, item: int, box: Box, memory: np.ndarray
+) -> None:
+    del box
+    saved.read_into(item, memory)

@@ -1,0 +1,176 @@
+"""What is done with values between a file and an array: scale, shift, cast, copy."""
+
+from __future__ import annotations
+
+import functools
+
+import ml_dtypes
+import numpy as np
+
+from elastic_ckpt.core import errors
+
+_CACHE_LINE_BYTES = 64
+# The elements of a tile along the fastest dim of either side. NumPy copies rows of the
+# first kind in a loop over the second.
+_ROW, _COLUMN = 64, 128
+# With fewer, a call takes longer than its copy.
+_FEW_ELEMENTS = 1024
+
+
+def viewed(values: np.ndarray, view: str) -> np.ndarray:
+    """The values of a view of a stored tensor, see `StoredTensor`."""
+    if "conj" in view:
+        values = np.conjugate(values)
+    return -values if "neg" in view else values
+
+
+def scaled(values: np.ndarray, scale: float, shift: float) -> np.ndarray:
+    """`values * scale + shift`, in float32 at least.
+
+    Returns:
+      `values` itself if scale is 1 and shift 0.
+
+    Raises:
+      CheckpointError: see `widened`.
+    """
+    if scale == 1 and shift == 0:
+        return values
+    result = widened(values)
+    with np.errstate(all="ignore"):
+        result *= scale
+        result += shift
+    return result
+
+
+def widened(values: np.ndarray) -> np.ndarray:
+    """A copy of values as the floats that are computed with, of 32 bits at least.
+
+    Raises:
+      CheckpointError: if an integer would be rounded.
+    """
+    if values.dtype.kind in "iu" and values.dtype.itemsize == 8 and values.size:
+        most = max(abs(int(values.min())), int(values.max()))
+        if most > 2**53:
+            raise errors.CheckpointError(
+                f"{most} cannot be scaled or averaged without rounding it; read these "
+                "integers as they are"
+            )
+    with np.errstate(all="ignore"):
+        return values.astype(_wide(values.dtype))
+
+
+def check_cast(values: np.ndarray, dtype: np.dtype, name: str) -> None:
+    """Checks that integers, flags and reals remain what they are as another dtype.
+
+    Reals are rounded to those of fewer bits, but do not become infinite.
+
+    Args:
+      values: that are cast.
+      dtype: that they are cast to.
+      name: of the target, for the error.
+
+    Raises:
+      CheckpointError: if a value is not one of the dtype.
+    """
+    if values.dtype == dtype or not values.size:
+        return
+    wrong = _differing(values, dtype)
+    if wrong is not None and wrong.any():
+        found = values[np.unravel_index(int(np.argmax(wrong)), wrong.shape)]
+        raise errors.CheckpointError(
+            f"{name}: {found} is no {dtype.name}; give the target another dtype"
+        )
+
+
+@np.errstate(all="ignore")
+def copy(into: np.ndarray, values: np.ndarray) -> None:
+    """Copies elements, cast to the dtype of `into`.
+
+    NumPy copies in the order of one side: where one transposes the other, the other one
+    takes a cache line for each element, and is four times as slow. Such a copy is made
+    tile by tile: a tile fits into the cache on both sides.
+
+    Args:
+      into: writable; its strides descend, as those of a form do.
+      values: of the same shape.
+    """
+    inner = into.ndim - 1
+    if inner < 1 or into.size < 4 * _FEW_ELEMENTS:
+        into[...] = values
+        return
+    across = int(np.argmin(values.strides))
+    if across == inner or values.strides[inner] <= _CACHE_LINE_BYTES:
+        into[...] = values
+        return
+    rows, columns = into.shape[inner], into.shape[across]
+    if min(rows, _ROW) * min(columns, _COLUMN) < _FEW_ELEMENTS:
+        _copy_tiles(into, values, across)
+        return
+    # The other dims would have a tile exceed the cache.
+    into, values = np.moveaxis(into, across, -2), np.moveaxis(values, across, -2)
+    for outer in np.ndindex(into.shape[:-2]):
+        _copy_tiles(into[outer], values[outer], 0)
+
+
+def _copy_tiles(into: np.ndarray, values: np.ndarray, across: int) -> None:
+    into, values = np.moveaxis(into, across, 0), np.moveaxis(values, across, 0)
+    for row in range(0, into.shape[-1], _ROW):
+        into_row = into[..., row : row + _ROW]
+        values_row = values[..., row : row + _ROW]
+        for column in range(0, len(into), _COLUMN):
+            after = column + _COLUMN
+            into_row[column:after] = values_row[column:after]
+
+
+def _differing(values: np.ndarray, dtype: np.dtype) -> np.ndarray | None:
+    # Which values are none of a dtype; None if all are.
+    if values.dtype.kind == "c":
+        return values.imag != 0 if dtype.kind != "c" else None
+    if dtype.kind == "b":
+        return (values != 0) & (values != 1)
+    limits = _integer_limits(dtype)
+    if limits is None:
+        return _too_large(values, dtype)
+    least, most = limits
+    if values.dtype.kind in "biu":
+        if values.dtype.kind == "b" or np.can_cast(values.dtype, dtype):
+            return None
+        return (values < least) | (values > most)
+    if values.dtype == object:
+        return np.array([not least <= n <= most for n in values.flat]).reshape(
+            values.shape
+        )
+    with np.errstate(all="ignore"):
+        wide = values.astype(_wide(values.dtype))
+        # The most of 64 bits is no float; the number after it is.
+        return ~((wide >= least) & (wide < most + 1) & (np.floor(wide) == wide))
+
+
+def _too_large(values: np.ndarray, dtype: np.dtype) -> np.ndarray | None:
+    # Which reals have no exponent in a dtype.
+    if values.dtype.kind in "bO" or _integer_limits(values.dtype) is not None:
+        return None
+    most = float(ml_dtypes.finfo(dtype).max)
+    if float(ml_dtypes.finfo(values.dtype).max) < 2 * most:
+        return None
+    with np.errstate(all="ignore"):
+        wrong = np.isfinite(values) & (np.abs(values) > values.dtype.type(most))
+        # Some are rounded to the most.
+        if wrong.any():
+            wrong &= ~np.isfinite(values.astype(dtype))
+    return wrong
+
+
+@functools.cache
+def _integer_limits(dtype: np.dtype) -> tuple[int, int] | None:
+    try:
+        limits = ml_dtypes.iinfo(dtype)
+    except ValueError:
+        return None
+    return int(limits.min), int(limits.max)
+
+
+def _wide(dtype: np.dtype) -> np.dtype:
+    wide = np.result_type(dtype, np.float32)
+    # Types of fewer bits than bfloat16 do not promote.
+    return wide if ml_dtypes.finfo(wide).bits >= 32 else np.dtype(np.float32)
