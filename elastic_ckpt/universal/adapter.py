@@ -17,8 +17,14 @@ def adapted(matched, tensors):
         if len(move.sources) > 1 or viewed is not None:
             first = move.sources[0]
             tensor = tensors[first.tensor]
-            how = {"none": "equal", "equal": "equal", "mean": "mean", "sum": "sum",
-                   "product": "times", "low_rank": "plus"}[done.reduction.value]
+            how = {
+                "none": "equal",
+                "equal": "equal",
+                "mean": "mean",
+                "sum": "sum",
+                "product": "times",
+                "low_rank": "plus",
+            }[done.reduction.value]
             shape = list(tensor.shape)
             if new.is_half_a_byte(viewed):
                 shape[-1] *= 2
@@ -27,12 +33,17 @@ def adapted(matched, tensors):
                 dtype = np.dtype(np.int64)
             elif how != "equal":
                 wide = np.result_type(dtype, np.float32)
-                dtype = wide if ml_dtypes.finfo(wide).bits >= 32 else np.dtype(np.float32)
+                dtype = (
+                    wide if ml_dtypes.finfo(wide).bits >= 32 else np.dtype(np.float32)
+                )
             operands = tuple(
                 _operand(each, first, move.target_side) for each in move.sources
             )
             spec = new.Derived(
-                how=how, operands=operands, shape=tuple(shape), dtype=dtype,
+                how=how,
+                operands=operands,
+                shape=tuple(shape),
+                dtype=dtype,
                 factor=done.factor,
             )
             number = known.setdefault(
@@ -41,7 +52,10 @@ def adapted(matched, tensors):
             if number == len(tensors) + len(derived):
                 derived.append(spec)
         moves.append(_move(move, number, done))
-    fills = [new.Fill(target=f.target, start=f.start, stop=f.stop, value=f.value) for f in matched.fills]
+    fills = [
+        new.Fill(target=f.target, start=f.start, stop=f.stop, value=f.value)
+        for f in matched.fills
+    ]
     targets = {
         name: new.TargetTensor(name=t.name, dtype=t.dtype, shape=t.shape)
         for name, t in matched.targets.items()

@@ -8,13 +8,13 @@ after the other. Elements are computed one by one, so that they are the same in 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.core.boxes import Box
-from elastic_ckpt.universal.new_moves import Derived, Operand, is_half_a_byte
+from elastic_ckpt.universal.new_moves import Derived, Matched, Operand, is_half_a_byte
 from elastic_ckpt.universal.reading import sources, values
 from elastic_ckpt.universal.reading.sources import VirtualFile
 from elastic_ckpt.universal.stored import StoredTensor
@@ -25,9 +25,22 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 ReadBox = Callable[[int, Box], np.ndarray]
 
 
+def stored_of(matched: Matched, source: int, num_stored: int) -> list[int]:
+    """The numbers of the stored tensors that a source of a move is made of.
+
+    Args:
+      matched: that has the move.
+      source: its number.
+      num_stored: of tensors of the checkpoint.
+    """
+    if source < num_stored:
+        return [source]
+    return [each.tensor for each in matched.derived[source - num_stored].operands]
+
+
 def tensors(
     derived: Sequence[Derived],
-    used: Sequence[int],
+    used: Collection[int],
     stored: Sequence[StoredTensor],
     read: ReadBox,
     virtual: dict[str, VirtualFile],
@@ -36,7 +49,7 @@ def tensors(
 
     Args:
       derived: by number.
-      used: the numbers of those that are read.
+      used: the numbers of the tensors that are read; these follow the stored ones.
       stored: the tensors of the checkpoint.
       read: reads a box of one of these.
       virtual: to which the files are added.
@@ -45,7 +58,7 @@ def tensors(
       CheckpointError: if tensors that are compared or added up have different dtypes.
     """
     made = []
-    for number, each in enumerate(derived):
+    for number, each in enumerate(derived, len(stored)):
         name = stored[each.operands[0].tensor].name
         tensor = StoredTensor(name=name, dtype=each.dtype, shape=each.shape)
         if number in used:
@@ -53,9 +66,7 @@ def tensors(
                 _check_dtypes(each, stored)
             make = functools.partial(_make, each, stored, read)
             chunk = [1] * len(each.shape)
-            tensor = sources.in_parts(
-                len(stored) + number, tensor, chunk, make, virtual, memory=4
-            )
+            tensor = sources.in_parts(number, tensor, chunk, make, virtual, memory=4)
         made.append(tensor)
     return made
 

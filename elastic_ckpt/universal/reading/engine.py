@@ -164,16 +164,16 @@ class Reader:
                 self._moves[move.target].append(move)
         for fill in matched.fills:
             self._fills[fill.target].append(fill)
-        used = {move.source for moves in self._moves.values() for move in moves}
-        stored = checkpoint.tensors
-        of_derived = used.intersection(range(len(stored), len(stored) + len(matched.derived)))
-        for number in of_derived:
-            operands = matched.derived[number - len(stored)].operands
-            used = used | {each.tensor for each in operands}
-        virtual = dict(files or {})
-        tensors = sources.encoded(stored, sorted(used - of_derived), virtual)
+        sourced = {move.source for moves in self._moves.values() for move in moves}
+        stored, virtual = checkpoint.tensors, dict(files or {})
+        used = {
+            number
+            for source in sourced
+            for number in derived.stored_of(matched, source, len(stored))
+        }
+        tensors = sources.encoded(stored, sorted(used), virtual)
         tensors += derived.tensors(
-            matched.derived, of_derived, tensors, self._box, virtual
+            matched.derived, sourced, tensors, self._box, virtual
         )
         self.tensors: Sequence[StoredTensor] = tensors
         self._sources = Sources(tensors, virtual)
@@ -521,7 +521,10 @@ def _parts(
     made = []
     ranges = [range(0, size, n) for size, n in zip(sizes, lengths, strict=True)]
     for firsts in itertools.product(*ranges):
-        counts = [min(n, size - at) for at, n, size in zip(firsts, lengths, sizes, strict=True)]
+        counts = [
+            min(n, size - at)
+            for at, n, size in zip(firsts, lengths, sizes, strict=True)
+        ]
         form = Form(*_joined(counts, source, buffer), *kind)
         at = sum(map(operator.mul, firsts, source))
         made.append((form, at, sum(map(operator.mul, firsts, buffer))))

@@ -53,9 +53,7 @@ def bounds(part: Box, side: Side) -> Box:
     return Box(start=tuple(lowest), stop=tuple(at + 1 for at in highest))
 
 
-def place(
-    element: Sequence[int], side: Side, box: Box, strides: Sequence[int]
-) -> int:
+def place(element: Sequence[int], side: Side, box: Box, strides: Sequence[int]) -> int:
     """The offset of an element of the factored dims in a box of a tensor.
 
     Args:

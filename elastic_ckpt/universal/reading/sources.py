@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
 from elastic_ckpt.core import box_cover, bucket_clients, errors
 from elastic_ckpt.core.boxes import Box, Boxes
 from elastic_ckpt.steps.manifest import Contents
@@ -27,6 +26,8 @@ from elastic_ckpt.universal.strides import row_major
 
 if TYPE_CHECKING:
     import tensorstore as ts
+
+    from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
 
 # Small chunks are read together up to this size, which is that of a part of a derived
 # tensor, too.
@@ -156,7 +157,9 @@ class _File:
 
 
 def encoded(
-    tensors: Sequence[StoredTensor], used: Iterable[int], virtual: dict[str, VirtualFile]
+    tensors: Sequence[StoredTensor],
+    used: Iterable[int],
+    virtual: dict[str, VirtualFile],
 ) -> list[StoredTensor]:
     """Gives fragments to stored tensors whose bytes are encoded, through TensorStore.
 
@@ -365,8 +368,6 @@ def _numbers(contents: Contents, tree: str) -> list[int]:
     return [number for number, path in paths if path.partition("/")[0] == tree]
 
 
-def _verified(
-    saved: VerifiedReader, item: int, box: Box, memory: np.ndarray
-) -> None:
+def _verified(saved: VerifiedReader, item: int, box: Box, memory: np.ndarray) -> None:
     del box
     saved.read_into(item, memory)

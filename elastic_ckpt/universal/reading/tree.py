@@ -116,7 +116,9 @@ def _leaves(abstract: Any) -> Iterator[_Leaf]:
         dtype = np.asarray(leaf).dtype if asked.dtype is None else asked.dtype
         devices = asked.sharding.device_set if asked.sharding is not None else ()
         target = TargetTensor(
-            name=wanted.path.removeprefix("/"), dtype=np.dtype(dtype), shape=wanted.shape
+            name=wanted.path.removeprefix("/"),
+            dtype=np.dtype(dtype),
+            shape=wanted.shape,
         )
         yield _Leaf(target, wanted, any(each.platform != "cpu" for each in devices))
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from elastic_ckpt.steps import layout
-from elastic_ckpt.universal.moves import Move, TargetTensor
+from elastic_ckpt.universal.new_moves import Move, TargetTensor
 from elastic_ckpt.universal.stored import StoredTensor
 from elastic_ckpt.universal.strides import row_major
 

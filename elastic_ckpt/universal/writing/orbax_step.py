@@ -21,9 +21,8 @@ from elastic_ckpt.steps.manifest import Host, Leaf
 from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers.persistent import claims, upload
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
-from elastic_ckpt.universal.moves import TargetTensor
-from elastic_ckpt.universal.writing.conversion import Conversion
-from elastic_ckpt.universal.writing.convert import Destination
+from elastic_ckpt.universal.new_moves import TargetTensor
+from elastic_ckpt.universal.writing.convert import Conversion, Destination
 
 _HOST = Host(id="convert-0", number=0, domains={})
 # An index of a list.
@@ -101,18 +100,19 @@ class OrbaxStep(Destination):
 
     def write(self) -> Generator[int]:
         """See `Destination`."""
-        root, saved, read = self._root, self._saved, self._conversion.read
+        root, saved = self._root, self._saved
         numbers = {target: number for number, target in enumerate(self._ordered)}
         uploading = upload.Upload(root, saved, _HOST)
         uploading.begin()
-        for group in self._conversion.groups():
-            for batch in read(group):
-                parts = [
-                    (numbers[target], box, digest.values_digest(values))
-                    for target, box, values in batch
-                ]
-                uploading.write(parts, [values for *_, values in batch])
-                yield sum(values.nbytes for *_, values in batch)
+        for batch in self._conversion.read(self._conversion.targets):
+            values = [each.values for each in batch]
+            parts = [
+                (numbers[each.target], each.box, digest.values_digest(each.values))
+                for each in batch
+            ]
+            uploading.write(parts, values)
+            yield sum(each.nbytes for each in values)
+        self._conversion.check()
         uploading.finish()
         chunks = {leaf.path: leaf.chunk for leaf in saved.contents.leaves}
         texts = StepDescription.from_contents(saved.contents).files(chunks)

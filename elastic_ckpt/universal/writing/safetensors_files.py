@@ -36,13 +36,16 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import digest, errors, storage
-from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal.formats import safetensors_file, source_files
 from elastic_ckpt.universal.formats.hugging_face import CONFIG
-from elastic_ckpt.universal.moves import TargetTensor
+from elastic_ckpt.universal.new_moves import TargetTensor
+from elastic_ckpt.universal.reading.engine import Buffer
 from elastic_ckpt.universal.strides import row_major
-from elastic_ckpt.universal.writing.conversion import Conversion, config_directory
-from elastic_ckpt.universal.writing.convert import Destination
+from elastic_ckpt.universal.writing.convert import (
+    Conversion,
+    Destination,
+    config_directory,
+)
 
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ALIGNMENT_BYTES = 8
@@ -74,7 +77,7 @@ class SafetensorsFiles(Destination):
 
     def __init__(self, conversion: Conversion) -> None:
         super().__init__(conversion)
-        groups = list(conversion.groups(self.most_file_bytes))
+        groups = list(_dealt(conversion.targets, self.most_file_bytes))
         names = [_ONE_FILE]
         if len(groups) > 1:
             numbers, last = range(1, len(groups) + 1), f"{len(groups):05d}.safetensors"
@@ -111,6 +114,7 @@ class SafetensorsFiles(Destination):
             storage.write_atomic(self._directory / name, content)
         for name in self._files:
             yield from self._write(name)
+        self._conversion.check()
         if len(self._files) > 1:
             storage.write_atomic(self._directory / _INDEX, self._index())
         if self._is_local:
@@ -124,15 +128,15 @@ class SafetensorsFiles(Destination):
         with storage.atomic_path(path) as temporary, open(temporary, "r+b") as file:
             file.write(header)
             for batch in self._conversion.read(self._files[name]):
-                for target, box, values in batch:
-                    for row, offset in _rows(target, box, values):
-                        file.seek(starts[target] + offset)
+                for each in batch:
+                    for row, offset in _rows(each):
+                        file.seek(starts[each.target] + offset)
                         file.write(row.data)
                 # Frees pages for what follows: fresh ones cost more than a copy.
                 file.flush()
                 os.fdatasync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                yield sum(values.nbytes for *_, values in batch)
+                yield sum(each.values.nbytes for each in batch)
 
     def _index(self) -> bytes:
         names = {
@@ -198,14 +202,12 @@ class HuggingFaceModel(SafetensorsFiles):
 
     def _check_tied(self, output: TargetTensor, embedding: TargetTensor) -> None:
         is_equal = output.shape == embedding.shape and output.dtype == embedding.dtype
-        boxes = self._conversion.boxes(embedding) if is_equal else []
-        read = self._conversion.read({output: boxes, embedding: boxes})
         found = {
-            (box, digest.values_digest(values))
-            for batch in read
-            for _, box, values in batch
+            (each.box, digest.values_digest(each.values))
+            for batch in self._conversion.read([output, embedding] if is_equal else [])
+            for each in batch
         }
-        if not is_equal or len(found) > len(boxes):
+        if not is_equal or len(found) > len({box for box, _ in found}):
             raise errors.CheckpointError(
                 f"{self._model / CONFIG} says {_TIED}: true, but"
                 f" {output.name} differs from {embedding.name}; set it to false there,"
@@ -236,10 +238,24 @@ def _header(group: Iterable[TargetTensor]) -> tuple[bytes, dict[TargetTensor, in
     return header, {target: len(header) + start for target, start in offsets.items()}
 
 
-def _rows(
-    target: TargetTensor, box: Box, values: np.ndarray
-) -> Iterator[tuple[np.ndarray, int]]:
+def _dealt(
+    targets: Iterable[TargetTensor], most_bytes: int
+) -> Iterator[list[TargetTensor]]:
+    # Targets in their order, dealt to files.
+    group: list[TargetTensor] = []
+    num_bytes = 0
+    for target in targets:
+        if group and num_bytes + target.num_bytes > most_bytes:
+            yield group
+            group, num_bytes = [], 0
+        group.append(target)
+        num_bytes += target.num_bytes
+    yield group
+
+
+def _rows(part: Buffer) -> Iterator[tuple[np.ndarray, int]]:
     # The bytes of a box that are in one piece in its tensor, and the first's offset.
+    target, box, values = part.target, part.box, part.values
     strides = row_major(target.shape, target.dtype.itemsize)
     first = sum(map(operator.mul, box.start, strides))
     # The dims behind it are whole, and it is part of one row with them.

@@ -19,12 +19,10 @@ import elastic_ckpt as ec
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import errors, process
 from elastic_ckpt.tiers.persistent import claims
-from elastic_ckpt.universal.reading import reused_memory
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.writing import (
     chunks,
-    conversion,
     convert,
 )
 from tests import runs, seams
@@ -40,15 +38,15 @@ SLOW = pytest.mark.slow
 def source(tmp_path, monkeypatch):
     """A model whose targets have several chunks each."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**12)
-    monkeypatch.setattr(conversion, "_BATCH_BYTES", 2**13)
-    monkeypatch.setattr(reused_memory, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(convert, "_BUDGET_BYTES", 2**14)
+    monkeypatch.setattr(convert, "_LEAST_KEPT_BYTES", 1)
     tensors = small_model.tensors(3, 32)
     small_model.write(tmp_path / "source", tensors)
     return tensors
 
 
 def job(path, target="steps/0", **options):
-    return conversion.Job(
+    return convert.Job(
         source=str(path / "source"),
         target=str(path / target),
         rules=str(path / "layout.yml"),
@@ -90,7 +88,7 @@ def test_an_orbax_step_comes_back_as_the_safetensors_that_it_was_made_of(
     source, tmp_path
 ):
     convert.convert(job(tmp_path))
-    back = conversion.Job(
+    back = convert.Job(
         source=str(tmp_path / "steps" / "0"),
         target=str(tmp_path / "back"),
         rules=str(tmp_path / "layout.yml"),
@@ -225,7 +223,7 @@ def test_a_conversion_that_ends_before_a_change_of_a_file_can_be_repeated(
 _KILLED = """
 import os, signal, sys
 from elastic_ckpt.universal.writing import chunks, convert
-from elastic_ckpt.universal.writing.conversion import Job
+from elastic_ckpt.universal.writing.convert import Job
 
 def end(done, total):
     if done:
@@ -276,7 +274,7 @@ def test_storage_that_fails_is_one_error_and_nothing_is_visible(tmp_path, to):
     indirect=True,
 )
 def test_a_step_in_a_bucket_is_repeated_and_comes_back(source, tmp_path, bucket):
-    given = conversion.Job(
+    given = convert.Job(
         source=str(tmp_path / "source"),
         target=f"{bucket}/steps/0",
         rules=str(tmp_path / "layout.yml"),
@@ -455,7 +453,7 @@ def test_options_that_do_not_fit_are_one_error(tmp_path, capsys, options, match)
 _CONVERT = """
 import json, sys
 from elastic_ckpt.universal.writing import convert
-from elastic_ckpt.universal.writing.conversion import Job
+from elastic_ckpt.universal.writing.convert import Job
 convert.convert(Job(source=sys.argv[1], target=sys.argv[2], to="safetensors"))
 print(json.dumps(sorted(sys.modules)))
 """

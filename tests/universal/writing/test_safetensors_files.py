@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.universal.formats import safetensors_checkpoint, safetensors_file
-from elastic_ckpt.universal.writing import chunks, conversion, convert
+from elastic_ckpt.universal.writing import chunks, convert
 from elastic_ckpt.universal.writing.safetensors_files import SafetensorsFiles
 from tests.universal import safetensors_files
 from tests.universal.safetensors_files import bits, read
@@ -52,7 +52,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def job(path, target="model", **options):
-    return conversion.Job(
+    return convert.Job(
         source=str(path / "source.safetensors"),
         target=str(path / target),
         to="safetensors",
@@ -90,7 +90,7 @@ def test_tensors_come_back_with_their_bits_however_they_are_cut(
     with (
         tempfile.TemporaryDirectory() as parent,
         mock.patch.object(SafetensorsFiles, "most_file_bytes", most_file_bytes),
-        mock.patch.object(conversion, "_BATCH_BYTES", batch_bytes),
+        mock.patch.object(convert, "_BUDGET_BYTES", 2 * batch_bytes),
         mock.patch.object(chunks, "CHUNK_BYTES", chunk_bytes),
     ):
         path = pathlib.Path(parent)
@@ -138,7 +138,7 @@ def test_a_checkpoint_in_a_bucket_exists_when_it_is_committed(
     bucket, source, tmp_path, monkeypatch
 ):
     url = f"{bucket}/model"
-    given = conversion.Job(
+    given = convert.Job(
         source=str(tmp_path / "source.safetensors"), target=url, to="safetensors"
     )
     with pytest.raises(Stop):
@@ -155,7 +155,7 @@ def test_a_checkpoint_in_a_bucket_exists_when_it_is_committed(
     checkpoint = safetensors_checkpoint.open_checkpoint(url)
     assert {tensor.name for tensor in checkpoint.tensors} == source.keys()
     convert.convert(
-        conversion.Job(source=url, target=str(tmp_path / "back"), to="safetensors")
+        convert.Job(source=url, target=str(tmp_path / "back"), to="safetensors")
     )
     assert bits(read(tmp_path / "back")) == bits(source)
 
@@ -165,7 +165,7 @@ def test_a_checkpoint_in_a_bucket_exists_when_it_is_committed(
 def test_files_of_others_in_a_bucket_are_left_alone(bucket, tmp_path):
     url = f"{bucket}/model"
     storage.write_atomic(epath.Path(url) / "model-00001-of-00009.safetensors", b"x")
-    given = conversion.Job(
+    given = convert.Job(
         source=str(tmp_path / "source.safetensors"), target=url, to="safetensors"
     )
     with pytest.raises(errors.CheckpointError, match="exists already"):
