@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from elastic_ckpt.core import topology
 from elastic_ckpt.elastic import multicontroller, supervisor
 from elastic_ckpt.training import initial_weights, schema
-from elastic_ckpt.universal.reading import byte_source
+from elastic_ckpt.universal.reading.sources import Sources
 from tests.universal import safetensors_files
 
 SHAPE = (512, 256)
@@ -52,15 +52,13 @@ def write(path):
 
 def counted(reads):
     """Notes the file and the range of each read of files."""
-    source = byte_source.LocalFiles
-    read_into = source.read_into
+    read_into = Sources.read_into
 
-    def counting(self, file, start, parts):
-        stop = start + sum(part.nbytes for part in parts)
-        reads.append((file, start, stop))
-        return read_into(self, file, start, parts)
+    def counting(self, file, start, memory):
+        reads.append((file, start, start + memory.nbytes))
+        return read_into(self, file, start, memory)
 
-    source.read_into = counting
+    Sources.read_into = counting
 
 
 def load(mesh, keys, path):

@@ -14,7 +14,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import boxes
-from elastic_ckpt.universal import flat_ranges, moves, stored
+from elastic_ckpt.universal import flat_ranges, stored
+from elastic_ckpt.universal import new_moves as moves
 
 
 @dataclasses.dataclass
@@ -79,9 +80,8 @@ def _add(draw, layout, name, dtype):
             moves.Move(
                 target=target,
                 sizes=part_sizes,
-                sources=(
-                    moves.Source(tensor=len(layout.tensors) - 1, side=source_side),
-                ),
+                source=len(layout.tensors) - 1,
+                source_side=source_side,
                 target_side=target_side,
             )
         )

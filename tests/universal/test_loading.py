@@ -9,12 +9,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt import universal
-from elastic_ckpt.universal.reading import transfer
+from elastic_ckpt.universal.reading import engine
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.rule import Rule, side
 from tests.universal import safetensors_files
-from tests.universal.reading.test_restored_tree import as_tree
+from tests.universal.reading.test_tree import as_tree
 from tests.universal.safetensors_files import bits
 from tests.universal.writing import small_model
 
@@ -90,7 +90,7 @@ def test_a_quantized_weight_is_loaded_with_its_scales(tmp_path):
         name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=REPLICATED_ON)
         for name, array in tensors.items()
     }
-    with mock.patch.object(transfer, "InFlight", wraps=transfer.InFlight) as in_flight:
+    with mock.patch.object(engine, "_Room", wraps=engine._Room) as room:
         loaded = universal.load(tmp_path, target, layout=layout, budget_bytes=7)
     assert bits(loaded) == bits(tensors)
-    in_flight.assert_called_with(7)
+    room.assert_called_with(7)

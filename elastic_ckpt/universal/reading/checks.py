@@ -67,7 +67,7 @@ class Checks:
             for (start, stop), part in sorted(parts.items()):
                 # A part that begins inside of what was read is read again.
                 if start >= at:
-                    crc = _combined(
+                    crc = combined(
                         _continued(file, at, start, crc), part, stop - start
                     )
                     at = stop
@@ -87,8 +87,8 @@ def _continued(file: str, start: int, stop: int, crc: int) -> int:
     return crc
 
 
-def _combined(first: int, second: int, second_bytes: int) -> int:
-    # The CRC-32 of two ranges one after the other.
+def combined(first: int, second: int, second_bytes: int) -> int:
+    """The CRC-32 of two ranges one after the other, the second of so many bytes."""
     return _times(_power(second_bytes), first) ^ second
 
 

@@ -23,7 +23,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from elastic_ckpt.universal.new_moves import Fill, Matched, Move, Side, TargetTe
 from elastic_ckpt.universal.reading import derived, factors, sources, values
 from elastic_ckpt.universal.reading.checks import Checks
 from elastic_ckpt.universal.reading.sources import Limits, Sources, VirtualFile
-from elastic_ckpt.universal.stored import Checkpoint, StoredTensor
+from elastic_ckpt.universal.stored import Checkpoint, Fragment, StoredTensor
 from elastic_ckpt.universal.strides import row_major
 
 BUDGET_BYTES = 2**28
@@ -48,9 +48,12 @@ _ALONE_BYTES = 2**18
 _KEPT_BYTES = 12 * 2**20
 # Values are aligned in memory as they are in their file.
 _ALIGNMENT = 64
-# With fewer pairs of boxes, all of them are tried.
-_FEW_PAIRS = 256
+# With fewer, each is tried.
+_FEW_BOXES = 256
+# Scale, shift and view of values that are copied as they are.
+_PLAIN = (1.0, 0.0, "")
 
+_T = TypeVar("_T")
 # What is read together: a target, and boxes of it.
 Unit = tuple[TargetTensor, Sequence[Box]]
 
@@ -63,19 +66,14 @@ class Form:
       sizes: of its dims, more than 1 each; the last advances least in the buffer.
       source: bytes from an element to the next in the file, by dim.
       buffer: elements from one to the next in the buffer, by dim.
-      dtype: of the elements in the file.
-      scale: factor of the values.
-      shift: added after scaling.
-      view: of the stored tensor, see `StoredTensor`.
+      kind: the dtype of the elements in the file, the factor of the values, what is
+        added to them, and the view of the stored tensor (see `StoredTensor`).
     """
 
     sizes: tuple[int, ...]
     source: tuple[int, ...]
     buffer: tuple[int, ...]
-    dtype: np.dtype
-    scale: float
-    shift: float
-    view: str
+    kind: tuple[np.dtype, float, float, str]
 
     @functools.cached_property
     def volume(self) -> int:
@@ -86,20 +84,15 @@ class Form:
     def extent(self) -> int:
         """Bytes in the file from the start of the first element to the last's end."""
         steps = zip(self.sizes, self.source, strict=True)
-        return sum((n - 1) * stride for n, stride in steps) + self.dtype.itemsize
+        return sum((n - 1) * stride for n, stride in steps) + self.kind[0].itemsize
 
     @functools.cached_property
-    def is_changed(self) -> bool:
-        """Whether values are computed."""
-        return (self.scale, self.shift, self.view) != (1, 0, "")
-
-    @functools.cached_property
-    def is_plain(self) -> bool:
-        """Whether the bytes of the file are those of the buffer, if it has the dtype."""
-        rank = len(self.sizes)
-        strides = (self.source, self.buffer)
-        is_row = rank <= 1 and strides == ((self.dtype.itemsize,) * rank, (1,) * rank)
-        return is_row and not self.is_changed
+    def is_large(self) -> bool:
+        """Whether the bytes are copied as they are, and are worth a request."""
+        is_row = (
+            self.buffer == (1,) and self.extent == self.volume * self.kind[0].itemsize
+        )
+        return is_row and self.kind[1:] == _PLAIN and self.extent >= _ALONE_BYTES
 
 
 @dataclasses.dataclass(eq=False)
@@ -116,7 +109,7 @@ class Buffer:
 
 
 class Copy(NamedTuple):
-    """A form with its place: the first byte in a file, the first element in a buffer."""
+    """A form with its places: a byte of a file, and an element of a buffer."""
 
     start: int
     form: Form
@@ -125,8 +118,21 @@ class Copy(NamedTuple):
     tensor: int
 
 
-# The copies of a request, by their place in its file.
-Span = list[Copy]
+@dataclasses.dataclass(eq=False)
+class Span:
+    """A range of a file that is read by one request, and the copies out of it."""
+
+    file: str
+    start: int
+    stop: int
+    copies: list[Copy]
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether it is read into its buffer."""
+        (copy, *others) = self.copies
+        dtype = copy.buffer.values.dtype
+        return not others and copy.form.is_large and copy.form.kind[0] == dtype
 
 
 class Reader:
@@ -177,8 +183,8 @@ class Reader:
         )
         self.tensors: Sequence[StoredTensor] = tensors
         self._sources = Sources(tensors, virtual)
-        self._held: dict[int, Boxes] = {}
-        self._bounds: dict[str, Boxes] = {}
+        # Those of the moves of a target, and of the fragments of a tensor.
+        self._boxes: dict[object, Boxes] = {}
         self._budget_bytes, self._allocate = budget_bytes, allocate
         self._checks: Checks | None = None
         if checkpoint.checksums is not opened.no_checksums and not files:
@@ -213,7 +219,9 @@ class Reader:
                     held = sum(each.num_bytes for each in ahead)
                     if ahead and held + _num_bytes(group) > self._budget_bytes:
                         yield from ahead.popleft().finished()
-                    ahead.append(self._begun(group, pool))
+                    buffers, spans = self.planned(group)
+                    pending = [pool.submit(self._carry_out, span) for span in spans]
+                    ahead.append(_Group(buffers, pending))
                     if len(ahead) > 1:
                         yield from ahead.popleft().finished()
                 while ahead:
@@ -231,79 +239,75 @@ class Reader:
         if self._checks is not None:
             self._checks.finish()
 
-    def _begun(self, units: Sequence[Unit], pool: futures.ThreadPoolExecutor) -> _Group:
-        group = _Group(buffers=[], pending=[], num_bytes=_num_bytes(units))
-        copies: dict[str, Span] = collections.defaultdict(list)
-        for target, needed in units:
-            buffers = [self._buffer(target, box) for box in needed]
-            group.buffers += buffers
-            for move, buffer in self._overlapping(target.name, buffers):
-                self._cut(move, buffer, copies)
-            for fill in self._fills.get(target.name, ()):
-                for buffer in buffers:
-                    _fill(fill, buffer)
-        for buffer in group.buffers:
-            if buffer.left:
-                raise errors.CheckpointError(
-                    f"{buffer}: {abs(buffer.left)} of its elements are filled by"
-                    f" {'nothing' if buffer.left > 0 else 'two sources'}; correct the"
-                    " rules of the layout that name it, or use another step"
-                )
-        for file, held in copies.items():
-            for span in self._spans(file, held):
-                group.pending.append(pool.submit(self._carry_out, file, span))
-        return group
+    def planned(self, units: Iterable[Unit]) -> tuple[list[Buffer], list[Span]]:
+        """The buffers of some units, and the requests that fill them.
 
-    def _buffer(self, target: TargetTensor, box: Box) -> Buffer:
-        memory = self._allocate(box.volume * target.dtype.itemsize)
-        array = memory.view(target.dtype).reshape(box.shape)
-        return Buffer(target=target, box=box, values=array, left=box.volume)
+        Raises:
+          CheckpointError: if an element is filled by nothing or twice.
+        """
+        every: list[Buffer] = []
+        copies: dict[str, list[Copy]] = collections.defaultdict(list)
+        for target, needed in units:
+            for box in needed:
+                memory = self._allocate(box.volume * target.dtype.itemsize)
+                array = memory.view(target.dtype).reshape(box.shape)
+                buffer = Buffer(target, box, array, left=box.volume)
+                moves, fills = self._moves[target.name], self._fills[target.name]
+                for move in self._near(moves, box, target.name, _bounds):
+                    self._cut(move, buffer, copies)
+                for fill in fills:
+                    _fill(fill, buffer)
+                if buffer.left:
+                    raise errors.CheckpointError(
+                        f"{buffer}: {abs(buffer.left)} of its elements are filled by"
+                        f" {'nothing' if buffer.left > 0 else 'two sources'}; correct"
+                        " the rules of the layout that name it, or use another step"
+                    )
+                every.append(buffer)
+        return every, list(self._spans(copies))
 
     def _box(self, number: int, box: Box) -> np.ndarray:
         # The values of a box of a stored tensor, read by this thread.
         tensor = self.tensors[number]
-        target = TargetTensor(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
-        rank = len(tensor.shape)
+        shape, dtype, rank = tensor.shape, tensor.dtype, len(tensor.shape)
         side = Side(start=(0,) * rank, dims=tuple(range(rank)), steps=(1,) * rank)
         move = Move(
             target=tensor.name,
-            sizes=tensor.shape,
+            sizes=shape,
             target_side=side,
             source=number,
             source_side=side,
         )
-        buffer = Buffer(target, box, np.empty(box.shape, tensor.dtype), box.volume)
-        copies: dict[str, Span] = collections.defaultdict(list)
+        target = TargetTensor(name=tensor.name, dtype=dtype, shape=shape)
+        buffer = Buffer(target, box, np.empty(box.shape, dtype), left=box.volume)
+        copies: dict[str, list[Copy]] = collections.defaultdict(list)
         self._cut(move, buffer, copies)
         assert not buffer.left
-        for file, held in copies.items():
-            for span in self._spans(file, held):
-                self._read_and_copy(file, span)
+        for span in self._spans(copies):
+            self._read_and_copy(span)
         return buffer.values
 
-    def _overlapping(
-        self, target: str, buffers: Sequence[Buffer]
-    ) -> Iterator[tuple[Move, Buffer]]:
-        # The pairs that may overlap.
-        moves = self._moves[target]
-        if len(moves) * len(buffers) <= _FEW_PAIRS or len(moves) == 1:
-            yield from itertools.product(moves, buffers)
-            return
-        rank = len(buffers[0].box.start)
-        if target not in self._bounds:
-            bounds = [factors.bounds(whole(m.sizes), m.target_side) for m in moves]
-            self._bounds[target] = Boxes.from_boxes(bounds, rank=rank)
-        needed = Boxes.from_boxes([buffer.box for buffer in buffers], rank=rank)
-        pairs = box_join.overlaps(self._bounds[target], needed)
-        for first, second in zip(*map(np.ndarray.tolist, pairs), strict=True):
-            yield moves[first], buffers[second]
+    def _near(
+        self, every: Sequence[_T], box: Box, key: object, box_of: Callable[[_T], Box]
+    ) -> Sequence[_T]:
+        # Those of a tensor's parts, known by `key`, whose boxes may overlap a box.
+        if len(every) < _FEW_BOXES:
+            return every
+        rank = len(box.start)
+        if key not in self._boxes:
+            self._boxes[key] = Boxes.from_boxes(map(box_of, every), rank=rank)
+        chosen = Boxes.from_boxes([box], rank=rank)
+        _, found = box_join.overlaps(chosen, self._boxes[key])
+        return [every[number] for number in found.tolist()]
 
-    def _cut(self, move: Move, buffer: Buffer, copies: dict[str, Span]) -> None:
+    def _cut(self, move: Move, buffer: Buffer, copies: dict[str, list[Copy]]) -> None:
         tensor = self.tensors[move.source]
         into = row_major(buffer.box.shape)
         advances = factors.advances(move.target_side, into)
         for part in factors.inside(whole(move.sizes), move.target_side, buffer.box):
-            for fragment in self._fragments(move, part):
+            bounds = factors.bounds(part, move.source_side)
+            held = tensor.fragments
+            for fragment in self._near(held, bounds, move.source, _box_of):
                 for piece in factors.inside(part, move.source_side, fragment.box):
                     source = factors.place(
                         piece.start, move.source_side, fragment.box, fragment.strides
@@ -324,105 +328,92 @@ class Reader:
                             Copy(start, form, buffer, element + skipped, move.source)
                         )
 
-    def _fragments(self, move: Move, part: Box) -> Iterable[sources.Fragment]:
-        # Those that a part of a move may overlap.
-        held = self.tensors[move.source].fragments
-        if len(held) < _FEW_PAIRS:
-            return held
-        rank = len(held[0].box.start)
-        if move.source not in self._held:
-            of_tensor = Boxes.from_boxes([each.box for each in held], rank=rank)
-            self._held[move.source] = of_tensor
-        bounds = [factors.bounds(part, move.source_side)]
-        pairs = box_join.overlaps(
-            Boxes.from_boxes(bounds, rank=rank), self._held[move.source]
-        )
-        return [held[number] for number in pairs[1].tolist()]
-
-    def _spans(self, file: str, copies: Span) -> Iterator[Span]:
-        limits = self._sources.limits(file)
-        is_virtual = file in self._sources.virtual
-        span: Span = []
-        begin = end = 0
-        for copy in sorted(copies, key=operator.itemgetter(0)):
-            extent = copy.form.extent
-            alone = not is_virtual and copy.form.is_plain and extent >= _ALONE_BYTES
-            if span and (
-                alone
-                or copy.start - end > limits.gap_bytes
-                or copy.start >= begin + limits.span_bytes
-            ):
+    def _spans(self, copies: Mapping[str, list[Copy]]) -> Iterator[Span]:
+        # Copies that are near each other in a file are read by one request. One without
+        # change has its own from a size on, and is read straight into its buffer.
+        for file, held in copies.items():
+            gap_bytes, span_bytes = self._sources.limits(file)
+            is_virtual, span = file in self._sources.virtual, None
+            for copy in sorted(held, key=operator.itemgetter(0)):
+                stop = copy.start + copy.form.extent
+                is_alone = copy.form.is_large and not is_virtual
+                if (
+                    span is None
+                    or is_alone
+                    or copy.start - span.stop > gap_bytes
+                    or copy.start >= span.start + span_bytes
+                ):
+                    if span is not None:
+                        yield span
+                    span = Span(file, copy.start, stop, [])
+                span.copies.append(copy)
+                span.stop = max(span.stop, stop)
+                if is_alone:
+                    yield span
+                    span = None
+            if span is not None:
                 yield span
-                span = []
-            if not span:
-                begin, end = copy.start, 0
-            span.append(copy)
-            end = max(end, copy.start + extent)
-            if alone:
-                yield span
-                span = []
-        if span:
-            yield span
 
-    def _carry_out(self, file: str, span: Span) -> None:
-        start, stop = self._range(file, span)
-        taken = 0 if _is_direct(span) else stop - start
-        taken += self._sources.request_bytes(file, stop - start)
-        if any(copy.form.is_changed for copy in span):
-            taken += 4 * (stop - start)
+    def _carry_out(self, span: Span) -> None:
+        size = span.stop - span.start
+        taken = 0 if span.is_direct else size
+        if not all(copy.form.kind[1:] == _PLAIN for copy in span.copies):
+            taken += 4 * size
+        taken += self._sources.request_bytes(span.file, size)
         with self._room.taken(taken):
-            self._read_and_copy(file, span)
+            self._read_and_copy(span)
 
-    def _range(self, file: str, span: Span) -> tuple[int, int]:
-        stop = max(copy.start + copy.form.extent for copy in span)
-        return self._sources.range_of(file, span[0].start, stop)
-
-    def _read_and_copy(self, file: str, span: Span) -> None:
-        start, stop = self._range(file, span)
-        (first, *_) = span
-        if _is_direct(span) and first.form.extent == stop - start:
-            flat = first.buffer.values.reshape(-1)[first.element :]
-            self._read(file, start, flat[: first.form.volume].view(np.uint8), span)
+    def _read_and_copy(self, span: Span) -> None:
+        start, stop = self._sources.range_of(span.file, span.start, span.stop)
+        if span.is_direct and stop - start == span.copies[0].form.extent:
+            (copy,) = span.copies
+            flat = copy.buffer.values.reshape(-1)[copy.element :]
+            self._read(span, start, flat[: copy.form.volume].view(np.uint8))
             return
         skipped = start % _ALIGNMENT
         scratch = self._scratch.pop() if self._scratch else np.empty(0, np.uint8)
         if scratch.nbytes < skipped + stop - start:
             scratch = host_memory.allocate(skipped + stop - start)
         memory = scratch[skipped : skipped + stop - start]
-        self._read(file, start, memory, span)
-        for copy in span:
+        self._read(span, start, memory)
+        for copy in span.copies:
             _put(copy, memory, copy.start - start)
         if scratch.nbytes <= _KEPT_BYTES:
             self._scratch.append(scratch)
 
-    def _read(self, file: str, start: int, memory: np.ndarray, span: Span) -> None:
-        stop = start + memory.nbytes
+    def _read(self, span: Span, start: int, memory: np.ndarray) -> None:
+        file, stop = span.file, start + memory.nbytes
         try:
             count = self._sources.read_into(file, start, memory)
         # TensorStore raises ValueErrors.
         except (*bucket_clients.failures(), ValueError) as error:
             raise errors.CheckpointError(
-                f"{file}: {self.tensors[span[0].tensor].name} cannot be read at bytes"
-                f" {start} to {stop} ({error}); restore the file or the access to it,"
-                " or use another step"
+                f"{file}: {self._name(span.copies[0])} cannot be read at bytes {start}"
+                f" to {stop} ({error}); restore the file or the access to it, or use"
+                " another step"
             ) from error
         if count < memory.nbytes:
             end = start + count
-            behind = next(c for c in span if c.start + c.form.extent > end)
+            behind = (c for c in span.copies if c.start + c.form.extent > end)
             raise FormatError(
-                f"{file}: {self.tensors[behind.tensor].name} is at bytes {start} to"
-                f" {stop}, but the file ends after {end}; it is cut short, restore it"
-                " from a copy"
+                f"{file}: {self._name(next(behind))} is at bytes {start} to {stop}, but"
+                f" the file ends after {end}; it is cut short, restore it from a copy"
             )
         if self._checks is not None and file not in self._sources.virtual:
             self._checks.note(file, start, memory)
+
+    def _name(self, copy: Copy) -> str:
+        return self.tensors[copy.tensor].name
 
 
 @dataclasses.dataclass(eq=False)
 class _Group:
     buffers: list[Buffer]
     pending: list[futures.Future[None]]
-    num_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.values.nbytes for buffer in self.buffers)
 
     def finished(self) -> Iterator[list[Buffer]]:
         for each in self.pending:
@@ -479,27 +470,27 @@ def _fill(fill: Fill, buffer: Buffer) -> None:
         buffer.values[boxes.relative(part, buffer.box)] = fill.value
 
 
-def _is_direct(span: Span) -> bool:
-    # Whether a span is read into its buffer, if no more than it is read.
-    (first, *others) = span
-    dtype = first.buffer.values.dtype
-    return not others and first.form.is_plain and first.form.dtype == dtype
+def _bounds(move: Move) -> Box:
+    return factors.bounds(whole(move.sizes), move.target_side)
+
+
+def _box_of(fragment: Fragment) -> Box:
+    return fragment.box
 
 
 def _put(copy: Copy, memory: np.ndarray, at: int) -> None:
     form, into = copy.form, copy.buffer.values
-    dtype = into.dtype
-    read = np.ndarray(form.sizes, form.dtype, memory.data, at, form.source)
-    if form.is_changed:
-        read = values.scaled(values.viewed(read, form.view), form.scale, form.shift)
-    values.check_cast(read, dtype, copy.buffer.target.name)
-    strides = [stride * dtype.itemsize for stride in form.buffer]
-    flat = into.reshape(-1).view(np.uint8)
-    place = copy.element * dtype.itemsize
-    values.copy(np.ndarray(form.sizes, dtype, flat.data, place, strides), read)
+    stored, scale, shift, view = form.kind
+    read = np.ndarray(form.sizes, stored, memory.data, at, form.source)
+    read = values.scaled(values.viewed(read, view), scale, shift)
+    values.check_cast(read, into.dtype, copy.buffer.target.name)
+    size = into.dtype.itemsize
+    strides = [stride * size for stride in form.buffer]
+    flat, place = into.reshape(-1).view(np.uint8), copy.element * size
+    values.copy(np.ndarray(form.sizes, into.dtype, flat.data, place, strides), read)
 
 
-@functools.lru_cache(maxsize=2**14)
+@functools.lru_cache(maxsize=2**12)
 def _parts(
     sizes: tuple[int, ...],
     source: tuple[int, ...],
@@ -525,7 +516,7 @@ def _parts(
             min(n, size - at)
             for at, n, size in zip(firsts, lengths, sizes, strict=True)
         ]
-        form = Form(*_joined(counts, source, buffer), *kind)
+        form = Form(*_joined(counts, source, buffer), kind)
         at = sum(map(operator.mul, firsts, source))
         made.append((form, at, sum(map(operator.mul, firsts, buffer))))
     return made

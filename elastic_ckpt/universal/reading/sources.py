@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # Small chunks are read together up to this size, which is that of a part of a derived
 # tensor, too.
-_PART_BYTES = 2**24
+PART_BYTES = 2**24
 # Nodes of the indices of OCDBT.
 _INDEX_BYTES = 2**25
 _CHUNKS = "cache_pool#chunks"
@@ -55,7 +55,7 @@ class Limits(NamedTuple):
 
 # A request to a local file costs as much as a few pages; one to a bucket takes tens of
 # milliseconds. A virtual file is made once, whatever is needed of it.
-_LOCAL, _REMOTE, _VIRTUAL = (
+LOCAL, REMOTE, _VIRTUAL = (
     Limits(2**14, 2**23),
     Limits(2**20, 2**24),
     Limits(2**62, 2**62),
@@ -98,7 +98,7 @@ class Sources:
         """The limits of requests to a file."""
         if file in self.virtual:
             return _VIRTUAL
-        return _REMOTE if "://" in file else _LOCAL
+        return REMOTE if "://" in file else LOCAL
 
     def range_of(self, file: str, start: int, stop: int) -> tuple[int, int]:
         """The range that is read if the bytes from `start` to `stop` are needed."""
@@ -213,7 +213,7 @@ def in_parts(
     itemsize = tensor.dtype.itemsize
     lengths = list(chunk)
     for dim in reversed(range(len(lengths))):
-        most = _PART_BYTES // (int(np.prod(lengths, dtype=object)) * itemsize)
+        most = PART_BYTES // (int(np.prod(lengths, dtype=object)) * itemsize)
         lengths[dim] = min(tensor.shape[dim], lengths[dim] * max(1, most))
         if lengths[dim] < tensor.shape[dim]:
             break

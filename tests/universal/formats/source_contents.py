@@ -12,9 +12,8 @@ from elastic_ckpt.core import boxes
 from elastic_ckpt.core.errors import CheckpointError
 from elastic_ckpt.integrations.forgather import Checkpoint
 from elastic_ckpt.universal import opening
-from elastic_ckpt.universal.moves import Move, Side, Source, TargetTensor
-from elastic_ckpt.universal.reading.planned_reads import PlannedReads
-from elastic_ckpt.universal.reading.transfer import Transfer
+from elastic_ckpt.universal.new_moves import Matched, Move, Side, TargetTensor
+from elastic_ckpt.universal.reading.engine import Reader
 from tests.universal.formats import stored_values
 from tests.universal.formats.test_safetensors import indexed
 
@@ -72,33 +71,31 @@ def key_of(tensor):
 def _of_tensors(checkpoint):
     files = {each.file for t in checkpoint.tensors for each in t.fragments}
     checkpoint.check(sorted(files))
-    moves, needed = [], {}
+    moves, targets = [], {}
     for number, tensor in enumerate(checkpoint.tensors):
         dims = tuple(range(len(tensor.shape)))
         if np.prod(tensor.shape, dtype=float) > MOST_READ_BYTES:
             continue
         place = Side(start=(0,) * len(dims), dims=dims, steps=(1,) * len(dims))
         target = TargetTensor(name=str(number), dtype=tensor.dtype, shape=tensor.shape)
-        needed[target] = [boxes.whole(tensor.shape)]
+        targets[target.name] = target
         moves.append(
             Move(
                 target=target.name,
                 sizes=tensor.shape,
-                sources=(Source(tensor=number, side=place),),
                 target_side=place,
+                source=number,
+                source_side=place,
             )
         )
-    planned = PlannedReads.of_boxes(checkpoint, moves, [], needed)
-    transfer = Transfer(
-        planned.plan,
-        planned.sources().__getitem__,
-        budget_bytes=1 << 24,
-        is_staged=lambda _: False,
-    )
-    with contextlib.closing(transfer.buffers()) as buffers:
-        for number, values in buffers:
-            name = planned.plan.buffers[number].tensor.name
-            yield key_of(checkpoint.tensors[int(name)]), values.tobytes()
+    matched = Matched(moves=moves, derived=[], fills=[], targets=targets, rules=[])
+    reader = Reader(checkpoint, matched, targets, budget_bytes=1 << 24)
+    units = [(each, [boxes.whole(each.shape)]) for each in targets.values()]
+    with contextlib.closing(reader.read(units)) as groups:
+        for group in groups:
+            for buffer in group:
+                key = key_of(checkpoint.tensors[int(buffer.target.name)])
+                yield key, buffer.values.tobytes()
 
 
 def _of_forgather(path):
