@@ -145,6 +145,7 @@ class Reader:
       budget_bytes: the most bytes of targets that are read and not yet taken; and of
         other memory of requests. What is read together may have more, and so may a
         single request.
+      is_kept: whether the caller keeps the memory of buffers, so that it does not count.
       files: virtual files of the checkpoint's tensors.
       allocate: makes the memory of a buffer, uint8, of a number of bytes.
 
@@ -160,6 +161,7 @@ class Reader:
         targets: Iterable[str],
         *,
         budget_bytes: int = BUDGET_BYTES,
+        is_kept: bool = False,
         files: Mapping[str, VirtualFile] | None = None,
         allocate: Callable[[int], np.ndarray] = host_memory.allocate,
     ) -> None:
@@ -186,6 +188,7 @@ class Reader:
         # Those of the moves of a target, and of the fragments of a tensor.
         self._boxes: dict[object, Boxes] = {}
         self._budget_bytes, self._allocate = budget_bytes, allocate
+        self._most_bytes = math.inf if is_kept else budget_bytes
         self._checks: Checks | None = None
         if checkpoint.checksums is not opened.no_checksums and not files:
             self._checks = Checks(checkpoint.checksums)
@@ -196,7 +199,8 @@ class Reader:
             for number in used
             for fragment in tensors[number].fragments[:1]
         )
-        most = min(_LOCAL_THREADS, os.cpu_count() or 1)
+        # Those that wait for a decoder copy nothing.
+        most = min(_LOCAL_THREADS, 2 * (os.cpu_count() or 1))
         self._num_threads = _REMOTE_THREADS if is_remote else most
 
     def read(self, units: Iterable[Unit]) -> Iterator[list[Buffer]]:
@@ -217,7 +221,7 @@ class Reader:
             try:
                 for group in _groups(units, self._budget_bytes // 2):
                     held = sum(each.num_bytes for each in ahead)
-                    if ahead and held + _num_bytes(group) > self._budget_bytes:
+                    if ahead and held + _num_bytes(group) > self._most_bytes:
                         yield from ahead.popleft().finished()
                     buffers, spans = self.planned(group)
                     pending = [pool.submit(self._carry_out, span) for span in spans]

@@ -238,12 +238,10 @@ def _arrays(
         return
     import tensorstore as ts
 
-    # Each thread that decodes keeps some memory that it has freed: half of the
-    # processors decode, while the others copy.
     limits = {
         "cache_pool": {"total_bytes_limit": _INDEX_BYTES},
         _CHUNKS: {"total_bytes_limit": 0},
-        "data_copy_concurrency": {"limit": max(1, (os.cpu_count() or 1) // 2)},
+        "data_copy_concurrency": {"limit": os.cpu_count() or 1},
     }
     context = ts.Context(limits)
     for first in range(0, len(numbers), _OPENED_AT_ONCE):

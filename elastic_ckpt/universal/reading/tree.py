@@ -81,6 +81,7 @@ def load(
         matched,
         [target.name for target in leaves],
         budget_bytes=budget_bytes,
+        is_kept=not any(leaf.is_staged for leaf in leaves.values()),
         files=files,
     )
     units = [(target, leaf.wanted.boxes) for target, leaf in leaves.items()]
