@@ -67,9 +67,7 @@ class Checks:
             for (start, stop), part in sorted(parts.items()):
                 # A part that begins inside of what was read is read again.
                 if start >= at:
-                    crc = combined(
-                        _continued(file, at, start, crc), part, stop - start
-                    )
+                    crc = combined(_continued(file, at, start, crc), part, stop - start)
                     at = stop
             crc = _continued(file, at, entry.stop, crc)
             if crc != entry.crc:

@@ -23,20 +23,19 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from elastic_ckpt.core import box_join, boxes, bucket_clients, errors, host_memory
 from elastic_ckpt.core.boxes import Box, Boxes
-from elastic_ckpt.universal.formats import opened
 from elastic_ckpt.universal.formats.coverage import whole
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.new_moves import Fill, Matched, Move, Side, TargetTensor
 from elastic_ckpt.universal.reading import derived, factors, sources, values
 from elastic_ckpt.universal.reading.checks import Checks
 from elastic_ckpt.universal.reading.sources import Limits, Sources, VirtualFile
-from elastic_ckpt.universal.stored import Checkpoint, Fragment, StoredTensor
+from elastic_ckpt.universal.stored import Checkpoint
 from elastic_ckpt.universal.strides import row_major
 
 BUDGET_BYTES = 2**28
@@ -53,7 +52,6 @@ _FEW_BOXES = 256
 # Scale, shift and view of values that are copied as they are.
 _PLAIN = (1.0, 0.0, "")
 
-_T = TypeVar("_T")
 # What is read together: a target, and boxes of it.
 Unit = tuple[TargetTensor, Sequence[Box]]
 
@@ -131,8 +129,13 @@ class Span:
     def is_direct(self) -> bool:
         """Whether it is read into its buffer."""
         (copy, *others) = self.copies
-        dtype = copy.buffer.values.dtype
-        return not others and copy.form.is_large and copy.form.kind[0] == dtype
+        form, dtype = copy.form, copy.buffer.values.dtype
+        is_all = not others and form.extent == self.stop - self.start
+        return is_all and form.is_large and form.kind[0] == dtype
+
+
+# Units, their buffers, and the requests that fill these.
+_Group = tuple[Sequence[Unit], list[Buffer], Sequence[futures.Future[None]]]
 
 
 class Reader:
@@ -183,22 +186,17 @@ class Reader:
         tensors += derived.tensors(
             matched.derived, sourced, tensors, self._box, virtual
         )
-        self.tensors: Sequence[StoredTensor] = tensors
+        self.tensors = tensors
         self._sources = Sources(tensors, virtual)
         # Those of the moves of a target, and of the fragments of a tensor.
         self._boxes: dict[object, Boxes] = {}
         self._budget_bytes, self._allocate = budget_bytes, allocate
         self._most_bytes = math.inf if is_kept else budget_bytes
-        self._checks: Checks | None = None
-        if checkpoint.checksums is not opened.no_checksums and not files:
-            self._checks = Checks(checkpoint.checksums)
+        self.checks = Checks(checkpoint.checksums)
         self._scratch: collections.deque[np.ndarray] = collections.deque()
         self._room = _Room(budget_bytes)
-        is_remote = any(
-            "://" in fragment.file
-            for number in used
-            for fragment in tensors[number].fragments[:1]
-        )
+        places = (f.file for number in used for f in tensors[number].fragments[:1])
+        is_remote = any("://" in file for file in places)
         # Those that wait for a decoder copy nothing.
         most = min(_LOCAL_THREADS, 2 * (os.cpu_count() or 1))
         self._num_threads = _REMOTE_THREADS if is_remote else most
@@ -214,34 +212,28 @@ class Reader:
             read or ends too early, values do not fit a dtype, or values that should be
             equal differ.
         """
-        ahead: collections.deque[_Group] = collections.deque()
+        last: _Group | None = None
         with futures.ThreadPoolExecutor(
             self._num_threads, thread_name_prefix="relayout"
         ) as pool:
             try:
                 for group in _groups(units, self._budget_bytes // 2):
-                    held = sum(each.num_bytes for each in ahead)
-                    if ahead and held + _num_bytes(group) > self._most_bytes:
-                        yield from ahead.popleft().finished()
+                    if (
+                        last
+                        and _num_bytes(last[0]) + _num_bytes(group) > self._most_bytes
+                    ):
+                        yield from _finished(last)
+                        last = None
                     buffers, spans = self.planned(group)
                     pending = [pool.submit(self._carry_out, span) for span in spans]
-                    ahead.append(_Group(buffers, pending))
-                    if len(ahead) > 1:
-                        yield from ahead.popleft().finished()
-                while ahead:
-                    yield from ahead.popleft().finished()
+                    if last:
+                        yield from _finished(last)
+                    last = group, buffers, pending
+                if last:
+                    yield from _finished(last)
             finally:
                 pool.shutdown(cancel_futures=True)
                 self._sources.close()
-
-    def check(self) -> None:
-        """Compares the checksums of what was read.
-
-        Raises:
-          FormatError: if the checkpoint has another one.
-        """
-        if self._checks is not None:
-            self._checks.finish()
 
     def planned(self, units: Iterable[Unit]) -> tuple[list[Buffer], list[Span]]:
         """The buffers of some units, and the requests that fill them.
@@ -251,13 +243,17 @@ class Reader:
         """
         every: list[Buffer] = []
         copies: dict[str, list[Copy]] = collections.defaultdict(list)
+
+        def bounds(move: Move) -> Box:
+            return factors.bounds(whole(move.sizes), move.target_side)
+
         for target, needed in units:
             for box in needed:
                 memory = self._allocate(box.volume * target.dtype.itemsize)
                 array = memory.view(target.dtype).reshape(box.shape)
                 buffer = Buffer(target, box, array, left=box.volume)
                 moves, fills = self._moves[target.name], self._fills[target.name]
-                for move in self._near(moves, box, target.name, _bounds):
+                for move in self._near(moves, box, target.name, bounds):
                     self._cut(move, buffer, copies)
                 for fill in fills:
                     _fill(fill, buffer)
@@ -268,7 +264,7 @@ class Reader:
                         " the rules of the layout that name it, or use another step"
                     )
                 every.append(buffer)
-        return every, list(self._spans(copies))
+        return every, self._spans(copies)
 
     def _box(self, number: int, box: Box) -> np.ndarray:
         # The values of a box of a stored tensor, read by this thread.
@@ -292,8 +288,8 @@ class Reader:
         return buffer.values
 
     def _near(
-        self, every: Sequence[_T], box: Box, key: object, box_of: Callable[[_T], Box]
-    ) -> Sequence[_T]:
+        self, every: Sequence[Any], box: Box, key: object, box_of: Callable[[Any], Box]
+    ) -> Sequence[Any]:
         # Those of a tensor's parts, known by `key`, whose boxes may overlap a box.
         if len(every) < _FEW_BOXES:
             return every
@@ -305,88 +301,87 @@ class Reader:
         return [every[number] for number in found.tolist()]
 
     def _cut(self, move: Move, buffer: Buffer, copies: dict[str, list[Copy]]) -> None:
-        tensor = self.tensors[move.source]
+        tensor, of_source = self.tensors[move.source], move.source_side
+        of_target = move.target_side
         into = row_major(buffer.box.shape)
-        advances = factors.advances(move.target_side, into)
-        for part in factors.inside(whole(move.sizes), move.target_side, buffer.box):
-            bounds = factors.bounds(part, move.source_side)
-            held = tensor.fragments
-            for fragment in self._near(held, bounds, move.source, _box_of):
-                for piece in factors.inside(part, move.source_side, fragment.box):
-                    source = factors.place(
-                        piece.start, move.source_side, fragment.box, fragment.strides
+        advances = factors.advances(of_target, into)
+        kind = (tensor.dtype, move.scale, move.shift, tensor.view)
+        for part in factors.inside(whole(move.sizes), of_target, buffer.box):
+            bounds = factors.bounds(part, of_source)
+            for fragment in self._near(
+                tensor.fragments, bounds, move.source, operator.attrgetter("box")
+            ):
+                steps = factors.advances(of_source, fragment.strides)
+                for piece in factors.inside(part, of_source, fragment.box):
+                    start = fragment.offset + factors.place(
+                        piece.start, of_source, fragment.box, fragment.strides
                     )
-                    element = factors.place(
-                        piece.start, move.target_side, buffer.box, into
-                    )
+                    element = factors.place(piece.start, of_target, buffer.box, into)
+                    limits = self._sources.limits(fragment.file)
                     for form, at, skipped in _parts(
-                        piece.shape,
-                        factors.advances(move.source_side, fragment.strides),
-                        advances,
-                        (tensor.dtype, move.scale, move.shift, tensor.view),
-                        self._sources.limits(fragment.file),
+                        piece.shape, steps, advances, kind, limits
                     ):
                         buffer.left -= form.volume
-                        start = fragment.offset + source + at
                         copies[fragment.file].append(
-                            Copy(start, form, buffer, element + skipped, move.source)
+                            Copy(
+                                start + at, form, buffer, element + skipped, move.source
+                            )
                         )
 
-    def _spans(self, copies: Mapping[str, list[Copy]]) -> Iterator[Span]:
+    def _spans(self, copies: Mapping[str, list[Copy]]) -> list[Span]:
         # Copies that are near each other in a file are read by one request. One without
         # change has its own from a size on, and is read straight into its buffer.
+        spans: list[Span] = []
         for file, held in copies.items():
             gap_bytes, span_bytes = self._sources.limits(file)
-            is_virtual, span = file in self._sources.virtual, None
+            span, is_over = Span(file, 0, 0, []), True
             for copy in sorted(held, key=operator.itemgetter(0)):
-                stop = copy.start + copy.form.extent
-                is_alone = copy.form.is_large and not is_virtual
+                is_alone = copy.form.is_large and file not in self._sources.virtual
                 if (
-                    span is None
+                    is_over
                     or is_alone
                     or copy.start - span.stop > gap_bytes
                     or copy.start >= span.start + span_bytes
                 ):
-                    if span is not None:
-                        yield span
-                    span = Span(file, copy.start, stop, [])
+                    span = Span(file, copy.start, 0, [])
+                    spans.append(span)
                 span.copies.append(copy)
-                span.stop = max(span.stop, stop)
-                if is_alone:
-                    yield span
-                    span = None
-            if span is not None:
-                yield span
+                span.stop = max(span.stop, copy.start + copy.form.extent)
+                is_over = is_alone
+        for span in spans:
+            ends = self._sources.range_of(span.file, span.start, span.stop)
+            span.start, span.stop = ends
+        return spans
 
     def _carry_out(self, span: Span) -> None:
         size = span.stop - span.start
-        taken = 0 if span.is_direct else size
-        if not all(copy.form.kind[1:] == _PLAIN for copy in span.copies):
+        taken = self._sources.request_bytes(span.file, size)
+        taken += 0 if span.is_direct else size
+        if any(copy.form.kind[1:] != _PLAIN for copy in span.copies):
             taken += 4 * size
-        taken += self._sources.request_bytes(span.file, size)
         with self._room.taken(taken):
             self._read_and_copy(span)
 
     def _read_and_copy(self, span: Span) -> None:
-        start, stop = self._sources.range_of(span.file, span.start, span.stop)
-        if span.is_direct and stop - start == span.copies[0].form.extent:
+        size = span.stop - span.start
+        if span.is_direct:
             (copy,) = span.copies
             flat = copy.buffer.values.reshape(-1)[copy.element :]
-            self._read(span, start, flat[: copy.form.volume].view(np.uint8))
+            self._read(span, flat[: copy.form.volume].view(np.uint8))
             return
-        skipped = start % _ALIGNMENT
+        skipped = span.start % _ALIGNMENT
         scratch = self._scratch.pop() if self._scratch else np.empty(0, np.uint8)
-        if scratch.nbytes < skipped + stop - start:
-            scratch = host_memory.allocate(skipped + stop - start)
-        memory = scratch[skipped : skipped + stop - start]
-        self._read(span, start, memory)
+        if scratch.nbytes < skipped + size:
+            scratch = host_memory.allocate(skipped + size)
+        memory = scratch[skipped : skipped + size]
+        self._read(span, memory)
         for copy in span.copies:
-            _put(copy, memory, copy.start - start)
+            _put(copy, memory, copy.start - span.start)
         if scratch.nbytes <= _KEPT_BYTES:
             self._scratch.append(scratch)
 
-    def _read(self, span: Span, start: int, memory: np.ndarray) -> None:
-        file, stop = span.file, start + memory.nbytes
+    def _read(self, span: Span, memory: np.ndarray) -> None:
+        file, start, stop = span.file, span.start, span.stop
         try:
             count = self._sources.read_into(file, start, memory)
         # TensorStore raises ValueErrors.
@@ -403,27 +398,19 @@ class Reader:
                 f"{file}: {self._name(next(behind))} is at bytes {start} to {stop}, but"
                 f" the file ends after {end}; it is cut short, restore it from a copy"
             )
-        if self._checks is not None and file not in self._sources.virtual:
-            self._checks.note(file, start, memory)
+        if file not in self._sources.virtual:
+            self.checks.note(file, start, memory)
 
     def _name(self, copy: Copy) -> str:
         return self.tensors[copy.tensor].name
 
 
-@dataclasses.dataclass(eq=False)
-class _Group:
-    buffers: list[Buffer]
-    pending: list[futures.Future[None]]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(buffer.values.nbytes for buffer in self.buffers)
-
-    def finished(self) -> Iterator[list[Buffer]]:
-        for each in self.pending:
-            each.result()
-        yield self.buffers
-        self.buffers.clear()
+def _finished(group: _Group) -> Iterator[list[Buffer]]:
+    _, buffers, pending = group
+    for each in pending:
+        each.result()
+    yield buffers
+    buffers.clear()
 
 
 class _Room:
@@ -472,14 +459,6 @@ def _fill(fill: Fill, buffer: Buffer) -> None:
     if part is not None:
         buffer.left -= part.volume
         buffer.values[boxes.relative(part, buffer.box)] = fill.value
-
-
-def _bounds(move: Move) -> Box:
-    return factors.bounds(whole(move.sizes), move.target_side)
-
-
-def _box_of(fragment: Fragment) -> Box:
-    return fragment.box
 
 
 def _put(copy: Copy, memory: np.ndarray, at: int) -> None:

@@ -1,8 +1,8 @@
 """Where the bytes of tensors are read from: files, objects in a bucket, virtual files.
 
-A virtual file is a box of a tensor that is made when it is read: chunks that TensorStore
-decodes, a box of a step that is verified, a part of a derived tensor. Its bytes are
-those of the elements in row-major order.
+A virtual file is a box of a tensor that is made when it is read: chunks that are decoded
+by TensorStore, a box of a step that is verified, a part of a derived tensor. Its bytes
+are those of the elements in row-major order.
 """
 
 from __future__ import annotations
@@ -185,7 +185,10 @@ def encoded(
                 " metadata; the checkpoint is damaged, use another step"
             )
         chunk = array.chunk_layout.read_chunk.shape or array.shape
-        chunk = [min(n or size, max(1, size)) for n, size in zip(chunk, tensor.shape)]
+        chunk = [
+            min(length or size, max(1, size))
+            for length, size in zip(chunk, tensor.shape, strict=True)
+        ]
         make = functools.partial(_decode, array)
         tensors[number] = in_parts(number, tensor, chunk, make, virtual, memory=4)
     return tensors
@@ -246,7 +249,15 @@ def _arrays(
     context = ts.Context(limits)
     for first in range(0, len(numbers), _OPENED_AT_ONCE):
         batch = [tensors[n] for n in numbers[first : first + _OPENED_AT_ONCE]]
-        opening = [_open({**(each.spec or {})}, context) for each in batch]
+        opening = [
+            ts.open(
+                {**(each.spec or {}), "cache_pool": _CHUNKS},
+                open=True,
+                read=True,
+                context=context,
+            )
+            for each in batch
+        ]
         for tensor, future in zip(batch, opening, strict=True):
             try:
                 yield future.result()
@@ -256,13 +267,6 @@ def _arrays(
                     f"{tensor.name} cannot be opened ({str(error).splitlines()[0]});"
                     " use another step, or restore the checkpoint from a copy"
                 ) from error
-
-
-def _open(spec: dict[str, Any], context: ts.Context) -> ts.Future:
-    import tensorstore as ts
-
-    fixed = {**spec, "cache_pool": _CHUNKS}
-    return ts.open(fixed, open=True, read=True, context=context)
 
 
 def _decode(array: ts.TensorStore, box: Box, memory: np.ndarray) -> None:
@@ -329,8 +333,13 @@ class SavedBoxes:
         fragments: list[Fragment] = []
         for item in saved.of_leaf(number):
             box, file = saved.table.box(item), saved.place(item)
-            make = functools.partial(_verified, saved, item)
-            self.files[file] = VirtualFile(box, itemsize, make, 1, is_whole=True)
+            self.files[file] = VirtualFile(
+                box,
+                itemsize,
+                lambda _, memory, item=item: saved.read_into(item, memory),
+                memory=1,
+                is_whole=True,
+            )
             parts: Iterable[Box] = [box]
             if number in saved.table.overlapping:
                 before = Boxes.from_boxes(covered, rank=len(tensor.shape))
@@ -364,8 +373,3 @@ def _numbers(contents: Contents, tree: str) -> list[int]:
     # The numbers of the leaves of a tree.
     paths = enumerate(leaf.path for leaf in contents.leaves)
     return [number for number, path in paths if path.partition("/")[0] == tree]
-
-
-def _verified(saved: VerifiedReader, item: int, box: Box, memory: np.ndarray) -> None:
-    del box
-    saved.read_into(item, memory)

@@ -99,7 +99,7 @@ def load(
     for leaf in leaves.values():
         if not leaf.wanted.boxes:
             made[leaf.wanted.path] = leaf.wanted.make([])
-    reader.check()
+    reader.checks.finish()
     return trees.rebuilt(abstract, "", made)
 
 

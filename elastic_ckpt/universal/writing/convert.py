@@ -204,7 +204,7 @@ class Conversion:
           FormatError: if the checkpoint has another one.
         """
         if self._reader is not None:
-            self._reader.check()
+            self._reader.checks.finish()
 
 
 class Destination(abc.ABC):

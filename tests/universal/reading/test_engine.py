@@ -613,7 +613,7 @@ def test_damage_of_an_entry_is_seen_by_who_reads_some_of_it(
             )
             found = read_units(reader, [(target, [box]) for box in needed_boxes[:1]])
             found += read_units(reader, [(target, needed_boxes[1:])])
-        reader.check()
+        reader.checks.finish()
         return [each.tolist() for *_, each in found]
 
     assert read() == [content[a:b].tolist() for a, b in needed]
