@@ -11,8 +11,8 @@ from etils import epath
 from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.universal import loading, shipped_layouts
-from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
 from elastic_ckpt.universal.adapter import adapted, to_old
+from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
 from elastic_ckpt.universal.reading import sources, tree
 from elastic_ckpt.universal.rules import matching
 from elastic_ckpt.universal.rules.layout import Layout
@@ -45,9 +45,9 @@ class StepLayouts:
         made_of = adapted(matched, tensors)
 
         def read(saved: VerifiedReader) -> Any:
-            boxes = sources.SavedBoxes(saved, name)
-            checkpoint = OpenedCheckpoint(format="elastic_ckpt", tensors=boxes.tensors)
-            return tree.load(checkpoint, made_of, abstract, files=boxes.files)
+            stored, files = sources.saved_boxes(saved, name)
+            checkpoint = OpenedCheckpoint(format="elastic_ckpt", tensors=stored)
+            return tree.load(checkpoint, made_of, abstract, files=files)
 
         return read
 

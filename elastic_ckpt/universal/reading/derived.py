@@ -92,18 +92,17 @@ def computed(
         for operand, other in zip(spec.operands[1:], operands, strict=True):
             _check_equal(spec, box, stored, operand, first, other)
         return first
-    name = stored[spec.operands[0].tensor].name
     if spec.how == "sum" and first.dtype.kind in "iu":
         # Python's integers where a sum may have more than 64 bits.
         wide = np.dtype(object if first.dtype.itemsize == 8 else np.int64)
-        total = first.astype(wide)
-        for other in operands:
-            total = total + other.astype(wide)
-        if spec.dtype.kind not in "iu":
-            values.check_cast(total, np.dtype(np.int64), name)
-            total = values.widened(total.astype(np.int64))
-        values.check_cast(total, spec.dtype, name)
-        return total.astype(spec.dtype)
+        total = functools.reduce(np.add, operands, first.astype(wide))
+        try:
+            return total.astype(spec.dtype)
+        except OverflowError as error:
+            raise errors.CheckpointError(
+                f"{stored[spec.operands[0].tensor].name}: {error}: the sum of its"
+                f" integers is no {spec.dtype.name}; read them as they are"
+            ) from error
     with np.errstate(all="ignore"):
         total = values.widened(first)
         if spec.how == "plus":

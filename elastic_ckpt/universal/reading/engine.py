@@ -21,7 +21,7 @@ import math
 import operator
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple
 
@@ -86,7 +86,7 @@ class Form:
 
     @functools.cached_property
     def is_large(self) -> bool:
-        """Whether the bytes are copied as they are, and are worth a request."""
+        """Whether its bytes are copied as they are, and are worth a request."""
         is_row = (
             self.buffer == (1,) and self.extent == self.volume * self.kind[0].itemsize
         )
@@ -102,9 +102,6 @@ class Buffer:
     values: np.ndarray
     left: int = 0
 
-    def __str__(self) -> str:
-        return f"{self.target.name}{self.box}"
-
 
 class Copy(NamedTuple):
     """A form with its places: a byte of a file, and an element of a buffer."""
@@ -113,7 +110,7 @@ class Copy(NamedTuple):
     form: Form
     buffer: Buffer
     element: int
-    tensor: int
+    tensor: str
 
 
 @dataclasses.dataclass(eq=False)
@@ -148,7 +145,7 @@ class Reader:
       budget_bytes: the most bytes of targets that are read and not yet taken; and of
         other memory of requests. What is read together may have more, and so may a
         single request.
-      is_kept: whether the caller keeps the memory of buffers, so that it does not count.
+      is_kept: whether the caller keeps the memory of buffers: it does not count.
       files: virtual files of the checkpoint's tensors.
       allocate: makes the memory of a buffer, uint8, of a number of bytes.
 
@@ -201,7 +198,7 @@ class Reader:
         most = min(_LOCAL_THREADS, 2 * (os.cpu_count() or 1))
         self._num_threads = _REMOTE_THREADS if is_remote else most
 
-    def read(self, units: Iterable[Unit]) -> Iterator[list[Buffer]]:
+    def read(self, units: Iterable[Unit]) -> Generator[list[Buffer]]:
         """Yields the buffers of groups of units, in their order, once they are filled.
 
         Those of a group are emptied when the next one is asked for. The caller closes
@@ -259,9 +256,10 @@ class Reader:
                     _fill(fill, buffer)
                 if buffer.left:
                     raise errors.CheckpointError(
-                        f"{buffer}: {abs(buffer.left)} of its elements are filled by"
-                        f" {'nothing' if buffer.left > 0 else 'two sources'}; correct"
-                        " the rules of the layout that name it, or use another step"
+                        f"{target.name}{box}: {abs(buffer.left)} of its elements are"
+                        f" filled by {'nothing' if buffer.left > 0 else 'two sources'};"
+                        " correct the rules of the layout that name it, or use another"
+                        " step"
                     )
                 every.append(buffer)
         return every, self._spans(copies)
@@ -269,23 +267,24 @@ class Reader:
     def _box(self, number: int, box: Box) -> np.ndarray:
         # The values of a box of a stored tensor, read by this thread.
         tensor = self.tensors[number]
-        shape, dtype, rank = tensor.shape, tensor.dtype, len(tensor.shape)
+        rank = len(tensor.shape)
         side = Side(start=(0,) * rank, dims=tuple(range(rank)), steps=(1,) * rank)
         move = Move(
             target=tensor.name,
-            sizes=shape,
+            sizes=tensor.shape,
             target_side=side,
             source=number,
             source_side=side,
         )
-        target = TargetTensor(name=tensor.name, dtype=dtype, shape=shape)
-        buffer = Buffer(target, box, np.empty(box.shape, dtype), left=box.volume)
+        target = TargetTensor(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
+        made = np.empty(box.shape, tensor.dtype)
+        buffer = Buffer(target, box, made, left=box.volume)
         copies: dict[str, list[Copy]] = collections.defaultdict(list)
         self._cut(move, buffer, copies)
         assert not buffer.left
         for span in self._spans(copies):
             self._read_and_copy(span)
-        return buffer.values
+        return made
 
     def _near(
         self, every: Sequence[Any], box: Box, key: object, box_of: Callable[[Any], Box]
@@ -324,7 +323,7 @@ class Reader:
                         buffer.left -= form.volume
                         copies[fragment.file].append(
                             Copy(
-                                start + at, form, buffer, element + skipped, move.source
+                                start + at, form, buffer, element + skipped, tensor.name
                             )
                         )
 
@@ -387,7 +386,7 @@ class Reader:
         # TensorStore raises ValueErrors.
         except (*bucket_clients.failures(), ValueError) as error:
             raise errors.CheckpointError(
-                f"{file}: {self._name(span.copies[0])} cannot be read at bytes {start}"
+                f"{file}: {span.copies[0].tensor} cannot be read at bytes {start}"
                 f" to {stop} ({error}); restore the file or the access to it, or use"
                 " another step"
             ) from error
@@ -395,17 +394,14 @@ class Reader:
             end = start + count
             behind = (c for c in span.copies if c.start + c.form.extent > end)
             raise FormatError(
-                f"{file}: {self._name(next(behind))} is at bytes {start} to {stop}, but"
+                f"{file}: {next(behind).tensor} is at bytes {start} to {stop}, but"
                 f" the file ends after {end}; it is cut short, restore it from a copy"
             )
         if file not in self._sources.virtual:
             self.checks.note(file, start, memory)
 
-    def _name(self, copy: Copy) -> str:
-        return self.tensors[copy.tensor].name
 
-
-def _finished(group: _Group) -> Iterator[list[Buffer]]:
+def _finished(group: _Group) -> Generator[list[Buffer]]:
     _, buffers, pending = group
     for each in pending:
         each.result()

@@ -1,8 +1,8 @@
 """Where the bytes of tensors are read from: files, objects in a bucket, virtual files.
 
-A virtual file is a box of a tensor that is made when it is read: chunks that are decoded
-by TensorStore, a box of a step that is verified, a part of a derived tensor. Its bytes
-are those of the elements in row-major order.
+A virtual file is a box of a tensor that is made when it is read: decoded chunks of
+TensorStore, a verified box of a step, a part of a derived tensor. Its bytes are those
+of the elements in row-major order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -300,60 +300,50 @@ def _rows(virtual: VirtualFile, start: int, stop: int) -> tuple[Box, int, int]:
     return rows, base + row * stride, base + after * stride
 
 
-class SavedBoxes:
-    """The boxes of the leaves of a tree of a step, in any tier of its run.
+def saved_boxes(
+    saved: VerifiedReader, tree: str
+) -> tuple[list[StoredTensor], dict[str, VirtualFile]]:
+    """The leaves of a tree of a step, as `tensors_of` has them, and their files.
 
-    A box is read whole, since its digest is that of the whole: from the nearest holder
-    with a good copy.
+    A file is a box that was saved, in any tier of its run. It is read whole, since its
+    digest is that of the whole: from the nearest holder with a good copy.
 
     Args:
       saved: of the step.
       tree: its name.
-
-    Attributes:
-      tensors: the leaves, as `tensors_of` has them, with a file for each box.
-      files: the virtual files of their boxes.
     """
-
-    def __init__(self, saved: VerifiedReader, tree: str) -> None:
-        self.files: dict[str, VirtualFile] = {}
-        numbers = _numbers(saved.table.contents, tree)
-        plain = tensors_of(saved.table.contents, tree)
-        self.tensors = [
-            self._tensor(saved, number, tensor)
-            for number, tensor in zip(numbers, plain, strict=True)
-        ]
-
-    def _tensor(
-        self, saved: VerifiedReader, number: int, tensor: StoredTensor
-    ) -> StoredTensor:
-        # Elements that several boxes share are read from the first.
-        itemsize = tensor.dtype.itemsize
+    made: list[StoredTensor] = []
+    files: dict[str, VirtualFile] = {}
+    contents = saved.table.contents
+    for number, tensor in zip(
+        _numbers(contents, tree), tensors_of(contents, tree), strict=True
+    ):
+        itemsize, rank = tensor.dtype.itemsize, len(tensor.shape)
         covered: list[Box] = []
         fragments: list[Fragment] = []
         for item in saved.of_leaf(number):
             box, file = saved.table.box(item), saved.place(item)
-            self.files[file] = VirtualFile(
-                box,
-                itemsize,
-                lambda _, memory, item=item: saved.read_into(item, memory),
-                memory=1,
-                is_whole=True,
-            )
-            parts: Iterable[Box] = [box]
+            make = functools.partial(_verified, saved, item)
+            files[file] = VirtualFile(box, itemsize, make, memory=1, is_whole=True)
+            parts = Boxes.from_boxes([box], rank=rank)
             if number in saved.table.overlapping:
-                before = Boxes.from_boxes(covered, rank=len(tensor.shape))
-                parts = box_cover.gaps(box, before)
+                # Elements that several boxes share are read from the first.
+                parts = box_cover.gaps(box, Boxes.from_boxes(covered, rank=rank))
                 covered.append(box)
             strides = row_major(box.shape, itemsize)
-            for part in parts:
+            for part in map(parts.__getitem__, range(len(parts))):
                 skips = zip(part.start, box.start, strides, strict=True)
                 offset = sum((a - b) * stride for a, b, stride in skips)
                 fragments.append(
                     Fragment(box=part, file=file, offset=offset, strides=strides)
                 )
         coverage.check(tensor.shape, [each.box for each in fragments], tensor.name)
-        return dataclasses.replace(tensor, fragments=tuple(fragments))
+        made.append(dataclasses.replace(tensor, fragments=tuple(fragments)))
+    return made, files
+
+
+def _verified(saved: VerifiedReader, item: int, _: Box, memory: np.ndarray) -> None:
+    saved.read_into(item, memory)
 
 
 def tensors_of(contents: Contents, tree: str) -> list[StoredTensor]:

@@ -14,6 +14,7 @@ import abc
 import collections
 import contextlib
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
@@ -133,12 +134,23 @@ class Conversion:
         self.targets: list[TargetTensor] = sorted(
             targets, key=lambda each: (first.get(each.name, -1), each.name)
         )
-        self._reader: Reader | None = None
 
     @property
     def num_bytes(self) -> int:
         """The size of the values of all targets."""
         return sum(target.num_bytes for target in self.targets)
+
+    @functools.cached_property
+    def reader(self) -> Reader:
+        """Reads the targets."""
+        return Reader(
+            self.checkpoint,
+            self.matched,
+            self.matched.targets,
+            budget_bytes=_BUDGET_BYTES,
+            # Fresh memory takes longer to allocate than to copy into.
+            allocate=lambda num_bytes: self._free.take(num_bytes),
+        )
 
     @property
     def files(self) -> list[str]:
@@ -173,17 +185,8 @@ class Conversion:
           CheckpointError: if an element is filled by no source, or by two, a file
             cannot be read or ends too early, or values that should be equal differ.
         """
-        if self._reader is None:
-            self._reader = Reader(
-                self.checkpoint,
-                self.matched,
-                self.matched.targets,
-                budget_bytes=_BUDGET_BYTES,
-                # Fresh memory takes longer to allocate than to copy into.
-                allocate=lambda num_bytes: self._free.take(num_bytes),
-            )
         units = ((target, [box]) for target in targets for box in self.boxes(target))
-        with contextlib.closing(self._reader.read(units)) as groups:
+        with contextlib.closing(self.reader.read(units)) as groups:
             for batch in groups:
                 yield batch
                 # That of one batch is kept.
@@ -196,15 +199,6 @@ class Conversion:
     def _stored(self, move: Move) -> list[int]:
         num_stored = len(self.checkpoint.tensors)
         return stored_of(self.matched, move.source, num_stored)
-
-    def check(self) -> None:
-        """Compares the checksums of what was read.
-
-        Raises:
-          FormatError: if the checkpoint has another one.
-        """
-        if self._reader is not None:
-            self._reader.checks.finish()
 
 
 class Destination(abc.ABC):

@@ -112,7 +112,7 @@ class OrbaxStep(Destination):
             ]
             uploading.write(parts, values)
             yield sum(each.nbytes for each in values)
-        self._conversion.check()
+        self._conversion.reader.checks.finish()
         uploading.finish()
         chunks = {leaf.path: leaf.chunk for leaf in saved.contents.leaves}
         texts = StepDescription.from_contents(saved.contents).files(chunks)

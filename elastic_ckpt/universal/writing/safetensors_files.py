@@ -30,6 +30,7 @@ import operator
 import os
 import pathlib
 from collections.abc import Generator, Iterable, Iterator, Mapping
+from concurrent import futures
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,14 @@ class SafetensorsFiles(Destination):
 
     def __init__(self, conversion: Conversion) -> None:
         super().__init__(conversion)
-        groups = list(_dealt(conversion.targets, self.most_file_bytes))
+        groups: list[list[TargetTensor]] = [[]]
+        num_bytes = 0
+        for target in conversion.targets:
+            num_bytes += target.num_bytes
+            if groups[-1] and num_bytes > self.most_file_bytes:
+                groups.append([])
+                num_bytes = target.num_bytes
+            groups[-1].append(target)
         names = [_ONE_FILE]
         if len(groups) > 1:
             numbers, last = range(1, len(groups) + 1), f"{len(groups):05d}.safetensors"
@@ -114,7 +122,7 @@ class SafetensorsFiles(Destination):
             storage.write_atomic(self._directory / name, content)
         for name in self._files:
             yield from self._write(name)
-        self._conversion.check()
+        self._conversion.reader.checks.finish()
         if len(self._files) > 1:
             storage.write_atomic(self._directory / _INDEX, self._index())
         if self._is_local:
@@ -125,18 +133,23 @@ class SafetensorsFiles(Destination):
     def _write(self, name: str) -> Iterator[int]:
         header, starts = self._headers[name]
         path = self._directory / name
-        with storage.atomic_path(path) as temporary, open(temporary, "r+b") as file:
+        with (
+            storage.atomic_path(path) as temporary,
+            open(temporary, "r+b") as file,
+            futures.ThreadPoolExecutor(1) as pool,
+        ):
             file.write(header)
+            synced = pool.submit(_sync, file.fileno())
             for batch in self._conversion.read(self._files[name]):
                 for each in batch:
                     for row, offset in _rows(each):
                         file.seek(starts[each.target] + offset)
                         file.write(row.data)
-                # Frees pages for what follows: fresh ones cost more than a copy.
                 file.flush()
-                os.fdatasync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                synced.result()
+                synced = pool.submit(_sync, file.fileno())
                 yield sum(each.values.nbytes for each in batch)
+            synced.result()
 
     def _index(self) -> bytes:
         names = {
@@ -238,19 +251,10 @@ def _header(group: Iterable[TargetTensor]) -> tuple[bytes, dict[TargetTensor, in
     return header, {target: len(header) + start for target, start in offsets.items()}
 
 
-def _dealt(
-    targets: Iterable[TargetTensor], most_bytes: int
-) -> Iterator[list[TargetTensor]]:
-    # Targets in their order, dealt to files.
-    group: list[TargetTensor] = []
-    num_bytes = 0
-    for target in targets:
-        if group and num_bytes + target.num_bytes > most_bytes:
-            yield group
-            group, num_bytes = [], 0
-        group.append(target)
-        num_bytes += target.num_bytes
-    yield group
+def _sync(descriptor: int) -> None:
+    # Frees pages for what follows: fresh ones cost more than a copy.
+    os.fdatasync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _rows(part: Buffer) -> Iterator[tuple[np.ndarray, int]]:
