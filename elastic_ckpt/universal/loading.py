@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
 from etils import epath
 
+from elastic_ckpt.core import allgather, calls
 from elastic_ckpt.universal import default_layout, opening, shipped_layouts
 from elastic_ckpt.universal.adapter import adapted, to_old
+from elastic_ckpt.universal.new_moves import Matched
 from elastic_ckpt.universal.reading import engine, tree
 from elastic_ckpt.universal.rules import matching
 from elastic_ckpt.universal.rules.layout import Layout
+from elastic_ckpt.universal.stored import Checkpoint
 
 
 def load(
@@ -51,12 +55,33 @@ def load(
       LayoutError: if the layout does not fit the checkpoint or the tree.
       CheckpointError: if a file cannot be read, or copies of a tensor that should be
         equal differ.
+      RunError: if it cannot be loaded on another host, which is named with its error.
     """
+    # A host that fails leaves none waiting in the collectives that follow.
+    everywhere = functools.partial(
+        allgather.shared().agreed, timeout_secs=calls.LONG_SECS
+    )
+    found: list[tuple[Checkpoint, Matched]] = []
+    made: list[Any] = []
+    everywhere(
+        "load_opens", lambda: found.append(_matched(path, abstract_state, layout))
+    )
+    everywhere(
+        "load_reads",
+        lambda: made.append(
+            tree.load(*found[0], abstract_state, budget_bytes=budget_bytes)
+        ),
+    )
+    return made[0]
+
+
+def _matched(
+    path: epath.PathLike, abstract_state: Any, layout: Layout | str | os.PathLike | None
+) -> tuple[Checkpoint, Matched]:
     given = None if layout is None else shipped_layouts.resolve(layout)
     checkpoint = opening.open_checkpoint(path)
     targets = to_old(tree.targets(abstract_state))
     rules = given or default_layout.layout(checkpoint, targets)
     rules = rules.with_values(checkpoint.values)
     matched = matching.moves(rules, checkpoint.tensors, checkpoint.axes, targets)
-    matched = adapted(matched, checkpoint.tensors)
-    return tree.load(checkpoint, matched, abstract_state, budget_bytes=budget_bytes)
+    return checkpoint, adapted(matched, checkpoint.tensors)
