@@ -35,7 +35,7 @@ from elastic_ckpt.universal.new_moves import Fill, Matched, Move, Side, TargetTe
 from elastic_ckpt.universal.reading import derived, factors, sources, values
 from elastic_ckpt.universal.reading.checks import Checks
 from elastic_ckpt.universal.reading.sources import Limits, Sources, VirtualFile
-from elastic_ckpt.universal.stored import Checkpoint
+from elastic_ckpt.universal.stored import Checkpoint, Fragment
 from elastic_ckpt.universal.strides import row_major
 
 BUDGET_BYTES = 2**28
@@ -250,7 +250,9 @@ class Reader:
                 array = memory.view(target.dtype).reshape(box.shape)
                 buffer = Buffer(target, box, array, left=box.volume)
                 moves, fills = self._moves[target.name], self._fills[target.name]
-                for move in self._near(moves, box, target.name, bounds):
+                if len(moves) > _FEW_BOXES:
+                    moves = self._near(moves, box, target.name, bounds)
+                for move in moves:
                     self._cut(move, buffer, copies)
                 for fill in fills:
                     _fill(fill, buffer)
@@ -289,9 +291,7 @@ class Reader:
     def _near(
         self, every: Sequence[Any], box: Box, key: object, box_of: Callable[[Any], Box]
     ) -> Sequence[Any]:
-        # Those of a tensor's parts, known by `key`, whose boxes may overlap a box.
-        if len(every) < _FEW_BOXES:
-            return every
+        # Those of many parts of a tensor, known by `key`, that may overlap a box.
         rank = len(box.start)
         if key not in self._boxes:
             self._boxes[key] = Boxes.from_boxes(map(box_of, every), rank=rank)
@@ -306,26 +306,25 @@ class Reader:
         advances = factors.advances(of_target, into)
         kind = (tensor.dtype, move.scale, move.shift, tensor.view)
         for part in factors.inside(whole(move.sizes), of_target, buffer.box):
-            bounds = factors.bounds(part, of_source)
-            for fragment in self._near(
-                tensor.fragments, bounds, move.source, operator.attrgetter("box")
-            ):
-                steps = factors.advances(of_source, fragment.strides)
-                for piece in factors.inside(part, of_source, fragment.box):
-                    start = fragment.offset + factors.place(
-                        piece.start, of_source, fragment.box, fragment.strides
-                    )
+            held: Sequence[Fragment] = tensor.fragments
+            if len(held) > _FEW_BOXES:
+                bounds = factors.bounds(part, of_source)
+                box_of = operator.attrgetter("box")
+                held = self._near(held, bounds, move.source, box_of)
+            for fragment in held:
+                file, box, strides = fragment.file, fragment.box, fragment.strides
+                steps = factors.advances(of_source, strides)
+                limits = self._sources.limits(file)
+                for piece in factors.inside(part, of_source, box):
+                    start = factors.place(piece.start, of_source, box, strides)
+                    start += fragment.offset
                     element = factors.place(piece.start, of_target, buffer.box, into)
-                    limits = self._sources.limits(fragment.file)
                     for form, at, skipped in _parts(
                         piece.shape, steps, advances, kind, limits
                     ):
                         buffer.left -= form.volume
-                        copies[fragment.file].append(
-                            Copy(
-                                start + at, form, buffer, element + skipped, tensor.name
-                            )
-                        )
+                        copy = (start + at, form, buffer, element + skipped)
+                        copies[file].append(Copy(*copy, tensor.name))
 
     def _spans(self, copies: Mapping[str, list[Copy]]) -> list[Span]:
         # Copies that are near each other in a file are read by one request. One without

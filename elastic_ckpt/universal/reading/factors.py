@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 
 from elastic_ckpt.core.boxes import Box
@@ -31,26 +32,24 @@ def inside(part: Box, side: Side, box: Box) -> list[Box]:
     Raises:
       ValueError: if the indices along a dim do not ascend in row-major order.
     """
-    held = bounds(part, side)
     cuts = []
-    ends = zip(held.start, held.stop, box.start, box.stop, strict=True)
-    for dim, (low, high, start, stop) in enumerate(ends):
-        if low >= stop or high <= start:
+    lows, highs = _reach(part, side.dims, side.steps, len(side.start))
+    ends = zip(side.start, lows, highs, box.start, box.stop, strict=True)
+    for dim, (at, low, high, start, stop) in enumerate(ends):
+        if at + low >= stop or at + high <= start:
             return []
-        if low < start or high > stop:
-            cuts.append((dim, start - low, stop - low))
+        if at + low < start or at + high > stop:
+            cuts.append((dim, start - at - low, stop - at - low))
     return _inside(part, side.dims, side.steps, tuple(cuts)) if cuts else [part]
 
 
 def bounds(part: Box, side: Side) -> Box:
     """The smallest box of a tensor that has all elements of a part of a move."""
-    lowest, highest = list(side.start), list(side.start)
-    factors = zip(side.dims, side.steps, part.start, part.stop, strict=True)
-    for dim, step, start, stop in factors:
-        if dim >= 0:
-            lowest[dim] += step * start
-            highest[dim] += step * (stop - 1)
-    return Box(start=tuple(lowest), stop=tuple(at + 1 for at in highest))
+    lows, highs = _reach(part, side.dims, side.steps, len(side.start))
+    return Box(
+        start=tuple(map(operator.add, side.start, lows)),
+        stop=tuple(map(operator.add, side.start, highs)),
+    )
 
 
 def place(element: Sequence[int], side: Side, box: Box, strides: Sequence[int]) -> int:
@@ -62,11 +61,8 @@ def place(element: Sequence[int], side: Side, box: Box, strides: Sequence[int]) 
       box: of the tensor.
       strides: of the box, by dim; the offset is in their units.
     """
-    at = sum(
-        (index - first) * stride
-        for index, first, stride in zip(side.start, box.start, strides, strict=True)
-    )
-    return at + sum(map(int.__mul__, element, advances(side, strides)))
+    at = sum(map(operator.mul, map(operator.sub, side.start, box.start), strides))
+    return at + sum(map(operator.mul, element, advances(side, strides)))
 
 
 def advances(side: Side, strides: Sequence[int]) -> tuple[int, ...]:
@@ -76,6 +72,19 @@ def advances(side: Side, strides: Sequence[int]) -> tuple[int, ...]:
 
 
 # The moves of a stack differ only in their place: their cuts are the same.
+@functools.lru_cache(maxsize=2**12)
+def _reach(
+    part: Box, dims: tuple[int, ...], steps: tuple[int, ...], rank: int
+) -> tuple[list[int], list[int]]:
+    # The lowest index by dim, and the one after the highest, from the start of a side.
+    lows, highs = [0] * rank, [1] * rank
+    for dim, step, start, stop in zip(dims, steps, part.start, part.stop, strict=True):
+        if dim >= 0:
+            lows[dim] += step * start
+            highs[dim] += step * (stop - 1)
+    return lows, highs
+
+
 @functools.lru_cache(maxsize=2**12)
 def _inside(
     part: Box,
