@@ -66,7 +66,7 @@ def tensors(
                 _check_dtypes(each, stored)
             make = functools.partial(_make, each, stored, read)
             chunk = [1] * len(each.shape)
-            tensor = sources.in_parts(number, tensor, chunk, make, virtual, memory=4)
+            tensor = sources.in_parts(number, tensor, chunk, make, virtual)
         made.append(tensor)
     return made
 

@@ -240,10 +240,6 @@ class Reader:
         """
         every: list[Buffer] = []
         copies: dict[str, list[Copy]] = collections.defaultdict(list)
-
-        def bounds(move: Move) -> Box:
-            return factors.bounds(whole(move.sizes), move.target_side)
-
         for target, needed in units:
             for box in needed:
                 memory = self._allocate(box.volume * target.dtype.itemsize)
@@ -251,7 +247,14 @@ class Reader:
                 buffer = Buffer(target, box, array, left=box.volume)
                 moves, fills = self._moves[target.name], self._fills[target.name]
                 if len(moves) > _FEW_BOXES:
-                    moves = self._near(moves, box, target.name, bounds)
+                    moves = self._near(
+                        moves,
+                        box,
+                        target.name,
+                        lambda move: factors.bounds(
+                            whole(move.sizes), move.target_side
+                        ),
+                    )
                 for move in moves:
                     self._cut(move, buffer, copies)
                 for fill in fills:
@@ -309,8 +312,7 @@ class Reader:
             held: Sequence[Fragment] = tensor.fragments
             if len(held) > _FEW_BOXES:
                 bounds = factors.bounds(part, of_source)
-                box_of = operator.attrgetter("box")
-                held = self._near(held, bounds, move.source, box_of)
+                held = self._near(held, bounds, move.source, operator.attrgetter("box"))
             for fragment in held:
                 file, box, strides = fragment.file, fragment.box, fragment.strides
                 steps = factors.advances(of_source, strides)
@@ -331,7 +333,7 @@ class Reader:
         # change has its own from a size on, and is read straight into its buffer.
         spans: list[Span] = []
         for file, held in copies.items():
-            gap_bytes, span_bytes = self._sources.limits(file)
+            gap_bytes, span_bytes, _ = self._sources.limits(file)
             span, is_over = Span(file, 0, 0, []), True
             for copy in sorted(held, key=operator.itemgetter(0)):
                 is_alone = copy.form.is_large and file not in self._sources.virtual
@@ -352,12 +354,10 @@ class Reader:
         return spans
 
     def _carry_out(self, span: Span) -> None:
-        size = span.stop - span.start
-        taken = self._sources.request_bytes(span.file, size)
-        taken += 0 if span.is_direct else size
-        if any(copy.form.kind[1:] != _PLAIN for copy in span.copies):
-            taken += 4 * size
-        with self._room.taken(taken):
+        is_changed = any(copy.form.kind[1:] != _PLAIN for copy in span.copies)
+        times = (not span.is_direct) + 4 * is_changed
+        times += self._sources.limits(span.file).memory
+        with self._room.taken(times * (span.stop - span.start)):
             self._read_and_copy(span)
 
     def _read_and_copy(self, span: Span) -> None:
@@ -460,7 +460,7 @@ def _put(copy: Copy, memory: np.ndarray, at: int) -> None:
     form, into = copy.form, copy.buffer.values
     stored, scale, shift, view = form.kind
     read = np.ndarray(form.sizes, stored, memory.data, at, form.source)
-    read = values.scaled(values.viewed(read, view), scale, shift)
+    read = values.changed(read, scale, shift, view)
     values.check_cast(read, into.dtype, copy.buffer.target.name)
     size = into.dtype.itemsize
     strides = [stride * size for stride in form.buffer]

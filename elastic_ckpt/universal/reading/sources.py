@@ -47,19 +47,20 @@ class Limits(NamedTuple):
       gap_bytes: fewer bytes that are not needed are read along, since another request
         costs more.
       span_bytes: the most bytes of a request, unless a single row has more.
+      memory: the bytes that a request takes for each of its own, beside those that it
+        fills. A client returns bytes of its memory.
     """
 
     gap_bytes: int
     span_bytes: int
+    memory: int
 
 
 # A request to a local file costs as much as a few pages; one to a bucket takes tens of
 # milliseconds. A virtual file is made once, whatever is needed of it.
-LOCAL, REMOTE, _VIRTUAL = (
-    Limits(2**14, 2**23),
-    Limits(2**20, 2**24),
-    Limits(2**62, 2**62),
-)
+LOCAL = Limits(gap_bytes=2**14, span_bytes=2**23, memory=0)
+REMOTE = Limits(gap_bytes=2**20, span_bytes=2**24, memory=1)
+_VIRTUAL = Limits(gap_bytes=2**62, span_bytes=2**62, memory=4)
 
 
 class VirtualFile(NamedTuple):
@@ -69,14 +70,12 @@ class VirtualFile(NamedTuple):
       box: in the coordinates of the tensor.
       itemsize: of its elements.
       make: writes the elements of a box into memory, uint8.
-      memory: the bytes that it takes for each byte that it makes.
       is_whole: whether all of the box is made, whatever is needed of it.
     """
 
     box: Box
     itemsize: int
     make: Callable[[Box, np.ndarray], None]
-    memory: int
     is_whole: bool = False
 
 
@@ -107,13 +106,6 @@ class Sources:
             return start, stop
         _, start, stop = _rows(virtual, start, stop)
         return start, stop
-
-    def request_bytes(self, file: str, num_bytes: int) -> int:
-        """The most memory that a request takes beside that which it fills."""
-        if file in self.virtual:
-            return num_bytes * self.virtual[file].memory
-        # A client returns bytes of its memory.
-        return num_bytes if "://" in file else 0
 
     def read_into(self, file: str, start: int, memory: np.ndarray) -> int:
         """Fills memory, uint8, with a range of a file, as `range_of` has it.
@@ -190,7 +182,7 @@ def encoded(
             for length, size in zip(chunk, tensor.shape, strict=True)
         ]
         make = functools.partial(_decode, array)
-        tensors[number] = in_parts(number, tensor, chunk, make, virtual, memory=4)
+        tensors[number] = in_parts(number, tensor, chunk, make, virtual)
     return tensors
 
 
@@ -200,8 +192,6 @@ def in_parts(
     chunk: Sequence[int],
     make: Callable[[Box, np.ndarray], None],
     virtual: dict[str, VirtualFile],
-    *,
-    memory: int,
 ) -> StoredTensor:
     """A tensor with fragments in virtual files, of one or several chunks each.
 
@@ -211,7 +201,6 @@ def in_parts(
       chunk: the shape of its chunks.
       make: writes the elements of a box into memory, uint8.
       virtual: to which the files are added.
-      memory: see `VirtualFile`.
     """
     itemsize = tensor.dtype.itemsize
     lengths = list(chunk)
@@ -229,7 +218,7 @@ def in_parts(
         ends = zip(start, lengths, tensor.shape, strict=True)
         box = Box(start=start, stop=tuple(min(a + n, size) for a, n, size in ends))
         file = f"{number}: {tensor.name}{box}"
-        virtual[file] = VirtualFile(box, itemsize, make, memory)
+        virtual[file] = VirtualFile(box, itemsize, make)
         fragments += coverage.contiguous(box, itemsize, file=file, offset=0)
     return dataclasses.replace(tensor, fragments=tuple(fragments), spec=None)
 
@@ -324,7 +313,7 @@ def saved_boxes(
         for item in saved.of_leaf(number):
             box, file = saved.table.box(item), saved.place(item)
             make = functools.partial(_verified, saved, item)
-            files[file] = VirtualFile(box, itemsize, make, memory=1, is_whole=True)
+            files[file] = VirtualFile(box, itemsize, make, is_whole=True)
             parts = Boxes.from_boxes([box], rank=rank)
             if number in saved.table.overlapping:
                 # Elements that several boxes share are read from the first.

@@ -15,29 +15,24 @@ _ROW, _COLUMN = 64, 128
 _FEW_ELEMENTS = 1024
 
 
-def viewed(values: np.ndarray, view: str) -> np.ndarray:
-    """The values of a view of a stored tensor, see `StoredTensor`."""
-    if "conj" in view:
-        values = np.conjugate(values)
-    return -values if "neg" in view else values
-
-
-def scaled(values: np.ndarray, scale: float, shift: float) -> np.ndarray:
+def changed(values: np.ndarray, scale: float, shift: float, view: str) -> np.ndarray:
     """`values * scale + shift`, in float32 at least.
 
-    Returns:
-      `values` itself if scale is 1 and shift 0.
+    Args:
+      values: as they are stored.
+      scale: their factor.
+      shift: added to them.
+      view: of the stored tensor, see `StoredTensor`.
 
     Raises:
       CheckpointError: see `widened`.
     """
-    if scale == 1 and shift == 0:
+    values = np.conjugate(values) if "conj" in view else values
+    values = -values if "neg" in view else values
+    if (scale, shift) == (1, 0):
         return values
-    result = widened(values)
     with np.errstate(all="ignore"):
-        result *= scale
-        result += shift
-    return result
+        return widened(values) * scale + shift
 
 
 def widened(values: np.ndarray) -> np.ndarray:

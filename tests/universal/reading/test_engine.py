@@ -125,7 +125,8 @@ def test_every_needed_box_gets_the_values_of_its_sources(
     moves, derived = with_replicas(data.draw, layout)
     targets = layout.target_tensors()
     needed = data.draw(units(targets))
-    limits = Limits(data.draw(st.sampled_from([0, 4, 30, 2**40])), data.draw(small))
+    gap_bytes = data.draw(st.sampled_from([0, 4, 30, 2**40]))
+    limits = Limits(gap_bytes, data.draw(small), 0)
     with (
         mock.patch.object(sources, "LOCAL", limits),
         mock.patch.object(sources, "PART_BYTES", data.draw(small)),
@@ -139,7 +140,7 @@ def test_every_needed_box_gets_the_values_of_its_sources(
     for target, box, values in read:
         place = tuple(map(slice, box.start, box.stop))
         assert values.tobytes() == layout.targets[target.name][place].tobytes()
-    if limits.gap_bytes == 0 and not derived:
+    if gap_bytes == 0 and not derived:
         # Each needed byte is read once, and no other.
         num_bytes = sum(values.nbytes for *_, values in read)
         assert sum(span.stop - span.start for span in spans) == num_bytes
@@ -606,7 +607,7 @@ def test_damage_of_an_entry_is_seen_by_who_reads_some_of_it(
     needed_boxes = [boxes.Box(start=(a,), stop=(b,)) for a, b in needed]
 
     def read():
-        limits = Limits(gap_bytes, 2**23)
+        limits = Limits(gap_bytes, 2**23, 0)
         with mock.patch.object(sources, "LOCAL", limits):
             reader = reader_of(
                 files.tensors, [move(target)], [target], checksums=lambda _: entries
