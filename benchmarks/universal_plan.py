@@ -24,8 +24,8 @@ from benchmarks import dcp_writer, report, sized, turns
 from elastic_ckpt.core import boxes
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal import flat_ranges, opening
-from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
 from elastic_ckpt.universal.adapter import adapted
+from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
 from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.reading.engine import Reader, Span
 from elastic_ckpt.universal.rules import matching

@@ -1,7 +1,7 @@
 """Old moves as new ones; goes with the old algebra."""
 
-import numpy as np
 import ml_dtypes
+import numpy as np
 
 from elastic_ckpt.universal import moves as old
 from elastic_ckpt.universal import new_moves as new

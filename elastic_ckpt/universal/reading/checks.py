@@ -67,7 +67,8 @@ class Checks:
             for (start, stop), part in sorted(parts.items()):
                 # A part that begins inside of what was read is read again.
                 if start >= at:
-                    crc = combined(_continued(file, at, start, crc), part, stop - start)
+                    crc = _continued(file, at, start, crc)
+                    crc = _times(_power(stop - start), crc) ^ part
                     at = stop
             crc = _continued(file, at, entry.stop, crc)
             if crc != entry.crc:
@@ -83,11 +84,6 @@ def _continued(file: str, start: int, stop: int, crc: int) -> int:
             for at in range(start, stop, _PIECE_BYTES):
                 crc = zlib.crc32(content.read(min(_PIECE_BYTES, stop - at)), crc)
     return crc
-
-
-def combined(first: int, second: int, second_bytes: int) -> int:
-    """The CRC-32 of two ranges one after the other, the second of so many bytes."""
-    return _times(_power(second_bytes), first) ^ second
 
 
 @functools.lru_cache(maxsize=2**14)

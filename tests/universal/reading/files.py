@@ -59,7 +59,7 @@ def identity(rank, order=None):
 
 
 def move(target, *, source=0, order=None, scale=1.0, shift=0.0):
-    """A move of a whole tensor; `order` has the dim of the target of each of its own."""
+    """A move of a whole tensor; `order` has the target's dim of each of its own."""
     rank = len(target.shape)
     order = tuple(range(rank)) if order is None else order
     return Move(

@@ -22,7 +22,7 @@ from elastic_ckpt.universal import stored
 from elastic_ckpt.universal.flat_ranges import boxes_of_range
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.new_moves import Derived, Fill, Operand
-from elastic_ckpt.universal.reading import checks, sources
+from elastic_ckpt.universal.reading import sources
 from elastic_ckpt.universal.reading.sources import Limits, Sources
 from tests.universal import random_layouts
 from tests.universal.reading.files import (
@@ -343,7 +343,7 @@ def test_integers_of_64_bits_are_added_up_exactly_and_not_rounded(files):
     with pytest.raises(errors.CheckpointError, match=f"{2**62 - 1} cannot be scaled"):
         files.read(target, [mean])
     files.add(np.array([2, 0]))
-    with pytest.raises(errors.CheckpointError, match="w: .* is no int64"):
+    with pytest.raises(errors.CheckpointError, match=r"w: .* is no int64"):
         files.read(target, [derived_of("sum", [*both, operand(2, 0)], wide)])
 
 
@@ -377,17 +377,15 @@ def test_replicas_of_different_dtypes_are_refused(files):
         files.read(target_of(4), [spec])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "order"),
-    [(F32, (1, 0, 2)), (BF16, (2, 1, 0)), (np.dtype("int8"), (1, 2, 0))],
-)
-def test_large_arrays_are_transposed_bit_for_bit(files, dtype, order):
+@pytest.mark.parametrize("dtype", [F32, BF16, np.dtype("int8")], ids=str)
+def test_large_arrays_are_transposed_bit_for_bit(files, dtype):
     bits = np.random.default_rng(0).integers(0, 256, 130 * 70 * 190 * dtype.itemsize)
     values = bits.astype(np.uint8).view(dtype).reshape(130, 70, 190)
     files.add(values)
-    moved = np.moveaxis(values, (0, 1, 2), order)
-    read = files.read(target_of(*moved.shape, dtype=dtype), order=order)
-    assert read.tobytes() == moved.tobytes()
+    for order in ((1, 0, 2), (2, 1, 0), (1, 2, 0)):
+        moved = np.moveaxis(values, (0, 1, 2), order)
+        read = files.read(target_of(*moved.shape, dtype=dtype), order=order)
+        assert read.tobytes() == moved.tobytes()
 
 
 # Requests and memory.
@@ -460,32 +458,6 @@ def test_memory_of_requests_and_of_groups_keeps_to_the_budget(
     for number, group in enumerate(reader.read(units)):
         assert len(group) == budget // 2 // targets[0].num_bytes, number
     assert 0 < max(peak) <= budget
-
-
-def test_every_byte_is_read_once_however_many_boxes_need_it(files, requests):
-    values = drawn(256, 512)
-    path = files.add(values)
-    target = target_of(512, 256)
-    reader = reader_of(files.tensors, [move(target, order=(1, 0))], [target])
-    read = read_units(reader, [(target, cut(target.shape, [(), (64, 128)]))])
-    whole = np.concatenate([each for *_, each in read], axis=1)
-    assert whole.tobytes() == values.T.tobytes()
-    ranges = sorted((start, stop) for file, start, stop in requests if file == path)
-    assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
-    assert ranges[-1][1] == values.nbytes
-
-
-def test_no_thread_reads_on_when_a_caller_ends(files):
-    for name in "abcd":
-        files.add(drawn(100, 10), name=name)
-    targets = [target_of(100, 10, name=name) for name in "abcd"]
-    moves = [move(each, source=number) for number, each in enumerate(targets)]
-    reader = reader_of(files.tensors, moves, targets, budget_bytes=1)
-    groups = reader.read([(each, [boxes.whole(each.shape)]) for each in targets])
-    next(groups)
-    groups.close()
-    names = [thread.name for thread in threading.enumerate()]
-    assert not any(name.startswith("relayout") for name in names)
 
 
 # Files that cannot be read, and encoded arrays.
@@ -627,11 +599,3 @@ def test_damage_of_an_entry_is_seen_by_who_reads_some_of_it(
             read()
     elif gap_bytes == 0:
         read()
-
-
-@given(st.lists(st.binary(max_size=40), max_size=5))
-def test_the_crc_of_parts_is_that_of_the_whole(parts):
-    crc = 0
-    for part in parts:
-        crc = checks.combined(crc, zlib.crc32(part), len(part))
-    assert crc == zlib.crc32(b"".join(parts))

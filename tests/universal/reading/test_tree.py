@@ -131,7 +131,7 @@ def test_no_thread_reads_on_while_an_error_of_a_leaf_is_handled(tmp_path, monkey
     ]
     abstract = {name: jax.ShapeDtypeStruct((100, 10), F32) for name in "abcd"}
 
-    def fail(self, values):
+    def fail(_, values):
         raise ValueError(f"full after {len(values)}")
 
     monkeypatch.setattr(trees.WantedLeaf, "make", fail)
