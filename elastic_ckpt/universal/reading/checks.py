@@ -11,9 +11,7 @@ Algorithm: `crc32_combine` of zlib, a product of polynomials modulo that of CRC-
 from __future__ import annotations
 
 import bisect
-import collections
 import functools
-import threading
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -35,10 +33,8 @@ class Checks:
 
     def __init__(self, checksums: Callable[[str], Sequence[Checksum]]) -> None:
         self._listed = functools.cache(lambda file: sorted(checksums(file)))
-        self._lock = threading.Lock()
         # By file and entry, the ranges of it that were read, and their CRCs.
-        self._read: dict[tuple[str, Checksum], dict[tuple[int, int], int]]
-        self._read = collections.defaultdict(dict)
+        self._read: dict[tuple[str, Checksum], dict[tuple[int, int], int]] = {}
 
     def note(self, file: str, start: int, memory: np.ndarray) -> None:
         """Takes bytes that were read, uint8, from `start` of a file on.
@@ -52,8 +48,7 @@ class Checks:
         for entry in listed[first:after]:
             low, high = max(start, entry.start), min(stop, entry.stop)
             crc = zlib.crc32(memory[low - start : high - start].data)
-            with self._lock:
-                self._read[file, entry][low, high] = crc
+            self._read.setdefault((file, entry), {})[low, high] = crc
 
     def finish(self) -> None:
         """Compares the checksums of all entries of which something was read.

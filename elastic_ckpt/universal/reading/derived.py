@@ -100,8 +100,8 @@ def computed(
             return total.astype(spec.dtype)
         except OverflowError as error:
             raise errors.CheckpointError(
-                f"{stored[spec.operands[0].tensor].name}: {error}: the sum of its"
-                f" integers is no {spec.dtype.name}; read them as they are"
+                f"{stored[spec.operands[0].tensor].name}: the sum over all ranks is no"
+                f" {spec.dtype.name}; use another step"
             ) from error
     with np.errstate(all="ignore"):
         total = values.widened(first)
@@ -128,8 +128,7 @@ def _make(
     box: Box,
     memory: np.ndarray,
 ) -> None:
-    into = memory.view(spec.dtype).reshape(box.shape)
-    into[...] = computed(spec, box, stored, read)
+    memory.view(spec.dtype).reshape(box.shape)[...] = computed(spec, box, stored, read)
 
 
 def _aligned(

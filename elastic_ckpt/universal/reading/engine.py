@@ -192,8 +192,11 @@ class Reader:
         self.checks = Checks(checkpoint.checksums)
         self._scratch: collections.deque[np.ndarray] = collections.deque()
         self._room = _Room(budget_bytes)
-        places = (f.file for number in used for f in tensors[number].fragments[:1])
-        is_remote = any("://" in file for file in places)
+        is_remote = any(
+            "://" in each.file
+            for number in used
+            for each in tensors[number].fragments[:1]
+        )
         # Those that wait for a decoder copy nothing.
         most = min(_LOCAL_THREADS, 2 * (os.cpu_count() or 1))
         self._num_threads = _REMOTE_THREADS if is_remote else most
@@ -349,8 +352,9 @@ class Reader:
                 span.stop = max(span.stop, copy.start + copy.form.extent)
                 is_over = is_alone
         for span in spans:
-            ends = self._sources.range_of(span.file, span.start, span.stop)
-            span.start, span.stop = ends
+            span.start, span.stop = self._sources.range_of(
+                span.file, span.start, span.stop
+            )
         return spans
 
     def _carry_out(self, span: Span) -> None:

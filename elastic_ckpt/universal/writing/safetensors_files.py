@@ -124,7 +124,14 @@ class SafetensorsFiles(Destination):
             yield from self._write(name)
         self._conversion.reader.checks.finish()
         if len(self._files) > 1:
-            storage.write_atomic(self._directory / _INDEX, self._index())
+            files = {
+                target.name: file
+                for file, group in self._files.items()
+                for target in group
+            }
+            size = {"total_size": self._conversion.num_bytes}
+            index = {"metadata": size, "weight_map": dict(sorted(files.items()))}
+            storage.write_atomic(self._directory / _INDEX, _json(index))
         if self._is_local:
             storage.rename(self._directory, self.target)
         else:
@@ -150,16 +157,6 @@ class SafetensorsFiles(Destination):
                 synced = pool.submit(_sync, file.fileno())
                 yield sum(each.values.nbytes for each in batch)
             synced.result()
-
-    def _index(self) -> bytes:
-        names = {
-            target.name: file for file, group in self._files.items() for target in group
-        }
-        content = {
-            "metadata": {"total_size": self._conversion.num_bytes},
-            "weight_map": dict(sorted(names.items())),
-        }
-        return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
 class HuggingFaceModel(SafetensorsFiles):
@@ -209,9 +206,7 @@ class HuggingFaceModel(SafetensorsFiles):
         if floats and not is_quantized:
             dtype = max(floats, key=lambda name: floats[name])
             config = _changed(config, dtype=dtype)
-        text = json.dumps(config, indent=2, ensure_ascii=False)
-        copied = dict(_copied(self._model))
-        return {**copied, CONFIG: text.encode() + b"\n"}
+        return {**dict(_copied(self._model)), CONFIG: _json(config)}
 
     def _check_tied(self, output: TargetTensor, embedding: TargetTensor) -> None:
         is_equal = output.shape == embedding.shape and output.dtype == embedding.dtype
@@ -249,6 +244,10 @@ def _header(group: Iterable[TargetTensor]) -> tuple[bytes, dict[TargetTensor, in
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     header = len(text).to_bytes(8, "little") + text
     return header, {target: len(header) + start for target, start in offsets.items()}
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
 def _sync(descriptor: int) -> None:
