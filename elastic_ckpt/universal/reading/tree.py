@@ -91,8 +91,8 @@ def load(
             arrays = iter([buffer.values for buffer in buffers])
             for target in dict.fromkeys(buffer.target for buffer in buffers):
                 wanted, is_staged = leaves[target][1:]
-                values = [next(arrays) for _ in wanted.boxes]
-                made[wanted.path] = wanted.make(values)
+                # Nothing but the leaf refers to the memory from here on.
+                made[wanted.path] = wanted.make([next(arrays) for _ in wanted.boxes])
                 if is_staged:
                     # The memory is that of the budget until the devices have it.
                     jax.block_until_ready(made[wanted.path])
