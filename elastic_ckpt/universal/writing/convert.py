@@ -223,23 +223,19 @@ class Destination(abc.ABC):
             )
 
     @abc.abstractmethod
-    def cleared(self) -> contextlib.AbstractContextManager[None]:
-        """Removes what a killed conversion has left, and keeps away other writers.
-
-        Raises:
-          CheckpointError: if the target exists.
-          RunError: if a run writes there.
-        """
-
-    @abc.abstractmethod
     def write(self) -> Generator[int]:
         """Writes the checkpoint durably, and makes it visible at the end.
 
+        What a killed conversion has left is removed first.
+
         Yields:
-          The bytes that were written since the last time.
+          The bytes that were written since the last time; 0 before the first.
 
         Raises:
-          CheckpointError: if the source cannot be read, or storage fails.
+          CheckpointError: if the target exists, the source cannot be read, or storage
+            fails.
+          FormatError: if the source has other checksums.
+          RunError: if a run writes there.
           OSError: if storage fails, or another of `bucket_clients.failures`.
         """
 
@@ -293,12 +289,10 @@ def convert(
     try:
         with storage.exclusive_lock(lock, target=str(target)):
             try:
-                with destination.cleared():
-                    progress(done, conversion.num_bytes)
-                    with contextlib.closing(destination.write()) as written:
-                        for num_bytes in written:
-                            done += num_bytes
-                            progress(done, conversion.num_bytes)
+                with contextlib.closing(destination.write()) as written:
+                    for num_bytes in written:
+                        done += num_bytes
+                        progress(done, conversion.num_bytes)
             finally:
                 # No other conversion writes to a target that exists.
                 if storage.is_local(lock) and target.exists():

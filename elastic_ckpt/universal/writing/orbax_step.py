@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -78,14 +78,13 @@ class OrbaxStep(Destination):
             contents=description.contents,
         )
 
-    @contextlib.contextmanager
-    def cleared(self) -> Iterator[None]:
+    def write(self) -> Generator[int]:
         """See `Destination`."""
-        root, step = self._root, self._saved.step_id.step
+        root, saved = self._root, self._saved
         with contextlib.closing(claims.Writer(root.path)) as writer:
             writer.check()
             steps = root.steps()
-            if step in steps:
+            if saved.step_id.step in steps:
                 raise self.exists_already()
             if steps:
                 raise errors.CheckpointError(
@@ -94,30 +93,26 @@ class OrbaxStep(Destination):
                     " the first of a run; convert to another directory"
                 )
             for each in root.leftovers():
-                if each.step == step:
+                if each.step == saved.step_id.step:
                     storage.remove(each.path)
-            yield
-
-    def write(self) -> Generator[int]:
-        """See `Destination`."""
-        root, saved = self._root, self._saved
-        numbers = {target: number for number, target in enumerate(self._ordered)}
-        uploading = upload.Upload(root, saved, _HOST)
-        uploading.begin()
-        for batch in self._conversion.read(self._conversion.targets):
-            values = [each.values for each in batch]
-            parts = [
-                (numbers[each.target], each.box, digest.values_digest(each.values))
-                for each in batch
-            ]
-            uploading.write(parts, values)
-            yield sum(each.nbytes for each in values)
-        self._conversion.reader.checks.finish()
-        uploading.finish()
-        chunks = {leaf.path: leaf.chunk for leaf in saved.contents.leaves}
-        texts = StepDescription.from_contents(saved.contents).files(chunks)
-        orbax_files = {path: text.encode() for path, text in texts.items()}
-        upload.commit(root, saved, hosts=[_HOST.id], orbax_files=orbax_files)
+            yield 0
+            numbers = {target: number for number, target in enumerate(self._ordered)}
+            uploading = upload.Upload(root, saved, _HOST)
+            uploading.begin()
+            for batch in self._conversion.read(self._conversion.targets):
+                values = [each.values for each in batch]
+                parts = [
+                    (numbers[each.target], each.box, digest.values_digest(each.values))
+                    for each in batch
+                ]
+                uploading.write(parts, values)
+                yield sum(each.nbytes for each in values)
+            self._conversion.reader.checks.finish()
+            uploading.finish()
+            chunks = {leaf.path: leaf.chunk for leaf in saved.contents.leaves}
+            texts = StepDescription.from_contents(saved.contents).files(chunks)
+            orbax_files = {path: text.encode() for path, text in texts.items()}
+            upload.commit(root, saved, hosts=[_HOST.id], orbax_files=orbax_files)
 
 
 def _tree(

@@ -24,7 +24,6 @@ Spec: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import collections
-import contextlib
 import json
 import operator
 import os
@@ -101,11 +100,9 @@ class SafetensorsFiles(Destination):
         """The contents of the files beside the tensors, by name."""
         return {}
 
-    @contextlib.contextmanager
-    def cleared(self) -> Iterator[None]:
+    def write(self) -> Generator[int]:
         """See `Destination`."""
-        ends = [self.target / name for name in (_ONE_FILE, _INDEX)]
-        is_whole = any(end.exists() for end in ends)
+        is_whole = any((self.target / name).exists() for name in (_ONE_FILE, _INDEX))
         if is_whole:
             storage.remove(self._unfinished)
         is_left = not (self._is_local or is_whole) and self._unfinished.exists()
@@ -114,10 +111,7 @@ class SafetensorsFiles(Destination):
         storage.remove(self._directory)
         if not self._is_local:
             storage.write_atomic(self._unfinished, b"")
-        yield
-
-    def write(self) -> Generator[int]:
-        """See `Destination`."""
+        yield 0
         for name, content in self.beside().items():
             storage.write_atomic(self._directory / name, content)
         for name in self._files:
