@@ -104,21 +104,21 @@ def computed(
                 f" {spec.dtype.name}; use another step"
             ) from error
     with np.errstate(all="ignore"):
-        total = values.widened(first)
+        total = values.widened(first).astype(spec.dtype, copy=False)
         if spec.how == "plus":
             left, right = map(values.widened, operands)
             for at in range(left.shape[-1]):
-                total = total + spec.factor * (left[..., at] * right[..., at])
+                total += spec.factor * (left[..., at] * right[..., at])
         elif spec.how == "times":
             for other in operands:
-                total = total * values.widened(other)
-            total = total * spec.factor
+                total *= values.widened(other)
+            total *= spec.factor
         else:
             for other in operands:
                 total += values.widened(other)
             if spec.how == "mean":
                 total = total / len(spec.operands)
-        return total.astype(spec.dtype, copy=False)
+    return total
 
 
 def _make(

@@ -36,7 +36,7 @@ def changed(values: np.ndarray, scale: float, shift: float, view: str) -> np.nda
 
 
 def widened(values: np.ndarray) -> np.ndarray:
-    """A copy of values as the floats that are computed with, of 32 bits at least.
+    """Values as the floats that are computed with, of 32 bits at least.
 
     Raises:
       CheckpointError: if an integer would be rounded.
@@ -49,7 +49,7 @@ def widened(values: np.ndarray) -> np.ndarray:
                 "integers as they are"
             )
     with np.errstate(all="ignore"):
-        return values.astype(_wide(values.dtype))
+        return values.astype(_wide(values.dtype), copy=False)
 
 
 @np.errstate(all="ignore")
