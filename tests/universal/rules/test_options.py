@@ -8,12 +8,9 @@ from hypothesis import strategies as st
 
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors
-from elastic_ckpt.universal.rules.layout import (
-    Layout,
-    LayoutError,
-    Rule,
-    TensorPattern,
-)
+from elastic_ckpt.universal.rules.layout import Layout
+from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.rule import Rule, TensorPattern, side
 from tests.universal import safetensors_files
 from tests.universal.rules.relayout import (
     assert_same,
@@ -342,8 +339,8 @@ version: 1
 states: {{{kind}: {{from: "{{}}", to: "{{}}"}}}}
 rules: [{{from: {{w: x}}, to: {{w: x}}}}]
 """
-    target = TensorPattern(name="w", dims="x", scale=scale, shift=shift)
-    rules = (Rule(source=(TensorPattern(name="w", dims="x"),), target=(target,)),)
+    target = TensorPattern(name="", dims="x", scale=scale, shift=shift)
+    rules = (Rule(source=side({"w": "x"}), target=side({"w": target})),)
     return Layout(rules=rules, states=Layout.parse(text).states)
 
 
@@ -380,9 +377,9 @@ def test_shifted_values_return_within_one_ulp_of_the_largest_term(listed, scale,
 
 @given(scales, scales, scales, scales)
 def test_both_sides_may_be_scaled(a, b, c, d):
-    one = TensorPattern(name="w", dims="x", scale=a, shift=b)
-    other = TensorPattern(name="w", dims="x", scale=c, shift=d)
-    rules = (Rule(source=(one,), target=(other,)),)
+    one = TensorPattern(name="", dims="x", scale=a, shift=b)
+    other = TensorPattern(name="", dims="x", scale=c, shift=d)
+    rules = (Rule(source=side({"w": one}), target=side({"w": other})),)
     w = np.linspace(-2, 2, 5)
     made = relayout(Layout(rules=rules), {"w": a * w + b})["w"]
     np.testing.assert_allclose(made, c * w + d, rtol=1e-9, atol=1e-9 * abs(c * b / a))
