@@ -40,7 +40,7 @@ from orbax.checkpoint import v1 as ocp
 from benchmarks import report, sized, turns, universal_plan
 from elastic_ckpt import universal
 from elastic_ckpt.universal.rules.layout import Layout
-from elastic_ckpt.universal.writing import conversion, convert
+from elastic_ckpt.universal.writing import convert
 
 _ROUNDS = sized(3, 1)
 _DEVICES = 2
@@ -205,7 +205,7 @@ def _conversions() -> dict[str, report.Figure]:
 
         def converted(name: str, to: Any) -> None:
             convert.convert(
-                conversion.Job(
+                convert.Job(
                     source=str(source),
                     target=str(target / name),
                     rules=str(rules),

@@ -19,8 +19,9 @@ from elastic_ckpt.cli import progress_line
 from elastic_ckpt.core import boxes, errors, option_numbers
 from elastic_ckpt.universal import listing, opening
 from elastic_ckpt.universal.moves import Matched, Move
+from elastic_ckpt.universal.reading import derived
 from elastic_ckpt.universal.rules import matching
-from elastic_ckpt.universal.writing import conversion, convert
+from elastic_ckpt.universal.writing import convert
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Converts, or shows the plan."""
-    job = conversion.Job(
+    job = convert.Job(
         source=arguments.source,
         target=arguments.target or "",
         rules=arguments.rules,
@@ -151,7 +152,7 @@ def run(arguments: argparse.Namespace) -> int:
 _Shown = tuple[dict[str, Any] | list[dict[str, Any]], list[str]]
 
 
-def _converted(job: conversion.Job) -> _Shown:
+def _converted(job: convert.Job) -> _Shown:
     began_secs = time.monotonic()
     progress = progress_line.ProgressLine("wrote")
     done = convert.convert(job, progress=progress)
@@ -183,24 +184,24 @@ def _listed(source: str) -> _Shown:
     ]
 
 
-def _checked(job: conversion.Job, given: str) -> _Shown:
+def _checked(job: convert.Job, given: str) -> _Shown:
     if job.rules is None:
         raise errors.ConfigError("--check looks at a layout: give --rules")
     checkpoint = opening.open_checkpoint(job.source)
-    layout = conversion.given_layout(job, checkpoint)
+    layout = convert.given_layout(job, checkpoint)
     tree = listing.tree(given) if given else None
     matched = matching.moves(layout, checkpoint.tensors, checkpoint.axes, tree)
-    uses = _rule_uses(matched)
+    uses = _rule_uses(matched, len(checkpoint.tensors))
     rows = [dataclasses.asdict(each) for each in uses]
     return rows, [f"{layout.place} fits:", *map(_described, uses)]
 
 
-def _planned(job: conversion.Job) -> _Shown:
-    planned = conversion.Conversion(job)
+def _planned(job: convert.Job) -> _Shown:
+    planned = convert.Conversion(job)
     # Raises what the format or the path does not allow.
     convert.destination_of(planned)
     checkpoint, matched = planned.checkpoint, planned.matched
-    uses = _rule_uses(matched)
+    uses = _rule_uses(matched, len(checkpoint.tensors))
     filled = [
         boxes.Box(start=each.start, stop=each.stop).volume
         * matched.targets[each.target].dtype.itemsize
@@ -237,7 +238,7 @@ def _described(use: RuleUse) -> str:
     )
 
 
-def _rule_uses(matched: Matched) -> list[RuleUse]:
+def _rule_uses(matched: Matched, num_stored: int) -> list[RuleUse]:
     # In the order of the layout.
     uses: dict[str, list[Move]] = collections.defaultdict(list)
     begin = 0
@@ -247,7 +248,13 @@ def _rule_uses(matched: Matched) -> list[RuleUse]:
     return [
         RuleUse(
             rule=rule,
-            sources=len({each.tensor for move in moves for each in move.sources}),
+            sources=len(
+                {
+                    number
+                    for move in moves
+                    for number in derived.stored_of(matched, move.source, num_stored)
+                }
+            ),
             targets=len({move.target for move in moves}),
             num_bytes=sum(
                 math.prod(move.sizes) * matched.targets[move.target].dtype.itemsize

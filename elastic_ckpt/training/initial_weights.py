@@ -18,7 +18,7 @@ from elastic_ckpt.core import bucket_clients, errors, events, storage
 from elastic_ckpt.tiers.persistent import leases
 from elastic_ckpt.universal import loading, opening, shipped
 from elastic_ckpt.universal.formats import files
-from elastic_ckpt.universal.reading import restored_tree
+from elastic_ckpt.universal.reading import tree as target_tree
 
 PARAMS = "params"
 
@@ -75,8 +75,7 @@ def _of_same_leaves(path: str, wanted: Any) -> Any:
     tree = storage.absolute(path) / run_saver.STATE
     source = str(tree) if tree.exists() else path
     stored = opening.open_checkpoint(source).tensors
-    leaves = restored_tree.target_leaves(wanted)
-    targets = {leaf.tensor.name: leaf.tensor for leaf in leaves}
+    targets = target_tree.targets(wanted)
     try:
         layout = loading.layout_of_leaves(path, stored, targets)
     except errors.OtherModelError as error:

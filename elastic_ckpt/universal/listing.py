@@ -51,7 +51,7 @@ def families(tensors: Sequence[StoredTensor]) -> list[Family]:
     """The families of tensors, in the order of their first ones."""
     # The numbers of each name, by what a family has in common.
     groups: dict[tuple, set[tuple[int, ...]]] = {}
-    unboxed = names.unboxed(tensor.name for tensor in tensors)
+    unboxed = names.unboxed({tensor.name for tensor in tensors})
     for tensor in tensors:
         name = unboxed.get(tensor.name, tensor.name)
         key = (*_NUMBER.split(name),), tensor.shape, tensor.dtype, tensor.kind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,14 +10,13 @@ from typing import Any
 from etils import epath
 
 from elastic_ckpt.checkpoint.host import trees
+from elastic_ckpt.core import allgather, calls
 from elastic_ckpt.universal import opening, shipped
-from elastic_ckpt.universal.formats.checkpoint import StoredTensor
-from elastic_ckpt.universal.moves import TargetTensor
-from elastic_ckpt.universal.reading import restored_tree
+from elastic_ckpt.universal.formats.checkpoint import Checkpoint, StoredTensor
+from elastic_ckpt.universal.moves import Matched, TargetTensor
+from elastic_ckpt.universal.reading import engine, tree
 from elastic_ckpt.universal.rules import matching, names
-from elastic_ckpt.universal.rules.layout import (
-    Layout,
-)
+from elastic_ckpt.universal.rules.layout import Layout
 
 
 def load(
@@ -24,7 +24,7 @@ def load(
     abstract_state: Any,
     *,
     layout: Layout | str | os.PathLike[str] | None = None,
-    budget_bytes: int = restored_tree.BUDGET_BYTES,
+    budget_bytes: int = engine.BUDGET_BYTES,
 ) -> Any:
     """Loads a checkpoint of another program into the arrays of a tree.
 
@@ -56,18 +56,36 @@ def load(
       LayoutError: if the layout does not fit the checkpoint or the tree.
       CheckpointError: if a file cannot be read, or copies of a tensor that should be
         equal differ.
+      RunError: if it cannot be loaded on another host, which is named with its error.
     """
+    # A host that fails leaves none waiting in the collectives that follow.
+    everywhere = functools.partial(
+        allgather.shared().agreed, timeout_secs=calls.LONG_SECS
+    )
+    found: list[tuple[Checkpoint, Matched]] = []
+    made: list[Any] = []
+    everywhere(
+        "load_opens", lambda: found.append(_matched(path, abstract_state, layout))
+    )
+    everywhere(
+        "load_reads",
+        lambda: made.append(
+            tree.load(*found[0], abstract_state, budget_bytes=budget_bytes)
+        ),
+    )
+    return made[0]
+
+
+def _matched(
+    path: epath.PathLike, abstract_state: Any, layout: Layout | str | os.PathLike | None
+) -> tuple[Checkpoint, Matched]:
     given = None if layout is None else shipped.resolve(layout)
     checkpoint = opening.open_checkpoint(path)
-    leaves = restored_tree.target_leaves(abstract_state)
-    targets = {leaf.tensor.name: leaf.tensor for leaf in leaves}
+    targets = tree.targets(abstract_state)
     rules = given or shipped.default_layout(checkpoint, targets)
     rules = rules.with_values(checkpoint.values)
     matched = matching.moves(rules, checkpoint.tensors, checkpoint.axes, targets)
-    made = restored_tree.read_leaves(
-        checkpoint, matched.moves, matched.fills, leaves, budget_bytes=budget_bytes
-    )
-    return restored_tree.rebuilt(abstract_state, made)
+    return checkpoint, matched
 
 
 def layout_of_leaves(

@@ -12,8 +12,7 @@ from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.universal import loading, shipped
 from elastic_ckpt.universal.formats.checkpoint import Checkpoint
-from elastic_ckpt.universal.reading import restored_tree, saved_boxes
-from elastic_ckpt.universal.reading.saved_boxes import SavedBoxes
+from elastic_ckpt.universal.reading import sources, tree
 from elastic_ckpt.universal.rules import matching
 from elastic_ckpt.universal.rules.layout import Layout
 
@@ -29,14 +28,13 @@ def relayout(
     Raises:
       LayoutError: if the layout does not fit.
     """
-    leaves = restored_tree.target_leaves(abstract)
     matched = (
         matching.moves(
             # A step has no values.
             shipped.resolve(layout).with_values({}),
-            saved_boxes.tensors_of(contents, name),
+            sources.tensors_of(contents, name),
             {},
-            {leaf.tensor.name: leaf.tensor for leaf in leaves},
+            tree.targets(abstract),
         )
         if contents is not None
         else None
@@ -46,14 +44,8 @@ def relayout(
         if not isinstance(saved, VerifiedReader):
             return loading.load(saved, abstract, layout=layout)
         assert matched is not None
-        source = SavedBoxes(saved, name)
-        made = restored_tree.read_leaves(
-            Checkpoint(format="elastic_ckpt", tensors=source.tensors),
-            matched.moves,
-            matched.fills,
-            leaves,
-            source=source,
-        )
-        return restored_tree.rebuilt(abstract, made)
+        stored, files = sources.saved_boxes(saved, name)
+        checkpoint = Checkpoint(format="elastic_ckpt", tensors=stored)
+        return tree.load(checkpoint, matched, abstract, files=files)
 
     return read

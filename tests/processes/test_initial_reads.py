@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from elastic_ckpt.core import topology
+from elastic_ckpt import universal
+from elastic_ckpt.core import errors, topology
 from elastic_ckpt.elastic import multicontroller, supervisor
 from elastic_ckpt.training import initial_weights, schema
-from elastic_ckpt.universal.reading import byte_source
+from elastic_ckpt.universal.reading.sources import Sources
+from elastic_ckpt.universal.rules.layout import Layout
 from tests.universal import safetensors_files
 
 SHAPE = (512, 256)
 NORM = (256,)
+NORM_RULE = {"from": {"model.norm": "a"}, "to": {"params/norm": "a"}}
 NORM_BYTES = 4 * NORM[0]
 MATRICES_BYTES = 2 * 4 * SHAPE[0] * SHAPE[1]
 
@@ -52,15 +55,13 @@ def write(path):
 
 def counted(reads):
     """Notes the file and the range of each read of files."""
-    source = byte_source.LocalFiles
-    read_into = source.read_into
+    read_into = Sources.read_into
 
-    def counting(self, file, start, parts):
-        stop = start + sum(part.nbytes for part in parts)
-        reads.append((file, start, stop))
-        return read_into(self, file, start, parts)
+    def counting(self, file, start, memory):
+        reads.append((file, start, start + memory.nbytes))
+        return read_into(self, file, start, memory)
 
-    source.read_into = counting
+    Sources.read_into = counting
 
 
 def load(mesh, keys, path):
@@ -93,6 +94,38 @@ def host(place, emit, *, keys, path):
     multicontroller.configure(schema.WorldSection())
     with multicontroller.joined(place):
         load(topology.mesh_of(topology.present(1)), keys, path)
+
+
+def load_or_note(place, emit, *, keys, path):
+    """A host that loads, where the second one has no checkpoint; notes the error."""
+    del emit
+    multicontroller.configure(schema.WorldSection())
+    with multicontroller.joined(place):
+        own = topology.this_host()
+        sharding = NamedSharding(topology.mesh_of(topology.present(1)), PartitionSpec())
+        leaf = jax.ShapeDtypeStruct(NORM, np.float32, sharding=sharding)
+        source = keys["path"] if own == 0 else f"{path}/absent"
+        layout = Layout.from_dict(
+            {"rules": [NORM_RULE], "drop": ["optimizer.*", "*.up", "*.down"]}
+        )
+        try:
+            universal.load(source, {"params": {"norm": leaf}}, layout=layout)
+        except errors.ElasticCkptError as error:
+            pathlib.Path(path, f"error-{own}").write_text(str(error))
+
+
+@pytest.mark.slow
+def test_all_hosts_raise_if_one_cannot_open_the_checkpoint(tmp_path):
+    supervisor.HostProcesses(
+        functools.partial(load_or_note, keys=write(tmp_path), path=str(tmp_path)),
+        num_hosts=2,
+        log_directory=tmp_path / "logs",
+        emit=_discard,
+    ).run()
+    first, second = ((tmp_path / f"error-{number}").read_text() for number in (0, 1))
+    assert "absent" in second
+    assert "host 1" in first
+    assert second in first
 
 
 @pytest.mark.slow

@@ -80,9 +80,8 @@ def _add(draw, layout, name, dtype):
             moves.Move(
                 target=target,
                 sizes=part_sizes,
-                sources=(
-                    moves.Source(tensor=len(layout.tensors) - 1, side=source_side),
-                ),
+                source=len(layout.tensors) - 1,
+                source_side=source_side,
                 target_side=target_side,
             )
         )

@@ -12,7 +12,7 @@ from elastic_ckpt.cli import main
 from elastic_ckpt.universal import opening
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.rules.layout import LayoutError
-from elastic_ckpt.universal.writing.conversion import Conversion, Job
+from elastic_ckpt.universal.writing.convert import Conversion, Job
 from tests.universal import safetensors_files
 from tests.universal.safetensors_files import bits
 

@@ -131,9 +131,9 @@ def layout(checkpoint: Checkpoint, targets: Collection[str] | None = None) -> La
     for name in cuts:
         by_template.setdefault(template(name), []).append(name)
     rules = []
-    for pattern, names in by_template.items():
-        alike = all(cuts[name] == cuts[names[0]] for name in names)
-        for name in names[:1] if alike else names:
+    for pattern, held in by_template.items():
+        alike = all(cuts[name] == cuts[held[0]] for name in held)
+        for name in held[:1] if alike else held:
             one = pattern if alike else names.pattern_of(name)
             rules += [
                 _rule(one, cut, tuple(kinds)) for cut, kinds in cuts[name].items()

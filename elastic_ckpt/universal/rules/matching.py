@@ -19,6 +19,7 @@ import numpy as np
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal import garbage_collection
+from elastic_ckpt.universal.formats.checkpoint import StoredTensor
 from elastic_ckpt.universal.moves import (
     Derived,
     Fill,
@@ -29,6 +30,13 @@ from elastic_ckpt.universal.moves import (
     is_half_a_byte,
 )
 from elastic_ckpt.universal.rules import names
+from elastic_ckpt.universal.rules.layout import (
+    PARAMETER,
+    CheckpointValue,
+    Layout,
+    LayoutError,
+    State,
+)
 from elastic_ckpt.universal.rules.names import NamePattern, Value
 from elastic_ckpt.universal.rules.rule import (
     Items,
@@ -42,11 +50,6 @@ from elastic_ckpt.universal.rules.rule import (
     can_be,
     target_dtype,
 )
-from elastic_ckpt.universal.rules.layout import CheckpointValue
-from elastic_ckpt.universal.rules.layout import Layout
-from elastic_ckpt.universal.rules.layout import LayoutError
-from elastic_ckpt.universal.rules.layout import PARAMETER, State
-from elastic_ckpt.universal.formats.checkpoint import StoredTensor
 
 # The kind of all tensors of formats that have no kinds; it fits any state.
 ANY_KIND = "parameter"

@@ -29,10 +29,13 @@ from elastic_ckpt.universal.moves import (
     TargetTensor,
 )
 from elastic_ckpt.universal.rules import dims, names, sizes
+from elastic_ckpt.universal.rules.layout import (
+    CheckpointValue,
+    LayoutError,
+    Rule,
+    TensorPattern,
+)
 from elastic_ckpt.universal.rules.names import Value
-from elastic_ckpt.universal.rules.layout import CheckpointValue
-from elastic_ckpt.universal.rules.layout import LayoutError
-from elastic_ckpt.universal.rules.layout import Rule, TensorPattern
 
 # Empty tensors may have dims of any size, of which targets are made.
 MOST_TARGETS = 1 << 20

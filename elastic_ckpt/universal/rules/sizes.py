@@ -22,8 +22,7 @@ import numpy as np
 
 from elastic_ckpt.universal.rules import dims
 from elastic_ckpt.universal.rules.dims import Scope
-from elastic_ckpt.universal.rules.layout import LayoutError
-from elastic_ckpt.universal.rules.layout import Rule
+from elastic_ckpt.universal.rules.layout import LayoutError, Rule
 
 _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,

@@ -11,12 +11,29 @@ JAX and Orbax, whose import takes seconds, are imported for Orbax checkpoints al
 from __future__ import annotations
 
 import abc
+import collections
 import contextlib
+import dataclasses
+import functools
 import importlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
-from elastic_ckpt.core import bucket_clients, errors, storage
-from elastic_ckpt.universal.writing.conversion import Conversion, Job
+import ml_dtypes
+import numpy as np
+from etils import epath
+
+from elastic_ckpt.core import boxes, bucket_clients, errors, host_memory, storage
+from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.steps import layout as step_layout
+from elastic_ckpt.universal import opening, shipped
+from elastic_ckpt.universal.formats import files, peft, weights
+from elastic_ckpt.universal.formats.checkpoint import Checkpoint, StoredTensor
+from elastic_ckpt.universal.moves import Matched, Move, TargetTensor
+from elastic_ckpt.universal.reading.derived import stored_of
+from elastic_ckpt.universal.reading.engine import Buffer, Reader
+from elastic_ckpt.universal.rules import matching, names
+from elastic_ckpt.universal.rules.layout import PARAMETER, Layout
+from elastic_ckpt.universal.writing import chunks
 
 _ROOM = "elastic_ckpt.universal.writing"
 _DESTINATIONS = {
@@ -24,6 +41,162 @@ _DESTINATIONS = {
     "safetensors": ("safetensors_files", "SafetensorsFiles"),
     "hf": ("safetensors_files", "HuggingFaceModel"),
 }
+# Of the boxes that are read or were not yet written; of requests likewise.
+_BUDGET_BYTES = 2**27
+# Smaller memory is allocated as fast as it is looked up.
+_LEAST_KEPT_BYTES = 2**18
+# Of boxes in formats whose files have a tensor in one piece, times those of Orbax.
+_PLAIN_TIMES = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A conversion, as a user requests it.
+
+    Attributes:
+      source: the path of a checkpoint of any format that is read.
+      target: the path of the one to write.
+      rules: the path of a layout, or the name of one that ships; None for that of the
+        checkpoint, see `default_layout`.
+      sizes: of dims that shapes do not determine, beside those in the layout.
+      is_reversed: whether the layout leads from the target to the source.
+      to: the format that is written.
+      config: a model of Hugging Face, whose `config.json` has values for the layout:
+        a directory, or the id of one in the hub's local cache, `hf://org/name`.
+      dtype: that floating-point tensors are cast to; None keeps that of each.
+      only_weights: whether the optimizer and the step are left out.
+    """
+
+    source: str
+    target: str
+    rules: str | None = None
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    is_reversed: bool = False
+    to: str = "orbax"
+    config: str | None = None
+    dtype: str | None = None
+    only_weights: bool = False
+
+
+class Conversion:
+    """An open checkpoint, and the tensors that a layout makes of it.
+
+    Args:
+      job: what is converted.
+
+    Attributes:
+      job: what is converted.
+      checkpoint: that is open.
+      layout: from its tensors to the targets.
+      matched: the layout, matched with the checkpoint.
+      targets: in the order in which their sources are stored.
+
+    Raises:
+      FormatError: if the source is of no format that is read, or damaged.
+      LayoutError: if the layout does not fit.
+      ConfigError: if there are no rules to which sizes or a direction belong.
+    """
+
+    def __init__(self, job: Job) -> None:
+        if job.dtype is not None and not _is_floating(job.dtype):
+            raise errors.ConfigError(
+                f"{job.dtype!r} is no dtype of floating-point numbers; give bfloat16,"
+                " float16 or float32"
+            )
+        self.job = job
+        self._free = host_memory.Pool()
+        self.checkpoint: Checkpoint = opening.open_checkpoint(job.source)
+        self.layout = given_layout(job, self.checkpoint)
+        stored = self.checkpoint.tensors
+        self.matched: Matched = matching.moves(
+            self.layout, stored, self.checkpoint.axes, None
+        )
+        derived = [
+            StoredTensor(name="", dtype=each.dtype, shape=each.shape)
+            for each in self.matched.derived
+        ]
+        self._tensors = [*stored, *derived]
+        self._moves: dict[str, list[Move]] = collections.defaultdict(list)
+        for move in self.matched.moves:
+            self._moves[move.target].append(move)
+        targets = [
+            dataclasses.replace(each, dtype=np.dtype(job.dtype))
+            if job.dtype is not None and _is_floating(each.dtype)
+            else each
+            for each in self.matched.targets.values()
+        ]
+        first = {
+            name: min(number for move in moves for number in self._stored(move))
+            for name, moves in self._moves.items()
+        }
+        self.targets: list[TargetTensor] = sorted(
+            targets, key=lambda each: (first.get(each.name, -1), each.name)
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the values of all targets."""
+        return sum(target.num_bytes for target in self.targets)
+
+    @functools.cached_property
+    def reader(self) -> Reader:
+        """Reads the targets."""
+        return Reader(
+            self.checkpoint,
+            self.matched,
+            self.matched.targets,
+            budget_bytes=_BUDGET_BYTES,
+            # Fresh memory takes longer to allocate than to copy into.
+            allocate=lambda num_bytes: self._free.take(num_bytes),
+        )
+
+    @property
+    def files(self) -> list[str]:
+        """The files whose bytes are read, ordered."""
+        moves = self.matched.moves
+        used = {number for move in moves for number in self._stored(move)}
+        return sorted({f.file for n in used for f in self._tensors[n].fragments})
+
+    def chunk(self, target: TargetTensor) -> tuple[int, ...]:
+        """The shape of the boxes in which a target is written."""
+        # Boxes that are whole tensors lie in one piece in a file.
+        times = 1 if self.job.to == "orbax" else _PLAIN_TIMES
+        return chunks.chunk_shape(
+            target,
+            self._moves[target.name],
+            self._tensors,
+            chunk_bytes=times * chunks.CHUNK_BYTES,
+        )
+
+    def boxes(self, target: TargetTensor) -> list[Box]:
+        """The boxes in which a target is written, in C order; none if it is empty."""
+        if not target.num_bytes:
+            return []
+        return list(step_layout.cut(boxes.whole(target.shape), self.chunk(target)))
+
+    def read(self, targets: Sequence[TargetTensor]) -> Iterator[list[Buffer]]:
+        """Yields the boxes of targets in batches.
+
+        The values of a batch may change once the next one is asked for.
+
+        Raises:
+          CheckpointError: if an element is filled by no source, or by two, a file
+            cannot be read or ends too early, or values that should be equal differ.
+        """
+        units = ((target, [box]) for target in targets for box in self.boxes(target))
+        with contextlib.closing(self.reader.read(units)) as groups:
+            for batch in groups:
+                yield batch
+                # That of one batch is kept.
+                self._free = host_memory.Pool()
+                for each in batch:
+                    if each.values.nbytes >= _LEAST_KEPT_BYTES:
+                        memory = each.values.reshape(-1).view(np.uint8)
+                        self._free.give_back(memory)
+
+    def _stored(self, move: Move) -> list[int]:
+        num_stored = len(self.checkpoint.tensors)
+        return stored_of(self.matched, move.source, num_stored)
 
 
 class Destination(abc.ABC):
@@ -48,23 +221,19 @@ class Destination(abc.ABC):
             )
 
     @abc.abstractmethod
-    def cleared(self) -> contextlib.AbstractContextManager[None]:
-        """Removes what a killed conversion has left, and keeps away other writers.
-
-        Raises:
-          CheckpointError: if the target exists.
-          RunError: if a run writes there.
-        """
-
-    @abc.abstractmethod
     def write(self) -> Generator[int]:
         """Writes the checkpoint durably, and makes it visible at the end.
 
+        What a killed conversion has left is removed first.
+
         Yields:
-          The bytes that were written since the last time.
+          The bytes that were written since the last time; 0 before the first.
 
         Raises:
-          CheckpointError: if the source cannot be read, or storage fails.
+          CheckpointError: if the target exists, the source cannot be read, or storage
+            fails.
+          FormatError: if the source has other checksums.
+          RunError: if a run writes there.
           OSError: if storage fails, or another of `bucket_clients.failures`.
         """
 
@@ -118,13 +287,10 @@ def convert(
     try:
         with storage.exclusive_lock(lock, target=str(target)):
             try:
-                with destination.cleared():
-                    conversion.checkpoint.check(conversion.files)
-                    progress(done, conversion.num_bytes)
-                    with contextlib.closing(destination.write()) as written:
-                        for num_bytes in written:
-                            done += num_bytes
-                            progress(done, conversion.num_bytes)
+                with contextlib.closing(destination.write()) as written:
+                    for num_bytes in written:
+                        done += num_bytes
+                        progress(done, conversion.num_bytes)
             finally:
                 # No other conversion writes to a target that exists.
                 if storage.is_local(lock) and target.exists():
@@ -135,3 +301,81 @@ def convert(
             " it, or give another path, and convert again"
         ) from error
     return conversion
+
+
+def config_directory(model: str) -> epath.Path:
+    """The directory of a model that has a `config.json`; see `Job.config`.
+
+    That of an adapter is its base's.
+
+    Raises:
+      ConfigError: if it has none.
+      FormatError: if the cache lacks the model.
+    """
+    path = storage.absolute(files.resolved(model))
+    if (path / peft.CONFIG).exists():
+        path = peft.base(path)
+    if not (path / weights.CONFIG).exists():
+        raise errors.ConfigError(
+            f"{model} has no {weights.CONFIG}; give the directory of a model, or"
+            " the id of one that was downloaded, hf://org/name, by --config"
+        )
+    return path
+
+
+def given_layout(job: Job, checkpoint: Checkpoint) -> Layout:
+    """The layout of a job, with the values of a checkpoint.
+
+    Raises:
+      LayoutError: if the layout cannot be read, or has other sizes.
+      ConfigError: if `config` is no model, or options are those of rules, and there are
+        none.
+    """
+    if job.rules is None:
+        if job.sizes or job.is_reversed or job.only_weights:
+            raise errors.ConfigError(
+                "sizes, the reverse direction and the choice of weights are those of"
+                " rules; give --rules"
+            )
+        return shipped.default_layout(checkpoint).with_values(checkpoint.values)
+    layout = shipped.resolve(job.rules).with_sizes(job.sizes)
+    layout = layout.inverse() if job.is_reversed else layout
+    values = dict(checkpoint.values)
+    if job.config is not None:
+        path = config_directory(job.config) / weights.CONFIG
+        values |= weights.config_values(path)
+    layout = layout.with_values(values)
+    return _of_weights(layout, checkpoint.tensors) if job.only_weights else layout
+
+
+def _of_weights(layout: Layout, stored: Sequence[StoredTensor]) -> Layout:
+    # Trees that no rule of the weights reads, such as that of the optimizer, are
+    # dropped; what is left over in the others is an error, as usual.
+    weights = layout.weights()
+    first = weights.through[0] if weights.through else weights
+    patterns = {
+        # A rule of a kind has whole names.
+        tensor.name if rule.kind else state.source.replace(PARAMETER, tensor.name)
+        for rule in first.rules
+        for tensor in rule.source
+        for kind, state in first.states.items()
+        if state.source is not None and state.target is not None
+        if kind in (rule.states or (kind,))
+    }
+    trees = {pattern.partition("/")[0] for pattern in patterns if "/" in pattern}
+    if any("{" in tree for tree in trees) or not trees:
+        return weights
+    others = {each.name for each in stored if each.name.partition("/")[0] not in trees}
+    drop = tuple(map(names.glob_of, sorted(others)))
+    first = dataclasses.replace(first, drop=(*first.drop, *drop))
+    if not weights.through:
+        return first
+    return dataclasses.replace(weights, through=(first, *weights.through[1:]))
+
+
+def _is_floating(dtype: np.typing.DTypeLike) -> bool:
+    try:
+        made = np.dtype(dtype)
+        return ml_dtypes.finfo(made).dtype == made
+    except (TypeError, ValueError):
+        return False

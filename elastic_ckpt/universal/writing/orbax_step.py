@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,8 +22,7 @@ from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers.persistent import claims, upload
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 from elastic_ckpt.universal.moves import TargetTensor
-from elastic_ckpt.universal.writing.conversion import Conversion
-from elastic_ckpt.universal.writing.convert import Destination
+from elastic_ckpt.universal.writing.convert import Conversion, Destination
 
 _HOST = Host(id="convert-0", number=0, domains={})
 # An index of a list.
@@ -79,14 +78,13 @@ class OrbaxStep(Destination):
             contents=description.contents,
         )
 
-    @contextlib.contextmanager
-    def cleared(self) -> Iterator[None]:
+    def write(self) -> Generator[int]:
         """See `Destination`."""
-        root, step = self._root, self._saved.step_id.step
+        root, saved = self._root, self._saved
         with contextlib.closing(claims.Writer(root.path)) as writer:
             writer.check()
             steps = root.steps()
-            if step in steps:
+            if saved.step_id.step in steps:
                 raise self.exists_already()
             if steps:
                 raise errors.CheckpointError(
@@ -95,29 +93,26 @@ class OrbaxStep(Destination):
                     " the first of a run; convert to another directory"
                 )
             for each in root.leftovers():
-                if each.step == step:
+                if each.step == saved.step_id.step:
                     storage.remove(each.path)
-            yield
-
-    def write(self) -> Generator[int]:
-        """See `Destination`."""
-        root, saved, read = self._root, self._saved, self._conversion.read
-        numbers = {target: number for number, target in enumerate(self._ordered)}
-        uploading = upload.Upload(root, saved, _HOST)
-        uploading.begin()
-        for group in self._conversion.groups():
-            for batch in read(group):
+            yield 0
+            numbers = {target: number for number, target in enumerate(self._ordered)}
+            uploading = upload.Upload(root, saved, _HOST)
+            uploading.begin()
+            for batch in self._conversion.read(self._conversion.targets):
+                values = [each.values for each in batch]
                 parts = [
-                    (numbers[target], box, digest.values_digest(values))
-                    for target, box, values in batch
+                    (numbers[each.target], each.box, digest.values_digest(each.values))
+                    for each in batch
                 ]
-                uploading.write(parts, [values for *_, values in batch])
-                yield sum(values.nbytes for *_, values in batch)
-        uploading.finish()
-        chunks = {leaf.path: leaf.chunk for leaf in saved.contents.leaves}
-        texts = StepDescription.from_contents(saved.contents).files(chunks)
-        orbax_files = {path: text.encode() for path, text in texts.items()}
-        upload.commit(root, saved, hosts=[_HOST.id], orbax_files=orbax_files)
+                uploading.write(parts, values)
+                yield sum(each.nbytes for each in values)
+            self._conversion.reader.checks.finish()
+            uploading.finish()
+            chunks = {leaf.path: leaf.chunk for leaf in saved.contents.leaves}
+            texts = StepDescription.from_contents(saved.contents).files(chunks)
+            orbax_files = {path: text.encode() for path, text in texts.items()}
+            upload.commit(root, saved, hosts=[_HOST.id], orbax_files=orbax_files)
 
 
 def _tree(

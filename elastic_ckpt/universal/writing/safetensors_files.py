@@ -24,25 +24,28 @@ Spec: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import collections
-import contextlib
 import json
 import operator
 import os
 import pathlib
 from collections.abc import Generator, Iterable, Iterator, Mapping
+from concurrent import futures
 from typing import Any
 
 import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import digest, errors, storage
-from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal.formats import files, safetensors
 from elastic_ckpt.universal.formats.weights import CONFIG
 from elastic_ckpt.universal.moves import TargetTensor
+from elastic_ckpt.universal.reading.engine import Buffer
 from elastic_ckpt.universal.strides import row_major
-from elastic_ckpt.universal.writing.conversion import Conversion, config_directory
-from elastic_ckpt.universal.writing.convert import Destination
+from elastic_ckpt.universal.writing.convert import (
+    Conversion,
+    Destination,
+    config_directory,
+)
 
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ALIGNMENT_BYTES = 8
@@ -74,7 +77,14 @@ class SafetensorsFiles(Destination):
 
     def __init__(self, conversion: Conversion) -> None:
         super().__init__(conversion)
-        groups = list(conversion.groups(self.most_file_bytes))
+        groups: list[list[TargetTensor]] = [[]]
+        num_bytes = 0
+        for target in conversion.targets:
+            num_bytes += target.num_bytes
+            if groups[-1] and num_bytes > self.most_file_bytes:
+                groups.append([])
+                num_bytes = target.num_bytes
+            groups[-1].append(target)
         names = [_ONE_FILE]
         if len(groups) > 1:
             numbers, last = range(1, len(groups) + 1), f"{len(groups):05d}.safetensors"
@@ -90,11 +100,9 @@ class SafetensorsFiles(Destination):
         """The contents of the files beside the tensors, by name."""
         return {}
 
-    @contextlib.contextmanager
-    def cleared(self) -> Iterator[None]:
+    def write(self) -> Generator[int]:
         """See `Destination`."""
-        ends = [self.target / name for name in (_ONE_FILE, _INDEX)]
-        is_whole = any(end.exists() for end in ends)
+        is_whole = any((self.target / name).exists() for name in (_ONE_FILE, _INDEX))
         if is_whole:
             storage.remove(self._unfinished)
         is_left = not (self._is_local or is_whole) and self._unfinished.exists()
@@ -103,16 +111,21 @@ class SafetensorsFiles(Destination):
         storage.remove(self._directory)
         if not self._is_local:
             storage.write_atomic(self._unfinished, b"")
-        yield
-
-    def write(self) -> Generator[int]:
-        """See `Destination`."""
+        yield 0
         for name, content in self.beside().items():
             storage.write_atomic(self._directory / name, content)
         for name in self._files:
             yield from self._write(name)
+        self._conversion.reader.checks.finish()
         if len(self._files) > 1:
-            storage.write_atomic(self._directory / _INDEX, self._index())
+            files = {
+                target.name: file
+                for file, group in self._files.items()
+                for target in group
+            }
+            size = {"total_size": self._conversion.num_bytes}
+            index = {"metadata": size, "weight_map": dict(sorted(files.items()))}
+            storage.write_atomic(self._directory / _INDEX, _json(index))
         if self._is_local:
             storage.rename(self._directory, self.target)
         else:
@@ -121,28 +134,23 @@ class SafetensorsFiles(Destination):
     def _write(self, name: str) -> Iterator[int]:
         header, starts = self._headers[name]
         path = self._directory / name
-        with storage.atomic_path(path) as temporary, open(temporary, "r+b") as file:
+        with (
+            storage.atomic_path(path) as temporary,
+            open(temporary, "r+b") as file,
+            futures.ThreadPoolExecutor(1) as pool,
+        ):
             file.write(header)
+            synced = pool.submit(_sync, file.fileno())
             for batch in self._conversion.read(self._files[name]):
-                for target, box, values in batch:
-                    for row, offset in _rows(target, box, values):
-                        file.seek(starts[target] + offset)
+                for each in batch:
+                    for row, offset in _rows(each):
+                        file.seek(starts[each.target] + offset)
                         file.write(row.data)
-                # Frees pages for what follows: fresh ones cost more than a copy.
                 file.flush()
-                os.fdatasync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                yield sum(values.nbytes for *_, values in batch)
-
-    def _index(self) -> bytes:
-        names = {
-            target.name: file for file, group in self._files.items() for target in group
-        }
-        content = {
-            "metadata": {"total_size": self._conversion.num_bytes},
-            "weight_map": dict(sorted(names.items())),
-        }
-        return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
+                synced.result()
+                synced = pool.submit(_sync, file.fileno())
+                yield sum(each.values.nbytes for each in batch)
+            synced.result()
 
 
 class HuggingFaceModel(SafetensorsFiles):
@@ -192,20 +200,16 @@ class HuggingFaceModel(SafetensorsFiles):
         if floats and not is_quantized:
             dtype = max(floats, key=lambda name: floats[name])
             config = _changed(config, dtype=dtype)
-        text = json.dumps(config, indent=2, ensure_ascii=False)
-        copied = dict(_copied(self._model))
-        return {**copied, CONFIG: text.encode() + b"\n"}
+        return {**dict(_copied(self._model)), CONFIG: _json(config)}
 
     def _check_tied(self, output: TargetTensor, embedding: TargetTensor) -> None:
         is_equal = output.shape == embedding.shape and output.dtype == embedding.dtype
-        boxes = self._conversion.boxes(embedding) if is_equal else []
-        read = self._conversion.read({output: boxes, embedding: boxes})
         found = {
-            (box, digest.values_digest(values))
-            for batch in read
-            for _, box, values in batch
+            (each.box, digest.values_digest(each.values))
+            for batch in self._conversion.read([output, embedding] if is_equal else [])
+            for each in batch
         }
-        if not is_equal or len(found) > len(boxes):
+        if not is_equal or len(found) > len({box for box, _ in found}):
             raise errors.CheckpointError(
                 f"{self._model / CONFIG} says {_TIED}: true, but"
                 f" {output.name} differs from {embedding.name}; set it to false there,"
@@ -236,10 +240,19 @@ def _header(group: Iterable[TargetTensor]) -> tuple[bytes, dict[TargetTensor, in
     return header, {target: len(header) + start for target, start in offsets.items()}
 
 
-def _rows(
-    target: TargetTensor, box: Box, values: np.ndarray
-) -> Iterator[tuple[np.ndarray, int]]:
+def _json(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def _sync(descriptor: int) -> None:
+    # Frees pages for what follows: fresh ones cost more than a copy.
+    os.fdatasync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _rows(part: Buffer) -> Iterator[tuple[np.ndarray, int]]:
     # The bytes of a box that are in one piece in its tensor, and the first's offset.
+    target, box, values = part.target, part.box, part.values
     strides = row_major(target.shape, target.dtype.itemsize)
     first = sum(map(operator.mul, box.start, strides))
     # The dims behind it are whole, and it is part of one row with them.

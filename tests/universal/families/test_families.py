@@ -16,7 +16,7 @@ from elastic_ckpt import universal
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal.rules.layout import LayoutError
 from elastic_ckpt.universal.writing import convert
-from elastic_ckpt.universal.writing.conversion import Job
+from elastic_ckpt.universal.writing.convert import Job
 from tests.environments import ROOT, Environment
 from tests.universal import safetensors_files
 from tests.universal.families import forward

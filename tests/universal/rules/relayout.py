@@ -9,10 +9,10 @@ import operator
 
 import numpy as np
 
-from elastic_ckpt.universal.moves import TargetTensor
-from elastic_ckpt.universal.rules.matching import moves
-from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.formats.checkpoint import StoredTensor
+from elastic_ckpt.universal.moves import TargetTensor
+from elastic_ckpt.universal.rules.layout import Layout
+from elastic_ckpt.universal.rules.matching import moves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.universal.rules.layout import Layout
-from elastic_ckpt.universal.rules.layout import LayoutError
+from elastic_ckpt.universal.rules.layout import Layout, LayoutError
 from tests.universal.rules.relayout import (
     assert_same,
     layout,

@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.universal.rules.dims import Name, Product, Shard, Sum
-from elastic_ckpt.universal.rules.layout import Layout
-from elastic_ckpt.universal.rules.layout import LayoutError
+from elastic_ckpt.universal.rules.layout import Layout, LayoutError
 from tests.universal.rules.relayout import assert_same, relayout, saved
 
 

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from elastic_ckpt.universal.rules.layout import Layout
-from elastic_ckpt.universal.rules.layout import LayoutError
+from elastic_ckpt.universal.rules.layout import Layout, LayoutError
 from tests.universal.rules.relayout import (
     assert_same,
     layout,

@@ -5,7 +5,6 @@ import json
 import os
 import pathlib
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -19,11 +18,9 @@ import elastic_ckpt as ec
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import errors, process
 from elastic_ckpt.tiers.persistent import claims
-from elastic_ckpt.universal.reading import reused_memory
 from elastic_ckpt.universal.rules.layout import Layout, LayoutError
 from elastic_ckpt.universal.writing import (
     chunks,
-    conversion,
     convert,
 )
 from tests import runs, seams
@@ -39,15 +36,15 @@ SLOW = pytest.mark.slow
 def source(tmp_path, monkeypatch):
     """A model whose targets have several chunks each."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**12)
-    monkeypatch.setattr(conversion, "_BATCH_BYTES", 2**13)
-    monkeypatch.setattr(reused_memory, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(convert, "_BUDGET_BYTES", 2**14)
+    monkeypatch.setattr(convert, "_LEAST_KEPT_BYTES", 1)
     tensors = small_model.tensors(3, 32)
     small_model.write(tmp_path / "source", tensors)
     return tensors
 
 
 def job(path, target="steps/0", **options):
-    return conversion.Job(
+    return convert.Job(
         source=str(path / "source"),
         target=str(path / target),
         rules=str(path / "layout.yml"),
@@ -71,7 +68,9 @@ def checkpointer_of(path):
     return ec.Checkpointer([ec.Persistent(path / "steps", every=1)])
 
 
-def test_an_orbax_step_is_read_by_all_that_read_steps(source, tmp_path, capsys):
+def test_an_orbax_step_is_read_by_all_that_read_steps_and_comes_back(
+    source, tmp_path, capsys
+):
     done = []
     convert.convert(job(tmp_path), progress=lambda *each: done.append(each))
     expected = bits(small_model.expected(source))
@@ -83,20 +82,8 @@ def test_an_orbax_step_is_read_by_all_that_read_steps(source, tmp_path, capsys):
     assert main.main(["verify", str(tmp_path / "steps")]) == 0
     assert main.main(["inspect", str(tmp_path / "steps" / "0")]) == 0
     assert "PASSED" in capsys.readouterr().out
-
-
-def test_an_orbax_step_comes_back_as_the_safetensors_that_it_was_made_of(
-    source, tmp_path
-):
-    convert.convert(job(tmp_path))
-    back = conversion.Job(
-        source=str(tmp_path / "steps" / "0"),
-        target=str(tmp_path / "back"),
-        rules=str(tmp_path / "layout.yml"),
-        is_reversed=True,
-        to="safetensors",
-    )
-    convert.convert(back)
+    back = job(tmp_path, "back", is_reversed=True, to="safetensors")
+    convert.convert(dataclasses.replace(back, source=str(tmp_path / "steps" / "0")))
     assert bits(read(tmp_path / "back")) == bits(source)
 
 
@@ -221,37 +208,6 @@ def test_a_conversion_that_ends_before_a_change_of_a_file_can_be_repeated(
     assert number > 3
 
 
-_KILLED = """
-import os, signal, sys
-from elastic_ckpt.universal.writing import chunks, convert
-from elastic_ckpt.universal.writing.conversion import Job
-
-def end(done, total):
-    if done:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-chunks.CHUNK_BYTES = 2**12
-source, target, rules, to = sys.argv[1:]
-convert.convert(Job(source=source, target=target, rules=rules, to=to), progress=end)
-"""
-
-
-@pytest.mark.parametrize("to", ["safetensors", pytest.param("orbax", marks=SLOW)])
-def test_a_conversion_that_is_killed_begins_anew_when_it_is_repeated(
-    source, tmp_path, to
-):
-    given = job(tmp_path, to=to)
-    arguments = [given.source, given.target, given.rules, to]
-    done = subprocess.run([sys.executable, "-c", _KILLED, *arguments], check=False)
-    assert done.returncode == -signal.SIGKILL
-    left = set(os.listdir(tmp_path / "steps")) - {"worlds"}
-    assert "0" not in left
-    convert.convert(given)
-    assert set(os.listdir(tmp_path / "steps")) - {"worlds"} == {"0"} < {"0", *left}
-    held = flat(restored(tmp_path)) if to == "orbax" else read(tmp_path / "steps" / "0")
-    assert bits(held) == bits(small_model.expected(source))
-
-
 @pytest.mark.usefixtures("source")
 @pytest.mark.parametrize("to", TREES)
 def test_storage_that_fails_is_one_error_and_nothing_is_visible(tmp_path, to):
@@ -275,11 +231,7 @@ def test_storage_that_fails_is_one_error_and_nothing_is_visible(tmp_path, to):
     indirect=True,
 )
 def test_a_step_in_a_bucket_is_repeated_and_comes_back(source, tmp_path, bucket):
-    given = conversion.Job(
-        source=str(tmp_path / "source"),
-        target=f"{bucket}/steps/0",
-        rules=str(tmp_path / "layout.yml"),
-    )
+    given = dataclasses.replace(job(tmp_path), target=f"{bucket}/steps/0")
     with pytest.raises(Stop):
         convert.convert(given, progress=stop)
     convert.convert(given)
@@ -307,13 +259,6 @@ rules:
 
 def converted(*arguments):
     return main.main(["convert", *map(str, arguments)])
-
-
-def assert_bits(arrays, expected):
-    assert arrays.keys() == expected.keys()
-    for name, array in expected.items():
-        assert arrays[name].dtype == array.dtype, name
-        assert arrays[name].tobytes() == array.tobytes(), name
 
 
 def test_a_layout_that_ships_takes_its_sizes_from_the_command(tmp_path, capsys):
@@ -344,11 +289,11 @@ def test_sizes_and_leaves_are_values_of_the_checkpoint_unless_given(tmp_path, ca
     assert converted(tmp_path / "steps" / "0", tmp_path / "made", *to) == 0
     leaves = {"step": np.array(7, np.int32), "scale": np.array(0.5, np.float32)}
     w = values.reshape(2, 3, 4).transpose(2, 0, 1).copy()
-    assert_bits(read(tmp_path / "made"), {"params/w": w, **leaves})
+    assert bits(read(tmp_path / "made")) == bits({"params/w": w, **leaves})
     given = [tmp_path / "source", tmp_path / "three", *to, *rules]
     assert converted(*given, "--size", "kv=3") == 0
     w = values.reshape(3, 2, 4).transpose(2, 0, 1).copy()
-    assert_bits(read(tmp_path / "three"), {"params/w": w, **leaves})
+    assert bits(read(tmp_path / "three")) == bits({"params/w": w, **leaves})
     (tmp_path / "source" / "config.json").unlink()
     capsys.readouterr()
     given[1] = tmp_path / "none"
@@ -414,47 +359,35 @@ def test_trees_of_orbax_are_lists_where_the_layout_lists_them(tmp_path, capsys):
     }
     to = ["--to", "safetensors"]
     assert converted(tmp_path / "steps" / "0", tmp_path / "back", *to) == 0
-    assert_bits(read(tmp_path / "back"), tensors)
+    assert bits(read(tmp_path / "back")) == bits(tensors)
     small_model.write(tmp_path / "wrong", {"other/x": np.ones(3, np.float32)})
     assert converted(tmp_path / "wrong", tmp_path / "other" / "0", *rules) == 1
     assert "other is listed in `lists`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("names", "match"),
+    ("names", "options", "match"),
     [
-        (("a", "a/b"), "a is a target, and so are parts"),
-        (("a/b", "a.b"), "one of them"),
+        (("a", "a/b"), [], "a is a target, and so are parts"),
+        (("a/b", "a.b"), [], "one of them"),
+        (("w",), ["--size", "kv=2"], "give --rules"),
+        (("w",), ["--reverse"], "give --rules"),
+        (("w",), ["--rules", "llama"], "hf_llama_to_maxtext"),
     ],
 )
-def test_names_that_exclude_each_other_in_orbax_are_one_error(
-    tmp_path, capsys, names, match
-):
+def test_what_cannot_be_converted_is_one_error(tmp_path, capsys, names, options, match):
     ones = dict.fromkeys(names, np.ones(3, np.float32))
     small_model.write(tmp_path / "source", ones)
-    assert converted(tmp_path / "source", tmp_path / "steps" / "0") == 1
+    given = [tmp_path / "source", tmp_path / "steps" / "0", *options]
+    assert converted(*given) == 1
     assert match in capsys.readouterr().err
     assert not (tmp_path / "steps").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        (["--size", "kv=2"], "give --rules"),
-        (["--reverse"], "give --rules"),
-        (["--rules", "llama"], "hf_llama_to_maxtext"),
-    ],
-)
-def test_options_that_do_not_fit_are_one_error(tmp_path, capsys, options, match):
-    small_model.write(tmp_path / "source", {"w": np.ones((6, 4), np.float32)})
-    assert converted(tmp_path / "source", tmp_path / "0", *options) == 1
-    assert match in capsys.readouterr().err
 
 
 _CONVERT = """
 import json, sys
 from elastic_ckpt.universal.writing import convert
-from elastic_ckpt.universal.writing.conversion import Job
+from elastic_ckpt.universal.writing.convert import Job
 convert.convert(Job(source=sys.argv[1], target=sys.argv[2], to="safetensors"))
 print(json.dumps(sorted(sys.modules)))
 """

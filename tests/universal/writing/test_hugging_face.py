@@ -97,6 +97,10 @@ states:
 rules:
   - from: {"w": "(kv d) embed"}
     to: {"w": "embed (d kv)"}
+  - from: {"bias": "n"}
+    to: {"aux/bias": "n"}
+    kind: parameter
+drop: {to: ["aux/*/key"]}
 """
 
 
@@ -106,23 +110,28 @@ def test_weights_come_back_from_a_run_by_the_layout_that_it_began_with(
     (tmp_path / "rules.yml").write_text(LAYOUT)
     state = {
         "params": {"w": W.reshape(2, 3, 4).transpose(2, 1, 0).reshape(4, 6).copy()},
+        "aux": {"bias": np.ones(3, np.float32), "rngs": {"key": np.zeros(2)}},
         "opt_state": [{"mu": {"w": W.T.copy()}, "count": np.zeros((), np.int32)}],
         "step": np.array(7, np.int32),
     }
     ocp.save_checkpointables(tmp_path / "run" / "7", {"state": state})
     model(tmp_path / "model", {"w": W}, kv=2)
-    rules = ["--rules", str(tmp_path / "rules.yml"), "--reverse", "--to", "hf"]
-    given = [str(tmp_path / "run" / "7"), str(tmp_path / "made"), *rules]
-    given += ["--config", str(tmp_path / "model")]
-    assert main.main(["convert", *given]) == 1
+    options = ["--rules", tmp_path / "rules.yml", "--reverse", "--to", "hf"]
+    options += ["--config", tmp_path / "model"]
+
+    def back(step, target, *more):
+        given = [tmp_path / "run" / step, tmp_path / target, *options, *more]
+        return main.main(["convert", *map(str, given)])
+
+    assert back("7", "made") == 1
     assert "step" in capsys.readouterr().err
-    assert main.main(["convert", *given, "--weights"]) == 0
-    assert bits(read(tmp_path / "made")) == bits({"w": W})
+    assert back("7", "made", "--weights") == 0
+    expected = {"w": W, "bias": state["aux"]["bias"]}
+    assert bits(read(tmp_path / "made")) == bits(expected)
     # What is left over among the weights is an error as ever.
     state["params"]["other"] = W
     ocp.save_checkpointables(tmp_path / "run" / "8", {"state": state})
-    given[:2] = [str(tmp_path / "run" / "8"), str(tmp_path / "wrong")]
-    assert main.main(["convert", *given, "--weights"]) == 1
+    assert back("8", "wrong", "--weights") == 1
     assert "params/other" in capsys.readouterr().err
 
 

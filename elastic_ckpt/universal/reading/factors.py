@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 
 from elastic_ckpt.core.boxes import Box
@@ -31,60 +32,59 @@ def inside(part: Box, side: Side, box: Box) -> list[Box]:
     Raises:
       ValueError: if the indices along a dim do not ascend in row-major order.
     """
-    held = bounds(part, side)
-    crossed = []
-    ends = zip(held.start, held.stop, box.start, box.stop, strict=True)
-    for dim, (low, high, start, stop) in enumerate(ends):
-        if low >= stop or high <= start:
+    cuts = []
+    lows, highs = _reach(part, side.dims, side.steps, len(side.start))
+    ends = zip(side.start, lows, highs, box.start, box.stop, strict=True)
+    for dim, (at, low, high, start, stop) in enumerate(ends):
+        if at + low >= stop or at + high <= start:
             return []
-        if low < start or high > stop:
-            crossed.append(dim)
-    if not crossed:
-        return [part]
-    cuts = tuple(
-        (dim, box.start[dim] - held.start[dim], box.stop[dim] - held.start[dim])
-        for dim in crossed
-    )
-    return _inside(part, side.dims, side.steps, cuts)
+        if at + low < start or at + high > stop:
+            cuts.append((dim, start - at - low, stop - at - low))
+    return _inside(part, side.dims, side.steps, tuple(cuts)) if cuts else [part]
 
 
 def bounds(part: Box, side: Side) -> Box:
     """The smallest box of a tensor that has all elements of a part of a move."""
-    lowest, highest = list(side.start), list(side.start)
-    factors = zip(side.dims, side.steps, part.start, part.stop, strict=True)
-    for dim, step, start, stop in factors:
-        if dim >= 0:
-            lowest[dim] += step * start
-            highest[dim] += step * (stop - 1)
-    return Box(start=tuple(lowest), stop=tuple(at + 1 for at in highest))
+    lows, highs = _reach(part, side.dims, side.steps, len(side.start))
+    return Box(
+        start=tuple(map(operator.add, side.start, lows)),
+        stop=tuple(map(operator.add, side.start, highs)),
+    )
 
 
-def extents(sizes: tuple[int, ...], side: Side) -> tuple[int, ...]:
-    """The lengths of the bounds of all of a move, by dim of the tensor."""
-    return _extents(sizes, side.dims, side.steps, len(side.start))
+def place(element: Sequence[int], side: Side, box: Box, strides: Sequence[int]) -> int:
+    """The offset of an element of the factored dims in a box of a tensor.
+
+    Args:
+      element: its indices in the factored dims.
+      side: that of the tensor.
+      box: of the tensor.
+      strides: of the box, by dim; the offset is in their units.
+    """
+    at = sum(map(operator.mul, map(operator.sub, side.start, box.start), strides))
+    return at + sum(map(operator.mul, element, advances(side, strides)))
 
 
-@functools.lru_cache(maxsize=2**12)
-def _extents(
-    sizes: tuple[int, ...], dims: tuple[int, ...], steps: tuple[int, ...], rank: int
-) -> tuple[int, ...]:
-    lengths = [1] * rank
-    for dim, step, size in zip(dims, steps, sizes, strict=True):
-        if dim >= 0:
-            lengths[dim] += step * (size - 1)
-    return tuple(lengths)
-
-
-def index_of(element: Sequence[int], side: Side) -> list[int]:
-    """The index in a tensor of an element of the factored dims."""
-    index = list(side.start)
-    for dim, step, number in zip(side.dims, side.steps, element, strict=True):
-        if dim >= 0:
-            index[dim] += step * number
-    return index
+def advances(side: Side, strides: Sequence[int]) -> tuple[int, ...]:
+    """The strides of the factored dims, of those of a tensor."""
+    factors = zip(side.dims, side.steps, strict=True)
+    return tuple(step * strides[dim] if dim >= 0 else 0 for dim, step in factors)
 
 
 # The moves of a stack differ only in their place: their cuts are the same.
+@functools.lru_cache(maxsize=2**12)
+def _reach(
+    part: Box, dims: tuple[int, ...], steps: tuple[int, ...], rank: int
+) -> tuple[list[int], list[int]]:
+    # The lowest index by dim, and the one after the highest, from the start of a side.
+    lows, highs = [0] * rank, [1] * rank
+    for dim, step, start, stop in zip(dims, steps, part.start, part.stop, strict=True):
+        if dim >= 0:
+            lows[dim] += step * start
+            highs[dim] += step * (stop - 1)
+    return lows, highs
+
+
 @functools.lru_cache(maxsize=2**12)
 def _inside(
     part: Box,

@@ -1,1 +1,0 @@
-"""Plans of reads: which bytes of a checkpoint go where in this host's arrays."""

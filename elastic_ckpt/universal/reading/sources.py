@@ -1,0 +1,357 @@
+"""Where the bytes of tensors are read from: files, objects in a bucket, virtual files.
+
+A virtual file is a box of a tensor that is made when it is read: decoded chunks of
+TensorStore, a verified box of a step, a part of a derived tensor. Its bytes are those
+of the elements in row-major order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from elastic_ckpt.core import box_cover, bucket_clients, errors
+from elastic_ckpt.core.boxes import Box, Boxes
+from elastic_ckpt.steps.manifest import Contents
+from elastic_ckpt.universal.formats import checkpoint
+from elastic_ckpt.universal.formats.checkpoint import Fragment, StoredTensor
+from elastic_ckpt.universal.strides import row_major
+
+if TYPE_CHECKING:
+    import tensorstore as ts
+
+    from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
+
+# Small chunks are read together up to this size, which is that of a part of a derived
+# tensor, too.
+PART_BYTES = 2**24
+# Nodes of the indices of OCDBT.
+_INDEX_BYTES = 2**25
+_CHUNKS = "cache_pool#chunks"
+# Arrays are opened at a time, since each waits for storage.
+_OPENED_AT_ONCE = 256
+_OPEN_FILES = 64
+
+
+class Limits(NamedTuple):
+    """The limits of a request, by the kind of storage.
+
+    Attributes:
+      gap_bytes: fewer bytes that are not needed are read along, since another request
+        costs more.
+      span_bytes: the most bytes of a request, unless a single row has more.
+      memory: the bytes that a request takes for each of its own, beside those that it
+        fills. A client returns bytes of its memory.
+    """
+
+    gap_bytes: int
+    span_bytes: int
+    memory: int
+
+
+# A request to a local file costs as much as a few pages; one to a bucket takes tens of
+# milliseconds. A virtual file is made once, whatever is needed of it.
+LOCAL = Limits(gap_bytes=2**14, span_bytes=2**23, memory=0)
+REMOTE = Limits(gap_bytes=2**20, span_bytes=2**24, memory=1)
+_VIRTUAL = Limits(gap_bytes=2**62, span_bytes=2**62, memory=4)
+
+
+class VirtualFile(NamedTuple):
+    """A box of a tensor that is made when it is read.
+
+    Attributes:
+      box: in the coordinates of the tensor.
+      itemsize: of its elements.
+      make: writes the elements of a box into memory, uint8.
+      is_whole: whether all of the box is made, whatever is needed of it.
+    """
+
+    box: Box
+    itemsize: int
+    make: Callable[[Box, np.ndarray], None]
+    is_whole: bool = False
+
+
+class Sources:
+    """The bytes of the tensors of a checkpoint; any number of threads may read them.
+
+    Args:
+      tensors: of the checkpoint, each with fragments.
+      virtual: files, by their names in fragments.
+    """
+
+    def __init__(
+        self, tensors: Sequence[StoredTensor], virtual: Mapping[str, VirtualFile]
+    ) -> None:
+        self.tensors, self.virtual = tensors, virtual
+        self._opened = functools.lru_cache(_OPEN_FILES)(_File)
+
+    def limits(self, file: str) -> Limits:
+        """The limits of requests to a file."""
+        if file in self.virtual:
+            return _VIRTUAL
+        return REMOTE if "://" in file else LOCAL
+
+    def range_of(self, file: str, start: int, stop: int) -> tuple[int, int]:
+        """The range that is read if the bytes from `start` to `stop` are needed."""
+        virtual = self.virtual.get(file)
+        if virtual is None:
+            return start, stop
+        _, start, stop = _rows(virtual, start, stop)
+        return start, stop
+
+    def read_into(self, file: str, start: int, memory: np.ndarray) -> int:
+        """Fills memory, uint8, with a range of a file, as `range_of` has it.
+
+        Returns:
+          The number of bytes; less than those of the memory if the file ends before.
+
+        Raises:
+          OSError: if the file cannot be read; or one of `bucket_clients.failures`, or a
+            ValueError of TensorStore.
+        """
+        virtual = self.virtual.get(file)
+        if virtual is not None:
+            box, _, _ = _rows(virtual, start, start + memory.nbytes)
+            virtual.make(box, memory)
+            return memory.nbytes
+        if "://" in file:
+            system, path = bucket_clients.opened(file)
+            content = system.cat_file(path, start=start, end=start + memory.nbytes)
+            memory[: len(content)] = np.frombuffer(content, np.uint8)
+            return len(content)
+        opened = self._opened(file)
+        done = 0
+        while done < memory.nbytes:
+            count = os.preadv(opened.descriptor, [memory[done:].data], start + done)
+            if not count:
+                break
+            done += count
+        return done
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._opened.cache_clear()
+
+
+class _File:
+    # A file that is open while something refers to it.
+    def __init__(self, path: str) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
+
+
+def encoded(
+    tensors: Sequence[StoredTensor],
+    used: Iterable[int],
+    virtual: dict[str, VirtualFile],
+) -> list[StoredTensor]:
+    """Gives fragments to stored tensors whose bytes are encoded, through TensorStore.
+
+    TensorStore holds a chunk twice while it decodes it, as it was stored and decoded,
+    and caches none.
+
+    Args:
+      tensors: of a checkpoint.
+      used: the numbers of those that are read; the others are not opened.
+      virtual: to which their files are added.
+
+    Raises:
+      CheckpointError: if an array cannot be opened, or is not as its tensor is.
+    """
+    tensors = list(tensors)
+    numbers = [number for number in used if tensors[number].spec is not None]
+    for number, array in zip(numbers, _arrays(tensors, numbers), strict=True):
+        tensor, dtype = tensors[number], array.dtype.numpy_dtype
+        if tuple(array.shape) != tensor.shape or dtype != tensor.dtype:
+            raise errors.CheckpointError(
+                f"{tensor.name} is {dtype.name} {list(array.shape)} in its array, and"
+                f" {tensor.dtype.name} {list(tensor.shape)} in the checkpoint's"
+                " metadata; the checkpoint is damaged, use another step"
+            )
+        chunk = array.chunk_layout.read_chunk.shape or array.shape
+        chunk = [
+            min(length or size, max(1, size))
+            for length, size in zip(chunk, tensor.shape, strict=True)
+        ]
+        make = functools.partial(_decode, array)
+        tensors[number] = in_parts(number, tensor, chunk, make, virtual)
+    return tensors
+
+
+def in_parts(
+    number: int,
+    tensor: StoredTensor,
+    chunk: Sequence[int],
+    make: Callable[[Box, np.ndarray], None],
+    virtual: dict[str, VirtualFile],
+) -> StoredTensor:
+    """A tensor with fragments in virtual files, of one or several chunks each.
+
+    Args:
+      number: of the tensor.
+      tensor: without fragments.
+      chunk: the shape of its chunks.
+      make: writes the elements of a box into memory, uint8.
+      virtual: to which the files are added.
+    """
+    itemsize = tensor.dtype.itemsize
+    lengths = list(chunk)
+    for dim in reversed(range(len(lengths))):
+        most = PART_BYTES // (int(np.prod(lengths, dtype=object)) * itemsize)
+        lengths[dim] = min(tensor.shape[dim], lengths[dim] * max(1, most))
+        if lengths[dim] < tensor.shape[dim]:
+            break
+    ranges = [
+        range(0, size, max(1, length))
+        for size, length in zip(tensor.shape, lengths, strict=True)
+    ]
+    fragments: list[Fragment] = []
+    for start in itertools.product(*ranges):
+        ends = zip(start, lengths, tensor.shape, strict=True)
+        box = Box(start=start, stop=tuple(min(a + n, size) for a, n, size in ends))
+        file = f"{number}: {tensor.name}{box}"
+        virtual[file] = VirtualFile(box, itemsize, make)
+        strides = row_major(box.shape, itemsize)
+        fragments.append(Fragment(box=box, file=file, offset=0, strides=strides))
+    return dataclasses.replace(tensor, fragments=tuple(fragments), spec=None)
+
+
+def _arrays(
+    tensors: Sequence[StoredTensor], numbers: Sequence[int]
+) -> Iterator[ts.TensorStore]:
+    if not numbers:
+        return
+    import tensorstore as ts
+
+    limits = {
+        "cache_pool": {"total_bytes_limit": _INDEX_BYTES},
+        _CHUNKS: {"total_bytes_limit": 0},
+        "data_copy_concurrency": {"limit": os.cpu_count() or 1},
+    }
+    context = ts.Context(limits)
+    for first in range(0, len(numbers), _OPENED_AT_ONCE):
+        batch = [tensors[n] for n in numbers[first : first + _OPENED_AT_ONCE]]
+        opening = [
+            ts.open(
+                {**(each.spec or {}), "cache_pool": _CHUNKS},
+                open=True,
+                read=True,
+                context=context,
+            )
+            for each in batch
+        ]
+        for tensor, future in zip(batch, opening, strict=True):
+            try:
+                yield future.result()
+            # Raised by TensorStore and by the file system.
+            except (OSError, ValueError) as error:
+                raise errors.CheckpointError(
+                    f"{tensor.name} cannot be opened ({str(error).splitlines()[0]});"
+                    " use another step, or restore the checkpoint from a copy"
+                ) from error
+
+
+def _decode(array: ts.TensorStore, box: Box, memory: np.ndarray) -> None:
+    import tensorstore as ts
+
+    values = memory.view(array.dtype.numpy_dtype).reshape(box.shape)
+    place = tuple(map(slice, box.start, box.stop))
+    ts.array(values).write(array[place]).result()
+
+
+def _rows(virtual: VirtualFile, start: int, stop: int) -> tuple[Box, int, int]:
+    # The smallest box of whole rows that holds a range of the bytes of a box, and the
+    # range of its bytes.
+    box, first, base = virtual.box, [], 0
+    strides = row_major(box.shape, virtual.itemsize)
+    if virtual.is_whole or not strides:
+        return box, 0, box.volume * virtual.itemsize
+    for dim, stride in enumerate(strides):
+        row, after = (start - base) // stride, -(-(stop - base) // stride)
+        rest = dim + 1
+        if after - row > 1 or rest == len(strides):
+            break
+        first.append(row)
+        base += row * stride
+    lead = tuple(at + n for at, n in zip(box.start, first, strict=False))
+    at = box.start[dim]
+    rows = Box(
+        start=(*lead, at + row, *box.start[rest:]),
+        stop=(*(n + 1 for n in lead), at + after, *box.stop[rest:]),
+    )
+    return rows, base + row * stride, base + after * stride
+
+
+def saved_boxes(
+    saved: VerifiedReader, tree: str
+) -> tuple[list[StoredTensor], dict[str, VirtualFile]]:
+    """The leaves of a tree of a step, as `tensors_of` has them, and their files.
+
+    A file is a box that was saved, in any tier of its run. It is read whole, since its
+    digest is that of the whole: from the nearest holder with a good copy.
+
+    Args:
+      saved: of the step.
+      tree: its name.
+    """
+    made: list[StoredTensor] = []
+    files: dict[str, VirtualFile] = {}
+    contents = saved.table.contents
+    for number, tensor in zip(
+        _numbers(contents, tree), tensors_of(contents, tree), strict=True
+    ):
+        itemsize, rank = tensor.dtype.itemsize, len(tensor.shape)
+        covered: list[Box] = []
+        fragments: list[Fragment] = []
+        for item in saved.of_leaf(number):
+            box, file = saved.table.box(item), saved.place(item)
+            make = functools.partial(_verified, saved, item)
+            files[file] = VirtualFile(box, itemsize, make, is_whole=True)
+            parts = Boxes.from_boxes([box], rank=rank)
+            if number in saved.table.overlapping:
+                # Elements that several boxes share are read from the first.
+                parts = box_cover.gaps(box, Boxes.from_boxes(covered, rank=rank))
+                covered.append(box)
+            strides = row_major(box.shape, itemsize)
+            for part in map(parts.__getitem__, range(len(parts))):
+                skips = zip(part.start, box.start, strides, strict=True)
+                offset = sum((a - b) * stride for a, b, stride in skips)
+                fragments.append(
+                    Fragment(box=part, file=file, offset=offset, strides=strides)
+                )
+        checkpoint.check_cover(
+            tensor.shape, [each.box for each in fragments], tensor.name
+        )
+        made.append(dataclasses.replace(tensor, fragments=tuple(fragments)))
+    return made, files
+
+
+def _verified(saved: VerifiedReader, item: int, _: Box, memory: np.ndarray) -> None:
+    saved.read_into(item, memory)
+
+
+def tensors_of(contents: Contents, tree: str) -> list[StoredTensor]:
+    """The leaves of a tree of a step, without places of their values."""
+    leaves = [contents.leaves[number] for number in _numbers(contents, tree)]
+    return [
+        StoredTensor(
+            name=leaf.path.partition("/")[2],
+            dtype=np.dtype(leaf.dtype),
+            shape=checkpoint.checked_shape(leaf.shape, leaf.path),
+        )
+        for leaf in leaves
+    ]
+
+
+def _numbers(contents: Contents, tree: str) -> list[int]:
+    # The numbers of the leaves of a tree.
+    paths = enumerate(leaf.path for leaf in contents.leaves)
+    return [number for number, path in paths if path.partition("/")[0] == tree]
