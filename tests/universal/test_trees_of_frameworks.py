@@ -257,12 +257,12 @@ def test_a_module_of_equinox_keeps_its_functions(source):
 
 
 @pytest.mark.parametrize(
-    ("names", "shorter"),
+    ("given", "shorter"),
     [
         (["a/kernel/value", "a/bias"], {"a/kernel/value": "a/kernel"}),
         (["a/value", "ab/value"], {"a/value": "a", "ab/value": "ab"}),
         *((["a/value", other], {}) for other in ("a/key", "a/b/c", "a")),
     ],
 )
-def test_a_value_is_its_box_only_if_it_is_alone(names, shorter):
-    assert names.unboxed(names) == shorter
+def test_a_value_is_its_box_only_if_it_is_alone(given, shorter):
+    assert names.unboxed(given) == shorter

@@ -100,7 +100,7 @@ rules:
   - from: {"bias": "n"}
     to: {"aux/bias": "n"}
     kind: parameter
-drop: {to: ["aux/*/key"]}
+drop_inverse: ["aux/*/key"]
 """
 
 
@@ -133,28 +133,3 @@ def test_weights_come_back_from_a_run_by_the_layout_that_it_began_with(
     ocp.save_checkpointables(tmp_path / "run" / "8", {"state": state})
     assert back("8", "wrong", "--weights") == 1
     assert "params/other" in capsys.readouterr().err
-
-
-BESIDE = """
-  - from: {"bias": "n"}
-    to: {"aux/bias": "n"}
-    kind: parameter
-drop_inverse: ["aux/*/key"]
-"""
-
-
-def test_a_weight_beside_the_tree_of_the_others_comes_back_too(tmp_path):
-    (tmp_path / "rules.yml").write_text(LAYOUT + BESIDE.lstrip("\n"))
-    state = {
-        "params": {"w": W.reshape(2, 3, 4).transpose(2, 1, 0).reshape(4, 6).copy()},
-        "aux": {"bias": np.ones(3, np.float32), "rngs": {"key": np.zeros(2)}},
-        "step": np.array(7, np.int32),
-    }
-    ocp.save_checkpointables(tmp_path / "run" / "7", {"state": state})
-    model(tmp_path / "model", {"w": W}, kv=2)
-    given = [tmp_path / "run" / "7", tmp_path / "made", "--rules"]
-    given += [tmp_path / "rules.yml", "--reverse", "--to", "hf", "--weights"]
-    given += ["--config", tmp_path / "model"]
-    assert main.main(["convert", *map(str, given)]) == 0
-    expected = {"w": W, "bias": state["aux"]["bias"]}
-    assert bits(read(tmp_path / "made")) == bits(expected)
