@@ -20,6 +20,7 @@ import elastic_ckpt as ec
 from elastic_ckpt import universal
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import errors
+from elastic_ckpt.universal.rules import names
 from elastic_ckpt.universal.rules.layout import Layout
 from tests.universal import safetensors_files
 from tests.universal.safetensors_files import bits
