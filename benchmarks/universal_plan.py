@@ -23,7 +23,8 @@ import numpy as np
 from benchmarks import dcp_writer, report, sized, turns
 from elastic_ckpt.core import boxes
 from elastic_ckpt.core.boxes import Box
-from elastic_ckpt.universal import flat_ranges, opening
+from elastic_ckpt.universal import factors, opening
+from elastic_ckpt.universal.factors import row_major
 from elastic_ckpt.universal.formats.checkpoint import (
     Checkpoint,
     Checksum,
@@ -34,7 +35,6 @@ from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.reading.engine import Reader, Span
 from elastic_ckpt.universal.rules import matching
 from elastic_ckpt.universal.rules.layout import Layout
-from elastic_ckpt.universal.strides import row_major
 
 _DTYPE = np.dtype(np.float32)
 _HOSTS = 128
@@ -216,7 +216,7 @@ def _of_ranks(
     fragments = []
     for rank in range(begin // part, (end - 1) // part + 1):
         start, stop = max(begin, rank * part), min(end, (rank + 1) * part)
-        for box in flat_ranges.boxes_of_range(shape, start - begin, stop - begin):
+        for box in factors.boxes_of_range(shape, start - begin, stop - begin):
             offset = sum(n * each for n, each in zip(box.start, strides, strict=True))
             fragments.append(
                 Fragment(

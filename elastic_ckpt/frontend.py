@@ -24,7 +24,7 @@ from elastic_ckpt.core import allgather, calls, errors, events, topology
 from elastic_ckpt.data import elastic_data, iterator, prefetch
 from elastic_ckpt.tiers.choices import Chosen, Tier
 from elastic_ckpt.tiers.persistent import run_files
-from elastic_ckpt.universal import steps
+from elastic_ckpt.universal import loading
 
 
 def batches(
@@ -178,7 +178,7 @@ class Checkpointer(checkpointer.HostsCheckpointer):
             chosen,
             run=run,
             found=found,
-            relayout=steps.relayout,
+            relayout=loading.relayout,
             world=world,
             emit=emit,
             context=context,

@@ -229,8 +229,8 @@ def _held(contents: Contents) -> dict[str, Any]:
 
 
 # Matches a layout, as users give it, with a saved tree of this name before a value is
-# read; `elastic_ckpt.universal.steps` does. It gets the contents of the step (None for
-# one of another program), the name, the requested tree and the layout. It returns a
+# read; `elastic_ckpt.universal.loading` does. It gets the contents of the step (None
+# for one of another program), the name, the requested tree and the layout. It returns a
 # function that reads the tree into its shardings: from the boxes of the open step, or
 # from the path of the saved tree in persistent storage. A layout that does not fit is a
 # ConfigError.

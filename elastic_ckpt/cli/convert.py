@@ -19,7 +19,7 @@ from elastic_ckpt.cli import progress_line
 from elastic_ckpt.core import boxes, errors, option_numbers
 from elastic_ckpt.universal import listing, opening
 from elastic_ckpt.universal.moves import Matched, Move
-from elastic_ckpt.universal.reading import derived
+from elastic_ckpt.universal.reading import arithmetic
 from elastic_ckpt.universal.rules import matching
 from elastic_ckpt.universal.writing import convert
 
@@ -252,7 +252,7 @@ def _rule_uses(matched: Matched, num_stored: int) -> list[RuleUse]:
                 {
                     number
                     for move in moves
-                    for number in derived.stored_of(matched, move.source, num_stored)
+                    for number in arithmetic.stored_of(matched, move.source, num_stored)
                 }
             ),
             targets=len({move.target for move in moves}),

@@ -25,7 +25,7 @@ from etils import epath
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal.formats import files, torch_file
-from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.files import FormatError
 
 if TYPE_CHECKING:
     from elastic_ckpt import components as ec_components

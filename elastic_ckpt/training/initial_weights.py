@@ -18,7 +18,6 @@ from elastic_ckpt.core import bucket_clients, errors, events, storage
 from elastic_ckpt.tiers.persistent import leases
 from elastic_ckpt.universal import loading, opening, shipped
 from elastic_ckpt.universal.formats import files
-from elastic_ckpt.universal.reading import tree as target_tree
 
 PARAMS = "params"
 
@@ -75,7 +74,7 @@ def _of_same_leaves(path: str, wanted: Any) -> Any:
     tree = storage.absolute(path) / run_saver.STATE
     source = str(tree) if tree.exists() else path
     stored = opening.open_checkpoint(source).tensors
-    targets = target_tree.targets(wanted)
+    targets = loading.targets_of(wanted)
     try:
         layout = loading.layout_of_leaves(path, stored, targets)
     except errors.OtherModelError as error:

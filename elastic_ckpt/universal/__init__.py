@@ -3,7 +3,7 @@
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
-    from elastic_ckpt.universal.formats.format_error import FormatError
+    from elastic_ckpt.universal.formats.files import FormatError
     from elastic_ckpt.universal.loading import load
     from elastic_ckpt.universal.opening import open_checkpoint
     from elastic_ckpt.universal.rules.layout import Layout, LayoutError

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, errors
-from elastic_ckpt.universal import garbage_collection
 from elastic_ckpt.universal.formats import (
     dcp,
     deepspeed,
@@ -25,8 +24,8 @@ from elastic_ckpt.universal.formats import (
     peft,
     weights,
 )
-from elastic_ckpt.universal.formats.checkpoint import Checkpoint
-from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.checkpoint import Checkpoint, collector_paused
+from elastic_ckpt.universal.formats.files import FormatError
 
 
 def _open_adapter(path: epath.PathLike) -> Checkpoint:
@@ -94,7 +93,7 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
             raise FormatError(f"{path} does not exist; give the path of a checkpoint")
         for is_format, open_format in formats:
             if is_format(names):
-                with garbage_collection.paused():
+                with collector_paused():
                     return open_format(source)
     except bucket_clients.failures() as error:
         raise FormatError(f"{path} cannot be read ({error})") from error

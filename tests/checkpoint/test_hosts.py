@@ -20,7 +20,7 @@ from elastic_ckpt.core import allgather, errors, events
 from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers import choices, find
 from elastic_ckpt.tiers.source import ReadError
-from elastic_ckpt.universal import steps
+from elastic_ckpt.universal import loading
 from tests.core import thread_store
 from tests.sidecar import simulated_hosts
 
@@ -115,7 +115,7 @@ def test_hosts_read_by_the_table_of_host_0_or_ask_all(drive, monkeypatch, lost):
             choices.Chosen.from_choices(simulated_hosts.tiers_of("/nowhere")),
             run="run",
             found=None,
-            relayout=steps.relayout,
+            relayout=loading.relayout,
             world=run_world.ALONE,
             emit=events.nobody,
             context=None,

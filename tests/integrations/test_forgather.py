@@ -13,7 +13,7 @@ import pytest
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors
 from elastic_ckpt.integrations import forgather
-from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.files import FormatError
 from tests.checkpoint.components import test_component
 from tests.checkpoint.components.test_encoding import same
 from tests.universal.formats.stored_values import read

@@ -230,7 +230,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a flat range loses a row that begins where it does",
-        "elastic_ckpt/universal/flat_ranges.py",
+        "elastic_ckpt/universal/factors.py",
         "head = min(-(-start // row) * row, stop)",
         "head = min((start // row + 1) * row, stop)",
         ("tests/universal/reading/test_engine.py",),

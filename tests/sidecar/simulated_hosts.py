@@ -19,7 +19,7 @@ from elastic_ckpt.checkpoint.host.world import HostConfig
 from elastic_ckpt.core import topology
 from elastic_ckpt.tiers import choices
 from elastic_ckpt.tiers.peers import agent
-from elastic_ckpt.universal import steps
+from elastic_ckpt.universal import loading
 from tests import shared_memory
 from tests.tiers import served
 
@@ -116,7 +116,7 @@ def world(machines, num_hosts, *, slices=1, apart=False, numbers=None, **options
         choices.Chosen.from_choices(tiers("/nowhere")),
         run="run",
         found=None,
-        relayout=steps.relayout,
+        relayout=loading.relayout,
         world=run_world.ALONE,
         emit=emit,
         context=None,

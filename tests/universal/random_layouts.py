@@ -14,7 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import boxes
-from elastic_ckpt.universal import flat_ranges, moves
+from elastic_ckpt.universal import factors, moves
 from elastic_ckpt.universal.formats import checkpoint as stored
 
 
@@ -138,7 +138,7 @@ def _store(draw, layout, name, values):
         for start, stop in itertools.pairwise(sorted({0, *cuts_drawn, values.size})):
             offset = _append(draw, content, values.ravel()[start:stop])
             strides = _strides(values)
-            for box in flat_ranges.boxes_of_range(values.shape, start, stop):
+            for box in factors.boxes_of_range(values.shape, start, stop):
                 at = sum(a * b for a, b in zip(box.start, strides, strict=True))
                 fragments.append(
                     stored.Fragment(

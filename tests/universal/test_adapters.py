@@ -10,7 +10,7 @@ import pytest
 from elastic_ckpt import universal
 from elastic_ckpt.cli import main
 from elastic_ckpt.universal import opening
-from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.files import FormatError
 from elastic_ckpt.universal.rules.layout import LayoutError
 from elastic_ckpt.universal.writing.convert import Conversion, Job
 from tests.universal import safetensors_files

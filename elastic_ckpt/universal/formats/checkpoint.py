@@ -8,8 +8,10 @@ together.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import gc
 import math
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,9 +22,9 @@ import numpy as np
 
 from elastic_ckpt.core import box_cover, boxes
 from elastic_ckpt.core.boxes import Box, Boxes
+from elastic_ckpt.universal.factors import row_major
 from elastic_ckpt.universal.formats import files
-from elastic_ckpt.universal.formats.format_error import FormatError
-from elastic_ckpt.universal.strides import row_major
+from elastic_ckpt.universal.formats.files import FormatError
 
 # NumPy's limit.
 MOST_DIMS = 64
@@ -252,3 +254,18 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     elif is_list or isinstance(value, dict):
         for key, each in enumerate(value) if is_list else value.items():
             yield from _flat(each, f"{path}/{key}" if path else str(key))
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Switches the collector of cycles off while millions of tensors are made.
+
+    It would scan them again and again, which doubles the time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

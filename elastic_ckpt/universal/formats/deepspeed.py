@@ -46,7 +46,7 @@ from elastic_ckpt.universal.formats.checkpoint import (
     flatten,
     kind_of,
 )
-from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.files import FormatError
 from elastic_ckpt.universal.formats.torch_file import TorchFile
 from elastic_ckpt.universal.formats.zero import Shape
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from elastic_ckpt.universal.formats import deepspeed
 from elastic_ckpt.universal.formats.checkpoint import Checkpoint
-from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.files import FormatError
 from elastic_ckpt.universal.rules import names
 from elastic_ckpt.universal.rules.layout import (
     PARAMETER,

@@ -21,8 +21,7 @@ from typing import IO, Any, TypeGuard
 
 from etils import epath
 
-from elastic_ckpt.core import bucket_clients, storage
-from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.core import bucket_clients, errors, storage
 
 SCHEME = "hf://"
 # The most of a file that has the name of another.
@@ -31,6 +30,10 @@ MOST_NAME_BYTES = 1000
 GAP_BYTES = 64 << 10
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _ID = re.compile(r"((?:[\w-][\w.-]*/)?[\w-][\w.-]*)(?:@([\w-][\w.-]*(?:/[\w.-]+)*))?")
+
+
+class FormatError(errors.CheckpointError):
+    """A file of another program is damaged, unsafe, or in an unknown format."""
 
 
 def opened(path: epath.PathLike) -> IO[bytes]:

@@ -32,7 +32,7 @@ from elastic_ckpt.universal.formats.checkpoint import (
     flatten,
     kind_of,
 )
-from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.files import FormatError
 from elastic_ckpt.universal.formats.torch_file import TorchFile
 
 LATEST = "latest_checkpointed_iteration.txt"

@@ -28,7 +28,7 @@ from elastic_ckpt.universal.formats.checkpoint import (
     checked_shape,
     flatten,
 )
-from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.files import FormatError
 
 _TREE, _STRINGS, _STEP = "_METADATA", "_strings.json", "_CHECKPOINT_METADATA"
 _UNCOMMITTED = ".orbax-checkpoint-tmp"

@@ -15,7 +15,7 @@ from etils import epath
 from elastic_ckpt.core import storage
 from elastic_ckpt.universal.formats import files
 from elastic_ckpt.universal.formats.checkpoint import Checkpoint, Checksum, flatten
-from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.files import FormatError
 
 FORMAT = "PEFT adapter"
 CONFIG = "adapter_config.json"

@@ -19,7 +19,7 @@ from elastic_ckpt.universal.formats.checkpoint import (
     checked_shape,
     contiguous,
 )
-from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.files import FormatError
 
 MOST_HEADER_BYTES = 100 << 20
 

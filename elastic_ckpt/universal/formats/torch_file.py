@@ -31,7 +31,7 @@ from etils import epath
 
 from elastic_ckpt.universal.formats import checkpoint, files
 from elastic_ckpt.universal.formats.checkpoint import Checksum, Fragment, StoredTensor
-from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.files import FormatError
 
 # By the names that PyTorch has for them.
 NAMES = {

@@ -30,7 +30,7 @@ from elastic_ckpt.universal.formats.checkpoint import (
     flatten,
     no_checksums,
 )
-from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.files import FormatError
 
 CONFIG = "config.json"
 # `model-00001-of-00003.safetensors`

@@ -23,7 +23,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.universal import flat_ranges
+from elastic_ckpt.universal import factors
+from elastic_ckpt.universal.factors import row_major
 from elastic_ckpt.universal.formats.checkpoint import (
     Fragment,
     StoredTensor,
@@ -31,7 +32,6 @@ from elastic_ckpt.universal.formats.checkpoint import (
     kind_of,
 )
 from elastic_ckpt.universal.formats.torch_file import TorchFile
-from elastic_ckpt.universal.strides import row_major
 
 # The name of a parameter of an expert, whose number it has.
 EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d{1,9})(\..*)", re.DOTALL)
@@ -46,7 +46,7 @@ _MASTERS = ("fp32_groups", "fp32_groups_flat", "fp32_from_fp16_params")
 _SHAPED = ("fp32", "exp_avg", "momentum_buffer")
 _MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 # The states of a parameter have equal ranges, whose boxes they share.
-_boxes_of_range = functools.lru_cache(maxsize=2**14)(flat_ranges.boxes_of_range)
+_boxes_of_range = functools.lru_cache(maxsize=2**14)(factors.boxes_of_range)
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]

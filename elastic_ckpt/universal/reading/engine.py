@@ -29,13 +29,13 @@ import numpy as np
 
 from elastic_ckpt.core import box_join, boxes, bucket_clients, errors, host_memory
 from elastic_ckpt.core.boxes import Box, Boxes
+from elastic_ckpt.universal import factors
+from elastic_ckpt.universal.factors import row_major
 from elastic_ckpt.universal.formats.checkpoint import Checkpoint, Fragment, whole
-from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.files import FormatError
 from elastic_ckpt.universal.moves import Fill, Matched, Move, Side, TargetTensor
-from elastic_ckpt.universal.reading import derived, factors, sources, values
-from elastic_ckpt.universal.reading.checks import Checks
-from elastic_ckpt.universal.reading.sources import Limits, Sources, VirtualFile
-from elastic_ckpt.universal.strides import row_major
+from elastic_ckpt.universal.reading import arithmetic, sources
+from elastic_ckpt.universal.reading.sources import Checks, Limits, Sources, VirtualFile
 
 BUDGET_BYTES = 2**28
 _LOCAL_THREADS = 8
@@ -176,10 +176,10 @@ class Reader:
         used = {
             number
             for source in sourced
-            for number in derived.stored_of(matched, source, len(stored))
+            for number in arithmetic.stored_of(matched, source, len(stored))
         }
         tensors = sources.encoded(stored, sorted(used), virtual)
-        tensors += derived.tensors(
+        tensors += arithmetic.tensors(
             matched.derived, sourced, tensors, self._box, virtual
         )
         self.tensors = tensors
@@ -463,12 +463,12 @@ def _put(copy: Copy, memory: np.ndarray, at: int) -> None:
     form, into = copy.form, copy.buffer.values
     stored, scale, shift, view = form.kind
     read = np.ndarray(form.sizes, stored, memory.data, at, form.source)
-    read = values.changed(read, scale, shift, view)
-    values.check_cast(read, into.dtype, copy.buffer.target.name)
+    read = arithmetic.changed(read, scale, shift, view)
+    arithmetic.check_cast(read, into.dtype, copy.buffer.target.name)
     size = into.dtype.itemsize
     strides = [stride * size for stride in form.buffer]
     flat, place = into.reshape(-1).view(np.uint8), copy.element * size
-    values.copy(np.ndarray(form.sizes, into.dtype, flat.data, place, strides), read)
+    arithmetic.copy(np.ndarray(form.sizes, into.dtype, flat.data, place, strides), read)
 
 
 @functools.lru_cache(maxsize=2**12)

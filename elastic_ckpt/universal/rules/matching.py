@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.universal import garbage_collection
-from elastic_ckpt.universal.formats.checkpoint import StoredTensor
+from elastic_ckpt.universal.formats.checkpoint import StoredTensor, collector_paused
 from elastic_ckpt.universal.moves import (
     Derived,
     Fill,
@@ -84,7 +83,7 @@ def moves(
     Raises:
       LayoutError: if the layout does not fit; one error lists all that is left over.
     """
-    with garbage_collection.paused():
+    with collector_paused():
         if layout.through:
             return _through(layout, stored, axes, targets)
         return _Matching(layout, stored, axes, targets).matched()

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 import ml_dtypes
@@ -24,12 +25,14 @@ from etils import epath
 
 from elastic_ckpt.core import boxes, bucket_clients, errors, host_memory, storage
 from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.steps import layout
 from elastic_ckpt.steps import layout as step_layout
 from elastic_ckpt.universal import opening, shipped
+from elastic_ckpt.universal.factors import row_major
 from elastic_ckpt.universal.formats import files, peft, weights
 from elastic_ckpt.universal.formats.checkpoint import Checkpoint, StoredTensor
 from elastic_ckpt.universal.moves import Matched, Move, TargetTensor
-from elastic_ckpt.universal.reading.derived import stored_of
+from elastic_ckpt.universal.reading.arithmetic import stored_of
 from elastic_ckpt.universal.reading.engine import Buffer, Reader
 from elastic_ckpt.universal.rules import matching, names
 from elastic_ckpt.universal.rules.layout import PARAMETER, Layout
@@ -47,6 +50,9 @@ _BUDGET_BYTES = 2**27
 _LEAST_KEPT_BYTES = 2**18
 # Of boxes in formats whose files have a tensor in one piece, times those of Orbax.
 _PLAIN_TIMES = 4
+CHUNK_BYTES = 2**24
+# A dim with few divisors is not worth more chunks than this many times the least.
+_MOST_TIMES = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -379,3 +385,62 @@ def _is_floating(dtype: np.typing.DTypeLike) -> bool:
         return ml_dtypes.finfo(made).dtype == made
     except (TypeError, ValueError):
         return False
+
+
+def chunk_shape(
+    target: TargetTensor,
+    moves: Sequence[Move],
+    tensors: Sequence[StoredTensor],
+    *,
+    chunk_bytes: int,
+) -> tuple[int, ...]:
+    """The shape of the boxes of a target; it divides the target's in each dim.
+
+    Args:
+      target: that is written.
+      moves: all that go into it.
+      tensors: of the checkpoint.
+      chunk_bytes: the most of a box, unless dims are prime.
+    """
+    if not target.num_bytes:
+        return tuple(max(1, size) for size in target.shape)
+    dims = range(len(target.shape))
+    first = sorted(dims, key=lambda dim: -_advance(dim, moves, tensors))
+    orders = [first, *([dim, *(d for d in first if d != dim)] for dim in first)]
+    cuts = [_cut(target, order, chunk_bytes) for order in orders]
+    most = _MOST_TIMES * max(1, target.num_bytes // chunk_bytes)
+    return next((chunk for count, chunk in cuts if count <= most), min(cuts)[1])
+
+
+def _cut(
+    target: TargetTensor, order: Sequence[int], chunk_bytes: int
+) -> tuple[int, tuple[int, ...]]:
+    # The number of chunks, and their shape, if dims are cut in this order.
+    shape = layout.chunk_shape(
+        [target.shape[dim] for dim in order],
+        item_bytes=target.dtype.itemsize,
+        chunk_bytes=chunk_bytes,
+    )
+    size = dict(zip(order, shape, strict=True))
+    chunk = tuple(size[dim] for dim in range(len(order)))
+    return math.prod(target.shape) // math.prod(chunk), chunk
+
+
+def _advance(dim: int, moves: Sequence[Move], tensors: Sequence[StoredTensor]) -> float:
+    # By how many bytes the outermost factor of a dim advances in a source; more than
+    # any if the dim's elements are of several sources.
+    if len({move.target_side.start[dim] for move in moves}) > 1:
+        return math.inf
+    if not moves:
+        return 0
+    move = moves[0]
+    tensor = tensors[move.source]
+    strides = row_major(tensor.shape, tensor.dtype.itemsize)
+    if tensor.fragments:
+        strides = tensor.fragments[0].strides
+    steps = [
+        move.source_side.steps[factor] * strides[move.source_side.dims[factor]]
+        for factor, along in enumerate(move.target_side.dims)
+        if along == dim and move.source_side.dims[factor] >= 0
+    ]
+    return max(steps, default=0)

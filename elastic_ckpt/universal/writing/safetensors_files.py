@@ -36,11 +36,11 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import digest, errors, storage
+from elastic_ckpt.universal.factors import row_major
 from elastic_ckpt.universal.formats import files, safetensors
 from elastic_ckpt.universal.formats.weights import CONFIG
 from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.reading.engine import Buffer
-from elastic_ckpt.universal.strides import row_major
 from elastic_ckpt.universal.writing.convert import (
     Conversion,
     Destination,

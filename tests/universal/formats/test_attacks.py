@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from elastic_ckpt.universal import opening
-from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.files import FormatError
 from tests.universal.formats import attacks, dcp_files, stored_values, torch_files
 from tests.universal.formats.dcp_files import FILE
 

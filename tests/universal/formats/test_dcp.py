@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.universal import opening
-from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.files import FormatError
 from tests.universal.formats import dcp_files, stored_values
 from tests.universal.formats.stored_values import DATA, assert_equal
 

@@ -13,7 +13,7 @@ from elastic_ckpt import universal
 from elastic_ckpt.universal import opening
 from elastic_ckpt.universal.formats import deepspeed_rules
 from elastic_ckpt.universal.formats.checkpoint import Checkpoint
-from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.files import FormatError
 from elastic_ckpt.universal.rules.layout import LayoutError
 from tests.universal.formats import known_values as kv
 from tests.universal.formats import stored_values

@@ -7,7 +7,7 @@ import pytest
 
 from elastic_ckpt.universal import opening
 from elastic_ckpt.universal.formats import files
-from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.files import FormatError
 from tests.universal.formats.stored_values import DATA
 
 COMMIT, OLDER = "0123456789abcdef" * 2 + "01234567", "f" * 40

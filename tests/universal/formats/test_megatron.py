@@ -15,7 +15,7 @@ import pytest
 
 from elastic_ckpt.universal import opening
 from elastic_ckpt.universal.formats import megatron
-from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.files import FormatError
 from tests.universal.formats import known_values as kv
 from tests.universal.formats import stored_values, torch_files
 from tests.universal.formats.stored_values import assert_equal

@@ -8,7 +8,7 @@ from etils import epath
 from orbax.checkpoint import v1
 
 from elastic_ckpt.universal import opening
-from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.files import FormatError
 from tests.universal.formats.stored_values import DATA, read
 
 # s3 is for CI.

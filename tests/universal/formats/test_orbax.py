@@ -13,7 +13,7 @@ import tensorstore as ts
 from orbax.checkpoint import v1
 
 from elastic_ckpt.universal import opening
-from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.files import FormatError
 from tests.universal.formats import stored_values
 from tests.universal.formats.stored_values import assert_equal
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.universal.formats import torch_file
-from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.files import FormatError
 from tests.universal.formats import stored_values, torch_files
 from tests.universal.formats.stored_values import assert_equal
 

@@ -7,11 +7,11 @@ import itertools
 import numpy as np
 
 from elastic_ckpt.core import boxes
+from elastic_ckpt.universal.factors import row_major
 from elastic_ckpt.universal.formats import checkpoint as stored
 from elastic_ckpt.universal.formats.checkpoint import Checkpoint
 from elastic_ckpt.universal.moves import Matched, Move, Side, TargetTensor
 from elastic_ckpt.universal.reading.engine import Reader
-from elastic_ckpt.universal.strides import row_major
 
 
 class Files:

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import boxes, errors, host_memory
-from elastic_ckpt.universal.flat_ranges import boxes_of_range
+from elastic_ckpt.universal.factors import boxes_of_range
 from elastic_ckpt.universal.formats import checkpoint as stored
-from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.files import FormatError
 from elastic_ckpt.universal.moves import Derived, Fill, Operand
 from elastic_ckpt.universal.reading import sources
 from elastic_ckpt.universal.reading.sources import Limits, Sources

@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.core import errors
+from elastic_ckpt.universal import loading
 from elastic_ckpt.universal.formats.checkpoint import Checkpoint
 from elastic_ckpt.universal.moves import Fill, Matched
-from elastic_ckpt.universal.reading import tree
 from tests.universal import random_layouts
 from tests.universal.reading.files import Files, move, target_of
 from tests.universal.reading.test_engine import drawn, written
@@ -25,10 +25,14 @@ F32 = np.dtype("float32")
 def read_tree(tensors, moves, abstract, *, fills=(), **options):
     """The tree that moves make of tensors."""
     matched = Matched(
-        moves=moves, derived=[], fills=fills, targets=tree.targets(abstract), rules=[]
+        moves=moves,
+        derived=[],
+        fills=fills,
+        targets=loading.targets_of(abstract),
+        rules=[],
     )
     checkpoint = Checkpoint(format="test", tensors=tensors)
-    return tree.load(checkpoint, matched, abstract, **options)
+    return loading.read_tree(checkpoint, matched, abstract, **options)
 
 
 def as_tree(by_path):
@@ -118,7 +122,7 @@ def test_a_leaf_of_another_kind_is_refused():
     with pytest.raises(
         errors.CheckpointError, match="w cannot be restored as a object"
     ):
-        tree.targets({"w": object()})
+        loading.targets_of({"w": object()})
 
 
 def test_no_thread_reads_on_while_an_error_of_a_leaf_is_handled(tmp_path, monkeypatch):

@@ -2,7 +2,9 @@
 
 A dim of a tensor may be a product of several factored dims. Its indices then ascend
 with the elements of these dims in row-major order, so an interval of indices is a range
-of elements, and a range is a few boxes (`elastic_ckpt.universal.flat_ranges`).
+of elements. A range is at most two boxes for each dim but the first: the rest of the
+first row, whole rows, the start of the last row, and so on inwards. ZeRO saves such
+ranges of flattened parameters, too.
 """
 
 from __future__ import annotations
@@ -14,8 +16,52 @@ import operator
 from collections.abc import Sequence
 
 from elastic_ckpt.core.boxes import Box
-from elastic_ckpt.universal.flat_ranges import boxes_of_range
 from elastic_ckpt.universal.moves import Side
+
+
+@functools.lru_cache(maxsize=2**16)
+def row_major(shape: tuple[int, ...], itemsize: int = 1) -> tuple[int, ...]:
+    """The strides of an array in row-major order, in units of `itemsize`."""
+    sizes = [*shape[1:], itemsize][::-1] if shape else []
+    return tuple(itertools.accumulate(sizes, lambda a, b: a * b))[::-1]
+
+
+def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The boxes of elements `start` to `stop`, in row-major order.
+
+    Args:
+      shape: of the array.
+      start: the number of the first element.
+      stop: the number after the last, at most the volume of the array.
+
+    Returns:
+      Disjoint boxes, in the order of their elements; none if the range is empty.
+    """
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise ValueError(f"elements {start} to {stop} are not inside shape {shape}")
+    if start == stop:
+        return []
+    if not shape:
+        return [Box(start=(), stop=())]
+    row = math.prod(shape[1:])
+    # Whole rows lie between the rest of the first and the start of the last.
+    head = min(-(-start // row) * row, stop)
+    tail = max(stop // row * row, head)
+    boxes = _in_row(shape, start, head)
+    if head < tail:
+        first, last = (head // row, tail // row)
+        whole = (0,) * (len(shape) - 1)
+        boxes.append(Box(start=(first, *whole), stop=(last, *shape[1:])))
+    return boxes + _in_row(shape, tail, stop)
+
+
+def _in_row(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    row = math.prod(shape[1:])
+    at, first = divmod(start, row)
+    return [
+        Box(start=(at, *box.start), stop=(at + 1, *box.stop))
+        for box in boxes_of_range(shape[1:], first, first + stop - start)
+    ]
 
 
 def inside(part: Box, side: Side, box: Box) -> list[Box]:
