@@ -216,7 +216,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a checksum of another program is not compared",
-        "elastic_ckpt/universal/reading/checks.py",
+        "elastic_ckpt/universal/reading/sources.py",
         "            if crc != entry.crc:",
         "            if crc < 0:",
         ("tests/universal/reading/test_engine.py",),
@@ -237,7 +237,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a mean is a sum",
-        "elastic_ckpt/universal/reading/derived.py",
+        "elastic_ckpt/universal/reading/arithmetic.py",
         "                total = total / len(spec.operands)",
         "                total = total / 1",
         ("tests/universal/reading/test_engine.py",),
@@ -251,7 +251,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "tiles of a transposed matrix are shifted",
-        "elastic_ckpt/universal/reading/values.py",
+        "elastic_ckpt/universal/reading/arithmetic.py",
         "            after = column + _COLUMN\n",
         "            after = column + _COLUMN - 1\n",
         ("tests/universal/reading/test_engine.py",),

@@ -5,6 +5,10 @@
 The checkpoint is not visible before all of it is durable. Killed at any point, the same
 call begins anew.
 
+Targets are read and written in boxes: few, and near in their sources. A target is cut
+first along the dim that advances most in the files of its sources, so that each part of
+a file goes to few boxes. A transposed matrix is cut into columns.
+
 JAX and Orbax, whose import takes seconds, are imported for Orbax checkpoints alone.
 """
 
@@ -36,7 +40,6 @@ from elastic_ckpt.universal.reading.arithmetic import stored_of
 from elastic_ckpt.universal.reading.engine import Buffer, Reader
 from elastic_ckpt.universal.rules import matching, names
 from elastic_ckpt.universal.rules.layout import PARAMETER, Layout
-from elastic_ckpt.universal.writing import chunks
 
 _ROOM = "elastic_ckpt.universal.writing"
 _DESTINATIONS = {
@@ -50,6 +53,7 @@ _BUDGET_BYTES = 2**27
 _LEAST_KEPT_BYTES = 2**18
 # Of boxes in formats whose files have a tensor in one piece, times those of Orbax.
 _PLAIN_TIMES = 4
+# Of the boxes of Orbax.
 CHUNK_BYTES = 2**24
 # A dim with few divisors is not worth more chunks than this many times the least.
 _MOST_TIMES = 8
@@ -167,11 +171,11 @@ class Conversion:
         """The shape of the boxes in which a target is written."""
         # Boxes that are whole tensors lie in one piece in a file.
         times = 1 if self.job.to == "orbax" else _PLAIN_TIMES
-        return chunks.chunk_shape(
+        return chunk_shape(
             target,
             self._moves[target.name],
             self._tensors,
-            chunk_bytes=times * chunks.CHUNK_BYTES,
+            chunk_bytes=times * CHUNK_BYTES,
         )
 
     def boxes(self, target: TargetTensor) -> list[Box]:

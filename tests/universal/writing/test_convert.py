@@ -20,7 +20,6 @@ from elastic_ckpt.core import errors, process
 from elastic_ckpt.tiers.persistent import claims
 from elastic_ckpt.universal.rules.layout import Layout, LayoutError
 from elastic_ckpt.universal.writing import (
-    chunks,
     convert,
 )
 from tests import runs, seams
@@ -35,7 +34,7 @@ SLOW = pytest.mark.slow
 @pytest.fixture
 def source(tmp_path, monkeypatch):
     """A model whose targets have several chunks each."""
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**12)
+    monkeypatch.setattr(convert, "CHUNK_BYTES", 2**12)
     monkeypatch.setattr(convert, "_BUDGET_BYTES", 2**14)
     monkeypatch.setattr(convert, "_LEAST_KEPT_BYTES", 1)
     tensors = small_model.tensors(3, 32)

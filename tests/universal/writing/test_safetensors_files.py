@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.universal.formats import safetensors, weights
-from elastic_ckpt.universal.writing import chunks, convert
+from elastic_ckpt.universal.writing import convert
 from elastic_ckpt.universal.writing.safetensors_files import SafetensorsFiles
 from tests.universal import safetensors_files
 from tests.universal.safetensors_files import bits, read
@@ -65,7 +65,7 @@ def model(num_tensors=8, size=40):
 def source(tmp_path, monkeypatch):
     """A model whose tensors are in a file each."""
     monkeypatch.setattr(SafetensorsFiles, "most_file_bytes", 7000)
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**12)
+    monkeypatch.setattr(convert, "CHUNK_BYTES", 2**12)
     tensors = model()
     safetensors_files.write(tmp_path / "source.safetensors", tensors)
     return tensors
