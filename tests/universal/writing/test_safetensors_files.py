@@ -84,7 +84,7 @@ def test_tensors_come_back_with_their_bits_however_they_are_cut(
         tempfile.TemporaryDirectory() as parent,
         mock.patch.object(SafetensorsFiles, "most_file_bytes", most_file_bytes),
         mock.patch.object(convert, "_BUDGET_BYTES", 2 * batch_bytes),
-        mock.patch.object(chunks, "CHUNK_BYTES", chunk_bytes),
+        mock.patch.object(convert, "CHUNK_BYTES", chunk_bytes),
     ):
         path = pathlib.Path(parent)
         safetensors_files.write(path / "source.safetensors", arrays)
