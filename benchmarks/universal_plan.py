@@ -65,11 +65,11 @@ def measure() -> dict[str, report.Figure]:
             "secs", "at most 10; 60 layers of 256 experts, tp=8", [experts_secs]
         ),
         "open_match_and_plan_dcp_secs": report.figure(
-            "secs", f"at most 120; {_DCP_TENSORS} tensors", [dcp_secs]
+            "secs", f"at most 25; {_DCP_TENSORS} tensors", [dcp_secs]
         ),
         "read_over_needed_percent_torch": report.figure(
             "percent",
-            f"no bound; {_HOSTS} hosts, ZeRO-1 of 32 ranks",
+            f"about 100; {_HOSTS} hosts, ZeRO-1 of 32 ranks",
             [_over_needed(*_zero())],
         ),
     }
@@ -235,26 +235,23 @@ def _over_needed(
     # Every host needs a 128th of each target, along its outer dim.
     matched = matching.moves(layout, checkpoint.tensors, checkpoint.axes, targets)
 
-    def planned(host: int) -> list[Span]:
+    def reader(host: int) -> tuple[Reader, list[Span]]:
         units = []
         for target in matched.targets.values():
             part = target.shape[0] // _HOSTS
             start, stop = [0] * len(target.shape), list(target.shape)
             start[0], stop[0] = host * part, (host + 1) * part
             units.append((target, [Box(start=tuple(start), stop=tuple(stop))]))
-        return Reader(checkpoint, matched, matched.targets).planned(units)[1]
+        made = Reader(checkpoint, matched, matched.targets, host=(host, _HOSTS))
+        return made, made.planned(units)[1]
 
     needed = read = 0
     for host in range(_HOSTS):
-        spans = planned(host)
+        made, spans = reader(host)
         needed += _needed_bytes(spans)
-        entries = {
-            (span.file, entry)
-            for span in spans
-            for entry in checkpoint.checksums(span.file)
-            if span.start < entry.stop and entry.start < span.stop
-        }
-        read += sum(entry.stop - entry.start for _, entry in entries)
+        read += sum(span.stop - span.start for span in spans)
+        # Of entries that it compares, a host may have read a part already.
+        read += sum(entry.stop - entry.start for _, entry in made.checks.entries())
     return 100 * (read / needed - 1)
 
 

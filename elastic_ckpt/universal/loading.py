@@ -69,9 +69,8 @@ def load(
       RunError: if it cannot be loaded on another host, which is named with its error.
     """
     # A host that fails leaves none waiting in the collectives that follow.
-    everywhere = functools.partial(
-        allgather.shared().agreed, timeout_secs=calls.LONG_SECS
-    )
+    hosts = allgather.shared()
+    everywhere = functools.partial(hosts.agreed, timeout_secs=calls.LONG_SECS)
     found: list[tuple[Checkpoint, Matched]] = []
     made: list[Any] = []
     everywhere(
@@ -80,7 +79,12 @@ def load(
     everywhere(
         "load_reads",
         lambda: made.append(
-            read_tree(*found[0], abstract_state, budget_bytes=budget_bytes)
+            read_tree(
+                *found[0],
+                abstract_state,
+                budget_bytes=budget_bytes,
+                host=(hosts.host, hosts.num_hosts),
+            )
         ),
     )
     return made[0]
@@ -181,6 +185,7 @@ def read_tree(
     *,
     budget_bytes: int = BUDGET_BYTES,
     files: Mapping[str, VirtualFile] | None = None,
+    host: tuple[int, int] = (0, 1),
 ) -> Any:
     """Reads the leaves that a layout makes of a checkpoint.
 
@@ -194,6 +199,7 @@ def read_tree(
         on the way to devices with their own memory; a single request or leaf may have
         more.
       files: virtual files that the checkpoint's tensors lie in.
+      host: the number of this host, and that of all, which share the checksums.
 
     Returns:
       A tree like `abstract`, of arrays in the shardings and dtypes of its leaves;
@@ -217,6 +223,7 @@ def read_tree(
         budget_bytes=budget_bytes,
         is_kept=not any(leaf.is_staged for leaf in leaves.values()),
         files=files,
+        host=host,
     )
     units = [(target, leaf.wanted.boxes) for target, leaf in leaves.items()]
     # An error that is raised here would keep the iterator, and so its threads.

@@ -146,6 +146,7 @@ class Reader:
         single request.
       is_kept: whether the caller keeps the memory of buffers: it does not count.
       files: virtual files of the checkpoint's tensors.
+      host: the number of this host, and that of all, which share the checksums.
       allocate: makes the memory of a buffer, uint8, of a number of bytes.
 
     Raises:
@@ -162,6 +163,7 @@ class Reader:
         budget_bytes: int = BUDGET_BYTES,
         is_kept: bool = False,
         files: Mapping[str, VirtualFile] | None = None,
+        host: tuple[int, int] = (0, 1),
         allocate: Callable[[int], np.ndarray] = host_memory.allocate,
     ) -> None:
         self._moves: dict[str, list[Move]] = {target: [] for target in targets}
@@ -188,7 +190,7 @@ class Reader:
         self._boxes: dict[object, Boxes] = {}
         self._budget_bytes, self._allocate = budget_bytes, allocate
         self._most_bytes = math.inf if is_kept else budget_bytes
-        self.checks = Checks(checkpoint.checksums)
+        self.checks = Checks(checkpoint.checksums, [stored[n] for n in used], host)
         self._scratch: collections.deque[np.ndarray] = collections.deque()
         self._room = _Room(budget_bytes)
         is_remote = any(

@@ -370,13 +370,24 @@ def _numbers(contents: Contents, tree: str) -> list[int]:
 
 
 class Checks:
-    """The checksums of the files of a checkpoint; any thread may call `note`.
+    """The checksums of the tensors that are read; any thread may call `note`.
+
+    The hosts of a world share the entries: each entry is compared by one of them, which
+    reads all of it, whatever it needs of it.
 
     Args:
       checksums: finds those of a file; see `Checkpoint`.
+      tensors: those that are read, by any host.
+      host: the number of this host, and that of all.
     """
 
-    def __init__(self, checksums: Callable[[str], Sequence[Checksum]]) -> None:
+    def __init__(
+        self,
+        checksums: Callable[[str], Sequence[Checksum]],
+        tensors: Iterable[StoredTensor],
+        host: tuple[int, int],
+    ) -> None:
+        self._tensors, self._host = tensors, host
         self._listed = functools.cache(lambda file: sorted(checksums(file)))
         # By file and entry, the ranges of it that were read, and their CRCs.
         self._read: dict[tuple[str, Checksum], dict[tuple[int, int], int]] = {}
@@ -387,23 +398,20 @@ class Checks:
         Raises:
           FormatError: if checksums cannot be read.
         """
-        listed, stop = self._listed(file), start + memory.nbytes
-        first = bisect.bisect_right(listed, start, key=lambda entry: entry.stop)
-        after = bisect.bisect_left(listed, stop, key=lambda entry: entry.start)
-        for entry in listed[first:after]:
+        stop = start + memory.nbytes
+        for entry in self._of_host(file, start, stop):
             low, high = max(start, entry.start), min(stop, entry.stop)
             crc = zlib.crc32(memory[low - start : high - start].data)
             self._read.setdefault((file, entry), {})[low, high] = crc
 
     def finish(self) -> None:
-        """Compares the checksums of all entries of which something was read.
+        """Compares the checksums of this host's entries.
 
         Raises:
           FormatError: if an entry has another one.
         """
-        while self._read:
-            (file, entry), parts = self._read.popitem()
-            at, crc = entry.start, 0
+        for file, entry in self.entries():
+            at, crc, parts = entry.start, 0, self._read.pop((file, entry), {})
             for (start, stop), part in sorted(parts.items()):
                 # A part that begins inside of what was read is read again.
                 if start >= at:
@@ -414,6 +422,28 @@ class Checks:
             if crc != entry.crc:
                 found = f"the CRC-32 {crc:08x}, not {entry.crc:08x}"
                 raise checkpoint.damaged(file, entry.start, entry.stop, found)
+
+    def entries(self) -> Iterator[tuple[str, Checksum]]:
+        """The files and entries of which this host compares the checksums."""
+        ranges: dict[str, list[tuple[int, int]]] = {}
+        for tensor in self._tensors:
+            for each in filter(lambda each: self._listed(each.file), tensor.fragments):
+                steps = zip(each.box.shape, each.strides, strict=True)
+                extent = sum((size - 1) * stride for size, stride in steps)
+                stop = each.offset + extent + tensor.dtype.itemsize
+                ranges.setdefault(each.file, []).append((each.offset, stop))
+        for file, of_file in ranges.items():
+            found = (entry for a, b in of_file for entry in self._of_host(file, a, b))
+            for entry in dict.fromkeys(found):
+                yield file, entry
+
+    def _of_host(self, file: str, start: int, stop: int) -> list[Checksum]:
+        # The entries of this host that a range of a file is part of.
+        listed, (host, hosts) = self._listed(file), self._host
+        first = bisect.bisect_right(listed, start, key=lambda entry: entry.stop)
+        after = bisect.bisect_left(listed, stop, key=lambda entry: entry.start)
+        turn = host - zlib.crc32(file.encode()) - first
+        return listed[first + turn % hosts : after : hosts]
 
 
 def _continued(file: str, start: int, stop: int, crc: int) -> int:
