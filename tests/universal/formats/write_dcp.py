@@ -6,8 +6,6 @@ OMP_NUM_THREADS=1 PYTHONPATH=. torchrun --nproc-per-node 4 \
 
 dcp/         FSDP2 over 2 x 2 (data, tensor) processes: model, Adam, numbers
 dcp.npz      all tensors, whole
-llama_dcp/   FSDP2 over 4 processes: the model of `llama_values`, packed as the samples
-             of `write_deepspeed`
 
 and with 2 processes, in dcp_saves/, the ways in which PyTorch saves:
 
@@ -37,9 +35,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.universal.formats import known_values as kv
-from tests.universal.formats import llama_module, llama_values
-
 
 class Model(torch.nn.Module):
     """Two matrices that tensor parallelism cuts, and a norm in bfloat16."""
@@ -62,29 +57,6 @@ def flat(tree, prefix=""):
             yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def write_llama(directory):
-    """Trains two steps and saves them, with known values in place of trained ones."""
-    model = llama_module.Llama()
-    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    for _ in range(llama_values.STEPS):
-        model(torch.ones(1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            state = optimizer.state[parameter]
-            for key, held in (("fp32", parameter), *state.items()):
-                if key != "step":
-                    full = torch.from_numpy(kv.known(key, name, tuple(held.shape)))
-                    held.copy_(
-                        distribute_tensor(full, held.device_mesh, held.placements)
-                    )
-    weights, states = get_state_dict(model, optimizer)
-    content = {"model": weights, "optim": states, "step": llama_values.STEPS}
-    dcp.save(content, checkpoint_id=f"{directory}/llama_dcp")
 
 
 def write_saves(directory):
@@ -158,6 +130,5 @@ if __name__ == "__main__":
     if dist.get_world_size() == 2:
         write_saves(folder / "dcp_saves")
     else:
-        write_llama(folder)
         write(folder)
     dist.destroy_process_group()

@@ -39,7 +39,6 @@ from deepspeed.utils import (
 from torch import nn
 
 from tests.universal.formats import known_values as kv
-from tests.universal.formats import llama_module
 
 # By name: processes, then ZeRO stage, TP, PP, expert parallelism, dtype.
 SAMPLES = {
@@ -57,11 +56,6 @@ SAMPLES = {
     "zero1_tp2_ep2_dp2": (4, 1, 2, 1, 2, "bf16"),
     # Muon for matrices, Adam for the rest.
     "zero3_muon_dp2": (2, 3, 1, 1, 0, "bf16"),
-    # The model of `llama_values`.
-    "llama_zero0_dp2": (2, 0, 1, 1, 0, "fp32"),
-    "llama_zero1_dp2": (2, 1, 1, 1, 0, "bf16"),
-    "llama_zero2_dp2": (2, 2, 1, 1, 0, "bf16"),
-    "llama_zero3_dp2": (2, 3, 1, 1, 0, "bf16"),
 }
 STEPS = 2
 
@@ -342,9 +336,7 @@ def write(folder, sample):
     ranks = {"num_pp": pp, "num_mp": tp, "num_dp": processes // (tp * pp)}
     topology = PipeModelDataParallelTopology(**ranks)
     mpu = PipelineParallelGrid(topology) if tp > 1 and not piped else None
-    if sample.startswith("llama"):
-        model = llama_module.Llama()
-    elif "muon" in sample:
+    if "muon" in sample:
         model = MuonModel()
     else:
         model = pipeline(topology, tp) if piped else Model(ep, stage > 1, tp)

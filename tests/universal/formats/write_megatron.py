@@ -35,15 +35,12 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tests.universal.formats import known_values as kv
-from tests.universal.formats import llama_values
 
 # By name: tensor, pipeline and expert parallelism, experts, layers, and the chunks of
 # each stage in a sample of ranks.
 SAMPLES = {
     "torch_dist_tp2_pp2": (2, 2, 1, None, 4, 0),
     "torch_dist_ep2": (1, 1, 2, 4, 2, 0),
-    # The model of `llama_values`.
-    "llama_tp2_pp2": (2, 2, 1, None, 2, 0),
     "mp_rank_pp2_vp2": (1, 2, 1, None, 4, 2),
 }
 SIZES = {
@@ -52,13 +49,6 @@ SIZES = {
     "num_attention_heads": 4,
     "num_query_groups": 2,
     "kv_channels": 4,
-}
-LLAMA_SIZES = {
-    "hidden_size": llama_values.EMBED,
-    "ffn_hidden_size": llama_values.FF,
-    "num_attention_heads": llama_values.HEADS,
-    "num_query_groups": llama_values.HEADS,
-    "kv_channels": llama_values.HEAD,
 }
 STEPS = 2
 
@@ -86,10 +76,9 @@ def without_gpu(*, is_optimizer):
 def model_of(sample, chunk=None):
     """The part of the model that a rank has; of its stage, one of the chunks."""
     tp, pp, ep, experts, layers, chunks = SAMPLES[sample]
-    is_llama = sample.startswith("llama")
     config = TransformerConfig(
         num_layers=layers,
-        **(LLAMA_SIZES if is_llama else SIZES),
+        **SIZES,
         use_cpu_initialization=True,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
@@ -110,11 +99,11 @@ def model_of(sample, chunk=None):
             num_experts=experts, normalization="RMSNorm"
         ),
         # In a flat buffer, 13 rows end at no multiple of 64, as norms do.
-        vocab_size=13 if chunks else llama_values.PADDED if is_llama else 16,
+        vocab_size=13 if chunks else 16,
         max_sequence_length=4,
         pre_process=parallel_state.is_pipeline_first_stage(**place),
         post_process=parallel_state.is_pipeline_last_stage(**place),
-        share_embeddings_and_output_weights=is_llama,
+        share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
         vp_stage=chunk,
     )
