@@ -21,7 +21,7 @@ from elastic_ckpt.core import errors
 from tests.universal.formats import stored_values
 
 SAMPLES = [
-    *("dcp", "weights/single", "weights/sharded", "orbax", "safetensors"),
+    *("dcp", "weights/single", "weights/sharded", "orbax", "forgather/single"),
     *("deepspeed/zero1_dp2", "deepspeed/zero3_tp2_dp2", "deepspeed/zero3_muon_dp2"),
     *("deepspeed/zero1_dp2_universal", "megatron/torch_dist_ep2"),
     *("megatron/mp_rank_pp2_vp2", "forgather/pipeline-2x2"),

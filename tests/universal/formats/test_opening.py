@@ -3,13 +3,15 @@
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from etils import epath
 from orbax.checkpoint import v1
 
 from elastic_ckpt.universal import opening
 from elastic_ckpt.universal.formats.format_error import FormatError
-from tests.universal.formats.stored_values import DATA, read
+from tests.universal.formats import stored_values
+from tests.universal.formats.stored_values import DATA
 
 # s3 is for CI.
 BUCKETS = pytest.mark.parametrize(
@@ -41,13 +43,28 @@ def on_disk(tensor, bucket):
 @BUCKETS
 def test_an_orbax_checkpoint_opens_in_a_bucket(bucket, tmp_path):
     # Orbax itself writes to gs:// alone.
-    v1.save(tmp_path / "x", {"w": jnp.arange(6.0).reshape(2, 3)})
+    w = jnp.arange(6.0).reshape(2, 3)
+    v1.save(tmp_path / "x", {"w": w})
     for file in (tmp_path / "x").rglob("*"):
         if file.is_file():
             copy = epath.Path(f"{bucket}/{file.relative_to(tmp_path)}")
             copy.write_bytes(file.read_bytes())
-    (tensor,) = opening.open_checkpoint(f"{bucket}/x").tensors
-    assert read(tensor).tolist() == [[0, 1, 2], [3, 4, 5]]
+    stored_values.assert_holds(f"{bucket}/x", {"w": np.asarray(w)})
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "dcp/.metadata",
+        "weights/single/pytorch_model.bin",
+        "weights/sharded/pytorch_model.bin.index.json",
+    ],
+)
+def test_a_file_that_leads_to_others_opens_as_their_directory(path):
+    of_file = opening.open_checkpoint(DATA / path)
+    of_directory = opening.open_checkpoint((DATA / path).parent)
+    assert of_file.tensors == of_directory.tensors
+    assert dict(of_file.values) == dict(of_directory.values)
 
 
 def test_a_path_of_no_format_is_refused_with_the_formats_that_are_read(tmp_path):

@@ -213,8 +213,7 @@ def megatron_ranks(*, tp, pp, experts=""):
     return Case(shipped.load("megatron_ranks_to_hf").with_sizes(sizes), tensors, axes)
 
 
-def sample_of(name, layout, directory, **sizes):
-    path = stored_values.unpacked(f"{name}.tar.xz", directory)
+def sample_of(path, layout, **sizes):
     checkpoint = opening.open_checkpoint(path)
     tensors = [
         saved(each.name, stored_values.read(each), each.kind, **dict(each.ranks))
@@ -315,14 +314,12 @@ def test_a_layout_makes_what_its_digest_says_and_comes_back(name, request):
     assert_same(back, case.back)
 
 
-@pytest.mark.parametrize(("sample", "layout", "sizes"), SAMPLES)
-def test_a_sample_becomes_what_its_digest_says(
-    sample, layout, sizes, tmp_path, request
-):
-    case = sample_of(sample, layout, tmp_path, **sizes)
+@pytest.mark.parametrize(("name", "layout", "sizes"), SAMPLES)
+def test_a_sample_becomes_what_its_digest_says(name, layout, sizes, sample, request):
+    case = sample_of(sample(name), layout, **sizes)
     made = relayout(case.layout, case.tensors, case.axes)
     chosen = f", interleave {sizes['interleave']}" if "interleave" in sizes else ""
-    check(f"{layout}, {sample}{chosen}", made, request)
+    check(f"{layout}, {name}{chosen}", made, request)
 
 
 def test_every_shipped_layout_has_a_digest():
