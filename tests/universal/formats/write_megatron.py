@@ -53,13 +53,11 @@ SIZES = {
 STEPS = 2
 
 
-def without_gpu(*, is_optimizer):
+def without_gpu():
     """Replaces the functions that are called on machines without a GPU, too."""
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.synchronize = lambda *_: None
     torch.Tensor.cuda = lambda tensor: tensor
-    if not is_optimizer:
-        return
     name_of, tensor_of = torch.Tensor.type, torch.tensor
 
     def type_of(tensor, *args, **kwargs):
@@ -171,62 +169,31 @@ def write_torch_dist(folder, sample):
     dist_checkpointing.save(content, str(folder))
 
 
-def set_values(optimizer, chunks, stage):
-    """Fills the weights, masters and moments of a rank."""
-    for chunk, model in enumerate(chunks):
-        for name, parameter in model.module.module.named_parameters():
-            shape = tuple(parameter.shape)
-            known = {
-                key: torch.from_numpy(kv.known(key, f"{stage} {chunk} {name}", shape))
-                for key in kv.STATES
-            }
-            parameter.data.copy_(known["fp32"])
-            if (
-                parameter not in optimizer.model_param_gbuf_map
-                or parameter not in optimizer.model_param_group_index_map
-            ):
-                # This data-parallel rank has no range of it.
-                continue
-            part = optimizer._get_model_param_range_map(parameter)["param"]
-            states = optimizer._get_main_param_and_optimizer_states(parameter)
-            for key, state in (("fp32", "param"), *((k, k) for k in kv.STATES[1:])):
-                states[state].data.copy_(known[key].flatten()[part.start : part.end])
-
-
 def write_ranks(folder, sample):
     _, pp, _, _, _, num_chunks = SAMPLES[sample]
     chunks = [model_of(sample, chunk) for chunk in range(num_chunks)]
-    config = OptimizerConfig(
-        lr=0.01,
-        weight_decay=0.1,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        use_distributed_optimizer=True,
-    )
+    options = {"lr": 0.01, "weight_decay": 0.1, "use_distributed_optimizer": True}
+    config = OptimizerConfig(bf16=True, params_dtype=torch.bfloat16, **options)
     (optimizer,) = get_megatron_optimizer(config, chunks).chained_optimizers
     for _ in range(STEPS):
         optimizer._init_optimizer_states_with_dummy_values()
     stage = parallel_state.get_pipeline_model_parallel_rank()
     with torch.no_grad():
-        set_values(optimizer, chunks, stage)
+        for chunk, model in enumerate(chunks):
+            for name, parameter in model.module.module.named_parameters():
+                place = f"{stage} {chunk} {name}", tuple(parameter.shape)
+                parameter.data.copy_(torch.from_numpy(kv.known("fp32", *place)))
     folder = folder / f"mp_rank_00_{stage:03d}"
     folder.mkdir(parents=True, exist_ok=True)
     optimizer.save_parameter_state(folder / "distrib_optim.pt")
     if parallel_state.get_data_parallel_rank() == 0:
-        sizes = {
-            "pipeline_model_parallel_size": pp,
-            "virtual_pipeline_model_parallel_size": num_chunks,
-        }
         content = {
-            "args": argparse.Namespace(**sizes),
+            "args": argparse.Namespace(pipeline_model_parallel_size=pp),
             "checkpoint_version": 3.0,
-            "iteration": STEPS,
-            **{
-                f"model{chunk}": model.state_dict_for_save_checkpoint()
-                for chunk, model in enumerate(chunks)
-            },
             "optimizer": optimizer.state_dict(),
         }
+        for chunk, model in enumerate(chunks):
+            content[f"model{chunk}"] = model.state_dict_for_save_checkpoint()
         torch.save(content, folder / "model_optim_rng.pt")
     torch.distributed.barrier()
 
@@ -245,7 +212,7 @@ def main():
         expert_model_parallel_size=ep,
         create_gloo_process_groups=True,
     )
-    without_gpu(is_optimizer=bool(chunks))
+    without_gpu()
     folder = arguments.folder / arguments.sample / f"iter_{STEPS:07d}"
     write = write_ranks if chunks else write_torch_dist
     write(folder, arguments.sample)
