@@ -5,6 +5,7 @@
 
 import shutil
 
+import numpy as np
 import pytest
 
 from elastic_ckpt.universal import opening
@@ -15,16 +16,14 @@ FLAT = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 
 def numbered(folder, groups, **optimizer):
-    state = {number: {"exp_avg": torch_files.tensor()} for number in (0, 1)}
+    array = np.ones((2, 2), np.float32)
+    state = {number: {"exp_avg": array} for number in (0, 1)}
     param_groups = [{"params": group} for group in groups]
-    first, second = torch_files.tensor(), torch_files.tensor(key="1")
     value = {
-        "module": {"a": first, "b": second, "tied to a": first},
+        "module": {"a": torch_files.tensor(), "b": array, "tied": torch_files.tensor()},
         "optimizer": {"state": state, "param_groups": param_groups, **optimizer},
     }
-    entries = {f"data/{key}": bytes(16) for key in "01"}
-    path = folder / "mp_rank_00_model_states.pt"
-    torch_files.write(path, value, entries=entries)
+    torch_files.write(folder / "mp_rank_00_model_states.pt", value)
     tensors = opening.open_checkpoint(folder).tensors
     return [each.name for each in tensors if each.kind == "first_moment"]
 

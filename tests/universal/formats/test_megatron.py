@@ -19,6 +19,7 @@ from tests.universal.formats import known_values as kv
 from tests.universal.formats import stored_values, torch_files
 from tests.universal.formats.stored_values import assert_equal
 
+STAGES = "pipeline_model_parallel_size"
 KINDS = ("parameter", "master", "first_moment", "second_moment")
 
 
@@ -29,42 +30,34 @@ def test_the_latest_iteration_must_be_beside_its_file(tmp_path, text):
         megatron.open_checkpoint(tmp_path)
 
 
-def write_rank(folder, rank, arrays, *, optimizer=True, **arguments):
+def write_rank(folder, rank, arrays, **arguments):
     """The file of a rank, as Megatron's training loop writes it.
 
     Names of chunks of interleaved stages begin with them, `model1/norm`.
     """
-    entries = {}
-
-    def tensor(array):
-        kind = {2: "BFloat16Storage", 4: "FloatStorage"}[array.dtype.itemsize]
-        key = str(len(entries))
-        entries[f"data/{key}"] = array.tobytes()
-        strides = tuple(stride // array.itemsize for stride in array.strides)
-        place = {"kind": kind, "key": key, "elements": array.size}
-        return torch_files.tensor(array.shape, strides, **place)
-
     content = {"args": argparse.Namespace(**arguments), "checkpoint_version": 3.0}
     for name, array in arrays.items():
         chunk, _, rest = name.rpartition("/")
-        weight = tensor(array["fp32"].astype(ml_dtypes.bfloat16))
-        content.setdefault(chunk or "model", {})[rest] = weight
-    if optimizer:
-        groups = [[n for n in arrays if arrays[n]["fp32"].ndim == d] for d in (2, 1)]
-        numbers = {name: n for n, name in enumerate([*groups[0], *groups[1]])}
-        state = {
-            n: {key: tensor(arrays[name][key]) for key in ("exp_avg", "exp_avg_sq")}
-            for name, n in numbers.items()
-        }
-        masters = [[tensor(arrays[n]["fp32"]) for n in group] for group in groups]
-        param_groups = [{"params": [numbers[n] for n in group]} for group in groups]
-        content["optimizer"] = {
-            "optimizer": {"state": state, "param_groups": param_groups},
-            "fp32_from_fp16_params": masters,
-        }
+        weights = array["fp32"].astype(ml_dtypes.bfloat16)
+        content.setdefault(chunk or "model", {})[rest] = weights
+    groups = [[n for n in arrays if arrays[n]["fp32"].ndim == dims] for dims in (2, 1)]
+    numbers = {name: number for number, name in enumerate(itertools.chain(*groups))}
+    state = {
+        number: {key: arrays[name][key] for key in kv.STATES[1:]}
+        for name, number in numbers.items()
+    }
+    param_groups = [{"params": [numbers[n] for n in group]} for group in groups]
+    content["optimizer"] = {
+        "optimizer": {"state": state, "param_groups": param_groups},
+        "fp32_from_fp16_params": [[arrays[n]["fp32"] for n in g] for g in groups],
+    }
     path = folder / "iter_0000002" / rank / "model_optim_rng.pt"
     path.parent.mkdir(parents=True)
-    torch_files.write(path, content, entries=entries)
+    torch_files.write(path, content)
+
+
+def known(name, shape):
+    return {key: kv.known(key, name, shape) for key in kv.STATES}
 
 
 @pytest.fixture
@@ -78,10 +71,8 @@ def held(tmp_path):
             shapes |= {"embedding.weight": (8, 8)} if pp == 0 else {}
             ranks = ("tp", tp), ("pp", pp), ("vp", vp)
             for name, shape in shapes.items():
-                states = {
-                    key: kv.known(key, f"{name} {ranks}", shape) for key in kv.STATES
-                }
-                arrays[f"model{vp}/{name}"] = held[name, ranks] = states
+                held[name, ranks] = known(f"{name} {ranks}", shape)
+                arrays[f"model{vp}/{name}"] = held[name, ranks]
         write_rank(tmp_path, f"mp_rank_{tp:02d}_{pp:03d}", arrays)
     (tmp_path / megatron.LATEST).write_text("2")
     return held
@@ -111,10 +102,8 @@ def test_a_missing_rank_is_named(tmp_path):
 
 def test_without_stages_the_second_number_is_that_of_experts(tmp_path):
     for ep in range(2):
-        arrays = {"w": {"fp32": np.ones((2, 2), np.float32)}}
-        name = f"mp_rank_00_{ep:03d}"
-        stages = {"pipeline_model_parallel_size": 1}
-        write_rank(tmp_path, name, arrays, optimizer=False, **stages)
+        arrays = {"w": known("w", (2, 2))}
+        write_rank(tmp_path, f"mp_rank_00_{ep:03d}", arrays, **{STAGES: 1})
     checkpoint = megatron.open_checkpoint(tmp_path / "iter_0000002")
     assert checkpoint.axes == {"ep": 2}
-    assert [each.ranks for each in checkpoint.tensors] == [(("ep", 0),), (("ep", 1),)]
+    assert {each.ranks for each in checkpoint.tensors} == {(("ep", 0),), (("ep", 1),)}

@@ -18,10 +18,11 @@ from elastic_ckpt import universal
 from elastic_ckpt.universal import opening
 from tests.universal.formats import known_values as kv
 from tests.universal.formats import stored_values
-from tests.universal.formats.stored_values import DATA, assert_equal
+from tests.universal.formats.stored_values import DATA, GOLDEN, assert_equal
 from tests.universal.rules import relayout
 
 DCP, WEIGHTS = np.load(DATA / "dcp.npz"), np.load(DATA / "weights" / "expected.npz")
+TYPES = np.load(GOLDEN / "forgather" / "values.npz")
 DEEPSPEED = [
     *("zero0_dp2", "zero0_bf16_dp2", "zero1_dp2", "zero2_dp4", "zero3_dp2"),
     *("zero3_dp4", "zero1_pp2_dp2", "zero1_tp2_pp2_dp2", "zero1_ep2_dp4", "zero1_tp4"),
@@ -32,7 +33,7 @@ SAMPLES = [
     *("megatron/torch_dist_tp2_pp2", "megatron/torch_dist_ep2"),
     *("megatron/mp_rank_pp2_vp2", "dcp", "dcp_saves/async", "dcp_saves/no_dist"),
     *("weights/single", "weights/sharded", "weights/no_crc.pt", "weights/lazy.pt"),
-    *("weights/training.pt", "orbax", "forgather/single"),
+    *("weights/training.pt", "orbax", "forgather/single", "forgather/types.pt"),
 ]
 WITHOUT_AXES = [n for n in SAMPLES if "_tp" not in n or "torch_dist" in n]
 WITHOUT_AXES.remove("megatron/mp_rank_pp2_vp2")
@@ -48,6 +49,8 @@ def saved(name, tensor, tp):
         state = {**kv.OF_KIND, "step": "step"}[tensor.kind]
         of_state = f"optim.state.{tensor.name.removeprefix('model.')}.{state}"
         return DCP[tensor.name if tensor.kind == "parameter" else of_state]
+    if program == "forgather":
+        return TYPES.get(tensor.name.replace("tensors.", "types/"))
     if program not in ("deepspeed", "megatron"):
         return WEIGHTS.get(tensor.name)
     if tensor.kind == "step":
@@ -83,7 +86,7 @@ def test_a_sample_is_read_bit_equal(name, sample, golden):
     for key, tensor in by_key.items():
         values = saved(name, tensor, checkpoint.axes.get("tp", 1))
         if values is not None:
-            is_bits = values.dtype == np.int16
+            is_bits = values.dtype == np.int16 and tensor.dtype.itemsize == 2
             convert = values.view if is_bits else values.astype
             assert_equal(arrays[key], convert(tensor.dtype))
     text = json.dumps(record(checkpoint, arrays), indent=1, sort_keys=True)

@@ -7,6 +7,8 @@ import struct
 import zipfile
 from typing import ClassVar
 
+import numpy as np
+
 
 class _Parts:
     def __init__(self, *parts):
@@ -40,8 +42,9 @@ class Attack:
 
 
 class _Pickler(pickle._Pickler):
-    # The pickler in Python: names need not exist.
+    # The pickler in Python: names need not exist. Arrays become tensors.
     dispatch: ClassVar = dict(pickle._Pickler.dispatch)
+    entries: ClassVar = {}
 
     def save_named(self, value):
         module, name, *arguments = value.parts
@@ -64,15 +67,26 @@ class _Pickler(pickle._Pickler):
         self.save(value.parts)
         self.write(pickle.BINPERSID)
 
+    def save_array(self, array):
+        key, size = f"a{len(self.entries)}", array.dtype.itemsize
+        self.entries[f"data/{key}"] = array.tobytes()
+        kind = {2: "BFloat16Storage", 4: "FloatStorage"}[size]
+        strides = tuple(stride // size for stride in array.strides)
+        parts = {"kind": kind, "key": key, "elements": array.size}
+        self.save(tensor(array.shape, strides, **parts))
+
+    dispatch[np.ndarray] = save_array
     dispatch[Named] = save_named
     dispatch[Global] = save_global_name
     dispatch[Object] = save_object
     dispatch[Id] = save_id
 
 
-def pickled(value, protocol=2):
+def pickled(value, protocol=2, **fields):
     file = io.BytesIO()
-    _Pickler(file, protocol).dump(value)
+    pickler = _Pickler(file, protocol)
+    vars(pickler).update(fields)
+    pickler.dump(value)
     return file.getvalue()
 
 
@@ -102,13 +116,16 @@ def with_attributes(value):
 
 
 def write(path, value, *, entries=None, compression=zipfile.ZIP_STORED, content=None):
-    """A file of torch.save that holds `value`, and 4 floats as the storage 0."""
-    if entries is None:
-        entries = {"data/0": struct.pack("<4f", 1, 2, 3, 4)}
+    """A file of torch.save that holds `value`, and 4 floats as the storage 0.
+
+    NumPy's arrays in the value are tensors there.
+    """
+    held = {"data/0": struct.pack("<4f", 1, 2, 3, 4)} if entries is None else entries
+    content = content or pickled(value, entries=(held := dict(held)))
     with zipfile.ZipFile(path, "w", compression) as archive:
-        archive.writestr("archive/data.pkl", content or pickled(value))
+        archive.writestr("archive/data.pkl", content)
         archive.writestr("archive/byteorder", "little")
-        for name, values in entries.items():
+        for name, values in held.items():
             archive.writestr(f"archive/{name}", values)
         archive.writestr("archive/version", "3\n")
     return path
