@@ -2,13 +2,12 @@
 
 import dataclasses
 import io
-import math
-import struct
 
 from tests.universal.formats import torch_files
 from tests.universal.formats.torch_files import Global, Named, Object
 
 MODULE = "torch.distributed.checkpoint.metadata"
+TENSOR = torch_files.tensor()
 FILE = "__0_0.distcp"
 
 
@@ -16,15 +15,10 @@ def size(dims):
     return Named("torch", "Size", tuple(dims))
 
 
-def item(shape, *, content=None, entries=None, **parts):
-    """The bytes of an item: a file of torch.save with one tensor of floats."""
-    count = math.prod(shape)
-    steps = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    fields = {"shape": shape, "strides": steps, "elements": count, **parts}
+def item(value=TENSOR, content=None):
+    """The bytes of an item: a file of torch.save with a tensor of 2 x 2 floats."""
     file = io.BytesIO()
-    entries = entries or {"data/0": struct.pack(f"<{count}f", *range(count))}
-    value = torch_files.tensor(**fields)
-    torch_files.write(file, value, entries=entries, content=content)
+    torch_files.write(file, value, content=content)
     return file.getvalue()
 
 
@@ -85,7 +79,7 @@ class Parts:
 
 def parts(second=None):
     """Good parts, but for the second item."""
-    items = [item((2, 2)), second or item((2, 2))]
+    items = [item(), second or item()]
     sizes = [len(each) for each in items]
     first, last = (("w", (0, 0)), (FILE, 0, sizes[0])), (("w", (2, 0)), (FILE, *sizes))
     chunks = [((0, 0), (2, 2)), ((2, 0), (2, 2))]

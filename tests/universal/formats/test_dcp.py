@@ -4,8 +4,8 @@
 """
 
 import itertools
-import struct
 
+import numpy as np
 import pytest
 
 from elastic_ckpt.universal import opening
@@ -27,9 +27,7 @@ def test_extensions_and_other_formats_of_tensors_are_refused(save, match):
 
 
 def test_a_tensor_of_thousands_of_chunks_is_read(tmp_path):
-    kinds = [
-        dcp_files.item((1,), entries={"data/0": struct.pack("<f", n)}) for n in range(7)
-    ]
+    kinds = [dcp_files.item(np.float32([n])) for n in range(7)]
     parts, count = dcp_files.parts(), 2100
     chunks = [((n,), (1,)) for n in range(count)]
     parts.entries = {"w": dcp_files.entry((count,), chunks)}
