@@ -1,6 +1,7 @@
 """Whole loads: a checkpoint of another program, a layout or none, a sharded tree."""
 
 import dataclasses
+import itertools
 
 import hypothesis
 import jax
@@ -76,23 +77,16 @@ def checkpoint_of(saved):
     return Checkpoint(format="some format", tensors=relayout.stored(saved))
 
 
-def test_without_a_layout_whole_tensors_keep_their_names_after_their_kinds():
+@pytest.mark.parametrize("kinds", [("parameter",), ("parameter", "master", "step")])
+def test_without_a_layout_whole_tensors_keep_their_names_after_their_kinds(kinds):
     names = ("a/b.0.w", "a/c.1.w", "a/c.02.w", "scale")
-    arrays = [relayout.numbered(*range(2, 2 + n)) for n in range(4)]
-    plain = dict(zip(names, arrays, strict=True))
-    for kinds in (("parameter",), ("parameter", "master", "step")):
-        saved = [
-            relayout.saved(name, values + n, kind)
-            for name, values in plain.items()
-            for n, kind in enumerate(kinds)
-        ]
-        expected = {
-            f"{kind}/{name}" if len(kinds) > 1 else name: values + n
-            for name, values in plain.items()
-            for n, kind in enumerate(kinds)
-        }
-        layout = shipped.default_layout(checkpoint_of(saved))
-        relayout.assert_same(relayout.relayout(layout, saved), expected)
+    tensors, expected = [], {}
+    for number, (name, kind) in enumerate(itertools.product(names, kinds)):
+        values = relayout.numbered(2, 3, start=number)
+        tensors.append(relayout.saved(name, values, kind))
+        expected[f"{kind}/{name}" if len(kinds) > 1 else name] = values
+    layout = shipped.default_layout(checkpoint_of(tensors))
+    relayout.assert_same(relayout.relayout(layout, tensors), expected)
 
 
 def test_shards_of_ranks_need_a_layout():
@@ -102,15 +96,11 @@ def test_shards_of_ranks_need_a_layout():
             shipped.default_layout(checkpoint_of(saved))
 
 
-def stored(names):
-    return [StoredTensor(name=name, dtype=DTYPE, shape=(2,)) for name in names]
-
-
 @hypothesis.given(NAMES, st.data())
 def test_leaves_are_taken_by_name_whatever_characters_it_has(names, data):
     leaves = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1))
     wanted = {name: TargetTensor(name=name, dtype=DTYPE, shape=(2,)) for name in leaves}
-    tensors = stored(names)
+    tensors = [StoredTensor(name=name, dtype=DTYPE, shape=(2,)) for name in names]
     layout = loading.layout_of_leaves("path", tensors, wanted)
     moves = matching.moves(layout, tensors, {}, wanted).moves
     assert {names[each.source]: each.target for each in moves} == {
