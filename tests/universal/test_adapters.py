@@ -110,12 +110,6 @@ def test_a_product_of_each_pair_is_added(tmp_path, dtype, config, scale_of):
     (tmp_path / "base/tokenizer.json").write_text("{}")
     made = converted(path, tmp_path / "made", "--to", "hf")
     assert bits(made) == bits(with_pairs(base, PAIRS, scale_of))
-    # As PEFT has it, but for the order of the sum.
-    b, a = (PAIRS[f"{PREFIX}{UP}.lora_{each}.weight"] for each in "BA")
-    at_once = base[f"{UP}.weight"].astype(np.float32) + scale_of(3) * (b @ a)
-    least = max(2.0**-20, float(ml_dtypes.finfo(dtype).eps))
-    made_of_up = made[f"{UP}.weight"].astype(np.float32)
-    np.testing.assert_allclose(made_of_up, at_once, least, least)
     # The model has the other files of the base. The way back leaves the adapter out.
     written = json.loads((tmp_path / "made/config.json").read_text())
     assert written.items() >= {"heads": 4, "dtype": np.dtype(dtype).name}.items()

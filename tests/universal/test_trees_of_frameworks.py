@@ -112,22 +112,59 @@ class NnxModel(nnx.Module):
         self.layers = nnx.List([NnxLayer(rngs) for _ in range(LAYERS)])
 
 
-def test_a_state_a_module_and_a_pure_dict_of_nnx(source, tmp_path):
-    text = LAYOUT % ("", "/", "", "/")
-    layout = Layout.parse(text)
-    model = nnx.eval_shape(NnxModel)
-    state, known = sharded(nnx.state(model, nnx.Param)), weights_of(TENSORS)
-    for abstract in (state, sharded(model), nnx.to_pure_dict(state)):
-        loaded = universal.load(source, abstract, layout=layout)
-        assert_same(loaded, known, abstract)
-    assert_back(universal.load(source, state, layout=layout), text, tmp_path, TENSORS)
+class LinenLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        # In a `LogicallyPartitioned`, and in a `Partitioned`.
+        scale = nn.with_logical_partitioning(nn.initializers.ones, ("embed",))
+        kernel = nn.with_partitioning(nn.initializers.ones, (None, "data"))
+        normed = nn.RMSNorm(scale_init=scale, name="norm")(x)
+        nn.Dense(FF, use_bias=False, kernel_init=kernel, name="up")(normed)
+        return x
+
+
+class LinenModel(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for layer in range(LAYERS):
+            x = LinenLayer(name=f"layers_{layer}")(x)
+        return x
+
+
+def of_linen():
+    return jax.eval_shape(LinenModel().init, jax.random.key(0), np.ones(EMBED))
+
+
+def of_nnx():
+    return nnx.state(nnx.eval_shape(NnxModel), nnx.Param)
+
+
+NNX, LINEN = LAYOUT % ("", "/", "", "/"), LAYOUT % ("params/", "_", "params/", "_")
+TREES = {
+    "state": (NNX, of_nnx),
+    "module": (NNX, lambda: nnx.eval_shape(NnxModel)),
+    "pure dict": (NNX, lambda: nnx.to_pure_dict(of_nnx())),
+    "boxes": (LINEN, of_linen),
+    "dicts": (LINEN, lambda: nn.unbox(of_linen())),
+    "frozen dicts": (LINEN, lambda: flax.core.freeze(nn.unbox(of_linen()))),
+}
+
+
+@pytest.mark.parametrize("form", TREES)
+def test_weights_are_loaded_into_a_tree_of_flax_and_come_back(source, tmp_path, form):
+    text, make = TREES[form]
+    abstract = sharded(make())
+    loaded = universal.load(source, abstract, layout=Layout.parse(text))
+    assert type(loaded) is type(abstract)
+    assert_same(loaded, weights_of(TENSORS), abstract)
+    saved = nnx.state(loaded) if form == "module" else loaded
+    assert_back(saved, text, tmp_path, TENSORS)
 
 
 def test_a_step_of_nnx_is_one_of_plain_dicts_too(tmp_path, capsys):
     same = {"{name:path}": "..."}
     layout = Layout.from_dict({"rules": [{"from": same, "to": same}]})
-    state = nnx.state(NnxModel(), nnx.Param)
-    abstract = sharded(nnx.state(nnx.eval_shape(NnxModel), nnx.Param))
+    state, abstract = nnx.state(NnxModel(), nnx.Param), sharded(of_nnx())
     pure = [nnx.to_pure_dict(each) for each in (state, abstract)]
     for saved, asked in ((state, pure[1]), (pure[0], abstract)):
         steps = tmp_path / type(saved).__name__
@@ -159,42 +196,6 @@ def test_shardings_that_modules_are_annotated_with(source):
         loaded.append(universal.load(source, state, layout=layout))
     sharding = NamedSharding(MESH, PartitionSpec(None, "data"))
     assert [each["kernel"][...].sharding for each in loaded] == [sharding] * 2
-
-
-class LinenLayer(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        # In a `LogicallyPartitioned`, and in a `Partitioned`.
-        scale = nn.with_logical_partitioning(nn.initializers.ones, ("embed",))
-        kernel = nn.with_partitioning(nn.initializers.ones, (None, "data"))
-        normed = nn.RMSNorm(scale_init=scale, name="norm")(x)
-        nn.Dense(FF, use_bias=False, kernel_init=kernel, name="up")(normed)
-        return x
-
-
-class LinenModel(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        for layer in range(LAYERS):
-            x = LinenLayer(name=f"layers_{layer}")(x)
-        return x
-
-
-LINEN = LAYOUT % ("params/", "_", "params/", "_")
-
-
-@pytest.mark.parametrize("form", ["boxes", "dicts", "frozen dicts"])
-def test_variables_of_linen(source, tmp_path, form):
-    model = LinenModel()
-    abstract = sharded(jax.eval_shape(model.init, jax.random.key(0), np.ones(EMBED)))
-    if form != "boxes":
-        abstract = nn.unbox(abstract)
-    if form == "frozen dicts":
-        abstract = flax.core.freeze(abstract)
-    loaded = universal.load(source, abstract, layout=Layout.parse(LINEN))
-    assert type(loaded) is (flax.core.FrozenDict if form == "frozen dicts" else dict)
-    assert_same(loaded, weights_of(TENSORS), abstract)
-    assert_back(loaded, LINEN, tmp_path, TENSORS)
 
 
 # One rule leads each tensor and its moments; the steps are counted twice.
@@ -234,15 +235,15 @@ class EquinoxMlp(eqx.Module):
     dropout: eqx.nn.Dropout
     activation: Callable
 
-    def __init__(self, key):
-        self.up = eqx.nn.Linear(EMBED, FF, use_bias=False, key=key)
-        self.dropout = eqx.nn.Dropout(0.1)
-        self.activation = jax.nn.silu
+
+def equinox_mlp():
+    up = eqx.nn.Linear(EMBED, FF, use_bias=False, key=jax.random.key(0))
+    return EquinoxMlp(up, eqx.nn.Dropout(0.1), jax.nn.silu)
 
 
 def test_a_module_of_equinox_keeps_its_functions(source):
     layout = layout_of_one("...", "up/weight")
-    whole = sharded(eqx.filter_eval_shape(EquinoxMlp, jax.random.key(0)))
+    whole = sharded(eqx.filter_eval_shape(equinox_mlp))
     # The rate of a dropout is a number among the leaves.
     with pytest.raises(universal.LayoutError, match="dropout/p"):
         universal.load(source, whole, layout=layout)
