@@ -1,7 +1,5 @@
 """Checkpoints in buckets open as those on this machine do; what is none is refused."""
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,19 +23,10 @@ def test_a_checkpoint_of_pytorch_opens_alike_in_a_bucket(bucket):
         epath.Path(f"{bucket}/dcp/{file.name}").write_bytes(file.read_bytes())
     local = opening.open_checkpoint(DATA / "dcp")
     remote = opening.open_checkpoint(f"{bucket}/dcp")
-    assert [on_disk(tensor, bucket) for tensor in remote.tensors] == local.tensors
+    assert repr(remote.tensors).replace(bucket, str(DATA)) == repr(local.tensors)
     assert dict(remote.values) == dict(local.values)
     files = [fragment.file for fragment in remote.tensors[0].fragments]
     assert remote.check(files) == []
-
-
-def on_disk(tensor, bucket):
-    """The tensor with the files that were copied to the bucket."""
-    fragments = [
-        dataclasses.replace(each, file=each.file.replace(bucket, str(DATA)))
-        for each in tensor.fragments
-    ]
-    return dataclasses.replace(tensor, fragments=tuple(fragments))
 
 
 @BUCKETS

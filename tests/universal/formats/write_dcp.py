@@ -24,6 +24,7 @@ from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -50,13 +51,11 @@ class Model(torch.nn.Module):
         return self.norm(y.to(torch.bfloat16)).float()
 
 
-def flat(tree, prefix=""):
-    """The leaves of nested dicts, by names joined with dots."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+def whole_of(value):
+    """The elements of a tensor, as NumPy has them; bfloat16 as int16."""
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    bits = value.view(torch.int16) if value.dtype == torch.bfloat16 else value
+    return bits.detach().numpy()
 
 
 def write_saves(directory):
@@ -113,13 +112,8 @@ def write(directory):
         "empty": torch.zeros(0, 3),
     }
     dcp.save(content, checkpoint_id=f"{directory}/dcp")
-    whole = {}
-    for name, value in flat(content):
-        if isinstance(value, DTensor):
-            value = value.full_tensor()
-        if isinstance(value, torch.Tensor):
-            bits = value.view(torch.int16) if value.dtype == torch.bfloat16 else value
-            whole[name] = bits.detach().numpy()
+    flat, _ = flatten_state_dict(content)
+    whole = {n: whole_of(v) for n, v in flat.items() if isinstance(v, torch.Tensor)}
     if dist.get_rank() == 0:
         np.savez_compressed(f"{directory}/dcp.npz", **whole)
 
