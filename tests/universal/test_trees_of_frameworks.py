@@ -106,10 +106,9 @@ class NnxLayer(nnx.Module):
         self.up = nnx.Linear(EMBED, FF, use_bias=False, rngs=rngs)
 
 
-class NnxModel(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.layers = nnx.List([NnxLayer(rngs) for _ in range(LAYERS)])
+def nnx_model():
+    rngs = nnx.Rngs(0)
+    return nnx.Sequential(*(NnxLayer(rngs) for _ in range(LAYERS)))
 
 
 class LinenLayer(nn.Module):
@@ -123,26 +122,21 @@ class LinenLayer(nn.Module):
         return x
 
 
-class LinenModel(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        for layer in range(LAYERS):
-            x = LinenLayer(name=f"layers_{layer}")(x)
-        return x
+LINEN_MODEL = nn.Sequential([LinenLayer() for _ in range(LAYERS)])
 
 
 def of_linen():
-    return jax.eval_shape(LinenModel().init, jax.random.key(0), np.ones(EMBED))
+    return jax.eval_shape(LINEN_MODEL.init, jax.random.key(0), np.ones(EMBED))
 
 
 def of_nnx():
-    return nnx.state(nnx.eval_shape(NnxModel), nnx.Param)
+    return nnx.state(nnx.eval_shape(nnx_model), nnx.Param)
 
 
 NNX, LINEN = LAYOUT % ("", "/", "", "/"), LAYOUT % ("params/", "_", "params/", "_")
 TREES = {
     "state": (NNX, of_nnx),
-    "module": (NNX, lambda: nnx.eval_shape(NnxModel)),
+    "module": (NNX, lambda: nnx.eval_shape(nnx_model)),
     "pure dict": (NNX, lambda: nnx.to_pure_dict(of_nnx())),
     "boxes": (LINEN, of_linen),
     "dicts": (LINEN, lambda: nn.unbox(of_linen())),
@@ -164,7 +158,7 @@ def test_weights_are_loaded_into_a_tree_of_flax_and_come_back(source, tmp_path, 
 def test_a_step_of_nnx_is_one_of_plain_dicts_too(tmp_path, capsys):
     same = {"{name:path}": "..."}
     layout = Layout.from_dict({"rules": [{"from": same, "to": same}]})
-    state, abstract = nnx.state(NnxModel(), nnx.Param), sharded(of_nnx())
+    state, abstract = nnx.state(nnx_model(), nnx.Param), sharded(of_nnx())
     pure = [nnx.to_pure_dict(each) for each in (state, abstract)]
     for saved, asked in ((state, pure[1]), (pure[0], abstract)):
         steps = tmp_path / type(saved).__name__
@@ -215,7 +209,7 @@ def test_a_train_state_with_an_optimizer(tmp_path):
     saved = traverse_util.flatten_dict(parts, sep="/")
     count = saved["step"] = np.asarray(7, np.int32)
     safetensors_files.write(tmp_path / "t.safetensors", saved)
-    model, optimizer = LinenModel(), optax.adamw(1e-2)
+    model, optimizer = LINEN_MODEL, optax.adamw(1e-2)
 
     def new_state(key):
         params = model.init(key, np.ones(EMBED))["params"]
