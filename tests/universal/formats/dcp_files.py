@@ -8,6 +8,7 @@ from tests.universal.formats.torch_files import Global, Named, Object
 
 MODULE = "torch.distributed.checkpoint.metadata"
 TENSOR = torch_files.tensor()
+STORAGE = "torch.distributed.checkpoint.filesystem", "_StorageInfo"
 FILE = "__0_0.distcp"
 
 
@@ -42,18 +43,6 @@ def entry(shape, chunks):
     return Object(MODULE, "TensorStorageMetadata", state)
 
 
-def index(name, offset):
-    state = {"fqn": name, "index": 0}
-    if offset is not None:
-        state["offset"] = size(offset)
-    return Object(MODULE, "MetadataIndex", state)
-
-
-def info(file, offset, length):
-    state = {"relative_path": file, "offset": offset, "length": length}
-    return Object("torch.distributed.checkpoint.filesystem", "_StorageInfo", state)
-
-
 @dataclasses.dataclass
 class Parts:
     """The parts of a checkpoint that has `w`, 4 x 2 floats, in two items."""
@@ -67,11 +56,14 @@ class Parts:
         """Writes the files into a new directory."""
         directory.mkdir()
         (directory / FILE).write_bytes(b"".join(self.items))
-        state = {
-            "state_dict_metadata": self.entries,
-            "planner_data": self.paths,
-            "storage_data": {index(*key): info(*place) for key, place in self.stored},
-        }
+        data = {}
+        for (name, first), (file, start, length) in self.stored:
+            state = {"fqn": name, "index": 0}
+            state |= {} if first is None else {"offset": size(first)}
+            info = {"relative_path": file, "offset": start, "length": length}
+            data[Object(MODULE, "MetadataIndex", state)] = Object(*STORAGE, info)
+        state = {"state_dict_metadata": self.entries, "storage_data": data}
+        state["planner_data"] = self.paths
         made = torch_files.pickled(Object(MODULE, "Metadata", state))
         (directory / ".metadata").write_bytes(made if content is None else content)
         return directory

@@ -127,10 +127,3 @@ def test_files_of_two_saves_are_refused(tmp_path):
     shutil.copy(folder / FLAT, folder / FLAT.removeprefix("bf16_"))
     with pytest.raises(FormatError, match=f"and {FLAT} are of the same rank"):
         opening.open_checkpoint(folder)
-
-
-@pytest.mark.parametrize("tag", ["../x", "/x", "", "absent"])
-def test_latest_leads_to_a_directory_beside_it(tmp_path, tag):
-    (tmp_path / "latest").write_text(tag)
-    with pytest.raises(FormatError, match="latest"):
-        opening.open_checkpoint(tmp_path)

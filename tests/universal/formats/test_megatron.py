@@ -23,13 +23,6 @@ STAGES = "pipeline_model_parallel_size"
 KINDS = ("parameter", "master", "first_moment", "second_moment")
 
 
-@pytest.mark.parametrize("text", ["", "3", "../x", "release"])
-def test_the_latest_iteration_must_be_beside_its_file(tmp_path, text):
-    (tmp_path / megatron.LATEST).write_text(text)
-    with pytest.raises(FormatError, match=megatron.LATEST):
-        megatron.open_checkpoint(tmp_path)
-
-
 def write_rank(folder, rank, arrays, **arguments):
     """The file of a rank, as Megatron's training loop writes it.
 

@@ -7,6 +7,7 @@ from etils import epath
 from orbax.checkpoint import v1
 
 from elastic_ckpt.universal import opening
+from elastic_ckpt.universal.formats import megatron
 from elastic_ckpt.universal.formats.format_error import FormatError
 from tests.universal.formats import stored_values
 from tests.universal.formats.stored_values import DATA
@@ -54,6 +55,16 @@ def test_a_file_that_leads_to_others_opens_as_their_directory(path):
     of_directory = opening.open_checkpoint((DATA / path).parent)
     assert of_file.tensors == of_directory.tensors
     assert dict(of_file.values) == dict(of_directory.values)
+
+
+@pytest.mark.parametrize("pointer", ["latest", megatron.LATEST])
+@pytest.mark.parametrize("text", ["", "3", "../x", "/x", "absent", "release"])
+def test_a_file_that_names_the_latest_leads_to_what_is_beside_it(
+    tmp_path, pointer, text
+):
+    (tmp_path / pointer).write_text(text)
+    with pytest.raises(FormatError, match=pointer):
+        opening.open_checkpoint(tmp_path)
 
 
 def test_a_path_of_no_format_is_refused_with_the_formats_that_are_read(tmp_path):
