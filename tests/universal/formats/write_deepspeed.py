@@ -7,7 +7,12 @@ In an environment with torch 2.13.0 and deepspeed 0.19.8, one call for each samp
 
 The names of samples state the ZeRO stage, and how many ranks are tensor-parallel, are
 stages, share experts, and are data-parallel; `zero0_dp2` has float32 weights. The
-sample `S_universal` is made of the sample S by DeepSpeed's own program, in one process.
+sample `S_universal` is made of the sample S by DeepSpeed's own program:
+
+    python -m deepspeed.checkpoint.ds_to_universal --num_extract_workers 1 \
+        --num_merge_workers 1 --input_folder /tmp/samples/S/global_step2 \
+        --output_folder /tmp/samples/S_universal/global_step2
+
 A sample is packed by
 
     tar -cJf tests/golden/deepspeed/S.tar.xz --exclude='*.py' --sort=name --mtime=@0 \
@@ -19,8 +24,6 @@ import itertools
 import os
 import pathlib
 import re
-import shutil
-import subprocess
 import sys
 
 import deepspeed
@@ -45,6 +48,7 @@ from tests.universal.formats import known_values as kv
 
 STEPS = 2
 NORMS = [r".*norm1\.weight", r".*dense\.bias"]
+GATE_UP = r".*gate_up\.weight"
 ROWS = [r".*dense\.weight", r".*down\.weight"]
 THRESHOLD = "stage3_param_persistence_threshold"
 
@@ -245,6 +249,7 @@ def universal_info(sizes):
     """The patterns of DeepSpeed's universal checkpoints: each has to match."""
     (rows, columns), tp = kv.BLOCK["qkv.weight"], sizes["tp"]
     shards = affine.contiguous_split_map((rows, columns), [rows // tp] * tp, 0)
+    joined = {"shape": ((kv.FF, kv.FF), kv.EMBED), "partition_dim": 0}
     tied, shared = [], [r"final\..*"]
     if sizes["pp"] > 1:
         tied = [r"tied_modules\.embed\.words.*"]
@@ -262,16 +267,8 @@ def universal_info(sizes):
         "parameter_to_average_patterns": [r".*norm2\.weight"],
         "parameter_with_row_parallelism_patterns": ROWS,
         "parameter_with_2_sub_params_cat_dim_0": [],
-        "parameter_with_sub_params": [
-            {
-                "patterns": [r".*gate_up\.weight"],
-                "shape": ((kv.FF, kv.FF), kv.EMBED),
-                "partition_dim": 0,
-            }
-        ],
-        "sub_param_shard_widths": {
-            r".*gate_up\.weight": [[kv.FF // tp] * tp, [kv.FF // tp] * tp]
-        },
+        "parameter_with_sub_params": [{"patterns": [GATE_UP], **joined}],
+        "sub_param_shard_widths": {GATE_UP: [[kv.FF // tp] * tp] * 2},
         "affine_map": {"version": 1, "params": {r".*qkv\.weight": shards.to_dict()}},
     }
 
@@ -325,28 +322,6 @@ def write(folder, sample):
     torch.distributed.destroy_process_group()
 
 
-def convert(folder, sample):
-    source = folder / sample / f"global_step{STEPS}"
-    target = folder / f"{sample}_universal" / f"global_step{STEPS}"
-    shutil.rmtree(target.parent, ignore_errors=True)
-    program = "deepspeed.checkpoint.ds_to_universal"
-    arguments = ["--input_folder", source, "--output_folder", target]
-    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
-    call = [sys.executable, "-m", program, *map(str, arguments), *workers]
-    subprocess.run(call, check=True)
-
-
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("sample")
-    arguments, _ = parser.parse_known_args()
-    if arguments.sample.endswith("_universal"):
-        convert(arguments.folder, arguments.sample.removesuffix("_universal"))
-    else:
-        write(arguments.folder, arguments.sample)
-
-
 if __name__ == "__main__":
     assert os.environ["DS_ACCELERATOR"] == "cpu"
-    main()
+    write(pathlib.Path(sys.argv[1]), sys.argv[2])

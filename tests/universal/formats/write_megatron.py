@@ -14,6 +14,8 @@ does it, which is outside of that package. Samples are packed as those of
 
 import argparse
 import pathlib
+import re
+import sys
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
@@ -107,9 +109,7 @@ def model_of(sample, chunk=None):
     )
     if not chunks:
         return model.bfloat16()
-    ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, grad_reduce_in_fp32=True
-    )
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
     return DistributedDataParallel(config, ddp, Float16Module(config, model))
 
 
@@ -119,9 +119,7 @@ def set_sharded(sharded, state):
         for each in nested_values(sharded.build()):
             set_sharded(each, state)
         return
-    name = sharded.key.removeprefix(f"optimizer.state.{state}.").removeprefix(
-        "optimizer.state.fp32_param."
-    )
+    name = re.sub(r"^optimizer\.state\.[^.]+\.", "", sharded.key)
     full = kv.known(state, name, tuple(sharded.global_shape))
     axes, first = sharded.prepend_axis_num, sharded.global_offset
     sizes = zip(first[axes:], sharded.data.shape, strict=True)
@@ -198,12 +196,8 @@ def write_ranks(folder, sample):
     torch.distributed.barrier()
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("sample")
-    arguments = parser.parse_args()
-    tp, pp, ep, _, _, chunks = SAMPLES[arguments.sample]
+def main(folder, sample):
+    tp, pp, ep, _, _, chunks = SAMPLES[sample]
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(
         tp,
@@ -213,14 +207,12 @@ def main():
         create_gloo_process_groups=True,
     )
     without_gpu()
-    folder = arguments.folder / arguments.sample / f"iter_{STEPS:07d}"
     write = write_ranks if chunks else write_torch_dist
-    write(folder, arguments.sample)
+    write(folder / f"iter_{STEPS:07d}", sample)
     # Megatron's training loop writes it.
-    latest = folder.parent / "latest_checkpointed_iteration.txt"
-    latest.write_text(str(STEPS))
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(pathlib.Path(sys.argv[1]) / sys.argv[2], sys.argv[2])
