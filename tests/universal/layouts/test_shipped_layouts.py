@@ -25,30 +25,16 @@ from tests.universal.formats import stored_values
 from tests.universal.rules.relayout import assert_same, digest, relayout, saved
 
 DIGESTS = GOLDEN / "layouts.json"
-# The layout to a plain tree, by Hugging Face's type of model.
-PLAIN = {
-    "llama": "hf_llama3",
-    "mixtral": "hf_mixtral",
-    "qwen2": "hf_qwen3",
-    "qwen3": "hf_qwen3",
-    "qwen3_moe": "hf_qwen3",
-    "gemma2": "hf_gemma3",
-    "gemma3_text": "hf_gemma3",
-    "olmo3": "hf_olmo3",
-    "gpt_oss": "hf_gpt_oss",
-    "deepseek_v2": "hf_deepseek3",
-    "deepseek_v3": "hf_deepseek3",
-    "llama4_text": "hf_llama4",
-    "qwen3_next": "hf_qwen3_next",
-}
 # Some are like others for their layouts.
 ALIKE = ("llama2", "llama3.3", "qwen3")
 MODELS = [name for name in small_models.MODELS if name not in ALIKE]
 # What is scaled on the way there returns within a rounding.
 SCALED = {
-    **dict.fromkeys(("llama", "mixtral"), re.compile("q_proj")),
-    **dict.fromkeys(("gemma2", "gemma3_text"), re.compile("norm|q_proj|embed")),
+    **dict.fromkeys(("hf_llama", "hf_mixtral"), re.compile("q_proj")),
+    **dict.fromkeys(("hf_gemma2", "hf_gemma3"), re.compile("norm|q_proj|embed")),
 }
+# Families whose layout to a plain tree is that of another.
+SAME_AS = {"hf_llama": "hf_llama3", "hf_gemma2": "hf_gemma3"}
 # Layouts that tests of their own have.
 ELSEWHERE = {"lora", "hf_fp8"}
 
@@ -65,8 +51,13 @@ class Case(NamedTuple):
     rounded: re.Pattern | None = None
 
 
-def kind_of(name):
-    return small_models.hf_config(name)["model_type"]
+def family(name):
+    """The layout of a model, but for the tree to which it leads."""
+    return small_models.MODELS[name][2][0].removesuffix("_to_maxtext")
+
+
+def plain_layout(name):
+    return SAME_AS.get(family(name), family(name))
 
 
 def numbers(name):
@@ -96,7 +87,7 @@ def to_maxtext(name):
         embedding[small_models.VOCAB :] = 0
         back["model.embed_tokens.weight"] = embedding
     layout = of_model(layout, name, **sizes)
-    return Case(layout, hf(name), back=back, rounded=SCALED.get(kind_of(name)))
+    return Case(layout, hf(name), back=back, rounded=SCALED.get(family(name)))
 
 
 def phi():
@@ -112,7 +103,7 @@ def phi():
 
 
 def plain(name, *others, **sizes):
-    layouts = (PLAIN[kind_of(name)], *others)
+    layouts = (plain_layout(name), *others)
     layout = of_model(layouts if others else layouts[0], name, **sizes)
     return Case(layout, hf(name), back=hf(name))
 
@@ -125,7 +116,7 @@ def untied():
 
 def beside_vision(name):
     arrays = {f"language_model.{key}": value for key, value in hf(name).items()}
-    layout = of_model(("hf_language_model", PLAIN[kind_of(name)]), name)
+    layout = of_model(("hf_language_model", plain_layout(name)), name)
     tensors = {**arrays, "vision_tower.norm.weight": np.ones(3)}
     return Case(layout, tensors, back=arrays)
 
@@ -231,14 +222,11 @@ def of(make, *arguments, **sizes):
     return functools.partial(make, *arguments, **sizes)
 
 
-WITHOUT_PLAIN = ("llama3.1", "gemma2", "llama4_scout")
+# Their plain trees are like those of others.
+TWICE = ("llama3.1", "gemma2", "llama4_scout")
 CASES = {
-    **{f"{small_models.MODELS[n][2][0]}: {n}": of(to_maxtext, n) for n in MODELS},
-    **{
-        f"{PLAIN[kind_of(n)]}: {n}": of(plain, n)
-        for n in MODELS
-        if n not in WITHOUT_PLAIN
-    },
+    **{f"{family(n)}_to_maxtext: {n}": of(to_maxtext, n) for n in MODELS},
+    **{f"{plain_layout(n)}: {n}": of(plain, n) for n in MODELS if n not in TWICE},
     "hf_phi4": phi,
     "hf_llama3, stacked": of(plain, "llama3", "stacked"),
     "hf_llama3, untied": untied,
