@@ -6,13 +6,13 @@ Layouts have the names that users of these libraries know.
 from collections.abc import Callable
 
 import equinox as eqx
-import flax.core
 import jax
 import numpy as np
 import optax
 import pytest
 from flax import linen as nn
 from flax import nnx, traverse_util
+from flax.core import freeze
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -89,17 +89,6 @@ def assert_same(loaded, known, abstract):
         assert np.asarray(made).tobytes() == np.ascontiguousarray(wanted).tobytes()
 
 
-def assert_back(state, text, tmp_path, tensors):
-    """A step of the library's own becomes the file that it came from."""
-    (tmp_path / "layout.yml").write_text(text)
-    with ec.Checkpointer([ec.Persistent(tmp_path / "run", every=1)]) as checkpointer:
-        checkpointer.save(3, state)
-    given = [str(tmp_path / "run" / "3"), str(tmp_path / "back"), "--reverse"]
-    given += ["--rules", str(tmp_path / "layout.yml"), "--to", "safetensors"]
-    assert main.main(["convert", *given]) == 0
-    assert bits(safetensors_files.read(tmp_path / "back")) == bits(tensors)
-
-
 class NnxLayer(nnx.Module):
     def __init__(self, rngs):
         self.norm = nnx.RMSNorm(EMBED, rngs=rngs)
@@ -133,26 +122,57 @@ def of_nnx():
     return nnx.state(nnx.eval_shape(nnx_model), nnx.Param)
 
 
+def train_state():
+    def new_state(key):
+        params = LINEN_MODEL.init(key, np.ones(EMBED))["params"]
+        parts = {"apply_fn": LINEN_MODEL.apply, "tx": optax.adamw(1e-2)}
+        return TrainState.create(params=params, **parts)
+
+    return jax.eval_shape(new_state, jax.random.key(0))
+
+
 NNX, LINEN = LAYOUT % ("", "/", "", "/"), LAYOUT % ("params/", "_", "params/", "_")
+# One rule leads each tensor and its moments; the steps are counted twice.
+TRAIN = f"""{LAYOUT % ("", "_", "", "_")}
+  - from: {{"step": ""}}
+    to: {{"step": "", "opt_state/0/count": {{dims: "", copy: checked}}}}
+    kind: parameter
+states:
+  parameter: {{from: "model/{{}}", to: "params/{{}}"}}
+  first_moment: {{from: "exp_avg/{{}}", to: "opt_state/0/mu/{{}}"}}
+  second_moment: {{from: "exp_avg_sq/{{}}", to: "opt_state/0/nu/{{}}"}}
+"""
+PARTS = {"model": TENSORS, "exp_avg": tensors_of(1), "exp_avg_sq": tensors_of(2)}
+COUNT = np.asarray(7, np.int32)
+SAVED = {**traverse_util.flatten_dict(PARTS, sep="/"), "step": COUNT}
+WEIGHTS, *MOMENTS = map(weights_of, PARTS.values())
+# Layouts and trees; then what is in the file, and the leaves.
 TREES = {
-    "state": (NNX, of_nnx),
-    "module": (NNX, lambda: nnx.eval_shape(nnx_model)),
-    "pure dict": (NNX, lambda: nnx.to_pure_dict(of_nnx())),
-    "boxes": (LINEN, of_linen),
-    "dicts": (LINEN, lambda: nn.unbox(of_linen())),
-    "frozen dicts": (LINEN, lambda: flax.core.freeze(nn.unbox(of_linen()))),
+    "state": (NNX, of_nnx, TENSORS, WEIGHTS),
+    "module": (NNX, lambda: nnx.eval_shape(nnx_model), TENSORS, WEIGHTS),
+    "pure dict": (NNX, lambda: nnx.to_pure_dict(of_nnx()), TENSORS, WEIGHTS),
+    "boxes": (LINEN, of_linen, TENSORS, WEIGHTS),
+    "frozen": (LINEN, lambda: freeze(nn.unbox(of_linen())), TENSORS, WEIGHTS),
+    "train": (TRAIN, train_state, SAVED, [COUNT, WEIGHTS, COUNT, *MOMENTS]),
 }
 
 
 @pytest.mark.parametrize("form", TREES)
-def test_weights_are_loaded_into_a_tree_of_flax_and_come_back(source, tmp_path, form):
-    text, make = TREES[form]
-    abstract = sharded(make())
-    loaded = universal.load(source, abstract, layout=Layout.parse(text))
+def test_a_tree_of_flax_is_loaded_and_becomes_the_file_again(tmp_path, form):
+    text, make, tensors, known = TREES[form]
+    abstract, path = sharded(make()), tmp_path / "w.safetensors"
+    safetensors_files.write(path, tensors)
+    loaded = universal.load(path, abstract, layout=Layout.parse(text))
     assert type(loaded) is type(abstract)
-    assert_same(loaded, weights_of(TENSORS), abstract)
+    assert_same(loaded, known, abstract)
+    (tmp_path / "layout.yml").write_text(text)
     saved = nnx.state(loaded) if form == "module" else loaded
-    assert_back(saved, text, tmp_path, TENSORS)
+    with ec.Checkpointer([ec.Persistent(tmp_path / "run", every=1)]) as checkpointer:
+        checkpointer.save(3, saved)
+    given = [str(tmp_path / "run" / "3"), str(tmp_path / "back"), "--reverse"]
+    given += ["--rules", str(tmp_path / "layout.yml"), "--to", "safetensors"]
+    assert main.main(["convert", *given]) == 0
+    assert bits(safetensors_files.read(tmp_path / "back")) == bits(tensors)
 
 
 def test_a_step_of_nnx_is_one_of_plain_dicts_too(tmp_path, capsys):
@@ -190,38 +210,6 @@ def test_shardings_that_modules_are_annotated_with(source):
         loaded.append(universal.load(source, state, layout=layout))
     sharding = NamedSharding(MESH, PartitionSpec(None, "data"))
     assert [each["kernel"][...].sharding for each in loaded] == [sharding] * 2
-
-
-# One rule leads each tensor and its moments; the steps are counted twice.
-STATES = """
-  - from: {"step": ""}
-    to: {"step": "", "opt_state/0/count": {dims: "", copy: checked}}
-    kind: parameter
-states:
-  parameter: {from: "model/{}", to: "params/{}"}
-  first_moment: {from: "exp_avg/{}", to: "opt_state/0/mu/{}"}
-  second_moment: {from: "exp_avg_sq/{}", to: "opt_state/0/nu/{}"}
-"""
-
-
-def test_a_train_state_with_an_optimizer(tmp_path):
-    parts = {"model": TENSORS, "exp_avg": tensors_of(1), "exp_avg_sq": tensors_of(2)}
-    saved = traverse_util.flatten_dict(parts, sep="/")
-    count = saved["step"] = np.asarray(7, np.int32)
-    safetensors_files.write(tmp_path / "t.safetensors", saved)
-    model, optimizer = LINEN_MODEL, optax.adamw(1e-2)
-
-    def new_state(key):
-        params = model.init(key, np.ones(EMBED))["params"]
-        return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
-
-    abstract = sharded(jax.eval_shape(new_state, jax.random.key(0)))
-    text = LINEN.replace("params/", "") + STATES.lstrip("\n")
-    path = tmp_path / "t.safetensors"
-    loaded = universal.load(path, abstract, layout=Layout.parse(text))
-    params, mu, nu = map(weights_of, parts.values())
-    assert_same(loaded, [count, params, count, mu, nu], abstract)
-    assert_back(loaded, text, tmp_path, saved)
 
 
 class EquinoxMlp(eqx.Module):
