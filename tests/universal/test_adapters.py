@@ -75,10 +75,13 @@ def with_pairs(tensors, adapter, scale_of):
     """The tensors of a model with all pairs of an adapter merged."""
     made = dict(tensors)
     for name, a in adapter.items():
-        if name.endswith(".lora_A.weight"):
-            weight = name.removeprefix(PREFIX).replace(".lora_A", "")
+        module, found, kind = name.removeprefix(PREFIX).partition(".lora_")
+        if found and "A" in kind:
             b = adapter[name.replace("_A", "_B")]
-            made[weight] = merged(made[weight], b, a, scale_of(len(a)))
+            scale = scale_of(len(a))
+            a, b = (b.T, a.T) if "embedding" in kind else (a, b)
+            weight = f"{module}.weight"
+            made[weight] = merged(made[weight], b, a, scale)
     return made
 
 
@@ -145,22 +148,17 @@ def test_embeddings_and_whole_modules_of_an_adapter_are_used(tmp_path):
     adapter = low_rank(QUERY, 8, 12, 2) | LOW_EMBEDDING
     adapter |= {f"{PREFIX}{name}": values for name, values in whole.items()}
     path = write(tmp_path, adapter, {"lora_alpha": 2}, base=base)
-    a, b = LOW_EMBEDDING.values()
     expected = with_pairs(base, adapter, lambda rank: 2 / rank) | whole
-    expected[f"{EMBEDDING}.weight"] = merged(base[f"{EMBEDDING}.weight"], a.T, b.T, 1)
     # Without a layout, the leaves have the names of the base.
     state = universal.load(path, jax.device_put(expected))
     assert bits(state) == bits(expected)
     # PEFT also saves the base's weights of what it adapts.
-    others = {f"{QUERY}.weight": -base[f"{QUERY}.weight"]}
-    others[f"{EMBEDDING}.weight"] = -base[f"{EMBEDDING}.weight"]
+    others = {name: -base[f"{name}.weight"] for name in (QUERY, EMBEDDING)}
     for name, values in others.items():
-        saved = name.replace(".weight", ".base_layer.weight")
-        adapter[f"{PREFIX}{saved}"] = values
+        adapter[f"{PREFIX}{name}.base_layer.weight"] = base[f"{name}.weight"] = values
     write(tmp_path, adapter, {"lora_alpha": 2})
     made = converted(path, tmp_path / "again", "--to", "safetensors")
-    expected |= with_pairs(others, low_rank(QUERY, 8, 12, 2), lambda _: 1)
-    expected[f"{EMBEDDING}.weight"] = merged(others[f"{EMBEDDING}.weight"], a.T, b.T, 1)
+    expected = with_pairs(base, adapter, lambda rank: 2 / rank) | whole
     assert bits(made) == bits(expected)
 
 

@@ -185,9 +185,12 @@ def write_ranks(folder, sample):
     folder.mkdir(parents=True, exist_ok=True)
     optimizer.save_parameter_state(folder / "distrib_optim.pt")
     if parallel_state.get_data_parallel_rank() == 0:
+        sizes = {"pipeline_model_parallel_size": pp}
+        sizes["virtual_pipeline_model_parallel_size"] = num_chunks
         content = {
-            "args": argparse.Namespace(pipeline_model_parallel_size=pp),
+            "args": argparse.Namespace(**sizes),
             "checkpoint_version": 3.0,
+            "iteration": STEPS,
             "optimizer": optimizer.state_dict(),
         }
         for chunk, model in enumerate(chunks):
