@@ -102,16 +102,11 @@ def phi():
     return Case(of_model("hf_phi4", "llama3"), arrays, back=arrays)
 
 
-def plain(name, *others, **sizes):
+def plain(name, *others, without=None, **sizes):
     layouts = (plain_layout(name), *others)
     layout = of_model(layouts if others else layouts[0], name, **sizes)
-    return Case(layout, hf(name), back=hf(name))
-
-
-def untied():
-    arrays = dict(hf("llama3"))
-    del arrays["lm_head.weight"]
-    return Case(of_model(("hf_llama3", "untied"), "llama3"), arrays)
+    arrays = {key: each for key, each in hf(name).items() if key != without}
+    return Case(layout, arrays, back=arrays)
 
 
 def beside_vision(name):
@@ -147,10 +142,10 @@ def from_scanned(form, **sizes):
     for number, place in enumerate(("params", "opt_state/0/mu", "opt_state/0/nu")):
         for path, values in tree.items():
             state[path.replace("params", place, 1)] = values + np.float32(number)
-    rngs = "nnx_aux/model/decoder/{}rngs/dropout/{}"
-    at = "layers/self_attention/"
-    of_layers = {rngs.format(at, "count"): np.ones(6, np.uint32)}
-    outer = {rngs.format("", "count"): np.uint32(1)}
+    decoder = "nnx_aux/model/decoder"
+    inner = f"{decoder}/layers/self_attention/rngs/dropout/count"
+    of_layers = {inner: np.ones(6, np.uint32)}
+    outer = {f"{decoder}/rngs/dropout/count": np.uint32(1)}
     layout = shipped.load(f"maxtext_{form}_to_scanned").inverse().with_sizes(sizes)
     tree = {**state, **outer, **of_layers}
     # Scanned layers alone have the others.
@@ -172,10 +167,9 @@ def megatron_ranks(*, tp, pp, experts=""):
         else {"mlp.linear_fc1.layer_norm_weight": (embed,)}
     )
     shapes = {"linear_fc1": (2 * mlp // tp, embed), "linear_fc2": (embed, mlp // tp)}
-    for leaf, shape in shapes.items():
-        for number in range(2 if experts else 1):
-            of_expert = f"experts.{experts.format(number, leaf)}"
-            layer[f"mlp.{of_expert if experts else f'{leaf}.weight'}"] = shape
+    for (leaf, shape), number in itertools.product(shapes.items(), range(ep)):
+        of_expert = f"experts.{experts.format(number, leaf)}"
+        layer[f"mlp.{of_expert if experts else f'{leaf}.weight'}"] = shape
     tensors, axes = [], {"pp": pp, "tp": tp, "ep": ep}
     axes = {axis: count for axis, count in axes.items() if count > 1}
     for at in np.ndindex(*axes.values()):
@@ -218,10 +212,7 @@ def to_megatron():
     return Case(layout, hf("mixtral"), back=hf("mixtral"))
 
 
-def of(make, *arguments, **sizes):
-    return functools.partial(make, *arguments, **sizes)
-
-
+of = functools.partial
 # Their plain trees are like those of others.
 TWICE = ("llama3.1", "gemma2", "llama4_scout")
 CASES = {
@@ -229,7 +220,7 @@ CASES = {
     **{f"{plain_layout(n)}: {n}": of(plain, n) for n in MODELS if n not in TWICE},
     "hf_phi4": phi,
     "hf_llama3, stacked": of(plain, "llama3", "stacked"),
-    "hf_llama3, untied": untied,
+    "hf_llama3, untied": of(plain, "llama3", "untied", without="lm_head.weight"),
     "hf_deepseek3, stacked_blocks": of(
         plain, "deepseek3", "stacked_blocks", block=1, first=2
     ),
