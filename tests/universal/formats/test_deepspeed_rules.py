@@ -32,25 +32,19 @@ VOCABULARY = "vocabulary_parameter_patterns"
 AUTOTP = ("affine_map", "sub_param_shard_widths")
 
 
-def opened(path):
-    """The checkpoint, with the lists of its description without what AutoTP adds."""
-    checkpoint = opening.open_checkpoint(path)
-    values = dict(checkpoint.values)
-    info = values.get("universal_checkpoint_info", {})
-    kept = {key: value for key, value in info.items() if key not in AUTOTP}
-    values["universal_checkpoint_info"] = kept
-    return dataclasses.replace(checkpoint, values=values)
-
-
-def load(checkpoint_path, whole):
+def load(path, whole):
     """The states of `whole` tensors, loaded by the checkpoint's own description."""
-    tree = {}
+    checkpoint, tree = opening.open_checkpoint(path), {}
+    info = checkpoint.values.get("universal_checkpoint_info", {})
+    # Without what AutoTP adds.
+    kept = {key: value for key, value in info.items() if key not in AUTOTP}
+    values = {"universal_checkpoint_info": kept}
     for tensor in whole:
         like = jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
         tree.setdefault(tensor.kind, {})[tensor.name] = like
-    targets = {f"{kind}/" for kind in tree}
-    layout = deepspeed_rules.layout(opened(checkpoint_path), targets)
-    return universal.load(checkpoint_path, tree, layout=layout)
+    checkpoint = dataclasses.replace(checkpoint, values=values)
+    layout = deepspeed_rules.layout(checkpoint, {f"{kind}/" for kind in tree})
+    return universal.load(path, tree, layout=layout)
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -98,14 +92,15 @@ def described(draw):
     key = draw(st.sampled_from(["", HALVES, PARTS, ROWS, VOCABULARY]))
     dim = {PARTS: draw(st.integers(0, 2)), ROWS: 1}.get(key, 0)
     count = {HALVES: 2, PARTS: draw(st.integers(1, 3))}.get(key, 1)
-    lengths = [ranks * draw(st.integers(1, 3))] * count
+    length = st.integers(1, 3).map(lambda number: number * ranks)
+    are_equal = key != PARTS or draw(st.booleans())
+    lengths = (
+        [draw(length)] * count if are_equal else [draw(length) for _ in range(count)]
+    )
     info = {key: ["w"]}
-    if key == PARTS and draw(st.booleans()):
-        lengths = [ranks * draw(st.integers(1, 3)) for _ in lengths]
     if key == PARTS:
-        is_counted = len(set(lengths)) == 1 and draw(st.booleans())
         shape = [4, 4, 4]
-        shape[dim] = count if is_counted else lengths
+        shape[dim] = count if are_equal and draw(st.booleans()) else lengths
         info = {PARTS: [{"patterns": ["w"], "shape": shape, "partition_dim": dim}]}
     shape = [3, 3, 3]
     shape[dim] = sum(lengths)
