@@ -44,7 +44,10 @@ class Attack:
 class _Pickler(pickle._Pickler):
     # The pickler in Python: names need not exist. Arrays become tensors.
     dispatch: ClassVar = dict(pickle._Pickler.dispatch)
-    entries: ClassVar = {}
+
+    def __init__(self, file, entries):
+        super().__init__(file, protocol=2)
+        self.entries = entries
 
     def save_named(self, value):
         module, name, *arguments = value.parts
@@ -82,11 +85,10 @@ class _Pickler(pickle._Pickler):
     dispatch[Id] = save_id
 
 
-def pickled(value, protocol=2, **fields):
+def pickled(value, entries=None):
+    """The pickle of a value; the bytes of its arrays are added to `entries`."""
     file = io.BytesIO()
-    pickler = _Pickler(file, protocol)
-    vars(pickler).update(fields)
-    pickler.dump(value)
+    _Pickler(file, {} if entries is None else entries).dump(value)
     return file.getvalue()
 
 
@@ -120,8 +122,10 @@ def write(path, value, *, entries=None, compression=zipfile.ZIP_STORED, content=
 
     NumPy's arrays in the value are tensors there.
     """
-    held = {"data/0": struct.pack("<4f", 1, 2, 3, 4)} if entries is None else entries
-    content = content or pickled(value, entries=(held := dict(held)))
+    if entries is None:
+        entries = {"data/0": struct.pack("<4f", 1, 2, 3, 4)}
+    held = dict(entries)
+    content = content or pickled(value, held)
     with zipfile.ZipFile(path, "w", compression) as archive:
         archive.writestr("archive/data.pkl", content)
         archive.writestr("archive/byteorder", "little")
