@@ -153,7 +153,7 @@ def from_scanned(form, **sizes):
     return Case(layout, tree, back={**state, **of_layers} if is_dropped else tree)
 
 
-def megatron_ranks(*, tp, pp, experts=""):
+def megatron_ranks(tp, pp, experts=""):
     """Tensors of Megatron's ranks; the last rows of the embedding are padding."""
     embed, mlp, d, kv, q, rows, ep = 10, 12, 4, 2, 3, 8, 2 if experts else 1
     layer = {
@@ -194,16 +194,6 @@ def megatron_ranks(*, tp, pp, experts=""):
     return Case(shipped.load("megatron_ranks_to_hf").with_sizes(sizes), tensors, axes)
 
 
-def sample_of(path, layout, **sizes):
-    checkpoint = opening.open_checkpoint(path)
-    tensors = [
-        saved(each.name, stored_values.read(each), each.kind, **dict(each.ranks))
-        for each in checkpoint.tensors
-    ]
-    made = shipped.load(layout).with_sizes(sizes).with_values(checkpoint.values)
-    return Case(made, tensors, checkpoint.axes)
-
-
 def to_megatron():
     """From Hugging Face to Megatron's tensors over all ranks, and back."""
     sizes = {"vocab": small_models.VOCAB, "pad": 6}
@@ -213,6 +203,9 @@ def to_megatron():
 
 
 of = functools.partial
+BLOCKS, FIRST = "stacked_blocks", {"first": 1, "second": 1}
+# Names of experts, local and grouped: of a number and a leaf.
+LOCAL, GROUPED = "local_experts.{}.{}.weight", "{1}.weight{0}"
 # Their plain trees are like those of others.
 TWICE = ("llama3.1", "gemma2", "llama4_scout")
 CASES = {
@@ -221,12 +214,8 @@ CASES = {
     "hf_phi4": phi,
     "hf_llama3, stacked": of(plain, "llama3", "stacked"),
     "hf_llama3, untied": of(plain, "llama3", "untied", without="lm_head.weight"),
-    "hf_deepseek3, stacked_blocks": of(
-        plain, "deepseek3", "stacked_blocks", block=1, first=2
-    ),
-    "hf_llama4, stacked_blocks": of(
-        plain, "llama4_maverick", "stacked_blocks", first=1, second=1
-    ),
+    "hf_deepseek3, stacked_blocks": of(plain, "deepseek3", BLOCKS, block=1, first=2),
+    "hf_llama4, stacked_blocks": of(plain, "llama4_maverick", BLOCKS, **FIRST),
     "hf_language_model, hf_gemma3": of(beside_vision, "gemma3"),
     "hf_gpt_oss, MXFP4": four_bits,
     "maxtext_unscanned_to_scanned": of(from_scanned, "unscanned"),
@@ -235,13 +224,9 @@ CASES = {
         for form in ("stages", "circular", "scanned_stages")
     },
     "megatron_to_hf, inverse": to_megatron,
-    "megatron_ranks_to_hf": of(megatron_ranks, tp=2, pp=2),
-    "megatron_ranks_to_hf, experts": of(
-        megatron_ranks, tp=1, pp=2, experts="local_experts.{}.{}.weight"
-    ),
-    "megatron_ranks_to_hf, grouped experts": of(
-        megatron_ranks, tp=1, pp=1, experts="{1}.weight{0}"
-    ),
+    "megatron_ranks_to_hf": of(megatron_ranks, 2, 2),
+    "megatron_ranks_to_hf, experts": of(megatron_ranks, 1, 2, LOCAL),
+    "megatron_ranks_to_hf, grouped experts": of(megatron_ranks, 1, 1, GROUPED),
 }
 SIZES = {"vocab": 13, "kv": 2, "q": 2}
 # What Megatron-core and DeepSpeed wrote, with the layout and its sizes.
@@ -283,8 +268,13 @@ def test_a_layout_makes_what_its_digest_says_and_comes_back(name, request):
 
 @pytest.mark.parametrize(("name", "layout", "sizes"), SAMPLES)
 def test_a_sample_becomes_what_its_digest_says(name, layout, sizes, sample, request):
-    case = sample_of(sample(name), layout, **sizes)
-    made = relayout(case.layout, case.tensors, case.axes)
+    checkpoint = opening.open_checkpoint(sample(name))
+    tensors = [
+        saved(each.name, stored_values.read(each), each.kind, **dict(each.ranks))
+        for each in checkpoint.tensors
+    ]
+    rules = shipped.load(layout).with_sizes(sizes).with_values(checkpoint.values)
+    made = relayout(rules, tensors, checkpoint.axes)
     chosen = f", interleave {sizes['interleave']}" if "interleave" in sizes else ""
     check(f"{layout}, {name}{chosen}", made, request)
 
@@ -302,20 +292,19 @@ def test_every_shipped_layout_has_a_digest():
 
 def test_the_bias_of_experts_comes_back_from_where_training_saves_it():
     layout = of_model("hf_deepseek3_to_maxtext_unscanned", "deepseek3")
-    case = Case(layout, hf("deepseek3"))
-    tree = {
-        path.replace("params/params", "nnx_aux/model")
-        if path.endswith("gate/bias")
-        else path: value
-        for path, value in relayout(case.layout, case.tensors).items()
+    made = relayout(layout, hf("deepseek3"))
+    trained = {
+        re.sub("^params/params(.*gate/bias)$", r"nnx_aux/model\1", path): values
+        for path, values in made.items()
     }
+    assert trained.keys() != made.keys()
     rest = {
         "step": np.int32(1),
         "opt_state/0/mu/params/decoder/decoder_norm/scale": np.ones(3),
         "nnx_aux/model/decoder/rngs/params/count": np.uint32(1),
     }
-    for layout in (case.layout.inverse(), case.layout.inverse().weights()):
-        assert_same(relayout(layout, {**tree, **rest}), case.tensors)
+    for each in (layout.inverse(), layout.inverse().weights()):
+        assert_same(relayout(each, trained | rest), hf("deepseek3"))
 
 
 def test_blocks_of_fp8_are_multiplied_by_their_scales():
