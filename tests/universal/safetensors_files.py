@@ -23,9 +23,9 @@ _NAMES = {
 }
 
 
-def write(path, tensors):
+def write(path, tensors, **metadata):
     """Writes a file of tensors."""
-    header, stop = {}, 0
+    header, stop = {"__metadata__": metadata} if metadata else {}, 0
     for name, array in tensors.items():
         start, stop = stop, stop + array.nbytes
         header[name] = {

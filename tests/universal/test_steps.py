@@ -1,5 +1,7 @@
 """Steps of another layout, which the checkpointer reads through rules."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,30 +20,34 @@ STATE = {
     f"layer_{n}": {"w": np.arange(32, dtype=np.float32).reshape(8, 4) + n}
     for n in range(3)
 }
-RULE = {"from": {"layer_{layer}/w": "in out"}, "to": {"layers/w": "out layer in"}}
-SCAN = Layout.from_dict({"rules": [RULE]}, name="scan.yml")
+RULE = {
+    "from": {"layer_{layer}/w": "(heads d) out"},
+    "to": {"layers/w": "out layer (d heads)"},
+}
+# A step has no values.
+SIZES = {"heads": {"value": "config/heads", "default": 2}}
+SCAN = Layout.from_dict({"rules": [RULE], "sizes": SIZES}, name="scan.yml")
 SHARDED = NamedSharding(MESH, PartitionSpec("data"))
 SCANNED = {
     "layers": {"w": jax.ShapeDtypeStruct((4, 3, 8), np.float32, sharding=SHARDED)}
 }
-EXPECTED = np.stack([layer["w"].T for layer in STATE.values()], axis=1)
+STACKED = np.stack([layer["w"].T for layer in STATE.values()], axis=1)
+EXPECTED = STACKED.reshape(4, 3, 2, 4).swapaxes(2, 3).reshape(4, 3, 8)
 
 
 @pytest.fixture
 def make(tmp_path):
     """Opens a checkpointer, with the fields of the last event of each name."""
-    opened = []
+    with contextlib.ExitStack() as stack:
 
-    def make(every=1):
-        last = {}
-        tiers = [Local(tmp_path / "ram"), Persistent(tmp_path / "steps", every=every)]
-        emit = lambda name, **fields: last.update({name: fields})  # noqa: E731
-        opened.append(frontend.Checkpointer(tiers, run="run", emit=emit))
-        return opened[-1], last
+        def make(every=1):
+            last = {}
+            tiers = Local(tmp_path / "ram"), Persistent(tmp_path / "steps", every=every)
+            emit = lambda name, **fields: last.update({name: fields})  # noqa: E731
+            opened = frontend.Checkpointer(tiers, run="run", emit=emit)
+            return stack.enter_context(contextlib.closing(opened)), last
 
-    yield make
-    for checkpointer in opened:
-        checkpointer.close()
+        yield make
 
 
 def save(checkpointer, step=3, **parts):
@@ -50,18 +56,20 @@ def save(checkpointer, step=3, **parts):
     checkpointer.wait()
 
 
-def load_scanned(checkpointer, step=3):
-    """Loads the scanned layers, and compares their bits."""
-    array = checkpointer.load(step, SCANNED, layout=SCAN)["layers"]["w"]
+def load_scanned(checkpointer, step=3, **others):
+    """Loads the scanned layers beside other parts, and compares their bits."""
+    wanted = {"state": SCANNED, **others}
+    loaded = checkpointer.load_checkpointables(step, wanted, layout=SCAN)
+    assert list(loaded) == list(wanted)
+    array = loaded["state"]["layers"]["w"]
     assert np.asarray(array).tobytes() == EXPECTED.tobytes()
     assert array.sharding == SHARDED
+    return loaded
 
 
 def flip(tmp_path, step):
     """Flips a bit of the only chunk of a leaf in RAM."""
-    chunk, *_ = sorted(
-        (tmp_path / "ram").glob(f"hosts/0/{step}-*/state/layer_1/w/c/0/0")
-    )
+    (chunk,) = (tmp_path / "ram").glob(f"hosts/0/{step}-*/state/layer_1/w/c/0/0")
     content = bytearray(chunk.read_bytes())
     content[0] ^= 1
     chunk.write_bytes(content)
@@ -71,10 +79,7 @@ def test_a_step_is_loaded_into_scanned_layers_beside_its_other_parts(make):
     checkpointer, _ = make()
     save(checkpointer, ema={"x": jnp.ones(2)}, counter=Counter(5))
     counter = Counter(0)
-    wanted = {"state": SCANNED, "ema": {"x": jnp.zeros(2)}, "counter": counter}
-    loaded = checkpointer.load_checkpointables(None, wanted, layout=SCAN)
-    assert list(loaded) == list(wanted)
-    assert np.asarray(loaded["state"]["layers"]["w"]).tobytes() == EXPECTED.tobytes()
+    loaded = load_scanned(checkpointer, None, ema={"x": jnp.zeros(2)}, counter=counter)
     assert np.asarray(loaded["ema"]["x"]).tolist() == [1, 1]
     assert counter.count == 5
     # Later steps follow the one that was loaded.
@@ -82,38 +87,16 @@ def test_a_step_is_loaded_into_scanned_layers_beside_its_other_parts(make):
     load_scanned(checkpointer)
 
 
-def test_a_layout_has_its_defaults_and_what_it_requires(make):
-    checkpointer, _ = make()
-    save(checkpointer)
-    rule = {
-        "from": {"layer_{layer}/w": "(heads d) out"},
-        "to": {"layers/w": "out layer (d heads)"},
-    }
-    sizes = {"heads": {"value": "config/heads", "default": 2}}
-    layout = Layout.from_dict({"sizes": sizes, "rules": [rule]})
-    loaded = checkpointer.load(3, SCANNED, layout=layout)
-    swapped = EXPECTED.reshape(4, 3, 2, 4).swapaxes(2, 3).reshape(4, 3, 8)
-    assert np.array_equal(loaded["layers"]["w"], swapped)
-    layout = Layout.from_dict({"rules": [RULE], "require": {"config/kind": "llama"}})
-    with pytest.raises(LayoutError, match="config/kind in the checkpoint is missing"):
-        checkpointer.load(3, SCANNED, layout=layout)
-
-
 def test_an_error_of_a_layout_loads_nothing(make):
     checkpointer, _ = make()
     save(checkpointer, counter=Counter(5))
     wanted = {"state": {"stack": SCANNED["layers"]}, "counter": Counter(0)}
-    with pytest.raises(LayoutError, match=r"stack/w"):
-        checkpointer.load_checkpointables(3, wanted, layout=SCAN)
+    require = {"config/kind": "llama"}
+    layout = Layout.from_dict({"rules": [RULE], "sizes": SIZES, "require": require})
+    for each, match in ((SCAN, "stack/w"), (layout, "config/kind in the checkpoint")):
+        with pytest.raises(LayoutError, match=match):
+            checkpointer.load_checkpointables(3, wanted, layout=each)
     assert wanted["counter"].count == 0
-
-
-def test_a_step_in_ram_alone_is_read_through_a_layout(make):
-    checkpointer, last = make(every=100)
-    save(checkpointer)
-    load_scanned(checkpointer)
-    assert last["restored_from"]["local_bytes"] == EXPECTED.nbytes
-    assert last["restored_from"]["persistent_bytes"] == 0
 
 
 def test_a_step_of_orbax_alone_is_read_through_a_layout(make, tmp_path):
@@ -121,9 +104,7 @@ def test_a_step_of_orbax_alone_is_read_through_a_layout(make, tmp_path):
     with ocp.training.Checkpointer(tmp_path / "steps") as orbax:
         orbax.save_checkpointables(3, {"state": state, "ema": {"x": jnp.ones(2)}})
     checkpointer, _ = make()
-    wanted = {"state": SCANNED, "ema": {"x": jnp.zeros(2)}}
-    loaded = checkpointer.load_checkpointables(3, wanted, layout=SCAN)
-    assert np.asarray(loaded["state"]["layers"]["w"]).tobytes() == EXPECTED.tobytes()
+    loaded = load_scanned(checkpointer, ema={"x": jnp.zeros(2)})
     assert np.asarray(loaded["ema"]["x"]).tolist() == [1, 1]
 
 
@@ -143,6 +124,10 @@ def test_a_bad_box_without_a_good_copy_leads_to_the_step_before(make, tmp_path):
     checkpointer, last = make(every=3)
     save(checkpointer)
     save(checkpointer, 4)
+    # The step is in RAM alone.
+    load_scanned(checkpointer, 4)
+    assert last["restored_from"]["local_bytes"] == EXPECTED.nbytes
+    assert last["restored_from"]["persistent_bytes"] == 0
     flip(tmp_path, 4)
     with pytest.raises(errors.CheckpointError, match=r"no good copy of state/layer_1"):
         checkpointer.load(4, SCANNED, layout=SCAN)

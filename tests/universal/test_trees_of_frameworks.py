@@ -6,13 +6,13 @@ Layouts have the names that users of these libraries know.
 from collections.abc import Callable
 
 import equinox as eqx
-import flax.core
 import jax
 import numpy as np
 import optax
 import pytest
 from flax import linen as nn
 from flax import nnx, traverse_util
+from flax.core import freeze
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -89,45 +89,96 @@ def assert_same(loaded, known, abstract):
         assert np.asarray(made).tobytes() == np.ascontiguousarray(wanted).tobytes()
 
 
-def assert_back(state, text, tmp_path, tensors):
-    """A step of the library's own becomes the file that it came from."""
-    (tmp_path / "layout.yml").write_text(text)
-    with ec.Checkpointer([ec.Persistent(tmp_path / "run", every=1)]) as checkpointer:
-        checkpointer.save(3, state)
-    given = [str(tmp_path / "run" / "3"), str(tmp_path / "back"), "--reverse"]
-    given += ["--rules", str(tmp_path / "layout.yml"), "--to", "safetensors"]
-    assert main.main(["convert", *given]) == 0
-    assert bits(safetensors_files.read(tmp_path / "back")) == bits(tensors)
-
-
 class NnxLayer(nnx.Module):
     def __init__(self, rngs):
         self.norm = nnx.RMSNorm(EMBED, rngs=rngs)
         self.up = nnx.Linear(EMBED, FF, use_bias=False, rngs=rngs)
 
 
-class NnxModel(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.layers = nnx.List([NnxLayer(rngs) for _ in range(LAYERS)])
+def nnx_model():
+    rngs = nnx.Rngs(0)
+    return nnx.Sequential(*(NnxLayer(rngs) for _ in range(LAYERS)))
 
 
-def test_a_state_a_module_and_a_pure_dict_of_nnx(source, tmp_path):
-    text = LAYOUT % ("", "/", "", "/")
-    layout = Layout.parse(text)
-    model = nnx.eval_shape(NnxModel)
-    state, known = sharded(nnx.state(model, nnx.Param)), weights_of(TENSORS)
-    for abstract in (state, sharded(model), nnx.to_pure_dict(state)):
-        loaded = universal.load(source, abstract, layout=layout)
-        assert_same(loaded, known, abstract)
-    assert_back(universal.load(source, state, layout=layout), text, tmp_path, TENSORS)
+class LinenLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        # In a `LogicallyPartitioned`, and in a `Partitioned`.
+        scale = nn.with_logical_partitioning(nn.initializers.ones, ("embed",))
+        kernel = nn.with_partitioning(nn.initializers.ones, (None, "data"))
+        normed = nn.RMSNorm(scale_init=scale, name="norm")(x)
+        nn.Dense(FF, use_bias=False, kernel_init=kernel, name="up")(normed)
+        return x
+
+
+LINEN_MODEL = nn.Sequential([LinenLayer() for _ in range(LAYERS)])
+
+
+def of_linen():
+    return jax.eval_shape(LINEN_MODEL.init, jax.random.key(0), np.ones(EMBED))
+
+
+def of_nnx():
+    return nnx.state(nnx.eval_shape(nnx_model), nnx.Param)
+
+
+def train_state():
+    def new_state(key):
+        params = LINEN_MODEL.init(key, np.ones(EMBED))["params"]
+        parts = {"apply_fn": LINEN_MODEL.apply, "tx": optax.adamw(1e-2)}
+        return TrainState.create(params=params, **parts)
+
+    return jax.eval_shape(new_state, jax.random.key(0))
+
+
+NNX, LINEN = LAYOUT % ("", "/", "", "/"), LAYOUT % ("params/", "_", "params/", "_")
+# One rule leads each tensor and its moments; the steps are counted twice.
+TRAIN = f"""{LAYOUT % ("", "_", "", "_")}
+  - from: {{"step": ""}}
+    to: {{"step": "", "opt_state/0/count": {{dims: "", copy: checked}}}}
+    kind: parameter
+states:
+  parameter: {{from: "model/{{}}", to: "params/{{}}"}}
+  first_moment: {{from: "exp_avg/{{}}", to: "opt_state/0/mu/{{}}"}}
+  second_moment: {{from: "exp_avg_sq/{{}}", to: "opt_state/0/nu/{{}}"}}
+"""
+PARTS = {"model": TENSORS, "exp_avg": tensors_of(1), "exp_avg_sq": tensors_of(2)}
+COUNT = np.asarray(7, np.int32)
+SAVED = {**traverse_util.flatten_dict(PARTS, sep="/"), "step": COUNT}
+WEIGHTS, *MOMENTS = map(weights_of, PARTS.values())
+# Layouts and trees; then what is in the file, and the leaves.
+TREES = {
+    "state": (NNX, of_nnx, TENSORS, WEIGHTS),
+    "module": (NNX, lambda: nnx.eval_shape(nnx_model), TENSORS, WEIGHTS),
+    "pure dict": (NNX, lambda: nnx.to_pure_dict(of_nnx()), TENSORS, WEIGHTS),
+    "boxes": (LINEN, of_linen, TENSORS, WEIGHTS),
+    "frozen": (LINEN, lambda: freeze(nn.unbox(of_linen())), TENSORS, WEIGHTS),
+    "train": (TRAIN, train_state, SAVED, [COUNT, WEIGHTS, COUNT, *MOMENTS]),
+}
+
+
+@pytest.mark.parametrize("form", TREES)
+def test_a_tree_of_flax_is_loaded_and_becomes_the_file_again(tmp_path, form):
+    text, make, tensors, known = TREES[form]
+    abstract, path = sharded(make()), tmp_path / "w.safetensors"
+    safetensors_files.write(path, tensors)
+    loaded = universal.load(path, abstract, layout=Layout.parse(text))
+    assert type(loaded) is type(abstract)
+    assert_same(loaded, known, abstract)
+    (tmp_path / "layout.yml").write_text(text)
+    saved = nnx.state(loaded) if form == "module" else loaded
+    with ec.Checkpointer([ec.Persistent(tmp_path / "run", every=1)]) as checkpointer:
+        checkpointer.save(3, saved)
+    given = [str(tmp_path / "run" / "3"), str(tmp_path / "back"), "--reverse"]
+    given += ["--rules", str(tmp_path / "layout.yml"), "--to", "safetensors"]
+    assert main.main(["convert", *given]) == 0
+    assert bits(safetensors_files.read(tmp_path / "back")) == bits(tensors)
 
 
 def test_a_step_of_nnx_is_one_of_plain_dicts_too(tmp_path, capsys):
     same = {"{name:path}": "..."}
     layout = Layout.from_dict({"rules": [{"from": same, "to": same}]})
-    state = nnx.state(NnxModel(), nnx.Param)
-    abstract = sharded(nnx.state(nnx.eval_shape(NnxModel), nnx.Param))
+    state, abstract = nnx.state(nnx_model(), nnx.Param), sharded(of_nnx())
     pure = [nnx.to_pure_dict(each) for each in (state, abstract)]
     for saved, asked in ((state, pure[1]), (pure[0], abstract)):
         steps = tmp_path / type(saved).__name__
@@ -161,88 +212,20 @@ def test_shardings_that_modules_are_annotated_with(source):
     assert [each["kernel"][...].sharding for each in loaded] == [sharding] * 2
 
 
-class LinenLayer(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        # In a `LogicallyPartitioned`, and in a `Partitioned`.
-        scale = nn.with_logical_partitioning(nn.initializers.ones, ("embed",))
-        kernel = nn.with_partitioning(nn.initializers.ones, (None, "data"))
-        normed = nn.RMSNorm(scale_init=scale, name="norm")(x)
-        nn.Dense(FF, use_bias=False, kernel_init=kernel, name="up")(normed)
-        return x
-
-
-class LinenModel(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        for layer in range(LAYERS):
-            x = LinenLayer(name=f"layers_{layer}")(x)
-        return x
-
-
-LINEN = LAYOUT % ("params/", "_", "params/", "_")
-
-
-@pytest.mark.parametrize("form", ["boxes", "dicts", "frozen dicts"])
-def test_variables_of_linen(source, tmp_path, form):
-    model = LinenModel()
-    abstract = sharded(jax.eval_shape(model.init, jax.random.key(0), np.ones(EMBED)))
-    if form != "boxes":
-        abstract = nn.unbox(abstract)
-    if form == "frozen dicts":
-        abstract = flax.core.freeze(abstract)
-    loaded = universal.load(source, abstract, layout=Layout.parse(LINEN))
-    assert type(loaded) is (flax.core.FrozenDict if form == "frozen dicts" else dict)
-    assert_same(loaded, weights_of(TENSORS), abstract)
-    assert_back(loaded, LINEN, tmp_path, TENSORS)
-
-
-# One rule leads each tensor and its moments; the steps are counted twice.
-STATES = """
-  - from: {"step": ""}
-    to: {"step": "", "opt_state/0/count": {dims: "", copy: checked}}
-    kind: parameter
-states:
-  parameter: {from: "model/{}", to: "params/{}"}
-  first_moment: {from: "exp_avg/{}", to: "opt_state/0/mu/{}"}
-  second_moment: {from: "exp_avg_sq/{}", to: "opt_state/0/nu/{}"}
-"""
-
-
-def test_a_train_state_with_an_optimizer(tmp_path):
-    parts = {"model": TENSORS, "exp_avg": tensors_of(1), "exp_avg_sq": tensors_of(2)}
-    saved = traverse_util.flatten_dict(parts, sep="/")
-    count = saved["step"] = np.asarray(7, np.int32)
-    safetensors_files.write(tmp_path / "t.safetensors", saved)
-    model, optimizer = LinenModel(), optax.adamw(1e-2)
-
-    def new_state(key):
-        params = model.init(key, np.ones(EMBED))["params"]
-        return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
-
-    abstract = sharded(jax.eval_shape(new_state, jax.random.key(0)))
-    text = LINEN.replace("params/", "") + STATES.lstrip("\n")
-    path = tmp_path / "t.safetensors"
-    loaded = universal.load(path, abstract, layout=Layout.parse(text))
-    params, mu, nu = map(weights_of, parts.values())
-    assert_same(loaded, [count, params, count, mu, nu], abstract)
-    assert_back(loaded, text, tmp_path, saved)
-
-
 class EquinoxMlp(eqx.Module):
     up: eqx.nn.Linear
     dropout: eqx.nn.Dropout
     activation: Callable
 
-    def __init__(self, key):
-        self.up = eqx.nn.Linear(EMBED, FF, use_bias=False, key=key)
-        self.dropout = eqx.nn.Dropout(0.1)
-        self.activation = jax.nn.silu
+
+def equinox_mlp():
+    up = eqx.nn.Linear(EMBED, FF, use_bias=False, key=jax.random.key(0))
+    return EquinoxMlp(up, eqx.nn.Dropout(0.1), jax.nn.silu)
 
 
 def test_a_module_of_equinox_keeps_its_functions(source):
     layout = layout_of_one("...", "up/weight")
-    whole = sharded(eqx.filter_eval_shape(EquinoxMlp, jax.random.key(0)))
+    whole = sharded(eqx.filter_eval_shape(equinox_mlp))
     # The rate of a dropout is a number among the leaves.
     with pytest.raises(universal.LayoutError, match="dropout/p"):
         universal.load(source, whole, layout=layout)

@@ -3,13 +3,11 @@
 Sizes differ from each other, so that no transposition goes unnoticed.
 """
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Model:
+class Model(NamedTuple):
     """A model.
 
     Attributes:
@@ -60,109 +58,60 @@ LATENT = {
     "n_group": 2,
     "topk_group": 1,
 }
+SEVENTY_TWO = {**SIZES, "hidden_size": 72, "head_dim": 12}
+QWEN_EXPERTS = {
+    **SIZES,
+    **ROPE,
+    **EXPERTS,
+    "num_experts": 5,
+    "mlp_only_layers": [1],
+    "norm_topk_prob": True,
+}
+QWEN_NEXT = {
+    **SIZES,
+    **EXPERTS,
+    "num_experts": 5,
+    "num_hidden_layers": 4,
+    "mlp_only_layers": [1, 3],
+    "shared_expert_intermediate_size": 28,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 14,
+    "linear_value_head_dim": 9,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+WINDOW = {**SIZES, "sliding_window": 4}
+GEMMA3 = {**WINDOW, **TIED, "num_hidden_layers": 4, "sliding_window_pattern": 3}
+MIXTRAL = {**SIZES, "num_local_experts": 3, "num_experts_per_tok": 2}
+GPT_OSS = {**WINDOW, "num_local_experts": 5, "num_experts_per_tok": 2}
+LLAMA4 = {
+    **SIZES,
+    "num_hidden_layers": 4,
+    "intermediate_size_mlp": 68,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+}
+LITE = {**LATENT, "q_lora_rank": None}
 MODELS = {
-    "llama3": Model(
-        architecture="LlamaForCausalLM",
-        layout="hf_llama3",
-        config=SIZES | ROPE,
-    ),
-    "llama3_tied": Model(
-        architecture="LlamaForCausalLM",
-        layout="hf_llama3",
-        config=SIZES | TIED,
-        dtype="bfloat16",
-    ),
-    "mistral": Model(
-        architecture="MistralForCausalLM",
-        layout="hf_llama3",
-        config=SIZES | {"sliding_window": 4},
-    ),
-    "mixtral": Model(
-        architecture="MixtralForCausalLM",
-        layout="hf_mixtral",
-        config=SIZES | {"num_local_experts": 3, "num_experts_per_tok": 2},
-        dtype="bfloat16",
-    ),
-    "qwen2.5": Model(
-        architecture="Qwen2ForCausalLM", layout="hf_qwen3", config=SIZES | TIED
-    ),
-    "qwen3": Model(architecture="Qwen3ForCausalLM", layout="hf_qwen3", config=SIZES),
-    "qwen3_moe": Model(
-        architecture="Qwen3MoeForCausalLM",
-        layout="hf_qwen3",
-        config=SIZES
-        | ROPE
-        | EXPERTS
-        | {"num_experts": 5, "mlp_only_layers": [1], "norm_topk_prob": True},
-    ),
-    "qwen3_next": Model(
-        architecture="Qwen3NextForCausalLM",
-        layout="hf_qwen3_next",
-        config=SIZES
-        | EXPERTS
-        | {
-            "num_experts": 5,
-            "num_hidden_layers": 4,
-            "mlp_only_layers": [1, 3],
-            "shared_expert_intermediate_size": 28,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 6,
-            "linear_key_head_dim": 14,
-            "linear_value_head_dim": 9,
-            "linear_conv_kernel_dim": 4,
-            "layer_types": ["linear_attention", "full_attention"] * 2,
-        },
-    ),
-    "gemma2": Model(
-        architecture="Gemma2ForCausalLM", layout="hf_gemma3", config=SIZES | TIED
-    ),
-    "gemma3": Model(
-        architecture="Gemma3ForCausalLM",
-        layout="hf_gemma3",
-        config=SIZES
-        | TIED
-        | {"sliding_window": 4, "num_hidden_layers": 4, "sliding_window_pattern": 3},
-    ),
-    "deepseek2": Model(
-        architecture="DeepseekV2ForCausalLM", layout="hf_deepseek3", config=LATENT
-    ),
-    "deepseek2_lite": Model(
-        architecture="DeepseekV2ForCausalLM",
-        layout="hf_deepseek3",
-        config=LATENT | {"q_lora_rank": None},
-    ),
-    "deepseek3": Model(
-        architecture="DeepseekV3ForCausalLM", layout="hf_deepseek3", config=LATENT
-    ),
-    "gpt_oss": Model(
-        architecture="GptOssForCausalLM",
-        layout="hf_gpt_oss",
-        config=SIZES
-        | {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 4},
-        dtype="bfloat16",
-    ),
-    "olmo3": Model(
-        architecture="Olmo3ForCausalLM",
-        layout="hf_olmo3",
-        config=SIZES | {"hidden_size": 72, "head_dim": 12},
-    ),
-    "phi3": Model(
-        architecture="Phi3ForCausalLM",
-        layout="hf_phi4",
-        config=SIZES | {"hidden_size": 72, "head_dim": 12},
-    ),
-    "llama4": Model(
-        architecture="Llama4ForCausalLM",
-        layout="hf_llama4",
-        config=SIZES
-        | {
-            "num_hidden_layers": 4,
-            "intermediate_size_mlp": 68,
-            "num_local_experts": 5,
-            "num_experts_per_tok": 1,
-            "interleave_moe_layer_step": 2,
-        },
-    ),
+    "llama3": Model("LlamaForCausalLM", "hf_llama3", SIZES | ROPE),
+    "llama3_tied": Model("LlamaForCausalLM", "hf_llama3", SIZES | TIED, "bfloat16"),
+    "mistral": Model("MistralForCausalLM", "hf_llama3", WINDOW),
+    "mixtral": Model("MixtralForCausalLM", "hf_mixtral", MIXTRAL, "bfloat16"),
+    "qwen2.5": Model("Qwen2ForCausalLM", "hf_qwen3", SIZES | TIED),
+    "qwen3": Model("Qwen3ForCausalLM", "hf_qwen3", SIZES),
+    "qwen3_moe": Model("Qwen3MoeForCausalLM", "hf_qwen3", QWEN_EXPERTS),
+    "qwen3_next": Model("Qwen3NextForCausalLM", "hf_qwen3_next", QWEN_NEXT),
+    "gemma2": Model("Gemma2ForCausalLM", "hf_gemma3", SIZES | TIED),
+    "gemma3": Model("Gemma3ForCausalLM", "hf_gemma3", GEMMA3),
+    "deepseek2": Model("DeepseekV2ForCausalLM", "hf_deepseek3", LATENT),
+    "deepseek2_lite": Model("DeepseekV2ForCausalLM", "hf_deepseek3", LITE),
+    "deepseek3": Model("DeepseekV3ForCausalLM", "hf_deepseek3", LATENT),
+    "gpt_oss": Model("GptOssForCausalLM", "hf_gpt_oss", GPT_OSS, "bfloat16"),
+    "olmo3": Model("Olmo3ForCausalLM", "hf_olmo3", SEVENTY_TWO),
+    "phi3": Model("Phi3ForCausalLM", "hf_phi4", SEVENTY_TWO),
+    "llama4": Model("Llama4ForCausalLM", "hf_llama4", LLAMA4),
 }
 VISION = {
     "hidden_size": 24,
@@ -172,69 +121,52 @@ VISION = {
     "image_size": 8,
     "patch_size": 4,
 }
+LLAMA4_VISION = {
+    **VISION,
+    "vision_output_dim": 18,
+    "projector_input_dim": 18,
+    "projector_output_dim": 18,
+    "pixel_shuffle_ratio": 0.5,
+}
+GEMMA3_SEEING = {
+    "text_config": GEMMA3,
+    "vision_config": VISION,
+    "mm_tokens_per_image": 4,
+}
+MISTRAL3_SEEING = {
+    "text_config": {**WINDOW, "model_type": "mistral"},
+    "vision_config": {**VISION, "model_type": "pixtral"},
+    "tie_word_embeddings": False,
+}
+LLAMA4_SEEING = {"text_config": LLAMA4, "vision_config": LLAMA4_VISION}
 # Models that also see.
 SEEING = {
-    "gemma3_vision": Model(
-        architecture="Gemma3ForConditionalGeneration",
-        layout="hf_gemma3",
-        config={
-            "text_config": MODELS["gemma3"].config,
-            "vision_config": VISION,
-            "mm_tokens_per_image": 4,
-        },
-    ),
-    "mistral3_vision": Model(
-        architecture="Mistral3ForConditionalGeneration",
-        layout="hf_llama3",
-        config={
-            "text_config": {**MODELS["mistral"].config, "model_type": "mistral"},
-            "vision_config": {**VISION, "model_type": "pixtral"},
-            "tie_word_embeddings": False,
-        },
-    ),
-    "llama4_vision": Model(
-        architecture="Llama4ForConditionalGeneration",
-        layout="hf_llama4",
-        config={
-            "text_config": MODELS["llama4"].config,
-            "vision_config": VISION
-            | {
-                "vision_output_dim": 18,
-                "projector_input_dim": 18,
-                "projector_output_dim": 18,
-                "pixel_shuffle_ratio": 0.5,
-            },
-        },
-    ),
+    name: Model(f"{architecture}ForConditionalGeneration", layout, config)
+    for name, architecture, layout, config in (
+        ("gemma3_vision", "Gemma3", "hf_gemma3", GEMMA3_SEEING),
+        ("mistral3_vision", "Mistral3", "hf_llama3", MISTRAL3_SEEING),
+        ("llama4_vision", "Llama4", "hf_llama4", LLAMA4_SEEING),
+    )
 }
 # Blocks of FP8 have 128 x 128 elements, those of MXFP4 32.
+FP8 = {
+    **LATENT,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "moe_intermediate_size": 128,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 60,
+    "v_head_dim": 68,
+}
+MXFP4 = {**GPT_OSS, "hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2}
 QUANTIZED = {
-    "deepseek3_fp8": Model(
-        architecture="DeepseekV3ForCausalLM",
-        layout="hf_deepseek3",
-        config=LATENT
-        | {
-            "num_hidden_layers": 2,
-            "first_k_dense_replace": 1,
-            "hidden_size": 256,
-            "intermediate_size": 384,
-            "moe_intermediate_size": 128,
-            "q_lora_rank": 128,
-            "kv_lora_rank": 256,
-            "qk_nope_head_dim": 60,
-            "v_head_dim": 68,
-        },
-        dtype="bfloat16",
-        quantized="fp8",
-    ),
-    "gpt_oss_mxfp4": Model(
-        architecture="GptOssForCausalLM",
-        layout="hf_gpt_oss",
-        config=MODELS["gpt_oss"].config
-        | {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2},
-        dtype="bfloat16",
-        quantized="mxfp4",
-    ),
+    name: MODELS[name.rpartition("_")[0]]._replace(
+        config=config, dtype="bfloat16", quantized=name.rpartition("_")[2]
+    )
+    for name, config in {"deepseek3_fp8": FP8, "gpt_oss_mxfp4": MXFP4}.items()
 }
 # The tokens of the logits.
 TOKENS = [[1, 5, 9, 70, 33, 2, 18], [4, 4, 61, 12, 7, 40, 3]]

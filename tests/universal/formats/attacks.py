@@ -7,13 +7,11 @@ refused, and what was wrong: errors that are not one line with the path, other e
 and values that differ although the file has checksums.
 """
 
-import binascii
 import io
 import json
 import pathlib
 import random
 import resource
-import struct
 import sys
 import zipfile
 
@@ -21,7 +19,7 @@ from elastic_ckpt.core import errors
 from tests.universal.formats import stored_values
 
 SAMPLES = [
-    *("dcp", "weights/single", "weights/sharded", "orbax", "safetensors"),
+    *("dcp", "weights/single", "weights/sharded", "orbax", "forgather/single"),
     *("deepspeed/zero1_dp2", "deepspeed/zero3_tp2_dp2", "deepspeed/zero3_muon_dp2"),
     *("deepspeed/zero1_dp2_universal", "megatron/torch_dist_ep2"),
     *("megatron/mp_rank_pp2_vp2", "forgather/pipeline-2x2"),
@@ -55,23 +53,18 @@ def swapped(content, other, rng):
 
 
 def with_changed_pickle(content, other, rng):
-    """The content with changes in its pickle, whose CRC-32 is made to fit."""
+    """A file of torch.save with changes in its pickle, whose CRC-32 is that of them."""
     del other
-    path = stored_values.DATA / "weights" / "single" / "pytorch_model.bin"
     if content[:2] != b"PK" or b"PK\5\6" not in content[-100:]:
+        path = stored_values.DATA / "weights" / "single" / "pytorch_model.bin"
         content = path.read_bytes()
-    changed = bytearray(content)
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        (name,) = (n for n in archive.namelist() if n.endswith("data.pkl"))
-        entry = archive.getinfo(name)
-    lengths = struct.unpack_from("<HH", content, entry.header_offset + 26)
-    start = entry.header_offset + 30 + sum(lengths)
-    pickled = flipped(content[start : start + entry.file_size], b"", rng)
-    changed[start : start + entry.file_size] = pickled
-    # The directory, behind all entries, has the number that counts.
-    at = content.rindex(entry.CRC.to_bytes(4, "little"))
-    changed[at : at + 4] = binascii.crc32(pickled).to_bytes(4, "little")
-    return bytes(changed)
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(made, "w") as new:
+        for name in old.namelist():
+            held = old.read(name)
+            is_pickle = name.endswith("data.pkl")
+            new.writestr(name, flipped(held, b"", rng) if is_pickle else held)
+    return made.getvalue()
 
 
 def attack(name, directory, seeds):

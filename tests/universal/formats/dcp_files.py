@@ -2,13 +2,13 @@
 
 import dataclasses
 import io
-import math
-import struct
 
 from tests.universal.formats import torch_files
 from tests.universal.formats.torch_files import Global, Named, Object
 
 MODULE = "torch.distributed.checkpoint.metadata"
+TENSOR = torch_files.tensor()
+STORAGE = "torch.distributed.checkpoint.filesystem", "_StorageInfo"
 FILE = "__0_0.distcp"
 
 
@@ -16,15 +16,10 @@ def size(dims):
     return Named("torch", "Size", tuple(dims))
 
 
-def item(shape, *, content=None, entries=None, **parts):
-    """The bytes of an item: a file of torch.save with one tensor of floats."""
-    count = math.prod(shape)
-    steps = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    fields = {"shape": shape, "strides": steps, "elements": count, **parts}
+def item(value=TENSOR, content=None):
+    """The bytes of an item: a file of torch.save with a tensor of 2 x 2 floats."""
     file = io.BytesIO()
-    entries = entries or {"data/0": struct.pack(f"<{count}f", *range(count))}
-    value = torch_files.tensor(**fields)
-    torch_files.write(file, value, entries=entries, content=content)
+    torch_files.write(file, value, content=content)
     return file.getvalue()
 
 
@@ -48,18 +43,6 @@ def entry(shape, chunks):
     return Object(MODULE, "TensorStorageMetadata", state)
 
 
-def index(name, offset):
-    state = {"fqn": name, "index": 0}
-    if offset is not None:
-        state["offset"] = size(offset)
-    return Object(MODULE, "MetadataIndex", state)
-
-
-def info(file, offset, length):
-    state = {"relative_path": file, "offset": offset, "length": length}
-    return Object("torch.distributed.checkpoint.filesystem", "_StorageInfo", state)
-
-
 @dataclasses.dataclass
 class Parts:
     """The parts of a checkpoint that has `w`, 4 x 2 floats, in two items."""
@@ -73,11 +56,14 @@ class Parts:
         """Writes the files into a new directory."""
         directory.mkdir()
         (directory / FILE).write_bytes(b"".join(self.items))
-        state = {
-            "state_dict_metadata": self.entries,
-            "planner_data": self.paths,
-            "storage_data": {index(*key): info(*place) for key, place in self.stored},
-        }
+        data = {}
+        for (name, first), (file, start, length) in self.stored:
+            state = {"fqn": name, "index": 0}
+            state |= {} if first is None else {"offset": size(first)}
+            info = {"relative_path": file, "offset": start, "length": length}
+            data[Object(MODULE, "MetadataIndex", state)] = Object(*STORAGE, info)
+        state = {"state_dict_metadata": self.entries, "storage_data": data}
+        state["planner_data"] = self.paths
         made = torch_files.pickled(Object(MODULE, "Metadata", state))
         (directory / ".metadata").write_bytes(made if content is None else content)
         return directory
@@ -85,7 +71,7 @@ class Parts:
 
 def parts(second=None):
     """Good parts, but for the second item."""
-    items = [item((2, 2)), second or item((2, 2))]
+    items = [item(), second or item()]
     sizes = [len(each) for each in items]
     first, last = (("w", (0, 0)), (FILE, 0, sizes[0])), (("w", (2, 0)), (FILE, *sizes))
     chunks = [((0, 0), (2, 2)), ((2, 0), (2, 2))]

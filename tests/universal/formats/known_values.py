@@ -24,6 +24,14 @@ BLOCK = {
 FINAL = {"norm.weight": (EMBED,), "odd.bias": (3,)}
 EXPERT = {"up.weight": (FF, EMBED), "down.weight": (EMBED, FF)}
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
+# The state of a tensor by its kind, see `StoredTensor`.
+OF_KIND = {
+    "parameter": "fp32",
+    "master": "fp32",
+    "first_moment": "exp_avg",
+    "second_moment": "exp_avg_sq",
+    "momentum_buffer": "momentum_buffer",
+}
 
 
 def known(state, name, shape):
@@ -60,31 +68,10 @@ def full_shape(name, shape):
     return (VOCAB, EMBED) if name.endswith("words.weight") else shape
 
 
-def merged(name, shards):
-    """The whole parameter that tensor-parallel ranks hold parts of."""
-    ranks = len(shards)
-    if is_averaged(name):
-        return sum(shards) / ranks
-    if name.endswith(("dense.weight", "down.weight")):
-        return np.concatenate(shards, axis=1)
-    if name.endswith("gate_up.weight"):
-        halves = [np.split(shard, 2) for shard in shards]
-        return np.concatenate([half[part] for part in (0, 1) for half in halves])
-    if name.endswith(("qkv.weight", "up.weight")):
-        return np.concatenate(shards)
-    if name.endswith("words.weight"):
-        return np.concatenate(shards)[:VOCAB]
-    return shards[0]
-
-
-def is_averaged(name):
-    """Whether tensor-parallel ranks have different values, whose mean counts."""
-    return name.endswith("norm2.weight")
-
-
 def of_rank(state, name, shape, rank, ranks):
     """The part of a parameter of full `shape` that one tensor-parallel rank holds."""
-    if ranks > 1 and is_averaged(name):
+    if ranks > 1 and name.endswith("norm2.weight"):
+        # Ranks have different values, whose mean counts.
         return known(state, f"{name} of rank {rank}", shape)
     array = known(state, name, shape)
     if name.endswith("words.weight"):

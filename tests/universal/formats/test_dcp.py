@@ -1,83 +1,17 @@
-"""PyTorch's distributed checkpoints lead to the saved values, or are refused.
+"""PyTorch's distributed checkpoints: what PyTorch saves in other ways, and by hand.
 
-`write_dcp.py` wrote the samples, with PyTorch itself.
+`test_samples` has those that are read.
 """
 
 import itertools
-import pathlib
-import shutil
-import struct
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 from elastic_ckpt.universal import opening
 from elastic_ckpt.universal.formats.files import FormatError
 from tests.universal.formats import dcp_files, stored_values
-from tests.universal.formats.stored_values import DATA, assert_equal
-
-WHOLE = np.load(DATA / "dcp.npz")
-STATES = {"exp_avg": "first_moment", "exp_avg_sq": "second_moment", "step": "step"}
-
-
-def key(name):
-    """The name, kind and ranks that a tensor of the sample has."""
-    if not name.startswith("optim.state."):
-        return name, "parameter", ()
-    parameter, _, state = name.removeprefix("optim.state.").rpartition(".")
-    return f"model.{parameter}", STATES[state], ()
-
-
-def test_a_checkpoint_of_fsdp_and_tensor_parallelism_is_read_bit_equal():
-    tensors = stored_values.by_key(opening.open_checkpoint(DATA / "dcp"))
-    assert tensors.keys() == {key(name) for name in WHOLE}
-    for name, array in WHOLE.items():
-        is_bfloat16 = array.dtype == np.int16
-        whole = array.view(ml_dtypes.bfloat16) if is_bfloat16 else array
-        assert_equal(stored_values.read(tensors[key(name)]), whole)
-    assert len(tensors["model.up.weight", "first_moment", ()].fragments) == 4
-
-
-def test_numbers_and_texts_are_among_the_values():
-    values = opening.open_checkpoint(DATA / "dcp" / ".metadata").values
-    assert (values["step"], values["note"]) == (2, "two steps")
-    assert values["optim/param_groups/0/lr"] == 0.01
-    assert values["optim/param_groups/0/betas"] == (0.9, 0.999)
-    assert "up.weight" in values["optim/param_groups/0/params"]
-
-
-def test_a_flipped_bit_is_detected(tmp_path):
-    shutil.copytree(DATA / "dcp", tmp_path / "x")
-    checkpoint = opening.open_checkpoint(tmp_path / "x")
-    files = sorted({each.file for t in checkpoint.tensors for each in t.fragments})
-    assert len(files) == 4
-    metadata = str(tmp_path / "x" / ".metadata")
-    assert checkpoint.check([*files, metadata]) == [metadata]
-    fragment = checkpoint.tensors[0].fragments[-1]
-    content = bytearray(pathlib.Path(fragment.file).read_bytes())
-    content[fragment.offset] ^= 1
-    pathlib.Path(fragment.file).write_bytes(content)
-    with pytest.raises(FormatError, match=f"{fragment.file} is damaged: its bytes"):
-        checkpoint.check(files)
-
-
-EXPECTED = {
-    "model.cut": np.arange(20, dtype=np.float32).reshape(5, 4),
-    "model.both": np.arange(6, dtype=np.float32),
-}
-
-
-@pytest.mark.parametrize("path", ["async", "no_dist"])
-def test_other_saves_are_read_bit_equal(path):
-    checkpoint = opening.open_checkpoint(DATA / "dcp_saves" / path)
-    assert checkpoint.format == "PyTorch distributed checkpoint"
-    assert {each.name for each in checkpoint.tensors} == EXPECTED.keys()
-    for tensor in checkpoint.tensors:
-        assert_equal(stored_values.read(tensor), EXPECTED[tensor.name])
-    assert dict(checkpoint.values) == {"step": 3}
-    files = {part.file for each in checkpoint.tensors for part in each.fragments}
-    assert checkpoint.check(sorted(files)) == []
+from tests.universal.formats.stored_values import DATA
 
 
 @pytest.mark.parametrize(
@@ -93,9 +27,7 @@ def test_extensions_and_other_formats_of_tensors_are_refused(save, match):
 
 
 def test_a_tensor_of_thousands_of_chunks_is_read(tmp_path):
-    kinds = [
-        dcp_files.item((1,), entries={"data/0": struct.pack("<f", n)}) for n in range(7)
-    ]
+    kinds = [dcp_files.item(np.float32([n])) for n in range(7)]
     parts, count = dcp_files.parts(), 2100
     chunks = [((n,), (1,)) for n in range(count)]
     parts.entries = {"w": dcp_files.entry((count,), chunks)}

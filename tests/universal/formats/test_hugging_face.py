@@ -11,6 +11,7 @@ from elastic_ckpt.universal.formats.files import FormatError
 from tests.universal.formats.stored_values import DATA
 
 COMMIT, OLDER = "0123456789abcdef" * 2 + "01234567", "f" * 40
+INVALID = "is no id of a model"
 
 
 @pytest.fixture
@@ -76,17 +77,12 @@ def test_the_cache_is_where_the_hub_has_it(environ, variables, folder):
         ("hf://org/other", "run `hf download org/other`, or set HF_HOME"),
         ("hf://org/tiny-1.0@v2", "run `hf download org/tiny-1.0 --revision v2`"),
         (f"hf://org/tiny-1.0@{'0' * 40}", "is not in the cache"),
-        *(
-            (path, "is no id of a model")
-            for path in (
-                "hf://",
-                "hf://../x",
-                "hf://a/b/c",
-                "hf://org/name@",
-                "hf://o/..",
-            )
-        ),
-        ("hf://org/name@x/../../y", "is no id of a model"),
+        ("hf://", INVALID),
+        ("hf://../x", INVALID),
+        ("hf://a/b/c", INVALID),
+        ("hf://org/name@", INVALID),
+        ("hf://o/..", INVALID),
+        ("hf://org/name@x/../../y", INVALID),
     ],
 )
 def test_what_the_cache_does_not_have_is_one_error(path, match):

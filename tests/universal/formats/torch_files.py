@@ -7,6 +7,8 @@ import struct
 import zipfile
 from typing import ClassVar
 
+import numpy as np
+
 
 class _Parts:
     def __init__(self, *parts):
@@ -40,8 +42,12 @@ class Attack:
 
 
 class _Pickler(pickle._Pickler):
-    # The pickler in Python: names need not exist.
+    # The pickler in Python: names need not exist. Arrays become tensors.
     dispatch: ClassVar = dict(pickle._Pickler.dispatch)
+
+    def __init__(self, file, entries):
+        super().__init__(file, protocol=2)
+        self.entries = entries
 
     def save_named(self, value):
         module, name, *arguments = value.parts
@@ -64,15 +70,25 @@ class _Pickler(pickle._Pickler):
         self.save(value.parts)
         self.write(pickle.BINPERSID)
 
+    def save_array(self, array):
+        key, size = f"a{len(self.entries)}", array.dtype.itemsize
+        self.entries[f"data/{key}"] = array.tobytes()
+        kind = {2: "BFloat16Storage", 4: "FloatStorage"}[size]
+        strides = tuple(stride // size for stride in array.strides)
+        parts = {"kind": kind, "key": key, "elements": array.size}
+        self.save(tensor(array.shape, strides, **parts))
+
+    dispatch[np.ndarray] = save_array
     dispatch[Named] = save_named
     dispatch[Global] = save_global_name
     dispatch[Object] = save_object
     dispatch[Id] = save_id
 
 
-def pickled(value, protocol=2):
+def pickled(value, entries=None):
+    """The pickle of a value; the bytes of its arrays are added to `entries`."""
     file = io.BytesIO()
-    _Pickler(file, protocol).dump(value)
+    _Pickler(file, {} if entries is None else entries).dump(value)
     return file.getvalue()
 
 
@@ -102,13 +118,18 @@ def with_attributes(value):
 
 
 def write(path, value, *, entries=None, compression=zipfile.ZIP_STORED, content=None):
-    """A file of torch.save that holds `value`, and 4 floats as the storage 0."""
+    """A file of torch.save that holds `value`, and 4 floats as the storage 0.
+
+    NumPy's arrays in the value are tensors there.
+    """
     if entries is None:
         entries = {"data/0": struct.pack("<4f", 1, 2, 3, 4)}
+    held = dict(entries)
+    content = content or pickled(value, held)
     with zipfile.ZipFile(path, "w", compression) as archive:
-        archive.writestr("archive/data.pkl", content or pickled(value))
+        archive.writestr("archive/data.pkl", content)
         archive.writestr("archive/byteorder", "little")
-        for name, values in entries.items():
+        for name, values in held.items():
             archive.writestr(f"archive/{name}", values)
         archive.writestr("archive/version", "3\n")
     return path

@@ -6,8 +6,6 @@ OMP_NUM_THREADS=1 PYTHONPATH=. torchrun --nproc-per-node 4 \
 
 dcp/         FSDP2 over 2 x 2 (data, tensor) processes: model, Adam, numbers
 dcp.npz      all tensors, whole
-llama_dcp/   FSDP2 over 4 processes: the model of `llama_values`, packed as the samples
-             of `write_deepspeed`
 
 and with 2 processes, in dcp_saves/, the ways in which PyTorch saves:
 
@@ -26,6 +24,7 @@ from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,9 +35,6 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-
-from tests.universal.formats import known_values as kv
-from tests.universal.formats import llama_module, llama_values
 
 
 class Model(torch.nn.Module):
@@ -55,36 +51,11 @@ class Model(torch.nn.Module):
         return self.norm(y.to(torch.bfloat16)).float()
 
 
-def flat(tree, prefix=""):
-    """The leaves of nested dicts, by names joined with dots."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def write_llama(directory):
-    """Trains two steps and saves them, with known values in place of trained ones."""
-    model = llama_module.Llama()
-    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    for _ in range(llama_values.STEPS):
-        model(torch.ones(1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            state = optimizer.state[parameter]
-            for key, held in (("fp32", parameter), *state.items()):
-                if key != "step":
-                    full = torch.from_numpy(kv.known(key, name, tuple(held.shape)))
-                    held.copy_(
-                        distribute_tensor(full, held.device_mesh, held.placements)
-                    )
-    weights, states = get_state_dict(model, optimizer)
-    content = {"model": weights, "optim": states, "step": llama_values.STEPS}
-    dcp.save(content, checkpoint_id=f"{directory}/llama_dcp")
+def whole_of(value):
+    """The elements of a tensor, as NumPy has them; bfloat16 as int16."""
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    bits = value.view(torch.int16) if value.dtype == torch.bfloat16 else value
+    return bits.detach().numpy()
 
 
 def write_saves(directory):
@@ -141,13 +112,8 @@ def write(directory):
         "empty": torch.zeros(0, 3),
     }
     dcp.save(content, checkpoint_id=f"{directory}/dcp")
-    whole = {}
-    for name, value in flat(content):
-        if isinstance(value, DTensor):
-            value = value.full_tensor()
-        if isinstance(value, torch.Tensor):
-            bits = value.view(torch.int16) if value.dtype == torch.bfloat16 else value
-            whole[name] = bits.detach().numpy()
+    flat, _ = flatten_state_dict(content)
+    whole = {n: whole_of(v) for n, v in flat.items() if isinstance(v, torch.Tensor)}
     if dist.get_rank() == 0:
         np.savez_compressed(f"{directory}/dcp.npz", **whole)
 
@@ -158,6 +124,5 @@ if __name__ == "__main__":
     if dist.get_world_size() == 2:
         write_saves(folder / "dcp_saves")
     else:
-        write_llama(folder)
         write(folder)
     dist.destroy_process_group()

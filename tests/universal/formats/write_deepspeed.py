@@ -5,19 +5,25 @@ In an environment with torch 2.13.0 and deepspeed 0.19.8, one call for each samp
     DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 PYTHONPATH=. torchrun --nproc-per-node 8 \
         tests/universal/formats/write_deepspeed.py /tmp/samples zero1_tp2_pp2_dp2
 
-Samples and their number of processes are in `SAMPLES`. The sample `S_universal` is made
-of the sample S by DeepSpeed's own program, in one process. A sample is packed by
+The names of samples state the ZeRO stage, and how many ranks are tensor-parallel, are
+stages, share experts, and are data-parallel; `zero0_dp2` has float32 weights. The
+sample `S_universal` is made of the sample S by DeepSpeed's own program:
+
+    python -m deepspeed.checkpoint.ds_to_universal --num_extract_workers 1 \
+        --num_merge_workers 1 --input_folder /tmp/samples/S/global_step2 \
+        --output_folder /tmp/samples/S_universal/global_step2
+
+A sample is packed by
 
     tar -cJf tests/golden/deepspeed/S.tar.xz --exclude='*.py' --sort=name --mtime=@0 \
         --owner=0 --group=0 -C /tmp/samples S
 """
 
 import argparse
+import itertools
 import os
 import pathlib
 import re
-import shutil
-import subprocess
 import sys
 
 import deepspeed
@@ -39,31 +45,12 @@ from deepspeed.utils import (
 from torch import nn
 
 from tests.universal.formats import known_values as kv
-from tests.universal.formats import llama_module
 
-# By name: processes, then ZeRO stage, TP, PP, expert parallelism, dtype.
-SAMPLES = {
-    "zero0_dp2": (2, 0, 1, 1, 0, "fp32"),
-    "zero0_bf16_dp2": (2, 0, 1, 1, 0, "bf16"),
-    "zero1_dp2": (2, 1, 1, 1, 0, "bf16"),
-    "zero2_dp4": (4, 2, 1, 1, 0, "bf16"),
-    "zero3_dp2": (2, 3, 1, 1, 0, "bf16"),
-    "zero3_dp4": (4, 3, 1, 1, 0, "bf16"),
-    "zero1_pp2_dp2": (4, 1, 1, 2, 0, "bf16"),
-    "zero1_tp2_pp2_dp2": (8, 1, 2, 2, 0, "bf16"),
-    "zero1_ep2_dp4": (4, 1, 1, 1, 2, "bf16"),
-    "zero1_tp4": (4, 1, 4, 1, 0, "bf16"),
-    "zero3_tp2_dp2": (4, 3, 2, 1, 0, "bf16"),
-    "zero1_tp2_ep2_dp2": (4, 1, 2, 1, 2, "bf16"),
-    # Muon for matrices, Adam for the rest.
-    "zero3_muon_dp2": (2, 3, 1, 1, 0, "bf16"),
-    # The model of `llama_values`.
-    "llama_zero0_dp2": (2, 0, 1, 1, 0, "fp32"),
-    "llama_zero1_dp2": (2, 1, 1, 1, 0, "bf16"),
-    "llama_zero2_dp2": (2, 2, 1, 1, 0, "bf16"),
-    "llama_zero3_dp2": (2, 3, 1, 1, 0, "bf16"),
-}
 STEPS = 2
+NORMS = [r".*norm1\.weight", r".*dense\.bias"]
+GATE_UP = r".*gate_up\.weight"
+ROWS = [r".*dense\.weight", r".*down\.weight"]
+THRESHOLD = "stage3_param_persistence_threshold"
 
 
 class Words(nn.Module):
@@ -82,11 +69,7 @@ class Part(nn.Module):
     """Parameters, with a function that uses them all."""
 
     def forward(self):
-        gradients = dict(self.named_buffers(recurse=False))
-        return sum(
-            (each * gradients[f"gradient_{name}"]).sum() if gradients else each.mean()
-            for name, each in self.named_parameters(recurse=not gradients)
-        )
+        return sum(each.mean() for each in self.parameters(recurse=False))
 
 
 class Layer(nn.Module):
@@ -143,25 +126,6 @@ class Model(nn.Module):
         return (self.final(hidden) + self.frozen.sum()).float().square().mean()
 
 
-class MuonModel(Model):
-    """A model whose gradients are the known momentum: Muon sets it, without decay."""
-
-    def __init__(self):
-        super().__init__(0, frozen=False)
-        for name, parameter in list(self.named_parameters()):
-            path, _, leaf = name.rpartition(".")
-            shape = kv.full_shape(name, tuple(parameter.shape))
-            gradient = kv.of_rank("momentum_buffer", name, shape, 0, 1)
-            self.get_submodule(path).register_buffer(
-                f"gradient_{leaf}", torch.from_numpy(gradient), persistent=False
-            )
-
-    def forward(self, tokens):
-        # ZeRO-3 gathers the parameters of a module for its own function.
-        parts = [each() for each in self.modules() if isinstance(each, Part)]
-        return (sum(parts) + Part.forward(self) + self.embed(tokens).sum()).float()
-
-
 def logits(module, hidden):
     return hidden @ module.words.weight.T
 
@@ -197,24 +161,21 @@ def groups(model, ep):
     return split_params_into_different_moe_groups_for_optimizer(split) if ep else split
 
 
-def config(sample):
-    processes, stage, _, _, _, dtype = SAMPLES[sample]
+def config(sizes, is_muon):
     # By default, ZeRO-3 leaves small parameters whole.
-    threshold = {"stage3_param_persistence_threshold": 0} if processes == 4 else {}
-    kind, optimizer = "Adam", {"lr": 0.01, "torch_adam": True}
-    if "muon" in sample:
-        kind, optimizer["momentum"] = "Muon", 0.0
-        # ZeRO-3 refuses it with Muon.
-        threshold["reduce_scatter"] = stage < 3
+    whole = {} if torch.distributed.get_world_size() == 2 else {THRESHOLD: 0}
+    optimizer = {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}
+    if is_muon:
+        # Matrices have Muon, the rest Adam.
+        optimizer["type"], whole = "Muon", {"reduce_scatter": False}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "optimizer": {"type": kind, "params": optimizer},
-        "bf16": {"enabled": dtype == "bf16"},
-        "zero_optimization": {"stage": stage, **threshold},
+        "optimizer": optimizer,
+        "bf16": {"enabled": sizes["bf16"]},
+        "zero_optimization": {"stage": sizes["zero"], **whole},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        **({"gradient_clipping": 0.0} if "muon" in sample else {}),
     }
 
 
@@ -232,55 +193,49 @@ def set_values(engine, module, tp_rank, tp, ep_rank):
         for name, parameter in module.named_parameters():
             held = getattr(parameter, "ds_shape", parameter.shape)
             shape = kv.full_shape(name, tuple(held))
-            known = global_name(name, ep_rank)
-            values = {
-                state: torch.from_numpy(kv.of_rank(state, known, shape, tp_rank, tp))
-                for state in kv.STATES
-            }
-            set_value(engine, parameter, values)
+            place = global_name(name, ep_rank), shape, tp_rank, tp
+
+            def known(state, place=place):
+                return torch.from_numpy(kv.of_rank(state, *place))
+
+            set_value(engine.optimizer, parameter, known)
 
 
-def set_value(engine, parameter, values):
-    if hasattr(parameter, "ds_id"):
-        group = parameter.ds_process_group
+def set_value(optimizer, parameter, known):
+    is_divided = hasattr(parameter, "ds_id")
+    group = parameter.ds_process_group if is_divided else None
+    if is_divided:
         first = torch.distributed.get_process_group_ranks(group)[0]
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=first):
-            parameter.data.copy_(values["fp32"])
+            parameter.data.copy_(known("fp32"))
     else:
-        parameter.data.copy_(values["fp32"])
+        parameter.data.copy_(known("fp32"))
     if not parameter.requires_grad:
         return
     is_of_muon = getattr(parameter, "use_muon", False)
-    moments = () if is_of_muon else ("exp_avg", "exp_avg_sq")
-    if engine.zero_optimization_stage() == 0:
-        master = master_of(engine.optimizer, parameter)
-        master.data.copy_(values["fp32"])
+    moments = ("momentum_buffer",) if is_of_muon else kv.STATES[1:]
+    if is_divided:
+        safe_set_local_fp32_param(parameter, own_part(known("fp32"), group))
         for key in moments:
-            engine.optimizer.state[master][key].copy_(values[key])
-        return
-    if hasattr(parameter, "ds_id"):
-        parts = {key: own_part(values[key], group) for key in kv.STATES}
-        safe_set_local_fp32_param(parameter, parts["fp32"])
+            part = own_part(known(key), group)
+            safe_set_local_optimizer_state(parameter, part, key)
+    elif hasattr(parameter, "_hp_mapping"):
+        safe_set_full_fp32_param(parameter, known("fp32"))
         for key in moments:
-            safe_set_local_optimizer_state(parameter, parts[key], key)
-        return
-    safe_set_full_fp32_param(parameter, values["fp32"])
-    for key in moments:
-        safe_set_full_optimizer_state(parameter, values[key], key)
+            safe_set_full_optimizer_state(parameter, known(key), key)
+    else:
+        master = master_of(optimizer, parameter)
+        master.data.copy_(known("fp32"))
+        for key in moments:
+            optimizer.state[master][key].copy_(known(key))
 
 
 def master_of(optimizer, parameter):
     """The float32 parameter of an optimizer without ZeRO."""
-    groups = zip(
-        getattr(optimizer, "fp16_groups", []),
-        getattr(optimizer, "fp32_groups", []),
-        strict=True,
-    )
-    for parameters, masters in groups:
-        for each, master in zip(parameters, masters, strict=True):
-            if each is parameter:
-                return master
-    return parameter
+    lists = (getattr(optimizer, f"{name}_groups", []) for name in ("fp16", "fp32"))
+    groups = (zip(*each, strict=True) for each in zip(*lists, strict=True))
+    pairs = itertools.chain.from_iterable(groups)
+    return next((master for each, master in pairs if each is parameter), parameter)
 
 
 def own_part(value, group):
@@ -290,68 +245,50 @@ def own_part(value, group):
     return flat.chunk(ranks)[torch.distributed.get_rank(group)]
 
 
-def universal_info(tp, model):
+def universal_info(sizes):
     """The patterns of DeepSpeed's universal checkpoints: each has to match."""
-    rows, columns = kv.BLOCK["qkv.weight"]
+    (rows, columns), tp = kv.BLOCK["qkv.weight"], sizes["tp"]
     shards = affine.contiguous_split_map((rows, columns), [rows // tp] * tp, 0)
-    names = [name for name, each in model.named_parameters() if each.requires_grad]
-    shared = [r"\d+\.norm\.weight", r"\d+\.odd\.bias", r"final\..*", "frozen"]
-    shared.append(r".*\.gate\.wg\.weight")
-    tied = [r"tied_modules\.embed\.words.*"]
-    if not isinstance(model, PipelineModule):
-        held = [each for each in shared if any(re.match(each, n) for n in names)]
-        tied, shared = [], held
-    else:
-        shared = shared[:2]
+    joined = {"shape": ((kv.FF, kv.FF), kv.EMBED), "partition_dim": 0}
+    tied, shared = [], [r"final\..*"]
+    if sizes["pp"] > 1:
+        tied = [r"tied_modules\.embed\.words.*"]
+        shared = [r"\d+\.norm\.weight", r"\d+\.odd\.bias"]
+    elif sizes["zero"] < 2:
+        shared.append("frozen")
+    if sizes["ep"]:
+        shared.append(r".*\.gate\.wg\.weight")
     return {
         "universal_checkpoint_version": 0.4,
         "vocabulary_parameter_patterns": [r".*words\.weight"],
         "original_vocab_size": kv.VOCAB,
         "pipeline_replicated_parameter_patterns": tied,
-        "tp_replicated_parameter_patterns": [
-            r".*norm1\.weight",
-            r".*dense\.bias",
-            *shared,
-        ],
+        "tp_replicated_parameter_patterns": [*NORMS, *shared],
         "parameter_to_average_patterns": [r".*norm2\.weight"],
-        "parameter_with_row_parallelism_patterns": [
-            r".*dense\.weight",
-            r".*down\.weight",
-        ],
+        "parameter_with_row_parallelism_patterns": ROWS,
         "parameter_with_2_sub_params_cat_dim_0": [],
-        "parameter_with_sub_params": [
-            {
-                "patterns": [r".*gate_up\.weight"],
-                "shape": ((kv.FF, kv.FF), kv.EMBED),
-                "partition_dim": 0,
-            }
-        ],
-        "sub_param_shard_widths": {
-            r".*gate_up\.weight": [[kv.FF // tp] * tp, [kv.FF // tp] * tp]
-        },
+        "parameter_with_sub_params": [{"patterns": [GATE_UP], **joined}],
+        "sub_param_shard_widths": {GATE_UP: [[kv.FF // tp] * tp] * 2},
         "affine_map": {"version": 1, "params": {r".*qkv\.weight": shards.to_dict()}},
     }
 
 
 def write(folder, sample):
-    processes, stage, tp, pp, ep, _ = SAMPLES[sample]
     deepspeed.init_distributed("gloo")
-    assert torch.distributed.get_world_size() == processes
     torch.manual_seed(0)
-    piped = pp > 1
-    ranks = {"num_pp": pp, "num_mp": tp, "num_dp": processes // (tp * pp)}
+    found = re.findall(r"(zero|tp|pp|ep|dp)(\d)", sample)
+    sizes = {"tp": 1, "pp": 1, "ep": 0, "dp": 1} | {key: int(n) for key, n in found}
+    sizes["bf16"], is_muon = sample != "zero0_dp2", "muon" in sample
+    stage, tp, ep, piped = sizes["zero"], sizes["tp"], sizes["ep"], sizes["pp"] > 1
+    ranks = {"num_pp": sizes["pp"], "num_mp": tp, "num_dp": sizes["dp"]}
     topology = PipeModelDataParallelTopology(**ranks)
     mpu = PipelineParallelGrid(topology) if tp > 1 and not piped else None
-    if sample.startswith("llama"):
-        model = llama_module.Llama()
-    elif "muon" in sample:
-        model = MuonModel()
-    else:
-        model = pipeline(topology, tp) if piped else Model(ep, stage > 1, tp)
+    frozen = stage > 1 and not is_muon
+    model = pipeline(topology, tp) if piped else Model(ep, frozen, tp)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=groups(model, ep),
-        config=config(sample),
+        config=config(sizes, is_muon),
         mpu=mpu,
     )
     tokens = torch.arange(5)[None]
@@ -373,7 +310,7 @@ def write(folder, sample):
     set_values(engine, engine.module, tp_rank, tp, ep_rank)
     state = {"iteration": STEPS, "args": argparse.Namespace(lr=0.01, model="tiny")}
     if tp > 1:
-        info = universal_info(tp, engine.module)
+        info = universal_info(sizes)
         if ep:
             # DeepSpeed refuses it among the values of a model with experts.
             engine.module.universal_checkpoint_info = info
@@ -385,28 +322,6 @@ def write(folder, sample):
     torch.distributed.destroy_process_group()
 
 
-def convert(folder, sample):
-    source = folder / sample / f"global_step{STEPS}"
-    target = folder / f"{sample}_universal" / f"global_step{STEPS}"
-    shutil.rmtree(target.parent, ignore_errors=True)
-    program = "deepspeed.checkpoint.ds_to_universal"
-    arguments = ["--input_folder", source, "--output_folder", target]
-    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
-    call = [sys.executable, "-m", program, *map(str, arguments), *workers]
-    subprocess.run(call, check=True)
-
-
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("sample")
-    arguments, _ = parser.parse_known_args()
-    if arguments.sample.endswith("_universal"):
-        convert(arguments.folder, arguments.sample.removesuffix("_universal"))
-    else:
-        write(arguments.folder, arguments.sample)
-
-
 if __name__ == "__main__":
     assert os.environ["DS_ACCELERATOR"] == "cpu"
-    main()
+    write(pathlib.Path(sys.argv[1]), sys.argv[2])

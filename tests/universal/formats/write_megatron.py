@@ -14,6 +14,8 @@ does it, which is outside of that package. Samples are packed as those of
 
 import argparse
 import pathlib
+import re
+import sys
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
@@ -35,15 +37,12 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tests.universal.formats import known_values as kv
-from tests.universal.formats import llama_values
 
 # By name: tensor, pipeline and expert parallelism, experts, layers, and the chunks of
 # each stage in a sample of ranks.
 SAMPLES = {
     "torch_dist_tp2_pp2": (2, 2, 1, None, 4, 0),
     "torch_dist_ep2": (1, 1, 2, 4, 2, 0),
-    # The model of `llama_values`.
-    "llama_tp2_pp2": (2, 2, 1, None, 2, 0),
     "mp_rank_pp2_vp2": (1, 2, 1, None, 4, 2),
 }
 SIZES = {
@@ -53,23 +52,14 @@ SIZES = {
     "num_query_groups": 2,
     "kv_channels": 4,
 }
-LLAMA_SIZES = {
-    "hidden_size": llama_values.EMBED,
-    "ffn_hidden_size": llama_values.FF,
-    "num_attention_heads": llama_values.HEADS,
-    "num_query_groups": llama_values.HEADS,
-    "kv_channels": llama_values.HEAD,
-}
 STEPS = 2
 
 
-def without_gpu(*, is_optimizer):
+def without_gpu():
     """Replaces the functions that are called on machines without a GPU, too."""
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.synchronize = lambda *_: None
     torch.Tensor.cuda = lambda tensor: tensor
-    if not is_optimizer:
-        return
     name_of, tensor_of = torch.Tensor.type, torch.tensor
 
     def type_of(tensor, *args, **kwargs):
@@ -86,10 +76,9 @@ def without_gpu(*, is_optimizer):
 def model_of(sample, chunk=None):
     """The part of the model that a rank has; of its stage, one of the chunks."""
     tp, pp, ep, experts, layers, chunks = SAMPLES[sample]
-    is_llama = sample.startswith("llama")
     config = TransformerConfig(
         num_layers=layers,
-        **(LLAMA_SIZES if is_llama else SIZES),
+        **SIZES,
         use_cpu_initialization=True,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
@@ -110,19 +99,17 @@ def model_of(sample, chunk=None):
             num_experts=experts, normalization="RMSNorm"
         ),
         # In a flat buffer, 13 rows end at no multiple of 64, as norms do.
-        vocab_size=13 if chunks else llama_values.PADDED if is_llama else 16,
+        vocab_size=13 if chunks else 16,
         max_sequence_length=4,
         pre_process=parallel_state.is_pipeline_first_stage(**place),
         post_process=parallel_state.is_pipeline_last_stage(**place),
-        share_embeddings_and_output_weights=is_llama,
+        share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
         vp_stage=chunk,
     )
     if not chunks:
         return model.bfloat16()
-    ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, grad_reduce_in_fp32=True
-    )
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
     return DistributedDataParallel(config, ddp, Float16Module(config, model))
 
 
@@ -132,9 +119,7 @@ def set_sharded(sharded, state):
         for each in nested_values(sharded.build()):
             set_sharded(each, state)
         return
-    name = sharded.key.removeprefix(f"optimizer.state.{state}.").removeprefix(
-        "optimizer.state.fp32_param."
-    )
+    name = re.sub(r"^optimizer\.state\.[^.]+\.", "", sharded.key)
     full = kv.known(state, name, tuple(sharded.global_shape))
     axes, first = sharded.prepend_axis_num, sharded.global_offset
     sizes = zip(first[axes:], sharded.data.shape, strict=True)
@@ -182,72 +167,40 @@ def write_torch_dist(folder, sample):
     dist_checkpointing.save(content, str(folder))
 
 
-def set_values(optimizer, chunks, stage):
-    """Fills the weights, masters and moments of a rank."""
-    for chunk, model in enumerate(chunks):
-        for name, parameter in model.module.module.named_parameters():
-            shape = tuple(parameter.shape)
-            known = {
-                key: torch.from_numpy(kv.known(key, f"{stage} {chunk} {name}", shape))
-                for key in kv.STATES
-            }
-            parameter.data.copy_(known["fp32"])
-            if (
-                parameter not in optimizer.model_param_gbuf_map
-                or parameter not in optimizer.model_param_group_index_map
-            ):
-                # This data-parallel rank has no range of it.
-                continue
-            part = optimizer._get_model_param_range_map(parameter)["param"]
-            states = optimizer._get_main_param_and_optimizer_states(parameter)
-            for key, state in (("fp32", "param"), *((k, k) for k in kv.STATES[1:])):
-                states[state].data.copy_(known[key].flatten()[part.start : part.end])
-
-
 def write_ranks(folder, sample):
     _, pp, _, _, _, num_chunks = SAMPLES[sample]
     chunks = [model_of(sample, chunk) for chunk in range(num_chunks)]
-    config = OptimizerConfig(
-        lr=0.01,
-        weight_decay=0.1,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        use_distributed_optimizer=True,
-    )
+    options = {"lr": 0.01, "weight_decay": 0.1, "use_distributed_optimizer": True}
+    config = OptimizerConfig(bf16=True, params_dtype=torch.bfloat16, **options)
     (optimizer,) = get_megatron_optimizer(config, chunks).chained_optimizers
     for _ in range(STEPS):
         optimizer._init_optimizer_states_with_dummy_values()
     stage = parallel_state.get_pipeline_model_parallel_rank()
     with torch.no_grad():
-        set_values(optimizer, chunks, stage)
+        for chunk, model in enumerate(chunks):
+            for name, parameter in model.module.module.named_parameters():
+                place = f"{stage} {chunk} {name}", tuple(parameter.shape)
+                parameter.data.copy_(torch.from_numpy(kv.known("fp32", *place)))
     folder = folder / f"mp_rank_00_{stage:03d}"
     folder.mkdir(parents=True, exist_ok=True)
     optimizer.save_parameter_state(folder / "distrib_optim.pt")
     if parallel_state.get_data_parallel_rank() == 0:
-        sizes = {
-            "pipeline_model_parallel_size": pp,
-            "virtual_pipeline_model_parallel_size": num_chunks,
-        }
+        sizes = {"pipeline_model_parallel_size": pp}
+        sizes["virtual_pipeline_model_parallel_size"] = num_chunks
         content = {
             "args": argparse.Namespace(**sizes),
             "checkpoint_version": 3.0,
             "iteration": STEPS,
-            **{
-                f"model{chunk}": model.state_dict_for_save_checkpoint()
-                for chunk, model in enumerate(chunks)
-            },
             "optimizer": optimizer.state_dict(),
         }
+        for chunk, model in enumerate(chunks):
+            content[f"model{chunk}"] = model.state_dict_for_save_checkpoint()
         torch.save(content, folder / "model_optim_rng.pt")
     torch.distributed.barrier()
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("sample")
-    arguments = parser.parse_args()
-    tp, pp, ep, _, _, chunks = SAMPLES[arguments.sample]
+def main(folder, sample):
+    tp, pp, ep, _, _, chunks = SAMPLES[sample]
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(
         tp,
@@ -256,15 +209,13 @@ def main():
         expert_model_parallel_size=ep,
         create_gloo_process_groups=True,
     )
-    without_gpu(is_optimizer=bool(chunks))
-    folder = arguments.folder / arguments.sample / f"iter_{STEPS:07d}"
+    without_gpu()
     write = write_ranks if chunks else write_torch_dist
-    write(folder, arguments.sample)
+    write(folder / f"iter_{STEPS:07d}", sample)
     # Megatron's training loop writes it.
-    latest = folder.parent / "latest_checkpointed_iteration.txt"
-    latest.write_text(str(STEPS))
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(pathlib.Path(sys.argv[1]) / sys.argv[2], sys.argv[2])

@@ -38,21 +38,10 @@ class Settings:
     names: list
 
 
-def _model():
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Embedding(6, 4),
-        torch.nn.Linear(4, 3, bias=False),
-        torch.nn.LayerNorm(3, dtype=torch.bfloat16),
-    )
-    return model
-
-
 def _array(tensor):
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.view(torch.int16)
-    return tensor.numpy().copy()
+    is_bfloat16 = tensor.dtype == torch.bfloat16
+    return (tensor.view(torch.int16) if is_bfloat16 else tensor).numpy().copy()
 
 
 def _sharded(folder, state, config):
@@ -96,7 +85,12 @@ def main(directory):
     """Writes all samples."""
     folder = pathlib.Path(directory)
     folder.mkdir(parents=True)
-    model = _model()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(6, 4),
+        torch.nn.Linear(4, 3, bias=False),
+        torch.nn.LayerNorm(3, dtype=torch.bfloat16),
+    )
     state = model.state_dict()
     expected = {name: _array(tensor) for name, tensor in state.items()}
     config = json.dumps({"hidden_size": 4, "architectures": ["X"]})

@@ -6,6 +6,7 @@ and MaxText (`tests/maxtext`) show that the trees are those of the models: by lo
 """
 
 import functools
+import itertools
 import json
 import os
 import re
@@ -21,38 +22,19 @@ from elastic_ckpt.universal.rules.layout import Layout, LayoutError
 from tests.conftest import GOLDEN
 from tests.maxtext import small_models
 from tests.universal.formats import stored_values
-from tests.universal.rules.relayout import (
-    assert_same,
-    digest,
-    relayout,
-    saved,
-)
+from tests.universal.rules.relayout import assert_same, digest, relayout, saved
 
 DIGESTS = GOLDEN / "layouts.json"
-# The layout to a plain tree, by Hugging Face's type of model.
-PLAIN = {
-    "llama": "hf_llama3",
-    "mixtral": "hf_mixtral",
-    "qwen2": "hf_qwen3",
-    "qwen3": "hf_qwen3",
-    "qwen3_moe": "hf_qwen3",
-    "gemma2": "hf_gemma3",
-    "gemma3_text": "hf_gemma3",
-    "olmo3": "hf_olmo3",
-    "gpt_oss": "hf_gpt_oss",
-    "deepseek_v2": "hf_deepseek3",
-    "deepseek_v3": "hf_deepseek3",
-    "llama4_text": "hf_llama4",
-    "qwen3_next": "hf_qwen3_next",
-}
 # Some are like others for their layouts.
 ALIKE = ("llama2", "llama3.3", "qwen3")
 MODELS = [name for name in small_models.MODELS if name not in ALIKE]
 # What is scaled on the way there returns within a rounding.
 SCALED = {
-    **dict.fromkeys(("llama", "mixtral"), re.compile("q_proj")),
-    **dict.fromkeys(("gemma2", "gemma3_text"), re.compile("norm|q_proj|embed")),
+    **dict.fromkeys(("hf_llama", "hf_mixtral"), re.compile("q_proj")),
+    **dict.fromkeys(("hf_gemma2", "hf_gemma3"), re.compile("norm|q_proj|embed")),
 }
+# Families whose layout to a plain tree is that of another.
+SAME_AS = {"hf_llama": "hf_llama3", "hf_gemma2": "hf_gemma3"}
 # Layouts that tests of their own have.
 ELSEWHERE = {"lora", "hf_fp8"}
 
@@ -69,20 +51,26 @@ class Case(NamedTuple):
     rounded: re.Pattern | None = None
 
 
-def of_model(layout, name, **sizes):
-    """The layout with the numbers of a model's `config.json`."""
-    numbers = {
-        f"config/{key}": value
-        for key, value in small_models.hf_config(name).items()
-        if type(value) is int
-    }
-    if isinstance(layout, str):
-        layout = shipped.load(layout)
-    return layout.with_sizes(sizes).with_values(numbers)
+def family(name):
+    """The layout of a model, but for the tree to which it leads."""
+    return small_models.MODELS[name][2][0].removesuffix("_to_maxtext")
 
 
-def through(*names):
-    return Layout.from_dict({"through": names})
+def plain_layout(name):
+    return SAME_AS.get(family(name), family(name))
+
+
+def numbers(name):
+    """The numbers of a model's `config.json`, as values of a checkpoint."""
+    config = small_models.hf_config(name).items()
+    return {f"config/{key}": value for key, value in config if type(value) is int}
+
+
+def of_model(names, name, **sizes):
+    """A layout, or one through several, for a model."""
+    is_one = isinstance(names, str)
+    layout = shipped.load(names) if is_one else Layout.from_dict({"through": names})
+    return layout.with_sizes(sizes).with_values(numbers(name))
 
 
 @functools.cache
@@ -92,41 +80,38 @@ def hf(name):
 
 def to_maxtext(name):
     _, _, (layout, sizes) = small_models.MODELS[name]
-    arrays, kind = hf(name), small_models.hf_config(name)["model_type"]
-    back = dict(arrays)
+    back = dict(hf(name))
     if name == "gemma3":
         # MaxText lacks the rows of the padding.
         embedding = back["model.embed_tokens.weight"].copy()
         embedding[small_models.VOCAB :] = 0
         back["model.embed_tokens.weight"] = embedding
     layout = of_model(layout, name, **sizes)
-    return Case(layout, arrays, back=back, rounded=SCALED.get(kind))
+    return Case(layout, hf(name), back=back, rounded=SCALED.get(family(name)))
 
 
 def phi():
     """LLaMA, with fused matrices."""
-    arrays = {}
-    for name, values in hf("llama3").items():
-        if ".q_proj" in name or ".gate_proj" in name:
-            parts = ("q", "k", "v") if ".q_proj" in name else ("gate", "up")
-            of_all = [hf("llama3")[re.sub(r"q_|gate_", f"{p}_", name)] for p in parts]
-            fused = "qkv_proj" if len(parts) == 3 else "gate_up_proj"
-            arrays[re.sub("q_proj|gate_proj", fused, name)] = np.concatenate(of_all)
-        elif not re.search("[kv]_proj|up_proj", name):
-            arrays[name] = values
+    arrays = dict(hf("llama3"))
+    for name in hf("llama3"):
+        for first, *others in (("q", "k", "v"), ("gate", "up")):
+            if f".{first}_proj" in name:
+                names = [name.replace(f"{first}_", f"{p}_") for p in (first, *others)]
+                fused = name.replace(first, "qkv" if "k" in others else "gate_up")
+                arrays[fused] = np.concatenate([arrays.pop(each) for each in names])
     return Case(of_model("hf_phi4", "llama3"), arrays, back=arrays)
 
 
-def plain(name, *others, **sizes):
-    layouts = (PLAIN[small_models.hf_config(name)["model_type"]], *others)
-    layout = through(*layouts) if others else layouts[0]
-    return Case(of_model(layout, name, **sizes), hf(name), back=hf(name))
+def plain(name, *others, without=None, **sizes):
+    layouts = (plain_layout(name), *others)
+    layout = of_model(layouts if others else layouts[0], name, **sizes)
+    arrays = {key: each for key, each in hf(name).items() if key != without}
+    return Case(layout, arrays, back=arrays)
 
 
 def beside_vision(name):
     arrays = {f"language_model.{key}": value for key, value in hf(name).items()}
-    kind = small_models.hf_config(name)["model_type"]
-    layout = of_model(through("hf_language_model", PLAIN[kind]), name)
+    layout = of_model(("hf_language_model", plain_layout(name)), name)
     tensors = {**arrays, "vision_tower.norm.weight": np.ones(3)}
     return Case(layout, tensors, back=arrays)
 
@@ -145,7 +130,7 @@ def four_bits():
     return Case(of_model("hf_gpt_oss", "gpt_oss"), tensors)
 
 
-def from_scanned(name, **sizes):
+def from_scanned(form, **sizes):
     """From scanned layers of a state to others; six layers, three in each part."""
     arrays = dict(hf("qwen3_moe"))
     for tensor, values in hf("qwen3_moe").items():
@@ -157,18 +142,18 @@ def from_scanned(name, **sizes):
     for number, place in enumerate(("params", "opt_state/0/mu", "opt_state/0/nu")):
         for path, values in tree.items():
             state[path.replace("params", place, 1)] = values + np.float32(number)
-    rngs = "nnx_aux/model/decoder/{}rngs/dropout/{}"
-    at = "layers/self_attention/"
-    of_layers = {rngs.format(at, "count"): np.ones(6, np.uint32)}
-    outer = {rngs.format("", "count"): np.uint32(1)}
-    layout = shipped.load(name).inverse().with_sizes(sizes)
+    decoder = "nnx_aux/model/decoder"
+    inner = f"{decoder}/layers/self_attention/rngs/dropout/count"
+    of_layers = {inner: np.ones(6, np.uint32)}
+    outer = {f"{decoder}/rngs/dropout/count": np.uint32(1)}
+    layout = shipped.load(f"maxtext_{form}_to_scanned").inverse().with_sizes(sizes)
     tree = {**state, **outer, **of_layers}
     # Scanned layers alone have the others.
-    is_dropped = name == "maxtext_unscanned_to_scanned"
+    is_dropped = form == "unscanned"
     return Case(layout, tree, back={**state, **of_layers} if is_dropped else tree)
 
 
-def megatron_ranks(*, tp, pp, experts=""):
+def megatron_ranks(tp, pp, experts=""):
     """Tensors of Megatron's ranks; the last rows of the embedding are padding."""
     embed, mlp, d, kv, q, rows, ep = 10, 12, 4, 2, 3, 8, 2 if experts else 1
     layer = {
@@ -176,25 +161,21 @@ def megatron_ranks(*, tp, pp, experts=""):
         "self_attention.linear_proj.weight": (embed, kv * q * d // tp),
         "self_attention.linear_qkv.layer_norm_weight": (embed,),
     }
+    layer |= (
+        {"pre_mlp_layernorm.weight": (embed,), "mlp.router.weight": (2 * ep, embed)}
+        if experts
+        else {"mlp.linear_fc1.layer_norm_weight": (embed,)}
+    )
     shapes = {"linear_fc1": (2 * mlp // tp, embed), "linear_fc2": (embed, mlp // tp)}
-    if experts:
-        layer["pre_mlp_layernorm.weight"] = (embed,)
-        layer["mlp.router.weight"] = (2 * ep, embed)
-    else:
-        layer["mlp.linear_fc1.layer_norm_weight"] = (embed,)
-    for leaf, shape in shapes.items():
-        for number in range(2 if experts else 1):
-            of_expert = f"experts.{experts.format(number, leaf)}"
-            layer[f"mlp.{of_expert if experts else f'{leaf}.weight'}"] = shape
+    for (leaf, shape), number in itertools.product(shapes.items(), range(ep)):
+        of_expert = f"experts.{experts.format(number, leaf)}"
+        layer[f"mlp.{of_expert if experts else f'{leaf}.weight'}"] = shape
     tensors, axes = [], {"pp": pp, "tp": tp, "ep": ep}
     axes = {axis: count for axis, count in axes.items() if count > 1}
     for at in np.ndindex(*axes.values()):
         ranks = dict(zip(axes, at, strict=True))
-        held = {
-            f"decoder.layers.{local}.{name}": shape
-            for local in range(2)
-            for name, shape in layer.items()
-        }
+        places = itertools.product(range(2), layer)
+        held = {f"decoder.layers.{n}.{name}": layer[name] for n, name in places}
         stage = ranks.get("pp", 0)
         if stage == 0:
             held["embedding.word_embeddings.weight"] = (rows, embed)
@@ -213,69 +194,39 @@ def megatron_ranks(*, tp, pp, experts=""):
     return Case(shipped.load("megatron_ranks_to_hf").with_sizes(sizes), tensors, axes)
 
 
-def sample_of(name, layout, directory, **sizes):
-    path = stored_values.unpacked(f"{name}.tar.xz", directory)
-    checkpoint = opening.open_checkpoint(path)
-    tensors = [
-        saved(each.name, stored_values.read(each), each.kind, **dict(each.ranks))
-        for each in checkpoint.tensors
-    ]
-    made = shipped.load(layout).with_sizes(sizes).with_values(checkpoint.values)
-    return Case(made, tensors, checkpoint.axes)
-
-
 def to_megatron():
     """From Hugging Face to Megatron's tensors over all ranks, and back."""
-    arrays, sizes = hf("mixtral"), {"vocab": small_models.VOCAB, "pad": 6}
+    sizes = {"vocab": small_models.VOCAB, "pad": 6}
     inverse = shipped.load("megatron_to_hf").with_sizes(sizes).inverse()
-    return Case(of_model(inverse, "mixtral"), arrays, back=arrays)
+    layout = inverse.with_values(numbers("mixtral"))
+    return Case(layout, hf("mixtral"), back=hf("mixtral"))
 
 
+of = functools.partial
+BLOCKS, FIRST = "stacked_blocks", {"first": 1, "second": 1}
+# Names of experts, local and grouped: of a number and a leaf.
+LOCAL, GROUPED = "local_experts.{}.{}.weight", "{1}.weight{0}"
+# Their plain trees are like those of others.
+TWICE = ("llama3.1", "gemma2", "llama4_scout")
 CASES = {
-    **{
-        f"{small_models.MODELS[name][2][0]}: {name}": functools.partial(
-            to_maxtext, name
-        )
-        for name in MODELS
-    },
-    **{
-        f"{PLAIN[small_models.hf_config(name)['model_type']]}: {name}": (
-            functools.partial(plain, name)
-        )
-        for name in MODELS
-        if name not in ("llama3.1", "gemma2", "llama4_scout")
-    },
+    **{f"{family(n)}_to_maxtext: {n}": of(to_maxtext, n) for n in MODELS},
+    **{f"{plain_layout(n)}: {n}": of(plain, n) for n in MODELS if n not in TWICE},
     "hf_phi4": phi,
-    "hf_llama3, stacked": lambda: plain("llama3", "stacked"),
-    "hf_llama3, untied": lambda: Case(
-        of_model(through("hf_llama3", "untied"), "llama3"),
-        {key: each for key, each in hf("llama3").items() if key != "lm_head.weight"},
-    ),
-    "hf_deepseek3, stacked_blocks": lambda: plain(
-        "deepseek3", "stacked_blocks", block=1, first=2
-    ),
-    "hf_llama4, stacked_blocks": lambda: plain(
-        "llama4_maverick", "stacked_blocks", first=1, second=1
-    ),
-    "hf_language_model, hf_gemma3": lambda: beside_vision("gemma3"),
+    "hf_llama3, stacked": of(plain, "llama3", "stacked"),
+    "hf_llama3, untied": of(plain, "llama3", "untied", without="lm_head.weight"),
+    "hf_deepseek3, stacked_blocks": of(plain, "deepseek3", BLOCKS, block=1, first=2),
+    "hf_llama4, stacked_blocks": of(plain, "llama4_maverick", BLOCKS, **FIRST),
+    "hf_language_model, hf_gemma3": of(beside_vision, "gemma3"),
     "hf_gpt_oss, MXFP4": four_bits,
-    "maxtext_unscanned_to_scanned": lambda: from_scanned(
-        "maxtext_unscanned_to_scanned"
-    ),
+    "maxtext_unscanned_to_scanned": of(from_scanned, "unscanned"),
     **{
-        f"maxtext_{form}_to_scanned": functools.partial(
-            from_scanned, f"maxtext_{form}_to_scanned", stage=2
-        )
+        f"maxtext_{form}_to_scanned": of(from_scanned, form, stage=2)
         for form in ("stages", "circular", "scanned_stages")
     },
     "megatron_to_hf, inverse": to_megatron,
-    "megatron_ranks_to_hf": lambda: megatron_ranks(tp=2, pp=2),
-    "megatron_ranks_to_hf, experts": lambda: megatron_ranks(
-        tp=1, pp=2, experts="local_experts.{}.{}.weight"
-    ),
-    "megatron_ranks_to_hf, grouped experts": lambda: megatron_ranks(
-        tp=1, pp=1, experts="{1}.weight{0}"
-    ),
+    "megatron_ranks_to_hf": of(megatron_ranks, 2, 2),
+    "megatron_ranks_to_hf, experts": of(megatron_ranks, 1, 2, LOCAL),
+    "megatron_ranks_to_hf, grouped experts": of(megatron_ranks, 1, 1, GROUPED),
 }
 SIZES = {"vocab": 13, "kv": 2, "q": 2}
 # What Megatron-core and DeepSpeed wrote, with the layout and its sizes.
@@ -315,14 +266,17 @@ def test_a_layout_makes_what_its_digest_says_and_comes_back(name, request):
     assert_same(back, case.back)
 
 
-@pytest.mark.parametrize(("sample", "layout", "sizes"), SAMPLES)
-def test_a_sample_becomes_what_its_digest_says(
-    sample, layout, sizes, tmp_path, request
-):
-    case = sample_of(sample, layout, tmp_path, **sizes)
-    made = relayout(case.layout, case.tensors, case.axes)
+@pytest.mark.parametrize(("name", "layout", "sizes"), SAMPLES)
+def test_a_sample_becomes_what_its_digest_says(name, layout, sizes, sample, request):
+    checkpoint = opening.open_checkpoint(sample(name))
+    tensors = [
+        saved(each.name, stored_values.read(each), each.kind, **dict(each.ranks))
+        for each in checkpoint.tensors
+    ]
+    rules = shipped.load(layout).with_sizes(sizes).with_values(checkpoint.values)
+    made = relayout(rules, tensors, checkpoint.axes)
     chosen = f", interleave {sizes['interleave']}" if "interleave" in sizes else ""
-    check(f"{layout}, {sample}{chosen}", made, request)
+    check(f"{layout}, {name}{chosen}", made, request)
 
 
 def test_every_shipped_layout_has_a_digest():
@@ -338,20 +292,19 @@ def test_every_shipped_layout_has_a_digest():
 
 def test_the_bias_of_experts_comes_back_from_where_training_saves_it():
     layout = of_model("hf_deepseek3_to_maxtext_unscanned", "deepseek3")
-    case = Case(layout, hf("deepseek3"))
-    tree = {
-        path.replace("params/params", "nnx_aux/model")
-        if path.endswith("gate/bias")
-        else path: value
-        for path, value in relayout(case.layout, case.tensors).items()
+    made = relayout(layout, hf("deepseek3"))
+    trained = {
+        re.sub("^params/params(.*gate/bias)$", r"nnx_aux/model\1", path): values
+        for path, values in made.items()
     }
+    assert trained.keys() != made.keys()
     rest = {
         "step": np.int32(1),
         "opt_state/0/mu/params/decoder/decoder_norm/scale": np.ones(3),
         "nnx_aux/model/decoder/rngs/params/count": np.uint32(1),
     }
-    for layout in (case.layout.inverse(), case.layout.inverse().weights()):
-        assert_same(relayout(layout, {**tree, **rest}), case.tensors)
+    for each in (layout.inverse(), layout.inverse().weights()):
+        assert_same(relayout(each, trained | rest), hf("deepseek3"))
 
 
 def test_blocks_of_fp8_are_multiplied_by_their_scales():
