@@ -381,6 +381,13 @@ class _Matching:
                     found[captured[0]].append(dict(captured[1]))
         return self._searched[owner, number][kept]
 
+    def _listed(self, owner: _Owner, kept: Kept) -> dict[int, list[dict[str, Value]]]:
+        return {
+            at: self._search(owner, kept, at)
+            for at in owner.rule.listed
+            if self._given is not None
+        }
+
     def _plans(self) -> dict[tuple[_Owner, Kept], Plan]:
         # By instance. Those that are alike but for kept captures share one; sizes that
         # shapes do not tell may be known from other rules.
@@ -393,7 +400,9 @@ class _Matching:
                 given = self._first_targets(owner, kept) if self._given else []
                 shapes = tuple([each and each.shape for each in given])
                 rows = tuple([row for row, _ in group])
-                number = classes.setdefault((owner, rows, shapes), len(classes))
+                of_tree = repr(self._listed(owner, kept))
+                key = (owner, rows, shapes, of_tree)
+                number = classes.setdefault(key, len(classes))
                 pending.setdefault(number, (owner, kept, given))
                 class_of[owner, kept] = number
         plans: dict[int, Plan] = {}
@@ -401,11 +410,7 @@ class _Matching:
         for is_last in (False, True):
             for number, (owner, kept, given) in pending.items():
                 rows = [row for row, _ in owner.groups[kept]]
-                listed = {
-                    at: self._search(owner, kept, at)
-                    for at in owner.rule.listed
-                    if self._given is not None
-                }
+                listed = self._listed(owner, kept)
                 try:
                     if number not in plans:
                         planner = Planner(
@@ -628,12 +633,13 @@ def _composed(first: Matched, second: Matched, place: str) -> Matched:
 def _of_fills(fills: Sequence[Fill]) -> Iterator[Move]:
     # Moves of no tensor, which make a number by their shift.
     for fill in fills:
-        sizes = tuple(b - a for a, b in zip(fill.start, fill.stop, strict=True))
-        dims, steps = tuple(range(len(sizes))), (1,) * len(sizes)
-        side = Side(start=fill.start, dims=dims, steps=steps)
+        lengths = [b - a for a, b in zip(fill.start, fill.stop, strict=True)]
+        # As in moves of tensors, a dim of length 1 is no factor.
+        dims = tuple(dim for dim, length in enumerate(lengths) if length != 1)
+        side = Side(start=fill.start, dims=dims, steps=(1,) * len(dims))
         yield Move(
             target=fill.target,
-            sizes=sizes,
+            sizes=tuple(lengths[dim] for dim in dims),
             target_side=side,
             source=-1,
             source_side=side,

@@ -228,7 +228,7 @@ class ParsedRule:
             for number in range(len(self.sources))
             if not any(target.has_sum for target in self.targets)
         }
-        self.needed = {n for n in self.wanted if self.sources[n].is_original}
+        self.needed = {n for n in self.wanted if self.sources[n].main is None}
 
 
 def _parsed(
@@ -417,7 +417,9 @@ class Planner:
                 if axis in tensor.axes:
                     self._counts[axis] = max(self._counts.get(axis, 1), number + 1)
         of_sources = frozenset().union(*(each.names for each in self._sources))
-        of_targets = frozenset().union(*(e.names - e.axes for e in self._targets))
+        of_targets = frozenset().union(
+            *(each.names - each.axes - each.reduced for each in self._targets)
+        )
         # Rank axes that are coordinates of targets.
         self._coordinates = (of_targets - of_sources) & counts.keys()
         self._strips = functools.cache(self._strips_of)
