@@ -1,1 +1,1 @@
-"""Reads a checkpoint through a plan into the arrays of this host."""
+"""Reads the parts of a checkpoint that a host needs, group by group."""

@@ -146,7 +146,12 @@ def parse(text: str, forms: Mapping[str, str] | None = None) -> NamePattern:
     for part in _CAPTURE.split(text):
         inside = _INSIDE.fullmatch(part)
         if inside is not None:
-            ((node,), _) = dims.parse(inside["node"])
+            (node, *others), _ = dims.parse(inside["node"])
+            if others:
+                raise LayoutError(
+                    f"{text!r}: {part} has several indices; write their product in"
+                    " parentheses, {(stage local)}"
+                )
             form = inside["form"] or (forms or {}).get(inside["node"], "")
             offset = int(inside["offset"] or 0)
             made = Capture(inside["node"], node, form, offset)
