@@ -93,7 +93,7 @@ def _axis_counts(
     layout: Layout, stored: Sequence[StoredTensor], axes: Mapping[str, int]
 ) -> dict[str, int]:
     # The number of ranks by axis: of the checkpoint, the layout, or as they occur.
-    found = dict.fromkeys(_AXES, 1)
+    found: dict[str, int] = {}
     for axis, number in {each for tensor in stored for each in tensor.ranks}:
         found[axis] = max(found.get(axis, 1), number + 1)
     for axis, count in layout.ranks.items():
@@ -305,10 +305,11 @@ class _Matching:
                     taken.add((owner.rule, number))
             if not is_dropped:
                 found.append((at, matches))
+        counts = {**dict.fromkeys(_AXES, 1), **self._counts}
         alone = {
             owner.rule: [
                 (axis, 0)
-                for axis, count in self._counts.items()
+                for axis, count in counts.items()
                 if count == 1 and axis in owner.rule.names
             ]
             for owner in self._owners

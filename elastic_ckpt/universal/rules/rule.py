@@ -408,18 +408,14 @@ class Planner:
         rest = len(rows[0].shape) - len(rule.sources[rows[0].pattern].dims) + 1
         self._sources = [each.with_rest(rest) for each in rule.sources]
         self._targets = [each.with_rest(rest) for each in rule.targets]
-        self._counts = dict(counts)
-        every = [(self._sources[each.pattern], each.values) for each in rows]
-        for number, found in self._listed.items():
-            every += [(self._targets[number], tuple(each.items())) for each in found]
-        for tensor, values in every:
-            for axis, number in values if tensor.axes else ():
-                if axis in tensor.axes:
-                    self._counts[axis] = max(self._counts.get(axis, 1), number + 1)
+        self._counts = self._counted(counts)
         of_sources = frozenset().union(*(each.names for each in self._sources))
-        of_targets = frozenset().union(*(e.names - e.axes for e in self._targets))
+        of_targets = frozenset().union(
+            *(e.names - e.axes - e.reduced for e in self._targets)
+        )
         # Rank axes that are coordinates of targets.
-        self._coordinates = (of_targets - of_sources) & counts.keys()
+        keys = {key for row in rows for key, _ in row.values}
+        self._coordinates = (of_targets - of_sources) & keys
         self._strips = functools.cache(self._strips_of)
         self._points = functools.cache(self._points_of)
         self._along = functools.cache(self._along_of)
@@ -487,6 +483,26 @@ class Planner:
         targets = [Made(*e, frozenset(found[n]) or every) for n, e in enumerate(made)]
         return Plan(targets, self._derived, moves, fills, self._sizes)
 
+    def _counted(self, counts: Mapping[str, int]) -> dict[str, int]:
+        # The number of ranks by axis, also of those that names or `widths` tell.
+        every = [(self._sources[each.pattern], each.values) for each in self._rows]
+        for number, listed in self._listed.items():
+            every += [(self._targets[number], tuple(each.items())) for each in listed]
+        found: dict[str, int] = {}
+        for tensor, values in every:
+            for axis, number in values if tensor.axes else ():
+                if axis in tensor.axes:
+                    found[axis] = max(found.get(axis, 1), number + 1)
+        for axis, count in found.items():
+            if count > counts.get(axis, count):
+                raise LayoutError(
+                    f"{self._rule.text}: names have {count} ranks of {axis}, and "
+                    f"`ranks` or the checkpoint {counts[axis]}; make them the same"
+                )
+        widths = self._rule.rule.widths.values()
+        listed = {axis: len(each) for by in widths for axis, each in by.items()}
+        return {**listed, **found, **counts}
+
     def _equations(self) -> Iterator[sizes.Equation]:
         shapes: set[tuple[int, tuple[int, ...], Ranks]] = set()
         most: dict[tuple[int, str, Ranks], int] = {}
@@ -514,7 +530,7 @@ class Planner:
                 yield from _of_shape(tensor, given.shape, dict(ranks))
         for axis in self._coordinates:
             origin = f"{self._rule.text}: the number of ranks of {axis}"
-            yield sizes.Equation(dims.Name(axis), self._counts[axis], {}, origin)
+            yield sizes.Equation(dims.Name(axis), self._counts.get(axis, 1), {}, origin)
 
     def _ranks(self, tensor: Tensor, values: Items) -> Ranks:
         # By axis that shards a tensor: the number of its rank, and of all.
@@ -530,7 +546,13 @@ class Planner:
     def _need(
         self, tensor: Tensor, used: frozenset[str], known: Mapping[str, object]
     ) -> None:
-        if missing := sorted(used - known.keys()):
+        missing = sorted(used - known.keys())
+        if axes := tensor.axes.intersection(missing):
+            raise LayoutError(
+                f"{tensor.place}: nothing tells the number of ranks of {min(axes)}; "
+                f"give `ranks: {{{min(axes)}: N}}`"
+            )
+        if missing:
             given = map(self._rule.rule.sizes.get, missing)
             absent = [e.missing for e in given if isinstance(e, CheckpointValue)]
             raise UnknownSizeError(
@@ -539,24 +561,25 @@ class Planner:
                 + "".join(f"; {each}" for each in absent)
             )
 
-    def _captured(self, number: int) -> Iterable[dict[str, Value]]:
+    def _captured(self, number: int) -> Sequence[dict[str, Value]]:
         # The captures of each target of a pattern.
         if number in self._listed:
             return self._listed[number]
         tensor = self._targets[number]
-        counts = {axis: n for axis, n in self._counts.items() if axis in tensor.axes}
-        scope = dims.Scope({**counts, **self._sizes})
-        captures = [
-            each for each in tensor.name.captures if each.key not in self._rule.kept
-        ]
-        nodes = tuple(each.node for each in captures)
-        self._need(tensor, dims.names(nodes), scope.sizes)
-        lengths = [int(dims.length(each, scope)) for each in nodes]
-        if math.prod(lengths) > MOST_TARGETS:
-            raise LayoutError(f"{tensor.place}: it makes {math.prod(lengths)} tensors")
-        keys = [each.key for each in captures]
-        values = itertools.product(*map(range, lengths))
-        return (dict(zip(keys, each, strict=True)) for each in values)
+        widths, known = self._rule.rule.widths, {**self._counts, **self._sizes}
+        captures = [e for e in tensor.name.captures if e.key not in self._rule.kept]
+        found: list[dict[str, Value]] = [{}]
+        # Ranks come first: each may have its own number of the others.
+        for each in sorted(captures, key=lambda each: each.key not in tensor.axes):
+            self._need(tensor, dims.names((each.node,)), known)
+            ranks = (dict(self._ranks(tensor, (*v.items(),))) for v in found)
+            scopes = (dims.Scope(known, held, widths) for held in ranks)
+            counts = [dims.whole(dims.length(each.node, scope)) for scope in scopes]
+            if sum(counts) > MOST_TARGETS:
+                raise LayoutError(f"{tensor.place}: it makes {sum(counts)} tensors")
+            pairs = list(zip(found, counts, strict=True))
+            found = [{**v, each.key: n} for v, count in pairs for n in range(count)]
+        return found
 
     def _slabs(
         self, tensor: Tensor, number: int, values: Items, shape: tuple[int, ...]
