@@ -14,7 +14,7 @@ import difflib
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
@@ -296,7 +296,7 @@ def _check_options(tensor: Tensor, *, is_target: bool) -> None:
 
 
 class Row(NamedTuple):
-    """A tensor of an instance, without its name.
+    """A tensor of an instance.
 
     Attributes:
       pattern: the number of its pattern among the sources.
@@ -304,12 +304,14 @@ class Row(NamedTuple):
         kept.
       shape: in elements.
       dtype: of its elements.
+      name: for messages.
     """
 
     pattern: int
     values: Items
     shape: tuple[int, ...]
     dtype: np.dtype
+    name: str
 
 
 class Made(NamedTuple):
@@ -387,6 +389,7 @@ class Planner:
         given: Sequence[TargetTensor | None],
         listed: Mapping[int, Sequence[dict[str, Value]]],
         shared: Mapping[str, int],
+        name_of: Callable[[int, Mapping[str, Value]], str],
     ) -> None:
         """Solves the sizes of an instance.
 
@@ -399,12 +402,13 @@ class Planner:
           listed: the captures of the targets that exist, by number of the patterns of
             which they are needed.
           shared: sizes that other rules know.
+          name_of: makes the name of a source of the values of captures.
 
         Raises:
           LayoutError: if shapes do not fit.
         """
         self._rule, self._state, self._rows = rule, state, rows
-        self._given, self._listed = given, listed
+        self._given, self._listed, self._name_of = given, listed, name_of
         rest = len(rows[0].shape) - len(rule.sources[rows[0].pattern].dims) + 1
         self._sources = [each.with_rest(rest) for each in rule.sources]
         self._targets = [each.with_rest(rest) for each in rule.targets]
@@ -414,8 +418,9 @@ class Planner:
             *(e.names - e.axes - e.reduced for e in self._targets)
         )
         # Rank axes that are coordinates of targets.
-        keys = {key for row in rows for key, _ in row.values}
-        self._coordinates = (of_targets - of_sources) & keys
+        self._coordinates = (of_targets - of_sources) & {
+            key for row in rows for key, _ in row.values
+        }
         self._strips = functools.cache(self._strips_of)
         self._points = functools.cache(self._points_of)
         self._along = functools.cache(self._along_of)
@@ -469,12 +474,20 @@ class Planner:
             elif padding is None and froms and tos:
                 moves += self._moves(sorted(key), froms, tos)
             else:
-                parts = [" ".join(sorted(each)) or "(none)" for each in by_names]
+                slab = (froms or tos)[0]
+                others = [e for two in by_names.values() for e in two[bool(froms)]]
+                near = min(
+                    others, key=lambda e: len(key ^ e.ranges.keys()), default=slab
+                )
+                shown = ", and ".join(
+                    f"{e.pattern.name.text!r} has the coordinates ("
+                    f"{' '.join(sorted(e.ranges.keys() - e.pattern.reduced))})"
+                    for e in (slab, near)
+                )
                 raise LayoutError(
-                    f"{(froms or tos)[0].pattern.place}: the other side has no part "
-                    f"with the coordinates {' '.join(sorted(key)) or '(none)'}, of "
-                    f"{'; '.join(parts)}, or both have what `pad` lists; what one "
-                    f"lacks, {_LIST_IT}, or in `pad` if it is padding"
+                    f"{slab.pattern.place}: {shown}; what one of them lacks, make it a "
+                    f"dim or capture there, or {_LIST_IT}, or in `pad` if one side "
+                    "alone has it as padding"
                 )
         found: dict[int, set[tuple[np.dtype, bool]]] = collections.defaultdict(set)
         for target, _, _, source, _, _, _ in moves:
@@ -485,14 +498,16 @@ class Planner:
 
     def _counted(self, counts: Mapping[str, int]) -> dict[str, int]:
         # The number of ranks by axis, also of those that names or `widths` tell.
-        every = [(self._sources[each.pattern], each.values) for each in self._rows]
-        for number, listed in self._listed.items():
-            every += [(self._targets[number], tuple(each.items())) for each in listed]
-        found: dict[str, int] = {}
-        for tensor, values in every:
-            for axis, number in values if tensor.axes else ():
-                if axis in tensor.axes:
-                    found[axis] = max(found.get(axis, 1), number + 1)
+        every = [
+            *((self._sources[each.pattern], each.values) for each in self._rows),
+            *(
+                (self._targets[n], e.items())
+                for n, es in self._listed.items()
+                for e in es
+            ),
+        ]
+        numbers = [each for tensor, e in every for each in e if each[0] in tensor.axes]
+        found = {axis: number + 1 for axis, number in sorted(numbers)}
         for axis, count in found.items():
             if count > counts.get(axis, count):
                 raise LayoutError(
@@ -504,18 +519,18 @@ class Planner:
         return {**listed, **found, **counts}
 
     def _equations(self) -> Iterator[sizes.Equation]:
-        shapes: set[tuple[int, tuple[int, ...], Ranks]] = set()
+        shapes: dict[tuple[int, tuple[int, ...], Ranks], str] = {}
         most: dict[tuple[int, str, Ranks], int] = {}
         for row in self._rows:
             tensor = self._sources[row.pattern]
             ranks = self._ranks(tensor, row.values)
-            shapes.add((row.pattern, row.shape, ranks))
+            shapes.setdefault((row.pattern, row.shape, ranks), row.name)
             for key, value in row.values:
                 if key in tensor.keys - tensor.reduced:
                     at = (row.pattern, key, ranks if "@" in key else ())
                     most[at] = max(most.get(at, 0), value + 1)
-        for number, shape, ranks in sorted(shapes):
-            yield from _of_shape(self._sources[number], shape, dict(ranks))
+        for (number, shape, ranks), name in sorted(shapes.items()):
+            yield from _of_shape(self._sources[number], name, shape, dict(ranks))
         for (number, key, ranks), count in most.items():
             tensor = self._sources[number]
             (capture,) = (each for each in tensor.name.captures if each.key == key)
@@ -527,7 +542,7 @@ class Planner:
         for tensor, given in zip(self._targets, self._given, strict=False):
             ranks = self._ranks(tensor, tuple((key, 0) for key in tensor.keys))
             if given is not None:
-                yield from _of_shape(tensor, given.shape, dict(ranks))
+                yield from _of_shape(tensor, given.name, given.shape, dict(ranks))
         for axis in self._coordinates:
             origin = f"{self._rule.text}: the number of ranks of {axis}"
             yield sizes.Equation(dims.Name(axis), self._counts.get(axis, 1), {}, origin)
@@ -546,19 +561,18 @@ class Planner:
     def _need(
         self, tensor: Tensor, used: frozenset[str], known: Mapping[str, object]
     ) -> None:
-        missing = sorted(used - known.keys())
-        if axes := tensor.axes.intersection(missing):
-            raise LayoutError(
-                f"{tensor.place}: nothing tells the number of ranks of {min(axes)}; "
-                f"give `ranks: {{{min(axes)}: N}}`"
-            )
-        if missing:
+        if missing := sorted(sizes.unknown(used, self._rule.rule, known)):
             given = map(self._rule.rule.sizes.get, missing)
             absent = [e.missing for e in given if isinstance(e, CheckpointValue)]
+            told = (
+                f"the number of ranks of {missing[0]}; give `ranks: {{{missing[0]}: "
+                "N}`"
+                if missing[0] in tensor.axes
+                else f"the sizes of {', '.join(missing)}; give them in `sizes`, or by "
+                f"`--size {missing[0]}=...`"
+            )
             raise UnknownSizeError(
-                f"{tensor.place}: the sizes of {', '.join(missing)} are not determined;"
-                f" give them in `sizes`, or by `--size {missing[0]}=...`"
-                + "".join(f"; {each}" for each in absent)
+                f"{tensor.place}: nothing tells {'; '.join([told, *absent])}"
             )
 
     def _captured(self, number: int) -> Sequence[dict[str, Value]]:
@@ -572,8 +586,10 @@ class Planner:
         # Ranks come first: each may have its own number of the others.
         for each in sorted(captures, key=lambda each: each.key not in tensor.axes):
             self._need(tensor, dims.names((each.node,)), known)
-            ranks = (dict(self._ranks(tensor, (*v.items(),))) for v in found)
-            scopes = (dims.Scope(known, held, widths) for held in ranks)
+            scopes = (
+                dims.Scope(known, dict(self._ranks(tensor, (*v.items(),))), widths)
+                for v in found
+            )
             counts = [dims.whole(dims.length(each.node, scope)) for scope in scopes]
             if sum(counts) > MOST_TARGETS:
                 raise LayoutError(f"{tensor.place}: it makes {sum(counts)} tensors")
@@ -801,18 +817,22 @@ class Planner:
             size = self._number(tensor, block)
             size *= dims.length(rest, self._scope(tensor, [rest], ()))
             found[dim] = at, max(1, int(size))
-        places = [found[dim] for dim in sorted(found)]
-        expected = [-(-shape[at] // size) for at, size in places if at >= 0]
-        pairs = zip(other_shape, places, strict=False)
-        lengths = [length for length, (at, _) in pairs if at >= 0]
         is_copy = tensor.main is None
-        if len(found) < len(other_shape) or expected != lengths or (is_copy and free):
+        if len(found) < len(other_shape) or (is_copy and free):
             remedy = "multiply in a layout of its own, and lead `through` both"
             raise LayoutError(
                 f"{tensor.place}: its dims {list(other_shape)} are none of "
                 f"{main.name.text!r}, {list(shape)}, nor blocks of them, such as "
                 f"`out/128`; {'write `copy: unchecked`' if is_copy else remedy}"
             )
+        places = [found[dim] for dim in sorted(found)]
+        for dim, (at, size) in enumerate(places):
+            if at >= 0 and other_shape[dim] != (count := -(-shape[at] // size)):
+                raise LayoutError(
+                    f"{tensor.place}: dim {at} of {main.name.text!r} is {shape[at]}, "
+                    f"which are {count} blocks of {size}, and dim {dim} of "
+                    f"{tensor.name.text!r} is {other_shape[dim]}; correct the block"
+                )
         return tuple(at for at, _ in places), tuple(size for _, size in places)
 
     def _moves(
@@ -834,6 +854,12 @@ class Planner:
                 gap = box_cover.gaps(whole[at], parts)[0]
                 ranges = zip(held, gap.start, gap.stop, strict=True)
                 shown = ", ".join(f"{name} {a}:{b}" for name, a, b in ranges)
+                name = self._name_of(
+                    self._sources.index(froms[0].pattern),
+                    dict(zip(held, gap.start, strict=True)),
+                )
+                if slabs is tos and "{" not in name:
+                    shown += f"; {name!r} is missing, or lacks them"
                 place = slabs[at].pattern.place
                 raise LayoutError(f"{place}: elements that {problem}: {shown}")
         originals = {e.pattern for e in tos if not e.pattern.pattern.copy}
@@ -841,8 +867,9 @@ class Planner:
         if is_doubled or len(originals) > 1:
             raise LayoutError(
                 f"{(froms if is_doubled else tos)[0].pattern.place}: elements with the "
-                f"coordinates {' '.join(held) or '(none)'} are there twice; name them "
-                "differently, or write `copy: checked` for one of them"
+                f"coordinates {' '.join(held) or '(none)'} are there twice; give parts "
+                "names of their own, with `sizes: {e: d}` where they are of one size, "
+                "or write `copy: checked` for a tensor that is a copy"
             )
         lengths, low = map(tuple, (stop - start).tolist()), start.tolist()
         pairs = zip(into.tolist(), of.tolist(), low, lengths, strict=True)
@@ -924,16 +951,19 @@ class Planner:
 
 
 def _of_shape(
-    tensor: Tensor, shape: Sequence[int], ranks: Mapping[str, tuple[int, int]]
+    tensor: Tensor,
+    name: str,
+    shape: Sequence[int],
+    ranks: Mapping[str, tuple[int, int]],
 ) -> Iterator[sizes.Equation]:
     if len(shape) != len(tensor.dims):
         raise LayoutError(
-            f"{tensor.place}: a tensor has shape {list(shape)}, and the rule "
-            f"{len(tensor.dims)} dims, {tensor.pattern.dims!r}"
+            f"{tensor.place}: {name!r} has shape {list(shape)}, and the rule the dims "
+            f"{tensor.pattern.dims!r}; a special tensor has its rule before the others"
         )
     for dim, (node, length) in enumerate(zip(tensor.dims, shape, strict=True)):
         if tensor.blocks[dim] == "1":
-            origin = f"dim {dim} of {tensor.place}"
+            origin = f"dim {dim} of {name!r} ({tensor.place})"
             yield sizes.Equation(node, length, ranks, origin)
 
 

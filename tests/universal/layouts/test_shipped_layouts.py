@@ -367,6 +367,6 @@ def test_blocks_of_fp8_are_multiplied_by_their_scales():
 
 def test_what_only_a_user_knows_of_llama_has_to_be_chosen():
     layout = shipped.load("hf_llama_to_maxtext").with_sizes({"kv": 2, "d": 14})
-    match = r"llama_to_maxtext_unscanned\.yml.* sizes of interleave, part are not"
+    match = r"llama_to_maxtext_unscanned\.yml.* sizes of interleave; "
     with pytest.raises(LayoutError, match=match):
         relayout(layout, hf("llama3"))

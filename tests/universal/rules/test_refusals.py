@@ -51,11 +51,11 @@ def test_what_is_missing_or_left_over_is_named():
     assert "no tensor that earlier rules leave: layout: rules[2].from" in text
     text = refused(RULES, [each for each in LAYERS if each.name != "1.up"])
     assert "rules[0].to['up']: elements that no tensor fills: " in text
-    assert "layer 1:2" in text
+    assert "layer 1:2; '1.up' is missing" in text
     text = refused(RULES, [each for each in LAYERS if each.name != "2.up"])
-    assert "dim 0 of layout: rules[0].to['up'] is 3, not 2, by layer=2" in text
+    assert "dim 0 of 'up' (layout: rules[0].to['up']) is 3, not 2, by layer=2" in text
     text = refused(RULES, [*LAYERS[1:], saved("0.up", numbered(5, 3), tp=0)])
-    assert "dim 0 of layout: rules[0].from['{layer}.up'] is " in text
+    assert "dim 0 of '0.up' (layout: rules[0].from['{layer}.up']) is " in text
     text = refused(RULES, [*LAYERS, *(saved(f"{n}.bias", 1.0) for n in range(9))])
     assert "9 tensors of the checkpoint are in no rule: 0.bias" in text
     assert "5.bias" not in text
@@ -88,7 +88,7 @@ REFUSED = {
         {"w": "a b"},
         {"k": "a"},
         {"w": W},
-        "no part with the coordinates a b, .*`replicated`",
+        r"'w' has the coordinates \(a b\), and 'k' .* \(a\); .*`replicated`",
     ),
     "elements that are there twice": (
         {"w": "a b", "v": "a b"},
@@ -125,7 +125,7 @@ REFUSED = {
         {"w": {"dims": "a b", "times": {"s": "a b/2"}}},
         {"k": "a b"},
         {"w": W, "s": numbered(2, 3)},
-        r"its dims \[2, 3\] are none",
+        "dim 1 of 'w' is 3, .* 2 blocks of 2, and dim 1 of 's' is 3",
     ),
     "a factor of integers": (
         {"w": {"dims": "a b", "times": {"s": "a"}}},
