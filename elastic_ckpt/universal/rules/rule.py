@@ -867,7 +867,7 @@ class Planner:
         if is_doubled or len(originals) > 1:
             raise LayoutError(
                 f"{(froms if is_doubled else tos)[0].pattern.place}: elements with the "
-                f"coordinates {' '.join(held) or '(none)'} are there twice; give parts "
+                f"coordinates ({' '.join(held)}) are there twice; give parts "
                 "names of their own, with `sizes: {e: d}` where they are of one size, "
                 "or write `copy: checked` for a tensor that is a copy"
             )

@@ -269,3 +269,46 @@ def test_captures_match_names_and_their_skeletons():
     assert names.glob(["*.inv[1]*", "a[*]"]).fullmatch("a.b.inv[1]")
     assert not names.glob(["*.inv[1]*", "a[*]"]).fullmatch("ab")
     assert dims.parse("out/128 in", has_blocks=True)[1] == ("128", "1")
+
+
+PADDED = "(vocab + 127) // 128 * 128 - vocab"
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "options", "tensors", "message"),
+    [
+        (
+            {"w": "(vocab + rows) x"},
+            {"k": "vocab x"},
+            {"pad": {"rows": 0}, "sizes": {"rows": PADDED}},
+            {"w": numbered(128, 2)},
+            "sizes of vocab; .*--size vocab",
+        ),
+        (
+            {"{l}.w": "a b"},
+            {"k": "l a b"},
+            {},
+            {"0.w": W, "1.w": numbered(200)},
+            r"'1.w' has shape \[200\], .* 'a b'; a special tensor",
+        ),
+        (
+            {"w": "(q d + d + d) x"},
+            {"query": "(q d) x", "key": "d x", "value": "d x"},
+            {"sizes": {"q": 2}},
+            {"w": numbered(8, 3)},
+            r"from\['w'\]: .* \(d x\).* names of their own, with `sizes: {e: d}`",
+        ),
+        (
+            {"{l}.{e}.w1": "ff d"},
+            {"{l}/w1": "e ff d"},
+            {},
+            {f"{n}.{e}.w1": W for n in range(2) for e in range(4) if n + e != 3},
+            "e 2:3, ff 0:2; '1.2.w1' is missing",
+        ),
+    ],
+)
+def test_an_error_names_the_input_and_the_tensor(
+    source, target, options, tensors, message
+):
+    with pytest.raises(LayoutError, match=message):
+        relayout(layout_of_one(source, target, **options), tensors)
