@@ -498,7 +498,7 @@ class Planner:
 
     def _counted(self, counts: Mapping[str, int]) -> dict[str, int]:
         # The number of ranks by axis, also of those that names or `widths` tell.
-        every = [
+        every: list[tuple[Tensor, Iterable[tuple[str, Any]]]] = [
             *((self._sources[each.pattern], each.values) for each in self._rows),
             *(
                 (self._targets[n], e.items())
