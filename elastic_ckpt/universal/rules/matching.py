@@ -300,7 +300,11 @@ class _Matching:
                     taken.add((owner.rule, number))
             if not is_dropped:
                 found.append((at, matches))
-        alone = [e for e in (*_AXES, *self._counts) if self._counts.get(e, 1) == 1]
+        axes = [e for e in (*_AXES, *self._counts) if self._counts.get(e, 1) == 1]
+        alone = {
+            owner.rule: {axis: 0 for axis in axes if axis in owner.rule.names}
+            for owner in self._owners
+        }
         for at, matches in found:
             tensor = self._stored[at]
             first = self._first(matches)
@@ -313,8 +317,7 @@ class _Matching:
                 text = f"{tensor.name} ({owner.rule.text}: {unmet})"
                 self._note("tensors are in rules that require other values", text)
             shape, dtype = _viewed(tensor, owner.rule.sources[number])
-            values = {axis: 0 for axis in alone if axis in owner.rule.names}
-            values |= dict((*tensor.ranks, *captured))
+            values = alone[owner.rule] | dict((*tensor.ranks, *captured))
             name = self._shorter.get(tensor.name, tensor.name)
             row = Row(number, tuple(values.items()), shape, dtype, name)
             owner.groups.setdefault(kept, []).append((row, at))

@@ -506,7 +506,12 @@ class Planner:
                 for e in es
             ),
         ]
-        numbers = [each for tensor, e in every for each in e if each[0] in tensor.axes]
+        numbers = {
+            each
+            for tensor, values in every
+            for each in (values if tensor.axes else ())
+            if each[0] in tensor.axes
+        }
         found = {axis: number + 1 for axis, number in sorted(numbers)}
         for axis, count in found.items():
             if count > counts.get(axis, count):
@@ -564,13 +569,11 @@ class Planner:
         if missing := sorted(sizes.unknown(used, self._rule.rule, known)):
             given = map(self._rule.rule.sizes.get, missing)
             absent = [e.missing for e in given if isinstance(e, CheckpointValue)]
-            told = (
-                f"the number of ranks of {missing[0]}; give `ranks: {{{missing[0]}: "
-                "N}`"
-                if missing[0] in tensor.axes
-                else f"the sizes of {', '.join(missing)}; give them in `sizes`, or by "
-                f"`--size {missing[0]}=...`"
-            )
+            told = f"the sizes of {', '.join(missing)}; give them in `sizes`, or by "
+            told += f"`--size {missing[0]}=...`"
+            if axes := tensor.axes.intersection(missing):
+                told = f"the number of ranks of {min(axes)}; give it in the layout, "
+                told += f"`ranks: {{{min(axes)}: N}}`"
             raise UnknownSizeError(
                 f"{tensor.place}: nothing tells {'; '.join([told, *absent])}"
             )
