@@ -475,9 +475,10 @@ class Planner:
                 moves += self._moves(sorted(key), froms, tos)
             else:
                 slab = (froms or tos)[0]
-                others = [e for two in by_names.values() for e in two[bool(froms)]]
                 near = min(
-                    others, key=lambda e: len(key ^ e.ranges.keys()), default=slab
+                    (each for two in by_names.values() for each in two[bool(froms)]),
+                    key=lambda each: len(key ^ each.ranges.keys()),
+                    default=slab,
                 )
                 shown = ", and ".join(
                     f"{e.pattern.name.text!r} has the coordinates ("
@@ -519,8 +520,11 @@ class Planner:
                     f"{self._rule.text}: names have {count} ranks of {axis}, and "
                     f"`ranks` or the checkpoint {counts[axis]}; make them the same"
                 )
-        widths = self._rule.rule.widths.values()
-        listed = {axis: len(each) for by in widths for axis, each in by.items()}
+        listed = {
+            axis: len(widths)
+            for by_axis in self._rule.rule.widths.values()
+            for axis, widths in by_axis.items()
+        }
         return {**listed, **found, **counts}
 
     def _equations(self) -> Iterator[sizes.Equation]:
@@ -569,11 +573,13 @@ class Planner:
         if missing := sorted(sizes.unknown(used, self._rule.rule, known)):
             given = map(self._rule.rule.sizes.get, missing)
             absent = [e.missing for e in given if isinstance(e, CheckpointValue)]
-            told = f"the sizes of {', '.join(missing)}; give them in `sizes`, or by "
-            told += f"`--size {missing[0]}=...`"
-            if axes := tensor.axes.intersection(missing):
-                told = f"the number of ranks of {min(axes)}; give it in the layout, "
-                told += f"`ranks: {{{min(axes)}: N}}`"
+            first, *_ = missing
+            told = (
+                f"the number of ranks of {first}; give `ranks: {{{first}: N}}`"
+                if first in tensor.axes
+                else f"the sizes of {', '.join(missing)}; give them in `sizes`, or by "
+                f"`--size {first}=...`"
+            )
             raise UnknownSizeError(
                 f"{tensor.place}: nothing tells {'; '.join([told, *absent])}"
             )
@@ -596,8 +602,11 @@ class Planner:
             counts = [dims.whole(dims.length(each.node, scope)) for scope in scopes]
             if sum(counts) > MOST_TARGETS:
                 raise LayoutError(f"{tensor.place}: it makes {sum(counts)} tensors")
-            pairs = list(zip(found, counts, strict=True))
-            found = [{**v, each.key: n} for v, count in pairs for n in range(count)]
+            found = [
+                {**values, each.key: value}
+                for values, count in zip(found, counts, strict=True)
+                for value in range(count)
+            ]
         return found
 
     def _slabs(
@@ -855,16 +864,19 @@ class Planner:
             for at in np.flatnonzero(covered < whole.volumes)[:1]:
                 parts = Boxes(start=start[number == at], stop=stop[number == at])
                 gap = box_cover.gaps(whole[at], parts)[0]
-                ranges = zip(held, gap.start, gap.stop, strict=True)
-                shown = ", ".join(f"{name} {a}:{b}" for name, a, b in ranges)
+                shown = ", ".join(
+                    f"{name} {first}:{last}"
+                    for name, first, last in zip(held, gap.start, gap.stop, strict=True)
+                )
                 name = self._name_of(
                     self._sources.index(froms[0].pattern),
                     dict(zip(held, gap.start, strict=True)),
                 )
                 if slabs is tos and "{" not in name:
                     shown += f"; {name!r} is missing, or lacks them"
-                place = slabs[at].pattern.place
-                raise LayoutError(f"{place}: elements that {problem}: {shown}")
+                raise LayoutError(
+                    f"{slabs[at].pattern.place}: elements that {problem}: {shown}"
+                )
         originals = {e.pattern for e in tos if not e.pattern.pattern.copy}
         is_doubled = len(box_join.overlaps(sources, sources)[0]) > len(sources)
         if is_doubled or len(originals) > 1:
