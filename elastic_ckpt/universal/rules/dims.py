@@ -194,6 +194,11 @@ def _shard(shard: Shard, scope: Scope) -> tuple[int | Fraction, int | Fraction]:
     if isinstance(node, Name) and count > 1:
         widths = scope.widths.get(node.name, {}).get(shard.axes[0])
         if widths is not None:
+            if len(widths) != count:
+                raise LayoutError(
+                    f"`widths` of {node.name} has {len(widths)} entries for "
+                    f"{shard.axes[0]}, and there are {count} ranks"
+                )
             return sum(widths[:number]), sum(widths[: number + 1])
     width = Fraction(length(node, scope)) / count
     return width * number, width * (number + 1)

@@ -249,7 +249,9 @@ class Layout:
     rules: tuple[Rule, ...] = ()
     sizes: Mapping[str, Size] = dataclasses.field(default_factory=dict)
     widths: Widths = dataclasses.field(default_factory=dict)
-    ranks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    ranks: Mapping[str, Annotated[int, msgspec.Meta(ge=1)]] = dataclasses.field(
+        default_factory=dict
+    )
     states: Mapping[str, State] = dataclasses.field(
         default_factory=lambda: {"parameter": State(source=PARAMETER, target=PARAMETER)}
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import difflib
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -89,22 +90,6 @@ def moves(
         return _Matching(layout, stored, axes, targets).matched()
 
 
-def _axis_counts(
-    layout: Layout, stored: Sequence[StoredTensor], axes: Mapping[str, int]
-) -> dict[str, int]:
-    # The number of ranks by axis: of the checkpoint, the layout, or as they occur.
-    found = dict.fromkeys(_AXES, 1)
-    for axis, number in {each for tensor in stored for each in tensor.ranks}:
-        found[axis] = max(found.get(axis, 1), number + 1)
-    for axis, count in layout.ranks.items():
-        if not found.get(axis, 1) <= count == axes.get(axis, count):
-            raise LayoutError(
-                f"{layout.place}: `ranks` has {count} of {axis}, and the checkpoint "
-                f"{axes.get(axis, found.get(axis))}; remove {axis} from `ranks`"
-            )
-    return {**found, **layout.ranks, **axes}
-
-
 @dataclasses.dataclass(eq=False)
 class _Owner:
     """A rule with one of its states.
@@ -143,6 +128,10 @@ class _Owner:
             return tuple([values.pop(k) for k in self.rule.kept]), tuple(values.items())
 
         return read
+
+    def name_of(self, kept: Kept, number: int, values: Mapping[str, Value]) -> str:
+        """The name of a source; captures without a value remain."""
+        return self.sources[number].format({**self.named(kept), **values})
 
     def named(self, kept: Kept) -> dict[str, Value]:
         """The values of kept captures, by their keys."""
@@ -199,7 +188,13 @@ class _Matching:
         targets: Mapping[str, TargetTensor] | None,
     ) -> None:
         self._layout, self._stored, self._given = layout, stored, targets
-        self._counts = _axis_counts(layout, stored, axes)
+        for axis, count in layout.ranks.items():
+            if count != axes.get(axis, count):
+                raise LayoutError(
+                    f"{layout.place}: `ranks` has {count} of {axis}, and the "
+                    f"checkpoint {axes[axis]}; remove {axis} from `ranks`"
+                )
+        self._counts = {**layout.ranks, **axes}
         self._shorter = names.unboxed({each.name for each in stored})
         self._shorter_targets = names.unboxed((targets or {}).keys())
         self._by_name = dict(targets or {})
@@ -305,12 +300,9 @@ class _Matching:
                     taken.add((owner.rule, number))
             if not is_dropped:
                 found.append((at, matches))
+        axes = [e for e in (*_AXES, *self._counts) if self._counts.get(e, 1) == 1]
         alone = {
-            owner.rule: [
-                (axis, 0)
-                for axis, count in self._counts.items()
-                if count == 1 and axis in owner.rule.names
-            ]
+            owner.rule: {axis: 0 for axis in axes if axis in owner.rule.names}
             for owner in self._owners
         }
         for at, matches in found:
@@ -325,8 +317,9 @@ class _Matching:
                 text = f"{tensor.name} ({owner.rule.text}: {unmet})"
                 self._note("tensors are in rules that require other values", text)
             shape, dtype = _viewed(tensor, owner.rule.sources[number])
-            ranks = dict.fromkeys((*tensor.ranks, *alone[owner.rule]))
-            row = Row(number, (*ranks, *captured), shape, dtype)
+            values = alone[owner.rule] | dict((*tensor.ranks, *captured))
+            name = self._shorter.get(tensor.name, tensor.name)
+            row = Row(number, tuple(values.items()), shape, dtype, name)
             owner.groups.setdefault(kept, []).append((row, at))
         self._check_patterns(taken)
 
@@ -399,7 +392,8 @@ class _Matching:
                 group.sort(key=lambda each: each[0][:2])
                 given = self._first_targets(owner, kept) if self._given else []
                 shapes = tuple([each and each.shape for each in given])
-                rows = tuple([row for row, _ in group])
+                # Without their names.
+                rows = tuple([row[:-1] for row, _ in group])
                 of_tree = repr(self._listed(owner, kept))
                 key = (owner, rows, shapes, of_tree)
                 number = classes.setdefault(key, len(classes))
@@ -416,12 +410,14 @@ class _Matching:
                         planner = Planner(
                             *(owner.rule, owner.state, rows, self._counts),
                             *(given, listed, lent),
+                            functools.partial(owner.name_of, kept),
                         )
                         plans[number] = planner.plan()
                 except LayoutError as error:
                     if is_last or not isinstance(error, UnknownSizeError):
-                        rule = "" if owner.rule.text in str(error) else owner.rule.text
-                        self._note(_MISFIT, f"{rule} {error}".strip())
+                        rule = owner.rule.text
+                        rule = "" if rule in str(error) else f"{rule}: "
+                        self._note(_MISFIT, f"{rule}{error}")
             sizes = {each for plan in plans.values() for each in plan.sizes.items()}
             times = collections.Counter(name for name, _ in sizes)
             lent = {name: size for name, size in sizes if times[name] == 1}
@@ -507,10 +503,8 @@ class _Matching:
         # Of the rule that lacks least.
         at = min(range(len(matches)), key=lambda n: len(lacking[n]))
         owner, _, kept, _ = matches[at]
-        texts = [
-            owner.sources[n].format(owner.named(kept)) for n in sorted(lacking[at])
-        ]
-        lacks = ", ".join(texts) or "targets in the tree"
+        names_of = (owner.name_of(kept, n, {}) for n in sorted(lacking[at]))
+        lacks = ", ".join(names_of) or "targets in the tree"
         problem = "tensors are in rules, none of which has all that it needs"
         self._note(problem, f"{name} ({owner.rule.text} lacks {lacks})")
 

@@ -14,7 +14,7 @@ import difflib
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
@@ -296,7 +296,7 @@ def _check_options(tensor: Tensor, *, is_target: bool) -> None:
 
 
 class Row(NamedTuple):
-    """A tensor of an instance, without its name.
+    """A tensor of an instance.
 
     Attributes:
       pattern: the number of its pattern among the sources.
@@ -304,12 +304,14 @@ class Row(NamedTuple):
         kept.
       shape: in elements.
       dtype: of its elements.
+      name: for messages.
     """
 
     pattern: int
     values: Items
     shape: tuple[int, ...]
     dtype: np.dtype
+    name: str
 
 
 class Made(NamedTuple):
@@ -387,6 +389,7 @@ class Planner:
         given: Sequence[TargetTensor | None],
         listed: Mapping[int, Sequence[dict[str, Value]]],
         shared: Mapping[str, int],
+        name_of: Callable[[int, Mapping[str, Value]], str],
     ) -> None:
         """Solves the sizes of an instance.
 
@@ -399,29 +402,25 @@ class Planner:
           listed: the captures of the targets that exist, by number of the patterns of
             which they are needed.
           shared: sizes that other rules know.
+          name_of: makes the name of a source of the values of captures.
 
         Raises:
           LayoutError: if shapes do not fit.
         """
         self._rule, self._state, self._rows = rule, state, rows
-        self._given, self._listed = given, listed
+        self._given, self._listed, self._name_of = given, listed, name_of
         rest = len(rows[0].shape) - len(rule.sources[rows[0].pattern].dims) + 1
         self._sources = [each.with_rest(rest) for each in rule.sources]
         self._targets = [each.with_rest(rest) for each in rule.targets]
-        self._counts = dict(counts)
-        every = [(self._sources[each.pattern], each.values) for each in rows]
-        for number, found in self._listed.items():
-            every += [(self._targets[number], tuple(each.items())) for each in found]
-        for tensor, values in every:
-            for axis, number in values if tensor.axes else ():
-                if axis in tensor.axes:
-                    self._counts[axis] = max(self._counts.get(axis, 1), number + 1)
+        self._counts = self._counted(counts)
         of_sources = frozenset().union(*(each.names for each in self._sources))
         of_targets = frozenset().union(
             *(each.names - each.axes - each.reduced for each in self._targets)
         )
         # Rank axes that are coordinates of targets.
-        self._coordinates = (of_targets - of_sources) & counts.keys()
+        self._coordinates = (of_targets - of_sources) & {
+            key for row in rows for key, _ in row.values
+        }
         self._strips = functools.cache(self._strips_of)
         self._points = functools.cache(self._points_of)
         self._along = functools.cache(self._along_of)
@@ -475,12 +474,21 @@ class Planner:
             elif padding is None and froms and tos:
                 moves += self._moves(sorted(key), froms, tos)
             else:
-                parts = [" ".join(sorted(each)) or "(none)" for each in by_names]
+                slab = (froms or tos)[0]
+                near = min(
+                    (each for two in by_names.values() for each in two[bool(froms)]),
+                    key=lambda each: len(key ^ each.ranges.keys()),
+                    default=slab,
+                )
+                shown = ", and ".join(
+                    f"{e.pattern.name.text!r} has the coordinates ("
+                    f"{' '.join(sorted(e.ranges.keys() - e.pattern.reduced))})"
+                    for e in (slab, near)
+                )
                 raise LayoutError(
-                    f"{(froms or tos)[0].pattern.place}: the other side has no part "
-                    f"with the coordinates {' '.join(sorted(key)) or '(none)'}, of "
-                    f"{'; '.join(parts)}, or both have what `pad` lists; what one "
-                    f"lacks, {_LIST_IT}, or in `pad` if it is padding"
+                    f"{slab.pattern.place}: {shown}; what one of them lacks, make it a "
+                    f"dim or capture there, or {_LIST_IT}, or in `pad` if one side "
+                    "alone has it as padding"
                 )
         found: dict[int, set[tuple[np.dtype, bool]]] = collections.defaultdict(set)
         for target, _, _, source, _, _, _ in moves:
@@ -489,19 +497,49 @@ class Planner:
         targets = [Made(*e, frozenset(found[n]) or every) for n, e in enumerate(made)]
         return Plan(targets, self._derived, moves, fills, self._sizes)
 
+    def _counted(self, counts: Mapping[str, int]) -> dict[str, int]:
+        # The number of ranks by axis, also of those that names or `widths` tell.
+        every: list[tuple[Tensor, Iterable[tuple[str, Any]]]] = [
+            *((self._sources[each.pattern], each.values) for each in self._rows),
+            *(
+                (self._targets[n], e.items())
+                for n, es in self._listed.items()
+                for e in es
+            ),
+        ]
+        numbers = {
+            each
+            for tensor, values in every
+            for each in (values if tensor.axes else ())
+            if each[0] in tensor.axes
+        }
+        found = {axis: number + 1 for axis, number in sorted(numbers)}
+        for axis, count in found.items():
+            if count > counts.get(axis, count):
+                raise LayoutError(
+                    f"{self._rule.text}: names have {count} ranks of {axis}, and "
+                    f"`ranks` or the checkpoint {counts[axis]}; make them the same"
+                )
+        listed = {
+            axis: len(widths)
+            for by_axis in self._rule.rule.widths.values()
+            for axis, widths in by_axis.items()
+        }
+        return {**listed, **found, **counts}
+
     def _equations(self) -> Iterator[sizes.Equation]:
-        shapes: set[tuple[int, tuple[int, ...], Ranks]] = set()
+        shapes: dict[tuple[int, tuple[int, ...], Ranks], str] = {}
         most: dict[tuple[int, str, Ranks], int] = {}
         for row in self._rows:
             tensor = self._sources[row.pattern]
             ranks = self._ranks(tensor, row.values)
-            shapes.add((row.pattern, row.shape, ranks))
+            shapes.setdefault((row.pattern, row.shape, ranks), row.name)
             for key, value in row.values:
                 if key in tensor.keys - tensor.reduced:
                     at = (row.pattern, key, ranks if "@" in key else ())
                     most[at] = max(most.get(at, 0), value + 1)
-        for number, shape, ranks in sorted(shapes):
-            yield from _of_shape(self._sources[number], shape, dict(ranks))
+        for (number, shape, ranks), name in sorted(shapes.items()):
+            yield from _of_shape(self._sources[number], name, shape, dict(ranks))
         for (number, key, ranks), count in most.items():
             tensor = self._sources[number]
             (capture,) = (each for each in tensor.name.captures if each.key == key)
@@ -513,10 +551,10 @@ class Planner:
         for tensor, given in zip(self._targets, self._given, strict=False):
             ranks = self._ranks(tensor, tuple((key, 0) for key in tensor.keys))
             if given is not None:
-                yield from _of_shape(tensor, given.shape, dict(ranks))
+                yield from _of_shape(tensor, given.name, given.shape, dict(ranks))
         for axis in self._coordinates:
             origin = f"{self._rule.text}: the number of ranks of {axis}"
-            yield sizes.Equation(dims.Name(axis), self._counts[axis], {}, origin)
+            yield sizes.Equation(dims.Name(axis), self._counts.get(axis, 1), {}, origin)
 
     def _ranks(self, tensor: Tensor, values: Items) -> Ranks:
         # By axis that shards a tensor: the number of its rank, and of all.
@@ -532,33 +570,44 @@ class Planner:
     def _need(
         self, tensor: Tensor, used: frozenset[str], known: Mapping[str, object]
     ) -> None:
-        if missing := sorted(used - known.keys()):
+        if missing := sorted(sizes.unknown(used, self._rule.rule, known)):
             given = map(self._rule.rule.sizes.get, missing)
             absent = [e.missing for e in given if isinstance(e, CheckpointValue)]
+            first, *_ = missing
+            told = (
+                f"the number of ranks of {first}; give `ranks: {{{first}: N}}`"
+                if first in tensor.axes
+                else f"the sizes of {', '.join(missing)}; give them in `sizes`, or by "
+                f"`--size {first}=...`"
+            )
             raise UnknownSizeError(
-                f"{tensor.place}: the sizes of {', '.join(missing)} are not determined;"
-                f" give them in `sizes`, or by `--size {missing[0]}=...`"
-                + "".join(f"; {each}" for each in absent)
+                f"{tensor.place}: nothing tells {'; '.join([told, *absent])}"
             )
 
-    def _captured(self, number: int) -> Iterable[dict[str, Value]]:
+    def _captured(self, number: int) -> Sequence[dict[str, Value]]:
         # The captures of each target of a pattern.
         if number in self._listed:
             return self._listed[number]
         tensor = self._targets[number]
-        counts = {axis: n for axis, n in self._counts.items() if axis in tensor.axes}
-        scope = dims.Scope({**counts, **self._sizes})
-        captures = [
-            each for each in tensor.name.captures if each.key not in self._rule.kept
-        ]
-        nodes = tuple(each.node for each in captures)
-        self._need(tensor, dims.names(nodes), scope.sizes)
-        lengths = [int(dims.length(each, scope)) for each in nodes]
-        if math.prod(lengths) > MOST_TARGETS:
-            raise LayoutError(f"{tensor.place}: it makes {math.prod(lengths)} tensors")
-        keys = [each.key for each in captures]
-        values = itertools.product(*map(range, lengths))
-        return (dict(zip(keys, each, strict=True)) for each in values)
+        widths, known = self._rule.rule.widths, {**self._counts, **self._sizes}
+        captures = [e for e in tensor.name.captures if e.key not in self._rule.kept]
+        found: list[dict[str, Value]] = [{}]
+        # Ranks come first: each may have its own number of the others.
+        for each in sorted(captures, key=lambda each: each.key not in tensor.axes):
+            self._need(tensor, dims.names((each.node,)), known)
+            scopes = (
+                dims.Scope(known, dict(self._ranks(tensor, (*v.items(),))), widths)
+                for v in found
+            )
+            counts = [dims.whole(dims.length(each.node, scope)) for scope in scopes]
+            if sum(counts) > MOST_TARGETS:
+                raise LayoutError(f"{tensor.place}: it makes {sum(counts)} tensors")
+            found = [
+                {**values, each.key: value}
+                for values, count in zip(found, counts, strict=True)
+                for value in range(count)
+            ]
+        return found
 
     def _slabs(
         self, tensor: Tensor, number: int, values: Items, shape: tuple[int, ...]
@@ -780,18 +829,22 @@ class Planner:
             size = self._number(tensor, block)
             size *= dims.length(rest, self._scope(tensor, [rest], ()))
             found[dim] = at, max(1, int(size))
-        places = [found[dim] for dim in sorted(found)]
-        expected = [-(-shape[at] // size) for at, size in places if at >= 0]
-        pairs = zip(other_shape, places, strict=False)
-        lengths = [length for length, (at, _) in pairs if at >= 0]
         is_copy = tensor.main is None
-        if len(found) < len(other_shape) or expected != lengths or (is_copy and free):
+        if len(found) < len(other_shape) or (is_copy and free):
             remedy = "multiply in a layout of its own, and lead `through` both"
             raise LayoutError(
                 f"{tensor.place}: its dims {list(other_shape)} are none of "
                 f"{main.name.text!r}, {list(shape)}, nor blocks of them, such as "
                 f"`out/128`; {'write `copy: unchecked`' if is_copy else remedy}"
             )
+        places = [found[dim] for dim in sorted(found)]
+        for dim, (at, size) in enumerate(places):
+            if at >= 0 and other_shape[dim] != (count := -(-shape[at] // size)):
+                raise LayoutError(
+                    f"{tensor.place}: dim {at} of {main.name.text!r} is {shape[at]}, "
+                    f"which are {count} blocks of {size}, and dim {dim} of "
+                    f"{tensor.name.text!r} is {other_shape[dim]}; correct the block"
+                )
         return tuple(at for at, _ in places), tuple(size for _, size in places)
 
     def _moves(
@@ -811,17 +864,27 @@ class Planner:
             for at in np.flatnonzero(covered < whole.volumes)[:1]:
                 parts = Boxes(start=start[number == at], stop=stop[number == at])
                 gap = box_cover.gaps(whole[at], parts)[0]
-                ranges = zip(held, gap.start, gap.stop, strict=True)
-                shown = ", ".join(f"{name} {a}:{b}" for name, a, b in ranges)
-                place = slabs[at].pattern.place
-                raise LayoutError(f"{place}: elements that {problem}: {shown}")
+                shown = ", ".join(
+                    f"{name} {first}:{last}"
+                    for name, first, last in zip(held, gap.start, gap.stop, strict=True)
+                )
+                name = self._name_of(
+                    self._sources.index(froms[0].pattern),
+                    dict(zip(held, gap.start, strict=True)),
+                )
+                if slabs is tos and "{" not in name:
+                    shown += f"; {name!r} is missing, or lacks them"
+                raise LayoutError(
+                    f"{slabs[at].pattern.place}: elements that {problem}: {shown}"
+                )
         originals = {e.pattern for e in tos if not e.pattern.pattern.copy}
         is_doubled = len(box_join.overlaps(sources, sources)[0]) > len(sources)
         if is_doubled or len(originals) > 1:
             raise LayoutError(
                 f"{(froms if is_doubled else tos)[0].pattern.place}: elements with the "
-                f"coordinates {' '.join(held) or '(none)'} are there twice; name them "
-                "differently, or write `copy: checked` for one of them"
+                f"coordinates ({' '.join(held)}) are there twice; give parts "
+                "names of their own, with `sizes: {e: d}` where they are of one size, "
+                "or write `copy: checked` for a tensor that is a copy"
             )
         lengths, low = map(tuple, (stop - start).tolist()), start.tolist()
         pairs = zip(into.tolist(), of.tolist(), low, lengths, strict=True)
@@ -903,16 +966,19 @@ class Planner:
 
 
 def _of_shape(
-    tensor: Tensor, shape: Sequence[int], ranks: Mapping[str, tuple[int, int]]
+    tensor: Tensor,
+    name: str,
+    shape: Sequence[int],
+    ranks: Mapping[str, tuple[int, int]],
 ) -> Iterator[sizes.Equation]:
     if len(shape) != len(tensor.dims):
         raise LayoutError(
-            f"{tensor.place}: a tensor has shape {list(shape)}, and the rule "
-            f"{len(tensor.dims)} dims, {tensor.pattern.dims!r}"
+            f"{tensor.place}: {name!r} has shape {list(shape)}, and the rule the dims "
+            f"{tensor.pattern.dims!r}; a special tensor has its rule before the others"
         )
     for dim, (node, length) in enumerate(zip(tensor.dims, shape, strict=True)):
         if tensor.blocks[dim] == "1":
-            origin = f"dim {dim} of {tensor.place}"
+            origin = f"dim {dim} of {name!r} ({tensor.place})"
             yield sizes.Equation(node, length, ranks, origin)
 
 

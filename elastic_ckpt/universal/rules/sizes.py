@@ -174,20 +174,28 @@ def _computed(rule: Rule, known: dict[str, Fraction]) -> dict[str, Fraction]:
     return known
 
 
+def unknown(
+    used: frozenset[str], rule: Rule, known: Mapping[str, object]
+) -> frozenset[str]:
+    """Those of the sizes that are not known, or that these are computed from."""
+    found = used - known.keys()
+    for _ in rule.sizes:
+        found = frozenset(
+            base
+            for name in found
+            for base in names(rule.sizes.get(name)) - known.keys() or {name}
+        )
+    return found
+
+
 def _solved(
     equation: Equation, rule: Rule, known: dict[str, Fraction]
 ) -> tuple[str, Fraction] | None:
-    # The one unknown size of an equation, or that the others are computed from.
-    unknown = equation.names - known.keys()
-    for _ in rule.sizes:
-        unknown = frozenset(
-            base
-            for name in unknown
-            for base in names(rule.sizes.get(name)) - known.keys() or {name}
-        )
-    if len(unknown) != 1:
+    # The one unknown size of an equation.
+    found = unknown(equation.names, rule, known)
+    if len(found) != 1:
         return None
-    (name,) = unknown
+    (name,) = found
     lengths = []
     for number in (1, 2, 3):
         try:

@@ -83,6 +83,7 @@ def test_a_file_and_python_values_make_the_same_layout(tmp_path):
         ("dims: layer x, ", "", "rules[0].to['b']", "`dims` is missing"),
         ("dims: layer x,", "dims: layer ((x,", "rules[0].to['b']", "expected"),
         ("[3, 5]", "[3, -5]", "widths['x']['tp'][1]", ">= 0"),
+        ("{tp: 2}", "{tp: 0}", "ranks['tp']", ">= 1"),
         ('"m/{}"', '"m/"', "states['parameter'].from", "{}"),
         ("[parameter]", "[master]", "rules[0]", "the state 'master'"),
         ("true", "2", "rules[1].optional", "`bool`"),

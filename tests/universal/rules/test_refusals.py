@@ -51,11 +51,11 @@ def test_what_is_missing_or_left_over_is_named():
     assert "no tensor that earlier rules leave: layout: rules[2].from" in text
     text = refused(RULES, [each for each in LAYERS if each.name != "1.up"])
     assert "rules[0].to['up']: elements that no tensor fills: " in text
-    assert "layer 1:2" in text
+    assert "layer 1:2; '1.up' is missing" in text
     text = refused(RULES, [each for each in LAYERS if each.name != "2.up"])
-    assert "dim 0 of layout: rules[0].to['up'] is 3, not 2, by layer=2" in text
+    assert "dim 0 of 'up' (layout: rules[0].to['up']) is 3, not 2, by layer=2" in text
     text = refused(RULES, [*LAYERS[1:], saved("0.up", numbered(5, 3), tp=0)])
-    assert "dim 0 of layout: rules[0].from['{layer}.up'] is " in text
+    assert "dim 0 of '0.up' (layout: rules[0].from['{layer}.up']) is " in text
     text = refused(RULES, [*LAYERS, *(saved(f"{n}.bias", 1.0) for n in range(9))])
     assert "9 tensors of the checkpoint are in no rule: 0.bias" in text
     assert "5.bias" not in text
@@ -88,7 +88,7 @@ REFUSED = {
         {"w": "a b"},
         {"k": "a"},
         {"w": W},
-        "no part with the coordinates a b, .*`replicated`",
+        r"'w' has the coordinates \(a b\), and 'k' .* \(a\); .*`replicated`",
     ),
     "elements that are there twice": (
         {"w": "a b", "v": "a b"},
@@ -125,7 +125,7 @@ REFUSED = {
         {"w": {"dims": "a b", "times": {"s": "a b/2"}}},
         {"k": "a b"},
         {"w": W, "s": numbered(2, 3)},
-        r"its dims \[2, 3\] are none",
+        "dim 1 of 'w' is 3, .* 2 blocks of 2, and dim 1 of 's' is 3",
     ),
     "a factor of integers": (
         {"w": {"dims": "a b", "times": {"s": "a"}}},
@@ -269,3 +269,46 @@ def test_captures_match_names_and_their_skeletons():
     assert names.glob(["*.inv[1]*", "a[*]"]).fullmatch("a.b.inv[1]")
     assert not names.glob(["*.inv[1]*", "a[*]"]).fullmatch("ab")
     assert dims.parse("out/128 in", has_blocks=True)[1] == ("128", "1")
+
+
+PADDED = "(vocab + 127) // 128 * 128 - vocab"
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "options", "tensors", "message"),
+    [
+        (
+            {"w": "(vocab + rows) x"},
+            {"k": "vocab x"},
+            {"pad": {"rows": 0}, "sizes": {"rows": PADDED}},
+            {"w": numbered(128, 2)},
+            "sizes of vocab; .*--size vocab",
+        ),
+        (
+            {"{l}.w": "a b"},
+            {"k": "l a b"},
+            {},
+            {"0.w": W, "1.w": numbered(200)},
+            r"'1.w' has shape \[200\], .* 'a b'; a special tensor",
+        ),
+        (
+            {"w": "(q d + d + d) x"},
+            {"query": "(q d) x", "key": "d x", "value": "d x"},
+            {"sizes": {"q": 2}},
+            {"w": numbered(8, 3)},
+            r"from\['w'\]: .* \(d x\).* names of their own, with `sizes: {e: d}`",
+        ),
+        (
+            {"{l}.{e}.w1": "ff d"},
+            {"{l}/w1": "e ff d"},
+            {},
+            {f"{n}.{e}.w1": W for n in range(2) for e in range(4) if n + e != 3},
+            "e 2:3, ff 0:2; '1.2.w1' is missing",
+        ),
+    ],
+)
+def test_an_error_names_the_input_and_the_tensor(
+    source, target, options, tensors, message
+):
+    with pytest.raises(LayoutError, match=message):
+        relayout(layout_of_one(source, target, **options), tensors)
