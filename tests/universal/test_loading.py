@@ -73,7 +73,7 @@ def test_a_float_of_8_bits_keeps_its_dtype_without_its_scales(tmp_path):
 
 
 def checkpoint_of(saved):
-    return Checkpoint(format="some format", tensors=relayout.stored(saved))
+    return Checkpoint(format="some format", tensors=saved)
 
 
 def test_without_a_layout_whole_tensors_keep_their_names_after_their_kinds():

@@ -95,7 +95,7 @@ def checkpoint_of(shards, info, kinds=("master", "first_moment", "second_moment"
     ranks = len(next(iter(shards.values())))
     return saved, Checkpoint(
         format="DeepSpeed ZeRO-1",
-        tensors=relayout.stored(saved),
+        tensors=saved,
         axes={"tp": ranks},
         values={"universal_checkpoint_info": info},
     )
@@ -199,6 +199,6 @@ def test_sizes_that_shards_do_not_have_are_refused(info):
 def test_a_parameter_that_a_rank_lacks_is_refused():
     shards = {"w": [relayout.numbered(2, 1)] * 2}
     saved, checkpoint = checkpoint_of(shards, {AVERAGED: ["w"]}, kinds=["master"])
-    checkpoint = dataclasses.replace(checkpoint, tensors=relayout.stored(saved[:1]))
+    checkpoint = dataclasses.replace(checkpoint, tensors=saved[:1])
     with pytest.raises(FormatError, match=r"1 of 2 ranks have w \(master\)"):
         deepspeed_rules.layout(checkpoint)

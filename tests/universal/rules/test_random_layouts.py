@@ -172,9 +172,13 @@ def layout_of(sizes, both, ranked=False, **keys):
     return Layout.from_dict({"sizes": sizes, "rules": [written], **keys})
 
 
+def saved_of(side, values_of, sizes, ranked=False, whole=False):
+    listed = [each.arrays(values_of, sizes, ranked, whole) for each in side]
+    return [saved(name, array, **of) for name, array, of in itertools.chain(*listed)]
+
+
 def arrays_of(side, values_of, sizes):
-    listed = [each.arrays(values_of, sizes, False) for each in side]
-    return {name: values for name, values, _ in itertools.chain(*listed)}
+    return {each.name: each.values for each in saved_of(side, values_of, sizes)}
 
 
 def many(test):
@@ -184,10 +188,12 @@ def many(test):
 
 
 @many
-@given(relations(), st.data())
-def test_tensors_go_from_one_layout_to_another_and_back(relation, data):
+@given(relations(), st.booleans(), st.data())
+def test_tensors_go_from_one_layout_to_another_and_back(relation, ranked, data):
     values_of, sizes, both = relation
-    a, b = (arrays_of(side, values_of, sizes) for side in both)
+    tensors = saved_of(both[0], values_of, sizes, ranked)
+    axes = {axis: n for each in both[0] for axis, n in each.axes.items()}
+    b = arrays_of(both[1], values_of, sizes)
     # Some sizes are values of the checkpoint, and shapes tell one that is nowhere.
     values = {f"args/{name}": size for name, size in sizes.items()}
     written = {
@@ -200,11 +206,14 @@ def test_tensors_go_from_one_layout_to_another_and_back(relation, data):
             del written[name]
         else:
             del values[f"args/{name}"]
-    layout = layout_of(written, both, fill={"step": {"value": "step"}})
+    layout = layout_of(written, both, ranked, fill={"step": {"value": "step"}})
     layout = layout.with_values({**values, "step": 7})
     b["step"] = np.int32(7)
-    made = relayout(layout, a, targets=b)
+    made = relayout(layout, tensors, axes if ranked else {}, targets=b)
     assert_same(made, b)
+    # Names without a rank have all of a dim.
+    whole = saved_of(both[0], values_of, sizes, ranked, whole=ranked)
+    a = {each.name: each.values for each in whole}
     back = layout.inverse().with_values(values)
     assert_same(relayout(back, made, targets=a), a)
 
@@ -218,22 +227,6 @@ def test_nothing_is_left_out_without_an_error(relation, data):
     del side[data.draw(st.sampled_from(sorted(side)))]
     with pytest.raises(LayoutError):
         relayout(layout_of(sizes, both), a, targets=b)
-
-
-@many
-@given(relations())
-def test_shards_of_ranks_become_whole_tensors_and_back(relation):
-    values_of, sizes, both = relation
-    layout = layout_of(sizes, both, ranked=True)
-    every = [each.arrays(values_of, sizes, True) for each in both[0]]
-    tensors = [saved(name, array, **of) for name, array, of in itertools.chain(*every)]
-    axes = {axis: count for each in both[0] for axis, count in each.axes.items()}
-    b = arrays_of(both[1], values_of, sizes)
-    made = relayout(layout, tensors, axes, targets=b)
-    assert_same(made, b)
-    every = [each.arrays(values_of, sizes, True, whole=True) for each in both[0]]
-    whole = {name: array for name, array, _ in itertools.chain(*every)}
-    assert_same(relayout(layout.inverse(), made), whole)
 
 
 @many

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import yaml
 
-from elastic_ckpt.universal.rules import dims, names, sizes
+from elastic_ckpt.universal.rules import names, sizes
 from elastic_ckpt.universal.rules.layout import LayoutError
 from tests.universal.rules.relayout import (
     layout,
@@ -17,55 +17,50 @@ from tests.universal.rules.relayout import (
     saved,
 )
 
-
-def refusal(made_by, tensors, axes=None, targets=None):
-    with pytest.raises(LayoutError) as caught:
-        relayout(made_by, tensors, axes, targets=targets)
-    return str(caught.value)
-
-
-RULES = (
-    rule({"{layer}.up": "ff@tp embed"}, {"up": {"dims": "layer embed ff", "scale": 2}}),
-    rule(
-        {"{layer}.norm": {"dims": "embed", "replicated": ["tp"]}},
-        {"norm": "layer embed"},
-    ),
-)
+UP = rule({"{l}.up": "ff@tp embed"}, {"up": {"dims": "l embed ff", "scale": 2}})
+NORM = rule({"{l}.norm": {"dims": "embed", "replicated": ["tp"]}}, {"norm": "l embed"})
 LAYERS = [
-    saved(f"{layer}.{name}", values, tp=tp)
-    for layer in range(3)
-    for tp in range(2)
-    for name, values in (("up", numbered(2, 3)), ("norm", numbered(3)))
+    saved(f"{n}.{name}", np.zeros(shape, np.float32), tp=tp)
+    for n, tp in np.ndindex(3, 2)
+    for name, shape in (("up", (2, 3)), ("norm", 3))
 ]
 TREE = {"up": np.zeros((3, 3, 4), np.float32), "norm": np.zeros((3, 3), np.float32)}
 
 
 def test_what_is_missing_or_left_over_is_named():
-    def refused(rules, tensors, **options):
-        return refusal(layout(*rules, **options), tensors, {"tp": 2}, TREE)
+    def refused(tensors, *rules, **options):
+        made_by = layout(*(rules or (UP, NORM)), **options)
+        with pytest.raises(LayoutError) as caught:
+            relayout(made_by, tensors, {"tp": 2}, targets=TREE)
+        return str(caught.value)
 
-    relayout(layout(*RULES), LAYERS, {"tp": 2}, targets=TREE)
-    text = refused(RULES[:1], LAYERS)
+    def without(name):
+        return [each for each in LAYERS if each.name != name]
+
+    relayout(layout(UP, NORM), LAYERS, {"tp": 2}, targets=TREE)
+    text = refused(LAYERS, UP)
     assert "3 tensors of the checkpoint are in no rule: 0.norm (nearest: " in text
     assert "1 tensors of the target are in no rule: norm (nearest: " in text
-    text = refused([*RULES, RULES[0]], LAYERS)
+    text = refused(LAYERS, UP, NORM, UP)
     assert "no tensor that earlier rules leave: layout: rules[2].from" in text
-    text = refused(RULES, [each for each in LAYERS if each.name != "1.up"])
-    assert "rules[0].to['up']: elements that no tensor fills: " in text
-    assert "layer 1:2" in text
-    text = refused(RULES, [each for each in LAYERS if each.name != "2.up"])
-    assert "dim 0 of layout: rules[0].to['up'] is 3, not 2, by layer=2" in text
-    text = refused(RULES, [*LAYERS[1:], saved("0.up", numbered(5, 3), tp=0)])
-    assert "dim 0 of layout: rules[0].from['{layer}.up'] is " in text
-    text = refused(RULES, [*LAYERS, *(saved(f"{n}.bias", 1.0) for n in range(9))])
+    text = refused(without("1.up"))
+    assert (
+        "rules[0].to['up']: elements that no tensor fills: embed 0:3, ff 0:2, l 1:2"
+        in text
+    )
+    text = refused(without("2.up"))
+    assert "dim 0 of layout: rules[0].to['up'] is 3, not 2, by l=2" in text
+    text = refused([*LAYERS[1:], saved("0.up", numbered(5, 3), tp=0)])
+    assert "dim 0 of layout: rules[0].from['{l}.up'] is " in text
+    text = refused([*LAYERS, *(saved(f"{n}.bias", 1.0) for n in range(9))])
     assert "9 tensors of the checkpoint are in no rule: 0.bias" in text
     assert "5.bias" not in text
     momentum = [dataclasses.replace(each, kind="momentum") for each in LAYERS]
     states = {"momentum": {"from": "{}", "to": "{}"}}
-    assert "how 'momentum' follows" in refused(RULES, momentum, states=states)
+    assert "how 'momentum' follows" in refused(momentum, states=states)
 
 
-# A rule, the shapes of its tensors, and what the error says.
+# Rules and keys of a layout, the shapes of tensors (and of targets), the error.
 REFUSED = r"""
 {w: a b} -> {k: a b}
 w 2 3 tp=0; w 2 3 tp=1
@@ -137,29 +132,54 @@ other bits
 
 {step: ""} -> {"{n:path}/step": {dims: "", replicated: [n]}}
 step
-n
+the sizes of n are not determined; .*`--size n=
 
 {"{l+1}": x} -> {k: l x}
 0 3
 rule: 0
+
+{a: a, b: b} -> {t: (a + b)} | {sizes: {b: 2 ** a}}
+a 3; b 9
+9
+
+{w: a@tp b} -> {w: a b} | {ranks: {tp: 3}}
+w 1 3 tp=0; w 1 3 tp=1
+`ranks` has 3 of tp, and the checkpoint 2
+
+{a: x} -> {k: x} | {b: x} -> {k: x}
+a 2; b 2
+by several rules, or twice: k
+
+{"{n}.w": l x} -> {"{n}/k.{l}": x}
+a.w 2 3; b.w 2 3 -> a/k.0 3; a/k.1 3; b/k.0 3
+missing in the target: b/k\.1
 """
 
 
 def tensor_of(text):
     name, *words = text.split()
     shape = [int(each) for each in words if each.isdecimal()]
-    ranks = {"tp": int(each[3:]) for each in words if each.startswith("tp=")}
-    (dtype,) = [each for each in words if each.startswith(("int", "uint"))] or ["f4"]
+    ranks = {"tp": int(each[3:]) for each in words if "=" in each}  # noqa: B035
+    dtype = words[-1] if "int" in text else np.float32
     return saved(name, np.zeros(shape, dtype), **ranks)
 
 
 @pytest.mark.parametrize("case", REFUSED.strip().split("\n\n"))
 def test_what_does_not_fit_is_refused(case):
-    sides, tensors, message = case.split("\n")
-    both = map(yaml.safe_load, sides.split(" -> "))
-    axes = {"tp": 2} if "tp" in case else {}
+    made_by, tensors, message = case.split("\n")
+    rules, keys = [], {}
+    for part in made_by.split(" | "):
+        source, *target = map(yaml.safe_load, part.split(" -> "))
+        rules += [rule(source, each) for each in target]
+        keys |= source if not target else {}
+    tensors, *targets = (
+        [tensor_of(each) for each in side.split("; ")] for side in tensors.split(" -> ")
+    )
+    wanted = {each.name: each.values for side in targets for each in side} or None
     with pytest.raises(LayoutError, match=message):
-        relayout(layout_of_one(*both), [*map(tensor_of, tensors.split("; "))], axes)
+        relayout(
+            layout(*rules, **keys), tensors, {"tp": 2} if "tp" in case else {}, wanted
+        )
 
 
 @pytest.mark.parametrize(
@@ -209,31 +229,6 @@ def test_other_arithmetic_is_refused(text):
         sizes.value(text, {"d": 1})
 
 
-def test_a_size_of_two_values_is_refused():
-    made_by = layout(
-        rule({"a": "a", "b": "b"}, {"t": "(a + b)"}), sizes={"b": "2 ** a"}
-    )
-    with pytest.raises(LayoutError, match="9"):
-        relayout(made_by, {"a": numbered(3), "b": numbered(9)})
-    with pytest.raises(LayoutError, match="`ranks` has 3 of tp, and the checkpoint 2"):
-        relayout(
-            layout(rule({"w": "a@tp b"}, {"w": "a b"}), ranks={"tp": 3}),
-            [saved("w", numbered(1, 3), tp=n) for n in range(2)],
-            {"tp": 2},
-        )
-
-
-def test_targets_of_two_rules_or_of_none_are_named():
-    twice = layout(rule({"a": "x"}, {"k": "x"}), rule({"b": "x"}, {"k": "x"}))
-    tensors = {"a": numbered(2), "b": numbered(2)}
-    with pytest.raises(LayoutError, match="by several rules, or twice: k"):
-        relayout(twice, tensors)
-    w, made_by = numbered(2, 3), layout_of_one({"{n}.w": "l x"}, {"{n}/k.{l}": "x"})
-    some = dict.fromkeys(("a/k.0", "a/k.1", "b/k.0"), numbered(3))
-    with pytest.raises(LayoutError, match=r"missing in the target: b/k\.1"):
-        relayout(made_by, {"a.w": w, "b.w": w}, targets=some)
-
-
 def test_captures_match_names_and_their_skeletons():
     for text, name, numbers, expected in [
         ("l.{n}.w", "l.12.w", {"n"}, ("12",)),
@@ -257,4 +252,3 @@ def test_captures_match_names_and_their_skeletons():
             assert pattern.skeleton(numbers).fullmatch(names.skeleton(name))
     assert names.glob(["*.inv[1]*", "a[*]"]).fullmatch("a.b.inv[1]")
     assert not names.glob(["*.inv[1]*", "a[*]"]).fullmatch("ab")
-    assert dims.parse("out/128 in", has_blocks=True)[1] == ("128", "1")
