@@ -216,6 +216,9 @@ def test_tensors_go_from_one_layout_to_another_and_back(relation, ranked, data):
     a = {each.name: each.values for each in whole}
     back = layout.inverse().with_values(values)
     assert_same(relayout(back, made, targets=a), a)
+    if ranked:
+        back = layout_of(sizes, both, ranked).inverse()
+        assert_same(relayout(back, arrays_of(both[1], values_of, sizes)), a)
 
 
 @many
