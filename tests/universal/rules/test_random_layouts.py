@@ -80,32 +80,26 @@ class Tensor:
         axes = [] if ranked else [f"{{{axis}}}" for axis in self.axes]
         return f"{self.number}/{{kept}}/" + "_".join([*captures, *axes, "w"])
 
-    def arrays(self, values_of, sizes, ranked, whole=False):
-        """All tensors of the pattern: name, values and ranks."""
-        counts = {axis: 1 if whole else count for axis, count in self.axes.items()}
-        for kept in ("x", "y2"):
-            lengths = [length(each, sizes, {}) for each in self.captures]
-            for captured in np.ndindex(*lengths):
-                for at in np.ndindex(*counts.values()):
-                    ranks = dict(zip(counts, at, strict=True))
-                    texts = [*map(str, captured), *([] if ranked else map(str, at))]
-                    scope = {axis: (rank, counts[axis]) for axis, rank in ranks.items()}
-                    values = self._values(values_of[kept], sizes, captured, scope)
-                    name = f"{self.number}/{kept}/" + "_".join([*texts, "w"])
-                    yield name, values, ranks
-
-    def _values(self, values_of, sizes, captured, ranks):
-        values = np.zeros(
-            [length(each, sizes, ranks) for each in self.dims], np.float32
-        )
-        for at in np.ndindex(*values.shape):
-            indices = zip((*self.captures, *self.dims), (*captured, *at), strict=True)
-            found = {}
-            for node, index in indices:
-                found |= decoded(node, index, sizes, ranks)
-            array, names = values_of[frozenset(found)]
-            values[at] = array[tuple(found[name] for name in names)]
-        return values
+    def saved(self, values_of, sizes, ranked, whole=False):
+        """All tensors of the pattern; they have ranks in place of names of ranks."""
+        lengths = [length(each, sizes, {}) for each in self.captures]
+        counts = [1 if whole else count for count in self.axes.values()]
+        for kept, *at in itertools.product("xy", *map(range, [*lengths, *counts])):
+            captured, places = at[: len(lengths)], at[len(lengths) :]
+            ranks = dict(zip(self.axes, zip(places, counts, strict=True), strict=True))
+            shape = [length(each, sizes, ranks) for each in self.dims]
+            values = np.zeros(shape, np.float32)
+            for index in np.ndindex(*shape):
+                found = {}
+                nodes = (*self.captures, *self.dims)
+                for node, of_node in zip(nodes, (*captured, *index), strict=True):
+                    found |= decoded(node, of_node, sizes, ranks)
+                array, names = values_of[kept][frozenset(found)]
+                values[index] = array[tuple(found[name] for name in names)]
+            texts = map(str, captured if ranked else at)
+            name = f"{self.number}/{kept}/" + "_".join([*texts, "w"])
+            held = zip(self.axes, places, strict=True) if ranked else ()
+            yield saved(name, values, **dict(held))
 
 
 @st.composite
@@ -151,7 +145,7 @@ def relations(draw, axes="rs"):
     names = "abcd"[: draw(st.integers(0, 3))]
     parts = [f"p{n}" for n in range(draw(st.sampled_from([0, 2, 3])))]
     sizes = {name: draw(st.integers(1, 3)) for name in (*names, *parts)}
-    values_of, start = {"x": {}, "y2": {}}, 0
+    values_of, start = {"x": {}, "y": {}}, 0
     for kept, part in itertools.product(values_of, parts or [""]):
         listed = [*names, *([part] if part else [])]
         shape = [sizes[name] for name in listed]
@@ -173,8 +167,8 @@ def layout_of(sizes, both, ranked=False, **keys):
 
 
 def saved_of(side, values_of, sizes, ranked=False, whole=False):
-    listed = [each.arrays(values_of, sizes, ranked, whole) for each in side]
-    return [saved(name, array, **of) for name, array, of in itertools.chain(*listed)]
+    listed = [each.saved(values_of, sizes, ranked, whole) for each in side]
+    return [*itertools.chain(*listed)]
 
 
 def arrays_of(side, values_of, sizes):
