@@ -84,7 +84,9 @@ class Tensor:
         """All tensors of the pattern; they have ranks in place of names of ranks."""
         lengths = [length(each, sizes, {}) for each in self.captures]
         counts = [1 if whole else count for count in self.axes.values()]
-        for kept, *at in itertools.product("xy", *map(range, [*lengths, *counts])):
+        for kept, *at in itertools.product(
+            ("x", "y2"), *map(range, [*lengths, *counts])
+        ):
             captured, places = at[: len(lengths)], at[len(lengths) :]
             ranks = dict(zip(self.axes, zip(places, counts, strict=True), strict=True))
             shape = [length(each, sizes, ranks) for each in self.dims]
@@ -145,7 +147,7 @@ def relations(draw, axes="rs"):
     names = "abcd"[: draw(st.integers(0, 3))]
     parts = [f"p{n}" for n in range(draw(st.sampled_from([0, 2, 3])))]
     sizes = {name: draw(st.integers(1, 3)) for name in (*names, *parts)}
-    values_of, start = {"x": {}, "y": {}}, 0
+    values_of, start = {"x": {}, "y2": {}}, 0
     for kept, part in itertools.product(values_of, parts or [""]):
         listed = [*names, *([part] if part else [])]
         shape = [sizes[name] for name in listed]

@@ -47,7 +47,7 @@ KEPT = rule({"s": ""}, {"s": ""})
 TURNED = layout(rule({"w": "a b"}, {"w": "(b a)"}), KEPT, sizes={"a": 2})
 REGROUPED = layout(rule({"w": "(c d)"}, {"w": "d c"}), KEPT, sizes={"c": 3})
 SCALED = layout(rule({"w": {"dims": "c", "times": {"s": ""}}}, {"w": "c"}))
-WRONG = Layout.from_dict({"rules": [rule({"v": "x"}, {"w": "x"})]}, place="the first")
+WRONG = Layout.from_dict({"rules": [rule({"v": "x"}, {"w": "x"})]}, name="the first")
 
 
 @pytest.mark.parametrize(
