@@ -39,7 +39,7 @@ class Layout:
 def layouts(draw, dtypes=("float32", "uint16")):
     layout = Layout()
     for number in range(draw(st.integers(1, 3))):
-        _add(draw, layout, f"params/{number}", np.dtype(draw(st.sampled_from(dtypes))))
+        _add(draw, layout, f"p{number}", np.dtype(draw(st.sampled_from(dtypes))))
     return layout
 
 
@@ -60,9 +60,9 @@ def _add(draw, layout, name, dtype):
     of_stored, of_targets = draw(_groups(len(sizes))), draw(_groups(len(sizes)))
     first, sources, targets = len(layout.tensors), parts(), parts()
     for number, bounds in enumerate(sources):
-        _store(draw, layout, f"{name}/{number}", _joined(cut(*bounds), of_stored))
+        _store(draw, layout, f"{name}.{number}", _joined(cut(*bounds), of_stored))
     for number, bounds in enumerate(targets):
-        layout.targets[f"{name}/{number}"] = _joined(cut(*bounds), of_targets)
+        layout.targets[f"{name}.{number}"] = _joined(cut(*bounds), of_targets)
     for (source, (a, b)), (target, (c, d)) in itertools.product(
         enumerate(sources), enumerate(targets)
     ):
@@ -70,7 +70,7 @@ def _add(draw, layout, name, dtype):
         if start < stop:
             layout.moves.append(
                 moves.Move(
-                    target=f"{name}/{target}",
+                    target=f"{name}.{target}",
                     sizes=cut(start, stop).shape,
                     source=first + source,
                     source_side=_side(cut(a, b).shape, of_stored, dim, start - a),
