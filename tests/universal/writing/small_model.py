@@ -4,6 +4,7 @@ import pathlib
 
 import numpy as np
 
+from elastic_ckpt.cli import main
 from tests.universal import safetensors_files
 
 KV, Q, D = 2, 4, 8
@@ -49,24 +50,20 @@ def expected(given):
     def stacked(name):
         return np.stack([given[f"layers.{layer}.{name}.weight"] for layer in layers])
 
-    qkv = stacked("qkv")
-    qkv = qkv.reshape(len(layers), KV, Q + 2, D, qkv.shape[-1])
-    heads = {
-        name: qkv[:, :, part].transpose(4, 0, 1, 2, 3)
-        for name, part in (
-            ("query", slice(Q)),
-            ("key", slice(Q, Q + 1)),
-            ("value", slice(Q + 1, Q + 2)),
-        )
-    }
-    return {
+    qkv = stacked("qkv").reshape(len(layers), KV, Q + 2, D, -1).transpose(4, 0, 1, 2, 3)
+    made = {
         "params/embedding": np.pad(given["embedding.weight"], ((0, 1), (0, 0))),
         "params/layers/norm": stacked("norm"),
         "params/layers/up": stacked("up").transpose(0, 2, 1),
-    } | {
-        f"params/layers/{name}": part.reshape(*part.shape[:2], -1, D)
-        for name, part in heads.items()
     }
+    for name, first, after in (
+        ("query", 0, Q),
+        ("key", Q, Q + 1),
+        ("value", Q + 1, Q + 2),
+    ):
+        heads = qkv[:, :, :, first:after]
+        made[f"params/layers/{name}"] = heads.reshape(*heads.shape[:2], -1, D)
+    return made
 
 
 def write(directory, given):
@@ -75,3 +72,15 @@ def write(directory, given):
     path.mkdir(parents=True)
     safetensors_files.write(path / "model.safetensors", given)
     (path.parent / "layout.yml").write_text(LAYOUT)
+
+
+def converted(*arguments):
+    """The exit status of the command."""
+    return main.main(["convert", *map(str, arguments)])
+
+
+def refusal(capsys, *arguments):
+    """What the command writes when it fails."""
+    capsys.readouterr()
+    assert converted(*arguments) == 1
+    return capsys.readouterr().err
