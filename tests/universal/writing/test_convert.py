@@ -19,10 +19,7 @@ from elastic_ckpt.cli import main
 from elastic_ckpt.core import errors, process
 from elastic_ckpt.tiers.persistent import claims
 from elastic_ckpt.universal.rules.layout import Layout, LayoutError
-from elastic_ckpt.universal.writing import (
-    chunks,
-    convert,
-)
+from elastic_ckpt.universal.writing import chunks, convert
 from tests import runs, seams
 from tests.maxtext import small_models
 from tests.universal.safetensors_files import bits, read
@@ -30,7 +27,6 @@ from tests.universal.writing import small_model
 from tests.universal.writing.small_model import converted, refusal
 
 TREES = ("orbax", "safetensors")
-SLOW = pytest.mark.slow
 
 
 @pytest.fixture
@@ -264,32 +260,20 @@ def test_sizes_and_leaves_are_values_of_the_checkpoint_unless_given(tmp_path, ca
     assert problem in refusal(capsys, *given("none", "--size", "kv=3"))
 
 
-@pytest.mark.parametrize(
-    ("line", "there", "back"),
-    [
-        ("tree: items", "items", "state"),
-        ("tree: b-2\ntree_inverse: a", "b-2", "a"),
-    ],
-)
-def test_the_tree_of_a_step_is_named_by_the_layout(tmp_path, line, there, back):
+def test_the_tree_of_a_step_is_named_by_the_layout(tmp_path):
     values = np.arange(24, dtype=np.float32).reshape(6, 4)
     small_model.write(tmp_path / "source", {"w": values})
-    (tmp_path / "layout.yml").write_text(f"{LAYOUT}\n{line}\n")
-    rules = ["--rules", tmp_path / "layout.yml", "--size", "kv=2"]
-    assert converted(tmp_path / "source", tmp_path / "steps" / "0", *rules) == 0
-    tree = ocp.load(tmp_path / "steps" / "0", checkpointable_name=there)
-    made = tree["params"]["w"]
+    (tmp_path / "layout.yml").write_text(f"{LAYOUT}\ntree: b-2\ntree_inverse: a\n")
+    steps, rules = tmp_path / "steps" / "0", ["--rules", tmp_path / "layout.yml"]
+    assert converted(tmp_path / "source", steps, *rules, "--size", "kv=2") == 0
+    made = ocp.load(steps, checkpointable_name="b-2")["params"]["w"]
     np.testing.assert_array_equal(made, values.reshape(2, 3, 4).transpose(2, 0, 1))
-    rules += ["--reverse"]
-    assert converted(tmp_path / "steps" / "0", tmp_path / "back" / "0", *rules) == 0
-    tree = ocp.load(tmp_path / "back" / "0", checkpointable_name=back)
+    assert converted(steps, tmp_path / "back" / "0", *rules, "--reverse") == 0
+    tree = ocp.load(tmp_path / "back" / "0", checkpointable_name="a")
     np.testing.assert_array_equal(tree["w"], values)
-
-
-@pytest.mark.parametrize("name", ["..", "_x"])
-def test_a_tree_cannot_have_the_name_of_another_directory(name):
-    with pytest.raises(LayoutError, match="layout: tree: "):
-        Layout.parse(f"{LAYOUT}\ntree: {name}\n")
+    for name in ("..", "_x"):
+        with pytest.raises(LayoutError, match="layout: tree: "):
+            Layout.parse(f"{LAYOUT}\ntree: {name}\n")
 
 
 LISTS = """
@@ -310,12 +294,9 @@ def test_trees_of_orbax_are_lists_where_the_layout_lists_them(tmp_path, capsys):
     (tmp_path / "lists.yml").write_text(LISTS)
     rules = ["--rules", tmp_path / "lists.yml"]
     assert converted(tmp_path / "source", tmp_path / "steps" / "0", *rules) == 0
-    tree = ocp.load(tmp_path / "steps" / "0", checkpointable_name="state")
-    shape = jax.tree.map(lambda each: int(each[0]), tree)
-    assert shape == {
-        "opt": [{"mu": 0}, None, {"inner": [None, 1]}],
-        "dict": {"0": 2},
-    }
+    shape = jax.tree.map(lambda each: int(each[0]), restored(tmp_path))
+    lists = [{"mu": 0}, None, {"inner": [None, 1]}]
+    assert shape == {"opt": lists, "dict": {"0": 2}}
     to = ["--to", "safetensors"]
     assert converted(tmp_path / "steps" / "0", tmp_path / "back", *to) == 0
     assert bits(read(tmp_path / "back")) == bits(tensors)
@@ -343,19 +324,17 @@ def test_what_cannot_be_converted_is_one_error(tmp_path, capsys, names, options,
 
 
 _CONVERT = """
-import json, sys
-from elastic_ckpt.universal.writing import convert
-from elastic_ckpt.universal.writing.convert import Job
-convert.convert(Job(source=sys.argv[1], target=sys.argv[2], to="safetensors"))
-print(json.dumps(sorted(sys.modules)))
+import sys
+from elastic_ckpt.universal.writing.convert import Job, convert
+convert(Job(source=sys.argv[1], target=sys.argv[2], to="safetensors"))
+print(*sys.modules)
 """
 
 
 def test_raw_formats_are_converted_without_jax_orbax_and_tensorstore(tmp_path):
     small_model.write(tmp_path / "source", {"w": np.ones(3, np.float32)})
-    paths = [str(tmp_path / "source"), str(tmp_path / "made")]
-    imported = json.loads(
-        subprocess.check_output([sys.executable, "-c", _CONVERT, *paths])
-    )
-    assert not {"jax", "orbax", "tensorstore", "fsspec"}.intersection(imported)
-    assert "numpy" in imported
+    paths = [tmp_path / "source", tmp_path / "made"]
+    imported = subprocess.check_output([sys.executable, "-c", _CONVERT, *paths])
+    names = set(imported.decode().split())
+    assert not {"jax", "orbax", "tensorstore", "fsspec"} & names
+    assert "numpy" in names

@@ -30,8 +30,8 @@ def config_of(path):
 
 
 def test_a_model_is_written_with_all_that_is_beside_its_tensors(tmp_path):
-    numbers = np.arange(3, dtype=np.int32)
-    model(tmp_path / "source", {"w": W, "n": numbers}, heads=2)
+    tensors = {EMBEDDING: W, OUTPUT: W, "n": np.arange(3, dtype=np.int32)}
+    model(tmp_path / "source", tensors, tie_word_embeddings=True)
     kept = ["tokenizer.json", "tokenizer_config.json", "generation_config.json"]
     kept += ["vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja"]
     for name in [*kept, "tokenizer_of_mine.py", "README.md", "optimizer.pt"]:
@@ -41,9 +41,11 @@ def test_a_model_is_written_with_all_that_is_beside_its_tensors(tmp_path):
     made = tmp_path / "made"
     assert set(os.listdir(made)) == {*kept, "config.json", "model.safetensors"}
     assert all((made / name).read_text() == name for name in kept)
-    assert config_of(made) == {"heads": 2, "dtype": "bfloat16"}
-    expected = {"w": W.astype(ml_dtypes.bfloat16), "n": numbers}
-    assert bits(read(made)) == bits(expected)
+    assert config_of(made) == {"tie_word_embeddings": True, "dtype": "bfloat16"}
+    # An output that is the embedding is left out.
+    del tensors[OUTPUT]
+    tensors[EMBEDDING] = W.astype(ml_dtypes.bfloat16)
+    assert bits(read(made)) == bits(tensors)
 
 
 def test_the_configuration_has_what_the_values_are(tmp_path):
@@ -52,18 +54,8 @@ def test_the_configuration_has_what_the_values_are(tmp_path):
     fields = {"torch_dtype": "float16", "text_config": text, "vision_config": {"a": 1}}
     model(tmp_path / "source", {"w": W}, **fields, quantization_config=quantized)
     assert converted(*exported(tmp_path)) == 0
-    assert config_of(tmp_path / "made") == {
-        "torch_dtype": "float32",
-        "text_config": {"torch_dtype": "float32", "layers": 1},
-        "vision_config": {"a": 1},
-    }
-
-
-def test_an_output_that_is_the_embedding_is_left_out(tmp_path):
-    tensors = {EMBEDDING: W, OUTPUT: W, "w": W}
-    model(tmp_path / "source", tensors, tie_word_embeddings=True)
-    assert converted(*exported(tmp_path)) == 0
-    assert read(tmp_path / "made").keys() == {EMBEDDING, "w"}
+    text["torch_dtype"] = fields["torch_dtype"] = "float32"
+    assert config_of(tmp_path / "made") == fields
 
 
 @pytest.mark.parametrize(
