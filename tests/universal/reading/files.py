@@ -43,10 +43,17 @@ class Files:
         )
         return str(file)
 
-    def moves(self):
-        """Moves of each tensor to a target of its name."""
-        targets = [target_of(*each.shape, name=each.name) for each in self.tensors]
-        return [move(each, source=number) for number, each in enumerate(targets)]
+    def targets(self):
+        """Targets like the tensors."""
+        return [
+            target_of(*each.shape, dtype=each.dtype, name=each.name)
+            for each in self.tensors
+        ]
+
+    def moves(self, **options):
+        """Moves of each tensor to the target of its name."""
+        numbered = enumerate(self.targets())
+        return [move(each, source=number, **options) for number, each in numbered]
 
     def read(self, target, derived=(), *, source=None, **options):
         """The values of a target that one tensor is moved to."""

@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 import os
+import pathlib
 import threading
 import weakref
 import zlib
@@ -319,7 +320,7 @@ def test_integers_of_64_bits_are_added_up_exactly_and_not_rounded(files):
         files.read(target, [derived_of("sum", [*both, operand(2, 0)], wide)])
 
 
-def test_replicas_that_differ_in_a_bit_are_named_with_the_first_index(files):
+def test_replicas_that_differ_in_a_bit_or_in_dtype_are_named(files):
     values = np.zeros((30, 40), np.float32)
     values[3, 3] = np.nan
     files.add(values, ranks=(("tp", 0),))
@@ -329,24 +330,14 @@ def test_replicas_that_differ_in_a_bit_are_named_with_the_first_index(files):
     assert read.tobytes() == values.tobytes()
     values[2, 7] = values[4, 1] = -0.0
     files.add(values, ranks=(("tp", 2),))
-    every = [*both, operand(2, 0, 1)]
-    with pytest.raises(
-        errors.CheckpointError,
-        match=r"w of rank tp 0 and w of rank tp 2 differ at \[2, 7\]: 0.0 and -0.0",
+    files.add(values.astype(BF16), name="other")
+    for number, problem in (
+        (2, r"w of rank tp 0 and w of rank tp 2 differ at \[2, 7\]: 0.0 and -0.0"),
+        (3, "w .* float32.* other .*bfloat16"),
     ):
-        files.read(
-            target_of(40, 30), [derived_of("equal", every, values)], order=(1, 0)
-        )
-
-
-def test_replicas_of_different_dtypes_are_refused(files):
-    files.add(drawn(4))
-    files.add(drawn(4, dtype=BF16), name="other")
-    spec = derived_of("equal", [operand(0, 0), operand(1, 0)], drawn(4))
-    with pytest.raises(
-        errors.CheckpointError, match=r"w .* float32.* other .*bfloat16"
-    ):
-        files.read(target_of(4), [spec])
+        spec = derived_of("equal", [*both, operand(number, 0, 1)], values)
+        with pytest.raises(errors.CheckpointError, match=problem):
+            files.read(target_of(40, 30), [spec], order=(1, 0))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, np.dtype("int8")], ids=str)
@@ -412,17 +403,14 @@ def test_memory_of_requests_and_of_groups_keeps_to_the_budget(
 
     monkeypatch.setattr(Sources, "read_into", noted)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    targets, moves = [], []
     for number in range(20):
-        files.add(drawn(*shape, seed=number))
-        targets.append(target_of(*shape, name=str(number)))
-        moves.append(move(targets[-1], source=number, order=order))
+        files.add(drawn(*shape, seed=number), name=str(number))
+    moves, targets = files.moves(order=order), files.targets()
     reader = reader_of(
         files.tensors, moves, targets, budget_bytes=budget, allocate=allocate
     )
-    units = [(each, [boxes.whole(shape)]) for each in targets]
-    for number, group in enumerate(reader.read(units)):
-        assert len(group) == budget // 2 // targets[0].num_bytes, number
+    groups = reader.read((each, [boxes.whole(shape)]) for each in targets)
+    assert {len(group) for group in groups} == {budget // 2 // targets[0].num_bytes}
     assert 0 < max(peak) <= budget
 
 
@@ -499,22 +487,14 @@ def test_boxes_of_a_flat_range_hold_its_elements_in_order(shape, data):
     assert len(made) <= max(1, 2 * len(shape) - 1)
 
 
-@st.composite
-def checked_files(draw):
-    """The size of a file, the bounds of its entries, and what is needed of it."""
-    size = draw(st.integers(1, 60))
-    ends = st.integers(0, size)
-    bounds = sorted({0, size, *draw(st.sets(ends, max_size=3))})
-    pairs = draw(st.lists(st.tuples(ends, ends), min_size=1, max_size=6))
-    needed = [(min(p), max(p)) for p in pairs if p[0] != p[1]]
-    return size, bounds, needed, draw(st.integers(0, size - 1))
-
-
-@given(checked_files(), st.sampled_from([0, 2**14]))
+@given(st.data(), st.integers(1, 60), st.sampled_from([0, 2**14]))
 def test_damage_of_an_entry_is_seen_by_who_reads_some_of_it(
-    tmp_path_factory, case, gap_bytes
+    tmp_path_factory, data, size, gap_bytes
 ):
-    size, bounds, needed, at = case
+    ends = st.integers(0, size)
+    bounds = sorted({0, size, *data.draw(st.sets(ends, max_size=3))})
+    pairs = data.draw(st.lists(st.tuples(ends, ends), min_size=1, max_size=6))
+    needed = [(min(p), max(p)) for p in pairs if p[0] != p[1]]
     files = Files(tmp_path_factory.mktemp("files"))
     content = np.arange(size, dtype=np.uint8)
     path = files.add(content)
@@ -522,23 +502,23 @@ def test_damage_of_an_entry_is_seen_by_who_reads_some_of_it(
         stored.Checksum(a, b, zlib.crc32(content[a:b]))
         for a, b in itertools.pairwise(bounds)
     ]
-    target = target_of(size, dtype="uint8")
+    (target,) = files.targets()
     needed_boxes = [boxes.Box(start=(a,), stop=(b,)) for a, b in needed]
 
     def read():
-        limits = Limits(gap_bytes, 2**23, 0)
-        with mock.patch.object(sources, "LOCAL", limits):
+        with mock.patch.object(sources, "LOCAL", Limits(gap_bytes, 2**23, 0)):
             reader = reader_of(
-                files.tensors, [move(target)], [target], checksums=lambda _: entries
+                files.tensors, files.moves(), [target], checksums=lambda _: entries
             )
-            found = read_units(reader, [(target, [box]) for box in needed_boxes[:1]])
+            found = read_units(reader, [(target, needed_boxes[:1])])
             found += read_units(reader, [(target, needed_boxes[1:])])
         reader.checks.finish()
         return [each.tolist() for *_, each in found]
 
     assert read() == [content[a:b].tolist() for a, b in needed]
+    at = data.draw(st.integers(0, size - 1))
     content[at] ^= 1
-    (files.directory / path).write_bytes(content.tobytes())
+    pathlib.Path(path).write_bytes(content.tobytes())
     first = max(bound for bound in bounds[:-1] if bound <= at)
     last = min(bound for bound in bounds if bound > at)
     if any(a < last and first < b for a, b in needed):
