@@ -222,30 +222,26 @@ def test_ranks_are_reduced(option, dtype, expected):
 
 
 @pytest.mark.parametrize(
-    ("dims", "scales", "sizes"),
+    ("dims", "scales", "shape", "sizes"),
     [
-        ("out in", "out/3 in/4", {}),
-        ("out in", "out/o in/i", {"o": 3, "i": 4}),
-        ("out (b i)", "out/3 b", {"i": 4}),
-        ("(g three) in", "g in/4", {"three": 3}),
-        ("out in", "out/3 1", {}),
-        ("out in", "out", {}),
-        ("out in", "", {}),
+        ("out in", "out/3 in/4", (2, 2), {}),
+        ("out in", "out/o in/i", (2, 2), {"o": 3, "i": 4}),
+        ("out (b i)", "out/3 b", (2, 2), {"i": 4}),
+        ("(g three) in", "g in/4", (2, 2), {"three": 3}),
+        ("out in", "out/3 1", (2, 1), {}),
+        ("out in", "out", (6,), {}),
+        ("out in", "", (), {}),
     ],
 )
-def test_a_weight_is_multiplied_by_scales_of_blocks(dims, scales, sizes):
+def test_a_weight_is_multiplied_by_scales_of_blocks(dims, scales, shape, sizes):
     # The last block of `in` is cut short where nothing else says that it is whole.
     columns = 8 if "b" in dims else 7
-    weight = (numbered(6, columns) % 13).astype(F8)
-    counts = {"out/3": 2, "out/o": 2, "g": 2, "out": 6, "1": 1}
-    shape = [counts.get(each, 2) for each in scales.split()]
-    values = numbered(*shape, start=2)
+    weight, values = (numbered(6, columns) % 13).astype(F8), numbered(*shape, start=2)
     source = {"{n}.w": {"dims": dims, "times": {"{n}.s": scales}}}
     made_by = layout(rule(source, {"{n}": dims}), sizes=sizes)
-    rows = np.arange(6)[:, None] * (shape[0] if shape else 1) // 6
-    columns = np.arange(columns)[None] // 4
-    index = (rows, columns if shape[1:] != [1] else 0 * columns)[: len(shape)]
-    expected = weight.astype(np.float32) * values[index]
+    a, b = (*shape, 1, 1)[:2]
+    blocks = np.kron(values.reshape(a, b), np.ones((6 // a, 8 // b), np.float32))
+    expected = weight.astype(np.float32) * blocks[:, :columns]
     made = relayout(made_by, {"a.w": weight, "a.s": values})
     assert_same(made, {"a": expected.astype(ml_dtypes.bfloat16)})
 
