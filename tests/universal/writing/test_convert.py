@@ -1,6 +1,7 @@
 """Checkpoints are converted to other layouts and formats, also after a kill."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from flax import traverse_util
 from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
@@ -46,11 +48,7 @@ def job(path, target="steps/0", *, source="source", **options):
     return convert.Job(source=source, target=target, rules=rules, **options)
 
 
-def flat(tree):
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    }
+flat = functools.partial(traverse_util.flatten_dict, sep="/")
 
 
 def restored(path):
