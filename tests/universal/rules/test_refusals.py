@@ -1,7 +1,5 @@
 """A layout that does not fit is refused, with the names of tensors and rules."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import yaml
@@ -11,57 +9,41 @@ from elastic_ckpt.universal.rules.layout import LayoutError
 from tests.universal.rules.relayout import (
     layout,
     layout_of_one,
-    numbered,
     relayout,
     rule,
     saved,
 )
 
-UP = rule({"{l}.up": "ff@tp embed"}, {"up": {"dims": "l embed ff", "scale": 2}})
-NORM = rule({"{l}.norm": {"dims": "embed", "replicated": ["tp"]}}, {"norm": "l embed"})
-LAYERS = [
-    saved(f"{n}.{name}", np.zeros(shape, np.float32), tp=tp)
-    for n, tp in np.ndindex(3, 2)
-    for name, shape in (("up", (2, 3)), ("norm", 3))
-]
-TREE = {"up": np.zeros((3, 3, 4), np.float32), "norm": np.zeros((3, 3), np.float32)}
-
-
-def test_what_is_missing_or_left_over_is_named():
-    def refused(tensors, *rules, **options):
-        made_by = layout(*(rules or (UP, NORM)), **options)
-        with pytest.raises(LayoutError) as caught:
-            relayout(made_by, tensors, {"tp": 2}, targets=TREE)
-        return str(caught.value)
-
-    def without(name):
-        return [each for each in LAYERS if each.name != name]
-
-    relayout(layout(UP, NORM), LAYERS, {"tp": 2}, targets=TREE)
-    text = refused(LAYERS, UP)
-    assert "3 tensors of the checkpoint are in no rule: 0.norm (nearest: " in text
-    assert "1 tensors of the target are in no rule: norm (nearest: " in text
-    text = refused(LAYERS, UP, NORM, UP)
-    assert "no tensor that earlier rules leave: layout: rules[2].from" in text
-    text = refused(without("1.up"))
-    assert (
-        "rules[0].to['up']: elements that no tensor fills: embed 0:3, ff 0:2, l 1:2"
-        in text
-    )
-    text = refused(without("2.up"))
-    assert "dim 0 of layout: rules[0].to['up'] is 3, not 2, by l=2" in text
-    text = refused([*LAYERS[1:], saved("0.up", numbered(5, 3), tp=0)])
-    assert "dim 0 of layout: rules[0].from['{l}.up'] is " in text
-    text = refused([*LAYERS, *(saved(f"{n}.bias", 1.0) for n in range(9))])
-    assert "9 tensors of the checkpoint are in no rule: 0.bias" in text
-    assert "5.bias" not in text
-    momentum = [dataclasses.replace(each, kind="momentum") for each in LAYERS]
-    states = {"momentum": {"from": "{}", "to": "{}"}}
-    assert "how 'momentum' follows" in refused(momentum, states=states)
-
-
 # Rules and keys of a layout, the shapes of tensors (and of targets), the error.
 REFUSED = r"""
+{"{l}.up": f@tp e} -> {up: l e f}
+0.up 2 3 tp=0; 0.up 2 3 tp=1; 0.norm 3 -> up 1 3 4; norm 3
+1 tensors of the checkpoint .* 0.norm \(nearest: .*\n.*1 tensors of the target .* norm
+
+{w: x} -> {k: x} | {w: x} -> {l: x}
+w 3
+no tensor that earlier rules leave: layout: rules\[1\].from
+
+{"{l}.up": f e} -> {up: l e f}
+0.up 2 3; 2.up 2 3 -> up 3 3 2
+rules\[0\].to\['up'\]: elements that no tensor fills: e 0:3, f 0:2, l 1:2
+
+{"{l}.up": f e} -> {up: l e f}
+0.up 2 3; 1.up 2 3 -> up 3 3 2
+dim 0 of layout: rules\[0\].to\['up'\] is 3, not 2, by l=2
+
+{"{l}.up": f e} -> {up: l e f}
+0.up 2 3; 1.up 5 3
+dim 0 of layout: rules\[0\].from\['{l}.up'\] is
+
+{w: x} -> {k: x}
+w 3; 0.b; 1.b; 2.b; 3.b; 4.b; 5.b; 6.b; 7.b; 8.b
+9 tensors of the checkpoint are in no rule: 0.b(?!.*5.b)
+
+{w: {dims: x, scale: 2}} -> {k: x} | {states: {momentum: {from: "{}", to: "{}"}}}
+w 3 kind=momentum
+how 'momentum' follows
+
 {w: a b} -> {k: a b}
 w 2 3 tp=0; w 2 3 tp=1
 several tp, .*`repl
@@ -159,9 +141,10 @@ missing in the target: b/k\.1
 def tensor_of(text):
     name, *words = text.split()
     shape = [int(each) for each in words if each.isdecimal()]
-    ranks = {"tp": int(each[3:]) for each in words if "=" in each}  # noqa: B035
+    options = dict(each.split("=") for each in words if "=" in each)
+    options |= {"tp": int(options["tp"])} if "tp" in options else {}
     dtype = words[-1] if "int" in text else np.float32
-    return saved(name, np.zeros(shape, dtype), **ranks)
+    return saved(name, np.zeros(shape, dtype), **options)
 
 
 @pytest.mark.parametrize("case", REFUSED.strip().split("\n\n"))

@@ -258,49 +258,44 @@ def test_sizes_and_leaves_are_values_of_the_checkpoint_unless_given(tmp_path, ca
     assert problem in refusal(capsys, *given("none", "--size", "kv=3"))
 
 
-def test_the_tree_of_a_step_is_named_by_the_layout(tmp_path):
-    values = np.arange(24, dtype=np.float32).reshape(6, 4)
-    small_model.write(tmp_path / "source", {"w": values})
-    (tmp_path / "layout.yml").write_text(f"{LAYOUT}\ntree: b-2\ntree_inverse: a\n")
-    steps, rules = tmp_path / "steps" / "0", ["--rules", tmp_path / "layout.yml"]
-    assert converted(tmp_path / "source", steps, *rules, "--size", "kv=2") == 0
-    made = ocp.load(steps, checkpointable_name="b-2")["params"]["w"]
-    np.testing.assert_array_equal(made, values.reshape(2, 3, 4).transpose(2, 0, 1))
-    assert converted(steps, tmp_path / "back" / "0", *rules, "--reverse") == 0
-    tree = ocp.load(tmp_path / "back" / "0", checkpointable_name="a")
-    np.testing.assert_array_equal(tree["w"], values)
-    for name in ("..", "_x"):
-        with pytest.raises(LayoutError, match="layout: tree: "):
-            Layout.parse(f"{LAYOUT}\ntree: {name}\n")
-
-
 LISTS = """
 version: 1
 rules:
   - from: {"{name:path}": "x"}
     to: {"{name:path}": "x"}
 lists: [opt, opt/2/inner, other]
+tree: b-2
+tree_inverse: a
 """
 
 
-def test_trees_of_orbax_are_lists_where_the_layout_lists_them(tmp_path, capsys):
+def test_trees_of_orbax_have_the_name_and_the_lists_of_the_layout(tmp_path, capsys):
     tensors = {
         name: np.full(3, number, np.float32)
         for number, name in enumerate(["opt/0/mu", "opt/2/inner/1", "dict/0"])
     }
     small_model.write(tmp_path / "source", tensors)
     (tmp_path / "lists.yml").write_text(LISTS)
-    rules = ["--rules", tmp_path / "lists.yml"]
-    assert converted(tmp_path / "source", tmp_path / "steps" / "0", *rules) == 0
-    shape = jax.tree.map(lambda each: int(each[0]), restored(tmp_path))
+    steps, rules = tmp_path / "steps" / "0", ["--rules", tmp_path / "lists.yml"]
+    assert converted(tmp_path / "source", steps, *rules) == 0
+    tree = ocp.load(steps, checkpointable_name="b-2")
     lists = [{"mu": 0}, None, {"inner": [None, 1]}]
+    shape = jax.tree.map(lambda each: int(each[0]), tree)
     assert shape == {"opt": lists, "dict": {"0": 2}}
-    to = ["--to", "safetensors"]
-    assert converted(tmp_path / "steps" / "0", tmp_path / "back", *to) == 0
-    assert bits(read(tmp_path / "back")) == bits(tensors)
+    assert converted(steps, tmp_path / "back" / "0", *rules, "--reverse") == 0
+    tree = ocp.load(tmp_path / "back" / "0", checkpointable_name="a")
+    np.testing.assert_array_equal(tree["dict"]["0"], tensors["dict/0"])
+    assert converted(steps, tmp_path / "all", "--to", "safetensors") == 0
+    assert bits(read(tmp_path / "all")) == bits(tensors)
     small_model.write(tmp_path / "wrong", {"other/x": np.ones(3, np.float32)})
     given = [tmp_path / "wrong", tmp_path / "other" / "0", *rules]
     assert "other is listed in `lists`" in refusal(capsys, *given)
+
+
+@pytest.mark.parametrize("name", ["..", "_x"])
+def test_a_tree_cannot_have_the_name_of_another_directory(name):
+    with pytest.raises(LayoutError, match="layout: tree: "):
+        Layout.parse(f"{LAYOUT}\ntree: {name}\n")
 
 
 @pytest.mark.parametrize(
