@@ -101,9 +101,8 @@ def derived(spec, stored):
     # As DeepSpeed does it: one after another, in float32.
     first, *others = (each.astype(spec.dtype) for each in (first, *others))
     if spec.how == "plus":
-        return (first + spec.factor * (others[0] * others[1]).sum(-1, keepdims=True))[
-            ..., 0
-        ]
+        product = (others[0] * others[1]).sum(-1, keepdims=True)
+        return (first + spec.factor * product)[..., 0]
     combine = operator.mul if spec.how == "times" else operator.add
     values = functools.reduce(combine, others, first)[..., 0]
     if spec.how == "mean":
@@ -114,16 +113,13 @@ def derived(spec, stored):
 def aligned(operand, array, spec):
     """The elements of an operand, by the derived dims, and that of `plus`."""
     array = view(array, operand.viewed_as)
-    indices = np.indices((*spec.shape, 1), sparse=True)
-    if -1 in operand.dims:
-        count = array.shape[operand.dims.index(-1)]
-        indices = np.indices((*spec.shape, count), sparse=True)
+    count = array.shape[operand.dims.index(-1)] if -1 in operand.dims else 1
+    indices = np.indices((*spec.shape, count), sparse=True)
     index = tuple(
         indices[dim] // block
         for dim, block in zip(operand.dims, operand.blocks, strict=True)
     )
-    shape = np.broadcast_shapes(*(each.shape for each in indices))
-    return np.broadcast_to(array[index], shape if index else (*spec.shape, 1))
+    return np.broadcast_to(array[index], (*spec.shape, count))
 
 
 def view(values, dtype):

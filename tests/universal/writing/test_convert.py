@@ -13,21 +13,24 @@ import sys
 import jax
 import numpy as np
 import pytest
+from etils import epath
 from flax import traverse_util
 from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
 from elastic_ckpt.cli import main
-from elastic_ckpt.core import errors, process
+from elastic_ckpt.core import errors, process, storage
 from elastic_ckpt.tiers.persistent import claims
 from elastic_ckpt.universal.rules.layout import Layout, LayoutError
 from elastic_ckpt.universal.writing import chunks, convert
+from elastic_ckpt.universal.writing.safetensors_files import SafetensorsFiles
 from tests import runs, seams
 from tests.maxtext import small_models
 from tests.universal.safetensors_files import bits, read
 from tests.universal.writing import small_model
 from tests.universal.writing.small_model import converted, refusal
 
+INDEX = "model.safetensors.index.json"
 TREES = ("orbax", "safetensors")
 
 
@@ -192,24 +195,43 @@ def test_storage_that_fails_is_one_error_and_nothing_is_visible(tmp_path, to):
 
 
 @pytest.mark.parametrize(
-    "bucket",
+    ("bucket", "to"),
     [
-        pytest.param("gs", marks=pytest.mark.slow),
-        pytest.param("s3", marks=pytest.mark.night),
+        ("gs", "safetensors"),
+        pytest.param("gs", "orbax", marks=pytest.mark.slow),
+        pytest.param("s3", "safetensors", marks=pytest.mark.night),
+        pytest.param("s3", "orbax", marks=pytest.mark.night),
     ],
-    indirect=True,
+    indirect=["bucket"],
 )
-def test_a_step_in_a_bucket_is_repeated_and_comes_back(source, tmp_path, bucket):
-    url = f"{bucket}/steps/0"
-    given = dataclasses.replace(job(tmp_path), target=url)
+def test_a_checkpoint_in_a_bucket_exists_when_it_is_committed(
+    source, tmp_path, monkeypatch, bucket, to
+):
+    path = epath.Path(bucket) / "steps" / "0"
+    given = dataclasses.replace(job(tmp_path, to=to), target=str(path))
+    if to == "safetensors":
+        storage.write_atomic(path / "of-others", b"x")
+        with pytest.raises(errors.CheckpointError, match="exists already"):
+            convert.convert(given)
+        assert storage.names(path) == ["of-others"]
+        storage.remove(path)
+    monkeypatch.setattr(SafetensorsFiles, "most_file_bytes", 7000)
     with pytest.raises(Stop):
         convert.convert(given, progress=stop)
+    assert INDEX not in storage.names(path)
+    # Files that the second conversion does not write are gone.
+    monkeypatch.setattr(SafetensorsFiles, "most_file_bytes", 14000)
     convert.convert(given)
-    assert main.main(["verify", f"{bucket}/steps"]) == 0
+    if to == "orbax":
+        assert main.main(["verify", f"{bucket}/steps"]) == 0
+    else:
+        files = json.loads((path / INDEX).read_bytes())["weight_map"].values()
+        assert {*storage.names(path)} == {INDEX, *files}
+        assert storage.names(path.parent) == ["0"]
     with pytest.raises(errors.CheckpointError, match="exists already"):
         convert.convert(given)
     back = job(tmp_path, "back", is_reversed=True, to="safetensors")
-    convert.convert(dataclasses.replace(back, source=url))
+    convert.convert(dataclasses.replace(back, source=str(path)))
     assert bits(read(tmp_path / "back")) == bits(source)
 
 

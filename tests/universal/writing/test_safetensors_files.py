@@ -1,6 +1,5 @@
-"""Conversions to safetensors, of any tensors, after damage, and in buckets."""
+"""Conversions of any tensors to safetensors."""
 
-import dataclasses
 import json
 import math
 import os
@@ -11,16 +10,14 @@ from unittest import mock
 import hypothesis
 import numpy as np
 import pytest
-from etils import epath
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import errors
 from elastic_ckpt.universal.formats import safetensors
 from elastic_ckpt.universal.writing import chunks, convert
 from elastic_ckpt.universal.writing.safetensors_files import SafetensorsFiles
 from tests.universal import safetensors_files
 from tests.universal.safetensors_files import bits, read
-from tests.universal.writing.test_convert import Stop, stop
 
 NAMES = ["float32", "float64", "int64", "uint8", "bool", "bfloat16", "float8_e4m3fn"]
 
@@ -47,17 +44,6 @@ def job(path, target="model", **options):
         to="safetensors",
         **options,
     )
-
-
-@pytest.fixture
-def source(tmp_path, monkeypatch):
-    """A model whose tensors are in a file each."""
-    monkeypatch.setattr(SafetensorsFiles, "most_file_bytes", 7000)
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**12)
-    generator = np.random.default_rng(0)
-    tensors = {f"layers.{n}.w": generator.random((40, 40), "f4") for n in range(8)}
-    safetensors_files.write(tmp_path / "source.safetensors", tensors)
-    return tensors
 
 
 @hypothesis.given(
@@ -113,29 +99,3 @@ def test_tensors_that_cannot_be_written_are_one_error(tmp_path, target, problem)
     with pytest.raises(errors.ElasticCkptError, match=problem):
         convert.convert(job(tmp_path, rules=str(layout)))
     assert set(os.listdir(tmp_path)) == {"source.safetensors", "layout.yml"}
-
-
-@pytest.mark.parametrize(
-    "bucket", ["gs", pytest.param("s3", marks=pytest.mark.night)], indirect=True
-)
-def test_a_checkpoint_in_a_bucket_exists_when_it_is_committed(
-    bucket, source, tmp_path, monkeypatch
-):
-    url = f"{bucket}/model"
-    given = dataclasses.replace(job(tmp_path), target=url)
-    other = "model-00001-of-00009.safetensors"
-    storage.write_atomic(epath.Path(url) / other, b"x")
-    with pytest.raises(errors.CheckpointError, match="exists already"):
-        convert.convert(given)
-    assert storage.names(url) == [other]
-    storage.remove(epath.Path(url))
-    with pytest.raises(Stop):
-        convert.convert(given, progress=stop)
-    assert storage.names(url)
-    assert INDEX not in storage.names(url)
-    monkeypatch.setattr(SafetensorsFiles, "most_file_bytes", 14000)
-    convert.convert(given)
-    assert len(storage.names(url)) == 5
-    assert storage.names(bucket) == ["model"]
-    convert.convert(dataclasses.replace(job(tmp_path, "back"), source=url))
-    assert bits(read(tmp_path / "back")) == bits(source)
