@@ -113,14 +113,10 @@ def read_all(tensors, moves, targets, **options):
 
 
 def cut(shape, bounds):
-    """The boxes of a grid that begins at `bounds` in each dim."""
-    grid = [boxes.whole(())]
-    for size, bounds_of_dim in zip(shape, bounds, strict=True):
-        places = {place % size for place in bounds_of_dim} if size else set()
-        ends = [*sorted(places | {0}), size]
-        grid = [
-            boxes.Box(start=(*box.start, a), stop=(*box.stop, b))
-            for box in grid
-            for a, b in itertools.pairwise(ends)
-        ]
-    return grid
+    """The boxes of a grid that begins at `bounds` in each dim; none is empty."""
+    ends = [
+        itertools.pairwise(sorted({0, size, *(at % size for at in chosen)}))
+        for size, chosen in zip(shape, bounds, strict=True)
+    ]
+    corners = (zip(*each, strict=True) for each in itertools.product(*ends))
+    return [boxes.Box(start=start, stop=stop) for start, stop in corners]
