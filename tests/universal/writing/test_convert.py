@@ -278,8 +278,8 @@ def test_sizes_and_leaves_are_values_of_the_checkpoint_unless_given(tmp_path, ca
 LISTS = """
 version: 1
 rules:
-  - from: {"{name:path}": "x"}
-    to: {"{name:path}": "x"}
+  - from: {"{name:path}": "..."}
+    to: {"{name:path}": "..."}
 lists: [opt, opt/2/inner, other]
 tree: b-2
 tree_inverse: a
@@ -288,7 +288,7 @@ tree_inverse: a
 
 def test_trees_of_orbax_have_the_name_and_the_lists_of_the_layout(tmp_path, capsys):
     tensors = {
-        name: np.full(3, number, np.float32)
+        name: np.full([3] * number, number, np.float32)
         for number, name in enumerate(["opt/0/mu", "opt/2/inner/1", "dict/0"])
     }
     small_model.write(tmp_path / "source", tensors)
@@ -297,7 +297,7 @@ def test_trees_of_orbax_have_the_name_and_the_lists_of_the_layout(tmp_path, caps
     assert converted(tmp_path / "source", steps, *rules) == 0
     tree = ocp.load(steps, checkpointable_name="b-2")
     lists = [{"mu": 0}, None, {"inner": [None, 1]}]
-    shape = jax.tree.map(lambda each: int(each[0]), tree)
+    shape = jax.tree.map(lambda each: int(each.max()), tree)
     assert shape == {"opt": lists, "dict": {"0": 2}}
     assert converted(steps, tmp_path / "back" / "0", *rules, "--reverse") == 0
     tree = ocp.load(tmp_path / "back" / "0", checkpointable_name="a")
