@@ -41,7 +41,7 @@ def test_a_float_of_8_bits_keeps_its_dtype_without_its_scales(tmp_path):
 
 
 def checkpoint_of(saved):
-    return Checkpoint(format="some format", tensors=relayout.stored(saved))
+    return Checkpoint(format="some format", tensors=saved)
 
 
 @pytest.mark.parametrize("kinds", [("parameter",), ("parameter", "master", "step")])

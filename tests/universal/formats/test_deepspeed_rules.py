@@ -73,7 +73,7 @@ def checkpoint_of(shards, info):
     ]
     return saved, Checkpoint(
         format="DeepSpeed ZeRO-1",
-        tensors=relayout.stored(saved),
+        tensors=saved,
         axes={"tp": len(shards["w"])},
         values={"universal_checkpoint_info": info},
     )
@@ -175,6 +175,6 @@ def test_sizes_that_shards_do_not_have_are_refused(shards, info, match):
 
 def test_a_parameter_that_a_rank_lacks_is_refused():
     saved, checkpoint = checkpoint_of({"w": ROWS_OF_RANKS}, {AVERAGED: ["w"]})
-    checkpoint = dataclasses.replace(checkpoint, tensors=relayout.stored(saved[:3]))
+    checkpoint = dataclasses.replace(checkpoint, tensors=saved[:3])
     with pytest.raises(FormatError, match=r"1 of 2 ranks have w \(first_moment\)"):
         deepspeed_rules.layout(checkpoint)

@@ -43,33 +43,37 @@ class Files:
         )
         return str(file)
 
-    def read(
-        self, target, derived=(), *, source=None, order=None, scale=1.0, shift=0.0
-    ):
+    def targets(self):
+        """Targets like the tensors."""
+        return [
+            target_of(*each.shape, dtype=each.dtype, name=each.name)
+            for each in self.tensors
+        ]
+
+    def moves(self, **options):
+        """Moves of each tensor to the target of its name."""
+        numbered = enumerate(self.targets())
+        return [move(each, source=number, **options) for number, each in numbered]
+
+    def read(self, target, derived=(), *, source=None, **options):
         """The values of a target that one tensor is moved to."""
         source = len(self.tensors) + len(derived) - 1 if source is None else source
-        moved = move(target, source=source, order=order, scale=scale, shift=shift)
+        moved = move(target, source=source, **options)
         return read_all(self.tensors, [moved], [target], derived=derived)[target.name]
 
 
-def identity(rank, order=None):
-    """The side of a tensor whose dims are the factored dims, in an order."""
-    dims = tuple(range(rank)) if order is None else tuple(order)
-    return Side(start=(0,) * rank, dims=dims, steps=(1,) * rank)
-
-
-def move(target, *, source=0, order=None, scale=1.0, shift=0.0):
+def move(target, *, source=0, order=None, **options):
     """A move of a whole tensor; `order` has the target's dim of each of its own."""
     rank = len(target.shape)
-    order = tuple(range(rank)) if order is None else order
+    own = tuple(range(rank))
+    order = own if order is None else order
     return Move(
         target=target.name,
         sizes=tuple(target.shape[dim] for dim in order),
-        target_side=identity(rank, order),
+        target_side=Side(start=(0,) * rank, dims=tuple(order), steps=(1,) * rank),
         source=source,
-        source_side=identity(rank),
-        scale=scale,
-        shift=shift,
+        source_side=Side(start=(0,) * rank, dims=own, steps=(1,) * rank),
+        **options,
     )
 
 
@@ -109,14 +113,10 @@ def read_all(tensors, moves, targets, **options):
 
 
 def cut(shape, bounds):
-    """The boxes of a grid that begins at `bounds` in each dim."""
-    grid = [boxes.whole(())]
-    for size, bounds_of_dim in zip(shape, bounds, strict=True):
-        places = {place % size for place in bounds_of_dim} if size else set()
-        ends = [*sorted(places | {0}), size]
-        grid = [
-            boxes.Box(start=(*box.start, a), stop=(*box.stop, b))
-            for box in grid
-            for a, b in itertools.pairwise(ends)
-        ]
-    return grid
+    """The boxes of a grid that begins at `bounds` in each dim; none is empty."""
+    ends = [
+        itertools.pairwise(sorted({0, size, *(at % size for at in chosen)}))
+        for size, chosen in zip(shape, bounds, strict=True)
+    ]
+    corners = (zip(*each, strict=True) for each in itertools.product(*ends))
+    return [boxes.Box(start=start, stop=stop) for start, stop in corners]

@@ -1,10 +1,10 @@
 """What is read of random checkpoints, in any cut, compared with NumPy bit for bit."""
 
 import dataclasses
-import functools
 import itertools
 import math
 import os
+import pathlib
 import threading
 import weakref
 import zlib
@@ -22,7 +22,7 @@ from elastic_ckpt.core import boxes, errors, host_memory
 from elastic_ckpt.universal.factors import boxes_of_range
 from elastic_ckpt.universal.formats import checkpoint as stored
 from elastic_ckpt.universal.formats.files import FormatError
-from elastic_ckpt.universal.moves import Derived, Fill, Operand
+from elastic_ckpt.universal.moves import Derived, Operand
 from elastic_ckpt.universal.reading import sources
 from elastic_ckpt.universal.reading.sources import Limits, Sources
 from tests.universal import random_layouts
@@ -35,28 +35,15 @@ from tests.universal.reading.files import (
     reader_of,
     target_of,
 )
+from tests.universal.rules import relayout
 
 F32 = np.dtype("float32")
-BF16 = np.dtype(ml_dtypes.bfloat16)
+BF16, F8 = map(np.dtype, (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn))
 
 
 @pytest.fixture
 def files(tmp_path):
     return Files(tmp_path)
-
-
-@pytest.fixture
-def requests(monkeypatch):
-    """The file and the range of each request, in the order of their ends."""
-    made = []
-    read_into = Sources.read_into
-
-    def noted(self, file, start, memory):
-        made.append((file, start, start + memory.nbytes))
-        return read_into(self, file, start, memory)
-
-    monkeypatch.setattr(Sources, "read_into", noted)
-    return made
 
 
 def drawn(*shape, dtype=F32, seed=0):
@@ -77,23 +64,28 @@ def written(layout, directory):
     ]
 
 
+def operand(number, *dims, blocks=None, viewed_as=None):
+    blocks = (1,) * len(dims) if blocks is None else blocks
+    return Operand(number, dims, blocks, viewed_as)
+
+
+def derived_of(how, operands, like, **options):
+    """A derived tensor with the shape and the dtype of another one."""
+    return Derived(
+        how=how, operands=operands, shape=like.shape, dtype=like.dtype, **options
+    )
+
+
 def with_replicas(draw, layout):
     """Some moves from tensors that are compared with replicas of themselves."""
     derived, moves = [], []
     for each in layout.moves:
         if draw(st.booleans()):
-            rank = len(layout.tensors[each.source].shape)
-            operand = Operand(each.source, tuple(range(rank)), (1,) * rank)
             tensor = layout.tensors[each.source]
+            same = operand(each.source, *range(len(tensor.shape)))
+            replicas = (same,) * draw(st.integers(1, 3))
             number = len(layout.tensors) + len(derived)
-            derived.append(
-                Derived(
-                    how="equal",
-                    operands=(operand,) * draw(st.integers(1, 3)),
-                    shape=tensor.shape,
-                    dtype=tensor.dtype,
-                )
-            )
+            derived.append(derived_of("equal", replicas, tensor))
             each = dataclasses.replace(each, source=number)
         moves.append(each)
     return moves, derived
@@ -160,126 +152,63 @@ def test_a_target_that_lacks_a_move_or_has_one_twice_is_refused(data, layout):
             read_all(layout.tensors, moves, targets)
 
 
-def test_a_part_that_no_source_has_is_filled_with_a_value(files):
-    values = drawn(2, 4)
-    files.add(values)
-    fill = Fill(target="w", start=(2, 0), stop=(3, 4), value=7)
-    target = target_of(3, 4)
-    moves = [move(target_of(2, 4))]
-    reader = reader_of(files.tensors, moves, [target], fills=[fill])
-    box = boxes.Box(start=(1, 1), stop=(3, 3))
-    ((_, _, read),) = read_units(reader, [(target, [box])])
-    assert read.tolist() == [values[1, 1:3].tolist(), [7, 7]]
-
-
 # What is computed.
 
 
-def operand(number, *dims, blocks=None, viewed_as=None):
-    blocks = (1,) * len(dims) if blocks is None else blocks
-    return Operand(number, dims, blocks, viewed_as)
+@st.composite
+def computed(draw, how):
+    """A derived tensor of two dims, and the arrays that it is computed of."""
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    counts = st.integers(1, 6)
+    out, inner, arrays, operands = draw(counts), 2 * draw(counts), [], []
+
+    def add(shape, dtype, *dims, low=-8, **options):
+        operands.append(operand(len(arrays), *dims, **options))
+        # Sums and products of these are exact.
+        arrays.append(generator.integers(low, low + 17, shape).astype(dtype))
+
+    def add_packed():
+        dtype = np.dtype(draw(st.sampled_from(["float4_e2m1fn", "int4", "uint4"])))
+        add((out, inner // 2), np.uint8, 0, 1, low=0, viewed_as=dtype)
+        return dtype
+
+    factor, dtype = 1.0, F32
+    if how == "equal":
+        dtype = add_packed()
+    elif how in ("mean", "sum"):
+        each = draw(st.sampled_from([F32, BF16, "int8", "int64"]))
+        for order in [(0, 1), *draw(st.lists(st.permutations((0, 1)), max_size=6))]:
+            add([(out, inner)[dim] for dim in order], each, *order)
+        if isinstance(each, str):
+            dtype = np.dtype("int64" if how == "sum" else "float64")
+    elif how == "plus":
+        factor, rank = 2.0, draw(counts)
+        shapes = {(0, 1): (out, inner), (0, -1): (out, rank), (-1, 1): (rank, inner)}
+        for dims, shape in shapes.items():
+            add(shape, BF16, *dims)
+    else:
+        factor, (o, i) = 2.0, draw(st.tuples(counts, counts))
+        if draw(st.booleans()):
+            add_packed()
+        else:
+            add((out, inner), draw(st.sampled_from([F8, "int8"])), 0, 1)
+        add((-(-inner // i), -(-out // o)), BF16, 1, 0, blocks=(i, o))
+        add((out,), np.uint8, 0, low=120, viewed_as=np.dtype(ml_dtypes.float8_e8m0fnu))
+    like = target_of(out, inner, dtype=dtype)
+    return derived_of(how, operands, like, factor=factor), arrays
 
 
-def derived_of(how, operands, values, **options):
-    """A derived tensor like the array that it should be."""
-    return Derived(
-        how=how, operands=operands, shape=values.shape, dtype=values.dtype, **options
-    )
-
-
-def of_ranks(draw, files, numbers, *, how):
-    """The mean or the sum of what ranks have, one of them transposed."""
-    out, inner, ranks = (draw(st.integers(1, 6)) for _ in range(3))
-    dtype = np.dtype(draw(st.sampled_from([F32, BF16, "int8", "int64"])))
-    every = [numbers((out, inner), dtype) for _ in range(ranks)]
-    for values in every:
-        files.add(values)
-    every.append(numbers((inner, out), dtype))
-    files.add(every[-1])
-    every[-1] = every[-1].T
-    operands = [*(operand(n, 0, 1) for n in range(ranks)), operand(ranks, 1, 0)]
-    wide = F32 if dtype in (F32, BF16) else np.dtype("float64")
-    if how == "sum" and wide != F32:
-        wide = np.dtype("int64")
-    total = every[0].astype(wide)
-    for values in every[1:]:
-        total = total + values.astype(wide)
-    if how == "mean":
-        total = total / np.array(len(every), wide)
-    return derived_of(how, operands, total), total
-
-
-def with_scales(draw, files, numbers):
-    """A weight in blocks, times a scale of each, and of each of its rows."""
-    out, inner, o, i = (draw(st.integers(1, 7)) for _ in range(4))
-    dtype = draw(st.sampled_from([ml_dtypes.float8_e4m3fn, np.int8]))
-    weight = numbers((out, inner), dtype)
-    scales = numbers((-(-inner // i), -(-out // o)), BF16)
-    rows = numbers((out,), F32)
-    for values in (weight, scales, rows):
-        files.add(values)
-    operands = [operand(0, 0, 1), operand(1, 1, 0, blocks=(i, o)), operand(2, 0)]
-    of_elements = np.repeat(np.repeat(scales.T.astype(F32), o, 0), i, 1)[:out, :inner]
-    product = weight.astype(F32) * of_elements * rows[:, None] * 2
-    return derived_of("times", operands, product, factor=2.0), product
-
-
-def of_halves(draw, files, numbers):
-    """Numbers of four bits, two in a byte, with a scale for each group."""
-    out, groups, half = (draw(st.integers(1, 4)) for _ in range(3))
-    packed = numbers((out, groups * half), np.int8).view(np.uint8)
-    scales = (numbers((out, groups), np.int16) + 127).astype(np.uint8)
-    files.add(packed)
-    files.add(scales)
-    dtype = np.dtype(draw(st.sampled_from([ml_dtypes.float4_e2m1fn, ml_dtypes.int4])))
-    parts = [each.view(dtype) for each in (packed & 15, packed >> 4)]
-    values = np.stack(parts, -1).reshape(out, -1)
-    bytes_of = operand(0, 0, 1, viewed_as=dtype)
-    if draw(st.booleans()):
-        return derived_of("equal", [bytes_of], values), values
-    exponents = operand(
-        1, 0, 1, blocks=(1, 2 * half), viewed_as=np.dtype(ml_dtypes.float8_e8m0fnu)
-    )
-    powers = np.exp2(scales.astype(F32) - 127).repeat(2 * half, 1)
-    product = values.astype(F32) * powers
-    return derived_of("times", [bytes_of, exponents], product), product
-
-
-def with_product(draw, files, numbers):
-    """A weight and the product of two small matrices."""
-    out, inner, rank = (draw(st.integers(1, 5)) for _ in range(3))
-    weight, b, a = (
-        numbers(shape, BF16) for shape in ((out, inner), (out, rank), (rank, inner))
-    )
-    for values in (weight, b, a):
-        files.add(values)
-    operands = [operand(0, 0, 1), operand(1, 0, -1), operand(2, -1, 1)]
-    total = weight.astype(F32) + 2 * b.astype(F32) @ a.astype(F32)
-    return derived_of("plus", operands, total, factor=2.0), total
-
-
-KINDS = {
-    "mean": functools.partial(of_ranks, how="mean"),
-    "sum": functools.partial(of_ranks, how="sum"),
-    "times": with_scales,
-    "halves": of_halves,
-    "plus": with_product,
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@given(data=st.data(), seed=st.integers(0, 2**32 - 1))
+@pytest.mark.parametrize("how", ["equal", "mean", "sum", "times", "plus"])
+@given(data=st.data())
 def test_derived_tensors_are_what_numpy_computes_in_any_cut(
-    tmp_path_factory, kind, data, seed
+    tmp_path_factory, how, data
 ):
     files = Files(tmp_path_factory.mktemp("files"))
-    generator = np.random.default_rng(seed)
-
-    def numbers(shape, dtype):
-        return generator.integers(-8, 9, shape).astype(dtype)
-
-    spec, expected = KINDS[kind](data.draw, files, numbers)
-    target = target_of(*expected.shape, dtype=expected.dtype)
+    spec, arrays = data.draw(computed(how))
+    for array in arrays:
+        files.add(array)
+    expected = relayout.derived(spec, arrays)
+    target = target_of(*spec.shape, dtype=spec.dtype)
     needed = data.draw(units([target]))
     with mock.patch.object(sources, "PART_BYTES", data.draw(small)):
         moves = [move(target, source=len(files.tensors))]
@@ -290,7 +219,7 @@ def test_derived_tensors_are_what_numpy_computes_in_any_cut(
         assert values.tobytes() == expected[place].tobytes()
 
 
-def test_a_part_of_a_derived_tensor_is_computed_once_for_all_boxes(files, requests):
+def test_a_part_of_a_derived_tensor_is_computed_once_for_all_boxes(files):
     values = drawn(64, 32)
     path = files.add(values)
     target = target_of(64, 32)
@@ -298,14 +227,14 @@ def test_a_part_of_a_derived_tensor_is_computed_once_for_all_boxes(files, reques
     reader = reader_of(
         files.tensors, [move(target, source=1)], [target], derived=[spec]
     )
-    columns = cut((64, 32), [(), (8, 16, 24)])
-    read = read_units(reader, [(target, columns)])
-    assert [each.tolist() for *_, each in read] == [
-        values[:, at : at + 8].tolist() for at in range(0, 32, 8)
-    ]
-    assert [each for each in requests if each[0] == path] == [
-        (path, 0, values.nbytes)
-    ] * 2
+    read = mock.patch.object(
+        Sources, "read_into", autospec=True, side_effect=Sources.read_into
+    )
+    with read as requests:
+        read_units(reader, [(target, cut((64, 32), [(), (8, 16, 24)]))])
+    made = [each.args[1:] for each in requests.call_args_list]
+    of_file = [(start, into.nbytes) for file, start, into in made if file == path]
+    assert of_file == [(0, values.nbytes)] * 2
 
 
 def test_scale_and_shift_are_computed_in_float32(files):
@@ -354,7 +283,7 @@ def test_integers_of_64_bits_are_added_up_exactly_and_not_rounded(files):
         files.read(target, [derived_of("sum", [*both, operand(2, 0)], wide)])
 
 
-def test_replicas_that_differ_in_a_bit_are_named_with_the_first_index(files):
+def test_replicas_that_differ_in_a_bit_or_in_dtype_are_named(files):
     values = np.zeros((30, 40), np.float32)
     values[3, 3] = np.nan
     files.add(values, ranks=(("tp", 0),))
@@ -364,24 +293,14 @@ def test_replicas_that_differ_in_a_bit_are_named_with_the_first_index(files):
     assert read.tobytes() == values.tobytes()
     values[2, 7] = values[4, 1] = -0.0
     files.add(values, ranks=(("tp", 2),))
-    every = [*both, operand(2, 0, 1)]
-    with pytest.raises(
-        errors.CheckpointError,
-        match=r"w of rank tp 0 and w of rank tp 2 differ at \[2, 7\]: 0.0 and -0.0",
+    files.add(values.astype(BF16), name="other")
+    for number, problem in (
+        (2, r"w of rank tp 0 and w of rank tp 2 differ at \[2, 7\]: 0.0 and -0.0"),
+        (3, "w .* float32.* other .*bfloat16"),
     ):
-        files.read(
-            target_of(40, 30), [derived_of("equal", every, values)], order=(1, 0)
-        )
-
-
-def test_replicas_of_different_dtypes_are_refused(files):
-    files.add(drawn(4))
-    files.add(drawn(4, dtype=BF16), name="other")
-    spec = derived_of("equal", [operand(0, 0), operand(1, 0)], drawn(4))
-    with pytest.raises(
-        errors.CheckpointError, match=r"w .* float32.* other .*bfloat16"
-    ):
-        files.read(target_of(4), [spec])
+        spec = derived_of("equal", [*both, operand(number, 0, 1)], values)
+        with pytest.raises(errors.CheckpointError, match=problem):
+            files.read(target_of(40, 30), [spec], order=(1, 0))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, np.dtype("int8")], ids=str)
@@ -403,19 +322,13 @@ def test_a_shard_of_rows_is_one_request_and_a_bucket_is_read_past_small_gaps():
     target = target_of(rows, columns)
 
     def spans(file, box):
-        fragment = stored.Fragment(
-            box=boxes.whole((rows, columns)),
-            file=file,
-            offset=0,
-            strides=(4 * columns, 4),
-        )
+        whole, strides = boxes.whole((rows, columns)), (4 * columns, 4)
+        part = stored.Fragment(box=whole, file=file, offset=0, strides=strides)
         tensor = stored.StoredTensor(
-            name="w", dtype=F32, shape=(rows, columns), fragments=(fragment,)
+            name="w", dtype=F32, shape=(rows, columns), fragments=(part,)
         )
-        _, made = reader_of([tensor], [move(target)], [target]).planned(
-            [(target, [box])]
-        )
-        return [each.stop - each.start for each in made]
+        reader = reader_of([tensor], [move(target)], [target])
+        return [span.stop - span.start for span in reader.planned([(target, [box])])[1]]
 
     rows_of_host = boxes.Box(start=(1024, 0), stop=(2048, 1024))
     assert spans("a.bin", rows_of_host) == [4 * 2**20]
@@ -453,17 +366,14 @@ def test_memory_of_requests_and_of_groups_keeps_to_the_budget(
 
     monkeypatch.setattr(Sources, "read_into", noted)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    targets, moves = [], []
     for number in range(20):
-        files.add(drawn(*shape, seed=number))
-        targets.append(target_of(*shape, name=str(number)))
-        moves.append(move(targets[-1], source=number, order=order))
+        files.add(drawn(*shape, seed=number), name=str(number))
+    moves, targets = files.moves(order=order), files.targets()
     reader = reader_of(
         files.tensors, moves, targets, budget_bytes=budget, allocate=allocate
     )
-    units = [(each, [boxes.whole(shape)]) for each in targets]
-    for number, group in enumerate(reader.read(units)):
-        assert len(group) == budget // 2 // targets[0].num_bytes, number
+    groups = reader.read((each, [boxes.whole(shape)]) for each in targets)
+    assert {len(group) for group in groups} == {budget // 2 // targets[0].num_bytes}
     assert 0 < max(peak) <= budget
 
 
@@ -513,20 +423,10 @@ def test_a_checkpoint_in_a_bucket_is_read_by_ranges(files, bucket):
 @pytest.mark.parametrize("is_derived", [False, True])
 def test_encoded_arrays_are_read_through_tensorstore(files, chunk, is_derived):
     values = drawn(64, 96)
-    spec = {
-        "driver": "zarr3",
-        "kvstore": f"file://{files.directory}/w/",
-        "metadata": {
-            "shape": [64, 96],
-            "data_type": "float32",
-            "chunk_grid": {
-                "name": "regular",
-                "configuration": {"chunk_shape": list(chunk)},
-            },
-            "codecs": [{"name": "bytes"}, {"name": "zstd"}],
-        },
-    }
-    ts.open(spec, create=True).result().write(values).result()
+    spec = {"driver": "zarr3", "kvstore": f"file://{files.directory}/w/"}
+    layout = ts.ChunkLayout(chunk_shape=chunk)
+    like = {"dtype": ts.float32, "shape": values.shape, "chunk_layout": layout}
+    ts.open(spec, create=True, **like).result().write(values).result()
     files.tensors.append(
         stored.StoredTensor(name="w", dtype=F32, shape=(64, 96), spec=spec)
     )
@@ -539,42 +439,25 @@ def test_encoded_arrays_are_read_through_tensorstore(files, chunk, is_derived):
         files.read(target_of(95, 64), order=(1, 0))
 
 
-@st.composite
-def flat_ranges(draw):
-    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
+@given(st.lists(st.integers(1, 5), max_size=4), st.data())
+def test_boxes_of_a_flat_range_hold_its_elements_in_order(shape, data):
     bounds = st.integers(0, math.prod(shape))
-    start, stop = sorted((draw(bounds), draw(bounds)))
-    return shape, start, stop
-
-
-@given(flat_ranges())
-def test_boxes_of_a_flat_range_hold_its_elements_in_order(case):
-    shape, start, stop = case
+    start, stop = sorted(data.draw(st.tuples(bounds, bounds)))
     elements = np.arange(math.prod(shape)).reshape(shape)
     made = boxes_of_range(shape, start, stop)
-    parts = [
-        elements[tuple(map(slice, box.start, box.stop))].reshape(-1) for box in made
-    ]
-    assert np.concatenate([np.arange(0), *parts]).tolist() == list(range(start, stop))
+    parts = [elements[tuple(map(slice, box.start, box.stop))].flat for box in made]
+    assert [*itertools.chain(*parts)] == [*range(start, stop)]
     assert len(made) <= max(1, 2 * len(shape) - 1)
 
 
-@st.composite
-def checked_files(draw):
-    """The size of a file, the bounds of its entries, and what is needed of it."""
-    size = draw(st.integers(1, 60))
-    ends = st.integers(0, size)
-    bounds = sorted({0, size, *draw(st.sets(ends, max_size=3))})
-    pairs = draw(st.lists(st.tuples(ends, ends), min_size=1, max_size=6))
-    needed = [(min(p), max(p)) for p in pairs if p[0] != p[1]]
-    return size, bounds, needed, draw(st.integers(0, size - 1))
-
-
-@given(checked_files(), st.sampled_from([0, 2**14]))
+@given(st.data(), st.integers(1, 60), st.sampled_from([0, 2**14]))
 def test_damage_of_an_entry_is_seen_by_who_reads_some_of_it(
-    tmp_path_factory, case, gap_bytes
+    tmp_path_factory, data, size, gap_bytes
 ):
-    size, bounds, needed, at = case
+    ends = st.integers(0, size)
+    bounds = sorted({0, size, *data.draw(st.sets(ends, max_size=3))})
+    pairs = data.draw(st.lists(st.tuples(ends, ends), min_size=1, max_size=6))
+    needed = [(min(p), max(p)) for p in pairs if p[0] != p[1]]
     files = Files(tmp_path_factory.mktemp("files"))
     content = np.arange(size, dtype=np.uint8)
     path = files.add(content)
@@ -582,23 +465,23 @@ def test_damage_of_an_entry_is_seen_by_who_reads_some_of_it(
         stored.Checksum(a, b, zlib.crc32(content[a:b]))
         for a, b in itertools.pairwise(bounds)
     ]
-    target = target_of(size, dtype="uint8")
+    (target,) = files.targets()
     needed_boxes = [boxes.Box(start=(a,), stop=(b,)) for a, b in needed]
 
     def read():
-        limits = Limits(gap_bytes, 2**23, 0)
-        with mock.patch.object(sources, "LOCAL", limits):
+        with mock.patch.object(sources, "LOCAL", Limits(gap_bytes, 2**23, 0)):
             reader = reader_of(
-                files.tensors, [move(target)], [target], checksums=lambda _: entries
+                files.tensors, files.moves(), [target], checksums=lambda _: entries
             )
-            found = read_units(reader, [(target, [box]) for box in needed_boxes[:1]])
+            found = read_units(reader, [(target, needed_boxes[:1])])
             found += read_units(reader, [(target, needed_boxes[1:])])
         reader.checks.finish()
         return [each.tolist() for *_, each in found]
 
     assert read() == [content[a:b].tolist() for a, b in needed]
+    at = data.draw(st.integers(0, size - 1))
     content[at] ^= 1
-    (files.directory / path).write_bytes(content.tobytes())
+    pathlib.Path(path).write_bytes(content.tobytes())
     first = max(bound for bound in bounds[:-1] if bound <= at)
     last = min(bound for bound in bounds if bound > at)
     if any(a < last and first < b for a, b in needed):

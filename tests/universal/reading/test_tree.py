@@ -15,8 +15,9 @@ from elastic_ckpt.universal import loading
 from elastic_ckpt.universal.formats.checkpoint import Checkpoint
 from elastic_ckpt.universal.moves import Fill, Matched
 from tests.universal import random_layouts
-from tests.universal.reading.files import Files, move, target_of
+from tests.universal.reading.files import Files
 from tests.universal.reading.test_engine import drawn, written
+from tests.universal.safetensors_files import bits
 
 MESH = jax.make_mesh((2, 2, 2), ("a", "b", "c"))
 F32 = np.dtype("float32")
@@ -33,18 +34,6 @@ def read_tree(tensors, moves, abstract, *, fills=(), **options):
     )
     checkpoint = Checkpoint(format="test", tensors=tensors)
     return loading.read_tree(checkpoint, matched, abstract, **options)
-
-
-def as_tree(by_path):
-    """A tree of dicts of leaves by their paths."""
-    made = {}
-    for path, leaf in by_path.items():
-        *outer, last = path.split("/")
-        branch = made
-        for key in outer:
-            branch = branch.setdefault(key, {})
-        branch[last] = leaf
-    return made
 
 
 @st.composite
@@ -64,43 +53,28 @@ def shardings(draw, shape):
 @given(data=st.data(), layout=random_layouts.layouts(("float32", "uint16", "int8")))
 def test_a_tree_is_bit_equal_under_any_sharding(tmp_path_factory, data, layout):
     tensors = written(layout, tmp_path_factory.mktemp("files"))
-    abstract = as_tree(
-        {
-            name: jax.ShapeDtypeStruct(
-                values.shape,
-                values.dtype,
-                sharding=data.draw(shardings(values.shape)),
-            )
-            for name, values in layout.targets.items()
-        }
-    )
+    abstract = {
+        name: jax.ShapeDtypeStruct(
+            values.shape, values.dtype, sharding=data.draw(shardings(values.shape))
+        )
+        for name, values in layout.targets.items()
+    }
     budget_bytes = data.draw(st.sampled_from([1, 100, 2**20]))
     read = read_tree(tensors, layout.moves, abstract, budget_bytes=budget_bytes)
-    restored = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(read)
-    }
-    assert restored.keys() == layout.targets.keys()
-    for name, values in layout.targets.items():
-        assert np.asarray(restored[name]).tobytes() == values.tobytes()
-    for leaf, wanted in zip(
-        jax.tree.leaves(read), jax.tree.leaves(abstract), strict=True
-    ):
-        assert leaf.sharding == wanted.sharding
-        assert leaf.dtype == wanted.dtype
+    assert bits(read) == bits(layout.targets)
+    for name, wanted in abstract.items():
+        assert read[name].sharding == wanted.sharding
 
 
 def test_padding_is_filled_and_typed_keys_numbers_and_functions_are_there(tmp_path):
     files = Files(tmp_path)
-    files.add(np.array([[1, 2], [3, 4]], np.uint32))
-    files.add(np.array(7, np.int32))
-    files.add(drawn(3, 2))
-    moves = [
-        move(target_of(*each.shape, name=name), source=number)
-        for number, (name, each) in enumerate(
-            zip(("rng", "step", "embedding"), files.tensors, strict=True)
-        )
-    ]
+    arrays = {
+        "rng": np.array([[1, 2], [3, 4]], np.uint32),
+        "step": np.array(7, np.int32),
+        "embedding": drawn(3, 2),
+    }
+    for name, array in arrays.items():
+        files.add(array, name=name)
     fill = Fill(target="embedding", start=(3, 0), stop=(4, 2), value=5)
     sharding = NamedSharding(MESH, PartitionSpec("a"))
     abstract = {
@@ -109,7 +83,7 @@ def test_padding_is_filled_and_typed_keys_numbers_and_functions_are_there(tmp_pa
         "embedding": jax.ShapeDtypeStruct((4, 2), F32, sharding=sharding),
         "activation": jax.nn.relu,
     }
-    read = read_tree(files.tensors, moves, abstract, fills=[fill])
+    read = read_tree(files.tensors, files.moves(), abstract, fills=[fill])
     assert jax.random.key_data(read["rng"]).tolist() == [[1, 2], [3, 4]]
     assert read["step"] == 7
     assert type(read["step"]) is int
@@ -129,10 +103,6 @@ def test_no_thread_reads_on_while_an_error_of_a_leaf_is_handled(tmp_path, monkey
     files = Files(tmp_path)
     for name in "abcd":
         files.add(drawn(100, 10), name=name)
-    moves = [
-        move(target_of(100, 10, name=name), source=number)
-        for number, name in enumerate("abcd")
-    ]
     abstract = {name: jax.ShapeDtypeStruct((100, 10), F32) for name in "abcd"}
 
     def fail(_, values):
@@ -140,7 +110,7 @@ def test_no_thread_reads_on_while_an_error_of_a_leaf_is_handled(tmp_path, monkey
 
     monkeypatch.setattr(trees.WantedLeaf, "make", fail)
     with pytest.raises(ValueError, match="full") as kept:
-        read_tree(files.tensors, moves, abstract, budget_bytes=1)
+        read_tree(files.tensors, files.moves(), abstract, budget_bytes=1)
     assert kept.tb is not None
     names = [thread.name for thread in threading.enumerate()]
     assert not any(name.startswith("relayout") for name in names)

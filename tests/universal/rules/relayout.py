@@ -16,18 +16,22 @@ from elastic_ckpt.universal.rules.matching import moves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Saved:
+class Saved(StoredTensor):
     """A tensor of a checkpoint, with its values."""
 
-    name: str
     values: np.ndarray
-    ranks: tuple[tuple[str, int], ...] = ()
-    kind: str = "parameter"
 
 
 def saved(name, values, kind="parameter", **ranks):
-    ranked = tuple(sorted(ranks.items()))
-    return Saved(name=name, values=np.asarray(values), ranks=ranked, kind=kind)
+    values = np.asarray(values)
+    return Saved(
+        name=name,
+        dtype=values.dtype,
+        shape=values.shape,
+        ranks=tuple(sorted(ranks.items())),
+        kind=kind,
+        values=values,
+    )
 
 
 def rule(source, target, **options):
@@ -42,35 +46,19 @@ def layout_of_one(source, target, **options):
     return layout(rule(source, target, **options))
 
 
-def stored(tensors):
-    return [
-        StoredTensor(
-            name=each.name,
-            dtype=each.values.dtype,
-            shape=each.values.shape,
-            ranks=each.ranks,
-            kind=each.kind,
-        )
-        for each in tensors
-    ]
-
-
-def targets_like(arrays):
-    return {
-        name: TargetTensor(name=name, dtype=array.dtype, shape=array.shape)
-        for name, array in arrays.items()
-    }
-
-
-def relayout(made_by, tensors, axes=None, *, targets=None):
+def relayout(made_by, tensors, axes=None, targets=None):
     """The arrays of the target; each element is filled once.
 
     `tensors` are `Saved`, or arrays by name; `targets` are arrays of the same shapes.
     """
     if isinstance(tensors, dict):
         tensors = [saved(name, values) for name, values in tensors.items()]
-    like = None if targets is None else targets_like(targets)
-    matched = moves(made_by, stored(tensors), axes or {}, like)
+    if targets is not None:
+        targets = {
+            name: TargetTensor(name=name, dtype=array.dtype, shape=array.shape)
+            for name, array in targets.items()
+        }
+    matched = moves(made_by, tensors, axes or {}, targets)
     values = [each.values for each in tensors]
     values += [derived(each, values) for each in matched.derived]
     arrays = {
@@ -113,9 +101,8 @@ def derived(spec, stored):
     # As DeepSpeed does it: one after another, in float32.
     first, *others = (each.astype(spec.dtype) for each in (first, *others))
     if spec.how == "plus":
-        return (first + spec.factor * (others[0] * others[1]).sum(-1, keepdims=True))[
-            ..., 0
-        ]
+        product = (others[0] * others[1]).sum(-1, keepdims=True)
+        return (first + spec.factor * product)[..., 0]
     combine = operator.mul if spec.how == "times" else operator.add
     values = functools.reduce(combine, others, first)[..., 0]
     if spec.how == "mean":
@@ -126,16 +113,13 @@ def derived(spec, stored):
 def aligned(operand, array, spec):
     """The elements of an operand, by the derived dims, and that of `plus`."""
     array = view(array, operand.viewed_as)
-    indices = np.indices((*spec.shape, 1), sparse=True)
-    if -1 in operand.dims:
-        count = array.shape[operand.dims.index(-1)]
-        indices = np.indices((*spec.shape, count), sparse=True)
+    count = array.shape[operand.dims.index(-1)] if -1 in operand.dims else 1
+    indices = np.indices((*spec.shape, count), sparse=True)
     index = tuple(
         indices[dim] // block
         for dim, block in zip(operand.dims, operand.blocks, strict=True)
     )
-    shape = np.broadcast_shapes(*(each.shape for each in indices))
-    return np.broadcast_to(array[index], shape if index else (*spec.shape, 1))
+    return np.broadcast_to(array[index], (*spec.shape, count))
 
 
 def view(values, dtype):

@@ -80,32 +80,28 @@ class Tensor:
         axes = [] if ranked else [f"{{{axis}}}" for axis in self.axes]
         return f"{self.number}/{{kept}}/" + "_".join([*captures, *axes, "w"])
 
-    def arrays(self, values_of, sizes, ranked, whole=False):
-        """All tensors of the pattern: name, values and ranks."""
-        counts = {axis: 1 if whole else count for axis, count in self.axes.items()}
-        for kept in ("x", "y2"):
-            lengths = [length(each, sizes, {}) for each in self.captures]
-            for captured in np.ndindex(*lengths):
-                for at in np.ndindex(*counts.values()):
-                    ranks = dict(zip(counts, at, strict=True))
-                    texts = [*map(str, captured), *([] if ranked else map(str, at))]
-                    scope = {axis: (rank, counts[axis]) for axis, rank in ranks.items()}
-                    values = self._values(values_of[kept], sizes, captured, scope)
-                    name = f"{self.number}/{kept}/" + "_".join([*texts, "w"])
-                    yield name, values, ranks
-
-    def _values(self, values_of, sizes, captured, ranks):
-        values = np.zeros(
-            [length(each, sizes, ranks) for each in self.dims], np.float32
-        )
-        for at in np.ndindex(*values.shape):
-            indices = zip((*self.captures, *self.dims), (*captured, *at), strict=True)
-            found = {}
-            for node, index in indices:
-                found |= decoded(node, index, sizes, ranks)
-            array, names = values_of[frozenset(found)]
-            values[at] = array[tuple(found[name] for name in names)]
-        return values
+    def saved(self, values_of, sizes, ranked, whole=False):
+        """All tensors of the pattern; they have ranks in place of names of ranks."""
+        lengths = [length(each, sizes, {}) for each in self.captures]
+        counts = [1 if whole else count for count in self.axes.values()]
+        for kept, *at in itertools.product(
+            ("x", "y2"), *map(range, [*lengths, *counts])
+        ):
+            captured, places = at[: len(lengths)], at[len(lengths) :]
+            ranks = dict(zip(self.axes, zip(places, counts, strict=True), strict=True))
+            shape = [length(each, sizes, ranks) for each in self.dims]
+            values = np.zeros(shape, np.float32)
+            for index in np.ndindex(*shape):
+                found = {}
+                nodes = (*self.captures, *self.dims)
+                for node, of_node in zip(nodes, (*captured, *index), strict=True):
+                    found |= decoded(node, of_node, sizes, ranks)
+                array, names = values_of[kept][frozenset(found)]
+                values[index] = array[tuple(found[name] for name in names)]
+            texts = map(str, captured if ranked else at)
+            name = f"{self.number}/{kept}/" + "_".join([*texts, "w"])
+            held = zip(self.axes, places, strict=True) if ranked else ()
+            yield saved(name, values, **dict(held))
 
 
 @st.composite
@@ -172,9 +168,13 @@ def layout_of(sizes, both, ranked=False, **keys):
     return Layout.from_dict({"sizes": sizes, "rules": [written], **keys})
 
 
+def saved_of(side, values_of, sizes, ranked=False, whole=False):
+    listed = [each.saved(values_of, sizes, ranked, whole) for each in side]
+    return [*itertools.chain(*listed)]
+
+
 def arrays_of(side, values_of, sizes):
-    listed = [each.arrays(values_of, sizes, False) for each in side]
-    return {name: values for name, values, _ in itertools.chain(*listed)}
+    return {each.name: each.values for each in saved_of(side, values_of, sizes)}
 
 
 def many(test):
@@ -184,10 +184,12 @@ def many(test):
 
 
 @many
-@given(relations(), st.data())
-def test_tensors_go_from_one_layout_to_another_and_back(relation, data):
+@given(relations(), st.booleans(), st.data())
+def test_tensors_go_from_one_layout_to_another_and_back(relation, ranked, data):
     values_of, sizes, both = relation
-    a, b = (arrays_of(side, values_of, sizes) for side in both)
+    tensors = saved_of(both[0], values_of, sizes, ranked)
+    axes = {axis: n for each in both[0] for axis, n in each.axes.items()}
+    b = arrays_of(both[1], values_of, sizes)
     # Some sizes are values of the checkpoint, and shapes tell one that is nowhere.
     values = {f"args/{name}": size for name, size in sizes.items()}
     written = {
@@ -200,13 +202,19 @@ def test_tensors_go_from_one_layout_to_another_and_back(relation, data):
             del written[name]
         else:
             del values[f"args/{name}"]
-    layout = layout_of(written, both, fill={"step": {"value": "step"}})
+    layout = layout_of(written, both, ranked, fill={"step": {"value": "step"}})
     layout = layout.with_values({**values, "step": 7})
     b["step"] = np.int32(7)
-    made = relayout(layout, a, targets=b)
+    made = relayout(layout, tensors, axes if ranked else {}, targets=b)
     assert_same(made, b)
+    # Names without a rank have all of a dim.
+    whole = saved_of(both[0], values_of, sizes, ranked, whole=ranked)
+    a = {each.name: each.values for each in whole}
     back = layout.inverse().with_values(values)
     assert_same(relayout(back, made, targets=a), a)
+    if ranked:
+        back = layout_of(sizes, both, ranked).inverse()
+        assert_same(relayout(back, arrays_of(both[1], values_of, sizes)), a)
 
 
 @many
@@ -218,22 +226,6 @@ def test_nothing_is_left_out_without_an_error(relation, data):
     del side[data.draw(st.sampled_from(sorted(side)))]
     with pytest.raises(LayoutError):
         relayout(layout_of(sizes, both), a, targets=b)
-
-
-@many
-@given(relations())
-def test_shards_of_ranks_become_whole_tensors_and_back(relation):
-    values_of, sizes, both = relation
-    layout = layout_of(sizes, both, ranked=True)
-    every = [each.arrays(values_of, sizes, True) for each in both[0]]
-    tensors = [saved(name, array, **of) for name, array, of in itertools.chain(*every)]
-    axes = {axis: count for each in both[0] for axis, count in each.axes.items()}
-    b = arrays_of(both[1], values_of, sizes)
-    made = relayout(layout, tensors, axes, targets=b)
-    assert_same(made, b)
-    every = [each.arrays(values_of, sizes, True, whole=True) for each in both[0]]
-    whole = {name: array for name, array, _ in itertools.chain(*every)}
-    assert_same(relayout(layout.inverse(), made), whole)
 
 
 @many

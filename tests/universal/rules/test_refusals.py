@@ -1,172 +1,165 @@
 """A layout that does not fit is refused, with the names of tensors and rules."""
 
-import dataclasses
+import re
 
 import numpy as np
 import pytest
+import yaml
 
-from elastic_ckpt.universal.rules import dims, names, sizes
+from elastic_ckpt.universal.rules import names, sizes
 from elastic_ckpt.universal.rules.layout import LayoutError
 from tests.universal.rules.relayout import (
     layout,
     layout_of_one,
-    numbered,
     relayout,
     rule,
     saved,
 )
 
+# Rules and keys of a layout, the shapes of tensors (and of targets), the error.
+REFUSED = r"""
+{"{l}.up": f@tp e} -> {up: l e f}
+0.up 2 3 tp=0; 0.up 2 3 tp=1; 0.norm 3 -> up 1 3 4; norm 3
+=> 1 tensors of the checkpoint .* 0.norm \(.*\n.* of the target .*: norm \(nearest
 
-def refusal(made_by, tensors, axes=None, targets=None):
-    with pytest.raises(LayoutError) as caught:
-        relayout(made_by, tensors, axes, targets=targets)
-    return str(caught.value)
+{w: x} -> {k: x} | {w: x} -> {l: x}
+w 3 => no tensor that earlier rules leave: layout: rules\[1\].from
 
+{"{l}.up": f e} -> {up: l e f}
+0.up 2 3; 2.up 2 3 -> up 3 3 2
+=> rules\[0\].to\['up'\]: elements that no tensor fills: e 0:3, f 0:2, l 1:2
 
-RULES = (
-    rule({"{layer}.up": "ff@tp embed"}, {"up": {"dims": "layer embed ff", "scale": 2}}),
-    rule(
-        {"{layer}.norm": {"dims": "embed", "replicated": ["tp"]}},
-        {"norm": "layer embed"},
-    ),
-)
-LAYERS = [
-    saved(f"{layer}.{name}", values, tp=tp)
-    for layer in range(3)
-    for tp in range(2)
-    for name, values in (("up", numbered(2, 3)), ("norm", numbered(3)))
-]
-TREE = {"up": np.zeros((3, 3, 4), np.float32), "norm": np.zeros((3, 3), np.float32)}
+{"{l}.up": f e} -> {up: l e f}
+0.up 2 3; 1.up 2 3 -> up 3 3 2
+=> dim 0 of 'up' \(layout: rules\[0\].to\['up'\]\) is 3, not 2, by l=2
 
+{"{l}.up": f e} -> {up: l e f}
+0.up 2 3; 1.up 5 3 => dim 0 of '[01].up' \(layout: rules\[0\].from\['{l}.up'\]\) is
 
-def test_what_is_missing_or_left_over_is_named():
-    def refused(rules, tensors, **options):
-        return refusal(layout(*rules, **options), tensors, {"tp": 2}, TREE)
+{w: x} -> {k: x}
+w 3; 0.b; 1.b; 2.b; 3.b; 4.b; 5.b; 6.b; 7.b; 8.b
+=> 9 tensors of the checkpoint are in no rule: 0.b(?!.*5.b)
 
-    relayout(layout(*RULES), LAYERS, {"tp": 2}, targets=TREE)
-    text = refused(RULES[:1], LAYERS)
-    assert "3 tensors of the checkpoint are in no rule: 0.norm (nearest: " in text
-    assert "1 tensors of the target are in no rule: norm (nearest: " in text
-    text = refused([*RULES, RULES[0]], LAYERS)
-    assert "no tensor that earlier rules leave: layout: rules[2].from" in text
-    text = refused(RULES, [each for each in LAYERS if each.name != "1.up"])
-    assert "rules[0].to['up']: elements that no tensor fills: " in text
-    assert "layer 1:2; '1.up' is missing" in text
-    text = refused(RULES, [each for each in LAYERS if each.name != "2.up"])
-    assert "dim 0 of 'up' (layout: rules[0].to['up']) is 3, not 2, by layer=2" in text
-    text = refused(RULES, [*LAYERS[1:], saved("0.up", numbered(5, 3), tp=0)])
-    assert "dim 0 of '0.up' (layout: rules[0].from['{layer}.up']) is " in text
-    text = refused(RULES, [*LAYERS, *(saved(f"{n}.bias", 1.0) for n in range(9))])
-    assert "9 tensors of the checkpoint are in no rule: 0.bias" in text
-    assert "5.bias" not in text
-    momentum = [dataclasses.replace(each, kind="momentum") for each in LAYERS]
-    states = {"momentum": {"from": "{}", "to": "{}"}}
-    assert "how 'momentum' follows" in refused(RULES, momentum, states=states)
+{w: {dims: x, scale: 2}} -> {k: x} | {states: {momentum: {from: "{}", to: "{}"}}}
+w 3 kind=momentum => how 'momentum' follows
 
+{w: (vocab + rows) x} -> {k: vocab x} -> {pad: {rows: 0}, sizes: {rows: vocab // 2}}
+w 128 2 => sizes of vocab; .*--size vocab
 
-W = numbered(2, 3)
-TP = [saved("w", W, tp=n) for n in range(2)]
-SIZED = {"w": "(heads d) x"}
-ROTATED = {"e": "v d", "head": {"dims": "(d v)", "copy": "checked"}}
-# The rule, its tensors, and what the error says.
-REFUSED = {
-    "an axis without a word": ({"w": "a b"}, {"k": "a b"}, TP, "several tp, .*`repl"),
-    "ranks with different parts": (
-        {"w": "a@tp b"},
-        {"k": "a b"},
-        [TP[0], saved("w", W[:1], tp=1)],
-        "dim 0 of .*w",
-    ),
-    "parts that do not divide": (
-        {"k": "a b"},
-        {"{tp}.w": "a@tp b"},
-        {"k": numbered(3, 2)},
-        "3 elements are not 2 equal parts; give `widths`",
-    ),
-    "a size that nothing tells": (SIZED, {"k": "heads d x"}, {"w": W}, "of d, heads"),
-    "a part that one side lacks": (
-        {"w": "a b"},
-        {"k": "a"},
-        {"w": W},
-        r"'w' has the coordinates \(a b\), and 'k' .* \(a\); .*`replicated`",
-    ),
-    "elements that are there twice": (
-        {"w": "a b", "v": "a b"},
-        {"k": "a b"},
-        {"w": W, "v": W},
-        "there twice; .*`copy: checked`",
-    ),
-    "two tensors of a name": ({"w": "a b"}, {"k": "a b"}, [TP[0], TP[0]], "several"),
-    "a copy that is cut otherwise": (
-        ROTATED,
-        {"e": "v d"},
-        {"e": W, "head": numbered(6)},
-        "`copy: unchecked`",
-    ),
-    "a copy with another scale": (
-        {"e": "v d", "head": {"dims": "v d", "copy": "checked", "scale": 2}},
-        {"e": "v d"},
-        {"e": W, "head": W},
-        "`copy: unchecked`",
-    ),
-    "a factor that is replicated": (
-        {"w": {"dims": "a b", "times": {"s": {"dims": "", "replicated": ["tp"]}}}},
-        {"k": "a b"},
-        [TP[0], *(saved("s", np.float32(1), tp=n) for n in range(2))],
-        "`unchecked`",
-    ),
-    "a factor with dims of its own": (
-        {"w": {"dims": "a b", "times": {"s": "c"}}},
-        {"k": "a b"},
-        {"w": W, "s": numbered(4)},
-        "through",
-    ),
-    "a block that the scales contradict": (
-        {"w": {"dims": "a b", "times": {"s": "a b/2"}}},
-        {"k": "a b"},
-        {"w": W, "s": numbered(2, 3)},
-        "dim 1 of 'w' is 3, .* 2 blocks of 2, and dim 1 of 's' is 3",
-    ),
-    "a factor of integers": (
-        {"w": {"dims": "a b", "times": {"s": "a"}}},
-        {"k": "a b"},
-        {"w": W, "s": np.arange(2, dtype=np.uint8)},
-        "as: float8_e8m0fnu",
-    ),
-    "one matrix of two": (
-        {"w": {"dims": "a b", "plus": {"B": "a r", "A": "r b"}}},
-        {"k": "a b"},
-        {"w": W, "B": numbered(2, 1)},
-        "the whole checkpoint",
-    ),
-    "quantized weights that are added to": (
-        {"w": {"dims": "a b", "plus": {"B": "a r", "A": "r b"}}},
-        {"k": "a b"},
-        {"w": W.astype(np.int8), "B": numbered(2, 1), "A": numbered(1, 3)},
-        "mean nothing without scales",
-    ),
-    "bytes of another size": (
-        {"w": {"dims": "a b", "as": "uint4"}},
-        {"k": "a b"},
-        {"w": W},
-        "other bits",
-    ),
-    "names that no capture tells": (
-        {"step": ""},
-        {"{n:path}/step": {"dims": "", "replicated": ["n"]}},
-        {"step": np.float32(1)},
-        "n",
-    ),
-    "a name that counts from 1": ({"{l+1}": "x"}, {"k": "l x"}, {"0": W[0]}, "rule: 0"),
-}
+{"{l}.w": a b} -> {k: l a b}
+0.w 2 3; 1.w 200 => '1.w' has shape \[200\], .* 'a b'; a special tensor
+
+{w: (q d + d + d) x} -> {query: (q d) x, k: d x, v: d x} | {sizes: {q: 2}}
+w 8 3 => from\['w'\]: .* \(d x\).* names of their own, with `sizes: {e: d}`
+
+{"{l}.{e}.w": ff d} -> {"{l}/w": e ff d}
+0.0.w 2 3; 0.1.w 2 3; 0.2.w 2 3; 1.0.w 2 3; 1.2.w 2 3
+=> ff 0:2; '1.1.w' is missing
+
+{"{n}.a": x, "{n}.b": {dims: x, copy: checked}} -> {"{n}.A": x}
+p.a 2; p.b 2; q.a 2 => q.a \(layout: rules\[0\] lacks q.b\)
+
+{"a{(x) (y)}": z} -> {b: x y z}
+a0 2 => several indices; .*{\(stage local\)}
+
+{w: a b} -> {k: a b}
+w 2 3 tp=0; w 2 3 tp=1 => several tp, .*`repl
+
+{w: a@tp b} -> {k: a b}
+w 2 3 tp=0; w 1 3 tp=1 => dim 0 of .*w
+
+{k: a b} -> {"{tp}.w": a@tp b}
+k 3 2 => 3 elements are not 2 equal parts; give `widths`
+
+{w: (heads d) x} -> {k: heads d x}
+w 2 3 => of d, heads
+
+{w: a b} -> {k: a}
+w 2 3 => 'w' has the coordinates \(a b\), and 'k' .* \(a\); .*`replicated`
+
+{w: a b, v: a b} -> {k: a b}
+w 2 3; v 2 3 => there twice; .*`copy: checked`
+
+{w: a b} -> {k: a b}
+w 2 3 tp=0; w 2 3 tp=0 => several
+
+{e: v d, head: {dims: (d v), copy: checked}} -> {e: v d}
+e 2 3; head 6 => `copy: unchecked`
+
+{e: v d, head: {dims: v d, copy: checked, scale: 2}} -> {e: v d}
+e 2 3; head 2 3 => `copy: unchecked`
+
+{w: {dims: a b, times: {s: {dims: "", replicated: [tp]}}}} -> {k: a b}
+w 2 3; s tp=0; s tp=1 => `unchecked`
+
+{w: {dims: a b, times: {s: {dims: "", shift: 1}}}} -> {k: a b}
+w 2 3 => from\['s'\]: .*`shift`
+
+{w: {dims: a b, times: {s: c}}} -> {k: a b}
+w 2 3; s 4 => through
+
+{w: {dims: a b, times: {s: a b/2}}} -> {k: a b}
+w 2 3; s 2 3 => dim 1 of 'w' is 3, .* 2 blocks of 2, and dim 1 of 's' is 3
+
+{w: {dims: a b, times: {s: a}}} -> {k: a b}
+w 2 3; s 2 uint8 => as: float8_e8m0fnu
+
+{w: {dims: a b, plus: {B: a r, A: r b}}} -> {k: a b}
+w 2 3; B 2 1 => the whole checkpoint
+
+{w: {dims: a b, plus: {B: a r, A: r b}}} -> {k: a b}
+w 2 3 int8; B 2 1; A 1 3 => mean nothing without scales
+
+{w: {dims: a b, as: uint4}} -> {k: a b}
+w 2 3 => other bits
+
+{step: ""} -> {"{n:path}/step": {dims: "", replicated: [n]}}
+step => the sizes of n; .*`--size n=
+
+{"{l+1}": x} -> {k: l x}
+0 3 => rule: 0
+
+{a: a, b: b} -> {t: (a + b)} | {sizes: {b: 2 ** a}}
+a 3; b 9 => 9
+
+{w: a@tp b} -> {w: a b} | {ranks: {tp: 3}}
+w 1 3 tp=0; w 1 3 tp=1 => `ranks` has 3 of tp, and the checkpoint 2
+
+{a: x} -> {k: x} | {b: x} -> {k: x}
+a 2; b 2 => by several rules, or twice: k
+
+{"{n}.w": l x} -> {"{n}/k.{l}": x}
+a.w 2 3; b.w 2 3 -> a/k.0 3; a/k.1 3; b/k.0 3 => missing in the target: b/k\.1
+"""
 
 
-@pytest.mark.parametrize("case", REFUSED)
+def tensor_of(text):
+    name, *words = text.split()
+    shape = [int(each) for each in words if each.isdecimal()]
+    options = dict(each.split("=") for each in words if "=" in each)
+    options |= {"tp": int(options["tp"])} if "tp" in options else {}
+    dtype = words[-1] if "int" in text else np.float32
+    return saved(name, np.zeros(shape, dtype), **options)
+
+
+@pytest.mark.parametrize("case", REFUSED.strip().split("\n\n"))
 def test_what_does_not_fit_is_refused(case):
-    source, target, tensors, message = REFUSED[case]
-    axes = {"tp": 2} if "tp" in f"{case}{source}{target}" or tensors is TP else {}
+    made_by, tensors, message = re.split(r"\n(?!=)|\s=> ", case)
+    rules, keys = [], {}
+    for part in made_by.split(" | "):
+        source, *target = map(yaml.safe_load, part.split(" -> "))
+        if target:
+            rules.append(rule(source, target[0], **dict(*target[1:])))
+        else:
+            keys |= source
+    tensors, *targets = (
+        [tensor_of(each) for each in side.split("; ")] for side in tensors.split(" -> ")
+    )
+    wanted = {each.name: each.values for side in targets for each in side} or None
     with pytest.raises(LayoutError, match=message):
-        relayout(layout_of_one(source, target), tensors, axes)
+        relayout(
+            layout(*rules, **keys), tensors, {"tp": 2} if "tp" in case else {}, wanted
+        )
 
 
 @pytest.mark.parametrize(
@@ -216,35 +209,6 @@ def test_other_arithmetic_is_refused(text):
         sizes.value(text, {"d": 1})
 
 
-def test_a_factor_has_no_shift():
-    times = {"s": {"dims": "", "shift": 1}}
-    with pytest.raises(LayoutError, match=r"from\['s'\]: .*`shift`"):
-        layout_of_one({"w": {"dims": "a b", "times": times}}, {"k": "a b"})
-
-
-def test_a_size_of_two_values_is_refused():
-    made_by = layout(
-        rule({"a": "a", "b": "b"}, {"t": "(a + b)"}), sizes={"b": "2 ** a"}
-    )
-    with pytest.raises(LayoutError, match="9"):
-        relayout(made_by, {"a": numbered(3), "b": numbered(9)})
-    with pytest.raises(LayoutError, match="`ranks` has 3 of tp, and the checkpoint 2"):
-        relayout(
-            layout(rule({"w": "a@tp b"}, {"w": "a b"}), ranks={"tp": 3}), TP, {"tp": 2}
-        )
-
-
-def test_targets_of_two_rules_or_of_none_are_named():
-    twice = layout(rule({"a": "x"}, {"k": "x"}), rule({"b": "x"}, {"k": "x"}))
-    tensors = {"a": numbered(2), "b": numbered(2)}
-    with pytest.raises(LayoutError, match="by several rules, or twice: k"):
-        relayout(twice, tensors)
-    made_by = layout_of_one({"{n}.w": "l x"}, {"{n}/k.{l}": "x"})
-    some = {"a/k.0": W[0], "a/k.1": W[1], "b/k.0": W[0]}
-    with pytest.raises(LayoutError, match=r"missing in the target: b/k\.1"):
-        relayout(made_by, {"a.w": W, "b.w": W}, targets=some)
-
-
 def test_captures_match_names_and_their_skeletons():
     for text, name, numbers, expected in [
         ("l.{n}.w", "l.12.w", {"n"}, ("12",)),
@@ -268,47 +232,3 @@ def test_captures_match_names_and_their_skeletons():
             assert pattern.skeleton(numbers).fullmatch(names.skeleton(name))
     assert names.glob(["*.inv[1]*", "a[*]"]).fullmatch("a.b.inv[1]")
     assert not names.glob(["*.inv[1]*", "a[*]"]).fullmatch("ab")
-    assert dims.parse("out/128 in", has_blocks=True)[1] == ("128", "1")
-
-
-PADDED = "(vocab + 127) // 128 * 128 - vocab"
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "options", "tensors", "message"),
-    [
-        (
-            {"w": "(vocab + rows) x"},
-            {"k": "vocab x"},
-            {"pad": {"rows": 0}, "sizes": {"rows": PADDED}},
-            {"w": numbered(128, 2)},
-            "sizes of vocab; .*--size vocab",
-        ),
-        (
-            {"{l}.w": "a b"},
-            {"k": "l a b"},
-            {},
-            {"0.w": W, "1.w": numbered(200)},
-            r"'1.w' has shape \[200\], .* 'a b'; a special tensor",
-        ),
-        (
-            {"w": "(q d + d + d) x"},
-            {"query": "(q d) x", "key": "d x", "value": "d x"},
-            {"sizes": {"q": 2}},
-            {"w": numbered(8, 3)},
-            r"from\['w'\]: .* \(d x\).* names of their own, with `sizes: {e: d}`",
-        ),
-        (
-            {"{l}.{e}.w1": "ff d"},
-            {"{l}/w1": "e ff d"},
-            {},
-            {f"{n}.{e}.w1": W for n in range(2) for e in range(4) if n + e != 3},
-            "e 2:3, ff 0:2; '1.2.w1' is missing",
-        ),
-    ],
-)
-def test_an_error_names_the_input_and_the_tensor(
-    source, target, options, tensors, message
-):
-    with pytest.raises(LayoutError, match=message):
-        relayout(layout_of_one(source, target, **options), tensors)

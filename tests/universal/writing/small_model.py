@@ -4,6 +4,7 @@ import pathlib
 
 import numpy as np
 
+from elastic_ckpt.cli import main
 from tests.universal import safetensors_files
 
 KV, Q, D = 2, 4, 8
@@ -29,44 +30,37 @@ rules:
 
 def tensors(num_layers, embed):
     """The tensors of a model by name, float32."""
-    generator = np.random.default_rng(num_layers)
-
-    def numbers(*shape):
-        return generator.random(shape, np.float32) - np.float32(0.5)
-
-    made = {"embedding.weight": numbers(3 * embed + 7, embed)}
+    shapes = {"embedding.weight": (3 * embed + 7, embed)}
     for layer in range(num_layers):
-        made[f"layers.{layer}.qkv.weight"] = numbers(KV * (Q + 2) * D, embed)
-        made[f"layers.{layer}.up.weight"] = numbers(4 * embed, embed)
-        made[f"layers.{layer}.norm.weight"] = numbers(embed)
-    return made
+        shapes[f"layers.{layer}.qkv.weight"] = KV * (Q + 2) * D, embed
+        shapes[f"layers.{layer}.up.weight"] = 4 * embed, embed
+        shapes[f"layers.{layer}.norm.weight"] = (embed,)
+    numbers = np.random.default_rng(num_layers)
+    return {
+        name: numbers.random(shape, np.float32) - np.float32(0.5)
+        for name, shape in shapes.items()
+    }
 
 
 def expected(given):
     """The tensors that `LAYOUT` makes of a model's, by path."""
-    layers = range(sum(name.endswith("norm.weight") for name in given))
 
     def stacked(name):
-        return np.stack([given[f"layers.{layer}.{name}.weight"] for layer in layers])
+        return np.stack(
+            [given[each] for each in given if each.endswith(f".{name}.weight")]
+        )
 
     qkv = stacked("qkv")
-    qkv = qkv.reshape(len(layers), KV, Q + 2, D, qkv.shape[-1])
-    heads = {
-        name: qkv[:, :, part].transpose(4, 0, 1, 2, 3)
-        for name, part in (
-            ("query", slice(Q)),
-            ("key", slice(Q, Q + 1)),
-            ("value", slice(Q + 1, Q + 2)),
-        )
-    }
-    return {
+    qkv = qkv.reshape(len(qkv), KV, Q + 2, D, -1).transpose(4, 0, 1, 2, 3)
+    made = {
         "params/embedding": np.pad(given["embedding.weight"], ((0, 1), (0, 0))),
         "params/layers/norm": stacked("norm"),
         "params/layers/up": stacked("up").transpose(0, 2, 1),
-    } | {
-        f"params/layers/{name}": part.reshape(*part.shape[:2], -1, D)
-        for name, part in heads.items()
     }
+    for number, name in enumerate(("query", "key", "value")):
+        heads = np.split(qkv, [Q, Q + 1], axis=3)[number]
+        made[f"params/layers/{name}"] = heads.reshape(*heads.shape[:2], -1, D)
+    return made
 
 
 def write(directory, given):
@@ -75,3 +69,15 @@ def write(directory, given):
     path.mkdir(parents=True)
     safetensors_files.write(path / "model.safetensors", given)
     (path.parent / "layout.yml").write_text(LAYOUT)
+
+
+def converted(*arguments):
+    """The exit status of the command."""
+    return main.main(["convert", *map(str, arguments)])
+
+
+def refusal(capsys, *arguments):
+    """What the command writes when it fails."""
+    capsys.readouterr()
+    assert converted(*arguments) == 1
+    return capsys.readouterr().err
