@@ -184,16 +184,23 @@ class Conversion:
             return []
         return list(step_layout.cut(boxes.whole(target.shape), self.chunk(target)))
 
-    def read(self, targets: Sequence[TargetTensor]) -> Iterator[list[Buffer]]:
+    def read(
+        self, targets: Sequence[TargetTensor], *, like: TargetTensor | None = None
+    ) -> Iterator[list[Buffer]]:
         """Yields the boxes of targets in batches.
 
         The values of a batch may change once the next one is asked for.
+
+        Args:
+          targets: that are read, in this order.
+          like: a target of their shape, in whose boxes all are read; None for those of
+            each.
 
         Raises:
           CheckpointError: if an element is filled by no source, or by two, a file
             cannot be read or ends too early, or values that should be equal differ.
         """
-        units = ((target, [box]) for target in targets for box in self.boxes(target))
+        units = ((each, [box]) for each in targets for box in self.boxes(like or each))
         with contextlib.closing(self.reader.read(units)) as groups:
             for batch in groups:
                 yield batch

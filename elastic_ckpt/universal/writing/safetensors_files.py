@@ -204,9 +204,10 @@ class HuggingFaceModel(SafetensorsFiles):
 
     def _check_tied(self, output: TargetTensor, embedding: TargetTensor) -> None:
         is_equal = output.shape == embedding.shape and output.dtype == embedding.dtype
+        both = [output, embedding] if is_equal else []
         found = {
             (each.box, digest.values_digest(each.values))
-            for batch in self._conversion.read([output, embedding] if is_equal else [])
+            for batch in self._conversion.read(both, like=embedding)
             for each in batch
         }
         if not is_equal or len(found) > len({box for box, _ in found}):

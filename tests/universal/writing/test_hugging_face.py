@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 
 import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.cli import main
+from elastic_ckpt.universal.writing import convert
 from tests.universal.safetensors_files import bits, read
 from tests.universal.writing import small_model
 
@@ -72,6 +74,28 @@ def test_an_output_that_is_the_embedding_is_left_out(tmp_path, capsys):
     assert main.main(["convert", *map(str, [*given, *config])]) == 1
     assert "lm_head.weight differs from model.embed" in capsys.readouterr().err
     assert not (tmp_path / "wrong").exists()
+
+
+def test_an_output_is_compared_however_it_and_the_embedding_are_cut(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(convert, "CHUNK_BYTES", 8)
+    rules = {EMBEDDING: ("v d", W), OUTPUT: ("d v", W.T.copy())}
+    lines = [
+        f'  - {{from: {{"{n}": "{dims}"}}, to: {{"{n}": "v d"}}}}'
+        for n, (dims, _) in rules.items()
+    ]
+    (tmp_path / "rules.yml").write_text("\n".join(["version: 1", "rules:", *lines]))
+    given = "--rules", tmp_path / "rules.yml"
+    tensors = {name: values for name, (_, values) in rules.items()}
+    model(tmp_path / "source", tensors, tie_word_embeddings=True)
+    assert exported(tmp_path, *given) == 0
+    assert bits(read(tmp_path / "made")) == bits({EMBEDDING: W})
+    tensors[OUTPUT][-1, -1] += 1
+    shutil.rmtree(tmp_path / "source")
+    model(tmp_path / "source", tensors, tie_word_embeddings=True)
+    assert exported(tmp_path, *given, target="wrong") == 1
+    assert "lm_head.weight differs from model.embed" in capsys.readouterr().err
 
 
 def test_an_output_that_is_missing_is_an_error(tmp_path, capsys):
