@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 
+import ml_dtypes
 import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
@@ -60,6 +61,24 @@ def test_the_configuration_has_what_the_values_are(tmp_path):
         "text_config": {"torch_dtype": "float32", "layers": 1},
         "vision_config": {"a": 1},
     }
+
+
+@pytest.mark.parametrize("name", ["mlp.qweight", "mlp.weight_packed"])
+def test_the_configuration_of_packed_weights_is_kept(tmp_path, name):
+    packed = np.arange(6, dtype=np.int32).reshape(2, 3)
+    config = {"torch_dtype": "float16", "quantization_config": {"bits": 4}}
+    model(tmp_path / "source", {name: packed, "mlp.scales": W}, **config)
+    assert exported(tmp_path) == 0
+    assert config_of(tmp_path / "made") == config
+
+
+def test_values_without_their_scales_are_not_cast(tmp_path, capsys):
+    tensors = {"w": W.astype(ml_dtypes.float8_e4m3fn), "w_scale_inv": W[:1]}
+    model(tmp_path / "source", tensors)
+    assert exported(tmp_path, "--dtype", "bfloat16") == 1
+    assert "w is float8_e4m3fn" in capsys.readouterr().err
+    assert exported(tmp_path) == 0
+    assert bits(read(tmp_path / "made")) == bits(tensors)
 
 
 def test_an_output_that_is_the_embedding_is_left_out(tmp_path, capsys):

@@ -115,10 +115,11 @@ def test_tensors_that_cannot_be_written_are_one_error(tmp_path):
     safetensors_files.write(tmp_path / "source.safetensors", model(1))
     rules = 'version: 1\nrules:\n  - from: {"layers.0.weight": "a b"}\n    to: {"%s"}\n'
     layout = tmp_path / "layout.yml"
-    layout.write_text(rules.replace('"%s"', '"__metadata__": "a b"'))
     given = job(tmp_path, rules=str(layout))
-    with pytest.raises(errors.CheckpointError, match="called __metadata__"):
-        convert.convert(given)
+    for name in ("__metadata__", r"\ud800"):
+        layout.write_text(rules.replace('"%s"', f'"{name}": "a b"'))
+        with pytest.raises(errors.CheckpointError, match="cannot have this name"):
+            convert.convert(given)
     layout.write_text(rules.replace('"%s"', '"w": {dims: "a b", dtype: uint4}'))
     with pytest.raises(errors.ElasticCkptError, match=r"uint4|cannot|no dtype"):
         convert.convert(given)
