@@ -490,9 +490,6 @@ def _parts(
 ) -> Iterator[tuple[Form, int, int]]:
     # A copy as parts that are read at once, within the limits, and their offsets.
     lengths = _lengths(sizes, source, kind[0].itemsize, limits)
-    if lengths == sizes:
-        yield _form(sizes, source, buffer, kind), 0, 0
-        return
     ranges = [range(0, size, n) for size, n in zip(sizes, lengths, strict=True)]
     for firsts in itertools.product(*ranges):
         parts = zip(firsts, lengths, sizes, strict=True)
@@ -534,4 +531,5 @@ def _form(
             size *= joined.pop()[0]
         joined.append((size, step, into))
     of_dims = zip(*joined, strict=True) if joined else ((), (), ())
-    return Form(*map(tuple, of_dims), kind)
+    one, two, three = map(tuple, of_dims)
+    return Form(one, two, three, kind)

@@ -111,7 +111,10 @@ def test_the_momentum_of_other_optimizers_is_divided_like_their_masters(tmp_path
         ({"mapping": {"w": {"start": 1, "numel": 4}}}, "elements 1 to 5 of a tensor"),
         ({"mapping": {"w": {"start": -1, "numel": 4}}}, "elements -1 to 3 of a tensor"),
         ({"mapping": {"w": {"start": "0", "numel": 4}}}, "that are none of ZeRO"),
-        ({"shape": (2,), "second": {"w": {"start": 2, "numel": -2}}}, "hold 4 elements"),
+        (
+            {"shape": (2,), "second": {"w": {"start": 2, "numel": -2}}},
+            "hold 4 elements",
+        ),
         ({"mapping": {"v": {"start": 0, "numel": 4}}}, "has v, which param_shapes"),
         ({"shape": (1 << 30,)}, "hold 4 elements of w, which has 1073741824"),
         ({"flat": torch_files.tensor()}, "that is not flat"),

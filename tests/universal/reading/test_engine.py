@@ -457,9 +457,13 @@ def test_rows_that_are_far_apart_share_a_form(files):
     assert len({id(copy.form) for copy in copies}) == 1
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    ("order", "dtype", "times"),
+    # A cast that is checked takes two times the memory of its request.
+    [((0, 1), F32, 1), ((1, 0), F32, 1), ((0, 1), BF16, 3)],
+)
 def test_memory_of_requests_and_of_groups_keeps_to_the_budget(
-    files, monkeypatch, order
+    files, monkeypatch, order, dtype, times
 ):
     budget, shape = 2**20, (256, 256)
     held, peak, lock = [0, 0], [0, 0], threading.Lock()
@@ -489,7 +493,7 @@ def test_memory_of_requests_and_of_groups_keeps_to_the_budget(
     targets, moves = [], []
     for number in range(20):
         files.add(drawn(*shape, seed=number))
-        targets.append(target_of(*shape, name=str(number)))
+        targets.append(target_of(*shape, dtype=dtype, name=str(number)))
         moves.append(move(targets[-1], source=number, order=order))
     reader = reader_of(
         files.tensors, moves, targets, budget_bytes=budget, allocate=allocate
@@ -498,6 +502,7 @@ def test_memory_of_requests_and_of_groups_keeps_to_the_budget(
     for number, group in enumerate(reader.read(units)):
         assert len(group) == budget // 2 // targets[0].num_bytes, number
     assert 0 < max(peak) <= budget
+    assert peak[1] <= budget // times
 
 
 # Files that cannot be read, and encoded arrays.
