@@ -104,7 +104,8 @@ def _read(
         stored[index.state["fqn"], index.state.get("offset")] = info.state
     listed, values = {}, {}
     for name, entry in fields["state_dict_metadata"].items():
-        place, parts = f"{metadata}: {name:.200}", entry.state or {}
+        # A name that is no text raises.
+        place, parts = f"{metadata}: " + name[:200], entry.state or {}
         if "chunks" not in parts:
             values[name] = _item(stored, name, None, metadata)
             continue

@@ -77,16 +77,16 @@ def read_header(path: epath.PathLike) -> tuple[list[StoredTensor], dict[str, str
                 f" have {size} bytes, and the file has {total}"
             )
         fields = files.parse_json(file.read(size), f"the header of {path}")
-    texts = fields.pop("__metadata__", None) or {}
-    if _SHARDING in texts:
-        raise FormatError(
-            f"{path} has parts of tensors of a distributed checkpoint; join them"
-            " with torch.distributed.checkpoint's consolidate_safetensors_files,"
-            " or save with enable_consolidation=True"
-        )
     tensors, at = [], 0
     try:
+        texts = fields.pop("__metadata__", None) or {}
         texts = {key: str(text) for key, text in texts.items()}
+        if _SHARDING in texts:
+            raise FormatError(
+                f"{path} has parts of tensors of a distributed checkpoint; join them"
+                " with torch.distributed.checkpoint's consolidate_safetensors_files,"
+                " or save with enable_consolidation=True"
+            )
         ordered = sorted(fields.items(), key=lambda item: item[1]["data_offsets"])
         for name, field in ordered:
             place, dtype = f"{path}: {name:.1000}", _DTYPES.get(field["dtype"])

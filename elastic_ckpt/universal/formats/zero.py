@@ -85,7 +85,7 @@ def of_ranges(
       FormatError: if a range lies outside of its flat tensor, or they are more or fewer
         elements than the parameter has.
     """
-    first, held = ranges[0], sum(each.numel for each in ranges)
+    first, held = ranges[0], sum(max(0, each.numel) for each in ranges)
     if not first.flat.shape:
         return dataclasses.replace(first.flat, name=name, kind=kind)
     if held != math.prod(shape):

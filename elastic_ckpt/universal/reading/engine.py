@@ -7,7 +7,7 @@ one request of a thread reads. A span whose bytes are those of a buffer is read 
 into it; any other is read into memory of its own, and copied from there while it is in
 the cache. While the caller has a group, the next one is read.
 
-Copies of one kind are made of one form, which is divided into parts only once.
+Equal copies are of one form, wherever they are: there may be a copy for each row.
 """
 
 from __future__ import annotations
@@ -360,7 +360,11 @@ class Reader:
 
     def _carry_out(self, span: Span) -> None:
         is_changed = any(copy.form.kind[1:] != _PLAIN for copy in span.copies)
-        times = (not span.is_direct) + 4 * is_changed
+        is_checked = any(
+            not arithmetic.is_safe(copy.form.kind[0], copy.buffer.values.dtype)
+            for copy in span.copies
+        )
+        times = (not span.is_direct) + 4 * is_changed + 2 * is_checked
         times += self._sources.limits(span.file).memory
         with self._room.taken(times * (span.stop - span.start)):
             self._read_and_copy(span)
@@ -373,7 +377,10 @@ class Reader:
             self._read(span, flat[: copy.form.volume].view(np.uint8))
             return
         skipped = span.start % _ALIGNMENT
-        scratch = self._scratch.pop() if self._scratch else np.empty(0, np.uint8)
+        try:
+            scratch = self._scratch.pop()
+        except IndexError:
+            scratch = np.empty(0, np.uint8)
         if scratch.nbytes < skipped + size:
             scratch = host_memory.allocate(skipped + size)
         memory = scratch[skipped : skipped + size]
@@ -458,6 +465,7 @@ def _fill(fill: Fill, buffer: Buffer) -> None:
     part = boxes.intersect(Box(start=fill.start, stop=fill.stop), buffer.box)
     if part is not None:
         buffer.left -= part.volume
+        arithmetic.check_cast(np.array(fill.value), buffer.values.dtype, fill.target)
         buffer.values[boxes.relative(part, buffer.box)] = fill.value
 
 
@@ -473,17 +481,30 @@ def _put(copy: Copy, memory: np.ndarray, at: int) -> None:
     arithmetic.copy(np.ndarray(form.sizes, into.dtype, flat.data, place, strides), read)
 
 
-@functools.lru_cache(maxsize=2**12)
 def _parts(
     sizes: tuple[int, ...],
     source: tuple[int, ...],
     buffer: tuple[int, ...],
     kind: tuple[np.dtype, float, float, str],
     limits: Limits,
-) -> list[tuple[Form, int, int]]:
-    # A copy as parts that are read at once, within the limits, and their offsets. Only
-    # the rows of its elements have larger gaps.
-    lengths, extent = [1] * len(sizes), kind[0].itemsize
+) -> Iterator[tuple[Form, int, int]]:
+    # A copy as parts that are read at once, within the limits, and their offsets.
+    lengths = _lengths(sizes, source, kind[0].itemsize, limits)
+    ranges = [range(0, size, n) for size, n in zip(sizes, lengths, strict=True)]
+    for firsts in itertools.product(*ranges):
+        parts = zip(firsts, lengths, sizes, strict=True)
+        counts = tuple(min(n, size - at) for at, n, size in parts)
+        at = sum(map(operator.mul, firsts, source))
+        skipped = sum(map(operator.mul, firsts, buffer))
+        yield _form(counts, source, buffer, kind), at, skipped
+
+
+@functools.lru_cache(maxsize=2**12)
+def _lengths(
+    sizes: tuple[int, ...], source: tuple[int, ...], itemsize: int, limits: Limits
+) -> tuple[int, ...]:
+    # Those of a part. Only the rows of its elements have larger gaps.
+    lengths, extent = [1] * len(sizes), itemsize
     for dim in sorted(range(len(sizes)), key=source.__getitem__):
         if source[dim] - extent > limits.gap_bytes:
             break
@@ -492,23 +513,17 @@ def _parts(
         if rows < sizes[dim]:
             break
         extent += source[dim] * (sizes[dim] - 1)
-    made = []
-    ranges = [range(0, size, n) for size, n in zip(sizes, lengths, strict=True)]
-    for firsts in itertools.product(*ranges):
-        counts = [
-            min(n, size - at)
-            for at, n, size in zip(firsts, lengths, sizes, strict=True)
-        ]
-        form = Form(*_joined(counts, source, buffer), kind)
-        at = sum(map(operator.mul, firsts, source))
-        made.append((form, at, sum(map(operator.mul, firsts, buffer))))
-    return made
+    return tuple(lengths)
 
 
-def _joined(
-    sizes: Sequence[int], source: Sequence[int], buffer: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    # The same copy in the fewest dims, in the order of the buffer.
+@functools.lru_cache(maxsize=2**12)
+def _form(
+    sizes: tuple[int, ...],
+    source: tuple[int, ...],
+    buffer: tuple[int, ...],
+    kind: tuple[np.dtype, float, float, str],
+) -> Form:
+    # In the fewest dims, in the order of the buffer.
     joined: list[tuple[int, int, int]] = []
     dims = [dim for dim in zip(sizes, source, buffer, strict=True) if dim[0] > 1]
     for size, step, into in sorted(dims, key=lambda dim: (-dim[2], -dim[1])):
@@ -517,4 +532,4 @@ def _joined(
         joined.append((size, step, into))
     of_dims = zip(*joined, strict=True) if joined else ((), (), ())
     one, two, three = map(tuple, of_dims)
-    return one, two, three
+    return Form(one, two, three, kind)

@@ -217,7 +217,7 @@ def in_parts(
     itemsize = tensor.dtype.itemsize
     lengths = list(chunk)
     for dim in reversed(range(len(lengths))):
-        most = PART_BYTES // (int(np.prod(lengths, dtype=object)) * itemsize)
+        most = PART_BYTES // max(1, int(np.prod(lengths, dtype=object)) * itemsize)
         lengths[dim] = min(tensor.shape[dim], lengths[dim] * max(1, most))
         if lengths[dim] < tensor.shape[dim]:
             break

@@ -104,7 +104,8 @@ class Conversion:
     Raises:
       FormatError: if the source is of no format that is read, or damaged.
       LayoutError: if the layout does not fit.
-      ConfigError: if there are no rules to which sizes or a direction belong.
+      ConfigError: if there are no rules to which sizes or a direction belong, or values
+        without their scales would be cast.
     """
 
     def __init__(self, job: Job) -> None:
@@ -129,12 +130,7 @@ class Conversion:
         self._moves: dict[str, list[Move]] = collections.defaultdict(list)
         for move in self.matched.moves:
             self._moves[move.target].append(move)
-        targets = [
-            dataclasses.replace(each, dtype=np.dtype(job.dtype))
-            if job.dtype is not None and _is_floating(each.dtype)
-            else each
-            for each in self.matched.targets.values()
-        ]
+        targets = [_cast(each, job.dtype) for each in self.matched.targets.values()]
         first = {
             name: min(number for move in moves for number in self._stored(move))
             for name, moves in self._moves.items()
@@ -184,16 +180,23 @@ class Conversion:
             return []
         return list(step_layout.cut(boxes.whole(target.shape), self.chunk(target)))
 
-    def read(self, targets: Sequence[TargetTensor]) -> Iterator[list[Buffer]]:
+    def read(
+        self, targets: Sequence[TargetTensor], *, like: TargetTensor | None = None
+    ) -> Iterator[list[Buffer]]:
         """Yields the boxes of targets in batches.
 
         The values of a batch may change once the next one is asked for.
+
+        Args:
+          targets: that are read, in this order.
+          like: a target of their shape, in whose boxes all are read; None for those of
+            each.
 
         Raises:
           CheckpointError: if an element is filled by no source, or by two, a file
             cannot be read or ends too early, or values that should be equal differ.
         """
-        units = ((target, [box]) for target in targets for box in self.boxes(target))
+        units = ((each, [box]) for each in targets for box in self.boxes(like or each))
         with contextlib.closing(self.reader.read(units)) as groups:
             for batch in groups:
                 yield batch
@@ -381,6 +384,19 @@ def _of_weights(layout: Layout, stored: Sequence[StoredTensor]) -> Layout:
     if not weights.through:
         return first
     return dataclasses.replace(weights, through=(first, *weights.through[1:]))
+
+
+def _cast(target: TargetTensor, dtype: str | None) -> TargetTensor:
+    # As the user wishes.
+    if dtype is None or not _is_floating(target.dtype) or target.dtype == dtype:
+        return target
+    if target.dtype.itemsize == 1:
+        raise errors.ConfigError(
+            f"{target.name} is {target.dtype}, whose values mean nothing without their"
+            f" scales; to write {dtype}, give a layout that multiplies by them (`times`"
+            " and `dtype`, as hf_fp8), otherwise leave --dtype out"
+        )
+    return dataclasses.replace(target, dtype=np.dtype(dtype))
 
 
 def _is_floating(dtype: np.typing.DTypeLike) -> bool:

@@ -64,6 +64,8 @@ _COPIED = (
     "*processor_config.json",
 )
 _PROGRAMS = (".py", ".pyc", ".so")
+# End the names of weights that are quantized and packed into wider integers.
+_PACKED = ("qweight", "weight_packed")
 _TIED = "tie_word_embeddings"
 _OUTPUT = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
@@ -191,9 +193,10 @@ class HuggingFaceModel(SafetensorsFiles):
         for target in self._conversion.targets:
             sizes[target.dtype.name] += target.num_bytes
         floats = {name: size for name, size in sizes.items() if "float" in name}
-        # Quantized values have a byte at most.
+        # Other quantized values have a byte at most.
         is_quantized = any(
-            target.dtype.itemsize == 1 and target.dtype.kind != "b"
+            (target.dtype.itemsize == 1 and target.dtype.kind != "b")
+            or target.name.endswith(_PACKED)
             for target in self._conversion.targets
         )
         config = self._config
@@ -204,9 +207,10 @@ class HuggingFaceModel(SafetensorsFiles):
 
     def _check_tied(self, output: TargetTensor, embedding: TargetTensor) -> None:
         is_equal = output.shape == embedding.shape and output.dtype == embedding.dtype
+        both = [output, embedding] if is_equal else []
         found = {
             (each.box, digest.values_digest(each.values))
-            for batch in self._conversion.read([output, embedding] if is_equal else [])
+            for batch in self._conversion.read(both, like=embedding)
             for each in batch
         }
         if not is_equal or len(found) > len({box for box, _ in found}):
@@ -224,9 +228,12 @@ def _header(group: Iterable[TargetTensor]) -> tuple[bytes, dict[TargetTensor, in
     offsets: dict[TargetTensor, int] = {}
     end = 0
     for target in sorted(group, key=lambda each: (-each.dtype.itemsize, each.name)):
-        if target.name == _METADATA:
+        # Half of a surrogate pair has no UTF-8.
+        is_text = target.name.encode(errors="ignore").decode() == target.name
+        if target.name == _METADATA or not is_text:
             raise errors.CheckpointError(
-                f"a tensor is called {_METADATA}, as the texts of a header; rename it"
+                f"a tensor is called {target.name!r}, and safetensors cannot have this"
+                " name; rename it in the layout"
             )
         offsets[target], end = end, end + target.num_bytes
         fields[target.name] = {

@@ -103,6 +103,14 @@ def test_items_that_are_no_tensor_as_listed_are_refused(tmp_path, value, match):
     refused(dcp_files.parts(second=item).write(tmp_path / "x"), match)
 
 
+@pytest.mark.parametrize("name", [1.5, b"w", (1,)])
+def test_names_that_are_no_texts_are_refused(tmp_path, name):
+    parts = dcp_files.parts()
+    parts.entries[name] = parts.entries.pop("w")
+    parts.stored = [((name, first), place) for (_, first), place in parts.stored]
+    refused(parts.write(tmp_path / "x"), "is no metadata")
+
+
 CHUNKS = [((0, 0), (2, 2)), ((2, 0), (2, 2))]
 
 

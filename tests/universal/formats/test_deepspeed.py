@@ -36,25 +36,45 @@ def test_numbered_states_are_named_only_if_their_order_is_certain(tmp_path):
         numbered(tmp_path, [[0, 1]], fp32_groups=[])
 
 
+def test_a_parameter_that_layers_share_is_one_of_its_optimizer(tmp_path):
+    names = ["tied_modules.a.w"]
+    for layer in range(2):
+        path = tmp_path / f"layer_{layer:02d}-model_states.pt"
+        torch_files.write(path, {"w": torch_files.tensor()})
+    state = {"state": {0: {"exp_avg": torch_files.tensor()}}}
+    value = {
+        "module": None,
+        "param_shapes": [dict.fromkeys(names, (2, 2))],
+        "optimizer": {**state, "param_groups": [{"params": [0]}]},
+    }
+    torch_files.write(tmp_path / "mp_rank_00_model_states.pt", value)
+    tensors = opening.open_checkpoint(tmp_path).tensors
+    assert [each.name for each in tensors] == names * 2
+
+
 FLAT_TENSOR = torch_files.tensor(shape=(4,), strides=(1,))
 MOMENTUM = {"momentum_buffer": FLAT_TENSOR}
 GROUPS = {"state": {0: MOMENTUM}, "param_groups": [{}]}
 
 
-def by_hand(folder, *, mapping=None, shape=(2, 2), flat=None, more=(), **stated):
-    """A checkpoint of one parameter `w` of ZeRO-1 and one rank."""
+def by_hand(
+    folder, *, mapping=None, second=None, shape=(2, 2), flat=None, more=(), **stated
+):
+    """A checkpoint of one parameter `w` of ZeRO-1, and one rank or a second one."""
     flat = flat or FLAT_TENSOR
     value = {"module": None, "param_shapes": [{"w": shape}]}
     torch_files.write(folder / "mp_rank_00_model_states.pt", value)
-    optimizer = {
-        "single_partition_of_fp32_groups": [flat],
-        "base_optimizer_state": {"state": {}},
-        "param_slice_mappings": [mapping or {"w": {"start": 0, "numel": 4}}],
-        "partition_count": [1],
-        **stated,
-    }
-    path = folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    torch_files.write(path, {"optimizer_state_dict": optimizer, **dict(more)})
+    mappings = [mapping or {"w": {"start": 0, "numel": 4}}, second]
+    for rank, held in enumerate(mappings if second else mappings[:1]):
+        optimizer = {
+            "single_partition_of_fp32_groups": [flat],
+            "base_optimizer_state": {"state": {}},
+            "param_slice_mappings": [held],
+            "partition_count": [1],
+            **stated,
+        }
+        path = folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch_files.write(path, {"optimizer_state_dict": optimizer, **dict(more)})
     return opening.open_checkpoint(folder)
 
 
@@ -91,6 +111,10 @@ def test_the_momentum_of_other_optimizers_is_divided_like_their_masters(tmp_path
         ({"mapping": {"w": {"start": 1, "numel": 4}}}, "elements 1 to 5 of a tensor"),
         ({"mapping": {"w": {"start": -1, "numel": 4}}}, "elements -1 to 3 of a tensor"),
         ({"mapping": {"w": {"start": "0", "numel": 4}}}, "that are none of ZeRO"),
+        (
+            {"shape": (2,), "second": {"w": {"start": 2, "numel": -2}}},
+            "hold 4 elements",
+        ),
         ({"mapping": {"v": {"start": 0, "numel": 4}}}, "has v, which param_shapes"),
         ({"shape": (1 << 30,)}, "hold 4 elements of w, which has 1073741824"),
         ({"flat": torch_files.tensor()}, "that is not flat"),

@@ -112,6 +112,21 @@ def test_a_step_that_is_not_complete_is_refused(tmp_path, name, match):
         opening.open_checkpoint(tmp_path / name)
 
 
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_a_chunk_that_is_missing_is_lost_unless_it_was_not_written(tmp_path, is_sparse):
+    save_zarr(tmp_path / "x", {"w": jnp.arange(3)})
+    metadata = tmp_path / "x" / "_METADATA"
+    fields = json.loads(metadata.read_text())
+    fields["store_array_data_equal_to_fill_value"] = not is_sparse
+    metadata.write_text(json.dumps(fields))
+    (tmp_path / "x" / "w" / "0").unlink()
+    if is_sparse:
+        stored_values.assert_holds(tmp_path / "x", {"w": np.zeros(3, np.int32)})
+    else:
+        with pytest.raises(ValueError, match="is missing"):
+            stored_values.contents(tmp_path / "x")
+
+
 def test_arrays_compressed_by_blosc_are_read(tmp_path):
     save_zarr(tmp_path / "x", {"w": np.ones(3)})
     shutil.rmtree(tmp_path / "x" / "w")

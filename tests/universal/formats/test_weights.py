@@ -41,6 +41,7 @@ def field(dtype="F32", shape=(2, 2), offsets=(0, 16)):
         ({"v": field(), "w": field(shape=(1,), offsets=(12, 16))}, "would be at"),
         ({"w": field(dtype="F33")}, r"safetensors: w has the dtype 'F33', which is"),
         ({"w": [1]}, "no safetensors header"),
+        ({"__metadata__": 5}, "no safetensors header"),
         ({"__metadata__": {"DCP_SHARDING_INFO": "{}"}}, "enable_consolidation=True"),
         (b'{"w": {}, "w": {}}', "a name twice"),
         (b"[" * 100_000, "is no valid JSON"),

@@ -22,7 +22,7 @@ from elastic_ckpt.core import boxes, errors, host_memory
 from elastic_ckpt.universal.factors import boxes_of_range
 from elastic_ckpt.universal.formats import checkpoint as stored
 from elastic_ckpt.universal.formats.files import FormatError
-from elastic_ckpt.universal.moves import Derived, Operand
+from elastic_ckpt.universal.moves import Derived, Fill, Operand
 from elastic_ckpt.universal.reading import sources
 from elastic_ckpt.universal.reading.sources import Limits, Sources
 from tests.universal import random_layouts
@@ -152,6 +152,14 @@ def test_a_target_that_lacks_a_move_or_has_one_twice_is_refused(data, layout):
             read_all(layout.tensors, moves, targets)
 
 
+def test_a_fill_is_a_value_of_its_target(files):
+    files.add(np.zeros(2, np.float16))
+    fill = Fill(target="w", start=(2,), stop=(3,), value=1e9)
+    target = target_of(3, dtype="float16")
+    with pytest.raises(errors.CheckpointError, match=r"w: 1000000000.0 is no float16"):
+        read_all(files.tensors, files.moves(), [target], fills=[fill])
+
+
 # What is computed.
 
 
@@ -260,12 +268,29 @@ def test_views_of_complex_numbers_are_conjugates_and_negatives(files):
         (0.5, "float32", "int32"),
         (1e30, "float32", "float16"),
         (1j, "complex64", "float32"),
+        (1.5, "complex64", "int32"),
+        (100, "float32", "float4_e2m1fn"),
+        (-128, "int8", "float4_e2m1fn"),
     ],
 )
 def test_a_value_that_is_none_of_the_target_is_named(files, value, dtype, target):
     files.add(np.array([0, value], dtype))
     with pytest.raises(errors.CheckpointError, match=f"w: .* is no {target}"):
         files.read(target_of(2, dtype=target))
+
+
+def test_integers_of_four_bits_are_added_up(files):
+    values = np.array([7, -8], ml_dtypes.int4)
+    for _ in range(2):
+        files.add(values)
+    spec = derived_of("sum", [operand(0, 0), operand(1, 0)], np.zeros(2, np.int64))
+    assert files.read(target_of(2, dtype="int64"), [spec]).tolist() == [14, -16]
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
+def test_a_tensor_without_elements_has_no_parts(shape):
+    tensor = stored.StoredTensor(name="w", dtype=F32, shape=shape)
+    assert sources.in_parts(0, tensor, (1, 1), lambda *_: None, {}) == tensor
 
 
 def test_integers_of_64_bits_are_added_up_exactly_and_not_rounded(files):
@@ -337,9 +362,24 @@ def test_a_shard_of_rows_is_one_request_and_a_bucket_is_read_past_small_gaps():
     assert in_bucket == [4 * (1023 * columns + 128)]
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_rows_that_are_far_apart_share_a_form(files):
+    files.add(drawn(10, 9000))
+    target = target_of(10, 9000)
+    reader = reader_of(files.tensors, [move(target)], [target])
+    box = boxes.Box(start=(0, 100), stop=(10, 200))
+    _, spans = reader.planned([(target, [box])])
+    copies = [copy for span in spans for copy in span.copies]
+    assert len(copies) == 10
+    assert len({id(copy.form) for copy in copies}) == 1
+
+
+@pytest.mark.parametrize(
+    ("order", "dtype", "times"),
+    # A cast that is checked takes two times the memory of its request.
+    [((0, 1), F32, 1), ((1, 0), F32, 1), ((0, 1), BF16, 3)],
+)
 def test_memory_of_requests_and_of_groups_keeps_to_the_budget(
-    files, monkeypatch, order
+    files, monkeypatch, order, dtype, times
 ):
     budget, shape = 2**20, (256, 256)
     held, peak, lock = [0, 0], [0, 0], threading.Lock()
@@ -368,13 +408,17 @@ def test_memory_of_requests_and_of_groups_keeps_to_the_budget(
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     for number in range(20):
         files.add(drawn(*shape, seed=number), name=str(number))
-    moves, targets = files.moves(order=order), files.targets()
+    moves = files.moves(order=order)
+    targets = [
+        dataclasses.replace(each, dtype=np.dtype(dtype)) for each in files.targets()
+    ]
     reader = reader_of(
         files.tensors, moves, targets, budget_bytes=budget, allocate=allocate
     )
     groups = reader.read((each, [boxes.whole(shape)]) for each in targets)
     assert {len(group) for group in groups} == {budget // 2 // targets[0].num_bytes}
     assert 0 < max(peak) <= budget
+    assert peak[1] <= budget // times
 
 
 # Files that cannot be read, and encoded arrays.
@@ -450,9 +494,9 @@ def test_boxes_of_a_flat_range_hold_its_elements_in_order(shape, data):
     assert len(made) <= max(1, 2 * len(shape) - 1)
 
 
-@given(st.data(), st.integers(1, 60), st.sampled_from([0, 2**14]))
-def test_damage_of_an_entry_is_seen_by_who_reads_some_of_it(
-    tmp_path_factory, data, size, gap_bytes
+@given(st.data(), st.integers(1, 60), st.sampled_from([0, 2**14]), st.integers(1, 3))
+def test_damage_of_an_entry_is_seen_by_one_host_whatever_it_reads(
+    tmp_path_factory, data, size, gap_bytes, num_hosts
 ):
     ends = st.integers(0, size)
     bounds = sorted({0, size, *data.draw(st.sets(ends, max_size=3))})
@@ -468,24 +512,27 @@ def test_damage_of_an_entry_is_seen_by_who_reads_some_of_it(
     (target,) = files.targets()
     needed_boxes = [boxes.Box(start=(a,), stop=(b,)) for a, b in needed]
 
-    def read():
+    def read(host):
         with mock.patch.object(sources, "LOCAL", Limits(gap_bytes, 2**23, 0)):
-            reader = reader_of(
-                files.tensors, files.moves(), [target], checksums=lambda _: entries
-            )
+            options = {"checksums": lambda _: entries, "host": (host, num_hosts)}
+            reader = reader_of(files.tensors, files.moves(), [target], **options)
             found = read_units(reader, [(target, needed_boxes[:1])])
             found += read_units(reader, [(target, needed_boxes[1:])])
         reader.checks.finish()
         return [each.tolist() for *_, each in found]
 
-    assert read() == [content[a:b].tolist() for a, b in needed]
+    for host in range(num_hosts):
+        assert read(host) == [content[a:b].tolist() for a, b in needed]
     at = data.draw(st.integers(0, size - 1))
     content[at] ^= 1
     pathlib.Path(path).write_bytes(content.tobytes())
     first = max(bound for bound in bounds[:-1] if bound <= at)
     last = min(bound for bound in bounds if bound > at)
-    if any(a < last and first < b for a, b in needed):
-        with pytest.raises(FormatError, match=f"bytes {first} to {last}"):
-            read()
-    elif gap_bytes == 0:
-        read()
+    problems = []
+    for host in range(num_hosts):
+        try:
+            read(host)
+        except FormatError as error:
+            problems.append(str(error))
+    (problem,) = problems
+    assert f"bytes {first} to {last}" in problem

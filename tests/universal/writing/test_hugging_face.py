@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 
 import ml_dtypes
 import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
+from elastic_ckpt.universal.writing import convert
 from tests.universal.safetensors_files import bits, read
 from tests.universal.writing import small_model
 from tests.universal.writing.small_model import converted, refusal
@@ -58,6 +60,37 @@ def test_the_configuration_has_what_the_values_are(tmp_path):
     assert config_of(tmp_path / "made") == fields
 
 
+@pytest.mark.parametrize("name", ["mlp.qweight", "mlp.weight_packed"])
+def test_the_configuration_of_packed_weights_is_kept(tmp_path, name):
+    packed = np.arange(6, dtype=np.int32).reshape(2, 3)
+    config = {"torch_dtype": "float16", "quantization_config": {"bits": 4}}
+    model(tmp_path / "source", {name: packed, "mlp.scales": W}, **config)
+    assert converted(*exported(tmp_path)) == 0
+    assert config_of(tmp_path / "made") == config
+
+
+def test_an_output_is_compared_however_it_and_the_embedding_are_cut(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(convert, "CHUNK_BYTES", 8)
+    rules = [{"from": {EMBEDDING: "v d"}, "to": {EMBEDDING: "v d"}}]
+    rules += [{"from": {OUTPUT: "d v"}, "to": {OUTPUT: "v d"}}]
+    (tmp_path / "rules.yml").write_text(json.dumps({"version": 1, "rules": rules}))
+    given = exported(tmp_path, "--rules", tmp_path / "rules.yml")
+    tensors = {EMBEDDING: W, OUTPUT: W.T.copy()}
+    model(tmp_path / "source", tensors, tie_word_embeddings=True)
+    assert converted(*given) == 0
+    assert bits(read(tmp_path / "made")) == bits({EMBEDDING: W})
+    tensors[OUTPUT][-1, -1] += 1
+    shutil.rmtree(tmp_path / "source")
+    shutil.rmtree(tmp_path / "made")
+    model(tmp_path / "source", tensors, tie_word_embeddings=True)
+    assert "lm_head.weight differs from model.embed" in refusal(capsys, *given)
+
+
+FP8 = {"w": W.astype(ml_dtypes.float8_e4m3fn), "w_scale_inv": W[:1]}
+
+
 @pytest.mark.parametrize(
     ("tensors", "is_tied", "options", "problem"),
     [
@@ -65,6 +98,7 @@ def test_the_configuration_has_what_the_values_are(tmp_path):
         ({EMBEDDING: W}, False, [], "the output of the model would be random"),
         ({"w": W}, False, ["--dtype", "int8"], "give bfloat16"),
         ({"w": W}, False, ["--dtype", "bf16"], "give bfloat16"),
+        (FP8, False, ["--dtype", "bfloat16"], "w is float8_e4m3fn"),
     ],
 )
 def test_what_is_no_model_is_refused(

@@ -87,7 +87,8 @@ def test_tensors_come_back_with_their_bits_however_they_are_cut(
 @pytest.mark.parametrize(
     ("target", "problem"),
     [
-        ('"__metadata__": "a"', "called __metadata__"),
+        ('"__metadata__": "a"', "cannot have this name"),
+        (r'"\ud800": "a"', "cannot have this name"),
         ('"w": {dims: "a", dtype: uint4}', "uint4|cannot|no dtype"),
     ],
 )
