@@ -170,3 +170,22 @@ QUANTIZED = {
 }
 # The tokens of the logits.
 TOKENS = [[1, 5, 9, 70, 33, 2, 18], [4, 4, 61, 12, 7, 40, 3]]
+# Settings of adapters of PEFT.
+MERGED: Mapping[str, dict[str, Any]] = {
+    "plain": {"target_modules": "all-linear"},
+    "rslora": {"use_rslora": True},
+    "ranks": {"rank_pattern": {"q_proj": 2, "layers.1.mlp.down_proj": 6}},
+    "saved": {"modules_to_save": ["lm_head", "norm"]},
+    "embeddings": {"target_modules": ["embed_tokens", "lm_head", "v_proj"]},
+}
+# What is refused, by the setting that the error names.
+REFUSED: Mapping[str, dict[str, Any]] = {
+    "dora": {"use_dora": True},
+    "alphas": {"alpha_pattern": {"q_proj": 3}},
+    "pissa": {"init_lora_weights": "pissa"},
+    "biases": {"lora_bias": True},
+    "tokens": {"trainable_token_indices": [1, 2]},
+    # Their base has one matrix for the embedding and the head.
+    "tied": {"target_modules": ["embed_tokens"]},
+    "tied_saved": {"modules_to_save": ["embed_tokens"]},
+}

@@ -21,24 +21,13 @@ from elastic_ckpt.universal.writing import convert
 from elastic_ckpt.universal.writing.convert import Job
 from tests.environments import ROOT, Environment
 from tests.universal import safetensors_files
-from tests.universal.families import forward
-from tests.universal.families.models import MODELS, QUANTIZED, SEEING, TOKENS
+from tests.universal.families import forward, models
 
 pytestmark = pytest.mark.night
 TRANSFORMERS = Environment(
     ROOT / ".venv-families", pathlib.Path(__file__).parent / "pyproject.toml", "3.11"
 )
-
-MERGED = ("plain", "rslora", "ranks", "saved", "embeddings")
-OTHERS = {
-    "dora": "adapter/use_dora in the checkpoint is True",
-    "alphas": "adapter/alpha_pattern/.*q_proj in the checkpoint is 3",
-    "pissa": "adapter/init_lora_weights in the checkpoint is 'pissa'",
-    "biases": "adapter/lora_bias in the checkpoint is True",
-    "tokens": r"adapter/trainable_token_indices in the checkpoint is \[1, 2\]",
-    "tied": "config/tie_word_embeddings in the checkpoint is True",
-    "tied_saved": "config/tie_word_embeddings in the checkpoint is True",
-}
+PROGRAMS = "tests.universal.families.programs"
 
 
 @pytest.fixture(scope="module", params=["write_models"])
@@ -46,7 +35,7 @@ def written(request, tmp_path_factory):
     """The directory in which Transformers has written models, or PEFT adapters."""
     TRANSFORMERS.set_up()
     directory = tmp_path_factory.mktemp(request.param)
-    TRANSFORMERS.run(f"tests.universal.families.{request.param}", directory)
+    TRANSFORMERS.run(PROGRAMS, request.param, directory)
     return directory
 
 
@@ -78,7 +67,7 @@ def test_a_model_becomes_a_tree_and_comes_back_to_transformers(
     written, tmp_path, subtests
 ):
     back = tmp_path / "back"
-    for name, model in (MODELS | QUANTIZED).items():
+    for name, model in (models.MODELS | models.QUANTIZED).items():
         with subtests.test(name):
             layout, tree = model.layout, tmp_path / "tree" / name
             if model.quantized == "fp8":
@@ -87,13 +76,13 @@ def test_a_model_becomes_a_tree_and_comes_back_to_transformers(
             again = written_back(tree, back / name, layout, written / name)
             if not model.quantized:
                 assert_same(again, safetensors_files.read(written / name))
-    TRANSFORMERS.run("tests.universal.families.read_models", written, back)
+    TRANSFORMERS.run(PROGRAMS, "compare_models", written, back)
 
 
 def test_a_model_that_sees_has_the_language_model_of_its_family(
     written, tmp_path, subtests
 ):
-    for name, model in SEEING.items():
+    for name, model in models.SEEING.items():
         with subtests.test(name):
             layout = composed(tmp_path, "hf_language_model", model.layout)
             made = converted(written / name, tmp_path / name, layout)
@@ -143,7 +132,7 @@ def test_layers_that_predict_further_tokens_are_dropped(written, tmp_path, name)
         extra |= {f"{further}{each}.weight": norm for each in names}
         extra[f"{further}eh_proj.weight"] = np.concatenate([embedding] * 2, axis=1)
     safetensors_files.write(source / "mtp.safetensors", extra)
-    layout = MODELS[name].layout
+    layout = models.MODELS[name].layout
     made = converted(source, tmp_path / "tree", layout)
     assert_same(made, converted(written / name, tmp_path / "expected", layout))
 
@@ -151,7 +140,7 @@ def test_layers_that_predict_further_tokens_are_dropped(written, tmp_path, name)
 def test_jax_computes_the_logits_of_transformers(written, tmp_path, subtests):
     layouts = {
         "llama3": "hf_llama3",
-        "qwen3_moe": MODELS["qwen3_moe"].layout,
+        "qwen3_moe": models.MODELS["qwen3_moe"].layout,
         "llama3, stacked": composed(tmp_path, "hf_llama3", "stacked"),
     }
     for case, layout in layouts.items():
@@ -162,7 +151,9 @@ def test_jax_computes_the_logits_of_transformers(written, tmp_path, subtests):
             like = traverse_util.unflatten_dict(like, sep="/")
             tree = universal.load(written / name, like, layout=layout)
             with jax.default_matmul_precision("highest"):
-                made = forward.logits(tree, MODELS[name].config, np.array(TOKENS))
+                made = forward.logits(
+                    tree, models.MODELS[name].config, np.array(models.TOKENS)
+                )
             expected = np.load(written / f"{name}.npy")
             np.testing.assert_allclose(made, expected, rtol=0, atol=1e-4)
 
@@ -170,7 +161,7 @@ def test_jax_computes_the_logits_of_transformers(written, tmp_path, subtests):
 @pytest.mark.parametrize("written", ["write_adapters"], indirect=True)
 def test_an_adapter_is_merged_as_peft_does_it(written, tmp_path, subtests):
     base = safetensors_files.read(written / "base")
-    for name in MERGED:
+    for name in models.MERGED:
         with subtests.test(name):
             made = converted(written / name / "adapter", tmp_path / name, to="hf")
             expected = safetensors_files.read(written / name / "merged")
@@ -178,6 +169,8 @@ def test_an_adapter_is_merged_as_peft_does_it(written, tmp_path, subtests):
             for each, values in expected.items():
                 np.testing.assert_allclose(made[each], values, 1e-6, 1e-6, err_msg=each)
             assert any((values != made[each]).any() for each, values in base.items())
-    for name, text in OTHERS.items():
-        with subtests.test(name), pytest.raises(LayoutError, match=text):
+    for name, options in models.REFUSED.items():
+        (key,) = options
+        place = "config/tie_word_embeddings" if "tied" in name else f"adapter/{key}"
+        with subtests.test(name), pytest.raises(LayoutError, match=place):
             converted(written / name / "adapter", tmp_path / name, to="hf")

@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints load by their own description; what contradicts it is refused.
+"""DeepSpeed checkpoints load as they describe themselves; contradictions are refused.
 
 `test_samples` has the values of those that DeepSpeed wrote.
 """
