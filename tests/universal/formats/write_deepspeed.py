@@ -32,16 +32,7 @@ from deepspeed.checkpoint import affine
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.runtime.pipe.topology import (
-    PipelineParallelGrid,
-    PipeModelDataParallelTopology,
-)
-from deepspeed.utils import (
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_optimizer_state,
-)
+from deepspeed.runtime.pipe import topology as pipes
 from torch import nn
 
 from tests.universal.formats import known_values as kv
@@ -215,14 +206,15 @@ def set_value(optimizer, parameter, known):
     is_of_muon = getattr(parameter, "use_muon", False)
     moments = ("momentum_buffer",) if is_of_muon else kv.STATES[1:]
     if is_divided:
-        safe_set_local_fp32_param(parameter, own_part(known("fp32"), group))
+        part = own_part(known("fp32"), group)
+        deepspeed.utils.safe_set_local_fp32_param(parameter, part)
         for key in moments:
             part = own_part(known(key), group)
-            safe_set_local_optimizer_state(parameter, part, key)
+            deepspeed.utils.safe_set_local_optimizer_state(parameter, part, key)
     elif hasattr(parameter, "_hp_mapping"):
-        safe_set_full_fp32_param(parameter, known("fp32"))
+        deepspeed.utils.safe_set_full_fp32_param(parameter, known("fp32"))
         for key in moments:
-            safe_set_full_optimizer_state(parameter, known(key), key)
+            deepspeed.utils.safe_set_full_optimizer_state(parameter, known(key), key)
     else:
         master = master_of(optimizer, parameter)
         master.data.copy_(known("fp32"))
@@ -281,8 +273,8 @@ def write(folder, sample):
     sizes["bf16"], is_muon = sample != "zero0_dp2", "muon" in sample
     stage, tp, ep, piped = sizes["zero"], sizes["tp"], sizes["ep"], sizes["pp"] > 1
     ranks = {"num_pp": sizes["pp"], "num_mp": tp, "num_dp": sizes["dp"]}
-    topology = PipeModelDataParallelTopology(**ranks)
-    mpu = PipelineParallelGrid(topology) if tp > 1 and not piped else None
+    topology = pipes.PipeModelDataParallelTopology(**ranks)
+    mpu = pipes.PipelineParallelGrid(topology) if tp > 1 and not piped else None
     frozen = stage > 1 and not is_muon
     model = pipeline(topology, tp) if piped else Model(ep, frozen, tp)
     engine, *_ = deepspeed.initialize(

@@ -18,18 +18,10 @@ import re
 import sys
 
 import torch
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing, distributed, parallel_state
+from megatron.core.dist_checkpointing import optimizer as sharding
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
-from megatron.core.dist_checkpointing.optimizer import (
-    get_param_id_to_sharded_param_map,
-    make_sharded_optimizer_tensor,
-    optim_state_to_sharding_state,
-)
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -44,13 +36,6 @@ SAMPLES = {
     "torch_dist_tp2_pp2": (2, 2, 1, None, 4, 0),
     "torch_dist_ep2": (1, 1, 2, 4, 2, 0),
     "mp_rank_pp2_vp2": (1, 2, 1, None, 4, 2),
-}
-SIZES = {
-    "hidden_size": 8,
-    "ffn_hidden_size": 12,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "kv_channels": 4,
 }
 STEPS = 2
 
@@ -78,7 +63,11 @@ def model_of(sample, chunk=None):
     tp, pp, ep, experts, layers, chunks = SAMPLES[sample]
     config = TransformerConfig(
         num_layers=layers,
-        **SIZES,
+        hidden_size=8,
+        ffn_hidden_size=12,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=4,
         use_cpu_initialization=True,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
@@ -109,8 +98,9 @@ def model_of(sample, chunk=None):
     )
     if not chunks:
         return model.bfloat16()
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
-    return DistributedDataParallel(config, ddp, Float16Module(config, model))
+    ddp = distributed.DistributedDataParallelConfig(use_distributed_optimizer=True)
+    model = Float16Module(config, model)
+    return distributed.DistributedDataParallel(config, ddp, model)
 
 
 def set_sharded(sharded, state):
@@ -130,16 +120,16 @@ def set_sharded(sharded, state):
 def optimizer_states(model, sharded):
     """States as Megatron's optimizer of bfloat16 parameters describes them."""
     parameters = list(model.parameters())
-    ids = get_param_id_to_sharded_param_map(sharded, parameters)
+    ids = sharding.get_param_id_to_sharded_param_map(sharded, parameters)
     masters, state = [], {}
     for number, parameter in enumerate(parameters):
         new = [torch.empty(parameter.shape) for _ in kv.STATES]
-        prefix = "optimizer.state.fp32_param"
-        masters.append(make_sharded_optimizer_tensor(ids[number], new[0], prefix))
+        of_master = ids[number], new[0], "optimizer.state.fp32_param"
+        masters.append(sharding.make_sharded_optimizer_tensor(*of_master))
         state[number] = {"exp_avg": new[1], "exp_avg_sq": new[2]}
     group = {"params": list(state), "lr": 0.01, "weight_decay": 0.1}
     optimizer = {"state": state, "param_groups": [group]}
-    optim_state_to_sharding_state(optimizer, ids)
+    sharding.optim_state_to_sharding_state(optimizer, ids)
     for number, master in enumerate(masters):
         set_sharded(master, "fp32")
         for key in ("exp_avg", "exp_avg_sq"):
