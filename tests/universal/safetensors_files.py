@@ -9,18 +9,8 @@ from etils import epath
 from elastic_ckpt.universal.formats import safetensors
 from tests.universal.formats import stored_values
 
-_NAMES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "bool": "BOOL",
-    "float8_e4m3fn": "F8_E4M3",
-    "int8": "I8",
-    "uint8": "U8",
-    "int32": "I32",
-}
+# The others are "F32", "I64" and the like.
+_NAMES = {"bfloat16": "BF16", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3"}
 
 
 def write(path, tensors, **metadata):
@@ -28,8 +18,10 @@ def write(path, tensors, **metadata):
     header, stop = {"__metadata__": metadata} if metadata else {}, 0
     for name, array in tensors.items():
         start, stop = stop, stop + array.nbytes
+        dtype = array.dtype
+        kind = f"{dtype.kind.upper()}{8 * dtype.itemsize}"
         header[name] = {
-            "dtype": _NAMES[array.dtype.name],
+            "dtype": _NAMES.get(dtype.name, kind),
             "shape": list(array.shape),
             "data_offsets": [start, stop],
         }

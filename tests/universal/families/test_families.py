@@ -46,11 +46,6 @@ def converted(source, target, layout=None, *, to="safetensors", **more):
     return safetensors_files.read(target)
 
 
-def written_back(tree, target, layout, model):
-    """The tensors of a tree, as a model of Hugging Face like `model`."""
-    return converted(tree, target, layout, is_reversed=True, to="hf", config=str(model))
-
-
 def assert_same(made, expected):
     assert safetensors_files.bits(made) == safetensors_files.bits(expected)
 
@@ -73,7 +68,8 @@ def test_a_model_becomes_a_tree_and_comes_back_to_transformers(
             if model.quantized == "fp8":
                 layout = composed(tmp_path, "hf_fp8", layout)
             converted(written / name, tree, layout)
-            again = written_back(tree, back / name, layout, written / name)
+            given = {"is_reversed": True, "to": "hf", "config": str(written / name)}
+            again = converted(tree, back / name, layout, **given)
             if not model.quantized:
                 assert_same(again, safetensors_files.read(written / name))
     TRANSFORMERS.run(PROGRAMS, "compare_models", written, back)

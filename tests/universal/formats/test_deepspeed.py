@@ -33,15 +33,14 @@ HALVES = "parameter_with_2_sub_params_cat_dim_0"
 PARTS = "parameter_with_sub_params"
 ROWS = "parameter_with_row_parallelism_patterns"
 VOCABULARY = "vocabulary_parameter_patterns"
-AUTOTP = ("affine_map", "sub_param_shard_widths")
 
 
 def load(path, whole):
     """The states of `whole` tensors, loaded by the checkpoint's own description."""
     checkpoint, tree = opening.open_checkpoint(path), {}
     info = checkpoint.values.get("universal_checkpoint_info", {})
-    # Without what AutoTP adds.
-    kept = {key: value for key, value in info.items() if key not in AUTOTP}
+    of_autotp = ("affine_map", "sub_param_shard_widths")
+    kept = {key: value for key, value in info.items() if key not in of_autotp}
     values = {"universal_checkpoint_info": kept}
     for tensor in whole:
         like = jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
@@ -133,6 +132,7 @@ def test_the_description_that_autotp_writes_is_refused(sample):
 
 
 ENTRY = {"patterns": ["w"], "partition_dim": 0}
+ROWS_OF_RANKS = [relayout.numbered(3, 1)] * 2
 MALFORMED = "is not as DeepSpeed writes it"
 
 
@@ -150,38 +150,24 @@ MALFORMED = "is not as DeepSpeed writes it"
         ({VOCABULARY: ["w"], HALVES: ["w"]}, "both have it"),
         ({PARTS: [{"patterns": ["w"]}]}, MALFORMED),
         ({PARTS: [{"patterns": "w", "shape": [2], "partition_dim": 2}]}, MALFORMED),
+        ({PARTS: [{"shape": [[3, 3], 1], **ENTRY}]}, "w"),
+        ({PARTS: [{"shape": [[2, 2], 1], **ENTRY}]}, "w"),
+        ({HALVES: ["w"]}, "w"),
+        ({VOCABULARY: ["w"], "original_vocab_size": 7}, "w"),
     ],
 )
 def test_descriptions_that_do_not_fit_are_refused(info, match):
-    shards = {"w": [relayout.numbered(2, 2)] * 2}
-    _, checkpoint = checkpoint_of(shards, info)
-    with pytest.raises(FormatError, match=match):
-        deepspeed_rules.layout(checkpoint)
-
-
-ROWS_OF_RANKS = [relayout.numbered(3, 1)] * 2
-
-
-@pytest.mark.parametrize(
-    ("shards", "info", "match"),
-    [
-        ([relayout.numbered(n, 2) for n in (3, 5)], {}, "w: ranks have .* `widths`"),
-        (ROWS_OF_RANKS, {PARTS: [{"shape": [[3, 3], 1], **ENTRY}]}, "w"),
-        (ROWS_OF_RANKS, {PARTS: [{"shape": [[2, 2], 1], **ENTRY}]}, "w"),
-        (ROWS_OF_RANKS, {HALVES: ["w"]}, "w"),
-        (ROWS_OF_RANKS, {VOCABULARY: ["w"], "original_vocab_size": 7}, "w"),
-    ],
-)
-def test_sizes_that_shards_do_not_have_are_refused(shards, info, match):
     with pytest.raises((FormatError, LayoutError), match=match):
-        merged({"w": shards}, info)
+        merged({"w": ROWS_OF_RANKS}, info)
 
 
-def test_a_parameter_that_a_rank_lacks_is_refused():
+def test_ranks_that_differ_are_refused():
     saved, checkpoint = checkpoint_of({"w": ROWS_OF_RANKS}, {AVERAGED: ["w"]})
     checkpoint = dataclasses.replace(checkpoint, tensors=saved[:3])
     with pytest.raises(FormatError, match=r"1 of 2 ranks have w \(first_moment\)"):
         deepspeed_rules.layout(checkpoint)
+    with pytest.raises(FormatError, match=r"w: ranks have .* `widths`"):
+        merged({"w": [relayout.numbered(rows, 2) for rows in (3, 5)]}, {})
 
 
 FLAT = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"

