@@ -17,6 +17,8 @@ rules:
   - from: {"norm": "x"}
     to: {"norm/scale": "x"}
 """
+CONVERT = ("convert", "model.safetensors")
+CHECK = (*CONVERT, "--rules", "layout.yml", "--check")
 TREE = {"layers/w": [2, 4, 3], "norm/scale": {"shape": [4], "dtype": "bfloat16"}}
 
 
@@ -30,37 +32,30 @@ def source(tmp_path, monkeypatch):
     (tmp_path / "tree.json").write_text(json.dumps(TREE))
 
 
-def looked(*arguments, source="model.safetensors"):
-    return main.main(["convert", source, *arguments])
-
-
 def test_tensors_are_listed_by_patterns_of_names(tmp_path, capsys):
     more = {f"m.{n}.7.w": np.ones(2, np.int8) for n in (0, 1, 2, 5)}
     safetensors_files.write(tmp_path / "more.safetensors", more)
-    assert looked("--list", source="more.safetensors") == 0
+    assert main.main(["convert", "more.safetensors", "--list"]) == 0
     line = "m.{0-2,5}.7.w  [2] int8  4 tensors, 8 bytes"
     assert capsys.readouterr().out.splitlines() == [line]
-    assert looked("--list", "--json") == 0
+    assert main.main([*CONVERT, "--list", "--json"]) == 0
     first, last = json.loads(capsys.readouterr().out)
     family = {"names": "blocks.{0-1}.w", "tensors": 2, "shape": [3, 4]}
     assert first == family | {"dtype": "float32", "kind": "parameter", "num_bytes": 96}
     assert (last["names"], last["shape"]) == ("norm", [4])
 
 
-def test_a_check_shows_what_each_rule_makes(capsys):
+def test_a_check_shows_what_each_rule_makes_or_what_is_missing(tmp_path, capsys):
     for tree, num_bytes in (([], 16), (["tree.json"], 8)):
-        assert looked("--rules", "layout.yml", "--check", *tree) == 0
+        assert main.main([*CHECK, *tree]) == 0
         assert capsys.readouterr().out.splitlines() == [
             "layout.yml fits:",
             "  layout.yml: rules[0]: 2 tensors to 1, 96 bytes",
             f"  layout.yml: rules[1]: 1 tensors to 1, {num_bytes} bytes",
         ]
-    assert looked("--rules", "layout.yml", "--check", "model.safetensors") == 1
-
-
-def test_a_check_shows_what_is_missing(tmp_path, capsys):
+    assert main.main([*CHECK, "model.safetensors"]) == 1
     (tmp_path / "tree.json").write_text(json.dumps({**TREE, "layers/wo": [2, 4, 3]}))
     (tmp_path / "layout.yml").write_text(LAYOUT.replace('"norm"', '"normal"'))
-    assert looked("--rules", "layout.yml", "--check", "tree.json") == 1
+    assert main.main([*CHECK, "tree.json"]) == 1
     error = capsys.readouterr().err
     assert all(text in error for text in ("norm", "layers/wo", "from['normal']"))

@@ -40,7 +40,7 @@ MESH = jax.sharding.Mesh(jax.devices()[:2], ("data",))
 def tensors_of(seed=0):
     """In PyTorch's names and layout, [out, in]."""
     generator = np.random.default_rng(seed)
-    shapes = {"up": (FF, EMBED), "norm": (EMBED,)}
+    shapes = {"norm": (EMBED,), "up": (FF, EMBED)}
     return {
         f"layers.{layer}.{name}.weight": generator.random(shape, np.float32)
         for layer in range(LAYERS)
@@ -49,17 +49,6 @@ def tensors_of(seed=0):
 
 
 TENSORS = tensors_of()
-
-
-def weights_of(tensors):
-    """By Flax's names, a dict for each layer."""
-    return [
-        {
-            "norm": {"scale": tensors[f"layers.{layer}.norm.weight"]},
-            "up": {"kernel": tensors[f"layers.{layer}.up.weight"].T},
-        }
-        for layer in range(LAYERS)
-    ]
 
 
 @pytest.fixture
@@ -145,7 +134,8 @@ states:
 PARTS = {"model": TENSORS, "exp_avg": tensors_of(1), "exp_avg_sq": tensors_of(2)}
 COUNT = np.asarray(7, np.int32)
 SAVED = {**traverse_util.flatten_dict(PARTS, sep="/"), "step": COUNT}
-WEIGHTS, *MOMENTS = map(weights_of, PARTS.values())
+# The leaves of Flax's trees, in their order.
+WEIGHTS, *MOMENTS = [[each.T for each in part.values()] for part in PARTS.values()]
 # Layouts and trees; then what is in the file, and the leaves.
 TREES = {
     "state": (NNX, of_nnx, TENSORS, WEIGHTS),
@@ -169,9 +159,9 @@ def test_a_tree_of_flax_is_loaded_and_becomes_the_file_again(tmp_path, form):
     saved = nnx.state(loaded) if form == "module" else loaded
     with ec.Checkpointer([ec.Persistent(tmp_path / "run", every=1)]) as checkpointer:
         checkpointer.save(3, saved)
-    given = [str(tmp_path / "run" / "3"), str(tmp_path / "back"), "--reverse"]
-    given += ["--rules", str(tmp_path / "layout.yml"), "--to", "safetensors"]
-    assert main.main(["convert", *given]) == 0
+    given = (tmp_path / "run" / "3", tmp_path / "back", "--to", "safetensors")
+    given += ("--rules", tmp_path / "layout.yml", "--reverse")
+    assert main.main(["convert", *map(str, given)]) == 0
     assert bits(safetensors_files.read(tmp_path / "back")) == bits(tensors)
 
 
@@ -217,15 +207,14 @@ class EquinoxMlp(eqx.Module):
     dropout: eqx.nn.Dropout
     activation: Callable
 
-
-def equinox_mlp():
-    up = eqx.nn.Linear(EMBED, FF, use_bias=False, key=jax.random.key(0))
-    return EquinoxMlp(up, eqx.nn.Dropout(0.1), jax.nn.silu)
+    def __init__(self):
+        self.up = eqx.nn.Linear(EMBED, FF, use_bias=False, key=jax.random.key(0))
+        self.dropout, self.activation = eqx.nn.Dropout(0.1), jax.nn.silu
 
 
 def test_a_module_of_equinox_keeps_its_functions(source):
     layout = layout_of_one("...", "up/weight")
-    whole = sharded(eqx.filter_eval_shape(equinox_mlp))
+    whole = sharded(eqx.filter_eval_shape(EquinoxMlp))
     # The rate of a dropout is a number among the leaves.
     with pytest.raises(universal.LayoutError, match="dropout/p"):
         universal.load(source, whole, layout=layout)

@@ -3,6 +3,8 @@
 It is that of Llama 3, and of Qwen 3 with experts.
 """
 
+import operator
+
 import jax
 import jax.numpy as jnp
 
@@ -13,14 +15,11 @@ def logits(tree, config, tokens):
     Layers are branches by their numbers, or stacked.
     """
     hidden = tree["embed"]["embedding"][tokens]
-    layers = tree["layers"]
-    if "0" in layers:
-        for number in range(config["num_hidden_layers"]):
-            hidden = _block(layers[str(number)], config, hidden)
-    else:
-        hidden, _ = jax.lax.scan(
-            lambda hidden, layer: (_block(layer, config, hidden), None), hidden, layers
-        )
+    layers, numbers = tree["layers"], range(config["num_hidden_layers"])
+    if "0" not in layers:
+        layers = {str(n): jax.tree.map(operator.itemgetter(n), layers) for n in numbers}
+    for number in numbers:
+        hidden = _block(layers[str(number)], config, hidden)
     return _norm(hidden, tree["final_norm"]) @ tree["head"]["kernel"]
 
 
@@ -29,7 +28,8 @@ def _block(layer, config, hidden):
     normed = _norm(hidden, layer["mlp_norm"])
     if "moe" in layer:
         return hidden + _experts(layer["moe"], config, normed)
-    return hidden + _mlp(layer["mlp"], normed)
+    gate, up, down = (layer["mlp"][each]["kernel"] for each in ("gate", "up", "down"))
+    return hidden + (jax.nn.silu(normed @ gate) * (normed @ up)) @ down
 
 
 def _norm(hidden, norm):
@@ -66,11 +66,6 @@ def _rotated(values, theta):
     return jnp.concatenate(
         [first * cos - second * sin, second * cos + first * sin], axis=-1
     )
-
-
-def _mlp(mlp, hidden):
-    gate, up, down = (mlp[part]["kernel"] for part in ("gate", "up", "down"))
-    return (jax.nn.silu(hidden @ gate) * (hidden @ up)) @ down
 
 
 def _experts(moe, config, hidden):

@@ -83,38 +83,26 @@ def test_a_file_opens_with_its_tensors_and_texts_and_those_of_its_model(tmp_path
         opening.open_checkpoint(tmp_path)
 
 
-def indexed(directory, changes):
-    """Two files of safetensors and their index; `changes` are of its weight_map."""
-    arrays = {"a": numbered(2, 2), "b": numbered(3), "c": numbered(1)}
-    files = {"a": "x-1.safetensors", "b": "x-2.safetensors", "c": "x-2.safetensors"}
-    for file in set(files.values()):
-        held = {name: arrays[name] for name in files if files[name] == file}
-        safetensors_files.write(directory / file, held)
-    index = {"metadata": {"total_size": 32}, "weight_map": files | changes}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    return arrays
-
-
-def test_an_indexed_directory_has_the_tensors_of_all_its_files(tmp_path):
-    arrays = indexed(tmp_path, {})
-    for source in (tmp_path, tmp_path / "model.safetensors.index.json"):
-        checkpoint = stored_values.assert_holds(source, arrays)
+def test_an_index_has_the_tensors_of_all_its_files_or_is_refused(tmp_path, subtests):
+    path = tmp_path / "model.safetensors.index.json"
+    first, second = {"a": numbered(2, 2)}, {"b": numbered(3), "c": numbered(1)}
+    safetensors_files.write(tmp_path / "x-1.safetensors", first)
+    safetensors_files.write(tmp_path / "x-2.safetensors", second)
+    files = {"a": "x-1.safetensors", **dict.fromkeys("bc", "x-2.safetensors")}
+    index = {"metadata": {"total_size": 32}, "weight_map": files}
+    path.write_text(json.dumps(index))
+    for source in (tmp_path, path):
+        checkpoint = stored_values.assert_holds(source, first | second)
         assert checkpoint.values == {"total_size": 32}
-
-
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"a": "../x-1.safetensors"}, "lists a in '../x-1.safetensors', which is no"),
-        ({"a": ["x"]}, "no file beside it"),
-        ({"a": "x-3.safetensors"}, "x-3.safetensors is missing"),
-        ({"d": "x-1.safetensors"}, "x-1.safetensors lacks d"),
-    ],
-)
-def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path, changes, match):
-    indexed(tmp_path, changes)
-    with pytest.raises(FormatError, match=match):
-        opening.open_checkpoint(tmp_path)
+    for name, file, match in (
+        ("a", "../x-1.safetensors", "lists a in '../x-1.safetensors', which is no"),
+        ("a", ["x"], "no file beside it"),
+        ("a", "x-3.safetensors", "x-3.safetensors is missing"),
+        ("d", "x-1.safetensors", "x-1.safetensors lacks d"),
+    ):
+        path.write_text(json.dumps({"weight_map": {**files, name: file}}))
+        with subtests.test(match), pytest.raises(FormatError, match=match):
+            opening.open_checkpoint(tmp_path)
 
 
 def test_a_numbered_set_of_files_without_an_index_is_complete_or_refused(tmp_path):

@@ -66,23 +66,21 @@ class _Pickler(pickle._Pickler):
         self.save(state)
         self.write(pickle.BUILD)
 
-    def save_id(self, value):
-        self.save(value.parts)
-        self.write(pickle.BINPERSID)
+    def persistent_id(self, obj):
+        return obj.parts if isinstance(obj, Id) else None
 
     def save_array(self, array):
         key, size = f"a{len(self.entries)}", array.dtype.itemsize
         self.entries[f"data/{key}"] = array.tobytes()
         kind = {2: "BFloat16Storage", 4: "FloatStorage"}[size]
         strides = tuple(stride // size for stride in array.strides)
-        parts = {"kind": kind, "key": key, "elements": array.size}
-        self.save(tensor(array.shape, strides, **parts))
+        place = {"kind": kind, "key": key, "elements": array.size}
+        self.save(tensor(array.shape, strides, **place))
 
     dispatch[np.ndarray] = save_array
     dispatch[Named] = save_named
     dispatch[Global] = save_global_name
     dispatch[Object] = save_object
-    dispatch[Id] = save_id
 
 
 def pickled(value, entries=None):
@@ -97,12 +95,9 @@ def storage(key="0", elements=4, kind="FloatStorage"):
 
 
 def tensor(shape=(2, 2), strides=(2, 1), offset=0, **parts):
-    return Named(
-        "torch._utils",
-        "_rebuild_tensor_v2",
-        *(storage(**parts), offset, shape, strides, False),
-        Named("collections", "OrderedDict"),
-    )
+    hooks = Named("collections", "OrderedDict")
+    arguments = storage(**parts), offset, shape, strides, False, hooks
+    return Named("torch._utils", "_rebuild_tensor_v2", *arguments)
 
 
 def lazy(value, *bits):
