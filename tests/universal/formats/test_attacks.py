@@ -36,15 +36,13 @@ _ZIPS = (".pt", ".bin", ".distcp")
 _OPCODES = b"()]}.0acehjqrstuRQbBCGJKMNX\x81\x85\x86\x87\x8a\x8c\x8f\x90\x91\x93\x94"
 
 
-def cut(content, other, rng):
+def cut(content, rng):
     """The content, cut short."""
-    del other
     return content[: rng.choice((0, len(content) // 2, max(0, len(content) - 1)))]
 
 
-def flipped(content, other, rng):
+def flipped(content, rng):
     """The content with up to four changed bytes."""
-    del other
     changed = bytearray(content or b"x")
     for _ in range(rng.choice((1, 1, 2, 4))):
         at = rng.randrange(len(changed))
@@ -53,15 +51,8 @@ def flipped(content, other, rng):
     return bytes(changed)
 
 
-def swapped(content, other, rng):
-    """Another file of the checkpoint."""
-    del content, rng
-    return other
-
-
-def with_changed_pickle(content, other, rng):
+def with_changed_pickle(content, rng):
     """A file of torch.save with changes in its pickle, whose CRC-32 is that of them."""
-    del other
     if content[:2] != b"PK" or b"PK\5\6" not in content[-100:]:
         path = stored_values.DATA / "weights" / "single" / "pytorch_model.bin"
         content = path.read_bytes()
@@ -70,8 +61,13 @@ def with_changed_pickle(content, other, rng):
         for name in old.namelist():
             held = old.read(name)
             is_pickle = name.endswith("data.pkl")
-            new.writestr(name, flipped(held, b"", rng) if is_pickle else held)
+            new.writestr(name, flipped(held, rng) if is_pickle else held)
     return made.getvalue()
+
+
+# Swapped is a file for another one of the checkpoint.
+DAMAGES = {"cut": cut, "flipped": flipped, "swapped": None}
+DAMAGES["with_changed_pickle"] = with_changed_pickle
 
 
 def attack(name, directory, seeds):
@@ -82,15 +78,15 @@ def attack(name, directory, seeds):
     files = sorted(each for each in path.rglob("*") if each.is_file())
     num_refused, wrong = 0, []
     for seed in seeds:
-        for damage in (cut, flipped, swapped, with_changed_pickle):
-            rng = random.Random(f"{name} {seed} {damage.__name__}")
+        for kind, damage in DAMAGES.items():
+            rng = random.Random(f"{name} {seed} {kind}")
             file, other = rng.choice(files), rng.choice(files)
             content = file.read_bytes()
-            file.write_bytes(damage(content, other.read_bytes(), rng))
-            place = f"{damage.__name__} {seed}: {file.relative_to(path)}"
+            file.write_bytes(damage(content, rng) if damage else other.read_bytes())
+            place = f"{kind} {seed}: {file.relative_to(path)}"
             try:
                 after = stored_values.contents(path)
-                if damage in (cut, flipped) and file.suffix in _ZIPS:
+                if kind in ("cut", "flipped") and file.suffix in _ZIPS:
                     wrong += [f"{place}: differs"] if after != before else []
             except errors.CheckpointError as error:
                 num_refused += 1
@@ -114,33 +110,23 @@ def main(directory, first, last):
     print(json.dumps({name: attack(name, folder, seeds) for name in SAMPLES}))
 
 
-def report(directory, first, last):
-    """What happened to damaged checkpoints, by sample."""
-    command = [sys.executable, "-m", "tests.universal.formats.test_attacks", directory]
-    numbers = [str(first), str(last)]
-    environ = os.environ | {"JAX_PLATFORMS": "cpu"}
+@pytest.mark.parametrize(
+    "seeds", ["0 5", pytest.param("5 100", marks=pytest.mark.night)]
+)
+def test_a_damaged_file_is_one_error_or_is_read(tmp_path, seeds, subtests):
+    module = "tests.universal.formats.test_attacks"
     done = subprocess.run(
-        [*command, *numbers], env=environ, check=True, stdout=subprocess.PIPE
+        [sys.executable, "-m", module, tmp_path, *seeds.split()],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        check=True,
+        stdout=subprocess.PIPE,
     )
-    return json.loads(done.stdout)
-
-
-@pytest.fixture(scope="module")
-def damaged(tmp_path_factory):
-    return report(tmp_path_factory.mktemp("damaged"), 0, 5)
-
-
-@pytest.mark.parametrize("name", SAMPLES)
-def test_a_damaged_file_is_one_error_or_is_read(damaged, name):
-    num_refused, wrong = damaged[name]
-    assert wrong == []
-    assert num_refused >= 5
-
-
-@pytest.mark.night
-def test_many_damaged_files_are_one_error_or_are_read(tmp_path):
-    for name, (_, wrong) in report(tmp_path, 5, 100).items():
-        assert wrong == [], name
+    report = json.loads(done.stdout)
+    assert set(report) == set(SAMPLES)
+    for name, (num_refused, wrong) in report.items():
+        with subtests.test(name):
+            assert wrong == []
+            assert num_refused >= 5
 
 
 @pytest.mark.parametrize(

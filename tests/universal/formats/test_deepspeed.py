@@ -216,18 +216,16 @@ GROUPS = {"state": {0: MOMENTUM}, "param_groups": [{}]}
 
 
 def by_hand(
-    folder, *, mapping=None, second=None, shape=(2, 2), flat=None, more=(), **stated
+    folder, *, places=((0, 4),), shape=(2, 2), flat=FLAT_TENSOR, more=(), **stated
 ):
-    """A checkpoint of one parameter `w` of ZeRO-1, and one rank or a second one."""
-    flat = flat or FLAT_TENSOR
+    """A checkpoint of a parameter `w` of ZeRO-1; ranks have these places of it."""
     value = {"module": None, "param_shapes": [{"w": shape}]}
     torch_files.write(folder / "mp_rank_00_model_states.pt", value)
-    mappings = [mapping or {"w": {"start": 0, "numel": 4}}, second]
-    for rank, held in enumerate(mappings if second else mappings[:1]):
+    for rank, (start, size) in enumerate(places):
         optimizer = {
             "single_partition_of_fp32_groups": [flat],
             "base_optimizer_state": {"state": {}},
-            "param_slice_mappings": [held],
+            "param_slice_mappings": [{"w": {"start": start, "numel": size}}],
             "partition_count": [1],
             **stated,
         }
@@ -265,15 +263,12 @@ def test_the_momentum_of_other_optimizers_is_divided_like_their_masters(tmp_path
 @pytest.mark.parametrize(
     ("parts", "match"),
     [
-        ({"mapping": {"w": {"start": 0, "numel": 3}}}, "hold 3 elements of w"),
-        ({"mapping": {"w": {"start": 1, "numel": 4}}}, "elements 1 to 5 of a tensor"),
-        ({"mapping": {"w": {"start": -1, "numel": 4}}}, "elements -1 to 3 of a tensor"),
-        ({"mapping": {"w": {"start": "0", "numel": 4}}}, "that are none of ZeRO"),
-        (
-            {"shape": (2,), "second": {"w": {"start": 2, "numel": -2}}},
-            "hold 4 elements",
-        ),
-        ({"mapping": {"v": {"start": 0, "numel": 4}}}, "has v, which param_shapes"),
+        ({"places": [(0, 3)]}, "hold 3 elements of w"),
+        ({"places": [(1, 4)]}, "elements 1 to 5 of a tensor"),
+        ({"places": [(-1, 4)]}, "elements -1 to 3 of a tensor"),
+        ({"places": [("0", 4)]}, "that are none of ZeRO"),
+        ({"places": [(0, 4), (2, -2)], "shape": (2,)}, "hold 4 elements"),
+        ({"param_slice_mappings": [{"v": {"start": 0, "numel": 4}}]}, "has v, which"),
         ({"shape": (1 << 30,)}, "hold 4 elements of w, which has 1073741824"),
         ({"flat": torch_files.tensor()}, "that is not flat"),
         ({"flat": torch_files.lazy(FLAT_TENSOR, "neg")}, "neg that is not flat"),
